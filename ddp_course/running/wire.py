@@ -1,0 +1,205 @@
+"""Send and receive between ranks, with every byte and message counted.
+
+All algorithms of the course send through here, never through `torch.distributed` directly. That gives three
+things for free: traffic can be counted and held against a formula, spans can be drawn on a timeline, and a
+slower link can be emulated. A process has one network card, so the observers live at module level.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from inspect import signature
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+
+from . import flight_recorder
+
+throttle = None  # an emulated link for this process, set by `links`; None sends at full speed
+_observers: list[Callable] = []
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened on the wire: a "send", a "recv", or a named "span" around several of them.
+
+    `start` and `end` are seconds of `time.perf_counter`; `bytes` is 0 and `peer` None for spans.
+    """
+
+    kind: str
+    name: str
+    start: float
+    end: float
+    bytes: int = 0
+    peer: int | None = None
+    thread: str = ""
+
+
+@dataclass
+class Traffic:
+    """Bytes and messages that this process sent and received."""
+
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    messages_sent: int = 0
+    messages_received: int = 0
+
+    def add(self, event: Event) -> None:
+        """Count one event; spans are not traffic."""
+        if event.kind == "send":
+            self.bytes_sent += event.bytes
+            self.messages_sent += 1
+        elif event.kind == "recv":
+            self.bytes_received += event.bytes
+            self.messages_received += 1
+
+
+@contextmanager
+def observing(callback: Callable[[Event], None]) -> Iterator[None]:
+    """Call `callback(event)` after every finished message and span of this process, from any thread."""
+    _observers.append(callback)
+    try:
+        yield
+    finally:
+        _observers.remove(callback)
+
+
+@contextmanager
+def counting() -> Iterator[Traffic]:
+    """Count what this process sends and receives: `with counting() as traffic: …`."""
+    traffic = Traffic()
+    with observing(traffic.add):
+        yield traffic
+
+
+@contextmanager
+def span(name: str) -> Iterator[None]:
+    """Tell the observers when the block began and ended."""
+    start = perf_counter()
+    try:
+        yield
+    finally:
+        _tell("span", name, start)
+
+
+def collective(function):
+    """Decorate an algorithm in which all ranks of a `group` take part; its first argument is what it works on.
+
+    Each call becomes a span for the timeline and an entry of the flight recorder, which is how mismatched
+    shapes and hangs can be reported with the names of the ranks.
+    """
+    parameters = signature(function)
+
+    @wraps(function)
+    def announced(tensors, *args, **kwargs):
+        bound = parameters.bind(tensors, *args, **kwargs)
+        with span(function.__name__), flight_recorder.entry(function.__name__, tensors, bound.arguments.get("group")):
+            return function(tensors, *args, **kwargs)
+
+    return announced
+
+
+class Transfer:
+    """A message on its way. `wait()` returns when the tensor may be used again (sent) or read (received)."""
+
+    def __init__(self, kind: str, tensor: torch.Tensor, peer: int, group=None):
+        self.kind, self.tensor, self.peer = kind, tensor, peer
+        self.staged = _host_copy(kind, tensor, group)
+        self.start = perf_counter()
+        if throttle is not None and kind == "send" and tensor.numel():
+            throttle.before_send(self.nbytes, peer)
+        self.work = self._post(group) if tensor.numel() else None
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the message in bytes."""
+        return self.tensor.numel() * self.tensor.element_size()
+
+    def _post(self, group):
+        post = dist.isend if self.kind == "send" else dist.irecv
+        return post(self.staged, self.peer, group)
+
+    def wait(self) -> None:
+        """Block until the message has left (send) or arrived (receive). An empty tensor sends nothing."""
+        if self.work is None:
+            return
+        self.work.wait()
+        self.work = None
+        if throttle is not None:
+            (throttle.after_send if self.kind == "send" else throttle.after_recv)(self.nbytes, self.peer)
+        if self.kind == "recv" and self.staged is not self.tensor:
+            self.tensor.copy_(self.staged)
+        _tell(self.kind, self.kind, self.start, self.nbytes, self.peer)
+
+
+def isend(tensor: torch.Tensor, dst: int, group=None) -> Transfer:
+    """Start sending a contiguous `tensor` to global rank `dst`; do not write to it before `wait()`."""
+    return Transfer("send", tensor, dst, group)
+
+
+def irecv(tensor: torch.Tensor, src: int, group=None) -> Transfer:
+    """Start receiving into a contiguous `tensor` from global rank `src`; do not read it before `wait()`."""
+    return Transfer("recv", tensor, src, group)
+
+
+def send(tensor: torch.Tensor, dst: int, group=None) -> None:
+    """Send `tensor` to global rank `dst` and wait until it has left."""
+    isend(tensor, dst, group).wait()
+
+
+def recv(tensor: torch.Tensor, src: int, group=None) -> None:
+    """Receive into `tensor` from global rank `src`."""
+    irecv(tensor, src, group).wait()
+
+
+def exchange(outgoing: torch.Tensor, dst: int, incoming: torch.Tensor, src: int, group=None) -> None:
+    """Send `outgoing` to `dst` while receiving `incoming` from `src` (global ranks).
+
+    The receive is posted before the send: gloo's sender waits until the receiver is ready, and with the send
+    first two neighbours would wait for each other's turn, at half the speed.
+    """
+    if dist.get_backend(group) == "nccl":
+        return _exchange_nccl(outgoing, dst, incoming, src, group)
+    arriving = irecv(incoming, src, group)
+    leaving = isend(outgoing, dst, group)
+    arriving.wait()
+    leaving.wait()
+
+
+def neighbours(group=None) -> tuple[int, int, int, int]:
+    """This rank in `group`, the group's size, and the global ranks of the left and the right neighbour."""
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    if group is None:
+        return rank, world_size, (rank - 1) % world_size, (rank + 1) % world_size
+    left, right = (dist.get_global_rank(group, (rank + step) % world_size) for step in (-1, 1))
+    return rank, world_size, left, right
+
+
+def _exchange_nccl(outgoing, dst, incoming, src, group):
+    """NCCL wants both directions in one group call, or two neighbours that send first would deadlock."""
+    pairs = [(dist.irecv, incoming, src, "recv"), (dist.isend, outgoing, dst, "send")]
+    pairs = [pair for pair in pairs if pair[1].numel()]
+    start = perf_counter()
+    operations = [dist.P2POp(post, tensor, peer, group) for post, tensor, peer, _ in pairs]
+    for work in dist.batch_isend_irecv(operations) if operations else []:
+        work.wait()
+    for _, tensor, peer, kind in pairs:
+        _tell(kind, kind, start, tensor.numel() * tensor.element_size(), peer)
+
+
+def _host_copy(kind, tensor, group):
+    """gloo sends host memory only: stage a CUDA tensor through pinned memory, leave all others as they are."""
+    if not tensor.is_cuda or dist.get_backend(group) == "nccl":
+        return tensor
+    staged = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return staged.copy_(tensor) if kind == "send" else staged
+
+
+def _tell(kind, name, start, nbytes=0, peer=None):
+    if _observers:
+        event = Event(kind, name, start, perf_counter(), nbytes, peer, threading.current_thread().name)
+        for callback in list(_observers):
+            callback(event)

@@ -1,0 +1,114 @@
+"""Stage 2: one process drives K devices, a thread each.
+
+    inputs --scatter--> shard k --forward k--> outputs k --gather--> outputs on the master --> loss
+    model --replicate--> replica k                                                              |
+    model.grad <--reduce-- gradient k <--backward k-- output gradient k <--scatter--------------+
+
+The first device is the master. It holds the model, all outputs, the loss and the sum of all gradients, and the
+model is copied from it again in every step: the load is unbalanced. The loss is taken over the whole batch, so
+the sum of the replicas' gradients *is* the gradient of one device. Nothing needs to be averaged.
+The algorithm is that of `torch.nn.DataParallel`.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
+
+import torch
+from torch.nn.functional import cross_entropy
+from torch.optim import SGD
+
+
+def scatter(tensor, devices):
+    """Split `tensor` along its first dimension, a shard a device; a batch too small leaves devices idle."""
+    shards = tensor.tensor_split(len(devices))
+    return [shard.to(device) for shard, device in zip(shards, devices, strict=True) if len(shard)]
+
+
+def replicate(module, devices):
+    """Return a copy of `module` on every device; the master's copy is `module` itself."""
+    replicas = [module] + [deepcopy(module).to(device) for device in devices[1:]]
+    for replica in replicas[1:]:
+        replica.zero_grad()
+    return replicas
+
+
+def parallel_forward(replicas, shards):
+    """Run every replica on its shard, each in a thread; return the outputs in device order."""
+    return in_threads(lambda replica, shard: replica(shard), replicas, shards)
+
+
+def gather(outputs, device):
+    """Concatenate the outputs on the master `device`, cut off from the replicas' graphs."""
+    return torch.cat([output.detach().to(device) for output in outputs]).requires_grad_()
+
+
+def parallel_backward(outputs, gradients):
+    """Run every replica's backward pass from the gradient of its outputs, each in a thread."""
+    in_threads(torch.autograd.backward, outputs, gradients)
+
+
+def reduce(module, replicas):
+    """Add the gradients of all replicas to those of `module` on the master."""
+    for replica in replicas[1:]:
+        for parameter, copy in zip(module.parameters(), replica.parameters(), strict=True):
+            if copy.grad is not None:
+                gradient = copy.grad.to(parameter.device)
+                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+
+
+def in_threads(function, *arguments):
+    """Call `function` once a device, in parallel; the first exception is raised here."""
+    grad_enabled = torch.is_grad_enabled()
+
+    def call(*args):
+        with torch.set_grad_enabled(grad_enabled):
+            return function(*args)
+
+    with ThreadPoolExecutor(len(arguments[0])) as threads:
+        return list(threads.map(call, *arguments))
+
+
+class DataParallel(torch.nn.Module):
+    """Run `module` on several `devices` from one process; a device may be named twice.
+
+    `parallel(inputs)` returns the outputs of the whole batch on the master. After `loss.backward()`, which
+    stops at these outputs, `parallel.backward()` carries on through the replicas. Raises ValueError without devices.
+    """
+
+    def __init__(self, module, devices):
+        super().__init__()
+        if not devices:
+            raise ValueError("DataParallel needs at least one device, such as devices=['cpu', 'cpu']")
+        self.devices = [torch.device(device) for device in devices]
+        self.module = module.to(self.devices[0])
+
+    def forward(self, inputs):
+        """Scatter, replicate, forward, gather."""
+        shards = scatter(inputs, self.devices)
+        self.replicas = replicate(self.module, self.devices[: len(shards)])
+        self.outputs = parallel_forward(self.replicas, shards)
+        self.gathered = gather(self.outputs, self.devices[0])
+        return self.gathered
+
+    def backward(self):
+        """Scatter the gradient of the outputs, backward, reduce."""
+        gradients = self.gathered.grad.split([len(output) for output in self.outputs])
+        gradients = [gradient.to(output.device) for gradient, output in zip(gradients, self.outputs, strict=True)]
+        parallel_backward(self.outputs, gradients)
+        reduce(self.module, self.replicas)
+        self.replicas = self.outputs = self.gathered = None
+
+
+def train(model, batches, lr, devices=("cpu", "cpu")):
+    """Train `model` in place on whole batches, split over `devices`; return the loss of every step."""
+    parallel = DataParallel(model, devices)
+    optimizer = SGD(model.parameters(), lr=lr)
+    losses = []
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        loss = cross_entropy(parallel(inputs), targets)
+        loss.backward()
+        parallel.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses

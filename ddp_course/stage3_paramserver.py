@@ -1,0 +1,108 @@
+"""Stage 3: K processes. One of them, the server, collects all gradients, averages them and sends them back.
+
+    rank 1 --p bytes--> server (adds up) --p bytes--> rank 1
+    rank 2 --p bytes--> server           --p bytes--> rank 2
+    ...
+
+The server's link carries (K-1) p bytes in and then (K-1) p bytes out, one after the other, while everyone
+else waits: T = 2 (K-1) p/b on a link of b bytes a second. Every rank works on its own share of the batch with its
+own optimizer; equal weights at the start and equal gradients in every step keep the replicas equal.
+"""
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import cross_entropy
+from torch.optim import SGD
+
+from .running import wire
+
+
+@torch.no_grad()
+def broadcast_parameters(module, src=0, group=None):
+    """Give every rank the parameters and buffers of rank `src`, by point-to-point messages."""
+    for tensor in [*module.parameters(), *module.buffers()]:
+        message = tensor.detach().contiguous()
+        if dist.get_rank(group) == src:
+            for peer in others(src, group):
+                wire.send(message, peer, group)
+        else:
+            wire.recv(message, global_rank(src, group), group)
+            tensor.copy_(message)
+
+
+def gradients(module):
+    """Return the gradient of every trainable parameter, zeros where backward left none: all ranks send alike."""
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    if not parameters:
+        raise ValueError("the model has no trainable parameters: nothing to average, nothing to train")
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    return [parameter.grad for parameter in parameters]
+
+
+@wire.collective
+@torch.no_grad()
+def average_on_server(tensors, server=0, group=None):
+    """Replace every tensor by its mean over the ranks, in place, by way of rank `server` of `group`.
+
+    Each rank sends one message a dtype and device, multiplied by 1/K beforehand as torch's DDP does.
+    """
+    for flat, members in flattened(tensors):
+        flat.mul_(1 / dist.get_world_size(group))
+        if dist.get_rank(group) == server:
+            collect_and_return(flat, server, group)
+        else:
+            wire.send(flat, global_rank(server, group), group)
+            wire.recv(flat, global_rank(server, group), group)
+        unflatten(flat, members)
+
+
+def collect_and_return(total, server, group=None):
+    """The server's two loops: add up what the others send, then send everyone the sum."""
+    incoming = torch.empty_like(total)
+    for peer in others(server, group):
+        wire.recv(incoming, peer, group)
+        total += incoming
+    for peer in others(server, group):
+        wire.send(total, peer, group)
+
+
+def flattened(tensors):
+    """Yield (one flat copy, the tensors in it) for each dtype and device among `tensors`."""
+    groups = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for members in groups.values():
+        yield torch.cat([member.reshape(-1) for member in members]), members
+
+
+def unflatten(flat, members):
+    """Copy the flat tensor back into the `members` it was made of."""
+    for piece, member in zip(flat.split([member.numel() for member in members]), members, strict=True):
+        member.copy_(piece.view_as(member))
+
+
+def others(rank, group=None):
+    """Global ranks of all members of `group` but its `rank`."""
+    return [global_rank(peer, group) for peer in range(dist.get_world_size(group)) if peer != rank]
+
+
+def global_rank(rank, group=None):
+    """The rank in the whole job of member `rank` of `group`."""
+    return rank if group is None else dist.get_global_rank(group, rank)
+
+
+def train(model, batches, lr):
+    """Train `model` in place on this rank's share of each batch; return this rank's loss of every step."""
+    broadcast_parameters(model)
+    optimizer = SGD(model.parameters(), lr=lr)
+    losses = []
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        loss = cross_entropy(model(inputs), targets)
+        loss.backward()
+        average_on_server(gradients(model))
+        optimizer.step()
+        losses.append(loss.item())
+    return losses

@@ -1,0 +1,144 @@
+"""Stage 5: the ring starts while the backward pass still runs.
+
+Backward finishes the last layers' gradients first. A hook on each parameter notices; as soon as all gradients
+of a bucket are there, a communication thread reduces it while backward computes the next bucket:
+
+    backward       | bucket 0 | bucket 1 | bucket 2 |
+    communication             | ring 0   | ring 1   | ring 2 |        only the end of ring 2 is not hidden
+    update                                                   | step |
+
+Buckets are filled in reverse parameter order, roughly the order of backward, and always reduced in index order:
+ranks that disagreed on the order would add up different parameters. Source: Li et al., PyTorch Distributed, VLDB 2020.
+"""
+
+from concurrent.futures import ThreadPoolExecutor, wait
+
+import torch
+import torch.distributed as dist
+from torch.autograd import Variable
+from torch.nn.functional import cross_entropy
+from torch.optim import SGD
+
+from .running import wire
+from .stage3_paramserver import broadcast_parameters
+from .stage4_ring import ring_all_reduce
+
+MIB = 2**20
+DEFAULT_CAP_MB = 25.0
+
+
+class Bucket:
+    """Parameters whose gradients travel together: `flat` is the message, `views[p]` the gradient of p in it."""
+
+    def __init__(self, parameters):
+        sizes = [parameter.numel() for parameter in parameters]
+        self.flat = torch.zeros(sum(sizes), dtype=parameters[0].dtype, device=parameters[0].device)
+        pieces = zip(parameters, self.flat.split(sizes), strict=True)
+        self.views = {parameter: piece.view_as(parameter) for parameter, piece in pieces}
+        self.missing = set(parameters)
+
+    def take(self, parameter):
+        """Note that the gradient of `parameter` is ready, and make it a view into the bucket."""
+        view = self.views[parameter]
+        if parameter.grad.data_ptr() != view.data_ptr():
+            view.copy_(parameter.grad)
+            parameter.grad = view
+        self.missing.discard(parameter)
+
+
+def assign_buckets(parameters, bucket_cap_mb=DEFAULT_CAP_MB):
+    """Group `parameters`, last first, into lists of one dtype and device, closed on reaching `bucket_cap_mb` MiB.
+
+    With the default cap the very first bucket closes at 1 MiB, so that communication can start early.
+    """
+    if bucket_cap_mb <= 0:
+        raise ValueError(f"bucket_cap_mb is {bucket_cap_mb}; it must be a positive number of MiB, such as 25")
+    cap = bucket_cap_mb * MIB
+    limits = {}  # a group's first bucket has its own limit
+    filling, closed = {}, []
+    for parameter in reversed(parameters):
+        key = (parameter.dtype, parameter.device)
+        bucket = filling.setdefault(key, [])
+        bucket.append(parameter)
+        limit = limits.get(key, MIB if bucket_cap_mb == DEFAULT_CAP_MB else cap)
+        if sum(member.numel() * member.element_size() for member in bucket) >= limit:
+            closed.append(filling.pop(key))
+            limits[key] = cap
+    return closed + list(filling.values())
+
+
+class BucketedDDP(torch.nn.Module):
+    """Data parallel training in which gradients are averaged by the time `backward()` returns.
+
+    Every parameter must take part in every backward pass. `all_reduce(tensor, group=…)` sums in place:
+    `ring_all_reduce` or `torch.distributed.all_reduce`. Raises ValueError if nothing is trainable.
+    """
+
+    def __init__(self, module, bucket_cap_mb=DEFAULT_CAP_MB, process_group=None, all_reduce=ring_all_reduce):
+        super().__init__()
+        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        if not parameters:
+            raise ValueError("the model has no trainable parameters: nothing to average, nothing to train")
+        broadcast_parameters(module, group=process_group)
+        self.module, self.process_group, self.all_reduce = module, process_group, all_reduce
+        self.buckets = [Bucket(members) for members in assign_buckets(parameters, bucket_cap_mb)]
+        self.bucket_of = {parameter: bucket for bucket in self.buckets for parameter in bucket.views}
+        self.communication = ThreadPoolExecutor(1, "communication")  # one thread: first in, first out
+        self.running = []
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(self.gradient_ready)
+
+    def forward(self, *args, **kwargs):
+        """Run the wrapped module."""
+        return self.module(*args, **kwargs)
+
+    def gradient_ready(self, parameter):
+        """The hook: runs in the middle of backward, right after the gradient of `parameter` is complete."""
+        if not self.running and all(len(bucket.missing) == len(bucket.views) for bucket in self.buckets):
+            Variable._execution_engine.queue_callback(self.finish)  # called at the end of this backward pass
+        self.bucket_of[parameter].take(parameter)
+        while len(self.running) < len(self.buckets) and not self.buckets[len(self.running)].missing:
+            bucket = self.buckets[len(self.running)]
+            self.running.append(self.communication.submit(self.reduce, bucket.flat, computed(bucket.flat)))
+
+    def reduce(self, flat, ready):
+        """Average one bucket over the ranks, in the communication thread (on CUDA: and a stream of its own)."""
+        with torch.no_grad(), torch.cuda.stream(ready and torch.cuda.Stream(flat.device)):
+            if ready:
+                ready.wait()
+            flat.mul_(1 / dist.get_world_size(self.process_group))
+            self.all_reduce(flat, group=self.process_group)
+            return computed(flat)
+
+    def finish(self):
+        """Before `backward()` returns: wait for all buckets, then get ready for the next backward pass."""
+        unused = [len(bucket.missing) for bucket in self.buckets]
+        running, self.running = self.running, []
+        with wire.span("wait"):
+            wait(running)
+        for bucket in self.buckets:
+            bucket.missing = set(bucket.views)
+        if any(unused):
+            raise RuntimeError(f"{sum(unused)} parameters got no gradient in this backward pass; stage 6 allows that")
+        for reduced in running:
+            if event := reduced.result():
+                event.wait()
+
+
+def computed(tensor):
+    """On CUDA, an event that marks all work queued so far for `tensor`; on the CPU work is done at once: None."""
+    return torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
+
+
+def train(model, batches, lr):
+    """Train `model` in place on this rank's share of each batch; return this rank's loss of every step."""
+    parallel = BucketedDDP(model)
+    optimizer = SGD(model.parameters(), lr=lr)
+    losses = []
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        loss = cross_entropy(parallel(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
