@@ -1,0 +1,64 @@
+"""Distributed Data Parallel training, built from nothing. Read the stages in this order:
+
+    stage1_single        one device: forward, backward, update
+    stage2_dataparallel  one process, K devices
+    stage3_paramserver   K processes, one of them collects and averages
+    stage4_ring          no server: the ring all-reduce
+    stage5_bucketed      the ring hidden behind the backward pass
+    stage6_ddp           everything a real one needs
+    stage7_sharded       each rank keeps a part of the state only
+    stage8_pipeline      the model is split, not the data
+
+`launch` brings K ranks to life from a script or a notebook cell.
+"""
+
+from importlib import import_module
+
+_HOME = {
+    "launch": "running.launch",
+    "rank_device": "running.devices",
+    "DataParallel": "stage2_dataparallel",
+    "average_on_server": "stage3_paramserver",
+    "broadcast_parameters": "stage3_paramserver",
+    "whole_gradient_ring": "stage4_ring",
+    "ring_all_reduce": "stage4_ring",
+    "scatter_reduce": "stage4_ring",
+    "allgather": "stage4_ring",
+    "average_on_ring": "stage4_ring",
+    "BucketedDDP": "stage5_bucketed",
+    "DistributedDataParallel": "stage6_ddp",
+    "SyncBatchNorm": "stage6_ddp",
+    "ShardedOptimizer": "stage7_sharded",
+    "FullyShardedDataParallel": "stage7_sharded",
+    "Link": "running.links",
+    "load_ipython_extension": "running.magic",
+}
+_MODULES = {
+    "stage1_single",
+    "stage2_dataparallel",
+    "stage3_paramserver",
+    "stage4_ring",
+    "stage5_bucketed",
+    "stage6_ddp",
+    "stage7_sharded",
+    "stage8_pipeline",
+    "collectives",
+    "problems",
+    "compare",
+    "doctor",
+    "errors",
+}
+__all__ = sorted([*_HOME, *_MODULES])
+
+
+def __getattr__(name):
+    """Import on first use: `import ddp_course` stays instant, and a rank loads only what it needs."""
+    if name in _HOME:
+        return getattr(import_module(f".{_HOME[name]}", __name__), name)
+    if name in _MODULES:
+        return import_module(f".{name}", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__():
+    return __all__

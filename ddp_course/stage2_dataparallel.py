@@ -26,15 +26,15 @@ def scatter(tensor, devices):
 
 def replicate(module, devices):
     """Return a copy of `module` on every device; the master's copy is `module` itself."""
-    replicas = [module] + [deepcopy(module).to(device) for device in devices[1:]]
-    for replica in replicas[1:]:
-        replica.zero_grad()
-    return replicas
+    copies = [deepcopy(module).to(device) for device in devices[1:]]
+    for copy in copies:
+        copy.zero_grad()
+    return [module, *copies]
 
 
 def parallel_forward(replicas, shards):
     """Run every replica on its shard, each in a thread; return the outputs in device order."""
-    return in_threads(lambda replica, shard: replica(shard), replicas, shards)
+    return in_threads(torch.nn.Module.__call__, replicas, shards)
 
 
 def gather(outputs, device):
@@ -58,14 +58,9 @@ def reduce(module, replicas):
 
 def in_threads(function, *arguments):
     """Call `function` once a device, in parallel; the first exception is raised here."""
-    grad_enabled = torch.is_grad_enabled()
-
-    def call(*args):
-        with torch.set_grad_enabled(grad_enabled):
-            return function(*args)
-
-    with ThreadPoolExecutor(len(arguments[0])) as threads:
-        return list(threads.map(call, *arguments))
+    enabled = torch.is_grad_enabled()  # a setting of the thread, so new threads must be told
+    with ThreadPoolExecutor(len(arguments[0]), initializer=torch.set_grad_enabled, initargs=(enabled,)) as threads:
+        return list(threads.map(function, *arguments))
 
 
 class DataParallel(torch.nn.Module):
@@ -92,9 +87,7 @@ class DataParallel(torch.nn.Module):
 
     def backward(self):
         """Scatter the gradient of the outputs, backward, reduce."""
-        gradients = self.gathered.grad.split([len(output) for output in self.outputs])
-        gradients = [gradient.to(output.device) for gradient, output in zip(gradients, self.outputs, strict=True)]
-        parallel_backward(self.outputs, gradients)
+        parallel_backward(self.outputs, scatter(self.gathered.grad, self.devices))
         reduce(self.module, self.replicas)
         self.replicas = self.outputs = self.gathered = None
 

@@ -23,10 +23,10 @@ def broadcast_parameters(module, src=0, group=None):
     for tensor in [*module.parameters(), *module.buffers()]:
         message = tensor.detach().contiguous()
         if dist.get_rank(group) == src:
-            for peer in others(src, group):
+            for peer in wire.others(src, group):
                 wire.send(message, peer, group)
         else:
-            wire.recv(message, global_rank(src, group), group)
+            wire.recv(message, wire.global_rank(src, group), group)
             tensor.copy_(message)
 
 
@@ -53,18 +53,18 @@ def average_on_server(tensors, server=0, group=None):
         if dist.get_rank(group) == server:
             collect_and_return(flat, server, group)
         else:
-            wire.send(flat, global_rank(server, group), group)
-            wire.recv(flat, global_rank(server, group), group)
+            wire.send(flat, wire.global_rank(server, group), group)
+            wire.recv(flat, wire.global_rank(server, group), group)
         unflatten(flat, members)
 
 
 def collect_and_return(total, server, group=None):
     """The server's two loops: add up what the others send, then send everyone the sum."""
     incoming = torch.empty_like(total)
-    for peer in others(server, group):
+    for peer in wire.others(server, group):
         wire.recv(incoming, peer, group)
         total += incoming
-    for peer in others(server, group):
+    for peer in wire.others(server, group):
         wire.send(total, peer, group)
 
 
@@ -83,17 +83,7 @@ def unflatten(flat, members):
         member.copy_(piece.view_as(member))
 
 
-def others(rank, group=None):
-    """Global ranks of all members of `group` but its `rank`."""
-    return [global_rank(peer, group) for peer in range(dist.get_world_size(group)) if peer != rank]
-
-
-def global_rank(rank, group=None):
-    """The rank in the whole job of member `rank` of `group`."""
-    return rank if group is None else dist.get_global_rank(group, rank)
-
-
-def train(model, batches, lr):
+def train(model, batches, lr, average=average_on_server):
     """Train `model` in place on this rank's share of each batch; return this rank's loss of every step."""
     broadcast_parameters(model)
     optimizer = SGD(model.parameters(), lr=lr)
@@ -102,7 +92,7 @@ def train(model, batches, lr):
         optimizer.zero_grad()
         loss = cross_entropy(model(inputs), targets)
         loss.backward()
-        average_on_server(gradients(model))
+        average(gradients(model))
         optimizer.step()
         losses.append(loss.item())
     return losses

@@ -15,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor, wait
 
 import torch
 import torch.distributed as dist
-from torch.autograd import Variable
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 
@@ -23,7 +22,6 @@ from .running import wire
 from .stage3_paramserver import broadcast_parameters
 from .stage4_ring import ring_all_reduce
 
-MIB = 2**20
 DEFAULT_CAP_MB = 25.0
 
 
@@ -32,9 +30,8 @@ class Bucket:
 
     def __init__(self, parameters):
         sizes = [parameter.numel() for parameter in parameters]
-        self.flat = torch.zeros(sum(sizes), dtype=parameters[0].dtype, device=parameters[0].device)
-        pieces = zip(parameters, self.flat.split(sizes), strict=True)
-        self.views = {parameter: piece.view_as(parameter) for parameter, piece in pieces}
+        self.flat = parameters[0].new_zeros(sum(sizes), requires_grad=False)
+        self.views = {p: piece.view_as(p) for p, piece in zip(parameters, self.flat.split(sizes), strict=True)}
         self.missing = set(parameters)
 
     def take(self, parameter):
@@ -53,17 +50,14 @@ def assign_buckets(parameters, bucket_cap_mb=DEFAULT_CAP_MB):
     """
     if bucket_cap_mb <= 0:
         raise ValueError(f"bucket_cap_mb is {bucket_cap_mb}; it must be a positive number of MiB, such as 25")
-    cap = bucket_cap_mb * MIB
-    limits = {}  # a group's first bucket has its own limit
+    first_cap = 1.0 if bucket_cap_mb == DEFAULT_CAP_MB else bucket_cap_mb
     filling, closed = {}, []
     for parameter in reversed(parameters):
-        key = (parameter.dtype, parameter.device)
-        bucket = filling.setdefault(key, [])
+        bucket = filling.setdefault((parameter.dtype, parameter.device), [])
         bucket.append(parameter)
-        limit = limits.get(key, MIB if bucket_cap_mb == DEFAULT_CAP_MB else cap)
-        if sum(member.numel() * member.element_size() for member in bucket) >= limit:
-            closed.append(filling.pop(key))
-            limits[key] = cap
+        cap_mb = bucket_cap_mb if closed else first_cap
+        if sum(member.numel() * member.element_size() for member in bucket) >= cap_mb * 2**20:
+            closed.append(filling.pop((parameter.dtype, parameter.device)))
     return closed + list(filling.values())
 
 
@@ -89,13 +83,12 @@ class BucketedDDP(torch.nn.Module):
             parameter.register_post_accumulate_grad_hook(self.gradient_ready)
 
     def forward(self, *args, **kwargs):
-        """Run the wrapped module."""
         return self.module(*args, **kwargs)
 
     def gradient_ready(self, parameter):
         """The hook: runs in the middle of backward, right after the gradient of `parameter` is complete."""
         if not self.running and all(len(bucket.missing) == len(bucket.views) for bucket in self.buckets):
-            Variable._execution_engine.queue_callback(self.finish)  # called at the end of this backward pass
+            torch.autograd.Variable._execution_engine.queue_callback(self.finish)  # when this pass ends
         self.bucket_of[parameter].take(parameter)
         while len(self.running) < len(self.buckets) and not self.buckets[len(self.running)].missing:
             bucket = self.buckets[len(self.running)]
@@ -112,17 +105,16 @@ class BucketedDDP(torch.nn.Module):
 
     def finish(self):
         """Before `backward()` returns: wait for all buckets, then get ready for the next backward pass."""
-        unused = [len(bucket.missing) for bucket in self.buckets]
         running, self.running = self.running, []
         with wire.span("wait"):
             wait(running)
+        unused = sum(len(bucket.missing) for bucket in self.buckets)
         for bucket in self.buckets:
             bucket.missing = set(bucket.views)
-        if any(unused):
-            raise RuntimeError(f"{sum(unused)} parameters got no gradient in this backward pass; stage 6 allows that")
-        for reduced in running:
-            if event := reduced.result():
-                event.wait()
+        if unused:
+            raise RuntimeError(f"{unused} parameters got no gradient in this backward pass; stage 6 allows that")
+        for event in filter(None, [reduced.result() for reduced in running]):
+            event.wait()
 
 
 def computed(tensor):

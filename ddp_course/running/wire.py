@@ -82,7 +82,7 @@ def span(name: str) -> Iterator[None]:
     try:
         yield
     finally:
-        _tell("span", name, start)
+        tell("span", name, start)
 
 
 def collective(function):
@@ -132,7 +132,7 @@ class Transfer:
             (throttle.after_send if self.kind == "send" else throttle.after_recv)(self.nbytes, self.peer)
         if self.kind == "recv" and self.staged is not self.tensor:
             self.tensor.copy_(self.staged)
-        _tell(self.kind, self.kind, self.start, self.nbytes, self.peer)
+        tell(self.kind, self.kind, self.start, self.nbytes, self.peer)
 
 
 def isend(tensor: torch.Tensor, dst: int, group=None) -> Transfer:
@@ -172,10 +172,18 @@ def exchange(outgoing: torch.Tensor, dst: int, incoming: torch.Tensor, src: int,
 def neighbours(group=None) -> tuple[int, int, int, int]:
     """This rank in `group`, the group's size, and the global ranks of the left and the right neighbour."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    if group is None:
-        return rank, world_size, (rank - 1) % world_size, (rank + 1) % world_size
-    left, right = (dist.get_global_rank(group, (rank + step) % world_size) for step in (-1, 1))
+    left, right = (global_rank((rank + step) % world_size, group) for step in (-1, 1))
     return rank, world_size, left, right
+
+
+def global_rank(rank: int, group=None) -> int:
+    """The rank in the whole job of member `rank` of `group`."""
+    return rank if group is None else dist.get_global_rank(group, rank)
+
+
+def others(rank: int, group=None) -> list[int]:
+    """Global ranks of all members of `group` but its member `rank`, in rank order."""
+    return [global_rank(peer, group) for peer in range(dist.get_world_size(group)) if peer != rank]
 
 
 def _exchange_nccl(outgoing, dst, incoming, src, group):
@@ -187,7 +195,7 @@ def _exchange_nccl(outgoing, dst, incoming, src, group):
     for work in dist.batch_isend_irecv(operations) if operations else []:
         work.wait()
     for _, tensor, peer, kind in pairs:
-        _tell(kind, kind, start, tensor.numel() * tensor.element_size(), peer)
+        tell(kind, kind, start, tensor.numel() * tensor.element_size(), peer)
 
 
 def _host_copy(kind, tensor, group):
@@ -198,7 +206,8 @@ def _host_copy(kind, tensor, group):
     return staged.copy_(tensor) if kind == "send" else staged
 
 
-def _tell(kind, name, start, nbytes=0, peer=None):
+def tell(kind: str, name: str, start: float, nbytes: int = 0, peer: int | None = None) -> None:
+    """Tell the observers of something that began at `start` (`time.perf_counter`) and ends now."""
     if _observers:
         event = Event(kind, name, start, perf_counter(), nbytes, peer, threading.current_thread().name)
         for callback in list(_observers):

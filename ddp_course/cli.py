@@ -1,0 +1,44 @@
+"""The command `ddp-course`: doctor, compare, bench, grade and the rest.
+
+A bad setting ends with one line that says what to do and exit code 2; a failed run with exit code 1.
+"""
+
+import argparse
+import sys
+from importlib import import_module
+
+COMMANDS = {
+    "doctor": ("doctor", "what this machine has, and what each lesson will use"),
+    "compare": ("comparison_command", "train with every stage on the same batches and compare"),
+    "simulate": ("measuring.simulate", "bucketed DDP on thousands of simulated devices"),
+    "claims": ("measuring.claims", "put the claims of the course to the test"),
+    "grade": ("grading.grade", "grade exercises"),
+    "check": ("grading.check", "check your own exercise"),
+    "bench": ("bench", "measure speed ratios, side by side"),
+}
+
+
+def main(arguments=None) -> int:
+    """Run the command line; return the exit code."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parser = argparse.ArgumentParser(prog="ddp-course", description=__doc__.split("\n")[0])
+    subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
+    wanted = next((word for word in arguments if word in COMMANDS), None)
+    for name, (module, help_text) in COMMANDS.items():
+        if name == wanted:  # load only what is run: the other commands' libraries take seconds
+            import_module(f".{module}", __package__).add_parser(subparsers)
+        else:
+            subparsers.add_parser(name, help=help_text)
+    args = parser.parse_args(arguments)
+    try:
+        return args.run(args) or 0
+    except (ValueError, FileNotFoundError) as error:
+        print(f"ddp-course: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("ddp-course: stopped", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,296 @@
+"""The main job: every stage trains on the same batches, and each is measured against the others.
+
+`run` returns the results as plain data, `save` writes them as JSON, CSV and a figure, `table` as text.
+"""
+
+import csv
+import io
+import json
+import statistics
+import time
+from functools import partial
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+from . import problems, stage1_single, stage2_dataparallel, stage3_paramserver, stage4_ring, stage5_bucketed
+from .measuring import timeline
+from .running import wire
+from .running.devices import placement, rank_device
+from .running.files import replace_file, writable_folder
+from .running.launch import launch
+
+NAMES = {
+    "1": "single device",
+    "2": "DataParallel",
+    "3": "parameter server",
+    "4w": "whole-gradient ring",
+    "4": "ring",
+    "5": "bucketed DDP",
+    "6": "complete DDP",
+    "torch": "torch's DDP",
+}
+DEFAULT_STAGES = ("1", "2", "3", "4", "5", "torch")
+ONE_PROCESS = ("1", "2")
+
+
+def run(problem="digits", world_size=4, steps=None, stages=DEFAULT_STAGES, device="auto", dtype="float32", **options):
+    """Train with every stage on the same global batches and return the results, ready for JSON.
+
+    `options`: `global_batch` (samples), `lr`, `seed`, `link` (a `Link` or None), `parameters` (of bytes and
+    synthetic), `timeout` (seconds a stage), `report` (called with a stage's name before it runs).
+    Keys of the result: world_size, device, dtype, problem, parameters, gradient_bytes, link, and stages: a list of
+    stage, name, step_ms (median; the slowest rank counts), communication_ms (what the backward pass did not hide),
+    bytes_sent_max, bytes_received_max, messages_max (a step's, the busiest rank's; null where torch or threads do
+    the sending), loss (of the global batch, each step), max_abs_diff_vs_single, timeline, evaluation.
+    Raises ValueError for a setting that cannot work.
+    """
+    report, link = options.pop("report", lambda name: None), options.pop("link", None)
+    job = _job(problem, world_size, steps, device, dtype, **options)
+    stages = check_stages(stages)
+    where = placement(device, world_size)
+    results = {
+        "world_size": world_size,
+        "device": where.devices[0].split(":")[0],
+        "backend": where.backend,
+        "dtype": dtype,
+        "problem": problem,
+        **_size_of(job),
+        "global_batch": job["global_batch"],
+        "steps": job["steps"],
+        "link": link.describe() if link else None,
+        "torch": torch.__version__,
+        "stages": [],
+    }
+    report(NAMES["1"])
+    single = _measure("1", job, None, device, None)
+    for stage in stages:
+        if stage != "1":
+            report(NAMES[stage])
+        measured = single if stage == "1" else _measure(stage, job, single["weights"], device, link)
+        results["stages"].append({key: value for key, value in measured.items() if key != "weights"})
+    return results
+
+
+def check_stages(stages):
+    """Return the stages (a list, or text such as "1,4,torch") as a list of names; ValueError for an unknown one."""
+    names = [name.strip() for name in stages.split(",")] if isinstance(stages, str) else [str(name) for name in stages]
+    unknown = [name for name in names if name not in NAMES]
+    if unknown or not names:
+        raise ValueError(f"unknown stage {', '.join(map(repr, unknown))}; choose among {', '.join(NAMES)}")
+    return list(dict.fromkeys(names))
+
+
+def _job(problem, world_size, steps, device, dtype, global_batch=None, lr=None, seed=0, parameters=None, timeout=300.0):
+    """Everything a rank needs to know, checked before anything starts."""
+    if world_size < 1:
+        raise ValueError(f"world size is {world_size}; it must be 1 or more")
+    if dtype not in ("float32", "float64"):
+        raise ValueError(f'dtype is "{dtype}"; choose float32 or float64')
+    if parameters is not None and problem == "digits":
+        raise ValueError("the model of digits has one size; choose --problem bytes or synthetic with --parameters")
+    settings = {} if parameters is None else {"parameters": parameters}
+    made = problems.make(problem, dtype=getattr(torch, dtype), **settings)
+    steps = made.steps if steps is None else steps
+    if steps < 1:
+        raise ValueError(f"steps is {steps}; it must be 1 or more")
+    if global_batch is None:
+        global_batch = max(world_size, made.global_batch // world_size * world_size)
+    problems.share(global_batch, world_size)
+    next(made.batches(global_batch, 1, seed=seed))
+    return {
+        "problem": problem,
+        "settings": {**settings, "dtype": getattr(torch, dtype)},
+        "world_size": world_size,
+        "steps": steps,
+        "global_batch": global_batch,
+        "lr": made.learning_rate if lr is None else lr,
+        "seed": seed,
+        "timeout": timeout,
+    }
+
+
+def _size_of(job):
+    model = problems.make(job["problem"], **job["settings"]).model(job["seed"])
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trainable:
+        raise ValueError("the model has no trainable parameters: nothing to average, nothing to train")
+    count = sum(parameter.numel() for parameter in trainable)
+    return {"parameters": count, "gradient_bytes": count * trainable[0].element_size()}
+
+
+def _measure(stage, job, reference, device, link):
+    """Run one stage on all its ranks and sum up what they report."""
+    alone = stage in ONE_PROCESS
+    ranks = launch(
+        train_and_measure,
+        stage,
+        job,
+        reference,
+        device,
+        world_size=1 if alone else job["world_size"],
+        device=device,
+        timeout=job["timeout"],
+        link=None if alone else link,
+    )
+    per_step = list(zip(*(rank["step_s"] for rank in ranks), strict=True))
+    exposed = list(zip(*(rank["exposed_s"] for rank in ranks), strict=True))
+    traffic = [rank["traffic"] for rank in ranks]
+    counted = stage in ("3", "4", "4w", "5", "6")
+    busiest = {key: max(one[key] for one in traffic) if counted else None for key in traffic[0]}
+    return {
+        "stage": stage,
+        "name": NAMES[stage],
+        "step_ms": 1000 * statistics.median(max(step) for step in per_step),
+        "communication_ms": None if stage == "2" else 1000 * statistics.median(max(step) for step in exposed),
+        **busiest,
+        "emulated": bool(link) and not alone and (counted or link.carries_torch),
+        "loss": [statistics.fmean(step) for step in zip(*(rank["loss"] for rank in ranks), strict=True)],
+        "max_abs_diff_vs_single": max(rank["difference"] for rank in ranks),
+        "evaluation": ranks[0]["evaluation"],
+        "timeline": [rank["timeline"] for rank in ranks],
+        "weights": ranks[0]["weights"],
+    }
+
+
+def train_and_measure(stage, job, reference, device):
+    """What each rank runs: train with `stage`, and report times, traffic, losses and the distance to `reference`."""
+    world_size = job["world_size"]
+    mine = (0, 1) if stage in ONE_PROCESS else (dist.get_rank(), world_size)
+    problem = problems.make(job["problem"], device=rank_device(), **job["settings"])
+    model = problem.model(job["seed"])
+    batches = problem.batches(job["global_batch"], job["steps"], job["seed"], *mine)
+    began: list[float] = []
+    events: list[wire.Event] = []
+    with timeline.recording() as spans, wire.observing(events.append):
+        losses = trainer(stage, world_size, device)(model, stamped(batches, began), job["lr"])
+    steps = list(pairwise(began))
+    weights = torch.cat([parameter.detach().reshape(-1).cpu() for parameter in model.parameters()])
+    by_step = [[span for span in spans if start <= span.start < end] for start, end in steps]
+    middle = len(steps) // 2
+    return {
+        "step_s": [end - start for start, end in steps],
+        "exposed_s": [timeline.exposed(inside) for inside in by_step],
+        "traffic": traffic_of([event for event in events if steps[-1][0] <= event.start < steps[-1][1]]),
+        "loss": losses,
+        "difference": 0.0 if reference is None else (weights - reference).abs().max().item(),
+        "evaluation": problem.evaluate(model) if mine[0] == 0 else None,
+        "timeline": [[s.name, s.start - steps[middle][0], s.end - steps[middle][0], s.lane] for s in by_step[middle]],
+        "weights": weights if stage == "1" else None,
+    }
+
+
+def trainer(stage, world_size, device="cpu"):
+    """Return the `train(model, batches, lr)` of a stage; `device` is what was asked for, as in `launch`."""
+    if stage == "2":
+        return partial(stage2_dataparallel.train, devices=placement(device, world_size).devices)
+    if stage == "4w":
+        whole = partial(stage4_ring.average_on_ring, all_reduce=stage4_ring.whole_gradient_ring)
+        return partial(stage4_ring.train, average=whole)
+    if stage == "6":
+        from .stage6_ddp import train
+
+        return train
+    modules = {"1": stage1_single, "3": stage3_paramserver, "4": stage4_ring, "5": stage5_bucketed}
+    return train_torch if stage == "torch" else modules[stage].train
+
+
+def train_torch(model, batches, lr):
+    """The loop of stage 5 around torch's own DistributedDataParallel, its all-reduces shown to the observers."""
+    devices = [rank_device()] if rank_device().type == "cuda" else None
+    parallel = DistributedDataParallel(model, device_ids=devices)
+    parallel.register_comm_hook(None, observed_all_reduce)
+    optimizer = SGD(model.parameters(), lr=lr)
+    losses = []
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        loss = cross_entropy(parallel(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def observed_all_reduce(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """torch's default averaging of one bucket, as a hook that also tells when it began and ended."""
+    start = time.perf_counter()
+    flat = bucket.buffer().mul_(1 / dist.get_world_size())
+
+    def done(future):
+        wire.tell("span", "all_reduce", start)
+        return future.value()[0]
+
+    return dist.all_reduce(flat, async_op=True).get_future().then(done)
+
+
+def stamped(batches, began):
+    """Yield the batches, noting in `began` when each was asked for, and when the last step was over."""
+    began.append(time.perf_counter())
+    for batch in batches:
+        yield batch
+        began.append(time.perf_counter())
+
+
+def traffic_of(events):
+    """Sum up one rank's events of one step: bytes out, bytes in, messages out and in together."""
+    traffic = wire.Traffic()
+    for event in events:
+        traffic.add(event)
+    return {
+        "bytes_sent_max": traffic.bytes_sent,
+        "bytes_received_max": traffic.bytes_received,
+        "messages_max": traffic.messages_sent + traffic.messages_received,
+    }
+
+
+def table(results):
+    """The results as text: a line a stage."""
+    header = ["stage", "name", "step ms", "comm. ms", "sent by busiest", "messages", "last loss", "max diff to 1"]
+    rows = [header]
+    for stage in results["stages"]:
+        sent, waiting = stage["bytes_sent_max"], stage["communication_ms"]
+        rows.append(
+            [
+                stage["stage"],
+                stage["name"],
+                f"{stage['step_ms']:.1f}",
+                "–" if waiting is None else f"{waiting:.1f}",
+                "–" if sent is None else f"{sent:,}",
+                "–" if stage["messages_max"] is None else str(stage["messages_max"]),
+                f"{stage['loss'][-1]:.4f}",
+                f"{stage['max_abs_diff_vs_single']:.1e}",
+            ]
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def save(results, folder):
+    """Write compare.json, .csv and .png into `folder`, each replaced in one go; return their paths."""
+    from .showing.plots import compare_figure
+
+    folder = writable_folder(folder)
+    picture = io.BytesIO()
+    compare_figure(results).savefig(picture, format="png", dpi=120)
+    contents = {
+        "compare.json": json.dumps(results, indent=1).encode(),
+        "compare.csv": _csv(results).encode(),
+        "compare.png": picture.getvalue(),
+    }
+    return [replace_file(folder / name, content) for name, content in contents.items()]
+
+
+def _csv(results):
+    columns = ["stage", "name", "step_ms", "communication_ms", "bytes_sent_max", "bytes_received_max", "messages_max"]
+    text = io.StringIO()
+    writer = csv.writer(text)
+    writer.writerow([*columns, "last_loss", "max_abs_diff_vs_single"])
+    for stage in results["stages"]:
+        writer.writerow([*(stage[key] for key in columns), stage["loss"][-1], stage["max_abs_diff_vs_single"]])
+    return text.getvalue()

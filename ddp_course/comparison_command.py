@@ -1,0 +1,81 @@
+"""`ddp-course compare`: the options of the comparison, and what is printed about it."""
+
+import sys
+
+from tqdm.auto import tqdm
+
+from . import compare
+from .errors import CourseError
+from .running.files import writable_folder
+
+
+def add_parser(subparsers):
+    """Add `compare` to the command line."""
+    parser = subparsers.add_parser("compare", help="train with every stage on the same batches and compare")
+    parser.add_argument("--problem", default="digits", help="digits, bytes or synthetic (default digits)")
+    parser.add_argument("--world-size", type=int, default=4, metavar="K", help="number of ranks (default 4)")
+    parser.add_argument("--steps", type=int, metavar="N", help="training steps (default: the problem's)")
+    parser.add_argument("--stages", default=",".join(compare.DEFAULT_STAGES), help="default %(default)s; 4w and 6 too")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, or one GPU such as cuda:0")
+    parser.add_argument("--dtype", default="float32", help="float32 or float64")
+    parser.add_argument("--global-batch", type=int, metavar="B", help="samples a step over all ranks together")
+    parser.add_argument("--parameters", type=int, metavar="P", help="size of the model of bytes and synthetic")
+    parser.add_argument("--lr", type=float, help="learning rate (default: the problem's)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and batches (default 0)")
+    parser.add_argument(
+        "--link", default="auto", help='bandwidth such as 200Mbit, "none", or auto (200Mbit without GPUs)'
+    )
+    parser.add_argument("--latency", default="0ms", help="one-way delay of the emulated link, such as 2ms")
+    parser.add_argument("--link-mode", choices=["auto", "hosts", "wire"], default="auto", help="how links are emulated")
+    parser.add_argument("--timeout", type=float, default=300.0, metavar="S", help="seconds that a stage may take")
+    parser.add_argument("--out", default="results", metavar="DIR", help="where the results go (default results)")
+    parser.set_defaults(run=main)
+
+
+def main(args):
+    """Run the comparison, print the table and write the results; exit code 1 if a rank failed."""
+    writable_folder(args.out)
+    stages = compare.check_stages(args.stages)
+    link = chosen_link(args.link, args.latency, args.link_mode, args.device)
+    bar = tqdm(total=len(stages), unit="stage", disable=None)
+
+    def report(name):
+        bar.update(1 if bar.desc else 0)  # the stage before this one is done
+        bar.set_description(name)
+
+    try:
+        results = compare.run(
+            args.problem,
+            args.world_size,
+            args.steps,
+            stages,
+            args.device,
+            args.dtype,
+            global_batch=args.global_batch,
+            lr=args.lr,
+            seed=args.seed,
+            parameters=args.parameters,
+            timeout=args.timeout,
+            link=link,
+            report=report,
+        )
+    except CourseError as error:
+        print(f"ddp-course: {error}", file=sys.stderr)
+        return 1
+    finally:
+        bar.close()
+    print(compare.table(results))
+    for path in compare.save(results, args.out):
+        print(f"wrote {path}")
+    return 0
+
+
+def chosen_link(bandwidth, latency, mode, device):
+    """The emulated link that the options ask for, or None: GPUs have links of their own."""
+    import torch
+
+    from .running import links
+
+    if bandwidth == "none" or (bandwidth == "auto" and device != "cpu" and torch.cuda.device_count()):
+        return None
+    return links.default_link(bandwidth="200Mbit" if bandwidth == "auto" else bandwidth, latency=latency, mode=mode)

@@ -1,0 +1,294 @@
+"""What every stage trains on: two real data sets that need no download, and one model of any size.
+
+    digits     scikit-learn's handwritten digits, a small convolutional net, accuracy on held-out images
+    bytes      the Python standard library's own source text, a byte-level GPT, bits per byte
+    synthetic  random vectors, a stack of linear layers: for measuring communication
+
+A global batch depends on the seed and the step only, not on the number of ranks: K ranks get K equal shares of
+the very batch that one device would get. That is why all stages compute the same thing.
+"""
+
+import math
+import os
+import random
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+
+NAMES = ("digits", "bytes", "synthetic")
+
+
+def make(name, **options):
+    """Return the problem `name`: "digits", "bytes" or "synthetic"; options are those of its class below."""
+    classes = {"digits": Digits, "bytes": Bytes, "synthetic": Synthetic}
+    if name not in classes:
+        raise ValueError(f'unknown problem "{name}"; choose one of {", ".join(NAMES)}')
+    return classes[name](**options)
+
+
+def shard(dataset_size, rank, world_size, epoch=0, seed=0, shuffle=True, drop_last=False):
+    """Return the indices of rank `rank`'s share of an epoch, a 1-D int64 tensor of equal length on all ranks.
+
+    The epoch's order is drawn anew from (seed + epoch), the same on every rank; rank r takes positions r, r+K, …
+    Shares do not overlap, except that without `drop_last` the epoch is padded with its first samples until K
+    divides it (which counts these twice in an evaluation); with it, the odd samples at the end are dropped.
+    The result equals `torch.utils.data.DistributedSampler`'s.
+    """
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank {rank} of {world_size}: ranks go from 0 to world_size - 1")
+    generator = torch.Generator().manual_seed(seed + epoch)
+    order = torch.randperm(dataset_size, generator=generator) if shuffle else torch.arange(dataset_size)
+    if drop_last and dataset_size % world_size:
+        per_rank = math.ceil((dataset_size - world_size) / world_size)
+        return order[: per_rank * world_size][rank::world_size]
+    padding = -dataset_size % world_size
+    return torch.cat([order, order.repeat(math.ceil(padding / max(1, dataset_size)))[:padding]])[rank::world_size]
+
+
+def share(global_batch, world_size):
+    """Samples of a global batch that each of `world_size` ranks gets; ValueError if it does not come out even."""
+    if global_batch < 1 or global_batch % world_size:
+        wanted = max(1, round(global_batch / world_size)) * world_size
+        raise ValueError(f"{world_size} ranks cannot share a batch of {global_batch} equally; try {wanted}")
+    return global_batch // world_size
+
+
+class Problem:
+    """A data set `self.inputs`, `self.targets` (first dimension: samples) with a model that learns it."""
+
+    name: str
+    learning_rate: float
+    global_batch: int
+    steps: int
+
+    def batches(self, global_batch, steps, seed=0, rank=0, world_size=1, start=0):
+        """Yield (inputs, targets) of `rank`'s share of the global batches `start` to `steps - 1`.
+
+        Every epoch is shuffled anew; the samples that do not fill a whole global batch at its end are left out.
+        Raises ValueError if `world_size` does not divide `global_batch` or the data has fewer samples.
+        """
+        size = share(global_batch, world_size)
+        per_epoch = len(self.targets) // global_batch
+        if per_epoch == 0:
+            raise ValueError(f"a batch of {global_batch} is more than the {len(self.targets)} samples of {self.name}")
+        for step in range(start, steps):
+            epoch, position = divmod(step, per_epoch)
+            if position == 0 or step == start:
+                indices = shard(len(self.targets), rank, world_size, epoch, seed, drop_last=True)
+            chosen = indices[position * size : (position + 1) * size]
+            yield self.pick(chosen)
+
+    def pick(self, chosen):
+        """The (inputs, targets) of the samples with these indices."""
+        return self.inputs[chosen], self.targets[chosen]
+
+    def loss(self, model):
+        """Mean loss of `model` on the held-out samples, as a float; no gradients, in evaluation mode."""
+        return _in_evaluation(model, lambda: functional.cross_entropy(model(self.test_inputs), self.test_targets))
+
+
+class Digits(Problem):
+    """1,797 handwritten digits of 8 x 8 pixels (UCI ML repository, shipped with scikit-learn); 360 are held out."""
+
+    name, learning_rate, global_batch, steps = "digits", 0.4, 96, 160
+
+    def __init__(self, dropout=0.0, dtype=torch.float32, device="cpu"):
+        images, labels = _digit_images()
+        images = torch.tensor(images, dtype=dtype, device=device).unsqueeze(1) / 16
+        labels = torch.tensor(labels, device=device)
+        self.inputs, self.targets = images[360:], labels[360:]
+        self.test_inputs, self.test_targets = images[:360], labels[:360]
+        self.dropout, self.dtype, self.device = dropout, dtype, device
+
+    def model(self, seed=0):
+        """A convolutional net of 84,306 parameters: (N, 1, 8, 8) pixels to (N, 10) logits."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            layers = [
+                nn.Conv2d(1, 16, 3, padding=1),
+                nn.ReLU(),
+                nn.Conv2d(16, 32, 3, padding=1),
+                nn.ReLU(),
+                nn.MaxPool2d(2),
+                nn.Flatten(),
+                nn.Dropout(self.dropout),
+                nn.Linear(512, 152),
+                nn.ReLU(),
+                nn.Linear(152, 10),
+            ]
+            return nn.Sequential(*layers).to(self.device, self.dtype)
+
+    def evaluate(self, model):
+        """Return {"accuracy": share of the 360 held-out digits that are named right}."""
+        hits = _in_evaluation(model, lambda: (model(self.test_inputs).argmax(1) == self.test_targets).double().mean())
+        return {"accuracy": hits}
+
+
+class Bytes(Problem):
+    """Source text of the Python standard library, byte by byte; the last tenth of the text is held out.
+
+    `parameters` sets the size of the GPT, about 20,000 to 100 million; `context` is the bytes it sees at a time.
+    """
+
+    name, learning_rate, global_batch, steps = "bytes", 0.5, 32, 30
+
+    def __init__(self, parameters=1_000_000, context=64, dropout=0.0, dtype=torch.float32, device="cpu"):
+        text = torch.frombuffer(bytearray(standard_library_text()), dtype=torch.uint8)
+        windows = text[: len(text) // (context + 1) * (context + 1)].view(-1, context + 1)
+        held_out = len(windows) // 10
+        self.windows, self.test_windows = windows[:-held_out], windows[-held_out:]
+        self.targets = self.windows  # as many samples as windows; `pick` makes the real targets
+        self.parameters, self.context, self.dropout = parameters, context, dropout
+        self.dtype, self.device = dtype, device
+
+    def pick(self, chosen):
+        """Inputs and targets, both (N, context) of int64: the target of each byte is the byte after it."""
+        return self._split(self.windows[chosen])
+
+    def _split(self, windows):
+        windows = windows.long().to(self.device)
+        return windows[:, :-1], windows[:, 1:]
+
+    def model(self, seed=0):
+        """A `ByteGPT` of about `parameters` parameters."""
+        layers, width = gpt_shape(self.parameters)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return ByteGPT(layers, width, self.context, self.dropout).to(self.device, self.dtype)
+
+    def loss(self, model):
+        """Mean loss in nats a byte on 128 held-out windows."""
+        inputs, targets = self._split(self.test_windows[:: max(1, len(self.test_windows) // 128)][:128])
+        return _in_evaluation(model, lambda: functional.cross_entropy(model(inputs), targets))
+
+    def evaluate(self, model):
+        """Return {"bits_per_byte": …} on held-out text; 8 is guessing, 0 is knowing the text by heart."""
+        return {"bits_per_byte": self.loss(model) / math.log(2)}
+
+    def sample(self, model, prompt="def ", length=100, seed=0):
+        """Let `model` continue `prompt` by `length` bytes; return the text, unreadable bytes replaced."""
+        generator = torch.Generator().manual_seed(seed)
+        text = list(prompt.encode())
+        for _ in range(length):
+            window = torch.tensor([text[-self.context :]], device=self.device)
+            logits = _in_evaluation(model, lambda window=window: model(window)[0, :, -1], item=False)
+            text.append(torch.multinomial(logits.double().softmax(0).cpu(), 1, generator=generator).item())
+        return bytes(text).decode(errors="replace")
+
+
+class Synthetic(Problem):
+    """Random vectors in `width` classes, for sweeps in which only the number of parameters matters.
+
+    `parameters` is rounded to whole layers of width x width, without biases.
+    """
+
+    name, learning_rate, global_batch, steps = "synthetic", 0.1, 24, 10
+
+    def __init__(self, parameters=2**20, width=256, samples=4096, dtype=torch.float32, device="cpu"):
+        generator = torch.Generator().manual_seed(0)
+        data = torch.randn(samples + 256, width, generator=generator, dtype=torch.float64).to(device, dtype)
+        labels = torch.randint(width, (samples + 256,), generator=generator).to(device)
+        self.inputs, self.targets = data[:samples], labels[:samples]
+        self.test_inputs, self.test_targets = data[samples:], labels[samples:]
+        self.layers, self.width = max(1, round(parameters / width**2)), width
+        self.dtype, self.device = dtype, device
+
+    def model(self, seed=0):
+        """Linear layers with ReLU between: (N, width) to (N, width)."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            stack = nn.Sequential()
+            for _ in range(self.layers):
+                stack.extend([nn.Linear(self.width, self.width, bias=False), nn.ReLU()])
+                nn.init.kaiming_normal_(stack[-2].weight, nonlinearity="relu")  # or the signal fades on the way
+            return stack[:-1].to(self.device, self.dtype)
+
+    def evaluate(self, model):
+        """Return {"loss": mean loss on 256 held-out vectors}."""
+        return {"loss": self.loss(model)}
+
+
+class Block(nn.Module):
+    """A transformer block: causal self-attention, then a two-layer net, each added to what came in."""
+
+    def __init__(self, width, heads, dropout):
+        super().__init__()
+        self.heads = heads
+        self.before_attention, self.before_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x):
+        """(N, T, width) to (N, T, width)."""
+        x = x + self.dropout(self.attend(self.before_attention(x)))
+        return x + self.dropout(self.mlp(self.before_mlp(x)))
+
+    def attend(self, x):
+        """Every position looks at itself and the positions before it."""
+        samples, length, width = x.shape
+        query, key, value = self.qkv(x).view(samples, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.out(mixed.transpose(1, 2).reshape(samples, length, width))
+
+
+class ByteGPT(nn.Module):
+    """A GPT over bytes: (N, T) of int64 below 256 to logits (N, 256, T), as `cross_entropy` wants them."""
+
+    def __init__(self, layers, width, context, dropout=0.0):
+        super().__init__()
+        self.bytes, self.positions = nn.Embedding(256, width), nn.Embedding(context, width)
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.Sequential(*(Block(width, max(1, width // 32), dropout) for _ in range(layers)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256)
+        for embedding in (self.bytes, self.positions, self.head):
+            nn.init.normal_(embedding.weight, std=0.02)
+
+    def forward(self, indices):
+        """Predict the byte after each position."""
+        x = self.bytes(indices) + self.positions.weight[: indices.shape[1]]
+        return self.head(self.norm(self.blocks(self.dropout(x)))).transpose(1, 2)
+
+
+def gpt_shape(parameters):
+    """Return (layers, width) of the GPT whose size is nearest to `parameters`; a block has about 12 width² of them."""
+    if not 20_000 <= parameters <= 200_000_000:
+        raise ValueError(f"a GPT of {parameters:,} parameters is out of range; choose 20,000 to 200,000,000")
+    shapes = [(layers, width) for layers in range(1, 25) for width in range(32, 1025, 32) if width <= 64 * layers]
+    return min(shapes, key=lambda shape: (abs(12 * shape[0] * shape[1] ** 2 + 600 * shape[1] - parameters), shape))
+
+
+@cache
+def standard_library_text():
+    """About 4 MB of the standard library's own source as bytes; packages installed beside it are left out."""
+    folder = Path(os.__file__).parent
+    files = sorted([*folder.glob("*.py"), *folder.glob("[a-z]*/*.py")])
+    skipped = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
+    texts = [file.read_bytes() for file in files if not skipped & set(file.relative_to(folder).parts)]
+    random.Random(0).shuffle(texts)
+    return b"".join(texts)[:4_000_000]
+
+
+@cache
+def _digit_images():
+    from sklearn.datasets import load_digits  # takes a second to import: only this problem pays
+
+    digits = load_digits()
+    order = np.random.default_rng(0).permutation(len(digits.target))
+    return digits.images[order], digits.target[order]
+
+
+@torch.no_grad()
+def _in_evaluation(model, measure, item=True):
+    """Call `measure()` with `model` in evaluation mode and put it back into its mode."""
+    training = model.training
+    model.eval()
+    try:
+        value = measure()
+    finally:
+        model.train(training)
+    return value.item() if item else value
