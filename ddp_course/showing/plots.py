@@ -1,0 +1,333 @@
+"""One style for every figure of the course: a stage has one colour, theory is a line, a measurement a point.
+
+Figures are made without pyplot, so nothing is global and nothing is drawn twice. In a notebook a `Picture`
+shows itself, with a text for those who cannot see it, and prints its message as one line below.
+"""
+
+import base64
+import io
+import math
+from contextlib import contextmanager
+
+import matplotlib
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+# Okabe and Ito's colours, which people with any kind of colour vision can tell apart, and three more
+STAGE_COLOURS = {
+    "1": "#7F7F7F",
+    "2": "#E69F00",
+    "3": "#D55E00",
+    "4w": "#332288",
+    "4": "#0072B2",
+    "5": "#009E73",
+    "6": "#CC79A7",
+    "7": "#56B4E9",
+    "8": "#882255",
+    "torch": "#000000",
+}
+SPAN_COLOURS = {
+    "forward": "#9ECAE1",
+    "backward": "#3F78B5",
+    "communication": "#E8743B",
+    "wait": "#F7C9A9",
+    "update": "#1A1A1A",
+}
+_SETTINGS = {
+    "font.size": 10,
+    "axes.titlesize": 10.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.labelsize": 10,
+    "xtick.labelsize": 9,
+    "ytick.labelsize": 9,
+    "legend.fontsize": 9,
+    "legend.frameon": False,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#E3E3E3",
+    "grid.linewidth": 0.7,
+    "lines.linewidth": 1.8,
+    "lines.markersize": 6,
+    "figure.dpi": 100,
+    "savefig.dpi": 100,
+    "figure.facecolor": "white",
+}
+
+
+@contextmanager
+def style():
+    """Draw in the course's style inside this block; matplotlib's settings are as before afterwards."""
+    with matplotlib.rc_context(_SETTINGS):
+        yield
+
+
+class Picture(Figure):
+    """A figure with a `message` (one line, what it shows) and an `alt` text (what can be seen in it)."""
+
+    def __init__(self, width=7.2, height=3.6, message="", alt=""):
+        super().__init__(figsize=(width, height), layout="constrained")
+        self.message, self.alt = message, alt
+
+    def png(self, dpi=None):
+        """The figure as the bytes of a PNG file."""
+        file = io.BytesIO()
+        with style():
+            self.savefig(file, format="png", dpi=dpi or self.dpi)
+        return file.getvalue()
+
+    def _ipython_display_(self):
+        from IPython.display import display
+
+        image = base64.b64encode(self.png()).decode()
+        metadata = {"image/png": {"alt": self.alt or self.message}}
+        display({"image/png": image, "text/plain": self.message or "figure"}, metadata=metadata, raw=True)
+        if self.message:
+            print(self.message)
+
+
+def panels(rows=1, columns=1, width=7.2, height=3.6, message="", alt="", **options):
+    """Return (picture, axes): a new figure in the course's style; `options` are those of `Figure.subplots`."""
+    with style():
+        picture = Picture(width, height, message, alt)
+        return picture, picture.subplots(rows, columns, **options)
+
+
+def stage_label(stage, name):
+    """How a stage is called in figures: "3 parameter server", "torch's DDP"."""
+    return name if stage == "torch" else f"{stage} {name}"
+
+
+def compare_figure(results):
+    """The four panels of `ddp-course compare`, from its results: loss, step time, bytes sent, timeline."""
+    stages = results["stages"]
+    message = comparison_message(results)
+    lanes = sum(max(1, len(stage.get("timeline") or [])) for stage in stages)
+    with style():
+        picture = Picture(12.5, 6.2 + 0.08 * lanes, message, f"Four panels comparing {len(stages)} stages. {message}")
+        axes = picture.subplots(2, 2, width_ratios=[1, 1.15], height_ratios=[1, 1.25])
+        draw_losses(axes[0, 0], stages)
+        draw_step_times(axes[0, 1], stages)
+        draw_traffic(axes[1, 0], results)
+        draw_stage_timelines(axes[1, 1], stages)
+        link = results.get("link")
+        speed = f", link {_megabits(link)}" if link else ""
+        picture.suptitle(
+            f"{results['problem']} on {results['world_size']} ranks ({results['device']}{speed}): {message}",
+            fontsize=11.5,
+            fontweight="bold",
+        )
+    return picture
+
+
+def comparison_message(results):
+    """One line on what the comparison shows, computed from its numbers."""
+    spread = max(stage["max_abs_diff_vs_single"] for stage in results["stages"])
+    slowest = max(results["stages"], key=lambda stage: stage["step_ms"])
+    fastest = min((s for s in results["stages"] if s["stage"] not in ("1", "2")), key=_step_ms, default=slowest)
+    if slowest is fastest:
+        return f"final weights within {spread:.0e} of one device"
+    ratio = slowest["step_ms"] / fastest["step_ms"]
+    return f"same training (weights within {spread:.0e}), {fastest['name']} {ratio:.1f} x as fast as {slowest['name']}"
+
+
+def _step_ms(stage):
+    return stage["step_ms"]
+
+
+def draw_losses(axes, stages):
+    """All loss curves on one another: the first is drawn widest, so that those above leave it visible."""
+    for position, stage in enumerate(stages):
+        width = 1.2 + 1.6 * (len(stages) - 1 - position)
+        label = stage_label(stage["stage"], stage["name"])
+        colour = STAGE_COLOURS[stage["stage"]]
+        axes.plot(range(1, len(stage["loss"]) + 1), stage["loss"], color=colour, linewidth=width, label=label)
+    axes.set(xlabel="step", ylabel="loss (nats)", title="Loss: the curves lie on one another")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_ylim(bottom=0)
+    axes.legend(handlelength=1.4)
+
+
+def draw_step_times(axes, stages):
+    """A bar a stage: compute, and beside it the communication that was not hidden behind it."""
+    longest = max(stage["step_ms"] for stage in stages)
+    for position, stage in enumerate(stages):
+        waiting = stage["communication_ms"] or 0.0
+        computing = max(0.0, stage["step_ms"] - waiting)
+        colour = STAGE_COLOURS[stage["stage"]]
+        axes.barh(position, computing, color=colour, height=0.62)
+        axes.barh(position, waiting, left=computing, color="white", edgecolor=colour, hatch="////", height=0.62)
+        text = f" {stage['step_ms']:.1f} ms" + (f", {waiting:.1f} waiting" if waiting >= 0.05 else "")
+        axes.text(stage["step_ms"] + longest * 0.01, position, text, va="center", fontsize=9)
+    axes.set_yticks(range(len(stages)), [stage_label(stage["stage"], stage["name"]) for stage in stages])
+    axes.invert_yaxis()
+    axes.set_xlim(0, longest * 1.42)
+    axes.grid(axis="y", visible=False)
+    axes.set(xlabel="time of a step (ms, median, slowest rank)", title="Step time: compute, and waiting for others")
+    handles = [Patch(color="#777777"), Patch(facecolor="white", edgecolor="#777777", hatch="////")]
+    axes.legend(
+        handles, ["compute", "communication not hidden"], loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2
+    )
+
+
+def formula_bytes(stage, world_size, nbytes):
+    """Bytes that the busiest rank sends in a step to average `nbytes` of gradients; None where there is no formula."""
+    if stage in ("3", "4w"):
+        return (world_size - 1) * nbytes
+    if stage in ("4", "5", "6"):
+        return 2 * (world_size - 1) * nbytes / world_size
+    return None
+
+
+def draw_traffic(axes, results):
+    """Bytes sent by the busiest rank: bars are counted, the line is the formula."""
+    world_size, nbytes = results["world_size"], results["gradient_bytes"]
+    counted = [stage for stage in results["stages"] if stage["bytes_sent_max"] is not None]
+    axes.set_title("Bytes sent by the busiest rank in a step")
+    if not counted:
+        axes.text(0.5, 0.5, "none of these stages sends through our own wire", ha="center", transform=axes.transAxes)
+        return
+    places = range(len(counted))
+    heights = [stage["bytes_sent_max"] / 1e6 for stage in counted]
+    axes.bar(places, heights, width=0.6, color=[STAGE_COLOURS[stage["stage"]] for stage in counted])
+    theory = [formula_bytes(stage["stage"], world_size, nbytes) / 1e6 for stage in counted]
+    axes.plot(places, theory, color="black", marker="_", markersize=26, linewidth=1.2, linestyle="--", label="formula")
+    for place, height in zip(places, heights, strict=True):
+        axes.text(place, height / 2, f"{height:.2f} MB", ha="center", va="center", color="white", fontweight="bold")
+    axes.set_xticks(places, [stage_label(stage["stage"], stage["name"]).replace(" ", "\n", 1) for stage in counted])
+    axes.set_ylim(0, max([*heights, *theory]) * 1.22 or 1)
+    axes.set_xlim(-0.6, len(counted) - 0.4)
+    axes.grid(axis="x", visible=False)
+    axes.set_ylabel("MB a step")
+    axes.legend(loc="upper right")
+
+
+def draw_stage_timelines(axes, stages):
+    """One step of every stage, a lane a rank; the lower half of a lane is its communication thread."""
+    row, ticks = 0.0, []
+    for stage in stages:
+        lanes = stage.get("timeline") or [[]]
+        ticks.append(row + (len(lanes) - 1) / 2)
+        for rank, spans in enumerate(lanes):
+            draw_lane(axes, row + rank, spans)
+        row += len(lanes) + 0.7
+    axes.set_yticks(ticks, [stage_label(stage["stage"], stage["name"]) for stage in stages])
+    axes.set_ylim(row - 0.4, -0.8)
+    axes.set_xlim(left=0)
+    axes.grid(axis="y", visible=False)
+    axes.set(xlabel="time in the step (ms)", title="One step of every stage, a lane a rank")
+    handles = [Patch(color=colour) for colour in SPAN_COLOURS.values()]
+    axes.legend(handles, list(SPAN_COLOURS), loc="upper center", bbox_to_anchor=(0.4, -0.13), ncols=5, handlelength=1.2)
+
+
+def draw_lane(axes, row, spans, height=0.84):
+    """Draw [name, start_s, end_s, lane] spans at `row`, in ms: compute above, the communication thread below."""
+    two = any(span[3] == "network" for span in spans)
+    for name, start, end, lane in sorted(spans, key=lambda span: span[0] == "wait"):
+        top = row - height / 2 + (height / 2 if two and lane == "network" else 0)
+        axes.broken_barh(
+            [(1000 * start, 1000 * (end - start))], (top, height / 2 if two else height), facecolors=SPAN_COLOURS[name]
+        )
+
+
+def timeline_figure(lanes, labels=None, title="One step, a lane a rank", message="", marks=()):
+    """Lanes of [name, start_s, end_s, lane] spans (or `Span`s), one a rank, times counted from the earliest start."""
+    lanes = [[_plain(span) for span in lane] for lane in lanes]
+    origin = min((span[1] for lane in lanes for span in lane), default=0.0)
+    with style():
+        picture = Picture(8.4, 1.7 + 0.45 * len(lanes), message, f"Timeline with {len(lanes)} lanes. {message}")
+        axes = picture.subplots()
+        for row, lane in enumerate(lanes):
+            draw_lane(axes, row, [[name, start - origin, end - origin, where] for name, start, end, where in lane])
+        axes.set_yticks(range(len(lanes)), labels or [f"rank {rank}" for rank in range(len(lanes))])
+        axes.set_ylim(len(lanes) - 0.4, -0.6)
+        axes.set_xlim(left=0)
+        axes.grid(axis="y", visible=False)
+        axes.set(xlabel="time (ms)", title=title)
+        names = [name for name in SPAN_COLOURS if any(span[0] == name for lane in lanes for span in lane)]
+        handles = [Patch(color=SPAN_COLOURS[name]) for name in names]
+        picture.legend(handles, names, loc="outside lower center", ncols=5, handlelength=1.2)
+    return picture
+
+
+def _plain(span):
+    return span if isinstance(span, list | tuple) else [span.name, span.start, span.end, span.lane]
+
+
+def curves(series, xlabel, ylabel, title, message="", theory=None, log=(), width=7.2, height=3.8, points=True):
+    """Lines and points: `series` and `theory` are {label: (xs, ys)} or {label: (xs, ys, colour)}.
+
+    `series` are measurements (points, joined when `points` is False), `theory` is drawn as lines without points.
+    `log` names the axes that are logarithmic: "x", "y" or both.
+    """
+    picture, axes = panels(width=width, height=height, message=message, alt=f"{title}. {message}")
+    with style():
+        colours = iter(["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"] * 3)
+        picked = {}
+        for label, (xs, ys, *colour) in (theory or {}).items():
+            picked[label] = colour[0] if colour else next(colours)
+            axes.plot(xs, ys, color=picked[label], label=label, linestyle="-" if points else "--")
+        for label, (xs, ys, *colour) in series.items():
+            shade = colour[0] if colour else next(colours)
+            axes.plot(xs, ys, "o" if points else "-", color=shade, label=label)
+        for axis in log:
+            getattr(axes, f"set_{axis}scale")("log")
+        axes.set(xlabel=xlabel, ylabel=ylabel, title=title)
+        if len(series) + len(theory or {}) > 1:
+            axes.legend()
+    return picture
+
+
+def bars(heights, ylabel, title, message="", colours=None, theory=None, width=7.2, height=3.4, form="{:.3g}"):
+    """A bar a label: `heights` is {label: number}, `theory` {label: number} is drawn as dashes across the bars."""
+    picture, axes = panels(width=width, height=height, message=message, alt=f"{title}. {message}")
+    with style():
+        places = range(len(heights))
+        shades = [(colours or {}).get(label, "#0072B2") for label in heights]
+        axes.bar(places, list(heights.values()), width=0.6, color=shades)
+        for place, (label, value) in enumerate(heights.items()):
+            top = max(value, (theory or {}).get(label, value), 0)
+            axes.annotate(form.format(value), (place, top), (0, 5), textcoords="offset points", ha="center", fontsize=9)
+        if theory:
+            lines = [(place, theory[label]) for place, label in zip(places, heights, strict=True) if label in theory]
+            axes.hlines([y for _, y in lines], [x - 0.38 for x, _ in lines], [x + 0.38 for x, _ in lines], "black")
+            axes.legend([Line2D([], [], color="black")], ["theory"])
+        axes.set_xticks(places, list(heights))
+        top = max([*heights.values(), *(theory or {}).values(), 0])
+        axes.set_ylim(top=top * 1.2 if top else 1)
+        axes.grid(axis="x", visible=False)
+        axes.set(ylabel=ylabel, title=title)
+    return picture
+
+
+def images(pictures, titles, title, message=""):
+    """A row of small grey images, such as digits: `pictures` is (N, H, W) or (N, 1, H, W)."""
+    picture, axes = panels(1, len(pictures), width=1.1 * len(pictures), height=1.7, message=message, alt=title)
+    with style():
+        for axis, image, name in zip(axes, pictures, titles, strict=True):
+            axis.imshow(image.reshape(image.shape[-2:]), cmap="Greys")
+            axis.set_title(name, loc="center")
+            axis.set_axis_off()
+        picture.suptitle(title, fontsize=10.5, fontweight="bold")
+    return picture
+
+
+def binary_bytes(axis):
+    """Label a byte axis with 4 KiB, 1 MiB and so on."""
+
+    def label(value, _):
+        if value <= 0:
+            return "0"
+        power = min(3, int(math.log2(value) // 10))
+        return f"{value / 1024**power:g} {['B', 'KiB', 'MiB', 'GiB'][power]}"
+
+    axis.set_major_formatter(FuncFormatter(label))
+
+
+def _megabits(link):
+    rate = link.get("bandwidth_bits_s") or 0
+    return f"{rate / 1e9:g} Gbit/s" if rate >= 1e9 else f"{rate / 1e6:g} Mbit/s"
