@@ -1,0 +1,97 @@
+"""Every exception that this package raises on purpose, in one place."""
+
+from dataclasses import dataclass, field
+
+
+class CourseError(Exception):
+    """Base of the course's own errors: their message says what was wrong and what to do."""
+
+    def _render_traceback_(self):
+        """What a notebook shows: the message alone, without the launcher's own frames."""
+        return [f"{type(self).__name__}: {self}"]
+
+
+@dataclass
+class Failure:
+    """How one rank failed: `type_name` is the exception's name, or "killed", "exited" for a process that ended.
+
+    `traceback` is text, from the caller's function down to the failing line; `time` is seconds on the machine's
+    monotonic clock; `consequence` marks a broken connection, which follows from another rank's failure.
+    """
+
+    rank: int
+    type_name: str
+    message: str
+    traceback: str = ""
+    time: float = 0.0
+    consequence: bool = False
+
+    def __str__(self):
+        return f"rank {self.rank}: {self.type_name}" + (f": {self.message}" if self.message else "")
+
+
+class RankError(CourseError):
+    """A rank of a launch raised an exception or ended without a result; `failures` has the culprit first."""
+
+    def __init__(self, failures: list, world_size: int):
+        self.failures, self.world_size = failures, world_size
+        culprit = failures[0]
+        self.rank, self.type_name, self.message = culprit.rank, culprit.type_name, culprit.message
+        self.traceback = culprit.traceback
+        super().__init__(failures, world_size)
+
+    def __str__(self):
+        culprit, others = self.failures[0], self.failures[1:]
+        lines = [f"{culprit} (of {self.world_size} ranks)"]
+        if culprit.traceback:
+            lines += ["", culprit.traceback.rstrip()]
+        if others:
+            lines += ["", "After that:", *(f"  {other}" for other in others)]
+        return "\n".join(lines)
+
+
+class MismatchError(CourseError):
+    """Two ranks entered the same collective with different shapes, dtypes or names."""
+
+
+@dataclass
+class RankState:
+    """What a rank was doing when time ran out: `stack` as text, and the last collective it entered."""
+
+    rank: int
+    status: str
+    collective: str = ""
+    stack: str = ""
+    frames: list = field(default_factory=list)
+
+
+class LaunchTimeout(CourseError):
+    """A launch was not finished in time; `states` says for each rank where it was, and in which collective."""
+
+    def __init__(self, timeout: float, states: list):
+        self.timeout, self.states = timeout, states
+        super().__init__(timeout, states)
+
+    def __str__(self):
+        lines = [f"not finished after {self.timeout:g} s. All ranks were ended. This is where they were:"]
+        for state in self.states:
+            lines += ["", f"rank {state.rank}: {state.status}"]
+            lines += [f"  last collective: {state.collective}"] if state.collective else []
+            lines += [state.stack.rstrip()] if state.stack else []
+        return "\n".join(lines)
+
+
+class LaunchError(CourseError):
+    """The processes of a launch could not be started, or were ended from outside."""
+
+
+class LinkError(ValueError):
+    """An emulated link was described with impossible values, or cannot be had on this machine."""
+
+
+class CheckpointError(CourseError):
+    """A checkpoint is missing, damaged, or does not fit the model it is loaded into."""
+
+
+class GradingError(CourseError):
+    """A notebook cannot be graded: it is damaged, or not one of the course's exercises."""

@@ -1,0 +1,160 @@
+"""What happens inside a rank: from the fork to the caller's function, and its result on the way back."""
+
+import ctypes
+import faulthandler
+import linecache
+import mmap
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from datetime import timedelta
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+
+from . import flight_recorder
+from .channel import write
+
+PR_SET_PDEATHSIG = 1
+PIPES_A_RANK = 4  # report, stdout, stderr, stacks
+
+
+@dataclass
+class Pipes:
+    """Open files that came from the caller: shared ones, and four pipes for each rank."""
+
+    agent_log: int
+    payload: int
+    recorder: int
+    ranks: list
+
+    @classmethod
+    def unpack(cls, descriptors, world_size):
+        """Give the descriptors their names, in the order in which `launch` sent them."""
+        shared, rest = descriptors[:3], descriptors[3:]
+        return cls(*shared, [rest[PIPES_A_RANK * rank :][:PIPES_A_RANK] for rank in range(world_size)])
+
+    def close(self, keep=None):
+        """Close all ranks' pipes but those of rank `keep`, so that a rank's end shows as the end of its pipes."""
+        for rank, pipes in enumerate(self.ranks):
+            if rank != keep:
+                for descriptor in pipes:
+                    os.close(descriptor)
+                self.ranks[rank] = []
+
+
+def main(setting, link, pipes, launch, agent):
+    """Be one rank: reach the caller's function with the process group up, report what became of it.
+
+    Returns only after success. A rank that failed waits to be killed: if it ended by itself, the others would fail
+    too, with a broken connection, and hide the cause.
+    """
+    rank = int(os.environ["RANK"])
+    die_with(agent)
+    if link is not None:
+        link.enter(rank)  # before any socket: it may move this process into a network namespace of its own
+    launch.close()
+    pipes.close(keep=rank)
+    report, out, err, stacks = pipes.ranks[rank]
+    write(report, ("started", os.getpid()))
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    try:
+        join_group(setting, rank, link)
+        flight_recorder.attach(pipes.recorder, rank, setting["world_size"])
+        redirect_output(out, err)
+        result = call(pipes.payload)
+        answer = pack_result(result)
+    except BaseException as error:
+        failure = describe(error)
+        sys.stdout.flush()
+        write(report, ("failed", failure))
+        while True:
+            signal.pause()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    write(report, answer)
+
+
+def die_with(agent):
+    """See to it that this rank ends when its agent does, and that SIGTERM works in the middle of a collective."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != agent:
+        os._exit(1)
+
+
+def join_group(setting, rank, link):
+    """Choose device and threads of this rank and bring the process group up."""
+    os.environ["DDP_COURSE_DEVICE"] = device = setting["devices"][rank]
+    os.environ["OMP_NUM_THREADS"] = str(setting["threads"])
+    torch.set_num_threads(setting["threads"])
+    if link is None and setting["backend"] == "gloo" and sys.platform != "win32":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    if device.startswith("cuda"):
+        torch.cuda.set_device(device)
+    patience = timedelta(seconds=setting["timeout"] + 60)  # the launch's own timeout comes first
+    dist.init_process_group(setting["backend"], timeout=patience)
+
+
+def redirect_output(out, err):
+    """From here on, what this rank prints goes to the caller, line by line."""
+    os.dup2(out, 1)
+    os.dup2(err, 2)
+    sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+    sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+
+
+def call(payload):
+    """Unpickle the caller's function with its arguments and the source of its cells, and call it."""
+    with mmap.mmap(payload, 0, access=mmap.ACCESS_READ) as packed:
+        length = int.from_bytes(packed[:8], "little")
+        sources = pickle.loads(packed[8 : 8 + length])
+        linecache.cache.update({name: (len(text), None, text.splitlines(True), name) for name, text in sources.items()})
+        with memoryview(packed) as view:
+            function, args, kwargs = pickle.loads(view[8 + length :])
+    return function(*args, **kwargs)
+
+
+def pack_result(result):
+    """The message that carries a result to the caller."""
+    try:
+        return cloudpickle.dumps(("result", result), protocol=5)
+    except Exception as error:
+        raise TypeError(
+            f"the result is a {type(result).__qualname__}, which cannot be sent to the caller ({error}); "
+            "return numbers, tensors, lists or dicts of them"
+        ) from None
+
+
+def describe(error):
+    """An exception as plain data: name, message, the traceback from the caller's function on, and the time."""
+    now = time.monotonic()
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next
+    try:
+        message = str(error)
+    except Exception:
+        message = "(its message could not be made)"
+    if isinstance(error, SystemExit):
+        message = f"sys.exit was called with {error.code!r}"
+    return {
+        "type_name": type(error).__name__,
+        "message": message,
+        "traceback": "".join(traceback.format_exception(type(error), error, frames)),
+        "time": now,
+        "consequence": is_broken_connection(error, message),
+    }
+
+
+def is_broken_connection(error, message):
+    """Whether this exception only says that another rank has gone."""
+    marks = ("Connection closed by peer", "Connection reset", "Broken pipe", "recv failed", "NCCL", "gloo/transport")
+    return isinstance(error, (dist.DistError, RuntimeError, ConnectionError)) and any(m in message for m in marks)
