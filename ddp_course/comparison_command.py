@@ -22,9 +22,7 @@ def add_parser(subparsers):
     parser.add_argument("--parameters", type=int, metavar="P", help="size of the model of bytes and synthetic")
     parser.add_argument("--lr", type=float, help="learning rate (default: the problem's)")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and batches (default 0)")
-    parser.add_argument(
-        "--link", default="auto", help='bandwidth such as 200Mbit, "none", or auto (200Mbit without GPUs)'
-    )
+    parser.add_argument("--link", default="auto", help='bandwidth (200Mbit without GPUs) or "none"')
     parser.add_argument("--latency", default="0ms", help="one-way delay of the emulated link, such as 2ms")
     parser.add_argument("--link-mode", choices=["auto", "hosts", "wire"], default="auto", help="how links are emulated")
     parser.add_argument("--timeout", type=float, default=300.0, metavar="S", help="seconds that a stage may take")

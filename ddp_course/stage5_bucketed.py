@@ -46,18 +46,18 @@ class Bucket:
 def assign_buckets(parameters, bucket_cap_mb=DEFAULT_CAP_MB):
     """Group `parameters`, last first, into lists of one dtype and device, closed on reaching `bucket_cap_mb` MiB.
 
-    With the default cap the very first bucket closes at 1 MiB, so that communication can start early.
+    With the default cap the first bucket of a kind closes at 1 MiB, so that communication can start early.
     """
     if bucket_cap_mb <= 0:
         raise ValueError(f"bucket_cap_mb is {bucket_cap_mb}; it must be a positive number of MiB, such as 25")
-    first_cap = 1.0 if bucket_cap_mb == DEFAULT_CAP_MB else bucket_cap_mb
-    filling, closed = {}, []
+    filling, closed, caps = {}, [], {}
     for parameter in reversed(parameters):
-        bucket = filling.setdefault((parameter.dtype, parameter.device), [])
-        bucket.append(parameter)
-        cap_mb = bucket_cap_mb if closed else first_cap
-        if sum(member.numel() * member.element_size() for member in bucket) >= cap_mb * 2**20:
-            closed.append(filling.pop((parameter.dtype, parameter.device)))
+        key = (parameter.dtype, parameter.device)
+        filling.setdefault(key, []).append(parameter)
+        cap_mb = caps.get(key, 1.0 if bucket_cap_mb == DEFAULT_CAP_MB else bucket_cap_mb)
+        if sum(member.numel() * member.element_size() for member in filling[key]) >= cap_mb * 2**20:
+            closed.append(filling.pop(key))
+            caps[key] = bucket_cap_mb
     return closed + list(filling.values())
 
 

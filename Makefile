@@ -1,0 +1,40 @@
+# Each target works as the first command after the clone. Extra words pass through: make compare ARGS="--world-size 2"
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+ARGS ?=
+AS_ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
+
+.PHONY: setup compare test lab site notebooks lint clean
+
+setup: $(VENV)/installed
+
+$(VENV)/installed: requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "Python 3.10 or newer is needed; choose one with: make PYTHON=python3.12 …")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	@touch $@
+
+compare: setup
+	$(BIN)/ddp-course compare $(ARGS)
+
+test: setup
+	$(BIN)/python -m pytest $(ARGS)
+
+lab: setup
+	$(BIN)/jupyter lab $(AS_ROOT) $(ARGS) notebooks/00_start_here.ipynb
+
+notebooks: setup
+	$(BIN)/python authoring/build.py --execute $(ARGS)
+
+site: setup
+	$(BIN)/python authoring/site.py $(ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python authoring/build.py --check
+
+clean:
+	rm -rf $(VENV) build site .pytest_cache .ruff_cache

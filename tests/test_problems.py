@@ -1,0 +1,150 @@
+import pytest
+import torch
+from torch.utils.data import DistributedSampler
+
+from ddp_course import problems, stage1_single
+
+
+@pytest.mark.parametrize("name", problems.NAMES)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_k_shares_make_up_the_very_batch_of_one_device(name, world_size):
+    problem = small(name)
+    whole = list(problem.batches(24, 5, seed=3))
+    shares = [list(problem.batches(24, 5, seed=3, rank=rank, world_size=world_size)) for rank in range(world_size)]
+    assert len(whole) == 5
+    for step, (inputs, targets) in enumerate(whole):
+        for part, full in ((0, inputs), (1, targets)):
+            together = torch.empty_like(full)
+            for rank in range(world_size):
+                together[rank::world_size] = shares[rank][step][part]
+            assert torch.equal(together, full)
+
+
+def small(name):
+    return problems.make(name, **({"parameters": 20_000} if name == "bytes" else {}))
+
+
+def test_batches_depend_on_seed_and_step_only():
+    problem = small("digits")
+    first = [inputs for inputs, _ in problem.batches(96, 40, seed=1)]
+    again = [inputs for inputs, _ in problem.batches(96, 40, seed=1, start=13)]
+    other = [inputs for inputs, _ in problem.batches(96, 40, seed=2)]
+    assert all(torch.equal(a, b) for a, b in zip(first[13:], again, strict=True)), "resuming changes the data"
+    assert not torch.equal(first[0], other[0])
+    per_epoch = len(problem.targets) // 96
+    assert not torch.equal(first[0], first[per_epoch]), "epochs must be shuffled anew"
+
+
+def test_an_epoch_repeats_no_sample():
+    problem = small("digits")
+    problem.inputs = torch.arange(len(problem.targets))
+    per_epoch = len(problem.targets) // 50
+    seen = torch.cat([inputs for inputs, _ in problem.batches(50, per_epoch)])
+    assert len(seen.unique()) == len(seen) == per_epoch * 50
+
+
+@pytest.mark.parametrize("size", [24, 25, 3, 1])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_shard_is_the_distributed_sampler(size, world_size, shuffle, drop_last):
+    for epoch in (0, 3):
+        for rank in range(world_size):
+            theirs = DistributedSampler(range(size), world_size, rank, shuffle, seed=5, drop_last=drop_last)
+            theirs.set_epoch(epoch)
+            ours = problems.shard(size, rank, world_size, epoch, 5, shuffle, drop_last)
+            assert ours.tolist() == list(theirs)
+
+
+def test_shards_do_not_overlap_and_padding_is_as_stated():
+    padded = torch.cat([problems.shard(10, rank, 4) for rank in range(4)])
+    dropped = torch.cat([problems.shard(10, rank, 4, drop_last=True) for rank in range(4)])
+    assert len(padded) == 12 and sorted(padded.unique().tolist()) == list(range(10))
+    assert len(dropped) == 8 == len(dropped.unique())
+
+
+@pytest.mark.parametrize("rank, world_size", [(4, 4), (-1, 4)])
+def test_a_rank_outside_the_world_is_refused(rank, world_size):
+    with pytest.raises(ValueError, match="ranks go from 0"):
+        problems.shard(10, rank, world_size)
+
+
+def test_a_batch_that_does_not_come_out_even_is_refused():
+    with pytest.raises(ValueError, match="cannot share a batch of 25 equally; try 24"):
+        next(small("digits").batches(25, 1, world_size=4))
+
+
+def test_a_batch_larger_than_the_data_is_refused():
+    with pytest.raises(ValueError, match="is more than the 1437 samples"):
+        next(small("digits").batches(5000, 1))
+
+
+def test_an_unknown_problem_is_refused():
+    with pytest.raises(ValueError, match='unknown problem "cifar"; choose one of digits'):
+        problems.make("cifar")
+
+
+def test_digits_are_learnt():
+    problem = problems.make("digits")
+    model = problem.model()
+    before = problem.evaluate(model)["accuracy"]
+    stage1_single.train(model, problem.batches(problem.global_batch, problem.steps), problem.learning_rate)
+    assert before < 0.3
+    assert problem.evaluate(model)["accuracy"] > 0.95
+    assert model.training
+
+
+def test_bytes_are_learnt():
+    problem = small("bytes")
+    model = problem.model()
+    before = problem.evaluate(model)["bits_per_byte"]
+    stage1_single.train(model, problem.batches(32, 60), problem.learning_rate)
+    assert before == pytest.approx(8, abs=0.3)
+    assert problem.evaluate(model)["bits_per_byte"] < 5
+    assert problem.sample(model, "import ", 20).startswith("import ") and len(problem.sample(model, "", 0)) == 0
+
+
+def test_the_target_of_a_byte_is_the_next_one():
+    inputs, targets = next(small("bytes").batches(4, 1))
+    assert inputs.shape == targets.shape == (4, 64)
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    assert inputs.min() >= 0 and inputs.max() < 256
+
+
+def test_attention_does_not_see_the_future():
+    model = small("bytes").model().eval()
+    text = torch.randint(256, (1, 64))
+    changed = text.clone()
+    changed[0, 40] = (text[0, 40] + 1) % 256
+    difference = (model(text) - model(changed)).abs().amax(1)[0]
+    assert difference[:40].max() == 0 and difference[40:].min() > 0
+
+
+@pytest.mark.parametrize("wanted", [20_000, 300_000, 1_000_000, 10_000_000, 100_000_000])
+def test_the_size_of_the_gpt_can_be_chosen(wanted):
+    layers, width = problems.gpt_shape(wanted)
+    with torch.device("meta"):
+        model = problems.ByteGPT(layers, width, 64)
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(wanted, rel=0.15 if wanted > 20_000 else 0.6)
+
+
+def test_a_gpt_of_no_size_is_refused():
+    with pytest.raises(ValueError, match="out of range"):
+        problems.gpt_shape(10)
+
+
+def test_synthetic_has_the_parameters_asked_for():
+    for wanted in (2**16, 2**20, 2**22):
+        assert sum(p.numel() for p in problems.make("synthetic", parameters=wanted).model().parameters()) == wanted
+
+
+@pytest.mark.parametrize("name", problems.NAMES)
+def test_weights_come_from_the_seed_and_leave_the_random_state_alone(name):
+    problem = small(name)
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    one, same, other = problem.model(1), problem.model(1), problem.model(2)
+    assert torch.equal(torch.rand(3), expected)
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), same.parameters(), strict=True))
+    assert any(not torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))

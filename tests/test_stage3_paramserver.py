@@ -1,0 +1,125 @@
+import pytest
+import torch
+import torch.distributed as dist
+from oracles import assert_all_equal_mean, rank_tensor, tiny_batches, tiny_model, trained_alone, weights
+
+from ddp_course import launch, stage3_paramserver
+from ddp_course.running import wire
+
+SHAPES = [(5, 3), (), (17,)]
+
+
+def averaged(server, dtype):
+    tensors = [rank_tensor(dist.get_rank(), shape, dtype, seed) for seed, shape in enumerate(SHAPES)]
+    with wire.counting() as traffic:
+        stage3_paramserver.average_on_server(tensors, server)
+    return tensors, traffic
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_every_rank_gets_the_mean(world_size, dtype):
+    server = world_size - 1
+    ranks = launch(averaged, server, dtype, world_size=world_size)
+    for seed, shape in enumerate(SHAPES):
+        assert_all_equal_mean([tensors[seed] for tensors, _ in ranks], world_size, shape, dtype, seed)
+        assert all(torch.equal(tensors[seed], ranks[0][0][seed]) for tensors, _ in ranks)
+    payload = 33 * torch.empty(0, dtype=dtype).element_size()
+    for rank, (_, traffic) in enumerate(ranks):
+        peers = world_size - 1 if rank == server else min(1, world_size - 1)
+        assert (traffic.bytes_sent, traffic.bytes_received) == (peers * payload, peers * payload)
+        assert (traffic.messages_sent, traffic.messages_received) == (peers, peers)
+
+
+def broken_average(fault):
+    tensor = rank_tensor(dist.get_rank(), (33,))
+    original = tensor.clone()
+    if fault == "no division":
+        tensor *= dist.get_world_size()
+    if fault != "no sync":
+        stage3_paramserver.average_on_server([tensor])
+    if fault == "rank 0 only" and dist.get_rank():
+        tensor.copy_(original)
+    return tensor
+
+
+@pytest.mark.parametrize("fault", ["no division", "no sync", "rank 0 only"])
+def test_the_oracle_rejects(fault):
+    results = launch(broken_average, fault, world_size=2)
+    with pytest.raises(AssertionError, match="is off by"):
+        assert_all_equal_mean(results, 2, (33,), torch.float32)
+
+
+def mixed_dtypes():
+    rank = dist.get_rank()
+    tensors = [torch.full((3,), float(rank)), torch.full((2,), float(rank), dtype=torch.float64)]
+    stage3_paramserver.average_on_server(tensors)
+    return tensors
+
+
+def test_dtypes_travel_apart():
+    for single, double in launch(mixed_dtypes, world_size=3):
+        assert torch.equal(single, torch.ones(3)) or torch.allclose(single, torch.ones(3))
+        assert double.dtype == torch.float64 and torch.allclose(double, torch.ones(2, dtype=torch.float64))
+
+
+def server_of_a_subgroup():
+    group = dist.new_group([1, 2])
+    tensor = torch.tensor([float(dist.get_rank())])
+    if dist.get_rank() in (1, 2):
+        stage3_paramserver.average_on_server([tensor], server=1, group=group)
+    return tensor.item()
+
+
+def test_a_subgroup_has_its_own_server():
+    assert launch(server_of_a_subgroup, world_size=4) == [0.0, 1.5, 1.5, 3.0]
+
+
+def model_with_buffers(seed):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    with torch.no_grad():
+        for number, tensor in enumerate([*model.parameters(), *model.buffers()]):
+            tensor.copy_(rank_tensor(seed, tensor.shape, tensor.dtype, number))
+    return model
+
+
+def broadcast(src):
+    model = model_with_buffers(dist.get_rank())
+    stage3_paramserver.broadcast_parameters(model, src)
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("world_size, src", [(1, 0), (2, 0), (3, 2), (4, 1)])
+def test_broadcast_gives_everyone_parameters_and_buffers_of_the_source(world_size, src):
+    expected = model_with_buffers(src).state_dict()
+    assert "1.running_mean" in expected
+    for state in launch(broadcast, src, world_size=world_size):
+        assert all(torch.equal(state[name], expected[name]) for name in expected)
+
+
+def train_stage(steps=4):
+    model = tiny_model(seed=dist.get_rank())  # different weights: only the broadcast makes them equal
+    losses = stage3_paramserver.train(model, tiny_batches(dist.get_rank(), dist.get_world_size(), steps), 0.1)
+    return weights(model), losses
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_training_equals_one_device(world_size):
+    for result, losses in launch(train_stage, world_size=world_size):
+        assert (result - trained_alone()).abs().max() < 1e-14
+        assert len(losses) == 4
+
+
+def one_sided():
+    model = torch.nn.ModuleDict({"used": torch.nn.Linear(2, 2), "unused": torch.nn.Linear(2, 2)})
+    model["used"](torch.ones(1, 2)).sum().backward()
+    return [gradient.abs().sum().item() for gradient in stage3_paramserver.gradients(model)]
+
+
+def test_unused_parameters_count_as_zero():
+    assert one_sided() == [4.0, 2.0, 0.0, 0.0]
+
+
+def test_nothing_trainable_is_refused():
+    with pytest.raises(ValueError, match="no trainable parameters"):
+        stage3_paramserver.gradients(torch.nn.Linear(2, 2).requires_grad_(False))
