@@ -1,0 +1,41 @@
+"""The package's own source, shown in notebook cells: read live, so that it cannot drift from what runs."""
+
+import difflib
+import inspect
+import textwrap
+from html import escape
+
+_COLOURS = {"+": "background:#D9F2E3", "-": "background:#FBDDD0", " ": ""}
+_BLOCK = "font-family:monospace;font-size:0.9em;line-height:1.35;white-space:pre;overflow-x:auto;color:#111;"
+
+
+def source(*things):
+    """Show the source of functions, classes or methods, coloured; the value is an `IPython.display.Code`."""
+    from IPython.display import Code
+
+    return Code("\n\n".join(text(thing) for thing in things).rstrip("\n"), language="python")
+
+
+def text(thing):
+    """The source of a function or class as text, without the indentation it has in its file."""
+    return textwrap.dedent(inspect.getsource(inspect.unwrap(thing)))
+
+
+def diff(before, after):
+    """Show what changed from one function to another: lines taken away in red, new ones in green."""
+    return Diff(text(before), text(after))
+
+
+class Diff:
+    """The difference between two texts; `changed` counts the lines that were added or taken away."""
+
+    def __init__(self, before, after):
+        self.lines = [line for line in difflib.ndiff(before.splitlines(), after.splitlines()) if line[0] != "?"]
+        self.changed = sum(line[0] in "+-" for line in self.lines)
+
+    def __repr__(self):
+        return "\n".join(self.lines)
+
+    def _repr_html_(self):
+        rows = (f'<div style="{_COLOURS[line[0]]}">{escape(line) or " "}</div>' for line in self.lines)
+        return f'<div style="{_BLOCK}">{"".join(rows)}</div>'
