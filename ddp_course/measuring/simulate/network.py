@@ -1,0 +1,242 @@
+"""Discrete events: processes that send, receive and compute, and links that carry one message at a time.
+
+A process is a generator. It yields the operations it wants to wait for, together:
+
+    yield Send(right, nbytes), Receive(left)      both at once, go on when both are done
+    yield Pause(0.001)                            a millisecond later
+    yield Work(0.001)                             a millisecond of computing, longer if the device is slowed down
+    yield signal                                  until another process calls `simulation.fire(signal)`
+    yield other_process()                         a generator is an operation too: it runs beside this one
+
+`simulation.post(rank, operation)` begins an operation without waiting; yield it later.
+
+A message starts when sender and receiver are both there and the links are free: the sender's way out and the
+receiver's way in. It occupies them for beta n seconds (beta alpha's neighbour in Hockney's model) and arrives
+alpha seconds later; the latency occupies nothing. Who has waited longest goes first. Ranks of one host talk over
+local links, one each; all traffic of a host to others shares that host's one link, both ways at once.
+"""
+
+import heapq
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
+from itertools import count
+from typing import NamedTuple
+
+from ..theory import Costs
+
+
+class Network(NamedTuple):
+    """`link` between hosts, `local` inside a host (None: the same), `per_host` ranks on each host.
+
+    With `ready_bytes` a receiver tells its sender that it is ready in a message of that size, as gloo does.
+    """
+
+    link: Costs
+    local: Costs | None = None
+    per_host: int = 1
+    ready_bytes: float | None = None
+
+    def path(self, source, target):
+        """The costs of the way from rank `source` to `target`, and the names of the links that it takes."""
+        if source // self.per_host == target // self.per_host:
+            return self.local or self.link, (("out", source), ("in", target))
+        return self.link, (("host out", source // self.per_host), ("host in", target // self.per_host))
+
+
+@dataclass(eq=False)
+class Operation:
+    """Something that takes time. `done` when finished; until then `waiting` holds what to call."""
+
+    done: bool = field(default=False, init=False)
+    posted: bool = field(default=False, init=False)
+    waiting: list = field(default_factory=list, init=False, repr=False)
+
+
+@dataclass(eq=False)
+class Send(Operation):
+    """A message of `nbytes` to rank `target`; done when it has arrived. Equal tags meet in order."""
+
+    target: int
+    nbytes: float
+    tag: int = 0
+
+
+@dataclass(eq=False)
+class Receive(Operation):
+    """The next message with this tag from rank `source`."""
+
+    source: int
+    tag: int = 0
+
+
+@dataclass(eq=False)
+class Pause(Operation):
+    """Time that nothing can stretch."""
+
+    seconds: float
+
+
+@dataclass(eq=False)
+class Work(Operation):
+    """Computing that would take `seconds` on an undisturbed device."""
+
+    seconds: float
+
+
+@dataclass(eq=False)
+class Signal(Operation):
+    """Done when somebody fires it."""
+
+
+@dataclass(eq=False)
+class Message:
+    """A message that both sides are ready for."""
+
+    links: tuple
+    seconds: float
+    latency: float
+    arrived: callable
+
+
+class Simulation:
+    """The clock, the links and all that is under way. `run()` plays until nothing is left to do."""
+
+    def __init__(self, network):
+        self.network, self.now = network, 0.0
+        self.agenda, self.order = [], count()
+        self.busy, self.queue = set(), deque()
+        self.sends, self.receives = defaultdict(deque), defaultdict(deque)
+        self.speed, self.works = defaultdict(lambda: 1.0), {}
+        self.unfinished = {}
+
+    def start(self, rank, process):
+        """Let the generator `process` of `rank` begin now; returns an operation that is done when it ends."""
+        ended = Signal()
+        ended.posted = True
+        self.unfinished[ended] = rank
+        self._resume(rank, process, ended)
+        return ended
+
+    def run(self):
+        """Play all events; returns the time of the last. RuntimeError if processes wait for each other for ever."""
+        while self.agenda:
+            self.now, _, call = heapq.heappop(self.agenda)
+            call()
+        if self.unfinished:
+            ranks = sorted(set(self.unfinished.values()))
+            raise RuntimeError(f"deadlock after {self.now:.6g} s: ranks {ranks} wait for messages that nobody sends")
+        return self.now
+
+    def post(self, rank, operation):
+        """Begin `operation` on behalf of `rank`; returns it."""
+        if not isinstance(operation, Operation):
+            return self.start(rank, operation)
+        if operation.posted:
+            return operation
+        operation.posted = True
+        if isinstance(operation, Pause):
+            self._at(self.now + operation.seconds, lambda: self.fire(operation))
+        elif isinstance(operation, Work):
+            self._work(rank, operation)
+        elif isinstance(operation, Send):
+            self.sends[rank, operation.target, operation.tag].append(operation)
+            self._match(rank, operation.target, operation.tag)
+        elif isinstance(operation, Receive):
+            self._announce(operation.source, rank, operation)
+        return operation
+
+    def fire(self, operation):
+        """Mark `operation` as done and wake whoever waits for it."""
+        operation.posted = operation.done = True
+        for wake in operation.waiting:
+            self._at(self.now, wake)
+        operation.waiting.clear()
+
+    def set_speed(self, rank, speed):
+        """From now on `rank` computes at `speed` times its own pace, work under way included."""
+        if rank in self.works:
+            operation, remaining, since, _ = self.works[rank]
+            remaining -= (self.now - since) * self.speed[rank]
+            self.speed[rank] = speed
+            self._schedule_work(rank, operation, remaining)
+        self.speed[rank] = speed
+
+    def _at(self, time, call):
+        heapq.heappush(self.agenda, (time, next(self.order), call))
+
+    def _resume(self, rank, process, ended):
+        """Run `process` up to its next wait."""
+        wanted = next(process, None)
+        if wanted is None:
+            del self.unfinished[ended]
+            self.fire(ended)
+            return
+        operations = [self.post(rank, each) for each in (wanted if isinstance(wanted, tuple) else (wanted,))]
+        missing = [operation for operation in operations if not operation.done]
+        left = [len(missing)]
+
+        def one_done():
+            left[0] -= 1
+            if not left[0]:
+                self._resume(rank, process, ended)
+
+        for operation in missing:
+            operation.waiting.append(one_done)
+        if not missing:
+            self._at(self.now, lambda: self._resume(rank, process, ended))
+
+    def _work(self, rank, operation):
+        if rank in self.works:
+            raise RuntimeError(f"rank {rank} already computes: a device does one thing at a time")
+        self._schedule_work(rank, operation, operation.seconds)
+
+    def _schedule_work(self, rank, operation, remaining):
+        version = next(self.order)
+        self.works[rank] = (operation, remaining, self.now, version)
+
+        def finish():
+            if rank in self.works and self.works[rank][3] == version:
+                del self.works[rank]
+                self.fire(operation)
+
+        self._at(self.now + max(0.0, remaining) / self.speed[rank], finish)
+
+    def _announce(self, source, target, operation):
+        """Make a posted receive known to the sender: at once, or by a ready message of its own."""
+
+        def ready():
+            self.receives[source, target, operation.tag].append(operation)
+            self._match(source, target, operation.tag)
+
+        if self.network.ready_bytes is None:
+            ready()
+        else:
+            self._transfer(target, source, self.network.ready_bytes, ready)
+
+    def _match(self, source, target, tag):
+        sends, receives = self.sends[source, target, tag], self.receives[source, target, tag]
+        if sends and receives:
+            send, receive = sends.popleft(), receives.popleft()
+            self._transfer(source, target, send.nbytes, lambda: (self.fire(send), self.fire(receive)))
+
+    def _transfer(self, source, target, nbytes, arrived):
+        costs, links = self.network.path(source, target)
+        self.queue.append(Message(links, nbytes * costs.beta, costs.alpha, arrived))
+        self._start_transfers()
+
+    def _start_transfers(self):
+        """Start every queued message whose links are free, the longest waiting first."""
+        still_waiting = deque()
+        for message in self.queue:
+            if self.busy.isdisjoint(message.links):
+                self.busy.update(message.links)
+                self._at(self.now + message.seconds, lambda message=message: self._left(message))
+            else:
+                still_waiting.append(message)
+        self.queue = still_waiting
+
+    def _left(self, message):
+        """The last byte is on its way: the links are free, the message arrives a latency later."""
+        self.busy.difference_update(message.links)
+        self._at(self.now + message.latency, message.arrived)
+        self._start_transfers()

@@ -1,0 +1,39 @@
+"""Numbers with units, as people write them: "200Mbit" for a bandwidth, "5ms" for a latency, "16MiB" for a size."""
+
+import re
+
+BANDWIDTHS = {"bit": 1, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
+TIMES = {"s": 1, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+SIZES = {"b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+def bits_per_second(text):
+    """Parse a bandwidth such as "200Mbit", "3.6Tbit" or "1.5Gbit/s" into bits a second; ValueError otherwise."""
+    return _parse(
+        str(text).removesuffix("/s"), BANDWIDTHS, "bandwidth", "200Mbit (bit, kbit, Mbit, Gbit or Tbit a second)"
+    )
+
+
+def seconds(text, zero=True):
+    """Parse a time such as "5ms", "10us" or "0s" into seconds; ValueError otherwise, and for 0 unless `zero`."""
+    return _parse(text, TIMES, "time", "5ms (s, ms, us or ns)", zero)
+
+
+def nbytes(text):
+    """Parse a size such as "16MiB", "500kB" or "4096" into bytes, as an int; ValueError otherwise."""
+    text = str(text)
+    return int(
+        _parse(text + "B" if text.strip().isdigit() else text, SIZES, "size", "16MiB (B, kB, MB, GB, KiB, MiB or GiB)")
+    )
+
+
+def _parse(text, units, what, example, zero=False):
+    match = re.fullmatch(r"\s*([-+]?[\d.]+(?:e[-+]?\d+)?)\s*([a-zµ]+)\s*", str(text), re.IGNORECASE)
+    unit = match and match[2].replace("µ", "u").lower()
+    try:
+        value = float(match[1]) * units[unit]
+    except (TypeError, KeyError, ValueError):
+        raise ValueError(f'cannot read the {what} "{text}"; write it like {example}') from None
+    if value < 0 or (value == 0 and not zero):
+        raise ValueError(f'the {what} "{text}" must be more than zero; write it like {example}')
+    return value
