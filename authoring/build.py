@@ -1,0 +1,326 @@
+"""Build the notebooks from their sources: `python authoring/build.py [--check] [--execute] [--only 04]`.
+
+    authoring/lessons/NN_topic.py            ->  notebooks/NN_topic.ipynb
+    authoring/lessons/NN_topic_exercise.py   ->  exercises/NN_topic.ipynb and solutions/NN_topic.ipynb
+
+Sources are jupytext's py:percent. A cell is named in its first line (`# %% ring-animation`), or else after its first
+words, and its id is made of the name, so that a rebuild is the same to the byte. Outputs of cells whose source did
+not change are kept. In exercises nbgrader's markers count: what stands between `### BEGIN SOLUTION` and
+`### END SOLUTION` becomes a NotImplementedError, what stands between the HIDDEN TESTS markers goes.
+A cell `answer-4-2` is the learner's answer to task 4.2; `check-4-2` with `points=2` is its check.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import jupytext
+import nbformat
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+
+ROOT = Path(__file__).resolve().parents[1]
+KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
+LANGUAGE = {"file_extension": ".py", "mimetype": "text/x-python", "name": "python", "pygments_lexer": "ipython3"}
+MARKER = re.compile(r"^(\s*)###\s*(BEGIN|END)\s+(SOLUTION|HIDDEN TESTS)\s*$")
+NEAR_MARKER = re.compile(r"^\s*#+\s*(BEGIN|END)\s+(SOLUTIONS?|HIDDEN\s+TESTS?)\b", re.IGNORECASE)
+TASK_CELL = re.compile(r"(answer|check)-(\d+)-(\d+)$")
+LOCAL_NAMES = re.compile(r"/tmp/ipykernel_\d+/\d+\.py")
+
+
+class SourceError(ValueError):
+    """A lesson's source cannot be built; the message names the file, the cell and the line."""
+
+
+def main(arguments=None):
+    """Build, check or execute what was asked for; return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--check", action="store_true", help="change nothing; fail if a notebook is not as its source")
+    parser.add_argument("--execute", action="store_true", help="run what was built, and keep the outputs")
+    parser.add_argument("--only", metavar="NN", action="append", help="only lessons whose name starts so; repeatable")
+    parser.add_argument("--root", type=Path, default=ROOT, help=argparse.SUPPRESS)
+    args = parser.parse_args(arguments)
+    try:
+        built = build_all(args.root, args.only)
+        if args.check:
+            return report_differences(args.root, built, complete=not args.only)
+        for path, notebook in built.items():
+            keep_outputs(notebook, path)
+            write(notebook, path)
+        return 0 if not args.execute else execute_all(args.root, built)
+    except SourceError as error:
+        print(f"build.py: {error}", file=sys.stderr)
+        return 2
+
+
+def build_all(root, only=None):
+    """Return {path: notebook without outputs} for all sources, or those whose name starts with one of `only`."""
+    built = {}
+    for source in sorted((root / "authoring" / "lessons").glob("[0-9][0-9]_*.py")):
+        if only and not source.name.startswith(tuple(only)):
+            continue
+        topic = source.stem.removesuffix("_exercise")
+        if topic == source.stem:
+            built[root / "notebooks" / f"{topic}.ipynb"] = lesson(source)
+        else:
+            built[root / "exercises" / f"{topic}.ipynb"] = exercise(source, solved=False)
+            built[root / "solutions" / f"{topic}.ipynb"] = exercise(source, solved=True)
+    return built
+
+
+def lesson(source):
+    """The notebook of one lesson, without outputs."""
+    cells = read_cells(source)
+    for cell in cells:
+        if any(MARKER.match(line) for line in cell.source.splitlines()):
+            raise SourceError(f"{source.name}: a solution marker in a lesson (cell {cell.id})")
+    return notebook_of(cells)
+
+
+def exercise(source, solved):
+    """The notebook of one exercise: with its solutions, or with NotImplementedError in their places."""
+    cells, title = read_cells(source), {}
+    for cell in cells:
+        if cell.cell_type == "markdown":
+            title.update(re.findall(r"^#+\s+(?:Exercise\s+)?(\d+\.\d+)[:.]?\s+(.+?)\s*$", cell.source, re.MULTILINE))
+        else:
+            named = TASK_CELL.match(cell.id)
+            task = f"{named[2]}.{named[3]}" if named else None
+            where = f"{source.name}, cell {cell.id}"
+            message = f"Exercise {task}: {title.get(task, 'your turn')}"
+            cell.source = without_regions(cell.source, where, solved, message)
+            if named:
+                mark_for_grading(cell, named[1], task, where)
+    check_tasks(cells, source)
+    made = notebook_of(cells)
+    made.metadata["ddp_course"] = {"exercise": int(source.name[:2])}
+    return made
+
+
+def without_regions(text, where, solved, message):
+    """Take the marked regions out of a cell; refuse markers that are nested, unclosed, misspelt or unopened."""
+    kept, inside, at = [], None, 0
+    for number, line in enumerate(text.splitlines(), 1):
+        marker = MARKER.match(line)
+        if not marker:
+            if NEAR_MARKER.match(line):
+                raise SourceError(f"{where}, line {number}: not quite a marker: {line.strip()}")
+            if inside is None or (inside == "SOLUTION" and solved):
+                kept.append(line)
+            continue
+        indent, edge, kind = marker.groups()
+        if edge == "BEGIN" and inside is not None:
+            raise SourceError(f"{where}, line {number}: BEGIN {kind} inside the {inside} region begun in line {at}")
+        if edge == "END" and inside != kind:
+            raise SourceError(f"{where}, line {number}: END {kind} without its BEGIN")
+        if edge == "BEGIN" and kind == "SOLUTION" and not solved:
+            kept.append(f"{indent}raise NotImplementedError({json.dumps(message, ensure_ascii=False)})")
+        inside, at = (kind if edge == "BEGIN" else None), number
+    if inside is not None:
+        raise SourceError(f"{where}, line {at}: BEGIN {inside} is never closed")
+    return "\n".join(kept).rstrip()
+
+
+def mark_for_grading(cell, role, task, where):
+    """Put task, role and points into the metadata, in the words of nbgrader too."""
+    points = cell.metadata.pop("points", None)
+    if (points is None) == (role == "check"):
+        raise SourceError(f"{where}: a check cell states its points, an answer cell does not")
+    cell.metadata["ddp_course"] = {"role": role, "task": task} | ({"points": points} if role == "check" else {})
+    cell.metadata["nbgrader"] = {
+        "grade": role == "check",
+        "grade_id": cell.id,
+        "locked": role == "check",
+        "schema_version": 3,
+        "solution": role == "answer",
+        "task": False,
+    } | ({"points": points} if role == "check" else {})
+
+
+def check_tasks(cells, source):
+    """Every task has one answer cell and one check cell."""
+    roles = {"answer": [], "check": []}
+    for cell in cells:
+        if TASK_CELL.match(cell.id):
+            roles[cell.id.split("-")[0]].append(cell.id.split("-", 1)[1])
+    if roles["answer"] != roles["check"]:
+        odd = sorted(set(roles["answer"]) ^ set(roles["check"])) or "their order"
+        raise SourceError(f"{source.name}: answer and check cells do not match: {odd}")
+
+
+def read_cells(source):
+    """The cells of a py:percent file, with ids and without jupytext's own metadata."""
+    try:
+        parsed = jupytext.read(source, fmt="py:percent")
+    except Exception as error:
+        raise SourceError(f"{source.name}: {error}") from error
+    cells, taken = [], set()
+    for cell in parsed.cells:
+        name = cell.metadata.pop("title", None) or first_words(cell)
+        cell.metadata.pop("lines_to_next_cell", None)
+        identifier = unused(slug(name) or cell.cell_type, taken)
+        make = new_markdown_cell if cell.cell_type == "markdown" else new_code_cell
+        cells.append(make(cell.source, id=identifier, metadata=cell.metadata))
+    return cells
+
+
+def first_words(cell):
+    """The first five words of a cell, to name it by."""
+    return " ".join(re.findall(r"\w+", cell.source)[:5])
+
+
+def slug(name):
+    """A name as an id: letters, digits and hyphens, at most 48."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower())[:48].strip("-")
+
+
+def unused(identifier, taken):
+    """`identifier`, with a number behind it if it is taken."""
+    candidate, number = identifier, 2
+    while candidate in taken:
+        candidate, number = f"{identifier}-{number}", number + 1
+    taken.add(candidate)
+    return candidate
+
+
+def notebook_of(cells):
+    """A notebook with our fixed metadata."""
+    return new_notebook(cells=cells, metadata={"kernelspec": dict(KERNEL), "language_info": dict(LANGUAGE)})
+
+
+def keep_outputs(notebook, path):
+    """Take over the outputs that an earlier build at `path` has for cells that did not change."""
+    if not path.exists():
+        return
+    old = nbformat.read(path, as_version=4)
+    known = {(cell.id, cell.source): cell for cell in old.cells if cell.cell_type == "code"}
+    for cell in notebook.cells:
+        if cell.cell_type == "code" and (cell.id, cell.source) in known:
+            cell.outputs = known[cell.id, cell.source].outputs
+            cell.execution_count = known[cell.id, cell.source].execution_count
+    if "widgets" in old.metadata and any(cell.get("outputs") for cell in notebook.cells):
+        notebook.metadata["widgets"] = old.metadata["widgets"]
+
+
+def write(notebook, path):
+    """Write a notebook, whole or not at all, and only if it changed."""
+    nbformat.validate(notebook)
+    text = nbformat.writes(notebook, version=4).rstrip("\n") + "\n"
+    if path.exists() and path.read_text(encoding="utf-8") == text:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.new")
+    beside.write_text(text, encoding="utf-8")
+    os.replace(beside, path)
+    print(f"wrote {path.parent.name}/{path.name}")
+
+
+def without_outputs(path):
+    """The text of the notebook at `path` as it would be without any outputs."""
+    notebook = nbformat.read(path, as_version=4)
+    notebook.metadata.pop("widgets", None)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = [], None
+    return nbformat.writes(notebook, version=4)
+
+
+def report_differences(root, built, complete):
+    """Print every notebook that differs from its source, or has none; return the exit code."""
+    wrong = []
+    for path, notebook in built.items():
+        if not path.exists():
+            wrong.append(f"{path.parent.name}/{path.name} is missing")
+        elif without_outputs(path) != nbformat.writes(notebook, version=4):
+            wrong.append(f"{path.parent.name}/{path.name} differs from its source")
+    if complete:
+        for folder in ("notebooks", "exercises", "solutions"):
+            strays = set((root / folder).glob("*.ipynb")) - built.keys()
+            wrong += [f"{folder}/{path.name} has no source in authoring/lessons" for path in sorted(strays)]
+    for line in wrong:
+        print(f"build.py: {line}", file=sys.stderr)
+    if wrong:
+        print("build.py: run `python authoring/build.py` and commit what it writes", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+def execute_all(root, built):
+    """Run all lessons and solutions, print the time of each; return 1 if one failed."""
+    failed = False
+    for path, notebook in built.items():
+        if path.parent.name == "exercises":
+            continue  # unsolved: they raise
+        start = time.perf_counter()
+        problem = execute(notebook, path, root)
+        print(f"{path.parent.name}/{path.name}: {problem or 'ran'} in {time.perf_counter() - start:.1f} s", flush=True)
+        failed = failed or problem is not None
+        if problem is None:
+            write(notebook, path)
+    return 1 if failed else 0
+
+
+def execute(notebook, path, root):
+    """Run a notebook in place, in the folder of `path`; return what went wrong, or None."""
+    from nbclient import NotebookClient
+    from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+
+    where = {"metadata": {"path": str(path.parent)}}
+    client = NotebookClient(notebook, timeout=300, kernel_name="python3", resources=where, record_timing=False)
+    try:
+        client.execute(env={**os.environ, "PYTHONHASHSEED": "0"})
+    except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
+        return f"FAILED: {error}"
+    tidy(notebook, path, root)
+    left = local_paths(notebook, root)
+    return f"FAILED: paths of this machine in the outputs: {left}" if left else None
+
+
+def tidy(notebook, path, root):
+    """Make outputs the same on every machine: no paths, no random widget ids, our own metadata."""
+    notebook.metadata["language_info"], notebook.metadata["kernelspec"] = dict(LANGUAGE), dict(KERNEL)
+    for cell in notebook.cells:
+        cell.metadata.pop("execution", None)
+        if cell.cell_type == "code":
+            cell.outputs = nbformat.from_dict(map_text(cell.outputs, lambda text: without_paths(text, root)))
+    widgets = notebook.metadata.get("widgets", {}).get("application/vnd.jupyter.widget-state+json", {})
+    text = nbformat.writes(notebook, version=4)
+    for position, old in enumerate(sorted(widgets.get("state", []), key=text.find)):
+        text = text.replace(old, hashlib.md5(f"{path.name} {position}".encode()).hexdigest())
+    renamed = nbformat.reads(text, as_version=4)
+    notebook.metadata, notebook.cells = renamed.metadata, renamed.cells
+
+
+def map_text(thing, change):
+    """Apply `change` to every string in nested dicts and lists, except pictures."""
+    if isinstance(thing, dict):
+        return {key: value if key.startswith("image/p") else map_text(value, change) for key, value in thing.items()}
+    if isinstance(thing, list):
+        return [map_text(value, change) for value in thing]
+    return change(thing) if isinstance(thing, str) else thing
+
+
+def without_paths(text, root):
+    """Shorten paths of this checkout, its environment and its temporary cell files."""
+    text = LOCAL_NAMES.sub("cell", text)
+    for prefix in {str(root), str(Path(sys.prefix)), str(Path(sys.base_prefix))}:
+        text = re.sub(re.escape(prefix) + r"/((?:\.venv/)?lib/python[\d.]+/(?:site-packages/)?)?", "", text)
+    return text.replace(str(Path.home()) + "/", "~/")
+
+
+def local_paths(notebook, root):
+    """Paths of this machine that are left in the outputs."""
+    found, texts = set(), []
+    for cell in notebook.cells:
+        map_text(cell.get("outputs", []), texts.append)
+    for prefix in (str(root), sys.prefix, str(Path.home()) + "/", tempfile.gettempdir() + "/"):
+        found.update(match for text in texts for match in re.findall(re.escape(prefix) + r"[\w./-]*", text or ""))
+    return sorted(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
