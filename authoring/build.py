@@ -269,6 +269,7 @@ def execute(notebook, path, root):
     from nbclient import NotebookClient
     from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 
+    notebook.metadata.pop("widgets", None)
     where = {"metadata": {"path": str(path.parent)}}
     client = NotebookClient(notebook, timeout=300, kernel_name="python3", resources=where, record_timing=False)
     try:
