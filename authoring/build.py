@@ -288,12 +288,26 @@ def tidy(notebook, path, root):
         cell.metadata.pop("execution", None)
         if cell.cell_type == "code":
             cell.outputs = nbformat.from_dict(map_text(cell.outputs, lambda text: without_paths(text, root)))
-    widgets = notebook.metadata.get("widgets", {}).get("application/vnd.jupyter.widget-state+json", {})
     text = nbformat.writes(notebook, version=4)
-    for position, old in enumerate(sorted(widgets.get("state", []), key=text.find)):
+    for position, old in enumerate(widget_ids(notebook)):
         text = text.replace(old, hashlib.md5(f"{path.name} {position}".encode()).hexdigest())
     renamed = nbformat.reads(text, as_version=4)
     notebook.metadata, notebook.cells = renamed.metadata, renamed.cells
+
+
+def widget_ids(notebook):
+    """The ids of all widgets, which are drawn at random: those in the outputs first, then those that they refer to."""
+    widgets = notebook.metadata.get("widgets", {}).get("application/vnd.jupyter.widget-state+json", {})
+    waiting, ordered = [json.dumps([cell.get("outputs") for cell in notebook.cells])], []
+    states = {key: json.dumps(state) for key, state in widgets.get("state", {}).items()}
+    while waiting:
+        text = waiting.pop(0)
+        found = [key for key in re.findall(r"[0-9a-f]{32}", text) if key in states and key not in ordered]
+        for key in dict.fromkeys(found):
+            ordered.append(key)
+            waiting.append(states[key])
+    without_ids = {key: re.sub(r"[0-9a-f]{32}", "", states[key]) for key in states if key not in ordered}
+    return ordered + sorted(without_ids, key=without_ids.get)
 
 
 def map_text(thing, change):
