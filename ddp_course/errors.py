@@ -50,7 +50,7 @@ class RankError(CourseError):
         return "\n".join(lines)
 
 
-class MismatchError(CourseError):
+class MismatchError(CourseError, RuntimeError):
     """Two ranks entered the same collective with different shapes, dtypes or names."""
 
 

@@ -85,6 +85,16 @@ def span(name: str) -> Iterator[None]:
         tell("span", name, start)
 
 
+def observed() -> bool:
+    """Whether anyone listens, so that it is worth reporting what happens outside of our own code."""
+    return bool(_observers)
+
+
+def ended(name: str, start: float) -> None:
+    """Tell the observers that a span which began at `start`, perhaps in another thread, has ended just now."""
+    _tell("span", name, start)
+
+
 def collective(function):
     """Decorate an algorithm in which all ranks of a `group` take part; its first argument is what it works on.
 

@@ -1,0 +1,60 @@
+"""`bucket_cap_mb="auto"`: the bucket size that would have been best in the first backward pass.
+
+Small buckets leave early, but each costs a latency; large ones leave late, and the last one is exposed. Which wins
+depends on the link and on the model, and both are measured: the link with a few all-reduces, alpha + beta * bytes,
+and the model with the moments at which the first pass had its gradients ready. Then every cap is tried on paper.
+"""
+
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+
+from .buckets import MIB, assign_buckets
+from .communication import GradBucket
+
+SMALL, LARGE = 4096, 4 * MIB  # bytes
+CANDIDATES = [MIB * 2**exponent for exponent in range(-3, 8)]  # 1/8 to 128 MiB
+
+
+def calibrate(start, device, group=None, repetitions=3):
+    """Measure an all-reduce: return alpha (seconds a message) and beta (seconds a byte), best of `repetitions`."""
+    seconds = {}
+    for size in (SMALL, LARGE):
+        buffer = torch.zeros(size // 4, device=device)
+        seconds[size] = min(timed(start, buffer, group) for _ in range(repetitions + 1))
+    beta = max(0.0, seconds[LARGE] - seconds[SMALL]) / (LARGE - SMALL)
+    return max(0.0, seconds[SMALL] - beta * SMALL), beta
+
+
+def timed(start, buffer, group=None):
+    """Seconds until an all-reduce of `buffer`, begun by all ranks together, is done."""
+    dist.barrier(group=group)
+    began = perf_counter()
+    start(GradBucket(0, buffer, [], [], True))()
+    if buffer.is_cuda:
+        torch.cuda.synchronize(buffer.device)
+    return perf_counter() - began
+
+
+def best_limits(parameters, sparse, order, moments, alpha, beta):
+    """Return the bucket limits with which communication would have ended first.
+
+    `moments[i]` is when (seconds) the gradient of `parameters[order[i]]` was ready.
+    """
+    ready = dict(zip(order, moments, strict=True))
+    return min(
+        ([cap] for cap in CANDIDATES),
+        key=lambda limits: end_of_communication(
+            assign_buckets(parameters, limits, sparse, order), parameters, ready, alpha, beta
+        ),
+    )
+
+
+def end_of_communication(layout, parameters, ready, alpha, beta):
+    """Replay a pass: a bucket leaves when its gradients are ready and the bucket before it has arrived."""
+    end = 0.0
+    for members in layout:
+        size = sum(parameters[index].numel() * parameters[index].element_size() for index in members)
+        end = max(end, max(ready[index] for index in members)) + alpha + beta * size
+    return end

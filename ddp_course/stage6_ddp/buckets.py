@@ -1,0 +1,150 @@
+"""Which gradients travel together, and how they get into their bucket and out again.
+
+A bucket is one flat tensor with a window, a *view*, for each gradient in it. There are two ways to fill it:
+
+    gradient_as_bucket_view=False    grad --copy, x 1/K--> view --all-reduce--> view --copy--> grad
+    gradient_as_bucket_view=True     grad *is* the view after the first pass: nothing to copy, no second memory
+
+The layout is the one that `torch.nn.parallel.DistributedDataParallel` computes, bucket for bucket: the tests compare
+with `torch.distributed._compute_bucket_assignment_by_size`.
+"""
+
+import warnings
+
+import torch
+
+MIB = 2**20
+FIRST_CAP = 1 * MIB  # the first bucket is small so that communication starts early
+DEFAULT_CAP = 25 * MIB
+NO_LIMIT = 2**63  # one bucket for all: in the first pass, when nobody knows the order of the gradients yet
+HIGHER_ORDER = (
+    "backward(create_graph=True) with DistributedDataParallel: gradients are averaged, but the averaging is no part of "
+    "the graph, so gradients of gradients stay those of each rank."
+)
+
+
+def size_limits(cap_mb, cap_mb_list=None):
+    """Bytes at which the first, second, … bucket closes; the last entry is repeated for all that follow.
+
+    Only the default cap (None) has a smaller first bucket. Raises ValueError unless all caps are positive.
+    """
+    caps = cap_mb_list or [cap_mb]
+    if any(cap is not None and cap <= 0 for cap in caps):
+        raise ValueError(f"bucket_cap_mb is {cap_mb_list or cap_mb}; it must be a positive number of MiB, such as 25")
+    return [FIRST_CAP, DEFAULT_CAP] if caps == [None] else [int(cap * MIB) for cap in caps]
+
+
+def assign_buckets(tensors, limits, sparse=(), order=None):
+    """Return lists of indices into `tensors`, one a bucket: one (dtype, device) each, closed on reaching its limit.
+
+    Every (dtype, device) walks through `limits` (bytes) on its own. `sparse` holds the indices of tensors with
+    sparse gradients, which travel alone. `order` is the order in which gradients become ready; without it, tensors
+    are taken as they come and the buckets sorted by their first member.
+    """
+    filling, closed = {}, []
+    for index in range(len(tensors)) if order is None else order:
+        tensor = tensors[index]
+        if index in sparse:
+            closed.append([index])
+            continue
+        bucket = filling.setdefault((tensor.dtype, tensor.device), Filling(limits))
+        bucket.members.append(index)
+        bucket.size += tensor.numel() * tensor.element_size()
+        if bucket.size >= bucket.limits[0]:
+            closed.append(bucket.members)
+            filling[tensor.dtype, tensor.device] = Filling(bucket.limits[1:] or bucket.limits)
+    buckets = closed + [bucket.members for bucket in filling.values() if bucket.members]
+    return sorted(buckets, key=min) if order is None else buckets
+
+
+class Filling:
+    """A bucket that is still open: its members' indices, its size in bytes, and the limits from here on."""
+
+    def __init__(self, limits):
+        self.members, self.size, self.limits = [], 0, limits
+
+
+class Bucket:
+    """The flat tensor that is all-reduced, its views, and the parameters whose gradients it carries.
+
+    `missing` counts the gradients that this backward pass has not produced yet.
+    """
+
+    def __init__(self, index, parameters, as_view):
+        self.index, self.parameters, self.as_view = index, parameters, as_view
+        sizes = [parameter.numel() for parameter in parameters]
+        self.flat = torch.empty(sum(sizes), dtype=parameters[0].dtype, device=parameters[0].device)
+        offsets = [sum(sizes[:slot]) for slot in range(len(sizes))]
+        self.views = [view_at(self.flat, *pair) for pair in zip(offsets, parameters, strict=True)]
+        self.missing = len(parameters)
+        if as_view:
+            self.adopt()
+
+    @torch.no_grad()
+    def adopt(self):
+        """Move gradients that exist already into this bucket: after a rebuild they are views of the old ones."""
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            if parameter.grad is not None:
+                parameter.grad = view.copy_(parameter.grad)
+
+    def take(self, slot, divisor):
+        """Copy the gradient of the parameter in `slot`, over `divisor`, into the bucket (zeros if it has none).
+
+        The division comes before the sum, as in torch: large gradients do not overflow, and the bits agree.
+        """
+        parameter, view = self.parameters[slot], self.views[slot]
+        grad = parameter.grad
+        if grad is None:
+            view.zero_()
+        elif grad.data_ptr() == view.data_ptr():
+            if divisor != 1:
+                view.div_(divisor)
+        else:
+            if grad.requires_grad:
+                warnings.warn(HIGHER_ORDER, stacklevel=2)
+            torch.mul(grad.detach(), 1 / divisor, out=view)  # divides while it copies: one pass over the memory
+            if self.as_view:
+                parameter.grad = view
+
+    def zeros(self):
+        """What a rank that has nothing to add puts in."""
+        return torch.zeros_like(self.flat)
+
+    def give(self, untouched=()):
+        """Hand the averaged gradients back to the parameters, except to those `untouched` by any rank."""
+        pairs = [pair for pair in zip(self.parameters, self.views, strict=True) if pair[0] not in untouched]
+        for parameter, view in pairs:
+            if parameter.grad is None:
+                parameter.grad = view if self.as_view else torch.empty_like(parameter, requires_grad=False)
+        if pairs and not self.as_view:
+            torch._foreach_copy_([parameter.grad for parameter, _ in pairs], [view for _, view in pairs])
+
+
+class SparseBucket:
+    """The bucket of one parameter with sparse gradients: there is nothing to lay out, the gradient travels as it is."""
+
+    def __init__(self, index, parameters, as_view):
+        self.index, self.parameters, self.views = index, parameters, []
+        self.flat, self.missing = None, 1
+
+    def take(self, slot, divisor):
+        """Keep the gradient, over `divisor`; a rank that did not use the parameter adds a tensor without entries."""
+        grad = self.parameters[slot].grad
+        self.flat = self.zeros() if grad is None else grad.detach() / divisor
+
+    def zeros(self):
+        """A sparse tensor without entries."""
+        parameter = self.parameters[0]
+        indices = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
+        return torch.sparse_coo_tensor(indices, parameter.detach()[:0], parameter.shape)
+
+    def give(self, untouched=()):
+        """Replace the parameter's gradient by the average."""
+        if self.parameters[0] not in untouched:
+            self.parameters[0].grad = self.flat
+
+
+def view_at(flat, offset, parameter):
+    """The window of `flat` at `offset` with the shape of `parameter`, and with its strides if these leave no gaps."""
+    strides = torch.empty_like(parameter).stride()  # keeps channels_last and the like, and packs everything else
+    return flat.as_strided(parameter.shape, strides, offset)

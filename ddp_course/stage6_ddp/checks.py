@@ -1,0 +1,67 @@
+"""Before the first step: what can be trained, and are all ranks about to train the same model?
+
+A rank with one parameter more, or with another shape, would add gradients up that do not belong together, or
+hang. Both are found here, once, with names.
+"""
+
+import torch
+import torch.distributed as dist
+
+from ..errors import MismatchError
+
+
+def trainable(module, ignored):
+    """Return {name: parameter} of all parameters that take part, each once even if several layers share it."""
+    managed = {name: parameter for name, parameter in module.named_parameters() if name not in ignored}
+    for name, parameter in managed.items():
+        if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
+            raise RuntimeError(
+                f"parameter {name} is not initialised yet; run one batch through the model before wrapping it"
+            )
+    kinds = {parameter.device.type for parameter in managed.values()}
+    if len(kinds) > 1:
+        raise ValueError(f"the model's parameters are on different types of device: {', '.join(sorted(kinds))}")
+    found = {name: parameter for name, parameter in managed.items() if parameter.requires_grad}
+    if not found:
+        raise RuntimeError(
+            "DistributedDataParallel is not needed: the module has no parameter that requires a gradient"
+        )
+    return found
+
+
+def sparse_parameters(module):
+    """The parameters whose gradients will be sparse tensors: those of embeddings made with `sparse=True`."""
+    embeddings = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    return {layer.weight for layer in module.modules() if isinstance(layer, embeddings) and layer.sparse}
+
+
+def same_on_all_ranks(parameters, group=None):
+    """Raise MismatchError, a RuntimeError, on all ranks unless all have the same {name: parameter}.
+
+    Compares number, shape, dtype and strides with rank 0's, in order; names only serve the message.
+    """
+    mine = [(name, tuple(p.shape), str(p.dtype), empty_strides(p)) for name, p in parameters.items()]
+    everyone = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group=group)
+    for rank, theirs in enumerate(everyone):
+        difference = first_difference(everyone[0], theirs, rank)
+        if difference:
+            raise MismatchError(f"all ranks must have the same model, but {difference}")
+
+
+def empty_strides(parameter):
+    """The strides that the gradient will have."""
+    return torch.empty_like(parameter, device="meta").stride()
+
+
+def first_difference(expected, found, rank):
+    """Say where rank `rank`'s parameters differ from rank 0's; None if they do not."""
+    for index, (theirs, ours) in enumerate(zip(expected, found, strict=False)):
+        for what, a, b in zip(("shape", "dtype", "strides"), theirs[1:], ours[1:], strict=True):
+            if a != b:
+                return f"parameter {index} ({theirs[0]}) has {what} {a} on rank 0, and ({ours[0]}) {b} on rank {rank}"
+    if len(expected) != len(found):
+        longer = max(expected, found, key=len)
+        extra = ", ".join(name for name, *_ in longer[min(len(expected), len(found)) :])
+        return f"rank 0 has {len(expected)} parameters and rank {rank} has {len(found)}; only one of them has {extra}"
+    return None

@@ -1,0 +1,124 @@
+"""How a full bucket is summed over the ranks: by the backend, by one of our own algorithms, or by a hook of yours.
+
+All three look alike to the reducer. `start(bucket)` begins the communication and returns at once; the function that
+it returns waits for the end, and returns the tensor with the result:
+
+    wait = start(bucket)      # the backward pass goes on
+    ...
+    averaged = wait()         # before backward() returns
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+
+from ..running import wire
+
+
+class GradBucket:
+    """What a communication hook gets to see, with the interface of `torch.distributed.GradBucket`.
+
+    torch's own class has no constructor that Python could call, and its hooks do not ask for the type.
+    """
+
+    def __init__(self, index, buffer, gradients, parameters, is_last):
+        self._index, self._buffer, self._is_last = index, buffer, is_last
+        self._gradients, self._parameters = gradients, parameters
+
+    def index(self):
+        """Position of the bucket in the order of communication, from 0."""
+        return self._index
+
+    def buffer(self):
+        """The bucket's gradients in one flat tensor; not yet divided by the number of ranks."""
+        return self._buffer
+
+    def gradients(self):
+        """The same memory, a tensor of the parameter's shape for each parameter."""
+        return self._gradients
+
+    def parameters(self):
+        """The parameters in the bucket."""
+        return self._parameters
+
+    def is_last(self):
+        """Whether no other bucket follows in this pass."""
+        return self._is_last
+
+    def set_buffer(self, tensor):
+        """Put another tensor in place of the buffer."""
+        self._buffer = tensor
+
+
+def by_backend(group=None):
+    """gloo's or NCCL's own all_reduce, in the backend's own thread or stream."""
+
+    def start(bucket):
+        began = perf_counter()
+        work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+        if wire.observed():
+            work.get_future().then(lambda _: wire.ended("all_reduce", began))
+
+        def wait():
+            work.wait()
+            return bucket.buffer()
+
+        return wait
+
+    return start
+
+
+def by_algorithm(all_reduce, group=None):
+    """One of our own, such as `ring_all_reduce`: in one thread, first in first out, so that all ranks keep one order.
+
+    On CUDA it works on a stream of its own, which first waits for the gradients. Sparse gradients go to the backend.
+    """
+    thread = ThreadPoolExecutor(1, "communication")
+    backend = by_backend(group)
+
+    def run(tensor, ready):
+        with torch.no_grad(), torch.cuda.stream(ready and torch.cuda.Stream(tensor.device)):
+            if ready:
+                ready.wait()
+            all_reduce(tensor, group=group)
+            return computed(tensor)
+
+    def start(bucket):
+        tensor = bucket.buffer()
+        if tensor.is_sparse:
+            return backend(bucket)
+        job = thread.submit(run, tensor, computed(tensor))
+
+        def wait():
+            finished = job.result()
+            if finished:
+                finished.wait()
+            return tensor
+
+        return wait
+
+    return start
+
+
+def computed(tensor):
+    """On CUDA, an event that marks all work queued so far for `tensor`; on the CPU work is done at once: None."""
+    return torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
+
+
+def by_hook(hook, state):
+    """A communication hook: `hook(state, bucket)` returns a future of the averaged tensor, and divides by itself."""
+
+    def start(bucket):
+        future = hook(state, bucket)
+        if not isinstance(future, torch.futures.Future):
+            raise TypeError(f"a communication hook must return a torch.futures.Future, but {hook} returned {future!r}")
+
+        def wait():
+            value = future.wait()
+            return value[0] if isinstance(value, (list, tuple)) else value
+
+        return wait
+
+    return start

@@ -1,0 +1,353 @@
+"""The wrapper: everything from the files before, behind the interface of torch's own."""
+
+import copy
+import inspect
+import warnings
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Join, Joinable
+from torch.utils._pytree import tree_map_only
+
+from . import automatic
+from .buckets import NO_LIMIT, size_limits
+from .buffers import broadcast_buffers as broadcast_named_buffers
+from .buffers import broadcast_tensors
+from .checks import same_on_all_ranks, sparse_parameters, trainable
+from .communication import by_algorithm, by_backend, by_hook
+from .reducer import Reducer
+from .uneven import Shadow, active_ranks, common_rank, others_synchronise
+from .unused import behind_entrance, tensors_in
+
+UNSUPPORTED = "delay_all_reduce_named_params", "param_to_hook_all_reduce", "mixed_precision"
+
+
+class DistributedDataParallel(torch.nn.Module, Joinable):
+    """A drop-in for `torch.nn.parallel.DistributedDataParallel` on gloo and NCCL, in Python.
+
+    Gradients are averaged over `process_group` by the time `backward()` returns. Arguments as torch's:
+
+    - module: its parameters and buffers must not be exchanged afterwards.
+    - device_ids, output_device: None, or one GPU to which inputs are moved.
+    - forward_sync_buffers, broadcast_buffers: broadcast rank 0's buffers before every forward pass (the default).
+      The older name, when False, leaves them out of the first synchronisation too.
+    - init_sync: check that models agree and broadcast rank 0's parameters.
+    - process_group or device_mesh (one-dimensional): the ranks to average over.
+    - bucket_cap_mb: bucket size in MiB, None for 25 with a first bucket of 1, or "auto": measured in the first pass.
+      bucket_cap_mb_list: the sizes of the first, second, … bucket.
+    - find_unused_parameters, static_graph: for models whose parameters do not all get a gradient in each pass.
+    - gradient_as_bucket_view: gradients live in the buckets; saves their memory and two copies.
+    - all_reduce (not torch's): one of ours, `all_reduce(tensor, group=…)`, summing in place; None is the backend's own.
+
+    Accepted without effect: dim and check_reduction (torch ignores them too), batched_grad_copy and
+    skip_all_reduce_unused_params (optimisations that leave results alone). Not supported, and refused with
+    NotImplementedError: delay_all_reduce_named_params, param_to_hook_all_reduce, mixed_precision (use torch.autocast).
+
+    Raises RuntimeError if nothing is trainable or (MismatchError) models differ between ranks, ValueError for
+    impossible settings. Source: Li et al., PyTorch Distributed, VLDB 2020, and the documented behaviour of torch 2.13.
+    """
+
+    def __init__(
+        self,
+        module,
+        device_ids=None,
+        output_device=None,
+        dim=0,
+        broadcast_buffers=None,
+        init_sync=True,
+        process_group=None,
+        bucket_cap_mb=None,
+        find_unused_parameters=False,
+        check_reduction=False,
+        gradient_as_bucket_view=False,
+        static_graph=False,
+        delay_all_reduce_named_params=None,
+        param_to_hook_all_reduce=None,
+        mixed_precision=None,
+        device_mesh=None,
+        skip_all_reduce_unused_params=False,
+        bucket_cap_mb_list=None,
+        batched_grad_copy=False,
+        forward_sync_buffers=None,
+        all_reduce=None,
+    ):
+        super().__init__()
+        Joinable.__init__(self)
+        refused = zip(
+            UNSUPPORTED, (delay_all_reduce_named_params, param_to_hook_all_reduce, mixed_precision), strict=True
+        )
+        for name, value in refused:
+            if value is not None:
+                raise NotImplementedError(f"{name} is not supported by stage 6; leave it out")
+        self.process_group = group_of(process_group, device_mesh)
+        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        parameters = trainable(module, self.parameters_to_ignore)
+        self.module, self.dim, self.device = module, dim, next(iter(parameters.values())).device
+        self.device_type = self.device.type
+        self.device_ids, self.output_device = devices_of(parameters, device_ids, output_device)
+        refuse_gpu_batchnorm(module, self.device_type)
+        self.bucket_cap_mb, self.bucket_cap_mb_list = bucket_cap_mb, bucket_cap_mb_list
+        self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
+        self.gradient_as_bucket_view, self.all_reduce = gradient_as_bucket_view, all_reduce
+        self.require_backward_grad_sync = self.require_forward_param_sync = True
+        self.forward_sync_buffers = first_given(forward_sync_buffers, broadcast_buffers, True)
+        self.comm_hook = self.buffer_hook = None
+        if check_reduction:
+            warnings.warn("check_reduction is deprecated and has no effect", FutureWarning, stacklevel=2)
+        if init_sync:
+            same_on_all_ranks(parameters, self.process_group)
+            self.sync_model(0, forward_sync_buffers is not None or broadcast_buffers is not False)
+        self.make_reducer()
+
+    def make_reducer(self):
+        """Lay out the buckets and listen to the gradients; also after unpickling."""
+        group, automatically = self.process_group, self.bucket_cap_mb == "auto"
+        limits = size_limits(None if automatically else self.bucket_cap_mb, self.bucket_cap_mb_list)
+        order_is_known = self.bucket_cap_mb_list or (self.find_unused_parameters and not self.static_graph)
+        start = by_algorithm(self.all_reduce, group) if self.all_reduce else by_backend(group)
+        self.reducer = Reducer(
+            trainable(self.module, self.parameters_to_ignore),
+            group,
+            (limits if order_is_known else [NO_LIMIT], limits),
+            start,
+            sparse=sparse_parameters(self.module),
+            as_view=self.gradient_as_bucket_view,
+            find_unused=self.find_unused_parameters,
+            static_graph=self.static_graph,
+        )
+        if automatically:
+            self.reducer.link = automatic.calibrate(start, self.device, group)
+
+    # Forward
+
+    def forward(self, *inputs, **kwargs):
+        """Run the module; then see to it that the coming backward pass is synchronised, unless in `no_sync`."""
+        synchronising = torch.is_grad_enabled() and self.require_backward_grad_sync
+        self.before_forward()
+        if self.device_ids:
+            move = lambda tensor: tensor.to(self.device, non_blocking=True)  # noqa: E731
+            inputs, kwargs = tree_map_only(torch.Tensor, move, (inputs, kwargs))
+        outputs = self.module(*inputs, **kwargs)
+        if self.syncs_buffers("POST_FORWARD"):
+            self.sync_buffers()
+        self.require_forward_param_sync = synchronising
+        return self.before_backward(outputs) if synchronising else outputs
+
+    def before_forward(self):
+        """The collectives at the beginning of an iteration, in the order that shadowing ranks follow."""
+        announced = Join.notify_join_context(self)
+        if announced and not self.divides_by_initial_world_size:
+            self.reducer.divisor = active_ranks(announced)
+        if torch.is_grad_enabled():
+            self.reducer.rebuild()
+        if self.syncs_buffers("PRE_FORWARD"):
+            self.sync_buffers()
+        if self._join_config.enable:
+            others_synchronise(self, self.require_backward_grad_sync)
+
+    def before_backward(self, outputs):
+        """Tell the reducer what to expect; outputs pass through an `Entrance` where the end needs to be found."""
+        reducer = self.reducer
+        reducer.expect(tensors_in(outputs) if reducer.keeps_layout else None)
+        if reducer.keeps_layout:
+            return behind_entrance(outputs, lambda: None)
+        if self.static_graph and reducer.counts is None:
+            return behind_entrance(outputs, reducer.first_backward)
+        return outputs
+
+    @contextmanager
+    def no_sync(self):
+        """Within this context, gradients are accumulated on each rank and not averaged.
+
+        What counts is where the *forward* pass runs: it prepares the synchronisation of its backward pass. The first
+        forward and backward after the context average all that was accumulated, once.
+        """
+        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    # Parameters and buffers
+
+    def sync_model(self, src, with_buffers):
+        """Overwrite parameters, and buffers too if wanted, with those of rank `src`."""
+        kept = [p for name, p in self.module.named_parameters() if name not in self.parameters_to_ignore]
+        buffers = list(self.named_buffers_in_sync().values()) if with_buffers else []
+        broadcast_tensors(kept + buffers, src, self.process_group)
+
+    def named_buffers_in_sync(self):
+        """{name: buffer}; looked up each time, because modules may replace their buffers."""
+        return {name: b for name, b in self.module.named_buffers() if name not in self.parameters_to_ignore}
+
+    def syncs_buffers(self, location):
+        """Whether buffers are synchronised at `location`, "PRE_FORWARD" or "POST_FORWARD", of this iteration."""
+        due = self.buffer_hook[2] if self.buffer_hook else "PRE_FORWARD"
+        wanted = self.forward_sync_buffers and self.require_forward_param_sync
+        return due == location and wanted and bool(self.named_buffers_in_sync())
+
+    def sync_buffers(self, src=None):
+        """Broadcast the buffers of `src` (None: rank 0, or in `join` a rank with data), or let the hook do it."""
+        buffers = self.named_buffers_in_sync()
+        if self.buffer_hook:
+            hook, state, _ = self.buffer_hook
+            futures = hook(state, buffers)
+            self.reducer.post_backward += [] if futures is None else futures
+            return
+        if src is None:
+            src = common_rank(self, True) if self._join_config.enable else 0
+        broadcast_named_buffers(buffers, src, self.process_group)
+
+    # Hooks
+
+    def register_comm_hook(self, state, hook):
+        """Let `hook(state, bucket)` average each bucket in place of the default; it returns a `torch.futures.Future`.
+
+        `bucket` is a `GradBucket`, its buffer not yet divided by K. The hooks of
+        `torch.distributed.algorithms.ddp_comm_hooks` run unchanged. One hook, before the first backward pass.
+        """
+        check_hook(hook)
+        if self.comm_hook:
+            raise RuntimeError("register_comm_hook can only be called once")
+        self.comm_hook = hook, state
+        self.reducer.start, self.reducer.hooked = by_hook(hook, state), True
+
+    def _register_builtin_comm_hook(self, comm_hook_type):
+        """torch's built-in hooks, `torch.distributed.BuiltinCommHookType`: plain and fp16 all-reduce."""
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+        names = {"ALLREDUCE": default_hooks.allreduce_hook, "FP16_COMPRESS": default_hooks.fp16_compress_hook}
+        self.register_comm_hook(self.process_group, names[comm_hook_type.name])
+
+    def _register_buffer_comm_hook(self, state, hook, comm_hook_location=None):
+        """Let `hook(state, {name: buffer})` synchronise the buffers; by default after the forward pass.
+
+        It may return a list of futures, which are waited for at the end of backward.
+        """
+        location = comm_hook_location.name if comm_hook_location else "POST_FORWARD"
+        self.buffer_hook = hook, state, location
+
+    # Uneven inputs
+
+    def join(self, divide_by_initial_world_size=True, enable=True, throw_on_early_termination=False):
+        """Context manager around a training loop in which ranks may run out of data at different times; see `uneven`.
+
+        With `throw_on_early_termination` all ranks raise RuntimeError as soon as one is out of data: needed where the
+        model has collectives of its own, such as SyncBatchNorm, which cannot be shadowed.
+        """
+        return Join(
+            [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
+        )
+
+    def join_hook(self, **kwargs):
+        """What a rank without data does in every iteration of the others."""
+        return Shadow(self, kwargs.get("divide_by_initial_world_size", True))
+
+    @property
+    def join_device(self):
+        """Where the join context keeps its counters."""
+        return self.device
+
+    @property
+    def join_process_group(self):
+        """The ranks that wait for each other."""
+        return self.process_group
+
+    # Pickling, and what else torch's class offers
+
+    def __getstate__(self):
+        if self.process_group != dist.group.WORLD:
+            raise RuntimeError("DDP can be pickled with the default process group only; this one has its own")
+        state = copy.copy(self.__dict__)
+        for name in ("process_group", "reducer", "comm_hook", "buffer_hook"):
+            del state[name]
+        return state
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        self.process_group = dist.group.WORLD
+        self.comm_hook = self.buffer_hook = None
+        self.make_reducer()
+
+    @property
+    def broadcast_buffers(self):
+        """The older name of `forward_sync_buffers`."""
+        return self.forward_sync_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, value):
+        self.forward_sync_buffers = value
+
+    def _set_static_graph(self):
+        """As `static_graph=True` in the constructor; before the first forward pass."""
+        self.static_graph = True
+        self.make_reducer()
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(module, params_and_buffers_to_ignore):
+        """Leave these names out of everything; call it before wrapping `module`."""
+        module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore
+
+    def _get_ddp_logging_data(self):
+        """Settings and the state of the buckets, under torch's names, as far as they apply."""
+        reducer = self.reducer
+        return {
+            "world_size": dist.get_world_size(self.process_group),
+            "bucket_sizes": ", ".join(str(reducer.bytes_of(bucket)) for bucket in reducer.buckets),
+            "has_rebuilt_buckets": int(reducer.rebuilt),
+            "find_unused_parameters": int(self.find_unused_parameters),
+            "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
+            "static_graph": int(self.static_graph),
+        }
+
+
+def group_of(process_group, device_mesh):
+    """The process group that the two arguments stand for."""
+    if process_group is not None and device_mesh is not None:
+        raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
+    if device_mesh is None:
+        return process_group or dist.distributed_c10d._get_default_group()
+    if device_mesh.ndim != 1:
+        raise RuntimeError(f"Only 1D device mesh is supported, but got {device_mesh}.")
+    return device_mesh.get_group(mesh_dim=0)
+
+
+def devices_of(parameters, device_ids, output_device):
+    """Check `device_ids` and `output_device`; return the GPU to move inputs to in a list, and the output's, or None."""
+    devices = {parameter.device for parameter in parameters.values()}
+    if device_ids is not None and len(device_ids) > 1:
+        raise ValueError("device_ids can only be None or contain a single element.")
+    if len(devices) > 1 or devices.pop().type == "cpu":
+        if device_ids or output_device:
+            raise ValueError(
+                "device_ids and output_device only work with modules on a single GPU, but got "
+                f"device_ids {device_ids} and output_device {output_device}; leave them out"
+            )
+        return None, None
+    return (list(device_ids), first_given(output_device, device_ids[0])) if device_ids else (None, None)
+
+
+def refuse_gpu_batchnorm(module, device_type):
+    """torch's SyncBatchNorm does not run on the CPU: say so before the first step does."""
+    if device_type == "cpu" and any(isinstance(layer, torch.nn.SyncBatchNorm) for layer in module.modules()):
+        raise ValueError(
+            "SyncBatchNorm layers only work with GPU modules; ddp_course.stage6_ddp.SyncBatchNorm runs anywhere"
+        )
+
+
+def check_hook(hook):
+    """Refuse what cannot be a communication hook: the same errors as torch's."""
+    if not callable(hook):
+        raise TypeError("Communication hook must be callable.")
+    signature = inspect.signature(hook)
+    bucket = signature.parameters.get("bucket")
+    if bucket is not None and bucket.annotation not in (inspect.Parameter.empty, dist.GradBucket):
+        raise ValueError("Communication hook: bucket annotation should be dist.GradBucket.")
+    if signature.return_annotation not in (inspect.Signature.empty, torch.futures.Future[torch.Tensor]):
+        raise ValueError("Communication hook: return annotation should be torch.futures.Future[torch.Tensor].")
+
+
+def first_given(*values):
+    """The first of `values` that is not None."""
+    return next(value for value in values if value is not None)

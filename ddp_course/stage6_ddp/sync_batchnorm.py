@@ -1,0 +1,117 @@
+"""Batch normalisation over the whole batch, not over this rank's share of it.
+
+`torch.nn.SyncBatchNorm` needs a GPU; this one runs anywhere. The statistics of a channel take one collective in the
+forward pass. Each rank contributes its count n, mean m and sum of squared deviations s, and they are combined by
+
+    mean = sum n m / N        var = (sum s + n (m - mean)^2) / N        N = sum n
+
+which stays exact where the mean is large, unlike E[x^2] - E[x]^2 (Chan, Golub and LeVeque, 1979). The backward pass,
+with y = (x - mean) / std and g the gradient of y, takes one more collective, for the two sums over the whole batch:
+
+    dx = (g - sum g / N - y sum (g y) / N) / std
+"""
+
+import torch
+import torch.distributed as dist
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+
+class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
+    """Batch normalisation whose statistics are those of all ranks of `process_group` together; (N, C, …) to (N, C, …).
+
+    Arguments, parameters and buffers are those of `torch.nn.BatchNorm2d`, for any number of dimensions from 2 on.
+    Ranks may have batches of different sizes, even empty ones. In evaluation it is ordinary batch normalisation.
+    """
+
+    def __init__(
+        self, num_features, eps=1e-5, momentum=0.1, affine=True, track_running_stats=True, process_group=None, **kw
+    ):
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, **kw)
+        self.process_group = process_group
+
+    def _check_input_dim(self, inputs):
+        if inputs.dim() < 2 or inputs.shape[1] != self.num_features:
+            raise ValueError(f"expected inputs of shape (N, {self.num_features}, …), got {tuple(inputs.shape)}")
+
+    def forward(self, inputs):
+        """Normalise each channel, then scale and shift it by `weight` and `bias`."""
+        self._check_input_dim(inputs)
+        if not (self.training or self.running_mean is None):
+            return super().forward(inputs)
+        normalised, mean, variance, count = Normalise.apply(inputs, self.eps, self.process_group)
+        if self.training and self.track_running_stats:
+            self.update_averages(mean, variance * (count / (count - 1).clamp(min=1)))
+        if not self.affine:
+            return normalised
+        return normalised * per_channel(self.weight, inputs) + per_channel(self.bias, inputs)
+
+    @torch.no_grad()
+    def update_averages(self, mean, variance):
+        """Move the running averages towards this batch's mean and unbiased variance."""
+        self.num_batches_tracked += 1
+        momentum = 1 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
+        self.running_var.lerp_(variance.to(self.running_var.dtype), momentum)
+
+    @classmethod
+    def convert_sync_batchnorm(cls, module, process_group=None):
+        """Return `module` with all its BatchNorm layers replaced; parameters and buffers are shared with them."""
+        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and not isinstance(module, cls):
+            return cls.like(module, process_group)
+        for name, child in module.named_children():
+            setattr(module, name, cls.convert_sync_batchnorm(child, process_group))
+        return module
+
+    @classmethod
+    def like(cls, layer, process_group=None):
+        """A synchronised layer with the settings, parameters and buffers of `layer`."""
+        settings = layer.eps, layer.momentum, layer.affine, layer.track_running_stats, process_group
+        twin = cls(layer.num_features, *settings).train(layer.training)
+        twin._parameters.update(layer._parameters)
+        twin._buffers.update(layer._buffers)
+        return twin
+
+
+class Normalise(Function):
+    """(x - mean) / std over the batches of all ranks, with its gradient; also returns mean, variance and N."""
+
+    @staticmethod
+    def forward(ctx, inputs, eps, group):
+        mean, variance, count = whole_batch_statistics(inputs, group)
+        scale = (variance + eps).rsqrt().to(inputs.dtype)
+        normalised = (inputs - per_channel(mean.to(inputs.dtype), inputs)) * per_channel(scale, inputs)
+        ctx.save_for_backward(normalised, scale, count)
+        ctx.group = group
+        ctx.mark_non_differentiable(mean, variance, count)
+        return normalised, mean, variance, count
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient, *_):
+        normalised, scale, count = ctx.saved_tensors
+        axes = [axis for axis in range(gradient.dim()) if axis != 1]
+        sums = torch.stack([gradient.sum(axes), (gradient * normalised).sum(axes)])
+        dist.all_reduce(sums, group=ctx.group)
+        of_gradient, of_product = (per_channel(total, gradient) for total in (sums / count).to(gradient.dtype))
+        return (gradient - of_gradient - normalised * of_product) * per_channel(scale, gradient), None, None
+
+
+def whole_batch_statistics(inputs, group=None):
+    """Mean and biased variance of each channel over all ranks' inputs, and N; in float32 at least. One collective."""
+    wide = inputs.detach().to(torch.promote_types(inputs.dtype, torch.float32)).transpose(0, 1).flatten(1)
+    count = wide.shape[1]
+    mean = wide.mean(1) if count else wide.new_zeros(len(wide))
+    deviations = (wide - mean[:, None]).square().sum(1)
+    mine = torch.cat([mean, deviations, mean.new_full((1,), count)])
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, mine, group=group)
+    means, deviations, counts = torch.stack(everyone).split([len(mean), len(mean), 1], dim=1)
+    total = counts.sum()
+    mean = (counts * means).sum(0) / total
+    return mean, (deviations + counts * (means - mean).square()).sum(0) / total, total
+
+
+def per_channel(values, inputs):
+    """Shape a value for each channel so that it broadcasts over (N, C, …)."""
+    return values.view(1, -1, *[1] * (inputs.dim() - 2))
