@@ -122,7 +122,7 @@ def gloo_ring(rank, world_size, nbytes, simulation, segment_bytes=2**20, segment
     """gloo's `all_reduce`: the ring in segments of at most 1 MiB, two in flight; each needs `segment_s` of processor.
 
     The segments are made alike: their number is a multiple of K and at least 2 K, so that each rank's chunk has two.
-    Source: gloo's allreduce.cc (pytorch/gloo). Play it on a `Network` with `ready_bytes`.
+    Source: gloo's allreduce.cc (pytorch/gloo). Play it on a `Network` with `handshake`.
     """
     segments = max(-(-int(nbytes) // segment_bytes), 2 * world_size)
     segments += -segments % world_size

@@ -28,13 +28,14 @@ from ..theory import Costs
 class Network(NamedTuple):
     """`link` between hosts, `local` inside a host (None: the same), `per_host` ranks on each host.
 
-    With `ready_bytes` a receiver tells its sender that it is ready in a message of that size, as gloo does.
+    With `handshake` a sender learns a latency later that its receiver is ready, as with gloo: a message of a few
+    bytes, which slips in between the packets of others and so waits for no link.
     """
 
     link: Costs
     local: Costs | None = None
     per_host: int = 1
-    ready_bytes: float | None = None
+    handshake: bool = False
 
     def path(self, source, target):
         """The costs of the way from rank `source` to `target`, and the names of the links that it takes."""
@@ -202,16 +203,16 @@ class Simulation:
         self._at(self.now + max(0.0, remaining) / self.speed[rank], finish)
 
     def _announce(self, source, target, operation):
-        """Make a posted receive known to the sender: at once, or by a ready message of its own."""
+        """Make a posted receive known to the sender: at once, or after a ready message's latency."""
 
         def ready():
             self.receives[source, target, operation.tag].append(operation)
             self._match(source, target, operation.tag)
 
-        if self.network.ready_bytes is None:
-            ready()
+        if self.network.handshake:
+            self._at(self.now + self.network.path(target, source)[0].alpha, ready)
         else:
-            self._transfer(target, source, self.network.ready_bytes, ready)
+            ready()
 
     def _match(self, source, target, tag):
         sends, receives = self.sends[source, target, tag], self.receives[source, target, tag]

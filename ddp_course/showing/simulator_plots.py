@@ -1,0 +1,150 @@
+"""Figures of the simulator and the theory: where scaling ends, which bucket cap is best, which algorithm wins."""
+
+import numpy as np
+from matplotlib.colors import ListedColormap
+from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter
+
+from ..measuring import theory
+from ..measuring.simulate.sweep import KNEE, knee
+from .plots import binary_bytes, panels, style
+
+ALGORITHM_COLOURS = {
+    "parameter_server": "#D55E00",
+    "duplex_server": "#E69F00",
+    "whole_gradient_ring": "#332288",
+    "ring": "#0072B2",
+    "tree": "#009E73",
+    "halving_doubling": "#CC79A7",
+    "hierarchical_ring": "#56B4E9",
+}
+
+
+def label(algorithm):
+    """How an algorithm is called in figures and tables."""
+    return algorithm.replace("_", " ").replace("halving doubling", "halving-doubling")
+
+
+def scaling_figure(steps, title="Scaling efficiency"):
+    """Efficiency against K, a line an algorithm, the knee marked; `steps`: {algorithm: [Step, …]}."""
+    knees = {name: knee(row) for name, row in steps.items()}
+    message = "; ".join(f"{label(name)}: {_knee_text(knees[name])}" for name in steps)
+    picture, axes = panels(message=message)
+    with style():
+        draw_scaling(axes, steps, title)
+    return picture
+
+
+def draw_scaling(axes, steps, title="Scaling efficiency"):
+    """Draw `scaling_figure` into `axes`."""
+    for name, row in steps.items():
+        efficiencies = [100 * step.efficiency for step in row]
+        colour = ALGORITHM_COLOURS[name]
+        axes.plot([step.world_size for step in row], efficiencies, "o-", ms=3.5, color=colour, label=label(name))
+        at = knee(row)
+        if at and at != row[-1].world_size:
+            height = next(100 * step.efficiency for step in row if step.world_size == at)
+            axes.plot(at, height, "o", ms=11, markerfacecolor="none", markeredgewidth=1.8, color=colour)
+    axes.axhline(100 * KNEE, color="#777777", linewidth=1, linestyle=":")
+    axes.set_xscale("log", base=2)
+    _whole_numbers(axes.xaxis)
+    axes.set(xlabel="devices K", ylabel="efficiency (%)", ylim=(0, 106), title=f"{title} (circle: the knee)")
+    axes.legend(loc="lower left")
+
+
+def bucket_cap_figure(sweep, title="Step time by bucket cap"):
+    """Step time against the bucket cap; `sweep`: {label: [(cap in MiB, Step), …]}, a line each, the best marked."""
+    best = {name: min(row, key=lambda pair: pair[1].step_s) for name, row in sweep.items()}
+    message = "; ".join(
+        f"{name}: best cap {cap:g} MiB, {1e3 * step.step_s:.3g} ms" for name, (cap, step) in best.items()
+    )
+    picture, axes = panels(message=message)
+    with style():
+        draw_bucket_caps(axes, sweep, title)
+    return picture
+
+
+def draw_bucket_caps(axes, sweep, title="Step time by bucket cap"):
+    """Draw `bucket_cap_figure` into `axes`."""
+    for name, row in sweep.items():
+        (line,) = axes.plot([cap for cap, _ in row], [1e3 * step.step_s for _, step in row], "o-", ms=3.5, label=name)
+        cap, step = min(row, key=lambda pair: pair[1].step_s)
+        axes.plot(cap, 1e3 * step.step_s, "*", ms=13, color=line.get_color())
+    compute = next(iter(sweep.values()))[0][1].compute_s
+    axes.axhline(1e3 * compute, color="#777777", linewidth=1, linestyle=":", label="computing alone")
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.set(xlabel="bucket cap (MiB)", ylabel="step (ms)", title=f"{title} (star: the best)")
+    axes.set_ylim(bottom=0)
+    axes.legend()
+
+
+def winners_figure(costs, algorithms=("parameter_server", "ring", "tree", "halving_doubling"), largest=4096):
+    """Which algorithm is fastest where: message size against K, on links with these `Costs`, by closed form."""
+    picture, axes = panels(height=4.2)
+    with style():
+        names = draw_winners(axes, costs, algorithms, largest)
+    picture.message = f"fastest somewhere: {', '.join(label(name) for name in names)}"
+    return picture
+
+
+def draw_winners(axes, costs, algorithms, largest=4096):
+    """Draw `winners_figure` into `axes`; returns the names of the algorithms that win somewhere."""
+    ranks = 2 ** np.arange(1, int(np.log2(largest)) + 1)
+    sizes = 2.0 ** np.arange(6, 31, 0.25)
+    best = [[algorithms.index(theory.best(size, int(k), costs, algorithms)) for size in sizes] for k in ranks]
+    colours = ListedColormap([ALGORITHM_COLOURS[name] for name in algorithms])
+    edges = np.append(ranks, ranks[-1] * 2) / np.sqrt(2)
+    axes.pcolormesh(sizes, edges, np.array(best)[:, :-1], cmap=colours, vmin=-0.5, vmax=len(algorithms) - 0.5)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    binary_bytes(axes.xaxis)
+    _whole_numbers(axes.yaxis)
+    axes.grid(visible=False)
+    latency, bandwidth = costs.alpha * 1e6, 8 / costs.beta / 1e9
+    axes.set(xlabel="message", ylabel="devices K", title=f"Fastest at {latency:.3g} us, {bandwidth:.3g} Gbit/s")
+    names = [name for index, name in enumerate(algorithms) if any(index in row for row in best)]
+    handles = [Patch(color=ALGORITHM_COLOURS[name], label=label(name)) for name in names]
+    axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=4, handlelength=1.2)
+    return names
+
+
+def simulation_figure(steps, caps, costs, title):
+    """The three panels of `ddp-course simulate`: efficiency by K, step time by bucket cap, which algorithm wins."""
+    message = "; ".join(f"{label(name)}: {_knee_text(knee(row))}" for name, row in steps.items())
+    picture, axes = panels(1, 3, width=14, height=4.2, message=message)
+    with style():
+        draw_scaling(axes[0], steps)
+        draw_bucket_caps(axes[1], caps)
+        draw_winners(axes[2], costs, ("parameter_server", "ring", "tree", "halving_doubling"))
+        picture.suptitle(title, fontsize=11.5, fontweight="bold")
+    return picture
+
+
+def shaped_links_figure(compared):
+    """Predicted against published all-reduce times, gloo and NCCL; `compared` from `published.shaped_links()`."""
+    held_out = [row for row in compared if row["held_out"]]
+    worst = {lib: max(abs(r["error"]) for r in held_out if r["library"] == lib) for lib in ("gloo", "nccl")}
+    message = f"predicted at K = 8 from K = 4: gloo within {worst['gloo']:.1%}, NCCL within {worst['nccl']:.1%}"
+    picture, axes = panels(message=message, height=4.2, width=6)
+    with style():
+        ends = [min(r["measured_ms"] for r in compared) * 0.8, max(r["measured_ms"] for r in compared) * 1.25]
+        axes.plot(ends, ends, color="#777777", linewidth=1, label="exact")
+        for library, colour, name in (("gloo", "#D55E00", "gloo"), ("nccl", "#0072B2", "NCCL")):
+            for held, marker in ((False, "x"), (True, "o")):
+                rows = [r for r in compared if r["library"] == library and r["held_out"] == held]
+                text = f"{name}, K = {rows[0]['K']}" + (" (predicted)" if held else " (calibrated)")
+                points = [[r[key] for r in rows] for key in ("measured_ms", "predicted_ms")]
+                axes.plot(*points, marker, color=colour, label=text)
+        axes.set(xscale="log", yscale="log", xlabel="published (ms)", ylabel="simulated (ms)")
+        axes.set_title("All-reduce of 128 MiB over shaped links")
+        axes.legend()
+    return picture
+
+
+def _knee_text(devices):
+    return f"{KNEE:.0%} efficient up to K = {devices}" if devices else f"never {KNEE:.0%} efficient"
+
+
+def _whole_numbers(axis):
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
