@@ -1,0 +1,185 @@
+"""Checkpoints that survive a power cut, and a resume that is exact to the last bit.
+
+A checkpoint is one file in a folder. It is written beside its final name and renamed when it is whole:
+
+    temporary file → flush → fsync → os.replace → fsync of the folder → delete the oldest
+
+So at any moment the folder holds only whole checkpoints under their names, whatever is killed when. Each begins
+with the SHA-256 of its contents; `load` skips a damaged one for the one before.
+"""
+
+import hashlib
+import io
+import os
+import random
+import re
+import tempfile
+import warnings
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ..errors import CheckpointError
+
+MAGIC = b"ddp-course checkpoint 1\n"
+FILE_NAME = re.compile(r"checkpoint-(\d{8})\.pt")
+
+
+def save(path, state, keep=2):
+    """Write `state` as the newest checkpoint in the folder `path`, and keep the `keep` newest.
+
+    `state` is a dict of tensors and plain data (numbers, text, lists, dicts). With a process group, rank 0 writes
+    and the other ranks return at once. Returns the new file's path (None on the other ranks). Raises
+    CheckpointError if it cannot be written, for instance on a full disk; the checkpoints before stay as they are.
+    """
+    if keep < 1:
+        raise ValueError(f"keep is {keep}; at least 1 checkpoint must stay")
+    if dist.is_initialized() and dist.get_rank() != 0:
+        return None
+    check_plain(state)
+    folder = Path(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(folder)
+        number = max([number for number, _ in checkpoints(folder)], default=0) + 1
+        file = write(folder / f"checkpoint-{number:08}.pt", packed(state))
+        for _, old in checkpoints(folder)[keep:]:
+            old.unlink()
+    except OSError as error:
+        raise CheckpointError(
+            f'no checkpoint could be written to "{path}": {error.strerror}. '
+            "Those before are untouched; free some space, or choose another folder."
+        ) from error
+    return file
+
+
+def check_plain(value, where="state"):
+    """Raise CheckpointError unless `value` is made of tensors and plain data only, which any program can read."""
+    if isinstance(value, dict):
+        for key, inside in value.items():
+            check_plain(inside, f"{where}[{key!r}]")
+    elif isinstance(value, list | tuple):
+        for index, inside in enumerate(value):
+            check_plain(inside, f"{where}[{index}]")
+    elif not (
+        value is None or isinstance(value, torch.Tensor) or type(value) in (bool, int, float, complex, str, bytes)
+    ):
+        raise CheckpointError(
+            f"{where} is a {type(value).__name__}; a checkpoint holds tensors, numbers, text, lists and dicts only. "
+            "Save its state_dict() or convert it."
+        )
+
+
+def load(path):
+    """Return the newest undamaged checkpoint of the folder `path`, its tensors on the CPU.
+
+    A damaged one is skipped with a warning. Only tensors and plain data are read (`weights_only=True`): a file
+    from a stranger cannot run code. Raises CheckpointError if there is nothing to load.
+    """
+    found = checkpoints(path)
+    for _, file in found:
+        try:
+            return unpacked(file.read_bytes())
+        except (ValueError, OSError) as error:
+            warnings.warn(f"skipped the checkpoint {file.name}: {error}", stacklevel=2)
+    if found:
+        raise CheckpointError(f'all {len(found)} checkpoints in "{path}" are damaged; start anew in another folder')
+    raise CheckpointError(f'there is no checkpoint in "{path}"; is this the folder that --checkpoint named?')
+
+
+def checkpoints(path):
+    """Return (number, file) of every checkpoint in the folder `path`, newest first; none if there is no folder."""
+    folder = Path(path)
+    names = [FILE_NAME.fullmatch(name) for name in (os.listdir(folder) if folder.is_dir() else [])]
+    return sorted(((int(name[1]), folder / name[0]) for name in names if name), reverse=True)
+
+
+def packed(state):
+    """Return `state` as the bytes of a checkpoint: a magic line, the checksum, and what `torch.save` makes of it."""
+    payload = io.BytesIO()
+    torch.save(state, payload)
+    return MAGIC + hashlib.sha256(payload.getbuffer()).digest() + payload.getbuffer()
+
+
+def unpacked(content):
+    """Return the state in the bytes of a checkpoint; ValueError says what is wrong with them."""
+    start = len(MAGIC) + hashlib.sha256().digest_size
+    if len(content) < start or not content.startswith(MAGIC):
+        raise ValueError("it does not begin as a checkpoint does")
+    payload = memoryview(content)[start:]
+    if hashlib.sha256(payload).digest() != content[len(MAGIC) : start]:
+        raise ValueError("its checksum is wrong: it was cut short or changed")
+    return torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True)
+
+
+def write(file, content):
+    """Put `content` (bytes) at the path `file`, whole or not at all, even if the power fails."""
+    handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=".", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())  # the contents are on the disk before the name is
+        os.replace(temporary, file)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    if os.name == "posix":
+        folder = os.open(file.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)  # and now the name
+        finally:
+            os.close(folder)
+    return file
+
+
+def remove_leftovers(folder):
+    """Delete temporary files of a writer that was killed; there is one writer at a time."""
+    for leftover in folder.glob(".*.tmp"):
+        leftover.unlink(missing_ok=True)
+
+
+def random_states():
+    """Return the state of the random generators of every rank, in rank order; all ranks must call this."""
+    name, keys, *position = np.random.get_state()
+    mine = {
+        "python": random.getstate(),
+        "numpy": [name, torch.from_numpy(keys.astype(np.int64)), *position],
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
+    }
+    if not dist.is_initialized():
+        return [mine]
+    states = [None] * dist.get_world_size()
+    dist.all_gather_object(states, mine)
+    return states
+
+
+def set_random_state(states):
+    """Put this rank's random generators back into its state among `states`; a rank without one is left alone."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    if rank >= len(states):
+        return
+    mine = states[rank]
+    name, keys, *position = mine["numpy"]
+    random.setstate(mine["python"])
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *position))
+    torch.set_rng_state(mine["torch"])
+    if mine["cuda"] and len(mine["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(mine["cuda"])
+
+
+def load_model(model, state):
+    """Load the state dict `state` into `model`; CheckpointError names the first difference, and nothing is changed."""
+    own = model.state_dict()
+    differing = [name for name in [*own, *state] if name not in own or name not in state]
+    differing += [name for name in own if name in state and own[name].shape != state[name].shape]
+    if differing:
+        shapes = [tuple(where[differing[0]].shape) if differing[0] in where else "missing" for where in (state, own)]
+        raise CheckpointError(
+            f'the checkpoint is of another model: "{differing[0]}" is {shapes[0]} in the checkpoint and {shapes[1]} in '
+            f"the model, and {len(set(differing)) - 1} more differ. Use the options the checkpoint was made with."
+        )
+    model.load_state_dict(state)
