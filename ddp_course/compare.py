@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
+from tqdm.auto import tqdm
 
 from . import problems, stage1_single, stage2_dataparallel, stage3_paramserver, stage4_ring, stage5_bucketed
 from .measuring import timeline
@@ -42,14 +43,14 @@ def run(problem="digits", world_size=4, steps=None, stages=DEFAULT_STAGES, devic
     """Train with every stage on the same global batches and return the results, ready for JSON.
 
     `options`: `global_batch` (samples), `lr`, `seed`, `link` (a `Link` or None), `parameters` (of bytes and
-    synthetic), `timeout` (seconds a stage), `report` (called with a stage's name before it runs).
+    synthetic), `timeout` (seconds a stage), `progress` (show a bar).
     Keys of the result: world_size, device, dtype, problem, parameters, gradient_bytes, link, and stages: a list of
     stage, name, step_ms (median; the slowest rank counts), communication_ms (what the backward pass did not hide),
     bytes_sent_max, bytes_received_max, messages_max (a step's, the busiest rank's; null where torch or threads do
     the sending), loss (of the global batch, each step), max_abs_diff_vs_single, timeline, evaluation.
     Raises ValueError for a setting that cannot work.
     """
-    report, link = options.pop("report", lambda name: None), options.pop("link", None)
+    progress, link = options.pop("progress", False), options.pop("link", None)
     job = _job(problem, world_size, steps, device, dtype, **options)
     stages = check_stages(stages)
     where = placement(device, world_size)
@@ -66,13 +67,15 @@ def run(problem="digits", world_size=4, steps=None, stages=DEFAULT_STAGES, devic
         "torch": torch.__version__,
         "stages": [],
     }
-    report(NAMES["1"])
-    single = _measure("1", job, None, device, None)
-    for stage in stages:
-        if stage != "1":
-            report(NAMES[stage])
-        measured = single if stage == "1" else _measure(stage, job, single["weights"], device, link)
-        results["stages"].append({key: value for key, value in measured.items() if key != "weights"})
+    single = None
+    with tqdm(total=len({"1", *stages}), unit="stage", disable=not progress) as bar:
+        for stage in ["1", *(stage for stage in stages if stage != "1")]:
+            bar.set_description(NAMES[stage])
+            measured = _measure(stage, job, single, device, link)
+            weights = measured.pop("weights")
+            single = weights if stage == "1" else single
+            results["stages"] += [measured] if stage in stages else []
+            bar.update()
     return results
 
 
@@ -164,6 +167,7 @@ def train_and_measure(stage, job, reference, device):
     problem = problems.make(job["problem"], device=rank_device(), **job["settings"])
     model = problem.model(job["seed"])
     batches = problem.batches(job["global_batch"], job["steps"], job["seed"], *mine)
+    torch.set_num_threads(1)  # a device of the CPU is one core, for all stages alike
     began: list[float] = []
     events: list[wire.Event] = []
     with timeline.recording() as spans, wire.observing(events.append):

@@ -2,7 +2,7 @@
 
 import sys
 
-from tqdm.auto import tqdm
+import torch
 
 from . import compare
 from .errors import CourseError
@@ -35,12 +35,6 @@ def main(args):
     writable_folder(args.out)
     stages = compare.check_stages(args.stages)
     link = chosen_link(args.link, args.latency, args.link_mode, args.device)
-    bar = tqdm(total=len(stages), unit="stage", disable=None)
-
-    def report(name):
-        bar.update(1 if bar.desc else 0)  # the stage before this one is done
-        bar.set_description(name)
-
     try:
         results = compare.run(
             args.problem,
@@ -55,13 +49,11 @@ def main(args):
             parameters=args.parameters,
             timeout=args.timeout,
             link=link,
-            report=report,
+            progress=True,
         )
     except CourseError as error:
         print(f"ddp-course: {error}", file=sys.stderr)
         return 1
-    finally:
-        bar.close()
     print(compare.table(results))
     for path in compare.save(results, args.out):
         print(f"wrote {path}")
@@ -70,10 +62,8 @@ def main(args):
 
 def chosen_link(bandwidth, latency, mode, device):
     """The emulated link that the options ask for, or None: GPUs have links of their own."""
-    import torch
-
-    from .running import links
-
     if bandwidth == "none" or (bandwidth == "auto" and device != "cpu" and torch.cuda.device_count()):
         return None
+    from .running import links
+
     return links.default_link(bandwidth="200Mbit" if bandwidth == "auto" else bandwidth, latency=latency, mode=mode)

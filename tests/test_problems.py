@@ -84,6 +84,16 @@ def test_an_unknown_problem_is_refused():
         problems.make("cifar")
 
 
+def test_digits_are_scikit_learns():
+    from sklearn.datasets import load_digits
+
+    problem, theirs = problems.make("digits"), load_digits()
+    images = torch.cat([problem.inputs, problem.test_inputs]).reshape(-1, 64) * 16
+    labels = torch.cat([problem.targets, problem.test_targets])
+    ours = torch.cat([labels[:, None], images], 1).long().tolist()
+    assert sorted(ours) == sorted([label, *pixels] for label, pixels in zip(theirs.target, theirs.data, strict=True))
+
+
 def test_digits_are_learnt():
     problem = problems.make("digits")
     model = problem.model()

@@ -1,0 +1,67 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+from ddp_course import cli
+
+
+def run(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "ddp_course.cli", *map(str, arguments)], capture_output=True, text=True, timeout=120
+    )
+
+
+def test_compare_prints_a_table_and_writes_results(tmp_path):
+    done = run("compare", "--world-size", 2, "--steps", 3, "--stages", "1,4", "--link", "none", "--out", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "single device" in done.stdout and "ring" in done.stdout
+    results = json.loads((tmp_path / "compare.json").read_text())
+    assert results["world_size"] == 2 and len(results["stages"]) == 2
+    assert results["problem"] == "digits" and results["steps"] == 3
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--world-size", "0"),
+        ("--world-size", "4", "--global-batch", "10"),
+        ("--stages", "7up"),
+        ("--problem", "cifar"),
+        ("--link", "fast"),
+        ("--out", "/proc/results"),
+        ("--world-size", "two"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(arguments, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    try:
+        code = cli.main(["compare", *arguments])
+    except SystemExit as stopped:  # argparse's own refusals
+        code = stopped.code
+    captured = capsys.readouterr()
+    assert code == 2
+    lines = [line for line in captured.err.splitlines() if line.startswith("ddp-course")]
+    assert len(lines) == 1 and len(lines[0]) > 30
+    assert not list(tmp_path.rglob("compare.*"))
+
+
+def test_a_run_that_takes_too_long_is_exit_code_1(capsys, tmp_path):
+    slow = ["compare", "--steps", "100000", "--timeout", "3", "--stages", "3", "--link", "none", "--out", str(tmp_path)]
+    assert cli.main(slow) == 1
+    assert "ddp-course: " in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_command_has_help():
+    for name in cli.COMMANDS:
+        with pytest.raises(SystemExit) as stopped:
+            cli.main([name, "--help"])
+        assert stopped.value.code == 0
+
+
+def test_no_command_is_refused():
+    with pytest.raises(SystemExit) as stopped:
+        cli.main([])
+    assert stopped.value.code == 2

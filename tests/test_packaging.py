@@ -1,0 +1,115 @@
+"""pyproject, the lock and environment.yml say the same, and the README's map is the tree."""
+
+import re
+import sys
+from importlib.metadata import distribution
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[1]
+LOCKED = dict(
+    line.split("==") for line in (ROOT / "requirements.lock").read_text().splitlines() if line and line[0] != "#"
+)
+
+
+def project():
+    return distribution("ddp-course").metadata
+
+
+def normal(name):
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def requirements():
+    return [Requirement(text) for text in project().get_all("Requires-Dist")]
+
+
+def test_torch_is_pinned_and_everything_required_is_locked_in_range():
+    locked = {normal(name): version for name, version in LOCKED.items()}
+    assert locked["torch"] == "2.13.0"
+    for requirement in requirements():
+        if requirement.marker is None or requirement.marker.evaluate({"extra": "dev"}):
+            assert requirement.specifier.contains(locked[normal(requirement.name)]), requirement
+
+
+def test_every_line_of_the_lock_is_one_version():
+    lines = [line for line in (ROOT / "requirements.lock").read_text().splitlines() if line and line[0] != "#"]
+    assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][A-Za-z0-9.]*", line) for line in lines)
+    assert len({normal(line.split("==")[0]) for line in lines}) == len(lines) > 50
+
+
+def environment():
+    return yaml.safe_load((ROOT / "environment.yml").read_text())
+
+
+def test_environment_installs_this_package_against_the_lock():
+    [pip] = [entry["pip"] for entry in environment()["dependencies"] if isinstance(entry, dict)]
+    assert pip == ["-r requirements.lock", "-e ."]
+    plain = [entry for entry in environment()["dependencies"] if isinstance(entry, str)]
+    assert [re.match(r"\w+", entry).group() for entry in plain] == ["python", "pip"]
+    assert environment()["channels"] == ["conda-forge", "nodefaults"]
+    assert environment()["name"] == project()["Name"]
+
+
+def test_environment_and_pyproject_want_the_same_python():
+    [python] = [entry for entry in environment()["dependencies"] if str(entry).startswith("python")]
+    wanted = Requirement(python).specifier
+    for version in ("3.9", "3.10", "3.11", "3.12", "3.13"):
+        declared = Requirement("python" + project()["Requires-Python"]).specifier
+        assert wanted.contains(version) == declared.contains(version)
+    assert wanted.contains(".".join(map(str, sys.version_info[:2])))
+
+
+def test_the_pip_section_installs(tmp_path):
+    """pip itself resolves the section, from here, without installing anything again."""
+    import subprocess
+
+    [pip] = [entry["pip"] for entry in environment()["dependencies"] if isinstance(entry, dict)]
+    section = ROOT / ".environment-pip-section.txt"  # pip reads -e . from where the file is, as conda writes it
+    section.write_text("\n".join(pip) + "\n")
+    try:
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--dry-run",
+            "--no-build-isolation",
+            "-q",
+            "-r",
+            section.name,
+        ]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
+    finally:
+        section.unlink()
+    assert done.returncode == 0, done.stderr
+    assert "Would install" not in done.stdout.replace("Would install ddp-course", "")
+
+
+def test_the_map_in_the_readme_is_the_tree():
+    readme = (ROOT / "README.md").read_text()
+    block = readme.split("<!-- map -->")[1]
+    named = {
+        name.rstrip("/") for name in re.findall(r"^\s*([\w.]+(?:/|\.py|\.md|\.yml|\.toml|\.lock)?)\s{2,}", block, re.M)
+    }
+    package = {path.name for path in (ROOT / "ddp_course").iterdir() if path.name not in ("__pycache__",)}
+    for room in ("running", "measuring", "showing", "grading", "bench"):
+        package |= {path.name for path in (ROOT / "ddp_course" / room).iterdir() if path.name[:2] != "__"}
+    missing = package - named
+    assert not missing, f"not on the README's map: {sorted(missing)}"
+    invented = (
+        {name for name in named if name.endswith(".py")}
+        - package
+        - {path.name for path in ROOT.rglob("authoring/*.py")}
+    )
+    assert not invented, f"on the README's map only: {sorted(invented)}"
+
+
+@pytest.mark.parametrize("target", ["setup", "compare", "test", "lab"])
+def test_make_targets_set_up_first(target):
+    makefile = (ROOT / "Makefile").read_text()
+    rule = re.search(rf"^{target}:(.*)$", makefile, re.M).group(1)
+    assert "setup" in rule or "$(VENV)/installed" in rule
