@@ -33,6 +33,19 @@ _HOME = {
     "Link": "running.links",
     "load_ipython_extension": "running.magic",
 }
+_ELSEWHERE = {  # so that a notebook needs one line of imports
+    "torch": "torch",
+    "dist": "torch.distributed",
+    "show": "ddp_course.showing",
+    "wire": "ddp_course.running.wire",
+    "links": "ddp_course.running.links",
+    "checkpoint": "ddp_course.running.checkpoint",
+    "timeline": "ddp_course.measuring.timeline",
+    "timing": "ddp_course.measuring.timing",
+    "theory": "ddp_course.measuring.theory",
+    "simulate": "ddp_course.measuring.simulate",
+    "claims": "ddp_course.measuring.claims",
+}
 _MODULES = {
     "stage1_single",
     "stage2_dataparallel",
@@ -48,7 +61,7 @@ _MODULES = {
     "doctor",
     "errors",
 }
-__all__ = sorted([*_HOME, *_MODULES])
+__all__ = sorted([*_HOME, *_MODULES, *_ELSEWHERE])
 
 
 def __getattr__(name):
@@ -57,6 +70,8 @@ def __getattr__(name):
         return getattr(import_module(f".{_HOME[name]}", __name__), name)
     if name in _MODULES:
         return import_module(f".{name}", __name__)
+    if name in _ELSEWHERE:
+        return import_module(_ELSEWHERE[name])
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

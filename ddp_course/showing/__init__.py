@@ -12,7 +12,7 @@ _HOME = {
     "timeline_figure": "plots",
     "compare_figure": "plots",
     "STAGE_COLOURS": "plots",
-    "machine": "machine",
+    "predict": "widgets",
 }
 _MODULES = {"plots", "sketches", "widgets"}
 __all__ = sorted([*_HOME, *_MODULES])

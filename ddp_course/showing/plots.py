@@ -13,7 +13,7 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 # Okabe and Ito's colours, which people with any kind of colour vision can tell apart, and three more
 STAGE_COLOURS = {
@@ -234,14 +234,19 @@ def draw_lane(axes, row, spans, height=0.84):
         )
 
 
-def timeline_figure(lanes, labels=None, title="One step, a lane a rank", message="", marks=()):
-    """Lanes of [name, start_s, end_s, lane] spans (or `Span`s), one a rank, times counted from the earliest start."""
+def timeline_figure(lanes, labels=None, title="One step, a lane a rank", message="", align=False):
+    """Lanes of [name, start_s, end_s, lane] spans (or `Span`s), one a rank, times counted from the earliest start.
+
+    With `align` each lane begins at 0: for lanes that did not run at the same time.
+    """
     lanes = [[_plain(span) for span in lane] for lane in lanes]
-    origin = min((span[1] for lane in lanes for span in lane), default=0.0)
+    starts = [min((span[1] for span in lane), default=0.0) for lane in lanes]
+    origins = starts if align else [min(starts, default=0.0)] * len(lanes)
+    message = message or title
     with style():
         picture = Picture(8.4, 1.7 + 0.45 * len(lanes), message, f"Timeline with {len(lanes)} lanes. {message}")
         axes = picture.subplots()
-        for row, lane in enumerate(lanes):
+        for row, (lane, origin) in enumerate(zip(lanes, origins, strict=True)):
             draw_lane(axes, row, [[name, start - origin, end - origin, where] for name, start, end, where in lane])
         axes.set_yticks(range(len(lanes)), labels or [f"rank {rank}" for rank in range(len(lanes))])
         axes.set_ylim(len(lanes) - 0.4, -0.6)
@@ -264,7 +269,7 @@ def curves(series, xlabel, ylabel, title, message="", theory=None, log=(), width
     `series` are measurements (points, joined when `points` is False), `theory` is drawn as lines without points.
     `log` names the axes that are logarithmic: "x", "y" or both.
     """
-    picture, axes = panels(width=width, height=height, message=message, alt=f"{title}. {message}")
+    picture, axes = panels(width=width, height=height, message=message or title, alt=f"{title}. {message}")
     with style():
         colours = iter(["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"] * 3)
         picked = {}
@@ -275,7 +280,7 @@ def curves(series, xlabel, ylabel, title, message="", theory=None, log=(), width
             shade = colour[0] if colour else next(colours)
             axes.plot(xs, ys, "o" if points else "-", color=shade, label=label)
         for axis in log:
-            getattr(axes, f"set_{axis}scale")("log")
+            logarithmic(axes, axis)
         axes.set(xlabel=xlabel, ylabel=ylabel, title=title)
         if len(series) + len(theory or {}) > 1:
             axes.legend()
@@ -284,7 +289,7 @@ def curves(series, xlabel, ylabel, title, message="", theory=None, log=(), width
 
 def bars(heights, ylabel, title, message="", colours=None, theory=None, width=7.2, height=3.4, form="{:.3g}"):
     """A bar a label: `heights` is {label: number}, `theory` {label: number} is drawn as dashes across the bars."""
-    picture, axes = panels(width=width, height=height, message=message, alt=f"{title}. {message}")
+    picture, axes = panels(width=width, height=height, message=message or title, alt=f"{title}. {message}")
     with style():
         places = range(len(heights))
         shades = [(colours or {}).get(label, "#0072B2") for label in heights]
@@ -306,7 +311,8 @@ def bars(heights, ylabel, title, message="", colours=None, theory=None, width=7.
 
 def images(pictures, titles, title, message=""):
     """A row of small grey images, such as digits: `pictures` is (N, H, W) or (N, 1, H, W)."""
-    picture, axes = panels(1, len(pictures), width=1.1 * len(pictures), height=1.7, message=message, alt=title)
+    size = {"width": 1.1 * len(pictures), "height": 1.7}
+    picture, axes = panels(1, len(pictures), **size, message=message or title, alt=title)
     with style():
         for axis, image, name in zip(axes, pictures, titles, strict=True):
             axis.imshow(image.reshape(image.shape[-2:]), cmap="Greys")
@@ -314,6 +320,17 @@ def images(pictures, titles, title, message=""):
             axis.set_axis_off()
         picture.suptitle(title, fontsize=10.5, fontweight="bold")
     return picture
+
+
+def logarithmic(axes, axis):
+    """Make the "x" or "y" axis logarithmic, with plain numbers (0.2, 5, 1000) instead of powers."""
+    getattr(axes, f"set_{axis}scale")("log")
+    ticks = getattr(axes, f"{axis}axis")
+    low, high = ticks.get_data_interval()
+    wide = high / max(low, 1e-300) > 300
+    ticks.set_major_locator(LogLocator(subs=(1.0,) if wide else (1.0, 2.0, 5.0)))
+    ticks.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 10000 else f"{value:g}"))
+    ticks.set_minor_formatter(NullFormatter())
 
 
 def binary_bytes(axis):

@@ -18,6 +18,8 @@ ALGORITHM_COLOURS = {
     "halving_doubling": "#CC79A7",
     "hierarchical_ring": "#56B4E9",
 }
+CONTENDERS = ("parameter_server", "ring", "tree", "halving_doubling")
+RANKS = sorted([2**k for k in range(1, 13)] + [3 * 2**k for k in range(11)])  # 2, 3, 4, 6, 8, 12, …, 4096
 
 
 def label(algorithm):
@@ -73,37 +75,39 @@ def draw_bucket_caps(axes, sweep, title="Step time by bucket cap"):
     compute = next(iter(sweep.values()))[0][1].compute_s
     axes.axhline(1e3 * compute, color="#777777", linewidth=1, linestyle=":", label="computing alone")
     axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.set_yscale("log")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: ""))
     axes.set(xlabel="bucket cap (MiB)", ylabel="step (ms)", title=f"{title} (star: the best)")
-    axes.set_ylim(bottom=0)
     axes.legend()
 
 
-def winners_figure(costs, algorithms=("parameter_server", "ring", "tree", "halving_doubling"), largest=4096):
+def winners_figure(costs, algorithms=CONTENDERS, ranks=RANKS):
     """Which algorithm is fastest where: message size against K, on links with these `Costs`, by closed form."""
-    picture, axes = panels(height=4.2)
+    picture, axes = panels(height=4.6)
     with style():
-        names = draw_winners(axes, costs, algorithms, largest)
+        names = draw_winners(axes, costs, algorithms, ranks)
     picture.message = f"fastest somewhere: {', '.join(label(name) for name in names)}"
     return picture
 
 
-def draw_winners(axes, costs, algorithms, largest=4096):
+def draw_winners(axes, costs, algorithms=CONTENDERS, ranks=RANKS):
     """Draw `winners_figure` into `axes`; returns the names of the algorithms that win somewhere."""
-    ranks = 2 ** np.arange(1, int(np.log2(largest)) + 1)
-    sizes = 2.0 ** np.arange(6, 31, 0.25)
-    best = [[algorithms.index(theory.best(size, int(k), costs, algorithms)) for size in sizes] for k in ranks]
+    sizes = 2.0 ** np.arange(6, 31, 0.125)
+    best = [[algorithms.index(theory.best(size, count, costs, algorithms)) for size in sizes] for count in ranks]
+    names = [name for index, name in enumerate(algorithms) if any(index in row for row in best)]
     colours = ListedColormap([ALGORITHM_COLOURS[name] for name in algorithms])
-    edges = np.append(ranks, ranks[-1] * 2) / np.sqrt(2)
+    edges = np.arange(len(ranks) + 1) - 0.5
     axes.pcolormesh(sizes, edges, np.array(best)[:, :-1], cmap=colours, vmin=-0.5, vmax=len(algorithms) - 0.5)
     axes.set_xscale("log", base=2)
-    axes.set_yscale("log", base=2)
+    axes.set_xticks([2**10, 2**15, 2**20, 2**25, 2**30])
     binary_bytes(axes.xaxis)
-    _whole_numbers(axes.yaxis)
+    shown = range(0, len(ranks), 2)
+    axes.set_yticks(shown, [str(ranks[row]) for row in shown])
     axes.grid(visible=False)
     latency, bandwidth = costs.alpha * 1e6, 8 / costs.beta / 1e9
     axes.set(xlabel="message", ylabel="devices K", title=f"Fastest at {latency:.3g} us, {bandwidth:.3g} Gbit/s")
-    names = [name for index, name in enumerate(algorithms) if any(index in row for row in best)]
     handles = [Patch(color=ALGORITHM_COLOURS[name], label=label(name)) for name in names]
     axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=4, handlelength=1.2)
     return names
@@ -116,7 +120,7 @@ def simulation_figure(steps, caps, costs, title):
     with style():
         draw_scaling(axes[0], steps)
         draw_bucket_caps(axes[1], caps)
-        draw_winners(axes[2], costs, ("parameter_server", "ring", "tree", "halving_doubling"))
+        draw_winners(axes[2], costs)
         picture.suptitle(title, fontsize=11.5, fontweight="bold")
     return picture
 

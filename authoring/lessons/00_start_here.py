@@ -1,0 +1,179 @@
+# %% [markdown]
+r"""
+# Start here
+
+You know how to train a network on one device. In this course you build what turns one device into many:
+**distributed data parallel training** (DDP). Each lesson adds one idea, runs it, plots it, and holds it against
+PyTorch's own and against a formula.
+
+**After this lesson you can**
+
+- start several processes from a notebook cell and get a result back from each,
+- read the comparison figure that the whole course works towards,
+- say what this machine will and will not show you.
+
+*25 minutes, about half a minute of computing.* Run cells with Shift+Enter, from top to bottom. Guess before you
+run: a wrong guess that you wrote down teaches more than a right answer that you read.
+"""
+
+# %% imports
+from ddp_course import Link, compare, dist, doctor, launch, show
+
+K = 4  # how many ranks to train on; 2 works as well
+
+# %% [markdown]
+r"""
+## A map of the course
+
+| lesson | what you build | the idea |
+|---|---|---|
+| 01 | one device | forward, backward, update: where does the time go? |
+| 02 | DataParallel | split the batch, not the model; averages of gradients are gradients |
+| 03 | parameter server | one process a device; one of them collects and averages |
+| 04 | ring all-reduce | no server: everyone talks to a neighbour, all the time |
+| 05 | bucketed DDP | talk while you still compute |
+| 06 | complete DDP | everything that PyTorch's DDP can do, and why |
+| 07 | sharding | each rank keeps a part of the state only |
+| 08 | pipeline | split the model, not the data |
+| 09 | batch size and learning rate | what more devices do to learning |
+| 10 | when things fail | killed, hung, slow: read the error, go on exactly where you were |
+| 11 | many machines | from two hosts to thousands of devices |
+
+Lessons 01 to 05 are one story; read them in order. Each has its exercise in `exercises/`, with the same number.
+The [glossary](../docs/GLOSSARY.md) has every term.
+
+## This machine
+
+The course needs no GPU. Where there is none, every *rank* is a process on the CPU, and the links between them are
+made slow enough to see.
+"""
+
+# %% this-machine
+_ = doctor.main()
+
+# %% [markdown]
+r"""
+## The first launch
+
+`launch(fn, world_size=K)` starts K processes, calls `fn` in each, and returns a list with K results. Each process
+is a **rank**, numbered from 0; how many there are is the **world size**. The function can come straight from a
+cell, and what a rank prints arrives here with its number in front.
+"""
+
+
+# %% first-launch
+def hello():
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    print(f"hello, I am rank {rank} of {world_size}")
+    return rank**2
+
+
+squares = launch(hello, world_size=K)
+squares
+
+# %% [markdown]
+r"""
+A cell like the next one is a *check*: it prints one line, and raises an error if something is wrong.
+"""
+
+# %% check-launch
+# NBVAL_CHECK_OUTPUT
+assert squares == [rank**2 for rank in range(K)]
+print("one result from each rank, in rank order")
+
+# %% [markdown]
+r"""
+## Predict
+
+Soon every strategy of the course trains the same small network on the same handwritten digits, with the ranks
+joined by links of 200 Mbit/s. Two of them send gradients around in very different ways:
+
+- the **parameter server** (lesson 03): one rank collects all gradients, averages them, and sends the average back;
+- the **ring** (lesson 04): every rank sends to its right neighbour only.
+"""
+
+# %% predict
+guess = show.predict(f"With {K} ranks: how many times longer is a step with the server than with the ring?", [1, 2, 3, 5])
+guess
+
+# %% [markdown]
+r"""
+## Run
+
+Six strategies, each from the same weights, on the same batches. Stages 1 and 2 are one process; all others are
+K processes. The last one is PyTorch's own DDP. (The terminal command `ddp-course compare` does the same.)
+"""
+
+# %% compare
+results = compare.run("digits", world_size=K, steps=24, link=Link("200Mbit"))
+print(compare.table(results))
+
+# %% [markdown]
+r"""
+## Plot
+
+Read the panels one by one:
+
+1. **Loss**: all curves lie on one another. However the work is split, the same thing is learned.
+2. **Step time**: the hatched part is waiting for gradients that travel. This is what the course fights.
+3. **Bytes**: what the busiest rank sends in a step. Bars are counted, the dashes are the formula.
+4. **Timeline**: one step of each, a row a rank. In the server's rows you see ranks that wait for their turn; in
+   lesson 05's rows communication runs *below* the backward pass, at the same time.
+"""
+
+# %% comparison-figure
+show.compare_figure(results)
+
+# %% reveal
+step_ms = {stage["stage"]: stage["step_ms"] for stage in results["stages"]}
+ratio = step_ms["3"] / step_ms["4"]
+guess.reveal(f"{ratio:.1f} times", show.widgets.nearest(ratio, guess.answers))
+
+# %% [markdown]
+r"""
+## What did not change
+
+The strategies differ in speed. They must not differ in result: after all steps, the largest difference between any
+weight and the single device's is of the size of a rounding error.
+"""
+
+# %% check-same-training
+# NBVAL_CHECK_OUTPUT
+worst = max(stage["max_abs_diff_vs_single"] for stage in results["stages"])
+assert worst < 1e-4, f"some strategy ended {worst} away from the single device"
+print("every strategy trained the same weights")
+
+# %% check-bytes
+# NBVAL_CHECK_OUTPUT
+sent = {stage["stage"]: stage["bytes_sent_max"] for stage in results["stages"]}
+p = results["gradient_bytes"]
+assert sent["3"] == (K - 1) * p and abs(sent["4"] - 2 * (K - 1) / K * p) <= 4 * 2 * (K - 1)
+print("the bytes counted are the bytes of the formulas")
+
+# %% [markdown]
+r"""
+## Check yourself
+
+**1.** All ranks trained on different shares of each batch. Why do they not end with different weights?
+<details><summary>Answer</summary>
+Before each update they average their gradients. All start with the same weights and add the same update, so they
+stay equal. Lesson 02 shows that the average is also the <em>right</em> gradient.
+</details>
+
+**2.** A single device has no hatched bar at all, and yet people use many. When does that pay?
+<details><summary>Answer</summary>
+When computing takes long compared to sending the gradients: larger models per byte sent, larger batches, faster
+links. On this machine all ranks share a few cores as well, so do not expect a speed-up here; the point is to see
+the cost of communication.
+</details>
+
+**3.** Why is the ring's bar shorter than the server's, although every rank's gradient has to reach every other?
+<details><summary>Answer</summary>
+With a server, everything passes one link. On the ring all links work at the same time, each carrying a small
+piece. Lessons 03 and 04 turn this sentence into two formulas, and measure both.
+</details>
+
+## Next
+
+`01_single_device.ipynb` looks inside one step. There is no exercise for this lesson.
+"""

@@ -1,0 +1,229 @@
+# %% [markdown]
+r"""
+# 1 · One device
+
+Everything later only adds to the middle of this loop. So look at it closely first: what a training step is made
+of, where its time goes, and what the batch size does.
+
+**After this lesson you can**
+
+- name the three parts of a step and read them off a timeline,
+- say which part grows with the batch and which does not,
+- explain why a larger batch has a less noisy gradient, and how much less.
+
+*30 minutes, under a minute of computing.*
+"""
+
+# %% imports
+from ddp_course import problems, show, stage1_single, timeline, torch
+
+# %% [markdown]
+r"""
+## The loop
+
+This is stage 1, entire. A **step** is: *forward* (inputs to loss), *backward* (loss to gradients), *update*
+(gradients to new weights). `batches` is anything that yields pairs of inputs and targets.
+"""
+
+# %% source
+show.source(stage1_single.train)
+
+# %% [markdown]
+r"""
+## Two real problems
+
+Every stage of the course trains on the same two data sets, which need no download.
+
+- `digits`: 1,797 handwritten digits of 8 by 8 pixels. A small convolutional network names them.
+- `bytes`: the source code of Python's own standard library, as bytes. A small GPT guesses each byte from those
+  before it. Its loss is often given in **bits per byte**: 8 means guessing, 0 means knowing it by heart.
+"""
+
+# %% digits
+digits = problems.make("digits")
+inputs, targets = next(digits.batches(global_batch=8, steps=1))
+show.images(inputs, targets.tolist(), "Eight digits and their targets")
+
+# %% bytes
+text = problems.make("bytes", parameters=100_000)
+inputs, targets = next(text.batches(global_batch=1, steps=1))
+print("input: ", bytes(inputs[0].tolist())[:48])
+print("target:", bytes(targets[0].tolist())[:48])
+
+# %% [markdown]
+r"""
+## Predict
+
+Each weight takes part in the forward pass once. The backward pass computes two things for every layer: the
+gradient of its weights, and the gradient of its inputs, which the layer before it needs.
+"""
+
+# %% predict
+guess = show.predict("How many times longer than forward does backward take?", ["half", "the same", "about twice", "ten times"])
+guess
+
+# %% [markdown]
+r"""
+## Run
+
+`timeline.recording()` notes when each part began and ended. We train the GPT for a few steps and keep the last.
+"""
+
+
+# %% record-a-step
+def last_step(problem, global_batch, steps=6):
+    with timeline.recording() as spans:
+        stage1_single.train(problem.model(), problem.batches(global_batch, steps), lr=0.1)
+    return spans[-3:]
+
+
+steps = [last_step(digits, 96), last_step(text, 32)]
+
+# %% timeline
+show.timeline_figure(steps, labels=["digits", "bytes"], align=True,
+                     title="One step of each problem: backward is the longest part")  # fmt: skip
+
+# %% reveal
+forward, backward, update = (span.seconds for span in steps[1])
+print(f"bytes: forward {1000 * forward:.1f} ms, backward {1000 * backward:.1f} ms, update {1000 * update:.1f} ms")
+answers = dict(zip([0.5, 1, 2, 10], guess.answers))
+ratio = backward / forward
+guess.reveal(f"{ratio:.1f} times", answers[show.widgets.nearest(ratio, answers)])
+
+# %% [markdown]
+r"""
+Remember the picture: gradients appear *during* the long backward pass, the last layer's first. Lesson 05 makes use
+of exactly that.
+
+## The loss falls
+
+Both problems learn within seconds. The dashed lines are what a blind guess would cost: $\ln 10$ for ten digits,
+$\ln 256$ for bytes.
+"""
+
+# %% train-both
+models = {"digits": digits.model(), "bytes": text.model()}
+losses = {
+    "digits": stage1_single.train(models["digits"], digits.batches(96, 80), lr=0.4),
+    "bytes": stage1_single.train(models["bytes"], text.batches(32, 80), lr=0.5),
+}
+
+# %% losses
+guessing = {"digits": 2.303, "bytes": 5.545}
+show.curves(
+    {name: (range(1, 81), loss) for name, loss in losses.items()},
+    "step", "loss (nats)", "Both problems learn in 80 steps",
+    theory={f"guessing, {name}": ([1, 80], [loss, loss], "#999999") for name, loss in guessing.items()},
+    points=False,
+)  # fmt: skip
+
+# %% check-learning
+# NBVAL_CHECK_OUTPUT
+accuracy = digits.evaluate(models["digits"])["accuracy"]
+bits = text.evaluate(models["bytes"])["bits_per_byte"]
+assert accuracy > 0.85 and bits < 5.5, (accuracy, bits)
+print("digits it has never seen are mostly right, and bytes take far less than 8 bits each")
+
+# %% [markdown]
+r"""
+What does the byte model write after so little training? No sense yet. It has found out which bytes are common;
+which follows which takes longer.
+"""
+
+# %% sample
+print(text.sample(models["bytes"], prompt="def ", length=120))
+
+# %% [markdown]
+r"""
+## What the batch size does to time
+
+A step on a batch of B samples does B times the work of one sample, plus a fixed part: starting each operation,
+and the update. Small batches pay the fixed part again and again.
+"""
+
+
+# %% time-by-batch
+def step_seconds(batch):
+    return sum(span.seconds for span in last_step(digits, batch, steps=4))
+
+
+sizes = [2, 8, 32, 128, 512]
+per_sample = [1e6 * min(step_seconds(batch) for _ in range(3)) / batch for batch in sizes]
+show.curves({"": (sizes, per_sample)}, "batch size B (samples)", "time per sample (µs)",
+            "A sample is cheaper in a large batch, up to a point", log="xy")  # fmt: skip
+
+# %% [markdown]
+r"""
+## What the batch size does to the gradient
+
+A batch's gradient is an estimate of the gradient over *all* data. How far off is it? We draw batches of different
+sizes, and compare each gradient with that of the whole training set: the length of the difference over the length
+of the true gradient is the relative **noise**.
+
+If samples are drawn at random, the error of a mean of B samples falls as $1/\sqrt{B}$.
+"""
+
+
+# %% gradient-noise
+def gradient(model, inputs, targets):
+    loss = torch.nn.functional.cross_entropy(model(inputs), targets)
+    return torch.cat([part.reshape(-1) for part in torch.autograd.grad(loss, list(model.parameters()))])
+
+
+def noise(batch, draws=40):
+    model = digits.model()
+    truth = gradient(model, digits.inputs, digits.targets)
+    errors = [(gradient(model, *pair) - truth).norm() for pair in digits.batches(batch, draws)]
+    return float(torch.stack(errors).mean() / truth.norm())
+
+
+measured = {batch: noise(batch) for batch in [1, 4, 16, 64, 256]}
+
+# %% noise-figure
+root = {batch: measured[1] / batch**0.5 for batch in measured}
+show.curves(
+    {"measured": (list(measured), list(measured.values()))},
+    "batch size B (samples)", "relative noise of the gradient", "A batch 16 times as large has a quarter of the noise",
+    theory={"1/√B": (list(root), list(root.values()))}, log="xy",
+)  # fmt: skip
+
+# %% check-noise
+# NBVAL_CHECK_OUTPUT
+assert 3 < measured[4] / measured[64] < 5.5, measured
+print("16 times the batch, about a quarter of the noise")
+
+# %% [markdown]
+r"""
+That is the bargain that data parallel training offers: K devices make the batch K times larger in about the same
+time, and the gradient $\sqrt K$ times less noisy. Whether the *learning* gets K times faster is another question:
+lesson 09.
+
+## What torch does
+
+Exactly this. `loss.backward()` walks the graph that forward recorded, from the loss to the inputs, and adds each
+result to `parameter.grad`. *Adds*: that is why the loop begins with `zero_grad()`. For finer timelines than ours
+there is `torch.profiler`, which sees single kernels.
+
+## Check yourself
+
+**1.** Why does the update's time not depend on the batch size?
+<details><summary>Answer</summary>
+It touches each weight once, whatever the batch. So do the gradients that later have to be sent: their size
+depends on the model only.
+</details>
+
+**2.** A step on 64 samples takes 8 ms, on 128 samples 14 ms. What would a step on 512 samples take, roughly?
+<details><summary>Answer</summary>
+Fixed part plus work: (14 - 8)/64 = 0.094 ms a sample, fixed part 2 ms. 2 + 512 · 0.094 = 50 ms.
+</details>
+
+**3.** You forget `zero_grad()`. What happens to the gradient in step 3?
+<details><summary>Answer</summary>
+It is the sum of the gradients of steps 1 to 3. Done on purpose this is called gradient accumulation: the way to a
+large batch on a small device. Exercise 1 makes use of it.
+</details>
+
+## Exercise
+
+`exercises/01_single_device.ipynb`
+"""
