@@ -106,7 +106,7 @@ class Digits(Problem):
         self.dropout, self.dtype, self.device = dropout, dtype, device
 
     def model(self, seed=0):
-        """A convolutional net of 84,306 parameters: (N, 1, 8, 8) pixels to (N, 10) logits."""
+        """A net of 87,444 parameters, which 2, 3 and 4 ranks divide: (N, 1, 8, 8) pixels to (N, 10) logits."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             layers = [
@@ -117,9 +117,9 @@ class Digits(Problem):
                 nn.MaxPool2d(2),
                 nn.Flatten(),
                 nn.Dropout(self.dropout),
-                nn.Linear(512, 152),
+                nn.Linear(512, 158),
                 nn.ReLU(),
-                nn.Linear(152, 10),
+                nn.Linear(158, 10),
             ]
             return nn.Sequential(*layers).to(self.device, self.dtype)
 

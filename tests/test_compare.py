@@ -14,9 +14,8 @@ ALL = ("1", "2", "3", "4w", "4", "5", "torch")
 
 @pytest.fixture(scope="module", params=[1, 2, 3, 4])
 def results(request):
-    """All stages on a model whose gradient any of these world sizes divides: 9 layers of 48 x 48."""
-    options = {"parameters": 9 * 256 * 256, "global_batch": 24}
-    return compare.run("synthetic", request.param, 3, ALL, "cpu", "float64", **options)
+    """All stages on a model whose gradient any of these world sizes divides."""
+    return compare.run("digits", request.param, 3, ALL, "cpu", "float64", global_batch=24)
 
 
 def test_all_stages_compute_the_same(results):
@@ -30,7 +29,7 @@ def test_all_stages_compute_the_same(results):
 
 def test_bytes_are_exactly_the_formula(results):
     world_size, payload = results["world_size"], results["gradient_bytes"]
-    assert payload == 8 * results["parameters"] == 8 * 9 * 256 * 256
+    assert payload == 8 * results["parameters"] == 8 * 87_444
     expected = {"3": (world_size - 1) * payload, "4w": (world_size - 1) * payload}
     expected |= dict.fromkeys(("4", "5"), 2 * (world_size - 1) * payload // world_size)
     for stage in results["stages"]:
