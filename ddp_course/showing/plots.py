@@ -7,6 +7,7 @@ shows itself, with a text for those who cannot see it, and prints its message as
 import base64
 import io
 import math
+import textwrap
 from contextlib import contextmanager
 
 import matplotlib
@@ -111,32 +112,21 @@ def compare_figure(results):
         picture = Picture(12.5, 6.2 + 0.08 * lanes, message, f"Four panels comparing {len(stages)} stages. {message}")
         axes = picture.subplots(2, 2, width_ratios=[1, 1.15], height_ratios=[1, 1.25])
         draw_losses(axes[0, 0], stages)
-        draw_step_times(axes[0, 1], stages)
+        draw_step_times(axes[0, 1], stages, bool(results.get("link")))
         draw_traffic(axes[1, 0], results)
         draw_stage_timelines(axes[1, 1], stages)
-        link = results.get("link")
-        speed = f", link {_megabits(link)}" if link else ""
-        picture.suptitle(
-            f"{results['problem']} on {results['world_size']} ranks ({results['device']}{speed}): {message}",
-            fontsize=11.5,
-            fontweight="bold",
-        )
+        where = f"{results['problem']}, {results['world_size']} ranks, {results['device']}, {link_text(results)}"
+        picture.suptitle(textwrap.fill(f"{where}: {message}", 120), fontsize=11, fontweight="bold")
     return picture
 
 
 def comparison_message(results):
     """One line on what the comparison shows, computed from its numbers."""
     spread = max(stage["max_abs_diff_vs_single"] for stage in results["stages"])
-    slowest = max(results["stages"], key=lambda stage: stage["step_ms"])
-    fastest = min((s for s in results["stages"] if s["stage"] not in ("1", "2")), key=_step_ms, default=slowest)
-    if slowest is fastest:
-        return f"final weights within {spread:.0e} of one device"
-    ratio = slowest["step_ms"] / fastest["step_ms"]
-    return f"same training (weights within {spread:.0e}), {fastest['name']} {ratio:.1f} x as fast as {slowest['name']}"
-
-
-def _step_ms(stage):
-    return stage["step_ms"]
+    steps = {stage["stage"]: stage["step_ms"] for stage in results["stages"]}
+    short = {"3": "server", "4": "ring", "5": "buckets"}
+    times = ", ".join(f"{name} {steps[stage]:.0f} ms" for stage, name in short.items() if stage in steps)
+    return f"all end within {spread:.0e} of one device" + (f"; a step takes: {times}" if times else "")
 
 
 def draw_losses(axes, stages):
@@ -152,7 +142,7 @@ def draw_losses(axes, stages):
     axes.legend(handlelength=1.4)
 
 
-def draw_step_times(axes, stages):
+def draw_step_times(axes, stages, linked=False):
     """A bar a stage: compute, and beside it the communication that was not hidden behind it."""
     longest = max(stage["step_ms"] for stage in stages)
     for position, stage in enumerate(stages):
@@ -162,6 +152,7 @@ def draw_step_times(axes, stages):
         axes.barh(position, computing, color=colour, height=0.62)
         axes.barh(position, waiting, left=computing, color="white", edgecolor=colour, hatch="////", height=0.62)
         text = f" {stage['step_ms']:.1f} ms" + (f", {waiting:.1f} waiting" if waiting >= 0.05 else "")
+        text += ", link not emulated" if linked and stage["stage"] == "torch" and not stage.get("emulated") else ""
         axes.text(stage["step_ms"] + longest * 0.01, position, text, va="center", fontsize=9)
     axes.set_yticks(range(len(stages)), [stage_label(stage["stage"], stage["name"]) for stage in stages])
     axes.invert_yaxis()
@@ -198,12 +189,17 @@ def draw_traffic(axes, results):
     axes.plot(places, theory, color="black", marker="_", markersize=26, linewidth=1.2, linestyle="--", label="formula")
     for place, height in zip(places, heights, strict=True):
         axes.text(place, height / 2, f"{height:.2f} MB", ha="center", va="center", color="white", fontweight="bold")
-    axes.set_xticks(places, [stage_label(stage["stage"], stage["name"]).replace(" ", "\n", 1) for stage in counted])
+    axes.set_xticks(places, [_stacked(stage_label(stage["stage"], stage["name"])) for stage in counted])
     axes.set_ylim(0, max([*heights, *theory]) * 1.22 or 1)
     axes.set_xlim(-0.6, len(counted) - 0.4)
     axes.grid(axis="x", visible=False)
     axes.set_ylabel("MB a step")
     axes.legend(loc="upper right")
+
+
+def _stacked(label):
+    """A label with a line for each of its words, so that neighbours do not overlap."""
+    return "\n".join(textwrap.wrap(label.replace("whole-gradient", "whole- gradient"), 10))
 
 
 def draw_stage_timelines(axes, stages):
@@ -345,6 +341,12 @@ def binary_bytes(axis):
     axis.set_major_formatter(FuncFormatter(label))
 
 
-def _megabits(link):
-    rate = link.get("bandwidth_bits_s") or 0
-    return f"{rate / 1e9:g} Gbit/s" if rate >= 1e9 else f"{rate / 1e6:g} Mbit/s"
+def link_text(results):
+    """The emulated link in words: "links of 200 Mbit/s (virtual hosts)"."""
+    link = results.get("link")
+    if not link or not link.get("bandwidth_bits_s"):
+        return "links as they are"
+    rate = link["bandwidth_bits_s"]
+    speed = f"{rate / 1e9:g} Gbit/s" if rate >= 1e9 else f"{rate / 1e6:g} Mbit/s"
+    mode = {"hosts": " (virtual hosts)", "wire": " (throttled wire)"}.get(link.get("mode"), "")
+    return f"links of {speed}{mode}"

@@ -3,7 +3,7 @@
 import numpy as np
 from matplotlib.colors import ListedColormap
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, NullLocator
 
 from ..measuring import theory
 from ..measuring.simulate.sweep import KNEE, knee
@@ -141,6 +141,10 @@ def shaped_links_figure(compared):
                 points = [[r[key] for r in rows] for key in ("measured_ms", "predicted_ms")]
                 axes.plot(*points, marker, color=colour, label=text)
         axes.set(xscale="log", yscale="log", xlabel="published (ms)", ylabel="simulated (ms)")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_ticks([300, 500, 1000, 2000, 4000])
+            axis.set_minor_locator(NullLocator())
+            _whole_numbers(axis)
         axes.set_title("All-reduce of 128 MiB over shaped links")
         axes.legend()
     return picture
