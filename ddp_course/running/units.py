@@ -35,5 +35,6 @@ def _parse(text, units, what, example, zero=False):
     except (TypeError, KeyError, ValueError):
         raise ValueError(f'cannot read the {what} "{text}"; write it like {example}') from None
     if value < 0 or (value == 0 and not zero):
-        raise ValueError(f'the {what} "{text}" must be more than zero; write it like {example}')
+        least = "zero or more" if zero else "more than zero"
+        raise ValueError(f'the {what} "{text}" must be {least}; write it like {example}')
     return value

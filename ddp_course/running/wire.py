@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from . import flight_recorder
 
-throttle = None  # an emulated link for this process, set by `links`; None sends at full speed
+throttle = None  # this rank's throttle.Throttle, set by `links`; None sends at full speed
 _observers: list[Callable] = []
 
 
@@ -92,7 +92,7 @@ def observed() -> bool:
 
 def ended(name: str, start: float) -> None:
     """Tell the observers that a span which began at `start`, perhaps in another thread, has ended just now."""
-    _tell("span", name, start)
+    tell("span", name, start)
 
 
 def collective(function):
@@ -119,8 +119,7 @@ class Transfer:
         self.kind, self.tensor, self.peer = kind, tensor, peer
         self.staged = _host_copy(kind, tensor, group)
         self.start = perf_counter()
-        if throttle is not None and kind == "send" and tensor.numel():
-            throttle.before_send(self.nbytes, peer)
+        self.ticket = throttle.post(kind, self.nbytes, peer, group) if throttle is not None and tensor.numel() else None
         self.work = self._post(group) if tensor.numel() else None
 
     @property
@@ -138,8 +137,8 @@ class Transfer:
             return
         self.work.wait()
         self.work = None
-        if throttle is not None:
-            (throttle.after_send if self.kind == "send" else throttle.after_recv)(self.nbytes, self.peer)
+        if self.ticket is not None:
+            throttle.finish(self.ticket)
         if self.kind == "recv" and self.staged is not self.tensor:
             self.tensor.copy_(self.staged)
         tell(self.kind, self.kind, self.start, self.nbytes, self.peer)
