@@ -121,8 +121,10 @@ class Simulation:
     def run(self):
         """Play all events; returns the time of the last. RuntimeError if processes wait for each other for ever."""
         while self.agenda:
-            self.now, _, call = heapq.heappop(self.agenda)
-            call()
+            time, _, call = heapq.heappop(self.agenda)
+            if call:  # a cancelled event must not move the clock
+                self.now = time
+                call()
         if self.unfinished:
             ranks = sorted(set(self.unfinished.values()))
             raise RuntimeError(f"deadlock after {self.now:.6g} s: ranks {ranks} wait for messages that nobody sends")
@@ -156,14 +158,16 @@ class Simulation:
     def set_speed(self, rank, speed):
         """From now on `rank` computes at `speed` times its own pace, work under way included."""
         if rank in self.works:
-            operation, remaining, since, _ = self.works[rank]
+            operation, remaining, since, event = self.works[rank]
+            event[2] = None
             remaining -= (self.now - since) * self.speed[rank]
-            self.speed[rank] = speed
-            self._schedule_work(rank, operation, remaining)
+            self._schedule_work(rank, operation, remaining, speed)
         self.speed[rank] = speed
 
     def _at(self, time, call):
-        heapq.heappush(self.agenda, (time, next(self.order), call))
+        event = [time, next(self.order), call]
+        heapq.heappush(self.agenda, event)
+        return event
 
     def _resume(self, rank, process, ended):
         """Run `process` up to its next wait."""
@@ -189,18 +193,15 @@ class Simulation:
     def _work(self, rank, operation):
         if rank in self.works:
             raise RuntimeError(f"rank {rank} already computes: a device does one thing at a time")
-        self._schedule_work(rank, operation, operation.seconds)
+        self._schedule_work(rank, operation, operation.seconds, self.speed[rank])
 
-    def _schedule_work(self, rank, operation, remaining):
-        version = next(self.order)
-        self.works[rank] = (operation, remaining, self.now, version)
-
+    def _schedule_work(self, rank, operation, remaining, speed):
         def finish():
-            if rank in self.works and self.works[rank][3] == version:
-                del self.works[rank]
-                self.fire(operation)
+            del self.works[rank]
+            self.fire(operation)
 
-        self._at(self.now + max(0.0, remaining) / self.speed[rank], finish)
+        event = self._at(self.now + max(0.0, remaining) / speed, finish)
+        self.works[rank] = (operation, remaining, self.now, event)
 
     def _announce(self, source, target, operation):
         """Make a posted receive known to the sender: at once, or after a ready message's latency."""
