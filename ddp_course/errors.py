@@ -1,6 +1,6 @@
 """Every exception that this package raises on purpose, in one place."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 class CourseError(Exception):
@@ -21,12 +21,14 @@ class Failure:
 
     rank: int
     type_name: str
-    message: str
+    message: str = ""
     traceback: str = ""
     time: float = 0.0
     consequence: bool = False
 
     def __str__(self):
+        if self.consequence:
+            return f"rank {self.rank}: lost its connection to another rank ({self.type_name})"
         return f"rank {self.rank}: {self.type_name}" + (f": {self.message}" if self.message else "")
 
 
@@ -62,7 +64,6 @@ class RankState:
     status: str
     collective: str = ""
     stack: str = ""
-    frames: list = field(default_factory=list)
 
 
 class LaunchTimeout(CourseError):

@@ -5,10 +5,11 @@ each rank reports straight to the caller through its own pipes. When the agent d
 """
 
 import logging
+import multiprocessing
 import os
 import pickle
+import signal
 import socket
-import warnings
 from datetime import timedelta
 
 from torch.distributed import PrefixStore, TCPStore
@@ -31,28 +32,48 @@ MONITOR_SECONDS = 0.01
 def run(launch: socket.socket, setting: dict) -> None:
     """Run one launch to its end, tell the caller which ranks ended badly and how, and exit."""
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    logging.disable(logging.CRITICAL)  # the elastic launcher's own reports: ours name the culprit
-    warnings.simplefilter("ignore")
+    logging.disable()  # the elastic launcher's own reports; torch would import dynamo, for a second, to format them
     pipes = rank.Pipes.unpack(receive_descriptors(launch, setting["descriptors"]), setting["world_size"])
     os.dup2(pipes.agent_log, 1)
     os.dup2(pipes.agent_log, 2)
-    link = pickle.loads(setting["link"])
-    if link is not None:
-        link.prepare(setting["world_size"])  # before any thread or socket: it may enter new namespaces
-    master = link.master_address() if link is not None else "127.0.0.1"
-    rendezvous_handler_registry.register("own-store", lambda parameters: OwnStore(master, parameters.run_id, pipes))
-    ended = start_ranks(setting, link, pipes, launch)
-    send(launch, ("ended", ended))
+    try:
+        link = pickle.loads(setting["link"])
+        master = lay_link(link, setting["world_size"])
+    except Exception as error:
+        send(launch, ("refused", error))
+        os._exit(1)
+    send(launch, ("ended", run_ranks(setting, link, master, pipes, launch)))
     os._exit(0)
 
 
-def start_ranks(setting, link, pipes, launch) -> dict:
-    """Start the ranks and wait for all; returns the exit code of each rank that ended badly."""
+def lay_link(link, world_size) -> str:
+    """Make the emulated link ready, if there is one, and return the address where the ranks find the store."""
+    if link is None:
+        return "127.0.0.1"
+    link.prepare(world_size)  # before any thread or socket: it may enter new namespaces
+    return link.master_address()
+
+
+def run_ranks(setting, link, master, pipes, launch) -> tuple:
+    """Start the ranks and wait for all; returns the exit codes of those that ended badly, by rank and by process.
+
+    The elastic launcher tells of one rank, and then ends the others with SIGTERM. Ranks that had died before that
+    are found among its processes.
+    """
+    started = []
+
+    def all_run():
+        if not started:
+            started.extend(multiprocessing.active_children())
+            pipes.close()
+
+    rendezvous_handler_registry.register("own-store", lambda parameters: OwnStore(master, parameters.run_id, all_run))
     try:
         elastic_launch(config(setting["world_size"]), rank.main)(setting, link, pipes, launch, os.getpid())
     except ChildFailedError as error:
-        return {failed: failure.exitcode for failed, failure in error.failures.items()}
-    return {}
+        by_process = {child.pid: child.exitcode for child in started if child.exitcode not in (0, -signal.SIGTERM)}
+        return {failed: failure.exitcode for failed, failure in error.failures.items()}, by_process
+    return {}, {}
 
 
 def config(world_size: int) -> LaunchConfig:
@@ -80,8 +101,8 @@ class OwnStore(RendezvousHandler):
     The socket is bound by us, to one address and port 0, so two launches never clash and no other machine gets in.
     """
 
-    def __init__(self, master: str, run_id: str, pipes):
-        self.master, self.run_id, self.pipes, self.store = master, run_id, pipes, None
+    def __init__(self, master: str, run_id: str, all_run):
+        self.master, self.run_id, self.all_run, self.store = master, run_id, all_run, None
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Open the store; its address is what the ranks connect to."""
@@ -98,8 +119,8 @@ class OwnStore(RendezvousHandler):
         return RendezvousInfo(PrefixStore(self.run_id, self.store), 0, 1, RendezvousStoreInfo(self.master, port))
 
     def num_nodes_waiting(self) -> int:
-        """None ever; elastic asks this when all ranks run, which is the time to let go of their pipes."""
-        self.pipes.close()
+        """None ever; but elastic asks this only while all ranks run."""
+        self.all_run()
         return 0
 
     def get_backend(self) -> str:

@@ -1,13 +1,136 @@
-"""What each rank's last collective was, readable from outside when a rank hangs."""
+"""What each rank's last collective was: readable by the other ranks, and from outside when a rank hangs.
 
+The launch shares one piece of memory among its ranks. Each collective of ours writes down there what it is about
+to reduce, before it sends anything, and looks at what the others wrote for the same call: those who come with
+another shape, type or operation are told at once, where gloo would hang or mix up the numbers. Outside `launch`
+(under torchrun) nothing is recorded. Costs about 20 microseconds a collective.
+"""
+
+import mmap
+import struct
+import threading
+import time
 from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import torch
+import torch.distributed as dist
+
+from ..errors import MismatchError
+
+CALLS_A_RANK = 64  # of each rank the last calls; ranks are never that far apart
+CALL_BYTES = 256
+TEXT_BYTES = 200
+CALL = struct.Struct(f"<8s8sQdd{TEXT_BYTES}s")  # what is reduced, group, sequence number in the group, begin, end, text
+
+_memory = None  # this process's view of the launch's shared memory; a process takes part in one launch at most
+_rank = 0
+_sequences: dict = {}
+_inside = threading.local()
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective of one rank: `sequence` counts the calls in `group`; begin and end are monotonic seconds."""
+
+    digest: bytes
+    group: bytes
+    sequence: int
+    begin: float
+    end: float
+    text: str
+
+    def __str__(self):
+        return f"{self.text}, call {self.sequence}"
+
+
+def size(world_size: int) -> int:
+    """Bytes of shared memory that `world_size` ranks need."""
+    return world_size * CALLS_A_RANK * CALL_BYTES
+
+
+def attach(descriptor: int, rank: int, world_size: int) -> None:
+    """Record this process's collectives as rank `rank`'s in the shared file `descriptor`."""
+    global _memory, _rank
+    _memory, _rank = mmap.mmap(descriptor, size(world_size)), rank
 
 
 @contextmanager
-def entry(name, tensors, group=None):
-    """Record one collective of this rank while it runs."""
-    yield
+def entry(name: str, tensors, group=None):
+    """Record a collective while it runs; `tensors` is what it works on: a tensor, or a list of them.
+
+    Only the outermost collective counts, not those it is made of. Raises MismatchError when another member of
+    `group` came to the same call with something else.
+    """
+    if _memory is None or getattr(_inside, "collective", False):
+        yield
+        return
+    _inside.collective = True
+    what = f"{name} of {describe(tensors)}"
+    group_name = (group or dist.group.WORLD).group_name
+    sequence = _sequences[group_name] = _sequences.get(group_name, 0) + 1
+    key = blake2b(group_name.encode(), digest_size=8).digest()
+    digest = blake2b(what.encode(), digest_size=8).digest()
+    begin = time.monotonic()
+    try:
+        write(Call(digest, key, sequence, begin, 0.0, what))
+        compare(digest, key, sequence, what, dist.get_process_group_ranks(group))
+        yield
+        write(Call(digest, key, sequence, begin, time.monotonic(), what))
+    finally:
+        _inside.collective = False
 
 
-def attach(descriptor, rank, world_size):
-    """Write to the launch's recorder from now on."""
+def describe(tensors) -> str:
+    """Data types and shapes in words, such as "float32 [3, 4]"."""
+    if isinstance(tensors, torch.Tensor):
+        return f"{str(tensors.dtype).removeprefix('torch.')} {list(tensors.shape)}"
+    if isinstance(tensors, (list, tuple)):
+        return f"{len(tensors)} tensors: " + "; ".join(describe(tensor) for tensor in tensors)
+    return type(tensors).__name__
+
+
+def place(rank: int, key: bytes, sequence: int) -> int:
+    """Where in the shared memory call number `sequence` of a group is kept."""
+    slot = (int.from_bytes(key[:4], "little") + sequence) % CALLS_A_RANK
+    return (rank * CALLS_A_RANK + slot) * CALL_BYTES
+
+
+def write(call: Call) -> None:
+    """Put down a call of this rank."""
+    text = call.text.encode()[:TEXT_BYTES]
+    CALL.pack_into(
+        _memory, place(_rank, call.group, call.sequence),
+        call.digest, call.group, call.sequence, call.begin, call.end, text,
+    )  # fmt: skip
+
+
+def read(memory, offset: int) -> Call:
+    """The call that is kept at `offset`."""
+    *numbers, text = CALL.unpack_from(memory, offset)
+    return Call(*numbers, text.rstrip(b"\0").decode("utf-8", "replace"))
+
+
+def compare(digest, key, sequence, what, ranks) -> None:
+    """Raise MismatchError if one of `ranks` recorded something else for the same call."""
+    for rank in ranks:
+        other = read(_memory, place(rank, key, sequence))
+        if (other.group, other.sequence) == (key, sequence) and other.digest != digest:
+            what = what if len(what) < TEXT_BYTES else what[: TEXT_BYTES - 1] + "…"
+            raise MismatchError(
+                f"collective number {sequence} is {other.text} on rank {rank}, but {what} on rank {_rank}; "
+                "all ranks must call the same collective with the same shape and data type"
+            )
+
+
+def last_calls(descriptor: int, world_size: int) -> dict:
+    """For each rank that has recorded any, the collective that it entered last."""
+    latest = {}
+    with mmap.mmap(descriptor, size(world_size), access=mmap.ACCESS_READ) as memory:
+        for rank in range(world_size):
+            calls = [read(memory, (rank * CALLS_A_RANK + slot) * CALL_BYTES) for slot in range(CALLS_A_RANK)]
+            made = [call for call in calls if call.sequence]
+            if made:
+                latest[rank] = max(made, key=lambda call: call.begin)
+    return latest

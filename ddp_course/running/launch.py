@@ -6,6 +6,7 @@ The caller makes the pipes on which each rank reports, prints and shows its stac
 loop: no threads, no signal handlers, nothing for a cell to hang on.
 """
 
+# ruff: noqa: SIM115 (the files opened here outlive the function that opens them)
 import atexit
 import itertools
 import linecache
@@ -16,12 +17,13 @@ import subprocess
 import sys
 import tempfile
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import cloudpickle
 
-from ..errors import LaunchError
 from .devices import placement
+from .limits import check_world_size, usable_cores
 from .run import Run, show_line
 
 
@@ -32,15 +34,32 @@ def launch(fn, *args, world_size=4, device="auto", timeout=300.0, link=None, pro
     launch. `link`: an emulated link between the ranks (`ddp_course.Link`). Raises RankError when a rank fails,
     LaunchTimeout when time runs out, LaunchError when the ranks are ended from outside, ValueError for bad input.
     """
-    setting = describe_launch(world_size, device, timeout, link)
-    return run_ranks(setting, pack_call(fn, args, kwargs), show_line)
+    return run_ranks(pack_call(fn, args, kwargs), world_size, device, timeout, link, progress)
 
 
-def describe_launch(world_size, device, timeout, link) -> dict:
+def run_ranks(payload, world_size, device, timeout, link, progress, show=show_line) -> list:
+    """Run a packed call on all ranks; `show(bar, rank, stream, text)` gets every line that a rank prints."""
+    with payload:
+        setting = describe_launch(world_size, device, timeout, link, progress)
+        check_world_size(world_size, os.fstat(payload.fileno()).st_size, setting["devices"][0] != "cpu")
+        for last_try in (False, True):
+            run = Run(setting, next(_numbers), show, order)
+            try:
+                run.start(payload)
+                run.watch()
+            finally:
+                run.close()
+            if last_try or not run.never_started():
+                return run.outcome(_server.log())
+
+
+def describe_launch(world_size, device, timeout, link, progress) -> dict:
     """Check what was asked for, and put down all that agent and ranks must know, as plain data."""
     placed = placement(device, world_size)
     if not timeout > 0:
         raise ValueError(f"timeout is {timeout}; it must be a positive number of seconds")
+    if link is not None:
+        link.check(world_size, placed.backend)
     return {
         "world_size": world_size,
         "backend": placed.backend,
@@ -48,31 +67,12 @@ def describe_launch(world_size, device, timeout, link) -> dict:
         "timeout": timeout,
         "threads": max(1, usable_cores() // world_size),
         "link": cloudpickle.dumps(link),
+        "progress": progress,
         "path": list(sys.path),
         "argv": list(sys.argv),
         "folder": os.getcwd(),
         "environ": dict(os.environ),
     }
-
-
-def usable_cores() -> int:
-    """Processor cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def run_ranks(setting, payload, show) -> list:
-    """Run one launch to its end; `show(rank, stream, line)` gets every line that a rank prints."""
-    with payload:
-        for last_try in (False, True):
-            run = Run(setting, show)
-            try:
-                run.start(payload, next_number(), order)
-                run.watch()
-            finally:
-                run.close(order)
-            if last_try or not run.never_started():
-                return run.outcome()
-    raise LaunchError("unreachable")
 
 
 def pack_call(fn, args, kwargs):
@@ -100,11 +100,12 @@ class Server:
 
     def __init__(self):
         self.control, theirs = socket.socketpair()
+        self.complaints = tempfile.TemporaryFile()
         environ = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR", "OPENBLAS_NUM_THREADS": "1"}
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, str(Path(__file__).with_name("server.py"))],
-                stdin=theirs, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+                stdin=theirs, stdout=subprocess.DEVNULL, stderr=self.complaints,
                 env=environ, start_new_session=True,
             )  # fmt: skip
         self.owner = os.getpid()
@@ -121,13 +122,17 @@ class Server:
         else:
             self.control.sendall(message)
 
+    def log(self):
+        """What the server wrote on its standard error: nothing, unless it could not start."""
+        return os.pread(self.complaints.fileno(), 1 << 16, 0).decode("utf-8", "replace")
+
     def close(self):
         """End the server, and with it all launches that still run."""
         self.control.close()
         if self.owner == os.getpid():
             self.process.kill()
             self.process.wait()
-            self.process.stderr.close()
+        self.complaints.close()
 
 
 _server = None
@@ -135,19 +140,18 @@ _server_lock = threading.Lock()
 _numbers = itertools.count()
 
 
-def next_number() -> int:
-    """A number for a launch that no other launch of this process has."""
-    return next(_numbers)
-
-
 def order(letter, number, descriptors=()):
-    """Give the server an order; start one if there is none, or if the last one was killed."""
+    """Give the server an order; for a new launch, start a server if there is none, or if the last one was killed."""
     global _server
     with _server_lock:
-        if _server is None or not _server.usable():
+        usable = _server is not None and _server.usable()
+        if letter == b"K" and not usable:
+            return  # its launches have ended with it
+        if not usable:
             stop_server()
             _server = Server()
-        _server.take_order(letter, number, descriptors)
+        with suppress(BrokenPipeError, ConnectionResetError):  # it dies right now: the launch notices, and tries again
+            _server.take_order(letter, number, descriptors)
 
 
 @atexit.register

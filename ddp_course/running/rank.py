@@ -3,6 +3,7 @@
 import ctypes
 import faulthandler
 import linecache
+import logging
 import mmap
 import os
 import pickle
@@ -12,6 +13,7 @@ import time
 import traceback
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import cloudpickle
 import torch
@@ -19,14 +21,16 @@ import torch.distributed as dist
 
 from . import flight_recorder
 from .channel import write
+from .limits import PIPES_A_RANK
+from .progress import count_steps
 
 PR_SET_PDEATHSIG = 1
-PIPES_A_RANK = 4  # report, stdout, stderr, stacks
+OWN_FILES = (__file__, str(Path(__file__).with_name("cell.py")))  # not shown in tracebacks
 
 
 @dataclass
 class Pipes:
-    """Open files that came from the caller: shared ones, and four pipes for each rank."""
+    """Open files that came from the caller: shared ones, and each rank's report, stdout, stderr and stacks."""
 
     agent_log: int
     payload: int
@@ -56,19 +60,25 @@ def main(setting, link, pipes, launch, agent):
     """
     rank = int(os.environ["RANK"])
     die_with(agent)
+    logging.disable(logging.NOTSET)  # the agent had disabled it
     if link is not None:
         link.enter(rank)  # before any socket: it may move this process into a network namespace of its own
     launch.close()
     pipes.close(keep=rank)
     report, out, err, stacks = pipes.ranks[rank]
     write(report, ("started", os.getpid()))
-    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)  # asked for when time runs out
+    faulthandler.enable(file=stacks, all_threads=False)  # segmentation faults and the like
     try:
         join_group(setting, rank, link)
         flight_recorder.attach(pipes.recorder, rank, setting["world_size"])
         redirect_output(out, err)
-        result = call(pipes.payload)
-        answer = pack_result(result)
+        tell_steps = (
+            count_steps(lambda done: write(report, ("steps", done))) if setting["progress"] and rank == 0 else None
+        )
+        answer = pack_result(call(pipes.payload))
+        if tell_steps:
+            tell_steps()
     except BaseException as error:
         failure = describe(error)
         sys.stdout.flush()
@@ -95,7 +105,7 @@ def join_group(setting, rank, link):
     os.environ["DDP_COURSE_DEVICE"] = device = setting["devices"][rank]
     os.environ["OMP_NUM_THREADS"] = str(setting["threads"])
     torch.set_num_threads(setting["threads"])
-    if link is None and setting["backend"] == "gloo" and sys.platform != "win32":
+    if setting["backend"] == "gloo" and sys.platform != "win32":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     if device.startswith("cuda"):
         torch.cuda.set_device(device)
@@ -107,8 +117,8 @@ def redirect_output(out, err):
     """From here on, what this rank prints goes to the caller, line by line."""
     os.dup2(out, 1)
     os.dup2(err, 2)
-    sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
-    sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+    sys.stdout = os.fdopen(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
 
 
 def call(payload):
@@ -137,7 +147,7 @@ def describe(error):
     """An exception as plain data: name, message, the traceback from the caller's function on, and the time."""
     now = time.monotonic()
     frames = error.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+    while frames is not None and frames.tb_frame.f_code.co_filename in OWN_FILES:
         frames = frames.tb_next
     try:
         message = str(error)

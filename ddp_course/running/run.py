@@ -1,26 +1,39 @@
 """One launch as its caller sees it: what each rank prints and reports, and in the end the results or an error."""
 
+# ruff: noqa: SIM115 (the files opened here outlive the function that opens them)
 import os
 import pickle
 import selectors
 import signal
 import socket
-import sys
 import tempfile
 import time
+from contextlib import contextmanager, suppress
+from functools import partial
 
-from ..errors import Failure, LaunchError, LaunchTimeout, RankError, RankState
+from ..errors import Failure, LaunchError, LaunchTimeout, RankError
+from . import flight_recorder, stacks
 from .channel import Inbox, send, send_descriptors
+from .limits import PIPES_A_RANK
+from .progress import Bar
 
+STARTING_SECONDS = 60.0  # for the server to import torch from a cold disk; the launch's own time starts after that
 GRACE_SECONDS = 0.25  # after the first failure: for others to report theirs, so that the earliest can be told
+EXIT_CODE_SECONDS = 1.0  # for the agent to say how a rank died
 ENDING_SECONDS = 5.0  # for ranks and agent to end, after the last result or after they were told to
-STACK_SECONDS = 1.0  # for ranks to write their stacks when time has run out
+STACK_SECONDS = 2.0  # for ranks to write their stacks when time has run out …
+QUIET_SECONDS = 0.4  # … or until nothing more comes for so long
 NOISE = ("[Gloo] Rank ",)  # gloo greets every new group on standard output
+SIGNAL_HINTS = {
+    "SIGKILL": " (from outside, or by the system because memory ran out)",
+    "SIGSEGV": " (segmentation fault)",
+    "SIGABRT": " (a library gave up; its last words are above)",
+}
 
 
-def show_line(rank, stream, line):
-    """Print one line of a rank on the caller's own stream ("stdout" or "stderr")."""
-    getattr(sys, stream).write(f"[rank {rank}] {line}\n")
+def show_line(bar, rank, stream, text):
+    """Print one line of a rank on the caller's own stream ("stdout" or "stderr"), above the progress bar."""
+    bar.print(f"[rank {rank}] {text}\n", stream)
 
 
 class Lines:
@@ -45,8 +58,9 @@ class Lines:
 
     def close(self):
         """Show what is left, whole line or not."""
-        if self.rest:
-            self.say(self.rest)
+        rest, self.rest = self.rest, b""
+        if rest:
+            self.say(rest)
 
 
 class Text:
@@ -60,6 +74,10 @@ class Text:
         taken = read_some(self.descriptor)
         self.ended = taken == b""
         self.bytes = (self.bytes + (taken or b""))[-(1 << 18) :]
+
+    def text(self):
+        """What came, as text."""
+        return self.bytes.decode("utf-8", "replace")
 
     def close(self):
         """Nothing is left to do."""
@@ -95,79 +113,84 @@ def read_some(descriptor):
 class Run:
     """One launch: started, watched until its fate is known, closed, and then asked for its outcome."""
 
-    def __init__(self, setting, show):
-        self.setting, self.world_size, self.show = setting, setting["world_size"], show
-        self.results, self.failures, self.pids, self.exit_codes, self.stacks = {}, {}, {}, {}, {}
-        self.closing, self.states, self.agent_gone, self.number, self.agent_log = False, None, False, None, None
-        self.selector, self.descriptors = selectors.DefaultSelector(), []
-        self.connection, self.recorder = None, tempfile.TemporaryFile()
+    def __init__(self, setting, number, show, order):
+        self.setting, self.number, self.show, self.order = setting, number, show, order
+        self.world_size = setting["world_size"]
+        self.results, self.failures, self.pids, self.exit_codes = {}, {}, {}, None
+        self.refusal, self.states, self.agent_gone, self.closing = None, None, False, False
+        self.selector, self.descriptors, self.stacks = selectors.DefaultSelector(), [], {}
+        self.connection, self.agent_log = None, Text(None)
+        self.bar = Bar(None if setting["progress"] is True else setting["progress"])
+        self.recorder = tempfile.TemporaryFile()
+        self.recorder.truncate(flight_recorder.size(self.world_size))
 
-    def start(self, payload, number, order):
-        """Have the server fork an agent, and hand it the call and the writing ends of all pipes."""
-        self.number = number
+    def start(self, payload):
+        """Have the server fork an agent; hand it the call, and the writing ends of all pipes."""
         self.connection, theirs = socket.socketpair()
-        given = []
         with theirs:
-            order(b"L", number, [theirs.fileno()])
+            self.order(b"L", self.number, [theirs.fileno()])
         try:
-            self.open_pipes(given)
-            shared = [given[0], payload.fileno(), self.recorder.fileno()]
-            send(self.connection, {**self.setting, "descriptors": len(given) + 2})
-            send_descriptors(self.connection, shared + given[1:])
+            send(self.connection, {**self.setting, "descriptors": 3 + PIPES_A_RANK * self.world_size})
+            with self.pipes(Text) as (readers, log):
+                self.agent_log = readers[0]
+                send_descriptors(self.connection, [*log, payload.fileno(), self.recorder.fileno()])
+            for rank in range(self.world_size):
+                self.open_pipes(rank)
         except (BrokenPipeError, ConnectionResetError):
             self.agent_gone = True
-        finally:
-            for descriptor in given:
-                os.close(descriptor)
         self.connection.setblocking(False)
-        self.listen(self.connection.fileno(), Mail(self.connection.fileno(), self.from_agent, self.agent_ended))
+        mail = Mail(self.connection.fileno(), self.from_agent, self.agent_ended)
+        self.selector.register(self.connection, selectors.EVENT_READ, mail)
 
-    def open_pipes(self, given):
-        """Listen on the agent's log, and on each rank's report, output, errors and stacks; fills `given`."""
-        self.agent_log = self.listen(self.pipe(given), Text)
-        for rank in range(self.world_size):
-            report = self.pipe(given)
-            self.listen(report, Mail(report, lambda p, r=rank: self.from_rank(r, p), lambda r=rank: self.rank_ended(r)))
-            for stream in ("stdout", "stderr"):
-                printed = self.pipe(given)
-                self.listen(printed, Lines(printed, lambda line, r=rank, s=stream: self.show(r, s, line)))
-            stack = self.pipe(given)
-            self.stacks[rank] = self.listen(stack, Text(stack))
+    def open_pipes(self, rank):
+        """Listen to what one rank reports and prints, and to its stacks."""
+        readers = [
+            lambda report: Mail(report, partial(self.from_rank, rank), partial(self.rank_ended, rank)),
+            lambda out: Lines(out, partial(self.print, rank, "stdout")),
+            lambda err: Lines(err, partial(self.print, rank, "stderr")),
+            Text,
+        ]
+        with self.pipes(*readers) as (opened, given):
+            self.stacks[rank] = opened[-1]
+            send_descriptors(self.connection, given)
 
-    def pipe(self, given):
-        """A new pipe: the reading end, non-blocking; the writing end goes to `given`."""
-        reading, writing = os.pipe()
-        os.set_blocking(reading, False)
-        self.descriptors.append(reading)
-        given.append(writing)
-        return reading
+    @contextmanager
+    def pipes(self, *readers):
+        """New pipes: a reader on each one's reading end, and the writing ends, open only inside the block."""
+        ends = [os.pipe() for _ in readers]
+        self.descriptors += [reading for reading, _ in ends]
+        opened = [make(reading) for make, (reading, _) in zip(readers, ends, strict=True)]
+        for reader, (reading, _) in zip(opened, ends, strict=True):
+            os.set_blocking(reading, False)
+            self.selector.register(reading, selectors.EVENT_READ, reader)
+        try:
+            yield opened, [writing for _, writing in ends]
+        finally:
+            for _, writing in ends:
+                os.close(writing)
 
-    def listen(self, descriptor, reader):
-        """Let `reader` take what arrives on `descriptor`."""
-        reader = reader(descriptor) if isinstance(reader, type) else reader
-        self.selector.register(descriptor, selectors.EVENT_READ, reader)
-        return reader
-
-    def step(self, seconds):
-        """Take what has arrived, waiting at most `seconds` for it; False if nothing came."""
-        ready = self.selector.select(max(0.0, seconds))
-        for key, _ in ready:
-            key.data.read()
-            if key.data.ended:
-                self.selector.unregister(key.fd)
-                key.data.close()
-        return bool(ready)
+    def print(self, rank, stream, text):
+        """Pass on a line that a rank printed."""
+        self.show(self.bar, rank, stream, text)
 
     def from_agent(self, pickled):
-        """The agent says how its ranks ended, as its last word."""
-        _, self.exit_codes = pickle.loads(pickled)
+        """The agent could not set up the link, or, as its last word, says which ranks ended badly."""
+        kind, value = pickle.loads(pickled)
+        if kind == "refused":
+            self.refusal = value
+            return
+        by_rank, by_process = value
+        ranks = {pid: rank for rank, pid in self.pids.items()}
+        self.exit_codes = {ranks[pid]: code for pid, code in by_process.items() if pid in ranks} | by_rank
+        for rank in self.exit_codes:
+            self.failures.setdefault(rank, Failure(rank, "ended", time=time.monotonic()))
 
     def agent_ended(self):
         """The launch socket ended: agent and ranks are gone."""
         self.agent_gone = True
 
     def from_rank(self, rank, pickled):
-        """A rank has started, or returned a result, or failed."""
+        """A rank has started, or trained a few steps, or returned a result, or failed."""
         try:
             kind, value = pickle.loads(pickled)
         except Exception as error:
@@ -175,6 +198,8 @@ class Run:
             kind, value = "failed", {"type_name": "TypeError", "message": message, "time": time.monotonic()}
         if kind == "started":
             self.pids[rank] = value
+        elif kind == "steps":
+            self.bar.advance_to(value)
         elif kind == "result":
             self.results[rank] = value
         else:
@@ -183,48 +208,70 @@ class Run:
     def rank_ended(self, rank):
         """A rank's report ended; without a result before, the rank died."""
         if not self.closing and rank not in self.results and rank not in self.failures:
-            self.failures[rank] = Failure(rank, "ended", "", time=time.monotonic())
+            self.failures[rank] = Failure(rank, "ended", time=time.monotonic())
 
     def watch(self):
         """Read until all results are in, or a rank has failed, or the agent is gone, or time is up."""
-        deadline = time.monotonic() + self.setting["timeout"]
-        while not self.agent_gone and len(self.results) < self.world_size and not self.failures:
-            if time.monotonic() > deadline:
-                self.states = self.look_at_ranks()
-                return
-            self.step(deadline - time.monotonic())
+        self.read_for(STARTING_SECONDS + self.setting["timeout"], lambda: self.pids or self.is_decided())
+        self.read_for(self.setting["timeout"], self.is_decided)
+        if not self.is_decided():
+            self.states = self.look_at_ranks()
+            return
+        if not self.failures:
+            self.read_for(ENDING_SECONDS, lambda: self.agent_gone or self.failures)
         if self.failures:
-            self.read_for(GRACE_SECONDS, lambda: len(self.failures) + len(self.results) == self.world_size)
-            silent = any(failure.type_name == "ended" for failure in self.failures.values())
-            self.read_for(STACK_SECONDS if silent else 0, lambda: self.exit_codes or self.agent_gone)
-        elif not self.agent_gone:
-            self.read_for(ENDING_SECONDS, lambda: self.agent_gone)
+            self.read_for(GRACE_SECONDS, lambda: len(self.failures.keys() | self.results.keys()) == self.world_size)
+            died = any(failure.type_name == "ended" for failure in self.failures.values())
+            self.read_for(EXIT_CODE_SECONDS if died else 0, lambda: self.exit_codes is not None or self.agent_gone)
+
+    def is_decided(self):
+        """Whether nothing but the end is left to wait for."""
+        return self.agent_gone or self.failures or self.refusal or len(self.results) == self.world_size
 
     def read_for(self, seconds, enough):
-        """Go on reading for `seconds`, or until `enough()`."""
+        """Take what arrives for `seconds`, or until `enough()`."""
         deadline = time.monotonic() + seconds
         while not enough() and time.monotonic() < deadline:
             self.step(deadline - time.monotonic())
 
-    def look_at_ranks(self):
-        """Ask every rank for its stack."""
-        for pid in self.pids.values():
-            os.kill(pid, signal.SIGUSR1)
-        self.read_for(STACK_SECONDS, lambda: False)
-        return [RankState(r, "running", stack=self.stacks[r].bytes.decode()) for r in range(self.world_size)]
+    def step(self, seconds):
+        """Take what has arrived, waiting at most `seconds` for it; False if nothing came."""
+        ready = self.selector.select(max(0.0, seconds))
+        for key, _ in ready:
+            key.data.read()
+            if key.data.ended:
+                self.selector.unregister(key.fileobj)
+                key.data.close()
+        return bool(ready)
 
-    def close(self, order):
+    def look_at_ranks(self):
+        """Ask every rank for its stack, and describe all ranks."""
+        for rank, pid in self.pids.items():
+            if rank not in self.results:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGUSR1)
+        deadline = time.monotonic() + STACK_SECONDS
+        while self.step(QUIET_SECONDS) and time.monotonic() < deadline:
+            pass
+        calls, now = flight_recorder.last_calls(self.recorder.fileno(), self.world_size), time.monotonic()
+        return [
+            stacks.look(rank, self.pids.get(rank), self.stacks[rank].text(), calls.get(rank), rank in self.results, now)
+            for rank in range(self.world_size)
+        ]
+
+    def close(self):
         """Kill what still runs, read the last lines, and close every descriptor."""
         self.closing = True
         try:
-            if not self.agent_gone and self.connection is not None:
-                order(b"K", self.number)
+            if self.connection is not None and not self.agent_gone:
+                self.order(b"K", self.number)
                 self.read_for(ENDING_SECONDS, lambda: self.agent_gone)
             while self.step(0):
                 pass
-        finally:
             for key in list(self.selector.get_map().values()):
                 key.data.close()
+            self.bar.close()
+        finally:
             self.selector.close()
             for descriptor in self.descriptors:
                 os.close(descriptor)
@@ -234,25 +281,30 @@ class Run:
 
     def never_started(self):
         """Whether the server was gone before any rank came to life, so that the launch may be tried again."""
-        return self.agent_gone and not (self.pids or self.failures or self.results or self.agent_log.bytes)
+        return self.agent_gone and not (self.pids or self.failures or self.refusal or self.agent_log.bytes)
 
-    def outcome(self):
-        """The results in rank order, or the error that says best what happened."""
+    def outcome(self, complaints):
+        """The results in rank order, or the error that says best what happened; `complaints` is the server's log."""
+        if self.refusal:
+            raise self.refusal
         if self.states:
             raise LaunchTimeout(self.setting["timeout"], self.states)
         if self.failures:
             raise RankError(self.ordered_failures(), self.world_size)
         if len(self.results) < self.world_size:
-            raise LaunchError("the ranks were ended from outside\n" + self.agent_log.bytes.decode("utf-8", "replace"))
+            log = self.agent_log.text() or complaints
+            raise LaunchError(f"the ranks were ended from outside; launch again\n{log}".strip())
         return [self.results[rank] for rank in range(self.world_size)]
 
     def ordered_failures(self):
-        """The earliest first; broken connections, which only follow from another's failure, last."""
+        """The earliest first; broken connections, which only follow from another rank's failure, last."""
+        known = self.exit_codes or {}
         for rank, failure in list(self.failures.items()):
-            if failure.type_name == "ended" and self.exit_codes and rank not in self.exit_codes:
+            if failure.type_name == "ended" and known and rank not in known:
                 del self.failures[rank]  # the elastic launcher ended it, after another rank had died
             elif failure.type_name == "ended":
-                failure.type_name, failure.message = how_it_ended(self.exit_codes.get(rank))
+                failure.type_name, failure.message = how_it_ended(known.get(rank))
+                failure.traceback = "\n".join(map(stacks.show, stacks.parse(self.stacks[rank].text())))
         return sorted(self.failures.values(), key=lambda failure: (failure.consequence, failure.time))
 
 
@@ -261,7 +313,6 @@ def how_it_ended(code):
     if code is None:
         return "ended", "without a result"
     if code >= 0:
-        return "exited", f"with code {code}"
+        return "exited", f"with code {code}, without a result"
     name = signal.Signals(-code).name
-    hint = " (out of memory, or killed from outside)" if name == "SIGKILL" else ""
-    return "killed", f"by {name}{hint}"
+    return "killed", f"by {name}{SIGNAL_HINTS.get(name, '')}"

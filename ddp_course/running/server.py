@@ -25,7 +25,7 @@ import socket
 import struct
 
 AT_ONCE = ["torch.distributed.launcher.api", "torch.multiprocessing", "numpy", "cloudpickle"]
-WHEN_IDLE = ["torch._dynamo", "torch.utils.data"]  # torch's optimizers import dynamo: 1 s that ranks need not pay
+WHEN_IDLE = ["torch._dynamo", "torch.utils.data", "sklearn.datasets"]  # optimizers need dynamo: 1 s, saved to each rank
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
