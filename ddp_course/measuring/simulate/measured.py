@@ -1,0 +1,194 @@
+"""The simulator held against our own training over virtual hosts, calibrated with two ranks only.
+
+At K = 2 are measured: the all-reduce of a few sizes (alpha and beta, `theory.fit`), the layer times of each model
+(`profile`, on both ranks at once), and the step times, which give the two numbers that cannot be seen directly:
+the share of the processor that a running collective takes, and the seconds that a bucket costs besides. Then
+K = 3 and 4 are predicted. All virtual hosts share this machine's cores, so there a rank computes more slowly.
+"""
+
+from statistics import mean, median
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+from scipy.optimize import least_squares
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+from ... import problems
+from ...running.launch import launch, usable_cores
+from ...running.links import Link
+from ...stage4_ring import ring_all_reduce
+from ...stage5_bucketed import BucketedDDP
+from .. import theory
+from .model import Layer, Profile, profile
+from .network import Network
+from .step import simulate
+
+MODELS = {
+    "synthetic": ({"parameters": 2**20}, 256),  # options of the problem, samples a rank: sending takes longer
+    "bytes": ({"parameters": 400_000}, 12),  # computing takes longer
+}
+CAPS_MB = (0.25, 1.0, 25.0)
+IMPLEMENTATIONS = ("stage 5", "torch's DDP")
+ALL_REDUCE_BYTES = (2**15, 2**18, 2**20, 2**21)
+WARMUP, STEPS, ROUNDS = 2, 4, 2
+
+
+def compare(bandwidth="200Mbit", world_sizes=(2, 3, 4)):
+    """Measure and predict; returns a dict: link, cores, calibration, "compared" (one row a setting), and errors.
+
+    Needs virtual hosts (LinkError without), and about two minutes of a machine that does nothing else.
+    """
+    link = Link(bandwidth, mode="hosts")
+    cores = usable_cores()
+    costs = dict(zip(IMPLEMENTATIONS, all_reduce_costs(link), strict=True))
+    profiles = {name: profile_together(name, link) for name in MODELS}
+    steps = {(name, K): step_times(name, K, link) for name in MODELS for K in world_sizes}
+    rows = [
+        {"model": name, "implementation": kind, "K": K, "bucket_cap_mb": cap, "measured_ms": 1e3 * seconds}
+        for (name, K), times in steps.items()
+        for (kind, cap), seconds in times.items()
+    ]
+    unseen = {kind: fit_unseen(kind, rows, profiles, costs[kind], cores) for kind in IMPLEMENTATIONS}
+    for row in rows:
+        kind = row["implementation"]
+        row["predicted_ms"] = 1e3 * predict(row, profiles, costs[kind], cores, *unseen[kind])
+        row["error"] = row["predicted_ms"] / row["measured_ms"] - 1
+        row["held_out"] = row["K"] != 2
+    calibration = {
+        kind: {**costs[kind]._asdict(), "interference": unseen[kind][0], "bucket_s": unseen[kind][1]}
+        for kind in IMPLEMENTATIONS
+    }
+    computing = {name: 1e3 * each.compute_s for name, each in profiles.items()}
+    held_out = sorted(abs(row["error"]) for row in rows if row["held_out"])
+    return {
+        "link": {"bandwidth_bits_s": link.bandwidth, "mode": link.mode},
+        "cores": cores,
+        "calibration": calibration,
+        "computing_ms": computing,
+        "compared": rows,
+        "held_out_error": {"median": median(held_out), "largest": held_out[-1]},
+    }
+
+
+def table(result):
+    """The comparison as text."""
+    lines = ["our own training over virtual hosts; calibrated at K = 2", ""]
+    lines.append(f"{'':>10} {'':>12} {'K':>2} {'cap MiB':>8} {'measured':>11} {'simulated':>11} {'error':>7}")
+    for row in result["compared"]:
+        times = f"{row['measured_ms']:>8.1f} ms {row['predicted_ms']:>8.1f} ms"
+        note = "held out" if row["held_out"] else "calibration"
+        setting = f"{row['model']:>10} {row['implementation']:>12} {row['K']:>2} {row['bucket_cap_mb']:>8g}"
+        lines.append(f"{setting} {times} {row['error']:>+7.1%}  {note}")
+    error = result["held_out_error"]
+    lines.append(f"held out: median error {error['median']:.1%} (bound: 10 %), largest {error['largest']:.1%} (20 %)")
+    return "\n".join(lines) + "\n"
+
+
+def predict(row, profiles, costs, cores, interference, bucket_s):
+    """Simulated seconds of one row's step."""
+    step = simulate(
+        profiles[row["model"]],
+        row["K"],
+        Network(costs),
+        bucket_cap_mb=row["bucket_cap_mb"],
+        first_bucket_mb=1.0 if row["bucket_cap_mb"] == 25.0 and row["implementation"] == "stage 5" else None,
+        interference=interference,
+        cores=cores,
+        overhead_s=bucket_s,
+    )
+    return step.step_s
+
+
+def fit_unseen(kind, rows, profiles, costs, cores):
+    """(interference, seconds a bucket) that explain best the step times of `kind` at K = 2."""
+    known = [row for row in rows if row["K"] == 2 and row["implementation"] == kind]
+
+    def errors(unknowns):
+        guesses = [predict(row, profiles, costs, cores, unknowns[0], unknowns[1] / 1e3) for row in known]
+        return [guess / row["measured_ms"] * 1e3 - 1 for guess, row in zip(guesses, known, strict=True)]
+
+    found = least_squares(errors, (0.2, 0.5), bounds=((0, 0), (2, 20)), diff_step=1e-2).x
+    return found[0].item(), found[1].item() / 1e3
+
+
+def all_reduce_costs(link):
+    """(our ring's `Costs`, gloo's `Costs`) from timings of both over `link` at K = 2."""
+    timed = launch(time_all_reduces, ALL_REDUCE_BYTES, world_size=2, device="cpu", link=link)
+    slowest = [[max(pair) for pair in zip(*kinds, strict=True)] for kinds in zip(*timed, strict=True)]
+    fits = [theory.fit(zip(["ring"] * 9, ALL_REDUCE_BYTES, [2] * 9, each, strict=False)) for each in slowest]
+    return [fit.costs for fit in fits]
+
+
+def time_all_reduces(sizes, repeats=7):
+    """On each rank: the median seconds of our ring and of gloo's all_reduce for each size in bytes."""
+    medians = [[], []]
+    for size in sizes:
+        tensor, times = torch.zeros(size // 4), ([], [])
+        for _ in range(repeats):
+            for kind, all_reduce in enumerate((ring_all_reduce, dist.all_reduce)):
+                dist.barrier()
+                start = perf_counter()
+                all_reduce(tensor)
+                times[kind].append(perf_counter() - start)
+        for kind in (0, 1):
+            medians[kind].append(median(times[kind][1:]))
+    return medians
+
+
+def profile_together(name, link):
+    """The `Profile` of a model while two ranks compute at once: the mean of both."""
+    first, second = launch(profile_rank, name, world_size=2, device="cpu", link=link)
+    layers = [
+        Layer(a.name, mean((a.forward_s, b.forward_s)), mean((a.backward_s, b.backward_s)), a.gradient_bytes)
+        for a, b in zip(first.layers, second.layers, strict=True)
+    ]
+    return Profile(tuple(layers), mean((first.update_s, second.update_s)))
+
+
+def profile_rank(name):
+    """On each rank: the `Profile` of model `name`."""
+    model, batch = model_and_batch(name)
+    dist.barrier()
+    return profile(model, *batch, repeats=9, warmup=3)
+
+
+def step_times(name, world_size, link):
+    """{(implementation, cap in MiB): seconds of a step}: the median on the slowest rank."""
+    timed = launch(time_steps, name, world_size=world_size, device="cpu", link=link)
+    return {setting: max(median(rank[setting]) for rank in timed) for setting in timed[0]}
+
+
+def time_steps(name):
+    """On each rank: seconds of the steps in every setting; two rounds, the second in reverse order."""
+    settings = [(kind, cap) for kind in IMPLEMENTATIONS for cap in CAPS_MB]
+    times = {setting: [] for setting in settings}
+    for turn in range(ROUNDS):
+        for setting in settings[:: -1 if turn else 1]:
+            times[setting] += _time_setting(name, *setting)
+    return times
+
+
+def _time_setting(name, kind, cap):
+    model, (inputs, targets) = model_and_batch(name)
+    wrapper = BucketedDDP if kind == "stage 5" else DistributedDataParallel
+    parallel = wrapper(model, bucket_cap_mb=cap)
+    optimizer, seconds = SGD(model.parameters(), lr=0.01), []
+    dist.barrier()
+    for _ in range(WARMUP + STEPS):
+        start = perf_counter()
+        loss = cross_entropy(parallel(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seconds.append(perf_counter() - start)
+    return seconds[WARMUP:]
+
+
+def model_and_batch(name):
+    """The model called `name` in MODELS and a batch for one rank."""
+    options, samples = MODELS[name]
+    problem = problems.make(name, **options)
+    return problem.model(), next(problem.batches(samples, 1, seed=1))
