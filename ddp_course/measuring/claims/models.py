@@ -1,0 +1,53 @@
+"""Small models and helpers that several experiments share."""
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import cross_entropy
+
+from ... import problems
+
+
+def batch_of(problem, global_batch, rank=0, world_size=1, step=0):
+    """One step's (inputs, targets) of this rank's share."""
+    return next(problem.batches(global_batch, step + 1, rank=rank, world_size=world_size, start=step))
+
+
+def me():
+    """(rank, world size) of this process."""
+    return dist.get_rank(), dist.get_world_size()
+
+
+def flat(tensors):
+    """All tensors end to end, detached."""
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+
+
+def weights(model):
+    """All parameters of a model as one vector."""
+    return flat(model.parameters()).clone()
+
+
+def gradient(model, inputs, targets, reduction="mean"):
+    """The gradient of a model on one batch as one vector."""
+    model.zero_grad()
+    cross_entropy(model(inputs), targets, reduction=reduction).backward()
+    return flat([parameter.grad for parameter in model.parameters()]).clone()
+
+
+class Branches(torch.nn.Module):
+    """A trunk and two branches; `forward` takes the branches named in `used`."""
+
+    def __init__(self, used=("left",), width=64):
+        super().__init__()
+        self.trunk, self.used = torch.nn.Linear(width, width), used
+        self.left, self.right = torch.nn.Linear(width, 4 * width), torch.nn.Linear(width, 4 * width)
+
+    def forward(self, inputs):
+        """The mean output of the branches in use."""
+        hidden = torch.tanh(self.trunk(inputs))
+        return sum(getattr(self, name)(hidden) for name in self.used) / len(self.used)
+
+
+def digits(**options):
+    """The digits problem in float64, where rounding errors are of the size 1e-16."""
+    return problems.make("digits", dtype=torch.float64, **options)

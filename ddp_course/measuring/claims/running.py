@@ -1,0 +1,289 @@
+"""Claims about how it all runs: 5, 6, 8, 10, 12, 13 and 18."""
+
+import os
+import signal
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from functools import partial
+
+import torch
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.optim import SGD, Adam
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DistributedSampler
+
+from ...errors import RankError
+from ...running import checkpoint
+from ...running.launch import launch
+from ...stage3_paramserver import broadcast_parameters, gradients
+from ...stage4_ring import average_on_ring
+from ...stage5_bucketed import BucketedDDP
+from .claim import Claim, Outcome
+from .communication import backend_calls
+from .models import Branches, batch_of, digits, flat, me, weights
+
+
+def python_work():
+    """A fifth of a second or so of Python code."""
+    return sum(number * number for number in range(2_000_000))
+
+
+def torch_work():
+    """A fifth of a second or so of matrix products."""
+    matrix = torch.ones(1200, 1200)
+    for _ in range(4):
+        matrix = matrix @ matrix
+    return matrix
+
+
+def blocks_other_threads(work):
+    """While one thread does `work`, does another one never get a turn?
+
+    Python hands the lock over every few milliseconds of its own accord; that is put off, so that every turn of the
+    watching thread is one that `work` gave away.
+    """
+    turns, interval = 0, sys.getswitchinterval()
+    thread = threading.Thread(target=work)
+    sys.setswitchinterval(60)
+    try:
+        thread.start()
+        while thread.is_alive():
+            time.sleep(0.001)
+            turns += thread.is_alive()
+    finally:
+        sys.setswitchinterval(interval)
+    return Outcome(turns <= 2, f"another thread got {'many' if turns > 2 else 'no'} turns meanwhile")
+
+
+def calls_on_rank(used, options):
+    """One rank: how many of torch's all-reduces a step needs once the graph is known."""
+    from ...stage6_ddp import DistributedDataParallel
+
+    parallel = DistributedDataParallel(Branches(used), **options)
+    inputs = torch.randn(8, 64)
+    return [backend_calls(parallel, inputs) for _ in range(4)][-1]
+
+
+def static_saves_work(used, needs_search):
+    """Does declaring the graph static save a collective in each step?"""
+    dynamic = launch(calls_on_rank, used, {"find_unused_parameters": needs_search}, world_size=2)[0]
+    static = launch(calls_on_rank, used, {"static_graph": True}, world_size=2)[0]
+    return Outcome(static < dynamic, f"{dynamic} all-reduces a step, {static} with a static graph")
+
+
+def memory_on_rank(how):
+    """One rank: bytes of parameters, gradients and Adam's state after a step."""
+    from ...stage7_sharded import FullyShardedDataParallel
+
+    rank, world_size = me()
+    problem, model = digits(), digits().model()
+    wrap = {"alone": lambda module: module, "replicated": BucketedDDP, "sharded": FullyShardedDataParallel}[how]
+    trained = wrap(model)
+    optimizer = Adam(trained.parameters())
+    inputs, targets = batch_of(problem, 8, rank, world_size)
+    cross_entropy(trained(inputs), targets).backward()
+    optimizer.step()
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    state = [value for entry in optimizer.state.values() for value in entry.values()]
+    tensors = [*parameters, *(parameter.grad for parameter in parameters if parameter.grad is not None), *state]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+def saves_memory(how):
+    """Does a rank of four hold less than one device alone?"""
+    alone = launch(memory_on_rank, "alone", world_size=1)[0]
+    shared = max(launch(memory_on_rank, how, world_size=4))
+    return Outcome(shared < 0.5 * alone, f"{shared / alone:.2f} of one device's memory on each of 4 ranks")
+
+
+def resumable(folder, steps, victim=None):
+    """One rank: train up to `steps`, from the newest checkpoint if there is one; `victim` kills itself at step 3."""
+    rank, world_size = me()
+    problem, model = digits(), digits().model()
+    broadcast_parameters(model)
+    optimizer, start = SGD(model.parameters(), lr=0.1), 0
+    if checkpoint.checkpoints(folder):
+        saved = checkpoint.load(folder)
+        model.load_state_dict(saved["model"])
+        start = saved["step"]
+    for step, (inputs, targets) in enumerate(problem.batches(24, steps, 0, rank, world_size, start), start):
+        if step == 3 and rank == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        optimizer.zero_grad()
+        cross_entropy(model(inputs), targets).backward()
+        average_on_ring(gradients(model))
+        optimizer.step()
+        checkpoint.save(folder, {"model": model.state_dict(), "step": step + 1})
+    return weights(model), start
+
+
+def halts(victim):
+    """Does the run end when a rank is killed, and can it go on from the checkpoint as if nothing had been?"""
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as undisturbed:
+        expected, _ = launch(resumable, undisturbed, 6, world_size=2)[0]
+        try:
+            launch(resumable, folder, 6, victim, world_size=2)
+        except RankError as error:
+            after, start = launch(resumable, folder, 6, world_size=2)[0]
+            off = float((after - expected).abs().max())
+            named = f"rank {victim}" in str(error)
+            number = f"{'named' if named else 'did not name'} rank {victim}; resumed at step {start}, off by {off:g}"
+            return Outcome(True, number)
+    return Outcome(False, "the run went to its end")
+
+
+def accumulate_on_rank(wrap, forward_inside):
+    """One rank: the local gradient after a backward pass under `no_sync`."""
+    rank, world_size = me()
+    problem = digits()
+    parallel = wrap(problem.model())
+    inputs, targets = batch_of(problem, 24, rank, world_size)
+    if forward_inside:
+        with parallel.no_sync():
+            cross_entropy(parallel(inputs), targets).backward()
+    else:
+        loss = cross_entropy(parallel(inputs), targets)
+        with parallel.no_sync():
+            loss.backward()
+    return flat(gradients(parallel.module))
+
+
+def backward_inside_is_enough(forward_inside):
+    """Do gradients stay local under `no_sync`? Asked of torch's DDP and of ours."""
+    from ...stage6_ddp import DistributedDataParallel
+
+    local = []
+    for wrap in (TorchDDP, DistributedDataParallel):
+        ranks = launch(accumulate_on_rank, wrap, forward_inside, world_size=2)
+        local.append(not torch.equal(*ranks))
+    state = "local" if all(local) else "synchronised all the same" if not any(local) else "local in one of the two"
+    return Outcome(all(local), f"gradients are {state} (torch's DDP and ours)")
+
+
+def shuffles_anew(set_epoch):
+    """Does `DistributedSampler` give another order in the second epoch?"""
+    sampler, orders = DistributedSampler(range(100), num_replicas=2, rank=0), []
+    for epoch in range(2):
+        if set_epoch:
+            sampler.set_epoch(epoch)
+        orders.append(list(sampler))
+    kept = sum(a == b for a, b in zip(*orders, strict=True))
+    shares = [list(DistributedSampler(range(10), num_replicas=4, rank=rank)) for rank in range(4)]
+    twice = sum(map(len, shares)) - 10
+    return Outcome(
+        orders[0] != orders[1], f"{kept} of 50 samples in the same place; 10 samples on 4 ranks: {twice} twice"
+    )
+
+
+class CountOperations(TorchDispatchMode):
+    """Counts the tensor operations of this thread."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+def cost_on_rank(wrapped):
+    """One rank of one: operations of a step and its median seconds, plain and (if `wrapped`) under DDP, alternated."""
+    problem = digits()
+    inputs, targets = batch_of(problem, 96)
+    models = [problem.model(), TorchDDP(problem.model()) if wrapped else problem.model()]
+    counts, times = [], ([], [])
+    for model in models:
+        for _ in range(2):
+            with CountOperations() as operations:
+                cross_entropy(model(inputs), targets).backward()
+        counts.append(operations.count)
+    for _ in range(20):
+        for model, taken in zip(models, times, strict=True):
+            start = time.perf_counter()
+            cross_entropy(model(inputs), targets).backward()
+            taken.append(time.perf_counter() - start)
+    return counts, [statistics.median(taken) for taken in times]
+
+
+def is_free(wrapped):
+    """Does a step of DDP on one device do no more operations than a plain one?"""
+    (plain, parallel), (before, after) = launch(cost_on_rank, wrapped, world_size=1)[0]
+    number = f"{parallel - plain} operations more than {plain}, {100 * (after / before - 1):+.0f} % time here"
+    return Outcome(parallel <= plain, number)
+
+
+CLAIMS = [
+    Claim(
+        5,
+        "A single Python process can use only one core.",
+        "02",
+        {
+            "the work is Python code": partial(blocks_other_threads, python_work),
+            "the work is done by torch": partial(blocks_other_threads, torch_work),
+        },
+        "The global lock is held by Python code. torch lets go of it inside its operations, forward and backward.",
+    ),
+    Claim(
+        6,
+        "DDP makes dynamic graphs slower; static graphs are faster.",
+        "06",
+        {
+            "parameters go unused": partial(static_saves_work, ("left",), True),
+            "all parameters are used": partial(static_saves_work, ("left", "right"), False),
+        },
+        "Only the search for unused parameters costs: an all-reduce and a walk through the graph in each step.",
+    ),
+    Claim(
+        8,
+        "DDP helps when the model is too big for one device.",
+        "07",
+        {
+            "every rank keeps everything": partial(saves_memory, "replicated"),
+            "parameters and state are sharded": partial(saves_memory, "sharded"),
+        },
+        "Data parallel training copies parameters, gradients and optimizer state to every rank; sharding divides them.",
+    ),
+    Claim(
+        10,
+        "If one device fails, the whole run halts; use checkpoints.",
+        "10",
+        {"a rank is killed": partial(halts, 1)},
+        "The others wait for a partner that is gone, so all must end. From the checkpoint the run goes on bit for bit.",
+        {"nobody is killed": partial(halts, None)},
+    ),
+    Claim(
+        12,
+        "no_sync around the backward pass is enough.",
+        "06",
+        {
+            "the forward pass is inside too": partial(backward_inside_is_enough, True),
+            "only the backward pass is inside": partial(backward_inside_is_enough, False),
+        },
+        "The forward pass decides whether the next backward pass synchronises: it gets the buckets ready.",
+    ),
+    Claim(
+        13,
+        "DistributedSampler shuffles anew in each epoch by itself.",
+        "09",
+        {
+            "set_epoch is called": partial(shuffles_anew, True),
+            "set_epoch is forgotten": partial(shuffles_anew, False),
+        },
+        "The order is drawn from seed + epoch, and the sampler cannot know the epoch. It also pads with duplicates, "
+        "which count twice in an evaluation.",
+    ),
+    Claim(
+        18,
+        "DDP on one device is free.",
+        "06",
+        {"K = 1": partial(is_free, True)},
+        "Gradients are still copied into buckets, scaled and watched by hooks; 1 to 6 % of a step have been published.",
+        {"the model is not wrapped": partial(is_free, False)},
+    ),
+]
