@@ -254,6 +254,34 @@ class ByteGPT(nn.Module):
         x = self.bytes(indices) + self.positions.weight[: indices.shape[1]]
         return self.head(self.norm(self.blocks(self.dropout(x)))).transpose(1, 2)
 
+    def layers(self):
+        """The same model as a list of modules to run one after the other, as a pipeline needs it."""
+        return [BeforeBlocks(self), *self.blocks, AfterBlocks(self)]
+
+
+class BeforeBlocks(nn.Module):
+    """What a `ByteGPT` does before its blocks, with that model's own parameters."""
+
+    def __init__(self, gpt):
+        super().__init__()
+        self.bytes, self.positions, self.dropout = gpt.bytes, gpt.positions, gpt.dropout
+
+    def forward(self, indices):
+        """(N, T) of int64 to (N, T, width)."""
+        return self.dropout(self.bytes(indices) + self.positions.weight[: indices.shape[1]])
+
+
+class AfterBlocks(nn.Module):
+    """What a `ByteGPT` does after its blocks, with that model's own parameters."""
+
+    def __init__(self, gpt):
+        super().__init__()
+        self.norm, self.head = gpt.norm, gpt.head
+
+    def forward(self, x):
+        """(N, T, width) to logits (N, 256, T)."""
+        return self.head(self.norm(x)).transpose(1, 2)
+
 
 def gpt_shape(parameters):
     """Return (layers, width) of the GPT whose size is nearest to `parameters`; a block has about 12 width² of them."""
