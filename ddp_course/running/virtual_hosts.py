@@ -128,7 +128,7 @@ def plug_in(number, bits_per_second):
         ip.link("set", index=eth0, state="up", gso_max_size=segment(bits_per_second))
         ip.addr("add", index=eth0, address=address(number), prefixlen=PREFIX)
         network = {"dst": f"10.77.0.0/{PREFIX}", "oif": eth0, "scope": 253, "prefsrc": address(number), "proto": 2}
-        ip.route("replace", **network, metrics={"attrs": [("RTAX_CC_ALGO", "reno")]})
+        ip.route("replace", **network, metrics={"cc_algo": "reno"})
         limit(ip, eth0, bits_per_second)
 
 

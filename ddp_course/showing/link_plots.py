@@ -1,0 +1,81 @@
+"""Figures of measured times over emulated links, against the formulas."""
+
+import numpy as np
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
+
+from ..measuring import theory
+from .plots import STAGE_COLOURS, panels, style
+
+LOOKS = {
+    "parameter_server": ("3", "parameter server, 2(K−1) p/b"),
+    "whole_gradient_ring": ("4w", "whole-gradient ring, (K−1) p/b"),
+    "ring": ("4", "ring, 2(K−1)/K p/b"),
+    "gloo": ("torch", "gloo's all_reduce"),
+}
+MARKERS = {"hosts": "o", "wire": "^"}
+MODE_NAMES = {"hosts": "virtual hosts", "wire": "throttled wire"}
+
+
+def link_figure(rows):
+    """Time against K and against p, on logarithmic scales: points are measured, lines are the formulas.
+
+    `rows` are those of bench_links.json. One bandwidth is drawn, the highest; the left panel has its largest
+    messages, the right panel the largest number of ranks that was measured in every mode.
+    """
+    bandwidth = max(row["bandwidth_bits_s"] for row in rows)
+    rows = [row for row in rows if row["bandwidth_bits_s"] == bandwidth]
+    size = max(row["bytes"] for row in rows)
+    modes = sorted({row["mode"] for row in rows})
+    ranks = max(set.intersection(*({row["world_size"] for row in rows if row["mode"] == mode} for mode in modes)))
+    ratios = [row["ratio"] for row in rows if row["bytes"] >= 4 << 20 and row["algorithm"] != "gloo"]
+    spread = f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else "not measured"
+    message = f"measured over theory from 4 MiB on: {spread}, at {bandwidth / 1e6:g} Mbit/s"
+    picture, (by_ranks, by_size) = panels(1, 2, 10.5, 4.6, message, f"Time by ranks and by size. {message}")
+    with style():
+        at_size = [row for row in rows if row["bytes"] == size]
+        draw(by_ranks, at_size, "world_size", bandwidth, lambda name, x, costs: theory.seconds(name, size, x, costs))
+        by_ranks.set(xlabel="ranks K", ylabel="seconds", title=f"By ranks: {size / 2**20:g} MiB")
+        at_ranks = [row for row in rows if row["world_size"] == ranks]
+        draw(by_size, at_ranks, "bytes", bandwidth, lambda name, x, costs: theory.seconds(name, x, ranks, costs))
+        by_size.set(xlabel="message p (MiB)", title=f"By size: {ranks} ranks")
+        by_size.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / 2**20:g}"))
+        picture.legend(handles=legend(rows), loc="outside lower center", ncols=3)
+    return picture
+
+
+def draw(axes, rows, column, bandwidth, formula):
+    """One panel: for each algorithm its formula as a line and its measurements as points."""
+    ticks = sorted({row[column] for row in rows})
+    costs = theory.Costs.of_link(np.median([row.get("calibrated_bits_s", bandwidth) for row in rows]))
+    for name, (stage, _) in LOOKS.items():
+        if name != "gloo":
+            axes.plot(ticks, [formula(name, tick, costs) for tick in ticks], color=STAGE_COLOURS[stage], zorder=2)
+        for mode, marker in MARKERS.items():
+            points = [row for row in rows if row["algorithm"] == name and row["mode"] == mode]
+            axes.plot(
+                [row[column] for row in points], [row["measured_s"] for row in points], marker, zorder=3,
+                color=STAGE_COLOURS[stage], fillstyle="none", markersize=11 if name == "gloo" else 7,
+            )  # fmt: skip
+    axes.set(xscale="log", yscale="log")
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def legend(rows):
+    """A line for each algorithm, a point for each mode that was measured."""
+    names = {row["algorithm"] for row in rows}
+    handles = [
+        Line2D([], [], color=STAGE_COLOURS[stage], label=label, **({"ls": "", "marker": "o", "mfc": "none", "ms": 11}
+               if name == "gloo" else {}))
+        for name, (stage, label) in LOOKS.items()
+        if name in names
+    ]  # fmt: skip
+    modes = sorted({row["mode"] for row in rows})
+    points = [
+        Line2D([], [], ls="", marker=MARKERS[mode], color="#555555", mfc="none", label=MODE_NAMES[mode])
+        for mode in modes
+    ]
+    return handles + points
