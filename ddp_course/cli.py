@@ -13,7 +13,7 @@ COMMANDS = {
     "simulate": ("measuring.simulate", "bucketed DDP on thousands of simulated devices"),
     "claims": ("measuring.claims", "put the claims of the course to the test"),
     "grade": ("grading.grade", "grade exercises"),
-    "check": ("grading.check", "check your own exercise"),
+    "check": ("grading.check_command", "check your own exercise"),
     "bench": ("bench", "measure speed ratios, side by side"),
 }
 

@@ -1,0 +1,141 @@
+"""What was graded, for people and for programs: a table, CSV, JSON, and a page of HTML a learner."""
+
+import csv
+import io
+import json
+import re
+import unicodedata
+from html import escape
+from pathlib import Path
+
+from ..errors import GradingError
+from ..running.files import replace_file
+
+PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<title>{learner}</title><style>
+body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 52rem; margin: 2rem auto; padding: 0 1rem; color: #1a1a1a }}
+table {{ border-collapse: collapse; width: 100% }}
+th, td {{ text-align: left; vertical-align: top; padding: .4rem .6rem }}
+tr {{ border-top: 1px solid #ddd }} .right {{ color: #0a6640 }} .wrong {{ color: #a33100 }}
+td.message {{ white-space: pre-wrap; overflow-wrap: anywhere }}
+</style></head><body><h1>{learner}</h1>
+{sections}<p>Inputs were drawn from seed {seed}.</p></body></html>
+"""
+SECTION = """<h2>{title}: {points:g} of {possible:g} points</h2>
+{message}<table><tr><th>Task</th><th>Points</th><th>What happened</th></tr>
+{rows}</table>
+"""
+ROW = '<tr><td>{id}</td><td class="{mark}">{points:g} of {possible:g}</td><td class="message">{message}</td></tr>\n'
+
+
+def write_all(results, args, seed):
+    """Print the table and write the reports that were asked for, each replaced as a whole."""
+    print(table(results))
+    if args.csv:
+        replace_file(Path(args.csv), as_csv(results).encode())
+    if args.json:
+        replace_file(Path(args.json), as_json(results).encode())
+    if args.html:
+        for learner, page in pages(results, seed).items():
+            replace_file(Path(args.html) / learner, page.encode())
+
+
+def check_writable(args):
+    """Make the folders of the reports now, so that an hour of grading is not lost for want of one."""
+    folders = [Path(file).parent for file in (args.csv, args.json) if file] + [Path(args.html)] * bool(args.html)
+    for folder in folders:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise GradingError(f'cannot write to "{folder}": {error.strerror}') from error
+
+
+def clean(text):
+    """Text without control characters, which could move the cursor or colour a terminal, and without half letters."""
+    text = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", str(text)).encode("utf-8", "replace").decode()
+    return "".join(letter if letter == "\n" or unicodedata.category(letter)[0] != "C" else "?" for letter in text)
+
+
+def table(results):
+    """One line a task for those who have not all points, one line a submission for the others."""
+    lines = []
+    for result in results:
+        exercise = f"exercise {result.exercise}" if result.exercise is not None else "no exercise"
+        head = f"{clean(result.learner):<24.24} {exercise:<12} {result.points:g} of {result.possible:g}"
+        lines.append(f"{head}  {first_line(result.message)}".rstrip())
+        lines += [f"    {task.id:<6} {first_line(task.message)}" for task in result.tasks if task.message]
+    passed = sum(result.passed for result in results)
+    return "\n".join([*lines, f"{passed} of {len(results)} submissions have all points"])
+
+
+def first_line(message):
+    """The first line of a message, at most 200 characters of it."""
+    return clean(message).strip().split("\n")[0][:200]
+
+
+def as_csv(results):
+    """learner, exercise, task, points, possible, message; texts that a spreadsheet would run are made harmless."""
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(["learner", "exercise", "task", "points", "possible", "message"])
+    for result in results:
+        record = result.as_dict()
+        for task in record["tasks"]:
+            numbers = [task["points"], task["possible"]]
+            exercise = "" if record["exercise"] is None else record["exercise"]
+            writer.writerow([harmless(record["learner"]), exercise, task["id"], *numbers, harmless(task["message"])])
+    return file.getvalue()
+
+
+def harmless(text):
+    """A cell that no spreadsheet takes for a formula."""
+    text = clean(text)
+    return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t")) else text
+
+
+def as_json(results):
+    """A list of submissions with their tasks."""
+    return json.dumps([cleaned(result.as_dict()) for result in results], indent=1, ensure_ascii=False) + "\n"
+
+
+def cleaned(thing):
+    """Plain data with every text in it cleaned."""
+    if isinstance(thing, dict):
+        return {key: cleaned(value) for key, value in thing.items()}
+    if isinstance(thing, list):
+        return [cleaned(value) for value in thing]
+    return clean(thing) if isinstance(thing, str) else thing
+
+
+def pages(results, seed):
+    """{file name: page} with one self-contained page a learner; everything in it that is not ours is escaped."""
+    by_learner = {}
+    for result in results:
+        by_learner.setdefault(result.learner, []).append(result)
+    made = {}
+    for learner, of_learner in by_learner.items():
+        name = re.sub(r"[^\w.-]+", "_", clean(learner)).strip(".")[:80] or "learner"
+        while f"{name}.html" in made:
+            name += "_"
+        sections = "".join(map(section, of_learner))
+        made[f"{name}.html"] = PAGE.format(learner=escape(clean(learner)), sections=sections, seed=seed)
+    return made
+
+
+def section(result):
+    """One exercise of a learner as HTML."""
+    title = f"Exercise {result.exercise}" if result.exercise is not None else "No exercise"
+    rows = "".join(
+        ROW.format(
+            id=escape(task.id),
+            mark="wrong" if task.message else "right",
+            points=task.points,
+            possible=task.possible,
+            message=escape(clean(task.message)) or "correct",
+        )
+        for task in result.tasks
+    )
+    message = f'<p class="wrong">{escape(clean(result.message))}</p>\n' if result.message else ""
+    return SECTION.format(title=title, points=result.points, possible=result.possible, message=message, rows=rows)

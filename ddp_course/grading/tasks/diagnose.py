@@ -1,0 +1,87 @@
+"""Say what is wrong with a set of tensors, one a rank: which ranks, by how much, and which known fault looks so."""
+
+import random as random_module
+
+import torch
+
+from ..plain import Odd
+from . import Wrong, require
+
+UNIT_ROUNDOFF = {torch.float16: 2**-11, torch.bfloat16: 2**-8, torch.float32: 2**-24, torch.float64: 2**-53}
+
+
+def tensors(random, count, *shape, dtype=torch.float32, whole=False):
+    """`count` tensors of `shape`, all different; whole numbers if sums are to be exact."""
+    generator = torch.Generator().manual_seed(random.randrange(2**31))
+    if whole:
+        return [torch.randint(-999, 999, shape, generator=generator).to(dtype) for _ in range(count)]
+    return [torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype) for _ in range(count)]
+
+
+def check_tensor(found, like, who):
+    """`found` is a tensor with the dtype and the shape of `like`."""
+    require(found is not None, f"{who} has no result: is there a `return`?")
+    require(not isinstance(found, Odd), f"{who} has {found!r}; a plain torch.Tensor was expected")
+    require(isinstance(found, torch.Tensor), f"{who} has a {type(found).__name__}; a tensor was expected")
+    require(found.shape == like.shape, f"{who} has shape {list(found.shape)}; {list(like.shape)} was expected")
+    require(found.dtype == like.dtype, f"{who} has dtype {found.dtype}; {like.dtype} was expected")
+
+
+def same(found, expected, tolerance=0.0):
+    """Whether two tensors are equal, within `tolerance` times the largest magnitude expected."""
+    if found.shape != expected.shape:
+        return False
+    bound = tolerance * max(1.0, expected.double().abs().max().item() if expected.numel() else 1.0)
+    difference = (found.double() - expected.double()).abs()
+    return bool((difference <= bound).all())
+
+
+def compare_ranks(found, expected, about, guesses=(), tolerance=0.0, oracle="the single process"):
+    """Hold one tensor a rank against what each should have; raise Wrong with the best explanation.
+
+    `guesses` are (message, tensors): the results of known faults.
+    """
+    for rank, (one, other) in enumerate(zip(found, expected, strict=True)):
+        check_tensor(one, other, f"{about}: rank {rank}")
+    wrong = [rank for rank in range(len(found)) if not same(found[rank], expected[rank], tolerance)]
+    if not wrong:
+        return
+    for message, looks in guesses:
+        if all(same(found[rank], looks[rank], max(tolerance, 1e-6)) for rank in wrong):
+            raise Wrong(f"{about}: {message}")
+    together = all(same(one, found[0], 1e-6) for one in found) and len(found) > 1
+    if together and all(same(one, expected[0]) for one in expected):
+        raise Wrong(
+            f"{about}: your replicas agree with each other but not with {oracle}: is there a division by K too few or too many?"
+        )
+    worst = max(wrong, key=lambda rank: (found[rank].double() - expected[rank].double()).abs().max().item())
+    gap = (found[worst].double() - expected[worst].double()).abs().max().item()
+    which = (
+        "all ranks are"
+        if len(wrong) == len(found) > 1
+        else f"rank{'s' * (len(wrong) > 1)} {', '.join(map(str, wrong))} {'are' if len(wrong) > 1 else 'is'}"
+    )
+    raise Wrong(f"{about}: {which} wrong, rank {worst} by up to {gap:.3g}")
+
+
+def number(found, kind, what):
+    """`found` is a plain number of `kind` (int, or float for either)."""
+    require(found is not None, f"{what} is None: is there a `return`?")
+    good = type(found) is int if kind is int else type(found) in (int, float)
+    name = type(found).__name__ if not isinstance(found, Odd) else found.type_name
+    require(good, f"{what} is a {name}; a plain {kind.__name__} was expected")
+
+
+def close(found, expected):
+    """Whether two numbers are equal to rounding."""
+    return abs(found - expected) <= 1e-9 * max(1.0, abs(expected))
+
+
+def seeded(random):
+    """A seed for probes that draw their own tensors."""
+    return random.randrange(2**31)
+
+
+def shuffled(random: random_module.Random, items):
+    """`items` in random order."""
+    return random.sample(list(items), len(items))

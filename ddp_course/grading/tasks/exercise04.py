@@ -1,0 +1,284 @@
+"""Exercise 4: the ring, from the index of a chunk to an all-reduce of any shape."""
+
+import torch
+
+from ...running import wire
+from ..examine import worlds
+from . import Wrong, require, task
+from .diagnose import close, compare_ranks, number, tensors
+
+RING = (
+    "ddp_course.stage4_ring.ring_all_reduce",
+    "ddp_course.stage4_ring.whole_gradient_ring",
+    "ddp_course.stage4_ring.scatter_reduce",
+    "ddp_course.stage4_ring.allgather",
+    "ddp_course.stage3_paramserver.average_on_server",
+)
+COLLECTIVES = tuple(
+    f"torch.distributed.{name}"
+    for name in (
+        "all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "all_gather_object", "gather",
+        "scatter", "reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "broadcast_object_list",
+        "all_reduce_coalesced", "all_gather_coalesced", "gather_object", "scatter_object_list",
+    )
+)  # fmt: skip
+
+
+@task("4.1", "chunk_to_send")
+class ChunkToSend:
+    """Which chunk a rank sends in a step of scatter-reduce."""
+
+    def draw(random, hidden):
+        sizes = random.sample(range(2, 9), 4)
+        return {
+            "cases": [(random.randrange(k), random.randrange(k - 1), k) for k in sizes for _ in range(3)] + [(0, 1, 3)]
+        }
+
+    def probe(chunk_to_send, cases):
+        return [chunk_to_send(*case) for case in cases]
+
+    def judge(evidence, cases):
+        for (rank, step, size), found in zip(cases, evidence, strict=True):
+            number(found, int, "the index")
+            what = f"rank {rank}, step {step}, {size} ranks: you send chunk {found}"
+            require(
+                0 <= found < size, f"{what}, but chunks go from 0 to {size - 1}: take the index modulo the world size"
+            )
+            expected = (rank - step) % size
+            require(
+                found != (rank + step) % size or found == expected,
+                f"{what}; the chunk of the step before was passed on to the right, so the index falls with every step",
+            )
+            require(found == expected, f"{what}; chunk {expected} was expected: rank r starts with chunk r")
+
+
+def probe_chunks(function, lengths, values):
+    """Run a function on every rank's chunks, in worlds of 2 to 4 ranks: chunks after it, and the traffic."""
+    evidence = {}
+    for size, group in worlds(*lengths):
+        rank = torch.distributed.get_rank()
+        chunks = [values[rank][index][:length].clone() for index, length in enumerate(lengths[size])]
+        with wire.counting() as traffic:
+            returned = function(chunks, group)
+        evidence[size] = {"chunks": chunks, "returned": type(returned).__name__, "traffic": traffic_of(traffic)}
+    return evidence
+
+
+def traffic_of(traffic):
+    """The counts of `wire.counting` as plain data."""
+    return {
+        "bytes": traffic.bytes_sent,
+        "messages": traffic.messages_sent,
+        "received": traffic.bytes_received,
+    }
+
+
+def chunk_lengths(random):
+    """For 2, 3 and 4 ranks the lengths of the chunks of a tensor that they cannot share equally, longer ones first."""
+    odd = 12 * random.randrange(1, 3) + random.choice((5, 7))
+    return {size: [len(chunk) for chunk in torch.arange(odd).tensor_split(size)] for size in (2, 3, 4)}
+
+
+@task("4.2", "scatter_reduce", ranks=4, forbidden=RING + COLLECTIVES)
+class ScatterReduce:
+    """After K-1 steps rank r holds the sum of chunk r+1."""
+
+    def draw(random, hidden):
+        return {"lengths": chunk_lengths(random), "values": [tensors(random, 4, 16, whole=True) for _ in range(4)]}
+
+    def probe(scatter_reduce, lengths, values):
+        return probe_chunks(scatter_reduce, lengths, values)
+
+    def judge(evidence, lengths, values):
+        for size, of in lengths.items():
+            finished = [(rank + 1) % size for rank in range(size)]
+            found = [evidence[rank][size]["chunks"] for rank in range(size)]
+            own = [values[rank][finished[rank]][: of[finished[rank]]] for rank in range(size)]
+            expected = [sum(values[peer][i][: of[i]] for peer in range(size)) for i in finished]
+            elsewhere = [
+                rank
+                for rank in range(size)
+                for i in range(size)
+                if i != finished[rank]
+                and torch.equal(found[rank][i], sum(values[peer][i][: of[i]] for peer in range(size)))
+            ]
+            about = f"with {size} ranks, chunk (rank + 1) mod K"
+            guesses = [("it is still the rank's own: nothing was added in place", own)]
+            if size > 2 or not elsewhere:
+                guesses.append(
+                    (
+                        "it was overwritten with what came in: add to it",
+                        [values[(rank - 1) % size][finished[rank]][: of[finished[rank]]] for rank in range(size)],
+                    )
+                )
+            if len(elsewhere) == size and not all(torch.equal(f[i], e) for f, i, e in zip(found, finished, expected)):
+                raise Wrong(
+                    f"{about} is not finished, but another one is: the chunks go round from another start or the other way"
+                )
+            missing = [partial(values, of, i, rank, size) for rank, i in enumerate(finished)]
+            guesses.append(("one rank's part is missing: are there K-1 steps?", missing))
+            compare_ranks(
+                [chunks[i] for chunks, i in zip(found, finished, strict=True)],
+                expected,
+                about,
+                guesses,
+                oracle="the sum",
+            )
+            check_ring_traffic(evidence, size, of, start=0, what="scatter-reduce")
+
+
+def partial(values, of, index, rank, size):
+    """The sum of a chunk after one step too few."""
+    return sum(values[(rank - back) % size][index][: of[index]] for back in range(size - 1))
+
+
+def check_ring_traffic(evidence, size, of, start, what):
+    """K-1 messages a rank, a chunk each: chunk (rank + start - step) in step 0, 1, …"""
+    for rank in range(size):
+        sent = evidence[rank][size]["traffic"]
+        expected = sum(4 * of[(rank + start - step) % size] for step in range(size - 1))
+        whole = 4 * sum(of) * (size - 1)
+        require(
+            sent["bytes"] > 0, f"{what} sent nothing over the wire: use wire.exchange, so that the bytes are counted"
+        )
+        require(sent["bytes"] != whole, f"{what} sends whole tensors: in each step only one chunk travels")
+        require(
+            sent["bytes"] == expected,
+            f"{what} with {size} ranks: rank {rank} sent {sent['bytes']} bytes in {sent['messages']} messages; {expected} bytes in {size - 1} were expected",
+        )
+
+
+@task("4.3", "allgather", ranks=4, forbidden=RING + COLLECTIVES)
+class AllGather:
+    """From rank r's finished chunk r+1 to all chunks everywhere."""
+
+    def draw(random, hidden):
+        return {"lengths": chunk_lengths(random), "values": [tensors(random, 4, 16, whole=True) for _ in range(4)]}
+
+    def probe(allgather, lengths, values):
+        return probe_chunks(allgather, lengths, values)
+
+    def judge(evidence, lengths, values):
+        for size, of in lengths.items():
+            about = f"with {size} ranks, all chunks after allgather"
+            own = [flat(values[rank], of) for rank in range(size)]
+            expected = [torch.cat([values[(i - 1) % size][i][: of[i]] for i in range(size)])] * size
+            added = [sum(own)] * size
+            from_rank = [torch.cat([values[i][i][: of[i]] for i in range(size)])] * size
+            guesses = [
+                ("nothing has changed: what comes in must be kept, in place", own),
+                ("they were added up: what comes in is finished, so keep it as it is", added),
+                ("chunk r was taken from rank r, but rank r has finished chunk r+1", from_rank),
+            ]
+            found = [torch.cat(evidence[rank][size]["chunks"]) for rank in range(size)]
+            compare_ranks(found, expected, about, guesses, oracle="the finished chunks")
+            check_ring_traffic(evidence, size, of, start=1, what="allgather")
+
+
+def flat(chunks, of):
+    """The chunks of one rank as one tensor."""
+    return torch.cat([chunk[:length] for chunk, length in zip(chunks, of, strict=False)])
+
+
+SHAPES = {"in one row": (23,), "a matrix": (5, 7), "not contiguous": (6, 4), "fewer elements than ranks": (2,)}
+
+
+@task("4.4", "ring_all_reduce", ranks=4, forbidden=RING + COLLECTIVES)
+class RingAllReduce:
+    """Any shape, in place, uneven chunks, 1 to 4 ranks."""
+
+    def draw(random, hidden):
+        shapes = {**SHAPES, "of no elements": (0,)} if hidden else SHAPES
+        dtype = torch.float64 if hidden else torch.float32
+        return {"values": {name: tensors(random, 4, *shape, dtype=dtype, whole=True) for name, shape in shapes.items()}}
+
+    def probe(ring_all_reduce, values):
+        evidence = {}
+        for size, group in worlds(2, 3, 4, 1):
+            for name, of_ranks in values.items():
+                tensor = of_ranks[torch.distributed.get_rank()].clone()
+                tensor = tensor.t() if name == "not contiguous" else tensor
+                with wire.counting() as traffic:
+                    ring_all_reduce(tensor, group)
+                evidence[size, name] = {"tensor": tensor, "traffic": traffic_of(traffic)}
+        return evidence
+
+    def judge(evidence, values):
+        for size in (2, 3, 4, 1):
+            for name, of_ranks in values.items():
+                turned = [one.t() if name == "not contiguous" else one for one in of_ranks[:size]]
+                found = [evidence[rank][size, name]["tensor"] for rank in range(size)]
+                about = f"{size} ranks, a tensor {name}"
+                guesses = [
+                    ("the tensor has not changed: the sum must end up in the tensor itself, in place", turned),
+                    ("you have the mean: this one is a sum, the division comes later", [sum(turned) / size] * size),
+                ]
+                compare_ranks(found, [sum(turned)] * size, about, guesses, oracle="the sum")
+                check_all_reduce_traffic(evidence, size, name, of_ranks[0])
+
+
+def check_all_reduce_traffic(evidence, size, name, tensor):
+    """2(K-1) chunks a rank, a little more or less where they are uneven."""
+    counts = [evidence[rank][size, name]["traffic"] for rank in range(size)]
+    whole, width = tensor.numel() * tensor.element_size(), tensor.element_size()
+    total, expected = sum(count["bytes"] for count in counts), 2 * (size - 1) * whole
+    if size == 1 or whole == 0:
+        return
+    require(total > 0, "nothing was sent over the wire: use wire.exchange, so that the bytes are counted")
+    require(
+        total != size * (size - 1) * whole or total == expected,
+        f"{size} ranks: whole tensors travel; cut them into K chunks",
+    )
+    require(
+        total == expected,
+        f"{size} ranks, a tensor {name}: {total} bytes were sent in all; 2 (K-1) p = {expected} were expected",
+    )
+    most = max(count["bytes"] for count in counts)
+    bound = 2 * (size - 1) * (-(-tensor.numel() // size)) * width
+    require(
+        most <= bound,
+        f"{size} ranks, a tensor {name}: one rank sends {most} bytes, at most {bound} were expected: are the chunks uneven?",
+    )
+
+
+@task("4.5", "ring_seconds")
+class RingSeconds:
+    """The closed form: 2(K-1)/K p/b and 2(K-1) latencies."""
+
+    def draw(random, hidden):
+        return {
+            "cases": [
+                (
+                    random.randrange(2, 65),
+                    random.randrange(1, 400) * 10**6,
+                    random.randrange(1, 100) * 10**8,
+                    random.randrange(1, 90) * 1e-5,
+                )
+                for _ in range(5)
+            ]
+            + [(1, 10**6, 10**9, 1e-3)]
+        }
+
+    def probe(ring_seconds, cases):
+        return [ring_seconds(*case) for case in cases]
+
+    def judge(evidence, cases):
+        for (size, parameters, bits, latency), found in zip(cases, evidence, strict=True):
+            number(found, float, "the time")
+            share, seconds = 2 * (size - 1) / size, parameters * 32 / bits
+            expected = share * seconds + 2 * (size - 1) * latency
+            what = f"{size} ranks, {parameters:,} parameters, {bits:,} bit/s, latency {latency:g} s: {found:.6g} s"
+            faults = {
+                "the link carries bits, and a byte has eight": share * seconds / 8 + 2 * (size - 1) * latency,
+                "a float32 has four bytes": share * seconds / 4 + 2 * (size - 1) * latency,
+                "where are the 2 (K-1) latencies?": share * seconds,
+                "every step pays a latency, and there are 2 (K-1) steps": share * seconds + latency,
+                "that is scatter-reduce alone; allgather comes after it": expected / 2,
+                "that is the whole-gradient ring: in each step only 1/K of the gradient travels": 2
+                * (size - 1)
+                * (seconds + latency),
+                "that is K steps a half; K-1 are enough": 2 * seconds + 2 * size * latency,
+            }
+            for message, wrong in faults.items():
+                require(not (close(found, wrong) and not close(wrong, expected)), f"{what}: {message}")
+            require(close(found, expected), f"{what}; {expected:.6g} s was expected")

@@ -1,0 +1,89 @@
+"""A process that has loaded everything once, and forks a warden for each job: `python -m ddp_course.grading.zygote`.
+
+Loading torch, pytest and Jupyter takes seconds, a fork milliseconds. The zygote runs no code of a learner's; what it
+forks starts from the same clean state each time, so memory stays constant. Its standard input is a socket: each
+message brings the folder of an order (order.json) and a socket for the answer. It ends when its standard input does.
+"""
+
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import sys
+from importlib import import_module
+from pathlib import Path
+
+PRELOAD = (
+    "torch", "torch.distributed.launcher.api", "torch.multiprocessing", "torch._dynamo", "torch.utils.data",
+    "numpy", "cloudpickle", "pytest", "nbval.plugin", "nbformat.v4", "ipykernel.kernelapp", "ipykernel.ipkernel",
+    "jupyter_client.manager", "jupyter_client.provisioning", "xml.dom.minidom", "ddp_course.running.agent",
+    "ddp_course.running.launch", "ddp_course.running.server", "ddp_course.running.rank", "ddp_course.running.links",
+    "sklearn.datasets", "ddp_course.stage1_single", "ddp_course.stage5_bucketed", "ddp_course.stage6_ddp", "ddp_course.stage7_sharded",
+    "ddp_course.grading.nbval_run", "ddp_course.grading.examine", "ddp_course.grading.sandbox",
+    *(f"ddp_course.grading.tasks.exercise{number:02d}" for number in range(1, 11)),
+)  # fmt: skip
+LONGEST_PATH = 1 << 12
+
+
+def preload():
+    """Load what jobs need. A part that this machine lacks fails later, in the job that needs it."""
+    for name in PRELOAD:
+        try:
+            import_module(name)
+        except ImportError:
+            continue
+    gc.collect()
+    gc.freeze()
+
+
+def serve(control):
+    """Fork a warden for each order until the grader is gone, then kill those that still run."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    wardens = set()
+    while True:
+        ready, _, _ = select.select([control], [], [], 0.5)
+        while wardens:
+            pid, _ = os.waitpid(-1, os.WNOHANG)
+            if not pid:
+                break
+            wardens.discard(pid)
+        if not ready:
+            continue
+        order, descriptors, _, _ = socket.recv_fds(control, LONGEST_PATH, 1)
+        if not order:
+            break
+        warden = os.fork()
+        if warden == 0:
+            control.close()
+            be_warden(order.decode(), socket.socket(fileno=descriptors[0]))
+        os.close(descriptors[0])
+        wardens.add(warden)
+    for warden in wardens:
+        os.kill(warden, signal.SIGTERM)
+
+
+def be_warden(folder, answer):
+    """In the forked child: run the job of a folder in the sandbox, send back how it went. Never returns."""
+    from . import sandbox
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    try:
+        order = json.loads(Path(folder, "order.json").read_text())
+        module, function = order["job"].split(":")
+        job = getattr(import_module(module), function)
+        limits = sandbox.Limits(**order["limits"])
+        outcome = sandbox.confine(lambda: job(order, answer), folder, limits)
+        answer.sendall(json.dumps({"outcome": outcome}).encode() + b"\n")
+    except BaseException as error:
+        answer.sendall(json.dumps({"outcome": "failed", "message": repr(error)}).encode() + b"\n")
+    finally:
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    from ddp_course.grading import zygote  # so that what is forked has this module under its own name
+
+    zygote.preload()
+    zygote.serve(socket.socket(fileno=os.dup(0)))
