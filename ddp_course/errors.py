@@ -96,3 +96,7 @@ class CheckpointError(CourseError):
 
 class GradingError(CourseError):
     """A notebook cannot be graded: it is damaged, or not one of the course's exercises."""
+
+
+class NotFiniteError(CourseError):
+    """A gradient has NaN or infinite elements; the message names the rank and the parameter."""

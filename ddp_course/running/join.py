@@ -1,0 +1,78 @@
+"""Joining the job that torchrun or Slurm has started, or one of a single rank if nobody has."""
+
+import os
+import re
+import socket
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from .devices import placement
+
+FIRST_PORT, PORTS = 20_000, 10_000  # where Slurm jobs meet: a port of its own for each job id
+
+
+def join(device="auto", timeout=1800.0):
+    """Bring up the process group of the job that this process is part of; return (rank, world size).
+
+    `device` as in `launch`, each machine's ranks on its own devices; `timeout` (seconds) is how long a collective may
+    take. Under torchrun the environment says everything; Slurm's `srun` is translated to it; anywhere else this
+    process is the only rank. A process group that is up already is left alone.
+    """
+    if not dist.is_initialized():
+        environment = {} if "RANK" in os.environ else from_slurm(os.environ) or alone()
+        os.environ.update(environment)
+        world_size, local = (int(os.environ.get(name, 1)) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+        where = placement(device, local)
+        mine = where.devices[int(os.environ.get("LOCAL_RANK", 0))]
+        os.environ["DDP_COURSE_DEVICE"] = mine
+        if mine.startswith("cuda"):
+            torch.cuda.set_device(mine)
+        if local == world_size and sys.platform == "linux":
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all on this machine, whatever its name resolves to
+        dist.init_process_group(where.backend, timeout=timedelta(seconds=timeout))
+    return dist.get_rank(), dist.get_world_size()
+
+
+def from_slurm(environ):
+    """The environment that torchrun would give, from that of a task of `srun`; None outside of one.
+
+    `srun` alone sets SLURM_STEP_…: the batch script itself is no task, although it has a SLURM_PROCID too.
+    """
+    if "SLURM_STEP_NUM_TASKS" not in environ or "SLURM_PROCID" not in environ:
+        return None
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "localhost")
+    job = int(environ.get("SLURM_JOB_ID", 0))
+    tasks_here = tasks_on_node(environ.get("SLURM_STEP_TASKS_PER_NODE", "1"), int(environ.get("SLURM_NODEID", 0)))
+    return {
+        "RANK": environ["SLURM_PROCID"],
+        "WORLD_SIZE": environ["SLURM_STEP_NUM_TASKS"],
+        "LOCAL_RANK": environ.get("SLURM_LOCALID", "0"),
+        "LOCAL_WORLD_SIZE": str(tasks_here),
+        "MASTER_ADDR": environ.get("MASTER_ADDR") or first_node(nodes),
+        "MASTER_PORT": environ.get("MASTER_PORT") or str(FIRST_PORT + job % PORTS),
+    }
+
+
+def first_node(nodes):
+    """The first host of a Slurm node list: "gpu[03-07,11],login" is "gpu03"."""
+    first = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\])?([^,]*)", nodes)
+    return "".join(part or "" for part in first.groups())
+
+
+def tasks_on_node(counts, node):
+    """How many tasks node number `node` has, from Slurm's short form: "2(x3),1" is 2, 2, 2, 1."""
+    tasks = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts):
+        tasks += [int(count)] * int(times or 1)
+    return tasks[node]
+
+
+def alone():
+    """The environment of a job of one rank."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", **address}

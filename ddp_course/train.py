@@ -1,0 +1,255 @@
+"""The script form of every stage, for one process, torchrun and Slurm, with checkpoints and exact resume:
+
+    python -m ddp_course.train --problem bytes --stage 6 --steps 200 --checkpoint runs/first
+    torchrun --nproc-per-node=4 --max-restarts=3 -m ddp_course.train --stage 6 --checkpoint runs/first
+    srun --ntasks=8 python -m ddp_course.train --stage 6 --checkpoint runs/first
+
+Started again, it goes on from the newest checkpoint as if nothing had happened: same batches, same dropout masks,
+same bits. A finished run ends at once.
+"""
+
+import argparse
+import os
+import random
+import statistics
+import sys
+import traceback
+from functools import partial
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from . import problems, strategies
+from .errors import CheckpointError, CourseError
+from .measuring import finite
+from .running import checkpoint
+from .running.devices import rank_device
+from .running.join import join
+
+OPTIMIZERS = {
+    "sgd": torch.optim.SGD,
+    "momentum": partial(torch.optim.SGD, momentum=0.9),
+    "adamw": torch.optim.AdamW,
+}
+MUST_MATCH = ("problem", "seed", "global_batch", "parameters", "dropout", "dtype", "lr", "optimizer", "schedule")
+
+
+def parser():
+    """The options of `python -m ddp_course.train`."""
+    options = argparse.ArgumentParser(prog="python -m ddp_course.train", description=__doc__.split(":")[0])
+    add = options.add_argument
+    add("--problem", default="digits", choices=problems.NAMES, help="default digits")
+    add("--stage", default="6", choices=strategies.NAMES, help="default 6; 4w: whole-gradient ring, 7o: ZeRO-1")
+    add("--steps", type=int, metavar="N", help="training steps in all (default: the problem's)")
+    add("--seed", type=int, default=0, help="seed of weights, batches and dropout (default 0)")
+    add("--checkpoint", metavar="DIR", help="save here, and go on from the newest checkpoint that is there")
+    add("--every", type=int, default=10, metavar="N", help="steps between checkpoints (default 10)")
+    add("--keep", type=int, default=2, metavar="N", help="checkpoints to keep (default 2)")
+    add("--global-batch", type=int, metavar="B", help="samples a step over all ranks together")
+    add("--parameters", type=int, metavar="P", help="size of the model of bytes and synthetic")
+    add("--dropout", type=float, default=0.0, help="share of activations dropped in training (default 0)")
+    add("--dtype", default="float32", choices=("float32", "float64"), help="default float32")
+    add("--optimizer", default="sgd", choices=OPTIMIZERS, help="default sgd, as in the lessons")
+    add("--lr", type=float, help="learning rate (default: the problem's)")
+    add("--schedule", default="constant", choices=("constant", "cosine"), help="of the learning rate")
+    add("--pipeline", type=int, metavar="S", help="stage 8: ranks that form a pipeline (default: all)")
+    add("--device", default="auto", help="auto, cpu, cuda, or one GPU such as cuda:0")
+    return options
+
+
+def parse(arguments=None):
+    """Parse and complete the options; ValueError for values that cannot work."""
+    options = parser().parse_args(arguments)
+    if options.problem == "digits" and options.parameters is not None:
+        raise ValueError("the model of digits has one size; choose --problem bytes or synthetic with --parameters")
+    if options.problem == "synthetic" and options.dropout:
+        raise ValueError("synthetic has no dropout; choose --problem digits or bytes")
+    if not 0 <= options.dropout < 1:
+        raise ValueError(f"dropout is {options.dropout}; it must be at least 0 and below 1")
+    if options.every < 1 or options.keep < 1:
+        raise ValueError("--every and --keep must be 1 or more")
+    made = make_problem(options)
+    options.steps = made.steps if options.steps is None else options.steps
+    options.lr = made.learning_rate if options.lr is None else options.lr
+    if options.steps < 1:
+        raise ValueError(f"steps is {options.steps}; it must be 1 or more")
+    return options
+
+
+def make_problem(options, device="cpu"):
+    """The problem that the options ask for."""
+    asked = {"parameters": options.parameters, "dropout": options.dropout or None}
+    settings = {key: value for key, value in asked.items() if value is not None}
+    return problems.make(options.problem, dtype=getattr(torch, options.dtype), device=device, **settings)
+
+
+def run(options):
+    """Train to the last step, from the newest checkpoint if there is one; every rank calls this.
+
+    Returns {"losses": mean loss of every global batch from the first step on, "model": the whole state dict,
+    "evaluation": …, "resumed": the step it went on from}. Raises CheckpointError if the checkpoint does not fit the
+    options, ValueError for options that cannot work.
+    """
+    saved = newest_checkpoint(options)
+    problem = make_problem(options, rank_device())
+    options.global_batch = global_batch(options, problem, saved)
+    strategy, scheduler = prepare(options, problem, saved)
+    step, losses, recent = (saved["step"], list(saved["losses"]), []) if saved else (0, [], [])
+    resumed = step
+    for inputs, targets in problem.batches(options.global_batch, options.steps, options.seed, *strategy.share(), step):
+        strategy.optimizer.zero_grad()
+        recent.append(strategy.backward(inputs, targets))
+        strategy.optimizer.step()
+        if scheduler:
+            scheduler.step()
+        step += 1
+        if step % options.every == 0 or step == options.steps:
+            losses, recent = losses + mean_over_ranks(recent), []
+            say(f"step {step}/{options.steps}  loss {losses[-1]:.4f}")
+            if options.checkpoint:
+                save(options, problem, strategy, scheduler, step, losses)
+    model = strategy.whole()
+    return {
+        "losses": losses,
+        "model": {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()},
+        "evaluation": problem.evaluate(model),
+        "resumed": resumed,
+    }
+
+
+def prepare(options, problem, saved):
+    """Return the strategy and the learning rate schedule, in the state that the checkpoint `saved` describes."""
+    model = problem.model(options.seed)
+    if saved:
+        check_settings(saved["settings"], options)
+        checkpoint.load_model(model, saved["model"])
+    finite.watch(model)
+    optimizer = partial(OPTIMIZERS[options.optimizer], lr=options.lr)
+    strategy = strategies.make(options.stage, model, optimizer, options.pipeline)
+    scheduler = make_scheduler(strategy.optimizer, options)
+    if saved:
+        strategy.load_optimizer(saved["optimizer"])
+        if scheduler:
+            scheduler.load_state_dict(saved["scheduler"])
+    seed_this_rank(options.seed, saved)
+    return strategy, scheduler
+
+
+def newest_checkpoint(options):
+    """What rank 0 finds in the folder, the same on all ranks; None if there is nothing yet, or no folder is named."""
+    if not options.checkpoint:
+        return None
+    found = [None, None]
+    if dist.get_rank() == 0 and checkpoint.checkpoints(options.checkpoint):
+        try:
+            found[0] = checkpoint.load(options.checkpoint)
+        except CheckpointError as error:
+            found[1] = str(error)
+    dist.broadcast_object_list(found, src=0)
+    if found[1]:
+        raise CheckpointError(found[1])
+    if found[0] and found[0]["world_size"] != dist.get_world_size():
+        say(
+            f"the checkpoint was written by {found[0]['world_size']} ranks, this run has {dist.get_world_size()}: "
+            "it goes on with the same batches; dropout masks and the last bits of sums will differ"
+        )
+    return found[0]
+
+
+def global_batch(options, problem, saved):
+    """Samples a step: what was asked for, or what the checkpoint says, or near the problem's own what K ranks share."""
+    world_size = dist.get_world_size()
+    if options.global_batch is None and saved:
+        return saved["settings"]["global_batch"]
+    if options.global_batch is None:
+        return max(world_size, problem.global_batch // world_size * world_size)
+    return options.global_batch
+
+
+def check_settings(settings, options):
+    """Raise CheckpointError if the checkpoint was made with other options; stage, ranks and steps may change."""
+    other = [name for name in MUST_MATCH if settings[name] != getattr(options, name)]
+    if other:
+        pairs = (f"--{n.replace('_', '-')} {settings[n]} (now {getattr(options, n)})" for n in other)
+        raise CheckpointError(
+            f'the checkpoint in "{options.checkpoint}" was made with {", ".join(pairs)}. '
+            "Use the same options, or another folder."
+        )
+
+
+def make_scheduler(optimizer, options):
+    """The learning rate schedule; None for a constant rate."""
+    if options.schedule == "constant":
+        return None
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.steps)
+
+
+def seed_this_rank(seed, saved):
+    """Put the random generators where the checkpoint had them, or at a beginning of this rank's own."""
+    mine = 1000 * seed + dist.get_rank()  # dropout masks must differ between ranks
+    if saved:
+        mine += 1_000_000 * saved["step"]  # a rank that the checkpoint does not know must not start over
+    torch.manual_seed(mine)
+    np.random.seed(mine % 2**32)
+    random.seed(mine)
+    if saved:
+        checkpoint.set_random_state(saved["random"])
+
+
+def save(options, problem, strategy, scheduler, step, losses):
+    """Write a checkpoint; all ranks take part, rank 0 writes."""
+    epoch, position = divmod(step, len(problem.targets) // options.global_batch)
+    state = {
+        **strategy.state(),
+        "scheduler": scheduler.state_dict() if scheduler else None,
+        "step": step,
+        "epoch": epoch,
+        "position": position,
+        "sampler_seed": options.seed,
+        "random": checkpoint.random_states(),
+        "world_size": dist.get_world_size(),
+        "losses": losses,
+        "settings": {name: getattr(options, name) for name in MUST_MATCH},
+    }
+    checkpoint.save(options.checkpoint, state, options.keep)
+
+
+def mean_over_ranks(losses):
+    """The losses of the global batches from each rank's own; ranks that know none give None."""
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, losses)
+    return [statistics.fmean(loss for loss in step if loss is not None) for step in zip(*everyone, strict=True)]
+
+
+def say(text):
+    """Print a line, once for all ranks."""
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+
+
+def main(arguments=None):
+    """Run the script and end the process: 0 for success, 1 for a failed run, 2 for options that cannot work."""
+    try:
+        options = parse(arguments)
+        join(options.device)
+        result = run(options)
+        if result["resumed"] >= options.steps:
+            say(f"the run in {options.checkpoint} is finished: {options.steps} steps")
+        say("  ".join(f"{name} {value:.4f}" for name, value in result["evaluation"].items()))
+        dist.barrier()
+        code = 0
+    except (ValueError, CourseError) as error:
+        rank = f"rank {os.environ['RANK']}: " if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
+        print(f"ddp_course.train: {rank}{error}", file=sys.stderr)
+        code = 2 if isinstance(error, ValueError) else 1
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # at once: a communication thread may still wait for a rank that has gone
+
+
+if __name__ == "__main__":
+    main()
