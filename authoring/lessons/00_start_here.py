@@ -93,7 +93,9 @@ joined by links of 200 Mbit/s. Two of them send gradients around in very differe
 """
 
 # %% predict
-guess = show.predict(f"With {K} ranks: how many times longer is a step with the server than with the ring?", [1, 2, 3, 5])
+guess = show.predict(
+    f"With {K} ranks: how many times longer is a step with the server than with the ring?", [1, 2, 3, 5]
+)
 guess
 
 # %% [markdown]

@@ -59,7 +59,9 @@ gradient of its weights, and the gradient of its inputs, which the layer before 
 """
 
 # %% predict
-guess = show.predict("How many times longer than forward does backward take?", ["half", "the same", "about twice", "ten times"])
+guess = show.predict(
+    "How many times longer than forward does backward take?", ["half", "the same", "about twice", "ten times"]
+)
 guess
 
 # %% [markdown]

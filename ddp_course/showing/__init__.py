@@ -2,9 +2,9 @@
 
 from importlib import import_module
 
+from .source import diff, source
+
 _HOME = {
-    "source": "source",
-    "diff": "source",
     "curves": "plots",
     "bars": "plots",
     "images": "plots",
@@ -15,7 +15,7 @@ _HOME = {
     "predict": "widgets",
 }
 _MODULES = {"plots", "sketches", "widgets"}
-__all__ = sorted([*_HOME, *_MODULES])
+__all__ = sorted([*_HOME, *_MODULES, "diff", "source"])
 
 
 def __getattr__(name):

@@ -116,7 +116,7 @@ def compare_figure(results):
         draw_traffic(axes[1, 0], results)
         draw_stage_timelines(axes[1, 1], stages)
         where = f"{results['problem']}, {results['world_size']} ranks, {results['device']}, {link_text(results)}"
-        picture.suptitle(textwrap.fill(f"{where}: {message}", 120), fontsize=11, fontweight="bold")
+        picture.suptitle(f"{where}\n{message}", fontsize=11, fontweight="bold")
     return picture
 
 
@@ -138,7 +138,7 @@ def draw_losses(axes, stages):
         axes.plot(range(1, len(stage["loss"]) + 1), stage["loss"], color=colour, linewidth=width, label=label)
     axes.set(xlabel="step", ylabel="loss (nats)", title="Loss: the curves lie on one another")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.08 * max(max(stage["loss"]) for stage in stages))
     axes.legend(handlelength=1.4)
 
 
@@ -277,6 +277,10 @@ def curves(series, xlabel, ylabel, title, message="", theory=None, log=(), width
             axes.plot(xs, ys, "o" if points else "-", color=shade, label=label)
         for axis in log:
             logarithmic(axes, axis)
+        if "x" not in log:
+            axes.xaxis.set_major_locator(
+                MaxNLocator(integer=all(line.get_xdata().dtype.kind == "i" for line in axes.lines))
+            )
         axes.set(xlabel=xlabel, ylabel=ylabel, title=title)
         if len(series) + len(theory or {}) > 1:
             axes.legend()

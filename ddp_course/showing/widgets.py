@@ -9,9 +9,13 @@ import base64
 import ipywidgets
 
 from . import sketches
+from .plots import STAGE_COLOURS, binary_bytes, curves, draw_lane, logarithmic, panels, style
 
 _LAYOUT = ipywidgets.Layout(width="460px")
 _WIDE = {"description_width": "170px"}
+BANDWIDTHS = ["100Mbit", "1Gbit", "10Gbit", "100Gbit", "400Gbit"]
+CAPS = (0.01, 0.02, 0.03, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5)
+LATENCIES = ["1us", "10us", "100us", "1ms", "10ms"]
 
 
 class Explorer(ipywidgets.VBox):
@@ -110,3 +114,71 @@ def nearest(value, answers):
     return min(
         answers, key=lambda answer: max(value, 1e-300) / answer if answer < value else answer / max(value, 1e-300)
     )
+
+
+def alpha_beta_explorer(bandwidth="10Gbit", latency="100us", world_size=8):
+    """Which all-reduce is the fastest for which message size: sliders for the link and the number of ranks."""
+    return Explorer(
+        alpha_beta_figure,
+        bandwidth=choice("bandwidth", bandwidth, BANDWIDTHS),
+        latency=choice("latency", latency, LATENCIES),
+        world_size=choice("ranks K", world_size, [2, 4, 8, 16, 64, 256, 1024]),
+    )
+
+
+def alpha_beta_figure(bandwidth="10Gbit", latency="100us", world_size=8):
+    """Time of an all-reduce by message size for four algorithms, from the closed forms of `theory`."""
+    from ..measuring import theory
+    from ..running.units import bits_per_second, seconds
+
+    costs = theory.Costs.of_link(bits_per_second(bandwidth), seconds(latency))
+    sizes = [2.0**power for power in range(6, 31, 2)]
+    chosen = {"server": "parameter_server", "ring": "ring", "tree": "tree", "halving-doubling": "halving_doubling"}
+    colours = dict(zip(chosen, [STAGE_COLOURS["3"], STAGE_COLOURS["4"], "#009E73", "#CC79A7"], strict=True))
+    times = {name: [theory.seconds(form, n, world_size, costs) for n in sizes] for name, form in chosen.items()}
+    first, last = (min(times, key=lambda name: times[name][at]) for at in (0, -1))
+    title = f"{bandwidth}/s, {latency}, {world_size} ranks: {first} for small messages, {last} for large ones"
+    lines = {name: (sizes, [1000 * t for t in times[name]], colours[name]) for name in chosen}
+    picture = curves({}, "message", "time (ms)", title, theory=lines, log="xy", height=3.6)
+    binary_bytes(picture.axes[0].xaxis)
+    return picture
+
+
+def bucket_explorer(profile, world_size, network, measured, caps=CAPS):
+    """Choose the bucket cap: the simulated step of `profile`, and step times by cap beside `measured` {MiB: ms}."""
+    steps = simulated_steps(profile, world_size, network, caps)
+    cap = choice("bucket cap (MiB)", caps[len(caps) // 2], [(f"{size:g}", size) for size in caps])
+    return Explorer(lambda cap: _bucket_figure(steps, measured, cap), cap=cap)
+
+
+def bucket_figure(profile, world_size, network, measured, cap):
+    """The plain figure of `bucket_explorer` for one `cap`."""
+    return _bucket_figure(simulated_steps(profile, world_size, network, sorted({*CAPS, cap})), measured, cap)
+
+
+def simulated_steps(profile, world_size, network, caps):
+    """{cap in MiB: simulated step} of stage 5 with `profile`."""
+    from ..measuring.simulate import simulate
+
+    return {cap: simulate(profile, world_size, network, bucket_cap_mb=cap) for cap in caps}
+
+
+def _bucket_figure(steps, measured, cap):
+    step = steps[cap]
+    hidden = 100 * (1 - min(1.0, step.exposed_s / step.communication_s)) if step.communication_s else 100
+    message = f"cap {cap:g} MiB: {len(step.buckets)} bucket(s), step {1000 * step.step_s:.1f} ms, {hidden:.0f} % hidden"
+    picture, (above, below) = panels(2, 1, height=4.2, message=message, alt=message, height_ratios=[1, 3])
+    with style():
+        draw_lane(above, 0, [[span.name, span.start, span.end, span.lane] for span in step.spans])
+        above.set(xlim=(0, 1050 * max(one.step_s for one in steps.values())), ylim=(0.6, -0.6), yticks=[])
+        above.set(title=message)
+        above.set_xlabel("time in the simulated step (ms)")
+        below.plot(
+            list(steps), [1000 * one.step_s for one in steps.values()], color=STAGE_COLOURS["5"], label="simulated"
+        )
+        below.plot(list(measured), list(measured.values()), "o", color=STAGE_COLOURS["5"], label="measured")
+        below.axvline(cap, color="#777777", linestyle=":")
+        logarithmic(below, "x")
+        below.set(xlabel="bucket cap (MiB)", ylabel="step (ms)", ylim=(0, None))
+        below.legend(loc="lower left")
+    return picture

@@ -7,19 +7,20 @@ import torch
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 
+from ... import problems
 from ...running.launch import launch
 from ...stage3_paramserver import broadcast_parameters, gradients
 from ...stage4_ring import average_on_ring
 from ...stage5_bucketed import BucketedDDP
 from .claim import Claim, Outcome
-from .models import batch_of, digits, flat, me, weights
+from .models import batch_of, flat, me, vectors, weights
 
 RANKS, BATCH, STEPS, RATE = 4, 24, 8, 0.02
 
 
 def train(reduction, rate, rank=0, world_size=1):
     """Weights after a few steps of SGD on this rank's share, gradients averaged where there are several ranks."""
-    problem, model = digits(), digits().model()
+    problem, model = vectors(), vectors().model()
     optimizer = SGD(model.parameters(), lr=rate)
     for inputs, targets in problem.batches(BATCH, STEPS, rank=rank, world_size=world_size):
         optimizer.zero_grad()
@@ -46,7 +47,7 @@ def seeds_on_rank(broadcast, same_seed):
     """One rank: weights after a few steps, and the dropout mask that it drew."""
     rank, world_size = me()
     torch.manual_seed(0 if same_seed else rank)
-    problem, model = digits(), digits().model(seed=0 if same_seed else rank)
+    problem, model = vectors(), vectors().model(seed=0 if same_seed else rank)
     if broadcast:
         broadcast_parameters(model)
     optimizer = SGD(model.parameters(), lr=RATE)
@@ -73,7 +74,7 @@ def must_share_seed(broadcast):
 
 def mean_of_means(sizes):
     """Is the mean of the shards' mean losses the mean loss of all samples?"""
-    problem, model = digits(), digits().model()
+    problem, model = vectors(), vectors().model()
     inputs, targets = batch_of(problem, sum(sizes))
     losses = cross_entropy(model(inputs), targets, reduction="none").detach()
     parts = losses.split(sizes)
@@ -106,7 +107,7 @@ def sees_global_batch(synchronised):
 def clip_on_rank(limit):
     """One rank: the averaged gradient, clipped by its norm before (as a hook would) and after averaging."""
     rank, world_size = me()
-    problem, model = digits(), digits().model()
+    problem, model = vectors(), vectors().model()
     inputs, targets = batch_of(problem, BATCH, rank, world_size)
     cross_entropy(model(inputs), targets).backward()
     early = deepcopy(model)
@@ -128,10 +129,8 @@ def clip_anywhere(limit):
 
 def layout_on_rank(cap):
     """One rank: the averaged float32 gradient with buckets of `cap` MiB."""
-    from ... import problems
-
     rank, world_size = me()
-    problem = problems.make("digits")
+    problem = problems.make("synthetic", parameters=2**18)
     model = problem.model()
     inputs, targets = batch_of(problem, BATCH, rank, world_size)
     cross_entropy(BucketedDDP(model, bucket_cap_mb=cap)(inputs), targets).backward()

@@ -48,6 +48,6 @@ class Branches(torch.nn.Module):
         return sum(getattr(self, name)(hidden) for name in self.used) / len(self.used)
 
 
-def digits(**options):
-    """The digits problem in float64, where rounding errors are of the size 1e-16."""
-    return problems.make("digits", dtype=torch.float64, **options)
+def vectors():
+    """A small network on random vectors in float64, where rounding errors are of the size 1e-16."""
+    return problems.make("synthetic", parameters=3 * 64**2, width=64, samples=512, dtype=torch.float64)

@@ -1,0 +1,248 @@
+# %% [markdown]
+r"""
+# 3 · The parameter server
+
+Now K processes instead of K threads: no shared lock, no shared memory, and soon no shared machine. Each has its own
+copy of the model and its own share of the data. What is left to do is to average the gradients. The plainest
+way: send them all to one rank.
+
+**After this lesson you can**
+
+- use rank, world size and point-to-point messages,
+- say why all ranks must start from the same weights, and how,
+- share an epoch among ranks without overlap,
+- predict the time of a step with a server, and show that it grows with the number of ranks.
+
+*35 minutes, under a minute of computing.*
+"""
+
+# %% imports
+from ddp_course import (
+    Link, average_on_server, broadcast_parameters, claims, dist, launch, problems, show,
+    stage2_dataparallel, stage3_paramserver, timing, torch, wire,
+)  # fmt: skip
+
+K = 4  # how many ranks; 2 works as well
+
+# %% [markdown]
+r"""
+## Ranks and messages
+
+A **rank** is one process of the job, with a number from 0 to K-1; K is the **world size**. A *point-to-point*
+message has one sender and one receiver, and both must agree: a `send` without its `recv` waits for ever. Here
+each rank sends its rank number to the server, rank 0.
+"""
+
+
+# %% first-messages
+def report():
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if rank > 0:
+        wire.send(torch.tensor([rank]), dst=0)
+        return f"rank {rank} sent"
+    box, got = torch.zeros(1, dtype=torch.int64), []
+    for peer in range(1, world_size):
+        wire.recv(box, src=peer)
+        got.append(box.item())
+    return f"rank 0 received {got}"
+
+
+launch(report, world_size=K)
+
+# %% [markdown]
+r"""
+## Start equal
+
+Each rank builds the model itself. With a random start of its own, each would train another model, and averaging
+their gradients would make no sense. So before the first step rank 0 sends its weights to all others: a
+**broadcast**. We look at one weight of each rank before and after.
+"""
+
+
+# %% broadcast
+def one_weight():
+    model = problems.make("digits").model(seed=dist.get_rank())
+    before = model[0].weight[0, 0, 0, 0].item()
+    broadcast_parameters(model)
+    return round(before, 4), round(model[0].weight[0, 0, 0, 0].item(), 4)
+
+
+weights = launch(one_weight, world_size=K)
+weights
+
+# %% check-broadcast
+# NBVAL_CHECK_OUTPUT
+before, after = zip(*weights)
+assert len(set(before)) == K and set(after) == {before[0]}
+print("different before, rank 0's weights everywhere after")
+
+# %% [markdown]
+r"""
+Some texts say that the *optimizer* must be created "with the same random seed" on all ranks. Equal weights and
+equal gradients are enough: plain SGD has no random part. And the same seed everywhere has a drawback: every rank
+then draws the same dropout masks. Lesson 09 tests this (claim 7).
+
+## Share the data
+
+A **sampler** decides which rank sees which sample. Ours, like torch's `DistributedSampler`, shuffles the epoch in
+the same way on all ranks and then deals it out like cards: rank r takes positions r, r+K, r+2K, …
+"""
+
+# %% shard
+for rank in range(K):
+    shares = [problems.shard(12, rank, K, epoch).tolist() for epoch in (0, 1)]
+    print(f"rank {rank}: epoch 0 {shares[0]}   epoch 1 {shares[1]}")
+
+# %% check-shard
+# NBVAL_CHECK_OUTPUT
+dealt = torch.cat([problems.shard(12, rank, K) for rank in range(K)])
+assert sorted(dealt.tolist()) == list(range(12))
+print("every sample once, no overlap")
+
+# %% [markdown]
+r"""
+## The server
+
+All gradients go to rank 0 and the average comes back. The server's one link carries everything.
+"""
+
+# %% sketch
+show.sketches.star(K)
+
+# %% source
+show.source(average_on_server, stage3_paramserver.collect_and_return)
+
+# %% [markdown]
+r"""
+Let p be the bytes of all gradients, and b the bytes a second that a link carries. The server receives K-1
+gradients, one after another, and then sends K-1 averages:
+
+$$T = 2\,(K-1)\,\frac{p}{b}$$
+
+## Predict
+"""
+
+# %% predict
+guess = show.predict("The time at 4 ranks is how many times the time at 2 ranks?", [1, 2, 3, 4])
+guess
+
+# %% [markdown]
+r"""
+## Run
+
+A real network would hide in your laptop's memory speed, so we **emulate links** of 200 Mbit/s: each rank gets its
+own network cable with a speed limit, at the sending and at the receiving end. Then one gradient of 1 MiB is
+averaged on 2, 3 and 4 ranks. The slowest rank's time counts, because everyone waits for it.
+"""
+
+# %% measure
+link = Link("200Mbit")
+p = 2**20
+
+
+def server(tensor):
+    average_on_server([tensor])
+
+
+seconds = {ranks: timing.time_collective(server, p, ranks, link) for ranks in (2, 3, 4)}
+
+# %% plot
+formula = {ranks: 2 * (ranks - 1) * p / (200e6 / 8) for ranks in (1, 2, 3, 4, 5)}
+show.curves(
+    {"measured": (list(seconds), [1000 * s for s in seconds.values()], show.STAGE_COLOURS["3"])},
+    "ranks K", "time to average 1 MiB (ms)", "With a server the time grows with the number of ranks",
+    theory={"2(K-1) p/b": (list(formula), [1000 * s for s in formula.values()], show.STAGE_COLOURS["3"])},
+)  # fmt: skip
+
+# %% reveal
+ratio = seconds[4] / seconds[2]
+guess.reveal(f"{ratio:.1f} times", show.widgets.nearest(ratio, guess.answers))
+
+# %% check-time
+# NBVAL_CHECK_OUTPUT
+assert 2 < ratio < 4.5, seconds
+print("twice the ranks, about three times the wait")
+
+# %% [markdown]
+r"""
+## Count
+
+Time can be noisy, bytes cannot. The wire counts what each rank sends and receives in one call.
+"""
+
+# %% count
+traffic = timing.count_traffic(server, p, K)
+show.bars(
+    {f"rank {rank}": one.bytes_sent / p for rank, one in enumerate(traffic)}, "bytes sent (in units of p)",
+    "The server sends K-1 times as much as anyone else", theory={"rank 0": K - 1},
+    colours={"rank 0": show.STAGE_COLOURS["3"]},
+)  # fmt: skip
+
+# %% check-bytes
+# NBVAL_CHECK_OUTPUT
+assert [one.bytes_sent for one in traffic] == [(K - 1) * p] + [p] * (K - 1)
+assert traffic[0].bytes_received == (K - 1) * p
+print("server: (K-1) p in and (K-1) p out; everyone else: p out and p in")
+
+# %% [markdown]
+r"""
+## What changed
+
+From stage 2's loop to stage 3's: the wrapper is gone, equal weights at the start and one line before the update
+have come. `batches` now yields this rank's share only.
+"""
+
+# %% diff
+show.diff(stage2_dataparallel.train, stage3_paramserver.train)
+
+# %% [markdown]
+r"""
+## Claim: "a parameter server takes 2(K-1) p/b"
+
+For *this* server it does. But the first rank's average could be on its way back while the last rank's gradient still
+comes in, because a cable has two directions. The experiment cuts the gradient into pieces and lets the server do
+both at once.
+"""
+
+# %% claim-4
+# NBVAL_CHECK_OUTPUT
+finding = claims.test(4)
+print(finding.line)
+
+# %% claim-4-numbers
+finding
+
+# %% [markdown]
+r"""
+Even this server's time grows with K. Lesson 04 gets rid of the growth.
+
+## What torch does
+
+`dist.reduce` to one rank and `dist.broadcast` back would do the same job, and are cheaper than our two loops,
+because inside they are not stars: gloo's reduce is itself a ring, its broadcast a tree. DDP uses the broadcast,
+once, at construction. Servers are still in use where ranks should *not* wait for each other (asynchronous
+training), or where they hold huge embedding tables of which each rank needs only a few rows.
+
+## Check yourself
+
+**1.** 8 ranks, 100 MB of gradients, links of 10 Gbit/s. How long does each step wait for the server?
+<details><summary>Answer</summary>
+2 · 7 · 100 MB / (1.25 GB/s) = 1.12 s. A GPU would have computed the step in a fraction of that.
+</details>
+
+**2.** Would two servers, each for half of the gradient, be faster?
+<details><summary>Answer</summary>
+Yes, twice: each link carries half. And K servers, each for 1/K of the gradient? That is no star any more. It is
+very close to what lesson 04 does.
+</details>
+
+**3.** Ranks leave out the broadcast but build the model from the same seed. Does it work?
+<details><summary>Answer</summary>
+Yes, as long as nothing random happens before that differs between ranks, and all load the same checkpoint. The
+broadcast makes it certain instead of likely.
+</details>
+
+## Exercise
+
+`exercises/03_parameter_server.ipynb`
+"""

@@ -1,0 +1,286 @@
+# %% [markdown]
+r"""
+# 4 · Ring all-reduce
+
+The server's link was the bottleneck, and all other links were idle most of the time. So take the server away. Put
+the ranks in a circle, let everyone send to the right and receive from the left, all at the same time. After this
+lesson the time to average gradients hardly depends on the number of ranks.
+
+An operation after which every rank has the sum over all ranks is an **all-reduce**.
+
+**After this lesson you can**
+
+- tell the ring that passes whole gradients around from the one that deserves its name,
+- say after each step which rank holds which sum,
+- count the bytes, measure the time, and say when the ring is *not* the best choice.
+
+*40 minutes, under a minute of computing.*
+"""
+
+# %% imports
+from ddp_course import (
+    Link, average_on_server, claims, dist, launch, ring_all_reduce, show,
+    stage3_paramserver, stage4_ring, timing, torch, whole_gradient_ring,
+)  # fmt: skip
+
+K = 4  # how many ranks; 2 works as well
+
+# %% sketch
+show.sketches.ring(K)
+
+# %% [markdown]
+r"""
+## First try: pass on whole gradients
+
+Each rank keeps a running sum. In each of K-1 rounds it passes on what it received last, and adds what comes in.
+The picture shows which ranks' gradients each one has added up after the first round; the arrows are the messages
+of the next.
+"""
+
+# %% whole-ring
+show.sketches.whole_ring_step(K, step=1)
+
+# %% source-whole
+show.source(whole_gradient_ring)
+
+# %% [markdown]
+r"""
+No rank is a bottleneck any more. Each sends its whole gradient p, K-1 times: $T = (K-1)\,p/b$. Half of the server's
+time, but it still grows with K.
+
+## Second try: chunks
+
+Cut the gradient into K **chunks**. Then every rank can send *another* chunk at the same time, and nobody has to send
+everything.
+
+1. **Scatter-reduce**, K-1 steps: pass a chunk on, and the receiver adds its own part. At the end each rank holds
+   one chunk that is finished: the sum over all ranks.
+2. **Allgather**, K-1 steps: pass the finished chunks on until all have all.
+
+## Predict
+"""
+
+# %% predict
+guess = show.predict(
+    "4 ranks, gradients of p bytes: how much does each rank send in all?", ["0.5 p", "1 p", "1.5 p", "3 p"]
+)
+guess
+
+# %% [markdown]
+r"""
+## Step through it
+
+Move the slider. A stripe is one rank's contribution; a chunk with all stripes and a black frame is finished. Watch
+which chunk each rank sends (arrows), and where the finished ones are after K-1 steps.
+"""
+
+# %% stepper
+show.widgets.ring_stepper(K)
+
+# %% [markdown]
+r"""
+The moment between the two phases, as a plain figure: every rank has finished exactly one chunk. Rank r owns
+chunk r+1, not chunk r. Many homemade rings get this index wrong.
+"""
+
+# %% half-way
+show.sketches.ring_step(K, step=K - 1)
+
+# %% [markdown]
+r"""
+And the code. `wire.exchange` sends to the right while it receives from the left.
+"""
+
+# %% source-ring
+show.source(ring_all_reduce, stage4_ring.scatter_reduce, stage4_ring.allgather)
+
+# %% [markdown]
+r"""
+## Run
+
+Does it add up? Every rank brings other numbers, in a length that K does not divide, and the result is compared with
+torch's own all-reduce, on every rank. The numbers are whole, so that no rounding can hide a mistake.
+"""
+
+
+# %% correct
+def same_as_torch():
+    mine = torch.arange(1001.0) * (dist.get_rank() + 1)
+    theirs = mine.clone()
+    ring_all_reduce(mine)
+    dist.all_reduce(theirs)
+    return torch.equal(mine, theirs)
+
+
+agree = launch(same_as_torch, world_size=K)
+
+# %% check-correct
+# NBVAL_CHECK_OUTPUT
+assert all(agree), agree
+print("the ring's sums are torch's sums, on every rank")
+
+# %% [markdown]
+r"""
+## Count
+
+In each of its 2(K-1) steps a rank sends one chunk of p/K bytes:
+
+$$\text{sent} = 2\,\frac{K-1}{K}\,p \qquad T = 2\,\frac{K-1}{K}\,\frac{p}{b}\;<\;2\,\frac pb$$
+"""
+
+
+# %% count
+def server(tensor):
+    average_on_server([tensor])
+
+
+p, ways = 2**20, {"server": server, "whole-gradient ring": whole_gradient_ring, "ring": ring_all_reduce}
+colours = dict(zip(ways, [show.STAGE_COLOURS[stage] for stage in ("3", "4w", "4")]))
+sent = {name: max(one.bytes_sent for one in timing.count_traffic(way, p, K)) / p for name, way in ways.items()}
+show.bars(sent, "sent by the busiest rank (in units of p)", "The ring sends less than 2 p, whatever K is",
+          theory={"server": K - 1, "whole-gradient ring": K - 1, "ring": 2 * (K - 1) / K}, colours=colours)  # fmt: skip
+
+# %% check-bytes
+# NBVAL_CHECK_OUTPUT
+assert sent == {"server": K - 1, "whole-gradient ring": K - 1, "ring": 2 * (K - 1) / K}
+print("bytes counted = bytes of the formulas: K-1, K-1 and 2(K-1)/K times p")
+
+# %% reveal
+on_four = max(one.bytes_sent for one in timing.count_traffic(ring_all_reduce, p, 4)) / p
+guess.reveal(f"{on_four:g} p", f"{on_four:g} p")
+
+# %% [markdown]
+r"""
+## Plot
+
+The measurement of lesson 03 once more, now with all three, on links of 200 Mbit/s. Points are measured, lines are
+the formulas.
+"""
+
+# %% measure
+link = Link("200Mbit")
+seconds = {name: {k: timing.time_collective(way, p, k, link) for k in (2, 3, 4)} for name, way in ways.items()}
+
+# %% time-by-ranks
+ks, unit = [2, 3, 4, 5, 6], 1000 * p / (200e6 / 8)
+formulas = {"server": [2 * (k - 1) for k in ks], "whole-gradient ring": [k - 1 for k in ks],
+            "ring": [2 * (k - 1) / k for k in ks]}  # fmt: skip
+show.curves(
+    {f"{name}, measured": (list(t), [1000 * s for s in t.values()], colours[name]) for name, t in seconds.items()},
+    "ranks K", "time to average 1 MiB (ms)", "The ring's time hardly grows with the number of ranks",
+    theory={f"{name}, formula": (ks, [unit * y for y in ys], colours[name]) for name, ys in formulas.items()},
+)  # fmt: skip
+
+# %% check-time
+# NBVAL_CHECK_OUTPUT
+growth = {name: times[4] / times[2] for name, times in seconds.items()}
+assert growth["ring"] < 2 < growth["whole-gradient ring"] and seconds["ring"][4] < seconds["server"][4] / 2, seconds
+print("from 2 to 4 ranks: server and whole-gradient ring three times as long, the ring one and a half times")
+
+# %% [markdown]
+r"""
+## The other half of the truth: latency
+
+Each message also has a fixed cost, the **latency** α: the time before its first byte arrives. The ring sends
+2(K-1) messages one after another, so
+
+$$T = 2(K-1)\,\alpha + 2\,\frac{K-1}{K}\,\frac pb$$
+
+For a long message the second term wins, for a short one the first, and that one grows with K. NCCL, on 2, 4 and
+8 machines of 8 GPUs each, needed 163, 319 and 631 µs for 8 *bytes*. Choose link and ranks and see which algorithm
+is the fastest for which size:
+"""
+
+# %% explorer
+show.widgets.alpha_beta_explorer()
+
+# %% claim-3
+# NBVAL_CHECK_OUTPUT
+finding = claims.test(3)
+print(finding.line)
+
+# %% claim-3-numbers
+finding
+
+# %% [markdown]
+r"""
+The other algorithms in the explorer are in `ddp_course/collectives.py`. All have the ring's signature and give the
+same sums. A **tree** adds up in log₂ K rounds and sends the result back down: few messages, but whole ones.
+**Halving and doubling** exchanges ever smaller halves with ever nearer partners: few messages *and* few bytes,
+at its best when K is a power of two. In Goyal et al. (2017) it was 3 times as fast as the ring on 32 servers.
+
+## Claims: what others call a ring, and whose replicas stay equal
+
+One blog post describes ring all-reduce like this: "In the second round, each GPU will send gradients that it
+received from the previous GPU to the next GPU and so on."
+"""
+
+# %% claim-2
+# NBVAL_CHECK_OUTPUT
+finding = claims.test(2)
+print(finding.line)
+
+# %% [markdown]
+r"""
+There is a second difference. Floating-point sums depend on the order of their terms. In the whole-gradient ring
+each rank adds in an order of its own; in the chunked ring each chunk is finished on *one* rank and copied from there.
+"""
+
+
+# %% bits
+def bits(all_reduce):
+    values = torch.randn(100_000, generator=torch.Generator().manual_seed(dist.get_rank()))
+    return all_reduce(values)
+
+
+whole, chunked = (launch(bits, way, world_size=4) for way in (whole_gradient_ring, ring_all_reduce))
+different = sum((whole[0] != other).any().item() for other in whole[1:])
+print(f"whole gradients: {different} of 3 ranks differ from rank 0; largest difference "
+      f"{max((whole[0] - other).abs().max() for other in whole):.0e}")  # fmt: skip
+
+# %% check-bits
+# NBVAL_CHECK_OUTPUT
+assert different > 0 and all(torch.equal(chunked[0], other) for other in chunked)
+print("chunked ring: the same bits on all ranks; whole-gradient ring: not")
+
+# %% [markdown]
+r"""
+Replicas that differ in the last bit drift apart over thousands of steps. The chunked ring's never do.
+
+## What changed
+
+In the training loop: nothing but which sum it calls.
+"""
+
+# %% diff
+show.diff(stage3_paramserver.train, stage4_ring.train)
+
+# %% [markdown]
+r"""
+## What torch does
+
+`torch.distributed.all_reduce` leaves the choice to the backend. gloo uses a ring, cut into segments. NCCL chooses
+among ring, tree and others by message size and topology; on one machine with NVLink its rings run over all links
+at once.
+
+## Check yourself
+
+**1.** 1 GB of gradients, links of 10 Gbit/s. How long on 4 ranks, how long on 400?
+<details><summary>Answer</summary>
+2 · 3/4 · 1 GB / (1.25 GB/s) = 1.2 s, and 2 · 399/400 · 0.8 s = 1.6 s. Latency added: 6 α against 798 α.
+</details>
+
+**2.** Why is a ring of K = 2 no better than passing whole gradients?
+<details><summary>Answer</summary>
+2(K-1)/K = K-1 = 1 for K = 2. Both send p bytes.
+</details>
+
+**3.** One of eight links is half as fast as the others. What does it do to the ring?
+<details><summary>Answer</summary>
+Everything passes through every link, so the ring runs at the slowest link's speed: half.
+</details>
+
+## Exercise
+
+`exercises/04_ring_all_reduce.ipynb`
+"""
