@@ -46,7 +46,7 @@ class Link:
         self.bandwidth, self.latency = parse_bandwidth(bandwidth), parse_latency(latency)
         if hosts is not None and (not isinstance(hosts, int) or hosts < 1):
             raise LinkError(f"hosts is {hosts!r}; it must be a whole number, 1 or more, or None for one a rank")
-        self.hosts = hosts
+        self.hosts, self.automatic = hosts, mode == "auto"
         self.mode = choose_mode(mode, self.latency)
 
     def __repr__(self):
@@ -79,13 +79,25 @@ class Link:
             raise LinkError(f"{count} hosts; at most {virtual_hosts.MAX_HOSTS} can be emulated")
         if backend == "nccl":
             raise LinkError('NCCL does not go through emulated links; use device="cpu", or link=None')
-        if count > 1:
-            highest = capacity(self.mode, count)
-            if self.bandwidth > highest:
-                raise LinkError(
-                    f"{self.bandwidth / 1e6:g} Mbit/s between {count} hosts ({MODES[self.mode]}) is more than this "
-                    f"machine's processor carries; choose at most {round_down(highest) / 1e6:g}Mbit"
-                )
+        highest = self.rehearse(count)
+        if self.bandwidth > highest:
+            raise LinkError(
+                f"{self.bandwidth / 1e6:g} Mbit/s between {count} hosts ({MODES[self.mode]}) is more than this "
+                f"machine's processor carries; choose at most {round_down(highest) / 1e6:g}Mbit"
+            )
+
+    def rehearse(self, host_count) -> float:
+        """What the processor carries between so many hosts; in mode "auto", go over to the wire if that fails."""
+        if host_count == 1:
+            return math.inf
+        try:
+            return capacity(self.mode, host_count)
+        except LinkError as error:
+            if self.mode == "wire" or not self.automatic:
+                raise
+            print(f"{error}. The links are now emulated by a throttled wire.", file=sys.stderr)
+            self.mode = "wire"
+            return capacity(self.mode, host_count)
 
     def prepare(self, world_size) -> None:
         """In the launch's agent, before the ranks are forked: build the hosts, or the switch of the wire."""
@@ -100,7 +112,7 @@ class Link:
             self.namespaces = virtual_hosts.build(max(placed) + 1, self.bandwidth, self.latency)
         except Exception as error:
             reason = virtual_hosts.explain(error)
-            raise LinkError(f'virtual hosts could not be built: {reason}; use mode="wire"') from error
+            raise LinkError(f"virtual hosts could not be built: {reason}") from error
 
     def enter(self, rank) -> None:
         """In a rank, before it makes any socket: move to its host, or put the throttle on the wire."""
@@ -117,6 +129,7 @@ class Link:
 
     def describe(self) -> dict:
         """Ready for JSON: mode, bandwidth (bits a second), latency (seconds), hosts, and the measured calibration."""
+        self.rehearse(2)
         return {
             "mode": self.mode,
             "bandwidth_bits_s": self.bandwidth,

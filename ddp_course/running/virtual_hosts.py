@@ -188,6 +188,7 @@ def attempt():
     """Build two hosts and send a byte from one to the other; returns {"reason": None or text, "latency": bool}."""
     try:
         hosts = build(2, 1e9)
+        os.open("/proc/self/ns/net", os.O_RDONLY)  # keeps the switch alive while this process is in a host
         crossing(hosts)
     except Exception as error:  # whatever forbids it, the reason is for a person to read
         return {"reason": explain(error), "latency": False}

@@ -1,8 +1,7 @@
 """Figures of measured times over emulated links, against the formulas."""
 
-import numpy as np
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
 from ..measuring import theory
 from .plots import STAGE_COLOURS, panels, style
@@ -13,7 +12,7 @@ LOOKS = {
     "ring": ("4", "ring, 2(K−1)/K p/b"),
     "gloo": ("torch", "gloo's all_reduce"),
 }
-MARKERS = {"hosts": "o", "wire": "^"}
+LOOKS_OF_MODES = {"hosts": ("o", "-"), "wire": ("^", "--")}
 MODE_NAMES = {"hosts": "virtual hosts", "wire": "throttled wire"}
 
 
@@ -34,25 +33,27 @@ def link_figure(rows):
     picture, (by_ranks, by_size) = panels(1, 2, 10.5, 4.6, message, f"Time by ranks and by size. {message}")
     with style():
         at_size = [row for row in rows if row["bytes"] == size]
-        draw(by_ranks, at_size, "world_size", bandwidth, lambda name, x, costs: theory.seconds(name, size, x, costs))
+        draw(by_ranks, at_size, "world_size", lambda name, x, costs: theory.seconds(name, size, x, costs))
         by_ranks.set(xlabel="ranks K", ylabel="seconds", title=f"By ranks: {size / 2**20:g} MiB")
         at_ranks = [row for row in rows if row["world_size"] == ranks]
-        draw(by_size, at_ranks, "bytes", bandwidth, lambda name, x, costs: theory.seconds(name, x, ranks, costs))
+        draw(by_size, at_ranks, "bytes", lambda name, x, costs: theory.seconds(name, x, ranks, costs))
         by_size.set(xlabel="message p (MiB)", title=f"By size: {ranks} ranks")
         by_size.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / 2**20:g}"))
         picture.legend(handles=legend(rows), loc="outside lower center", ncols=3)
     return picture
 
 
-def draw(axes, rows, column, bandwidth, formula):
+def draw(axes, rows, column, formula):
     """One panel: for each algorithm its formula as a line and its measurements as points."""
     ticks = sorted({row[column] for row in rows})
-    costs = theory.Costs.of_link(np.median([row.get("calibrated_bits_s", bandwidth) for row in rows]))
-    for name, (stage, _) in LOOKS.items():
-        if name != "gloo":
-            axes.plot(ticks, [formula(name, tick, costs) for tick in ticks], color=STAGE_COLOURS[stage], zorder=2)
-        for mode, marker in MARKERS.items():
-            points = [row for row in rows if row["algorithm"] == name and row["mode"] == mode]
+    for mode, (marker, dashes) in LOOKS_OF_MODES.items():
+        here = [row for row in rows if row["mode"] == mode]
+        for name, (stage, _) in LOOKS.items():
+            points = sorted((row for row in here if row["algorithm"] == name), key=lambda row: row[column])
+            if points and name != "gloo":
+                costs = theory.Costs.of_link(points[0]["calibrated_bits_s"])
+                line = [formula(name, row[column], costs) for row in points]
+                axes.plot([row[column] for row in points], line, dashes, color=STAGE_COLOURS[stage], zorder=2)
             axes.plot(
                 [row[column] for row in points], [row["measured_s"] for row in points], marker, zorder=3,
                 color=STAGE_COLOURS[stage], fillstyle="none", markersize=11 if name == "gloo" else 7,
@@ -60,6 +61,7 @@ def draw(axes, rows, column, bandwidth, formula):
     axes.set(xscale="log", yscale="log")
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.xaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
 
@@ -75,7 +77,8 @@ def legend(rows):
     ]  # fmt: skip
     modes = sorted({row["mode"] for row in rows})
     points = [
-        Line2D([], [], ls="", marker=MARKERS[mode], color="#555555", mfc="none", label=MODE_NAMES[mode])
-        for mode in modes
+        Line2D([], [], ls=dashes, marker=marker, color="#555555", mfc="none", label=MODE_NAMES[mode])
+        for mode, (marker, dashes) in LOOKS_OF_MODES.items()
+        if mode in modes
     ]
     return handles + points

@@ -1,0 +1,200 @@
+"""However a launch over emulated links ends, nothing of it stays: no process, no namespace, no interface, no file."""
+
+import contextlib
+import json
+import os
+import signal
+import site
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+import ddp_course
+from ddp_course import launch
+from ddp_course.errors import CourseError
+from ddp_course.running import links
+from ddp_course.running.links import Link
+
+HOSTS = pytest.mark.skipif(bool(links.available()["hosts"]), reason="no virtual hosts here")
+
+
+def stay(folder):
+    """Write down who and where this rank is, then wait to be killed."""
+    me, agent = psutil.Process(), psutil.Process(os.getppid())
+    network = os.stat("/proc/self/ns/net").st_ino
+    seen = {"rank": me.pid, "agent": agent.pid, "server": agent.ppid(), "network": network}
+    seen["agents_network"] = os.stat(f"/proc/{agent.pid}/ns/net").st_ino
+    dist.barrier()
+    partial = Path(folder, f"{dist.get_rank()}.partial")
+    partial.write_text(json.dumps(seen))
+    partial.rename(Path(folder, f"{dist.get_rank()}.json"))
+    signal.pause()
+
+
+def wait_for(condition, seconds=60):
+    """Wait until `condition()`; False if it does not come true in time."""
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.05)
+    return condition()
+
+
+def ranks_up(folder, world_size):
+    """What the ranks wrote down."""
+    files = [Path(folder, f"{rank}.json") for rank in range(world_size)]
+    assert wait_for(lambda: all(file.exists() for file in files))
+    return [json.loads(file.read_text()) for file in files]
+
+
+def holders(networks):
+    """Everything in /proc that keeps one of these network namespaces alive: processes, threads, descriptors."""
+    found = []
+    for pattern in ("[0-9]*/task/*/ns/net", "[0-9]*/fd/*"):
+        for link in Path("/proc").glob(pattern):
+            with contextlib.suppress(OSError):
+                target = os.readlink(link)
+                if target.startswith("net:[") and int(target[5:-1]) in networks:
+                    found.append(str(link))
+    return found
+
+
+def interfaces():
+    """Interfaces and mounts of this process's own namespaces."""
+    return sorted(psutil.net_if_addrs()), Path("/proc/self/mountinfo").read_text()
+
+
+def check_gone(ranks, also=()):
+    """Wait until every process of the launch and all its namespaces have gone."""
+    pids = {pid for rank in ranks for pid in (rank["rank"], rank["agent"])} | set(also)
+    networks = {rank[key] for rank in ranks for key in ("network", "agents_network")}
+    networks.discard(os.stat("/proc/self/ns/net").st_ino)
+
+    def running():
+        return [p for p in pids if psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE]
+
+    assert wait_for(lambda: not running()), f"processes left: {running()}"
+    assert wait_for(lambda: not holders(networks)), f"namespaces held by {holders(networks)}"
+
+
+@pytest.mark.parametrize(
+    "mode, victim",
+    [*(pytest.param("hosts", who, marks=HOSTS) for who in ("rank", "agent", "server")), ("wire", "rank")],
+)
+def test_a_killed_process_takes_everything_along(mode, victim, tmp_path):
+    before = interfaces()
+    link = Link(mode=mode)
+    link.check(2)
+    error = []
+
+    def run():
+        try:
+            launch(stay, str(tmp_path), world_size=2, device="cpu", link=link)
+        except CourseError as raised:
+            error.append(raised)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    ranks = ranks_up(tmp_path, 2)
+    if mode == "hosts":
+        networks = {rank[key] for rank in ranks for key in ("network", "agents_network")}
+        assert len(networks) == 3 and os.stat("/proc/self/ns/net").st_ino not in networks
+        assert holders(networks), "the search must find what is there"
+    os.kill(ranks[1][victim], signal.SIGKILL)
+    thread.join(60)
+    assert error, "the caller must be told"
+    check_gone(ranks)
+    assert interfaces() == before
+    assert not list(Path("/dev/shm").glob("sem.mp-*"))
+
+
+CALLER = """
+import sys
+sys.path.insert(0, {tests!r})
+from ddp_course import launch
+from ddp_course.running.links import Link
+from test_links_end import stay
+launch(stay, sys.argv[1], world_size=2, device="cpu", link=Link(mode=sys.argv[2]))
+"""
+
+
+def start_caller(folder, mode, python=sys.executable, **options):
+    """A process of its own that launches two ranks which stay."""
+    script = Path(folder, "caller.py")
+    script.write_text(CALLER.format(tests=str(Path(__file__).parent)))
+    return subprocess.Popen([python, str(script), str(folder), mode], **options)
+
+
+@HOSTS
+def test_a_killed_caller_takes_everything_along(tmp_path):
+    before = interfaces()
+    caller = start_caller(tmp_path, "hosts")
+    ranks = ranks_up(tmp_path, 2)
+    caller.kill()
+    caller.wait()
+    check_gone(ranks, [ranks[0]["server"]])
+    assert interfaces() == before
+
+
+NOBODY = 65534
+
+
+def python_of_nobody(options):
+    """A Python that an ordinary user may run and that finds our packages, or None."""
+    probe = f"open({str(Path(__file__))!r}); import torch, pyroute2, ddp_course"
+    for python in (sys.executable, f"/usr/bin/python3.{sys.version_info.minor}"):
+        with contextlib.suppress(OSError):
+            if subprocess.run([python, "-c", probe], capture_output=True, check=False, **options).returncode == 0:
+                return python
+    return None
+
+
+@HOSTS
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become someone else")
+def test_an_ordinary_user_can_have_virtual_hosts():
+    paths = [*site.getsitepackages(), str(Path(ddp_course.__file__).parents[1])]
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o777)
+        environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HOME": folder, "PYTHONDONTWRITEBYTECODE": "1"}
+        options = {"user": NOBODY, "group": NOBODY, "extra_groups": [], "env": environ, "cwd": folder}
+        python = python_of_nobody(options)
+        if python is None:
+            pytest.skip("an ordinary user cannot read this installation")
+        caller = start_caller(folder, "hosts", python, **options, stderr=subprocess.DEVNULL)
+        ranks = ranks_up(folder, 2)
+        assert psutil.Process(ranks[0]["rank"]).uids().effective == NOBODY
+        assert len({rank["network"] for rank in ranks}) == 2
+        os.kill(ranks[0]["agent"], signal.SIGKILL)
+        assert caller.wait(60) == 1
+        check_gone(ranks)
+
+
+FORBIDDEN = """
+import ctypes, os, sys
+user, group = os.geteuid(), os.getegid()
+assert ctypes.CDLL(None).unshare(0x10000000) == 0
+for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
+    open(f"/proc/self/{name}", "w").write(text)
+open("/proc/sys/user/max_net_namespaces", "w").write(sys.argv[1])
+from ddp_course.running import links
+print(links.Link())
+print(links.available()["hosts"])
+"""
+
+
+@HOSTS
+@pytest.mark.parametrize("allowed", [0, 2])
+def test_namespaces_that_are_forbidden_half_way_leave_the_wire(allowed):
+    ended = subprocess.run([sys.executable, "-c", FORBIDDEN, str(allowed)], capture_output=True, text=True, timeout=120)
+    if "max_net_namespaces" in ended.stderr:
+        pytest.skip("this system does not let a user lower the limit")
+    assert ended.returncode == 0, ended.stderr
+    chosen, reason = ended.stdout.splitlines()
+    assert "throttled wire" in chosen
+    assert "unshare" in reason and "No space left" in reason
