@@ -80,7 +80,8 @@ FAULTS = [
     ),
     Fault(
         "out of memory",
-        "limit = psutil.Process().memory_info().vms + (1 << 28)\nresource.setrlimit(resource.RLIMIT_AS, (limit, limit))\n"
+        "limit = psutil.Process().memory_info().vms + (1 << 28)\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (limit, limit))\n"
         "kept = [numpy.ones(1 << 23) for _ in range(20)]",
         "RankError",
         "rank {culprit}: .*(MemoryError|SIGKILL)",
@@ -110,13 +111,13 @@ FAULTS = [
         "LaunchTimeout",
         r"(?s)rank 0: waiting\n  last collective: ring_all_reduce of float32 \[8\], call 1 \(inside.*time.sleep\(100\)",
         others="ring_all_reduce(torch.ones(8))",
-        timeout=1,
+        timeout=3,
     ),
     Fault(
         "mismatched shapes",
         "ring_all_reduce(torch.ones(5, 3))",
         "RankError",
-        r"MismatchError: collective number 1 is ring_all_reduce of float32 \[\d, 3\] on rank \d, but .*\[\d, 3\] on rank \d",
+        r"MismatchError: collective number 1 is ring_all_reduce of float32 \[\d, 3\] on rank \d, but .* on rank \d",
         others="ring_all_reduce(torch.ones(4, 3))",
     ),
     Fault(

@@ -10,9 +10,8 @@ import os
 import pickle
 import signal
 import socket
-from datetime import timedelta
 
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import HashStore, PrefixStore
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import (
@@ -25,6 +24,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from . import rank
 from .channel import receive_descriptors, send
+from .rank import die_with_parent
 
 MONITOR_SECONDS = 0.01
 
@@ -51,6 +51,7 @@ def lay_link(link, world_size) -> str:
     if link is None:
         return "127.0.0.1"
     link.prepare(world_size)  # before any thread or socket: it may enter new namespaces
+    die_with_parent()  # once more: Linux forgets it when a process changes its credentials
     return link.master_address()
 
 
@@ -67,9 +68,11 @@ def run_ranks(setting, link, master, pipes, launch) -> tuple:
             started.extend(multiprocessing.active_children())
             pipes.close()
 
-    rendezvous_handler_registry.register("own-store", lambda parameters: OwnStore(master, parameters.run_id, all_run))
+    listener = socket.create_server((master, 0), backlog=1024)  # one address, and a port that the system picks
+    place = RendezvousStoreInfo(master, listener.getsockname()[1])
+    rendezvous_handler_registry.register("one-agent", lambda parameters: OneAgent(place, parameters.run_id, all_run))
     try:
-        elastic_launch(config(setting["world_size"]), rank.main)(setting, link, pipes, launch, os.getpid())
+        elastic_launch(config(setting["world_size"]), rank.main)(setting, link, pipes, launch, listener, os.getpid())
     except ChildFailedError as error:
         by_process = {child.pid: child.exitcode for child in started if child.exitcode not in (0, -signal.SIGTERM)}
         return {failed: failure.exitcode for failed, failure in error.failures.items()}, by_process
@@ -77,14 +80,14 @@ def run_ranks(setting, link, master, pipes, launch) -> tuple:
 
 
 def config(world_size: int) -> LaunchConfig:
-    """One node, our own store on a free port, no restarts, no log folder."""
+    """One agent, no restarts, no log folder."""
     untouched = {"numa_options": False} if "numa_options" in LaunchConfig.__dataclass_fields__ else {}
     made = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=world_size,
         run_id="launch",
-        rdzv_backend="own-store",
+        rdzv_backend="one-agent",
         max_restarts=0,
         monitor_interval=MONITOR_SECONDS,
         start_method="fork",
@@ -95,28 +98,19 @@ def config(world_size: int) -> LaunchConfig:
     return made
 
 
-class OwnStore(RendezvousHandler):
-    """A rendezvous of this agent with itself, around a key-value store on a port that the system picks.
+class OneAgent(RendezvousHandler):
+    """A rendezvous of this agent with itself, which tells the ranks the address of their store.
 
-    The socket is bound by us, to one address and port 0, so two launches never clash and no other machine gets in.
+    The ranks' own store is served by rank 0, on a socket bound here: two launches never clash, and this process has
+    no thread but its main one, so that it may fork (a lock that a thread holds at a fork stays locked for ever).
     """
 
-    def __init__(self, master: str, run_id: str, all_run):
-        self.master, self.run_id, self.all_run, self.store = master, run_id, all_run, None
+    def __init__(self, place: RendezvousStoreInfo, run_id: str, all_run):
+        self.place, self.run_id, self.all_run = place, run_id, all_run
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Open the store; its address is what the ranks connect to."""
-        listener = socket.create_server((self.master, 0), backlog=1024)
-        port = listener.getsockname()[1]
-        self.store = TCPStore(
-            self.master,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=600),
-            master_listen_fd=listener.detach(),
-        )
-        return RendezvousInfo(PrefixStore(self.run_id, self.store), 0, 1, RendezvousStoreInfo(self.master, port))
+        """This agent is the only one; a store in memory is enough for it."""
+        return RendezvousInfo(PrefixStore(self.run_id, HashStore()), 0, 1, self.place)
 
     def num_nodes_waiting(self) -> int:
         """None ever; but elastic asks this only while all ranks run."""
@@ -124,11 +118,11 @@ class OwnStore(RendezvousHandler):
         return 0
 
     def get_backend(self) -> str:
-        return "own-store"
+        return "one-agent"
 
     @property
     def use_agent_store(self) -> bool:
-        return True
+        return False
 
     def get_run_id(self) -> str:
         return self.run_id

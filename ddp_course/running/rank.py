@@ -52,7 +52,7 @@ class Pipes:
                 self.ranks[rank] = []
 
 
-def main(setting, link, pipes, launch, agent):
+def main(setting, link, pipes, launch, listener, agent):
     """Be one rank: reach the caller's function with the process group up, report what became of it.
 
     Returns only after success. A rank that failed waits to be killed: if it ended by itself, the others would fail
@@ -70,7 +70,7 @@ def main(setting, link, pipes, launch, agent):
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)  # asked for when time runs out
     faulthandler.enable(file=stacks, all_threads=False)  # segmentation faults and the like
     try:
-        join_group(setting, rank, link)
+        join_group(setting, rank, listener)
         flight_recorder.attach(pipes.recorder, rank, setting["world_size"])
         redirect_output(out, err)
         tell_steps = (
@@ -94,23 +94,42 @@ def die_with(agent):
     """See to it that this rank ends when its agent does, and that SIGTERM works in the middle of a collective."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    die_with_parent()
     if os.getppid() != agent:
         os._exit(1)
 
 
-def join_group(setting, rank, link):
+def die_with_parent():
+    """Have the system kill this process as soon as its parent ends; only Linux can."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def join_group(setting, rank, listener):
     """Choose device and threads of this rank and bring the process group up."""
     os.environ["DDP_COURSE_DEVICE"] = device = setting["devices"][rank]
     os.environ["OMP_NUM_THREADS"] = str(setting["threads"])
     torch.set_num_threads(setting["threads"])
-    if setting["backend"] == "gloo" and sys.platform != "win32":
+    if setting["backend"] == "gloo":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     if device.startswith("cuda"):
         torch.cuda.set_device(device)
     patience = timedelta(seconds=setting["timeout"] + 60)  # the launch's own timeout comes first
-    dist.init_process_group(setting["backend"], timeout=patience)
+    store = join_store(rank, listener, patience)
+    dist.init_process_group(
+        setting["backend"], store=store, rank=rank, world_size=setting["world_size"], timeout=patience
+    )
+
+
+def join_store(rank, listener, patience):
+    """The key-value store through which ranks find each other: rank 0 serves it on the socket that the agent bound."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if rank == 0:
+        return dist.TCPStore(
+            address, port, is_master=True, wait_for_workers=False, timeout=patience, master_listen_fd=listener.detach()
+        )
+    listener.close()
+    return dist.TCPStore(address, port, is_master=False, timeout=patience)
 
 
 def redirect_output(out, err):
@@ -166,5 +185,6 @@ def describe(error):
 
 def is_broken_connection(error, message):
     """Whether this exception only says that another rank has gone."""
-    marks = ("Connection closed by peer", "Connection reset", "Broken pipe", "recv failed", "NCCL", "gloo/transport")
-    return isinstance(error, (dist.DistError, RuntimeError, ConnectionError)) and any(m in message for m in marks)
+    marks = ("Connection closed by peer", "Connection reset", "Broken pipe", "recv failed", "gloo/transport", "NCCL")
+    network = isinstance(error, (dist.DistNetworkError, ConnectionError))
+    return network or (isinstance(error, RuntimeError) and any(mark in message for mark in marks))

@@ -19,7 +19,7 @@ from .progress import Bar
 
 STARTING_SECONDS = 60.0  # for the server to import torch from a cold disk; the launch's own time starts after that
 GRACE_SECONDS = 0.25  # after the first failure: for others to report theirs, so that the earliest can be told
-EXIT_CODE_SECONDS = 1.0  # for the agent to say how a rank died
+EXIT_CODE_SECONDS = 1.5  # for the agent to say how a rank died
 ENDING_SECONDS = 5.0  # for ranks and agent to end, after the last result or after they were told to
 STACK_SECONDS = 2.0  # for ranks to write their stacks when time has run out …
 QUIET_SECONDS = 0.4  # … or until nothing more comes for so long
@@ -221,8 +221,13 @@ class Run:
             self.read_for(ENDING_SECONDS, lambda: self.agent_gone or self.failures)
         if self.failures:
             self.read_for(GRACE_SECONDS, lambda: len(self.failures.keys() | self.results.keys()) == self.world_size)
-            died = any(failure.type_name == "ended" for failure in self.failures.values())
-            self.read_for(EXIT_CODE_SECONDS if died else 0, lambda: self.exit_codes is not None or self.agent_gone)
+            self.read_for(EXIT_CODE_SECONDS, self.cause_is_known)
+
+    def cause_is_known(self):
+        """Whether waiting will not tell more: some rank has told its own error, or the agent how the dead ones died."""
+        died = any(failure.type_name == "ended" for failure in self.failures.values())
+        told = any(failure.type_name != "ended" and not failure.consequence for failure in self.failures.values())
+        return self.agent_gone or self.exit_codes is not None or (told and not died)
 
     def is_decided(self):
         """Whether nothing but the end is left to wait for."""

@@ -25,7 +25,10 @@ import socket
 import struct
 
 AT_ONCE = ["torch.distributed.launcher.api", "torch.multiprocessing", "numpy", "cloudpickle"]
-WHEN_IDLE = ["torch._dynamo", "torch.utils.data", "sklearn.datasets"]  # optimizers need dynamo: 1 s, saved to each rank
+WHEN_IDLE = [  # what ranks would each import for a second or more: dynamo (with the first optimizer) and scikit-learn
+    *("mpmath", "sympy", "torch.fx.experimental.symbolic_shapes", "torch.distributed.fsdp", "torch._dynamo"),
+    *("torch.utils.data", "scipy.sparse", "scipy.linalg", "scipy.optimize", "scipy.stats", "sklearn.datasets"),
+]  # in small steps, because a launch that comes meanwhile has to wait
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -37,19 +40,19 @@ def prctl(option, value):
 
 def serve(control):
     """Fork an agent for each request, reap what has ended, until the caller is gone."""
-    launches, ended, idle = {}, set(), list(WHEN_IDLE)  # launches: the agent's process id -> (number, launch socket)
+    launches, ended, later = {}, set(), list(WHEN_IDLE)  # launches: the agent's process id -> (number, launch socket)
     wakeup = wake_on_child()
     prctl(PR_SET_CHILD_SUBREAPER, 1)  # ranks whose agent was killed become ours, so that no zombie stays
-    caller = os.getppid()
+    caller, first_launch_over = os.getppid(), False
     while os.getppid() == caller:
-        ready, _, _ = select.select([control, wakeup], [], [], 0.02 if ended or (idle and not launches) else 1.0)
+        ready, _, _ = select.select([control, wakeup], [], [], 0.02 if ended or (later and first_launch_over) else 1.0)
         if wakeup in ready:
             os.read(wakeup, 4096)
         if control in ready and not answer(control, launches):
             break
-        reap(launches, ended)
-        if idle and not ready and not launches:
-            importlib.import_module(idle.pop(0))
+        first_launch_over |= reap(launches, ended)
+        if later and first_launch_over and not ready:
+            importlib.import_module(later.pop(0))
     for pid in launches:
         kill_group(pid)
 
@@ -109,7 +112,10 @@ def become_agent(launch):
 
 
 def reap(launches, ended):
-    """Collect ended children; close an agent's launch socket once nothing of its process group is left."""
+    """Collect ended children; close an agent's launch socket once nothing of its process group is left.
+
+    Returns whether a launch has come to its end.
+    """
     pid = -1
     while pid:
         try:
@@ -117,9 +123,11 @@ def reap(launches, ended):
         except ChildProcessError:
             break
         ended.update({pid} & launches.keys())
-    for agent in [agent for agent in ended if not kill_group(agent)]:
+    over = [agent for agent in ended if not kill_group(agent)]
+    for agent in over:
         ended.discard(agent)
         launches.pop(agent)[1].close()
+    return bool(over)
 
 
 def kill_group(pid):

@@ -1,0 +1,79 @@
+"""A real Jupyter kernel to run cells in."""
+
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import psutil
+from jupyter_client.manager import KernelManager
+
+
+@dataclass
+class Output:
+    """What a cell gave: its streams, the value of its last expression, and its error, if any."""
+
+    stdout: str = ""
+    stderr: str = ""
+    result: str = ""
+    error: str = ""
+    message: str = ""
+    seconds: float = 0.0
+    displays: list = field(default_factory=list)
+
+
+class Kernel:
+    """A kernel process with its client."""
+
+    def __init__(self):
+        self.manager = KernelManager(kernel_name="python3")
+        self.manager.start_kernel()
+        self.client = self.manager.client()
+        self.client.start_channels()
+        self.client.wait_for_ready(timeout=60)
+
+    @property
+    def pid(self):
+        """Process id of the kernel."""
+        return self.manager.provisioner.pid
+
+    def run(self, source, timeout=60, on_stdout=None):
+        """Run a cell to its end; `on_stdout(text)` is called while it runs."""
+        output, begin = Output(), time.monotonic()
+
+        def collect(message):
+            content = message["content"]
+            match message["msg_type"]:
+                case "stream":
+                    setattr(output, content["name"], getattr(output, content["name"]) + content["text"])
+                    if on_stdout and content["name"] == "stdout":
+                        on_stdout(content["text"])
+                case "execute_result":
+                    output.result = content["data"]["text/plain"]
+                case "display_data":
+                    output.displays.append(content["data"])
+                case "error":
+                    output.error, output.message = content["ename"], "\n".join(content["traceback"])
+
+        self.client.execute_interactive(source, timeout=timeout, output_hook=collect, store_history=True)
+        output.seconds = time.monotonic() - begin
+        return output
+
+    def descendants(self):
+        """All processes below the kernel, and below its launch server."""
+        return psutil.Process(self.pid).children(recursive=True)
+
+    def close(self):
+        """End the kernel."""
+        self.client.stop_channels()
+        if self.manager.is_alive():
+            self.manager.shutdown_kernel(now=True)
+
+
+@contextmanager
+def running_kernel():
+    """A fresh kernel for the block."""
+    kernel = Kernel()
+    try:
+        yield kernel
+    finally:
+        kernel.close()

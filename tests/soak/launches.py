@@ -1,0 +1,163 @@
+"""Launch again and again with random faults, and see that nothing is left behind.
+
+    python tests/soak/launches.py --count 1000
+
+Prints one line a fault and a summary, and ends with exit code 1 if an error was not the expected one, a process or
+a file was left, or open files or memory of this process grew.
+"""
+
+import argparse
+import contextlib
+import gc
+import io
+import json
+import linecache
+import os
+import random
+import re
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import psutil
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from launch_faults import FAULTS, HEADER, Fault
+
+from ddp_course.running import launch as launching
+
+ALLOWED_GROWTH = 5 << 20  # bytes
+WARM_UP = 20  # launches before the first measurement
+SLOW = "time.sleep(100)"
+FROM_OUTSIDE = {
+    "interrupt": Fault("interrupt", SLOW, "KeyboardInterrupt", "", SLOW),
+    "agent killed": Fault("agent killed", SLOW, "LaunchError", "ended from outside", SLOW),
+    "server killed": Fault("server killed", SLOW, "LaunchError", "ended from outside", SLOW),
+    "rank killed at start": Fault("rank killed at start", SLOW, "RankError", r"rank \d: killed: by SIGKILL", SLOW),
+}
+NONE = Fault("no fault", "pass", "none", "", "pass")
+
+
+def main():
+    """Run the launches; 0 if nothing was wrong."""
+    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    arguments.add_argument("--count", type=int, default=1000)
+    arguments.add_argument("--seed", type=int, default=0)
+    options = arguments.parse_args()
+    chance = random.Random(options.seed)
+    names = {"__name__": "__main__"}
+    exec(HEADER, names)
+    faults = [*FAULTS, *FROM_OUTSIDE.values(), *[NONE] * 5]
+    seconds, wrong, before = defaultdict(list), [], None
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)]
+    for done in range(options.count):
+        if done == min(WARM_UP, options.count // 2):
+            before = measure()
+        fault, world_size = chance.choice(faults), chance.choice([2, 3, 4])
+        begin = time.monotonic()
+        error, message = attempt(fault, world_size, names, chance)
+        seconds[fault.name].append(time.monotonic() - begin)
+        if error != fault.error or not re.search(fault.pattern.replace("{culprit}", str(world_size - 1)), message):
+            wrong.append(f"launch {done}: {fault.name} at world size {world_size} gave {error}: {message}")
+    after = measure()
+    wrong += left_behind(before, after)
+    if handlers != [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)]:
+        wrong.append("signal handlers have changed")
+    report(options.count, seconds, before, after, wrong)
+    return 1 if wrong else 0
+
+
+def attempt(fault, world_size, names, chance):
+    """One launch with one fault: the name of the exception that came, or "none", and its message."""
+    source = fault.cell(world_size)
+    linecache.cache["<fault>"] = (len(source), None, source.splitlines(True), "<fault>")
+    stop = threading.Event()
+    attacker = threading.Thread(target=attack, args=(fault.name, chance.uniform(0.05, 0.5), stop))
+    attacker.start()
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            exec(compile(source, "<fault>", "exec"), names)
+        return "none", ""
+    except (Exception, KeyboardInterrupt) as error:
+        return type(error).__name__, str(error)
+    finally:
+        stop.set()
+        attacker.join()
+
+
+def attack(name, delay, stop):
+    """From a thread: hurt the running launch, if that is the fault."""
+    if name not in FROM_OUTSIDE:
+        return
+    deadline = time.monotonic() + 30
+    while not stop.is_set() and time.monotonic() < deadline:
+        agents, ranks = launch_processes()
+        if name == "rank killed at start" and ranks:
+            return kill(ranks[-1], signal.SIGKILL)
+        if ranks and name != "rank killed at start":
+            break
+        stop.wait(0.002)
+    stop.wait(delay)
+    if stop.is_set():
+        return
+    if name == "interrupt":
+        kill(psutil.Process(), signal.SIGINT)
+    elif name == "agent killed":
+        kill(agents[0], signal.SIGKILL)
+    elif name == "server killed":
+        kill(psutil.Process(launching._server.process.pid), signal.SIGKILL)
+
+
+def kill(process, number):
+    """Send a signal; the process may have gone by itself."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        os.kill(process.pid, number)
+
+
+def launch_processes():
+    """The agents and the ranks that run now."""
+    with contextlib.suppress(psutil.NoSuchProcess, AttributeError):
+        agents = psutil.Process(launching._server.process.pid).children()
+        return agents, [rank for agent in agents for rank in agent.children()]
+    return [], []
+
+
+def measure():
+    """Open files and memory of this process, and the processes below it."""
+    gc.collect()
+    process = psutil.Process()
+    below = [child.pid for child in process.children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
+    return {"files": process.num_fds(), "bytes": process.memory_full_info().uss, "processes": len(below)}
+
+
+def left_behind(before, after):
+    """What should not be there after the last launch."""
+    found = []
+    if files := os.listdir(tempfile.gettempdir()):
+        found.append(f"left in the temporary folder: {files}")
+    if after["processes"] > 1:  # the server
+        found.append(f"{after['processes'] - 1} processes left")
+    if after["files"] > before["files"]:
+        found.append(f"open files grew from {before['files']} to {after['files']}")
+    if after["bytes"] > before["bytes"] + ALLOWED_GROWTH:
+        found.append(f"memory grew by {(after['bytes'] - before['bytes']) / (1 << 20):.1f} MiB")
+    return found
+
+
+def report(count, seconds, before, after, wrong):
+    """Print the slowest time of each fault, and the summary as JSON."""
+    for name in sorted(seconds):
+        times = sorted(seconds[name])
+        print(f"{name:30} {len(times):5} launches, median {times[len(times) // 2]:6.2f} s, slowest {times[-1]:6.2f} s")
+    print(*wrong, sep="\n")
+    print(json.dumps({"launches": count, "before": before, "after": after, "wrong": len(wrong)}))
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory(prefix="ddp_course_soak") as own_folder:
+        os.environ["TMPDIR"] = tempfile.tempdir = own_folder  # whatever is left in it, we left there
+        sys.exit(main())
