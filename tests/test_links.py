@@ -216,8 +216,15 @@ def time_everything():
         elif rank == 1:
             wire.recv(tensor, 0)
 
+    def all_at_once(with_zero, with_others):
+        others = wire.others(0)
+        for transfer in [with_zero(tensor.clone(), peer) for peer in others] if rank == 0 else [with_others(tensor, 0)]:
+            transfer.wait()
+
     return {
         "message": timed(to_next),
+        "fan out": timed(lambda: all_at_once(wire.isend, wire.irecv)),
+        "fan in": timed(lambda: all_at_once(wire.irecv, wire.isend)),
         "exchange": timed(lambda: wire.exchange(tensor, right, incoming, left)),
         "server": timed(lambda: stage3_paramserver.average_on_server([tensor])),
         "whole": timed(lambda: stage4_ring.whole_gradient_ring(tensor)),
@@ -232,7 +239,15 @@ def test_everything_takes_at_least_as_long_as_the_formula(mode, world_size):
     ranks = launch(time_everything, world_size=world_size, device="cpu", link=Link(BANDWIDTH, mode=mode))
     slowest = {name: max(rank[name] for rank in ranks) / MESSAGE_SECONDS for name in ranks[0]}
     steps = world_size - 1
-    expected = {"message": 1, "exchange": 1, "server": 2 * steps, "whole": steps, "ring": 2 * steps / world_size}
+    expected = {
+        "message": 1,
+        "fan out": steps,
+        "fan in": steps,
+        "exchange": 1,
+        "server": 2 * steps,
+        "whole": steps,
+        "ring": 2 * steps / world_size,
+    }
     for name, least in expected.items():
         assert FASTER * least <= slowest[name] < 2 * least + 3, (name, slowest)
     if mode == "hosts":
@@ -313,6 +328,23 @@ def two_threads():
     for thread in threads:
         thread.join()
     return [tensor.mean().item() for tensor in tensors]
+
+
+def names_and_control():
+    """The addresses behind the hosts' names, and how TCP between them reacts to a full queue."""
+    names = ["host0", "host1", "switch", "localhost"]
+    listener = socket.create_server(("", 7000))
+    dist.barrier()
+    with socket.create_connection((names[1 - dist.get_rank()], 7000)) as connection, listener:
+        control = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+        dist.barrier()
+    return [socket.gethostbyname(name) for name in names], control.rstrip(b"\0")
+
+
+@pytest.mark.parametrize("mode", MODES[:1])
+def test_hosts_know_each_other_by_name_and_use_reno(mode):
+    expected = ["10.77.0.1", "10.77.0.2", "10.77.255.254", "127.0.0.1"], b"reno"
+    assert launch(names_and_control, world_size=2, device="cpu", link=Link(mode=mode)) == [expected] * 2
 
 
 TRAIN = """
