@@ -1,13 +1,15 @@
 """The simulator held against our own training over virtual hosts, calibrated with two ranks only.
 
 At K = 2 are measured: the all-reduce of a few sizes (alpha and beta, `theory.fit`), the layer times of each model
-(`profile`, on both ranks at once), and the step times, which give the two numbers that cannot be seen directly:
-the share of the processor that a running collective takes, and the seconds that a bucket costs besides. Then
-K = 3 and 4 are predicted. All virtual hosts share this machine's cores, so there a rank computes more slowly.
+(`profile`, on both ranks at once), and the step times, which give the three numbers that cannot be seen directly:
+how much longer computing takes in training than when profiled, the share of a core that a running collective takes,
+and the seconds that a bucket costs besides. Then K = 3 and 4 are predicted. All virtual hosts share this machine's
+cores, so there a rank computes more slowly: by K over the number of cores.
 """
 
 from statistics import mean, median
 from time import perf_counter
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,6 +36,15 @@ CAPS_MB = (0.25, 1.0, 25.0)
 IMPLEMENTATIONS = ("stage 5", "torch's DDP")
 ALL_REDUCE_BYTES = (2**15, 2**18, 2**20, 2**21)
 WARMUP, STEPS, ROUNDS = 2, 4, 2
+PAUSE_S = 0.1  # before each profiled step: about as long as a rank waits in these trainings
+
+
+class Unseen(NamedTuple):
+    """What is found from step times: computing in training over profiled, share of a core, seconds a bucket."""
+
+    pace: float
+    interference: float
+    bucket_s: float
 
 
 def compare(bandwidth="200Mbit", world_sizes=(2, 3, 4)):
@@ -41,34 +52,28 @@ def compare(bandwidth="200Mbit", world_sizes=(2, 3, 4)):
 
     Needs virtual hosts (LinkError without), and about two minutes of a machine that does nothing else.
     """
-    link = Link(bandwidth, mode="hosts")
-    cores = usable_cores()
+    link, cores = Link(bandwidth, mode="hosts"), usable_cores()
     costs = dict(zip(IMPLEMENTATIONS, all_reduce_costs(link), strict=True))
     profiles = {name: profile_together(name, link) for name in MODELS}
-    steps = {(name, K): step_times(name, K, link) for name in MODELS for K in world_sizes}
-    rows = [
-        {"model": name, "implementation": kind, "K": K, "bucket_cap_mb": cap, "measured_ms": 1e3 * seconds}
-        for (name, K), times in steps.items()
-        for (kind, cap), seconds in times.items()
-    ]
-    unseen = {kind: fit_unseen(kind, rows, profiles, costs[kind], cores) for kind in IMPLEMENTATIONS}
+    rows = [row for name in MODELS for K in world_sizes for row in step_times(name, K, link)]
+    return judge(rows, profiles, costs, cores) | {"link": {"bandwidth_bits_s": link.bandwidth, "mode": link.mode}}
+
+
+def judge(rows, profiles, costs, cores):
+    """Calibrate with the `rows` of K = 2, predict all of them, and sum up the errors of the others."""
+    unseen = fit_unseen(rows, profiles, costs, cores)
+    compared = []
     for row in rows:
         kind = row["implementation"]
-        row["predicted_ms"] = 1e3 * predict(row, profiles, costs[kind], cores, *unseen[kind])
-        row["error"] = row["predicted_ms"] / row["measured_ms"] - 1
-        row["held_out"] = row["K"] != 2
-    calibration = {
-        kind: {**costs[kind]._asdict(), "interference": unseen[kind][0], "bucket_s": unseen[kind][1]}
-        for kind in IMPLEMENTATIONS
-    }
-    computing = {name: 1e3 * each.compute_s for name, each in profiles.items()}
-    held_out = sorted(abs(row["error"]) for row in rows if row["held_out"])
+        predicted = 1e3 * predict(row, profiles, costs[kind], cores, unseen[kind])
+        error = predicted / row["measured_ms"] - 1
+        compared.append(row | {"predicted_ms": predicted, "error": error, "held_out": row["K"] != 2})
+    held_out = sorted(abs(row["error"]) for row in compared if row["held_out"])
     return {
-        "link": {"bandwidth_bits_s": link.bandwidth, "mode": link.mode},
         "cores": cores,
-        "calibration": calibration,
-        "computing_ms": computing,
-        "compared": rows,
+        "calibration": {kind: costs[kind]._asdict() | unseen[kind]._asdict() for kind in IMPLEMENTATIONS},
+        "computing_ms": {name: 1e3 * each.compute_s for name, each in profiles.items()},
+        "compared": compared,
         "held_out_error": {"median": median(held_out), "largest": held_out[-1]},
     }
 
@@ -87,31 +92,43 @@ def table(result):
     return "\n".join(lines) + "\n"
 
 
-def predict(row, profiles, costs, cores, interference, bucket_s):
+def predict(row, profiles, costs, cores, unseen):
     """Simulated seconds of one row's step."""
+    cap = row["bucket_cap_mb"]
+    first_mb = 1.0 if cap == 25.0 and row["implementation"] == "stage 5" else cap  # torch: only when no cap is given
     step = simulate(
-        profiles[row["model"]],
+        profiles[row["model"]].scaled(unseen.pace),
         row["K"],
         Network(costs),
-        bucket_cap_mb=row["bucket_cap_mb"],
-        first_bucket_mb=1.0 if row["bucket_cap_mb"] == 25.0 and row["implementation"] == "stage 5" else None,
-        interference=interference,
+        bucket_cap_mb=cap,
+        first_bucket_mb=first_mb,
+        interference=unseen.interference,
         cores=cores,
-        overhead_s=bucket_s,
+        overhead_s=unseen.bucket_s,
     )
     return step.step_s
 
 
-def fit_unseen(kind, rows, profiles, costs, cores):
-    """(interference, seconds a bucket) that explain best the step times of `kind` at K = 2."""
-    known = [row for row in rows if row["K"] == 2 and row["implementation"] == kind]
+def fit_unseen(rows, profiles, costs, cores):
+    """{implementation: the `Unseen` that explains its step times at K = 2 best}; other rows are not looked at.
+
+    Both implementations compute the same, so they share the pace.
+    """
+    known = [row for row in rows if row["K"] == 2]
+
+    def unseen(unknowns):
+        pace, shares, milliseconds = unknowns[0], unknowns[1:3], unknowns[3:5]
+        triples = [(float(pace), float(x), float(ms) / 1e3) for x, ms in zip(shares, milliseconds, strict=True)]
+        return {kind: Unseen(*triple) for kind, triple in zip(IMPLEMENTATIONS, triples, strict=True)}
 
     def errors(unknowns):
-        guesses = [predict(row, profiles, costs, cores, unknowns[0], unknowns[1] / 1e3) for row in known]
-        return [guess / row["measured_ms"] * 1e3 - 1 for guess, row in zip(guesses, known, strict=True)]
+        guess = unseen(unknowns)
+        kinds = [row["implementation"] for row in known]
+        times = [predict(row, profiles, costs[k], cores, guess[k]) for k, row in zip(kinds, known, strict=True)]
+        return [1e3 * seconds / row["measured_ms"] - 1 for seconds, row in zip(times, known, strict=True)]
 
-    found = least_squares(errors, (0.2, 0.5), bounds=((0, 0), (2, 20)), diff_step=1e-2).x
-    return found[0].item(), found[1].item() / 1e3
+    bounds = ([0.5, 0, 0, 0, 0], [4, 2, 2, 20, 20])
+    return unseen(least_squares(errors, [1.2, 0.1, 0.1, 0.5, 0.5], bounds=bounds, diff_step=1e-2).x)
 
 
 def all_reduce_costs(link):
@@ -152,13 +169,17 @@ def profile_rank(name):
     """On each rank: the `Profile` of model `name`."""
     model, batch = model_and_batch(name)
     dist.barrier()
-    return profile(model, *batch, repeats=9, warmup=3)
+    return profile(model, *batch, repeats=9, warmup=3, pause_s=PAUSE_S)
 
 
 def step_times(name, world_size, link):
-    """{(implementation, cap in MiB): seconds of a step}: the median on the slowest rank."""
+    """A row for each implementation and cap, with the milliseconds of a step: the median on the slowest rank."""
     timed = launch(time_steps, name, world_size=world_size, device="cpu", link=link)
-    return {setting: max(median(rank[setting]) for rank in timed) for setting in timed[0]}
+    slowest = {setting: 1e3 * max(median(rank[setting]) for rank in timed) for setting in timed[0]}
+    return [
+        {"model": name, "implementation": kind, "K": world_size, "bucket_cap_mb": cap, "measured_ms": milliseconds}
+        for (kind, cap), milliseconds in slowest.items()
+    ]
 
 
 def time_steps(name):

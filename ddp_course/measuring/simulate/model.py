@@ -3,7 +3,7 @@
 import copy
 from math import isfinite
 from statistics import median
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import NamedTuple
 
 import torch
@@ -75,12 +75,13 @@ def assign_buckets(profile, bucket_cap_mb=25.0, first_bucket_mb=None):
     return [*buckets, filling] if filling else buckets
 
 
-def profile(model, inputs, targets, loss=cross_entropy, repeats=5, warmup=2):
+def profile(model, inputs, targets, loss=cross_entropy, repeats=5, warmup=2, pause_s=0.0):
     """Measure a real model on this device: a `Profile` with a `Layer` for each trainable parameter.
 
     A copy of `model` runs `warmup + repeats` steps on the batch (`inputs`, `targets`); medians count. `model` itself,
     its gradients and the random state stay as they are. A parameter's backward time runs from the gradient before
-    it to its own; forward times count for the first parameter of a module. ValueError if nothing is trainable.
+    it to its own; forward times count for the first parameter of a module. `pause_s` seconds of rest before each
+    step are what a rank has that waits for others: caches cool down. ValueError if nothing is trainable.
     """
     if repeats < 1 or warmup < 0:
         raise ValueError(f"{repeats} repeats after {warmup} warm-ups: measure at least once")
@@ -91,7 +92,10 @@ def profile(model, inputs, targets, loss=cross_entropy, repeats=5, warmup=2):
     optimizer = torch.optim.SGD(names, lr=0.0)
     devices = [inputs.device] if inputs.is_cuda else []
     with torch.random.fork_rng(devices=devices):
-        runs = [_timed_step(replica, optimizer, names, inputs, targets, loss) for _ in range(warmup + repeats)]
+        runs = []
+        for _ in range(warmup + repeats):
+            sleep(pause_s)
+            runs.append(_timed_step(replica, optimizer, names, inputs, targets, loss))
     runs = runs[warmup:]
     ready = {p: median(run[1].get(p, 0.0) for run in runs) for p in names}
     forward = {p: median(run[0].get(p, 0.0) for run in runs) for p in names}
