@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddp_course import cli, problems, stage5_bucketed
+from ddp_course import cli, launch, problems, stage5_bucketed
 from ddp_course.measuring import facts, theory
 from ddp_course.measuring.simulate import (
     Layer,
@@ -21,6 +21,7 @@ from ddp_course.measuring.simulate import (
     Simulation,
     assign_buckets,
     best_bucket_cap,
+    measured,
     play,
     profile,
     published,
@@ -485,3 +486,36 @@ def test_full_simulation_of_ring_uses_every_rank():
         for rank in range(3):
             partial.start(rank, ring(rank, 4, 4e6, partial))
         partial.run()
+
+
+# ---- our own training ---------------------------------------------------------------------------------------------
+
+
+def made_up_rows(profiles, costs, unseen):
+    """Step times as the simulator itself would have them."""
+    settings = [
+        (m, k, K, cap) for m in profiles for k in measured.IMPLEMENTATIONS for K in (2, 3, 4) for cap in (0.25, 1)
+    ]
+    rows = [dict(zip(("model", "implementation", "K", "bucket_cap_mb"), setting, strict=True)) for setting in settings]
+    times = [measured.predict(row, profiles, costs[row["implementation"]], 2, unseen) for row in rows]
+    return [row | {"measured_ms": 1e3 * seconds} for row, seconds in zip(rows, times, strict=True)]
+
+
+def test_what_cannot_be_seen_is_found_at_two_ranks_and_carried_to_four():
+    profiles = {"deep": even_profile(16, 4e-3, 8e-3, MIB / 8), "wide": even_profile(4, 1e-3, 2e-3, MIB)}
+    costs = dict.fromkeys(measured.IMPLEMENTATIONS, Costs(1e-4, 4e-8))
+    truth = measured.Unseen(1.5, 0.3, 2e-3)
+    rows = made_up_rows(profiles, costs, truth)
+    result = measured.judge(rows, profiles, costs, 2)
+    assert result["held_out_error"]["largest"] < 0.02
+    spoilt = [row if row["K"] == 2 else row | {"measured_ms": 1.0} for row in rows]
+    again = measured.judge(spoilt, profiles, costs, 2)
+    assert again["calibration"] == result["calibration"] and again["held_out_error"]["median"] > 10
+    blind = measured.judge(rows, profiles, costs, cores=8)  # control: as if each rank had a core of its own
+    assert blind["held_out_error"]["largest"] > 0.1
+    assert "held out: median error" in measured.table(result)
+
+
+def test_training_is_timed_in_every_setting():
+    seconds = launch(measured.time_setting, "synthetic", "stage 5", 1.0, world_size=2, device="cpu")
+    assert all(len(rank) == measured.STEPS and min(rank) > 0 for rank in seconds)
