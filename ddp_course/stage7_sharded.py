@@ -109,8 +109,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, params, optimizer_cls, group=None, **kwargs):
-        if optimizer_cls.__name__ in WHOLE_TENSOR_OPTIMIZERS:
-            raise ValueError(f"{optimizer_cls.__name__} looks at whole tensors, so it cannot work on shards; try AdamW")
+        name = getattr(optimizer_cls, "func", optimizer_cls).__name__  # a functools.partial has the class in `func`
+        if name in WHOLE_TENSOR_OPTIMIZERS:
+            raise ValueError(f"{name} looks at whole tensors, so it cannot work on shards; try AdamW")
         super().__init__(params, kwargs)
         self.group = group
         self.flats = flats([parameter for members in self.param_groups for parameter in members["params"]], group)

@@ -1,0 +1,218 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import torch
+
+from ddp_course import launch
+from ddp_course.errors import RankError
+from ddp_course.running import checkpoint
+from ddp_course.running.join import first_node, from_slurm, tasks_on_node
+
+MODEL = ["--problem", "synthetic", "--parameters", "260000", "--dtype", "float64"]
+SYNTHETIC = [*MODEL, "--steps", "6", "--global-batch", "24", "--lr", "0.01"]
+BYTES = ["--problem", "bytes", "--parameters", "30000", "--dropout", "0.2", "--global-batch", "8"]
+
+
+def run(arguments, **changes):
+    """What the script does in one rank; the result without what is printed. `changes` replace functions of it."""
+    from ddp_course import train
+
+    torch.set_num_threads(1)  # the same bits as under torchrun, which gives each rank one thread
+    train.say = lambda text: None
+    for name, function in changes.items():
+        setattr(train, name, function)
+    return train.run(train.parse(arguments))
+
+
+def each_stage(stages, options):
+    return {stage: run(["--stage", stage, *options]) for stage in stages}
+
+
+def apart(one, other):
+    """The greatest difference between two results' weights and losses."""
+    weights = [(one["model"][name] - tensor).abs().max().item() for name, tensor in other["model"].items()]
+    return max(*weights, *(abs(a - b) for a, b in zip(one["losses"], other["losses"], strict=True)))
+
+
+@pytest.fixture(scope="module")
+def alone():
+    options = [*SYNTHETIC, "--optimizer", "adamw", "--schedule", "cosine"]
+    return options, launch(each_stage, ["1", "2"], options, world_size=1)[0]
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_every_stage_trains_the_same_model(alone, world_size):
+    options, expected = alone
+    assert apart(expected["1"], expected["2"]) < 1e-11
+    stages = ["3", "4w", "4", "5", "6", "7o", "7", "torch"] + (["8"] if world_size == 2 else [])
+    for rank in launch(each_stage, stages, options, world_size=world_size):
+        assert {stage for stage in stages if apart(rank[stage], expected["1"]) > 1e-11} == set()
+
+
+def test_pipelines_side_by_side():
+    expected = launch(run, [*SYNTHETIC, "--stage", "1"], world_size=1)[0]
+    for rank in launch(run, [*SYNTHETIC, "--stage", "8", "--pipeline", "2"], world_size=4):
+        assert apart(rank, expected) < 1e-11
+
+
+def stopped_and_resumed(cases, folder, options):
+    """For (stage, next stage, optimizer): train half way with one, go on with the other; and never stopped at all."""
+    results = {}
+    for number, (first, then, optimizer) in enumerate(cases):
+        asked = [*options, "--optimizer", optimizer]
+        saving = [*asked, "--checkpoint", f"{folder}/{number}", "--every", "2"]
+        run([*saving, "--stage", first, "--steps", "4"])
+        resumed, again = (run([*saving, "--stage", then, "--steps", "7"]) for _ in range(2))
+        results[first, then, optimizer] = resumed, run([*asked, "--steps", "7", "--stage", then]), again
+    return results
+
+
+def test_a_stopped_run_goes_on_to_the_last_bit(tmp_path):
+    cases = [(stage, stage, "adamw") for stage in ("6", "7o", "7", "8")] + [("7", "7", "momentum")]
+    ranks = launch(stopped_and_resumed, cases, str(tmp_path), BYTES, world_size=2)
+    for rank in ranks:
+        for case, (resumed, whole, again) in rank.items():
+            assert resumed["resumed"] == 4 and again["resumed"] == 7
+            assert apart(resumed, whole) == apart(again, whole) == 0, case
+    for number, case in enumerate(cases):
+        newest = checkpoint.load(tmp_path / str(number))
+        assert newest["step"] == 7 and newest["world_size"] == 2 and len(newest["random"]) == 2
+        assert all(torch.equal(newest["model"][name], tensor) for name, tensor in ranks[0][case][1]["model"].items())
+
+
+def test_a_run_goes_on_sharded_unsharded_and_split(tmp_path):
+    cases = [(*stages, "adamw") for stages in [("6", "7"), ("7", "3"), ("7o", "8"), ("8", "7o")]]
+    options = [*MODEL, "--global-batch", "24", "--lr", "0.01"]
+    for rank in launch(stopped_and_resumed, cases, str(tmp_path), options, world_size=2):
+        for case, (resumed, whole, _) in rank.items():
+            assert apart(resumed, whole) < 1e-11, case
+
+
+def test_another_world_size_goes_on_with_the_same_batches(tmp_path):
+    options = [*SYNTHETIC, "--optimizer", "adamw", "--stage", "7", "--checkpoint", str(tmp_path), "--every", "2"]
+    said = []
+
+    def half():
+        return run([*options, "--steps", "4"])
+
+    def rest():
+        return run(options, say=said.append), said
+
+    launch(half, world_size=2)
+    whole = launch(run, [*options[:-4]], world_size=3)[0]
+    for resumed, lines in launch(rest, world_size=3):
+        assert apart(resumed, whole) < 1e-12 and resumed["resumed"] == 4
+        assert "was written by 2 ranks, this run has 3" in lines[0]
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path):
+    options = [*SYNTHETIC, "--stage", "4", "--checkpoint", str(tmp_path)]
+    launch(run, options, world_size=1)
+    before = sorted(file.read_bytes() for file in tmp_path.iterdir())
+    with pytest.raises(RankError, match=r"CheckpointError: .*--seed 0 .now 5., --lr 0.01 .now 0.5."):
+        launch(run, [*options, "--seed", "5", "--lr", "0.5"], world_size=1)
+    assert sorted(file.read_bytes() for file in tmp_path.iterdir()) == before
+    for file in tmp_path.iterdir():
+        file.write_bytes(b"broken")
+    with pytest.raises(RankError, match="are damaged"):
+        launch(run, options, world_size=2)
+
+
+def script(*arguments, **environment):
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=120, env={**os.environ, **environment}
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ("--problem digits --parameters 5", "the model of digits has one size"),
+        ("--problem synthetic --dropout 0.1", "synthetic has no dropout"),
+        ("--problem bytes --dropout 1", "at least 0 and below 1"),
+        ("--every 0", "must be 1 or more"),
+        ("--problem synthetic --steps 0", "steps is 0"),
+    ],
+)
+def test_bad_options_are_refused(arguments, message):
+    from ddp_course import train
+
+    with pytest.raises(ValueError, match=message):
+        train.parse(arguments.split())
+
+
+def test_the_script_alone(tmp_path):
+    run_dir = str(tmp_path / "run")
+    options = [*SYNTHETIC, "--stage", "6", "--checkpoint", run_dir]
+    first = script("-m", "ddp_course.train", *options)
+    assert first.returncode == 0 and "step 6/6  loss" in first.stdout, first.stderr
+    again = script("-m", "ddp_course.train", *options)
+    assert again.returncode == 0 and f"the run in {run_dir} is finished: 6 steps" in again.stdout
+    wrong = script("-m", "ddp_course.train", *options, "--seed", "3")
+    assert wrong.returncode == 1 and wrong.stderr.startswith("ddp_course.train: the checkpoint in")
+    bad = script("-m", "ddp_course.train", "--problem", "synthetic", "--global-batch", "-3")
+    assert bad.returncode == 2 and "cannot share a batch of -3" in bad.stderr
+    expected = launch(run, options[:-2], world_size=1)[0]
+    loaded = checkpoint.load(run_dir)
+    assert loaded["losses"] == expected["losses"]
+    assert all(torch.equal(loaded["model"][name], tensor) for name, tensor in expected["model"].items())
+
+
+def ranks_of(agent):
+    """The processes that train, among the descendants of a torchrun, oldest first."""
+    found = [process for process in psutil.Process(agent.pid).children(recursive=True) if "RANK" in process.environ()]
+    return sorted(found, key=lambda process: int(process.environ()["RANK"]))
+
+
+def test_under_torchrun_a_killed_rank_costs_the_steps_since_the_last_checkpoint(tmp_path):
+    options = [*BYTES, "--steps", "160", "--every", "10", "--stage", "6"]
+    command = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=3", "--standalone"]
+    command += ["--monitor-interval=0.1", "-m", "ddp_course.train", *options, "--checkpoint", str(tmp_path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with open(tmp_path / "log", "w") as log:
+        agent = subprocess.Popen([sys.executable, *command], stdout=log, stderr=log, env=environment)
+    for kill in range(2):
+        wait_for(lambda: checkpoint.checkpoints(tmp_path), agent)
+        newest, _ = checkpoint.checkpoints(tmp_path)[0]
+        wait_for(lambda newest=newest: checkpoint.checkpoints(tmp_path)[0][0] > newest, agent)
+        ranks_of(agent)[kill].send_signal(signal.SIGKILL)
+    assert agent.wait(120) == 0, (tmp_path / "log").read_text()
+    expected = launch(run, options, world_size=2)[0]
+    loaded = checkpoint.load(tmp_path)
+    assert loaded["losses"] == expected["losses"] and loaded["step"] == 160
+    assert all(torch.equal(loaded["model"][name], tensor) for name, tensor in expected["model"].items())
+
+
+def wait_for(condition, agent, seconds=90):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert agent.poll() is None, f"torchrun ended early, with code {agent.returncode}"
+        assert time.monotonic() < end, "nothing happened"
+        time.sleep(0.01)
+
+
+def test_the_ranks_of_a_slurm_job():
+    task = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1", "SLURM_NODEID": "2"}
+    task |= {"SLURM_STEP_NODELIST": "gpu[03-07]", "SLURM_STEP_TASKS_PER_NODE": "2(x3),1(x2)", "SLURM_JOB_ID": "1234567"}
+    joined = from_slurm(task)
+    assert joined["RANK"] == "5" and joined["WORLD_SIZE"] == "8" and joined["LOCAL_RANK"] == "1"
+    assert joined["LOCAL_WORLD_SIZE"] == "2" and joined["MASTER_ADDR"] == "gpu03" and joined["MASTER_PORT"] == "24567"
+    assert from_slurm(task | {"MASTER_ADDR": "head", "MASTER_PORT": "7"})["MASTER_ADDR"] == "head"
+    assert from_slurm({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}) is None  # the batch script itself
+
+
+@pytest.mark.parametrize(
+    "nodes, first",
+    [("node1", "node1"), ("a[3,5],b", "a3"), ("a[003-12]", "a003"), ("gpu-1,gpu-2", "gpu-1"), ("r[1-2]n", "r1n")],
+)
+def test_the_first_node_of_a_list(nodes, first):
+    assert first_node(nodes) == first
+
+
+def test_tasks_on_each_node():
+    assert [tasks_on_node("2(x3),1", node) for node in range(4)] == [2, 2, 2, 1]
