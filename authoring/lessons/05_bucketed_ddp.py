@@ -99,15 +99,6 @@ records when it did what. We keep the last step.
 
 
 # %% record
-def bucketed(model, batches, lr, cap=0.1):
-    parallel = BucketedDDP(model, bucket_cap_mb=cap)
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    for inputs, targets in batches:
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(parallel(inputs), targets).backward()
-        optimizer.step()
-
-
 def steps_of(train, count=4, **options):
     text = problems.make("bytes", parameters=100_000)
     batches = text.batches(48, count, rank=dist.get_rank(), world_size=dist.get_world_size())
@@ -121,7 +112,7 @@ def steps_of(train, count=4, **options):
 # %% run
 link = Link("200Mbit")
 plain = [steps[-1] for steps in launch(steps_of, stage4_ring.train, world_size=K, link=link)]
-overlapped = [steps[-1] for steps in launch(steps_of, bucketed, world_size=K, link=link)]
+overlapped = [steps[-1] for steps in launch(steps_of, stage5_bucketed.train, bucket_cap_mb=0.1, world_size=K, link=link)]
 
 # %% [markdown]
 r"""
@@ -173,7 +164,7 @@ rank), and what the link carries; it plays a step as a sequence of events.
 
 # %% measure-caps
 def step_ms(cap):
-    ranks = launch(steps_of, bucketed, count=6, cap=cap, world_size=K, link=link)
+    ranks = launch(steps_of, stage5_bucketed.train, count=6, bucket_cap_mb=cap, world_size=K, link=link)
     slowest = [max(steps[i][-1].end - steps[i][0].start for steps in ranks) for i in range(5)]
     return 1000 * sorted(slowest)[2]
 

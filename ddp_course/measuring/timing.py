@@ -1,7 +1,9 @@
-"""How long a collective takes, on all ranks: the slowest counts, because everyone waits for it."""
+"""How long a collective takes, on all ranks: the slowest counts. And layers that take a known time."""
 
 import statistics
-from time import perf_counter
+from contextlib import contextmanager
+from time import perf_counter, sleep
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -42,3 +44,39 @@ def _count_on_rank(collective, nbytes):
     with wire.counting() as traffic:
         collective(tensor)
     return traffic
+
+
+@contextmanager
+def stopwatch():
+    """Time a block: `with stopwatch() as watch: …`, then `watch.seconds`."""
+    watch, start = SimpleNamespace(seconds=0.0), perf_counter()
+    yield watch
+    watch.seconds = perf_counter() - start
+
+
+class Delay(torch.nn.Module):
+    """A layer that takes time and leaves its inputs alone: milliseconds a sample, forward and backward.
+
+    It sleeps, so that ranks which share a core do not slow each other down, and waiting shows up as waiting.
+    """
+
+    def __init__(self, forward_ms, backward_ms):
+        super().__init__()
+        self.forward_ms, self.backward_ms = forward_ms, backward_ms
+
+    def forward(self, inputs):
+        """(N, …) to the same, after N times `forward_ms`."""
+        return _Sleep.apply(inputs, self.forward_ms, self.backward_ms)
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(context, inputs, forward_ms, backward_ms):
+        context.backward_ms = backward_ms
+        sleep(forward_ms * len(inputs) / 1000)
+        return inputs.view_as(inputs)
+
+    @staticmethod
+    def backward(context, gradient):
+        sleep(context.backward_ms * len(gradient) / 1000)
+        return gradient, None, None

@@ -2,7 +2,7 @@
 
 from importlib import import_module
 
-from .source import diff, source
+from .source import diff, source  # noqa: F401 (or the module would hide the function)
 
 _HOME = {
     "curves": "plots",

@@ -281,6 +281,8 @@ def curves(series, xlabel, ylabel, title, message="", theory=None, log=(), width
             axes.xaxis.set_major_locator(
                 MaxNLocator(integer=all(line.get_xdata().dtype.kind == "i" for line in axes.lines))
             )
+        if "y" not in log and axes.dataLim.ymin >= 0:
+            axes.set_ylim(bottom=0)
         axes.set(xlabel=xlabel, ylabel=ylabel, title=title)
         if len(series) + len(theory or {}) > 1:
             axes.legend()

@@ -4,7 +4,7 @@ import math
 
 from matplotlib.patches import Circle, FancyArrowPatch, FancyBboxPatch, Rectangle
 
-from .plots import STAGE_COLOURS, panels, style
+from .plots import SPAN_COLOURS, STAGE_COLOURS, panels, style
 
 RANK_COLOURS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#7F7F7F", "#F0E442"]
 
@@ -218,4 +218,26 @@ def whole_ring_step(world_size=4, step=0):
             _messages(axes, lambda rank: 0, world_size)
         axes.set_title(f"Whole gradients, step {step} of {world_size - 1}", loc="center")
         axes.set(xlim=(-0.5, 1.7 * world_size + 0.3), ylim=(0.9, -0.6))
+    return picture
+
+
+def schedule(rows, title):
+    """A pipeline's timetable (rows of (instruction, start, end) from `stage8_pipeline.timetable`), a lane a rank."""
+    end = max(finish for row in rows for _, _, finish in row)
+    busy = sum(finish - start for row in rows for _, start, finish in row)
+    message = f"{title}; idle {100 * (1 - busy / (end * len(rows))):.0f} %"
+    picture, axes = panels(width=9.4, height=1.1 + 0.42 * len(rows), message=message, alt=f"A timetable. {message}")
+    with style():
+        for rank, row in enumerate(rows):
+            for (action, microbatch), start, finish in row:
+                colour = SPAN_COLOURS[action]
+                axes.broken_barh([(start, finish - start)], (rank - 0.4, 0.8), facecolors=colour, edgecolor="white")
+                if end < 45:
+                    shade = "black" if action == "forward" else "white"
+                    text = f"{'F' if action == 'forward' else 'B'}{microbatch}"
+                    axes.text((start + finish) / 2, rank, text, ha="center", va="center", color=shade, fontsize=9)
+        axes.set_yticks(range(len(rows)), [f"rank {rank}" for rank in range(len(rows))])
+        axes.set(ylim=(len(rows) - 0.5, -0.5), xlim=(0, end), xlabel="time (forward passes of a micro-batch)")
+        axes.set_title(message)
+        axes.grid(axis="y", visible=False)
     return picture

@@ -137,9 +137,11 @@ def alpha_beta_figure(bandwidth="10Gbit", latency="100us", world_size=8):
     colours = dict(zip(chosen, [STAGE_COLOURS["3"], STAGE_COLOURS["4"], "#009E73", "#CC79A7"], strict=True))
     times = {name: [theory.seconds(form, n, world_size, costs) for n in sizes] for name, form in chosen.items()}
     first, last = (min(times, key=lambda name: times[name][at]) for at in (0, -1))
-    title = f"{bandwidth}/s, {latency}, {world_size} ranks: {first} for small messages, {last} for large ones"
+    winners = f"{first} wins" if first == last else f"{first} wins small, {last} large"
+    title = f"{bandwidth}/s, {latency}, {world_size} ranks: {winners}"
     lines = {name: (sizes, [1000 * t for t in times[name]], colours[name]) for name in chosen}
     picture = curves({}, "message", "time (ms)", title, theory=lines, log="xy", height=3.6)
+    picture.axes[0].set_xticks([2**6, 2**10, 2**15, 2**20, 2**25, 2**30])
     binary_bytes(picture.axes[0].xaxis)
     return picture
 

@@ -213,7 +213,7 @@ def cost_on_rank(wrapped):
 def is_free(wrapped):
     """Does a step of DDP on one device do no more operations than a plain one?"""
     (plain, parallel), (before, after) = launch(cost_on_rank, wrapped, world_size=1)[0]
-    number = f"{parallel - plain} operations more than {plain}, {100 * (after / before - 1):+.0f} % time here"
+    number = f"{parallel - plain} operations more than {plain}, {100 * (after / before - 1):+.0f} % time for this small model"
     return Outcome(parallel <= plain, number)
 
 

@@ -1,0 +1,307 @@
+# %% [markdown]
+r"""
+# 6 · A complete DDP
+
+Stage 5 assumed that all goes well: every parameter gets a gradient in every step, all ranks have the same amount of
+data, nobody accumulates. Real training does none of these favours. Here each assumption is broken, you see what
+happens, and then it is mended. `ddp_course.DistributedDataParallel` has the interface of PyTorch's own class, so
+everything you learn here holds there too.
+
+**After this lesson you can**
+
+- replace torch's DDP by ours in a training loop and get the same weights,
+- read the error about unused parameters, and know what its remedy costs,
+- accumulate gradients without paying for communication each time, and avoid the usual mistake,
+- say what happens to buffers, BatchNorm and ranks that run out of data.
+
+*40 minutes, under a minute of computing.*
+"""
+
+# %% imports
+from ddp_course import (
+    BucketedDDP, DistributedDataParallel, SyncBatchNorm, claims, dist, errors, launch, problems,
+    ring_all_reduce, show, stage5_bucketed, stage6_ddp, torch, wire,
+)  # fmt: skip
+
+K = 4  # how many ranks; 2 works as well
+
+# %% [markdown]
+r"""
+## The same loop, three classes
+"""
+
+
+# %% same-loop
+def train_with(wrap):
+    problem = problems.make("synthetic", parameters=3 * 64**2, width=64)
+    model = problem.model()
+    parallel = wrap(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for inputs, targets in problem.batches(48, 10, rank=dist.get_rank(), world_size=dist.get_world_size()):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(parallel(inputs), targets).backward()
+        optimizer.step()
+    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+
+
+classes = [BucketedDDP, DistributedDataParallel, torch.nn.parallel.DistributedDataParallel]
+stage5, stage6, torchs = [launch(train_with, wrap, world_size=K) for wrap in classes]
+
+# %% check-same
+# NBVAL_CHECK_OUTPUT
+assert all(torch.equal(stage6[0], other) for other in stage6)
+assert max((stage6[0] - torchs[0]).abs().max(), (stage6[0] - stage5[0]).abs().max()) < 1e-5
+print("stage 5, stage 6 and torch's DDP train the same weights, equal on all ranks")
+
+# %% what-changed
+show.diff(stage5_bucketed.train, stage6_ddp.train)
+
+# %% [markdown]
+r"""
+The loop is the same. All that is new sits behind `backward()`, one file a feature, in `ddp_course/stage6_ddp/`.
+
+## Predict
+
+A model with two branches uses only one of them in this step. The other branch's parameters get no gradient, so their
+bucket never fills.
+"""
+
+# %% predict
+guess = show.predict(
+    "A parameter gets no gradient. What should DDP do in the next step?",
+    ["treat it as zero, silently", "hang", "raise an error that names the parameter"],
+)
+guess
+
+
+# %% branches
+class TwoBranches(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.trunk, self.left, self.right = (torch.nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, inputs):
+        return self.left(self.trunk(inputs))  # right is not used
+
+
+def two_steps(**options):
+    parallel = DistributedDataParallel(TwoBranches(), **options)
+    for _ in range(2):
+        parallel(torch.ones(4, 16)).sum().backward()
+    return parallel.module.right.weight.grad
+
+
+# %% broken-unused
+try:
+    launch(two_steps, world_size=2)
+except errors.RankError as error:
+    message = error.message
+print(message)
+guess.reveal("an error", "raise an error that names the parameter")
+
+# %% [markdown]
+r"""
+The remedy: `find_unused_parameters=True`. After each forward pass DDP walks through the graph from the outputs, and
+marks what it does not reach as ready. A bitmap, all-reduced, tells which parameters were used by *no* rank: these
+gradients stay untouched.
+"""
+
+# %% check-unused
+# NBVAL_CHECK_OUTPUT
+gradients = launch(two_steps, find_unused_parameters=True, world_size=2)
+assert "right.weight" in message and gradients == [None, None]
+print("the error names right.weight; with find_unused_parameters it is left alone")
+
+# %% [markdown]
+r"""
+It is not free (claim 17), and it does not save traffic either (claim 19). If the graph never changes,
+`static_graph=True` searches once only (claim 6).
+"""
+
+# %% claims-unused
+# NBVAL_CHECK_OUTPUT
+findings = [claims.test(number) for number in (6, 17, 19)]
+for finding in findings:
+    print(finding.line)
+
+# %% claims-unused-numbers
+print(*findings, sep="\n\n")
+
+# %% [markdown]
+r"""
+## Accumulation: do not communicate four times
+
+A batch too large for memory is cut into micro-batches, whose gradients add up before one update. Each `backward()`
+would average again. Inside `no_sync()` it does not; only the last backward pass communicates.
+"""
+
+
+# %% accumulate
+def bytes_sent(use_no_sync):
+    parallel = DistributedDataParallel(torch.nn.Linear(256, 256), all_reduce=ring_all_reduce)
+    with wire.counting() as traffic:
+        for part in range(4):
+            quiet = use_no_sync and part < 3
+            with parallel.no_sync() if quiet else torch.enable_grad():  # the latter changes nothing
+                parallel(torch.ones(8, 256)).sum().backward()
+    return traffic.bytes_sent
+
+
+often, once = (launch(bytes_sent, use, world_size=K)[0] for use in (False, True))
+show.bars({"average every time": often / 2**20, "no_sync": once / 2**20}, "sent by a rank (MiB)",
+          f"no_sync saves {100 * (1 - once / often):.0f} % of the traffic of 4 micro-batches")  # fmt: skip
+
+# %% check-accumulate
+# NBVAL_CHECK_OUTPUT
+assert often == 4 * once
+print("four micro-batches, a quarter of the bytes")
+
+# %% [markdown]
+r"""
+The usual mistake: only `backward()` inside `no_sync()`, and the forward pass before it. It is the *forward* pass that
+prepares the synchronisation.
+"""
+
+# %% claim-12
+# NBVAL_CHECK_OUTPUT
+finding = claims.test(12)
+print(finding.line)
+
+# %% claim-12-numbers
+finding
+
+# %% [markdown]
+r"""
+## Buffers and BatchNorm
+
+A **buffer** is state without a gradient, such as BatchNorm's running mean. Averaging gradients does not touch it,
+so it would drift apart; DDP copies rank 0's to all before each forward pass. What it does *not* do is to compute the
+mean over all ranks. Ours and torch's `SyncBatchNorm` do, with one more collective a layer.
+"""
+
+
+# %% batchnorm
+def normalise(convert):
+    norm = torch.nn.Sequential(torch.nn.BatchNorm1d(1))
+    if convert:
+        norm = SyncBatchNorm.convert_sync_batchnorm(norm)
+    return norm(torch.arange(2.0).reshape(2, 1) + 10 * dist.get_rank()).flatten().tolist()
+
+
+for convert in (False, True):
+    print(
+        "SyncBatchNorm" if convert else "BatchNorm    ",
+        [[round(x, 2) for x in row] for row in launch(normalise, convert, world_size=2)],
+    )
+
+# %% claim-15
+# NBVAL_CHECK_OUTPUT
+print(claims.test(15).line)
+
+# %% [markdown]
+r"""
+Rank 0 has the samples 0 and 1, rank 1 has 10 and 11. With plain BatchNorm both see the same: the difference between
+the ranks is lost.
+
+## Uneven inputs
+
+Rank 0 has three batches, the others have two. In the third step rank 0 waits for partners that have gone. The
+launcher ends such a wait after `timeout` seconds and says where everyone was.
+"""
+
+
+# %% broken-uneven
+def uneven(join):
+    parallel, steps = DistributedDataParallel(torch.nn.Linear(8, 8)), 0
+    with parallel.join(enable=join):
+        for _ in range(3 if dist.get_rank() == 0 else 2):
+            parallel(torch.ones(4, 8)).sum().backward()
+            steps += 1
+    dist.barrier()
+    return steps
+
+
+try:
+    launch(uneven, False, world_size=2, timeout=4)
+except errors.CourseError as error:
+    print(type(error).__name__, str(error).splitlines()[0])
+
+# %% check-uneven
+# NBVAL_CHECK_OUTPUT
+assert launch(uneven, True, world_size=2) == [3, 2]
+print("with join(), rank 0 finishes its third step, and rank 1 shadows it with zeros")
+
+# %% [markdown]
+r"""
+## Fewer bytes: a communication hook
+
+A **hook** may replace the average of a bucket. This one sends half-precision numbers: half the bytes, for an error of
+about 1 in 1,000 of each value.
+"""
+
+
+# %% compress
+def half_precision(state, bucket):
+    small = bucket.buffer().to(torch.float16).div_(dist.get_world_size())
+    future = dist.all_reduce(small, async_op=True).get_future()
+    return future.then(lambda done: bucket.buffer().copy_(done.value()[0]))
+
+
+def compressed(model):
+    parallel = DistributedDataParallel(model)
+    parallel.register_comm_hook(None, half_precision)
+    return parallel
+
+
+error = float((launch(train_with, compressed, world_size=K)[0] - stage6[0]).norm() / stage6[0].norm())
+print(f"weights after 10 steps differ by {error:.0e} of their length")
+
+# %% check-compress
+# NBVAL_CHECK_OUTPUT
+assert 0 < error < 1e-2
+print("half the bytes, and weights that differ by less than 1 %")
+
+# %% [markdown]
+r"""
+## Is it free on one device?
+"""
+
+# %% claim-18
+# NBVAL_CHECK_OUTPUT
+finding = claims.test(18)
+print(finding.line)
+
+# %% claim-18-numbers
+finding
+
+# %% [markdown]
+r"""
+## What torch does
+
+The same, in C++. Two things are worth knowing about its speed: copying gradients into buckets costs time, unless
+`gradient_as_bucket_view=True`; and buckets are laid out anew after the first step, in the order in which gradients
+really became ready. `ddp-course bench ddp` measures ours against it, side by side.
+
+## Check yourself
+
+**1.** Your loss uses only one of two heads, chosen at random on each rank. Which option do you need?
+<details><summary>Answer</summary>
+<code>find_unused_parameters=True</code>. A head that only some ranks used gets the average over all ranks, with zeros
+from those that did not use it. <code>static_graph</code> would be wrong, since the graph changes.
+</details>
+
+**2.** Why does DDP copy rank 0's buffers instead of averaging them?
+<details><summary>Answer</summary>
+It cannot know what they mean: a counter or an index must not be averaged. Copying keeps the replicas equal, which is
+all that it promises.
+</details>
+
+**3.** With <code>no_sync</code> over 4 micro-batches, by what do you divide the loss?
+<details><summary>Answer</summary>
+By 4. Gradients of micro-batches add up; DDP divides by the number of ranks only.
+</details>
+
+## Exercise
+
+`exercises/06_complete_ddp.ipynb`
+"""
