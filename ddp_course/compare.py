@@ -18,7 +18,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 from tqdm.auto import tqdm
 
-from . import problems, stage1_single, stage2_dataparallel, stage3_paramserver, stage4_ring, stage5_bucketed
+from . import (
+    problems,
+    stage1_single,
+    stage2_dataparallel,
+    stage3_paramserver,
+    stage4_ring,
+    stage5_bucketed,
+    stage6_ddp,
+)
 from .measuring import timeline
 from .running import wire
 from .running.devices import placement, rank_device
@@ -42,7 +50,8 @@ ONE_PROCESS = ("1", "2")
 def run(problem="digits", world_size=4, steps=None, stages=DEFAULT_STAGES, device="auto", dtype="float32", **options):
     """Train with every stage on the same global batches and return the results, ready for JSON.
 
-    `options`: `global_batch` (samples), `lr`, `seed`, `link` (a `Link` or None), `parameters` (of bytes and
+    `options`: `global_batch` (samples), `lr`, `seed`, `bucket_cap_mb` (of stages 5 and 6 and of torch's DDP, default
+    0.25: small enough that the default model fills several), `link` (a `Link` or None), `parameters` (of bytes and
     synthetic), `timeout` (seconds a stage), `progress` (show a bar).
     Keys of the result: world_size, device, dtype, problem, parameters, gradient_bytes, link, and stages: a list of
     stage, name, step_ms (median; the slowest rank counts), communication_ms (what the backward pass did not hide),
@@ -88,7 +97,19 @@ def check_stages(stages):
     return list(dict.fromkeys(names))
 
 
-def _job(problem, world_size, steps, device, dtype, global_batch=None, lr=None, seed=0, parameters=None, timeout=300.0):
+def _job(
+    problem,
+    world_size,
+    steps,
+    device,
+    dtype,
+    global_batch=None,
+    lr=None,
+    seed=0,
+    parameters=None,
+    bucket_cap_mb=0.25,
+    timeout=300.0,
+):
     """Everything a rank needs to know, checked before anything starts."""
     if world_size < 1:
         raise ValueError(f"world size is {world_size}; it must be 1 or more")
@@ -99,6 +120,8 @@ def _job(problem, world_size, steps, device, dtype, global_batch=None, lr=None, 
     settings = {} if parameters is None else {"parameters": parameters}
     made = problems.make(problem, dtype=getattr(torch, dtype), **settings)
     steps = made.steps if steps is None else steps
+    if not bucket_cap_mb > 0:
+        raise ValueError(f"bucket_cap_mb is {bucket_cap_mb}; it must be a positive number of MiB, such as 25")
     if steps < 1:
         raise ValueError(f"steps is {steps}; it must be 1 or more")
     if global_batch is None:
@@ -113,6 +136,7 @@ def _job(problem, world_size, steps, device, dtype, global_batch=None, lr=None, 
         "global_batch": global_batch,
         "lr": made.learning_rate if lr is None else lr,
         "seed": seed,
+        "bucket_cap_mb": bucket_cap_mb,
         "timeout": timeout,
     }
 
@@ -171,7 +195,7 @@ def train_and_measure(stage, job, reference, device):
     began: list[float] = []
     events: list[wire.Event] = []
     with timeline.recording() as spans, wire.observing(events.append):
-        losses = trainer(stage, world_size, device)(model, stamped(batches, began), job["lr"])
+        losses = trainer(stage, job, device)(model, stamped(batches, began), job["lr"])
     steps = list(pairwise(began))
     weights = torch.cat([parameter.detach().reshape(-1).cpu() for parameter in model.parameters()])
     by_step = [[span for span in spans if start <= span.start < end] for start, end in steps]
@@ -188,25 +212,28 @@ def train_and_measure(stage, job, reference, device):
     }
 
 
-def trainer(stage, world_size, device="cpu"):
+def trainer(stage, job, device="cpu"):
     """Return the `train(model, batches, lr)` of a stage; `device` is what was asked for, as in `launch`."""
     if stage == "2":
-        return partial(stage2_dataparallel.train, devices=placement(device, world_size).devices)
+        return partial(stage2_dataparallel.train, devices=placement(device, job["world_size"]).devices)
     if stage == "4w":
         whole = partial(stage4_ring.average_on_ring, all_reduce=stage4_ring.whole_gradient_ring)
         return partial(stage4_ring.train, average=whole)
-    if stage == "6":
-        from .stage6_ddp import train
+    trainers = {
+        "1": stage1_single.train,
+        "3": stage3_paramserver.train,
+        "4": stage4_ring.train,
+        "5": partial(stage5_bucketed.train, bucket_cap_mb=job["bucket_cap_mb"]),
+        "6": partial(stage6_ddp.train, bucket_cap_mb=job["bucket_cap_mb"]),
+        "torch": partial(train_torch, bucket_cap_mb=job["bucket_cap_mb"]),
+    }
+    return trainers[stage]
 
-        return train
-    modules = {"1": stage1_single, "3": stage3_paramserver, "4": stage4_ring, "5": stage5_bucketed}
-    return train_torch if stage == "torch" else modules[stage].train
 
-
-def train_torch(model, batches, lr):
+def train_torch(model, batches, lr, bucket_cap_mb):
     """The loop of stage 5 around torch's own DistributedDataParallel, its all-reduces shown to the observers."""
     devices = [rank_device()] if rank_device().type == "cuda" else None
-    parallel = DistributedDataParallel(model, device_ids=devices)
+    parallel = DistributedDataParallel(model, device_ids=devices, bucket_cap_mb=bucket_cap_mb)
     parallel.register_comm_hook(None, observed_all_reduce)
     optimizer = SGD(model.parameters(), lr=lr)
     losses = []

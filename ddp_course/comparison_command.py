@@ -20,6 +20,7 @@ def add_parser(subparsers):
     parser.add_argument("--dtype", default="float32", help="float32 or float64")
     parser.add_argument("--global-batch", type=int, metavar="B", help="samples a step over all ranks together")
     parser.add_argument("--parameters", type=int, metavar="P", help="size of the model of bytes and synthetic")
+    parser.add_argument("--bucket-cap-mb", type=float, default=0.25, metavar="M", help="MiB a bucket (default 0.25)")
     parser.add_argument("--lr", type=float, help="learning rate (default: the problem's)")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and batches (default 0)")
     parser.add_argument("--link", default="auto", help='bandwidth (200Mbit without GPUs) or "none"')
@@ -45,6 +46,7 @@ def main(args):
             args.dtype,
             global_batch=args.global_batch,
             lr=args.lr,
+            bucket_cap_mb=args.bucket_cap_mb,
             seed=args.seed,
             parameters=args.parameters,
             timeout=args.timeout,

@@ -122,9 +122,9 @@ def computed(tensor):
     return torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
 
 
-def train(model, batches, lr):
+def train(model, batches, lr, bucket_cap_mb=DEFAULT_CAP_MB):
     """Train `model` in place on this rank's share of each batch; return this rank's loss of every step."""
-    parallel = BucketedDDP(model)
+    parallel = BucketedDDP(model, bucket_cap_mb)
     optimizer = SGD(model.parameters(), lr=lr)
     losses = []
     for inputs, targets in batches:
