@@ -27,9 +27,9 @@ from .sync_batchnorm import SyncBatchNorm
 __all__ = ["DistributedDataParallel", "GradBucket", "SyncBatchNorm", "train"]
 
 
-def train(model, batches, lr):
+def train(model, batches, lr, bucket_cap_mb=None):
     """Train `model` in place on this rank's share of each batch; return this rank's loss of every step."""
-    parallel = DistributedDataParallel(model)
+    parallel = DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb)
     optimizer = SGD(model.parameters(), lr=lr)
     losses = []
     for inputs, targets in batches:

@@ -14,7 +14,7 @@ from .buckets import MIB, assign_buckets
 from .communication import GradBucket
 
 SMALL, LARGE = 4096, 4 * MIB  # bytes
-CANDIDATES = [MIB * 2**exponent for exponent in range(-3, 8)]  # 1/8 to 128 MiB
+CANDIDATES = [MIB // 8 * 2**exponent for exponent in range(11)]  # 1/8 to 128 MiB
 
 
 def calibrate(start, device, group=None, repetitions=3):

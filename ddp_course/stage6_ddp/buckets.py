@@ -39,7 +39,8 @@ def assign_buckets(tensors, limits, sparse=(), order=None):
 
     Every (dtype, device) walks through `limits` (bytes) on its own. `sparse` holds the indices of tensors with
     sparse gradients, which travel alone. `order` is the order in which gradients become ready; without it, tensors
-    are taken as they come and the buckets sorted by their first member.
+    are taken as they come and the buckets sorted by their first member. Buckets that are still open at the end come
+    last, those of the dtype seen last before the others.
     """
     filling, closed = {}, []
     for index in range(len(tensors)) if order is None else order:
@@ -53,7 +54,7 @@ def assign_buckets(tensors, limits, sparse=(), order=None):
         if bucket.size >= bucket.limits[0]:
             closed.append(bucket.members)
             filling[tensor.dtype, tensor.device] = Filling(bucket.limits[1:] or bucket.limits)
-    buckets = closed + [bucket.members for bucket in filling.values() if bucket.members]
+    buckets = closed + [bucket.members for bucket in reversed(filling.values()) if bucket.members]
     return sorted(buckets, key=min) if order is None else buckets
 
 

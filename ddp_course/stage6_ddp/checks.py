@@ -65,3 +65,42 @@ def first_difference(expected, found, rank):
         extra = ", ".join(name for name, *_ in longer[min(len(expected), len(found)) :])
         return f"rank 0 has {len(expected)} parameters and rank {rank} has {len(found)}; only one of them has {extra}"
     return None
+
+
+def group_of(process_group, device_mesh):
+    """The process group that the two arguments stand for."""
+    if process_group is not None and device_mesh is not None:
+        raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
+    if device_mesh is None:
+        return process_group or dist.distributed_c10d._get_default_group()
+    if device_mesh.ndim != 1:
+        raise RuntimeError(f"Only 1D device mesh is supported, but got {device_mesh}.")
+    return device_mesh.get_group(mesh_dim=0)
+
+
+def devices_of(parameters, device_ids, output_device):
+    """Check `device_ids` and `output_device`; return the GPU to move inputs to in a list, and the output's, or None."""
+    devices = {parameter.device for parameter in parameters.values()}
+    if device_ids is not None and len(device_ids) > 1:
+        raise ValueError("device_ids can only be None or contain a single element.")
+    if len(devices) > 1 or devices.pop().type == "cpu":
+        if device_ids or output_device:
+            raise ValueError(
+                "device_ids and output_device only work with modules on a single GPU, but got "
+                f"device_ids {device_ids} and output_device {output_device}; leave them out"
+            )
+        return None, None
+    return (list(device_ids), first_given(output_device, device_ids[0])) if device_ids else (None, None)
+
+
+def refuse_gpu_batchnorm(module, device_type):
+    """torch's SyncBatchNorm does not run on the CPU: say so before the first step does."""
+    if device_type == "cpu" and any(isinstance(layer, torch.nn.SyncBatchNorm) for layer in module.modules()):
+        raise ValueError(
+            "SyncBatchNorm layers only work with GPU modules; ddp_course.stage6_ddp.SyncBatchNorm runs anywhere"
+        )
+
+
+def first_given(*values):
+    """The first of `values` that is not None."""
+    return next(value for value in values if value is not None)

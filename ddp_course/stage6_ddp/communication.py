@@ -8,6 +8,7 @@ it returns waits for the end, and returns the tensor with the result:
     averaged = wait()         # before backward() returns
 """
 
+import inspect
 from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
 
@@ -112,7 +113,7 @@ def by_hook(hook, state):
 
     def start(bucket):
         future = hook(state, bucket)
-        if not isinstance(future, torch.futures.Future):
+        if not isinstance(future, torch._C.Future):
             raise TypeError(f"a communication hook must return a torch.futures.Future, but {hook} returned {future!r}")
 
         def wait():
@@ -122,3 +123,15 @@ def by_hook(hook, state):
         return wait
 
     return start
+
+
+def check_hook(hook):
+    """Refuse what cannot be a communication hook: the same errors as torch's."""
+    if not callable(hook):
+        raise TypeError("Communication hook must be callable.")
+    signature = inspect.signature(hook)
+    bucket = signature.parameters.get("bucket")
+    if bucket is not None and bucket.annotation not in (inspect.Parameter.empty, dist.GradBucket):
+        raise ValueError("Communication hook: bucket annotation should be dist.GradBucket.")
+    if signature.return_annotation not in (inspect.Signature.empty, torch.futures.Future[torch.Tensor]):
+        raise ValueError("Communication hook: return annotation should be torch.futures.Future[torch.Tensor].")

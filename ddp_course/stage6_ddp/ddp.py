@@ -1,7 +1,6 @@
 """The wrapper: everything from the files before, behind the interface of torch's own."""
 
 import copy
-import inspect
 import warnings
 from contextlib import contextmanager
 
@@ -14,8 +13,16 @@ from . import automatic
 from .buckets import NO_LIMIT, size_limits
 from .buffers import broadcast_buffers as broadcast_named_buffers
 from .buffers import broadcast_tensors
-from .checks import same_on_all_ranks, sparse_parameters, trainable
-from .communication import by_algorithm, by_backend, by_hook
+from .checks import (
+    devices_of,
+    first_given,
+    group_of,
+    refuse_gpu_batchnorm,
+    same_on_all_ranks,
+    sparse_parameters,
+    trainable,
+)
+from .communication import by_algorithm, by_backend, by_hook, check_hook
 from .reducer import Reducer
 from .uneven import Shadow, active_ranks, common_rank, others_synchronise
 from .unused import behind_entrance, tensors_in
@@ -300,54 +307,3 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
             "static_graph": int(self.static_graph),
         }
-
-
-def group_of(process_group, device_mesh):
-    """The process group that the two arguments stand for."""
-    if process_group is not None and device_mesh is not None:
-        raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
-    if device_mesh is None:
-        return process_group or dist.distributed_c10d._get_default_group()
-    if device_mesh.ndim != 1:
-        raise RuntimeError(f"Only 1D device mesh is supported, but got {device_mesh}.")
-    return device_mesh.get_group(mesh_dim=0)
-
-
-def devices_of(parameters, device_ids, output_device):
-    """Check `device_ids` and `output_device`; return the GPU to move inputs to in a list, and the output's, or None."""
-    devices = {parameter.device for parameter in parameters.values()}
-    if device_ids is not None and len(device_ids) > 1:
-        raise ValueError("device_ids can only be None or contain a single element.")
-    if len(devices) > 1 or devices.pop().type == "cpu":
-        if device_ids or output_device:
-            raise ValueError(
-                "device_ids and output_device only work with modules on a single GPU, but got "
-                f"device_ids {device_ids} and output_device {output_device}; leave them out"
-            )
-        return None, None
-    return (list(device_ids), first_given(output_device, device_ids[0])) if device_ids else (None, None)
-
-
-def refuse_gpu_batchnorm(module, device_type):
-    """torch's SyncBatchNorm does not run on the CPU: say so before the first step does."""
-    if device_type == "cpu" and any(isinstance(layer, torch.nn.SyncBatchNorm) for layer in module.modules()):
-        raise ValueError(
-            "SyncBatchNorm layers only work with GPU modules; ddp_course.stage6_ddp.SyncBatchNorm runs anywhere"
-        )
-
-
-def check_hook(hook):
-    """Refuse what cannot be a communication hook: the same errors as torch's."""
-    if not callable(hook):
-        raise TypeError("Communication hook must be callable.")
-    signature = inspect.signature(hook)
-    bucket = signature.parameters.get("bucket")
-    if bucket is not None and bucket.annotation not in (inspect.Parameter.empty, dist.GradBucket):
-        raise ValueError("Communication hook: bucket annotation should be dist.GradBucket.")
-    if signature.return_annotation not in (inspect.Signature.empty, torch.futures.Future[torch.Tensor]):
-        raise ValueError("Communication hook: return annotation should be torch.futures.Future[torch.Tensor].")
-
-
-def first_given(*values):
-    """The first of `values` that is not None."""
-    return next(value for value in values if value is not None)

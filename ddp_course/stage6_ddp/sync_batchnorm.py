@@ -108,6 +108,8 @@ def whole_batch_statistics(inputs, group=None):
     dist.all_gather(everyone, mine, group=group)
     means, deviations, counts = torch.stack(everyone).split([len(mean), len(mean), 1], dim=1)
     total = counts.sum()
+    if total <= 1:
+        raise ValueError(f"training needs more than 1 value per channel over all ranks together, got {int(total)}")
     mean = (counts * means).sum(0) / total
     return mean, (deviations + counts * (means - mean).square()).sum(0) / total, total
 

@@ -1,0 +1,1010 @@
+"""What a DistributedDataParallel must do: each case takes the class under test and runs on every rank.
+
+Torch's class and ours are judged by the very same assertions. The oracle is the exact mean of the gradients that the
+ranks would compute alone, within the bound on rounding.
+"""
+
+import copy
+import warnings
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+from oracles import UNIT_ROUNDOFF
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel.distributed import _BufferCommHookLocation
+from torch.utils.checkpoint import checkpoint
+
+CASES = {}
+TORCH_HANGS = {"models_of_different_shape_are_refused"}  # torch raises on the other ranks and leaves rank 0 waiting
+
+
+def case(function):
+    """Register a case under its name."""
+    CASES[function.__name__] = function
+    return function
+
+
+class Net(nn.Module):
+    """Two layers and a ReLU; sizes differ so that buckets and chunks are uneven."""
+
+    def __init__(self, width=7):
+        super().__init__()
+        self.first, self.second = nn.Linear(5, width), nn.Linear(width, 3)
+
+    def forward(self, x):
+        return self.second(self.first(x).relu())
+
+
+class Branches(nn.Module):
+    """`which` decides what takes part: "a", "b", "both" or "neither"; `last` always does, `never` never does."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.never, self.last = (nn.Linear(5, 5) for _ in range(4))
+
+    def forward(self, x, which):
+        if which in ("a", "both"):
+            x = self.a(x)
+        if which in ("b", "both"):
+            x = self.b(x)
+        return self.last(x)
+
+
+def seeded(make, seed=0):
+    """Make a module from a fixed seed: the same on every rank."""
+    torch.manual_seed(seed)
+    return make()
+
+
+def data(rank, step=0, samples=4):
+    """This rank's inputs of a step: different on every rank and in every step."""
+    return torch.randn(samples, 5, generator=torch.Generator().manual_seed(100 * rank + step + 1))
+
+
+def me():
+    return dist.get_rank()
+
+
+def ranks():
+    return range(dist.get_world_size())
+
+
+def gathered(value):
+    """`value` of every rank."""
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    return everyone
+
+
+def alone(module, loss, rank):
+    """Gradients, a dict by name, that `loss(module, rank)` would give on `rank` without any DDP; None stays None."""
+    twin = copy.deepcopy(module)
+    twin.zero_grad()
+    loss(twin, rank).backward()
+    return {name: p.grad for name, p in twin.named_parameters()}
+
+
+def assert_mean(module, loss, slack=1.0):
+    """The gradients of `module` are the mean of what the ranks compute alone, and the same bits on every rank."""
+    shares = [alone(module, loss, rank) for rank in ranks()]
+    for name, parameter in module.named_parameters():
+        parts = [share[name] for share in shares]
+        if all(part is None for part in parts):
+            assert parameter.grad is None, f"{name} got a gradient although no rank used it"
+            continue
+        assert parameter.grad is not None, f"{name} got no gradient"
+        parts = torch.stack([torch.zeros_like(parameter) if part is None else part for part in parts]).double()
+        bound = 2 * len(parts) * UNIT_ROUNDOFF[parameter.dtype] * parts.abs().mean(0) * slack
+        error = (parameter.grad.double() - parts.mean(0)).abs()
+        assert (error <= bound).all(), f"{name} is off by {error.max():.3g}, allowed {bound.max():.3g}"
+    assert_replicas_agree([p.grad for p in module.parameters() if p.grad is not None])
+
+
+def assert_replicas_agree(tensors):
+    """All ranks hold the same bits."""
+    flat = torch.cat([t.detach().to_dense().reshape(-1).double() for t in tensors]) if tensors else torch.zeros(0)
+    for rank, other in enumerate(gathered(flat)):
+        assert torch.equal(other, flat), f"rank {rank} has other values"
+
+
+def assert_raises(function, kinds, *words):
+    """`function` raises one of `kinds` with all `words` in the message."""
+    try:
+        function()
+    except kinds as error:
+        for word in words:
+            assert word in str(error), f"{word!r} is not in: {error}"
+    else:
+        raise AssertionError(f"nothing raised; expected {kinds} about {words}")
+
+
+def squared(module, rank, step=0):
+    """A loss that differs from rank to rank and step to step."""
+    return module(data(rank, step)).square().sum()
+
+
+def train_and_check(DDP, make=Net, steps=4, set_to_none=True, loss=squared, **settings):
+    """A few steps in which every gradient is checked, before an optimizer changes the weights."""
+    model = seeded(make, seed=me())
+    parallel = DDP(model, **settings)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    assert_replicas_agree(list(model.parameters()))
+    for step in range(steps):
+        optimizer.zero_grad(set_to_none=set_to_none)
+        loss(parallel, me(), step).backward()
+        assert_mean(model, lambda module, rank, step=step: loss(module, rank, step))
+        optimizer.step()
+    return parallel
+
+
+# 1. Construction
+
+
+@case
+def gradients_are_the_mean(DDP):
+    train_and_check(DDP)
+
+
+@case
+def models_of_different_size_are_refused(DDP):
+    layers = [nn.Linear(5, 5) for _ in range(2 if me() == 1 else 3)]
+    assert_raises(lambda: DDP(nn.Sequential(*layers)), RuntimeError)
+
+
+@case
+def models_of_different_shape_are_refused(DDP):
+    assert_raises(lambda: DDP(Net(width=8 if me() == 1 else 7)), RuntimeError)
+
+
+@case
+def a_model_without_trainable_parameters_is_refused(DDP):
+    assert_raises(lambda: DDP(nn.ReLU()), (RuntimeError, ValueError))
+    assert_raises(lambda: DDP(Net().requires_grad_(False)), RuntimeError, "requires a gradient")
+
+
+@case
+def impossible_settings_are_refused(DDP):
+    assert_raises(lambda: DDP(Net(), device_ids=[0]), ValueError, "device_ids")
+    assert_raises(lambda: DDP(Net(), device_ids=[0, 1]), ValueError, "device_ids")
+    assert_raises(lambda: DDP(nn.LazyLinear(3)), RuntimeError, "uninitialized" if is_torch(DDP) else "initialised")
+    assert_raises(lambda: DDP(nn.Sequential(Net(), nn.SyncBatchNorm(3))), ValueError, "SyncBatchNorm")
+
+
+def is_torch(DDP):
+    return DDP.__module__.startswith("torch.")
+
+
+@case
+def rank_0_decides_the_weights_unless_init_sync_is_off(DDP):
+    model = seeded(Net, seed=me())
+    before = copy.deepcopy(model.state_dict())
+    DDP(model, init_sync=False)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    DDP(model)
+    expected = seeded(Net, seed=0).state_dict()
+    assert all(torch.equal(expected[name], value) for name, value in model.state_dict().items())
+
+
+@case
+def ignored_parameters_and_buffers_are_left_alone(DDP):
+    model = seeded(lambda: nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)), seed=me())
+    mine = model[2].weight.detach().clone()
+    model[1].running_mean.fill_(me() + 1.0)
+    DDP._set_params_and_buffers_to_ignore_for_model(model, ["2.weight", "1.running_mean"])
+    parallel = DDP(model)
+    assert torch.equal(model[2].weight, mine) and (model[1].running_mean == me() + 1).all()
+    parallel(data(me())).square().sum().backward()
+    grads = gathered(model[2].weight.grad)
+    assert not torch.equal(grads[0], grads[1]), "the ignored parameter was averaged"
+    assert_replicas_agree([model[0].weight.grad, model[2].bias.grad])
+
+
+@case
+def shared_parameters_count_once(DDP):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = nn.Linear(5, 5), nn.Linear(5, 5)
+            self.two.weight = self.one.weight
+
+        def forward(self, x):
+            return self.two(self.one(x).tanh())
+
+    train_and_check(DDP, Tied)
+
+
+@case
+def sparse_gradients(DDP):
+    class Words(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words, self.out = nn.Embedding(20, 4, sparse=True), nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.out(self.words(x))
+
+    model = seeded(Words)
+    parallel = DDP(model)
+    for step in range(3):
+        model.zero_grad()
+        loss = lambda module, rank, step=step: module(torch.arange(rank, rank + 3 + step)).square().sum()  # noqa: E731
+        loss(parallel, me()).backward()
+        assert model.words.weight.grad.is_sparse
+        shares = [alone(model, loss, rank) for rank in ranks()]
+        exact = torch.stack([share["words.weight"].to_dense() for share in shares]).double()
+        error = (model.words.weight.grad.to_dense().double() - exact.mean(0)).abs()
+        assert (error <= 2 * len(shares) * 2**-24 * exact.abs().mean(0)).all()
+
+
+# 2. Buckets
+
+
+@case
+def buckets_of_mixed_dtypes(DDP):
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.single, self.wide = nn.Linear(5, 5), nn.Linear(5, 3).double()
+
+        def forward(self, x):
+            return self.wide(self.single(x).double())
+
+    train_and_check(DDP, Mixed)
+
+
+@case
+def tiny_buckets_and_channels_last(DDP):
+    def make():
+        convolution = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        return nn.Sequential(nn.Unflatten(1, (3, 4, 4)), convolution, nn.Flatten(), nn.Linear(16, 2))
+
+    def loss(module, rank, step):
+        generator = torch.Generator().manual_seed(50 * rank + step)
+        return module(torch.randn(2, 48, generator=generator)).square().sum()
+
+    parallel = train_and_check(DDP, make, loss=loss, bucket_cap_mb=0.0001)
+    assert parallel.module[1].weight.grad.stride() == parallel.module[1].weight.stride()
+
+
+@case
+def buckets_leave_in_order_and_keep_to_the_cap(DDP):
+    def make():
+        return nn.Sequential(*[nn.Linear(5, 5) for _ in range(6)])
+
+    seen = []
+
+    def hook(state, bucket):
+        seen.append((bucket.index(), bucket.buffer().numel(), bucket.is_last()))
+        return default_hooks.allreduce_hook(None, bucket)
+
+    parallel = DDP(seeded(make), bucket_cap_mb=100 / 2**20)  # a weight has 100 bytes, a bias 20
+    parallel.register_comm_hook(None, hook)
+    for step in range(3):
+        parallel.zero_grad()
+        squared(parallel, me(), step).backward()
+        assert [index for index, _, _ in seen] == list(range(len(seen))), "buckets left out of order"
+        assert [last for _, _, last in seen] == [False] * (len(seen) - 1) + [True]
+        assert len(seen) == (1 if step == 0 else 6), "the cap was not kept after the first pass"
+        assert sum(size for _, size, _ in seen) == 6 * 30
+        seen.clear()
+
+
+@case
+def bucket_layout_follows_rank_0(DDP):
+    """Ranks use their layers in different orders; all must rebuild by rank 0's."""
+
+    class Ordered(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(5, 5) for _ in range(4)])
+
+        def forward(self, x):
+            for layer in self.layers if me() == 0 else reversed(self.layers):
+                x = layer(x)
+            return x
+
+    model = seeded(Ordered)
+    parallel = DDP(model, bucket_cap_mb=120 / 2**20)
+    layouts = []
+
+    def hook(state, bucket):
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        layouts.append([names[parameter] for parameter in bucket.parameters()])
+        return default_hooks.allreduce_hook(None, bucket)
+
+    parallel.register_comm_hook(None, hook)
+    for step in range(3):
+        parallel.zero_grad()
+        parallel(data(me(), step)).square().sum().backward()
+    assert all(other == layouts for other in gathered(layouts))
+    last = [name.split(".")[1] for bucket in layouts[-4:] for name in bucket if name.endswith("weight")]
+    assert last == ["3", "2", "1", "0"], last
+
+
+# 3. Gradients as views of the buckets
+
+
+@case
+def gradients_are_views_or_not(DDP):
+    for as_view in (False, True):
+        for set_to_none in (False, True):
+            parallel = train_and_check(DDP, gradient_as_bucket_view=as_view, set_to_none=set_to_none)
+            owners = {p.grad.untyped_storage().data_ptr() for p in parallel.parameters()}
+            assert (len(owners) == 1) == as_view, "gradients share memory when, and only when, they are views"
+
+
+@case
+def old_gradients_are_not_overwritten_by_the_next_pass(DDP):
+    model = seeded(Net)
+    parallel = DDP(model)
+    squared(parallel, me(), 0).backward()
+    squared(parallel, me(), 1).backward()
+    kept = [(p.grad, p.grad.clone()) for p in model.parameters()]
+    model.zero_grad()
+    squared(parallel, me(), 2).backward()
+    assert all(torch.equal(grad, copied) for grad, copied in kept)
+
+
+# 4. no_sync
+
+
+def accumulated(module, rank):
+    return sum(squared(module, rank, step) for step in range(3))
+
+
+@case
+def no_sync_accumulates(DDP):
+    for as_view in (False, True):
+        model = seeded(Net)
+        parallel = DDP(model, gradient_as_bucket_view=as_view)
+        for _ in range(3):
+            model.zero_grad()
+            for step in range(3):
+                with parallel.no_sync() if step < 2 else nullcontext():
+                    squared(parallel, me(), step).backward()
+                if step < 2:
+                    grads = gathered(model.first.weight.grad)
+                    assert not torch.equal(grads[0], grads[1]), "synchronised inside no_sync"
+            assert_mean(model, accumulated, slack=3)
+
+
+@case
+def no_sync_goes_by_the_forward_pass(DDP):
+    parallel = DDP(seeded(Net))
+    with parallel.no_sync():
+        loss = squared(parallel, me())
+    loss.backward()
+    grads = gathered(parallel.module.first.weight.grad)
+    assert not torch.equal(grads[0], grads[1]), "forward was inside: backward must not synchronise"
+    parallel.zero_grad()
+    loss = squared(parallel, me())
+    with parallel.no_sync():
+        loss.backward()
+    assert_mean(parallel.module, squared)
+
+
+@case
+def no_sync_restores_its_state(DDP):
+    parallel = DDP(seeded(Net))
+    try:
+        with parallel.no_sync(), parallel.no_sync():
+            raise KeyError
+    except KeyError:
+        pass
+    assert parallel.require_backward_grad_sync
+    squared(parallel, me()).backward()
+    assert_mean(parallel.module, squared)
+
+
+# 5. Unused parameters
+
+
+def branching(rank, step):
+    """Which branch a rank takes in a step: another one on each rank, and another one in each step."""
+    return ("a", "b", "both", "neither")[(rank + step) % 4]
+
+
+def branch_loss(module, rank, step=0, choose=branching):
+    return module(data(rank, step), choose(rank, step)).square().sum()
+
+
+@case
+def unused_parameters_that_change(DDP):
+    for as_view in (False, True):
+        train_and_check(
+            DDP, Branches, steps=5, loss=branch_loss, find_unused_parameters=True, gradient_as_bucket_view=as_view
+        )
+
+
+@case
+def globally_unused_gradients_stay_untouched(DDP):
+    for as_view in (False, True):
+        model = seeded(Branches)
+        parallel = DDP(model, find_unused_parameters=True, gradient_as_bucket_view=as_view)
+        model.never.weight.grad = torch.full((5, 5), float(me()))
+        for step in range(2):
+            branch_loss(parallel, me(), step).backward()
+            assert model.never.bias.grad is None
+            if not as_view:
+                assert (model.never.weight.grad == me()).all(), "a gradient that nobody computed was averaged"
+
+
+@case
+def unused_without_the_flag_is_a_helpful_error(DDP):
+    parallel = DDP(seeded(Branches))
+    branch_loss(parallel, me()).backward()
+    error = "Expected to have finished reduction in the prior iteration"
+    words = (
+        (error, "find_unused_parameters=True")
+        if is_torch(DDP)
+        else (error, "never.weight", "never.bias", f"rank {me()}")
+    )
+    assert_raises(lambda: branch_loss(parallel, me()), RuntimeError, *words)
+
+
+@case
+def an_output_that_the_loss_does_not_use(DDP):
+    class TwoHeads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.left, self.right = nn.Linear(5, 5), nn.Linear(5, 2), nn.Linear(5, 2)
+
+        def forward(self, x):
+            x = self.body(x)
+            return {"left": self.left(x), "more": (self.right(x), "text")}
+
+    def loss(module, rank, step):
+        out = module(data(rank, step))
+        return out["left"].square().sum() if step % 2 else (out["left"] * out["more"][0]).sum()
+
+    train_and_check(DDP, TwoHeads, loss=loss, find_unused_parameters=True)
+
+
+@case
+def unused_parameters_with_no_sync(DDP):
+    """A parameter used in an unsynchronised pass only is averaged in the next synchronised one."""
+    model = seeded(Branches)
+    parallel = DDP(model, find_unused_parameters=True)
+    for _ in range(2):
+        model.zero_grad()
+        with parallel.no_sync():
+            parallel(data(me(), 0), "a").square().sum().backward()
+        parallel(data(me(), 1), "b").square().sum().backward()
+        both = lambda m, rank: m(data(rank, 0), "a").square().sum() + m(data(rank, 1), "b").square().sum()  # noqa: E731
+        assert_mean(model, both, slack=2)
+
+
+@case
+def static_graph_with_unused_parameters(DDP):
+    choose = lambda rank, step: ("a", "b")[rank % 2]  # noqa: E731
+    for as_view in (False, True):
+        train_and_check(
+            DDP,
+            Branches,
+            steps=5,
+            loss=lambda module, rank, step: branch_loss(module, rank, step, choose),
+            static_graph=True,
+            gradient_as_bucket_view=as_view,
+        )
+
+
+@case
+def static_graph_notices_a_change(DDP):
+    parallel = DDP(seeded(Branches), static_graph=True)
+    for _ in range(2):
+        parallel.zero_grad()
+        parallel(data(me()), "a").square().sum().backward()
+    try:  # torch says so in the pass itself or before the next one
+        parallel(data(me()), "b").square().sum().backward()
+        parallel(data(me()), "b")
+    except RuntimeError:
+        return
+    raise AssertionError("a changed graph went unnoticed")
+
+
+# 6. Buffers
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(5, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        return self.norm(self.linear(x))
+
+
+@case
+def buffers_come_from_rank_0(DDP):
+    model = seeded(Normed)
+    parallel = DDP(model)
+    for step in range(3):
+        parallel(data(me(), step)).square().sum().backward()
+        means = gathered(model.norm.running_mean.clone())
+        assert not torch.equal(means[0], means[1]), "each rank updates from its own batch"
+        parallel.eval()
+        parallel(data(0))
+        parallel.train()
+        assert torch.equal(model.norm.running_mean, means[0]), "rank 0's buffers are broadcast before forward"
+
+
+@case
+def buffers_are_left_alone_when_asked(DDP):
+    model = seeded(Normed)
+    model.norm.running_mean.fill_(me())
+    parallel = DDP(model, forward_sync_buffers=False)
+    assert (model.norm.running_mean == 0).all(), "the first synchronisation includes buffers"
+    model.norm.running_mean.fill_(me())
+    parallel.eval()
+    parallel(data(me()))
+    assert (model.norm.running_mean == me()).all()
+
+
+@case
+def replaced_buffers_are_found(DDP):
+    model = seeded(Normed)
+    parallel = DDP(model)
+    model.norm.running_mean = torch.full((4,), float(me() + 5))
+    parallel.eval()
+    parallel(data(me()))
+    assert (model.norm.running_mean == 5).all()
+
+
+@case
+def buffer_hooks(DDP):
+    for location in (_BufferCommHookLocation.PRE_FORWARD, _BufferCommHookLocation.POST_FORWARD):
+        model = seeded(Normed)
+        parallel = DDP(model)
+
+        def average(state, buffers):
+            return [dist.all_reduce(buffers["norm.running_mean"], async_op=True).get_future()]
+
+        parallel._register_buffer_comm_hook(None, average, location)
+        model.norm.momentum = 0.0
+        for total in (1, len(ranks())):
+            model.norm.running_mean.fill_(1.0)
+            parallel(data(me())).square().sum().backward()
+            assert (model.norm.running_mean == len(ranks())).all(), (location, total, model.norm.running_mean)
+
+
+@case
+def two_forward_passes_with_buffers(DDP):
+    model = seeded(Normed)
+    parallel = DDP(model)
+    loss = lambda module, rank: (module(data(rank, 0)) * module(data(rank, 1))).sum()  # noqa: E731
+    for _ in range(2):
+        model.zero_grad()
+        loss(parallel, me()).backward()
+        assert_mean(model, loss, slack=20)
+
+
+# 7. Uneven inputs
+
+
+def uneven_steps(rank):
+    return 3 + 2 * rank
+
+
+@case
+def join_divides_by_all_or_by_the_active(DDP):
+    for by_initial in (True, False):
+        model = seeded(Net, seed=me())
+        parallel = DDP(model, bucket_cap_mb=0.0001)
+        with parallel.join(divide_by_initial_world_size=by_initial):
+            for step in range(uneven_steps(me())):
+                parallel.zero_grad()
+                squared(parallel, me(), step).backward()
+                active = [rank for rank in ranks() if uneven_steps(rank) > step]
+                twin = copy.deepcopy(model)
+                share = [alone(twin, lambda m, r, step=step: squared(m, r, step), r)["first.weight"] for r in active]
+                exact = torch.stack(share).double().sum(0) / (len(ranks()) if by_initial else len(active))
+                error = (model.first.weight.grad.double() - exact).abs().max()
+                assert error < 1e-5, f"step {step}: off by {error:.3g}"
+        dist.barrier()
+
+
+@case
+def join_ends_with_equal_models(DDP):
+    for settings in ({}, {"find_unused_parameters": True}, {"forward_sync_buffers": False}):
+        model = seeded(Normed, seed=me())
+        parallel = DDP(model, **settings)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with parallel.join():
+            for step in range(uneven_steps(-me()) if me() < 2 else 4):
+                optimizer.zero_grad()
+                parallel(data(me(), step)).square().sum().backward()
+                optimizer.step()
+        synced = list(model.parameters()) + ([] if "forward_sync_buffers" in settings else list(model.buffers()))
+        assert_replicas_agree(synced)
+
+
+@case
+def join_with_no_sync(DDP):
+    model = seeded(Net)
+    parallel = DDP(model)
+    with parallel.join():
+        for step in range(2 + 2 * me()):
+            with parallel.no_sync() if step % 2 == 0 else nullcontext():
+                squared(parallel, me(), step).backward()
+    assert_replicas_agree(list(model.parameters()))
+
+
+@case
+def join_that_throws_early(DDP):
+    parallel = DDP(seeded(Net))
+    finished = 0
+    try:
+        with parallel.join(throw_on_early_termination=True):
+            for step in range(2 + me()):
+                squared(parallel, me(), step).backward()
+                finished += 1
+    except RuntimeError as error:
+        assert "exhausted all inputs" in str(error) or "Detected at least one rank that exhausted inputs" in str(error)
+    else:
+        raise AssertionError("nobody was told that rank 0 ran out of data")
+    assert finished == 2
+
+
+@case
+def join_disabled(DDP):
+    parallel = DDP(seeded(Net))
+    with parallel.join(enable=False):
+        for step in range(2):
+            parallel.zero_grad()
+            squared(parallel, me(), step).backward()
+    assert_mean(parallel.module, lambda module, rank: squared(module, rank, 1))
+
+
+# 8. Communication hooks
+
+
+def hooked_gradients(DDP, state, hook, steps=1, make=Net):
+    model = seeded(make)
+    parallel = DDP(model)
+    parallel.register_comm_hook(state, hook)
+    for step in range(steps):
+        parallel.zero_grad()
+        squared(parallel, me(), step).backward()
+    return model
+
+
+@case
+def allreduce_hook(DDP):
+    model = hooked_gradients(DDP, None, default_hooks.allreduce_hook)
+    assert_mean(model, squared)
+
+
+@case
+def fp16_hook(DDP):
+    model = hooked_gradients(DDP, None, default_hooks.fp16_compress_hook)
+    assert_mean(model, squared, slack=2**13)
+    exact = hooked_gradients(DDP, None, default_hooks.allreduce_hook).first.weight.grad
+    assert not torch.equal(model.first.weight.grad, exact), "nothing was compressed"
+
+
+@case
+def fp16_wrapper_and_built_in_hooks(DDP):
+    model = hooked_gradients(DDP, None, default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook))
+    assert_mean(model, squared, slack=2**13)
+    for kind, slack in ((dist.BuiltinCommHookType.ALLREDUCE, 1), (dist.BuiltinCommHookType.FP16_COMPRESS, 2**13)):
+        model = seeded(Net)
+        parallel = DDP(model)
+        parallel._register_builtin_comm_hook(kind)
+        squared(parallel, me()).backward()
+        assert_mean(model, squared, slack)
+
+
+@case
+def power_sgd_hook(DDP):
+    """Rank 1 approximation, after two plain passes; error feedback keeps the sum of its errors bounded."""
+    state = powerSGD_hook.PowerSGDState(
+        None, matrix_approximation_rank=5, start_powerSGD_iter=2, min_compression_rate=0.5
+    )
+    for step, exact in ((1, True), (4, False)):
+        model = seeded(Net)
+        parallel = DDP(model)
+        parallel.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        for i in range(step):
+            parallel.zero_grad()
+            squared(parallel, me(), i).backward()
+        assert_replicas_agree([p.grad for p in model.parameters()])
+        if exact:
+            assert_mean(model, squared)
+        else:
+            assert_mean(model, lambda module, rank: squared(module, rank, 3), slack=2**15)  # full rank: nearly exact
+        state = powerSGD_hook.PowerSGDState(
+            None, matrix_approximation_rank=5, start_powerSGD_iter=2, min_compression_rate=0.5
+        )
+
+
+@case
+def futures_are_honoured(DDP):
+    """A hook that finishes late, with another tensor than the bucket's own."""
+
+    def late(state, bucket):
+        work = dist.all_reduce(bucket.buffer().clone(), async_op=True).get_future()
+        return work.then(lambda done: done.value()[0] / len(ranks()) + 1)
+
+    model = hooked_gradients(DDP, None, late)
+    for parameter in model.parameters():
+        parameter.grad -= 1
+    assert_mean(model, squared, slack=100)
+
+
+@case
+def a_hook_that_does_nothing_leaves_local_gradients(DDP):
+    def noop(state, bucket):
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    model = hooked_gradients(DDP, None, noop, steps=2)
+    mine = alone(model, lambda module, rank: squared(module, rank, 1), me())
+    assert all(torch.equal(mine[name], p.grad) for name, p in model.named_parameters()), "hooks divide by themselves"
+
+
+@case
+def bad_hooks_are_refused(DDP):
+    parallel = DDP(seeded(Net))
+    assert_raises(lambda: parallel.register_comm_hook(None, 1), TypeError, "callable")
+
+    def annotated(state, bucket: int):
+        pass
+
+    assert_raises(lambda: parallel.register_comm_hook(None, annotated), ValueError, "bucket annotation")
+    parallel.register_comm_hook(None, default_hooks.allreduce_hook)
+    assert_raises(lambda: parallel.register_comm_hook(None, default_hooks.allreduce_hook), RuntimeError)
+
+
+@case
+def a_hook_that_raises_ends_backward(DDP):
+    def broken(state, bucket):
+        raise ZeroDivisionError("in the hook")
+
+    assert_raises(lambda: hooked_gradients(DDP, None, broken), (ZeroDivisionError, RuntimeError), "in the hook")
+
+
+# 9. With the rest of torch
+
+
+@case
+def clipping_sees_the_averaged_gradient(DDP):
+    model = seeded(Net)
+    parallel = DDP(model)
+    squared(parallel, me()).backward()
+    total = nn.utils.clip_grad_norm_(parallel.parameters(), 0.1)
+    norms = gathered(total.item())
+    assert len(set(norms)) == 1 and norms[0] > 0.1
+    clipped = nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    assert abs(clipped - 0.1) < 1e-4
+
+
+@case
+def autocast_and_grad_scaler(DDP):
+    model = seeded(Net)
+    parallel = DDP(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    for step in range(3):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = squared(parallel, me(), step)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            shares = [alone(model, lambda m, r, step=step: squared(m, r, step), r) for r in ranks()]
+        exact = torch.stack([share["first.weight"] for share in shares]).mean(0)
+        assert (model.first.weight.grad - exact).abs().max() <= 1e-5 * exact.abs().max()
+        before = model.first.weight.detach().clone()
+        scaler.step(optimizer)
+        scaler.update()
+        assert not torch.equal(before, model.first.weight)
+        assert_replicas_agree(list(model.parameters()))
+
+
+@case
+def an_overflow_on_one_rank_is_skipped_by_all(DDP):
+    model = seeded(Net)
+    parallel = DDP(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    before = model.first.weight.detach().clone()
+    scaler.scale(squared(parallel, me()) * (float("inf") if me() == 1 else 1.0)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(before, model.first.weight) and scaler.get_scale() == 128
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant, times):
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+        self.reentrant, self.times = reentrant, times
+
+    def forward(self, x):
+        x = self.first(x)
+        for _ in range(self.times):
+            x = checkpoint(self.middle, x, use_reentrant=self.reentrant)
+        return self.last(x)
+
+
+@case
+def activation_checkpointing(DDP):
+    for reentrant in (False, True):
+        for settings in ({}, {"gradient_as_bucket_view": True}, {"static_graph": True}):
+            train_and_check(DDP, lambda reentrant=reentrant: Checkpointed(reentrant, 1), steps=3, **settings)
+    train_and_check(DDP, lambda: Checkpointed(False, 2), steps=3)
+    train_and_check(DDP, lambda: Checkpointed(False, 2), steps=3, find_unused_parameters=True)
+
+
+@case
+def checkpointing_a_layer_twice_needs_a_static_graph(DDP):
+    def loss(module, rank, step):
+        return squared(module, rank, step)
+
+    model = seeded(lambda: Checkpointed(True, 2))
+    parallel = DDP(model)
+    assert_raises(lambda: loss(parallel, me(), 0).backward(), RuntimeError, "mark a variable ready only once")
+    train_and_check(DDP, lambda: Checkpointed(True, 2), steps=4, static_graph=True)
+
+
+@case
+def two_forward_passes_before_one_backward(DDP):
+    loss = lambda module, rank, step: (module(data(rank, step)) * module(data(rank, step + 9))).sum()  # noqa: E731
+    for settings in ({}, {"gradient_as_bucket_view": True}):
+        train_and_check(DDP, loss=loss, **settings)
+
+
+@case
+def backward_in_two_halves(DDP):
+    class TwoHeads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.left, self.right = nn.Linear(5, 2), nn.Linear(5, 2)
+
+        def forward(self, x):
+            return self.left(x), self.right(x)
+
+    model = seeded(TwoHeads)
+    parallel = DDP(model)
+    for step in range(3):
+        model.zero_grad()
+        left, right = parallel(data(me(), step))
+        left.square().sum().backward()
+        right.square().sum().backward()
+        assert_mean(model, lambda m, rank, step=step: sum(out.square().sum() for out in m(data(rank, step))))
+
+
+@case
+def a_second_backward_through_the_same_graph(DDP):
+    """Refused by autograd without retain_graph; with it, the second pass adds up without synchronisation."""
+    model = seeded(Net)
+    parallel = DDP(model)
+    loss = squared(parallel, me())
+    loss.backward()
+    assert_raises(loss.backward, RuntimeError, "second time")
+    model.zero_grad()
+    loss = squared(parallel, me())
+    loss.backward(retain_graph=True)
+    averaged = [p.grad.clone() for p in model.parameters()]
+    loss.backward()
+    mine = alone(model, squared, me())
+    for before, (name, parameter) in zip(averaged, model.named_parameters(), strict=True):
+        assert torch.allclose(parameter.grad, before + mine[name], rtol=1e-5, atol=1e-6)
+
+
+@case
+def higher_order_gradients_are_not_synchronised(DDP):
+    """backward(create_graph=True) works and averages; what is computed from these gradients stays local."""
+    model = seeded(lambda: nn.Linear(5, 1, bias=False))
+    parallel = DDP(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        parallel(data(me())).pow(3).sum().backward(create_graph=True)
+    assert_mean(model, lambda module, rank: module(data(rank)).pow(3).sum())
+    assert model.weight.grad.requires_grad
+
+
+@case
+def frozen_parameters(DDP):
+    def make():
+        net = Net()
+        net.first.requires_grad_(False)
+        return net
+
+    train_and_check(DDP, make)
+
+
+@case
+def forward_without_gradients(DDP):
+    parallel = DDP(seeded(Net))
+    for _ in range(2):
+        with torch.no_grad():
+            parallel(data(me()))
+        parallel.zero_grad()
+        squared(parallel, me()).backward()
+        assert_mean(parallel.module, squared)
+
+
+@case
+def state_dict_and_attributes(DDP):
+    model = seeded(Net)
+    model.note = "mine"
+    parallel = DDP(model)
+    assert list(parallel.state_dict()) == ["module." + name for name in model.state_dict()]
+    assert parallel.module is model and not hasattr(parallel, "note")
+    parallel.load_state_dict(parallel.state_dict())
+    assert parallel.device_ids is None and parallel.device.type == "cpu" and parallel.require_backward_grad_sync
+    parallel.eval()
+    assert not model.training
+    assert sum(1 for _ in parallel.parameters()) == 4
+
+
+@case
+def pickling(DDP):
+    import io
+
+    parallel = DDP(seeded(Net), gradient_as_bucket_view=True)
+    squared(parallel, me()).backward()
+    file = io.BytesIO()
+    torch.save(parallel, file)
+    file.seek(0)
+    twin = torch.load(file, weights_only=False)
+    for other in (twin, copy.deepcopy(parallel)):
+        other.zero_grad()
+        squared(other, me(), 1).backward()
+        assert_mean(other.module, lambda module, rank: squared(module, rank, 1))
+    group = dist.new_group()
+    assert_raises(lambda: copy.deepcopy(DDP(seeded(Net), process_group=group)), RuntimeError, "default process group")
+
+
+@case
+def process_groups_and_device_mesh(DDP):
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    train_and_check(DDP, device_mesh=mesh, steps=2)
+    assert_raises(
+        lambda: DDP(Net(), device_mesh=mesh, process_group=mesh.get_group()), RuntimeError, "Cannot specify both"
+    )
+    pair = dist.new_group([0, 1])
+    if me() < 2:
+        model = seeded(Net)
+        parallel = DDP(model, process_group=pair)  # kept: without the wrapper its hooks are gone
+        squared(parallel, me()).backward()
+        shares = torch.stack([alone(model, squared, rank)["first.weight"] for rank in (0, 1)])
+        assert (model.first.weight.grad - shares.mean(0)).abs().max() <= 1e-6 * shares.abs().max()
+
+
+@case
+def a_module_can_be_wrapped_again(DDP):
+    model = seeded(Net)
+    for _ in range(2):
+        parallel = DDP(model)
+        model.zero_grad()
+        squared(parallel, me()).backward()
+        assert_mean(model, squared)
+        del parallel
+
+
+@case
+def a_compiled_module(DDP):
+    train_and_check(DDP, lambda: torch.compile(Net(), backend="aot_eager"), steps=3, loss=compiled_loss)
+
+
+def compiled_loss(module, rank, step):
+    """deepcopy of a compiled module is the eager one's business: compare with the module inside."""
+    return squared(getattr(module, "_orig_mod", module) if not hasattr(module, "reducer") else module, rank, step)
+
+
+@case
+def optimizer_states_stay_equal(DDP):
+    model = seeded(Net, seed=me())
+    parallel = DDP(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(4):
+        optimizer.zero_grad()
+        squared(parallel, me(), step).backward()
+        optimizer.step()
+    assert_replicas_agree(list(model.parameters()))
+    assert_replicas_agree([state["exp_avg"] for state in optimizer.state.values()])

@@ -1,0 +1,178 @@
+"""SyncBatchNorm against BatchNorm on the whole batch, and torch's formula for the running averages."""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from stage6_cases import assert_raises, assert_replicas_agree
+
+from ddp_course import launch
+from ddp_course.errors import RankError
+from ddp_course.stage6_ddp import DistributedDataParallel, SyncBatchNorm
+
+SHAPES = {"1d": (6,), "2d": (6, 3, 4), "3d": (6, 2, 3, 2)}
+SIZES = {"equal": (4, 4, 4, 4), "uneven": (5, 2, 3, 1), "one rank empty": (4, 0, 3, 2)}
+SETTINGS = {
+    "defaults": {},
+    "no affine": {"affine": False},
+    "cumulative": {"momentum": None},
+    "no running averages": {"track_running_stats": False},
+}
+
+
+def shares(sizes, shape, step, offset=100.0):
+    """All ranks' inputs, far from zero so that E[x^2] - E[x]^2 would lose all digits in float32."""
+    generator = torch.Generator().manual_seed(step)
+    whole = offset + torch.randn(sum(sizes), *shape, generator=generator)
+    return whole.split(list(sizes))
+
+
+def against_batch_norm(sizes, shape, settings, layer_class=SyncBatchNorm):
+    """Outputs, gradients and buffers of the layer on the ranks, and of BatchNorm in float64 on the whole batch."""
+    sizes, kind = sizes[: dist.get_world_size()], getattr(torch.nn, f"BatchNorm{max(1, len(shape) - 1)}d")
+    mine, whole = layer_class(6, **settings), kind(6, **settings).double()
+    for layer in (mine, whole):
+        if layer.affine:
+            torch.nn.init.uniform_(layer.weight, 0.5, 2.0, generator=torch.Generator().manual_seed(1))
+            layer.bias.data.fill_(0.3)
+    if whole.affine:
+        whole.weight.data.copy_(mine.weight.data)
+    errors = []
+    for step in range(3):
+        inputs = shares(sizes, shape, step)
+        x, reference = inputs[dist.get_rank()].clone().requires_grad_(), torch.cat(inputs).double().requires_grad_()
+        out, expected = mine(x), whole(reference)
+        slope = shares(sizes, shape, step + 10, offset=0)
+        mine.zero_grad(), whole.zero_grad()
+        (out * slope[dist.get_rank()]).sum().backward()
+        (expected * torch.cat(slope).double()).sum().backward()
+        here = [expected.split(sizes)[dist.get_rank()], reference.grad.split(sizes)[dist.get_rank()]]
+        pairs = list(zip((out, x.grad), here, strict=True))
+        if mine.affine:
+            dist.all_reduce(mine.weight.grad), dist.all_reduce(mine.bias.grad)
+            pairs += [(mine.weight.grad, whole.weight.grad), (mine.bias.grad, whole.bias.grad)]
+        pairs += list(zip(mine.buffers(), whole.buffers(), strict=True))
+        errors += [
+            ((a.double() - b.double()).abs() / (1 + b.double().abs())).max().item() for a, b in pairs if a.numel()
+        ]
+    return max(errors)
+
+
+def grid(layer_class=SyncBatchNorm):
+    return {
+        (sizes, shape, settings): against_batch_norm(SIZES[sizes], SHAPES[shape], SETTINGS[settings], layer_class)
+        for sizes in SIZES
+        for shape in SHAPES
+        for settings in SETTINGS
+    }
+
+
+@functools.cache
+def errors(world_size):
+    return launch(grid, world_size=world_size, timeout=60)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_agrees_with_batch_norm_on_the_whole_batch(sizes, shape, settings, world_size):
+    for rank in errors(world_size):
+        assert rank[sizes, shape, settings] < 1e-4
+
+
+def local_batch_norm(features, **settings):
+    return torch.nn.BatchNorm1d(features, **settings)
+
+
+def without_synchronisation():
+    return against_batch_norm(SIZES["equal"], SHAPES["1d"], {}, local_batch_norm)
+
+
+def test_the_comparison_rejects_unsynchronised_layers():
+    assert min(launch(without_synchronisation, world_size=2)) > 1e-2
+
+
+def collectives_and_evaluation():
+    """One collective a pass each way; in evaluation none, and the running averages are used."""
+    layer, calls = SyncBatchNorm(3), []
+    originals = {name: getattr(dist, name) for name in ("all_reduce", "all_gather")}
+    try:
+        for name, original in originals.items():
+            setattr(
+                dist, name, lambda *a, name=name, original=original, **k: (calls.append(name), original(*a, **k))[1]
+            )
+        x = torch.randn(4, 3).requires_grad_()
+        layer(x).sum().backward()
+        trained = list(calls)
+        layer.eval()
+        out = layer(x)
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+    expected = (x - layer.running_mean) / (layer.running_var + layer.eps).sqrt()
+    return trained, len(calls) - len(trained), (out - expected).abs().max().item()
+
+
+def test_one_collective_a_pass_and_none_in_evaluation():
+    for trained, in_evaluation, error in launch(collectives_and_evaluation, world_size=2):
+        assert trained == ["all_gather", "all_reduce"] and in_evaluation == 0 and error < 1e-6
+
+
+def in_a_model():
+    """Converted, wrapped and trained: the same weights as one process with BatchNorm on the whole batch."""
+
+    def make():
+        torch.manual_seed(0)
+        return torch.nn.Sequential(
+            torch.nn.Conv2d(1, 6, 3), torch.nn.BatchNorm2d(6), torch.nn.Flatten(), torch.nn.Linear(24, 2)
+        )
+
+    whole, mine = make(), SyncBatchNorm.convert_sync_batchnorm(make())
+    parallel = DistributedDataParallel(mine)
+    assert isinstance(mine[1], SyncBatchNorm)
+    k, r = dist.get_world_size(), dist.get_rank()
+    for step in range(4):
+        batch = torch.randn(4 * k, 1, 4, 4, generator=torch.Generator().manual_seed(step))
+        for model, inputs in ((whole, batch), (parallel, batch[4 * r : 4 * r + 4])):
+            model.zero_grad()
+            model(inputs).square().mean().backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= 0.1 * parameter.grad
+    assert_replicas_agree(list(mine.parameters()))
+    pairs = zip(whole.state_dict().values(), mine.state_dict().values(), strict=True)
+    return max((a - b).abs().max().item() for a, b in pairs)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_in_a_model(world_size):
+    assert max(launch(in_a_model, world_size=world_size)) < 1e-4
+
+
+def uneven_with_batch_norm():
+    parallel = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(3, 3), SyncBatchNorm(3)))
+    done = 0
+    try:
+        with parallel.join(throw_on_early_termination=True):
+            for _ in range(2 + dist.get_rank()):
+                parallel(torch.randn(4, 3)).square().sum().backward()
+                done += 1
+    except RuntimeError as error:
+        return done, "exhausted" in str(error)
+
+
+def test_join_throws_early_on_all_ranks():
+    assert launch(uneven_with_batch_norm, world_size=3) == [(2, True)] * 3
+
+
+def bad_input():
+    assert_raises(lambda: SyncBatchNorm(3)(torch.ones(2, 4)), ValueError, "(N, 3, …)")
+    assert_raises(lambda: SyncBatchNorm(3)(torch.ones(3)), ValueError, "(N, 3, …)")
+    SyncBatchNorm(3)(torch.ones(1, 3)[dist.get_rank() :])  # a single value in all: no variance to speak of
+
+
+def test_bad_input():
+    with pytest.raises(RankError, match="more than 1 value per channel"):
+        launch(bad_input, world_size=2)
