@@ -1,6 +1,7 @@
-"""Every test session ends as it began: no process, no temporary file, no open launch."""
+"""Every test file ends as it began: no process and no temporary file is left behind."""
 
 import os
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -8,6 +9,19 @@ import psutil
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_configure(config):
+    """Give this run a temporary folder of its own, so that what is left behind in it is ours."""
+    if "DDP_COURSE_TESTS" not in os.environ:
+        config.own_folder = tempfile.mkdtemp(prefix="tests_")
+        os.environ["DDP_COURSE_TESTS"] = os.environ["TMPDIR"] = tempfile.tempdir = config.own_folder
+
+
+def pytest_unconfigure(config):
+    """Remove the folder again."""
+    if hasattr(config, "own_folder"):
+        shutil.rmtree(config.own_folder, ignore_errors=True)
 
 
 def descendants():
@@ -22,10 +36,15 @@ def descendants():
     return alive
 
 
+def entries():
+    """Names in the temporary folder, pytest's own aside."""
+    return {path.name for path in Path(tempfile.gettempdir()).iterdir() if not path.name.startswith("pytest-")}
+
+
 @pytest.fixture(autouse=True, scope="module")
 def no_leftovers():
-    """After each test file nothing runs but the launcher's preloaded server, and no file of ours is left behind."""
-    before = {path.name for path in Path(tempfile.gettempdir()).glob("ddp_course*")}
+    """After each test file nothing runs but the launcher's preloaded server, and no file is left behind."""
+    before = entries()
     yield
     leftovers = {pid: line for pid, line in descendants().items() if "server.py" not in line}
     for pid in leftovers:
@@ -35,5 +54,4 @@ def no_leftovers():
             continue
     leftovers = {pid: line for pid, line in descendants().items() if pid in leftovers}
     assert not leftovers, f"processes left behind: {leftovers}"
-    after = {path.name for path in Path(tempfile.gettempdir()).glob("ddp_course*")}
-    assert not after - before, f"files left behind: {after - before}"
+    assert not entries() - before, f"files left behind: {entries() - before}"
