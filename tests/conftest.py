@@ -37,8 +37,12 @@ def descendants():
 
 
 def entries():
-    """Names in the temporary folder, pytest's own aside."""
-    return {path.name for path in Path(tempfile.gettempdir()).iterdir() if not path.name.startswith("pytest-")}
+    """Names in the temporary folder, the caches of pytest and torch aside."""
+    return {
+        path.name
+        for path in Path(tempfile.gettempdir()).iterdir()
+        if not path.name.startswith(("pytest-", "torchinductor_"))
+    }
 
 
 @pytest.fixture(autouse=True, scope="module")
