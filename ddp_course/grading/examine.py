@@ -70,8 +70,8 @@ def draw(number, seed, hidden=False):
     return find(number).draw(random.Random(f"{seed} {number}"), hidden)
 
 
-def examine(items):
-    """Run all `items` ((number, inputs, answer) each); return for each its evidence, packed, or how it failed.
+def examine(items, patience=PATIENCE_SECONDS):
+    """Run all `items`; return for each its evidence, packed, or how it failed.
 
     Evidence is {"evidence": [of rank 0, of rank 1, …]}; a failure is {"failure": message for the learner}.
     """
@@ -80,7 +80,7 @@ def examine(items):
         with tempfile.TemporaryDirectory(prefix="ddp_course_") as folder:
             timeout = FIRST_ITEM_SECONDS + NEXT_ITEM_SECONDS * (len(waiting) - 1)
             try:
-                launch(run_items, waiting, folder, world_size=RANKS, device="cpu", timeout=timeout)
+                launch(run_items, waiting, folder, patience, world_size=RANKS, device="cpu", timeout=timeout)
                 failure = None
             except CourseError as error:
                 failure = error
@@ -102,8 +102,10 @@ def read_evidence(folder):
     return [list(of_item) for of_item in zip(*by_rank)]  # noqa: B905 (the shortest counts)
 
 
-def run_items(items, folder):
+def run_items(items, folder, patience):
     """One rank's part: run every item and write the evidence down, a line each."""
+    global PATIENCE_SECONDS
+    PATIENCE_SECONDS = patience
     torch.manual_seed(dist.get_rank())
     with open(Path(folder) / f"rank{dist.get_rank()}", "w") as file:
         for item in items:
@@ -128,10 +130,16 @@ def run_item(task, item):
 
 def worlds(*sizes):
     """Yield (size, group) for new groups of the first 2, 3, … ranks, to their members; all ranks must call it."""
-    for size in sizes:
-        group = dist.new_group(list(range(size)), timeout=timedelta(seconds=PATIENCE_SECONDS))
+    patience = timedelta(seconds=PATIENCE_SECONDS)
+    groups = [dist.new_group(list(range(size)), timeout=patience) for size in sizes]
+    for size, group in zip(sizes, groups, strict=True):
         if dist.get_rank() < size:
             yield size, group
+
+
+def traffic_of(traffic):
+    """What `wire.counting` counted on this rank, as plain data."""
+    return {"bytes": traffic.bytes_sent, "messages": traffic.messages_sent, "received": traffic.bytes_received}
 
 
 @contextmanager
@@ -163,7 +171,7 @@ def function_named(name):
 def originals():
     """All functions and classes of the modules that an answer might be tempted to change, as (owner, name, value)."""
     ours = [module for name, module in list(sys.modules.items()) if name.split(".")[0] == "ddp_course" and module]
-    owners = [builtins, torch, dist, dist.distributed_c10d, torch.Tensor, torch.nn.Module, torch.nn.functional, *ours]
+    owners = [builtins, dist, dist.distributed_c10d, torch.Tensor, torch.nn.Module, torch.nn.functional, *ours]
     return [(owner, name, value) for owner in owners for name, value in list(vars(owner).items()) if callable(value)]
 
 
@@ -206,6 +214,12 @@ def explain(error, task):
         return f"not solved yet ({error.message})"
     if "Timed out waiting" in error.message or "timeout" in error.message.lower():
         return f"the ranks wait for each other for ever{where}: {task.hang}"
+    if error.type_name == "killed" and "SIGABRT" in error.message and task.ranks > 1:
+        return "a message was longer than the tensor it was received into: do both sides mean the same chunk?"
+    if "Pair is not connected" in error.message:
+        return f"a rank sends to itself, or receives from itself{where}: the others are meant"
+    if "modified by an inplace operation" in error.message:
+        return f"weights changed between the forward and the backward pass{where}: step() comes after backward()"
     if error.type_name in ("killed", "exited", "ended"):
         return f"your code ended the process of rank {error.rank} ({error.type_name} {error.message})"
     return f"your code raised {error.type_name}: {error.message[:300]}{where}"

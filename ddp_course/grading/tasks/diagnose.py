@@ -1,7 +1,5 @@
 """Say what is wrong with a set of tensors, one a rank: which ranks, by how much, and which known fault looks so."""
 
-import random as random_module
-
 import torch
 
 from ..plain import Odd
@@ -48,20 +46,40 @@ def compare_ranks(found, expected, about, guesses=(), tolerance=0.0, oracle="the
         return
     for message, looks in guesses:
         if all(same(found[rank], looks[rank], max(tolerance, 1e-6)) for rank in wrong):
-            raise Wrong(f"{about}: {message}")
+            only = "" if len(wrong) == len(found) else f" (on rank {', '.join(map(str, wrong))}; the others are right)"
+            raise Wrong(f"{about}: {message}{only}")
     together = all(same(one, found[0], 1e-6) for one in found) and len(found) > 1
     if together and all(same(one, expected[0]) for one in expected):
-        raise Wrong(
-            f"{about}: your replicas agree with each other but not with {oracle}: is there a division by K too few or too many?"
-        )
-    worst = max(wrong, key=lambda rank: (found[rank].double() - expected[rank].double()).abs().max().item())
-    gap = (found[worst].double() - expected[worst].double()).abs().max().item()
-    which = (
-        "all ranks are"
-        if len(wrong) == len(found) > 1
-        else f"rank{'s' * (len(wrong) > 1)} {', '.join(map(str, wrong))} {'are' if len(wrong) > 1 else 'is'}"
-    )
-    raise Wrong(f"{about}: {which} wrong, rank {worst} by up to {gap:.3g}")
+        division = "is there a division by K too few or too many?"
+        raise Wrong(f"{about}: your replicas agree with each other but not with {oracle}: {division}")
+    raise Wrong(f"{about}: {which_are_wrong(found, expected, wrong)}")
+
+
+def which_are_wrong(found, expected, wrong):
+    """The wrong ranks, and the largest error among them."""
+    gaps = {rank: (found[rank].double() - expected[rank].double()).abs().max().item() for rank in wrong}
+    worst = max(gaps, key=gaps.get)
+    if len(wrong) == 1:
+        which = f"rank {wrong[0]} is"
+    else:
+        which = "all ranks are" if len(wrong) == len(found) else f"ranks {', '.join(map(str, wrong))} are"
+    return f"{which} wrong, rank {worst} by up to {gaps[worst]:.3g}"
+
+
+def compare_numbers(found, expected, about, faults=(), unit=""):
+    """Hold numbers against those expected; `about` describes each case; `faults` is {message: what it would give}."""
+    kind = int if all(type(one) is int for one in expected) else float
+    for one, case in zip(found, about, strict=True):
+        number(one, kind, f"{case}: the result")
+    wrong = [index for index, (one, other) in enumerate(zip(found, expected, strict=True)) if not close(one, other)]
+    if not wrong:
+        return
+    case = max(wrong, key=lambda index: abs(found[index] - expected[index]))
+    said = f"{about[case]}: {found[case]:.10g} {unit}".rstrip()
+    for message, looks in dict(faults).items():
+        if all(close(one, other) for one, other in zip(found, looks, strict=True)):
+            raise Wrong(f"{said}; {message}")
+    raise Wrong(f"{said}; {expected[case]:.10g} was expected")
 
 
 def number(found, kind, what):
@@ -75,13 +93,3 @@ def number(found, kind, what):
 def close(found, expected):
     """Whether two numbers are equal to rounding."""
     return abs(found - expected) <= 1e-9 * max(1.0, abs(expected))
-
-
-def seeded(random):
-    """A seed for probes that draw their own tensors."""
-    return random.randrange(2**31)
-
-
-def shuffled(random: random_module.Random, items):
-    """`items` in random order."""
-    return random.sample(list(items), len(items))

@@ -1,0 +1,103 @@
+# %% [markdown]
+# # Exercise 3: the server
+#
+# K ranks, one of which collects, averages and sends back. Each check starts four ranks, and tries your answer with
+# 1 to 4 of them, with different servers. All messages go through `wire`, where they are counted.
+# %% imports
+import torch
+import torch.distributed as dist
+
+from ddp_course.grading import check
+from ddp_course.running import wire
+
+
+# %% [markdown]
+# ## 3.1 Collect
+#
+# The server's first loop. Everyone else sends its tensor to rank `server`; the server adds what it receives to its
+# own. `wire.send(tensor, rank, group)` and `wire.recv(tensor, rank, group)` wait until they are done.
+# `wire.others(server, group)` lists all ranks but the server.
+#
+# <details><summary>Hint</summary>
+#
+# Both sides run this function: `if dist.get_rank(group) == server:` tells who you are. The server needs a second
+# tensor to receive into, `torch.empty_like(tensor)`.
+#
+# </details>
+# %% answer-3-1
+def collect(tensor, server=0, group=None):
+    """Add the tensors of all ranks up in the server's `tensor`, in place; the others keep theirs."""
+    ### BEGIN SOLUTION
+    if dist.get_rank(group) != server:
+        wire.send(tensor, server, group)
+        return
+    incoming = torch.empty_like(tensor)
+    for peer in wire.others(server, group):
+        wire.recv(incoming, peer, group)
+        tensor += incoming
+    ### END SOLUTION
+
+
+# %% check-3-1 points=2
+check("3.1", collect)
+
+
+# %% [markdown]
+# ## 3.2 Send back
+#
+# The second loop: the server's tensor replaces everybody's.
+# %% answer-3-2
+def send_back(tensor, server=0, group=None):
+    """Give every rank the server's tensor, in place."""
+    ### BEGIN SOLUTION
+    if dist.get_rank(group) != server:
+        wire.recv(tensor, server, group)
+        return
+    for peer in wire.others(server, group):
+        wire.send(tensor, peer, group)
+    ### END SOLUTION
+
+
+# %% check-3-2 points=2
+check("3.2", send_back)
+
+
+# %% [markdown]
+# ## 3.3 Average
+#
+# Both loops, and the division that makes a mean of the sum. K is `dist.get_world_size(group)`.
+# %% answer-3-3
+def average(tensor, server=0, group=None):
+    """Replace `tensor` by its mean over all ranks, in place."""
+    ### BEGIN SOLUTION
+    tensor /= dist.get_world_size(group)
+    collect(tensor, server, group)
+    send_back(tensor, server, group)
+    ### END SOLUTION
+
+
+# %% check-3-3 points=2
+check("3.3", average)
+
+
+# %% [markdown]
+# ## 3.4 How long it takes
+#
+# Every tensor passes through the server's link, one after the other, in and then out. The tensors are float32, and
+# latency does not count.
+#
+# <details><summary>Hint</summary>
+#
+# `parameters` are numbers of 4 bytes; the link is given in bits a second.
+#
+# </details>
+# %% answer-3-4
+def server_seconds(world_size, parameters, bits_per_second):
+    """Return the seconds that one `average` of `parameters` float32 numbers takes."""
+    ### BEGIN SOLUTION
+    return 2 * (world_size - 1) * parameters * 4 * 8 / bits_per_second
+    ### END SOLUTION
+
+
+# %% check-3-4 points=1
+check("3.4", server_seconds)

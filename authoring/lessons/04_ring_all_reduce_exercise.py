@@ -1,0 +1,139 @@
+# %% [markdown]
+# # Exercise 4: build the ring
+#
+# Five small steps to the all-reduce of lesson 4. Run the check below each answer as often as you like: it starts
+# four ranks, draws new numbers every time, counts what you send, and says what is wrong.
+# %% imports
+import torch
+import torch.distributed as dist
+
+from ddp_course.grading import check
+from ddp_course.running import wire
+
+
+# %% [markdown]
+# ## 4.1 Which chunk to send
+#
+# Each rank cuts its gradient into K chunks, numbered from 0. In step 0 of scatter-reduce, rank r sends chunk r to
+# its right neighbour. In every later step it sends on the chunk that has just come in from the left.
+#
+# <details><summary>Hint</summary>
+#
+# With 3 ranks, rank 0 sends chunk 0 and gets chunk 2 (from rank 2). So in step 1 rank 0 sends chunk 2.
+# Python's `%` never gives a negative number when the right side is positive: `-1 % 3` is 2.
+#
+# </details>
+# %% answer-4-1
+def chunk_to_send(rank, step, world_size):
+    """Return the index of the chunk that `rank` sends in `step` (0 to world_size - 2) of scatter-reduce."""
+    ### BEGIN SOLUTION
+    return (rank - step) % world_size
+    ### END SOLUTION
+
+
+# %% check-4-1 points=1
+check("4.1", chunk_to_send)
+
+
+# %% [markdown]
+# ## 4.2 Scatter-reduce
+#
+# `chunks` is a list of K tensors, which may differ in length by one. In each of K-1 steps, send one to the right and
+# add what comes from the left to the right chunk, in place. Rank r ends up with the sum of chunk r+1 (modulo K).
+# `wire.neighbours(group)` gives you `rank, world_size, left, right`, and
+# `wire.exchange(outgoing, right, incoming, left, group)` sends and receives at the same time.
+#
+# <details><summary>Hint</summary>
+#
+# What comes in during a step is what your left neighbour sends: its index is one lower than yours. Receive it into a
+# new tensor of the right length, then add.
+#
+# </details>
+# %% answer-4-2
+def scatter_reduce(chunks, group=None):
+    """Sum chunk by chunk around the ring, in place: afterwards rank r has the whole sum of chunk r+1."""
+    rank, world_size, left, right = wire.neighbours(group)
+    ### BEGIN SOLUTION
+    for step in range(world_size - 1):
+        outgoing = chunks[(rank - step) % world_size]
+        target = chunks[(rank - step - 1) % world_size]
+        incoming = torch.empty_like(target)
+        wire.exchange(outgoing, right, incoming, left, group)
+        target += incoming
+    ### END SOLUTION
+
+
+# %% check-4-2 points=3
+check("4.2", scatter_reduce)
+
+
+# %% [markdown]
+# ## 4.3 Allgather
+#
+# Now rank r has finished chunk r+1. Send finished chunks around, K-1 times, until everyone has all of them.
+#
+# <details><summary>Hint</summary>
+#
+# The same loop once more. The first chunk to send is r+1, and what comes in replaces what was there.
+#
+# </details>
+# %% answer-4-3
+def allgather(chunks, group=None):
+    """Give every rank all finished chunks, in place; rank r starts with chunk r+1 finished."""
+    rank, world_size, left, right = wire.neighbours(group)
+    ### BEGIN SOLUTION
+    for step in range(world_size - 1):
+        outgoing = chunks[(rank + 1 - step) % world_size]
+        incoming = chunks[(rank - step) % world_size]
+        wire.exchange(outgoing, right, incoming, left, group)
+    ### END SOLUTION
+
+
+# %% check-4-3 points=2
+check("4.3", allgather)
+
+
+# %% [markdown]
+# ## 4.4 All-reduce of any shape
+#
+# Put both together for a tensor of any shape: also for a matrix, for a transposed one (which is not contiguous),
+# for 23 elements on 4 ranks, and for 2 elements on 4 ranks.
+#
+# <details><summary>Hint</summary>
+#
+# `tensor.contiguous().view(-1).tensor_split(K)` gives K views, the longer ones first. If the tensor was not
+# contiguous, these are views of a copy: copy the result back.
+#
+# </details>
+# %% answer-4-4
+def ring_all_reduce(tensor, group=None):
+    """Sum `tensor` over the ranks of `group`, in place, with 2 (K-1) messages of about 1/K of it."""
+    ### BEGIN SOLUTION
+    flat = tensor.contiguous().view(-1)
+    chunks = flat.tensor_split(dist.get_world_size(group))
+    scatter_reduce(chunks, group)
+    allgather(chunks, group)
+    tensor.copy_(flat.view(tensor.shape))
+    ### END SOLUTION
+
+
+# %% check-4-4 points=3
+check("4.4", ring_all_reduce)
+
+
+# %% [markdown]
+# ## 4.5 How long it takes
+#
+# Predict before you measure. The gradient has `parameters` numbers in float32, every link carries `bits_per_second`,
+# and every message waits `latency` seconds before its first bit arrives.
+# %% answer-4-5
+def ring_seconds(world_size, parameters, bits_per_second, latency):
+    """Return the time in seconds of one ring all-reduce, both halves, with the latency of every step."""
+    ### BEGIN SOLUTION
+    seconds = 4 * parameters * 8 / bits_per_second
+    return 2 * (world_size - 1) / world_size * seconds + 2 * (world_size - 1) * latency
+    ### END SOLUTION
+
+
+# %% check-4-5 points=1
+check("4.5", ring_seconds)

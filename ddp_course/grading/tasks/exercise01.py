@@ -1,0 +1,191 @@
+"""Exercise 1: one training step, accumulation, and the size of a gradient."""
+
+import torch
+from torch import nn
+
+from . import require, task
+from .diagnose import number, same, tensors
+
+
+def small_model(seed, batch_norm=False):
+    """A little net in float64, and its plain SGD optimizer."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        layers = [nn.Linear(5, 7), nn.Tanh(), *([nn.BatchNorm1d(7)] if batch_norm else []), nn.Linear(7, 3)]
+        model = nn.Sequential(*layers).double()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def weights(model):
+    """All parameters as one vector."""
+    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+
+
+def batches_of(random, count, size):
+    """`count` batches of (inputs, targets) for the little net."""
+    return [
+        (inputs, torch.tensor([random.randrange(3) for _ in range(size)]))
+        for inputs in tensors(random, count, size, 5, dtype=torch.float64)
+    ]
+
+
+def loss_of(model, inputs, targets):
+    """The mean loss of a batch."""
+    return nn.functional.cross_entropy(model(inputs), targets)
+
+
+def reference_steps(seed, batches, zero=True):
+    """Losses and weights after one SGD step a batch; with `zero` false gradients pile up."""
+    model, optimizer = small_model(seed)
+    losses = []
+    for inputs, targets in batches:
+        if zero:
+            optimizer.zero_grad()
+        loss = loss_of(model, inputs, targets)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, weights(model)
+
+
+@task("1.1", "train_step")
+class TrainStep:
+    """Forward, backward, update."""
+
+    def draw(random, hidden):
+        return {"seed": random.randrange(10**6), "batches": batches_of(random, 3 + 2 * hidden, 8)}
+
+    def probe(train_step, seed, batches):
+        model, optimizer = small_model(seed)
+        return {"losses": [train_step(model, optimizer, *batch) for batch in batches], "weights": weights(model)}
+
+    def judge(evidence, seed, batches):
+        losses, expected = reference_steps(seed, batches)
+        untouched = weights(small_model(seed)[0])
+        for found in evidence["losses"]:
+            require(not isinstance(found, torch.Tensor), "the loss is a tensor; return loss.item(), a plain number")
+            number(found, float, "the loss")
+        found = evidence["weights"]
+        require(not same(found, untouched), "the weights have not changed: is there a backward() and then a step()?")
+        piled = reference_steps(seed, batches, zero=False)[1]
+        require(not same(found, piled, 1e-9), "gradients pile up from step to step: is there a zero_grad()?")
+        late = [new for _, new in [reference_steps(seed, batches[: n + 1]) for n in range(len(batches))]]
+        require(
+            not any(same(found, one, 1e-9) for one in late[:-1]),
+            "the update is one step late: backward() comes before step()",
+        )
+        require(same(found, expected, 1e-9), "the weights are not those of plain SGD after 3 steps")
+        gap = max(abs(a - b) for a, b in zip(evidence["losses"], losses, strict=True))
+        require(
+            gap < 1e-9, "the weights are right, but the loss is another one: return the mean loss before the update"
+        )
+
+
+@task("1.2", "accumulate")
+class Accumulate:
+    """Several micro-batches, one update."""
+
+    def draw(random, hidden):
+        count = random.randrange(3, 6)
+        return {"seed": random.randrange(10**6), "rounds": [batches_of(random, count, 4) for _ in range(2 + hidden)]}
+
+    def probe(accumulate, seed, rounds):
+        model, optimizer = small_model(seed)
+        steps, step = [0], optimizer.step
+        optimizer.step = lambda *args, **kwargs: (steps.__setitem__(0, steps[0] + 1), step(*args, **kwargs))[1]
+        losses = [accumulate(model, optimizer, micro_batches) for micro_batches in rounds]
+        return {"losses": losses, "weights": weights(model), "steps": steps[0]}
+
+    def judge(evidence, seed, rounds):
+        whole = [tuple(torch.cat(parts) for parts in zip(*round, strict=True)) for round in rounds]
+        count = len(rounds[0])
+        losses, expected = reference_steps(seed, whole)
+        steps = evidence["steps"]
+        require(
+            steps != len(rounds) * count, "there is an update after every micro-batch; all together give one update"
+        )
+        require(steps == len(rounds), f"{steps} updates for {len(rounds)} calls; each call makes one, at its end")
+        found = evidence["weights"]
+        faults = accumulated_wrongly(seed, rounds)
+        for message, wrong in faults.items():
+            require(not same(found, wrong, 1e-9), message)
+        require(same(found, expected, 1e-9), "the weights are not those of one step on the whole batch")
+        for found_loss, loss in zip(evidence["losses"], losses, strict=True):
+            require(not isinstance(found_loss, torch.Tensor), "the loss is a tensor; return a plain number")
+            number(found_loss, float, "the loss")
+            require(
+                abs(found_loss - loss) < 1e-9,
+                f"the loss is {found_loss:.4f}, that of the whole batch {loss:.4f}: return the mean over all samples",
+            )
+
+
+def accumulated_wrongly(seed, rounds):
+    """{message: weights} of what learners often write."""
+    count = len(rounds[0])
+
+    def run(scale=1 / count, zero="once", only=slice(None)):
+        model, optimizer = small_model(seed)
+        for micro_batches in rounds:
+            if zero == "once":
+                optimizer.zero_grad()
+            for batch in micro_batches[only]:
+                if zero == "each":
+                    optimizer.zero_grad()
+                (loss_of(model, *batch) * scale).backward()
+            optimizer.step()
+        return weights(model)
+
+    return {
+        f"the gradients add up to {count} times too much: divide each loss by the number of micro-batches": run(1.0),
+        "only the last micro-batch counts: zero_grad() belongs before the first one, not before each": run(zero="each"),
+        "only the last micro-batch counts, and undivided: zero_grad() belongs before the first one": run(1.0, "each"),
+        "gradients pile up from call to call: is there a zero_grad()?": run(zero="never"),
+        "the gradients are divided twice: the loss is a mean over samples already": run(
+            1 / count / len(rounds[0][0][0])
+        ),
+        "the last micro-batch is left out": run(only=slice(None, -1)),
+    }
+
+
+@task("1.3", "gradient_bytes")
+class GradientBytes:
+    """Bytes that all gradients of a model take."""
+
+    def draw(random, hidden):
+        return {"widths": [random.randrange(3, 40) for _ in range(3)]}
+
+    def probe(gradient_bytes, widths):
+        return [gradient_bytes(model) for model in sized_models(widths).values()]
+
+    def judge(evidence, widths):
+        for (kind, model), found in zip(sized_models(widths).items(), evidence, strict=True):
+            number(found, int, "the result")
+            trained = [p for p in model.parameters() if p.requires_grad]
+            expected = sum(p.numel() * p.element_size() for p in trained)
+            everything = [*model.parameters(), *model.buffers()]
+            faults = {
+                "those are numbers, not bytes: each takes element_size() bytes": sum(p.numel() for p in trained),
+                "that is the number of tensors": len(trained),
+                "frozen parameters (requires_grad=False) have no gradient": sum(
+                    p.numel() * p.element_size() for p in model.parameters()
+                ),
+                "buffers have no gradient": sum(b.numel() * b.element_size() for b in everything),
+                "not every parameter is float32: ask for element_size()": sum(p.numel() * 4 for p in trained),
+            }
+            for message, wrong in faults.items():
+                require(found != wrong or wrong == expected, f"{kind}: {found}; {message}")
+            require(found == expected, f"{kind}: {found}; {expected} bytes were expected")
+
+
+def sized_models(widths):
+    """Models in float32, in float64, with buffers, and with a frozen layer."""
+    one, two, three = widths
+    frozen = nn.Sequential(nn.Linear(one, two), nn.Linear(two, three))
+    frozen[0].requires_grad_(False)
+    return {
+        "a float32 model": nn.Linear(one, two),
+        "a float64 model": nn.Linear(two, three).double(),
+        "a bfloat16 model": nn.Linear(three, one).bfloat16(),
+        "a model with buffers": nn.Sequential(nn.Linear(one, three), nn.BatchNorm1d(three)),
+        "a model with a frozen layer": frozen,
+    }

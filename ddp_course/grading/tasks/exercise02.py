@@ -1,0 +1,158 @@
+"""Exercise 2: scatter, reduce, and what passes through the master."""
+
+import torch
+from torch import nn
+
+from . import Wrong, require, task
+from .diagnose import check_tensor, number, same, tensors
+
+
+@task("2.1", "scatter", forbidden=("ddp_course.stage2_dataparallel.scatter",))
+class Scatter:
+    """Cut a batch into shards, as equal as can be."""
+
+    def draw(random, hidden):
+        sizes = [(8, 2), (10, 4), (7, 3), (3, 4), (5, 1), (random.randrange(9, 30), 8 if hidden else 5)]
+        return {"cases": [(tensors(random, 1, rows, 3)[0], devices) for rows, devices in sizes]}
+
+    def probe(scatter, cases):
+        return [scatter(tensor, ["cpu"] * devices) for tensor, devices in cases]
+
+    def judge(evidence, cases):
+        for (tensor, devices), found in zip(cases, evidence, strict=True):
+            about = f"{len(tensor)} samples on {devices} devices"
+            require(
+                isinstance(found, list | tuple), f"{about}: a list of shards was expected, not {type(found).__name__}"
+            )
+            expected = [shard for shard in tensor.tensor_split(devices) if len(shard)]
+            for index, shard in enumerate(found):
+                require(isinstance(shard, torch.Tensor), f"{about}: shard {index} is a {type(shard).__name__}")
+                require(
+                    shard.shape[1:] == tensor.shape[1:],
+                    f"{about}: shard {index} is cut along the wrong dimension: samples are dimension 0",
+                )
+            lengths, wanted = [len(shard) for shard in found], [len(shard) for shard in expected]
+            got = f"{about}: shards of {lengths}; {wanted} was expected"
+            require(0 not in lengths, f"{got}: a device without samples gets no shard")
+            require(sum(lengths) >= len(tensor), f"{got}: samples are lost")
+            require(sum(lengths) <= len(tensor), f"{got}: each device gets its own samples, not all of them")
+            require(len(found) <= devices, f"{got}: more shards than devices")
+            require(lengths == wanted or sorted(lengths) != sorted(wanted), f"{got}: the longer shards come first")
+            require(lengths == wanted, f"{got}: sizes differ by one at most")
+            if not same(torch.cat(list(found)), tensor):
+                raise Wrong(f"{about}: the samples are not in their order: device 0 gets the first ones")
+
+
+def replicas_of(seed, count, frozen):
+    """A model and its copies, each with gradients of its own; the last layer has none on some."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        models = [nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double() for _ in range(count)]
+        for index, model in enumerate(models):
+            for name, parameter in model.named_parameters():
+                if not (frozen and name.startswith("1") and index != count - 1):
+                    parameter.grad = torch.randn_like(parameter)
+    return models
+
+
+def gradients(model):
+    """All gradients as a list, None where there is none."""
+    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+@task("2.2", "reduce", forbidden=("ddp_course.stage2_dataparallel.reduce",))
+class Reduce:
+    """Add the replicas' gradients to the master's."""
+
+    def draw(random, hidden):
+        return {"seed": random.randrange(10**6), "counts": [3, 2, 1, *([5] if hidden else [])]}
+
+    def probe(reduce, seed, counts):
+        evidence = []
+        for count in counts:
+            for frozen in (False, True):
+                models = replicas_of(seed, count, frozen)
+                reduce(models[0], models)
+                evidence.append([gradients(model) for model in models])
+        return evidence
+
+    def judge(evidence, seed, counts):
+        cases = [(count, frozen) for count in counts for frozen in (False, True)]
+        for (count, frozen), found in zip(cases, evidence, strict=True):
+            before = [gradients(model) for model in replicas_of(seed, count, frozen)]
+            about = f"{count} replicas" + (
+                ", of which only the last has a gradient in the last layer" if frozen else ""
+            )
+            for index, master in enumerate(found[0]):
+                parts = [of[index] for of in before if of[index] is not None]
+                total = sum(parts)
+                if master is None:
+                    raise Wrong(f"{about}: the master's parameter {index} has no gradient")
+                check_tensor(master, total, f"{about}: parameter {index}")
+                judge_sum(about, index, master, parts, total, before[0][index])
+            for rank in range(1, count):
+                for now, then in zip(found[rank], before[rank], strict=True):
+                    kept = now is None if then is None else now is not None and same(now, then)
+                    require(
+                        kept,
+                        f"{about}: the gradients of replica {rank} have changed: did the master take over its tensor (aliasing)? Copy it",
+                    )
+
+
+def judge_sum(about, index, master, parts, total, own):
+    """One gradient of the master against the sum."""
+    where = f"{about}: parameter {index}"
+    if same(master, total, 1e-12):
+        return
+    mean = total / len(parts)
+    require(
+        not same(master, mean, 1e-12),
+        f"{where} has the mean: the loss was taken over the whole batch, so the sum is right",
+    )
+    require(own is None or not same(master, own), f"{where} has the master's own gradient only: nothing was added")
+    require(
+        own is None or not same(master, total + own, 1e-12),
+        f"{where} counts the master twice: replicas[0] is the module itself",
+    )
+    require(
+        own is None or not same(master, total - own, 1e-12),
+        f"{where} lost the master's own gradient: add to it, do not replace it",
+    )
+    require(not same(master, parts[-1]), f"{where} has the last replica's gradient only: add, do not replace")
+    raise Wrong(f"{where} is not the sum of the replicas' gradients")
+
+
+@task("2.3", "master_sends")
+class MasterSends:
+    """Bytes that leave the master in one step."""
+
+    def draw(random, hidden):
+        sizes = [
+            (random.randrange(10**5, 10**8), 840 * random.randrange(10, 9999), 840 * random.randrange(1, 99))
+            for _ in range(4)
+        ]
+        return {"cases": [(*of, k) for of, k in zip(sizes, (2, 4, 8, 1), strict=True)]}
+
+    def probe(master_sends, cases):
+        return [master_sends(*case) for case in cases]
+
+    def judge(evidence, cases):
+        for (parameters, inputs, outputs, devices), found in zip(cases, evidence, strict=True):
+            number(found, float, "the result")
+            others, share = devices - 1, (devices - 1) / devices
+            model, scattered = others * parameters, share * (inputs + outputs)
+            what = f"{devices} devices, p={parameters}, inputs={inputs}, outputs={outputs}: {found:.0f} bytes"
+            faults = {
+                "the master is a device too: it sends to K-1 others": devices * parameters + inputs + outputs,
+                "where is the gradient of the outputs, which the backward pass scatters?": model + share * inputs,
+                "the whole model goes to each of the others, in every step": parameters + scattered,
+                "the master keeps its own shard: (K-1)/K of the batch travels": model + inputs + outputs,
+                "where is the batch?": model,
+                "where is the model, which is copied in every step?": scattered,
+                "each other device gets one shard, not the whole batch": model + others * (inputs + outputs),
+                "gradients come back to the master: that is received, not sent": 2 * model + scattered,
+            }
+            expected = model + scattered
+            for message, wrong in faults.items():
+                require(abs(found - wrong) > 0.5 or abs(wrong - expected) < 1, f"{what}; {message}")
+            require(abs(found - expected) < 0.5, f"{what}; {expected:.0f} were expected")

@@ -1,0 +1,254 @@
+"""Exercise 6: what a real DDP needs: no_sync, unused parameters, buffers, and a hook that compresses."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ...running import wire
+from ...stage4_ring import ring_all_reduce
+from ..examine import traffic_of, worlds
+from . import require, task
+from .diagnose import compare_ranks, same, tensors
+from .exercise01 import batches_of, loss_of, small_model, weights
+from .forbidden import COLLECTIVES, RING, SERVER
+
+
+@task("6.1", "accumulate", ranks=4, hang="do all ranks synchronise in the same micro-batch?")
+class AccumulateUnsynchronised:
+    """Several micro-batches, one synchronisation."""
+
+    def draw(random, hidden):
+        count = random.randrange(3, 5)
+        return {"seed": random.randrange(10**6), "batches": [batches_of(random, count, 4) for _ in range(4)]}
+
+    def probe(accumulate, seed, batches):
+        from ...stage6_ddp import DistributedDataParallel
+
+        evidence = {}
+        for size, group in worlds(2, 4):
+            model, optimizer = small_model(seed)
+            parallel = DistributedDataParallel(model, process_group=group, all_reduce=ring_all_reduce)
+            with wire.counting() as once:
+                loss_of(parallel, *batches[dist.get_rank()][0]).backward()
+            with wire.counting() as traffic:
+                accumulate(parallel, optimizer, batches[dist.get_rank()])
+            evidence[size] = {"weights": weights(model), "once": once.bytes_sent, "bytes": traffic.bytes_sent}
+        return evidence
+
+    def judge(evidence, seed, batches):
+        for size in (2, 4):
+            about, count = f"with {size} ranks", len(batches[0])
+            found = [evidence[rank][size] for rank in range(size)]
+            syncs = found[0]["bytes"] / found[0]["once"]
+            require(
+                syncs > 0, f"{about}: the gradients were never synchronised: the last micro-batch is outside no_sync"
+            )
+            advice = "all but the last belong into no_sync, and no_sync must hold the forward pass too"
+            many = f"{about}: {syncs:g} synchronisations for {count} micro-batches; one was expected: {advice}"
+            require(syncs == 1, many)
+            expected = accumulated(seed, batches[:size], 1 / count)
+            guesses = [
+                (
+                    f"the gradients are {count} times too large: divide each loss by the number of micro-batches",
+                    [accumulated(seed, batches[:size], 1.0)] * size,
+                ),
+                ("the weights have not changed: is there a step()?", [weights(small_model(seed)[0])] * size),
+                (
+                    "only the last micro-batch counts: zero_grad() belongs before the first one",
+                    [accumulated(seed, [of[-1:] for of in batches[:size]], 1 / count)] * size,
+                ),
+                (
+                    "old gradients are still in it: zero_grad() belongs before the first micro-batch",
+                    [accumulated(seed, batches[:size], 1 / count, stale=True)] * size,
+                ),
+            ]
+            compare_ranks(
+                [one["weights"] for one in found], [expected] * size, about, guesses, 1e-9, "one step on all samples"
+            )
+
+
+def accumulated(seed, batches, scale, stale=False):
+    """Weights after one step on the mean over ranks of `scale` times the sum over micro-batches."""
+    model, optimizer = small_model(seed)
+    for of_rank in batches:
+        for index, batch in enumerate(of_rank):
+            loss = loss_of(model, *batch) * scale / len(batches)
+            (loss + loss / scale * (stale and index == 0)).backward()
+    optimizer.step()
+    return weights(model)
+
+
+@task("6.2", "used_anywhere", ranks=4)
+class UsedAnywhere:
+    """Which parameters were used on some rank."""
+
+    def draw(random, hidden):
+        columns = [(0, 0, 0, 0), (1, 1, 1, 1), (1, 0, 0, 0), (0, 0, 0, 1), (0, 1, 1, 0), (0, 1, 0, 0)]
+        columns += [tuple(random.randrange(2) for _ in range(4)) for _ in range(5 + 300 * hidden)]
+        return {"used": [torch.tensor([column[rank] for column in columns], dtype=torch.bool) for rank in range(4)]}
+
+    def probe(used_anywhere, used):
+        evidence = {}
+        for size, group in worlds(4, 3, 2):
+            mine, calls = used[dist.get_rank()].clone(), []
+
+            def all_reduce(tensor, group=group, calls=calls):
+                calls.append(str(tensor.dtype))
+                return ring_all_reduce(tensor, group)
+
+            result = used_anywhere(mine, all_reduce)
+            evidence[size] = {"result": result, "input": mine, "calls": len(calls), "dtype": calls[0] if calls else ""}
+        return evidence
+
+    def judge(evidence, used):
+        for size in (4, 3, 2):
+            about = f"with {size} ranks"
+            found = [evidence[rank][size] for rank in range(size)]
+            counts = sum(one.long() for one in used[:size])
+            require(found[0]["dtype"] != "torch.bool", f"{about}: bools do not add up to a count; use int64")
+            results = [one["result"] for one in found]
+            kind = isinstance(results[0], torch.Tensor) and results[0].dtype != torch.bool
+            require(
+                not kind,
+                f"{about}: the result has dtype {results[0].dtype if kind else ''}; a tensor of bools was expected",
+            )
+            guesses = [
+                ("that is what this rank used: ask the others", used[:size]),
+                ("that is what all ranks used; one that used it is enough", [counts == size] * size),
+                ("that is what most ranks used; one that used it is enough", [counts > size / 2] * size),
+                ("that is what rank 0 used", [used[0]] * size),
+                ("that is what was used nowhere", [counts == 0] * size),
+                ("parameters that exactly one rank used are missing: at least one", [counts > 1] * size),
+            ]
+            compare_ranks(results, [counts > 0] * size, about, guesses, oracle="the union")
+            for rank, one in enumerate(found):
+                require(same(one["input"], used[rank]), f"{about}: the input was changed (aliasing): work on a copy")
+                require(one["calls"] == 1, f"{about}: {one['calls']} all-reduces; one for all parameters is enough")
+
+
+def buffered(seed, rank):
+    """A model with buffers of several dtypes, different on every rank."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4))
+        model.register_buffer("steps", torch.zeros(3, dtype=torch.int64))
+    for index, buffer in enumerate(model.buffers()):
+        buffer.add_(10 * (rank + 1) + index)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += rank
+    return model
+
+
+@task("6.3", "share_buffers", ranks=4, forbidden=SERVER + RING + COLLECTIVES)
+class ShareBuffers:
+    """Every rank gets rank src's buffers."""
+
+    def draw(random, hidden):
+        return {"seed": random.randrange(10**6), "sources": {3: 2, 4: random.randrange(1, 4), 2: 0, 1: 0}}
+
+    def probe(share_buffers, seed, sources):
+        evidence = {}
+        for size, group in worlds(3, 4, 2, 1):
+            model = buffered(seed, dist.get_rank())
+            places = [buffer.data_ptr() for buffer in model.buffers()]
+            with wire.counting() as traffic:
+                share_buffers(model, sources[size], group)
+            evidence[size] = {
+                "buffers": list(model.buffers()),
+                "weights": weights(model),
+                "moved": places != [buffer.data_ptr() for buffer in model.buffers()],
+                "traffic": traffic_of(traffic),
+            }
+        return evidence
+
+    def judge(evidence, seed, sources):
+        for size, src in sources.items():
+            own = [list(buffered(seed, rank).buffers()) for rank in range(size)]
+            for index, buffer in enumerate(own[src]):
+                about = f"with {size} ranks, source {src}, buffer {index} ({str(buffer.dtype).removeprefix('torch.')})"
+                guesses = [
+                    (
+                        "it was not shared: all buffers count, of any dtype, and they change in place",
+                        [of[index] for of in own],
+                    ),
+                    ("it is rank 0's; the source is another rank", [own[0][index]] * size),
+                    (
+                        "it is the mean; the source's own value was expected",
+                        [(sum(of[index] for of in own) / size).to(buffer.dtype)] * size,
+                    ),
+                ]
+                found = [evidence[rank][size]["buffers"][index] for rank in range(size)]
+                compare_ranks(found, [buffer] * size, about, guesses, oracle="the source")
+            for rank in range(size):
+                one, about = evidence[rank][size], f"with {size} ranks"
+                require(
+                    same(one["weights"], weights(buffered(seed, rank))),
+                    f"{about}: the parameters have changed; only buffers are shared here",
+                )
+                require(
+                    not one["moved"], f"{about}: buffers were replaced by new tensors; change them in place (copy_)"
+                )
+            p = sum(buffer.numel() * buffer.element_size() for buffer in own[0])
+            sent = evidence[src][size]["traffic"]["bytes"]
+            require(
+                sent == (size - 1) * p,
+                f"with {size} ranks: the source sent {sent} bytes; (K-1) times {p} were expected",
+            )
+
+
+@task("6.4", "compressed_average", ranks=4)
+class CompressedAverage:
+    """A communication hook that sends half the bytes."""
+
+    def draw(random, hidden):
+        values = [tensor * 100 for tensor in tensors(random, 4, 40)]
+        for tensor in values:
+            tensor[:6] = torch.tensor([random.uniform(40_000, 64_000) for _ in range(6)])
+        return {"values": values}
+
+    def probe(compressed_average, values):
+        evidence = {}
+        for size, group in worlds(3, 4, 2):
+            flat, dtypes = values[dist.get_rank()].clone(), []
+
+            def all_reduce(tensor, group=group, dtypes=dtypes):
+                dtypes.append(str(tensor.dtype))
+                return ring_all_reduce(tensor, group)
+
+            result = compressed_average(flat, all_reduce, size)
+            evidence[size] = {"result": result, "dtypes": dtypes}
+        return evidence
+
+    def judge(evidence, values):
+        for size in (3, 4, 2):
+            about = f"with {size} ranks"
+            found = [evidence[rank][size]["result"] for rank in range(size)]
+            dtypes = evidence[0][size]["dtypes"]
+            total = sum(values[:size])
+            require(dtypes, f"{about}: all_reduce was not called")
+            require(dtypes != ["torch.float32"], f"{about}: the gradient travels in float32: nothing is saved")
+            require(dtypes != ["torch.bfloat16"], f"{about}: bfloat16 has 8 bits of precision; float16 was asked for")
+            require(
+                dtypes == ["torch.float16"], f"{about}: reduced as {', '.join(dtypes)}; once, in float16, was expected"
+            )
+            for rank, one in enumerate(found):
+                require(
+                    isinstance(one, torch.Tensor),
+                    f"{about}: rank {rank} returns {type(one).__name__}; return the averaged gradient",
+                )
+                require(one.dtype == torch.float32, f"{about}: the result is {one.dtype}; turn it back into float32")
+                require(
+                    bool(one.isfinite().all()),
+                    f"{about}: the sum overflows (float16 ends at 65,504): divide by K before you compress",
+                )
+            guesses = [
+                ("you have the sum: is there a division by K?", [total] * size),
+                ("it was divided by K twice", [total / size / size] * size),
+                ("that is the rank's own gradient: the reduced tensor is the one to return", values[:size]),
+                (
+                    "that is the rank's own gradient, divided: the reduced tensor is the one to return",
+                    [v / size for v in values[:size]],
+                ),
+            ]
+            compare_ranks(found, [total / size] * size, about, guesses, 4e-3, "the mean")

@@ -1,0 +1,194 @@
+"""Exercise 7: optimizer state split over the ranks, and the memory that it saves."""
+
+import torch
+import torch.distributed as dist
+
+from ...running import wire
+from ..examine import traffic_of, worlds
+from . import Wrong, require, task
+from .diagnose import compare_numbers, compare_ranks, tensors
+from .forbidden import COLLECTIVES, RING, SERVER
+
+
+def greedy(sizes, world_size):
+    """The owner of each parameter, as the docstring of the task says."""
+    held, owners = [0] * world_size, []
+    for size in sizes:
+        owner = held.index(min(held))
+        owners.append(owner)
+        held[owner] += size
+    return owners
+
+
+@task("7.1", "assign_owners")
+class AssignOwners:
+    """Each parameter to the rank that has least."""
+
+    def draw(random, hidden):
+        cases = [([random.randrange(1, 500) for _ in range(12)], k) for k in (2, 3, 4)]
+        return {"cases": [([100, 60, 50, 40, 10, 5], 2), ([7, 7, 7, 7, 7], 3), *cases, ([5, 3], 4), ([9, 8, 7], 1)]}
+
+    def probe(assign_owners, cases):
+        return [assign_owners(list(sizes), world_size) for sizes, world_size in cases]
+
+    def judge(evidence, cases):
+        for (sizes, world_size), found in zip(cases, evidence, strict=True):
+            about = f"sizes {sizes} on {world_size} ranks"
+            require(
+                isinstance(found, list | tuple), f"{about}: a list of owners was expected, not {type(found).__name__}"
+            )
+            require(len(found) == len(sizes), f"{about}: {len(found)} owners for {len(sizes)} parameters")
+            good = all(type(owner) is int and 0 <= owner < world_size for owner in found)
+            require(good, f"{about}: {list(found)}: owners are ranks, from 0 to {world_size - 1}")
+            judge_owners(about, sizes, world_size, list(found))
+
+
+def judge_owners(about, sizes, world_size, found):
+    """Name what usually goes wrong with one case."""
+    expected = greedy(sizes, world_size)
+    if found == expected:
+        return
+    held = [sum(s for s, o in zip(sizes, found, strict=True) if o == rank) for rank in range(world_size)]
+    got = f"{about}: {found} gives {held} numbers a rank; {expected} was expected"
+    in_turn = [index % world_size for index in range(len(sizes))]
+    counted = greedy([1] * len(sizes), world_size)
+    by_size = sorted(range(len(sizes)), key=lambda index: -sizes[index])
+    largest = dict(zip(by_size, greedy([sizes[i] for i in by_size], world_size), strict=True))
+    mirrored = [world_size - 1 - owner for owner in found]
+    require(
+        found not in (in_turn, counted), f"{got}: they are dealt out in turn; look at how many numbers each rank has"
+    )
+    require(set(found) != {0}, f"{got}: rank 0 owns everything")
+    require(mirrored != expected, f"{got}: of ranks that have equally few, the lowest comes first")
+    require(
+        found != sorted(found), f"{got}: neighbours were kept together; each goes to the rank that has least so far"
+    )
+    require(
+        found != [largest[i] for i in range(len(sizes))],
+        f"{got}: the parameters come in their own order, not the largest first",
+    )
+    raise Wrong(f"{got}: each parameter goes to the rank that has the fewest numbers so far, the lowest of equals")
+
+
+SHAPES = [(6, 5), (9,), (4, 4), (3,), (7, 2)]
+
+
+def start(values, owners, rank):
+    """Parameters that are equal on all ranks, and an optimizer with momentum for those that `rank` owns."""
+    parameters = [torch.nn.Parameter(one.clone()) for one in values]
+    own = [p for p, owner in zip(parameters, owners, strict=True) if owner == rank]
+    return parameters, torch.optim.SGD(own, lr=0.1, momentum=0.9) if own else None
+
+
+def alone(values, gradients, rounds):
+    """What one device with the same gradients gets: all parameters as one vector."""
+    parameters = [torch.nn.Parameter(one.clone()) for one in values]
+    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    for turn in range(rounds):
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient * (turn + 1)
+        optimizer.step()
+    return torch.cat([p.detach().reshape(-1) for p in parameters])
+
+
+@task(
+    "7.2",
+    "sharded_step",
+    ranks=4,
+    forbidden=SERVER + RING + COLLECTIVES,
+    hang="do all ranks go through the parameters in the same order?",
+)
+class ShardedStep:
+    """Step what you own, then give it to the others."""
+
+    def draw(random, hidden):
+        make = [tensors(random, 1, *shape, dtype=torch.float64)[0] for shape in SHAPES]
+        gradients = [tensors(random, 1, *shape, dtype=torch.float64)[0] for shape in SHAPES]
+        owners = {size: [random.randrange(size) for _ in SHAPES[size:]] + list(range(size)) for size in (2, 3, 4)}
+        return {"values": make, "gradients": gradients, "owners": {3: owners[3], 4: owners[4], 2: owners[2]}}
+
+    def probe(sharded_step, values, gradients, owners):
+        evidence = {}
+        for size, group in worlds(*owners):
+            parameters, optimizer = start(values, owners[size], dist.get_rank())
+            stepped, counts = [], wire.counting()
+            with counts as traffic:
+                for turn in range(3):
+                    for parameter, gradient in zip(parameters, gradients, strict=True):
+                        parameter.grad = gradient * (turn + 1)
+                    sharded_step(parameters, owners[size], optimizer, group)
+                    stepped.append(torch.cat([p.detach().reshape(-1) for p in parameters]))
+            evidence[size] = {"steps": stepped, "traffic": traffic_of(traffic)}
+        return evidence
+
+    def judge(evidence, values, gradients, owners):
+        for size, of in owners.items():
+            for turn in range(3):
+                found = [evidence[rank][size]["steps"][turn] for rank in range(size)]
+                expected = alone(values, gradients, turn + 1)
+                before = alone(values, gradients, turn)
+                mask = [
+                    torch.cat([torch.full((v.numel(),), owner == rank) for v, owner in zip(values, of, strict=True)])
+                    for rank in range(size)
+                ]
+                guesses = [
+                    (
+                        "each rank has stepped only its own parameters: send them to the others",
+                        [torch.where(mask[r], expected, before) for r in range(size)],
+                    ),
+                    ("the parameters have not changed: is there a step()?", [before] * size),
+                    (
+                        "what is sent are the values from before the step: step first",
+                        [torch.where(mask[r], expected, before) for r in range(size)],
+                    ),
+                ]
+                compare_ranks(
+                    found,
+                    [expected] * size,
+                    f"with {size} ranks, after step {turn + 1}",
+                    guesses,
+                    1e-9,
+                    "the single process",
+                )
+            for rank in range(size):
+                own = sum(8 * value.numel() for value, owner in zip(values, of, strict=True) if owner == rank)
+                sent = evidence[rank][size]["traffic"]["bytes"] / 3
+                require(
+                    sent == own * (size - 1),
+                    f"with {size} ranks: rank {rank} sends {sent:.0f} bytes a step; it owns {own} bytes, and K-1 others need them",
+                )
+
+
+@task("7.3", "bytes_per_rank")
+class BytesPerRank:
+    """Memory of a rank with Adam in float32, by what is sharded."""
+
+    def draw(random, hidden):
+        return {
+            "cases": [(840 * random.randrange(10**3, 10**6), k, level) for k in (3, 5, 7) for level in range(4)]
+            + [(840, 1, 2)]
+        }
+
+    def probe(bytes_per_rank, cases):
+        return [bytes_per_rank(*case) for case in cases]
+
+    def judge(evidence, cases):
+        def results(weights=4, gradients=4, state=8, shift=0):
+            made = []
+            for parameters, size, level in cases:
+                shares = [1 / size if level + shift > least else 1 for least in (2, 1, 0)]
+                made.append(parameters * sum(b * s for b, s in zip((weights, gradients, state), shares, strict=True)))
+            return made
+
+        faults = {
+            "Adam keeps two numbers a parameter: 8 bytes of state": results(state=4),
+            "where are the gradients?": results(gradients=0),
+            "where are the parameters themselves?": results(weights=0),
+            "float32 has four bytes": results(1, 1, 2),
+            "level 0 shards nothing, level 1 the optimizer's state": results(shift=1),
+            "nothing is sharded": [16 * parameters for parameters, _, _ in cases],
+            "everything is divided by K at every level": [16 * parameters / size for parameters, size, _ in cases],
+            "where is the optimizer's state?": results(state=0),
+        }
+        about = [f"{parameters} parameters, {size} ranks, level {level}" for parameters, size, level in cases]
+        compare_numbers(evidence, [float(one) for one in results()], about, faults, "bytes")

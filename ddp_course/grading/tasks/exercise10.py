@@ -1,0 +1,262 @@
+"""Exercise 10: checkpoints that survive, a resume that is exact, and who was to blame."""
+
+import os
+import tempfile
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+from torch import nn
+
+from . import require, task
+from .diagnose import compare_numbers, same, tensors
+from .exercise01 import loss_of, weights
+
+CHECKPOINT = tuple(f"ddp_course.running.checkpoint.{name}" for name in ("save", "load"))
+
+
+class Unwritable:
+    """Something in the middle of a checkpoint that cannot be written: the disk is full."""
+
+    def __reduce__(self):
+        raise OSError(28, "No space left on device")
+
+
+def contents(path):
+    """What `torch.load` finds, or how it fails."""
+    try:
+        return torch.load(path, weights_only=False)
+    except Exception as error:
+        return f"{type(error).__name__}"
+
+
+@task("10.1", "save_checkpoint")
+class SaveCheckpoint:
+    """The old checkpoint or the new one, at any moment."""
+
+    def draw(random, hidden):
+        first, second = ({"step": step, "weights": tensors(random, 1, 30)[0]} for step in (1, 2))
+        return {"first": first, "second": second}
+
+    def probe(save_checkpoint, first, second):
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "checkpoint.pt"
+            save_checkpoint(first, path)
+            evidence = {"written": contents(path)}
+            seen, events = [], []
+            replaces = {name: getattr(os, name) for name in ("replace", "rename")}
+
+            def noted(name):
+                def replace(source, *args, **kwargs):
+                    events.append(name)
+                    seen.append((contents(source), os.path.dirname(os.path.abspath(source)) == folder))
+                    return replaces[name](source, *args, **kwargs)
+
+                return replace
+
+            fsync = os.fsync
+            with (
+                patch.object(os, "replace", noted("replace")),
+                patch.object(os, "rename", noted("rename")),
+                patch.object(os, "fsync", lambda handle: (events.append("fsync"), fsync(handle))[1]),
+            ):
+                save_checkpoint(second, path)
+            evidence |= {"events": events, "seen": seen, "second": contents(path)}
+            evidence["files"] = sorted(os.listdir(folder))
+            try:
+                save_checkpoint({**first, "rest": [Unwritable()]}, path)
+                evidence["raised"] = False
+            except OSError:
+                evidence["raised"] = True
+            return {**evidence, "after": contents(path), "left": sorted(os.listdir(folder))}
+
+    def judge(evidence, first, second):
+        for name, state in (("written", first), ("second", second)):
+            found = evidence[name]
+            good = (
+                isinstance(found, dict)
+                and found.get("step") == state["step"]
+                and same(found["weights"], state["weights"])
+            )
+            require(
+                good,
+                f"torch.load does not find what was saved, but {found if isinstance(found, str) else 'another state'}",
+            )
+        after = evidence["after"]
+        kept = isinstance(after, dict) and after.get("step") == second["step"]
+        require(
+            kept,
+            "when the disk is full in the middle of writing, the old checkpoint is lost: write to another file, then os.replace",
+        )
+        require(evidence["raised"], "when the disk is full nobody is told: let the error out")
+        renames = [event for event in evidence["events"] if event != "fsync"]
+        require(renames, "the file is not replaced in one step: os.replace puts the finished file in place")
+        whole, beside = evidence["seen"][0]
+        require(isinstance(whole, dict), "when the file is put in place it is not complete yet: close it first")
+        require(
+            beside, "the temporary file is in another folder, perhaps on another disk: make it beside the checkpoint"
+        )
+        require(
+            "fsync" in evidence["events"], "is it on the disk? Without os.fsync a power cut may leave an empty file"
+        )
+        first_rename = evidence["events"].index(renames[0])
+        require(
+            "fsync" in evidence["events"][:first_rename],
+            "os.fsync comes before os.replace, or the name may reach the disk before the data",
+        )
+        require(evidence["files"] == ["checkpoint.pt"], f"files are left behind: {evidence['files']}")
+        require(evidence["left"] == ["checkpoint.pt"], f"when writing fails a file is left behind: {evidence['left']}")
+
+
+def dropout_model(seed):
+    """A net with dropout and buffers, and an optimizer with momentum."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(5, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 3)).double()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def train(model, optimizer, batches):
+    """Some steps; the loss of each."""
+    losses = []
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        loss = loss_of(model, inputs, targets)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@task("10.2", ("capture", "resume"))
+class ExactResume:
+    """Stop, start again, and nobody can tell."""
+
+    def draw(random, hidden):
+        inputs = tensors(random, 8, 6, 5, dtype=torch.float64)
+        batches = [(one, torch.tensor([random.randrange(3) for _ in range(6)])) for one in inputs]
+        return {"seed": random.randrange(10**6), "batches": batches, "stop": random.randrange(3, 6)}
+
+    def probe(capture, resume, seed, batches, stop):
+        model, optimizer = dropout_model(seed)
+        train(model, optimizer, batches[:stop])
+        state = capture(model, optimizer, stop)
+        original = train(model, optimizer, batches[stop:])
+        runs = []
+        for attempt in range(2):
+            again, fresh = dropout_model(seed + 1 + attempt)
+            step = resume(state, again, fresh)
+            buffers = torch.cat([b.double().reshape(-1) for b in again.buffers()])
+            start = {"weights": weights(again), "buffers": buffers, "momenta": len(fresh.state), "step": step}
+            runs.append({**start, "losses": train(again, fresh, batches[stop:]), "end": weights(again)})
+        return {"original": original, "end": weights(model), "runs": runs}
+
+    def judge(evidence, seed, batches, stop):
+        model, optimizer = dropout_model(seed)
+        train(model, optimizer, batches[:stop])
+        buffers = torch.cat([b.double().reshape(-1) for b in model.buffers()])
+        expected = train(model, optimizer, batches[stop:])
+        untouched = all(abs(a - b) < 1e-9 for a, b in zip(evidence["original"], expected, strict=True))
+        require(untouched, "capture changes the run that goes on: it must only look")
+        model, optimizer = dropout_model(seed)
+        train(model, optimizer, batches[:stop])
+        for name, run in zip(
+            ("the resumed run", "the second run from the same checkpoint"), evidence["runs"], strict=True
+        ):
+            later = same(run["weights"], evidence["end"], 1e-9)
+            require(
+                not later,
+                f"{name} starts with the weights of the end: the captured tensors went on changing (aliasing); copy them",
+            )
+            require(same(run["weights"], weights(model), 1e-12), f"{name} starts with other weights than were captured")
+            require(
+                same(run["buffers"], buffers, 1e-12),
+                f"{name} has other buffers (running means): use state_dict, not only parameters",
+            )
+            require(
+                type(run["step"]) is int,
+                f"{name}: resume returns {run['step']!r}; the number of the next step was expected",
+            )
+            require(
+                run["step"] == stop,
+                f"{name} goes on at step {run['step']}; {stop} steps were done, so the next one is number {stop}",
+            )
+            require(run["momenta"], f"{name} has lost the optimizer's state: its momentum starts from nothing")
+            first = abs(run["losses"][0] - expected[0]) < 1e-9
+            require(first, f"{name} draws other dropout masks: save and restore the random generator too")
+            equal = all(abs(a - b) < 1e-9 for a, b in zip(run["losses"], expected, strict=True))
+            require(
+                equal,
+                f"{name} drifts away from the second step on: the optimizer's state is not what was captured (aliasing?)",
+            )
+
+
+ROOTS = (
+    "ValueError: shapes (3, 4) and (5,) do not match",
+    "MemoryError: out of memory",
+    "KeyError: 'labels'",
+    "killed by SIGKILL",
+)
+AFTER = (
+    "RuntimeError: Connection closed by peer",
+    "RuntimeError: Connection reset by peer",
+    "DistBackendError: Broken pipe",
+)
+
+
+def log_of(random, culprit, size):
+    """Lines in the order in which they reached the log, which is not the order in time."""
+    start = random.uniform(10, 99)
+    lines = [f"{start + random.uniform(0, 1):.3f} rank {rank}: step {random.randrange(9)} done" for rank in range(size)]
+    ranks = random.sample([rank for rank in range(size) if rank != culprit], size - 1)
+    failed = start + 2 + random.uniform(0, 1)
+    early = f"{failed - 0.001:.3f} rank {ranks[0]}: RuntimeError: Connection closed by peer"
+    errors = [f"{failed:.3f} rank {culprit}: {random.choice(ROOTS)}", early]
+    errors += [f"{failed + 0.01 * (n + 1):.3f} rank {rank}: {random.choice(AFTER)}" for n, rank in enumerate(ranks[1:])]
+    errors.append(f"{failed + 0.5:.3f} rank {ranks[-1]}: {random.choice(ROOTS)}")
+    rest = errors[1:]
+    random.shuffle(rest)
+    rest.insert(random.randrange(1, len(rest) + 1), errors[0])
+    return lines + rest
+
+
+@task("10.3", "culprit")
+class Culprit:
+    """The rank whose failure came first, and was not a consequence."""
+
+    def draw(random, hidden):
+        return {
+            "logs": [log_of(random, culprit, size) for culprit, size in ((2, 4), (1, 3), (5, 12), (11, 12), (0, 6))]
+        }
+
+    def probe(culprit, logs):
+        return [culprit(list(log)) for log in logs]
+
+    def judge(evidence, logs):
+        def rank(line):
+            return int(line.split()[2].rstrip(":"))
+
+        def seconds(line):
+            return float(line.split()[0])
+
+        failures = [[line for line in log if not line.endswith("done")] for log in logs]
+        causes = [[line for line in log if not any(after in line for after in AFTER)] for log in failures]
+        faults = {
+            "that is the first failure in the file; lines arrive late, so go by the time": [
+                rank(log[0]) for log in failures
+            ],
+            "a broken connection is a consequence of another rank's failure": [
+                rank(min(log, key=seconds)) for log in failures
+            ],
+            "that is the first cause in the file; lines arrive late, so go by the time": [
+                rank(log[0]) for log in causes
+            ],
+            "that is the last failure": [rank(max(log, key=seconds)) for log in failures],
+            "that is the first line of all; only failures count": [rank(log[0]) for log in logs],
+            "that is the lowest rank that failed": [min(map(rank, log)) for log in failures],
+            "that is the line's number": [
+                log.index(min(cause, key=seconds)) for log, cause in zip(logs, causes, strict=True)
+            ],
+        }
+        expected = [rank(min(log, key=seconds)) for log in causes]
+        about = [f"a log of {len(log)} lines" for log in logs]
+        compare_numbers(evidence, expected, about, faults, "as the culprit")

@@ -1,0 +1,143 @@
+# %% [markdown]
+# Answers to exercise 1 as learners write them. tests/answers.py says how to read this.
+
+# %% 1.1 right: zero_grad at the end
+def train_step(model, optimizer, inputs, targets):
+    for parameter in model.parameters():
+        parameter.grad = None
+    loss = torch.nn.CrossEntropyLoss()(model(inputs), targets)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss)
+
+
+# %% 1.1 right: update by hand
+def train_step(model, optimizer, inputs, targets):
+    value = cross_entropy(model(inputs), targets)
+    gradients = torch.autograd.grad(value, list(model.parameters()))
+    for parameter, gradient in zip(model.parameters(), gradients):
+        parameter.grad = gradient
+    optimizer.step()
+    return value.detach().item()
+
+
+# %% 1.1 wrong: no zero_grad | is there a zero_grad()
+#- optimizer.zero_grad()
+# %% 1.1 wrong: no step | is there a backward() and then a step()
+#-     optimizer.step()
+# %% 1.1 wrong: zero_grad after backward | is there a backward() and then a step()
+#-     optimizer.zero_grad()
+#-     loss = cross_entropy(model(inputs), targets)
+#-     loss.backward()
+#+     loss = cross_entropy(model(inputs), targets)
+#+     loss.backward()
+#+     optimizer.zero_grad()
+# %% 1.1 wrong: step before backward | step() comes after backward()
+def train_step(model, optimizer, inputs, targets):
+    loss = cross_entropy(model(inputs), targets)
+    optimizer.step()
+    optimizer.zero_grad()
+    loss.backward()
+    return loss.item()
+
+
+# %% 1.1 wrong: returns a tensor | the loss is a tensor
+#- loss.item()
+#+ loss
+# %% 1.1 wrong: returns nothing | is there a `return`
+#-     return loss.item()
+# %% 1.1 wrong: loss after the update | the loss is another one
+#- return loss.item()
+#+ return cross_entropy(model(inputs), targets).item()
+# %% 1.1 wrong: summed loss | not those of plain SGD
+#- cross_entropy(model(inputs), targets)
+#+ cross_entropy(model(inputs), targets, reduction="sum")
+# %% 1.2 right: whole batch in the mean
+def accumulate(model, optimizer, micro_batches):
+    optimizer.zero_grad()
+    samples = sum(len(targets) for _, targets in micro_batches)
+    summed = 0
+    for inputs, targets in micro_batches:
+        loss = cross_entropy(model(inputs), targets, reduction="sum")
+        (loss / samples).backward()
+        summed += loss.item()
+    optimizer.step()
+    return summed / samples
+
+
+# %% 1.2 right: divide the gradients
+def accumulate(model, optimizer, micro_batches):
+    optimizer.zero_grad()
+    losses = [cross_entropy(model(inputs), targets) for inputs, targets in micro_batches]
+    for loss in losses:
+        loss.backward()
+    for parameter in model.parameters():
+        parameter.grad /= len(losses)
+    optimizer.step()
+    return (sum(losses) / len(losses)).item()
+
+
+# %% 1.2 wrong: no division | divide each loss by the number of micro-batches
+#- cross_entropy(model(inputs), targets) / len(micro_batches)
+#+ cross_entropy(model(inputs), targets)
+# %% 1.2 wrong: update in the loop | there is an update after every micro-batch
+#-     optimizer.step()
+#+         optimizer.step()
+# %% 1.2 wrong: zero_grad in the loop | zero_grad() belongs before the first one
+#- loss.backward()
+#+ optimizer.zero_grad()
+#+         loss.backward()
+# %% 1.2 wrong: never cleared | gradients pile up from call to call
+#-     optimizer.zero_grad()
+# %% 1.2 wrong: divided by samples too | the gradients are divided twice
+#- / len(micro_batches)
+#+ / len(micro_batches) / len(targets)
+# %% 1.2 wrong: sum of the losses | return the mean over all samples
+#-         total += loss.item()
+#+         total += loss.item() * len(micro_batches)
+# %% 1.2 wrong: last one left out | the last micro-batch is left out
+#- in micro_batches:
+#+ in micro_batches[:-1]:
+# %% 1.2 wrong: loss is a tensor | the loss is a tensor
+#- total += loss.item()
+#+ total += loss
+# %% 1.2 wrong: no update | each call makes one
+#-     optimizer.step()
+# %% 1.3 right: a loop
+def gradient_bytes(model):
+    total = 0
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            total += parameter.nbytes
+    return total
+
+
+# %% 1.3 right: from real gradients
+def gradient_bytes(model):
+    return sum(torch.zeros_like(p).untyped_storage().nbytes() for p in model.parameters() if p.requires_grad)
+
+
+# %% 1.3 wrong: numbers | those are numbers, not bytes
+#- p.numel() * p.element_size()
+#+ p.numel()
+# %% 1.3 wrong: four bytes | not every parameter is float32
+#- p.element_size()
+#+ 4
+# %% 1.3 wrong: frozen too | frozen parameters
+#-  if p.requires_grad
+# %% 1.3 wrong: buffers too | buffers have no gradient
+def gradient_bytes(model):
+    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    return trained + sum(b.nbytes for b in model.buffers())
+
+
+# %% 1.3 wrong: number of tensors | the number of tensors
+#- sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+#+ len([p for p in model.parameters() if p.requires_grad])
+# %% 1.3 wrong: size of the tensor object | bytes were expected
+#- p.numel() * p.element_size()
+#+ p.shape[0] * p.element_size()
+# %% 1.3 wrong: megabytes | a plain int was expected
+#-  if p.requires_grad)
+#+  if p.requires_grad) / 2**20

@@ -1,0 +1,147 @@
+# %% [markdown]
+# Answers to exercise 2 as learners write them. tests/answers.py says how to read this.
+
+# %% 2.1 right: divmod
+def scatter(tensor, devices):
+    small, longer = divmod(len(tensor), len(devices))
+    shards, start = [], 0
+    for index, device in enumerate(devices):
+        stop = start + small + (index < longer)
+        if stop > start:
+            shards.append(tensor[start:stop].to(device))
+        start = stop
+    return shards
+
+
+# %% 2.1 right: split with sizes
+def scatter(tensor, devices):
+    count = min(len(devices), len(tensor))
+    sizes = [len(range(index, len(tensor), count)) for index in range(count)]
+    return tuple(shard.to(device) for shard, device in zip(torch.split(tensor, sizes), devices))
+
+
+# %% 2.1 wrong: torch.chunk | sizes differ by one at most
+#- tensor.tensor_split(len(devices))
+#+ tensor.chunk(len(devices))
+# %% 2.1 wrong: empty shards | a device without samples gets no shard
+#-  if len(shard)
+# %% 2.1 wrong: remainder lost | samples are lost
+#- tensor.tensor_split(len(devices))
+#+ tensor[: len(tensor) // len(devices) * len(devices)].tensor_split(len(devices))
+# %% 2.1 wrong: everyone gets all | not all of them
+#- tensor.tensor_split(len(devices))
+#+ [tensor for _ in devices]
+# %% 2.1 wrong: every K-th sample | not in their order
+def scatter(tensor, devices):
+    shards = [tensor[index :: len(devices)] for index in range(len(devices))]
+    return [shard.to(device) for shard, device in zip(shards, devices) if len(shard)]
+
+
+# %% 2.1 wrong: wrong dimension | along the wrong dimension
+#- tensor.tensor_split(len(devices))
+#+ tensor.tensor_split(len(devices), dim=1)
+# %% 2.1 wrong: two devices only | sizes differ by one at most
+def scatter(tensor, devices):
+    half = (len(tensor) + 1) // 2
+    return [tensor[:half], tensor[half:]]
+
+
+# %% 2.1 wrong: longer shards last | the longer shards come first
+#-     return [shard
+#+     shards = [tensor[len(tensor) * i // len(devices) : len(tensor) * (i + 1) // len(devices)] for i in range(len(devices))]
+#+     return [shard
+# %% 2.1 wrong: package's own | your code calls stage2_dataparallel.scatter
+def scatter(tensor, devices):
+    from ddp_course.stage2_dataparallel import scatter as ready
+
+    return ready(tensor, devices)
+
+
+# %% 2.2 right: first copy, then add
+def reduce(module, replicas):
+    for index, parameter in enumerate(module.parameters()):
+        parts = [list(replica.parameters())[index].grad for replica in replicas]
+        parts = [part for part in parts if part is not None]
+        parameter.grad = torch.stack(parts).sum(0)
+
+
+# %% 2.2 right: out of place
+def reduce(module, replicas):
+    for other in replicas[1:]:
+        for mine, theirs in zip(module.parameters(), other.parameters()):
+            if theirs.grad is not None:
+                mine.grad = theirs.grad.clone() if mine.grad is None else mine.grad + theirs.grad
+
+
+# %% 2.2 wrong: mean | so the sum is right
+#-             parameter.grad += copy.grad
+#+             parameter.grad += copy.grad
+#+     for parameter in module.parameters():
+#+         parameter.grad /= len(replicas)
+# %% 2.2 wrong: replaced | last replica's gradient only
+#- parameter.grad += copy.grad
+#+ parameter.grad = copy.grad.clone()
+# %% 2.2 wrong: None not expected | TypeError
+#-             if copy.grad is None:
+#-                 continue
+# %% 2.2 wrong: master twice | counts the master twice
+#- replicas[1:]
+#+ replicas
+# %% 2.2 wrong: aliasing | aliasing
+def reduce(module, replicas):
+    for replica in replicas[1:]:
+        for parameter, copy in zip(module.parameters(), replica.parameters()):
+            if copy.grad is not None:
+                parameter.grad = copy.grad if parameter.grad is None else copy.grad.add_(parameter.grad)
+
+
+# %% 2.2 wrong: adds nothing | nothing was added
+#- parameter.grad += copy.grad
+#+ parameter.grad + copy.grad
+# %% 2.2 wrong: skips what the master lacks | has no gradient
+#-                 parameter.grad = torch.zeros_like(parameter)
+#+                 continue
+# %% 2.2 wrong: first replica only | is not the sum
+#- replicas[1:]
+#+ replicas[1:2]
+# %% 2.2 wrong: package's own | your code calls stage2_dataparallel.reduce
+def reduce(module, replicas):
+    import ddp_course.stage2_dataparallel as stage2
+
+    stage2.reduce(module, replicas)
+
+
+# %% 2.3 right: one sum
+def master_sends(parameter_bytes, input_bytes, output_bytes, devices):
+    return (devices - 1) * (parameter_bytes + (input_bytes + output_bytes) / devices)
+
+
+# %% 2.3 right: a loop
+def master_sends(parameter_bytes, input_bytes, output_bytes, devices):
+    total = 0
+    for _ in range(1, devices):
+        total += parameter_bytes + input_bytes // devices + output_bytes // devices
+    return total
+
+
+# %% 2.3 wrong: to itself too | it sends to K-1 others
+#-     shared = (devices - 1) / devices
+#-     return (devices - 1) * parameter_bytes + shared * (input_bytes + output_bytes)
+#+     return devices * parameter_bytes + input_bytes + output_bytes
+# %% 2.3 wrong: no gradient of the outputs | where is the gradient of the outputs
+#- (input_bytes + output_bytes)
+#+ input_bytes
+# %% 2.3 wrong: model once | the whole model goes to each of the others
+#- (devices - 1) * parameter_bytes
+#+ parameter_bytes
+# %% 2.3 wrong: whole batch | the master keeps its own shard
+#- shared * (input
+#+ (input
+# %% 2.3 wrong: no batch | where is the batch
+#-  + shared * (input_bytes + output_bytes)
+# %% 2.3 wrong: no model | where is the model
+#- (devices - 1) * parameter_bytes + shared
+#+ shared
+# %% 2.3 wrong: gradients too | that is received, not sent
+#- (devices - 1) * parameter_bytes
+#+ 2 * (devices - 1) * parameter_bytes

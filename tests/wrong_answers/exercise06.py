@@ -1,0 +1,227 @@
+# %% [markdown]
+# Answers to exercise 6 as learners write them. tests/answers.py says how to read this.
+
+# %% 6.1 right: nullcontext for the last
+from contextlib import nullcontext
+
+
+def accumulate(parallel, optimizer, micro_batches):
+    optimizer.zero_grad(set_to_none=False)
+    for index, (inputs, targets) in enumerate(micro_batches):
+        last = index == len(micro_batches) - 1
+        with nullcontext() if last else parallel.no_sync():
+            loss = cross_entropy(parallel(inputs), targets)
+            loss.div(len(micro_batches)).backward()
+    optimizer.step()
+
+
+# %% 6.1 right: the flag by hand
+def accumulate(parallel, optimizer, micro_batches):
+    for parameter in parallel.parameters():
+        parameter.grad = None
+    for batch in micro_batches[:-1]:
+        with parallel.no_sync():
+            (cross_entropy(parallel(batch[0]), batch[1]) * (1 / len(micro_batches))).backward()
+    (cross_entropy(parallel(micro_batches[-1][0]), micro_batches[-1][1]) / len(micro_batches)).backward()
+    optimizer.step()
+
+
+# %% 6.1 wrong: without no_sync | all but the last belong
+#-     with parallel.no_sync():
+#+     if True:
+# %% 6.1 wrong: backward only | no_sync must hold the forward pass too
+def accumulate(parallel, optimizer, micro_batches):
+    optimizer.zero_grad()
+    for index, (inputs, targets) in enumerate(micro_batches):
+        loss = cross_entropy(parallel(inputs), targets) / len(micro_batches)
+        if index < len(micro_batches) - 1:
+            with parallel.no_sync():
+                loss.backward()
+        else:
+            loss.backward()
+    optimizer.step()
+
+
+# %% 6.1 wrong: all in no_sync | never synchronised
+#- micro_batches[:-1]:
+#+ micro_batches:
+#-     inputs, targets = micro_batches[-1]
+#-     (cross_entropy(parallel(inputs), targets) / len(micro_batches)).backward()
+#-     optimizer.step()
+#+     optimizer.step()
+# %% 6.1 wrong: no division | divide each loss
+def accumulate(parallel, optimizer, micro_batches):
+    optimizer.zero_grad()
+    with parallel.no_sync():
+        for inputs, targets in micro_batches[:-1]:
+            cross_entropy(parallel(inputs), targets).backward()
+    inputs, targets = micro_batches[-1]
+    cross_entropy(parallel(inputs), targets).backward()
+    optimizer.step()
+
+
+# %% 6.1 wrong: no step | is there a step()
+#-     optimizer.step()
+# %% 6.1 wrong: not cleared | zero_grad() belongs before the first
+#-     optimizer.zero_grad()
+# %% 6.1 wrong: cleared before the last | only the last micro-batch counts
+#-     inputs, targets = micro_batches[-1]
+#+     optimizer.zero_grad()
+#+     inputs, targets = micro_batches[-1]
+# %% 6.1 wrong: only rank 0 synchronises less | for ever
+#-     with parallel.no_sync():
+#+     from contextlib import nullcontext
+#+
+#+     with parallel.no_sync() if dist.get_rank() == 0 else nullcontext():
+# %% 6.2 right: sum of floats
+def used_anywhere(used, all_reduce):
+    votes = torch.where(used, 1.0, 0.0)
+    all_reduce(votes)
+    return votes.ge(0.5)
+
+
+# %% 6.2 right: unused everywhere, negated
+def used_anywhere(used, all_reduce):
+    unused = (~used).to(torch.int64)
+    counts = torch.cat([unused, torch.ones(1, dtype=torch.int64)])
+    all_reduce(counts)
+    return counts[:-1] < counts[-1]
+
+
+# %% 6.2 wrong: nobody asked | ask the others
+#- return counts > 0
+#+ return used.clone()
+# %% 6.2 wrong: and instead of or | one that used it is enough
+def used_anywhere(used, all_reduce):
+    unused = (~used).long()
+    all_reduce(unused)
+    return unused == 0
+
+
+# %% 6.2 wrong: counts returned | a tensor of bools was expected
+#- return counts > 0
+#+ return counts
+# %% 6.2 wrong: more than one | parameters that exactly one rank used are missing
+#- counts > 0
+#+ counts > 1
+# %% 6.2 wrong: negated | used nowhere
+#- counts > 0
+#+ counts == 0
+# %% 6.2 wrong: bools summed | bools do not add up
+#- counts = used.long()
+#+ counts = used.clone()
+# %% 6.2 wrong: input changed | aliasing
+#- return counts > 0
+#+ return used.copy_(counts > 0).clone()
+# %% 6.2 wrong: a message a parameter | one for all parameters is enough
+#-     all_reduce(counts)
+#+     for index in range(len(counts)):
+#+         all_reduce(counts[index : index + 1])
+# %% 6.3 right: buffer by buffer, sent at once
+def share_buffers(module, src=0, group=None):
+    rank = dist.get_rank(group)
+    for _name, buffer in module.named_buffers():
+        if rank == src:
+            transfers = [wire.isend(buffer, peer, group) for peer in wire.others(src, group)]
+        else:
+            transfers = [wire.irecv(buffer, src, group)]
+        for transfer in transfers:
+            transfer.wait()
+
+
+# %% 6.3 right: receive and copy
+def share_buffers(module, src=0, group=None):
+    if dist.get_rank(group) == src:
+        for peer in wire.others(src, group):
+            for buffer in module.buffers():
+                wire.send(buffer, peer, group)
+        return
+    for buffer in module.buffers():
+        arrived = torch.empty_like(buffer)
+        wire.recv(arrived, src, group)
+        buffer.copy_(arrived)
+
+
+# %% 6.3 wrong: floats only | all buffers count, of any dtype
+#-         if dist.get_rank(group) == src:
+#+         if not buffer.is_floating_point():
+#+             continue
+#+         if dist.get_rank(group) == src:
+# %% 6.3 wrong: parameters too | the parameters have changed
+#-     for buffer in module.buffers():
+#+     for buffer in [*module.buffers(), *(p.data for p in module.parameters())]:
+# %% 6.3 wrong: rank 0 is the source | receives from itself
+#- dist.get_rank(group) == src:
+#+ dist.get_rank(group) == 0:
+# %% 6.3 wrong: always from rank 0 | the source is another rank
+#-     for buffer in module.buffers():
+#+     src = 0
+#+     for buffer in module.buffers():
+# %% 6.3 wrong: not kept | they change in place
+#- wire.recv(buffer, src, group)
+#+ wire.recv(torch.empty_like(buffer), src, group)
+# %% 6.3 wrong: buffers replaced | buffers were replaced by new tensors
+#-             wire.recv(buffer, src, group)
+#+             arrived = torch.empty_like(buffer)
+#+             wire.recv(arrived, src, group)
+#+             for part in module.modules():
+#+                 for name, old in list(part._buffers.items()):
+#+                     if old is buffer:
+#+                         setattr(part, name, arrived)
+# %% 6.3 wrong: parameters instead | all buffers count
+#- for buffer in module.buffers():
+#+ for buffer in (p.data for p in module.parameters() if False):
+# %% 6.3 wrong: dist.broadcast | your code calls torch.distributed.broadcast
+#-             wire.recv(buffer, src, group)
+#+             dist.broadcast(buffer, src, group=group)
+# %% 6.3 wrong: package's own | your code calls stage3_paramserver.broadcast_parameters
+def share_buffers(module, src=0, group=None):
+    from ddp_course import broadcast_parameters
+
+    broadcast_parameters(module, src, group)
+
+
+# %% 6.4 right: divide in float16
+def compressed_average(flat, all_reduce, world_size):
+    small = flat.to(torch.float16)
+    small.div_(world_size)
+    all_reduce(small)
+    return small.to(flat.dtype)
+
+
+# %% 6.4 right: into the old tensor
+def compressed_average(flat, all_reduce, world_size):
+    half = flat.mul(1 / world_size).to(dtype=torch.half)
+    all_reduce(half)
+    flat.copy_(half)
+    return flat
+
+
+# %% 6.4 wrong: not compressed | travels in float32
+#- (flat / world_size).half()
+#+ flat / world_size
+# %% 6.4 wrong: no division | the sum overflows
+#- (flat / world_size).half()
+#+ flat.half()
+# %% 6.4 wrong: divided afterwards | divide by K before you compress
+#- (flat / world_size).half()
+#+ flat.half()
+#- compressed.float()
+#+ compressed.float() / world_size
+# %% 6.4 wrong: divided twice | it was divided by K twice
+#- compressed.float()
+#+ compressed.float() / world_size
+# %% 6.4 wrong: result in float16 | turn it back into float32
+#- compressed.float()
+#+ compressed
+# %% 6.4 wrong: bfloat16 | float16 was asked for
+#- .half()
+#+ .bfloat16()
+# %% 6.4 wrong: own gradient returned | the reduced tensor is the one to return
+#- return compressed.float()
+#+ return flat / world_size
+# %% 6.4 wrong: not reduced | all_reduce was not called
+#-     all_reduce(compressed)
+# %% 6.4 wrong: returns nothing | return the averaged gradient
+#-     return compressed.float()
+#+     flat.copy_(compressed)

@@ -1,0 +1,161 @@
+# %% [markdown]
+# Answers to exercise 8 as learners write them. tests/answers.py says how to read this.
+
+# %% 8.1 right: two loops
+def gpipe(stage, stages, micro_batches):
+    steps = []
+    for kind in "FB":
+        for micro_batch in range(micro_batches):
+            steps.append([kind, micro_batch])
+    return steps
+
+
+# %% 8.1 right: sorted
+def gpipe(stage, stages, micro_batches):
+    every = [(kind, m) for m in range(micro_batches) for kind in ("F", "B")]
+    return sorted(every, key=lambda step: (step[0] == "B", step[1]))
+
+
+# %% 8.1 wrong: in turn | a backward pass starts before the last forward pass
+#- [("F", m) for m in range(micro_batches)] + [("B", m) for m in range(micro_batches)]
+#+ [(kind, m) for m in range(micro_batches) for kind in "FB"]
+# %% 8.1 wrong: backward in reverse | micro-batch 0 comes first
+#- [("B", m) for m in range(micro_batches)]
+#+ [("B", m) for m in reversed(range(micro_batches))]
+# %% 8.1 wrong: no backward | never goes backward
+#-  + [("B", m) for m in range(micro_batches)]
+# %% 8.1 wrong: counts from one | never goes forward
+#- [("F", m) for m in range(micro_batches)]
+#+ [("F", m) for m in range(1, micro_batches + 1)]
+# %% 8.1 wrong: one too many | were expected
+#- [("B", m) for m in range(micro_batches)]
+#+ [("B", m) for m in range(micro_batches + 1)]
+# %% 8.1 wrong: backward first | before it went forward
+#- [("F", m) for m in range(micro_batches)] + [("B", m) for m in range(micro_batches)]
+#+ [("B", m) for m in range(micro_batches)] + [("F", m) for m in range(micro_batches)]
+# %% 8.1 wrong: as words | each step is a pair
+#- ("B", m)
+#+ f"B{m}"
+# %% 8.2 right: counters
+def one_forward_one_backward(stage, stages, micro_batches):
+    steps, forward, backward = [], 0, 0
+    while backward < micro_batches:
+        if forward < micro_batches and forward - backward < stages - stage:
+            steps.append(("F", forward))
+            forward += 1
+        else:
+            steps.append(("B", backward))
+            backward += 1
+    return steps
+
+
+# %% 8.2 right: interleave
+def one_forward_one_backward(stage, stages, micro_batches):
+    ahead = stages - stage - 1
+    steps = []
+    for tick in range(micro_batches + ahead):
+        if tick < micro_batches:
+            steps.append(("F", tick))
+        if tick >= ahead:
+            steps.append(("B", tick - ahead))
+    return steps
+
+
+# %% 8.2 wrong: that is GPipe | that is GPipe
+#- warm_up = min(stages - 1 - stage, micro_batches)
+#+ warm_up = micro_batches
+# %% 8.2 wrong: no warm-up | forward passes before the first backward
+#- min(stages - 1 - stage, micro_batches)
+#+ 0
+# %% 8.2 wrong: warm-up by stage | forward passes before the first backward
+#- stages - 1 - stage
+#+ stage
+# %% 8.2 wrong: one more | forward passes before the first backward
+#- stages - 1 - stage
+#+ stages - stage
+# %% 8.2 wrong: no cool-down | never goes backward
+#- return steps + [("B", m) for m in range(micro_batches - warm_up, micro_batches)]
+#+ return steps
+# %% 8.2 wrong: few micro-batches not expected | micro-batches, counted from 0
+#- min(stages - 1 - stage, micro_batches)
+#+ stages - 1 - stage
+# %% 8.2 wrong: backward of the newest | micro-batch
+#- ("B", m - warm_up)
+#+ ("B", m)
+# %% 8.2 wrong: same for all stages | forward passes before the first backward
+#- stages - 1 - stage
+#+ stages - 1
+# %% 8.3 right: one minus busy
+def bubble(stages, micro_batches):
+    total = micro_batches + stages - 1
+    return 1 - micro_batches / total
+
+
+# %% 8.3 right: counted
+def bubble(stages, micro_batches):
+    slots = [[stage <= tick < stage + micro_batches for tick in range(micro_batches + stages - 1)] for stage in range(stages)]
+    idle = sum(not busy for line in slots for busy in line)
+    return idle / sum(map(len, slots))
+
+
+# %% 8.3 wrong: over busy time | idle time over busy time
+#- (micro_batches + stages - 1)
+#+ micro_batches
+# %% 8.3 wrong: S instead of S-1 | S-1 steps to fill
+#- (stages - 1) / (micro_batches + stages - 1)
+#+ stages / (micro_batches + stages)
+# %% 8.3 wrong: busy share | share of busy time
+#- (stages - 1) /
+#+ micro_batches /
+# %% 8.3 wrong: per cent | per cent
+#- return (stages
+#+ return 100 * (stages
+# %% 8.3 wrong: one step too many | M + S - 1
+#- (micro_batches + stages - 1)
+#+ (micro_batches + stages)
+# %% 8.3 wrong: swapped | swapped
+#- (stages - 1) /
+#+ (micro_batches - 1) /
+# %% 8.3 wrong: twice | not twice
+#- (stages - 1) / (micro_batches + stages - 1)
+#+ 2 * (stages - 1) / (micro_batches + 2 * (stages - 1))
+# %% 8.4 right: a set
+def most_held(steps):
+    waiting, largest = set(), 0
+    for kind, micro_batch in steps:
+        if kind == "F":
+            waiting.add(micro_batch)
+        else:
+            waiting.remove(micro_batch)
+        largest = max(largest, len(waiting))
+    return largest
+
+
+# %% 8.4 right: accumulate
+from itertools import accumulate
+
+
+def most_held(steps):
+    return max(accumulate(1 if step[0] == "F" else -1 for step in steps))
+
+
+# %% 8.4 wrong: all forward passes | those that went backward are released
+#- return most
+#+ return sum(kind == "F" for kind, _ in steps)
+# %% 8.4 wrong: at the end | the most at any time
+#- return most
+#+ return held
+# %% 8.4 wrong: never released | those that went backward are released
+#- else -1
+#+ else 0
+# %% 8.4 wrong: before the first backward | not always the peak
+#- return most
+#+ return [kind for kind, _ in steps].index("B")
+# %% 8.4 wrong: all steps | that counts passes
+#- return most
+#+ return len(steps)
+# %% 8.4 wrong: peak minus one | the peak is before it
+#- return most
+#+ return most - 1
+# %% 8.4 wrong: returns nothing | is there a `return`
+#-     return most

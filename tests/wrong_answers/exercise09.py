@@ -1,0 +1,156 @@
+# %% [markdown]
+# Answers to exercise 9 as learners write them. tests/answers.py says how to read this.
+
+# %% 9.1 right: a tensor
+def epoch_indices(dataset_size, rank, world_size, epoch, seed=0):
+    generator = torch.Generator()
+    generator.manual_seed(seed + epoch)
+    order = torch.randperm(dataset_size, generator=generator)
+    missing = (world_size - dataset_size % world_size) % world_size
+    return torch.cat([order, order[:missing]])[rank::world_size]
+
+
+# %% 9.1 right: torch's sampler
+def epoch_indices(dataset_size, rank, world_size, epoch, seed=0):
+    from torch.utils.data import DistributedSampler
+
+    sampler = DistributedSampler(range(dataset_size), world_size, rank, seed=seed)
+    sampler.set_epoch(epoch)
+    return list(sampler)
+
+
+# %% 9.1 wrong: epoch ignored | reshuffle with seed + epoch
+#- manual_seed(seed + epoch)
+#+ manual_seed(seed)
+# %% 9.1 wrong: rank in the seed | so no rank in the seed
+#- manual_seed(seed + epoch)
+#+ manual_seed(seed + epoch + rank)
+# %% 9.1 wrong: not shuffled | the samples are not shuffled
+#- torch.randperm(dataset_size, generator=generator).tolist()
+#+ list(range(dataset_size))
+# %% 9.1 wrong: blocks | those are blocks
+#- order[rank::world_size]
+#+ order[rank * (len(order) // world_size) : (rank + 1) * (len(order) // world_size)]
+# %% 9.1 wrong: not padded | all ranks need equally many
+#-     order += order[: -dataset_size % world_size]
+# %% 9.1 wrong: dropped | samples are dropped
+#- order += order[: -dataset_size % world_size]
+#+ order = order[: dataset_size // world_size * world_size]
+# %% 9.1 wrong: padded from the end | pad from the beginning
+#- order += order[: -dataset_size % world_size]
+#+ order += order[::-1][: -dataset_size % world_size]
+# %% 9.1 wrong: the global generator | no rank in the seed
+#- torch.randperm(dataset_size, generator=generator)
+#+ torch.randperm(dataset_size)
+# %% 9.1 wrong: package's own | your code calls problems.shard
+def epoch_indices(dataset_size, rank, world_size, epoch, seed=0):
+    from ddp_course.problems import shard
+
+    return shard(dataset_size, rank, world_size, epoch, seed).tolist()
+
+
+# %% 9.2 right: sine
+def learning_rate(step, warmup, total, peak):
+    if step >= total:
+        return 0.0
+    if step >= warmup:
+        return peak * math.cos(math.pi / 2 * (step - warmup) / (total - warmup)) ** 2
+    return (step + 1) * peak / warmup
+
+
+# %% 9.2 right: min of both
+def learning_rate(step, warmup, total, peak):
+    rising = min(1.0, (step + 1) / warmup)
+    position = max(0, min(step, total) - warmup) / (total - warmup)
+    return peak * rising * 0.5 * (1.0 + math.cos(position * math.pi))
+
+
+# %% 9.2 wrong: starts at zero | count from 1 in the warm-up
+#- (step + 1) / warmup
+#+ step / warmup
+# %% 9.2 wrong: no warm-up | there is no warm-up
+#-     if step < warmup:
+#-         return peak * (step + 1) / warmup
+#-     done = min(1.0, (step - warmup) / (total - warmup))
+#+     done = min(1.0, max(0.0, (step - warmup) / (total - warmup)))
+# %% 9.2 wrong: cosine from step 0 | the cosine starts after the warm-up
+#- (step - warmup) / (total - warmup)
+#+ step / total
+# %% 9.2 wrong: whole amplitude | half a wave
+#- (1 + math.cos(math.pi * done)) / 2
+#+ math.cos(math.pi * done)
+# %% 9.2 wrong: rises again | it does not rise again
+#- min(1.0, (step - warmup) / (total - warmup))
+#+ (step - warmup) / (total - warmup)
+# %% 9.2 wrong: straight line | a straight line
+#- (1 + math.cos(math.pi * done)) / 2
+#+ (1 - done)
+# %% 9.2 wrong: constant | the rate stays at the peak
+#- return peak * (1 + math.cos(math.pi * done)) / 2
+#+ return peak
+# %% 9.2 wrong: a factor | the peak is missing
+#- return peak * (step + 1) / warmup
+#+ return (step + 1) / warmup
+#- return peak * (1 + math.cos(math.pi * done)) / 2
+#+ return (1 + math.cos(math.pi * done)) / 2
+# %% 9.2 wrong: warm-up one longer | was expected
+#- if step < warmup:
+#+ if step <= warmup:
+# %% 9.3 right: nan_to_num
+def global_mean(mean, count, all_reduce):
+    pair = torch.stack([mean.nan_to_num() * count, torch.as_tensor(count, dtype=mean.dtype)])
+    all_reduce(pair)
+    return (pair[0] / pair[1]).item()
+
+
+# %% 9.3 right: two messages
+def global_mean(mean, count, all_reduce):
+    total = torch.zeros(1, dtype=torch.float64)
+    if count > 0:
+        total += mean * count
+    number = torch.tensor([count])
+    all_reduce(number)
+    all_reduce(total)
+    return total.squeeze() / number.squeeze()
+
+
+# %% 9.3 wrong: mean of means | weight each by its number of samples
+def global_mean(mean, count, all_reduce):
+    pair = torch.tensor([mean.item() if count else 0.0, 1.0 if count else 0.0], dtype=torch.float64)
+    all_reduce(pair)
+    return pair[0] / pair[1]
+
+
+# %% 9.3 wrong: nan times zero | 0 times it does not cure
+#- mean.item() * count if count else 0.0
+#+ mean.item() * count
+# %% 9.3 wrong: sum | divide by their number
+#- return both[0] / both[1]
+#+ return both[0]
+# %% 9.3 wrong: own mean | all_reduce was not called
+def global_mean(mean, count, all_reduce):
+    return mean.clone()
+
+
+# %% 9.3 wrong: divided by own count | ranks
+#- both[0] / both[1]
+#+ both[0] / max(1, count)
+# %% 9.3 wrong: mean of means over K | weight each by its number of samples
+def global_mean(mean, count, all_reduce):
+    pair = torch.tensor([mean.item() if count else 0.0, 1.0], dtype=torch.float64)
+    all_reduce(pair)
+    return pair[0] / pair[1]
+
+
+# %% 9.3 wrong: input changed | the input was changed
+def global_mean(mean, count, all_reduce):
+    number = torch.tensor([float(count)], dtype=torch.float64)
+    mean.nan_to_num_().mul_(count)
+    total = mean.reshape(1)
+    all_reduce(total)
+    all_reduce(number)
+    return total / number
+
+
+# %% 9.3 wrong: float32 count in the loss dtype lost | is there a `return`
+#-     return both[0] / both[1]
