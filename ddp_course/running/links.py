@@ -25,13 +25,13 @@ from ..errors import LinkError
 from . import units, virtual_hosts, wire
 
 MODES = {"hosts": "virtual hosts", "wire": "throttled wire"}
-SLOWEST = 1e5  # bits a second: below that, the ranks would need minutes to find each other
+SLOWEST = 1e6  # bits a second: below that, the ranks would need minutes to find each other
 UNLIMITED = 30e9  # bits a second, more than any processor carries between virtual hosts
 LONGEST_LATENCY = 10.0
 HEADROOM = 0.6  # of what the processor carries: the rest is for the model, and for keeping time
 SMALL = 8  # bytes: a message that takes no longer than the latency
-MESSAGE_SECONDS = 0.1  # link time of the longest message of a calibration
-REPEATS, SMALL_REPEATS = 5, 25
+MESSAGE_SECONDS, SHORTEST = 0.1, 1 << 15  # link time and least bytes of the longest message of a calibration
+REPEATS, SMALL_REPEATS = 4, 25
 
 
 class Link:
@@ -152,7 +152,7 @@ def parse_bandwidth(text) -> float:
     except ValueError as error:
         raise LinkError(str(error)) from None
     if value < SLOWEST or not math.isfinite(value):
-        raise LinkError(f'the bandwidth "{text}" is out of range; choose 100kbit or more')
+        raise LinkError(f'the bandwidth "{text}" is out of range; choose 1Mbit or more')
     return value
 
 
@@ -217,7 +217,7 @@ def _calibrate(mode, bandwidth, latency, world_size):
     from .launch import launch
 
     link = Link(f"{bandwidth}bit", f"{latency}s", mode=mode)
-    largest = max(int(MESSAGE_SECONDS * bandwidth / 8), 1 << 16)
+    largest = max(int(MESSAGE_SECONDS * bandwidth / 8), SHORTEST)
     sizes = [SMALL, *(largest * quarter // 32 * 8 for quarter in (1, 2, 3, 4))]
     points = launch(ping_pong, sizes, world_size=world_size, device="cpu", link=link)[0]
     slope, _ = np.polyfit(sizes[1:], points[1:], 1, w=1 / np.array(points[1:]))

@@ -136,7 +136,7 @@ def plug_in(number, bits_per_second):
 def limit(ip, index, bits_per_second):
     """Attach a token-bucket filter to an interface."""
     rate = bits_per_second / 8
-    burst = segment(bits_per_second) + 4 * HEADER
+    burst = int(1.25 * segment(bits_per_second)) + HEADER
     ip.tc("add", "tbf", index, handle="1:", rate=int(rate), burst=burst, limit=int(rate * QUEUE_SECONDS) + 4 * burst)
 
 
@@ -147,7 +147,7 @@ def delay(ip, index, latency_seconds):
 
 def segment(bits_per_second):
     """Bytes that TCP hands over in one piece: the token bucket lets a piece pass whole, and then waits."""
-    return int(min(max(bits_per_second / 8 * BURST_SECONDS, 4 * HEADER), 60_000))
+    return int(min(max(bits_per_second / 8 * BURST_SECONDS, 2 * HEADER), 60_000))
 
 
 def netlink():
