@@ -49,10 +49,10 @@ FAULTS = [
     ),
     Fault(
         "exceptions in all ranks",
-        "raise ValueError('the first')",
+        "dist.barrier()\nraise ValueError('the first')",
         "RankError",
         r"(?s)rank {culprit}: ValueError: the first.*raise ValueError.*After that:\n  rank \d: KeyError",
-        others="time.sleep(0.1)\nraise KeyError(rank)",
+        others="dist.barrier()\ntime.sleep(0.15)\nraise KeyError(rank)",
     ),
     Fault(
         "killed in forward",

@@ -51,6 +51,8 @@ def run_ranks(payload, world_size, device, timeout, link, progress, show=show_li
                 run.close()
             if last_try or not run.never_started():
                 return run.outcome(_server.log())
+            with suppress(subprocess.TimeoutExpired):
+                _server.process.wait(1)  # it was being killed; the next try starts a new one
 
 
 def describe_launch(world_size, device, timeout, link, progress) -> dict:

@@ -73,9 +73,7 @@ def main(setting, link, pipes, launch, listener, agent):
         join_group(setting, rank, listener)
         flight_recorder.attach(pipes.recorder, rank, setting["world_size"])
         redirect_output(out, err)
-        tell_steps = (
-            count_steps(lambda done: write(report, ("steps", done))) if setting["progress"] and rank == 0 else None
-        )
+        tell_steps = count_steps(report) if setting["progress"] and rank == 0 else lambda: None
         answer = pack_result(call(pipes.payload))
         if tell_steps:
             tell_steps()

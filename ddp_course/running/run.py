@@ -119,7 +119,7 @@ class Run:
         self.results, self.failures, self.pids, self.exit_codes = {}, {}, {}, None
         self.refusal, self.states, self.agent_gone, self.closing = None, None, False, False
         self.selector, self.descriptors, self.stacks = selectors.DefaultSelector(), [], {}
-        self.connection, self.agent_log = None, Text(None)
+        self.connection, self.agent_log, self.ended_from_outside = None, Text(None), False
         self.bar = Bar(None if setting["progress"] is True else setting["progress"])
         self.recorder = tempfile.TemporaryFile()
         self.recorder.truncate(flight_recorder.size(self.world_size))
@@ -222,12 +222,16 @@ class Run:
         if self.failures:
             self.read_for(GRACE_SECONDS, lambda: len(self.failures.keys() | self.results.keys()) == self.world_size)
             self.read_for(EXIT_CODE_SECONDS, self.cause_is_known)
+            self.ended_from_outside = self.agent_gone and self.exit_codes is None and not self.has_told()
 
     def cause_is_known(self):
         """Whether waiting will not tell more: some rank has told its own error, or the agent how the dead ones died."""
         died = any(failure.type_name == "ended" for failure in self.failures.values())
-        told = any(failure.type_name != "ended" and not failure.consequence for failure in self.failures.values())
-        return self.agent_gone or self.exit_codes is not None or (told and not died)
+        return self.agent_gone or self.exit_codes is not None or (self.has_told() and not died)
+
+    def has_told(self):
+        """Whether some rank has told an error of its own."""
+        return any(failure.type_name != "ended" and not failure.consequence for failure in self.failures.values())
 
     def is_decided(self):
         """Whether nothing but the end is left to wait for."""
@@ -286,7 +290,8 @@ class Run:
 
     def never_started(self):
         """Whether the server was gone before any rank came to life, so that the launch may be tried again."""
-        return self.agent_gone and not (self.pids or self.failures or self.refusal or self.agent_log.bytes)
+        heard = self.pids or self.refusal or self.agent_log.bytes or self.exit_codes is not None
+        return self.agent_gone and not heard
 
     def outcome(self, complaints):
         """The results in rank order, or the error that says best what happened; `complaints` is the server's log."""
@@ -294,9 +299,9 @@ class Run:
             raise self.refusal
         if self.states:
             raise LaunchTimeout(self.setting["timeout"], self.states)
-        if self.failures:
+        if self.failures and not self.ended_from_outside:
             raise RankError(self.ordered_failures(), self.world_size)
-        if len(self.results) < self.world_size:
+        if self.ended_from_outside or len(self.results) < self.world_size:
             log = self.agent_log.text() or complaints
             raise LaunchError(f"the ranks were ended from outside; launch again\n{log}".strip())
         return [self.results[rank] for rank in range(self.world_size)]

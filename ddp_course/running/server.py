@@ -16,6 +16,7 @@ sys.path[:] = [
     entry for entry in sys.path if os.path.abspath(entry or ".") != os.path.dirname(os.path.abspath(__file__))
 ]
 
+import contextlib
 import ctypes
 import importlib
 import pickle
@@ -53,8 +54,16 @@ def serve(control):
         first_launch_over |= reap(launches, ended)
         if later and first_launch_over and not ready:
             importlib.import_module(later.pop(0))
+            remove_empty_cache()
     for pid in launches:
         kill_group(pid)
+
+
+def remove_empty_cache():
+    """Importing dynamo makes a folder for what it compiles, for all programs of a user; nothing is compiled here."""
+    if utilities := sys.modules.get("torch._inductor.runtime.cache_dir_utils"):
+        with contextlib.suppress(OSError):
+            os.rmdir(utilities.default_cache_dir())
 
 
 def wake_on_child():
