@@ -514,6 +514,8 @@ def test_what_cannot_be_seen_is_found_at_two_ranks_and_carried_to_four():
     blind = measured.judge(rows, profiles, costs, cores=8)  # control: as if each rank had a core of its own
     assert blind["held_out_error"]["largest"] > 0.1
     assert "held out: median error" in measured.table(result)
+    picture = simulator_plots.own_training_figure(result)
+    assert "median error" in picture.message and picture.png().startswith(b"\x89PNG")
 
 
 def test_training_is_timed_in_every_setting():

@@ -20,6 +20,7 @@ ALGORITHM_COLOURS = {
 }
 CONTENDERS = ("parameter_server", "ring", "tree", "halving_doubling")
 RANKS = sorted([2**k for k in range(1, 13)] + [3 * 2**k for k in range(11)])  # 2, 3, 4, 6, 8, 12, …, 4096
+TICKS_MS = [factor * 10**power for power in range(5) for factor in (1, 2, 3, 5)]
 
 
 def label(algorithm):
@@ -130,22 +131,44 @@ def shaped_links_figure(compared):
     held_out = [row for row in compared if row["held_out"]]
     worst = {lib: max(abs(r["error"]) for r in held_out if r["library"] == lib) for lib in ("gloo", "nccl")}
     message = f"predicted at K = 8 from K = 4: gloo within {worst['gloo']:.1%}, NCCL within {worst['nccl']:.1%}"
+    series = []
+    for library, colour, name in (("gloo", "#D55E00", "gloo"), ("nccl", "#0072B2", "NCCL")):
+        for held, marker in ((False, "x"), (True, "o")):
+            rows = [row for row in compared if row["library"] == library and row["held_out"] == held]
+            what = "predicted" if held else "calibrated"
+            series.append((f"{name}, K = {rows[0]['K']} ({what})", marker, colour, rows))
+    return _agreement(series, "published (ms)", "All-reduce of 128 MiB over shaped links", message)
+
+
+def own_training_figure(result):
+    """Simulated against measured step times of our own training; `result` from `measured.compare()`."""
+    error = result["held_out_error"]
+    message = f"predicted from K = 2: median error {error['median']:.1%}, largest {error['largest']:.1%}"
+    series = []
+    for kind, colour in (("stage 5", "#009E73"), ("torch's DDP", "#000000")):
+        for held, marker in ((False, "x"), (True, "o")):
+            rows = [row for row in result["compared"] if row["implementation"] == kind and row["held_out"] == held]
+            ranks = sorted({row["K"] for row in rows})
+            what = "predicted" if held else "calibrated"
+            series.append((f"{kind}, K = {', '.join(map(str, ranks))} ({what})", marker, colour, rows))
+    return _agreement(series, "measured (ms)", "Step over virtual hosts", message)
+
+
+def _agreement(series, xlabel, title, message):
+    """Points (measured_ms, predicted_ms) of each (label, marker, colour, rows), and the diagonal they should be on."""
     picture, axes = panels(message=message, height=4.2, width=6)
+    every = [row["measured_ms"] for *_, rows in series for row in rows]
+    ends = [min(every) * 0.8, max(every) * 1.25]
     with style():
-        ends = [min(r["measured_ms"] for r in compared) * 0.8, max(r["measured_ms"] for r in compared) * 1.25]
         axes.plot(ends, ends, color="#777777", linewidth=1, label="exact")
-        for library, colour, name in (("gloo", "#D55E00", "gloo"), ("nccl", "#0072B2", "NCCL")):
-            for held, marker in ((False, "x"), (True, "o")):
-                rows = [r for r in compared if r["library"] == library and r["held_out"] == held]
-                text = f"{name}, K = {rows[0]['K']}" + (" (predicted)" if held else " (calibrated)")
-                points = [[r[key] for r in rows] for key in ("measured_ms", "predicted_ms")]
-                axes.plot(*points, marker, color=colour, label=text)
-        axes.set(xscale="log", yscale="log", xlabel="published (ms)", ylabel="simulated (ms)")
+        for text, marker, colour, rows in series:
+            points = [[row[key] for row in rows] for key in ("measured_ms", "predicted_ms")]
+            axes.plot(*points, marker, color=colour, label=text)
+        axes.set(xscale="log", yscale="log", xlabel=xlabel, ylabel="simulated (ms)", title=title)
         for axis in (axes.xaxis, axes.yaxis):
-            axis.set_ticks([300, 500, 1000, 2000, 4000])
+            axis.set_ticks([tick for tick in TICKS_MS if ends[0] <= tick <= ends[1]])
             axis.set_minor_locator(NullLocator())
             _whole_numbers(axis)
-        axes.set_title("All-reduce of 128 MiB over shaped links")
         axes.legend()
     return picture
 

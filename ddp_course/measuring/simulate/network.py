@@ -11,9 +11,9 @@ A process is a generator. It yields the operations it wants to wait for, togethe
 `simulation.post(rank, operation)` begins an operation without waiting; yield it later.
 
 A message starts when sender and receiver are both there and the links are free: the sender's way out and the
-receiver's way in. It occupies them for beta n seconds (beta alpha's neighbour in Hockney's model) and arrives
-alpha seconds later; the latency occupies nothing. Who has waited longest goes first. Ranks of one host talk over
-local links, one each; all traffic of a host to others shares that host's one link, both ways at once.
+receiver's way in. It occupies them for beta n seconds and arrives alpha seconds later; the latency occupies
+nothing. Who has waited longest goes first. Ranks of one host talk over local links, one each; all traffic of a
+host to others shares that host's one link, both ways at once.
 """
 
 import heapq

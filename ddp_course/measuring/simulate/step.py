@@ -165,6 +165,7 @@ class _Pace:
         return demand if self.cores is None else max(1.0, demand * self.world_size / self.cores)
 
     def communicating(self, rank, busy):
+        """Let `rank` compute at the speed that goes with a collective under way (`busy`), or without."""
         self.simulation.set_speed(rank, 1 / self.slowdown(busy))
 
 
