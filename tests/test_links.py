@@ -79,6 +79,15 @@ def test_more_than_the_processor_carries_is_refused_with_the_highest_that_goes(m
     Link(str(refused.value).rsplit(" ", 1)[-1], mode=mode).check(2)
 
 
+def test_a_busy_moment_does_not_lead_to_a_refusal(monkeypatch):
+    monkeypatch.setattr(links, "capacity", lambda mode, count, attempt=0: [1e8, 1.5e8, 3e8][attempt])
+    Link("200Mbit", mode="wire").check(4)
+    with pytest.raises(LinkError, match="at most 300Mbit"):
+        Link("400Mbit", mode="wire").check(4)
+    monkeypatch.setattr(links, "capacity", lambda *_: pytest.fail("one host has no link to measure"))
+    Link("400Mbit", hosts=1, mode="wire").check(1)
+
+
 def test_round_down():
     assert [links.round_down(bits) for bits in (955e6, 1.23e9, 99.99e6)] == pytest.approx([950e6, 1.2e9, 99e6])
 
@@ -99,7 +108,7 @@ def test_latency_without_netem_takes_the_wire(monkeypatch):
 
 
 def test_hosts_that_fail_later_become_a_wire_and_say_so(monkeypatch, capsys):
-    def capacity(mode, host_count):
+    def capacity(mode, *_):
         if mode == "hosts":
             raise LinkError("virtual hosts could not be built: no space left")
         return 1e12
