@@ -1,4 +1,4 @@
-"""Tree, halving-doubling, hierarchical and pipelined all-reduce: right everywhere, with exactly the bytes they promise."""
+"""Tree, halving-doubling, hierarchical and pipelined all-reduce: right everywhere, with the bytes they promise."""
 
 import functools
 import math
