@@ -79,7 +79,7 @@ def run_ranks(setting, link, master, pipes, launch) -> tuple:
     return {}, {}
 
 
-def config(world_size: int) -> LaunchConfig:
+def config(world_size: int, start_method: str = "fork") -> LaunchConfig:
     """One agent, no restarts, no log folder."""
     untouched = {"numa_options": False} if "numa_options" in LaunchConfig.__dataclass_fields__ else {}
     made = LaunchConfig(
@@ -90,7 +90,7 @@ def config(world_size: int) -> LaunchConfig:
         rdzv_backend="one-agent",
         max_restarts=0,
         monitor_interval=MONITOR_SECONDS,
-        start_method="fork",
+        start_method=start_method,
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
         **untouched,  # None would make it look for GPUs, and so touch CUDA before the fork
     )

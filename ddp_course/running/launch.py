@@ -18,12 +18,14 @@ import sys
 import tempfile
 import threading
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import cloudpickle
 
 from .devices import placement
 from .limits import check_world_size, usable_cores
+from .progress import Bar
 from .run import Run, show_line
 
 
@@ -42,6 +44,10 @@ def run_ranks(payload, world_size, device, timeout, link, progress, show=show_li
     with payload:
         setting = describe_launch(world_size, device, timeout, link, progress)
         check_world_size(world_size, os.fstat(payload.fileno()).st_size, setting["devices"][0] != "cpu")
+        if start_method() == "spawn":
+            from . import spawned  # here: where processes can be forked it is never needed
+
+            return spawned.run(setting, payload, partial(show, Bar(None)))
         for last_try in (False, True):
             run = Run(setting, next(_numbers), show, order)
             try:
@@ -53,6 +59,11 @@ def run_ranks(payload, world_size, device, timeout, link, progress, show=show_li
                 return run.outcome(_server.log())
             with suppress(subprocess.TimeoutExpired):
                 _server.process.wait(1)  # it was being killed; the next try starts a new one
+
+
+def start_method() -> str:
+    """How ranks come to life: forked from the preloaded server where the system can fork, spawned otherwise."""
+    return os.environ.get("DDP_COURSE_START") or ("fork" if hasattr(os, "fork") else "spawn")
 
 
 def describe_launch(world_size, device, timeout, link, progress) -> dict:

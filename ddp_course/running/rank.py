@@ -25,7 +25,7 @@ from .limits import PIPES_A_RANK
 from .progress import count_steps
 
 PR_SET_PDEATHSIG = 1
-OWN_FILES = (__file__, str(Path(__file__).with_name("cell.py")))  # not shown in tracebacks
+OWN_FILES = tuple(str(Path(__file__).with_name(name)) for name in ("rank.py", "cell.py", "spawned.py"))  # not shown
 
 
 @dataclass
@@ -103,15 +103,20 @@ def die_with_parent():
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-def join_group(setting, rank, listener):
-    """Choose device and threads of this rank and bring the process group up."""
+def choose_device(setting, rank):
+    """Set this rank's device, its number of threads, and the network card that gloo uses."""
     os.environ["DDP_COURSE_DEVICE"] = device = setting["devices"][rank]
     os.environ["OMP_NUM_THREADS"] = str(setting["threads"])
     torch.set_num_threads(setting["threads"])
-    if setting["backend"] == "gloo":
+    if setting["backend"] == "gloo" and sys.platform != "win32":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     if device.startswith("cuda"):
         torch.cuda.set_device(device)
+
+
+def join_group(setting, rank, listener):
+    """Choose this rank's device and bring the process group up."""
+    choose_device(setting, rank)
     patience = timedelta(seconds=setting["timeout"] + 60)  # the launch's own timeout comes first
     store = join_store(rank, listener, patience)
     dist.init_process_group(

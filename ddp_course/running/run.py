@@ -43,15 +43,19 @@ class Lines:
         self.descriptor, self.show, self.ended, self.rest = descriptor, show, False, b""
 
     def read(self):
-        """Show all lines that are complete; of a progress bar's line, what follows the last carriage return."""
+        """Take what is there."""
         taken = read_some(self.descriptor)
         self.ended = taken == b""
-        *lines, self.rest = (self.rest + (taken or b"")).split(b"\n")
+        self.feed(taken or b"")
+
+    def feed(self, taken):
+        """Show the lines that `taken` completes."""
+        *lines, self.rest = (self.rest + taken).split(b"\n")
         for line in lines:
             self.say(line)
 
     def say(self, line):
-        """Show one line, unless it is a library's chatter."""
+        """Show one line, unless it is a library's chatter; of a progress bar, what follows its last carriage return."""
         text = line.decode("utf-8", "replace").rstrip("\r").rpartition("\r")[2]
         if not text.startswith(NOISE):
             self.show(text)

@@ -14,7 +14,7 @@ STATUS = {
     psutil.STATUS_RUNNING: "running",
     psutil.STATUS_ZOMBIE: "ended",
 }
-LAUNCHER = tuple(str(Path(__file__).with_name(name)) for name in ("rank.py", "cell.py"))
+LAUNCHER = tuple(str(Path(__file__).with_name(name)) for name in ("rank.py", "cell.py", "spawned.py"))
 LIBRARY = ("/torch/distributed/c10d_logger.py", "/threading.py", "/concurrent/futures/thread.py")
 
 
