@@ -5,12 +5,16 @@ At K = 2 are measured: the all-reduce of a few sizes (alpha and beta, `theory.fi
 how much longer computing takes in training than when profiled, the share of a core that a running collective takes,
 and the seconds that a bucket costs besides. Then K = 3 and 4 are predicted. All virtual hosts share this machine's
 cores, so there a rank computes more slowly: by K over the number of cores.
+
+Whatever else runs on the machine only ever makes a step longer, so the lower quartile of the steps counts; how much
+of the processor others took meanwhile is part of the result.
 """
 
-from statistics import mean, median
-from time import perf_counter
+from statistics import mean, median, quantiles
+from time import perf_counter, process_time
 from typing import NamedTuple
 
+import psutil
 import torch
 import torch.distributed as dist
 from scipy.optimize import least_squares
@@ -35,7 +39,7 @@ MODELS = {
 CAPS_MB = (0.25, 1.0, 25.0)
 IMPLEMENTATIONS = ("stage 5", "torch's DDP")
 ALL_REDUCE_BYTES = (2**15, 2**18, 2**20, 2**21)
-WARMUP, STEPS, ROUNDS = 2, 4, 2
+WARMUP, STEPS, ROUNDS = 2, 6, 2
 PAUSE_S = 0.1  # before each profiled step: about as long as a rank waits in these trainings
 
 
@@ -55,8 +59,12 @@ def compare(bandwidth="200Mbit", world_sizes=(2, 3, 4)):
     link, cores = Link(bandwidth, mode="hosts"), usable_cores()
     costs = dict(zip(IMPLEMENTATIONS, all_reduce_costs(link), strict=True))
     profiles = {name: profile_together(name, link) for name in MODELS}
-    rows = [row for name in MODELS for K in world_sizes for row in step_times(name, K, link)]
-    return judge(rows, profiles, costs, cores) | {"link": {"bandwidth_bits_s": link.bandwidth, "mode": link.mode}}
+    measured = [step_times(name, K, link) for name in MODELS for K in world_sizes]
+    rows = [row for times, _ in measured for row in times]
+    others = {"processor_share_of_others": max(share for _, share in measured)}
+    return (
+        judge(rows, profiles, costs, cores) | {"link": {"bandwidth_bits_s": link.bandwidth, "mode": link.mode}} | others
+    )
 
 
 def judge(rows, profiles, costs, cores):
@@ -89,6 +97,8 @@ def table(result):
         lines.append(f"{setting} {times} {row['error']:>+7.1%}  {note}")
     error = result["held_out_error"]
     lines.append(f"held out: median error {error['median']:.1%} (bound: 10 %), largest {error['largest']:.1%} (20 %)")
+    if result.get("processor_share_of_others", 0) > 0.1:
+        lines.append(f"other programs took up to {result['processor_share_of_others']:.0%} of the processor meanwhile")
     return "\n".join(lines) + "\n"
 
 
@@ -139,9 +149,9 @@ def all_reduce_costs(link):
     return [fit.costs for fit in fits]
 
 
-def time_all_reduces(sizes, repeats=7):
-    """On each rank: the median seconds of our ring and of gloo's all_reduce for each size in bytes."""
-    medians = [[], []]
+def time_all_reduces(sizes, repeats=9):
+    """On each rank: seconds (lower quartile) of our ring and of gloo's all_reduce for each size in bytes."""
+    typical = [[], []]
     for size in sizes:
         tensor, times = torch.zeros(size // 4), ([], [])
         for _ in range(repeats):
@@ -151,8 +161,8 @@ def time_all_reduces(sizes, repeats=7):
                 all_reduce(tensor)
                 times[kind].append(perf_counter() - start)
         for kind in (0, 1):
-            medians[kind].append(median(times[kind][1:]))
-    return medians
+            typical[kind].append(lower_quartile(times[kind][1:]))
+    return typical
 
 
 def profile_together(name, link):
@@ -173,23 +183,45 @@ def profile_rank(name):
 
 
 def step_times(name, world_size, link):
-    """A row for each implementation and cap, with the milliseconds of a step: the median on the slowest rank."""
+    """(rows, share): a row for each implementation and cap, with the milliseconds of a step on the slowest rank.
+
+    `share` is the part of the processor, 0 to 1, that was busy with something else while the steps were timed.
+    """
     timed = launch(time_steps, name, world_size=world_size, device="cpu", link=link)
-    slowest = {setting: 1e3 * max(median(rank[setting]) for rank in timed) for setting in timed[0]}
-    return [
+    times, own, busy = zip(*timed, strict=True)
+    slowest = {setting: 1e3 * max(lower_quartile(rank[setting]) for rank in times) for setting in times[0]}
+    rows = [
         {"model": name, "implementation": kind, "K": world_size, "bucket_cap_mb": cap, "measured_ms": milliseconds}
         for (kind, cap), milliseconds in slowest.items()
     ]
+    return rows, max(0.0, (busy[0][0] - sum(own)) / (usable_cores() * busy[0][1]))
+
+
+def lower_quartile(values):
+    """The value that a quarter of `values` lies below."""
+    return quantiles(values, n=4, method="inclusive")[0]
 
 
 def time_steps(name):
-    """On each rank: seconds of the steps in every setting; two rounds, the second in reverse order."""
+    """On each rank: seconds of the steps by setting, own processor seconds, (all processor seconds, wall seconds).
+
+    Two rounds, the second in reverse order.
+    """
     settings = [(kind, cap) for kind in IMPLEMENTATIONS for cap in CAPS_MB]
     times = {setting: [] for setting in settings}
+    dist.barrier()
+    own, busy, start = process_time(), busy_seconds(), perf_counter()
     for turn in range(ROUNDS):
         for setting in settings[:: -1 if turn else 1]:
             times[setting] += time_setting(name, *setting)
-    return times
+    dist.barrier()
+    return times, process_time() - own, (busy_seconds() - busy, perf_counter() - start)
+
+
+def busy_seconds():
+    """Processor seconds that programs of this machine have used so far, of all its cores together."""
+    times = psutil.cpu_times()
+    return times.user + times.nice + times.system
 
 
 def time_setting(name, kind, cap):
