@@ -1,0 +1,45 @@
+"""Command lines in notebooks: shown as they would be typed, run with this kernel's own Python."""
+
+import os
+import shlex
+import subprocess
+import sys
+
+PROGRAMS = {"torchrun": ["-m", "torch.distributed.run"], "ddp-course": ["-m", "ddp_course.cli"], "python": []}
+
+
+def command(*lines, timeout=120):
+    """Run command lines at the same time, print each and what it prints; returns their exit codes.
+
+    Each begins with torchrun, python or ddp-course. Raises ValueError for other programs, and
+    subprocess.TimeoutExpired, with all of them ended, after `timeout` seconds.
+    """
+    running = [_start(line) for line in lines]
+    try:
+        for line, process in zip(lines, running, strict=True):
+            output, _ = process.communicate(timeout=timeout)
+            print(f"$ {line}\n{_without_noise(output)}")
+    finally:
+        for process in running:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+    return [process.returncode for process in running]
+
+
+def _start(line):
+    program, *arguments = shlex.split(line)
+    if program not in PROGRAMS:
+        raise ValueError(f'"{program}" is not one of {", ".join(PROGRAMS)}')
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
+    return subprocess.Popen(
+        [sys.executable, *PROGRAMS[program], *arguments],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ, start_new_session=True,
+    )  # fmt: skip
+
+
+def _without_noise(output):
+    """The last lines of a program, without the launcher's own logging."""
+    noise = ("W1", "I1", "E1", "W0", "I0", "E0", "*****", "Setting OMP", "[Gloo]", "[W", "[I", "[E")
+    lines = [line for line in output.splitlines() if line.strip() and not line.startswith(noise)]
+    return "\n".join(lines[-12:])
