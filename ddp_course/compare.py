@@ -8,8 +8,10 @@ import io
 import json
 import statistics
 import time
+from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -44,7 +46,9 @@ NAMES = {
     "torch": "torch's DDP",
 }
 DEFAULT_STAGES = ("1", "2", "3", "4", "5", "torch")
+ELSEWHERE = {"7o": "sharded optimizer", "7": "fully sharded", "8": "pipeline"}  # trained by the script form only
 ONE_PROCESS = ("1", "2")
+COUNTED = ("3", "4", "4w", "5", "7o", "7", "8")  # their bytes go over our own wire
 
 
 def run(problem="digits", world_size=4, steps=None, stages=DEFAULT_STAGES, device="auto", dtype="float32", **options):
@@ -86,6 +90,37 @@ def run(problem="digits", world_size=4, steps=None, stages=DEFAULT_STAGES, devic
             results["stages"] += [measured] if stage in stages else []
             bar.update()
     return results
+
+
+def read(folder):
+    """The results of runs elsewhere, as `run` returns them: `folder` has what `ddp_course.train --results` wrote there.
+
+    Stage 1 is trained here on the same batches, so that the curves and weights can be held against one device.
+    Raises ValueError if nothing is there, or if the runs are not of one and the same job.
+    """
+    from .strategies import NAMES as ORDER
+
+    runs = [torch.load(file, weights_only=True) for file in sorted(Path(folder).glob("stage-*.pt"))]
+    if not runs:
+        raise ValueError(
+            f'no results in "{folder}"; make some with: python -m ddp_course.train --stage 4 --results DIR'
+        )
+    jobs = [run["job"] for run in runs]
+    if any(job != jobs[0] for job in jobs):
+        differing = sorted({key for job in jobs for key in job if job[key] != jobs[0][key]})
+        raise ValueError(f'the runs in "{folder}" differ in {", ".join(differing)}; keep one job to a folder')
+    names = ("problem", "world_size", "steps", "device", "dtype", "global_batch", "lr", "seed")
+    job = _job(**{name: jobs[0][name] for name in names}, **jobs[0]["settings"])
+    single = _measure("1", job, None, "cpu", None)
+    reference = single.pop("weights")
+    entries = {"1": single}
+    for run in runs:
+        difference = (run["weights"] - reference).abs().max().item()
+        entries[run["entry"]["stage"]] = {**run["entry"], "max_abs_diff_vs_single": difference, "emulated": False}
+    keys = ("world_size", "device", "backend", "dtype", "problem", "global_batch", "steps")
+    header = {key: jobs[0][key] for key in keys}
+    stages = sorted(entries.values(), key=lambda entry: ORDER.index(entry["stage"]))
+    return {**header, **_size_of(job), "link": None, "torch": torch.__version__, "stages": stages}
 
 
 def check_stages(stages):
@@ -164,23 +199,26 @@ def _measure(stage, job, reference, device, link):
         timeout=job["timeout"],
         link=None if alone else link,
     )
+    emulated = bool(link) and not alone and (stage in COUNTED or link.carries_torch)
+    return {**summed_up(stage, ranks), "emulated": emulated, "weights": ranks[0]["weights"]}
+
+
+def summed_up(stage, ranks):
+    """The entry of a stage in the results, from what each of its ranks reports; the slowest and the busiest count."""
     per_step = list(zip(*(rank["step_s"] for rank in ranks), strict=True))
     exposed = list(zip(*(rank["exposed_s"] for rank in ranks), strict=True))
     traffic = [rank["traffic"] for rank in ranks]
-    counted = stage in ("3", "4", "4w", "5", "6")
-    busiest = {key: max(one[key] for one in traffic) if counted else None for key in traffic[0]}
+    busiest = {key: max(one[key] for one in traffic) if stage in COUNTED else None for key in traffic[0]}
     return {
         "stage": stage,
-        "name": NAMES[stage],
+        "name": (NAMES | ELSEWHERE)[stage],
         "step_ms": 1000 * statistics.median(max(step) for step in per_step),
         "communication_ms": None if stage == "2" else 1000 * statistics.median(max(step) for step in exposed),
         **busiest,
-        "emulated": bool(link) and not alone and (counted or link.carries_torch),
         "loss": [statistics.fmean(step) for step in zip(*(rank["loss"] for rank in ranks), strict=True)],
         "max_abs_diff_vs_single": max(rank["difference"] for rank in ranks),
         "evaluation": ranks[0]["evaluation"],
         "timeline": [rank["timeline"] for rank in ranks],
-        "weights": ranks[0]["weights"],
     }
 
 
@@ -192,24 +230,56 @@ def train_and_measure(stage, job, reference, device):
     model = problem.model(job["seed"])
     batches = problem.batches(job["global_batch"], job["steps"], job["seed"], *mine)
     torch.set_num_threads(1)  # a device of the CPU is one core, for all stages alike
-    began: list[float] = []
-    events: list[wire.Event] = []
-    with timeline.recording() as spans, wire.observing(events.append):
-        losses = trainer(stage, job, device)(model, stamped(batches, began), job["lr"])
-    steps = list(pairwise(began))
-    weights = torch.cat([parameter.detach().reshape(-1).cpu() for parameter in model.parameters()])
-    by_step = [[span for span in spans if start <= span.start < end] for start, end in steps]
-    middle = len(steps) // 2
+    with recording() as record:
+        losses = trainer(stage, job, device)(model, record.stamped(batches), job["lr"])
+    weights = flat_weights(model)
     return {
-        "step_s": [end - start for start, end in steps],
-        "exposed_s": [timeline.exposed(inside) for inside in by_step],
-        "traffic": traffic_of([event for event in events if steps[-1][0] <= event.start < steps[-1][1]]),
+        **record.report(),
         "loss": losses,
         "difference": 0.0 if reference is None else (weights - reference).abs().max().item(),
         "evaluation": problem.evaluate(model) if mine[0] == 0 else None,
-        "timeline": [[s.name, s.start - steps[middle][0], s.end - steps[middle][0], s.lane] for s in by_step[middle]],
         "weights": weights if stage == "1" else None,
     }
+
+
+def flat_weights(model):
+    """All parameters as one vector on the CPU."""
+    return torch.cat([parameter.detach().reshape(-1).cpu() for parameter in model.parameters()])
+
+
+@contextmanager
+def recording():
+    """Record what this rank does in each step: `with recording() as record: train(model, record.stamped(batches))`."""
+    record = Recording()
+    with timeline.recording() as record.spans, wire.observing(record.events.append):
+        yield record
+
+
+class Recording:
+    """Spans and events of one rank's training, and when each step began."""
+
+    def __init__(self):
+        self.spans, self.events, self.began = [], [], []
+
+    def stamped(self, batches):
+        """Yield the batches, noting when each was asked for, and when the last step was over."""
+        self.began.append(time.perf_counter())
+        for batch in batches:
+            yield batch
+            self.began.append(time.perf_counter())
+
+    def report(self):
+        """Seconds and exposed communication of each step, traffic of the last step, the timeline of a middle one."""
+        steps = list(pairwise(self.began))
+        by_step = [[span for span in self.spans if start <= span.start < end] for start, end in steps]
+        middle = len(steps) // 2
+        begin = steps[middle][0]
+        return {
+            "step_s": [end - start for start, end in steps],
+            "exposed_s": [timeline.exposed(inside) for inside in by_step],
+            "traffic": traffic_of([event for event in self.events if steps[-1][0] <= event.start < steps[-1][1]]),
+            "timeline": [[s.name, s.start - begin, s.end - begin, s.lane] for s in by_step[middle]],
+        }
 
 
 def trainer(stage, job, device="cpu"):
@@ -256,14 +326,6 @@ def observed_all_reduce(state, bucket: dist.GradBucket) -> torch.futures.Future[
         return future.value()[0]
 
     return dist.all_reduce(flat, async_op=True).get_future().then(done)
-
-
-def stamped(batches, began):
-    """Yield the batches, noting in `began` when each was asked for, and when the last step was over."""
-    began.append(time.perf_counter())
-    for batch in batches:
-        yield batch
-        began.append(time.perf_counter())
 
 
 def traffic_of(events):

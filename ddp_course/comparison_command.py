@@ -27,32 +27,18 @@ def add_parser(subparsers):
     parser.add_argument("--latency", default="0ms", help="one-way delay of the emulated link, such as 2ms")
     parser.add_argument("--link-mode", choices=["auto", "hosts", "wire"], default="auto", help="how links are emulated")
     parser.add_argument("--timeout", type=float, default=300.0, metavar="S", help="seconds that a stage may take")
+    parser.add_argument(
+        "--read", metavar="DIR", help="compare what ddp_course.train --results DIR wrote, on any cluster"
+    )
     parser.add_argument("--out", default="results", metavar="DIR", help="where the results go (default results)")
     parser.set_defaults(run=main)
 
 
 def main(args):
-    """Run the comparison, print the table and write the results; exit code 1 if a rank failed."""
+    """Run or read the comparison, print the table and write the results; exit code 1 if a rank failed."""
     writable_folder(args.out)
-    stages = compare.check_stages(args.stages)
-    link = chosen_link(args.link, args.latency, args.link_mode, args.device)
     try:
-        results = compare.run(
-            args.problem,
-            args.world_size,
-            args.steps,
-            stages,
-            args.device,
-            args.dtype,
-            global_batch=args.global_batch,
-            lr=args.lr,
-            bucket_cap_mb=args.bucket_cap_mb,
-            seed=args.seed,
-            parameters=args.parameters,
-            timeout=args.timeout,
-            link=link,
-            progress=True,
-        )
+        results = compare.read(args.read) if args.read else run(args)
     except CourseError as error:
         print(f"ddp-course: {error}", file=sys.stderr)
         return 1
@@ -60,6 +46,28 @@ def main(args):
     for path in compare.save(results, args.out):
         print(f"wrote {path}")
     return 0
+
+
+def run(args):
+    """Train with every stage, as the options say."""
+    stages = compare.check_stages(args.stages)
+    link = chosen_link(args.link, args.latency, args.link_mode, args.device)
+    return compare.run(
+        args.problem,
+        args.world_size,
+        args.steps,
+        stages,
+        args.device,
+        args.dtype,
+        global_batch=args.global_batch,
+        lr=args.lr,
+        bucket_cap_mb=args.bucket_cap_mb,
+        seed=args.seed,
+        parameters=args.parameters,
+        timeout=args.timeout,
+        link=link,
+        progress=True,
+    )
 
 
 def chosen_link(bandwidth, latency, mode, device):

@@ -9,22 +9,25 @@ same bits. A finished run ends at once.
 """
 
 import argparse
+import io
 import os
 import random
 import statistics
 import sys
 import traceback
+from contextlib import nullcontext
 from functools import partial
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from . import problems, strategies
+from . import compare, problems, strategies
 from .errors import CheckpointError, CourseError
 from .measuring import finite
 from .running import checkpoint
 from .running.devices import rank_device
+from .running.files import replace_file, writable_folder
 from .running.join import join
 
 OPTIMIZERS = {
@@ -54,6 +57,7 @@ def parser():
     add("--lr", type=float, help="learning rate (default: the problem's)")
     add("--schedule", default="constant", choices=("constant", "cosine"), help="of the learning rate")
     add("--pipeline", type=int, metavar="S", help="stage 8: ranks that form a pipeline (default: all)")
+    add("--results", metavar="DIR", help="write times and traffic here, for ddp-course compare --read DIR")
     add("--device", default="auto", help="auto, cpu, cuda, or one GPU such as cuda:0")
     return options
 
@@ -67,6 +71,8 @@ def parse(arguments=None):
         raise ValueError("synthetic has no dropout; choose --problem digits or bytes")
     if not 0 <= options.dropout < 1:
         raise ValueError(f"dropout is {options.dropout}; it must be at least 0 and below 1")
+    if options.results and (options.dropout or options.optimizer != "sgd" or options.schedule != "constant"):
+        raise ValueError("--results are for the comparison with one device: no dropout, plain sgd, a constant rate")
     if options.every < 1 or options.keep < 1:
         raise ValueError("--every and --keep must be 1 or more")
     made = make_problem(options)
@@ -95,9 +101,27 @@ def run(options):
     problem = make_problem(options, rank_device())
     options.global_batch = global_batch(options, problem, saved)
     strategy, scheduler = prepare(options, problem, saved)
-    step, losses, recent = (saved["step"], list(saved["losses"]), []) if saved else (0, [], [])
-    resumed = step
-    for inputs, targets in problem.batches(options.global_batch, options.steps, options.seed, *strategy.share(), step):
+    step, losses = (saved["step"], list(saved["losses"])) if saved else (0, [])
+    batches = problem.batches(options.global_batch, options.steps, options.seed, *strategy.share(), step)
+    with compare.recording() if options.results else nullcontext() as record:
+        stamped = record.stamped(batches) if record else batches
+        losses = train_steps(options, problem, strategy, scheduler, stamped, step, losses)
+    model = strategy.whole()
+    result = {
+        "losses": losses,
+        "model": {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()},
+        "evaluation": problem.evaluate(model),
+        "resumed": step,
+    }
+    if record and step < options.steps:
+        write_results(options, record, result, compare.flat_weights(model))
+    return result
+
+
+def train_steps(options, problem, strategy, scheduler, batches, step, losses):
+    """Train on `batches`, from step number `step` on; save every now and then; return all losses so far."""
+    recent = []
+    for inputs, targets in batches:
         strategy.optimizer.zero_grad()
         recent.append(strategy.backward(inputs, targets))
         strategy.optimizer.step()
@@ -109,13 +133,7 @@ def run(options):
             say(f"step {step}/{options.steps}  loss {losses[-1]:.4f}")
             if options.checkpoint:
                 save(options, problem, strategy, scheduler, step, losses)
-    model = strategy.whole()
-    return {
-        "losses": losses,
-        "model": {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()},
-        "evaluation": problem.evaluate(model),
-        "resumed": resumed,
-    }
+    return losses
 
 
 def prepare(options, problem, saved):
@@ -213,6 +231,20 @@ def save(options, problem, strategy, scheduler, step, losses):
         "settings": {name: getattr(options, name) for name in MUST_MATCH},
     }
     checkpoint.save(options.checkpoint, state, options.keep)
+
+
+def write_results(options, record, result, weights):
+    """Write what was measured to options.results, where `ddp-course compare --read` looks for it; rank 0 writes."""
+    mine = {**record.report(), "loss": result["losses"], "difference": 0.0, "evaluation": result["evaluation"]}
+    ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, mine)
+    job = {name: getattr(options, name) for name in ("problem", "dtype", "steps", "global_batch", "lr", "seed")}
+    job |= {"world_size": len(ranks), "device": rank_device().type, "backend": dist.get_backend()}
+    job["settings"] = {} if options.parameters is None else {"parameters": options.parameters}
+    if dist.get_rank() == 0:
+        content = io.BytesIO()
+        torch.save({"job": job, "entry": compare.summed_up(options.stage, ranks), "weights": weights}, content)
+        replace_file(writable_folder(options.results) / f"stage-{options.stage}.pt", content.getvalue())
 
 
 def mean_over_ranks(losses):

@@ -25,6 +25,7 @@ STAGE_COLOURS = {
     "4": "#0072B2",
     "5": "#009E73",
     "6": "#CC79A7",
+    "7o": "#117733",
     "7": "#56B4E9",
     "8": "#882255",
     "torch": "#000000",
@@ -171,13 +172,16 @@ def formula_bytes(stage, world_size, nbytes):
         return (world_size - 1) * nbytes
     if stage in ("4", "5", "6"):
         return 2 * (world_size - 1) * nbytes / world_size
+    if stage in ("7o", "7"):
+        return 3 * (world_size - 1) * nbytes / world_size
     return None
 
 
 def draw_traffic(axes, results):
     """Bytes sent by the busiest rank: bars are counted, the line is the formula."""
     world_size, nbytes = results["world_size"], results["gradient_bytes"]
-    counted = [stage for stage in results["stages"] if stage["bytes_sent_max"] is not None]
+    stages = [stage for stage in results["stages"] if stage["bytes_sent_max"] is not None]
+    counted = [stage for stage in stages if formula_bytes(stage["stage"], world_size, nbytes) is not None]
     axes.set_title("Bytes sent by the busiest rank in a step")
     if not counted:
         axes.text(0.5, 0.5, "none of these stages sends through our own wire", ha="center", transform=axes.transAxes)
