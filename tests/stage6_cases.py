@@ -7,6 +7,7 @@ ranks would compute alone, within the bound on rounding.
 import copy
 import warnings
 from contextlib import nullcontext
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -50,6 +51,13 @@ class Branches(nn.Module):
         if which in ("b", "both"):
             x = self.b(x)
         return self.last(x)
+
+
+@dataclass
+class Structure:
+    """An output that is neither a tensor nor a list of tensors."""
+
+    tensors: dict
 
 
 def seeded(make, seed=0):
@@ -321,6 +329,40 @@ def bucket_layout_follows_rank_0(DDP):
     assert all(other == layouts for other in gathered(layouts))
     last = [name.split(".")[1] for bucket in layouts[-4:] for name in bucket if name.endswith("weight")]
     assert last == ["3", "2", "1", "0"], last
+
+
+@case
+def communication_starts_under_the_backward_pass(DDP):
+    """The last layer's bucket leaves before the first layer's gradient is computed: seen from the order of events."""
+    model = seeded(lambda: nn.Sequential(*[nn.Linear(5, 5) for _ in range(4)]))
+    parallel, events = DDP(model, bucket_cap_mb=120 / 2**20), []
+
+    def hook(state, bucket):
+        events.append(f"bucket {bucket.index()}")
+        return default_hooks.allreduce_hook(None, bucket)
+
+    parallel.register_comm_hook(None, hook)
+    model[0].weight.register_hook(lambda grad: events.append("first layer"))
+    for _ in range(2):
+        events.clear()
+        squared(parallel, me()).backward()
+    assert events.index("bucket 0") < events.index("bucket 2") < events.index("first layer") < events.index("bucket 3")
+
+
+@case
+def outputs_in_a_dataclass(DDP):
+    """The walk over the graph starts from all tensors that `forward` returns, wherever they are."""
+
+    class Structured(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused = nn.Linear(5, 2), nn.Linear(5, 2)
+
+        def forward(self, x):
+            return Structure({"left": [self.used(x)]})
+
+    loss = lambda module, rank, step: module(data(rank, step)).tensors["left"][0].square().sum()  # noqa: E731
+    train_and_check(DDP, Structured, loss=loss, find_unused_parameters=True)
 
 
 # 3. Gradients as views of the buckets

@@ -4,6 +4,7 @@ import functools
 import gc
 import inspect
 import random
+import time
 import traceback
 import warnings
 import weakref
@@ -23,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from ddp_course import launch, stage6_ddp
 from ddp_course.collectives import halving_doubling_all_reduce, hierarchical_all_reduce, tree_all_reduce
 from ddp_course.errors import CourseError, MismatchError, RankError
+from ddp_course.running import wire
 from ddp_course.stage4_ring import ring_all_reduce
 from ddp_course.stage6_ddp.buckets import assign_buckets, size_limits
 from ddp_course.stage6_ddp.ddp import UNSUPPORTED
@@ -307,6 +309,7 @@ def only_ours():
     found["refuses what it cannot do"] = failure(refuses, ours)
     found["own state"] = failure(nothing_left_behind, ours)
     found["the loop"] = failure(the_loop, ours)
+    found["seen on the timeline"] = failure(seen_on_the_timeline, ours)
     return found
 
 
@@ -373,6 +376,18 @@ def nothing_left_behind(DDP):
     assert torch.equal(model.first.weight.grad, mine["first.weight"])
 
 
+def seen_on_the_timeline(DDP):
+    """Both ways to communicate report their spans, and so does the wait at the end."""
+    for all_reduce, name in ((None, "all_reduce"), (ring_all_reduce, "ring_all_reduce")):
+        parallel, events = DDP(stage6_cases.Net(), all_reduce=all_reduce), []
+        with wire.observing(events.append):
+            stage6_cases.squared(parallel, 0).backward()
+            deadline = time.monotonic() + 10
+            while name not in [event.name for event in events] and time.monotonic() < deadline:
+                time.sleep(0.001)  # gloo's thread reports a moment after it has finished
+        assert {event.name for event in events if event.kind == "span"} == {name, "wait"}
+
+
 def the_loop(DDP):
     model = tiny_model(seed=dist.get_rank())
     stage6_ddp.train(model, tiny_batches(dist.get_rank(), dist.get_world_size()), 0.1)
@@ -384,7 +399,15 @@ def only_ours_outcomes(world_size):
     return launch(only_ours, world_size=world_size, timeout=60)
 
 
-SPECIALS = ["bf16 hook", "automatic cap", "names the difference", "refuses what it cannot do", "own state", "the loop"]
+SPECIALS = [
+    "bf16 hook",
+    "automatic cap",
+    "names the difference",
+    "refuses what it cannot do",
+    "own state",
+    "the loop",
+    "seen on the timeline",
+]
 PLUGGED = [name + views for name in ALL_REDUCES for views in ("", " in views")]
 
 

@@ -1,0 +1,70 @@
+"""The benches' own arithmetic: verdicts can fail, medians rotate, and the hidden share is what it says."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch.distributed as dist
+
+from ddp_course import launch
+from ddp_course.bench import ddp, ring
+
+
+def rows(*ratios):
+    return [{"gloo": 2.0, "pipelined": 2.0 * ratio} for ratio in ratios]
+
+
+@pytest.mark.parametrize(
+    "ratios, kept", [((0.9, 1.05), [True, True]), ((1.0, 1.05), [False, True]), ((0.5, 1.2), [True, False])]
+)
+def test_the_ring_is_judged_by_mean_and_worst(ratios, kept):
+    assert list(ring.judge(rows(*ratios)).values()) == kept
+
+
+@dataclass
+class Event:
+    label: str
+    start: int
+    length: int
+
+    def name(self):
+        return self.label
+
+    def start_ns(self):
+        return self.start
+
+    def duration_ns(self):
+        return self.length
+
+
+@pytest.mark.parametrize("start, share", [(0, 1.0), (60, 0.8), (95, 0.1), (100, 0.0), (150, 0.0)])
+def test_hidden_share(start, share):
+    backward = Event("autograd::engine::evaluate_function: AddmmBackward0", 0, 100)
+    assert ddp.hidden_share([backward, Event("gloo:all_reduce", start, 50)]) == pytest.approx(share)
+
+
+def turns():
+    order = []
+    ways = {name: lambda name=name: order.append(name) or len(order) for name in ("a", "b", "c")}
+    return ring.medians(ways, repeats=3, warm_up=0), order
+
+
+def test_ways_take_turns_in_rotating_order():
+    seconds, order = launch(turns, world_size=2)[0]
+    assert "".join(order) == "abcbcacab"
+    assert seconds == {"a": 6, "b": 4, "c": 5}
+
+
+def slowest():
+    return ring.medians({"a": lambda: float(dist.get_rank())}, repeats=3)["a"]
+
+
+def test_the_slowest_rank_counts():
+    assert launch(slowest, world_size=3) == [2.0] * 3
+
+
+def test_a_wrong_sum_is_noticed():
+    def run():
+        with pytest.raises(ArithmeticError):
+            ring.on_ones(lambda tensor: tensor, ring.torch.empty(8))
+
+    launch(run, world_size=2)
