@@ -162,7 +162,8 @@ def read_cells(source):
     cells, taken = [], set()
     for cell in parsed.cells:
         name = cell.metadata.pop("title", None) or first_words(cell)
-        cell.metadata.pop("lines_to_next_cell", None)
+        for own in ("lines_to_next_cell", "cell_marker"):
+            cell.metadata.pop(own, None)
         identifier = unused(slug(name) or cell.cell_type, taken)
         make = new_markdown_cell if cell.cell_type == "markdown" else new_code_cell
         cells.append(make(cell.source, id=identifier, metadata=cell.metadata))

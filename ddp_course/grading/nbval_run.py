@@ -16,6 +16,8 @@ from collections import deque
 from pathlib import Path
 from queue import Empty
 
+import pytest
+
 MOST_PRINTED = 1 << 20  # characters a notebook
 LOOK_EVERY_SECONDS = 0.2
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -26,7 +28,6 @@ def run_notebook(order, answer):
     """The job of a sandbox: run `order["notebook"]` under `pytest --nbval-lax`, send one line of JSON a cell."""
     prepare_environment(order["folder"])
     kernel = WarmKernel(close=[answer.fileno()])
-    import pytest
     from jupyter_client.provisioning import local_provisioner
     from nbval.kernel import RunningKernel
 
@@ -60,12 +61,14 @@ class Reporter:
     def __init__(self, answer):
         self.answer, self.trouble = answer, {}
 
-    def pytest_exception_interact(self, node, call, report):
-        """Keep the error's own words: the last line of the kernel's traceback, or nbval's message."""
-        error = call.excinfo.value
-        inner = ANSI.sub("", getattr(error, "inner_traceback", None) or "").strip()
-        name = getattr(node, "cell_num", None)
-        self.trouble[name] = (last_error(inner) if inner else str(error))[:2000]
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item, call):
+        """Keep the error's own words: the end of the kernel's traceback, or nbval's message."""
+        if call.excinfo is not None:
+            error = call.excinfo.value
+            inner = ANSI.sub("", getattr(error, "inner_traceback", None) or "").strip()
+            self.trouble[getattr(item, "cell_num", None)] = (last_error(inner) if inner else str(error))[:2000]
+        return (yield)
 
     def pytest_runtest_logreport(self, report):
         """One line of JSON for each cell that has run, or could not start."""

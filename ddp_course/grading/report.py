@@ -44,7 +44,8 @@ def write_all(results, args, seed):
 
 def check_writable(args):
     """Make the folders of the reports now, so that an hour of grading is not lost for want of one."""
-    folders = [Path(file).parent for file in (args.csv, args.json) if file] + [Path(args.html)] * bool(args.html)
+    folders = [Path(file).parent for file in (args.csv, args.json) if file]
+    folders += [Path(args.html)] if args.html else []
     for folder in folders:
         try:
             folder.mkdir(parents=True, exist_ok=True)

@@ -55,16 +55,16 @@ def save_checkpoint(state, path):
 #+         with open(path, "rb") as file:
 #+             os.fsync(file.fileno())
 # %% 10.1 wrong: in place before it is closed | it is not complete yet
+import io
+
+
 def save_checkpoint(state, path):
-    temporary = f"{path}.new"
-    try:
-        with open(temporary, "wb", buffering=1 << 20) as file:
-            torch.save(state, file)
-            os.fsync(file.fileno())
-            os.replace(temporary, path)
-    except BaseException:
-        os.remove(temporary)
-        raise
+    buffer, temporary = io.BytesIO(), f"{path}.new"
+    torch.save(state, buffer)
+    with open(temporary, "wb") as file:
+        file.write(buffer.getvalue())
+        os.fsync(file.fileno())
+        os.replace(temporary, path)
 
 
 # %% 10.1 wrong: left behind | when writing fails a file is left behind
@@ -178,7 +178,7 @@ def culprit(lines):
 # %% 10.3 wrong: text, not a number | a plain int was expected
 #- return min(failures)[1]
 #+ return str(min(failures)[1])
-# %% 10.3 wrong: last one | was expected
+# %% 10.3 wrong: last one | which was first
 #- return min(failures)[1]
 #+ return max(failures)[1]
 # %% 10.3 wrong: one digit | was expected

@@ -212,7 +212,7 @@ class RingAllReduce:
 def check_all_reduce_traffic(evidence, size, name, tensor):
     """2(K-1) chunks a rank, a little more or less where they are uneven."""
     counts = [evidence[rank][size, name]["traffic"] for rank in range(size)]
-    whole, width = tensor.numel() * tensor.element_size(), tensor.element_size()
+    whole = tensor.numel() * tensor.element_size()
     total, expected = sum(count["bytes"] for count in counts), 2 * (size - 1) * whole
     if size == 1 or whole == 0:
         return

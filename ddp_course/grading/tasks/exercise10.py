@@ -203,7 +203,7 @@ AFTER = (
 )
 
 
-def log_of(random, culprit, size):
+def log_of(random, culprit, size, late):
     """Lines in the order in which they reached the log, which is not the order in time."""
     start = random.uniform(10, 99)
     lines = [f"{start + random.uniform(0, 1):.3f} rank {rank}: step {random.randrange(9)} done" for rank in range(size)]
@@ -215,8 +215,8 @@ def log_of(random, culprit, size):
     errors.append(f"{failed + 0.5:.3f} rank {ranks[-1]}: {random.choice(ROOTS)}")
     rest = errors[1:]
     random.shuffle(rest)
-    rest.insert(random.randrange(1, len(rest) + 1), errors[0])
-    return lines + rest
+    rest.insert(len(rest) if late else 0, errors[0])
+    return random.sample(lines, size) + rest
 
 
 @task("10.3", "culprit")
@@ -224,9 +224,7 @@ class Culprit:
     """The rank whose failure came first, and was not a consequence."""
 
     def draw(random, hidden):
-        return {
-            "logs": [log_of(random, culprit, size) for culprit, size in ((2, 4), (1, 3), (5, 12), (11, 12), (0, 6))]
-        }
+        return {"logs": [log_of(random, *of) for of in ((2, 4, 1), (1, 3, 0), (5, 12, 1), (11, 12, 0), (1, 6, 1))]}
 
     def probe(culprit, logs):
         return [culprit(list(log)) for log in logs]
@@ -250,7 +248,7 @@ class Culprit:
             "that is the first cause in the file; lines arrive late, so go by the time": [
                 rank(log[0]) for log in causes
             ],
-            "that is the last failure": [rank(max(log, key=seconds)) for log in failures],
+            "that is the last one; which was first?": [rank(max(log, key=seconds)) for log in failures],
             "that is the first line of all; only failures count": [rank(log[0]) for log in logs],
             "that is the lowest rank that failed": [min(map(rank, log)) for log in failures],
             "that is the line's number": [

@@ -1,0 +1,85 @@
+# %% [markdown]
+# # Exercise 9: training well
+#
+# The data, the learning rate, and what to do when shards are not equal.
+# %% imports
+import math
+
+import torch
+
+from ddp_course.grading import check
+
+
+# %% [markdown]
+# ## 9.1 The share of an epoch
+#
+# Each epoch has an order of its own, drawn by a generator seeded with `seed + epoch`, the same on all ranks:
+# `torch.randperm(dataset_size, generator=…)`. If K does not divide the samples, the first ones of the order come
+# once more at its end. Rank r takes positions r, r+K, r+2K, and so on.
+#
+# <details><summary>Hint</summary>
+#
+# `torch.Generator().manual_seed(seed + epoch)` is a generator of your own. `-dataset_size % world_size` is how many
+# samples are missing. `order[rank::world_size]` takes every K-th.
+#
+# </details>
+# %% answer-9-1
+def epoch_indices(dataset_size, rank, world_size, epoch, seed=0):
+    """Return the list of sample indices that `rank` trains on in `epoch`; equally many on all ranks."""
+    ### BEGIN SOLUTION
+    generator = torch.Generator().manual_seed(seed + epoch)
+    order = torch.randperm(dataset_size, generator=generator).tolist()
+    order += order[: -dataset_size % world_size]
+    return order[rank::world_size]
+    ### END SOLUTION
+
+
+# %% check-9-1 points=2
+check("9.1", epoch_indices)
+
+
+# %% [markdown]
+# ## 9.2 Warm up, then cool down
+#
+# Large batches want a large learning rate, but not at once. In the first `warmup` steps it rises in equal parts to
+# `peak`, which it reaches in step `warmup - 1`. From step `warmup` it falls along half a cosine, from `peak` to 0 in
+# step `total`, and stays there. Steps count from 0.
+# %% answer-9-2
+def learning_rate(step, warmup, total, peak):
+    """Return the learning rate of a step."""
+    ### BEGIN SOLUTION
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    done = min(1.0, (step - warmup) / (total - warmup))
+    return peak * (1 + math.cos(math.pi * done)) / 2
+    ### END SOLUTION
+
+
+# %% check-9-2 points=2
+check("9.2", learning_rate)
+
+
+# %% [markdown]
+# ## 9.3 The mean over uneven shards
+#
+# Rank r evaluated `count` samples and found the mean loss `mean`, a tensor of one float64. A rank without samples has
+# the mean `nan`. What is the mean over all samples of all ranks? `all_reduce(tensor)` sums over the ranks, in place.
+#
+# <details><summary>Hint</summary>
+#
+# Two numbers must be summed: the losses of all samples, and how many there are. One tensor carries both.
+#
+# </details>
+# %% answer-9-3
+def global_mean(mean, count, all_reduce):
+    """Return the mean over all samples of all ranks, the same on every rank; `mean` stays as it is."""
+    ### BEGIN SOLUTION
+    total = mean.item() * count if count else 0.0
+    both = torch.tensor([total, count], dtype=torch.float64)
+    all_reduce(both)
+    return both[0] / both[1]
+    ### END SOLUTION
+
+
+# %% check-9-3 points=2
+check("9.3", global_mean)

@@ -1,0 +1,102 @@
+# %% [markdown]
+# # Exercise 10: when things fail
+#
+# Long runs fail. What counts is what is left, and who was to blame.
+# %% imports
+import copy
+import os
+
+import torch
+
+from ddp_course.grading import check
+
+# %% [markdown]
+# ## 10.1 An atomic checkpoint
+#
+# The power may fail at any moment, and the disk may be full. At every moment `path` holds either the whole old
+# checkpoint or the whole new one. Write with `torch.save`. If writing fails, the error comes out, and no other file
+# stays behind.
+#
+# <details><summary>Hint</summary>
+#
+# Write to a file beside `path`, open for writing in binary mode. `flush()` it, `os.fsync(file.fileno())`, close it,
+# then `os.replace(temporary, path)`. With `try: … except: remove it; raise` nothing is left behind.
+#
+# </details>
+# %% answer-10-1
+def save_checkpoint(state, path):
+    """Write `state` to `path` so that at any moment the old or the new checkpoint is there, whole and on the disk."""
+    ### BEGIN SOLUTION
+    temporary = f"{path}.new"
+    try:
+        with open(temporary, "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        os.remove(temporary)
+        raise
+    ### END SOLUTION
+
+
+# %% check-10-1 points=3
+check("10.1", save_checkpoint)
+# %% [markdown]
+# ## 10.2 An exact resume
+#
+# `capture` takes everything that decides how the run goes on; the run itself goes on after it. `resume` puts it into
+# a new model and a new optimizer, and returns the number of the next step. The losses must be the very same, dropout
+# and momentum included, and the same state must serve twice.
+#
+# <details><summary>Hint</summary>
+#
+# Weights and buffers, the optimizer's state, the random generator (`torch.get_rng_state()`), the step. A `state_dict`
+# refers to the live tensors, and some optimizers take over the tensors that they load: `copy.deepcopy`.
+#
+# </details>
+# %% answer-10-2
+def capture(model, optimizer, step):
+    """Return everything that decides how training goes on after `step` steps."""
+    ### BEGIN SOLUTION
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+    return copy.deepcopy(state) | {"random": torch.get_rng_state()}
+    ### END SOLUTION
+
+
+def resume(state, model, optimizer):
+    """Put a captured state into a new model and a new optimizer; return the number of the next step."""
+    ### BEGIN SOLUTION
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+    torch.set_rng_state(state["random"])
+    return state["step"]
+    ### END SOLUTION
+
+
+# %% check-10-2 points=3
+check("10.2", capture, resume)
+# %% [markdown]
+# ## 10.3 Who was it?
+#
+# When one rank fails, the others lose their connections and fail too. A log has lines such as
+# `17.250 rank 3: ValueError: …`: seconds, rank, and what happened; some lines say that a step is done. Lines may
+# reach the log late, so they are not in order. Consequences say `Connection closed by peer`,
+# `Connection reset by peer` or `Broken pipe`. Which rank failed first, and not as a consequence?
+# %% answer-10-3
+def culprit(lines):
+    """Return the rank whose failure caused the others', as a number."""
+    ### BEGIN SOLUTION
+    consequences = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+    failures = []
+    for line in lines:
+        seconds, _, rest = line.split(" ", 2)
+        rank, what = rest.split(": ", 1)
+        if not what.endswith("done") and not what.endswith(consequences):
+            failures.append((float(seconds), int(rank)))
+    return min(failures)[1]
+    ### END SOLUTION
+
+
+# %% check-10-3 points=2
+check("10.3", culprit)
