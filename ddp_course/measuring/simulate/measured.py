@@ -40,6 +40,7 @@ CAPS_MB = (0.25, 1.0, 25.0)
 IMPLEMENTATIONS = ("stage 5", "torch's DDP")
 ALL_REDUCE_BYTES = (2**15, 2**18, 2**20, 2**21)
 WARMUP, STEPS, ROUNDS = 2, 6, 2
+CALM, TRIES = 0.1, 2  # of the processor, others' share that is borne; how often a disturbed measurement is made
 PAUSE_S = 0.1  # before each profiled step: about as long as a rank waits in these trainings
 
 
@@ -59,7 +60,7 @@ def compare(bandwidth="200Mbit", world_sizes=(2, 3, 4)):
     link, cores = Link(bandwidth, mode="hosts"), usable_cores()
     costs = dict(zip(IMPLEMENTATIONS, all_reduce_costs(link), strict=True))
     profiles = {name: profile_together(name, link) for name in MODELS}
-    measured = [step_times(name, K, link) for name in MODELS for K in world_sizes]
+    measured = [calmest(name, K, link) for name in MODELS for K in world_sizes]
     rows = [row for times, _ in measured for row in times]
     others = {"processor_share_of_others": max(share for _, share in measured)}
     return (
@@ -180,6 +181,14 @@ def profile_rank(name):
     model, batch = model_and_batch(name)
     dist.barrier()
     return profile(model, *batch, repeats=9, warmup=3, pause_s=PAUSE_S)
+
+
+def calmest(name, world_size, link):
+    """`step_times`, measured again if others took more than a tenth of the processor; the calmer of the two."""
+    tries = []
+    while len(tries) < TRIES and not any(share <= CALM for _, share in tries):
+        tries.append(step_times(name, world_size, link))
+    return min(tries, key=lambda pair: pair[1])
 
 
 def step_times(name, world_size, link):
