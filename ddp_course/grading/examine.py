@@ -29,7 +29,7 @@ from .plain import pack, unpack
 from .tasks import RANKS, Wrong, find
 
 PATIENCE_SECONDS = 5.0  # a receive that waits longer waits for ever
-FIRST_ITEM_SECONDS, NEXT_ITEM_SECONDS = 15.0, 5.0
+FIRST_ITEM_SECONDS, NEXT_ITEM_SECONDS = 12.0, 5.0
 NOT_OURS = re.compile(r"site-packages|dist-packages|[/\\]ddp_course[/\\]|[/\\]lib[/\\]python|<frozen|<string>|<task>")
 
 

@@ -220,7 +220,7 @@ class Grader:
         with tempfile.TemporaryDirectory(dir=self.folder) as folder:
             path = Path(folder) / f"exercise{pristine.exercise:02d}.ipynb"
             path.write_text(nbformat.writes(notebook), encoding="utf-8")
-            cell_seconds = min(CELL_SECONDS, self.limits.seconds / 2)
+            cell_seconds = min(CELL_SECONDS, 0.6 * self.limits.seconds)
             order = {"job": "ddp_course.grading.nbval_run:run_notebook", "notebook": str(path)}
             lines, stopped = self.in_sandbox({**order, "cell_seconds": cell_seconds}, folder)
         code = [cell.id for cell in notebook.cells if cell.cell_type == "code"]

@@ -67,7 +67,8 @@ class Reporter:
         if call.excinfo is not None:
             error = call.excinfo.value
             inner = ANSI.sub("", getattr(error, "inner_traceback", None) or "").strip()
-            self.trouble[getattr(item, "cell_num", None)] = (last_error(inner) if inner else str(error))[:2000]
+            words = last_error(inner) if inner and "KeyboardInterrupt" not in inner else str(error)
+            self.trouble[getattr(item, "cell_num", None)] = words[:2000]
         return (yield)
 
     def pytest_runtest_logreport(self, report):

@@ -212,12 +212,14 @@ def names_in(tree):
 
 
 def fresh_notebook(pristine, answers):
-    """The pristine notebook with the learner's answers in it; those in trouble stay unsolved."""
+    """The pristine notebook with the learner's answers in it; tasks in trouble stay unsolved and unchecked."""
     notebook = copy.deepcopy(pristine.notebook)
+    cells = {cell.id: cell for cell in notebook.cells}
     for task, source in answers.sources.items():
-        cell = next(cell for cell in notebook.cells if cell.id == pristine.answer(task).id)
-        if task not in answers.troubles:
-            cell.source = NBVAL_MARKER.sub(r"\1 (without effect here)", source)
+        if task in answers.troubles:
+            cells[pristine.checks[task][0]].source = "pass"
+        else:
+            cells[pristine.answer(task).id].source = NBVAL_MARKER.sub(r"\1 (without effect here)", source)
     return notebook
 
 

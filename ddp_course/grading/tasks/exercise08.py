@@ -147,7 +147,7 @@ class MostHeld:
     def draw(random, hidden):
         cases = cases_of(random, hidden)["cases"]
         orders = [order(*case) for case in cases[::2] for order in (gpipe_order, one_f_one_b_order)]
-        return {"orders": orders + [[("F", 0), ("B", 0), ("F", 1), ("F", 2), ("B", 1), ("F", 3), ("B", 2), ("B", 3)]]}
+        return {"orders": [*orders, [("F", 0), ("B", 0), ("F", 1), ("F", 2), ("B", 1), ("F", 3), ("B", 2), ("B", 3)]]}
 
     def probe(most_held, orders):
         return [most_held(list(order)) for order in orders]
