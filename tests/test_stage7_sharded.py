@@ -473,3 +473,25 @@ def test_bad_input_is_refused():
 
     [nothing, stranger] = launch(refused, world_size=1)[0]
     assert "no trainable parameters" in nothing and "must be a submodule" in stranger
+
+
+def on_cuda():
+    from ddp_course import rank_device
+
+    place, results = (dist.get_rank(), dist.get_world_size()), []
+    batches = [(x.to(rank_device()), y.to(rank_device())) for x, y in tiny_batches(*place)]
+    model = tiny_model(seed=dist.get_rank()).to(rank_device())
+    stage7_sharded.train(model, batches, 0.1)
+    results.append(weights(model).cpu())
+    model = tiny_model().to(rank_device())
+    optimizer = ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    results.append(train_averaged(model, optimizer, batches).cpu())
+    return results
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_cuda():
+    for rank in launch(on_cuda, world_size=2, device="cuda"):
+        for result in rank:
+            assert (result - trained_alone()).abs().max() < 1e-12

@@ -359,3 +359,20 @@ def test_bad_settings_are_refused():
         assert messages[1] == "a batch of 3 cannot be cut into 4 micro-batches"
         assert "rank 0 runs forward" in messages[2] or "rank 0 runs backward" in messages[2]
         assert messages[3] == "2 ranks cannot form pipelines of 3"
+
+
+def on_cuda():
+    from ddp_course import rank_device
+
+    model = deep_model(seed=dist.get_rank()).to(rank_device())
+    batches = [(x.to(rank_device()), y.to(rank_device())) for x, y in tiny_batches()]
+    losses = stage8_pipeline.train(model, batches, 0.1)
+    return weights(model).cpu(), torch.tensor(losses)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_cuda():
+    expected, expected_losses = trained_alone()
+    for result, losses in launch(on_cuda, world_size=2, device="cuda"):
+        assert (result - expected).abs().max() < 1e-12 and (losses - expected_losses).abs().max() < 1e-12
