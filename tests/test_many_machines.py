@@ -55,8 +55,9 @@ def assert_same_run(folder, result, tolerance=0.0):
         assert (state["model"][name] - tensor).abs().max() <= tolerance
 
 
-def finished(command, seconds=240, **environment):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+def finished(folder, command, seconds=240, **environment):
+    """What the command prints; `folder` takes the log folders that torchrun leaves behind."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder), **environment}
     done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -67,7 +68,9 @@ def test_two_agents_on_two_hosts_train_as_one_machine_does(tmp_path):
     options = [*MODEL, "--stage", "4", "--steps", "5"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"]
     torchrun += ["--rdzv-backend=c10d", "--rdzv-endpoint=host0:29400", "-m", "ddp_course.train", *options]
-    finished([sys.executable, "-m", "ddp_course.running.on_hosts", "--", *torchrun, "--checkpoint", str(tmp_path)])
+    finished(
+        tmp_path, [sys.executable, "-m", "ddp_course.running.on_hosts", "--", *torchrun, "--checkpoint", str(tmp_path)]
+    )
     assert checkpoint.load(tmp_path)["world_size"] == 4
     assert_same_run(tmp_path, expected(options, 4))
 
@@ -76,7 +79,7 @@ def test_two_agents_on_two_hosts_train_as_one_machine_does(tmp_path):
 def test_an_elastic_job_outlives_a_host_and_takes_in_another(tmp_path):
     options = [*MODEL, "--stage", "4", "--steps", "300"]
     script = [sys.executable, str(Path(__file__).with_name("elastic_hosts.py")), str(tmp_path), *options]
-    lines = finished(script, 500).splitlines()
+    lines = finished(tmp_path, script, 500).splitlines()
     assert [line.split(" at ")[0] for line in lines] == [*(f"world size {k}" for k in (2, 1, 2)), "codes [0, 0]"]
     assert_same_run(tmp_path / "run", expected(options, 1), tolerance=1e-10)
 
@@ -145,7 +148,7 @@ def test_the_slurm_scripts(tmp_path, file):
     options = [*MODEL, "--stage", "6", "--steps", "3"]
     job = {"SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": str(os.getpid())}
     job |= {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_NAME": "ddp-course", "SLURM_NTASKS": "2"}
-    finished(["bash", str(DEPLOY / file), *options], PATH=path, RANKS_PER_NODE="1", **job)
+    finished(tmp_path, ["bash", str(DEPLOY / file), *options], PATH=path, RANKS_PER_NODE="1", **job)
     assert_same_run(tmp_path / "runs" / "ddp-course", expected(options, 2))
 
 
@@ -167,5 +170,5 @@ def test_the_kubernetes_job(tmp_path):
     mount = container["volumeMounts"][0]["mountPath"]
     arguments = [word.replace(mount, str(tmp_path)) for word in container["args"]]
     options = [*MODEL, "--steps", "3"]
-    finished([*container["command"], *arguments, *options], **environment)
+    finished(tmp_path, [*container["command"], *arguments, *options], **environment)
     assert_same_run(tmp_path / "first", expected([*options, "--stage", "6"], 2))

@@ -173,7 +173,7 @@ def test_under_torchrun_a_killed_rank_costs_the_steps_since_the_last_checkpoint(
     options = [*BYTES, "--steps", "160", "--every", "10", "--stage", "6"]
     command = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=3", "--standalone"]
     command += ["--monitor-interval=0.1", "-m", "ddp_course.train", *options, "--checkpoint", str(tmp_path)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}  # torchrun leaves folders
     with open(tmp_path / "log", "w") as log:
         agent = subprocess.Popen([sys.executable, *command], stdout=log, stderr=log, env=environment)
     for kill in range(2):

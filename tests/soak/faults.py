@@ -54,7 +54,7 @@ def run_with_faults(options, world_size, every, end, chance, folder):
     """Run torchrun, with a fault every `every` seconds until `end`, to the end of the run; returns the faults."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
     command += ["--max-restarts=100000", "--monitor-interval=0.1", "-m", "ddp_course.train", *options]
-    faults, environment = 0, {**os.environ, "OMP_NUM_THREADS": "1"}
+    faults, environment = 0, {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": folder}
     with open(Path(folder, "log"), "a") as log:
         agent = subprocess.Popen([*command, "--checkpoint", f"{folder}/run"], stdout=log, stderr=log, env=environment)
         due = time.monotonic() + every
