@@ -1,0 +1,50 @@
+"""Numbers with units, as people write them."""
+
+import pytest
+
+from ddp_course.running import units
+
+
+@pytest.mark.parametrize(
+    ("parse", "text", "value"),
+    [
+        (units.bits_per_second, "200Mbit", 2e8),
+        (units.bits_per_second, "3.6Tbit", 3.6e12),
+        (units.bits_per_second, "1.5 Gbit/s", 1.5e9),
+        (units.bits_per_second, "64kbit", 64e3),
+        (units.seconds, "5ms", 5e-3),
+        (units.seconds, "10us", 1e-5),
+        (units.seconds, "10µs", 1e-5),
+        (units.seconds, "0s", 0),
+        (units.nbytes, "16MiB", 16 * 2**20),
+        (units.nbytes, "500kB", 500_000),
+        (units.nbytes, "4096", 4096),
+    ],
+)
+def test_units_are_read(parse, text, value):
+    assert parse(text) == pytest.approx(value, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("parse", "text", "words"),
+    [
+        (units.bits_per_second, "200", "write it like 200Mbit"),
+        (units.bits_per_second, "200MB", 'the bandwidth "200MB"'),
+        (units.bits_per_second, "0Mbit", "more than zero"),
+        (units.bits_per_second, "-1Mbit", "more than zero"),
+        (units.bits_per_second, "1..5Mbit", "cannot read"),
+        (units.bits_per_second, "", "cannot read"),
+        (units.seconds, "5", "write it like 5ms"),
+        (units.seconds, "-5ms", "more than zero"),
+        (units.nbytes, "many", "write it like 16MiB"),
+        (units.nbytes, "-4", "size"),
+    ],
+)
+def test_nonsense_is_refused_with_an_example(parse, text, words):
+    with pytest.raises(ValueError, match=words.replace(".", r"\.")):
+        parse(text)
+
+
+def test_zero_seconds_can_be_refused():
+    with pytest.raises(ValueError, match="more than zero"):
+        units.seconds("0ms", zero=False)
