@@ -45,6 +45,8 @@ class Flat:
 
     def __init__(self, parameters, group=None):
         self.parameters, self.group = parameters, group
+        self.shapes = [parameter.shape for parameter in parameters]
+        self.lengths = {parameter: parameter.numel() for parameter in parameters}
         rank, world_size, _, _ = wire.neighbours(group)
         self.full = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
         self.chunks = self.full.tensor_split(world_size)
@@ -59,8 +61,8 @@ class Flat:
 
     def views(self, flat):
         """The part of `flat` (as long as `full`) that belongs to each parameter, in the parameter's shape."""
-        sizes = [parameter.numel() for parameter in self.parameters]
-        return [piece.view(p.shape) for p, piece in zip(self.parameters, flat.split(sizes), strict=True)]
+        pieces = flat.split(list(self.lengths.values()))
+        return [piece.view(shape) for shape, piece in zip(self.shapes, pieces, strict=True)]
 
     def cut(self):
         """Find the part of each parameter that lies in this rank's chunk."""
@@ -231,7 +233,7 @@ def local_state(flats, parameter, entries):
             outside, _ = flat.pieces[parameter]
             yield {
                 key: value.reshape(-1)[outside].to(parameter.device, copy=True)
-                if isinstance(value, torch.Tensor) and value.numel() == parameter.numel() and key != "step"
+                if isinstance(value, torch.Tensor) and value.numel() == flat.lengths[parameter] and key != "step"
                 else deepcopy(value)
                 for key, value in entries.items()
             }
@@ -246,6 +248,7 @@ class FreeableFlat(Flat):
 
     def __init__(self, parameters, group=None):
         super().__init__(parameters, group)
+        self.whole = self.views(self.full)
         self.shard, self.bytes = self.mine.clone(), self.full.untyped_storage().nbytes()
         self.shards = {
             parameter: torch.nn.Parameter(self.shard[inside], requires_grad=parameter.requires_grad)
@@ -257,11 +260,15 @@ class FreeableFlat(Flat):
     def gather(self):
         """Bring the whole parameters into being; this rank sends (K-1)/K of their bytes."""
         self.full.untyped_storage().resize_(self.bytes)
+        for parameter, view in zip(self.parameters, self.whole, strict=True):
+            parameter.data = view
         self.mine.copy_(self.shard)
         gather_chunks(self.chunks, group=self.group)
 
     def free(self):
-        """Let go of the whole parameters."""
+        """Let go of the whole parameters; whoever looks at one now finds it empty, not memory that is gone."""
+        for parameter in self.parameters:
+            parameter.data = self.full.new_empty(0)
         self.full.untyped_storage().resize_(0)
 
     def collect(self):
