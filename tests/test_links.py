@@ -193,6 +193,18 @@ def test_messages_under_way_keep_their_own_times(switch):
     assert switch.clock.slept == [1.0, 2.0, 3.0, 1.5, 2.5, 3.5]
 
 
+@pytest.mark.parametrize("pause, late", [(0.001, 0.0), (1.0, 0.003)])
+def test_a_rank_that_was_woken_late_and_goes_on_at_once_makes_up_for_it(switch, monkeypatch, pause, late):
+    monkeypatch.setattr(throttle.time, "sleep", lambda seconds: setattr(switch.clock, "now", 101.503))
+    first, second = throttle.Throttle(switch, 0), throttle.Throttle(switch, 2)
+    first.post("send", 1000, 2)
+    answer, _, _ = first.post("recv", 1000, 2)
+    second.finish(second.post("recv", 1000, 0))  # due at 101.5
+    switch.clock.now += pause
+    second.post("send", 1000, 0)
+    assert answer[throttle.DEPARTS] == pytest.approx(101.5 + late + pause + 1.0)
+
+
 def test_groups_have_channels_of_their_own(switch):
     groups = [SimpleNamespace(group_name=name) for name in "abc"]
     channels = [throttle.channel(group) for group in groups]

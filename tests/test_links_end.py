@@ -25,15 +25,23 @@ from ddp_course.running.links import Link
 HOSTS = pytest.mark.skipif(bool(links.available()["hosts"]), reason="no virtual hosts here")
 
 
+def me_and_mine():
+    """This rank's process, those that it depends on, and the network namespaces that they live in."""
+    me, agent = psutil.Process(), psutil.Process(os.getppid())
+    return {
+        "rank": me.pid,
+        "agent": agent.pid,
+        "server": agent.ppid(),
+        "network": os.stat("/proc/self/ns/net").st_ino,
+        "agents_network": os.stat(f"/proc/{agent.pid}/ns/net").st_ino,
+    }
+
+
 def stay(folder):
     """Write down who and where this rank is, then wait to be killed."""
-    me, agent = psutil.Process(), psutil.Process(os.getppid())
-    network = os.stat("/proc/self/ns/net").st_ino
-    seen = {"rank": me.pid, "agent": agent.pid, "server": agent.ppid(), "network": network}
-    seen["agents_network"] = os.stat(f"/proc/{agent.pid}/ns/net").st_ino
-    dist.barrier()
     partial = Path(folder, f"{dist.get_rank()}.partial")
-    partial.write_text(json.dumps(seen))
+    partial.write_text(json.dumps(me_and_mine()))
+    dist.barrier()
     partial.rename(Path(folder, f"{dist.get_rank()}.json"))
     signal.pause()
 

@@ -8,10 +8,15 @@ comes second, at time t, books n bytes on the sender's outgoing and on the recei
 
 Each side then waits for its moment on the machine's monotonic clock. The bookings lie in memory that all ranks
 of a launch share, as a switch between them would know them.
+
+With more ranks than processor cores, the operating system wakes a rank some milliseconds too late, and over the
+many steps of a ring that would add up. So a rank that was woken late and sends at once has its message booked as
+if it had been woken in time, and waits the shorter for it.
 """
 
 import mmap
 import multiprocessing
+import threading
 import time
 import zlib
 
@@ -21,6 +26,7 @@ import torch.distributed as dist
 CHANNELS = 4  # the default group, and three for all others, by their names
 DEPTH = 512  # messages between two ranks that may be under way at once
 NUMBER, DEPARTS, ARRIVES = range(3)
+AT_ONCE = 0.005  # seconds after being woken
 
 
 class Switch:
@@ -36,11 +42,11 @@ class Switch:
         self.free = shared(2, max(hosts) + 1)  # outgoing and incoming, monotonic seconds
         self.slots = shared(len(hosts), len(hosts), CHANNELS, DEPTH, 3)
 
-    def book(self, sender, receiver, nbytes):
-        """Take the time of one message from both links; returns when it departs and when it arrives."""
+    def book(self, sender, receiver, nbytes, ready):
+        """Take the time of one message, both sides `ready` for it, from both links: when it departs and arrives."""
         outgoing, incoming = self.free
         source, destination, duration = self.hosts[sender], self.hosts[receiver], nbytes * self.seconds_per_byte
-        start = max(time.monotonic(), outgoing[source])
+        start = max(ready, outgoing[source])
         outgoing[source] = start + duration
         incoming[destination] = max(start + self.latency, incoming[destination]) + duration
         return outgoing[source], incoming[destination]
@@ -52,6 +58,7 @@ class Throttle:
     def __init__(self, switch: Switch, rank: int):
         self.switch, self.rank = switch, rank
         self.posted = np.zeros((2, *switch.slots.shape[:3]), dtype=int)  # messages so far, as sender and as receiver
+        self.woken = threading.local()  # when this thread's last wait ended, and when it should have
 
     def post(self, kind, nbytes, peer, group=None):
         """Announce a "send" to or a "recv" from global rank `peer`; returns a ticket for `finish`."""
@@ -59,24 +66,31 @@ class Throttle:
         sender, receiver = (peer, self.rank) if receiving else (self.rank, peer)
         if self.switch.hosts[sender] == self.switch.hosts[receiver]:
             return None
-        way = sender, receiver, channel(group)
+        way, now = (sender, receiver, channel(group)), self.now()
         with self.switch.lock:
             self.posted[receiving][way] += 1
             number = self.posted[receiving][way]
             slot = self.switch.slots[way][number % DEPTH]
-            if slot[NUMBER] == number:  # the other side is there already
-                slot[DEPARTS:] = self.switch.book(sender, receiver, nbytes)
+            if slot[NUMBER] == number:  # the other side is there already, since the time in the slot
+                slot[DEPARTS:] = self.switch.book(sender, receiver, nbytes, max(now, slot[DEPARTS]))
             else:
-                slot[:] = number, 0.0, 0.0
+                slot[:] = number, now, 0.0
         return slot, number, ARRIVES if receiving else DEPARTS
 
     def finish(self, ticket):
         """Wait for the moment at which the message has left (sender) or arrived (receiver)."""
-        if ticket is not None:
-            slot, number, moment = ticket
-            remaining = slot[moment] - time.monotonic()
-            if slot[NUMBER] == number and remaining > 0:
-                time.sleep(remaining)
+        if ticket is None:
+            return
+        slot, number, moment = ticket
+        due = slot[moment]
+        if slot[NUMBER] == number and due > self.now():
+            time.sleep(max(0.0, due - time.monotonic()))
+            self.woken.at, self.woken.due = time.monotonic(), due
+
+    def now(self):
+        """The time on this thread's clock: set back by what it was woken late, if that was a moment ago."""
+        now, at = time.monotonic(), getattr(self.woken, "at", None)
+        return now if at is None or now - at > AT_ONCE else now - max(0.0, at - self.woken.due)
 
 
 def shared(*shape):
