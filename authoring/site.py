@@ -94,8 +94,22 @@ def notebook_page(path):
                 del output.data[WIDGET]
     notebook.metadata.pop("widgets", None)
     body, _ = HTMLExporter(template_name="lab").from_notebook_node(notebook)
+    body = with_alt_texts(body, notebook)
     url = f"{path.parent.name}/{path.stem}.html"
     return {"url": url, "title": title_of(text, path), "text": plain(text), "html": without_scripts(body)}
+
+
+def with_alt_texts(body, notebook):
+    """Put the figures' own descriptions in the place of nbconvert's, one after the other."""
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    figures = [output for output in outputs if "image/png" in output.get("data", {})]
+    alts = [one.metadata.get("image/png", {}).get("alt") or one.data.get("text/plain", "a figure") for one in figures]
+    remaining = iter(alts)
+    return re.sub(
+        r'alt="No description has been provided for this image"',
+        lambda _: f'alt="{html.escape(next(remaining, "a figure"))}"',
+        body,
+    )
 
 
 def document_page(path):

@@ -103,11 +103,11 @@ r"""
 ## Run
 
 Six strategies, each from the same weights, on the same batches. Stages 1 and 2 are one process; all others are
-K processes. The last one is PyTorch's own DDP. (The terminal command `ddp-course compare` does the same.)
+K processes. The last one is PyTorch's own DDP. All run on the CPU here, so that everybody sees the same. (The terminal command `ddp-course compare` does the same.)
 """
 
 # %% compare
-results = compare.run("digits", world_size=K, steps=24, link=Link("200Mbit"))
+results = compare.run("digits", world_size=K, steps=24, device="cpu", link=Link("200Mbit"))
 print(compare.table(results))
 
 # %% [markdown]

@@ -16,7 +16,9 @@ one of them. Is the result still the same? And what does it cost?
 """
 
 # %% imports
-from ddp_course import DataParallel, claims, problems, show, stage1_single, stage2_dataparallel, torch
+from ddp_course import (
+    DataParallel, claims, launch, problems, show, stage1_single, stage2_dataparallel, timing, torch,
+)  # fmt: skip
 
 K = 4  # how many devices; 2 works as well
 
@@ -198,8 +200,44 @@ finding
 
 # %% [markdown]
 r"""
-So threads are not useless, and yet processes are better: the Python part of every layer's call is serial, the
-replicas are made anew in every step, and the master does everything else alone.
+So threads are not useless. How good are they? Two shards of text, each with its own copy of the model: one after the
+other, in two threads, and in two processes.
+"""
+
+
+# %% threads-and-processes
+def seconds(map_shards, count):
+    torch.set_num_threads(1)
+    models, best = [text.model() for _ in range(count)], [9.0, 9.0]
+    batches = [next(text.batches(16, 1, seed=shard)) for shard in range(count)]
+    for _ in range(6):
+        with timing.stopwatch() as forward:
+            losses = map_shards(loss_of, models, batches)
+        with timing.stopwatch() as backward:
+            map_shards(torch.Tensor.backward, losses)
+        best = [min(best[0], forward.seconds), min(best[1], backward.seconds)]
+    return best
+
+
+def loss_of(model, batch):
+    return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def in_turn(function, *arguments):
+    return list(map(function, *arguments))
+
+
+# %% threads-figure
+rows = {"in turn": launch(seconds, in_turn, 2, world_size=1)[0]}
+rows["threads"] = launch(seconds, stage2_dataparallel.in_threads, 2, world_size=1)[0]
+rows["processes"] = [max(both) for both in zip(*launch(seconds, in_turn, 1, world_size=2))]
+parts = {f"{part}\n{way}": 1000 * row[i] for i, part in enumerate(["forward", "backward"]) for way, row in rows.items()}
+show.bars(parts, "time for two shards (ms)", "Two shards: in turn, in threads, in processes", form="{:.1f}")
+
+# %% [markdown]
+r"""
+Processes are at least as good, and stay so when more of the work is Python: the calls of every layer are serial in threads,
+the replicas are made anew in every step, and the master does everything else alone.
 
 ## What torch does
 

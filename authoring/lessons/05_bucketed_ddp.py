@@ -111,8 +111,11 @@ def steps_of(train, count=4, **options):
 
 # %% run
 link = Link("200Mbit")
-plain = [steps[-1] for steps in launch(steps_of, stage4_ring.train, world_size=K, link=link)]
-overlapped = [steps[-1] for steps in launch(steps_of, stage5_bucketed.train, bucket_cap_mb=0.1, world_size=K, link=link)]
+plain = [steps[-1] for steps in launch(steps_of, stage4_ring.train, world_size=K, link=link, device="cpu")]
+overlapped = [
+    steps[-1]
+    for steps in launch(steps_of, stage5_bucketed.train, bucket_cap_mb=0.1, world_size=K, link=link, device="cpu")
+]
 
 # %% [markdown]
 r"""
@@ -164,7 +167,7 @@ rank), and what the link carries; it plays a step as a sequence of events.
 
 # %% measure-caps
 def step_ms(cap):
-    ranks = launch(steps_of, stage5_bucketed.train, count=6, bucket_cap_mb=cap, world_size=K, link=link)
+    ranks = launch(steps_of, stage5_bucketed.train, count=6, bucket_cap_mb=cap, world_size=K, link=link, device="cpu")
     slowest = [max(steps[i][-1].end - steps[i][0].start for steps in ranks) for i in range(5)]
     return 1000 * sorted(slowest)[2]
 
@@ -179,7 +182,7 @@ def profile():
     return simulate.profile(text.model(), *next(text.batches(48, 1, rank=dist.get_rank(), world_size=K)))
 
 
-layers = launch(profile, world_size=K)[0]
+layers = launch(profile, world_size=K, device="cpu")[0]
 network = simulate.Network(theory.Costs.of_link(200e6, latency=300e-6))
 
 # %% [markdown]

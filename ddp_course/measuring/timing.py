@@ -1,6 +1,9 @@
 """How long a collective takes, on all ranks: the slowest counts. And layers that take a known time."""
 
+import os
+import signal
 import statistics
+import tempfile
 from contextlib import contextmanager
 from time import perf_counter, sleep
 from types import SimpleNamespace
@@ -17,7 +20,7 @@ def time_collective(collective, nbytes, world_size, link=None, repeats=3):
 
     `collective` works in place and is called once beforehand, to open the connections. The slowest rank counts.
     """
-    ranks = launch(_time_on_rank, collective, nbytes, repeats, world_size=world_size, link=link)
+    ranks = launch(_time_on_rank, collective, nbytes, repeats, world_size=world_size, link=link, device="cpu")
     return statistics.median(max(times) for times in zip(*ranks, strict=True))
 
 
@@ -36,7 +39,7 @@ def _time_on_rank(collective, nbytes, repeats):
 
 def count_traffic(collective, nbytes, world_size):
     """What each rank sends and receives in one `collective(tensor)` of `nbytes`: a list of `wire.Traffic`."""
-    return launch(_count_on_rank, collective, nbytes, world_size=world_size)
+    return launch(_count_on_rank, collective, nbytes, world_size=world_size, device="cpu")
 
 
 def _count_on_rank(collective, nbytes):
@@ -80,3 +83,15 @@ class _Sleep(torch.autograd.Function):
     def backward(context, gradient):
         sleep(context.backward_ms * len(gradient) / 1000)
         return gradient, None, None
+
+
+def kill_this_process():
+    """End this process as the system does when memory runs out: by SIGKILL, at once, without a word."""
+    os.kill(os.getpid(), getattr(signal, "SIGKILL", signal.SIGTERM))
+
+
+@contextmanager
+def temporary_folder():
+    """A new folder, as text, that is deleted after the block."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield folder

@@ -13,6 +13,10 @@ _HOME = {
     "compare_figure": "plots",
     "STAGE_COLOURS": "plots",
     "predict": "widgets",
+    "command": "shell",
+    "scaling_figure": "simulator_plots",
+    "winners_figure": "simulator_plots",
+    "bucket_cap_figure": "simulator_plots",
 }
 _MODULES = {"plots", "sketches", "widgets"}
 __all__ = sorted([*_HOME, *_MODULES, "diff", "source"])

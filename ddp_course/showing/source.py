@@ -5,15 +5,31 @@ import inspect
 import textwrap
 from html import escape
 
+from pygments import highlight
+from pygments.formatters import HtmlFormatter
+from pygments.lexers import PythonLexer
+
 _COLOURS = {"+": "background:#D9F2E3", "-": "background:#FBDDD0", " ": ""}
 _BLOCK = "font-family:monospace;font-size:0.9em;line-height:1.35;white-space:pre;overflow-x:auto;color:#111;"
 
 
 def source(*things):
-    """Show the source of functions, classes or methods, coloured; the value is an `IPython.display.Code`."""
-    from IPython.display import Code
+    """Show the source of functions, classes or methods, coloured."""
+    return Source("\n\n".join(text(thing) for thing in things).rstrip("\n"))
 
-    return Code("\n\n".join(text(thing) for thing in things).rstrip("\n"), language="python")
+
+class Source:
+    """A text of Python, coloured where HTML can be shown."""
+
+    def __init__(self, text):
+        self.text = text
+
+    def __repr__(self):
+        return self.text
+
+    def _repr_html_(self):
+        coloured = highlight(self.text, PythonLexer(), HtmlFormatter(noclasses=True, nowrap=True))
+        return f'<div style="{_BLOCK}background:#F7F7F7;padding:0.4em 0.6em">{coloured}</div>'
 
 
 def text(thing):

@@ -184,3 +184,70 @@ def _bucket_figure(steps, measured, cap):
         below.set(xlabel="bucket cap (MiB)", ylabel="step (ms)", ylim=(0, None))
         below.legend(loc="lower left")
     return picture
+
+
+def decision_chart(billions=7, memory_gb=24, devices=8, bandwidth="100Gbit"):
+    """Which strategy for which model and machine: sliders, memory a device for each strategy, and a recommendation."""
+    return Explorer(
+        decision_figure,
+        billions=choice("parameters (billions)", billions, [0.1, 0.3, 1, 3, 7, 13, 30, 70, 180, 400]),
+        memory_gb=choice("memory a device (GB)", memory_gb, [8, 16, 24, 40, 80, 141, 192]),
+        devices=choice("devices", devices, [1, 2, 4, 8, 16, 64, 256, 1024]),
+        bandwidth=choice("link between devices", bandwidth, BANDWIDTHS),
+    )
+
+
+def memory_needed(billions, devices):
+    """GB a device for each strategy: 16 bytes a parameter (float32, Adam) and a fifth more for activations.
+
+    Fully sharded, two blocks of 1/32 of the model are whole at a time.
+    """
+    whole = 1.2 * 16 * billions
+    return {
+        "DDP": whole,
+        "ZeRO-1": 1.2 * (8 + 8 / devices) * billions,
+        "fully sharded": whole / devices + 2 * 4 * billions / 32,
+        "pipeline": whole / devices,
+    }
+
+
+def decide(billions, memory_gb, devices, bandwidth):
+    """Return (strategy, reason): the simplest one that fits, fully sharded only where its traffic takes under 10 s."""
+    from ..running.units import bits_per_second
+
+    needed = memory_needed(billions, devices)
+    fits = [name for name, size in needed.items() if size <= memory_gb]
+    if devices == 1:
+        return ("one device", "it fits") if "DDP" in fits else ("more devices", "one is too small for this model")
+    gathering_s = 3 * (devices - 1) / devices * 4e9 * billions * 8 / bits_per_second(bandwidth)
+    if "fully sharded" in fits and "ZeRO-1" not in fits and gathering_s > 10 and "pipeline" in fits:
+        return "pipeline", f"gathering parameters would take {gathering_s:,.0f} s a step"
+    reasons = {"DDP": "everything fits on each device", "ZeRO-1": "all but the optimizer state fits"}
+    for name in ("DDP", "ZeRO-1", "fully sharded", "pipeline"):
+        if name in fits:
+            return name, reasons.get(name, f"only split over {devices} devices it fits")
+    return "more devices", f"even split over {devices} it does not fit"
+
+
+def decision_figure(billions=7, memory_gb=24, devices=8, bandwidth="100Gbit"):
+    """The plain figure of `decision_chart`."""
+    needed = memory_needed(billions, devices)
+    name, reason = decide(billions, memory_gb, devices, bandwidth)
+    message = f"{billions:g} billion parameters, {devices} x {memory_gb} GB: {name} ({reason})"
+    picture, axes = panels(width=7.2, height=2.6, message=message, alt=f"Bars of memory a device. {message}")
+    with style():
+        colours = [STAGE_COLOURS["6"], STAGE_COLOURS["7"], STAGE_COLOURS["7"], STAGE_COLOURS["8"]]
+        shades = [
+            colour if size <= memory_gb else "#D9D9D9" for colour, size in zip(colours, needed.values(), strict=True)
+        ]
+        axes.barh(range(4), list(needed.values()), color=shades, height=0.6)
+        axes.axvline(memory_gb, color="black", linestyle="--")
+        logarithmic(axes, "x")
+        low, high = min([*needed.values(), memory_gb]), max([*needed.values(), memory_gb])
+        axes.set(xlim=(low / 4, high * 4), ylim=(3.6, -0.6), xlabel="memory a device (GB); dashed: what it has")
+        for row, size in enumerate(needed.values()):
+            axes.text(size * 1.06, row, f"{size:,.3g} GB", va="center", fontsize=9)
+        axes.set_yticks(range(4), list(needed))
+        axes.grid(axis="y", visible=False)
+        axes.set_title(message, fontsize=9.5)
+    return picture

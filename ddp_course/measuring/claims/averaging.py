@@ -8,12 +8,11 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 
 from ... import problems
-from ...running.launch import launch
 from ...stage3_paramserver import broadcast_parameters, gradients
 from ...stage4_ring import average_on_ring
 from ...stage5_bucketed import BucketedDDP
 from .claim import Claim, Outcome
-from .models import batch_of, flat, me, vectors, weights
+from .models import batch_of, flat, me, on_cpu, vectors, weights
 
 RANKS, BATCH, STEPS, RATE = 4, 24, 8, 0.02
 
@@ -35,7 +34,7 @@ def must_scale_rate(reduction):
     """Do K ranks match one device if (and only if) the learning rate is multiplied by K?"""
     rate = RATE / (BATCH if reduction == "sum" else 1)
     single = train(reduction, rate)
-    same, scaled = launch(lambda: [train(reduction, factor * rate, *me()) for factor in (1, RANKS)], world_size=RANKS)[
+    same, scaled = on_cpu(lambda: [train(reduction, factor * rate, *me()) for factor in (1, RANKS)], world_size=RANKS)[
         0
     ]
     off_same, off_scaled = (float((many - single).abs().max()) for many in (same, scaled))
@@ -63,7 +62,7 @@ def must_share_seed(broadcast):
     """Do replicas drift apart unless all ranks use the same seed?"""
 
     def replicas(same_seed):
-        ranks = launch(seeds_on_rank, broadcast, same_seed, world_size=2)
+        ranks = on_cpu(seeds_on_rank, broadcast, same_seed, world_size=2)
         return torch.equal(ranks[0][0], ranks[1][0]), torch.equal(ranks[0][1], ranks[1][1])
 
     (equal_own, masks_own), (equal_same, masks_same) = replicas(False), replicas(True)
@@ -99,7 +98,7 @@ def sees_global_batch(synchronised):
     """Does BatchNorm on K ranks normalise as one device does with the whole batch?"""
     samples = torch.randn(16, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).cumsum(0)
     whole = torch.nn.BatchNorm1d(4, dtype=torch.float64)(samples).detach()
-    parts = torch.cat(launch(batchnorm_on_rank, synchronised, samples, world_size=2))
+    parts = torch.cat(on_cpu(batchnorm_on_rank, synchronised, samples, world_size=2))
     off = float((parts - whole).abs().max())
     return Outcome(off < 1e-12, f"outputs differ from the whole batch's by {off:.0e}")
 
@@ -122,7 +121,7 @@ def clip_on_rank(limit):
 
 def clip_anywhere(limit):
     """Does clipping each gradient as it appears equal clipping all of them after backward?"""
-    early, late = launch(clip_on_rank, limit, world_size=2)[0]
+    early, late = on_cpu(clip_on_rank, limit, world_size=2)[0]
     off = float((early - late).norm() / late.norm())
     return Outcome(off < 1e-12, f"norm limit {limit:g}: gradients differ by {100 * off:.0f} %")
 
@@ -139,7 +138,7 @@ def layout_on_rank(cap):
 
 def layout_is_harmless(world_size):
     """Do different bucket caps give the same bits?"""
-    one, other = (launch(layout_on_rank, cap, world_size=world_size)[0] for cap in (0.01, 25.0))
+    one, other = (on_cpu(layout_on_rank, cap, world_size=world_size)[0] for cap in (0.01, 25.0))
     different = int((one != other).sum())
     off = float((one - other).abs().max())
     return Outcome(

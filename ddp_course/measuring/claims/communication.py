@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 
 from ...running import wire
-from ...running.launch import launch
 from ...running.links import Link
 from ...stage3_paramserver import average_on_server
 from ...stage4_ring import ring_all_reduce, whole_gradient_ring
@@ -16,7 +15,7 @@ from .. import simulate, theory
 from ..simulate import resnets
 from ..timing import count_traffic, time_collective
 from .claim import Claim, Outcome
-from .models import Branches
+from .models import Branches, on_cpu
 
 MIB = 2**20
 
@@ -138,14 +137,14 @@ def backend_calls(parallel, inputs):
 
 def search_is_free(find_unused):
     """Does a step with `find_unused_parameters` do no more collectives than one without?"""
-    plain = launch(traffic_on_rank, ("left", "right"), False, world_size=2)[0][1]
-    calls = launch(traffic_on_rank, ("left", "right"), find_unused, world_size=2)[0][1]
+    plain = on_cpu(traffic_on_rank, ("left", "right"), False, world_size=2)[0][1]
+    calls = on_cpu(traffic_on_rank, ("left", "right"), find_unused, world_size=2)[0][1]
     return Outcome(calls <= plain, f"{calls - plain} more all-reduce a step, and a walk through the graph")
 
 
 def only_used_travel(used):
     """Are only the bytes of parameters in use communicated?"""
-    sent, _, sizes = launch(traffic_on_rank, used, True, world_size=2)[0]
+    sent, _, sizes = on_cpu(traffic_on_rank, used, True, world_size=2)[0]
     wanted = sum(size for name, size in sizes.items() if name in (*used, "trunk"))
     everything = sum(sizes.values())
     number = f"{100 * sent / everything:.0f} % of the bytes sent, {100 * wanted / everything:.0f} % in use"

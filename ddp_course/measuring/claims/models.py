@@ -1,10 +1,15 @@
 """Small models and helpers that several experiments share."""
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
 from ... import problems
+from ...running.launch import launch
+
+on_cpu = partial(launch, device="cpu")  # on every machine the same experiment
 
 
 def batch_of(problem, global_batch, rank=0, world_size=1, step=0):

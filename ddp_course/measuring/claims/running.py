@@ -17,13 +17,12 @@ from torch.utils.data import DistributedSampler
 
 from ...errors import RankError
 from ...running import checkpoint
-from ...running.launch import launch
 from ...stage3_paramserver import broadcast_parameters, gradients
 from ...stage4_ring import average_on_ring
 from ...stage5_bucketed import BucketedDDP
 from .claim import Claim, Outcome
 from .communication import backend_calls
-from .models import Branches, batch_of, flat, me, vectors, weights
+from .models import Branches, batch_of, flat, me, on_cpu, vectors, weights
 
 
 def python_work():
@@ -69,8 +68,8 @@ def calls_on_rank(used, options):
 
 def static_saves_work(used, needs_search):
     """Does declaring the graph static save a collective in each step?"""
-    dynamic = launch(calls_on_rank, used, {"find_unused_parameters": needs_search}, world_size=2)[0]
-    static = launch(calls_on_rank, used, {"static_graph": True}, world_size=2)[0]
+    dynamic = on_cpu(calls_on_rank, used, {"find_unused_parameters": needs_search}, world_size=2)[0]
+    static = on_cpu(calls_on_rank, used, {"static_graph": True}, world_size=2)[0]
     return Outcome(static < dynamic, f"{dynamic} all-reduces a step, {static} with a static graph")
 
 
@@ -95,8 +94,8 @@ def memory_on_rank(how):
 
 def saves_memory(how):
     """Does a rank of four hold less than one device alone?"""
-    alone = launch(memory_on_rank, "alone", world_size=1)[0]
-    shared = max(launch(memory_on_rank, how, world_size=4))
+    alone = on_cpu(memory_on_rank, "alone", world_size=1)[0]
+    shared = max(on_cpu(memory_on_rank, how, world_size=4))
     return Outcome(shared < 0.5 * alone, f"{shared / alone:.2f} of one device's memory on each of 4 ranks")
 
 
@@ -124,11 +123,11 @@ def resumable(folder, steps, victim=None):
 def halts(victim):
     """Does the run end when a rank is killed, and can it go on from the checkpoint as if nothing had been?"""
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as undisturbed:
-        expected, _ = launch(resumable, undisturbed, 6, world_size=2)[0]
+        expected, _ = on_cpu(resumable, undisturbed, 6, world_size=2)[0]
         try:
-            launch(resumable, folder, 6, victim, world_size=2)
+            on_cpu(resumable, folder, 6, victim, world_size=2)
         except RankError as error:
-            after, start = launch(resumable, folder, 6, world_size=2)[0]
+            after, start = on_cpu(resumable, folder, 6, world_size=2)[0]
             off = float((after - expected).abs().max())
             named = f"rank {victim}" in str(error)
             number = f"{'named' if named else 'did not name'} rank {victim}; resumed at step {start}, off by {off:g}"
@@ -158,7 +157,7 @@ def backward_inside_is_enough(forward_inside):
 
     local = []
     for wrap in (TorchDDP, DistributedDataParallel):
-        ranks = launch(accumulate_on_rank, wrap, forward_inside, world_size=2)
+        ranks = on_cpu(accumulate_on_rank, wrap, forward_inside, world_size=2)
         local.append(not torch.equal(*ranks))
     state = "local" if all(local) else "synchronised all the same" if not any(local) else "local in one of the two"
     return Outcome(all(local), f"gradients are {state} (torch's DDP and ours)")
@@ -212,8 +211,9 @@ def cost_on_rank(wrapped):
 
 def is_free(wrapped):
     """Does a step of DDP on one device do no more operations than a plain one?"""
-    (plain, parallel), (before, after) = launch(cost_on_rank, wrapped, world_size=1)[0]
-    number = f"{parallel - plain} operations more than {plain}, {100 * (after / before - 1):+.0f} % time for this small model"
+    (plain, parallel), (before, after) = on_cpu(cost_on_rank, wrapped, world_size=1)[0]
+    extra = f"{100 * (after / before - 1):+.0f} % time for this small model"
+    number = f"{parallel - plain} operations more than {plain}, {extra}"
     return Outcome(parallel <= plain, number)
 
 

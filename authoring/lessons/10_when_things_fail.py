@@ -1,0 +1,297 @@
+# %% [markdown]
+r"""
+# 10 · When things fail
+
+Four processes fail four times as often as one, and in new ways: one dies and the others wait for it; two disagree
+about what to do next; one is merely slow. This lesson breaks things on purpose, so that you know what it looks like.
+
+**After this lesson you can**
+
+- read an error of a distributed run and name the rank that caused it,
+- find out where a run hangs,
+- resume from a checkpoint exactly where the run was,
+- find a slow rank in a timeline.
+
+*30 minutes, under a minute of computing.*
+"""
+
+# %% imports
+from ddp_course import (
+    checkpoint, claims, dist, errors, finite, launch, problems, ring_all_reduce,
+    show, stage4_ring, stage5_bucketed, stragglers, timeline, timing, torch, train,
+)  # fmt: skip
+
+K = 4  # how many ranks; 2 works as well
+
+
+def failing(fn, **options):
+    try:
+        launch(fn, world_size=K, **options)
+    except errors.CourseError as error:
+        return error
+
+
+# %% [markdown]
+r"""
+## Predict: one rank raises
+
+Rank 1 divides by zero. All other ranks are waiting for its part of the sum, and lose their connection a moment later.
+"""
+
+# %% predict
+guess = show.predict(
+    "What will the other ranks report?", ["nothing, they go on", "a division by zero too", "a lost connection"]
+)
+guess
+
+
+# %% exception
+def divide():
+    tensor = torch.ones(1000)
+    if dist.get_rank() == 1:
+        1 / 0
+    return ring_all_reduce(tensor)
+
+
+error = failing(divide)
+print(error)
+
+# %% check-culprit
+# NBVAL_CHECK_OUTPUT
+assert error.rank == 1 and error.type_name == "ZeroDivisionError"
+print("the culprit is rank 1: a ZeroDivisionError")
+
+# %% reveal
+guess.reveal("; ".join(sorted({failure.type_name for failure in error.failures[1:]})) or "nothing", "a lost connection")
+
+# %% [markdown]
+r"""
+With plain `torchrun` you see all tracebacks mixed, often those of the victims first. Look for the *earliest*, and for
+the one that is not about connections. Our launcher does that for you.
+
+## One rank is killed
+
+The system kills processes that use too much memory, with SIGKILL (signal 9): no traceback, nothing.
+"""
+
+
+# %% killed
+def out_of_memory():
+    if dist.get_rank() == 1:
+        timing.kill_this_process()
+    dist.barrier()
+
+
+error = failing(out_of_memory)
+print(str(error).splitlines()[0])
+
+# %% check-killed
+# NBVAL_CHECK_OUTPUT
+assert error.rank == 1 and "SIGKILL" in str(error)
+print("the culprit is rank 1, killed by SIGKILL")
+
+# %% [markdown]
+r"""
+## A rank does not come
+
+Rank 0 skips the all-reduce, perhaps because of an `if` that depends on its data. Nobody raises an error; everyone
+waits. After `timeout` seconds the launcher stops all, and shows where each rank was, and its last collective.
+"""
+
+
+# %% hang
+def skips():
+    ring_all_reduce(torch.ones(1000))
+    if dist.get_rank() > 0:
+        ring_all_reduce(torch.ones(1000))
+    dist.barrier()
+
+
+error = failing(skips, timeout=4)
+for state in error.states:
+    print(f"rank {state.rank}: {state.status}; last collective: {state.collective}")
+
+# %% check-hang
+# NBVAL_CHECK_OUTPUT
+assert isinstance(error, errors.LaunchTimeout) and len(error.states) == K
+print("a timeout, with the state of every rank")
+
+# %% [markdown]
+r"""
+The numbers in front of the collectives tell the story: rank 0 has finished its first call, all others are in their
+second. PyTorch has such a *flight recorder* too (`TORCH_NCCL_TRACE_BUFFER_SIZE`).
+
+## Ranks that disagree
+
+Different shapes in the same all-reduce would mix up memory, or wait for ever. Our collectives compare notes first.
+"""
+
+
+# %% mismatch
+def shapes():
+    ring_all_reduce(torch.ones(1000 + dist.get_rank() // (dist.get_world_size() - 1)))
+
+
+error = failing(shapes)
+print(str(error).splitlines()[0])
+
+# %% check-mismatch
+# NBVAL_CHECK_OUTPUT
+assert error.type_name == "MismatchError" and "[1001]" in error.message
+print("a mismatch, with the shapes")
+
+# %% [markdown]
+r"""
+## NaN: name it before it spreads
+
+One rank has a NaN in its gradient. After averaging, all ranks have it, and nobody knows where it came from. `finite.watch`
+checks each gradient before it leaves the rank.
+"""
+
+
+# %% nan
+def poisoned():
+    problem = problems.make("synthetic", parameters=2 * 64**2, width=64)
+    model = problem.model()
+    finite.watch(model)
+    batches = [
+        (inputs * (float("nan") if dist.get_rank() == 1 else 1), targets) for inputs, targets in problem.batches(48, 1)
+    ]
+    stage5_bucketed.train(model, batches, 0.1)
+
+
+error = failing(poisoned)
+print(error.message)
+
+# %% check-nan
+# NBVAL_CHECK_OUTPUT
+assert error.type_name == "NotFiniteError" and "rank 1" in error.message
+print("rank 1 is named before anything was averaged")
+
+# %% [markdown]
+r"""
+## A slow rank
+
+No error at all, and the worst to find: every rank's step takes as long as the slowest. Look at what each *computes*.
+"""
+
+
+# %% straggler
+def steps():
+    problem = problems.make("synthetic", parameters=2 * 128**2, width=128)
+    slow = 0.6 if dist.get_rank() == 1 else 0.2
+    model = torch.nn.Sequential(problem.model(), timing.Delay(slow, slow))
+    with timeline.recording() as spans:
+        stage4_ring.train(
+            model, problem.batches(24 * K, 3, rank=dist.get_rank(), world_size=dist.get_world_size()), 0.1
+        )
+    start = [span for span in spans if span.name == "forward"][-1].start
+    return [span for span in spans if span.start >= start]
+
+
+spans = launch(steps, world_size=K)
+show.timeline_figure(spans, title="Rank 1 computes, all others wait for it")
+
+# %% check-straggler
+# NBVAL_CHECK_OUTPUT
+found = stragglers.stragglers(spans)
+assert [one.rank for one in found] == [1], found
+print("the straggler is rank 1")
+
+# %% [markdown]
+r"""
+## Checkpoints
+
+If one fails, all must stop. What is lost is the time since the last **checkpoint**: weights, optimizer state, position in
+the data, random states. It must be written so that a crash *while writing* destroys nothing: to a new file, flushed to
+disk, then renamed over the old name.
+"""
+
+# %% save-source
+show.source(checkpoint.save)
+
+# %% claim-10
+# NBVAL_CHECK_OUTPUT
+finding = claims.test(10)
+print(finding.line)
+
+# %% claim-10-numbers
+finding
+
+# %% [markdown]
+r"""
+The script form of every stage, `python -m ddp_course.train`, does all this with `--checkpoint DIR`. Here it trains with
+dropout for 12 steps and stops; a second run goes on from the folder to step 24; a third does 24 in one go. Are the two
+curves the same, to the last bit?
+"""
+
+
+# %% resume
+def run(folder, steps):
+    words = (
+        f"--problem bytes --parameters 20000 --dropout 0.1 --stage 6 --every 4 --steps {steps} --checkpoint {folder}"
+    )
+    return train.run(train.parse(words.split()))["losses"]
+
+
+with timing.temporary_folder() as first, timing.temporary_folder() as second:
+    launch(run, first, 12, world_size=K)
+    resumed = launch(run, first, 24, world_size=K)[0]
+    straight = launch(run, second, 24, world_size=K)[0]
+
+# %% resume-figure
+show.curves(
+    {
+        "in one go": (range(1, 25), straight, show.STAGE_COLOURS["1"]),
+        "stopped at 12, resumed": (range(1, 25), resumed, show.STAGE_COLOURS["6"]),
+    },
+    "step",
+    "loss (nats)",
+    "Stopped, resumed, and the same curve",
+    points=False,
+)
+
+# %% check-resume
+# NBVAL_CHECK_OUTPUT
+assert len(resumed) == 24 and resumed == straight
+print("resumed: the same losses to the last bit, dropout included")
+
+# %% [markdown]
+r"""
+## Starting again by itself
+
+On a cluster nobody sits there to start it again. `torchrun` restarts all ranks when one fails, and with a checkpoint they
+go on where they were. With a range of nodes it even goes on with fewer, or more, than before (*elastic*):
+
+```bash
+torchrun --nproc-per-node=4 --max-restarts=3 -m ddp_course.train --stage 6 --checkpoint runs/a
+torchrun --nnodes=1:3 --nproc-per-node=2 --rdzv-backend=c10d --rdzv-endpoint=HOST:29400 -m ddp_course.train --checkpoint runs/a
+```
+
+## What torch does
+
+`torch.save` writes a file, and nothing more: rename and flush are up to you. `torch.distributed.checkpoint` writes one
+file a rank for sharded models. `torchrun` restarts, but does not checkpoint.
+
+## Check yourself
+
+**1.** The log shows "connection closed by peer" on ranks 0, 2 and 3, and "CUDA out of memory" on rank 1. Who is to blame?
+<details><summary>Answer</summary>
+Rank 1. The others lost their partner.
+</details>
+
+**2.** All GPUs show 100 % load, but no step is finished. What has happened?
+<details><summary>Answer</summary>
+Probably a collective that one rank never entered: NCCL waits by spinning, which looks like work. Look at each rank's
+stack and last collective.
+</details>
+
+**3.** Writing a checkpoint takes 60 s, and the run fails once a day. How often do you save?
+<details><summary>Answer</summary>
+Too often costs writing, too rarely costs repeated work. The optimum is about √(2 · 60 s · 86,400 s), nearly an hour.
+</details>
+
+## Exercise
+
+`exercises/10_when_things_fail.ipynb`
+"""

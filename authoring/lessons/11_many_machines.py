@@ -1,0 +1,256 @@
+# %% [markdown]
+r"""
+# 11 · Many machines
+
+Inside a machine, devices talk over fast links; between machines the links are ten to a hundred times slower, and
+all devices of a machine share them. This lesson crosses that border: first with two emulated hosts, then with `torchrun`,
+then in the simulator, up to 4,096 devices. And it ends with the question that everyone asks first: which of all these
+do I use?
+
+**After this lesson you can**
+
+- explain why an all-reduce in two levels beats a flat ring on several hosts, and by how much,
+- start the same training on several machines,
+- read a scaling curve and find its knee,
+- choose between DDP, sharding and pipelines.
+
+*35 minutes, under a minute of computing.*
+"""
+
+# %% imports
+from ddp_course import (
+    Link, claims, collectives, facts, launch, published, ring_all_reduce, show, simulate, theory, timing, torch,
+)  # fmt: skip
+
+K = 4  # how many ranks, on two hosts; 2 works as well
+
+# %% [markdown]
+r"""
+## Two hosts
+
+`Link("200Mbit", hosts=2)` puts the first half of the ranks on one emulated host, the second half on another. Inside a host
+messages are fast; between the hosts all share one slow cable.
+
+In a flat ring every rank passes on $2\frac{K-1}{K}p$ bytes to the next, and one of these streams crosses the cable in each
+direction. In two levels:
+
+1. scatter-reduce **inside** each host: each of its R ranks owns a part of the host's sum,
+2. all-reduce of that part **between** the hosts,
+3. allgather inside each host.
+
+## Predict
+"""
+
+# %% predict
+guess = show.predict("Between 2 hosts, what crosses the cable in each direction, compared with the gradient p?",
+                     ["flat ring 1.5 p, two levels 1 p", "flat ring 3 p, two levels 1.5 p", "the same for both"])  # fmt: skip
+guess
+
+# %% source
+show.source(collectives.hierarchical_all_reduce)
+
+
+# %% correct
+def same_sum():
+    mine = torch.arange(1000.0) * (1 + torch.distributed.get_rank())
+    theirs = mine.clone()
+    collectives.hierarchical_all_reduce(mine, ranks_per_host=max(1, torch.distributed.get_world_size() // 2))
+    return torch.equal(mine, ring_all_reduce(theirs))
+
+
+# %% check-correct
+# NBVAL_CHECK_OUTPUT
+assert all(launch(same_sum, world_size=K))
+print("two levels, the same sum")
+
+
+# %% measure
+def two_levels(tensor):
+    collectives.hierarchical_all_reduce(tensor, ranks_per_host=K // 2)
+
+
+link, p = Link("200Mbit", hosts=2), 2**20
+seconds = {
+    "flat ring": timing.time_collective(ring_all_reduce, p, K, link),
+    "two levels": timing.time_collective(two_levels, p, K, link),
+}
+slow = theory.Costs.of_link(200e6)
+formula = {"flat ring": theory.seconds("ring", p, K, slow), "two levels": theory.seconds("ring", p, 2, slow)}
+
+# %% two-levels-figure
+show.bars(
+    {name: 1000 * s for name, s in seconds.items()}, "time to add up 1 MiB (ms)",
+    f"Two levels take {seconds['two levels'] / seconds['flat ring']:.2f} of the flat ring's time",
+    theory={name: 1000 * s for name, s in formula.items()}, form="{:.0f}",
+)  # fmt: skip
+
+# %% reveal
+guess.reveal("2(K-1)/K p = 1.5 p for 4 ranks in a flat ring; 2(H-1)/H p = p for 2 hosts", guess.answers[0])
+
+# %% check-two-levels
+# NBVAL_CHECK_OUTPUT
+assert K == 2 or seconds["two levels"] < seconds["flat ring"], seconds
+print("two levels are not slower than the flat ring")
+
+# %% [markdown]
+r"""
+With 8 devices on each of 16 hosts the difference is far larger, because in a flat ring over 128 devices all latencies
+add up, 254 of them; in two levels there are 30 between the hosts.
+
+## The same training on several machines
+
+`launch` is for notebooks. On a cluster every machine runs **torchrun**, which starts the ranks there and agrees with the
+other machines on who is who. Here it runs with two ranks on one machine:
+"""
+
+# %% torchrun
+codes = show.command(
+    "torchrun --standalone --nproc-per-node=2 -m ddp_course.train --problem synthetic --stage 6 --steps 20"
+)
+
+# %% check-torchrun
+# NBVAL_CHECK_OUTPUT
+assert codes == [0]
+print("torchrun: done")
+
+# %% [markdown]
+r"""
+On two real machines, on both of them, with the first one's name and a free port:
+
+```bash
+torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=FIRST:29400 -m ddp_course.train --stage 6
+```
+
+Under **Slurm**, a scheduler for clusters, one line a rank is enough; rank and world size come from its environment:
+
+```bash
+srun --nodes=2 --ntasks-per-node=8 --gpus-per-task=1 python -m ddp_course.train --stage 6
+```
+
+Files for both are in `deploy/`.
+
+## Thousands of devices
+
+The simulator plays a step message by message. It was calibrated against measurements, ours and published ones. ResNet-50
+on V100 GPUs, 8 to a host:
+"""
+
+# %% simulate
+network = simulate.Network(theory.Costs.of_link(100e9, 10e-6), theory.Costs.of_link(1.2e12, 5e-6), per_host=8)
+profile = simulate.resnets.profile("resnet50", 0.097)
+devices = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096]
+steps = {
+    name: [simulate.simulate(profile, k, network, name) for k in devices] for name in ("ring", "hierarchical_ring")
+}
+
+# %% scaling
+show.scaling_figure(steps, title="ResNet-50, 8 V100 a host, 100 Gbit/s between hosts")
+
+# %% check-scaling
+# NBVAL_CHECK_OUTPUT
+efficiency = {name: [step.efficiency for step in row] for name, row in steps.items()}
+assert efficiency["ring"][0] > 0.99 and efficiency["ring"][-1] < 0.5 < efficiency["hierarchical_ring"][-1]
+print("linear at first; at 4,096 devices the flat ring has collapsed, the two levels have not")
+
+# %% [markdown]
+r"""
+The **knee** is where efficiency falls below 90 %. Up to there, communication hides behind the backward pass; then the
+latencies of the ring, twice K-1 of them for each bucket, stick out.
+
+How far can one believe a simulator? Here are published step times (PyTorch's own benchmark, V100, 100 Gbit/s
+InfiniBand) beside its predictions. It was calibrated on 1 and 2 GPUs only.
+"""
+
+# %% published
+rows = facts.rows("ddp_step_seconds_v100")
+gpus, measured = [1, 2, 4, 8, 16], {}
+for row in rows:
+    measured[row["model"]] = (gpus, [100 * row["no_ddp"] / row[f"gpus_{k}"] for k in gpus])
+predicted = {}
+for row in published.v100_steps()["compared"]:
+    alone = next(known["no_ddp"] for known in rows if known["model"] == row["model"])
+    predicted.setdefault(row["model"], []).append((row["K"], 100 * alone / row["predicted_s"]))
+lines = {f"{name}, simulated": tuple(zip(*points)) for name, points in predicted.items()}
+show.curves(
+    measured,
+    "GPUs",
+    "efficiency (%)",
+    "Published scaling of DDP, and the simulator's predictions",
+    theory=lines,
+    log="x",
+)
+
+# %% claim-9
+# NBVAL_CHECK_OUTPUT
+finding = claims.test(9)
+print(finding.line)
+
+# %% claim-9-numbers
+finding
+
+# %% [markdown]
+r"""
+Which all-reduce is the fastest depends on the message and on K. The map, for links of 100 Gbit/s with 10 µs:
+"""
+
+# %% winners
+show.winners_figure(theory.Costs.of_link(100e9, 10e-6))
+
+# %% [markdown]
+r"""
+## Which do I use?
+
+Choose your model and your machines. Grey bars do not fit. The recommendation is the *simplest* way that does: 16 bytes
+a parameter for float32 and Adam, and a fifth more for activations.
+"""
+
+# %% decision-chart
+show.widgets.decision_chart()
+
+# %% [markdown]
+r"""
+As a plain figure, for a model of 30 billion parameters on 64 devices of 80 GB:
+"""
+
+# %% decision-figure
+show.widgets.decision_figure(billions=30, memory_gb=80, devices=64, bandwidth="100Gbit")
+
+# %% check-decision
+# NBVAL_CHECK_OUTPUT
+for case in [
+    (0.3, 24, 8, "100Gbit"),
+    (3, 40, 8, "100Gbit"),
+    (30, 80, 64, "100Gbit"),
+    (30, 80, 64, "1Gbit"),
+    (400, 24, 8, "100Gbit"),
+]:
+    print(case, "->", show.widgets.decide(*case)[0])
+
+# %% [markdown]
+r"""
+## What torch does
+
+The same all-reduce call uses NCCL's own topology search: rings or trees over NVLink inside a machine, InfiniBand or
+Ethernet between. `torch.distributed.device_mesh` names the levels, such as `("replicate", "shard")`: shard inside a host,
+replicate between hosts.
+
+## Check yourself
+
+**1.** 2 hosts of 8 GPUs. Which bytes cross between them, in two levels, for a gradient of 1 GB?
+<details><summary>Answer</summary>
+2(H-1)/H · 1 GB = 1 GB in each direction, an eighth of it from each GPU.
+</details>
+
+**2.** Efficiency is 60 % at 512 GPUs. Which three things could help?
+<details><summary>Answer</summary>
+A larger batch a GPU (more computing per byte), two-level or tree all-reduce (fewer latencies), fewer bytes
+(half-precision gradients).
+</details>
+
+**3.** Why does everyone use DDP as long as the model fits?
+<details><summary>Answer</summary>
+Least traffic, hidden behind backward, nothing to configure, and exactly the mathematics of one device.
+</details>
+
+You have reached the end: the summary of all claims is `ddp-course claims`. There is no exercise for this lesson.
+"""

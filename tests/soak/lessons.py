@@ -1,0 +1,39 @@
+"""Run every lesson as another machine would: `python tests/soak/lessons.py [--world-size 2] [--without-namespaces]`."""
+
+import argparse
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import nbformat
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from test_notebooks import LESSONS, altered, read, run_nbval
+
+
+def main():
+    """Run the lessons one after the other; return 1 if one failed."""
+    parser = argparse.ArgumentParser(description=__doc__.split(":")[0])
+    parser.add_argument("--world-size", type=int, default=2)
+    parser.add_argument("--without-namespaces", action="store_true", help="emulate links by the throttled wire")
+    parser.add_argument("--only", nargs="*", default=[""], metavar="NN", help="only lessons whose name starts so")
+    args = parser.parse_args()
+    failed = False
+    for path in LESSONS:
+        if not path.name.startswith(tuple(args.only)):
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            notebook = altered(read(path), args.world_size, args.without_namespaces)
+            nbformat.write(notebook, Path(folder) / path.name)
+            start = time.perf_counter()
+            done = run_nbval([path.name], Path(folder))
+            print(f"{path.name}: exit code {done.returncode} in {time.perf_counter() - start:.0f} s", flush=True)
+            if done.returncode:
+                failed = True
+                print(done.stdout[-3000:])
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

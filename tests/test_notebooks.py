@@ -1,0 +1,159 @@
+"""The lessons: they run, their checks print what is stored, and they keep to the form that makes them readable."""
+
+import os
+import re
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+LESSONS = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
+NAMES = [path.stem for path in LESSONS]
+CHECK = "# NBVAL_CHECK_OUTPUT"
+
+
+def read(path):
+    return nbformat.read(path, as_version=4)
+
+
+def code(notebook):
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def prose(notebook):
+    return "\n\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+
+
+def lines(cell):
+    return [line for line in cell.source.splitlines() if line.strip()]
+
+
+def run_nbval(paths, folder, **environ):
+    """Run notebooks by nbval in `folder`, with a configuration of its own; returns the finished process."""
+    ini = folder / "nbval.ini"
+    ini.write_text("[pytest]\n")
+    command = [sys.executable, "-m", "pytest", "-c", str(ini), "--rootdir", str(folder), "--noconftest", "-q",
+               "--nbval-lax", "--nbval-cell-timeout=180", "-p", "no:cacheprovider", *map(str, paths)]  # fmt: skip
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=900, env={**os.environ, **environ}
+    )
+
+
+def altered(notebook, world_size, without_namespaces):
+    """The notebook as a learner on a smaller machine, or one without namespaces, would run it."""
+    imports = code(notebook)[0]
+    imports.source = imports.source.replace("K = 4", f"K = {world_size}")
+    if without_namespaces:
+        imports.source += "\nimport ddp_course.running.links\n"
+        imports.source += "ddp_course.running.links.choose_mode = lambda mode, latency: 'wire'"
+    return notebook
+
+
+def test_there_are_twelve_lessons_in_order():
+    assert [name[:2] for name in NAMES] == [f"{number:02}" for number in range(12)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", LESSONS, ids=NAMES)
+def test_lesson_runs_from_a_copy_in_another_folder(path, tmp_path):
+    copy = tmp_path / path.name
+    copy.write_bytes(path.read_bytes())
+    done = run_nbval([copy], tmp_path)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert "passed" in done.stdout and "skipped" not in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stem", ["04_ring_all_reduce", "07_sharding"])
+def test_lesson_runs_at_world_size_2_without_namespaces(stem, tmp_path):
+    notebook = altered(read(ROOT / "notebooks" / f"{stem}.ipynb"), 2, without_namespaces=True)
+    nbformat.write(notebook, tmp_path / f"{stem}.ipynb")
+    done = run_nbval([f"{stem}.ipynb"], tmp_path)
+    assert done.returncode == 0, done.stdout[-6000:]
+
+
+def test_nbval_fails_when_a_check_prints_something_else(tmp_path):
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(f"{CHECK}\nprint('twice the bytes')")])
+    stored = nbformat.v4.new_output("stream", name="stdout", text="half the bytes\n")
+    notebook.cells[0].outputs, notebook.cells[0].execution_count = [stored], 1
+    nbformat.write(notebook, tmp_path / "wrong.ipynb")
+    assert run_nbval(["wrong.ipynb"], tmp_path).returncode == 1
+
+
+@pytest.mark.parametrize("path", LESSONS, ids=NAMES)
+def test_lesson_is_stored_with_its_outputs(path):
+    notebook = read(path)
+    for cell in code(notebook):
+        assert cell.execution_count, f"cell {cell.id} was never run: nbval would skip it silently"
+        assert not any(output.output_type == "error" for output in cell.outputs), f"an error is stored in {cell.id}"
+        assert not any(output.get("name") == "stderr" for output in cell.outputs), f"a warning is stored in {cell.id}"
+    checks = [cell for cell in code(notebook) if CHECK in cell.source]
+    assert checks, "no check cell"
+    for cell in checks:
+        assert cell.source.startswith(CHECK), f"{cell.id}: nbval sees the comment in the first line only"
+        text = "".join(output.get("text", "") for output in cell.outputs)
+        assert text.strip(), f"{cell.id} prints nothing, so it checks nothing"
+        assert not re.search(r"0x[0-9a-f]{6,}|\d(\.\d+)? (ms|s)\b", text), f"{cell.id} prints what changes: {text}"
+
+
+@pytest.mark.parametrize("path", LESSONS, ids=NAMES)
+def test_lesson_keeps_its_form(path):
+    notebook = read(path)
+    cells = code(notebook)
+    lengths = [len(lines(cell)) for cell in cells]
+    assert len(cells) <= 25, f"{len(cells)} code cells"
+    assert max(lengths) <= 20, f"cell {cells[lengths.index(max(lengths))].id} has {max(lengths)} lines"
+    assert statistics.median(lengths) <= 5, f"median {statistics.median(lengths)} lines"
+    importing = [cell for cell in cells if re.search(r"^\s*(import|from) ", cell.source, re.MULTILINE)]
+    assert importing == cells[:1], "there is one import cell, the first"
+    assert set(re.findall(r"^(?:from|import) (\w+)", cells[0].source, re.MULTILINE)) == {"ddp_course"}
+    for magic in ("!", "%"):
+        assert not any(line.startswith(magic) for cell in cells for line in lines(cell))
+
+
+PARTS = ["you can**", "## Predict", "## Check yourself", "<summary>Answer</summary>"]
+
+
+@pytest.mark.parametrize("path", LESSONS, ids=NAMES)
+def test_lesson_has_its_parts(path):
+    text = prose(read(path))
+    number = int(path.name[:2])
+    wanted = [*PARTS, *(["## What torch does"] if number else [])]
+    missing = [part for part in wanted if part not in text]
+    assert not missing
+    assert text.count("<details>") == 3 == text.count("</details>")
+    source = "\n".join(cell.source for cell in code(read(path)))
+    assert "show.predict(" in source and ".reveal(" in source
+    if 1 <= number <= 10:
+        assert f"exercises/{path.name}" in text
+    if 2 <= number <= 8:
+        assert "show.diff(" in source, "the difference to the stage before is shown from the source"
+
+
+def test_every_claim_is_tested_in_some_lesson():
+    source = "\n".join(cell.source for path in LESSONS for cell in code(read(path)))
+    tested = {int(number) for number in re.findall(r"claims\.test\((\d+)\)", source)}
+    for group in re.findall(r"claims\.test\(number\) for number in \(([\d, ]+)\)", source):
+        tested |= {int(number) for number in group.split(",")}
+    assert tested == set(range(1, 21)), f"missing: {sorted(set(range(1, 21)) - tested)}"
+
+
+@pytest.mark.parametrize("path", LESSONS, ids=NAMES)
+def test_lesson_figures_have_alt_text_and_widgets_have_a_fallback(path):
+    for cell in code(read(path)):
+        for output in cell.outputs:
+            data = output.get("data", {})
+            if "application/vnd.jupyter.widget-view+json" in data:
+                assert "image/png" in data or "( )" in data["text/plain"], f"{cell.id}: nothing to see without widgets"
+            elif "image/png" in data:
+                assert output.metadata.get("image/png", {}).get("alt"), f"{cell.id}: a figure without alt text"
+
+
+def test_glossary_has_the_terms_that_lessons_put_in_bold():
+    glossary = (ROOT / "docs" / "GLOSSARY.md").read_text().lower()
+    for term in ("rank", "world size", "bucket", "chunk", "shard", "all-reduce", "broadcast", "straggler", "knee"):
+        assert f"**{term}" in glossary or f"{term}**" in glossary, term
