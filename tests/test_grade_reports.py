@@ -1,0 +1,164 @@
+"""Reports: the forms that programs read, and pages that nothing of a learner's can break out of."""
+
+import csv
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ddp_course.grading import report
+from ddp_course.grading.examine import judge
+from ddp_course.grading.grade import Result, TaskResult
+from ddp_course.grading.plain import Odd, pack, unpack
+from ddp_course.grading.sandbox import Limits
+from ddp_course.grading.submission import at_first_sight, names_in
+from ddp_course.grading.tasks import find
+
+torch = pytest.importorskip("torch")
+NASTY = '<script>alert("x")</script>\x1b[31m\x07 & = {learner}'
+RESULTS = [
+    Result("=cmd()", 4, [TaskResult("4.1", 0, 2, NASTY), TaskResult("4.2", 3, 3)]),
+    Result("../../etc/anna <b>", None, message='"x.ipynb" is empty'),
+]
+
+
+def test_csv_has_a_line_a_task_and_no_formula():
+    rows = list(csv.reader(io.StringIO(report.as_csv(RESULTS))))
+    assert rows[0] == ["learner", "exercise", "task", "points", "possible", "message"]
+    assert rows[2] == ["'=cmd()", "4", "4.2", "3", "3", ""]
+    assert rows[3][1:5] == ["", "notebook", "0", "0"]
+
+
+def test_json_has_the_agreed_form():
+    first, second = json.loads(report.as_json(RESULTS))
+    assert first.keys() == {"learner", "exercise", "points", "possible", "tasks"}
+    assert (first["points"], first["possible"]) == (3, 5)
+    assert second["exercise"] is None and second["tasks"][0]["message"] == '"x.ipynb" is empty'
+
+
+def test_pages_escape_everything_and_need_nothing_else():
+    pages = report.pages(RESULTS, seed=7)
+    assert sorted(pages) == ["_.._etc_anna_b_.html", "_cmd_.html"]
+    page = pages["_cmd_.html"]
+    assert "<script>alert" not in page and "&lt;script&gt;" in page and "\x1b" not in page
+    assert "{learner}" in page, "a learner's braces are not ours"
+    assert "http" not in page.replace("http-equiv", "") and "src=" not in page
+
+
+def test_the_table_has_no_control_characters():
+    assert "\x1b" not in report.table(RESULTS) and "\x07" not in report.table(RESULTS)
+
+
+@pytest.mark.parametrize(
+    "thing",
+    [1, 2.5, float("inf"), "a", None, True, [1, (2, {"a": 3})], {(1, 2): [None]}],
+)
+def test_plain_data_comes_back(thing):
+    assert unpack(json.loads(json.dumps(pack(thing)))) == thing
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.bool])
+@pytest.mark.parametrize("shape", [(), (0,), (2, 3)])
+def test_tensors_come_back(dtype, shape):
+    tensor = torch.arange(6).reshape(2, 3)[: shape[0] if shape else 1].to(dtype).reshape(-1)[: max(1, 6)]
+    tensor = torch.zeros(shape, dtype=dtype) if tensor.numel() != torch.Size(shape).numel() else tensor.reshape(shape)
+    back = unpack(json.loads(json.dumps(pack(tensor))))
+    assert back.dtype == tensor.dtype and back.equal(tensor)
+
+
+def test_objects_with_ideas_of_their_own_do_not_come_back():
+    class Yes(int):
+        def __eq__(self, other):
+            return True
+
+    class Tensor(torch.Tensor):
+        pass
+
+    for thing in (Yes(3), torch.zeros(2).as_subclass(Tensor), object(), len):
+        back = unpack(json.loads(json.dumps(pack(thing))))
+        assert isinstance(back, Odd) and back != thing and back != back
+
+
+def test_the_judge_survives_any_data():
+    for rubbish in ({"evidence": [5]}, {"evidence": [{"tensor": ["torch.float32", [9], ""]}]}, {"evidence": [None]}):
+        assert judge(find("4.1"), rubbish, find("4.1").draw(__import__("random").Random(0), False))
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("def f():\n    return 1", ""),
+        ("%%bash\nls", "no magics"),
+        ("!ls", "no magics"),
+        ("x = = 1", "line 1 is not Python"),
+        ("import ctypes", "ctypes"),
+        ("import os\nos._exit(0)", "_exit"),
+        ("f.__code__ = g.__code__", "__code__"),
+        ("x = 1\n" * 100_000, "characters"),
+    ],
+)
+def test_answers_are_looked_at_before_they_run(source, words):
+    found = at_first_sight(source)
+    assert words in found and bool(found) == bool(words)
+
+
+def test_names_in_finds_imports_and_attributes():
+    import ast
+
+    assert {"a", "b", "c", "d"} <= names_in(ast.parse("import a.b\nfrom c import d"))
+
+
+SANDBOX = """
+import os, sys, time
+from pathlib import Path
+from ddp_course.grading import sandbox
+def function():
+    {body}
+print(sandbox.confine(function, sys.argv[1], sandbox.Limits(**{limits})), flush=True)
+"""
+
+
+def confined(body, folder, **limits):
+    """What `confine` says about a function with this body, in a process of its own."""
+    script = SANDBOX.format(body=body.replace("\n", "\n    "), limits=limits)
+    command = [sys.executable, "-c", script, str(folder)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100).stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("body", "limits", "outcome"),
+    [
+        ("pass", {}, "ok"),
+        ("os.kill(os.getpid(), 9) or os._exit(3)", {}, "ended"),
+        ("time.sleep(60)", {"seconds": 0.5}, "time"),
+        ("while True: os.fork()", {"processes": 20}, "processes"),
+        ("while not os.fork(): os.setsid()\ntime.sleep(60)", {"seconds": 1.0, "processes": 5000}, "time"),
+        ("x = bytearray(300 << 20)\ntime.sleep(60)", {"memory": 200 << 20}, "memory"),
+        ("x = bytearray(100 << 30)", {}, "ended"),
+        ("open('big', 'wb').write(bytes(300 << 20))", {}, "ended"),
+    ],
+)
+def test_the_sandbox_keeps_its_limits(body, limits, outcome, tmp_path):
+    assert confined(body, tmp_path, **limits) == outcome
+
+
+def test_the_sandbox_writes_to_its_folder_only(tmp_path):
+    (tmp_path / "inside").mkdir()
+    body = f"Path('here').touch()\nPath({str(tmp_path)!r}, 'outside').touch()"
+    confined(body, tmp_path / "inside")
+    assert (tmp_path / "inside" / "here").exists()
+    from ddp_course.doctor import __name__ as _  # noqa: F401 (the package is whole)
+
+    if (
+        Path("/proc/sys/user/max_user_namespaces").exists()
+        and confined("os.mkdir('probe')", tmp_path / "inside") == "ok"
+    ):
+        assert not (tmp_path / "outside").exists()
+
+
+def test_limits_are_stated_in_the_documentation():
+    text = (Path(__file__).parents[1] / "docs" / "GRADING.md").read_text()
+    assert f"{Limits().memory >> 30} GiB" in text and f"{Limits().processes} processes" in text
