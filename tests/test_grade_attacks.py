@@ -95,10 +95,10 @@ def older(source=SOLVED):
 
 
 FORGED = """
-import ddp_course.grading, ddp_course.grading.check, ddp_course.grading.examine, ddp_course.grading.tasks, ddp_course
+import ddp_course, ddp_course.grading.check_cell, ddp_course.grading.examine, ddp_course.grading.tasks
 def nothing(*args, **kwargs):
     return None
-ddp_course.grading.check.check = ddp_course.grading.check = check = nothing
+ddp_course.grading.check_cell.check = ddp_course.grading.check = check = nothing
 ddp_course.grading.examine.judge = ddp_course.grading.examine.examine = nothing
 ddp_course.launch = nothing
 for task in list(ddp_course.grading.tasks._tasks.values()):

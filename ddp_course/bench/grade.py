@@ -84,7 +84,7 @@ def make_submissions(folder, exercise, count):
 
 
 class watching_memory:
-    """While the block runs, note what this process and all its descendants hold, twice a second."""
+    """While the block runs, note what this process and all its descendants hold, once a second."""
 
     def __enter__(self):
         self.samples, self.stop = [], threading.Event()
@@ -98,7 +98,7 @@ class watching_memory:
 
     def watch(self):
         """Sum the memory that each process has for itself."""
-        while not self.stop.wait(0.5):
+        while not self.stop.wait(1.0):
             everyone = [psutil.Process(), *psutil.Process().children(recursive=True)]
             self.samples.append(sum(map(own_bytes, everyone)))
 
@@ -106,7 +106,7 @@ class watching_memory:
 def own_bytes(process):
     """Bytes that a process does not share; 0 if it has gone."""
     try:
-        memory = process.memory_info()
-        return memory.rss - getattr(memory, "shared", 0)
+        memory = process.memory_full_info()
+        return getattr(memory, "uss", memory.rss)
     except psutil.Error:
         return 0

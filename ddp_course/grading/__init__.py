@@ -1,11 +1,18 @@
 """Exercises: checked while they are solved (`check`), and graded afterwards (`ddp-course grade`).
 
-tasks/       what each task draws as inputs, does with an answer, and expects
-examine.py   runs answers on ranks of their own; only plain data comes back
-check.py     the check cell
+tasks/          what each task draws as inputs, does with an answer, and expects
+examine.py      runs answers on ranks of their own; only plain data comes back
+check_cell.py   what a check cell calls
 submission.py, nbval_run.py, sandbox.py, zygote.py, grade.py, report.py   the grader
 """
 
-from .check import check
+from importlib import import_module
 
 __all__ = ["check"]
+
+
+def __getattr__(name):
+    """Import on first use: the sandbox and the reports do without torch."""
+    if name == "check":
+        return import_module(".check_cell", __name__).check
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

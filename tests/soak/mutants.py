@@ -1,4 +1,4 @@
-"""All answers of tests/wrong_answers through the whole grader: `python tests/soak/mutants.py [--exercise N] [--jobs N]`.
+"""All answers of tests/wrong_answers through the whole grader: `python tests/soak/mutants.py [--exercise N]`.
 
 The suite puts them through the checks only. Here each is a notebook that is handed in: right answers must earn all
 points of their task, wrong ones none, with their words in the report.
