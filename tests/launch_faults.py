@@ -111,7 +111,7 @@ FAULTS = [
         "LaunchTimeout",
         r"(?s)rank 0: waiting\n  last collective: ring_all_reduce of float32 \[8\], call 1 \(inside.*time.sleep\(100\)",
         others="ring_all_reduce(torch.ones(8))",
-        timeout=3,
+        timeout=5,
     ),
     Fault(
         "mismatched shapes",

@@ -4,12 +4,15 @@ The server forks it, torch's elastic launcher (what torchrun runs on) starts and
 each rank reports straight to the caller through its own pipes. When the agent dies, so do its ranks.
 """
 
+import contextlib
+import importlib
 import logging
 import multiprocessing
 import os
 import pickle
 import signal
 import socket
+import tempfile
 
 from torch.distributed import HashStore, PrefixStore
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
@@ -42,6 +45,9 @@ def run(launch: socket.socket, setting: dict) -> None:
     except Exception as error:
         send(launch, ("refused", error))
         os._exit(1)
+    for name in setting["modules"]:
+        with contextlib.suppress(Exception):  # a rank that needs it will tell
+            importlib.import_module(name)  # afresh for this launch, but once for all its ranks
     send(launch, ("ended", run_ranks(setting, link, master, pipes, launch)))
     os._exit(0)
 
@@ -71,6 +77,7 @@ def run_ranks(setting, link, master, pipes, launch) -> tuple:
     listener = socket.create_server((master, 0), backlog=1024)  # one address, and a port that the system picks
     place = RendezvousStoreInfo(master, listener.getsockname()[1])
     rendezvous_handler_registry.register("one-agent", lambda parameters: OneAgent(place, parameters.run_id, all_run))
+    tempfile.tempdir = setting["scratch"]  # so that a file is not left behind if this process is killed
     try:
         elastic_launch(config(setting["world_size"]), rank.main)(setting, link, pipes, launch, listener, os.getpid())
     except ChildFailedError as error:

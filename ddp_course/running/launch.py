@@ -81,6 +81,7 @@ def describe_launch(world_size, device, timeout, link, progress) -> dict:
         "threads": max(1, usable_cores() // world_size),
         "link": cloudpickle.dumps(link),
         "progress": progress,
+        "modules": [name for name in sys.modules if name.startswith(("ddp_course.stage", "ddp_course.collectives"))],
         "path": list(sys.path),
         "argv": list(sys.argv),
         "folder": os.getcwd(),

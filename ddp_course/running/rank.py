@@ -9,6 +9,7 @@ import os
 import pickle
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from dataclasses import dataclass
@@ -61,6 +62,7 @@ def main(setting, link, pipes, launch, listener, agent):
     rank = int(os.environ["RANK"])
     die_with(agent)
     logging.disable(logging.NOTSET)  # the agent had disabled it
+    tempfile.tempdir = None  # the agent's is gone at the end of the launch
     if link is not None:
         link.enter(rank)  # before any socket: it may move this process into a network namespace of its own
     launch.close()

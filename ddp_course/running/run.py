@@ -4,6 +4,7 @@
 import os
 import pickle
 import selectors
+import shutil
 import signal
 import socket
 import tempfile
@@ -125,6 +126,7 @@ class Run:
         self.selector, self.descriptors, self.stacks = selectors.DefaultSelector(), [], {}
         self.connection, self.agent_log, self.ended_from_outside = None, Text(None), False
         self.bar = Bar(None if setting["progress"] is True else setting["progress"])
+        self.folder = tempfile.mkdtemp(prefix="ddp_course_")  # for what the elastic launcher puts down for a moment
         self.recorder = tempfile.TemporaryFile()
         self.recorder.truncate(flight_recorder.size(self.world_size))
 
@@ -134,7 +136,10 @@ class Run:
         with theirs:
             self.order(b"L", self.number, [theirs.fileno()])
         try:
-            send(self.connection, {**self.setting, "descriptors": 3 + PIPES_A_RANK * self.world_size})
+            send(
+                self.connection,
+                {**self.setting, "descriptors": 3 + PIPES_A_RANK * self.world_size, "scratch": self.folder},
+            )
             with self.pipes(Text) as (readers, log):
                 self.agent_log = readers[0]
                 send_descriptors(self.connection, [*log, payload.fileno(), self.recorder.fileno()])
@@ -289,6 +294,7 @@ class Run:
             for descriptor in self.descriptors:
                 os.close(descriptor)
             self.recorder.close()
+            shutil.rmtree(self.folder, ignore_errors=True)
             if self.connection is not None:
                 self.connection.close()
 
