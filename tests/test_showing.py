@@ -5,6 +5,7 @@ from itertools import combinations
 
 import pytest
 import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 
 from ddp_course import problems, show, simulate, stage1_single, stage4_ring, stage5_bucketed, theory
@@ -70,14 +71,18 @@ def test_every_figure_can_be_read(name, picture):
 
 def overlapping(picture):
     """Pairs of texts of an axis (ticks, labels, title) whose boxes share more than a pixel or two."""
-    renderer = picture.canvas.get_renderer()
+    canvas = FigureCanvasAgg(picture)
+    with plots.style():
+        canvas.draw()
+    renderer = canvas.get_renderer()
     found = []
     for axes in picture.axes:
         texts = [axes.title, axes._left_title, axes.xaxis.label, axes.yaxis.label]
         for axis, limits in ((axes.xaxis, axes.get_xlim()), (axes.yaxis, axes.get_ylim())):
             low, high = sorted(limits)
             texts += [tick.label1 for tick in axis.get_major_ticks() if low <= tick.get_loc() <= high]
-        texts = [text for text in texts if text.get_text() and text.get_visible() and axes.axison]
+        texts = axes.texts + [text for text in texts if axes.axison]
+        texts = [text for text in texts if text.get_text() and text.get_visible()]
         boxes = [(text.get_text(), text.get_window_extent(renderer)) for text in texts]
         for (one, a), (other, b) in combinations(boxes, 2):
             width, height = min(a.x1, b.x1) - max(a.x0, b.x0), min(a.y1, b.y1) - max(a.y0, b.y0)

@@ -1,6 +1,7 @@
 """The course as a web page: complete, without links that lead nowhere, and whole without a network."""
 
 import importlib.util
+import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -104,3 +105,11 @@ def test_pages_are_whole_without_a_network(site):
         page.goto((site / "reference" / "ddp_course" / "stage4_ring.html").as_uri())
         assert page.get_by_text("ring_all_reduce").count()
     assert failed == [] and errors == []
+
+
+def test_containers_and_binder_use_the_lock():
+    container = json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text())
+    assert "make setup" in container["postCreateCommand"]
+    named = (ROOT / "binder" / "requirements.txt").read_text().split()
+    assert named[0] == "-r" and (ROOT / "binder" / named[1]).resolve() == ROOT / "requirements.lock"
+    assert (ROOT / "binder" / "postBuild").stat().st_mode & 0o100, "postBuild must be executable"

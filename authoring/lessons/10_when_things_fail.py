@@ -119,7 +119,7 @@ print("a timeout, with the state of every rank")
 # %% [markdown]
 r"""
 The numbers in front of the collectives tell the story: rank 0 has finished its first call, all others are in their
-second. PyTorch has such a *flight recorder* too (`TORCH_NCCL_TRACE_BUFFER_SIZE`).
+second. PyTorch has such a *flight recorder* too, for NCCL.
 
 ## Ranks that disagree
 
@@ -229,7 +229,7 @@ curves the same, to the last bit?
 # %% resume
 def run(folder, steps):
     words = (
-        f"--problem bytes --parameters 20000 --dropout 0.1 --stage 6 --every 4 --steps {steps} --checkpoint {folder}"
+        f"--problem bytes --parameters 20000 --dropout 0.1 --stage 5 --every 4 --steps {steps} --checkpoint {folder}"
     )
     return train.run(train.parse(words.split()))["losses"]
 
@@ -243,7 +243,7 @@ with timing.temporary_folder() as first, timing.temporary_folder() as second:
 show.curves(
     {
         "in one go": (range(1, 25), straight, show.STAGE_COLOURS["1"]),
-        "stopped at 12, resumed": (range(1, 25), resumed, show.STAGE_COLOURS["6"]),
+        "stopped at 12, resumed": (range(1, 25), resumed, show.STAGE_COLOURS["5"]),
     },
     "step",
     "loss (nats)",

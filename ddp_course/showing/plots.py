@@ -11,6 +11,7 @@ import textwrap
 from contextlib import contextmanager
 
 import matplotlib
+import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
@@ -18,7 +19,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 
 # Okabe and Ito's colours, which people with any kind of colour vision can tell apart, and three more
 STAGE_COLOURS = {
-    "1": "#7F7F7F",
+    "1": "#A9A9A9",
     "2": "#E69F00",
     "3": "#D55E00",
     "4w": "#332288",
@@ -321,7 +322,7 @@ def images(pictures, titles, title, message=""):
     picture, axes = panels(1, len(pictures), **size, message=message or title, alt=title)
     with style():
         for axis, image, name in zip(axes, pictures, titles, strict=True):
-            axis.imshow(image.reshape(image.shape[-2:]), cmap="Greys")
+            axis.imshow(np.asarray(image).reshape(image.shape[-2:]), cmap="Greys")
             axis.set_title(name, loc="center")
             axis.set_axis_off()
         picture.suptitle(title, fontsize=10.5, fontweight="bold")

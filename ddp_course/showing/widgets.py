@@ -212,7 +212,7 @@ def memory_needed(billions, devices):
 
 
 def decide(billions, memory_gb, devices, bandwidth):
-    """Return (strategy, reason): the simplest one that fits, fully sharded only where its traffic takes under 10 s."""
+    """Return (strategy, reason): the simplest one that fits, fully sharded only where its traffic takes under 60 s."""
     from ..running.units import bits_per_second
 
     needed = memory_needed(billions, devices)
@@ -220,7 +220,7 @@ def decide(billions, memory_gb, devices, bandwidth):
     if devices == 1:
         return ("one device", "it fits") if "DDP" in fits else ("more devices", "one is too small for this model")
     gathering_s = 3 * (devices - 1) / devices * 4e9 * billions * 8 / bits_per_second(bandwidth)
-    if "fully sharded" in fits and "ZeRO-1" not in fits and gathering_s > 10 and "pipeline" in fits:
+    if "fully sharded" in fits and "ZeRO-1" not in fits and gathering_s > 60 and "pipeline" in fits:
         return "pipeline", f"gathering parameters would take {gathering_s:,.0f} s a step"
     reasons = {"DDP": "everything fits on each device", "ZeRO-1": "all but the optimizer state fits"}
     for name in ("DDP", "ZeRO-1", "fully sharded", "pipeline"):
@@ -244,10 +244,11 @@ def decision_figure(billions=7, memory_gb=24, devices=8, bandwidth="100Gbit"):
         axes.axvline(memory_gb, color="black", linestyle="--")
         logarithmic(axes, "x")
         low, high = min([*needed.values(), memory_gb]), max([*needed.values(), memory_gb])
-        axes.set(xlim=(low / 4, high * 4), ylim=(3.6, -0.6), xlabel="memory a device (GB); dashed: what it has")
+        axes.set(xlim=(low / 8, high * 2), ylim=(3.6, -0.6), xlabel="memory a device (GB); dashed: what it has")
         for row, size in enumerate(needed.values()):
-            axes.text(size * 1.06, row, f"{size:,.3g} GB", va="center", fontsize=9)
+            shade = "white" if size <= memory_gb and row != 2 else "black"
+            axes.text(low / 7.5, row, f"{size:,.3g} GB", va="center", color=shade, fontsize=9)
         axes.set_yticks(range(4), list(needed))
         axes.grid(axis="y", visible=False)
-        axes.set_title(message, fontsize=9.5)
+        axes.set_title(f"{name}: {reason}")
     return picture
