@@ -1,4 +1,5 @@
 import time
+from itertools import pairwise
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ def test_a_step_is_forward_backward_update():
             optimizer.step()
     assert [span.name for span in spans] == ["forward", "backward", "update"] * 2
     assert all(span.seconds > 0 for span in spans)
-    assert all(before.end <= after.start for before, after in zip(spans, spans[1:], strict=False))
+    assert all(before.end <= after.start for before, after in pairwise(spans))
 
 
 def test_nothing_is_left_behind():

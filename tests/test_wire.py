@@ -11,7 +11,7 @@ from ddp_course.running import wire
 
 def shift(numel):
     """Pass a rank-distinct tensor once around: everybody sends right and receives from the left."""
-    rank, world_size, left, right = wire.neighbours()
+    rank, _, left, right = wire.neighbours()
     incoming = torch.empty(numel)
     with wire.counting() as traffic:
         wire.exchange(rank_tensor(rank, (numel,)), right, incoming, left)
