@@ -13,7 +13,7 @@ from ddp_course.grading.tasks import find, of_exercise
 
 ROOT = Path(__file__).parents[1]
 EXERCISES = range(1, 11)
-IMPATIENT = 1.5  # seconds that a rank waits for a message of a wrong answer
+IMPATIENT = 1.0  # seconds that a rank waits for a message of a wrong answer
 
 
 @pytest.mark.parametrize("number", EXERCISES)
