@@ -7,6 +7,8 @@ import argparse
 import sys
 from importlib import import_module
 
+from .errors import CourseError
+
 COMMANDS = {
     "doctor": ("doctor", "what this machine has, and what each lesson will use"),
     "compare": ("comparison_command", "train with every stage on the same batches and compare"),
@@ -35,6 +37,9 @@ def main(arguments=None) -> int:
     except (ValueError, FileNotFoundError) as error:
         print(f"ddp-course: {error}", file=sys.stderr)
         return 2
+    except CourseError as error:
+        print(f"ddp-course: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("ddp-course: stopped", file=sys.stderr)
         return 130
