@@ -75,6 +75,7 @@ def test_all_widgets_work_in_jupyterlab(lab):
 
 
 def run_all(page):
+    page.get_by_text("Python 3 (ipykernel) | Idle").wait_for(timeout=90_000)  # before that nothing is run
     page.get_by_role("menuitem", name="Run", exact=True).first.click()
     page.get_by_text("Run All Cells", exact=True).click()
     page.wait_for_function(

@@ -106,8 +106,8 @@ $\ln 256$ for bytes.
 # %% train-both
 models = {"digits": digits.model(), "bytes": text.model()}
 losses = {
-    "digits": stage1_single.train(models["digits"], digits.batches(96, 80), lr=0.4),
-    "bytes": stage1_single.train(models["bytes"], text.batches(32, 80), lr=0.5),
+    "digits": stage1_single.train(models["digits"], digits.batches(96, 80), lr=digits.learning_rate),
+    "bytes": stage1_single.train(models["bytes"], text.batches(32, 80), lr=text.learning_rate),
 }
 
 # %% losses

@@ -23,7 +23,7 @@ class Explorer(ipywidgets.VBox):
 
     def __init__(self, draw, **controls):
         self.draw, self.controls = draw, controls
-        self.image = ipywidgets.Image(format="png")
+        self.image = ipywidgets.Image(format="png", layout=ipywidgets.Layout(align_self="flex-start", max_width="100%"))
         self.message = ipywidgets.Label()
         super().__init__([*controls.values(), self.image, self.message])
         for control in controls.values():
@@ -182,7 +182,7 @@ def _bucket_figure(steps, measured, cap):
         below.axvline(cap, color="#777777", linestyle=":")
         logarithmic(below, "x")
         below.set(xlabel="bucket cap (MiB)", ylabel="step (ms)", ylim=(0, None))
-        below.legend(loc="lower left")
+        below.legend(loc="upper right")
     return picture
 
 
