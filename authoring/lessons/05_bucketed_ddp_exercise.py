@@ -8,6 +8,7 @@ import torch
 
 from ddp_course.grading import check
 
+
 # %% [markdown]
 # ## 5.1 Buckets
 #
@@ -36,6 +37,8 @@ def assign_buckets(parameters, cap_bytes):
 
 # %% check-5-1 points=3
 check("5.1", assign_buckets)
+
+
 # %% [markdown]
 # ## 5.2 The ready hook
 #
@@ -60,6 +63,8 @@ def tell_when_ready(parameters, ready):
 
 # %% check-5-2 points=2
 check("5.2", tell_when_ready)
+
+
 # %% [markdown]
 # ## 5.3 Waiting in the right place
 #

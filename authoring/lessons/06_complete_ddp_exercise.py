@@ -10,6 +10,7 @@ from torch.nn.functional import cross_entropy
 from ddp_course.grading import check
 from ddp_course.running import wire
 
+
 # %% [markdown]
 # ## 6.1 Accumulate without sending
 #
@@ -38,6 +39,8 @@ def accumulate(parallel, optimizer, micro_batches):
 
 # %% check-6-1 points=3
 check("6.1", accumulate)
+
+
 # %% [markdown]
 # ## 6.2 Which parameters were used
 #
@@ -61,6 +64,8 @@ def used_anywhere(used, all_reduce):
 
 # %% check-6-2 points=2
 check("6.2", used_anywhere)
+
+
 # %% [markdown]
 # ## 6.3 Share the buffers
 #
@@ -81,6 +86,8 @@ def share_buffers(module, src=0, group=None):
 
 # %% check-6-3 points=2
 check("6.3", share_buffers)
+
+
 # %% [markdown]
 # ## 6.4 A hook that compresses
 #

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from ddp_course.grading import check
 from ddp_course.running import wire
 
+
 # %% [markdown]
 # ## 7.1 Who owns what
 #
@@ -30,6 +31,8 @@ def assign_owners(sizes, world_size):
 
 # %% check-7-1 points=1
 check("7.1", assign_owners)
+
+
 # %% [markdown]
 # ## 7.2 A sharded step
 #
@@ -58,6 +61,8 @@ def sharded_step(parameters, owners, optimizer, group=None):
 
 # %% check-7-2 points=3
 check("7.2", sharded_step)
+
+
 # %% [markdown]
 # ## 7.3 What it saves
 #

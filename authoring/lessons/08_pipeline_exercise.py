@@ -6,6 +6,7 @@
 # %% imports
 from ddp_course.grading import check
 
+
 # %% [markdown]
 # ## 8.1 GPipe
 #
@@ -20,6 +21,8 @@ def gpipe(stage, stages, micro_batches):
 
 # %% check-8-1 points=1
 check("8.1", gpipe)
+
+
 # %% [markdown]
 # ## 8.2 One forward, one backward
 #
@@ -46,6 +49,8 @@ def one_forward_one_backward(stage, stages, micro_batches):
 
 # %% check-8-2 points=3
 check("8.2", one_forward_one_backward)
+
+
 # %% [markdown]
 # ## 8.3 The bubble
 #
@@ -61,6 +66,8 @@ def bubble(stages, micro_batches):
 
 # %% check-8-3 points=1
 check("8.3", bubble)
+
+
 # %% [markdown]
 # ## 8.4 What it must remember
 #

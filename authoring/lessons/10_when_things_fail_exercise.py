@@ -10,6 +10,7 @@ import torch
 
 from ddp_course.grading import check
 
+
 # %% [markdown]
 # ## 10.1 An atomic checkpoint
 #
@@ -42,6 +43,8 @@ def save_checkpoint(state, path):
 
 # %% check-10-1 points=3
 check("10.1", save_checkpoint)
+
+
 # %% [markdown]
 # ## 10.2 An exact resume
 #
@@ -76,6 +79,8 @@ def resume(state, model, optimizer):
 
 # %% check-10-2 points=3
 check("10.2", capture, resume)
+
+
 # %% [markdown]
 # ## 10.3 Who was it?
 #
