@@ -31,7 +31,7 @@ HEADROOM = 0.6  # of what the processor carries: the rest is for the model, and 
 CAPACITY_TRIES = 3
 SMALL = 8  # bytes: a message that takes no longer than the latency
 MESSAGE_SECONDS, SHORTEST = 0.1, 1 << 15  # link time and least bytes of the longest message of a calibration
-REPEATS, SMALL_REPEATS = 4, 25
+ROUNDS, PAUSE_SECONDS = 10, 0.01  # a pause, so that every message finds rested links
 
 
 class Link:
@@ -225,7 +225,7 @@ def _calibrate(mode, bandwidth, latency, world_size):
 
     link = Link(f"{bandwidth}bit", f"{latency}s", mode=mode)
     largest = max(int(MESSAGE_SECONDS * bandwidth / 8), SHORTEST)
-    sizes = [SMALL, *(largest * quarter // 32 * 8 for quarter in (1, 2, 3, 4))]
+    sizes = [SMALL, *(largest * quarter // 32 * 8 for quarter in (1, 2, 4))]
     points = launch(ping_pong, sizes, world_size=world_size, device="cpu", link=link)[0]
     slope, _ = np.polyfit(sizes[1:], points[1:], 1, w=1 / np.array(points[1:]))
     return {"bandwidth_bits_s": float(8 / slope), "latency_s": points[0], "bytes": sizes, "seconds": points}
@@ -233,17 +233,17 @@ def _calibrate(mode, bandwidth, latency, world_size):
 
 def ping_pong(sizes) -> list:
     """Send messages of these sizes (bytes) to and fro between ranks 0 and 1; returns the fewest seconds one way."""
-    rank, fastest = dist.get_rank(), []
-    for size in sizes if rank < 2 else ():
-        message, times = torch.zeros(size, dtype=torch.uint8), []
-        for _ in range(1 + (SMALL_REPEATS if size <= SMALL else REPEATS)):
+    rank, times = dist.get_rank(), {size: [] for size in sizes}
+    for _ in range(ROUNDS if rank < 2 else 0):
+        for size in sizes:
+            message = torch.zeros(size, dtype=torch.uint8)
+            time.sleep(PAUSE_SECONDS)
             start = time.perf_counter()
             for turn in (0, 1):
                 (wire.send if rank == turn else wire.recv)(message, 1 - rank)
-            times.append((time.perf_counter() - start) / 2)
-        fastest.append(min(times[1:]))
+            times[size].append((time.perf_counter() - start) / 2)
     dist.barrier()
-    return fastest
+    return [min(taken) for taken in times.values()] if rank < 2 else []
 
 
 @cache
