@@ -16,6 +16,7 @@ Sources: network_namespaces(7), user_namespaces(7), tc-tbf(8).
 """
 
 import ctypes
+import errno
 import json
 import os
 import socket
@@ -224,6 +225,8 @@ def explain(error):
     text = str(error) or type(error).__name__
     if isinstance(error, PermissionError) or "not permitted" in text or "denied" in text:
         return f"this system forbids namespaces ({text}), as containers and AppArmor often do"
+    if getattr(error, "errno", None) == errno.ENOSPC:
+        return f"this system's limit on namespaces is reached ({text})"
     return f"this kernel cannot build them ({text})"
 
 
