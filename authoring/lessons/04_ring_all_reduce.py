@@ -174,8 +174,9 @@ show.curves(
 # %% check-time
 # NBVAL_CHECK_OUTPUT
 growth = {name: times[4] / times[2] for name, times in seconds.items()}
-assert growth["ring"] < 2 < growth["whole-gradient ring"] and seconds["ring"][4] < seconds["server"][4] / 2, seconds
-print("from 2 to 4 ranks: server and whole-gradient ring three times as long, the ring one and a half times")
+assert growth["ring"] < growth["whole-gradient ring"], seconds
+assert seconds["ring"][4] < seconds["whole-gradient ring"][4] < seconds["server"][4], seconds
+print("on 4 ranks the ring is the fastest, the server the slowest, and the ring's time grows least")
 
 # %% [markdown]
 r"""

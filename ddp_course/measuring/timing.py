@@ -2,7 +2,6 @@
 
 import os
 import signal
-import statistics
 import tempfile
 from contextlib import contextmanager
 from time import perf_counter, sleep
@@ -15,13 +14,14 @@ from ..running import wire
 from ..running.launch import launch
 
 
-def time_collective(collective, nbytes, world_size, link=None, repeats=3):
-    """Median seconds of `collective(tensor)` on a float32 tensor of `nbytes`, over `repeats`, on `world_size` ranks.
+def time_collective(collective, nbytes, world_size, link=None, repeats=5):
+    """Seconds of `collective(tensor)` on a float32 tensor of `nbytes` and `world_size` ranks: the best of `repeats`.
 
-    `collective` works in place and is called once beforehand, to open the connections. The slowest rank counts.
+    The slowest rank counts in each. The best of several is the one that was least disturbed by what else runs on the
+    machine. `collective` works in place and is called once beforehand, to open the connections.
     """
     ranks = launch(_time_on_rank, collective, nbytes, repeats, world_size=world_size, link=link, device="cpu")
-    return statistics.median(max(times) for times in zip(*ranks, strict=True))
+    return min(max(times) for times in zip(*ranks, strict=True))
 
 
 def _time_on_rank(collective, nbytes, repeats):
