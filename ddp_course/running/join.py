@@ -4,6 +4,7 @@ import os
 import re
 import socket
 import sys
+import time
 from datetime import timedelta
 
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from .devices import placement
 
 FIRST_PORT, PORTS = 20_000, 10_000  # where Slurm jobs meet: a port of its own for each job id
+CONNECT_SECONDS = 5.0
 
 
 def join(device="auto", timeout=1800.0):
@@ -32,8 +34,44 @@ def join(device="auto", timeout=1800.0):
             torch.cuda.set_device(mine)
         if local == world_size and sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all on this machine, whatever its name resolves to
-        dist.init_process_group(where.backend, timeout=timedelta(seconds=timeout))
+        dist.init_process_group(where.backend, timeout=timedelta(seconds=timeout), **fresh_store(timeout))
     return dist.get_rank(), dist.get_world_size()
+
+
+def fresh_store(timeout):
+    """What `init_process_group` needs for a key-value store of this start's own; nothing if its default is one.
+
+    torchrun of torch 2.13 keeps one store over all restarts, with the addresses of ranks that are gone: started
+    again, ranks would now and then call those. So rank 0 opens a store of its own and leaves its address in the old
+    one; whoever finds an old address there is refused, and looks again.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return {}
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    host, patience = os.environ["MASTER_ADDR"], timedelta(seconds=timeout)
+    old = dist.TCPStore(host, int(os.environ["MASTER_PORT"]), is_master=False, timeout=patience)
+    if rank == 0:
+        store = dist.TCPStore(host, 0, is_master=True, timeout=patience, wait_for_workers=False)
+        old.set("ddp_course/store", str(store.port))
+    else:
+        store = look_up(old, host, patience)
+    return {"store": store, "rank": rank, "world_size": world_size}
+
+
+def look_up(old, host, patience):
+    """Connect to the store whose port is in the store `old`, as soon as somebody answers there."""
+    end = time.monotonic() + patience.total_seconds()
+    while True:
+        port = int(old.get("ddp_course/store"))
+        try:
+            socket.create_connection((host, port), CONNECT_SECONDS).close()
+            store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=CONNECT_SECONDS))
+            store.set_timeout(patience)
+            return store
+        except (OSError, dist.DistError):
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.05)
 
 
 def from_slurm(environ):
