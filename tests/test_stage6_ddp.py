@@ -27,7 +27,7 @@ from ddp_course.errors import CourseError, MismatchError, RankError
 from ddp_course.running import wire
 from ddp_course.stage4_ring import ring_all_reduce
 from ddp_course.stage6_ddp.buckets import assign_buckets, size_limits
-from ddp_course.stage6_ddp.ddp import UNSUPPORTED
+from ddp_course.stage6_ddp.checks import UNSUPPORTED
 
 ALL_REDUCES = {
     "ring": ring_all_reduce,

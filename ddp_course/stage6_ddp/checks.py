@@ -9,6 +9,15 @@ import torch.distributed as dist
 
 from ..errors import MismatchError
 
+UNSUPPORTED = "delay_all_reduce_named_params", "param_to_hook_all_reduce", "mixed_precision"
+
+
+def refuse_unsupported(*values):
+    """Raise NotImplementedError if an argument is given that this DDP cannot honour."""
+    for name, value in zip(UNSUPPORTED, values, strict=True):
+        if value is not None:
+            raise NotImplementedError(f"{name} is not supported by stage 6; leave it out")
+
 
 def trainable(module, ignored):
     """Return {name: parameter} of all parameters that take part, each once even if several layers share it."""

@@ -18,6 +18,7 @@ from .checks import (
     first_given,
     group_of,
     refuse_gpu_batchnorm,
+    refuse_unsupported,
     same_on_all_ranks,
     sparse_parameters,
     trainable,
@@ -26,8 +27,6 @@ from .communication import by_algorithm, by_backend, by_hook, check_hook
 from .reducer import Reducer
 from .uneven import Shadow, active_ranks, common_rank, others_synchronise
 from .unused import behind_entrance, tensors_in
-
-UNSUPPORTED = "delay_all_reduce_named_params", "param_to_hook_all_reduce", "mixed_precision"
 
 
 class DistributedDataParallel(torch.nn.Module, Joinable):
@@ -79,14 +78,9 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         forward_sync_buffers=None,
         all_reduce=None,
     ):
+        refuse_unsupported(delay_all_reduce_named_params, param_to_hook_all_reduce, mixed_precision)
         super().__init__()
         Joinable.__init__(self)
-        refused = zip(
-            UNSUPPORTED, (delay_all_reduce_named_params, param_to_hook_all_reduce, mixed_precision), strict=True
-        )
-        for name, value in refused:
-            if value is not None:
-                raise NotImplementedError(f"{name} is not supported by stage 6; leave it out")
         self.process_group = group_of(process_group, device_mesh)
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         parameters = trainable(module, self.parameters_to_ignore)
@@ -94,12 +88,11 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self.device_type = self.device.type
         self.device_ids, self.output_device = devices_of(parameters, device_ids, output_device)
         refuse_gpu_batchnorm(module, self.device_type)
-        self.bucket_cap_mb, self.bucket_cap_mb_list = bucket_cap_mb, bucket_cap_mb_list
-        self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
-        self.gradient_as_bucket_view, self.all_reduce = gradient_as_bucket_view, all_reduce
+        self.bucket_cap_mb, self.bucket_cap_mb_list, self.static_graph = bucket_cap_mb, bucket_cap_mb_list, static_graph
+        self.gradient_as_bucket_view, self.find_unused_parameters = gradient_as_bucket_view, find_unused_parameters
+        self.all_reduce, self.comm_hook, self.buffer_hook = all_reduce, None, None
         self.require_backward_grad_sync = self.require_forward_param_sync = True
         self.forward_sync_buffers = first_given(forward_sync_buffers, broadcast_buffers, True)
-        self.comm_hook = self.buffer_hook = None
         if check_reduction:
             warnings.warn("check_reduction is deprecated and has no effect", FutureWarning, stacklevel=2)
         if init_sync:
