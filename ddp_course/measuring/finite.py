@@ -15,19 +15,19 @@ def watch(model):
     is one sum a parameter: a sum is finite only if all its terms are.
     """
     names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return [parameter.register_post_accumulate_grad_hook(lambda p: check(p.grad, names[p])) for parameter in names]
 
-    def check(parameter):
-        gradient = parameter.grad
-        if gradient.is_sparse or math.isfinite(gradient.sum().item()) or bool(gradient.isfinite().all()):
-            return  # the last: finite terms whose sum is too large for the dtype
-        bad = int((~gradient.isfinite()).sum())
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        raise NotFiniteError(
-            f"rank {rank}: {bad} of {gradient.numel()} elements of the gradient of {names[parameter]} are not finite "
-            f"({describe(gradient)}). Nothing was averaged. Look at this rank's batch and at the learning rate."
-        )
 
-    return [parameter.register_post_accumulate_grad_hook(check) for parameter in names]
+def check(gradient, name):
+    """Raise NotFiniteError if the `gradient` of the parameter called `name` has NaN or infinite elements."""
+    if gradient.is_sparse or math.isfinite(gradient.sum().item()) or bool(gradient.isfinite().all()):
+        return  # the last: finite terms whose sum is too large for the dtype
+    bad = int((~gradient.isfinite()).sum())
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    raise NotFiniteError(
+        f"rank {rank}: {bad} of {gradient.numel()} elements of the gradient of {name} are not finite "
+        f"({describe(gradient)}). Nothing was averaged. Look at this rank's batch and at the learning rate."
+    )
 
 
 def describe(tensor):

@@ -51,20 +51,25 @@ def ranks_of(agent):
 
 
 def run_with_faults(options, world_size, every, end, chance, folder):
-    """Run torchrun, with a fault every `every` seconds until `end`, to the end of the run; returns the faults."""
+    """Run torchrun, with a fault every `every` seconds until `end`, at least one; returns how many."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
     command += ["--max-restarts=100000", "--monitor-interval=0.1", "-m", "ddp_course.train", *options]
     faults, environment = 0, {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": folder}
     with open(Path(folder, "log"), "a") as log:
         agent = subprocess.Popen([*command, "--checkpoint", f"{folder}/run"], stdout=log, stderr=log, env=environment)
         due = time.monotonic() + every
-        while agent.poll() is None:
-            ranks = ranks_of(agent) if due <= time.monotonic() < end else {}
-            if len(ranks) == world_size and checkpoint.checkpoints(f"{folder}/run"):
-                chance.choice(list(ranks.values())).send_signal(chance.choice(FAULTS))
-                faults += 1
-                due = time.monotonic() + every * chance.uniform(0.5, 1.5)
-            time.sleep(0.05)
+        try:
+            while agent.poll() is None:
+                now = time.monotonic()
+                ranks = ranks_of(agent) if now >= due and (now < end or not faults) else {}
+                if len(ranks) == world_size and checkpoint.checkpoints(f"{folder}/run"):
+                    chance.choice(list(ranks.values())).send_signal(chance.choice(FAULTS))
+                    faults += 1
+                    due = time.monotonic() + every * chance.uniform(0.5, 1.5)
+                time.sleep(0.05)
+        finally:
+            agent.terminate()  # nothing happens if it has ended
+            agent.wait()
     if agent.returncode:
         raise AssertionError(Path(folder, "log").read_text()[-5000:])
     return faults
