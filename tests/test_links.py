@@ -3,6 +3,7 @@
 A machine under load only ever makes things slower, so the bounds from below are tight and those from above wide.
 """
 
+import os
 import socket
 import subprocess
 import sys
@@ -383,7 +384,8 @@ def run_torchrun(script):
     """What a person would type on each host; returns what it printed there."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
     command += [f"--node-rank={dist.get_rank()}", "--master-addr=host0", "--master-port=29500", script]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    environ = {**os.environ, "TMPDIR": os.path.dirname(script)}  # where torchrun leaves the folder of its logs
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environ)
     return ended.stdout.strip() or ended.stderr
 
 
