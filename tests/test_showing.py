@@ -199,7 +199,7 @@ def explorers():
     return {
         "ring": (widgets.ring_stepper(4), "step", 3),
         "alpha beta": (widgets.alpha_beta_explorer(), "latency", "10ms"),
-        "buckets": (widgets.bucket_explorer(simulate.Profile(layers), 4, network, {0.1: 50.0}), "cap", 0.02),
+        "buckets": (widgets.bucket_explorer(simulate.Profile(layers), 4, network, {0.1: 50.0}), "cap", 0.06),
         "decision": (widgets.decision_chart(), "devices", 64),
     }
 

@@ -14,7 +14,7 @@ from .plots import STAGE_COLOURS, binary_bytes, curves, draw_lane, logarithmic, 
 _LAYOUT = ipywidgets.Layout(width="460px")
 _WIDE = {"description_width": "170px"}
 BANDWIDTHS = ["100Mbit", "1Gbit", "10Gbit", "100Gbit", "400Gbit"]
-CAPS = (0.01, 0.02, 0.03, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5)
+CAPS = (0.06, 0.12, 0.18, 0.25, 0.31, 0.37, 0.5)
 LATENCIES = ["1us", "10us", "100us", "1ms", "10ms"]
 
 
@@ -182,7 +182,7 @@ def _bucket_figure(steps, measured, cap):
         below.axvline(cap, color="#777777", linestyle=":")
         logarithmic(below, "x")
         below.set(xlabel="bucket cap (MiB)", ylabel="step (ms)", ylim=(0, None))
-        below.legend(loc="upper right")
+        below.legend(loc="lower left")
     return picture
 
 
