@@ -148,7 +148,7 @@ def start_caller(folder, mode, python=sys.executable, **options):
 @HOSTS
 def test_a_killed_caller_takes_everything_along(tmp_path):
     before = interfaces()
-    caller = start_caller(tmp_path, "hosts")
+    caller = start_caller(tmp_path, "hosts", env={**os.environ, "TMPDIR": str(tmp_path)})  # an empty folder stays
     ranks = ranks_up(tmp_path, 2)
     caller.kill()
     caller.wait()
