@@ -198,7 +198,9 @@ def one_step():
     return [span for span in spans if span.start >= start]
 
 
-show.timeline_figure(launch(one_step, world_size=K), title="Fully sharded: a gather before every block, forward and backward")
+show.timeline_figure(
+    launch(one_step, world_size=K), title="Fully sharded: a gather before every block, forward and backward"
+)
 
 # %% [markdown]
 r"""
