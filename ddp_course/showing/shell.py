@@ -4,6 +4,7 @@ import os
 import shlex
 import subprocess
 import sys
+import tempfile
 
 PROGRAMS = {"torchrun": ["-m", "torch.distributed.run"], "ddp-course": ["-m", "ddp_course.cli"], "python": []}
 
@@ -14,24 +15,26 @@ def command(*lines, timeout=120):
     Each begins with torchrun, python or ddp-course. Raises ValueError for other programs, and
     subprocess.TimeoutExpired, with all of them ended, after `timeout` seconds.
     """
-    running = [_start(line) for line in lines]
-    try:
-        for line, process in zip(lines, running, strict=True):
-            output, _ = process.communicate(timeout=timeout)
-            print(f"$ {line}\n{_without_noise(output)}")
-    finally:
-        for process in running:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+    with tempfile.TemporaryDirectory(prefix="ddp_course_", ignore_cleanup_errors=True) as folder:
+        running = [_start(line, folder) for line in lines]  # torchrun leaves folders for its logs
+        try:
+            for line, process in zip(lines, running, strict=True):
+                output, _ = process.communicate(timeout=timeout)
+                print(f"$ {line}\n{_without_noise(output)}")
+        finally:
+            for process in running:
+                if process.poll() is None:
+                    process.kill()
+                    process.wait()
     return [process.returncode for process in running]
 
 
-def _start(line):
+def _start(line, folder):
     program, *arguments = shlex.split(line)
     if program not in PROGRAMS:
         raise ValueError(f'"{program}" is not one of {", ".join(PROGRAMS)}')
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
+    environ["TMPDIR"] = folder
     return subprocess.Popen(
         [sys.executable, *PROGRAMS[program], *arguments],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ, start_new_session=True,
