@@ -69,6 +69,14 @@ def test_every_forbidden_function_can_be_taken_away():
                 assert not function_named(name).__code__.co_freevars, name
 
 
+def test_every_task_says_what_it_judges():
+    for number in EXERCISES:
+        said = [part.__doc__ for task in of_exercise(number) for part in (task.draw, task.probe, task.judge)]
+        assert all(said), f"exercise {number}: a draw, probe or judge without a docstring"
+        judged = [task.judge.__doc__ for task in of_exercise(number)]
+        assert len(set(judged)) == len(judged), f"exercise {number}: two judges say the same"
+
+
 def test_check_prints_one_line_or_says_what_is_wrong(capsys):
     def chunk_to_send(rank, step, world_size):
         return (rank - step) % world_size

@@ -53,13 +53,16 @@ class TrainStep:
     """Forward, backward, update."""
 
     def draw(random, hidden):
+        """A seed for the net, and three batches (five if `hidden`)."""
         return {"seed": random.randrange(10**6), "batches": batches_of(random, 3 + 2 * hidden, 8)}
 
     def probe(train_step, seed, batches):
+        """Train the little net on all batches; the loss of each step, and the weights at the end."""
         model, optimizer = small_model(seed)
         return {"losses": [train_step(model, optimizer, *batch) for batch in batches], "weights": weights(model)}
 
     def judge(evidence, seed, batches):
+        """The weights are plain SGD's, the losses plain numbers from before each update."""
         losses, expected = reference_steps(seed, batches)
         untouched = weights(small_model(seed)[0])
         for found in evidence["losses"]:
@@ -86,10 +89,12 @@ class Accumulate:
     """Several micro-batches, one update."""
 
     def draw(random, hidden):
+        """A seed for the net, and two rounds of micro-batches (three if `hidden`)."""
         count = random.randrange(3, 6)
         return {"seed": random.randrange(10**6), "rounds": [batches_of(random, count, 4) for _ in range(2 + hidden)]}
 
     def probe(accumulate, seed, rounds):
+        """One call a round; losses, final weights, and how often the optimizer stepped."""
         model, optimizer = small_model(seed)
         steps, step = [0], optimizer.step
         optimizer.step = lambda *args, **kwargs: (steps.__setitem__(0, steps[0] + 1), step(*args, **kwargs))[1]
@@ -97,6 +102,7 @@ class Accumulate:
         return {"losses": losses, "weights": weights(model), "steps": steps[0]}
 
     def judge(evidence, seed, rounds):
+        """One update a round, and the weights and losses of the whole batch at once."""
         whole = [tuple(torch.cat(parts) for parts in zip(*round, strict=True)) for round in rounds]
         count = len(rounds[0])
         losses, expected = reference_steps(seed, whole)
@@ -152,12 +158,15 @@ class GradientBytes:
     """Bytes that all gradients of a model take."""
 
     def draw(random, hidden):
+        """Widths of the layers."""
         return {"widths": [random.randrange(3, 40) for _ in range(3)]}
 
     def probe(gradient_bytes, widths):
+        """The answer for five models: dtypes, buffers and frozen layers differ."""
         return [gradient_bytes(model) for model in sized_models(widths).values()]
 
     def judge(evidence, widths):
+        """Bytes of the trainable parameters only, each by its own dtype."""
         for (kind, model), found in zip(sized_models(widths).items(), evidence, strict=True):
             number(found, int, "the result")
             trained = [p for p in model.parameters() if p.requires_grad]

@@ -12,13 +12,16 @@ class Scatter:
     """Cut a batch into shards, as equal as can be."""
 
     def draw(random, hidden):
+        """Batches that do and do not divide by the number of devices, one of them smaller than it."""
         sizes = [(8, 2), (10, 4), (7, 3), (3, 4), (5, 1), (random.randrange(9, 30), 8 if hidden else 5)]
         return {"cases": [(tensors(random, 1, rows, 3)[0], devices) for rows, devices in sizes]}
 
     def probe(scatter, cases):
+        """The shards of every batch."""
         return [scatter(tensor, ["cpu"] * devices) for tensor, devices in cases]
 
     def judge(evidence, cases):
+        """Nothing lost, nothing twice, in order, the longer shards first, no empty ones."""
         for (tensor, devices), found in zip(cases, evidence, strict=True):
             about = f"{len(tensor)} samples on {devices} devices"
             require(
@@ -65,9 +68,11 @@ class Reduce:
     """Add the replicas' gradients to the master's."""
 
     def draw(random, hidden):
+        """A seed, and numbers of replicas: up to 3, or 5 if `hidden`."""
         return {"seed": random.randrange(10**6), "counts": [3, 2, 1, *([5] if hidden else [])]}
 
     def probe(reduce, seed, counts):
+        """All replicas' gradients after the call, with and without missing ones."""
         evidence = []
         for count in counts:
             for frozen in (False, True):
@@ -77,6 +82,7 @@ class Reduce:
         return evidence
 
     def judge(evidence, seed, counts):
+        """The master has the sum, and the replicas' own gradients are as they were."""
         cases = [(count, frozen) for count in counts for frozen in (False, True)]
         for (count, frozen), found in zip(cases, evidence, strict=True):
             before = [gradients(model) for model in replicas_of(seed, count, frozen)]
@@ -127,6 +133,7 @@ class MasterSends:
     """Bytes that leave the master in one step."""
 
     def draw(random, hidden):
+        """Bytes of parameters, inputs and outputs, on 1 to 8 devices."""
         sizes = [
             (random.randrange(10**5, 10**8), 840 * random.randrange(10, 9999), 840 * random.randrange(1, 99))
             for _ in range(4)
@@ -134,9 +141,11 @@ class MasterSends:
         return {"cases": [(*of, k) for of, k in zip(sizes, (2, 4, 8, 1), strict=True)]}
 
     def probe(master_sends, cases):
+        """The answer in each case."""
         return [master_sends(*case) for case in cases]
 
     def judge(evidence, cases):
+        """K-1 models, and the shards of inputs and output gradients that leave the master."""
         for (parameters, inputs, outputs, devices), found in zip(cases, evidence, strict=True):
             number(found, float, "the result")
             others, share = devices - 1, (devices - 1) / devices

@@ -43,12 +43,15 @@ class Collect:
     """The first loop: everything to the server, which adds it up."""
 
     def draw(random, hidden):
+        """Whole numbers, different on every rank, and servers that are not always rank 0."""
         return draw_server(random, hidden)
 
     def probe(collect, values, servers):
+        """Every rank's tensor after the first loop, and what it sent."""
         return probe_server(collect, values, servers)
 
     def judge(evidence, values, servers):
+        """The server has the sum, the others what they had, and each of these sent p bytes."""
         for size, server in servers.items():
             own, total = values[:size], sum(values[:size])
             expected = [total if rank == server else own[rank] for rank in range(size)]
@@ -80,12 +83,15 @@ class SendBack:
     """The second loop: the server's tensor to everyone."""
 
     def draw(random, hidden):
+        """Whole numbers, different on every rank, and servers that are not always rank 0."""
         return draw_server(random, hidden)
 
     def probe(send_back, values, servers):
+        """Every rank's tensor after the second loop, and what it sent."""
         return probe_server(send_back, values, servers)
 
     def judge(evidence, values, servers):
+        """Everyone has the server's tensor, and only the server sent: (K-1) p bytes."""
         for size, server in servers.items():
             own = values[:size]
             guesses = [
@@ -113,12 +119,15 @@ class Average:
     """The mean on every rank, by way of the server."""
 
     def draw(random, hidden):
+        """Real numbers, different on every rank, and servers that are not always rank 0."""
         return draw_server(random, hidden, whole=False)
 
     def probe(average, values, servers):
+        """Every rank's tensor afterwards, and what it sent."""
         return probe_server(average, values, servers)
 
     def judge(evidence, values, servers):
+        """Everyone has the mean, for (K-1) p bytes from the server and p from each of the others."""
         for size, server in servers.items():
             own = values[:size]
             total = sum(own)
@@ -146,13 +155,16 @@ class ServerSeconds:
     """The closed form 2 (K-1) p/b."""
 
     def draw(random, hidden):
+        """World sizes (1 among them), numbers of parameters, and bits per second."""
         sizes = [random.randrange(3, 65) for _ in range(4)] + [1]
         return {"cases": [(k, random.randrange(1, 400) * 10**6, random.randrange(1, 100) * 10**8) for k in sizes]}
 
     def probe(server_seconds, cases):
+        """The answer in each case."""
         return [server_seconds(*case) for case in cases]
 
     def judge(evidence, cases):
+        """2 (K-1) p/b, in seconds, with bytes and bits told apart."""
         once = [parameters * 32 / bits for _, parameters, bits in cases]
         sizes = [size for size, _, _ in cases]
         expected = [2 * (size - 1) * seconds for size, seconds in zip(sizes, once, strict=True)]

@@ -14,15 +14,18 @@ class ChunkToSend:
     """Which chunk a rank sends in a step of scatter-reduce."""
 
     def draw(random, hidden):
+        """(rank, step, world size) for four world sizes up to 8."""
         sizes = random.sample(range(2, 9), 4)
         return {
             "cases": [(random.randrange(k), random.randrange(k - 1), k) for k in sizes for _ in range(3)] + [(0, 1, 3)]
         }
 
     def probe(chunk_to_send, cases):
+        """The answer in each case."""
         return [chunk_to_send(*case) for case in cases]
 
     def judge(evidence, cases):
+        """(rank - step) mod K, a plain int."""
         for (rank, step, size), found in zip(cases, evidence, strict=True):
             number(found, int, "the index")
             inside = (
@@ -63,12 +66,15 @@ class ScatterReduce:
     """After K-1 steps rank r holds the sum of chunk r+1."""
 
     def draw(random, hidden):
+        """Lengths of uneven chunks for 2, 3 and 4 ranks, and whole numbers to fill them with."""
         return {"lengths": chunk_lengths(random), "values": [tensors(random, 4, 16, whole=True) for _ in range(4)]}
 
     def probe(scatter_reduce, lengths, values):
+        """Every rank's chunks after it, and what it sent."""
         return probe_chunks(scatter_reduce, lengths, values)
 
     def judge(evidence, lengths, values):
+        """Chunk r+1 is finished on rank r, for K-1 messages of a chunk each."""
         for size, of in lengths.items():
             finished = [(rank + 1) % size for rank in range(size)]
             found = [evidence[rank][size]["chunks"] for rank in range(size)]
@@ -129,12 +135,15 @@ class AllGather:
     """From rank r's finished chunk r+1 to all chunks everywhere."""
 
     def draw(random, hidden):
+        """Lengths of uneven chunks for 2, 3 and 4 ranks, and whole numbers to fill them with."""
         return {"lengths": chunk_lengths(random), "values": [tensors(random, 4, 16, whole=True) for _ in range(4)]}
 
     def probe(allgather, lengths, values):
+        """Every rank's chunks after it, and what it sent."""
         return probe_chunks(allgather, lengths, values)
 
     def judge(evidence, lengths, values):
+        """Every chunk everywhere is that of the rank that had finished it, for K-1 messages of a chunk each."""
         for size, of in lengths.items():
             about = f"with {size} ranks, all chunks after allgather"
             own = [flat(values[rank], of) for rank in range(size)]
@@ -180,11 +189,13 @@ class RingAllReduce:
     """Any shape, in place, uneven chunks, 1 to 4 ranks."""
 
     def draw(random, hidden):
+        """Tensors of several shapes; if `hidden` in float64, and one of no elements."""
         shapes = {**SHAPES, "of no elements": (0,)} if hidden else SHAPES
         dtype = torch.float64 if hidden else torch.float32
         return {"values": {name: tensors(random, 4, *shape, dtype=dtype, whole=True) for name, shape in shapes.items()}}
 
     def probe(ring_all_reduce, values):
+        """Every rank's tensor afterwards, and what it sent, in worlds of 1 to 4 ranks."""
         evidence = {}
         for size, group in worlds(3, 4, 2, 1):
             for name, of_ranks in values.items():
@@ -196,6 +207,7 @@ class RingAllReduce:
         return evidence
 
     def judge(evidence, values):
+        """The sum on every rank, in place, for 2 (K-1) p bytes in all."""
         for size in (3, 4, 2, 1):
             for name, of_ranks in values.items():
                 turned = [one.t() if name == "not contiguous" else one for one in of_ranks[:size]]
@@ -232,6 +244,7 @@ class RingSeconds:
     """The closed form: 2(K-1)/K p/b and 2(K-1) latencies."""
 
     def draw(random, hidden):
+        """World sizes (1 among them), numbers of parameters, bits per second, and latencies."""
         return {
             "cases": [
                 (
@@ -246,9 +259,11 @@ class RingSeconds:
         }
 
     def probe(ring_seconds, cases):
+        """The answer in each case."""
         return [ring_seconds(*case) for case in cases]
 
     def judge(evidence, cases):
+        """2 (K-1)/K p/b and 2 (K-1) latencies, in seconds."""
         for (size, parameters, bits, latency), found in zip(cases, evidence, strict=True):
             number(found, float, "the time")
             share, seconds = 2 * (size - 1) / size, parameters * 32 / bits

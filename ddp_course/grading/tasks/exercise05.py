@@ -33,12 +33,14 @@ class AssignBuckets:
     """Parameters into buckets, last first."""
 
     def draw(random, hidden):
+        """Sizes and dtypes of parameters, and caps that are met exactly, passed, or never reached."""
         sizes = [random.randrange(20, 200) for _ in range(9 + 4 * hidden)]
         one, two = ["float32"] * len(sizes), ["float64" if i % 3 == 0 else "float32" for i in range(len(sizes))]
         exact = [25, 50, 50, 100, 25, 75]
         return {"cases": [(sizes, one, 800), (exact, ["float32"] * 6, 400), (sizes, two, 900), (sizes, one, 10**6)]}
 
     def probe(assign_buckets, cases):
+        """The buckets as lists of the parameters' indices."""
         evidence = []
         for sizes, kinds, cap in cases:
             parameters = [nn.Parameter(torch.zeros(n, dtype=getattr(torch, k))) for n, k in zip(sizes, kinds)]  # noqa: B905
@@ -47,6 +49,7 @@ class AssignBuckets:
         return evidence
 
     def judge(evidence, cases):
+        """Each parameter in one bucket, last ones first, closed on reaching the cap, one dtype each."""
         for (sizes, kinds, cap), found in zip(cases, evidence, strict=True):
             mixed = len(set(kinds)) > 1
             about = f"{len(sizes)} parameters{' of two dtypes' if mixed else ''}, cap {cap} bytes"
@@ -104,9 +107,11 @@ class TellWhenReady:
     """A hook on every trainable parameter."""
 
     def draw(random, hidden):
+        """A seed for the model, and inputs of three passes."""
         return {"seed": random.randrange(10**6), "inputs": tensors(random, 3, 5, 4)}
 
     def probe(tell_when_ready, seed, inputs):
+        """In each backward pass the calls of `ready`, with the gradient at that moment and at the end."""
         torch.manual_seed(seed)
         model, calls, passes = Shared(), [], []
         index = {id(parameter): i for i, parameter in enumerate(model.parameters())}
@@ -126,6 +131,7 @@ class TellWhenReady:
         return passes
 
     def judge(evidence, seed, inputs):
+        """One call a pass for each trainable parameter, when its gradient is complete."""
         trained = {0, 1, 2, 3}
         require(
             not evidence[0]["calls"],
@@ -175,9 +181,11 @@ class AverageInBackground:
     """Submit all, then wait for all."""
 
     def draw(random, hidden):
+        """Buckets of three lengths (four if `hidden`), different on every rank."""
         return {"values": [[tensors(random, 1, n)[0] for n in (7, 12, 5, *([9] if hidden else []))] for _ in range(4)]}
 
     def probe(average_in_background, values):
+        """Every rank's buckets, who reduced them and when, and what became of an error."""
         evidence = {}
         for size, group in worlds(3, 2, 4):
             flats = [flat.clone() for flat in values[torch.distributed.get_rank()]]
@@ -187,6 +195,7 @@ class AverageInBackground:
         return evidence
 
     def judge(evidence, values):
+        """The mean everywhere, all submitted before any is awaited, all awaited, no error lost."""
         for size in (3, 2, 4):
             found = [evidence[rank][size] for rank in range(size)]
             about = f"with {size} ranks"

@@ -18,10 +18,12 @@ class AccumulateUnsynchronised:
     """Several micro-batches, one synchronisation."""
 
     def draw(random, hidden):
+        """A seed for the net, and three or four micro-batches for each rank."""
         count = random.randrange(3, 5)
         return {"seed": random.randrange(10**6), "batches": [batches_of(random, count, 4) for _ in range(4)]}
 
     def probe(accumulate, seed, batches):
+        """Every rank's weights after one call, and bytes sent beside those of one backward pass."""
         from ...stage6_ddp import DistributedDataParallel
 
         evidence = {}
@@ -36,6 +38,7 @@ class AccumulateUnsynchronised:
         return evidence
 
     def judge(evidence, seed, batches):
+        """One synchronisation, and the weights of one step on all samples of all ranks."""
         for size in (2, 4):
             about, count = f"with {size} ranks", len(batches[0])
             found = [evidence[rank][size] for rank in range(size)]
@@ -83,11 +86,13 @@ class UsedAnywhere:
     """Which parameters were used on some rank."""
 
     def draw(random, hidden):
+        """Which parameters each rank used: fixed patterns and random ones, 300 more of these if `hidden`."""
         columns = [(0, 0, 0, 0), (1, 1, 1, 1), (1, 0, 0, 0), (0, 0, 0, 1), (0, 1, 1, 0), (0, 1, 0, 0)]
         columns += [tuple(random.randrange(2) for _ in range(4)) for _ in range(5 + 300 * hidden)]
         return {"used": [torch.tensor([column[rank] for column in columns], dtype=torch.bool) for rank in range(4)]}
 
     def probe(used_anywhere, used):
+        """Every rank's result, its input afterwards, and the all-reduces that it called."""
         evidence = {}
         for size, group in worlds(4, 3, 2):
             mine, calls = used[dist.get_rank()].clone(), []
@@ -101,6 +106,7 @@ class UsedAnywhere:
         return evidence
 
     def judge(evidence, used):
+        """The union of all ranks, as bools, for one all-reduce, the input unchanged."""
         for size in (4, 3, 2):
             about = f"with {size} ranks"
             found = [evidence[rank][size] for rank in range(size)]
@@ -145,9 +151,11 @@ class ShareBuffers:
     """Every rank gets rank src's buffers."""
 
     def draw(random, hidden):
+        """A seed for the model, and a source for each world size."""
         return {"seed": random.randrange(10**6), "sources": {3: 2, 4: random.randrange(1, 4), 2: 0, 1: 0}}
 
     def probe(share_buffers, seed, sources):
+        """Every rank's buffers and weights afterwards, whether tensors were replaced, and what it sent."""
         evidence = {}
         for size, group in worlds(3, 4, 2, 1):
             model = buffered(seed, dist.get_rank())
@@ -163,6 +171,7 @@ class ShareBuffers:
         return evidence
 
     def judge(evidence, seed, sources):
+        """The source's buffers everywhere, in place, parameters unchanged, (K-1) times their bytes sent."""
         for size, src in sources.items():
             own = [list(buffered(seed, rank).buffers()) for rank in range(size)]
             for index, buffer in enumerate(own[src]):
@@ -202,12 +211,14 @@ class CompressedAverage:
     """A communication hook that sends half the bytes."""
 
     def draw(random, hidden):
+        """Gradients of which some are as large as 60,000, near the end of float16."""
         values = [tensor * 100 for tensor in tensors(random, 4, 40)]
         for tensor in values:
             tensor[:6] = torch.tensor([random.uniform(40_000, 64_000) for _ in range(6)])
         return {"values": values}
 
     def probe(compressed_average, values):
+        """Every rank's result, and the dtypes that were reduced."""
         evidence = {}
         for size, group in worlds(3, 4, 2):
             flat, dtypes = values[dist.get_rank()].clone(), []
@@ -221,6 +232,7 @@ class CompressedAverage:
         return evidence
 
     def judge(evidence, values):
+        """The mean in float32, within float16's precision, reduced once and in float16."""
         for size in (3, 4, 2):
             about = f"with {size} ranks"
             found = [evidence[rank][size]["result"] for rank in range(size)]

@@ -25,13 +25,16 @@ class AssignOwners:
     """Each parameter to the rank that has least."""
 
     def draw(random, hidden):
+        """Sizes of parameters, with ties, fewer parameters than ranks, and one rank alone."""
         cases = [([random.randrange(1, 500) for _ in range(12)], k) for k in (2, 3, 4)]
         return {"cases": [([100, 60, 50, 40, 10, 5], 2), ([7, 7, 7, 7, 7], 3), *cases, ([5, 3], 4), ([9, 8, 7], 1)]}
 
     def probe(assign_owners, cases):
+        """The owners in each case."""
         return [assign_owners(list(sizes), world_size) for sizes, world_size in cases]
 
     def judge(evidence, cases):
+        """In order, each parameter to the rank that holds least so far, the lowest if several do."""
         for (sizes, world_size), found in zip(cases, evidence, strict=True):
             about = f"sizes {sizes} on {world_size} ranks"
             require(
@@ -102,12 +105,14 @@ class ShardedStep:
     """Step what you own, then give it to the others."""
 
     def draw(random, hidden):
+        """Parameters, gradients, and owners for 2, 3 and 4 ranks: everyone owns something."""
         make = [tensors(random, 1, *shape, dtype=torch.float64)[0] for shape in SHAPES]
         gradients = [tensors(random, 1, *shape, dtype=torch.float64)[0] for shape in SHAPES]
         owners = {size: [random.randrange(size) for _ in SHAPES[size:]] + list(range(size)) for size in (2, 3, 4)}
         return {"values": make, "gradients": gradients, "owners": {3: owners[3], 4: owners[4], 2: owners[2]}}
 
     def probe(sharded_step, values, gradients, owners):
+        """Every rank's parameters after each of three steps, and what it sent."""
         evidence = {}
         for size, group in worlds(*owners):
             parameters, optimizer = start(values, owners[size], dist.get_rank())
@@ -122,6 +127,7 @@ class ShardedStep:
         return evidence
 
     def judge(evidence, values, gradients, owners):
+        """The parameters of an unsharded optimizer, for (K-1) times the bytes that a rank owns."""
         for size, of in owners.items():
             for turn in range(3):
                 found = [evidence[rank][size]["steps"][turn] for rank in range(size)]
@@ -164,15 +170,19 @@ class BytesPerRank:
     """Memory of a rank with Adam in float32, by what is sharded."""
 
     def draw(random, hidden):
+        """Parameters, world sizes and ZeRO levels."""
         return {
             "cases": [(840 * random.randrange(10**3, 10**6), k, level) for k in (3, 5, 7) for level in range(4)]
             + [(840, 1, 2)]
         }
 
     def probe(bytes_per_rank, cases):
+        """The answer in each case."""
         return [bytes_per_rank(*case) for case in cases]
 
     def judge(evidence, cases):
+        """4 bytes of weight, 4 of gradient, 8 of Adam's state, each divided by K from its level on."""
+
         def results(weights=4, gradients=4, state=8, shift=0):
             made = []
             for parameters, size, level in cases:

@@ -68,12 +68,15 @@ class GPipe:
     """Forward all, then backward all."""
 
     def draw(random, hidden):
+        """All stages of several pipelines, one of eight stages among them if `hidden`."""
         return cases_of(random, hidden)
 
     def probe(gpipe, cases):
+        """The schedule of each stage."""
         return [gpipe(*case) for case in cases]
 
     def judge(evidence, cases):
+        """All forward passes in order, then all backward passes."""
         for case, found in zip(cases, evidence, strict=True):
             about = "stage {} of {}, {} micro-batches".format(*case)
             steps = check_schedule(found, about, case[2])
@@ -88,12 +91,15 @@ class OneForwardOneBackward:
     """Warm-up, steady state, cool-down."""
 
     def draw(random, hidden):
+        """All stages of several pipelines, one of eight stages among them if `hidden`."""
         return cases_of(random, hidden)
 
     def probe(one_forward_one_backward, cases):
+        """The schedule of each stage."""
         return [one_forward_one_backward(*case) for case in cases]
 
     def judge(evidence, cases):
+        """S-1-s forward passes to warm up, then forward and backward in turn, then the rest."""
         for case, found in zip(cases, evidence, strict=True):
             stage, stages, micro_batches = case
             about = f"stage {stage} of {stages}, {micro_batches} micro-batches"
@@ -119,12 +125,15 @@ class Bubble:
     """The share of the time in which a stage is idle."""
 
     def draw(random, hidden):
+        """Numbers of stages and micro-batches, one of each among them."""
         return {"cases": [(random.randrange(2, 17), random.randrange(2, 65)) for _ in range(5)] + [(1, 4), (4, 1)]}
 
     def probe(bubble, cases):
+        """The answer in each case."""
         return [bubble(*case) for case in cases]
 
     def judge(evidence, cases):
+        """(S-1)/(M+S-1), the idle share of all time."""
         expected = [(s - 1) / (m + s - 1) for s, m in cases]
         faults = {
             "that is idle time over busy time; the share of all time was asked for": [(s - 1) / m for s, m in cases],
@@ -145,14 +154,17 @@ class MostHeld:
     """How many micro-batches' activations a stage must hold at a time."""
 
     def draw(random, hidden):
+        """Schedules of several pipelines, and one that is neither GPipe nor 1F1B."""
         cases = cases_of(random, hidden)["cases"]
         orders = [order(*case) for case in cases[::2] for order in (gpipe_order, one_f_one_b_order)]
         return {"orders": [*orders, [("F", 0), ("B", 0), ("F", 1), ("F", 2), ("B", 1), ("F", 3), ("B", 2), ("B", 3)]]}
 
     def probe(most_held, orders):
+        """The answer for each schedule."""
         return [most_held(list(order)) for order in orders]
 
     def judge(evidence, orders):
+        """The most micro-batches at any time that went forward and not yet backward."""
         finals = [sum(1 if kind == "F" else 0 for kind, _ in order) for order in orders]
         after = []
         for order in orders:

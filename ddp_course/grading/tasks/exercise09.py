@@ -29,11 +29,13 @@ class EpochIndices:
     """A rank's share of one epoch."""
 
     def draw(random, hidden):
+        """Sizes that do and do not divide by the world size, three epochs each, and a seed."""
         seed = random.randrange(1000)
         shapes = [(24, 3), (25, 4), (10, 4), (7, 1), *([(103, 8)] if hidden else [])]
         return {"cases": [(size, world_size, epoch, seed) for size, world_size in shapes for epoch in (0, 1, 5)]}
 
     def probe(epoch_indices, cases):
+        """The shares of all ranks, with the global generator in a state of its own."""
         evidence = []
         for size, world_size, epoch, seed in cases:
             torch.manual_seed(epoch_indices.__hash__() % 1000)
@@ -42,6 +44,7 @@ class EpochIndices:
         return evidence
 
     def judge(evidence, cases):
+        """The order of seed + epoch, padded from its beginning, positions r, r+K, … to rank r."""
         for (size, world_size, epoch, seed), shares in zip(cases, evidence, strict=True):
             about = f"{size} samples, {world_size} ranks, epoch {epoch}"
             shares = [list(share) if isinstance(share, list | tuple) else None for share in shares]
@@ -90,14 +93,18 @@ class LearningRate:
     """Warm-up and cosine."""
 
     def draw(random, hidden):
+        """Warm-up, total and peak, with steps on both sides of every edge."""
         warmup, total, peak = random.randrange(5, 20), random.randrange(60, 200), random.randrange(1, 60) / 10
         steps = [0, 1, warmup - 1, warmup, warmup + 1, (warmup + total) // 2, total - 1, total, total + 10]
         return {"cases": [(step, warmup, total, peak) for step in steps]}
 
     def probe(learning_rate, cases):
+        """The answer for each step."""
         return [learning_rate(*case) for case in cases]
 
     def judge(evidence, cases):
+        """Linear to the peak, half a cosine to zero, and zero from then on."""
+
         def each(formula):
             return [formula(*case) for case in cases]
 
@@ -133,6 +140,7 @@ class GlobalMean:
     """The mean over all samples, from means over uneven shards."""
 
     def draw(random, hidden):
+        """Each rank's mean and number of samples; one rank has none (not always the same if `hidden`)."""
         counts = [random.randrange(20, 40), random.randrange(1, 9), 0, random.randrange(9, 20)]
         return {
             "means": [random.uniform(0.5, 4.0) for _ in range(4)],
@@ -140,6 +148,7 @@ class GlobalMean:
         }
 
     def probe(global_mean, means, counts):
+        """Every rank's result, its input afterwards, and how often it called all_reduce."""
         evidence = {}
         for size, group in worlds(4, 3, 2):
             rank, calls = dist.get_rank(), []
@@ -154,6 +163,7 @@ class GlobalMean:
         return evidence
 
     def judge(evidence, means, counts):
+        """The mean over all samples on every rank, also where a rank without any has the mean 0/0."""
         for size in (4, 3, 2):
             n, m = counts[:size], means[:size]
             about = f"with {size} ranks of {n} samples"

@@ -35,10 +35,12 @@ class SaveCheckpoint:
     """The old checkpoint or the new one, at any moment."""
 
     def draw(random, hidden):
+        """Two states to save, one after the other."""
         first, second = ({"step": step, "weights": tensors(random, 1, 30)[0]} for step in (1, 2))
         return {"first": first, "second": second}
 
     def probe(save_checkpoint, first, second):
+        """What the file holds at each moment, the order of sync and replace, and what a full disk does."""
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "checkpoint.pt"
             save_checkpoint(first, path)
@@ -71,6 +73,7 @@ class SaveCheckpoint:
             return {**evidence, "after": contents(path), "left": sorted(os.listdir(folder))}
 
     def judge(evidence, first, second):
+        """Written beside, synced, then replaced; a full disk costs nothing old and is not kept quiet."""
         for name, state in (("written", first), ("second", second)):
             found = evidence[name]
             good = (
@@ -132,11 +135,13 @@ class ExactResume:
     """Stop, start again, and nobody can tell."""
 
     def draw(random, hidden):
+        """A seed, eight batches, and the step to stop at."""
         inputs = tensors(random, 8, 6, 5, dtype=torch.float64)
         batches = [(one, torch.tensor([random.randrange(3) for _ in range(6)])) for one in inputs]
         return {"seed": random.randrange(10**6), "batches": batches, "stop": random.randrange(3, 6)}
 
     def probe(capture, resume, seed, batches, stop):
+        """The original run to its end, and two runs resumed from what was captured."""
         model, optimizer = dropout_model(seed)
         train(model, optimizer, batches[:stop])
         state = capture(model, optimizer, stop)
@@ -151,6 +156,7 @@ class ExactResume:
         return {"original": original, "end": weights(model), "runs": runs}
 
     def judge(evidence, seed, batches, stop):
+        """Weights, buffers, momentum, step and random state resume exactly, twice from the same capture."""
         model, optimizer = dropout_model(seed)
         train(model, optimizer, batches[:stop])
         buffers = torch.cat([b.double().reshape(-1) for b in model.buffers()])
@@ -224,12 +230,16 @@ class Culprit:
     """The rank whose failure came first, and was not a consequence."""
 
     def draw(random, hidden):
+        """Logs of 3 to 12 ranks with a known culprit, its line early or late in the file."""
         return {"logs": [log_of(random, *of) for of in ((2, 4, 1), (1, 3, 0), (5, 12, 1), (11, 12, 0), (1, 6, 1))]}
 
     def probe(culprit, logs):
+        """The rank that is blamed in each log."""
         return [culprit(list(log)) for log in logs]
 
     def judge(evidence, logs):
+        """The earliest failure that is not a broken connection."""
+
         def rank(line):
             return int(line.split()[2].rstrip(":"))
 
