@@ -15,7 +15,7 @@ import socket
 import tempfile
 
 from torch.distributed import HashStore, PrefixStore
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
@@ -87,7 +87,7 @@ def run_ranks(setting, link, master, pipes, launch) -> tuple:
 
 
 def config(world_size: int, start_method: str = "fork") -> LaunchConfig:
-    """One agent, no restarts, no log folder."""
+    """One agent, no restarts, no log files."""
     untouched = {"numa_options": False} if "numa_options" in LaunchConfig.__dataclass_fields__ else {}
     made = LaunchConfig(
         min_nodes=1,
@@ -98,11 +98,31 @@ def config(world_size: int, start_method: str = "fork") -> LaunchConfig:
         max_restarts=0,
         monitor_interval=MONITOR_SECONDS,
         start_method=start_method,
-        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
+        logs_specs=NoLogs(),
         **untouched,  # None would make it look for GPUs, and so touch CUDA before the fork
     )
     made.numa_options = None
     return made
+
+
+class NoLogs(LogsSpecs):
+    """No log files: ranks print into the caller's pipes.
+
+    torch's own way to say so, a log folder named `os.devnull`, starts two threads a rank that read from it ten times
+    a second, and every launch would wait for them to look once more.
+    """
+
+    def __init__(self):
+        super().__init__(os.devnull)
+
+    def reify(self, envs: dict) -> LogsDest:
+        """Nothing is redirected, copied or filtered; errors go through each rank's own report."""
+        nothing = dict.fromkeys(envs, "")
+        return LogsDest(stdouts=nothing, stderrs=nothing, error_files=nothing)
+
+    @property
+    def root_log_dir(self) -> str:
+        return os.devnull
 
 
 class OneAgent(RendezvousHandler):
