@@ -65,8 +65,7 @@ def test_the_stop_button(kernel, empty_seconds, world_size):
 
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("ending", ["kill", "restart"])
-def test_every_rank_goes_with_the_kernel(ending, world_size, tmp_path, monkeypatch):
-    monkeypatch.setenv("TMPDIR", str(tmp_path))  # a killed kernel leaves its launch's empty folder
+def test_every_rank_goes_with_the_kernel(ending, world_size):
     with running_kernel() as kernel:
         message = kernel.client.execute(HEADER + ENDLESS.format(world_size=world_size))
         ranks = wait_for_ranks(kernel.client, message, world_size)

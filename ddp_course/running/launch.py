@@ -8,10 +8,10 @@ loop: no threads, no signal handlers, nothing for a cell to hang on.
 
 # ruff: noqa: SIM115 (the files opened here outlive the function that opens them)
 import atexit
-import itertools
 import linecache
 import os
 import pickle
+import secrets
 import socket
 import subprocess
 import sys
@@ -49,7 +49,7 @@ def run_ranks(payload, world_size, device, timeout, link, progress, show=show_li
 
             return spawned.run(setting, payload, partial(show, Bar(None)))
         for last_try in (False, True):
-            run = Run(setting, next(_numbers), show, order)
+            run = Run(setting, secrets.randbits(64), show, order)
             try:
                 run.start(payload)
                 run.watch()
@@ -116,6 +116,7 @@ class Server:
         self.control, theirs = socket.socketpair()
         self.complaints = tempfile.TemporaryFile()
         environ = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR", "OPENBLAS_NUM_THREADS": "1"}
+        environ["TMPDIR"] = tempfile.gettempdir()  # where the launches' folders are
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, str(Path(__file__).with_name("server.py"))],
@@ -151,7 +152,6 @@ class Server:
 
 _server = None
 _server_lock = threading.Lock()
-_numbers = itertools.count()
 
 
 def order(letter, number, descriptors=()):

@@ -126,7 +126,8 @@ class Run:
         self.selector, self.descriptors, self.stacks = selectors.DefaultSelector(), [], {}
         self.connection, self.agent_log, self.ended_from_outside = None, Text(None), False
         self.bar = Bar(None if setting["progress"] is True else setting["progress"])
-        self.folder = tempfile.mkdtemp(prefix="ddp_course_")  # for what the elastic launcher puts down for a moment
+        self.folder = os.path.join(tempfile.gettempdir(), f"ddp_course_{number:x}")  # the server knows it by the number
+        os.mkdir(self.folder, 0o700)  # for what the elastic launcher puts down for a moment
         self.recorder = tempfile.TemporaryFile()
         self.recorder.truncate(flight_recorder.size(self.world_size))
 

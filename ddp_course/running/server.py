@@ -5,7 +5,8 @@ launch reads both afresh, and it never touches CUDA, which would not survive the
 caller's, but not its fork, because the caller (a Jupyter kernel) is full of threads.
 
 The control socket (its standard input) brings 9 bytes a request: b"L" and a number, with a socket for a new
-launch, or b"K" and the number of a launch to be killed. When the socket ends, the caller is gone: all is killed.
+launch, or b"K" and the number of a launch to be killed. When the socket ends, the caller is gone: all is killed, and
+the launches' temporary folders, which bear their numbers, are removed in its place.
 """
 
 # ruff: noqa: E402 (the folder of this script must leave the path before anything else is imported)
@@ -21,9 +22,11 @@ import ctypes
 import importlib
 import pickle
 import select
+import shutil
 import signal
 import socket
 import struct
+import tempfile
 
 AT_ONCE = ["torch.distributed.launcher.api", "torch.multiprocessing", "numpy", "cloudpickle"]
 WHEN_IDLE = [  # what ranks would each import for a second or more: dynamo (with the first optimizer) and scikit-learn
@@ -55,8 +58,14 @@ def serve(control):
         if later and first_launch_over and not ready:
             importlib.import_module(later.pop(0))
             remove_empty_cache()
-    for pid in launches:
+    for pid, (number, _) in launches.items():
         kill_group(pid)
+        remove_folder(number)
+
+
+def remove_folder(number):
+    """Remove what the caller made for one launch."""
+    shutil.rmtree(os.path.join(tempfile.gettempdir(), f"ddp_course_{number:x}"), ignore_errors=True)
 
 
 def remove_empty_cache():
