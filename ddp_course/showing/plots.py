@@ -179,7 +179,7 @@ def formula_bytes(stage, world_size, nbytes):
 
 
 def draw_traffic(axes, results):
-    """Bytes sent by the busiest rank: bars are counted, the line is the formula."""
+    """Bytes sent by the busiest rank: bars are counted, a line across each is the formula."""
     world_size, nbytes = results["world_size"], results["gradient_bytes"]
     stages = [stage for stage in results["stages"] if stage["bytes_sent_max"] is not None]
     counted = [stage for stage in stages if formula_bytes(stage["stage"], world_size, nbytes) is not None]
@@ -191,7 +191,7 @@ def draw_traffic(axes, results):
     heights = [stage["bytes_sent_max"] / 1e6 for stage in counted]
     axes.bar(places, heights, width=0.6, color=[STAGE_COLOURS[stage["stage"]] for stage in counted])
     theory = [formula_bytes(stage["stage"], world_size, nbytes) / 1e6 for stage in counted]
-    axes.plot(places, theory, color="black", marker="_", markersize=26, linewidth=1.2, linestyle="--", label="formula")
+    axes.hlines(theory, [x - 0.4 for x in places], [x + 0.4 for x in places], "black", linewidth=1.8, label="formula")
     for place, height in zip(places, heights, strict=True):
         axes.text(place, height / 2, f"{height:.2f} MB", ha="center", va="center", color="white", fontweight="bold")
     axes.set_xticks(places, [_stacked(stage_label(stage["stage"], stage["name"])) for stage in counted])
@@ -264,11 +264,14 @@ def _plain(span):
     return span if isinstance(span, list | tuple) else [span.name, span.start, span.end, span.lane]
 
 
-def curves(series, xlabel, ylabel, title, message="", theory=None, log=(), width=7.2, height=3.8, points=True):
+def curves(
+    series, xlabel, ylabel, title, message="", theory=None, log=(), width=7.2, height=3.8, points=True, nested=False
+):
     """Lines and points: `series` and `theory` are {label: (xs, ys)} or {label: (xs, ys, colour)}.
 
     `series` are measurements (points, joined when `points` is False), `theory` is drawn as lines without points.
-    `log` names the axes that are logarithmic: "x", "y" or both.
+    `log` names the axes that are logarithmic: "x", "y" or both. With `nested` each line is drawn wider than the next,
+    so that equal ones are all seen.
     """
     picture, axes = panels(width=width, height=height, message=message or title, alt=f"{title}. {message}")
     with style():
@@ -277,9 +280,10 @@ def curves(series, xlabel, ylabel, title, message="", theory=None, log=(), width
         for label, (xs, ys, *colour) in (theory or {}).items():
             picked[label] = colour[0] if colour else next(colours)
             axes.plot(xs, ys, color=picked[label], label=label, linestyle="-" if points else "--")
-        for label, (xs, ys, *colour) in series.items():
+        for position, (label, (xs, ys, *colour)) in enumerate(series.items()):
             shade = colour[0] if colour else next(colours)
-            axes.plot(xs, ys, "o" if points else "-", color=shade, label=label)
+            width_pt = 1.8 + 3.6 * (len(series) - 1 - position) * nested
+            axes.plot(xs, ys, "o" if points else "-", color=shade, label=label, linewidth=width_pt)
         for axis in log:
             logarithmic(axes, axis)
         if "x" not in log:
@@ -289,9 +293,19 @@ def curves(series, xlabel, ylabel, title, message="", theory=None, log=(), width
         if "y" not in log and axes.dataLim.ymin >= 0:
             axes.set_ylim(bottom=0)
         axes.set(xlabel=xlabel, ylabel=ylabel, title=title)
-        if len(series) + len(theory or {}) > 1:
+        if across := [label for label, (_, ys, *_) in (theory or {}).items() if not points and len(set(ys)) == 1]:
+            name_levels(axes, across)
+        if len(axes.get_legend_handles_labels()[1]) > 1:
             axes.legend()
     return picture
+
+
+def name_levels(axes, labels):
+    """Write the names of horizontal lines on them, instead of into a legend, which could only lie across one."""
+    for line in [line for line in axes.lines if line.get_label() in labels]:
+        place = (axes.get_xlim()[1], line.get_ydata()[0])
+        axes.annotate(line.get_label(), place, (0, 3), textcoords="offset points", ha="right", fontsize=9)
+        line.set_label("_" + line.get_label())
 
 
 def bars(heights, ylabel, title, message="", colours=None, theory=None, width=7.2, height=3.4, form="{:.3g}"):

@@ -86,7 +86,7 @@ def draw_bucket_caps(axes, sweep, title="Step time by bucket cap"):
 
 def winners_figure(costs, algorithms=CONTENDERS, ranks=RANKS):
     """Which algorithm is fastest where: message size against K, on links with these `Costs`, by closed form."""
-    picture, axes = panels(height=4.6)
+    picture, axes = panels(height=5.4)
     with style():
         names = draw_winners(axes, costs, algorithms, ranks)
     picture.message = f"fastest somewhere: {', '.join(label(name) for name in names)}"
@@ -104,11 +104,11 @@ def draw_winners(axes, costs, algorithms=CONTENDERS, ranks=RANKS):
     axes.set_xscale("log", base=2)
     axes.set_xticks([2**10, 2**15, 2**20, 2**25, 2**30])
     binary_bytes(axes.xaxis)
-    shown = range(0, len(ranks), 2)
-    axes.set_yticks(shown, [str(ranks[row]) for row in shown])
+    axes.set_yticks(range(len(ranks)), [str(count) for count in ranks])
     axes.grid(visible=False)
     latency, bandwidth = costs.alpha * 1e6, 8 / costs.beta / 1e9
-    axes.set(xlabel="message", ylabel="devices K", title=f"Fastest at {latency:.3g} us, {bandwidth:.3g} Gbit/s")
+    title = f"The fastest all-reduce at {latency:.3g} µs and {bandwidth:.3g} Gbit/s"
+    axes.set(xlabel="message", ylabel="devices K", title=title)
     handles = [Patch(color=ALGORITHM_COLOURS[name], label=label(name)) for name in names]
     axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=4, handlelength=1.2)
     return names
