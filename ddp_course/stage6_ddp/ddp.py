@@ -199,6 +199,25 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             src = common_rank(self, True) if self._join_config.enable else 0
         broadcast_named_buffers(buffers, src, self.process_group)
 
+    # Buckets, for checkpoints
+
+    def bucket_layout(self):
+        """Return the names of the parameters in each bucket, or None while these are not those of the first pass.
+
+        What lies where decides in which order more than two ranks add up, so a resume that is exact to the last bit
+        needs it: save it with a checkpoint. It is the same on every rank; all ranks must call this, between passes.
+        """
+        self.reducer.rebuild()
+        return self.reducer.layout if self.reducer.rebuilt else None
+
+    def load_bucket_layout(self, layout):
+        """Go on with the buckets that `bucket_layout` returned, on all ranks; None leaves them to the first pass.
+
+        Raises ValueError if they are of another model.
+        """
+        if layout is not None:
+            self.reducer.lay_out(layout)
+
     # Hooks
 
     def register_comm_hook(self, state, hook):

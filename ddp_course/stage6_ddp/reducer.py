@@ -114,6 +114,20 @@ class Reducer:
         self.make_buckets(assign_buckets(self.parameters, limits, self.sparse, order))
 
     @property
+    def layout(self):
+        """The names of the parameters in each bucket."""
+        return [[self.names[self.index_of[parameter]] for parameter in bucket.parameters] for bucket in self.buckets]
+
+    def lay_out(self, layout):
+        """Take the buckets of `layout`, lists of names, as after a rebuild; ValueError if they do not fit."""
+        if sorted(name for names in layout for name in names) != sorted(self.names):
+            raise ValueError("the buckets are of another model: they do not have each of its parameters once")
+        self.check_finished()
+        index_of = {name: index for index, name in enumerate(self.names)}
+        self.rebuilt = True
+        self.make_buckets([[index_of[name] for name in names] for names in layout])
+
+    @property
     def keeps_layout(self):
         """Whether the order may change from pass to pass, so that rebuilding makes no sense."""
         return self.find_unused and not self.static_graph
