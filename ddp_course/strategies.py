@@ -5,6 +5,7 @@
     loss = strategy.backward(inputs, targets)       forward and backward, gradients averaged
     strategy.optimizer.step()
     state = strategy.state()                        that of the whole model, whatever is sharded
+    strategy.load(state)                            go on from there, with the same bits; the model is loaded already
 
 State dicts are always those of one device, so a run may go on with another stage or another number of ranks.
 """
@@ -72,7 +73,7 @@ class Replicated:
     """Stages 1 to 6, and the sharded optimizer: every rank has the whole model."""
 
     def __init__(self, stage, model, optimizer):
-        self.model = model
+        self.stage, self.model = stage, model
         self.forward, self.after_backward = parallel(stage, model)
         if stage == "7o":
             self.optimizer = stage7_sharded.ShardedOptimizer(model.parameters(), optimizer)
@@ -91,12 +92,17 @@ class Replicated:
         return loss.item()
 
     def state(self):
-        """The state dicts of model and optimizer; all ranks call this."""
-        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        """The state dicts of model and optimizer, and what lies in which bucket; all ranks call this."""
+        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        if self.stage == "6":
+            state["buckets"] = self.forward.bucket_layout()
+        return state
 
-    def load_optimizer(self, state):
-        """Take over an optimizer's state dict."""
-        self.optimizer.load_state_dict(state)
+    def load(self, state):
+        """Take over what `state()` returned, here or in another strategy, but for the model."""
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.stage == "6":
+            self.forward.load_bucket_layout(state.get("buckets"))
 
     def whole(self):
         """The trained model, whole on every rank; the strategy is at its end."""
@@ -122,9 +128,9 @@ class FullySharded:
         """The state dicts of model and optimizer, gathered; all ranks call this."""
         return {"model": self.forward.state_dict(), "optimizer": self.forward.optimizer_state_dict(self.optimizer)}
 
-    def load_optimizer(self, state):
-        """Take this rank's shards out of an optimizer's state dict."""
-        self.forward.load_optimizer_state_dict(self.optimizer, state)
+    def load(self, state):
+        """Take this rank's shards out of the optimizer's state dict in `state`."""
+        self.forward.load_optimizer_state_dict(self.optimizer, state["optimizer"])
 
     def whole(self):
         """The trained model, whole on every rank; the strategy is at its end."""
@@ -166,11 +172,11 @@ class Pipelined:
         groups = [{**mine["param_groups"][0], "params": list(range(len(self.place)))}]
         return {"model": self.whole().state_dict(), "optimizer": {"state": merged, "param_groups": groups}}
 
-    def load_optimizer(self, state):
-        """Take this part's entries out of an optimizer's state dict."""
-        numbers = [self.place[parameter] for parameter in self.part.parameters()]
-        mine = {n: state["state"][number] for n, number in enumerate(numbers) if number in state["state"]}
-        groups = [{**state["param_groups"][0], "params": list(range(len(numbers)))}]
+    def load(self, state):
+        """Take this part's entries out of the optimizer's state dict in `state`."""
+        whole, numbers = state["optimizer"], [self.place[parameter] for parameter in self.part.parameters()]
+        mine = {n: whole["state"][number] for n, number in enumerate(numbers) if number in whole["state"]}
+        groups = [{**whole["param_groups"][0], "params": list(range(len(numbers)))}]
         self.optimizer.load_state_dict({"state": mine, "param_groups": groups})
 
     def whole(self):

@@ -3,15 +3,18 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import product
 
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 
 from ddp_course import launch
 from ddp_course.errors import RankError
 from ddp_course.running import checkpoint
 from ddp_course.running.join import first_node, from_slurm, tasks_on_node
+from ddp_course.stage6_ddp import DistributedDataParallel
 
 MODEL = ["--problem", "synthetic", "--parameters", "260000", "--dtype", "float64"]
 SYNTHETIC = [*MODEL, "--steps", "6", "--global-batch", "24", "--lr", "0.01"]
@@ -73,7 +76,7 @@ def stopped_and_resumed(cases, folder, options):
 
 
 def test_a_stopped_run_goes_on_to_the_last_bit(tmp_path):
-    cases = [(stage, stage, "adamw") for stage in ("6", "7o", "7", "8")] + [("7", "7", "momentum")]
+    cases = [(stage, stage, "adamw") for stage in ("7o", "7", "8")] + [("7", "7", "momentum")]
     ranks = launch(stopped_and_resumed, cases, str(tmp_path), BYTES, world_size=2)
     for rank in ranks:
         for case, (resumed, whole, again) in rank.items():
@@ -83,6 +86,72 @@ def test_a_stopped_run_goes_on_to_the_last_bit(tmp_path):
         newest = checkpoint.load(tmp_path / str(number))
         assert newest["step"] == 7 and newest["world_size"] == 2 and len(newest["random"]) == 2
         assert all(torch.equal(newest["model"][name], tensor) for name, tensor in ranks[0][case][1]["model"].items())
+
+
+REAL = {"bytes": BYTES, "digits": ["--problem", "digits", "--dropout", "0.3", "--global-batch", "24"]}
+
+
+def each_real_case(steps, folder):
+    """Stages 3 to 6 on both real problems up to `steps`, from the checkpoints in `folder` on: {case: result}."""
+    results = {}
+    for stage, problem in product(("3", "4", "5", "6"), REAL):
+        place = ["--checkpoint", f"{folder}/{stage}-{problem}", "--every", "1", "--steps", str(steps)]
+        results[stage, problem] = run([*REAL[problem], "--stage", stage, "--optimizer", "adamw", *place])
+    return results
+
+
+def stopped_twice(folder, world_size):
+    """Stopped before stage 6 rebuilds its buckets, and after; each leg in new processes. Rank 0's results."""
+    for steps in (1, 3):
+        launch(each_real_case, steps, f"{folder}/stopped", world_size=world_size)
+    return launch(each_real_case, 6, f"{folder}/stopped", world_size=world_size)[0]
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_stages_3_to_6_go_on_to_the_last_bit_on_real_problems(tmp_path, world_size):
+    resumed = stopped_twice(tmp_path, world_size)
+    whole = launch(each_real_case, 6, f"{tmp_path}/whole", world_size=world_size)[0]
+    assert len(resumed) == 8 and {result["resumed"] for result in resumed.values()} == {3}
+    assert {case for case, result in resumed.items() if apart(result, whole[case])} == set()
+
+
+def branches(rank):
+    """A model of several small buckets whose gradients become ready in another order on each rank."""
+    torch.manual_seed(0)
+    left, right = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
+
+    def forward(inputs):
+        order = (left, right) if rank else (right, left)
+        return sum(layer(inputs) for layer in order)
+
+    model = torch.nn.ModuleList([left, right])
+    model.forward = forward
+    return DistributedDataParallel(model, bucket_cap_mb=0.001)
+
+
+def layouts():
+    """Of one that trains: before and after its first pass, and which passes change it; of one that loads it."""
+    trained, loaded = branches(dist.get_rank()), branches(dist.get_rank())
+    seen = [trained.bucket_layout()]
+    for _ in range(2):
+        trained(torch.ones(1, 16)).sum().backward()
+        seen.append(trained.bucket_layout())
+    loaded.load_bucket_layout(None)
+    seen.append(loaded.bucket_layout())
+    loaded.load_bucket_layout(seen[1])
+    sizes = [bucket.flat.numel() for bucket in loaded.reducer.buckets]
+    loaded(torch.ones(1, 16)).sum().backward()
+    with pytest.raises(ValueError, match="of another model"):
+        loaded.load_bucket_layout([*seen[1], ["2.weight"]])
+    return seen, loaded.bucket_layout(), sizes
+
+
+def test_the_buckets_of_stage_6_are_saved_and_loaded():
+    ranks = launch(layouts, world_size=2)
+    for (before, first, second, untouched), loaded, sizes in ranks:
+        assert before is None and untouched is None and first == second == loaded == ranks[0][0][1]
+        names = sorted(name for bucket in first for name in bucket)
+        assert names == ["0.bias", "0.weight", "1.bias", "1.weight"] and len(sizes) == len(first) > 1
 
 
 def test_a_run_goes_on_sharded_unsharded_and_split(tmp_path):
