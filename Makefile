@@ -23,7 +23,7 @@ test: setup
 	$(BIN)/python -m pytest $(ARGS)
 
 lab: setup
-	$(BIN)/jupyter lab $(AS_ROOT) $(ARGS) notebooks/00_start_here.ipynb
+	$(BIN)/jupyter lab $(AS_ROOT) --ServerApp.root_dir=. $(ARGS) notebooks/00_start_here.ipynb
 
 notebooks: setup
 	$(BIN)/python authoring/build.py --execute $(ARGS)

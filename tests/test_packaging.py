@@ -1,8 +1,12 @@
 """pyproject, the lock and environment.yml say the same, and the README's map is the tree."""
 
+import json
 import os
 import re
+import subprocess
 import sys
+import time
+import urllib.request
 from importlib.metadata import distribution
 from pathlib import Path
 
@@ -66,8 +70,6 @@ def test_environment_and_pyproject_want_the_same_python():
 
 def test_the_pip_section_installs(tmp_path):
     """pip itself resolves the section, from here, without installing anything again."""
-    import subprocess
-
     [pip] = [entry["pip"] for entry in environment()["dependencies"] if isinstance(entry, dict)]
     section = ROOT / ".environment-pip-section.txt"  # pip reads -e . from where the file is, as conda writes it
     section.write_text("\n".join(pip) + "\n")
@@ -107,3 +109,34 @@ def test_make_targets_set_up_first(target):
     makefile = (ROOT / "Makefile").read_text()
     rule = re.search(rf"^{target}:(.*)$", makefile, re.M).group(1)
     assert "setup" in rule or "$(VENV)/installed" in rule
+
+
+def wait_for_text(path, seconds=60):
+    """What somebody writes into a file."""
+    deadline = time.monotonic() + seconds
+    while not path.is_file() or not path.read_text():
+        assert time.monotonic() < deadline, f"nothing came into {path.name}"
+        time.sleep(0.1)
+    return path.read_text()
+
+
+def test_the_lab_opens_the_first_notebook_and_shows_the_whole_course(tmp_path):
+    browser = tmp_path / "browser"  # JupyterLab shows it a page that leads on to the notebook
+    browser.write_text(f'#!/bin/sh\ncat "${{1#file://}}" >{tmp_path}/page\n')
+    browser.chmod(0o755)
+    recipe = re.search(r"^lab: setup\n\t(.*)$", (ROOT / "Makefile").read_text(), re.M).group(1)
+    words = recipe.replace("$(BIN)/jupyter", f"{sys.executable} -m jupyter").replace("$(AS_ROOT)", "--allow-root")
+    command = words.replace("$(ARGS)", "--ServerApp.port=0").split()
+    environ = {**os.environ, "BROWSER": f"{browser} %s", "HOME": str(tmp_path)}
+    lab = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        address = re.search(r'href="([^"]*)"', wait_for_text(tmp_path / "page")).group(1)
+        before, _, token = address.partition("?token=")
+        server, _, opened = before.partition("/lab/tree/")
+        assert opened == "notebooks/00_start_here.ipynb"
+        with urllib.request.urlopen(f"{server}/api/contents/?token={token}", timeout=30) as reply:
+            shown = {entry["name"] for entry in json.load(reply)["content"]}
+        assert {"notebooks", "exercises", "solutions", "docs"} <= shown
+    finally:
+        lab.terminate()
+        lab.wait(30)
