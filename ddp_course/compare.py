@@ -30,7 +30,7 @@ from . import (
     stage6_ddp,
 )
 from .measuring import timeline
-from .running import wire
+from .running import checkpoint, wire
 from .running.devices import placement, rank_device
 from .running.files import replace_file, writable_folder
 from .running.launch import launch
@@ -96,15 +96,14 @@ def read(folder):
     """The results of runs elsewhere, as `run` returns them: `folder` has what `ddp_course.train --results` wrote there.
 
     Stage 1 is trained here on the same batches, so that the curves and weights can be held against one device.
-    Raises ValueError if nothing is there, or if the runs are not of one and the same job.
+    Raises ValueError if nothing is there or a file is damaged, or if the runs are not of one and the same job.
     """
     from .strategies import NAMES as ORDER
 
-    runs = [torch.load(file, weights_only=True) for file in sorted(Path(folder).glob("stage-*.pt"))]
+    runs = [_read_run(file) for file in sorted(Path(folder).glob("stage-*.pt"))]
     if not runs:
-        raise ValueError(
-            f'no results in "{folder}"; make some with: python -m ddp_course.train --stage 4 --results DIR'
-        )
+        missing = "no results in" if Path(folder).is_dir() else "there is no folder"
+        raise ValueError(f'{missing} "{folder}"; make some with: python -m ddp_course.train --stage 4 --results DIR')
     jobs = [run["job"] for run in runs]
     if any(job != jobs[0] for job in jobs):
         differing = sorted({key for job in jobs for key in job if job[key] != jobs[0][key]})
@@ -121,6 +120,17 @@ def read(folder):
     header = {key: jobs[0][key] for key in keys}
     stages = sorted(entries.values(), key=lambda entry: ORDER.index(entry["stage"]))
     return {**header, **_size_of(job), "link": None, "torch": torch.__version__, "stages": stages}
+
+
+def _read_run(file):
+    """What `ddp_course.train --results` wrote to `file`: job, entry of the stage, weights."""
+    try:
+        run = checkpoint.unpacked(file.read_bytes())
+        if not run.keys() >= {"job", "entry", "weights"}:
+            raise ValueError("it holds no results")
+    except (ValueError, OSError) as error:
+        raise ValueError(f'cannot read "{file}": {error}. Run that stage again, or remove the file') from error
+    return run
 
 
 def check_stages(stages):

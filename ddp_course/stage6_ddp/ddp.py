@@ -202,7 +202,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     # Buckets, for checkpoints
 
     def bucket_layout(self):
-        """Return the names of the parameters in each bucket, or None while these are not those of the first pass.
+        """Return the names of the parameters in each bucket, or None as long as they are those of the first pass.
 
         What lies where decides in which order more than two ranks add up, so a resume that is exact to the last bit
         needs it: save it with a checkpoint. It is the same on every rank; all ranks must call this, between passes.
