@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from ddp_course.bench import grade as bench
 from ddp_course.grading import report
 from ddp_course.grading.examine import judge
 from ddp_course.grading.grade import Result, TaskResult
 from ddp_course.grading.plain import Odd, pack, unpack
-from ddp_course.grading.sandbox import Limits
+from ddp_course.grading.sandbox import Limits, landlock_version, namespaces_allowed
 from ddp_course.grading.submission import at_first_sight, names_in
 from ddp_course.grading.tasks import find
 
@@ -115,19 +116,25 @@ SANDBOX = """
 import os, sys, time
 from pathlib import Path
 from ddp_course.grading import sandbox
+{weaker}
 def function():
     {body}
 print(sandbox.confine(function, sys.argv[1], sandbox.Limits(**{limits})), flush=True)
 """
 
 
-def confined(body, folder, **limits):
+NO_NAMESPACES = "sandbox.namespaces_allowed = lambda: False"
+NO_LANDLOCK = NO_NAMESPACES + "\nsandbox.fence = lambda folder: False"
+
+
+def confined(body, folder, weaker="", **limits):
     """What `confine` says about a function with this body, in a process of its own."""
-    script = SANDBOX.format(body=body.replace("\n", "\n    "), limits=limits)
+    script = SANDBOX.format(body=body.replace("\n", "\n    "), limits=limits, weaker=weaker)
     command = [sys.executable, "-c", script, str(folder)]
     return subprocess.run(command, capture_output=True, text=True, timeout=100).stdout.strip()
 
 
+@pytest.mark.parametrize("weaker", ["", NO_NAMESPACES], ids=["as it is", "without namespaces"])
 @pytest.mark.parametrize(
     ("body", "limits", "outcome"),
     [
@@ -145,22 +152,53 @@ def confined(body, folder, **limits):
         ("open('big', 'wb').write(bytes(300 << 20))", {}, "ended"),
     ],
 )
-def test_the_sandbox_keeps_its_limits(body, limits, outcome, tmp_path):
-    assert confined(body, tmp_path, **limits) == outcome
+def test_the_sandbox_keeps_its_limits(body, limits, outcome, weaker, tmp_path):
+    assert confined(body, tmp_path, weaker, **limits) == outcome
 
 
-def test_the_sandbox_writes_to_its_folder_only(tmp_path):
+@pytest.mark.parametrize("weaker", ["", NO_NAMESPACES, NO_LANDLOCK], ids=["as it is", "Landlock", "neither"])
+def test_the_sandbox_writes_to_its_folder_only(weaker, tmp_path):
     (tmp_path / "inside").mkdir()
-    body = f"Path('here').touch()\nPath({str(tmp_path)!r}, 'outside').touch()"
-    confined(body, tmp_path / "inside")
-    assert (tmp_path / "inside" / "here").exists()
-    from ddp_course.doctor import __name__ as _  # noqa: F401 (the package is whole)
+    (tmp_path / "precious").write_text("as it was")
+    body = "os.mkdir('here') or Path('here/file').write_text('ours')\nPath('/dev/null').write_text('gone')\n"
+    body += f"Path({str(tmp_path)!r}, 'precious').write_text('overwritten')"
+    guarded = weaker != NO_LANDLOCK and (namespaces_allowed() if not weaker else landlock_version() > 0)
+    assert confined(body, tmp_path / "inside", weaker) == ("ended" if guarded else "ok")
+    assert (tmp_path / "inside" / "here" / "file").read_text() == "ours"
+    assert (tmp_path / "precious").read_text() == ("as it was" if guarded else "overwritten")
 
-    if (
-        Path("/proc/sys/user/max_user_namespaces").exists()
-        and confined("os.mkdir('probe')", tmp_path / "inside") == "ok"
-    ):
-        assert not (tmp_path / "outside").exists()
+
+@pytest.mark.parametrize("weaker", ["", NO_NAMESPACES], ids=["as it is", "Landlock"])
+def test_no_signal_leaves_the_sandbox(weaker, tmp_path):
+    guarded = namespaces_allowed() if not weaker else landlock_version() >= 6
+    with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as bystander:
+        said = confined(f"os.kill({bystander.pid}, 9)", tmp_path, weaker)
+        bystander.stdin.close()
+    assert (said == "ended") == guarded and (bystander.returncode == -9) == (not guarded)
+
+
+def test_the_bench_judges_rate_and_memory():
+    assert list(bench.judge(12.0, 100, 110).values()) == [True, True]
+    assert list(bench.judge(11.9, 100, 111).values()) == [False, False]
+
+
+def test_the_bench_hands_in_solved_wrong_and_unsolved_ones(tmp_path):
+    bench.make_submissions(tmp_path, exercise=4, count=10)
+    (path,) = (Path(__file__).parents[1] / "solutions").glob("04_*.ipynb")
+    made = [next(tmp_path.glob(f"learner{number:03d}/*.ipynb")).read_text() for number in range(10)]
+    solved = json.loads(path.read_text())["cells"]
+    sources = [[cell["source"] for cell in json.loads(text)["cells"]] for text in made]
+    assert sum(one == [cell["source"] for cell in solved] for one in sources) == 4
+    assert sum("NotImplementedError" in text for text in made) == 2
+    assert len({str(one) for one in sources}) == 5, "three different faults, the solution, and nothing"
+
+
+def test_the_readme_says_what_needs_a_container():
+    root = Path(__file__).parents[1]
+    readme, guide = (root / "README.md").read_text(), (root / "docs" / "GRADING.md").read_text()
+    recipe = guide.split("code, use a container:\n\n")[1].split("\n\n## ")[0]
+    assert "docker run --rm --network none --read-only" in recipe and recipe in readme
+    assert "does not protect against" in readme and "Strangers' code needs a container" in readme
 
 
 def test_limits_are_stated_in_the_documentation():

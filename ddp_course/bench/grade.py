@@ -16,8 +16,10 @@ import psutil
 from ..grading.grade import exercises_folder, grade, usable_cores
 from ..grading.submission import find_submissions, load_exercises
 from ..running.files import replace_file, writable_folder
+from .launch import machine
 
 WANTED_A_MINUTE_A_CORE = 12.0
+MOST_GROWTH = 1.1  # the second half's peak of memory, by the first half's
 WRONG = (
     ("(rank - step)", "(rank + step)"),
     ("target += incoming", "target.copy_(incoming)"),
@@ -31,12 +33,12 @@ def add_parser(subparsers):
     parser.add_argument("--count", type=int, default=60, help="submissions (default 60)")
     parser.add_argument("--exercise", type=int, default=4, help="which exercise (default 4)")
     parser.add_argument("--jobs", type=int, default=usable_cores(), help="at a time (default: one a core)")
-    parser.add_argument("--out", default="results", help="folder for grade.json (default results)")
+    parser.add_argument("--out", default="results", metavar="DIR", help="where the results go (default results)")
     parser.set_defaults(run=run)
 
 
 def run(args):
-    """Measure, print, write grade.json; exit code 1 if the rate is below what is wanted."""
+    """Measure, print, write bench_grade.json; 1 if the rate is below what is wanted or memory grows, else 0."""
     folder = writable_folder(args.out)
     exercises = load_exercises(exercises_folder())
     with tempfile.TemporaryDirectory(prefix="ddp_course_bench_") as made:
@@ -48,18 +50,33 @@ def run(args):
             seconds = time.perf_counter() - start
     rate = 60 * len(results) / seconds / min(args.jobs, usable_cores())
     half = len(memory) // 2
+    first, second = peak(memory[:half]), peak(memory[half:])
+    verdicts = judge(rate, first, second)
     report = {
+        "machine": machine(),
+        "exercise": args.exercise,
         "submissions": len(results),
         "passed": sum(result.passed for result in results),
         "jobs": args.jobs,
         "seconds": round(seconds, 1),
         "a_minute_a_core": round(rate, 1),
-        "memory_mib_first_half": peak(memory[:half]),
-        "memory_mib_second_half": peak(memory[half:]),
+        "memory_mib_first_half": first,
+        "memory_mib_second_half": second,
     }
-    replace_file(folder / "grade.json", json.dumps(report, indent=1).encode())
-    print("\n".join(f"{name.replace('_', ' ')}: {value}" for name, value in report.items()))
-    return 0 if rate >= WANTED_A_MINUTE_A_CORE else 1
+    print("\n".join(f"{name.replace('_', ' ')}: {value}" for name, value in report.items() if name != "machine"))
+    print("\n".join(f"{'kept' if kept else 'NOT KEPT'}: {claim}" for claim, kept in verdicts.items()))
+    replace_file(folder / "bench_grade.json", json.dumps({**report, "verdicts": verdicts}, indent=1).encode())
+    print(f"wrote {folder / 'bench_grade.json'}")
+    return 0 if all(verdicts.values()) else 1
+
+
+def judge(rate, first, second):
+    """{claim: whether it is kept} for submissions a minute and a core, and the peak of memory in both halves."""
+    return {
+        f"at least {WANTED_A_MINUTE_A_CORE:g} submissions a minute and a core": rate >= WANTED_A_MINUTE_A_CORE,
+        f"memory grows by at most {MOST_GROWTH - 1:.0%} from the first half to the second": second
+        <= MOST_GROWTH * first,
+    }
 
 
 def peak(samples):

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -24,7 +25,7 @@ import nbformat
 from ..errors import GradingError
 from . import report
 from .examine import draw, judge
-from .sandbox import Limits
+from .sandbox import Limits, landlock_version, namespaces_allowed
 from .submission import (
     cells_for,
     exercise_of,
@@ -41,7 +42,7 @@ GRACE_SECONDS = 15.0
 MOST_ANSWER_BYTES = 256 << 20
 STOPPED = {
     "time": "it was stopped: not finished after {seconds:g} s",
-    "memory": "it was stopped: it took more than {gib:g} GiB of memory",
+    "memory": "it was stopped: all its processes together took more than {gib:g} GiB of memory",
     "processes": "it was stopped: it started more than {processes} processes",
     "ended": "the process that ran it was ended by the code in it",
     "failed": "the sandbox could not be set up",
@@ -124,6 +125,7 @@ def run(args):
         exercises, submissions = load_exercises(args.exercises), find_submissions(args.paths)
         seed = secrets.randbelow(100_000) if args.seed is None else args.seed
         report.check_writable(args)
+        warn_of_weak_sandbox()
         print(f"grading {len(submissions)} submissions with inputs of seed {seed}", file=sys.stderr)
         results = grade(submissions, exercises, seed, args.jobs, args.timeout, args.hidden, progress=show_progress)
         report.write_all(results, args, seed)
@@ -131,6 +133,14 @@ def run(args):
         print(f"ddp-course: {error}", file=sys.stderr)
         return 2
     return 0 if all(result.passed for result in results) else 1
+
+
+def warn_of_weak_sandbox():
+    """Say on standard error what does not hold on this machine."""
+    if not namespaces_allowed():
+        guard = "Landlock" if landlock_version() else "the rights of your account alone"
+        weaker = "it is weaker (docs/GRADING.md says how); for strangers' code use a container"
+        print(f"no user namespaces here: the sandbox guards files by {guard}, and {weaker}", file=sys.stderr)
 
 
 def show_progress(result):
@@ -163,6 +173,10 @@ class Grader:
         self.seed = secrets.randbelow(100_000) if seed is None else seed
         self.limits, self.lock = Limits(seconds=timeout), threading.Lock()
         self.folder = Path(tempfile.mkdtemp(prefix="ddp_course_grading_"))
+        self.start_zygote()
+
+    def start_zygote(self):
+        """Start the process that forks sandboxes; again, if something has killed it."""
         self.control, theirs = socket.socketpair()
         environ = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "PYTHONNOUSERSITE": "1"}
         environ.pop("PYTHONPATH", None)
@@ -256,7 +270,11 @@ class Grader:
         with ours:
             (Path(folder) / "order.json").write_text(json.dumps(order))
             with theirs, self.lock:
-                socket.send_fds(self.control, [folder.encode()], [theirs.fileno()])
+                if self.zygote.poll() is not None:
+                    self.control.close()
+                    self.start_zygote()
+                with suppress(BrokenPipeError):  # killed in this moment: then nothing comes back
+                    socket.send_fds(self.control, [folder.encode()], [theirs.fileno()])
             ours.settimeout(self.limits.seconds + GRACE_SECONDS)
             text = receive_all(ours)
         lines = [json.loads(line) for line in text.splitlines()]
@@ -284,6 +302,8 @@ def receive_all(connection):
 
 def in_words(task, message, broken, answer):
     """A failed check's message, or that of the answer cell if that is where it broke."""
+    if "Kernel dead" in (answer or {}).get("message", message):
+        return f"not run: an earlier cell ended everything: {broken[0]}" if broken else "not run: the kernel had died"
     if answer is not None and not answer["passed"]:
         return f"the answer cell fails: {answer['message']}"
     message = message.removeprefix("Wrong: ").removeprefix(f"Exercise {task}: ")

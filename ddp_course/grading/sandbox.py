@@ -4,7 +4,9 @@
 
 Where Linux allows it, `first` is process 1 of a process namespace of its own: when it ends, by itself or by the
 warden's hand, the kernel ends every process in it, however it was started. In a mount namespace everything but the
-work folder is read-only. Elsewhere the warden adopts orphans and kills its descendants until none is left.
+work folder is read-only. Where namespaces are forbidden, the warden adopts orphans and kills its descendants until
+none is left, and Landlock, which no system forbids that has it, keeps writes and signals inside.
+Sources: user_namespaces(7), pid_namespaces(7), mount_setattr(2), landlock(7).
 """
 
 import ctypes
@@ -13,8 +15,10 @@ import resource
 import select
 import signal
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import psutil
@@ -24,6 +28,9 @@ MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
 AT_RECURSIVE, MOUNT_SETATTR, MOUNT_ATTR_RDONLY = 0x8000, 442, 1
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 24, 36, 38
 CAPABILITY_VERSION_3 = 0x20080522
+CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # Landlock's system calls, the same on all processors
+WRITE_FILE, REMOVE_AND_MAKE, REFER, TRUNCATE = 1 << 1, 0x1FF0, 1 << 13, 1 << 14
+SCOPE_SIGNAL = 1 << 1
 LOOK_EVERY_SECONDS = 0.05
 
 
@@ -47,7 +54,7 @@ def confine(function, folder, limits):
     os.setsid()
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     go_first()
-    isolated = separate()
+    isolated = namespaces_allowed() and separate()
     first = os.fork()
     if first == 0:
         be_first(function, folder, limits, isolated)
@@ -73,10 +80,12 @@ def be_first(function, folder, limits, isolated):
     code = 1
     try:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        set_limits(limits, isolated)
         if isolated:
             protect_files(folder)
-            drop_privileges()
-        set_limits(limits, isolated)
+        else:
+            fence(folder)
+        drop_privileges()
         os.chdir(folder)
         function()
         code = 0
@@ -139,10 +148,36 @@ def end_all():
             return
 
 
-def separate():
-    """Enter new user and process namespaces; False where that is not allowed."""
+@cache
+def namespaces_allowed():
+    """Whether sandboxes can have namespaces of their own: tried out, since some systems let you in but bind your hands.
+
+    Forks; call it before there are threads.
+    """
     if sys.platform != "linux":
         return False
+    with tempfile.TemporaryDirectory(prefix="ddp_course_") as folder:
+        trial = os.fork()
+        if trial == 0:
+            try:
+                os._exit(try_namespaces(folder))
+            finally:
+                os._exit(1)
+        return os.waitpid(trial, 0)[1] == 0
+
+
+def try_namespaces(folder):
+    """In a process of its own: enter namespaces and protect files as for a submission; 0 if all of it worked."""
+    if not separate():
+        return 1
+    first = os.fork()
+    if first == 0:
+        os._exit(0 if protect_files(folder) else 1)
+    return os.waitstatus_to_exitcode(os.waitpid(first, 0)[1])
+
+
+def separate():
+    """Enter new user and process namespaces; False where that is not allowed."""
     user, group = os.getuid(), os.getgid()
     if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWIPC):
         return False
@@ -168,8 +203,42 @@ def protect_files(folder):
     return not any(steps)
 
 
+def landlock_version():
+    """The version of Landlock that this kernel speaks; 0 if none."""
+    if sys.platform != "linux":
+        return 0
+    return max(0, ctypes.CDLL(None).syscall(CREATE_RULESET, None, 0, 1))
+
+
+def fence(folder):
+    """With Landlock: from now on write only below `folder` and /dev, and (version 6) signal only what is inside.
+
+    False where the kernel has no Landlock: then the rights of the account are all that protects files.
+    """
+    version = landlock_version()
+    if not version:
+        return False
+    libc = ctypes.CDLL(None, use_errno=True)
+    writing = WRITE_FILE | REMOVE_AND_MAKE | (REFER if version >= 2 else 0) | (TRUNCATE if version >= 3 else 0)
+    ruleset = (ctypes.c_uint64 * 3)(writing, 0, SCOPE_SIGNAL if version >= 6 else 0)
+    known = 24 if version >= 6 else 16 if version >= 4 else 8
+    rules = libc.syscall(CREATE_RULESET, ctypes.byref(ruleset), known, 0)
+    for path, rights in ((folder, writing), ("/dev/shm", writing), ("/dev", writing & (WRITE_FILE | TRUNCATE))):
+        if os.path.isdir(path):
+            beneath = os.open(path, os.O_PATH)
+            rule = rights.to_bytes(8, sys.byteorder) + beneath.to_bytes(4, sys.byteorder)
+            libc.syscall(ADD_RULE, rules, 1, rule, 0)
+            os.close(beneath)
+    prctl(PR_SET_NO_NEW_PRIVS, 1)
+    fenced = libc.syscall(RESTRICT_SELF, rules, 0) == 0
+    os.close(rules)
+    return fenced
+
+
 def drop_privileges():
-    """Give up, for this process and all that it starts, the rights over the new namespaces; hide from debuggers."""
+    """Give up, for this process and all that it starts, every capability; hide from debuggers."""
+    if sys.platform != "linux":
+        return
     for capability in range(64):
         prctl(PR_CAPBSET_DROP, capability)
     header, nothing = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0), (ctypes.c_uint32 * 6)()
@@ -185,17 +254,29 @@ def set_read_only(libc, path, read_only):
 
 
 def set_limits(limits, isolated):
-    """The kernel's own limits; the count of processes only where it counts this submission's alone."""
+    """The kernel's own limits; outside of a namespace the count of processes is that of the whole account."""
+    others = 0 if isolated else threads_of_account()
     for which, value in (
         (resource.RLIMIT_AS, limits.address_space),
         (resource.RLIMIT_FSIZE, limits.file_size),
         (resource.RLIMIT_CORE, 0),
-        *([(resource.RLIMIT_NPROC, 8 * limits.processes)] if isolated else []),
+        (resource.RLIMIT_NPROC, others + 8 * limits.processes),
     ):
         hard = resource.getrlimit(which)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         if sys.platform == "linux" or which != resource.RLIMIT_AS:
             resource.setrlimit(which, (value, value))
+
+
+def threads_of_account():
+    """Threads that this account runs, which the kernel counts as processes."""
+    user, count = os.getuid(), 0
+    for process in psutil.process_iter():
+        try:
+            count += process.num_threads() if process.uids().real == user else 0
+        except psutil.Error:
+            continue
+    return count
 
 
 def prctl(option, value):

@@ -3,6 +3,7 @@
 Loading torch, pytest and Jupyter takes seconds, a fork milliseconds. The zygote runs no code of a learner's; what it
 forks starts from the same clean state each time, so memory stays constant. Its standard input is a socket: each
 message brings the folder of an order (order.json) and a socket for the answer. It ends when its standard input does.
+What a warden leaves behind that was killed itself, becomes the zygote's, and is killed too.
 """
 
 import gc
@@ -14,6 +15,10 @@ import socket
 import sys
 from importlib import import_module
 from pathlib import Path
+
+import psutil
+
+from ddp_course.grading import sandbox
 
 PRELOAD = (
     "torch", "torch.distributed.launcher.api", "torch.multiprocessing", "torch._dynamo", "torch.utils.data",
@@ -40,16 +45,14 @@ def preload():
 
 
 def serve(control):
-    """Fork a warden for each order until the grader is gone, then kill those that still run."""
+    """Fork a warden for each order until the grader is gone, then kill what still runs."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sandbox.prctl(sandbox.PR_SET_CHILD_SUBREAPER, 1)
+    sandbox.namespaces_allowed()  # tried once, here, and known to all wardens
     wardens = set()
     while True:
         ready, _, _ = select.select([control], [], [], 0.5)
-        while wardens:
-            pid, _ = os.waitpid(-1, os.WNOHANG)
-            if not pid:
-                break
-            wardens.discard(pid)
+        end_orphans(wardens)
         if not ready:
             continue
         order, descriptors, _, _ = socket.recv_fds(control, LONGEST_PATH, 1)
@@ -61,14 +64,23 @@ def serve(control):
             be_warden(order.decode(), socket.socket(fileno=descriptors[0]))
         os.close(descriptors[0])
         wardens.add(warden)
-    for warden in wardens:
-        os.kill(warden, signal.SIGTERM)
+    sandbox.end_all()
+
+
+def end_orphans(wardens):
+    """Forget the `wardens` that have ended, and kill children that are no wardens: theirs, if they were killed."""
+    for child in psutil.Process().children():
+        if child.pid not in wardens:
+            child.kill()
+    try:
+        while pid := os.waitpid(-1, os.WNOHANG)[0]:
+            wardens.discard(pid)
+    except ChildProcessError:
+        return
 
 
 def be_warden(folder, answer):
     """In the forked child: run the job of a folder in the sandbox, send back how it went. Never returns."""
-    from . import sandbox
-
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     try:
         order = json.loads(Path(folder, "order.json").read_text())
