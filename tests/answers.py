@@ -1,8 +1,9 @@
 """The collection of answers in tests/wrong_answers: how it is written, and how answers are put through a check.
 
 A file exerciseNN.py there holds percent cells. `# %% 4.2 wrong: name | words` is followed by a wrong answer whose
-message must hold the words; `# %% 4.2 right: name` by a right one. A body of lines `#- old` and `#+ new` edits the
-course's own solution.
+message must hold the words; `# %% 4.2 right: name` by a right one. `# %% 4.2 hidden: name | words` is wrong too, but
+passes the learner's own checks: only `--hidden` finds it. A body of lines `#- old` and `#+ new` edits the course's own
+solution.
 """
 
 import re
@@ -18,18 +19,23 @@ from ddp_course.grading.submission import cells_for
 from ddp_course.grading.tasks import find
 
 ROOT = Path(__file__).parents[1]
-HEADER = re.compile(r"(\d+\.\d+) (wrong|right): (.+?)(?: \| (.+))?$")
+HEADER = re.compile(r"(\d+\.\d+) (wrong|right|hidden): (.+?)(?: \| (.+))?$")
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer of the collection; `words` must be in the message that it gets."""
+    """One answer of the collection, of a kind: right, wrong or hidden; `words` must be in the message that it gets."""
 
     task: str
-    right: bool
+    kind: str
     name: str
     words: str
     source: str
+
+    @property
+    def right(self):
+        """Whether it should pass everything."""
+        return self.kind == "right"
 
 
 @cache
@@ -65,7 +71,7 @@ def collection(number):
             continue
         task, kind, name, words = header.groups()
         assert (words is None) == (kind == "right"), f"{path.name}: {task} {name}: a wrong answer needs its words"
-        answers.append(Answer(task, kind == "right", name, words or "", edited(solution(task), cell.source, name)))
+        answers.append(Answer(task, kind, name, words or "", edited(solution(task), cell.source, name)))
     return answers
 
 

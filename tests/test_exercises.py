@@ -7,12 +7,14 @@ import nbformat
 import pytest
 from answers import collection, solution, tasks_of, verdicts
 
+from ddp_course.errors import Failure, RankError
 from ddp_course.grading import check
-from ddp_course.grading.examine import draw, function_named
+from ddp_course.grading.examine import draw, explain, function_named
 from ddp_course.grading.tasks import find, of_exercise
 
 ROOT = Path(__file__).parents[1]
 EXERCISES = range(1, 11)
+SELDOM_WRONG = [answer for number in EXERCISES for answer in collection(number) if answer.kind == "hidden"]
 IMPATIENT = 1.0  # seconds that a rank waits for a message of a wrong answer
 
 
@@ -26,7 +28,7 @@ def test_right_answers_pass(number):
 
 @pytest.mark.parametrize("number", EXERCISES)
 def test_wrong_answers_fail_with_a_word_why(number):
-    wrong = [answer for answer in collection(number) if not answer.right]
+    wrong = [answer for answer in collection(number) if answer.kind == "wrong"]
     found = verdicts([(answer.task, answer.source) for answer in wrong], seed=11, patience=IMPATIENT)
     missed = [
         f"{answer.task} {answer.name}: {verdict!r} without {answer.words!r}"
@@ -42,15 +44,24 @@ def test_each_task_has_enough_answers(number):
     assert 2 <= len(tasks_of(number)) <= 5
     for task in tasks_of(number):
         of_task = [answer for answer in collection(number) if answer.task == task]
-        assert sum(not answer.right for answer in of_task) >= 6, task
+        assert sum(answer.kind == "wrong" for answer in of_task) >= 6, task
         assert sum(answer.right for answer in of_task) >= 2, task
         assert len({answer.source for answer in of_task} | {solution(task)}) == len(of_task) + 1, task
 
 
-@pytest.mark.parametrize("number", [4])
-def test_solutions_pass_hidden_tests(number):
-    answers = [(task, solution(task)) for task in tasks_of(number)]
-    assert verdicts(answers, seed=3, hidden=True) == [None] * len(answers)
+def test_solutions_pass_hidden_tests():
+    answers = [(task, solution(task)) for number in EXERCISES for task in tasks_of(number)]
+    answers += [(answer.task, answer.source) for answer in SELDOM_WRONG]
+    found = verdicts(answers, seed=3, hidden=True)
+    assert found[: -len(SELDOM_WRONG)] == [None] * (len(answers) - len(SELDOM_WRONG))
+    for answer, verdict in zip(SELDOM_WRONG, found[-len(SELDOM_WRONG) :], strict=True):
+        assert verdict and answer.words in verdict, f"{answer.task} {answer.name}: {verdict!r}"
+
+
+def test_hidden_tests_find_what_the_learners_checks_do_not():
+    assert len({find(answer.task).exercise for answer in SELDOM_WRONG}) >= 5
+    found = verdicts([(answer.task, answer.source) for answer in SELDOM_WRONG], seed=3)
+    assert found == [None] * len(SELDOM_WRONG)
 
 
 def test_inputs_differ_by_seed_and_by_rank():
@@ -67,6 +78,12 @@ def test_every_forbidden_function_can_be_taken_away():
         for task in of_exercise(number):
             for name in task.forbidden:
                 assert not function_named(name).__code__.co_freevars, name
+
+
+@pytest.mark.parametrize("reason", ["Timed out waiting 5000ms for recv", "Connection closed by peer [127.0.0.1]:9"])
+def test_ranks_that_wait_are_told_so_whichever_gives_up_first(reason):
+    error = RankError([Failure(1, "RuntimeError", f"[pair.cc:553] {reason}")], world_size=4)
+    assert "wait for each other for ever" in explain(error, find("4.2"))
 
 
 def test_every_task_says_what_it_judges():

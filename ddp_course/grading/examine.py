@@ -29,6 +29,7 @@ from .plain import pack, unpack
 from .tasks import RANKS, Wrong, find
 
 PATIENCE_SECONDS = 5.0  # a receive that waits longer waits for ever
+GAVE_UP = re.compile("timed out waiting|timeout|connection closed by peer|connection reset by peer", re.IGNORECASE)
 FIRST_ITEM_SECONDS, NEXT_ITEM_SECONDS = 12.0, 5.0
 NOT_OURS = re.compile(r"site-packages|dist-packages|[/\\]ddp_course[/\\]|[/\\]lib[/\\]python|<frozen|<string>|<task>")
 
@@ -212,7 +213,7 @@ def explain(error, task):
         return error.message
     if error.type_name == "NotImplementedError":
         return f"not solved yet ({error.message})"
-    if "Timed out waiting" in error.message or "timeout" in error.message.lower():
+    if GAVE_UP.search(error.message):
         return f"the ranks wait for each other for ever{where}: {task.hang}"
     if error.type_name == "killed" and "SIGABRT" in error.message and task.ranks > 1:
         return "a message was longer than the tensor it was received into: do both sides mean the same chunk?"

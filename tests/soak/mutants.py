@@ -44,7 +44,7 @@ def main():
             for name, answer in answers.items():
                 (Path(made) / name).mkdir()
                 hand_in(answer, number, Path(made) / name)
-            for result in grade(find_submissions([made]), exercises, 21, args.jobs):
+            for result in grade(find_submissions([made]), exercises, 21, args.jobs, hidden=True):
                 answer = answers[result.learner]
                 task = next(task for task in result.tasks if task.id == answer.task)
                 good = (task.points == task.possible) == answer.right and (answer.right or answer.words in task.message)

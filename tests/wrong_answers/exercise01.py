@@ -141,3 +141,11 @@ def gradient_bytes(model):
 # %% 1.3 wrong: megabytes | a plain int was expected
 #-  if p.requires_grad)
 #+  if p.requires_grad) / 2**20
+# %% 1.3 hidden: layer by layer | weights that two layers share have one gradient
+def gradient_bytes(model):
+    total = 0
+    for layer in model.modules():
+        for p in layer.parameters(recurse=False):
+            if p.requires_grad:
+                total += p.numel() * p.element_size()
+    return total

@@ -267,6 +267,21 @@ def ring_all_reduce(tensor, group=None):
     return ready(tensor, group)
 
 
+# %% 4.4 hidden: works for float32 only | do both sides mean the same
+def ring_all_reduce(tensor, group=None):
+    rank, size, left, right = wire.neighbours(group)
+    work = tensor.flatten()
+    chunks = work.tensor_split(size)
+    for step in range(2 * (size - 1)):
+        arrived = torch.zeros(len(chunks[(rank - step - 1) % size]))
+        wire.exchange(chunks[(rank - step) % size], right, arrived, left, group)
+        if step < size - 1:
+            chunks[(rank - step - 1) % size].add_(arrived)
+        else:
+            chunks[(rank - step - 1) % size].copy_(arrived)
+    tensor.copy_(work.view(tensor.shape))
+
+
 # %% 4.5 right: per step
 def ring_seconds(world_size, parameters, bits_per_second, latency):
     steps = 2 * (world_size - 1)

@@ -117,6 +117,13 @@ def used_anywhere(used, all_reduce):
 #-     all_reduce(counts)
 #+     for index in range(len(counts)):
 #+         all_reduce(counts[index : index + 1])
+# %% 6.2 hidden: packs them into one number | raised RuntimeError
+def used_anywhere(used, all_reduce):
+    packed = torch.tensor([sum(int(one) * 5**index for index, one in enumerate(used))])
+    all_reduce(packed)
+    return torch.tensor([packed.item() // 5**index % 5 > 0 for index in range(len(used))])
+
+
 # %% 6.3 right: buffer by buffer, sent at once
 def share_buffers(module, src=0, group=None):
     rank = dist.get_rank(group)

@@ -191,3 +191,6 @@ def culprit(lines):
 #- return min(failures)[1]
 #+ return min(rank for _, rank in failures)
 #-  and not what.endswith(consequences)
+# %% 10.3 hidden: times as text | as text, 100.1 comes before 99.9
+#- float(seconds)
+#+ seconds

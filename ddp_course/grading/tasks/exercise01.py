@@ -158,16 +158,16 @@ class GradientBytes:
     """Bytes that all gradients of a model take."""
 
     def draw(random, hidden):
-        """Widths of the layers."""
-        return {"widths": [random.randrange(3, 40) for _ in range(3)]}
+        """Widths of the layers; if `hidden` two layers of one more model share their weights."""
+        return {"widths": [random.randrange(3, 40) for _ in range(3)], "tied": hidden}
 
-    def probe(gradient_bytes, widths):
-        """The answer for five models: dtypes, buffers and frozen layers differ."""
-        return [gradient_bytes(model) for model in sized_models(widths).values()]
+    def probe(gradient_bytes, widths, tied):
+        """The answer for five or six models: dtypes, buffers, frozen and tied layers differ."""
+        return [gradient_bytes(model) for model in sized_models(widths, tied).values()]
 
-    def judge(evidence, widths):
-        """Bytes of the trainable parameters only, each by its own dtype."""
-        for (kind, model), found in zip(sized_models(widths).items(), evidence, strict=True):
+    def judge(evidence, widths, tied):
+        """Bytes of the trainable parameters only, each once and by its own dtype."""
+        for (kind, model), found in zip(sized_models(widths, tied).items(), evidence, strict=True):
             number(found, int, "the result")
             trained = [p for p in model.parameters() if p.requires_grad]
             expected = sum(p.numel() * p.element_size() for p in trained)
@@ -179,6 +179,9 @@ class GradientBytes:
                     p.numel() * p.element_size() for p in model.parameters()
                 ),
                 "buffers have no gradient": sum(b.numel() * b.element_size() for b in everything),
+                "weights that two layers share have one gradient": sum(
+                    p.numel() * p.element_size() for p in shared_twice(model) if p.requires_grad
+                ),
                 "not every parameter is float32: ask for element_size()": sum(p.numel() * 4 for p in trained),
             }
             for message, wrong in faults.items():
@@ -186,15 +189,23 @@ class GradientBytes:
             require(found == expected, f"{kind}: {found}; {expected} bytes were expected")
 
 
-def sized_models(widths):
-    """Models in float32, in float64, with buffers, and with a frozen layer."""
+def shared_twice(model):
+    """The parameters of all layers, those that layers share as often as they are used."""
+    return [parameter for layer in model.modules() for parameter in layer.parameters(recurse=False)]
+
+
+def sized_models(widths, tied):
+    """Models in float32, in float64, with buffers, with a frozen layer, and if asked for with tied layers."""
     one, two, three = widths
     frozen = nn.Sequential(nn.Linear(one, two), nn.Linear(two, three))
     frozen[0].requires_grad_(False)
+    shared = nn.Sequential(nn.Linear(two, two), nn.Linear(two, two))
+    shared[1].weight = shared[0].weight
     return {
         "a float32 model": nn.Linear(one, two),
         "a float64 model": nn.Linear(two, three).double(),
         "a bfloat16 model": nn.Linear(three, one).bfloat16(),
         "a model with buffers": nn.Sequential(nn.Linear(one, three), nn.BatchNorm1d(three)),
         "a model with a frozen layer": frozen,
+        **({"a model with tied layers": shared} if tied else {}),
     }

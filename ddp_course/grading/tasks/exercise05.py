@@ -25,7 +25,7 @@ def expected_buckets(sizes, kinds, cap):
 
 def width(kind):
     """Bytes of one number."""
-    return {"float32": 4, "float64": 8}[kind]
+    return {"bfloat16": 2, "float32": 4, "float64": 8}[kind]
 
 
 @task("5.1", "assign_buckets", forbidden=("ddp_course.stage5_bucketed.assign_buckets",))
@@ -33,11 +33,13 @@ class AssignBuckets:
     """Parameters into buckets, last first."""
 
     def draw(random, hidden):
-        """Sizes and dtypes of parameters, and caps that are met exactly, passed, or never reached."""
+        """Sizes and dtypes of parameters (three if `hidden`), and caps that are met exactly, passed, or never reached."""
         sizes = [random.randrange(20, 200) for _ in range(9 + 4 * hidden)]
         one, two = ["float32"] * len(sizes), ["float64" if i % 3 == 0 else "float32" for i in range(len(sizes))]
+        three = [("bfloat16", "float32", "float64")[i % 3] for i in range(len(sizes))]
         exact = [25, 50, 50, 100, 25, 75]
-        return {"cases": [(sizes, one, 800), (exact, ["float32"] * 6, 400), (sizes, two, 900), (sizes, one, 10**6)]}
+        cases = [(sizes, one, 800), (exact, ["float32"] * 6, 400), (sizes, two, 900), (sizes, one, 10**6)]
+        return {"cases": cases + [(sizes, three, 700)] * hidden}
 
     def probe(assign_buckets, cases):
         """The buckets as lists of the parameters' indices."""
@@ -51,8 +53,8 @@ class AssignBuckets:
     def judge(evidence, cases):
         """Each parameter in one bucket, last ones first, closed on reaching the cap, one dtype each."""
         for (sizes, kinds, cap), found in zip(cases, evidence, strict=True):
-            mixed = len(set(kinds)) > 1
-            about = f"{len(sizes)} parameters{' of two dtypes' if mixed else ''}, cap {cap} bytes"
+            dtypes = f" of {len(set(kinds))} dtypes" if len(set(kinds)) > 1 else ""
+            about = f"{len(sizes)} parameters{dtypes}, cap {cap} bytes"
             flat = [index for bucket in found for index in bucket]
             require(-1 not in flat, f"{about}: something in a bucket is not one of the parameters")
             require(all(found), f"{about}: a bucket is empty")

@@ -209,12 +209,12 @@ AFTER = (
 )
 
 
-def log_of(random, culprit, size, late):
+def log_of(random, culprit, size, late, start=None):
     """Lines in the order in which they reached the log, which is not the order in time."""
-    start = random.uniform(10, 99)
+    start = random.uniform(10, 90) if start is None else start
     lines = [f"{start + random.uniform(0, 1):.3f} rank {rank}: step {random.randrange(9)} done" for rank in range(size)]
     ranks = random.sample([rank for rank in range(size) if rank != culprit], size - 1)
-    failed = start + 2 + random.uniform(0, 1)
+    failed = start + 2 + random.uniform(0, 0.49)
     early = f"{failed - 0.001:.3f} rank {ranks[0]}: RuntimeError: Connection closed by peer"
     errors = [f"{failed:.3f} rank {culprit}: {random.choice(ROOTS)}", early]
     errors += [f"{failed + 0.01 * (n + 1):.3f} rank {rank}: {random.choice(AFTER)}" for n, rank in enumerate(ranks[1:])]
@@ -230,8 +230,9 @@ class Culprit:
     """The rank whose failure came first, and was not a consequence."""
 
     def draw(random, hidden):
-        """Logs of 3 to 12 ranks with a known culprit, its line early or late in the file."""
-        return {"logs": [log_of(random, *of) for of in ((2, 4, 1), (1, 3, 0), (5, 12, 1), (11, 12, 0), (1, 6, 1))]}
+        """Logs of 3 to 12 ranks with a known culprit, its line early or late; in one, if `hidden`, second 100 passes."""
+        logs = [log_of(random, *of) for of in ((2, 4, 1), (1, 3, 0), (5, 12, 1), (11, 12, 0), (1, 6, 1))]
+        return {"logs": logs + [log_of(random, 3, 5, 1, start=97.505)] * hidden}
 
     def probe(culprit, logs):
         """The rank that is blamed in each log."""
@@ -258,6 +259,7 @@ class Culprit:
             "that is the first cause in the file; lines arrive late, so go by the time": [
                 rank(log[0]) for log in causes
             ],
+            "times are numbers: as text, 100.1 comes before 99.9": [rank(min(log)) for log in causes],
             "that is the last one; which was first?": [rank(max(log, key=seconds)) for log in failures],
             "that is the first line of all; only failures count": [rank(log[0]) for log in logs],
             "that is the lowest rank that failed": [min(map(rank, log)) for log in failures],
