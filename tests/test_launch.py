@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -32,9 +33,11 @@ def reduced(tensor):
 
 
 def launch_processes():
-    """The agents and the ranks of this process's launch server."""
-    agents = psutil.Process(launching._server.process.pid).children()
-    return agents, [rank for agent in agents for rank in agent.children()]
+    """The agents and the ranks of this process's launch server; none if some end while we look."""
+    with suppress(psutil.NoSuchProcess):
+        agents = psutil.Process(launching._server.process.pid).children()
+        return agents, [rank for agent in agents for rank in agent.children()]
+    return [], []
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])

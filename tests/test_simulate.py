@@ -460,7 +460,12 @@ def test_bench_writes_predictions_with_the_agreed_keys(tmp_path, capsys, shaped,
     assert all(set(row) == keys and row["predicted_ms"] > 0 for row in rows)
     assert {(row["library"], row["K"]) for row in rows} >= {(lib, K) for lib in ("gloo", "nccl") for K in (16, 32)}
     assert "constant predictor" in capsys.readouterr().out
-    assert json.loads((tmp_path / "bench_simulator.json").read_text())["machine"]["cores"] > 0
+    results = json.loads((tmp_path / "bench_simulator.json").read_text())
+    assert results["machine"]["cores"] > 0
+    for median, largest, kept in [(0.09, 0.19, 0), (0.11, 0.19, 1), (0.09, 0.21, 1)]:  # of --measure, which stays
+        results["own"] = {"held_out_error": {"median": median, "largest": largest}}
+        (tmp_path / "bench_simulator.json").write_text(json.dumps(results))
+        assert cli.main(["bench", "simulator", "--out", str(tmp_path)]) == kept
 
 
 def test_figures_say_what_they_show(shaped):
