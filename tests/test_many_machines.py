@@ -1,6 +1,9 @@
 """Several hosts: virtual ones where this machine allows them, and what `deploy/` would start on real ones."""
 
+import csv
+import json
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -11,7 +14,7 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from ddp_course import launch
+from ddp_course import cli, launch
 from ddp_course.collectives import hierarchical_all_reduce
 from ddp_course.running import checkpoint, links, wire
 from ddp_course.stage4_ring import ring_all_reduce
@@ -93,6 +96,91 @@ def test_a_command_that_fails_on_a_host_is_reported():
     assert failed.returncode == 13 and sorted(failed.stdout.split()) == ["host0", "host1"]
     missing = subprocess.run([*command, "no-such-program"], capture_output=True, text=True, timeout=60)
     assert missing.returncode == 127 and "no-such-program: No such file" in missing.stderr
+
+
+@pytest.fixture(scope="module")
+def results_of_torchrun(tmp_path_factory):
+    """A folder with the results of two stages, each a torchrun job of two ranks."""
+    folder = tmp_path_factory.mktemp("torchrun")
+    for stage in ("4", "7"):
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        job = ["-m", "ddp_course.train", *MODEL, "--stage", stage, "--steps", "4", "--results", f"{folder}/results"]
+        finished(folder, [*torchrun, *job])
+    return folder / "results"
+
+
+def test_compare_reads_the_results_of_torchrun(results_of_torchrun, tmp_path, capsys):
+    assert cli.main(["compare", "--read", str(results_of_torchrun), "--out", str(tmp_path)]) == 0
+    results = json.loads((tmp_path / "compare.json").read_text())
+    assert results["world_size"] == 2 and results["steps"] == 4 and results["backend"] == "gloo"
+    single, ring, sharded = results["stages"]
+    assert [entry["stage"] for entry in (single, ring, sharded)] == ["1", "4", "7"]
+    assert ring["bytes_sent_max"] == results["gradient_bytes"]  # 2 (K-1)/K p
+    assert 1.4 * ring["bytes_sent_max"] < sharded["bytes_sent_max"] < 1.6 * ring["bytes_sent_max"]  # 3 (K-1)/K p
+    for entry in (ring, sharded):
+        assert len(entry["timeline"]) == 2 and entry["step_ms"] > 0
+        assert 0 < entry["max_abs_diff_vs_single"] < 1e-12
+        assert entry["loss"] == pytest.approx(single["loss"], abs=1e-12) and len(set(entry["loss"])) == 4
+    rows = list(csv.DictReader((tmp_path / "compare.csv").open()))
+    assert [row["stage"] for row in rows] == ["1", "4", "7"]
+    assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
+    assert "fully sharded" in capsys.readouterr().out
+
+
+def missing(folder):
+    for file in folder.iterdir():
+        file.unlink()
+    folder.rmdir()
+
+
+def empty(folder):
+    for file in folder.iterdir():
+        file.unlink()
+
+
+def cut_short(folder):
+    file = folder / "stage-4.pt"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def flipped(folder):
+    file = folder / "stage-4.pt"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def of_other_runs(folder):
+    run = checkpoint.unpacked((folder / "stage-4.pt").read_bytes())
+    run["job"] |= {"seed": 1, "lr": 0.5}
+    (folder / "stage-4.pt").write_bytes(checkpoint.packed(run))
+
+
+def no_results(folder):
+    (folder / "stage-4.pt").write_bytes(checkpoint.packed({"model": {}}))
+
+
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (missing, 'there is no folder "'),
+        (empty, 'no results in "'),
+        (cut_short, "its checksum is wrong"),
+        (flipped, "its checksum is wrong"),
+        (no_results, "it holds no results"),
+        (of_other_runs, "differ in lr, seed; keep one job to a folder"),
+    ],
+)
+def test_results_that_cannot_be_compared_are_refused_in_one_line(
+    results_of_torchrun, tmp_path, capsys, damage, message
+):
+    folder = tmp_path / "results"
+    shutil.copytree(results_of_torchrun, folder)
+    damage(folder)
+    assert cli.main(["compare", "--read", str(folder), "--out", str(tmp_path / "out")]) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err and str(folder) in printed.err and printed.err.count("\n") == 1
+    assert printed.out == "" and list((tmp_path / "out").iterdir()) == []
 
 
 def bytes_between_hosts(ranks_per_host):
