@@ -30,7 +30,6 @@ from torch.utils._pytree import tree_leaves
 
 from .running import wire
 from .stage3_paramserver import broadcast_parameters
-from .stage4_ring import allgather, scatter_reduce
 
 WHOLE_TENSOR_OPTIMIZERS = ("LBFGS", "Adafactor", "Muon", "SparseAdam")
 
@@ -57,6 +56,7 @@ class Flat:
 
     @property
     def mine(self):
+        """The chunk of this rank; rank r's is chunk r+1."""
         return self.chunks[self.index]
 
     def views(self, flat):
@@ -89,17 +89,39 @@ def flats(parameters, group=None, kind=Flat):
 @wire.collective
 @torch.no_grad()
 def gather_chunks(chunks, group=None):
-    """Fill in the chunks of the other ranks; each rank sends (K-1)/K of the bytes in all `chunks`."""
-    allgather(chunks, group)
+    """Fill in the chunks of the other ranks; each rank sends (K-1)/K of the bytes in all `chunks`.
+
+    As many messages and bytes as in stage 4's ring, but every owner sends its chunk to all others at once: there are
+    many small blocks to gather, and nobody has to wait until a neighbour, who may be busy, has passed a chunk on.
+    """
+    rank, world_size, _, _ = wire.neighbours(group)
+    others = [(other, wire.global_rank(other, group)) for other in range(world_size) if other != rank]
+    mine = chunks[(rank + 1) % world_size]
+    wire.exchange_all(
+        [(mine, peer) for _, peer in others],
+        [(chunks[(other + 1) % world_size], peer) for other, peer in others],
+        group,
+    )
 
 
 @wire.collective
 @torch.no_grad()
-def reduce_chunks(chunks, group=None):
-    """Average the chunks over the ranks; only this rank's own chunk is right afterwards. Same bytes as a gather."""
-    for chunk in chunks:
-        chunk.mul_(1 / len(chunks))
-    scatter_reduce(chunks, group)
+def sum_chunks(chunks, group=None):
+    """Sum this rank's own chunk over the ranks, leave the others as they are. Same bytes as a gather.
+
+    Every rank sends each chunk to its owner, who adds in the order of stage 4's ring: the same bits.
+    """
+    rank, world_size, _, _ = wire.neighbours(group)
+    mine = chunks[(rank + 1) % world_size]
+    parts = [torch.empty_like(mine) for _ in range(world_size - 1)]
+    senders = [(rank + step) % world_size for step in range(1, world_size)]
+    peers = [wire.global_rank(sender, group) for sender in senders]
+    outgoing = [(chunks[(owner + 1) % world_size], peer) for owner, peer in zip(senders, peers, strict=True)]
+    wire.exchange_all(outgoing, list(zip(parts, peers, strict=True)), group)
+    for part in parts[1:]:
+        parts[0] += part
+    if parts:
+        mine += parts[0]
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -254,7 +276,7 @@ class FreeableFlat(Flat):
             parameter: torch.nn.Parameter(self.shard[inside], requires_grad=parameter.requires_grad)
             for parameter, (_, inside) in self.pieces.items()
         }
-        self.gradient = None
+        self.gradient, self.places = None, {}
         self.free()
 
     def gather(self):
@@ -272,23 +294,27 @@ class FreeableFlat(Flat):
         self.full.untyped_storage().resize_(0)
 
     def collect(self):
-        """Make room for the gradients: backward adds them up in views of one message. Returns the parameters."""
-        self.gradient = torch.zeros_like(self.full)
-        for parameter, view in zip(self.parameters, self.views(self.gradient), strict=True):
-            parameter.grad = view
+        """Make room for the gradients, the views of one message. Returns the parameters."""
+        self.gradient = torch.empty_like(self.full)
+        self.places = dict(zip(self.parameters, self.views(self.gradient), strict=True))
         return self.parameters
+
+    def take(self, parameter):
+        """Move a finished gradient over to its place, divided by K on the way, as in stage 6."""
+        torch.mul(parameter.grad.to_dense(), 1 / len(self.chunks), out=self.places.pop(parameter))
+        parameter.grad = None
 
     def reduce(self):
         """Average the gradients, keep this rank's chunk in the shards' `.grad`, let go of the rest."""
+        for untouched in self.places.values():
+            untouched.zero_()
         chunks = self.gradient.tensor_split(len(self.chunks))
-        reduce_chunks(chunks, group=self.group)
+        sum_chunks(chunks, group=self.group)
         mine = chunks[self.index].clone()
-        for parameter in self.parameters:
-            parameter.grad = None
         for parameter, (_, inside) in self.pieces.items():
             shard = self.shards[parameter]
             shard.grad = mine[inside] if shard.grad is None else shard.grad.add_(mine[inside])
-        self.gradient = None
+        self.gradient, self.places = None, {}
 
 
 class Block:
@@ -301,6 +327,7 @@ class Block:
         self.module, self.following = module, {}
         self.flats = flats(parameters, group, FreeableFlat)
         self.trainable = [flat for flat in self.flats if flat.parameters[0].requires_grad]
+        self.flat_of = {parameter: flat for flat in self.trainable for parameter in flat.parameters}
         self.gathering = self.missing = None
 
     def gather(self):
@@ -311,8 +338,8 @@ class Block:
     def reduce(self):
         """Average all gradients and free the parameters that they belong to (in the communication thread)."""
         for flat in self.trainable:
-            flat.reduce()
             flat.free()
+            flat.reduce()
 
     def free(self):
         """Let go of the parameters, whether they are here or still on their way."""
@@ -354,10 +381,11 @@ class FullyShardedDataParallel(torch.nn.Module):
         """Register the hooks that gather, free and reduce `block` at the right moments."""
         yield block.module.register_forward_pre_hook(lambda *_: self.enter(block, "forward"))
         yield block.module.register_forward_hook(lambda module, inputs, outputs: self.leave(block, outputs))
-        for parameter in (parameter for flat in block.trainable for parameter in flat.parameters):
+        for parameter in block.flat_of:
             yield parameter.register_post_accumulate_grad_hook(lambda ready: self.gradient_ready(block, ready))
 
     def forward(self, *args, **kwargs):
+        """What the module returns; its blocks are gathered one after the other."""
         self.latest, self.in_backward = None, False
         outputs = self.module(*args, **kwargs)
         self.free_all()  # a block that was fetched ahead in vain
@@ -397,6 +425,7 @@ class FullyShardedDataParallel(torch.nn.Module):
 
     def gradient_ready(self, block, parameter):
         """The hook: once the last gradient of the block is complete, average them while backward goes on."""
+        block.flat_of[parameter].take(parameter)
         block.missing.discard(parameter)
         if not block.missing:
             self.reducing.append(self.communication.submit(block.reduce))

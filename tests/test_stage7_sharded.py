@@ -220,8 +220,8 @@ def test_fully_sharded_training_equals_one_device(world_size):
 
 
 def faulty(fault):
-    original = stage7_sharded.scatter_reduce
-    stage7_sharded.scatter_reduce = {
+    original = stage7_sharded.sum_chunks
+    stage7_sharded.sum_chunks = {
         "no sync": lambda chunks, group: None,
         "no division": lambda chunks, group: original([chunk.mul_(len(chunks)) for chunk in chunks], group),
         "wrong chunk": lambda chunks, group: original(chunks[1:] + chunks[:1], group),

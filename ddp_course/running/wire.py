@@ -171,11 +171,21 @@ def exchange(outgoing: torch.Tensor, dst: int, incoming: torch.Tensor, src: int,
     first two neighbours would wait for each other's turn, at half the speed.
     """
     if dist.get_backend(group) == "nccl":
-        return _exchange_nccl(outgoing, dst, incoming, src, group)
+        return _exchange_nccl([(outgoing, dst)], [(incoming, src)], group)
     arriving = irecv(incoming, src, group)
     leaving = isend(outgoing, dst, group)
     arriving.wait()
     leaving.wait()
+
+
+def exchange_all(outgoing: list, incoming: list, group=None) -> None:
+    """Send and receive several messages at once, (tensor, global rank) pairs, and wait for all of them."""
+    if dist.get_backend(group) == "nccl":
+        return _exchange_nccl(outgoing, incoming, group)
+    arriving = [irecv(tensor, src, group) for tensor, src in incoming]  # first, as in `exchange`
+    leaving = [isend(tensor, dst, group) for tensor, dst in outgoing]
+    for transfer in arriving + leaving:
+        transfer.wait()
 
 
 def neighbours(group=None) -> tuple[int, int, int, int]:
@@ -195,9 +205,9 @@ def others(rank: int, group=None) -> list[int]:
     return [global_rank(peer, group) for peer in range(dist.get_world_size(group)) if peer != rank]
 
 
-def _exchange_nccl(outgoing, dst, incoming, src, group):
+def _exchange_nccl(outgoing, incoming, group):
     """NCCL wants both directions in one group call, or two neighbours that send first would deadlock."""
-    pairs = [(dist.irecv, incoming, src, "recv"), (dist.isend, outgoing, dst, "send")]
+    pairs = [(dist.irecv, *message, "recv") for message in incoming] + [(dist.isend, *m, "send") for m in outgoing]
     pairs = [pair for pair in pairs if pair[1].numel()]
     start = perf_counter()
     operations = [dist.P2POp(post, tensor, peer, group) for post, tensor, peer, _ in pairs]
