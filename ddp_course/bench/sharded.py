@@ -76,6 +76,7 @@ def stepper(model, forward, optimizer, batch, after_backward=lambda: None):
     """A function that trains one step on `batch`."""
 
     def step():
+        """Forward, backward, update."""
         optimizer.zero_grad()
         cross_entropy(forward(batch[0]), batch[1]).backward()
         after_backward()
@@ -155,6 +156,7 @@ def nan_check_times(model, repeats):
     train()
 
     def check():
+        """What `finite.watch` does in a step."""
         for name, parameter in plain.named_parameters():
             finite.check(parameter.grad, name)
 
@@ -166,6 +168,7 @@ def against(measure, promise, name, other, world_sizes=WORLD_SIZES):
     """A part of the benchmark: `measure` for every model and K, and whether name/other keeps the promise."""
 
     def part(repeats):
+        """Measure `repeats` steps for each model and world size; return a row for each."""
         rows = []
         for model in MODELS:
             for world_size in world_sizes:
