@@ -6,6 +6,7 @@ import math
 import time
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -232,6 +233,11 @@ def test_efficiency_falls_with_devices_and_the_knee_is_where_it_passes_90_percen
     assert sweep.knee(steps[position + 1 :]) is None
 
 
+def test_the_knee_is_the_last_device_before_the_first_step_below_90_percent():
+    steps = [SimpleNamespace(world_size=k, efficiency=e) for k, e in [(8, 0.93), (1, 1.0), (4, 0.89), (2, 0.9)]]
+    assert sweep.knee(steps) == 2
+
+
 def test_four_thousand_devices_and_500_buckets_take_less_than_two_seconds():
     network = Network(Costs(1e-5, 8e-11), Costs(2e-6, 2e-12), 8)
     start = time.process_time()
@@ -367,6 +373,12 @@ def test_library_rings_send_exactly_what_a_ring_sends(program, monkeypatch):
             play(program, 10 * MIB, world_size, Network(Costs(1e-4, 1e-8), handshake=program is gloo_ring))
         expected = 2 * (world_size - 1) / world_size * 10 * MIB
         assert sent == pytest.approx(dict.fromkeys(range(world_size), expected))
+
+
+def test_gloo_cuts_even_a_short_message_into_two_segments_a_chunk():
+    latency = Costs(1e-3, 0.0)
+    short, long = (play(gloo_ring, nbytes, 4, Network(latency)) for nbytes in (1000, 8 * MIB))
+    assert short == pytest.approx(long) and short > 0, "2 K segments, as many as 8 MiB have of 1 MiB each"
 
 
 def test_v100_steps_are_predicted_from_1_and_2():
