@@ -214,21 +214,26 @@ def _measure(stage, job, reference, device, link):
 
 
 def summed_up(stage, ranks):
-    """The entry of a stage in the results, from what each of its ranks reports; the slowest and the busiest count."""
-    per_step = list(zip(*(rank["step_s"] for rank in ranks), strict=True))
+    """The entry of a stage in the results, from what each of its ranks reports; the slowest and the busiest count.
+
+    The timeline is that of a typical step: the one whose time is nearest to the median.
+    """
+    per_step = [max(step) for step in zip(*(rank["step_s"] for rank in ranks), strict=True)]
+    median = statistics.median(per_step)
+    typical = min(range(len(per_step)), key=lambda step: abs(per_step[step] - median))
     exposed = list(zip(*(rank["exposed_s"] for rank in ranks), strict=True))
     traffic = [rank["traffic"] for rank in ranks]
     busiest = {key: max(one[key] for one in traffic) if stage in COUNTED else None for key in traffic[0]}
     return {
         "stage": stage,
         "name": (NAMES | ELSEWHERE)[stage],
-        "step_ms": 1000 * statistics.median(max(step) for step in per_step),
+        "step_ms": 1000 * median,
         "communication_ms": None if stage == "2" else 1000 * statistics.median(max(step) for step in exposed),
         **busiest,
         "loss": [statistics.fmean(step) for step in zip(*(rank["loss"] for rank in ranks), strict=True)],
         "max_abs_diff_vs_single": max(rank["difference"] for rank in ranks),
         "evaluation": ranks[0]["evaluation"],
-        "timeline": [rank["timeline"] for rank in ranks],
+        "timeline": [rank["timelines"][typical] for rank in ranks],
     }
 
 
@@ -279,16 +284,17 @@ class Recording:
             self.began.append(time.perf_counter())
 
     def report(self):
-        """Seconds and exposed communication of each step, traffic of the last step, the timeline of a middle one."""
+        """Seconds, exposed communication and timeline of each step, and the traffic of the last one."""
         steps = list(pairwise(self.began))
         by_step = [[span for span in self.spans if start <= span.start < end] for start, end in steps]
-        middle = len(steps) // 2
-        begin = steps[middle][0]
         return {
             "step_s": [end - start for start, end in steps],
             "exposed_s": [timeline.exposed(inside) for inside in by_step],
             "traffic": traffic_of([event for event in self.events if steps[-1][0] <= event.start < steps[-1][1]]),
-            "timeline": [[s.name, s.start - begin, s.end - begin, s.lane] for s in by_step[middle]],
+            "timelines": [
+                [[span.name, span.start - begin, span.end - begin, span.lane] for span in inside]
+                for (begin, _), inside in zip(steps, by_step, strict=True)
+            ],
         }
 
 

@@ -129,3 +129,15 @@ def test_an_unwritable_folder_is_refused(tmp_path):
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(ValueError, match="cannot write to the folder"):
         files.writable_folder(tmp_path / "file" / "results")
+
+
+def test_the_timeline_is_that_of_a_typical_step():
+    traffic = {"bytes_sent_max": 0, "bytes_received_max": 0, "messages_max": 0}
+    rank = {"exposed_s": [0.0] * 3, "traffic": traffic, "loss": [0.0] * 3, "difference": 0.0, "evaluation": None}
+    ranks = [
+        {**rank, "step_s": seconds, "timelines": [[["forward", 0.0, second, "compute"]] for second in seconds]}
+        for seconds in ([1.0, 5.0, 3.0], [2.0, 1.0, 9.0])  # the slowest rank counts: 2, 5, 9
+    ]
+    entry = compare.summed_up("4", ranks)
+    assert entry["step_ms"] == 5000
+    assert [lane[0][2] for lane in entry["timeline"]] == [5.0, 1.0]
