@@ -159,10 +159,16 @@ def test_a_rank_killed_at_start_up():
     assert seconds < 10
 
 
-def test_every_rank_goes_with_the_agent():
-    error, seconds, found = killed_while_running(lambda agents, ranks: agents[0] if len(ranks) == 4 else None)
+@pytest.mark.parametrize("victim", ["agent", "server"])
+def test_every_rank_goes_with_the_agent_and_with_the_server(victim):
+    def choose(agents, ranks):
+        processes = {"agent": agents[:1], "server": [psutil.Process(launching._server.process.pid)]}
+        return processes[victim][0] if len(ranks) == 4 else None
+
+    error, seconds, found = killed_while_running(choose)
     assert isinstance(error, LaunchError)
-    assert not any(process.is_running() for process in found[:-1])
+    _, alive = psutil.wait_procs(found[:-1], timeout=5)
+    assert not alive
     assert seconds < 10
 
 
