@@ -51,7 +51,10 @@ def run(args):
     rate = 60 * len(results) / seconds / min(args.jobs, usable_cores())
     half = len(memory) // 2
     first, second = peak(memory[:half]), peak(memory[half:])
-    verdicts = judge(rate, first, second)
+    misjudged = [result for result in results if result.passed != is_right(int(result.learner.removeprefix("learner")))]
+    for result in misjudged:
+        print(f"misjudged: {result}")
+    verdicts = judge(rate, first, second, len(misjudged))
     report = {
         "machine": machine(),
         "exercise": args.exercise,
@@ -70,9 +73,10 @@ def run(args):
     return 0 if all(verdicts.values()) else 1
 
 
-def judge(rate, first, second):
-    """{claim: whether it is kept} for submissions a minute and a core, and the peak of memory in both halves."""
+def judge(rate, first, second, misjudged):
+    """{claim: whether it is kept}, for submissions a minute and a core, peaks of memory in both halves, and errors."""
     return {
+        "right answers pass, and no others": misjudged == 0,
         f"at least {WANTED_A_MINUTE_A_CORE:g} submissions a minute and a core": rate >= WANTED_A_MINUTE_A_CORE,
         f"memory grows by at most {MOST_GROWTH - 1:.0%} from the first half to the second": second
         <= MOST_GROWTH * first,
@@ -84,6 +88,11 @@ def peak(samples):
     return round(max(samples, default=0) / 2**20)
 
 
+def is_right(number):
+    """Whether a submission of this number is the solution."""
+    return number % 5 in (3, 4)
+
+
 def make_submissions(folder, exercise, count):
     """`count` learners: of each five one has handed in nothing, two something wrong, two the solution."""
     (path,) = (exercises_folder().parent / "solutions").glob(f"{exercise:02d}_*.ipynb")
@@ -91,7 +100,7 @@ def make_submissions(folder, exercise, count):
         kind = number % 5
         source = exercises_folder() / path.name if kind == 0 else path
         notebook = nbformat.read(source, as_version=4)
-        if kind in (1, 2):
+        if kind and not is_right(number):
             old, new = WRONG[number % len(WRONG)]
             for cell in notebook.cells:
                 cell.source = cell.source.replace(old, new)

@@ -48,11 +48,8 @@ def collect(tensor, server=0, group=None):
 
 
 # %% 3.1 wrong: works for two ranks only | wait for each other
-#-     for peer in wire.others(server, group):
-#-         wire.recv(incoming, peer, group)
-#-         tensor += incoming
-#+     wire.recv(incoming, wire.others(server, group)[0], group)
-#+     tensor += incoming
+#- wire.others(server, group):
+#+ wire.others(server, group)[:1]:
 # %% 3.1 wrong: divides already | the division comes later
 #-         tensor += incoming
 #+         tensor += incoming
