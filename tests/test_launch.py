@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ddp_course import launch
 from ddp_course.errors import LaunchError, RankError
 from ddp_course.running import launch as launching
-from ddp_course.running import limits
+from ddp_course.running import limits, run
 
 SOAK = Path(__file__).with_name("soak")
 
@@ -83,6 +83,14 @@ def test_launch_from_a_parent_that_has_initialised_cuda():
 def test_libraries_keep_quiet(capfd):
     launch(lambda: dist.barrier(dist.new_group([0, 1])), world_size=2)
     assert capfd.readouterr() == ("", "")
+
+
+def test_the_greeting_of_older_gloo_is_left_out():
+    shown = []
+    lines = run.Lines(None, shown.append)
+    lines.feed(b"[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1\nhel")
+    lines.feed(b"lo\n[Gloo] is what I say\n")
+    assert shown == ["hello", "[Gloo] is what I say"]
 
 
 def test_launches_from_two_threads_at_once():
