@@ -113,12 +113,12 @@ def test_a_hang_is_reported_with_every_ranks_last_collective():
     with pytest.raises(LaunchTimeout) as raised:
         launch(rank_one_stops_calling, world_size=3, timeout=3)
     collectives = [state.collective for state in raised.value.states]
-    assert "ring_all_reduce" in collectives[0] and "3, 5" in collectives[0].replace("x", ", ")
-    assert collectives[0] != collectives[1], "rank 1 never entered the second one"
+    for rank, call in enumerate(["float32 [3, 5], call 2", "float32 [7], call 1", "float32 [3, 5], call 2"]):
+        assert f"ring_all_reduce of {call}" in collectives[rank], "rank 1 never entered the second one"
     assert "time.sleep" in raised.value.states[1].stack or "rank_one_stops_calling" in raised.value.states[1].stack
 
 
 @pytest.mark.slow
-def test_training_under_faults_ends_with_the_same_bits():
-    runs, faults = soak(minutes=0.1, every=3, steps=250)
-    assert runs >= 1 and faults >= 1
+def test_three_minutes_of_training_under_faults_end_with_the_same_bits():
+    faults, _ = soak(minutes=3, pause=0.1)
+    assert faults >= 4, "one every 20 seconds"

@@ -3,7 +3,7 @@
     python tests/soak/faults.py --minutes 30
 
 Every fault is one of: SIGKILL, SIGSEGV, SIGTERM of a random rank. torchrun starts all ranks again from the newest
-checkpoint. Should the run end early, the next one starts, with another seed.
+checkpoint. A short pause in every step sees to it that the one run lasts as long as the faults do; then it hurries.
 """
 
 import argparse
@@ -22,6 +22,7 @@ import torch
 from ddp_course import launch
 from ddp_course.running import checkpoint
 
+SLOW_TRAIN = Path(__file__).parent.parent / "slow_train.py"
 FAULTS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM)
 OPTIONS = ["--problem", "bytes", "--parameters", "30000", "--dropout", "0.2", "--global-batch", "24", "--stage", "6"]
 
@@ -50,45 +51,47 @@ def ranks_of(agent):
     return ranks
 
 
-def run_with_faults(options, world_size, every, end, chance, folder):
-    """Run torchrun, with a fault every `every` seconds until `end`, at least one; returns how many."""
+def run_with_faults(options, world_size, minutes, every, pause, chance, folder):
+    """Train under torchrun, with a fault every `every` seconds for so many minutes; returns how many there were."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
-    command += ["--max-restarts=100000", "--monitor-interval=0.1", "-m", "ddp_course.train", *options]
-    faults, environment = 0, {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": folder}
-    with open(Path(folder, "log"), "a") as log:
-        agent = subprocess.Popen([*command, "--checkpoint", f"{folder}/run"], stdout=log, stderr=log, env=environment)
-        due = time.monotonic() + every
+    command += ["--max-restarts=100000", "--monitor-interval=0.1", str(SLOW_TRAIN), *options]
+    hurry, faults = Path(folder, "hurry"), 0
+    environment = {"OMP_NUM_THREADS": "1", "TMPDIR": folder, "PAUSE": str(pause), "HURRY": str(hurry)}
+    with open(Path(folder, "log"), "w") as log:
+        command += ["--checkpoint", f"{folder}/run"]
+        agent = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **environment})
+        begun = time.monotonic()
+        end, due = begun + 60 * minutes, begun + every
         try:
             while agent.poll() is None:
                 now = time.monotonic()
-                ranks = ranks_of(agent) if now >= due and (now < end or not faults) else {}
+                if now >= end:
+                    hurry.touch()
+                ranks = ranks_of(agent) if due <= now < end else {}
                 if len(ranks) == world_size and checkpoint.checkpoints(f"{folder}/run"):
                     chance.choice(list(ranks.values())).send_signal(chance.choice(FAULTS))
                     faults += 1
-                    due = time.monotonic() + every * chance.uniform(0.5, 1.5)
+                    due = now + every * chance.uniform(0.5, 1.5)
                 time.sleep(0.05)
         finally:
             agent.terminate()  # nothing happens if it has ended
             agent.wait()
-    if agent.returncode:
-        raise AssertionError(Path(folder, "log").read_text()[-5000:])
+    assert agent.returncode == 0, Path(folder, "log").read_text()[-5000:]
+    assert hurry.exists(), "the run ended before its time"
     return faults
 
 
-def soak(minutes, every=20.0, world_size=2, steps=20_000, seed=0):
-    """Runs with faults for so many minutes; returns (runs, faults), raises AssertionError if a bit differs."""
-    chance, runs, faults = random.Random(seed), 0, 0
-    end = time.monotonic() + 60 * minutes
-    while time.monotonic() < end:
-        options = [*OPTIONS, "--steps", str(steps), "--every", "10", "--seed", str(runs)]
-        with tempfile.TemporaryDirectory() as folder:
-            faults += run_with_faults(options, world_size, every, end, chance, folder)
-            state = checkpoint.load(f"{folder}/run")
-        expected = unharmed(options, world_size)
-        assert state["losses"] == expected["losses"], "the curve differs"
-        assert all(torch.equal(state["model"][name], tensor) for name, tensor in expected["model"].items())
-        runs += 1
-    return runs, faults
+def soak(minutes, every=20.0, world_size=2, pause=0.03, seed=0):
+    """One run of so many minutes under faults; returns (faults, steps), raises AssertionError if a bit differs."""
+    steps = int(60 * minutes / pause)  # more than there is time for, before the run may hurry
+    options = [*OPTIONS, "--steps", str(steps), "--every", "10", "--seed", str(seed)]
+    with tempfile.TemporaryDirectory() as folder:
+        faults = run_with_faults(options, world_size, minutes, every, pause, random.Random(seed), folder)
+        state = checkpoint.load(f"{folder}/run")
+    expected = unharmed(options, world_size)
+    assert state["losses"] == expected["losses"], "the curve differs"
+    assert all(torch.equal(state["model"][name], tensor) for name, tensor in expected["model"].items())
+    return faults, steps
 
 
 if __name__ == "__main__":
@@ -96,7 +99,8 @@ if __name__ == "__main__":
     parser.add_argument("--minutes", type=float, default=30, help="how long there are faults (default 30)")
     parser.add_argument("--every", type=float, default=20, help="seconds between faults, on average (default 20)")
     parser.add_argument("--world-size", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=20_000, help="of a run (default 20,000)")
+    parser.add_argument("--pause", type=float, default=0.03, help="seconds that each step waits (default 0.03)")
+    parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args()
-    runs, faults = soak(chosen.minutes, chosen.every, chosen.world_size, chosen.steps)
-    print(f"{runs} runs, {faults} faults: every bit as in runs without faults")
+    faults, steps = soak(chosen.minutes, chosen.every, chosen.world_size, chosen.pause, chosen.seed)
+    print(f"{faults} faults in {chosen.minutes:g} minutes, {steps} steps: every bit as in a run without faults")
