@@ -193,9 +193,11 @@ def test_edited_package_files_are_seen(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "from pathlib import Path\nfrom ddp_course import launch\n"
-        "def read():\n    from ddp_course import units_copy\n    return units_copy.VALUE\n"
-        "module = Path(__file__).with_name('ddp_course') / 'units_copy.py'\n"
-        "for value in (1, 22):\n    module.write_text(f'VALUE = {value}')\n    print(launch(read, world_size=2))\n"
+        "def read():\n    from ddp_course.running import rank\n    return rank.VALUE\n"
+        "module = Path(__file__).with_name('ddp_course') / 'running' / 'rank.py'  # what every rank loads\n"
+        "for value in (1, 22):\n"
+        "    module.write_text(module.read_text() + f'\\nVALUE = {value}\\n')\n"
+        "    print(launch(read, world_size=2))\n"
     )
     environ = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
     ended = subprocess.run(
