@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from ddp_course.bench import grade as bench
@@ -131,7 +132,7 @@ def confined(body, folder, weaker="", **limits):
     """What `confine` says about a function with this body, in a process of its own."""
     script = SANDBOX.format(body=body.replace("\n", "\n    "), limits=limits, weaker=weaker)
     command = [sys.executable, "-c", script, str(folder)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100).stdout.strip()
+    return subprocess.run(command, capture_output=True, text=True, timeout=40).stdout.strip()
 
 
 @pytest.mark.parametrize("weaker", ["", NO_NAMESPACES], ids=["as it is", "without namespaces"])
@@ -154,6 +155,14 @@ def confined(body, folder, weaker="", **limits):
 )
 def test_the_sandbox_keeps_its_limits(body, limits, outcome, weaker, tmp_path):
     assert confined(body, tmp_path, weaker, **limits) == outcome
+
+
+@pytest.mark.parametrize("weaker", ["", NO_NAMESPACES], ids=["as it is", "without namespaces"])
+def test_the_sandbox_leaves_no_process(weaker, tmp_path):
+    body = "if os.fork() == 0:\n    os.setsid()\n    os.fork() or time.sleep(50)\n    time.sleep(50)"
+    assert confined(body, tmp_path, weaker) == "ok"
+    lines = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
+    assert not [line for line in lines if str(tmp_path) in line]
 
 
 @pytest.mark.parametrize("weaker", ["", NO_NAMESPACES, NO_LANDLOCK], ids=["as it is", "Landlock", "neither"])

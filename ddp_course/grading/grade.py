@@ -172,6 +172,7 @@ class Grader:
         self.exercises, self.hidden = exercises, hidden
         self.seed = secrets.randbelow(100_000) if seed is None else seed
         self.limits, self.lock = Limits(seconds=timeout), threading.Lock()
+        self.judging = threading.Lock()  # judges seed torch's random generator, which all threads share
         self.folder = Path(tempfile.mkdtemp(prefix="ddp_course_grading_"))
         self.start_zygote()
 
@@ -258,10 +259,11 @@ class Grader:
         results = next((line["results"] for line in lines if "results" in line), None)
         if not isinstance(results, list) or len(results) != len(tasks):
             return dict.fromkeys(tasks, stopped or "the answers could not be examined: their process ended early")
-        return {
-            task: judge(find(task), result, draw(task, self.seed, self.hidden))
-            for task, result in zip(tasks, results, strict=True)
-        }
+        with self.judging:
+            return {
+                task: judge(find(task), result, draw(task, self.seed, self.hidden))
+                for task, result in zip(tasks, results, strict=True)
+            }
 
     def in_sandbox(self, order, folder):
         """Have the zygote do a job; return the lines of JSON it sent, and why it was stopped, or ""."""
