@@ -1,6 +1,7 @@
 """`launch` itself: results, arguments, limits, what ranks see, and what happens when its processes are killed."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from ddp_course import launch
 from ddp_course.errors import LaunchError, RankError
 from ddp_course.running import launch as launching
-from ddp_course.running import limits, run
+from ddp_course.running import limits, rank, run
 
 SOAK = Path(__file__).with_name("soak")
 
@@ -78,6 +79,32 @@ def test_nothing_of_cuda_and_no_thread_in_the_server():
 def test_launch_from_a_parent_that_has_initialised_cuda():
     torch.ones(1, device="cuda")
     assert launch(lambda: torch.ones(2, device=torch.device("cuda:0")).sum().item(), world_size=1) == [2.0]
+
+
+def blocked_endings(process):
+    """Which of the signals that end a process are blocked in it."""
+    status = Path(f"/proc/{process}/status").read_text()
+    mask = int(re.search(r"SigBlk:\s*(\w+)", status).group(1), 16)
+    return {number for number in rank.ENDINGS if mask >> (number - 1) & 1}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_rank_is_born_with_its_endings_blocked_and_unblocks_them():
+    """One that came before the rank could obey would be lost, and the other ranks' end would take half a minute."""
+    before = blocked_endings("self")
+    for own, agents in launch(lambda: (blocked_endings("self"), blocked_endings(os.getppid())), world_size=2):
+        assert own == set() and agents == set(rank.ENDINGS)
+    assert blocked_endings("self") == before
+
+
+def test_an_ending_that_came_early_is_obeyed():
+    source = (
+        "import os, signal, time\nfrom ddp_course.running import rank\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, rank.ENDINGS)\n"
+        "signal.signal(signal.SIGTERM, lambda *_: None)\nos.kill(os.getpid(), signal.SIGTERM)\n"
+        "rank.die_with(os.getppid())\ntime.sleep(30)"
+    )
+    assert subprocess.run([sys.executable, "-c", source], timeout=25, check=False).returncode == -signal.SIGTERM
 
 
 def test_libraries_keep_quiet(capfd):

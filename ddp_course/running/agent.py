@@ -77,6 +77,7 @@ def run_ranks(setting, link, master, pipes, launch) -> tuple:
     listener = socket.create_server((master, 0), backlog=1024)  # one address, and a port that the system picks
     place = RendezvousStoreInfo(master, listener.getsockname()[1])
     rendezvous_handler_registry.register("one-agent", lambda parameters: OneAgent(place, parameters.run_id, all_run))
+    signal.pthread_sigmask(signal.SIG_BLOCK, rank.ENDINGS)  # for the ranks, which unblock them when they can obey
     tempfile.tempdir = setting["scratch"]  # so that a file is not left behind if this process is killed
     try:
         elastic_launch(config(setting["world_size"]), rank.main)(setting, link, pipes, launch, listener, os.getpid())

@@ -26,6 +26,9 @@ from .limits import PIPES_A_RANK
 from .progress import count_steps
 
 PR_SET_PDEATHSIG = 1
+ENDINGS = [
+    signal.Signals[name] for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT") if name in signal.Signals.__members__
+]  # Windows has two of them
 OWN_FILES = tuple(str(Path(__file__).with_name(name)) for name in ("rank.py", "cell.py", "spawned.py"))  # not shown
 
 
@@ -91,9 +94,13 @@ def main(setting, link, pipes, launch, listener, agent):
 
 
 def die_with(agent):
-    """See to it that this rank ends when its agent does, and that SIGTERM works in the middle of a collective."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+    """See to it that this rank ends when its agent does, and that SIGTERM works in the middle of a collective.
+
+    Until here the endings are blocked: one that came while the agent's handlers were still in place would be lost.
+    """
+    for number in ENDINGS:
         signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDINGS)
     die_with_parent()
     if os.getppid() != agent:
         os._exit(1)
