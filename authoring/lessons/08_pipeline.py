@@ -201,8 +201,9 @@ def sent():
 
 
 activations, gradients = launch(sent, world_size=K)[0]
-show.bars({"pipeline: activations": activations, "ring: gradients": 2 * (K - 1) / K * gradients}, "sent by rank 0 (MB)",
-          "Activations of 16 samples, and gradients of 100,000 parameters",
+ring = 2 * (K - 1) / K * gradients
+show.bars({"pipeline: activations": activations, "ring: gradients": ring}, "sent by rank 0 (MB)",
+          f"Here the pipeline sends {activations / ring:.0%} of what the ring sends",
           colours={"pipeline: activations": show.STAGE_COLOURS["8"], "ring: gradients": show.STAGE_COLOURS["4"]})  # fmt: skip
 
 # %% [markdown]

@@ -49,7 +49,7 @@ mean = [sum(step) / K for step in zip(*many)]
 # %% same-batch-figure
 show.curves(
     {"one device": (range(25), one, show.STAGE_COLOURS["1"]), f"{K} ranks": (range(25), mean, show.STAGE_COLOURS["6"])},
-    "step", "loss (nats)", "Same batch, same rate: the curves are one", points=False,
+    "step", "loss (nats)", "Same batch, same rate: the curves are one", points=False, nested=True,
 )  # fmt: skip
 
 # %% check-same-batch
@@ -116,7 +116,7 @@ def sweep(problem, samples, batch, lr):
 # %% digits
 digits = sweep(problems.make("digits"), samples=2874, batch=8, lr=0.05)
 show.curves({name: (factors, row) for name, row in digits.items()}, "batch, in units of 8 samples", "held-out loss (nats)",
-            "digits: two epochs, whatever the batch", log="x", points=False)  # fmt: skip
+            "digits: up to 32 samples cost little; beyond, every rule loses", log="x", points=False)  # fmt: skip
 
 # %% check-digits
 # NBVAL_CHECK_OUTPUT
@@ -135,7 +135,7 @@ it every rule loses: the steps become too few, and the linear rate too long. The
 # %% bytes
 text = sweep(problems.make("bytes", parameters=20_000, context=32), samples=1536, batch=4, lr=0.1)
 show.curves({name: (factors, row) for name, row in text.items()}, "batch, in units of 4 samples", "held-out loss (nats)",
-            "bytes: the same text, whatever the batch", log="x", points=False)  # fmt: skip
+            "bytes: the same text in larger batches, and every rule loses", log="x", points=False)  # fmt: skip
 
 # %% check-bytes
 # NBVAL_CHECK_OUTPUT

@@ -250,6 +250,7 @@ show.curves(
     "loss (nats)",
     "Stopped, resumed, and the same curve",
     points=False,
+    nested=True,
 )
 
 # %% check-resume
