@@ -13,15 +13,13 @@ halving-doubling; Jia et al., arXiv:1807.11205 (2018), for the hierarchical one.
 """
 
 import os
-from collections import deque
 
 import torch
 import torch.distributed as dist
 
-from .running import wire
+from .running import streams, wire
 
-SEGMENT = 2**20  # bytes that the pipelined ring sends in one message
-AHEAD = 4  # receives that it has posted: their memory is small enough to stay in the processor's cache
+SEGMENT = 2**20  # bytes of the pipelined ring's segments: small enough to stay in the processor's cache until added
 
 
 @wire.collective
@@ -143,35 +141,24 @@ def pipelined_ring_all_reduce(tensor, group=None):
     A segment is passed on as soon as it is added, while the next one is still on its way.
     """
     flat = tensor.contiguous().view(-1)
-    rank, world_size, left, right = wire.neighbours(group)
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    if world_size == 1:
+        return tensor
     chunks = flat.tensor_split(world_size)
     parts = max(1, -(-len(chunks[0]) * flat.element_size() // SEGMENT))
-    segments = [segment for chunk in chunks for segment in chunk.tensor_split(parts)]  # chunk by chunk
-    scratch = [torch.empty_like(segments[0]) for _ in range(AHEAD)]
-    to_add = (world_size - 1) * parts  # the messages of the scatter-reduce; those of the allgather follow
-
-    def target(number):
-        """The segment that message `number` brings: those of chunk r-1 first, then of chunk r-2, …"""
-        step, part = divmod(number, parts)
-        return segments[(rank - step - 1) % world_size * parts + part]
-
-    def receive(number):
-        place = target(number)
-        return wire.irecv(scratch[number % AHEAD][: len(place)] if number < to_add else place, left, group)
-
-    arriving = deque(receive(number) for number in range(min(AHEAD, 2 * to_add)))
-    leaving = [wire.isend(segments[rank * parts + part], right, group) for part in range(parts if to_add else 0)]
-    for number in range(2 * to_add):
-        transfer = arriving.popleft()
-        transfer.wait()
-        if number < to_add:
-            target(number).add_(transfer.tensor)
-        if number + AHEAD < 2 * to_add:
-            arriving.append(receive(number + AHEAD))
-        if number + parts < 2 * to_add:
-            leaving.append(wire.isend(target(number), right, group))
-    for transfer in leaving:
-        transfer.wait()
+    steps = range(2 * (world_size - 1))
+    arriving = [segment for s in steps for segment in chunks[(rank - 1 - s) % world_size].tensor_split(parts)]
+    to_add = len(arriving) // 2  # those of the scatter-reduce; those of the allgather are kept as they come
+    with streams.to_neighbours(group, tensor.device) as links:
+        scratch = flat.new_empty(links.ahead, max(map(len, arriving)))
+        places = [scratch[n % links.ahead, : len(s)] if n < to_add else s for n, s in enumerate(arriving)]
+        for segment in chunks[rank].tensor_split(parts):
+            links.send(segment)
+        for number, place in enumerate(links.received(places)):
+            if number < to_add:
+                arriving[number].add_(place)
+            if number + parts < len(arriving):
+                links.send(arriving[number])
     return copied_back(flat, tensor)
 
 

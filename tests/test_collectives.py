@@ -2,6 +2,8 @@
 
 import functools
 import math
+import os
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,11 +19,20 @@ from ddp_course.collectives import (
 )
 from ddp_course.running import wire
 
+
+def without_streams(tensor, group=None):
+    """The pipelined ring on the backend's messages, as over a throttled wire or on a GPU."""
+    with patch.dict(os.environ):
+        del os.environ["MASTER_ADDR"]
+        return pipelined_ring_all_reduce(tensor, group)
+
+
 ALGORITHMS = {
     "tree": tree_all_reduce,
     "halving-doubling": halving_doubling_all_reduce,
     "hierarchical": hierarchical_all_reduce,
     "pipelined ring": pipelined_ring_all_reduce,
+    "pipelined ring, messages": without_streams,
 }
 SHAPES = [(), (1,), (3,), (7, 5), (1000,), (0,)]
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.int64]
@@ -119,6 +130,7 @@ def test_bytes_and_messages(world_size):
     for rank, found in enumerate(ranks):
         assert found["halving-doubling"] == (share, 2 * rounds)
         assert found["pipelined ring"] == found["hierarchical"] == (share, 2 * (world_size - 1))
+        assert found["pipelined ring, messages"] == found["pipelined ring"]
         assert found["tree"][1] <= 2 * rounds and found["tree"][0] == size * found["tree"][1], rank
     assert sum(found["tree"][1] for found in ranks) == 2 * (world_size - 1)
 
@@ -126,13 +138,16 @@ def test_bytes_and_messages(world_size):
 def many_segments():
     """Segments smaller than the chunk: more messages, the same bytes."""
     collectives.SEGMENT = 1000
-    with wire.counting() as counted:
-        pipelined_ring_all_reduce(torch.ones(4000))
-    return counted.bytes_sent, counted.messages_sent
+    found = []
+    for ring in (pipelined_ring_all_reduce, without_streams):
+        with wire.counting() as counted:
+            ring(torch.ones(4000))
+        found += [(counted.bytes_sent, counted.messages_sent), (counted.bytes_received, counted.messages_received)]
+    return found
 
 
 def test_the_pipelined_ring_cuts_chunks_into_segments():
-    assert launch(many_segments, world_size=4) == [(24000, 6 * 4)] * 4
+    assert launch(many_segments, world_size=4) == [[(24000, 6 * 4)] * 4] * 4
 
 
 def a_wrong_one(fault):

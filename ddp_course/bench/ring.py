@@ -1,8 +1,8 @@
 """`ddp-course bench ring`: our rings beside gloo's own all_reduce, on this machine's loopback.
 
-The three take turns on the same tensor, in rotating order, in one run. A turn's time is the slowest rank's, and
-medians are compared. The verdict is on the pipelined ring of `collectives.py`; stage 4's, which is there to be read,
-is measured beside it.
+The three take turns on the same tensor, in changing order, in one run. A turn's time is the slowest rank's, and
+medians are compared. The verdict is on the pipelined ring of `collectives.py`, on plain TCP streams; stage 4's, which
+is there to be read and sends through gloo, is measured beside it.
 """
 
 import json
@@ -85,11 +85,15 @@ def on_ones(all_reduce, tensor):
 
 
 def medians(ways, repeats, warm_up=2):
-    """Median seconds of each way, the slowest rank's time counting, in an order that rotates from turn to turn."""
+    """Median seconds of each way, the slowest rank's time counting.
+
+    The order rotates, and every second turn goes backwards: nobody always follows the same other one.
+    """
     names, seconds = list(ways), {name: [] for name in ways}
     for turn in range(repeats + warm_up):
-        shift = turn % len(names)
-        for name in names[shift:] + names[:shift]:
+        shift = turn // 2 % len(names)
+        order = names[shift:] + names[:shift]
+        for name in reversed(order) if turn % 2 else order:
             slowest = torch.tensor([ways[name]()], dtype=torch.float64)
             dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
             if turn >= warm_up:
