@@ -1,6 +1,6 @@
 """`ddp-course bench ddp`: stage 6 beside torch's own DistributedDataParallel, on gloo and the CPU.
 
-Both train copies of the same model in the same processes and take turns step by step, in rotating order, so that
+Both train copies of the same model in the same processes and take turns step by step, in changing order, so that
 whatever disturbs the machine disturbs both. A step's time is the slowest rank's; ratios of medians are compared.
 Measured besides: what the Python hooks cost a parameter, memory, overlap, and "auto" buckets over a slow link.
 """

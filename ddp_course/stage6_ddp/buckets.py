@@ -97,13 +97,14 @@ class Bucket:
         grad = parameter.grad
         if grad is None:
             view.zero_()
-        elif grad.data_ptr() == view.data_ptr():
+        elif self.as_view and grad.data_ptr() == view.data_ptr():
             if divisor != 1:
                 view.div_(divisor)
         else:
             if grad.requires_grad:
                 warnings.warn(HIGHER_ORDER, stacklevel=2)
-            torch.mul(grad.detach(), 1 / divisor, out=view)  # divides while it copies: one pass over the memory
+                grad = grad.detach()
+            torch.mul(grad, 1 / divisor, out=view)  # divides while it copies: one pass over the memory
             if self.as_view:
                 parameter.grad = view
 

@@ -102,6 +102,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     def make_reducer(self):
         """Lay out the buckets and listen to the gradients; also after unpickling."""
+        self.has_buffers = bool(self.named_buffers_in_sync())
         group, automatically = self.process_group, self.bucket_cap_mb == "auto"
         limits = size_limits(None if automatically else self.bucket_cap_mb, self.bucket_cap_mb_list)
         order_is_known = self.bucket_cap_mb_list or (self.find_unused_parameters and not self.static_graph)
@@ -185,7 +186,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         """Whether buffers are synchronised at `location`, "PRE_FORWARD" or "POST_FORWARD", of this iteration."""
         due = self.buffer_hook[2] if self.buffer_hook else "PRE_FORWARD"
         wanted = self.forward_sync_buffers and self.require_forward_param_sync
-        return due == location and wanted and bool(self.named_buffers_in_sync())
+        return due == location and wanted and self.has_buffers
 
     def sync_buffers(self, src=None):
         """Broadcast the buffers of `src` (None: rank 0, or in `join` a rank with data), or let the hook do it."""

@@ -41,6 +41,7 @@ class Reducer:
         self.sparse = {self.index_of[parameter] for parameter in sparse if parameter in self.index_of}
         self.group, self.limits, self.start, self.as_view = group, limits[1], start, as_view
         self.find_unused, self.static_graph = find_unused, static_graph
+        self.keeps_layout = find_unused and not static_graph  # the order may change: rebuilding makes no sense
         self.divisor, self.hooked = dist.get_world_size(group), False
         self.order, self.rebuilt, self.expecting = [], False, False
         self.used = [0] * len(self.parameters)
@@ -126,11 +127,6 @@ class Reducer:
         index_of = {name: index for index, name in enumerate(self.names)}
         self.rebuilt = True
         self.make_buckets([[index_of[name] for name in names] for names in layout])
-
-    @property
-    def keeps_layout(self):
-        """Whether the order may change from pass to pass, so that rebuilding makes no sense."""
-        return self.find_unused and not self.static_graph
 
     # In backward
 
