@@ -94,8 +94,8 @@ def drag_every_slider(page, cell, name):
     handles = cell.locator(".noUi-handle")
     assert handles.count() >= 1, name
     for index in reversed(range(handles.count())):
+        handle, track = settled(handles.nth(index)), settled(cell.locator(".noUi-target").nth(index))
         before = cell.locator("img").get_attribute("src")
-        handle, track = handles.nth(index).bounding_box(), cell.locator(".noUi-target").nth(index).bounding_box()
         middle = handle["x"] + handle["width"] / 2, handle["y"] + handle["height"] / 2
         to_the_left = middle[0] > track["x"] + track["width"] / 2
         page.mouse.move(*middle)
@@ -109,6 +109,18 @@ def drag_every_slider(page, cell, name):
             f"{name}: slow"
         )  # the 0.2 s of an idle machine is tested without a browser
         assert cell.locator("img").bounding_box()["width"] > 200
+
+
+def settled(element):
+    """Where an element is once it has stood still for 0.3 s: JupyterLab moves the cells as outputs above get drawn."""
+    box, since, deadline = element.bounding_box(), time.monotonic(), time.monotonic() + 20
+    while time.monotonic() < since + 0.3:
+        assert time.monotonic() < deadline, "the page does not come to rest"
+        time.sleep(0.03)
+        now = element.bounding_box()
+        if now != box:
+            box, since = now, time.monotonic()
+    return box
 
 
 def choose_and_reveal(page, cells):

@@ -33,6 +33,8 @@ class Explorer(ipywidgets.VBox):
     def redraw(self, change=None):
         """Draw the figure for the present values."""
         picture = self.picture()
+        # The browser keeps this much room while it loads the new image: else all that is below would jump.
+        self.image.width, self.image.height = (str(int(pixels)) for pixels in picture.bbox.size)
         self.image.value = picture.png()
         self.message.value = picture.message
 
