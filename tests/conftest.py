@@ -13,7 +13,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 def pytest_configure(config):
     """Give this run a temporary folder of its own, so that what is left behind in it is ours."""
-    if "DDP_COURSE_TESTS" not in os.environ:
+    is_worker = hasattr(config, "workerinput")  # of pytest-xdist, which inherits the environment
+    if is_worker or "DDP_COURSE_TESTS" not in os.environ:
         config.own_folder = tempfile.mkdtemp(prefix="tests_")
         os.environ["DDP_COURSE_TESTS"] = os.environ["TMPDIR"] = tempfile.tempdir = config.own_folder
 

@@ -9,6 +9,8 @@ from ddp_course.measuring import claims
 from ddp_course.measuring.claims import Claim, Finding, Outcome, judge
 from ddp_course.measuring.claims.communication import published_efficiency
 
+pytestmark = pytest.mark.alone
+
 EXPECTED = {
     1: "holds only if the loss is a sum",
     2: "holds only if K = 2",

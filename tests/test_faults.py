@@ -18,6 +18,8 @@ from ddp_course.stage4_ring import average_on_ring, ring_all_reduce
 from ddp_course.stage5_bucketed import BucketedDDP
 from ddp_course.stage7_sharded import FullyShardedDataParallel
 
+pytestmark = pytest.mark.alone
+
 
 def poisoned(wrap, culprit, value, watch=True):
     """Two steps; in the second one rank `culprit` meets a batch with `value` in it. Returns its own losses."""

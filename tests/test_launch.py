@@ -21,6 +21,8 @@ from ddp_course.errors import LaunchError, RankError
 from ddp_course.running import launch as launching
 from ddp_course.running import limits, rank, run
 
+pytestmark = pytest.mark.alone
+
 SOAK = Path(__file__).with_name("soak")
 
 

@@ -21,6 +21,8 @@ from ddp_course.errors import LinkError
 from ddp_course.running import links, throttle, wire
 from ddp_course.running.links import Link
 
+pytestmark = pytest.mark.alone
+
 MODES = [
     pytest.param("hosts", marks=pytest.mark.skipif(bool(links.available()["hosts"]), reason="no virtual hosts here")),
     "wire",

@@ -9,6 +9,8 @@ from ddp_course.bench import links as bench
 from ddp_course.running import links
 from ddp_course.showing.link_plots import link_figure
 
+pytestmark = pytest.mark.alone
+
 KEYS = {"mode", "algorithm", "world_size", "bytes", "bandwidth_bits_s", "measured_s", "theory_s", "ratio"}
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import nbformat
 import pytest
 
+pytestmark = pytest.mark.alone
+
 ROOT = Path(__file__).resolve().parents[1]
 LESSONS = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
 NAMES = [path.stem for path in LESSONS]

@@ -12,6 +12,8 @@ from ddp_course import problems, show, simulate, stage1_single, stage4_ring, sta
 from ddp_course.showing import plots, sketches, widgets
 from ddp_course.showing.source import Diff
 
+pytestmark = pytest.mark.alone
+
 
 def compare_results(stages=("1", "2", "3", "4w", "4", "5", "torch"), world_size=4):
     names = {"1": "single device", "2": "DataParallel", "3": "parameter server", "4w": "whole-gradient ring",

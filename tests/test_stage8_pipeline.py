@@ -21,6 +21,8 @@ from ddp_course.stage8_pipeline import (
     timetable,
 )
 
+pytestmark = pytest.mark.alone
+
 SCHEDULES = [gpipe, one_forward_one_backward]
 SHAPES = [(stages, microbatches) for stages in (1, 2, 3, 4, 7) for microbatches in (1, 2, 3, 8)]
 

@@ -11,6 +11,8 @@ import nbformat
 import pytest
 from chromium import browser_page
 
+pytestmark = pytest.mark.alone
+
 CELLS = {
     "predict": "from ddp_course import show, simulate, theory\nguess = show.predict('how many?', [1, 2, 4])\nguess",
     "ring": "show.widgets.ring_stepper(4)",

@@ -167,7 +167,7 @@ def memory(repeats):
     """Peak bytes of tensors and peak resident bytes, each kind in processes of its own."""
     rows, verdicts = [], {}
     for as_view in (False, True):
-        kinds = {kind: smallest(kind, as_view) for kind in ("torch", "ours")}
+        kinds = peaks(as_view)
         row = {"gradient_as_bucket_view": as_view, **kinds}
         rows.append(row)
         for what in ("tensors", "resident"):
@@ -177,10 +177,18 @@ def memory(repeats):
     return rows, verdicts
 
 
-def smallest(kind, as_view, launches=3):
-    """The smallest peaks of a few launches: gloo's thread may let go of a finished bucket late on a busy machine."""
-    found = [on_cpu(peak_bytes, kind, as_view, world_size=2) for _ in range(launches)]
-    return {what: min(peaks[what] for peaks in found) for what in ("tensors", "resident")}
+def peaks(as_view, launches=9):
+    """For torch and ours: the smallest peaks of a few launches, in turns.
+
+    What lies above the smallest is chance: when gloo's thread lets go of a bucket, and what malloc keeps of it.
+    """
+    found = {"torch": [], "ours": []}
+    for turn in range(launches):
+        for kind in sorted(found, reverse=turn % 2):
+            found[kind].append(on_cpu(peak_bytes, kind, as_view, world_size=2))
+    return {
+        kind: {what: min(row[what] for row in rows) for what in ("tensors", "resident")} for kind, rows in found.items()
+    }
 
 
 def peak_bytes(kind, as_view):
