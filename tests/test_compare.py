@@ -9,8 +9,6 @@ import torch.distributed as dist
 from ddp_course import compare, launch, stage3_paramserver
 from ddp_course.running import files
 
-pytestmark = pytest.mark.alone
-
 ALL = ("1", "2", "3", "4w", "4", "5", "torch")
 
 

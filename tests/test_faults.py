@@ -18,8 +18,6 @@ from ddp_course.stage4_ring import average_on_ring, ring_all_reduce
 from ddp_course.stage5_bucketed import BucketedDDP
 from ddp_course.stage7_sharded import FullyShardedDataParallel
 
-pytestmark = pytest.mark.alone
-
 
 def poisoned(wrap, culprit, value, watch=True):
     """Two steps; in the second one rank `culprit` meets a batch with `value` in it. Returns its own losses."""
@@ -83,6 +81,7 @@ def train_with_a_slow_rank(slow, seconds):
     return spans
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("world_size, slow", [(2, 0), (4, 2)])
 def test_a_straggler_is_named_from_the_timelines(world_size, slow):
     ranks = launch(train_with_a_slow_rank, slow, 0.4, world_size=world_size)

@@ -21,8 +21,6 @@ from ddp_course.grading import grade as grading
 from ddp_course.grading.grade import Grader, exercises_folder, grade
 from ddp_course.grading.submission import Submission, find_submissions, load_exercises
 
-pytestmark = pytest.mark.alone
-
 ROOT = Path(__file__).parents[1]
 SOLVED = ROOT / "solutions" / "08_pipeline.ipynb"
 UNSOLVED = ROOT / "exercises" / "08_pipeline.ipynb"

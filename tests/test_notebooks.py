@@ -10,11 +10,10 @@ from pathlib import Path
 import nbformat
 import pytest
 
-pytestmark = pytest.mark.alone
-
 ROOT = Path(__file__).resolve().parents[1]
 LESSONS = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
 NAMES = [path.stem for path in LESSONS]
+TIMED = ("02", "03", "04", "05", "08", "10", "11")  # their checks compare times: nothing else may run beside them
 CHECK = "# NBVAL_CHECK_OUTPUT"
 
 
@@ -60,7 +59,13 @@ def test_there_are_twelve_lessons_in_order():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", LESSONS, ids=NAMES)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=path.stem, marks=[pytest.mark.alone] if path.name.startswith(TIMED) else [])
+        for path in LESSONS
+    ],
+)
 def test_lesson_runs_from_a_copy_in_another_folder(path, tmp_path):
     copy = tmp_path / path.name
     copy.write_bytes(path.read_bytes())
@@ -70,6 +75,7 @@ def test_lesson_runs_from_a_copy_in_another_folder(path, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.parametrize("stem", ["04_ring_all_reduce"])  # all of them: tests/soak/lessons.py
 def test_lesson_runs_at_world_size_2_without_namespaces(stem, tmp_path):
     notebook = altered(read(ROOT / "notebooks" / f"{stem}.ipynb"), 2, without_namespaces=True)
