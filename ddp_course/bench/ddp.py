@@ -10,6 +10,7 @@ import resource
 import statistics
 import time
 from functools import partial
+from itertools import permutations, product
 
 import torch
 import torch.distributed as dist
@@ -73,19 +74,23 @@ def on_cpu(function, *args, world_size, **settings):
 
 
 def step_times(repeats):
-    """Median step of each wrapper for each model and K, and what is promised of the ratios."""
+    """Seconds of a step with each wrapper for each model and K, and what is promised of the ratios.
+
+    Where a model happens to lie in memory shifts its times by some percent. So the wrappers are made in every order,
+    each order in a launch of its own; a row has the geometric means of the launches' medians.
+    """
     rows = []
-    for model in STEPS:
-        for world_size in WORLD_SIZES:
-            row = {
-                "model": model,
-                "world_size": world_size,
-                **on_cpu(take_turns, model, repeats, world_size=world_size),
-            }
-            ours, ring = row["ours"] / row["torch"], row["ours, ring"] / row["torch"]
-            milliseconds, where = 1e3 * row["torch"], f"{model:10s} K={world_size}"
-            print(f"{where}  torch {milliseconds:6.1f} ms  ours {ours:.3f}  with our ring {ring:.3f} times that")
-            rows.append(row)
+    for model, world_size in product(STEPS, WORLD_SIZES):
+        orders = permutations(WRAPPERS)
+        launches = [on_cpu(take_turns, model, repeats, order, world_size=world_size) for order in orders]
+        seconds = {kind: statistics.geometric_mean([one[kind] for one in launches]) for kind in WRAPPERS}
+        row = {"model": model, "world_size": world_size, **seconds}
+        ours, ring = row["ours"] / row["torch"], row["ours, ring"] / row["torch"]
+        milliseconds, where = 1e3 * row["torch"], f"{model:10s} K={world_size}"
+        print(
+            f"{where}  torch {milliseconds:6.1f} ms  ours {ours:.3f}  with our ring {ring:.3f} times that", flush=True
+        )
+        rows.append(row)
     same = [row["ours"] / row["torch"] for row in rows]
     ring = [row["ours, ring"] / row["torch"] for row in rows]
     mean = statistics.geometric_mean(same)
@@ -97,9 +102,9 @@ def step_times(repeats):
     }
 
 
-def take_turns(model, repeats):
-    """On each rank: median seconds of a step for each wrapper, each with a copy of the model of its own."""
-    return medians({name: training_step(wrapper, model) for name, wrapper in WRAPPERS.items()}, repeats, warm_up=4)
+def take_turns(model, repeats, order):
+    """On each rank: median seconds of a step for each wrapper in `order`, each with a model of its own."""
+    return medians({name: training_step(WRAPPERS[name], model) for name in order}, repeats, warm_up=4)
 
 
 def training_step(wrapper, model):
