@@ -263,7 +263,7 @@ def test_progress_is_one_bar_fed_by_rank_0(capfd):
 
 def test_random_faults_leave_nothing_behind():
     ended = subprocess.run(
-        [sys.executable, SOAK / "launches.py", "--count", "25"],
+        [sys.executable, SOAK / "launches.py", "--count", "40"],
         capture_output=True,
         text=True,
         timeout=120,

@@ -172,8 +172,7 @@ def memory(repeats):
     """Peak bytes of tensors and peak resident bytes, each kind in processes of its own."""
     rows, verdicts = [], {}
     for as_view in (False, True):
-        kinds = peaks(as_view)
-        row = {"gradient_as_bucket_view": as_view, **kinds}
+        row = {"gradient_as_bucket_view": as_view, **peaks(as_view)}
         rows.append(row)
         for what in ("tensors", "resident"):
             ratio = row["ours"][what] / row["torch"][what]
@@ -189,7 +188,7 @@ def peaks(as_view, launches=9):
     """
     found = {"torch": [], "ours": []}
     for turn in range(launches):
-        for kind in sorted(found, reverse=turn % 2):
+        for kind in sorted(found, reverse=bool(turn % 2)):
             found[kind].append(on_cpu(peak_bytes, kind, as_view, world_size=2))
     return {
         kind: {what: min(row[what] for row in rows) for what in ("tensors", "resident")} for kind, rows in found.items()
