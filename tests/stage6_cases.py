@@ -389,6 +389,49 @@ def old_gradients_are_not_overwritten_by_the_next_pass(DDP):
     assert all(torch.equal(grad, copied) for grad, copied in kept)
 
 
+@case
+def gradients_of_older_passes_keep_their_values(DDP):
+    """Whoever holds a gradient, or a part of one, finds in it what it was, whatever the next passes do."""
+    model = seeded(Net)
+    parallel, kept = DDP(model), []
+    for step in range(5):
+        model.zero_grad()
+        squared(parallel, me(), step).backward()
+        parameter = list(model.parameters())[step % 4]
+        part = parameter.grad if step < 2 else parameter.grad.detach().view(-1)[1:]
+        kept.append((part, part.clone()))
+    assert all(torch.equal(part, copied) for part, copied in kept)
+
+
+@case
+def gradients_stay_where_their_owner_laid_them(DDP):
+    """One flat tensor for all gradients, made outside of DDP: the averages arrive in it."""
+    model = seeded(Net)
+    parallel, sizes = DDP(model), [p.numel() for p in model.parameters()]
+    flat = torch.zeros(sum(sizes))
+    for parameter, piece in zip(model.parameters(), flat.split(sizes), strict=True):
+        parameter.grad = piece.view_as(parameter)
+    for step in range(3):
+        model.zero_grad(set_to_none=False)
+        squared(parallel, me(), step).backward()
+        assert_mean(model, lambda module, rank, step=step: squared(module, rank, step))
+        assert torch.equal(flat, torch.cat([p.grad.reshape(-1) for p in model.parameters()]))
+
+
+@case
+def a_gradient_stays_the_same_object(DDP):
+    """Who took hold of it when it had just been computed sees the average afterwards."""
+    model, seen = seeded(Net), {}
+    parallel = DDP(model)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: seen.update({p: p.grad}))
+    for step in range(3):
+        model.zero_grad()
+        squared(parallel, me(), step).backward()
+        assert all(seen[p] is p.grad for p in model.parameters())
+        assert_mean(model, lambda module, rank, step=step: squared(module, rank, step))
+
+
 # 4. no_sync
 
 
@@ -982,6 +1025,25 @@ def state_dict_and_attributes(DDP):
     parallel.eval()
     assert not model.training
     assert sum(1 for _ in parallel.parameters()) == 4
+
+
+@case
+def logging_data(DDP):
+    """Settings and the sizes of the buckets, before and after they were laid out anew."""
+    model = seeded(Net)
+    parallel = DDP(model, bucket_cap_mb=0.0001, broadcast_buffers=False)
+    before = dict(parallel._get_ddp_logging_data())
+    for step in range(3):
+        squared(parallel, me(), step).backward()
+    after = dict(parallel._get_ddp_logging_data())
+    total = sum(p.numel() * p.element_size() for p in model.parameters())
+    same = {"module_name": "Net", "rank": me(), "world_size": len(ranks()), "num_parameter_tensors": 4}
+    same |= {"total_parameter_size_bytes": total, "bucket_sizes": str(total), "broadcast_buffers": 0}
+    same |= {"find_unused_parameters": 0, "gradient_as_bucket_view": 0}
+    rebuilt = {"has_rebuilt_buckets": 1, "rebuilt_bucket_sizes": "124, 140"}
+    for found, expected in ((before, same), (after, same | rebuilt)):
+        assert {key: found.get(key) for key in expected} == expected, found
+    assert not before.get("has_rebuilt_buckets") and "rebuilt_bucket_sizes" not in before
 
 
 @case

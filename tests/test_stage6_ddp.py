@@ -258,6 +258,63 @@ class ForgetsTheFuture(CLASSES["ours"]):
         self.reducer.start = lambda bucket: (start(bucket), lambda: bucket.buffer())[1]
 
 
+class WithBuckets(CLASSES["ours"]):
+    """A parent of mutants: it calls `mutate` for every bucket that is made."""
+
+    def make_reducer(self):
+        super().make_reducer()
+        allocate = self.reducer.make_buckets
+
+        def make_buckets(layout):
+            allocate(layout)
+            for bucket in self.reducer.buckets:
+                self.mutate(bucket)
+
+        self.reducer.make_buckets = make_buckets
+        for bucket in self.reducer.buckets:
+            self.mutate(bucket)
+
+
+class NeverNewMemory(WithBuckets):
+    """Gradients of the last pass stay in a memory that the next pass overwrites."""
+
+    def mutate(self, bucket):
+        bucket.allocate = lambda: None
+
+
+class LendsToAll(WithBuckets):
+    """Gradients that exist already move too."""
+
+    def mutate(self, bucket):
+        bucket.lend = lambda grad, view: setattr(grad, "data", view)
+
+
+class LendsAnotherTensor(WithBuckets):
+    """The parameter gets a new gradient instead of the old one in new memory."""
+
+    def mutate(self, bucket):
+        def lend(grad, view):
+            owner = next(parameter for parameter in bucket.parameters if parameter.grad is grad)
+            owner.grad = view.detach()
+
+        bucket.lend = lend
+
+
+class SharesStorage(WithBuckets):
+    """The gradients are windows of one storage."""
+
+    def mutate(self, bucket):
+        own = bucket.allocate
+
+        def allocate():
+            own()
+            pieces = bucket.flat.split([view.numel() for view in bucket.views])
+            bucket.views = [piece.view_as(view) for piece, view in zip(pieces, bucket.views, strict=True)]
+
+        bucket.allocate = allocate
+        allocate()
+
+
 MUTANTS = [
     (NoDivision, "gradients_are_the_mean"),
     (NoDivision, "no_sync_accumulates"),
@@ -273,6 +330,10 @@ MUTANTS = [
     (AlwaysDividesByK, "join_divides_by_all_or_by_the_active"),
     (OwnOrder, "bucket_layout_follows_rank_0"),
     (ForgetsTheFuture, "futures_are_honoured"),
+    (NeverNewMemory, "gradients_of_older_passes_keep_their_values"),
+    (LendsToAll, "gradients_stay_where_their_owner_laid_them"),
+    (LendsAnotherTensor, "a_gradient_stays_the_same_object"),
+    (SharesStorage, "gradients_are_views_or_not"),
 ]
 
 
@@ -308,6 +369,8 @@ def only_ours():
     found["names the difference"] = failure(names_the_difference, ours)
     found["refuses what it cannot do"] = failure(refuses, ours)
     found["own state"] = failure(nothing_left_behind, ours)
+    found["lent memory"] = failure(lent_memory, ours)
+    found["another grad_dtype"] = failure(another_grad_dtype, ours)
     found["the loop"] = failure(the_loop, ours)
     found["seen on the timeline"] = failure(seen_on_the_timeline, ours)
     return found
@@ -376,6 +439,35 @@ def nothing_left_behind(DDP):
     assert torch.equal(model.first.weight.grad, mine["first.weight"])
 
 
+def lent_memory(DDP):
+    """The gradients of a pass live in its buckets, and the next pass uses the same memory if they are gone."""
+    model = stage6_cases.seeded(stage6_cases.Net)
+    parallel, places, kept = DDP(model), [], []
+    for step in range(5):
+        model.zero_grad()
+        stage6_cases.squared(parallel, dist.get_rank(), step).backward()
+        (bucket,) = parallel.reducer.buckets
+        inside = range(bucket.flat.data_ptr(), bucket.flat.data_ptr() + bucket.flat.nbytes)
+        assert all(p.grad.data_ptr() in inside for p in model.parameters()), "gradients were copied out"
+        places.append(bucket.flat.data_ptr())
+        kept += [model.first.bias.grad] * (step == 3)
+    assert places[1] == places[2] == places[3], "memory was free and not used again"
+    assert places[4] != places[3], "the memory of a gradient that lives was used"
+
+
+def another_grad_dtype(DDP):
+    """torch refuses it; here buckets have the parameters' dtype, and gradients keep theirs."""
+    model = stage6_cases.seeded(stage6_cases.Net).bfloat16()
+    parallel = DDP(model)
+    for parameter in model.parameters():
+        parameter.grad_dtype = torch.float32
+    for step in range(2):
+        model.zero_grad()
+        parallel(stage6_cases.data(dist.get_rank(), step).bfloat16()).float().square().sum().backward()
+        assert all(p.grad.dtype == torch.float32 for p in model.parameters())
+        assert_replicas_agree([p.grad for p in model.parameters()])
+
+
 def seen_on_the_timeline(DDP):
     """Both ways to communicate report their spans, and so does the wait at the end."""
     for all_reduce, name in ((None, "all_reduce"), (ring_all_reduce, "ring_all_reduce")):
@@ -405,6 +497,8 @@ SPECIALS = [
     "names the difference",
     "refuses what it cannot do",
     "own state",
+    "lent memory",
+    "another grad_dtype",
     "the loop",
     "seen on the timeline",
 ]

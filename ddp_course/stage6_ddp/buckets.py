@@ -5,13 +5,17 @@ A bucket is one flat tensor with a window, a *view*, for each gradient in it. Th
     gradient_as_bucket_view=False    grad --copy, x 1/K--> view --all-reduce--> view --copy--> grad
     gradient_as_bucket_view=True     grad *is* the view after the first pass: nothing to copy, no second memory
 
+Without views, the second copy can be saved if nobody is able to tell the difference: see `Bucket.lend`.
+
 The layout is the one that `torch.nn.parallel.DistributedDataParallel` computes, bucket for bucket: the tests compare
 with `torch.distributed._compute_bucket_assignment_by_size`.
 """
 
 import warnings
+from itertools import accumulate
 
 import torch
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
 MIB = 2**20
 FIRST_CAP = 1 * MIB  # the first bucket is small so that communication starts early
@@ -68,18 +72,26 @@ class Filling:
 class Bucket:
     """The flat tensor that is all-reduced, its views, and the parameters whose gradients it carries.
 
-    `missing` counts the gradients that this backward pass has not produced yet.
+    `missing` counts the gradients that this backward pass has not produced yet. With `lends` gradients may move in
+    (not on CUDA, where copies are fast and another stream may still be reading the memory that they left).
     """
 
-    def __init__(self, index, parameters, as_view):
+    def __init__(self, index, parameters, as_view, lends):
         self.index, self.parameters, self.as_view = index, parameters, as_view
-        sizes = [parameter.numel() for parameter in parameters]
-        self.flat = torch.empty(sum(sizes), dtype=parameters[0].dtype, device=parameters[0].device)
-        offsets = [sum(sizes[:slot]) for slot in range(len(sizes))]
-        self.views = [view_at(self.flat, *pair) for pair in zip(offsets, parameters, strict=True)]
+        self.lends = lends and parameters[0].device.type == "cpu"
         self.missing = len(parameters)
+        self.allocate()
         if as_view:
             self.adopt()
+
+    def allocate(self):
+        """Take new memory for the flat tensor and its views."""
+        sizes, like = [parameter.numel() for parameter in self.parameters], self.parameters[0]
+        self.flat = torch.empty(sum(sizes), dtype=like.dtype, device=like.device)
+        offsets = [0, *accumulate(sizes[:-1])]
+        self.views = [view_at(self.flat, *pair) for pair in zip(offsets, self.parameters, strict=True)]
+        if self.lends:
+            self.views = [own_storage(view) for view in self.views]
 
     @torch.no_grad()
     def adopt(self):
@@ -93,6 +105,8 @@ class Bucket:
 
         The division comes before the sum, as in torch: large gradients do not overflow, and the bits agree.
         """
+        if self.lends and self.missing == len(self.parameters) and any(is_lent(view) for view in self.views):
+            self.allocate()  # gradients of an earlier pass still live in the old memory: it is theirs now
         parameter, view = self.parameters[slot], self.views[slot]
         grad = parameter.grad
         if grad is None:
@@ -107,6 +121,19 @@ class Bucket:
             torch.mul(grad, 1 / divisor, out=view)  # divides while it copies: one pass over the memory
             if self.as_view:
                 parameter.grad = view
+            elif self.lends:
+                self.lend(grad, view)
+
+    @staticmethod
+    def lend(grad, view):
+        """Move a gradient to the view's memory, for good: the average will be there without another copy.
+
+        Its old memory is free at once, for the next gradient. Only a gradient that was made in this pass may move,
+        which no one has written to (version 0): an older one, to which this pass has added, may have been laid
+        by its owner where others look for it.
+        """
+        if grad._version == 0 and grad.dtype == view.dtype:
+            grad.data = view
 
     def zeros(self):
         """What a rank that has nothing to add puts in."""
@@ -114,18 +141,23 @@ class Bucket:
 
     def give(self, untouched=()):
         """Hand the averaged gradients back to the parameters, except to those `untouched` by any rank."""
-        pairs = [pair for pair in zip(self.parameters, self.views, strict=True) if pair[0] not in untouched]
-        for parameter, view in pairs:
+        grads, averages = [], []
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            if parameter in untouched:
+                continue
             if parameter.grad is None:
                 parameter.grad = view if self.as_view else torch.empty_like(parameter, requires_grad=False)
-        if pairs and not self.as_view:
-            torch._foreach_copy_([parameter.grad for parameter, _ in pairs], [view for _, view in pairs])
+            if parameter.grad.data_ptr() != view.data_ptr():
+                grads.append(parameter.grad)
+                averages.append(view)
+        if grads:
+            torch._foreach_copy_(grads, averages)
 
 
 class SparseBucket:
     """The bucket of one parameter with sparse gradients: there is nothing to lay out, the gradient travels as it is."""
 
-    def __init__(self, index, parameters, as_view):
+    def __init__(self, index, parameters, as_view, lends):
         self.index, self.parameters, self.views = index, parameters, []
         self.flat, self.missing = None, 1
 
@@ -150,3 +182,13 @@ def view_at(flat, offset, parameter):
     """The window of `flat` at `offset` with the shape of `parameter`, and with its strides if these leave no gaps."""
     strides = torch.empty_like(parameter).stride()  # keeps channels_last and the like, and packs everything else
     return flat.as_strided(parameter.shape, strides, offset)
+
+
+def own_storage(view):
+    """The memory of `view` as a tensor with a storage of its own, which keeps the whole flat tensor alive."""
+    return from_dlpack(to_dlpack(view))
+
+
+def is_lent(view):
+    """Whether any tensor besides `view` uses its storage: a gradient that moved in, or what was made of it."""
+    return torch._C._storage_Use_Count(view.untyped_storage()._cdata) > 2  # the view and this function's reference

@@ -117,6 +117,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             find_unused=self.find_unused_parameters,
             static_graph=self.static_graph,
         )
+        self.first_sizes = self.reducer.sizes
         if automatically:
             self.reducer.link = automatic.calibrate(start, self.device, group)
 
@@ -310,13 +311,19 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore
 
     def _get_ddp_logging_data(self):
-        """Settings and the state of the buckets, under torch's names, as far as they apply."""
+        """Settings and the state of the buckets (sizes in bytes), under torch's names, as far as they apply."""
         reducer = self.reducer
-        return {
+        found = {
+            "module_name": type(self.module).__name__,
+            "rank": dist.get_rank(self.process_group),
             "world_size": dist.get_world_size(self.process_group),
-            "bucket_sizes": ", ".join(str(reducer.bytes_of(bucket)) for bucket in reducer.buckets),
+            "num_parameter_tensors": len(reducer.parameters),
+            "total_parameter_size_bytes": sum(self.first_sizes),
+            "bucket_sizes": ", ".join(map(str, self.first_sizes)),
             "has_rebuilt_buckets": int(reducer.rebuilt),
+            "broadcast_buffers": int(self.forward_sync_buffers),
             "find_unused_parameters": int(self.find_unused_parameters),
             "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
             "static_graph": int(self.static_graph),
         }
+        return found | ({"rebuilt_bucket_sizes": ", ".join(map(str, reducer.sizes))} if reducer.rebuilt else {})

@@ -42,6 +42,7 @@ class Reducer:
         self.group, self.limits, self.start, self.as_view = group, limits[1], start, as_view
         self.find_unused, self.static_graph = find_unused, static_graph
         self.keeps_layout = find_unused and not static_graph  # the order may change: rebuilding makes no sense
+        self.lends = not (as_view or find_unused or static_graph)  # an untouched gradient must stay where it is
         self.divisor, self.hooked = dist.get_world_size(group), False
         self.order, self.rebuilt, self.expecting = [], False, False
         self.used = [0] * len(self.parameters)
@@ -67,7 +68,7 @@ class Reducer:
         self.buckets, self.home = [], [None] * len(self.parameters)
         for members in layout:
             kind = SparseBucket if members[0] in self.sparse else Bucket
-            bucket = kind(len(self.buckets), [self.parameters[index] for index in members], self.as_view)
+            bucket = kind(len(self.buckets), [self.parameters[index] for index in members], self.as_view, self.lends)
             self.buckets.append(bucket)
             for slot, index in enumerate(members):
                 self.home[index] = bucket, slot
@@ -118,6 +119,11 @@ class Reducer:
     def layout(self):
         """The names of the parameters in each bucket."""
         return [[self.names[self.index_of[parameter]] for parameter in bucket.parameters] for bucket in self.buckets]
+
+    @property
+    def sizes(self):
+        """The bytes in each bucket."""
+        return [sum(p.numel() * p.element_size() for p in bucket.parameters) for bucket in self.buckets]
 
     def lay_out(self, layout):
         """Take the buckets of `layout`, lists of names, as after a rebuild; ValueError if they do not fit."""
