@@ -223,27 +223,40 @@ def shared_parameters_count_once(DDP):
     train_and_check(DDP, Tied)
 
 
+class Words(nn.Module):
+    """An embedding with sparse gradients, and a layer that can do without it."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.out = nn.Embedding(20, 4, sparse=True), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.out(self.words(x) if x is not None else torch.ones(2, 4))
+
+
+def first_words(rank, step):
+    """Indices of words: others, and another number of them, on each rank and in each step."""
+    return torch.arange(rank, rank + 3 + step)
+
+
+def check_sparse(parallel, step, words=first_words):
+    """One pass; the words' gradient is sparse and the mean of what the ranks compute alone, zeros where unused."""
+    model = parallel.module
+    model.zero_grad()
+    loss = lambda module, rank: module(words(rank, step)).square().sum()  # noqa: E731
+    loss(parallel, me()).backward()
+    assert model.words.weight.grad.is_sparse
+    shares = [alone(model, loss, rank)["words.weight"] for rank in ranks()]
+    exact = torch.stack([torch.zeros(20, 4) if share is None else share.to_dense() for share in shares]).double()
+    error = (model.words.weight.grad.to_dense().double() - exact.mean(0)).abs()
+    assert (error <= 2 * len(shares) * 2**-24 * exact.abs().mean(0)).all()
+
+
 @case
 def sparse_gradients(DDP):
-    class Words(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.words, self.out = nn.Embedding(20, 4, sparse=True), nn.Linear(4, 3)
-
-        def forward(self, x):
-            return self.out(self.words(x))
-
-    model = seeded(Words)
-    parallel = DDP(model)
+    parallel = DDP(seeded(Words))
     for step in range(3):
-        model.zero_grad()
-        loss = lambda module, rank, step=step: module(torch.arange(rank, rank + 3 + step)).square().sum()  # noqa: E731
-        loss(parallel, me()).backward()
-        assert model.words.weight.grad.is_sparse
-        shares = [alone(model, loss, rank) for rank in ranks()]
-        exact = torch.stack([share["words.weight"].to_dense() for share in shares]).double()
-        error = (model.words.weight.grad.to_dense().double() - exact.mean(0)).abs()
-        assert (error <= 2 * len(shares) * 2**-24 * exact.abs().mean(0)).all()
+        check_sparse(parallel, step)
 
 
 # 2. Buckets
@@ -576,6 +589,29 @@ def static_graph_with_unused_parameters(DDP):
 
 
 @case
+def static_graph_set_later(DDP):
+    """`_set_static_graph` after construction: unused layers are allowed then, and a hook stays registered."""
+    model, seen = seeded(Branches), []
+    parallel = DDP(model)
+
+    def counted(state, bucket):
+        seen.append(bucket.index())
+        return default_hooks.allreduce_hook(state, bucket)
+
+    parallel.register_comm_hook(None, counted)
+    parallel._set_static_graph()
+    for step in range(3):
+        model.zero_grad()
+        branch_loss(parallel, me(), step, only_a).backward()
+        assert_mean(model, lambda module, rank, step=step: branch_loss(module, rank, step, only_a))
+    assert parallel.static_graph and len(seen) >= 3
+
+
+def only_a(rank, step):
+    return "a"
+
+
+@case
 def static_graph_notices_a_change(DDP):
     parallel = DDP(seeded(Branches), static_graph=True)
     for _ in range(2):
@@ -625,6 +661,19 @@ def buffers_are_left_alone_when_asked(DDP):
     parallel.eval()
     parallel(data(me()))
     assert (model.norm.running_mean == me()).all()
+
+
+@case
+def the_older_name_switches_buffers_off(DDP):
+    """`broadcast_buffers` can be read and set after construction."""
+    model = seeded(Normed)
+    parallel = DDP(model)
+    assert parallel.broadcast_buffers
+    parallel.broadcast_buffers = False
+    model.norm.running_mean.fill_(me())
+    parallel.eval()
+    parallel(data(me()))
+    assert not parallel.forward_sync_buffers and (model.norm.running_mean == me()).all()
 
 
 @case
@@ -838,7 +887,11 @@ def bad_hooks_are_refused(DDP):
     def annotated(state, bucket: int):
         pass
 
+    def returning(state, bucket) -> int:
+        pass
+
     assert_raises(lambda: parallel.register_comm_hook(None, annotated), ValueError, "bucket annotation")
+    assert_raises(lambda: parallel.register_comm_hook(None, returning), ValueError, "return annotation")
     parallel.register_comm_hook(None, default_hooks.allreduce_hook)
     assert_raises(lambda: parallel.register_comm_hook(None, default_hooks.allreduce_hook), RuntimeError)
 
@@ -1071,6 +1124,8 @@ def process_groups_and_device_mesh(DDP):
     assert_raises(
         lambda: DDP(Net(), device_mesh=mesh, process_group=mesh.get_group()), RuntimeError, "Cannot specify both"
     )
+    square = dist.init_device_mesh("cpu", (1, dist.get_world_size()))
+    assert_raises(lambda: DDP(Net(), device_mesh=square), RuntimeError, "1D device mesh")
     pair = dist.new_group([0, 1])
     if me() < 2:
         model = seeded(Net)

@@ -27,6 +27,7 @@ from ddp_course.errors import CourseError, MismatchError, RankError
 from ddp_course.running import wire
 from ddp_course.stage4_ring import ring_all_reduce
 from ddp_course.stage6_ddp.buckets import assign_buckets, size_limits
+from ddp_course.stage6_ddp.buffers import batches
 from ddp_course.stage6_ddp.checks import UNSUPPORTED
 
 ALL_REDUCES = {
@@ -172,6 +173,13 @@ def test_assignment_is_torchs_for_any_tensors():
     for seed in range(300):
         theirs, ours = assignment_pair(seed)
         assert ours == [list(bucket) for bucket in theirs], f"seed {seed}"
+
+
+def test_many_buffers_travel_in_few_messages():
+    sizes, kinds = (3, 4, 9, 2, 2), (torch.float32, torch.float32, torch.float32, torch.int64, torch.float32)
+    tensors = [torch.zeros(size, dtype=kind) for size, kind in zip(sizes, kinds, strict=True)]
+    messages = [[len(tensor) for tensor in batch] for batch in batches(tensors, limit=28)]
+    assert sorted(messages) == [[2], [2], [3, 4], [9]]  # one dtype each, 28 bytes at most or a single tensor
 
 
 def test_size_limits():
@@ -370,6 +378,7 @@ def only_ours():
     found["refuses what it cannot do"] = failure(refuses, ours)
     found["own state"] = failure(nothing_left_behind, ours)
     found["lent memory"] = failure(lent_memory, ours)
+    found["sparse"] = failure(sparse, ours)
     found["another grad_dtype"] = failure(another_grad_dtype, ours)
     found["the loop"] = failure(the_loop, ours)
     found["seen on the timeline"] = failure(seen_on_the_timeline, ours)
@@ -455,6 +464,28 @@ def lent_memory(DDP):
     assert places[4] != places[3], "the memory of a gradient that lives was used"
 
 
+def sparse(DDP):
+    """Where torch raises: with another all-reduce, and on a rank that has nothing to add or no data."""
+    rank = dist.get_rank()
+    plugged = DDP(stage6_cases.seeded(stage6_cases.Words), all_reduce=ring_all_reduce)
+    unused = DDP(stage6_cases.seeded(stage6_cases.Words), find_unused_parameters=True)
+    for step in range(3):
+        stage6_cases.check_sparse(plugged, step)
+        some = lambda rank, step: None if rank == step % 2 else stage6_cases.first_words(rank, step)  # noqa: E731
+        stage6_cases.check_sparse(unused, step, some)
+    parallel = DDP(stage6_cases.seeded(stage6_cases.Words))
+    with parallel.join():
+        for step in range(1 + rank):
+            parallel.zero_grad()
+            parallel(stage6_cases.first_words(rank, step)).square().sum().backward()
+    last = dist.get_world_size() - 1
+    if rank == last:  # in its last step all the others were out of data
+        loss = lambda module, rank: module(stage6_cases.first_words(rank, last)).square().sum()  # noqa: E731
+        mine = stage6_cases.alone(parallel.module, loss, rank)["words.weight"].to_dense()
+        error = (parallel.module.words.weight.grad.to_dense() - mine / (last + 1)).abs()
+        assert (error <= 1e-6 * mine.abs()).all()
+
+
 def another_grad_dtype(DDP):
     """torch refuses it; here buckets have the parameters' dtype, and gradients keep theirs."""
     model = stage6_cases.seeded(stage6_cases.Net).bfloat16()
@@ -499,6 +530,7 @@ SPECIALS = [
     "own state",
     "lent memory",
     "another grad_dtype",
+    "sparse",
     "the loop",
     "seen on the timeline",
 ]

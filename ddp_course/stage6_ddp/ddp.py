@@ -43,7 +43,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     - bucket_cap_mb: bucket size in MiB, None for 25 with a first bucket of 1, or "auto": measured in the first pass.
       bucket_cap_mb_list: the sizes of the first, second, … bucket.
     - find_unused_parameters, static_graph: for models whose parameters do not all get a gradient in each pass.
-    - gradient_as_bucket_view: gradients live in the buckets; saves their memory and two copies.
+    - gradient_as_bucket_view: gradients stay in the buckets from pass to pass; saves their memory and two copies.
     - all_reduce (not torch's): one of ours, `all_reduce(tensor, group=…)`, summing in place; None is the backend's own.
 
     Accepted without effect: dim and check_reduction (torch ignores them too), batched_grad_copy and
@@ -117,6 +117,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             find_unused=self.find_unused_parameters,
             static_graph=self.static_graph,
         )
+        if self.comm_hook:
+            self.reducer.start, self.reducer.hooked = by_hook(*self.comm_hook), True
         self.first_sizes = self.reducer.sizes
         if automatically:
             self.reducer.link = automatic.calibrate(start, self.device, group)
