@@ -20,6 +20,26 @@ def test_the_ring_is_judged_by_mean_and_worst(ratios, kept):
     assert list(ring.judge(rows(*ratios)).values()) == kept
 
 
+@pytest.mark.parametrize(
+    "ours, with_ring, kept",
+    [
+        ((0.96, 1.04), (0.9, 1.09), [True, True, True]),
+        ((1.0, 1.04), (0.9, 0.9), [False, True, True]),
+        ((0.9, 1.06), (0.9, 0.9), [True, False, True]),
+        ((0.9, 0.9), (0.5, 1.11), [True, True, False]),
+    ],
+)
+def test_steps_are_judged_by_mean_and_worst(ours, with_ring, kept):
+    pairs = zip(ours, with_ring, strict=True)
+    rows = [{"torch": 2.0, "ours": 2 * same, "ours, ring": 2 * ring} for same, ring in pairs]
+    assert list(ddp.judge_steps(rows).values()) == kept
+
+
+def test_two_orders_are_each_other_backwards():
+    first, last = ddp.ORDERS[:: len(ddp.ORDERS) - 1]
+    assert first == last[::-1] and set(first) == set(ddp.WRAPPERS)
+
+
 @dataclass
 class Event:
     label: str
