@@ -248,6 +248,28 @@ def test_interrupted_script_leaves_nothing():
     assert not alive
 
 
+CALLER_KILLED = """
+import os, signal
+from ddp_course import launch
+from ddp_course.running import run
+
+def killed(*args, **kwargs):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+run.shutil.rmtree = killed  # what a caller does last, when the server holds the launch for ended
+launch(lambda: None, world_size=2)
+"""
+
+
+def test_the_folder_of_a_launch_goes_when_its_caller_is_killed_at_the_end(tmp_path):
+    """As when a notebook's kernel is restarted in the middle of a launch: interrupted first, killed a moment later."""
+    (tmp_path / "temporary").mkdir()
+    environ = {**os.environ, "TMPDIR": str(tmp_path / "temporary")}
+    ended = subprocess.run([sys.executable, "-c", CALLER_KILLED], env=environ, check=False)
+    assert ended.returncode == -signal.SIGKILL
+    assert not list((tmp_path / "temporary").glob("ddp_course_*"))
+
+
 def test_progress_is_one_bar_fed_by_rank_0(capfd):
     def train(steps):
         optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)

@@ -126,8 +126,7 @@ class Run:
         self.selector, self.descriptors, self.stacks = selectors.DefaultSelector(), [], {}
         self.connection, self.agent_log, self.ended_from_outside = None, Text(None), False
         self.bar = Bar(None if setting["progress"] is True else setting["progress"])
-        self.folder = os.path.join(tempfile.gettempdir(), f"ddp_course_{number:x}")  # the server knows it by the number
-        os.mkdir(self.folder, 0o700)  # for what the elastic launcher puts down for a moment
+        self.folder = os.path.join(tempfile.gettempdir(), f"ddp_course_{number:x}")  # the server makes and removes it
         self.recorder = tempfile.TemporaryFile()
         self.recorder.truncate(flight_recorder.size(self.world_size))
 
@@ -137,10 +136,7 @@ class Run:
         with theirs:
             self.order(b"L", self.number, [theirs.fileno()])
         try:
-            send(
-                self.connection,
-                {**self.setting, "descriptors": 3 + PIPES_A_RANK * self.world_size, "scratch": self.folder},
-            )
+            send(self.connection, {**self.setting, "descriptors": 3 + PIPES_A_RANK * self.world_size})
             with self.pipes(Text) as (readers, log):
                 self.agent_log = readers[0]
                 send_descriptors(self.connection, [*log, payload.fileno(), self.recorder.fileno()])
@@ -295,7 +291,7 @@ class Run:
             for descriptor in self.descriptors:
                 os.close(descriptor)
             self.recorder.close()
-            shutil.rmtree(self.folder, ignore_errors=True)
+            shutil.rmtree(self.folder, ignore_errors=True)  # in case that the server was killed
             if self.connection is not None:
                 self.connection.close()
 

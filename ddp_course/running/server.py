@@ -5,8 +5,8 @@ launch reads both afresh, and it never touches CUDA, which would not survive the
 caller's, but not its fork, because the caller (a Jupyter kernel) is full of threads.
 
 The control socket (its standard input) brings 9 bytes a request: b"L" and a number, with a socket for a new
-launch, or b"K" and the number of a launch to be killed. When the socket ends, the caller is gone: all is killed, and
-the launches' temporary folders, which bear their numbers, are removed in its place.
+launch, or b"K" and the number of a launch to be killed. When the socket ends, the caller is gone: all is killed.
+A launch has a temporary folder that bears its number. It is removed here, because the caller may be killed any time.
 """
 
 # ruff: noqa: E402 (the folder of this script must leave the path before anything else is imported)
@@ -60,12 +60,12 @@ def serve(control):
             remove_empty_cache()
     for pid, (number, _) in launches.items():
         kill_group(pid)
-        remove_folder(number)
+        shutil.rmtree(folder_of(number), ignore_errors=True)
 
 
-def remove_folder(number):
-    """Remove what the caller made for one launch."""
-    shutil.rmtree(os.path.join(tempfile.gettempdir(), f"ddp_course_{number:x}"), ignore_errors=True)
+def folder_of(number):
+    """The temporary folder of one launch."""
+    return os.path.join(tempfile.gettempdir(), f"ddp_course_{number:x}")
 
 
 def remove_empty_cache():
@@ -97,19 +97,24 @@ def answer(control, launches):
                 kill_group(pid)
         return True
     launch = socket.socket(fileno=descriptors[0])
+    with contextlib.suppress(OSError):  # the agent will tell if it needs the folder
+        os.mkdir(folder_of(number), 0o700)
     pid = os.fork()
     if pid == 0:
         control.close()
         for _, other in launches.values():
             other.close()
-        become_agent(launch)
+        become_agent(launch, folder_of(number))
     os.setpgid(pid, pid)
     launches[pid] = (number, launch)
     return True
 
 
-def become_agent(launch):
-    """In the forked child: take on the caller's folder, paths and environment, and run the launch. Never returns."""
+def become_agent(launch, scratch):
+    """In the forked child: take on the caller's folder, paths and environment, and run the launch. Never returns.
+
+    `scratch` is the folder for what the elastic launcher puts down for a moment.
+    """
     try:
         os.setpgid(0, 0)  # one process group a launch: the agent, its ranks and theirs
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -122,7 +127,7 @@ def become_agent(launch):
         os.environ.update(setting["environ"])
         if os.path.isdir(setting["folder"]):
             os.chdir(setting["folder"])
-        importlib.import_module("ddp_course.running.agent").run(launch, setting)
+        importlib.import_module("ddp_course.running.agent").run(launch, {**setting, "scratch": scratch})
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
@@ -130,7 +135,7 @@ def become_agent(launch):
 
 
 def reap(launches, ended):
-    """Collect ended children; close an agent's launch socket once nothing of its process group is left.
+    """Collect ended children; once nothing of an agent's process group is left, remove its folder, close its socket.
 
     Returns whether a launch has come to its end.
     """
@@ -144,7 +149,9 @@ def reap(launches, ended):
     over = [agent for agent in ended if not kill_group(agent)]
     for agent in over:
         ended.discard(agent)
-        launches.pop(agent)[1].close()
+        number, launch = launches.pop(agent)
+        shutil.rmtree(folder_of(number), ignore_errors=True)
+        launch.close()
     return bool(over)
 
 
