@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from ddp_course import launch
 from ddp_course.bench import ddp, ring
+from ddp_course.errors import LinkError
 
 
 def rows(*ratios):
@@ -36,8 +37,20 @@ def test_steps_are_judged_by_mean_and_worst(ours, with_ring, kept):
 
 
 def test_two_orders_are_each_other_backwards():
-    first, last = ddp.ORDERS[:: len(ddp.ORDERS) - 1]
+    first, last = ddp.ORDERS[0], ddp.ORDERS[-1]
     assert first == last[::-1] and set(first) == set(ddp.WRAPPERS)
+
+
+@pytest.mark.parametrize("refuses", ["__init__", "check"])
+def test_without_virtual_hosts_loopback_is_measured(monkeypatch, capsys, refuses):
+    def refuse(*args, **kwargs):
+        raise LinkError("no hosts here")
+
+    monkeypatch.setattr(ddp.Link, refuses, refuse)
+    monkeypatch.setattr(ddp, "on_cpu", lambda *args, **settings: 0.1)  # how long the backward pass takes
+    assert ddp.networks() == {"loopback": None}
+    assert ddp.slow_link(1) == (None, {})
+    assert capsys.readouterr().out.count("no hosts here") == 2
 
 
 @dataclass

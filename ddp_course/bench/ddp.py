@@ -20,9 +20,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from .. import problems
 from ..collectives import pipelined_ring_all_reduce
+from ..errors import LinkError
 from ..running.files import replace_file, writable_folder
 from ..running.launch import launch
-from ..running.links import Link, available
+from ..running.links import Link
 from ..stage6_ddp import DistributedDataParallel
 from .launch import machine
 from .ring import medians
@@ -83,7 +84,7 @@ def step_times(repeats):
     """
     rows = []
     for (network, link), model, world_size in product(networks().items(), STEPS, WORLD_SIZES):
-        orders = ORDERS if link is None else ORDERS[:: len(ORDERS) - 1]  # slower, and more alike: two will do
+        orders = ORDERS if link is None else (ORDERS[0], ORDERS[-1])  # slower, and more alike: two will do
         setting = {"world_size": world_size, "link": link}
         launches = [on_cpu(take_turns, model, repeats, order, **setting) for order in orders]
         seconds = {kind: statistics.geometric_mean([one[kind] for one in launches]) for kind in WRAPPERS}
@@ -96,12 +97,20 @@ def step_times(repeats):
 
 
 def networks():
-    """{name: link}: loopback, and virtual hosts if this machine allows them."""
-    reason = available()["hosts"]
-    if reason:
-        print(f"loopback only: {reason}", flush=True)
-        return {"loopback": None}
-    return {"loopback": None, "virtual hosts": Link(HOSTS_BANDWIDTH, mode="hosts")}
+    """{name: link}: loopback, and virtual hosts if this machine allows them and can carry their links."""
+    link = virtual_hosts(HOSTS_BANDWIDTH, max(WORLD_SIZES))
+    return {"loopback": None} | ({"virtual hosts": link} if link else {})
+
+
+def virtual_hosts(bandwidth, world_size):
+    """Links between virtual hosts, which torch's collectives feel too; None, with the reason printed, if not here."""
+    try:
+        link = Link(bandwidth, mode="hosts")
+        link.check(world_size)
+    except LinkError as error:
+        print(f"not measured over virtual hosts: {error}", flush=True)
+        return None
+    return link
 
 
 def judge_steps(rows):
@@ -271,16 +280,14 @@ def hidden_share(events):
 
 def slow_link(repeats):
     """A link on which the all-reduce takes as long as the backward pass: torch's defaults, and ours on "auto"."""
-    reason = available()["hosts"]
-    if reason:
-        print(f"no slow link, which torch's collectives would have to feel: {reason}", flush=True)
-        return None, {}
     world_size, model = 2, SLOW
     seconds = on_cpu(backward_seconds, model, world_size=world_size)
     name, options, _ = MODELS[model]
     gradient_bits = 32 * sum(parameter.numel() for parameter in problems.make(name, **options).model().parameters())
     bandwidth = 2 * (world_size - 1) / world_size * gradient_bits / seconds
-    link = Link(bandwidth=f"{bandwidth / 1e6:.0f}Mbit", mode="hosts")
+    link = virtual_hosts(f"{bandwidth / 1e6:.0f}Mbit", world_size)
+    if link is None:
+        return None, {}
     row = {"model": model, "world_size": world_size, "bandwidth_bits_s": bandwidth, "backward": seconds}
     row |= on_cpu(take_turns_on_auto, model, repeats, world_size=world_size, link=link)
     ratio = row["ours, auto"] / row["torch"]

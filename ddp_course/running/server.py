@@ -27,6 +27,7 @@ import signal
 import socket
 import struct
 import tempfile
+import time
 
 AT_ONCE = ["torch.distributed.launcher.api", "torch.multiprocessing", "numpy", "cloudpickle"]
 WHEN_IDLE = [  # what ranks would each import for a second or more: dynamo (with the first optimizer) and scikit-learn
@@ -58,9 +59,10 @@ def serve(control):
         if later and first_launch_over and not ready:
             importlib.import_module(later.pop(0))
             remove_empty_cache()
-    for pid, (number, _) in launches.items():
-        kill_group(pid)
-        shutil.rmtree(folder_of(number), ignore_errors=True)
+    ended.update(launches)  # with the caller gone they are all to end
+    while launches:
+        reap(launches, ended)
+        time.sleep(0.002)
 
 
 def folder_of(number):

@@ -118,7 +118,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             static_graph=self.static_graph,
         )
         if self.comm_hook:
-            self.reducer.start, self.reducer.hooked = by_hook(*self.comm_hook), True
+            self.use_comm_hook()
         self.first_sizes = self.reducer.sizes
         if automatically:
             self.reducer.link = automatic.calibrate(start, self.device, group)
@@ -234,7 +234,11 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         if self.comm_hook:
             raise RuntimeError("register_comm_hook can only be called once")
         self.comm_hook = hook, state
-        self.reducer.start, self.reducer.hooked = by_hook(hook, state), True
+        self.use_comm_hook()
+
+    def use_comm_hook(self):
+        """Have the registered hook communicate; it divides by itself."""
+        self.reducer.start, self.reducer.hooked = by_hook(*self.comm_hook), True
 
     def _register_builtin_comm_hook(self, comm_hook_type):
         """torch's built-in hooks, `torch.distributed.BuiltinCommHookType`: plain and fp16 all-reduce."""
