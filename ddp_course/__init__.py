@@ -14,8 +14,10 @@
 
 from importlib import import_module
 
+from . import ladder
+
 _HOME = {
-    "launch": "running.launch",
+    "launch": "running.launching.launch",
     "rank_device": "running.devices",
     "DataParallel": "stage2_dataparallel",
     "average_on_server": "stage3_paramserver",
@@ -31,7 +33,8 @@ _HOME = {
     "ShardedOptimizer": "stage7_sharded",
     "FullyShardedDataParallel": "stage7_sharded",
     "Link": "running.links",
-    "load_ipython_extension": "running.magic",
+    "Device": "running.devices",
+    "load_ipython_extension": "running.launching.magic",
 }
 _ELSEWHERE = {  # so that a notebook needs one line of imports
     "torch": "torch",
@@ -46,26 +49,19 @@ _ELSEWHERE = {  # so that a notebook needs one line of imports
     "stragglers": "ddp_course.measuring.stragglers",
     "train": "ddp_course.train",
     "facts": "ddp_course.measuring.facts",
+    "plans": "ddp_course.measuring.plans",
+    "audit": "ddp_course.measuring.audit",
+    "script": "ddp_course.script",
+    "one_host": "ddp_course.measuring.simulate.one_host",
+    "devices": "ddp_course.running.devices",
     "published": "ddp_course.measuring.simulate.published",
     "theory": "ddp_course.measuring.theory",
     "simulate": "ddp_course.measuring.simulate",
+    "compare": "ddp_course.commands.compare",
+    "doctor": "ddp_course.commands.doctor",
     "claims": "ddp_course.measuring.claims",
 }
-_MODULES = {
-    "stage1_single",
-    "stage2_dataparallel",
-    "stage3_paramserver",
-    "stage4_ring",
-    "stage5_bucketed",
-    "stage6_ddp",
-    "stage7_sharded",
-    "stage8_pipeline",
-    "collectives",
-    "problems",
-    "compare",
-    "doctor",
-    "errors",
-}
+_MODULES = {*ladder.MODULES, "collectives", "communicate_less", "errors", "ladder", "problems"}
 __all__ = sorted([*_HOME, *_MODULES, *_ELSEWHERE])
 
 

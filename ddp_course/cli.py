@@ -10,17 +10,19 @@ from importlib import import_module
 from .errors import CourseError
 
 COMMANDS = {
-    "doctor": ("doctor", "what this machine has, and what each lesson will use"),
-    "compare": ("comparison_command", "train with every stage on the same batches and compare"),
-    "simulate": ("measuring.simulate", "bucketed DDP on thousands of simulated devices"),
-    "claims": ("measuring.claims", "put the claims of the course to the test"),
+    "lab": ("commands.lab", "lessons and exercises in JupyterLab"),
+    "doctor": ("commands.doctor", "what this machine has, and what each lesson will use"),
+    "compare": ("commands.compare", "train with every stage on the same batches and compare"),
+    "simulate": ("commands.simulate", "bucketed DDP on thousands of simulated devices"),
+    "claims": ("commands.claims", "put the claims of the course to the test"),
     "grade": ("grading.grade", "grade exercises"),
-    "check": ("grading.check_command", "check your own exercise"),
-    "bench": ("bench", "measure speed ratios, side by side"),
+    "check": ("commands.check", "check your own exercise"),
+    "hosts": ("commands.hosts", "bring several machines together for launch(fn, hosts=...)"),
+    "bench": ("commands.bench", "measure speed ratios, side by side"),
 }
 
 
-def main(arguments=None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(prog="ddp-course", description=__doc__.split("\n")[0])

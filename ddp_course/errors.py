@@ -16,7 +16,8 @@ class Failure:
     """How one rank failed: `type_name` is the exception's name, or "killed", "exited" for a process that ended.
 
     `traceback` is text, from the caller's function down to the failing line; `time` is seconds on the machine's
-    monotonic clock; `consequence` marks a broken connection, which follows from another rank's failure.
+    monotonic clock; `consequence` marks a broken connection, which follows from another rank's failure; `host` is
+    named in a launch over several machines.
     """
 
     rank: int
@@ -25,11 +26,13 @@ class Failure:
     traceback: str = ""
     time: float = 0.0
     consequence: bool = False
+    host: str = ""
 
     def __str__(self):
+        rank = f"rank {self.rank}" + (f" on {self.host}" if self.host else "")
         if self.consequence:
-            return f"rank {self.rank}: lost its connection to another rank ({self.type_name})"
-        return f"rank {self.rank}: {self.type_name}" + (f": {self.message}" if self.message else "")
+            return f"{rank}: lost its connection to another rank ({self.type_name})"
+        return f"{rank}: {self.type_name}" + (f": {self.message}" if self.message else "")
 
 
 class RankError(CourseError):
@@ -64,19 +67,25 @@ class RankState:
     status: str
     collective: str = ""
     stack: str = ""
+    host: str = ""
 
 
 class LaunchTimeout(CourseError):
-    """A launch was not finished in time; `states` says for each rank where it was, and in which collective."""
+    """A launch was not finished in time; `states` says for each rank where it was, and in which collective.
 
-    def __init__(self, timeout: float, states: list):
-        self.timeout, self.states = timeout, states
-        super().__init__(timeout, states)
+    `cause` tells which ranks did not enter the collective that the others wait in, if that is known; their states
+    come first.
+    """
+
+    def __init__(self, timeout: float, states: list, cause: str = ""):
+        self.timeout, self.states, self.cause = timeout, states, cause
+        super().__init__(timeout, states, cause)
 
     def __str__(self):
-        lines = [f"not finished after {self.timeout:g} s. All ranks were ended. This is where they were:"]
+        cause = f": {self.cause}" if self.cause else ""
+        lines = [f"not finished after {self.timeout:g} s{cause}. All ranks were ended. This is where they were:"]
         for state in self.states:
-            lines += ["", f"rank {state.rank}: {state.status}"]
+            lines += ["", f"rank {state.rank}{f' on {state.host}' if state.host else ''}: {state.status}"]
             lines += [f"  last collective: {state.collective}"] if state.collective else []
             lines += [state.stack.rstrip()] if state.stack else []
         return "\n".join(lines)
@@ -86,8 +95,12 @@ class LaunchError(CourseError):
     """The processes of a launch could not be started, or were ended from outside."""
 
 
-class LinkError(ValueError):
+class LinkError(CourseError, ValueError):
     """An emulated link was described with impossible values, or cannot be had on this machine."""
+
+
+class DeviceError(CourseError, ValueError):
+    """An emulated device was described with impossible values, or is too fast for this machine."""
 
 
 class CheckpointError(CourseError):
@@ -96,6 +109,10 @@ class CheckpointError(CourseError):
 
 class GradingError(CourseError):
     """A notebook cannot be graded: it is damaged, or not one of the course's exercises."""
+
+
+class Wrong(CourseError):
+    """An answer to an exercise is wrong; the message says what about it, in words for the learner."""
 
 
 class NotFiniteError(CourseError):

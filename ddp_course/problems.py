@@ -11,9 +11,12 @@ the very batch that one device would get. That is why all stages compute the sam
 import math
 import os
 import random
+from collections.abc import Callable, Iterator
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from time import sleep
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +26,7 @@ from torch.nn import functional
 NAMES = ("digits", "bytes", "synthetic")
 
 
-def make(name, **options):
+def make(name: str, **options: Any) -> "Problem":
     """Return the problem `name`: "digits", "bytes" or "synthetic"; options are those of its class below."""
     classes = {"digits": Digits, "bytes": Bytes, "synthetic": Synthetic}
     if name not in classes:
@@ -31,7 +34,15 @@ def make(name, **options):
     return classes[name](**options)
 
 
-def shard(dataset_size, rank, world_size, epoch=0, seed=0, shuffle=True, drop_last=False):
+def shard(
+    dataset_size: int,
+    rank: int,
+    world_size: int,
+    epoch: int = 0,
+    seed: int = 0,
+    shuffle: bool = True,
+    drop_last: bool = False,
+) -> torch.Tensor:
     """Return the indices of rank `rank`'s share of an epoch, a 1-D int64 tensor of equal length on all ranks.
 
     The epoch's order is drawn anew from (seed + epoch), the same on every rank; rank r takes positions r, r+K, …
@@ -50,7 +61,7 @@ def shard(dataset_size, rank, world_size, epoch=0, seed=0, shuffle=True, drop_la
     return torch.cat([order, order.repeat(math.ceil(padding / max(1, dataset_size)))[:padding]])[rank::world_size]
 
 
-def share(global_batch, world_size):
+def share(global_batch: int, world_size: int) -> int:
     """Samples of a global batch that each of `world_size` ranks gets; ValueError if it does not come out even."""
     if global_batch < 1 or global_batch % world_size:
         wanted = max(1, round(global_batch / world_size)) * world_size
@@ -65,8 +76,16 @@ class Problem:
     learning_rate: float
     global_batch: int
     steps: int
+    inputs: torch.Tensor
+    targets: torch.Tensor
+    test_inputs: torch.Tensor
+    test_targets: torch.Tensor
+    model: Callable[..., nn.Module]
+    evaluate: Callable[[nn.Module], dict[str, float]]
 
-    def batches(self, global_batch, steps, seed=0, rank=0, world_size=1, start=0):
+    def batches(
+        self, global_batch: int, steps: int, seed: int = 0, rank: int = 0, world_size: int = 1, start: int = 0
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield (inputs, targets) of `rank`'s share of the global batches `start` to `steps - 1`.
 
         Every epoch is shuffled anew; the samples that do not fill a whole global batch at its end are left out.
@@ -83,11 +102,11 @@ class Problem:
             chosen = indices[position * size : (position + 1) * size]
             yield self.pick(chosen)
 
-    def pick(self, chosen):
+    def pick(self, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The (inputs, targets) of the samples with these indices."""
         return self.inputs[chosen], self.targets[chosen]
 
-    def loss(self, model):
+    def loss(self, model: nn.Module) -> float:
         """Mean loss of `model` on the held-out samples, as a float; no gradients, in evaluation mode."""
         return _in_evaluation(model, lambda: functional.cross_entropy(model(self.test_inputs), self.test_targets))
 
@@ -105,7 +124,7 @@ class Digits(Problem):
         self.test_inputs, self.test_targets = images[:360], labels[:360]
         self.dropout, self.dtype, self.device = dropout, dtype, device
 
-    def model(self, seed=0):
+    def model(self, seed: int = 0) -> nn.Module:
         """A net of 88,092 parameters, which 2, 3 and 4 ranks divide: (N, 1, 8, 8) pixels to (N, 10) logits."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -124,7 +143,7 @@ class Digits(Problem):
             ]
             return nn.Sequential(*layers).to(self.device, self.dtype)
 
-    def evaluate(self, model):
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Return {"accuracy": share of the 360 held-out digits that are named right}."""
         hits = _in_evaluation(model, lambda: (model(self.test_inputs).argmax(1) == self.test_targets).double().mean())
         return {"accuracy": hits}
@@ -136,7 +155,7 @@ class Bytes(Problem):
     `parameters` sets the size of the GPT, about 20,000 to 100 million; `context` is the bytes it sees at a time.
     """
 
-    name, learning_rate, global_batch, steps = "bytes", 0.5, 32, 30
+    name, learning_rate, global_batch, steps = "bytes", 0.3, 32, 80
 
     def __init__(self, parameters=1_000_000, context=64, dropout=0.0, dtype=torch.float32, device="cpu"):
         text = torch.frombuffer(bytearray(standard_library_text()), dtype=torch.uint8)
@@ -147,7 +166,7 @@ class Bytes(Problem):
         self.parameters, self.context, self.dropout = parameters, context, dropout
         self.dtype, self.device = dtype, device
 
-    def pick(self, chosen):
+    def pick(self, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs and targets, both (N, context) of int64: the target of each byte is the byte after it."""
         return self._split(self.windows[chosen])
 
@@ -155,30 +174,30 @@ class Bytes(Problem):
         windows = windows.long().to(self.device)
         return windows[:, :-1], windows[:, 1:]
 
-    def model(self, seed=0):
+    def model(self, seed: int = 0) -> nn.Module:
         """A `ByteGPT` of about `parameters` parameters."""
         layers, width = gpt_shape(self.parameters)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return ByteGPT(layers, width, self.context, self.dropout).to(self.device, self.dtype)
 
-    def loss(self, model):
+    def loss(self, model: nn.Module) -> float:
         """Mean loss in nats a byte on 128 held-out windows."""
         inputs, targets = self._split(self.test_windows[:: max(1, len(self.test_windows) // 128)][:128])
         return _in_evaluation(model, lambda: functional.cross_entropy(model(inputs), targets))
 
-    def evaluate(self, model):
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Return {"bits_per_byte": …} on held-out text; 8 is guessing, 0 is knowing the text by heart."""
         return {"bits_per_byte": self.loss(model) / math.log(2)}
 
-    def sample(self, model, prompt="def ", length=100, seed=0):
+    def sample(self, model: nn.Module, prompt: str = "def ", length: int = 100, seed: int = 0) -> str:
         """Let `model` continue `prompt` by `length` bytes; return the text, unreadable bytes replaced."""
         generator = torch.Generator().manual_seed(seed)
         text = list(prompt.encode())
         for _ in range(length):
             window = torch.tensor([text[-self.context :]], device=self.device)
             logits = _in_evaluation(model, lambda window=window: model(window)[0, :, -1], item=False)
-            text.append(torch.multinomial(logits.double().softmax(0).cpu(), 1, generator=generator).item())
+            text.append(int(torch.multinomial(logits.double().softmax(0).cpu(), 1, generator=generator)))
         return bytes(text).decode(errors="replace")
 
 
@@ -199,17 +218,18 @@ class Synthetic(Problem):
         self.layers, self.width = max(1, round(parameters / width**2)), width
         self.dtype, self.device = dtype, device
 
-    def model(self, seed=0):
+    def model(self, seed: int = 0) -> nn.Module:
         """Linear layers with ReLU between: (N, width) to (N, width)."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             stack = nn.Sequential()
             for _ in range(self.layers):
-                stack.extend([nn.Linear(self.width, self.width, bias=False), nn.ReLU()])
-                nn.init.kaiming_normal_(stack[-2].weight, nonlinearity="relu")  # or the signal fades on the way
+                layer = nn.Linear(self.width, self.width, bias=False)
+                nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")  # or the signal fades on the way
+                stack.extend([layer, nn.ReLU()])
             return stack[:-1].to(self.device, self.dtype)
 
-    def evaluate(self, model):
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Return {"loss": mean loss on 256 held-out vectors}."""
         return {"loss": self.loss(model)}
 
@@ -225,12 +245,12 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(N, T, width) to (N, T, width)."""
         x = x + self.dropout(self.attend(self.before_attention(x)))
         return x + self.dropout(self.mlp(self.before_mlp(x)))
 
-    def attend(self, x):
+    def attend(self, x: torch.Tensor) -> torch.Tensor:
         """Every position looks at itself and the positions before it."""
         samples, length, width = x.shape
         query, key, value = self.qkv(x).view(samples, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
@@ -247,15 +267,15 @@ class ByteGPT(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.Sequential(*(Block(width, max(1, width // 32), dropout) for _ in range(layers)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256)
-        for embedding in (self.bytes, self.positions, self.head):
-            nn.init.normal_(embedding.weight, std=0.02)
+        for quiet in (self.positions, self.head):  # the bytes' own, of deviation 1, are apart from the first step
+            nn.init.normal_(quiet.weight, std=0.02)
 
-    def forward(self, indices):
+    def forward(self, indices: torch.Tensor) -> torch.Tensor:
         """Predict the byte after each position."""
         x = self.bytes(indices) + self.positions.weight[: indices.shape[1]]
         return self.head(self.norm(self.blocks(self.dropout(x)))).transpose(1, 2)
 
-    def layers(self):
+    def layers(self) -> list[nn.Module]:
         """The same model as a list of modules to run one after the other, as a pipeline needs it."""
         return [BeforeBlocks(self), *self.blocks, AfterBlocks(self)]
 
@@ -267,7 +287,7 @@ class BeforeBlocks(nn.Module):
         super().__init__()
         self.bytes, self.positions, self.dropout = gpt.bytes, gpt.positions, gpt.dropout
 
-    def forward(self, indices):
+    def forward(self, indices: torch.Tensor) -> torch.Tensor:
         """(N, T) of int64 to (N, T, width)."""
         return self.dropout(self.bytes(indices) + self.positions.weight[: indices.shape[1]])
 
@@ -279,12 +299,40 @@ class AfterBlocks(nn.Module):
         super().__init__()
         self.norm, self.head = gpt.norm, gpt.head
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(N, T, width) to logits (N, 256, T)."""
         return self.head(self.norm(x)).transpose(1, 2)
 
 
-def gpt_shape(parameters):
+class Delay(nn.Module):
+    """A layer that takes time and leaves its inputs alone: milliseconds a sample, forward and backward.
+
+    It sleeps, so that ranks which share a core do not slow each other down, and waiting shows up as waiting.
+    """
+
+    def __init__(self, forward_ms, backward_ms):
+        super().__init__()
+        self.forward_ms, self.backward_ms = forward_ms, backward_ms
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """(N, …) to the same, after N times `forward_ms`."""
+        return _Sleep.apply(inputs, self.forward_ms, self.backward_ms)
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, inputs: torch.Tensor, forward_ms: Any, backward_ms: Any) -> torch.Tensor:
+        context.backward_ms = backward_ms
+        sleep(forward_ms * len(inputs) / 1000)
+        return inputs.view_as(inputs)
+
+    @staticmethod
+    def backward(context: Any, gradient: Any) -> Any:
+        sleep(context.backward_ms * len(gradient) / 1000)
+        return gradient, None, None
+
+
+def gpt_shape(parameters: int) -> tuple[int, int]:
     """Return (layers, width) of the GPT whose size is nearest to `parameters`; a block has about 12 width² of them."""
     if not 20_000 <= parameters <= 200_000_000:
         raise ValueError(f"a GPT of {parameters:,} parameters is out of range; choose 20,000 to 200,000,000")
@@ -293,7 +341,7 @@ def gpt_shape(parameters):
 
 
 @cache
-def standard_library_text():
+def standard_library_text() -> bytes:
     """About 4 MB of the standard library's own source as bytes; packages installed beside it are left out."""
     folder = Path(os.__file__).parent
     files = sorted([*folder.glob("*.py"), *folder.glob("[a-z]*/*.py")])

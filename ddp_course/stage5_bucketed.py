@@ -11,7 +11,8 @@ Buckets are filled in reverse parameter order, roughly the order of backward, an
 ranks that disagreed on the order would add up different parameters. Source: Li et al., PyTorch Distributed, VLDB 2020.
 """
 
-from concurrent.futures import ThreadPoolExecutor, wait
+import weakref
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 
 from .running import wire
+from .running.communication import communication_thread, keep_for_backward
 from .stage3_paramserver import broadcast_parameters
 from .stage4_ring import ring_all_reduce
 
@@ -36,11 +38,15 @@ class Bucket:
 
     def take(self, parameter):
         """Note that the gradient of `parameter` is ready, and make it a view into the bucket."""
+        if parameter.grad.is_sparse or parameter.grad.requires_grad:
+            raise RuntimeError("stage 5 averages neither sparse gradients nor those of create_graph=True; stage 6 does")
+        if parameter not in self.missing:
+            raise RuntimeError("a gradient was computed twice in one backward pass; stage 6 has static_graph for that")
         view = self.views[parameter]
         if parameter.grad.data_ptr() != view.data_ptr():
             view.copy_(parameter.grad)
             parameter.grad = view
-        self.missing.discard(parameter)
+        self.missing.remove(parameter)
 
 
 def assign_buckets(parameters, bucket_cap_mb=DEFAULT_CAP_MB):
@@ -77,49 +83,55 @@ class BucketedDDP(torch.nn.Module):
         self.module, self.process_group, self.all_reduce = module, process_group, all_reduce
         self.buckets = [Bucket(members) for members in assign_buckets(parameters, bucket_cap_mb)]
         self.bucket_of = {parameter: bucket for bucket in self.buckets for parameter in bucket.views}
-        self.communication = ThreadPoolExecutor(1, "communication")  # one thread: first in, first out
-        self.running = []
+        self.communication = communication_thread(process_group)  # one thread: first in, first out
+        self.start_over()
+        this = weakref.ref(self)  # a wrapper that is gone must not listen any more
         for parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(self.gradient_ready)
+            parameter.register_post_accumulate_grad_hook(lambda ready: this() and this().gradient_ready(ready))
 
     def forward(self, *args, **kwargs):
-        return self.module(*args, **kwargs)
+        """Run the module. Refuse it with RuntimeError if an exception left the ranks at different points."""
+        if self.waits:
+            raise RuntimeError(
+                "the last backward pass was cut short by an exception after some gradients had left: other ranks may "
+                "wait for the rest. Start the ranks again"
+            )
+        self.start_over()
+        return keep_for_backward(self, self.module(*args, **kwargs))
+
+    def start_over(self):
+        """Expect every gradient: before each forward pass, so that nothing is left of a backward pass that failed."""
+        self.in_backward, self.waits = False, []  # the waits are those of the buckets that have left
+        for bucket in self.buckets:
+            bucket.missing = set(bucket.views)
 
     def gradient_ready(self, parameter):
         """The hook: runs in the middle of backward, right after the gradient of `parameter` is complete."""
-        if not self.running and all(len(bucket.missing) == len(bucket.views) for bucket in self.buckets):
+        if not self.in_backward:
+            self.in_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(self.finish)  # when this pass ends
         self.bucket_of[parameter].take(parameter)
-        while len(self.running) < len(self.buckets) and not self.buckets[len(self.running)].missing:
-            bucket = self.buckets[len(self.running)]
-            self.running.append(self.communication.submit(self.reduce, bucket.flat, computed(bucket.flat)))
+        while len(self.waits) < len(self.buckets) and not self.buckets[len(self.waits)].missing:
+            flat = self.buckets[len(self.waits)].flat
+            self.waits.append(self.communication.start(partial(self.reduce, flat), flat.device))
 
-    def reduce(self, flat, ready):
-        """Average one bucket over the ranks, in the communication thread (on CUDA: and a stream of its own)."""
-        with torch.no_grad(), torch.cuda.stream(ready and torch.cuda.Stream(flat.device)):
-            if ready:
-                ready.wait()
-            flat.mul_(1 / dist.get_world_size(self.process_group))
-            self.all_reduce(flat, group=self.process_group)
-            return computed(flat)
+    def reduce(self, flat, group):
+        """Average one bucket over the ranks, in the communication thread."""
+        flat.mul_(1 / dist.get_world_size(group))
+        self.all_reduce(flat, group=group)
 
     def finish(self):
         """Before `backward()` returns: wait for all buckets, then get ready for the next backward pass."""
-        running, self.running = self.running, []
         with wire.span("wait"):
-            wait(running)
+            for wait in self.waits:
+                wait()
         unused = sum(len(bucket.missing) for bucket in self.buckets)
-        for bucket in self.buckets:
-            bucket.missing = set(bucket.views)
         if unused:
             raise RuntimeError(f"{unused} parameters got no gradient in this backward pass; stage 6 allows that")
-        for event in filter(None, [reduced.result() for reduced in running]):
-            event.wait()
+        self.start_over()
 
-
-def computed(tensor):
-    """On CUDA, an event that marks all work queued so far for `tensor`; on the CPU work is done at once: None."""
-    return torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
+    def __reduce_ex__(self, protocol):
+        raise TypeError("BucketedDDP has hooks and a thread, which cannot be copied: copy its `module` and wrap that")
 
 
 def train(model, batches, lr, bucket_cap_mb=DEFAULT_CAP_MB):

@@ -29,6 +29,7 @@ from torch.optim import SGD
 from .running import wire
 from .stage3_paramserver import broadcast_parameters, gradients
 from .stage4_ring import average_on_ring
+from .stage7_sharded.clipping import LocalGradient, clip_grad_norm_
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -147,34 +148,74 @@ def split(layers, stages):
     return parts
 
 
-class Inbox:
-    """Messages of known shapes from one neighbour, in order, with one receive posted ahead."""
+def answers_before(instructions, action):
+    """How many of our messages a neighbour with these `instructions` needs before each of its own.
 
-    def __init__(self, src, shapes, dtype, device, group=None):
+    Its `action` m ("forward" or "backward") sends us message m; the other action needs one of ours.
+    """
+    answers, needed = 0, []
+    for instruction in instructions:
+        if instruction.action == action:
+            needed.append(answers)
+        else:
+            answers += 1
+    return needed
+
+
+class Inbox:
+    """Messages of known shapes from one neighbour, in order, with one receive posted ahead where that can do no harm.
+
+    NCCL works through messages in the order in which they were posted, so a receive must not be posted before the
+    messages that its sender waits for: `needed[m]` of ours before its message m.
+    """
+
+    def __init__(self, src, shapes, dtype, device, needed, group=None):
         self.src, self.shapes, self.dtype, self.device, self.group = src, deque(shapes), dtype, device, group
-        self.posted = self.post()
+        self.needed, self.posted = deque(needed), deque()
 
     def post(self):
-        """Post the receive of the next message; None if all are here."""
-        if not self.shapes:
-            return None
-        return wire.irecv(
-            torch.empty(self.shapes.popleft(), dtype=self.dtype, device=self.device), self.src, self.group
-        )
+        """Post the receive of the next message."""
+        self.needed.popleft()
+        room = torch.empty(self.shapes.popleft(), dtype=self.dtype, device=self.device)
+        self.posted.append(wire.irecv(room, self.src, self.group))
 
-    def take(self):
-        """Wait for the next message and return it."""
-        arriving, self.posted = self.posted, self.post()
+    def look_ahead(self, sent):
+        """Post the next receive, unless one is posted, or its sender needs more than the `sent` messages so far."""
+        if not self.posted and self.needed and sent >= self.needed[0]:
+            self.post()
+
+    def take(self, sent):
+        """Wait for the next message and return it; we have sent `sent` messages to its sender."""
+        if not self.posted:
+            self.post()
+        arriving = self.posted.popleft()
+        self.look_ahead(sent)
         arriving.wait()
         return arriving.tensor
+
+
+class Received(torch.autograd.Function):
+    """Where the part of the graph on this rank begins: its output is what came in, its gradient is left in `letter`."""
+
+    @staticmethod
+    def forward(ctx, letter, start):
+        """`letter` holds the tensor; `start` requires a gradient, so that backward comes here."""
+        ctx.letter = letter
+        return letter.pop()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        """Keep the gradient for the rank before."""
+        ctx.letter.append(gradient)
+        return None, None
 
 
 class Pipeline:
     """Runs batches through the stages of a model, of which this rank (of `group`) holds one, the module `stage`.
 
-    `loss(outputs, targets)` must be a mean over samples. Activations may have any shape that only differs in the
-    first dimension, the samples. `most_kept` is the greatest number of micro-batches whose activations this rank
-    held at once. With NCCL the gradients need a `gradient_group` of their own, so that the two directions do not
+    `loss(outputs, targets)` must be a mean over samples. Activations, one tensor, may have any shape that only differs
+    in the first dimension, the samples. `most_kept` is the greatest number of micro-batches whose activations this
+    rank held at once. With NCCL the gradients need a `gradient_group` of their own, so that the two directions do not
     wait for each other. Raises ValueError for a schedule that cannot work.
     """
 
@@ -196,71 +237,123 @@ class Pipeline:
         everyone = schedule(self.world_size, microbatches)
         timetable(everyone)  # raises if it cannot work
         self.instructions = everyone[self.rank]
+        self.needed_by_left = [] if self.first else answers_before(everyone[self.rank - 1], "forward")
+        self.needed_by_right = [] if self.last else answers_before(everyone[self.rank + 1], "backward")
         self.form_in = self.form_out = None  # (dtype, shape of one sample) of what comes in and goes out
-        self.most_kept = 0
+        self.most_kept, self.broken = 0, None
 
     def step(self, inputs, targets):
         """Add the gradients of one batch to the parameters of this stage; return the loss, None but on the last rank.
 
-        Every rank is given the same batch: the first works with its inputs, the last with its targets.
+        Every rank is given the same batch: the first works with its inputs, the last with its targets. After an
+        exception in the middle of a step there is no other: messages of the broken step would be taken for its own.
         """
+        if self.broken:
+            raise RuntimeError(
+                f"an earlier step of this pipeline ended with {self.broken} while messages were on their way, "
+                "and the other ranks still wait for theirs: start the ranks again"
+            )
         if len(targets) < self.microbatches:
             raise ValueError(f"a batch of {len(targets)} cannot be cut into {self.microbatches} micro-batches")
         self.inputs, self.targets = inputs.tensor_split(self.microbatches), targets.tensor_split(self.microbatches)
-        self.total, self.kept, self.leaving, self.returning = 0.0, {}, {}, deque()
+        self.kept, self.leaving, self.returning = {}, {}, deque()
+        self.total, self.sent_right, self.sent_left = 0, 0, 0
+        try:
+            self.run()
+        except BaseException as error:
+            self.broken = f"{type(error).__name__}: {error}"
+            raise
+        self.guard_gradients()
+        return float(self.total) if self.last else None
+
+    def run(self):
+        """Go through the instructions of this rank."""
         if not self.first:
-            self.activations = self.inbox(self.left, self.incoming_form(), self.group)
+            self.activations = self.inbox(self.left, self.incoming_form(), self.needed_by_left, self.group)
         for action, microbatch in self.instructions:
             (self.forward if action == "forward" else self.backward)(microbatch)
             self.most_kept = max(self.most_kept, len(self.kept))
+            if not self.first:
+                self.activations.look_ahead(self.sent_left)
+            if not self.last:
+                self.gradients.look_ahead(self.sent_right)
         for transfer in self.returning:
             transfer.wait()
-        return self.total if self.last else None
 
-    def inbox(self, src, form, group):
+    def inbox(self, src, form, needed, group):
         """The messages of one batch from a neighbour: one a micro-batch."""
         dtype, shape = form
-        return Inbox(src, [(len(part), *shape) for part in self.targets], dtype, self.inputs[0].device, group)
+        shapes = [(len(part), *shape) for part in self.targets]
+        return Inbox(src, shapes, dtype, self.inputs[0].device, needed, group)
 
     def forward(self, microbatch):
         """Receive the activations, compute, send the result on. The last rank computes the loss instead."""
-        inputs = self.inputs[microbatch] if self.first else self.activations.take().requires_grad_()
+        if self.first:
+            letter, inputs = None, self.inputs[microbatch]
+        else:
+            letter = [self.activations.take(self.sent_left)]
+            inputs = Received.apply(letter, torch.empty(0, requires_grad=True))
         outputs = self.stage(inputs)
         if self.last:
             part = self.targets[microbatch]
             outputs = self.loss(outputs, part) * (len(part) / sum(map(len, self.targets)))
-            self.total += outputs.item()
+            self.total += outputs.detach()
         else:
-            message = outputs.detach().contiguous()
-            self.announce_form(message, microbatch)
-            self.leaving[microbatch] = wire.isend(message, self.right, self.group)
-        self.kept[microbatch] = inputs, outputs
+            self.send_on(outputs, microbatch)
+        self.kept[microbatch] = letter, inputs.shape, outputs
+
+    def send_on(self, outputs, microbatch):
+        """Send activations to the next rank, and expect their gradients from it."""
+        if not isinstance(outputs, torch.Tensor):
+            raise ValueError(
+                f"the stage on rank {self.rank} returns a {type(outputs).__name__}, but one tensor can be passed on: "
+                "cut the model where a single tensor goes from layer to layer"
+            )
+        message = outputs.detach().contiguous()
+        self.announce_form(message)
+        self.leaving[microbatch] = wire.isend(message, self.right, self.group)
+        self.sent_right += 1
+        if self.sent_right == 1:
+            self.gradients = self.inbox(self.right, self.form_out, self.needed_by_right, self.gradient_group)
 
     def backward(self, microbatch):
         """Receive the gradient of the activations sent, go backward from it, send the gradient of those received."""
         gradient = None
         if not self.last:
-            gradient = self.gradients.take()
+            gradient = self.gradients.take(self.sent_right)
             self.leaving.pop(microbatch).wait()  # what has come back has also arrived
-        inputs, outputs = self.kept.pop(microbatch)
-        outputs.backward(gradient)
+        letter, shape, outputs = self.kept.pop(microbatch)
+        if outputs.requires_grad:  # not if the first stages are frozen
+            outputs.backward(gradient)
         if not self.first:
-            self.returning.append(wire.isend(inputs.grad.contiguous(), self.left, self.gradient_group))
+            returned = letter[0] if letter else torch.zeros(shape, dtype=self.form_in[0], device=self.inputs[0].device)
+            self.returning.append(wire.isend(returned.contiguous(), self.left, self.gradient_group))
+            self.sent_left += 1
             if len(self.returning) > self.world_size:
                 self.returning.popleft().wait()
 
-    def announce_form(self, message, microbatch):
+    def guard_gradients(self):
+        """The norm of these gradients is not that of the model's: who asks for it is told to use `clip_grad_norm_`."""
+        for parameter in self.stage.parameters():
+            if parameter.grad is not None:
+                parameter.grad = LocalGradient.mark(parameter.grad, self.world_size)
+
+    def clip_grad_norm_(self, max_norm, norm_type=2.0):
+        """Scale the gradients of all stages so that their norm is at most `max_norm`; return it. All ranks call it."""
+        return clip_grad_norm_(self.stage.parameters(), max_norm, norm_type, self.group, self.inputs[0].device)
+
+    def announce_form(self, message):
         """Before the very first message, tell the next rank what it will look like; later ones must look the same."""
         form = message.dtype, tuple(message.shape[1:])
         if self.form_out is None:
+            if form[0] not in DTYPES or len(form[1]) > 14:
+                raise ValueError(f"activations of {form[0]} cannot be passed on; choose one of {DTYPES}")
             self.form_out = form
             header = torch.zeros(16, dtype=torch.int64, device=message.device)
             header[: 2 + len(form[1])] = torch.tensor([DTYPES.index(form[0]), len(form[1]), *form[1]])
             wire.send(header, self.right, self.group)
         if form != self.form_out:
             raise ValueError(f"activations of {form} after those of {self.form_out}: their shape must stay the same")
-        if microbatch == 0:
-            self.gradients = self.inbox(self.right, form, self.gradient_group)
 
     def incoming_form(self):
         """What the messages of the rank before look like, asked for once."""
@@ -285,6 +378,12 @@ def grid(stages):
     same_stage = [list(range(stage, world_size, stages)) for stage in range(stages)]
     made = [dist.new_subgroups_by_enumeration(ranks)[0] for ranks in (pipelines, pipelines, same_stage)]
     return tuple(made)
+
+
+def average_part(part, group):
+    """Average the gradients of one stage over the replicas that hold it; a frozen stage has none."""
+    if any(parameter.requires_grad for parameter in part.parameters()):
+        average_on_ring(gradients(part), group=group)
 
 
 def share_parts(parts, losses, group):
@@ -315,7 +414,7 @@ def train(model, batches, lr, stages=None, microbatches=4, schedule=one_forward_
     for inputs, targets in batches:
         optimizer.zero_grad()
         loss = pipeline.step(inputs, targets)
-        average_on_ring(gradients(part), group=data_group)
+        average_part(part, data_group)
         optimizer.step()
         losses.append(loss)
     return share_parts(parts, losses, pipeline_group)

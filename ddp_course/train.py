@@ -10,27 +10,30 @@ same bits. (To within rounding only, with more than two ranks: `--stage torch`, 
 """
 
 import argparse
+import math
 import os
 import random
 import statistics
 import sys
 import traceback
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from . import compare, problems, strategies
+from . import ladder, problems
 from .errors import CheckpointError, CourseError
-from .measuring import finite
+from .measuring import finite, recording
 from .running import checkpoint
 from .running.devices import rank_device
 from .running.files import replace_file, writable_folder
 from .running.join import join
 
-OPTIMIZERS = {
+OPTIMIZERS: dict[str, Any] = {
     "sgd": torch.optim.SGD,
     "momentum": partial(torch.optim.SGD, momentum=0.9),
     "adamw": torch.optim.AdamW,
@@ -38,12 +41,12 @@ OPTIMIZERS = {
 MUST_MATCH = ("problem", "seed", "global_batch", "parameters", "dropout", "dtype", "lr", "optimizer", "schedule")
 
 
-def parser():
+def parser() -> argparse.ArgumentParser:
     """The options of `python -m ddp_course.train`."""
     options = argparse.ArgumentParser(prog="python -m ddp_course.train", description=__doc__.split(":")[0])
     add = options.add_argument
     add("--problem", default="digits", choices=problems.NAMES, help="default digits")
-    add("--stage", default="6", choices=strategies.NAMES, help="default 6; 4w: whole-gradient ring, 7o: ZeRO-1")
+    add("--stage", default="6", choices=ladder.STAGES, help="default 6; 4w: whole-gradient ring, 7o: ZeRO-1")
     add("--steps", type=int, metavar="N", help="training steps in all (default: the problem's)")
     add("--seed", type=int, default=0, help="seed of weights, batches and dropout (default 0)")
     add("--checkpoint", metavar="DIR", help="save here, and go on from the newest checkpoint that is there")
@@ -62,7 +65,7 @@ def parser():
     return options
 
 
-def parse(arguments=None):
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse and complete the options; ValueError for values that cannot work."""
     options = parser().parse_args(arguments)
     if options.problem == "digits" and options.parameters is not None:
@@ -78,32 +81,36 @@ def parse(arguments=None):
     made = make_problem(options)
     options.steps = made.steps if options.steps is None else options.steps
     options.lr = made.learning_rate if options.lr is None else options.lr
+    if not 0 < options.lr < math.inf:
+        raise ValueError(f"lr is {options.lr}; a learning rate is a positive number, such as {made.learning_rate}")
     if options.steps < 1:
         raise ValueError(f"steps is {options.steps}; it must be 1 or more")
     return options
 
 
-def make_problem(options, device="cpu"):
+def make_problem(options: argparse.Namespace, device: Any = "cpu") -> Any:
     """The problem that the options ask for."""
     asked = {"parameters": options.parameters, "dropout": options.dropout or None}
     settings = {key: value for key, value in asked.items() if value is not None}
     return problems.make(options.problem, dtype=getattr(torch, options.dtype), device=device, **settings)
 
 
-def run(options):
+def run(options: argparse.Namespace) -> dict[str, Any]:
     """Train to the last step, from the newest checkpoint if there is one; every rank calls this.
 
     Returns {"losses": mean loss of every global batch from the first step on, "model": the whole state dict,
     "evaluation": …, "resumed": the step it went on from}. Raises CheckpointError if the checkpoint does not fit the
     options, ValueError for options that cannot work.
     """
+    torch.backends.cudnn.allow_tf32 = False  # so that all devices compute in the dtype that was asked for
+    check_folders(options)
     saved = newest_checkpoint(options)
     problem = make_problem(options, rank_device())
     options.global_batch = global_batch(options, problem, saved)
     strategy, scheduler = prepare(options, problem, saved)
     step, losses = (saved["step"], list(saved["losses"])) if saved else (0, [])
     batches = problem.batches(options.global_batch, options.steps, options.seed, *strategy.share(), step)
-    with compare.recording() if options.results else nullcontext() as record:
+    with recording.recording() if options.results else nullcontext() as record:
         stamped = record.stamped(batches) if record else batches
         losses = train_steps(options, problem, strategy, scheduler, stamped, step, losses)
     model = strategy.whole()
@@ -114,11 +121,34 @@ def run(options):
         "resumed": step,
     }
     if record and step < options.steps:
-        write_results(options, record, result, compare.flat_weights(model))
+        write_results(options, record, result, recording.flat_weights(model))
     return result
 
 
-def train_steps(options, problem, strategy, scheduler, batches, step, losses):
+def check_folders(options: argparse.Namespace) -> None:
+    """Raise ValueError on all ranks unless rank 0 can write where the options say: before training, not after."""
+    complaint: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            for option in ("checkpoint", "results"):
+                if getattr(options, option):
+                    writable_folder(getattr(options, option), f"--{option}")
+        except ValueError as error:
+            complaint[0] = str(error)
+    dist.broadcast_object_list(complaint, src=0)
+    if complaint[0]:
+        raise ValueError(complaint[0])
+
+
+def train_steps(
+    options: argparse.Namespace,
+    problem: Any,
+    strategy: Any,
+    scheduler: Any,
+    batches: Iterable[Any],
+    step: int,
+    losses: list[Any],
+) -> list[float | None]:
     """Train on `batches`, from step number `step` on; save every now and then; return all losses so far."""
     recent = []
     for inputs, targets in batches:
@@ -136,15 +166,18 @@ def train_steps(options, problem, strategy, scheduler, batches, step, losses):
     return losses
 
 
-def prepare(options, problem, saved):
+def prepare(options: argparse.Namespace, problem: Any, saved: Any) -> tuple[Any, Any]:
     """Return the strategy and the learning rate schedule, in the state that the checkpoint `saved` describes."""
     model = problem.model(options.seed)
     if saved:
-        check_settings(saved["settings"], options)
+        check_settings(saved, options)
         checkpoint.load_model(model, saved["model"])
     finite.watch(model)
     optimizer = partial(OPTIMIZERS[options.optimizer], lr=options.lr)
-    strategy = strategies.make(options.stage, model, optimizer, options.pipeline)
+    stage = ladder.find(options.stage)
+    if stage.one_process and dist.get_world_size() > 1:
+        raise ValueError(f"stage {stage.key} is a single process, but {dist.get_world_size()} ranks were started")
+    strategy = stage.wrapped(model, optimizer, stages=options.pipeline)
     scheduler = make_scheduler(strategy.optimizer, options)
     if saved:
         strategy.load(saved)
@@ -154,11 +187,11 @@ def prepare(options, problem, saved):
     return strategy, scheduler
 
 
-def newest_checkpoint(options):
+def newest_checkpoint(options: argparse.Namespace) -> dict[str, Any] | None:
     """What rank 0 finds in the folder, the same on all ranks; None if there is nothing yet, or no folder is named."""
     if not options.checkpoint:
         return None
-    found = [None, None]
+    found: list[Any] = [None, None]
     if dist.get_rank() == 0 and checkpoint.checkpoints(options.checkpoint):
         try:
             found[0] = checkpoint.load(options.checkpoint)
@@ -175,7 +208,7 @@ def newest_checkpoint(options):
     return found[0]
 
 
-def global_batch(options, problem, saved):
+def global_batch(options: argparse.Namespace, problem: Any, saved: Any) -> int:
     """Samples a step: what was asked for, or what the checkpoint says, or near the problem's own what K ranks share."""
     world_size = dist.get_world_size()
     if options.global_batch is None and saved:
@@ -185,8 +218,12 @@ def global_batch(options, problem, saved):
     return options.global_batch
 
 
-def check_settings(settings, options):
-    """Raise CheckpointError if the checkpoint was made with other options; stage, ranks and steps may change."""
+def check_settings(saved: Any, options: argparse.Namespace) -> None:
+    """Raise CheckpointError if the checkpoint was made with other options; stage and ranks may change.
+
+    Steps may be added, but not with a schedule that ends with the steps; and no step can be taken back.
+    """
+    settings = saved["settings"]
     other = [name for name in MUST_MATCH if settings[name] != getattr(options, name)]
     if other:
         pairs = (f"--{n.replace('_', '-')} {settings[n]} (now {getattr(options, n)})" for n in other)
@@ -194,16 +231,26 @@ def check_settings(settings, options):
             f'the checkpoint in "{options.checkpoint}" was made with {", ".join(pairs)}. '
             "Use the same options, or another folder."
         )
+    if saved["step"] > options.steps:
+        raise CheckpointError(
+            f'the run in "{options.checkpoint}" is at step {saved["step"]}, beyond --steps {options.steps}. '
+            f"Ask for {saved['step']} or more, or use another folder."
+        )
+    if saved["scheduler"] and saved["scheduler"]["T_max"] != options.steps:
+        raise CheckpointError(
+            f'the run in "{options.checkpoint}" has a learning rate that falls to 0 at --steps '
+            f"{saved['scheduler']['T_max']} (now {options.steps}). Use as many steps, or another folder."
+        )
 
 
-def make_scheduler(optimizer, options):
+def make_scheduler(optimizer: torch.optim.Optimizer, options: argparse.Namespace) -> Any:
     """The learning rate schedule; None for a constant rate."""
     if options.schedule == "constant":
         return None
     return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.steps)
 
 
-def seed_this_rank(seed, saved):
+def seed_this_rank(seed: int, saved: Any) -> None:
     """Put the random generators where the checkpoint had them, or at a beginning of this rank's own."""
     mine = 1000 * seed + dist.get_rank()  # dropout masks must differ between ranks
     if saved:
@@ -215,7 +262,9 @@ def seed_this_rank(seed, saved):
         checkpoint.set_random_state(saved["random"])
 
 
-def save(options, problem, strategy, scheduler, step, losses):
+def save(
+    options: argparse.Namespace, problem: Any, strategy: Any, scheduler: Any, step: int, losses: list[Any]
+) -> None:
     """Write a checkpoint; all ranks take part, rank 0 writes."""
     epoch, position = divmod(step, len(problem.targets) // options.global_batch)
     state = {
@@ -233,33 +282,35 @@ def save(options, problem, strategy, scheduler, step, losses):
     checkpoint.save(options.checkpoint, state, options.keep)
 
 
-def write_results(options, record, result, weights):
+def write_results(options: argparse.Namespace, record: Any, result: Any, weights: Any) -> None:
     """Write what was measured to options.results, where `ddp-course compare --read` looks for it; rank 0 writes."""
     mine = {**record.report(), "loss": result["losses"], "difference": 0.0, "evaluation": result["evaluation"]}
-    ranks = [None] * dist.get_world_size()
+    ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, mine)
     job = {name: getattr(options, name) for name in ("problem", "dtype", "steps", "global_batch", "lr", "seed")}
     job |= {"world_size": len(ranks), "device": rank_device().type, "backend": dist.get_backend()}
     job["settings"] = {} if options.parameters is None else {"parameters": options.parameters}
     if dist.get_rank() == 0:
-        content = checkpoint.packed({"job": job, "entry": compare.summed_up(options.stage, ranks), "weights": weights})
-        replace_file(writable_folder(options.results) / f"stage-{options.stage}.pt", content)
+        entry = recording.summed_up(ladder.find(options.stage), ranks)
+        content = checkpoint.packed({"job": job, "entry": entry, "weights": weights})
+        file = writable_folder(options.results, "--results") / f"stage-{options.stage}.pt"
+        replace_file(file, content, "--results")
 
 
-def mean_over_ranks(losses):
+def mean_over_ranks(losses: list[Any]) -> list[float]:
     """The losses of the global batches from each rank's own; ranks that know none give None."""
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, losses)
     return [statistics.fmean(loss for loss in step if loss is not None) for step in zip(*everyone, strict=True)]
 
 
-def say(text):
+def say(text: str) -> None:
     """Print a line, once for all ranks."""
     if dist.get_rank() == 0:
         print(text, flush=True)
 
 
-def main(arguments=None):
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run the script and end the process: 0 for success, 1 for a failed run, 2 for options that cannot work."""
     try:
         options = parse(arguments)

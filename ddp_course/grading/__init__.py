@@ -3,7 +3,7 @@
 tasks/          what each task draws as inputs, does with an answer, and expects
 examine.py      runs answers on ranks of their own; only plain data comes back
 check_cell.py   what a check cell calls
-submission.py, nbval_run.py, sandbox.py, zygote.py, grade.py, report.py   the grader
+submission.py, first_sight.py, nbval_run.py, sandbox.py, zygote.py, grade.py, report.py   the grader
 """
 
 from importlib import import_module

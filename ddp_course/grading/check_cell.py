@@ -2,7 +2,7 @@
 
 import secrets
 
-from .examine import Item, draw, examine, judge
+from .examine import Item, draw, examine, verdict
 from .tasks import Wrong, find
 
 
@@ -17,7 +17,7 @@ def check(number, *answers, seed=None):
         raise ValueError(f'check("{number}", {", ".join(task.names)}) is how this check is called')
     seed = secrets.randbelow(100_000) if seed is None else seed
     inputs = draw(number, seed)
-    message = judge(task, examine([Item(number, inputs, answers=answers)])[0], inputs)
-    if message:
-        raise Wrong(f"Exercise {number}: {message} (inputs of seed={seed})")
+    said = verdict(task, examine([Item(number, inputs, answers=answers)])[0], inputs)
+    if not said.right:
+        raise Wrong(f"Exercise {number}: {said.message} (inputs of seed={seed})")
     print(f"Exercise {number}: correct.")

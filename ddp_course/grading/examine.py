@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import CourseError, LaunchTimeout, RankError
-from ..running.launch import launch
+from ..running.launching.launch import launch
 from .plain import pack, unpack
 from .tasks import RANKS, Wrong, find
 
@@ -186,20 +186,30 @@ def restore(before):
     return replaced
 
 
-def judge(task, result, inputs):
-    """None if the answer was right, or a message that says what is wrong with it. Runs no code of the learner's."""
-    if "failure" in result:
-        return result["failure"]
+@dataclass(frozen=True)
+class Verdict:
+    """`right` only if the task's judge said so, from evidence; a `message` for all else."""
+
+    right: bool
+    message: str = ""
+
+
+def verdict(task, result, inputs):
+    """The `Verdict` on one answer, from what `examine` brought back. Runs no code of the learner's."""
+    if "evidence" not in result:
+        return Verdict(False, str(result.get("failure") or "the answer failed, and nothing says why"))
     try:
         evidence = [unpack(packed) for packed in result["evidence"]]
         task.judge(evidence[0] if task.ranks == 1 else evidence, **inputs)
     except Wrong as wrong:
-        return str(wrong)
+        return Verdict(False, str(wrong))
     except Exception as error:  # data of another kind than any honest answer's
         odd = re.search(r"odd': '([^']*)", str(result))
         what = f"an object of type {odd[1]}" if odd else "something"
-        return f"your answer returned {what} that cannot be compared ({type(error).__name__}: {error})"
-    return None
+        return Verdict(
+            False, f"your answer returned {what} that cannot be compared ({type(error).__name__}: {str(error)[:300]})"
+        )
+    return Verdict(True)
 
 
 def explain(error, task):
@@ -209,7 +219,7 @@ def explain(error, task):
     if not isinstance(error, RankError):
         return f"the ranks could not be run: {error}"
     where = place(error.traceback)
-    if error.type_name == "Wrong":
+    if error.type_name == "Wrong" and error.message:
         return error.message
     if error.type_name == "NotImplementedError":
         return f"not solved yet ({error.message})"

@@ -17,16 +17,17 @@ import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import nbformat
 
 from ..errors import GradingError
 from . import report
-from .examine import draw, judge
+from .examine import Verdict, draw, verdict
 from .sandbox import Limits, landlock_version, namespaces_allowed
 from .submission import (
+    NUMBERED,
     cells_for,
     exercise_of,
     find_submissions,
@@ -40,6 +41,7 @@ from .tasks import find
 CELL_SECONDS = 30.0
 GRACE_SECONDS = 15.0
 MOST_ANSWER_BYTES = 256 << 20
+MOST_MESSAGE = 2000
 STOPPED = {
     "time": "it was stopped: not finished after {seconds:g} s",
     "memory": "it was stopped: all its processes together took more than {gib:g} GiB of memory",
@@ -51,7 +53,7 @@ STOPPED = {
 
 @dataclass
 class TaskResult:
-    """Points for one task, and what was wrong."""
+    """Points for one task, and what was wrong, in at most MOST_MESSAGE characters."""
 
     id: str
     points: float
@@ -61,12 +63,13 @@ class TaskResult:
 
 @dataclass
 class Result:
-    """One submission, graded. `exercise` is None if it could not be told."""
+    """One submission, graded. `exercise` is None if it could not be told; a `note` costs no points."""
 
     learner: str
     exercise: int | None
     tasks: list = field(default_factory=list)
     message: str = ""
+    note: str = ""
 
     @property
     def points(self):
@@ -88,7 +91,7 @@ class Result:
         tasks = [asdict(task) for task in self.tasks]
         if self.message and not tasks:
             tasks = [{"id": "notebook", "points": 0, "possible": 0, "message": self.message}]
-        head = {"learner": self.learner, "exercise": self.exercise}
+        head = {"learner": self.learner, "exercise": self.exercise, **({"note": self.note} if self.note else {})}
         return {**head, "points": self.points, "possible": self.possible, "tasks": tasks}
 
 
@@ -113,8 +116,8 @@ def usable_cores():
 
 
 def exercises_folder():
-    """Where the pristine exercises are: beside the package, as in the course's repository."""
-    return Path(__file__).resolve().parents[2] / "exercises"
+    """Where the pristine exercises are: a part of the package, which nobody solves in place."""
+    return Path(__file__).with_name("pristine")
 
 
 def run(args):
@@ -122,17 +125,54 @@ def run(args):
     try:
         if args.jobs < 1 or not args.timeout > 0:
             raise GradingError("--jobs and --timeout must be positive")
-        exercises, submissions = load_exercises(args.exercises), find_submissions(args.paths)
+        skipped = []
+        exercises, submissions = load_exercises(args.exercises), find_submissions(args.paths, skipped)
         seed = secrets.randbelow(100_000) if args.seed is None else args.seed
         report.check_writable(args)
         warn_of_weak_sandbox()
+        if skipped:
+            print(
+                f"no notebooks, so skipped: {', '.join(report.clean(path.name) for path in skipped)}", file=sys.stderr
+            )
         print(f"grading {len(submissions)} submissions with inputs of seed {seed}", file=sys.stderr)
-        results = grade(submissions, exercises, seed, args.jobs, args.timeout, args.hidden, progress=show_progress)
-        report.write_all(results, args, seed)
+        results = grade_and_write(submissions, exercises, seed, args)
     except (GradingError, OSError) as error:
         print(f"ddp-course: {error}", file=sys.stderr)
         return 2
-    return 0 if all(result.passed for result in results) else 1
+    if len(results) < len(submissions):
+        print(f"ddp-course: interrupted after {len(results)} of {len(submissions)} submissions", file=sys.stderr)
+        return 2
+    return 0 if all(result.passed for result in best_of(results)) else 1
+
+
+def grade_and_write(submissions, exercises, seed, args):
+    """Grade all, writing the reports after each; return the results, after Ctrl-C those that there are."""
+    places, done, lock = {id(one): place for place, one in enumerate(submissions)}, {}, threading.Lock()
+
+    def note(submission, result):
+        show_progress(result)
+        with lock:
+            done[places[id(submission)]] = result
+            report.write_files(best_of([done[place] for place in sorted(done)]), args, seed)
+
+    with suppress(KeyboardInterrupt):
+        grade(submissions, exercises, seed, args.jobs, args.timeout, args.hidden, progress=note)
+    results = [done[place] for place in sorted(done)]
+    print(report.table(best_of(results)))
+    return results
+
+
+def best_of(results):
+    """The results, of each learner's submissions to an exercise the best one alone, with a note."""
+    groups = {}
+    for result in results:
+        groups.setdefault((result.learner, result.exercise), []).append(result)
+    best = []
+    for group in groups.values():
+        one = max(group, key=lambda result: result.points)  # the first of equals
+        note = f"handed in {len(group)} times; the best counts" if len(group) > 1 else ""
+        best += group if one.exercise is None else [replace(one, note=note)]
+    return best
 
 
 def warn_of_weak_sandbox():
@@ -152,17 +192,25 @@ def show_progress(result):
     )
 
 
-def grade(submissions, exercises, seed, jobs=1, timeout=120.0, hidden=False, progress=lambda result: None):
-    """Grade all submissions, `jobs` at a time; return a Result for each, in their order."""
+def grade(submissions, exercises, seed, jobs=1, timeout=120.0, hidden=False, progress=lambda submission, result: None):
+    """Grade all submissions, `jobs` at a time; return a Result for each, in their order.
+
+    `progress(submission, result)` is called for each, from one of several threads. Ctrl-C ends it as soon as
+    those submissions are done that have begun.
+    """
     with Grader(exercises, seed, timeout, hidden) as grader:
 
         def graded(submission):
             result = grader.grade(submission)
-            progress(result)
+            progress(submission, result)
             return result
 
         with ThreadPoolExecutor(jobs) as threads:
-            return list(threads.map(graded, submissions))
+            try:
+                return list(threads.map(graded, submissions))
+            except BaseException:
+                threads.shutdown(cancel_futures=True)
+                raise
 
 
 class Grader:
@@ -211,8 +259,17 @@ class Grader:
             exercise = exercise_of(submission.path, cells, self.exercises)
             return self.grade_answers(submission.learner, self.exercises[exercise], cells)
         except GradingError as error:
-            what = f'"{submission.path.name}" {error}' if submission.path else str(error)
-            return Result(submission.learner, exercise, message=what)
+            return self.unread(submission, f'"{submission.path.name}" {error}' if submission.path else str(error))
+        except Exception as error:  # whatever is odd about this one, the others' results do not suffer
+            return self.unread(submission, f"could not be graded ({type(error).__name__}: {error})", exercise)
+
+    def unread(self, submission, what, exercise=None):
+        """0 of what its exercise is worth, for a submission that could not be graded."""
+        numbered = NUMBERED.match(submission.path.name) if submission.path else None
+        exercise = exercise or (int(numbered[1]) if numbered else None)
+        checks = self.exercises[exercise].checks if exercise in self.exercises else {}
+        tasks = [TaskResult(task, 0, points, cut(what)) for task, (_, points) in checks.items()]
+        return Result(submission.learner, exercise if checks else None, tasks, cut(what))
 
     def grade_answers(self, learner, pristine, cells):
         """Run the fresh notebook, examine what passes, and put the points together."""
@@ -222,10 +279,13 @@ class Grader:
         if len(messages) < len(pristine.checks):
             messages |= self.run_cells(notebook, pristine, set(pristine.checks) - messages.keys())
         passed = [task for task in pristine.checks if task not in messages]
+        right = set()
         if passed:
-            messages |= self.examine(notebook, passed)
+            verdicts = self.examine(notebook, passed)
+            right = {task for task, verdict in verdicts.items() if verdict.right}
+            messages |= {task: verdict.message for task, verdict in verdicts.items() if not verdict.right}
         tasks = [
-            TaskResult(task, 0 if messages.get(task) else points, points, messages.get(task) or "")
+            TaskResult(task, points if task in right else 0, points, cut(messages.get(task, "")))
             for task, (_, points) in pristine.checks.items()
         ]
         return Result(learner, pristine.exercise, tasks)
@@ -251,17 +311,18 @@ class Grader:
         return messages
 
     def examine(self, notebook, tasks):
-        """Put answers to work on inputs drawn anew, and judge what comes back; {task: message or None}."""
+        """Put answers to work on inputs drawn anew, and judge what comes back; {task: Verdict}."""
         items = [(task, cells_for(task, notebook)) for task in tasks]
         order = {"job": "ddp_course.grading.examine:examine_answers", "items": items}
         with tempfile.TemporaryDirectory(dir=self.folder) as folder:
             lines, stopped = self.in_sandbox({**order, "seed": self.seed, "hidden": self.hidden}, folder)
         results = next((line["results"] for line in lines if "results" in line), None)
         if not isinstance(results, list) or len(results) != len(tasks):
-            return dict.fromkeys(tasks, stopped or "the answers could not be examined: their process ended early")
+            why = stopped or "the answers could not be examined: their process ended early"
+            return dict.fromkeys(tasks, Verdict(False, why))
         with self.judging:
             return {
-                task: judge(find(task), result, draw(task, self.seed, self.hidden))
+                task: verdict(find(task), result, draw(task, self.seed, self.hidden))
                 for task, result in zip(tasks, results, strict=True)
             }
 
@@ -285,6 +346,11 @@ class Grader:
         limits = self.limits
         said = words.format(seconds=limits.seconds, gib=limits.memory / 2**30, processes=limits.processes)
         return [line for line in lines if "outcome" not in line], said
+
+
+def cut(message):
+    """A message that fits into a report."""
+    return message if len(message) <= MOST_MESSAGE else f"{message[: MOST_MESSAGE - 2]} …"
 
 
 def receive_all(connection):

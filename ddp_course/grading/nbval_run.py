@@ -206,17 +206,15 @@ def be_kernel(orders):
 
 def warm_launcher(close=()):
     """Fork a launch server that has torch loaded, for the launches of this process."""
-    from ..running import launch, server
+    from ..running.launching import forked, server
 
-    class WarmServer(launch.Server):
+    class WarmServer(forked.Server):
         """A launch server that was forked instead of started."""
 
-        def __init__(self):
-            self.control, theirs = launch.socket.socketpair()
-            self.complaints = tempfile.TemporaryFile()  # noqa: SIM115 (its owner closes it)
-            self.process, self.owner = WarmKernel.__new__(WarmKernel), os.getpid()
-            self.process.returncode, self.process.pid = None, os.fork()
-            if self.process.pid == 0:
+        def begin(self, theirs):
+            process = WarmKernel.__new__(WarmKernel)
+            process.returncode, process.pid = None, os.fork()
+            if process.pid == 0:
                 self.control.close()
                 for descriptor in close:
                     os.close(descriptor)
@@ -225,6 +223,6 @@ def warm_launcher(close=()):
                     server.serve(theirs)
                 finally:
                     os._exit(0)
-            theirs.close()
+            return process
 
-    launch._server = WarmServer()
+    forked.use_server(WarmServer())

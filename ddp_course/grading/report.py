@@ -30,9 +30,8 @@ SECTION = """<h2>{title}: {points:g} of {possible:g} points</h2>
 ROW = '<tr><td>{id}</td><td class="{mark}">{points:g} of {possible:g}</td><td class="message">{message}</td></tr>\n'
 
 
-def write_all(results, args, seed):
-    """Print the table and write the reports that were asked for, each replaced as a whole."""
-    print(table(results))
+def write_files(results, args, seed):
+    """Write the reports that were asked for, each replaced as a whole."""
     if args.csv:
         replace_file(Path(args.csv), as_csv(results).encode())
     if args.json:
@@ -60,13 +59,17 @@ def clean(text):
 
 
 def table(results):
-    """One line a task for those who have not all points, one line a submission for the others."""
+    """One line a submission, and one a task where points are missing, unless all tasks have the same message."""
     lines = []
     for result in results:
         exercise = f"exercise {result.exercise}" if result.exercise is not None else "no exercise"
         head = f"{clean(result.learner):<24.24} {exercise:<12} {result.points:g} of {result.possible:g}"
-        lines.append(f"{head}  {first_line(result.message)}".rstrip())
-        lines += [f"    {task.id:<6} {first_line(task.message)}" for task in result.tasks if task.message]
+        messages = {task.message for task in result.tasks}
+        alike = messages.pop() if len(messages) == 1 else ""
+        said = [text for text in (result.note, result.message or alike) if text]
+        lines.append(f"{head}  {first_line('; '.join(said))}".rstrip())
+        if not result.message and not alike:
+            lines += [f"    {task.id:<6} {first_line(task.message)}" for task in result.tasks if task.message]
     passed = sum(result.passed for result in results)
     return "\n".join([*lines, f"{passed} of {len(results)} submissions have all points"])
 
@@ -138,5 +141,6 @@ def section(result):
         )
         for task in result.tasks
     )
-    message = f'<p class="wrong">{escape(clean(result.message))}</p>\n' if result.message else ""
+    message = f"<p>{escape(clean(result.note))}</p>\n" if result.note else ""
+    message += f'<p class="wrong">{escape(clean(result.message))}</p>\n' if result.message else ""
     return SECTION.format(title=title, points=result.points, possible=result.possible, message=message, rows=rows)

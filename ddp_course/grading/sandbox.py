@@ -39,7 +39,7 @@ class Limits:
     """What one submission may take: seconds of wall time, bytes of memory in all, processes, bytes of a file."""
 
     seconds: float = 120.0
-    memory: int = 8 << 30
+    memory: int = 3 << 30
     address_space: int = 24 << 30
     processes: int = 96
     file_size: int = 256 << 20

@@ -7,6 +7,7 @@ and everything else are the pristine notebook's.
 import ast
 import copy
 import json
+import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,16 +15,15 @@ from pathlib import Path
 import nbformat
 
 from ..errors import GradingError
+from .first_sight import FILES, at_first_sight, imports_of
+from .tasks import find
 
 MOST_BYTES = 32 << 20
-MOST_SOURCE = 100_000
+LEADS_OUT = "is a symbolic link that leads out of the folder; hand in the file itself"
 NBVAL_MARKER = re.compile(r"^(\s*#+\s*(?:NBVAL|PYTEST_VALIDATE)_\w+)\s*$", re.MULTILINE)
+UNSOLVED = "NotImplementedError"  # what a pristine answer raises
 TASK_ID = re.compile(r"answer-(\d+)-(\d+)$")
 NUMBERED = re.compile(r"(\d+)[_\- .]")
-OUT_OF_BOUNDS = {
-    "ctypes", "gc", "_getframe", "currentframe", "f_back", "__closure__", "__code__", "__subclasses__", "settrace",
-    "setprofile", "_exit", "kill", "killpg", "abort",
-}  # fmt: skip
 
 
 @dataclass
@@ -37,6 +37,12 @@ class Pristine:
     def answer(self, task):
         """The answer cell of a task."""
         return next(cell for cell in self.notebook.cells if cell.id == f"answer-{task.replace('.', '-')}")
+
+    @property
+    def imports(self):
+        """The dotted names that its import cell imports, but for files, which are for the tasks that need them."""
+        (source,) = [cell.source for cell in self.notebook.cells if cell.id == "imports"] or [""]
+        return frozenset(name for _, name in imports_of(ast.parse(source))) - FILES
 
 
 @dataclass
@@ -67,15 +73,21 @@ def load_exercises(folder):
             if cell.metadata.get("ddp_course", {}).get("role") == "check"
         }
         number = notebook.metadata.ddp_course.exercise
+        solved = [cell.id for cell in notebook.cells if TASK_ID.match(cell.id) and UNSOLVED not in cell.source]
+        if solved:
+            raise GradingError(f'"{path}" is not pristine: {solved[0]} has been answered; name others with --exercises')
         found[number] = Pristine(number, notebook, checks)
     if not found:
         raise GradingError(f'no exercises in the folder "{folder}"; name theirs with --exercises')
     return found
 
 
-def find_submissions(paths):
-    """All submissions under `paths`: notebooks, or folders with one folder or notebook a learner."""
-    found = []
+def find_submissions(paths, skipped=None):
+    """All submissions under `paths`: notebooks, or folders with one folder or notebook a learner.
+
+    Other files there are no submissions; their paths are appended to the list `skipped`.
+    """
+    found, skipped = [], [] if skipped is None else skipped
     for path in map(Path, paths):
         if not path.exists():
             raise GradingError(f'"{path}" does not exist')
@@ -84,29 +96,43 @@ def find_submissions(paths):
             continue
         for child in sorted(path.iterdir()):
             if not child.name.startswith("."):
-                found += of_learner(child, path.resolve())
+                found += of_learner(child, path.resolve(), skipped)
     if not found:
         raise GradingError(f"no submissions in {', '.join(map(str, paths))}")
     return found
 
 
-def of_learner(child, root):
-    """The submissions of one learner: a file, or all notebooks in a folder."""
-    learner = child.stem if child.suffix == ".ipynb" else child.name
-    if not child.resolve().is_relative_to(root):
-        return [Submission(learner, child, "is a symbolic link that leads out of the folder; hand in the file itself")]
-    if not child.is_dir():
-        return [Submission(learner, child)] if child.suffix == ".ipynb" else []
-    notebooks = [path for path in sorted(child.rglob("*.ipynb")) if ".ipynb_checkpoints" not in path.parts]
+def is_notebook(path):
+    """Whether a file is called like a notebook, as some systems write it."""
+    return path.suffix.lower() == ".ipynb"
+
+
+def of_learner(child, root, skipped):
+    """The submissions of one learner, a file or all notebooks in a folder; what cannot be looked into is one too."""
+    learner = child.stem if is_notebook(child) else child.name
+    try:
+        if not child.resolve().is_relative_to(root):
+            return [Submission(learner, child, LEADS_OUT)]
+        if child.is_dir():
+            return in_folder(learner, child)
+        if is_notebook(child):
+            return [Submission(learner, child)]
+    except (OSError, RuntimeError) as error:  # a loop of links, a folder that may not be searched
+        return [Submission(learner, child, f"cannot be read: {getattr(error, 'strerror', None) or error}")]
+    skipped.append(child)
+    return []
+
+
+def in_folder(learner, folder):
+    """The submissions in a learner's folder; OSError if it cannot be searched."""
+    os.listdir(folder)
+    notebooks = [
+        path for path in sorted(folder.rglob("*")) if is_notebook(path) and ".ipynb_checkpoints" not in path.parts
+    ]
     if not notebooks:
         return [Submission(learner, None, "there is no notebook (.ipynb) in the folder")]
-    inside = child.resolve()
-    return [
-        Submission(learner, path)
-        if path.resolve().is_relative_to(inside)
-        else Submission(learner, path, "is a symbolic link that leads out of the folder; hand in the file itself")
-        for path in notebooks
-    ]
+    inside = folder.resolve()
+    return [Submission(learner, path, "" if path.resolve().is_relative_to(inside) else LEADS_OUT) for path in notebooks]
 
 
 def read_notebook(path):
@@ -175,26 +201,10 @@ def take_answers(cells, pristine):
         elif sources[0] == wanted.source:
             answers.troubles[task] = "not solved yet"
         else:
-            trouble = at_first_sight(sources[0])
+            trouble = at_first_sight(sources[0], pristine.imports | set(find(task).imports))
             if trouble:
                 answers.troubles[task] = trouble
     return answers
-
-
-def at_first_sight(source):
-    """What is wrong with an answer before it runs: not Python, too long, or out of bounds."""
-    if len(source) > MOST_SOURCE:
-        return f"the answer has {len(source):,} characters; at most {MOST_SOURCE:,} are read"
-    try:
-        tree = ast.parse(source)
-    except SyntaxError as error:
-        line = source.splitlines()[error.lineno - 1].strip() if error.lineno and source.splitlines() else ""
-        magic = " (no magics or shell commands in an answer)" if line.startswith(("%", "!")) else ""
-        return f"line {error.lineno} is not Python: {line[:80]}{magic}"
-    except (ValueError, RecursionError, MemoryError) as error:
-        return f"the answer cannot be read as Python: {error}"
-    used = names_in(tree) & OUT_OF_BOUNDS
-    return f"the answer uses {min(used)}, which no answer needs" if used else ""
 
 
 def names_in(tree):
@@ -233,7 +243,7 @@ def cells_for(task, notebook):
         wanted.add(waiting.pop())
         used = set().union(*(names_in(answers[name]) for name in wanted))
         waiting = [name for name, tree in answers.items() if name not in wanted and defined_in(tree) & used]
-    return [(cell.id, cell.source) for cell in code if roles[cell.id] is None or cell.id in wanted]
+    return [(cell.id, cell.source) for cell in code if cell.id == "imports" or cell.id in wanted]
 
 
 def defined_in(tree):

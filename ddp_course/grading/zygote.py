@@ -18,15 +18,16 @@ from pathlib import Path
 
 import psutil
 
+from ddp_course import ladder
 from ddp_course.grading import sandbox
 
 PRELOAD = (
     "torch", "torch.distributed.launcher.api", "torch.multiprocessing", "torch._dynamo", "torch.utils.data",
     "numpy", "cloudpickle", "pytest", "nbval.plugin", "nbformat.v4", "ipykernel.kernelapp", "ipykernel.ipkernel",
-    "jupyter_client.manager", "jupyter_client.provisioning", "xml.dom.minidom", "ddp_course.running.agent",
-    "ddp_course.running.launch", "ddp_course.running.server", "ddp_course.running.rank", "ddp_course.running.links",
-    "sklearn.datasets", "ddp_course.stage1_single", "ddp_course.stage5_bucketed", "ddp_course.stage6_ddp",
-    "ddp_course.stage7_sharded",
+    "jupyter_client.manager", "jupyter_client.provisioning", "xml.dom.minidom", "ddp_course.running.launching.agent",
+    "ddp_course.running.launching.forked", "ddp_course.running.launching.server",
+    "ddp_course.running.launching.rank", "ddp_course.running.links",
+    *(f"ddp_course.{module}" for module in ladder.MODULES),
     "ddp_course.grading.nbval_run", "ddp_course.grading.examine", "ddp_course.grading.sandbox",
     *(f"ddp_course.grading.tasks.exercise{number:02d}" for number in range(1, 11)),
 )  # fmt: skip

@@ -4,33 +4,74 @@ import math
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ..errors import NotFiniteError
 
 
-def watch(model):
+def watch(model: torch.nn.Module) -> list:
     """Check each gradient of `model` on this rank before it is averaged; call this before wrapping the model.
 
     `backward()` then raises NotFiniteError with this rank and the parameter. Returns the hooks' handles. The check
-    is one sum a parameter: a sum is finite only if all its terms are.
+    is one sum a parameter: a sum is finite only if all its terms are. On a GPU the sums are looked at once, when the
+    pass is over: to look at each would stop the queue of work as often.
     """
     names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    return [parameter.register_post_accumulate_grad_hook(lambda p: check(p.grad, names[p])) for parameter in names]
+    later = Later(names)
+
+    def look(parameter):
+        if parameter.is_cuda:
+            later.note(parameter)
+        else:
+            check(parameter.grad, names[parameter])
+
+    return [parameter.register_post_accumulate_grad_hook(look) for parameter in names]
 
 
-def check(gradient, name):
+class Later:
+    """The sums of one backward pass, taken as its gradients come and looked at when it is over."""
+
+    def __init__(self, names):
+        self.names, self.sums, self.backward_pass = names, {}, None
+
+    def note(self, parameter: nn.Parameter) -> None:
+        """Queue the sum of a gradient that has just been made; nothing waits for it."""
+        if self.backward_pass != (now := torch._C._current_graph_task_id()):  # the last one may have ended in an error
+            self.sums, self.backward_pass = {}, now
+            torch.autograd.Variable._execution_engine.queue_callback(self.look)
+        if not parameter.grad.is_sparse:
+            self.sums[self.names[parameter]] = parameter.grad.sum(dtype=torch.float64)
+
+    def look(self) -> None:
+        """Wait for all sums at once; raise NotFiniteError for the first that is not finite."""
+        sums, self.sums = self.sums, {}
+        totals = torch.stack(list(sums.values())).tolist() if sums else []
+        bad = [name for name, total in zip(sums, totals, strict=True) if not math.isfinite(total)]
+        if bad:
+            more = f", and of {len(bad) - 1} more parameters," if bad[1:] else ""
+            raise NotFiniteError(
+                f"rank {this_rank()}: the gradient of {bad[0]}{more} has NaN or infinite elements on this rank, from "
+                "before the average. Look at this rank's batch and at the learning rate."
+            )
+
+
+def this_rank() -> int:
+    """The rank of this process; 0 outside of a job."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def check(gradient: torch.Tensor, name: str) -> None:
     """Raise NotFiniteError if the `gradient` of the parameter called `name` has NaN or infinite elements."""
     if gradient.is_sparse or math.isfinite(gradient.sum().item()) or bool(gradient.isfinite().all()):
         return  # the last: finite terms whose sum is too large for the dtype
     bad = int((~gradient.isfinite()).sum())
-    rank = dist.get_rank() if dist.is_initialized() else 0
     raise NotFiniteError(
-        f"rank {rank}: {bad} of {gradient.numel()} elements of the gradient of {name} are not finite "
+        f"rank {this_rank()}: {bad} of {gradient.numel()} elements of the gradient of {name} are not finite "
         f"({describe(gradient)}). Nothing was averaged. Look at this rank's batch and at the learning rate."
     )
 
 
-def describe(tensor):
+def describe(tensor: torch.Tensor) -> str:
     """ "NaN", "infinite" or both: what is wrong with `tensor`."""
     kinds = [("NaN", torch.isnan(tensor)), ("infinite", torch.isinf(tensor))]
     return " and ".join(name for name, found in kinds if bool(found.any()))

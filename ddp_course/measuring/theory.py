@@ -19,8 +19,9 @@ Gropp, "Optimization of Collective Communication Operations in MPICH", IJHPCA 19
 "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 69 (2009).
 """
 
+from collections.abc import Callable, Iterable, Sequence
 from math import inf, isfinite, log2
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -35,7 +36,7 @@ class Costs(NamedTuple):
     gamma: float = 0.0
 
     @classmethod
-    def of_link(cls, bits_per_second, latency=0.0, gamma=0.0):
+    def of_link(cls, bits_per_second: float, latency: float = 0.0, gamma: float = 0.0) -> "Costs":
         """The costs of a link with this bandwidth (bits a second) and latency (seconds)."""
         if not bits_per_second > 0:
             raise ValueError(f"the bandwidth is {bits_per_second} bits a second; it must be more than 0")
@@ -62,22 +63,22 @@ class Fit(NamedTuple):
     gamma_error: float
 
     @property
-    def costs(self):
+    def costs(self) -> Costs:
         """The fitted `Costs`, with a latency that came out negative (lost in the noise) taken as zero."""
         return Costs(max(0.0, self.alpha), self.beta, max(0.0, self.gamma))
 
     @property
-    def bits_per_second(self):
+    def bits_per_second(self) -> float:
         """The bandwidth that beta stands for."""
         return 8 / self.beta
 
 
-def message(nbytes, world_size, costs):
+def message(nbytes: float, world_size: int, costs: Costs) -> float:
     """Seconds for one message of `nbytes` bytes from one rank to another: alpha + p beta (Hockney 1994)."""
     return costs.alpha + nbytes * costs.beta
 
 
-def parameter_server(nbytes, world_size, costs):
+def parameter_server(nbytes: float, world_size: int, costs: Costs) -> float:
     """Seconds until K-1 ranks have sent `nbytes` to the server, one by one, and got the sum back, one by one.
 
     2 (K-1) (alpha + p beta) + (K-1) p gamma. Both directions take turns: half duplex. Source: Li et al.,
@@ -87,7 +88,7 @@ def parameter_server(nbytes, world_size, costs):
     return 2 * others * (costs.alpha + nbytes * costs.beta) + others * nbytes * costs.gamma
 
 
-def duplex_server(nbytes, world_size, costs, pieces=PIECES):
+def duplex_server(nbytes: float, world_size: int, costs: Costs, pieces: int = PIECES) -> float:
     """Seconds of a server that sends one piece of the sum back while the next `pieces` still come in: full duplex.
 
     (K-1) [S (alpha + p/S (beta + gamma)) + alpha + p/S beta] with S pieces; towards (K-1) p beta for many.
@@ -98,7 +99,7 @@ def duplex_server(nbytes, world_size, costs, pieces=PIECES):
     return (world_size - 1) * (incoming + costs.alpha + piece * costs.beta)
 
 
-def whole_gradient_ring(nbytes, world_size, costs):
+def whole_gradient_ring(nbytes: float, world_size: int, costs: Costs) -> float:
     """Seconds to pass complete gradients around the ring: (K-1) (alpha + p beta + p gamma).
 
     It is the ring allgather of Thakur et al. 2005, each rank adding up all K gradients.
@@ -106,13 +107,13 @@ def whole_gradient_ring(nbytes, world_size, costs):
     return (world_size - 1) * (costs.alpha + nbytes * (costs.beta + costs.gamma))
 
 
-def ring(nbytes, world_size, costs):
+def ring(nbytes: float, world_size: int, costs: Costs) -> float:
     """Seconds of the chunked ring: 2 (K-1) (alpha + p/K beta) + (K-1) p/K gamma (Patarasuk and Yuan 2009)."""
     chunk = nbytes / world_size
     return 2 * (world_size - 1) * (costs.alpha + chunk * costs.beta) + (world_size - 1) * chunk * costs.gamma
 
 
-def tree(nbytes, world_size, costs):
+def tree(nbytes: float, world_size: int, costs: Costs) -> float:
     """Seconds of a binomial reduce followed by a binomial broadcast (Thakur et al. 2005).
 
     2 ceil(log2 K) (alpha + p beta) + ceil(log2 K) p gamma.
@@ -121,7 +122,7 @@ def tree(nbytes, world_size, costs):
     return 2 * rounds * (costs.alpha + nbytes * costs.beta) + rounds * nbytes * costs.gamma
 
 
-def halving_doubling(nbytes, world_size, costs):
+def halving_doubling(nbytes: float, world_size: int, costs: Costs) -> float:
     """Seconds of recursive halving and doubling (Rabenseifner 2004; Thakur et al. 2005).
 
     With P the largest power of two in K: 2 log2 P alpha + 2 (P-1)/P p beta + (P-1)/P p gamma. The K-P ranks
@@ -135,7 +136,9 @@ def halving_doubling(nbytes, world_size, costs):
     return total
 
 
-def hierarchical_ring(nbytes, world_size, costs, local=None, per_host=1):
+def hierarchical_ring(
+    nbytes: float, world_size: int, costs: Costs, local: Costs | None = None, per_host: int = 1
+) -> float:
     """Seconds of the two-level ring: D = `per_host` ranks a host with `local` costs, `costs` for the host's link.
 
     Scatter-reduce inside the host, (D-1) (alpha' + p/D (beta' + gamma)); a ring over the H hosts for each of the D
@@ -170,7 +173,7 @@ ALL_REDUCE = {
 FORMS = {"message": message, **ALL_REDUCE}
 
 
-def seconds(algorithm, nbytes, world_size, costs, **options):
+def seconds(algorithm: str, nbytes: float, world_size: int, costs: Costs, **options: Any) -> float:
     """Seconds that `algorithm` (a name from the table above) takes for `nbytes` bytes on each of `world_size` ranks.
 
     Options go to the formula: `pieces` for duplex_server, `local` and `per_host` for hierarchical_ring. One rank
@@ -181,18 +184,7 @@ def seconds(algorithm, nbytes, world_size, costs, **options):
     return formula(nbytes, world_size, costs, **options) if world_size > 1 else 0.0
 
 
-def crossover(first, second, world_size, costs):
-    """The bytes at which two algorithms take equally long, with `second` ahead on larger messages; None if never.
-
-    Every formula is a straight line in p: intercept (latency) and slope (bandwidth and addition).
-    """
-    at_zero = [seconds(name, 0, world_size, costs) for name in (first, second)]
-    slopes = [seconds(name, 1, world_size, costs._replace(alpha=0.0)) for name in (first, second)]
-    gained, paid = slopes[0] - slopes[1], at_zero[1] - at_zero[0]
-    return paid / gained if gained > 1e-12 * max(slopes) and paid >= 0 else None
-
-
-def fit(measurements, gamma=None):
+def fit(measurements: Iterable[Measurement], gamma: float | str | None = None) -> Fit:
     """Find alpha and beta from timings, by least squares of the relative errors; returns a `Fit`.
 
     `measurements` are `Measurement`s or tuples (algorithm, bytes, world size, seconds), of any mix of algorithms:
@@ -218,19 +210,24 @@ def fit(measurements, gamma=None):
     return Fit(*padded, *([*errors, 0.0][:3]))
 
 
-def best(nbytes, world_size, costs, algorithms=("parameter_server", "ring", "tree", "halving_doubling")):
+def best(
+    nbytes: float,
+    world_size: int,
+    costs: Costs,
+    algorithms: Sequence[str] = ("parameter_server", "ring", "tree", "halving_doubling"),
+) -> str:
     """The name of the algorithm among `algorithms` that takes the fewest seconds."""
     return min(algorithms, key=lambda name: seconds(name, nbytes, world_size, costs))
 
 
-def host_count(world_size, per_host):
+def host_count(world_size: int, per_host: int) -> int:
     """How many hosts hold `world_size` ranks, `per_host` on each; ValueError unless they come out even."""
     if per_host < 1 or world_size % per_host:
         raise ValueError(f"{world_size} ranks do not fill hosts of {per_host} evenly; choose a divisor of {world_size}")
     return world_size // per_host
 
 
-def check_sizes(nbytes, world_size, least=1):
+def check_sizes(nbytes: float, world_size: int, least: int = 1) -> None:
     """Raise ValueError unless `nbytes` is a number of bytes and `world_size` at least `least` ranks."""
     if not (isfinite(nbytes) and nbytes >= 0):
         raise ValueError(f"the message is {nbytes} bytes; it must be a number of bytes, 0 or more")
@@ -238,7 +235,7 @@ def check_sizes(nbytes, world_size, least=1):
         raise ValueError(f"the world size is {world_size}; it must be a whole number of ranks, {least} or more")
 
 
-def form(algorithm):
+def form(algorithm: str) -> Callable[..., float]:
     """The formula called `algorithm`; ValueError, with the names there are, for any other."""
     if algorithm not in FORMS:
         raise ValueError(f'unknown algorithm "{algorithm}"; choose one of {", ".join(ALL_REDUCE)}')

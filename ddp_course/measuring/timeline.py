@@ -1,13 +1,15 @@
 """What a rank was doing when: forward, backward, communication, waiting, update.
 
 Nothing in the stages is written for this. While a recording runs, torch's own hooks report modules and
-optimizers, `Tensor.backward` is wrapped, and the wire reports collectives.
+optimizers, `torch.autograd.backward` is wrapped, and the wire reports collectives.
 """
 
 import threading
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from time import perf_counter
 from unittest.mock import patch
 
@@ -16,20 +18,26 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..running import wire
+from ..running.devices import device_number
+
+BLOCKING = ("communication", "wait")  # in the lane of the device: nobody computes meanwhile
+ON_TOP = (*BLOCKING, "update", "backward", "forward")  # what counts where spans of one device overlap
 
 
 @dataclass(frozen=True)
 class Span:
     """`name` is forward, backward, communication, wait or update; times in seconds of `time.perf_counter`.
 
-    `lane` is "compute" for the thread that trains and "network" for a communication thread beside it. A wait lies
-    inside a backward pass: the part of the communication that the pass could not hide.
+    `lane` is "compute" for a thread that trains and "network" for a communication thread beside it. A wait lies
+    inside a backward pass: the part of the communication that the pass could not hide. `device` is the number of the
+    device in this process: 0, except in stage 2, whose threads drive several.
     """
 
     name: str
     start: float
     end: float
     lane: str = "compute"
+    device: int = 0
 
     @property
     def seconds(self) -> float:
@@ -48,25 +56,60 @@ def recording() -> Iterator[list[Span]]:
     with ExitStack() as stack:
         for hook in _module_hooks(spans) + _optimizer_hooks(spans):
             stack.callback(hook.remove)
-        stack.enter_context(patch.object(torch.Tensor, "backward", _timed_backward(spans)))
+        stack.enter_context(patch.object(torch.autograd, "backward", _timed_backward(spans)))
         stack.enter_context(wire.observing(_communication(spans)))
         yield spans
 
 
-def exposed(spans: list[Span]) -> float:
+def laid_out(spans: Iterable[Span]) -> list[list[Span]]:
+    """The spans of one step as lanes to draw, one a device, in which nothing is drawn twice and no wait is missing.
+
+    Where spans of a device overlap, communication counts before waiting, and both before the pass that they lie in.
+    torch's DDP waits in C++: there the wait begins when the last gradient is done, with the last bucket's departure.
+    In stage 2 the master waits while its own device is done and another is not.
+    """
+    lanes = defaultdict(list)
+    for span in _with_waits(list(spans)):
+        lanes[span.device].append(span)
+    first, *others = [_without_overlap(lanes[number]) for number in range(max(lanes, default=0) + 1)]
+    elsewhere = [span for lane in others for span in lane]
+    gaps = [Span("wait", before.end, after.start) for before, after in pairwise(first) if before.end < after.start]
+    waits = [gap for gap in gaps if any(span.start < gap.end and gap.start < span.end for span in elsewhere)]
+    return [sorted([*first, *waits], key=lambda span: span.start) if waits else first, *others]
+
+
+def exposed(spans: Iterable[Span]) -> float:
     """Seconds of communication that were not hidden behind compute in one step.
 
-    Communication in the training thread counts whole, and so do waits. Where something else waits (torch's DDP
-    waits in C++), the rest of the backward pass after the last bucket was launched stands in for it.
+    Communication in the training thread counts whole, and so do waits; on several devices, the first counts.
     """
-    communication = [span for span in spans if span.name == "communication"]
-    blocking = [span for span in spans if span.name == "wait"] + [s for s in communication if s.lane == "compute"]
-    if blocking:
-        return sum(span.seconds for span in blocking)
-    backward = [span for span in spans if span.name == "backward"]
-    if not communication or not backward:
-        return 0.0
-    return max(0.0, backward[-1].end - max(span.start for span in communication))
+    return sum(span.seconds for span in laid_out(spans)[0] if span.lane == "compute" and span.name in BLOCKING)
+
+
+def _with_waits(spans):
+    """The spans, and the wait at the end of a backward pass under which others communicate, if nobody told of it."""
+    passes = [span for span in spans if span.name == "backward" and span.device == 0]
+    away = [span.start for span in spans if span.name == "communication" and span.lane == "network"]
+    told = any(span.name in BLOCKING and span.lane == "compute" for span in spans)
+    if told or not passes or not away or not passes[-1].start < max(away) < passes[-1].end:
+        return spans
+    return [*spans, Span("wait", max(away), passes[-1].end)]
+
+
+def _without_overlap(spans):
+    """The spans of one device: those of its compute lane cut where another counts, those of the network as they are."""
+    computing = [span for span in spans if span.lane == "compute"]
+    pieces = []
+    for start, end in pairwise(sorted({edge for span in computing for edge in (span.start, span.end)})):
+        there = [span for span in computing if span.start <= start and end <= span.end]
+        if not there:
+            continue
+        top = min(there, key=lambda span: ON_TOP.index(span.name))
+        if pieces and pieces[-1].name == top.name and pieces[-1].end == start:
+            pieces[-1] = replace(pieces[-1], end=end)
+        else:
+            pieces.append(replace(top, start=start, end=end))
+    return pieces + [span for span in spans if span.lane == "network"]
 
 
 def hidden_share(spans: list[Span]) -> float:
@@ -86,22 +129,26 @@ def _now():
 
 
 def _module_hooks(spans):
-    """Time the outermost module call of this thread; the modules inside it, and in other threads, are part of it."""
-    me, depth, started = threading.get_ident(), [0], [0.0]
+    """Time the outermost module call of each thread; the modules inside it are part of it."""
+    outermost, me = threading.local(), threading.get_ident()
 
     def before(module, inputs):
-        if threading.get_ident() == me:
-            depth[0] += 1
-            if depth[0] == 1:
-                started[0] = _now()
+        outermost.depth = getattr(outermost, "depth", 0) + 1
+        if outermost.depth == 1:
+            outermost.start = _now()
 
     def after(module, inputs, outputs):
-        if threading.get_ident() == me:
-            depth[0] -= 1
-            if depth[0] == 0:
-                spans.append(Span("forward", started[0], _now()))
+        outermost.depth -= 1
+        if outermost.depth == 0:
+            spans.append(Span("forward", outermost.start, _now(), device=_device(module.parameters(), me)))
 
     return [register_module_forward_pre_hook(before), register_module_forward_hook(after, always_call=True)]
+
+
+def _device(tensors, main_thread):
+    """The number of the device on which a thread works on `tensors`; the thread that began drives the first."""
+    first = None if threading.get_ident() == main_thread else next(iter(tensors), None)
+    return 0 if first is None else device_number(first)
 
 
 def _optimizer_hooks(spans):
@@ -117,14 +164,15 @@ def _optimizer_hooks(spans):
 
 
 def _timed_backward(spans):
-    original = torch.Tensor.backward
+    original, me = torch.autograd.backward, threading.get_ident()
 
-    def backward(self, *args, **kwargs):
+    def backward(tensors, *args, **kwargs):
         start = _now()
         try:
-            return original(self, *args, **kwargs)
+            return original(tensors, *args, **kwargs)
         finally:
-            spans.append(Span("backward", start, _now()))
+            outputs = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+            spans.append(Span("backward", start, _now(), device=_device(outputs, me)))
 
     return backward
 

@@ -15,19 +15,24 @@ import random
 import re
 import tempfile
 import warnings
+from collections import OrderedDict
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ..errors import CheckpointError
 
 MAGIC = b"ddp-course checkpoint 1\n"
+PLAIN = {type(None), bool, int, float, complex, str, bytes, torch.Tensor, torch.nn.Parameter}
 FILE_NAME = re.compile(r"checkpoint-(\d{8})\.pt")
 
 
-def save(path, state, keep=2):
+def save(path: str | Path, state: Any, keep: int = 2) -> Path | None:
     """Write `state` as the newest checkpoint in the folder `path`, and keep the `keep` newest.
 
     `state` is a dict of tensors and plain data (numbers, text, lists, dicts). With a process group, rank 0 writes
@@ -55,24 +60,25 @@ def save(path, state, keep=2):
     return file
 
 
-def check_plain(value, where="state"):
+def check_plain(value: Any, where: str = "state") -> None:
     """Raise CheckpointError unless `value` is made of tensors and plain data only, which any program can read."""
-    if isinstance(value, dict):
+    if type(value) in (dict, OrderedDict):
         for key, inside in value.items():
+            check_plain(key, f"the key {key!r} of {where}")
             check_plain(inside, f"{where}[{key!r}]")
-    elif isinstance(value, list | tuple):
+    elif type(value) in (list, tuple, torch.Size):
         for index, inside in enumerate(value):
             check_plain(inside, f"{where}[{index}]")
-    elif not (
-        value is None or isinstance(value, torch.Tensor) or type(value) in (bool, int, float, complex, str, bytes)
-    ):
+    elif isinstance(value, torch.Tensor) and value.__dict__:
+        check_plain(value.__dict__, f"what was hung on the tensor {where}")
+    elif type(value) not in PLAIN:
         raise CheckpointError(
             f"{where} is a {type(value).__name__}; a checkpoint holds tensors, numbers, text, lists and dicts only. "
             "Save its state_dict() or convert it."
         )
 
 
-def load(path):
+def load(path: str | Path) -> Any:
     """Return the newest undamaged checkpoint of the folder `path`, its tensors on the CPU.
 
     A damaged one is skipped with a warning. Only tensors and plain data are read (`weights_only=True`): a file
@@ -89,21 +95,21 @@ def load(path):
     raise CheckpointError(f'there is no checkpoint in "{path}"; is this the folder that --checkpoint named?')
 
 
-def checkpoints(path):
+def checkpoints(path: str | Path) -> list[tuple[int, Path]]:
     """Return (number, file) of every checkpoint in the folder `path`, newest first; none if there is no folder."""
     folder = Path(path)
     names = [FILE_NAME.fullmatch(name) for name in (os.listdir(folder) if folder.is_dir() else [])]
     return sorted(((int(name[1]), folder / name[0]) for name in names if name), reverse=True)
 
 
-def packed(state):
+def packed(state: Any) -> bytes:
     """Return `state` as the bytes of a checkpoint: a magic line, the checksum, and what `torch.save` makes of it."""
     payload = io.BytesIO()
     torch.save(state, payload)
     return MAGIC + hashlib.sha256(payload.getbuffer()).digest() + payload.getbuffer()
 
 
-def unpacked(content):
+def unpacked(content: bytes) -> Any:
     """Return the state in the bytes of a checkpoint; ValueError says what is wrong with them."""
     start = len(MAGIC) + hashlib.sha256().digest_size
     if len(content) < start or not content.startswith(MAGIC):
@@ -111,10 +117,13 @@ def unpacked(content):
     payload = memoryview(content)[start:]
     if hashlib.sha256(payload).digest() != content[len(MAGIC) : start]:
         raise ValueError("its checksum is wrong: it was cut short or changed")
-    return torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True)
+    try:
+        return torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True)
+    except Exception as error:  # of many kinds: what a file may hold is not ours to list
+        raise ValueError(f"it holds what no checkpoint may hold: {str(error).splitlines()[0]}") from error
 
 
-def write(file, content):
+def write(file: Path, content: bytes) -> Path:
     """Put `content` (bytes) at the path `file`, whole or not at all, even if the power fails."""
     handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=".", suffix=".tmp")
     try:
@@ -135,20 +144,20 @@ def write(file, content):
     return file
 
 
-def remove_leftovers(folder):
+def remove_leftovers(folder: Path) -> None:
     """Delete temporary files of a writer that was killed; there is one writer at a time."""
     for leftover in folder.glob(".*.tmp"):
         leftover.unlink(missing_ok=True)
 
 
-def random_states():
+def random_states() -> list[Any]:
     """Return the state of the random generators of every rank, in rank order; all ranks must call this."""
-    name, keys, *position = np.random.get_state()
+    name, keys, *position = np.random.get_state(legacy=True)
     mine = {
         "python": random.getstate(),
         "numpy": [name, torch.from_numpy(keys.astype(np.int64)), *position],
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,  # of this rank's GPU
     }
     if not dist.is_initialized():
         return [mine]
@@ -157,7 +166,7 @@ def random_states():
     return states
 
 
-def set_random_state(states):
+def set_random_state(states: Sequence[Any]) -> None:
     """Put this rank's random generators back into its state among `states`; a rank without one is left alone."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     if rank >= len(states):
@@ -167,11 +176,11 @@ def set_random_state(states):
     random.setstate(mine["python"])
     np.random.set_state((name, keys.numpy().astype(np.uint32), *position))
     torch.set_rng_state(mine["torch"])
-    if mine["cuda"] and len(mine["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(mine["cuda"])
+    if mine["cuda"] is not None and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(mine["cuda"])
 
 
-def load_model(model, state):
+def load_model(model: nn.Module, state: dict[str, Any]) -> None:
     """Load the state dict `state` into `model`; CheckpointError names the first difference, and nothing is changed."""
     own = model.state_dict()
     differing = [name for name in [*own, *state] if name not in own or name not in state]

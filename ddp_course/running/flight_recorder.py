@@ -10,9 +10,11 @@ import mmap
 import struct
 import threading
 import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,12 +23,12 @@ from ..errors import MismatchError
 
 CALLS_A_RANK = 64  # of each rank the last calls; ranks are never that far apart
 CALL_BYTES = 256
-TEXT_BYTES = 200
-CALL = struct.Struct(f"<8s8sQdd{TEXT_BYTES}s")  # what is reduced, group, sequence number in the group, begin, end, text
+TEXT_BYTES, MEMBER_BITS = 200, 128
+CALL = struct.Struct(f"<8s8sQdd16s{TEXT_BYTES}s")  # what is reduced, group, number in it, begin, end, members, text
 SEQUENCE, SEQUENCE_AT = struct.Struct("<Q"), 16
 END, END_AT = struct.Struct("<d"), 32
 
-_memory = None  # this process's view of the launch's shared memory; a process takes part in one launch at most
+_memory: Any = None  # this process's view of the launch's shared memory; a process takes part in one launch at most
 _rank = 0
 _sequences: dict = {}
 _inside = threading.local()
@@ -34,13 +36,17 @@ _inside = threading.local()
 
 @dataclass(frozen=True)
 class Call:
-    """One collective of one rank: `sequence` counts the calls in `group`; begin and end are monotonic seconds."""
+    """One collective of one rank: `sequence` counts the calls in `group`; begin and end are monotonic seconds.
+
+    `members` are the ranks of the group, of the first 128.
+    """
 
     digest: bytes
     group: bytes
     sequence: int
     begin: float
     end: float
+    members: Sequence[int]
     text: str
 
     def __str__(self):
@@ -59,7 +65,9 @@ def attach(descriptor: int, rank: int, world_size: int) -> None:
 
 
 @contextmanager
-def entry(name: str, tensors, group=None):
+def entry(
+    name: str, tensors: torch.Tensor | Sequence[torch.Tensor], group: dist.ProcessGroup | None = None
+) -> Iterator[None]:
     """Record a collective while it runs; `tensors` is what it works on: a tensor, or a list of them.
 
     Only the outermost collective counts, not those it is made of. Raises MismatchError when another member of
@@ -76,15 +84,16 @@ def entry(name: str, tensors, group=None):
     digest = blake2b(what.encode(), digest_size=8).digest()
     begin = time.monotonic()
     try:
-        write(Call(digest, key, sequence, begin, 0.0, what))
-        compare(digest, key, sequence, what, dist.get_process_group_ranks(group))
+        members = dist.get_process_group_ranks(group)
+        write(Call(digest, key, sequence, begin, 0.0, members, what))
+        compare(digest, key, sequence, what, members)
         yield
         END.pack_into(_memory, place(_rank, key, sequence) + END_AT, time.monotonic())
     finally:
         _inside.collective = False
 
 
-def describe(tensors) -> str:
+def describe(tensors: torch.Tensor | Sequence[torch.Tensor]) -> str:
     """Data types and shapes in words, such as "float32 [3, 4]"."""
     if isinstance(tensors, torch.Tensor):
         return f"{str(tensors.dtype).removeprefix('torch.')} {list(tensors.shape)}"
@@ -103,17 +112,20 @@ def write(call: Call) -> None:
     """Put down a call of this rank, its number last: who sees the number finds the rest complete."""
     text = call.text.encode()[:TEXT_BYTES]
     offset = place(_rank, call.group, call.sequence)
-    CALL.pack_into(_memory, offset, call.digest, call.group, 0, call.begin, call.end, text)
+    members = sum(1 << rank for rank in call.members if rank < MEMBER_BITS).to_bytes(MEMBER_BITS // 8, "little")
+    CALL.pack_into(_memory, offset, call.digest, call.group, 0, call.begin, call.end, members, text)
     SEQUENCE.pack_into(_memory, offset + SEQUENCE_AT, call.sequence)
 
 
-def read(memory, offset: int) -> Call:
+def read(memory: mmap.mmap | bytes, offset: int) -> Call:
     """The call that is kept at `offset`."""
-    *numbers, text = CALL.unpack_from(memory, offset)
-    return Call(*numbers, text.rstrip(b"\0").decode("utf-8", "replace"))
+    digest, group, sequence, begin, end, packed, text = CALL.unpack_from(memory, offset)
+    bits = int.from_bytes(packed, "little")
+    members = tuple(rank for rank in range(bits.bit_length()) if bits >> rank & 1)
+    return Call(digest, group, sequence, begin, end, members, text.rstrip(b"\0").decode("utf-8", "replace"))
 
 
-def compare(digest, key, sequence, what, ranks) -> None:
+def compare(digest: bytes, key: bytes, sequence: int, what: str, ranks: Sequence[int]) -> None:
     """Raise MismatchError if one of `ranks` recorded something else for the same call."""
     for rank in ranks:
         other = read(_memory, place(rank, key, sequence))
@@ -127,13 +139,11 @@ def compare(digest, key, sequence, what, ranks) -> None:
             )
 
 
-def last_calls(descriptor: int, world_size: int) -> dict:
-    """For each rank that has recorded any, the collective that it entered last."""
-    latest = {}
+def calls(descriptor: int, world_size: int) -> dict:
+    """For each rank that has recorded any, the last collectives that it entered, in that order."""
+    made = {}
     with mmap.mmap(descriptor, size(world_size), access=mmap.ACCESS_READ) as memory:
         for rank in range(world_size):
-            calls = [read(memory, (rank * CALLS_A_RANK + slot) * CALL_BYTES) for slot in range(CALLS_A_RANK)]
-            made = [call for call in calls if call.sequence]
-            if made:
-                latest[rank] = max(made, key=lambda call: call.begin)
-    return latest
+            slots = [read(memory, (rank * CALLS_A_RANK + slot) * CALL_BYTES) for slot in range(CALLS_A_RANK)]
+            made[rank] = sorted((call for call in slots if call.sequence), key=lambda call: call.begin)
+    return {rank: entered for rank, entered in made.items() if entered}

@@ -4,51 +4,79 @@ import os
 import re
 import socket
 import sys
+import threading
 import time
+from collections.abc import Mapping
 from datetime import timedelta
+from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
-from .devices import placement
+from .devices.placement import agreed_backend, gpu_identity, hide_gpus, placement
+from .launching.rank import die_with_parent
 
 FIRST_PORT, PORTS = 20_000, 10_000  # where Slurm jobs meet: a port of its own for each job id
 CONNECT_SECONDS = 5.0
 
 
-def join(device="auto", timeout=1800.0):
+def join(device: str = "auto", timeout: float = 1800.0) -> tuple:
     """Bring up the process group of the job that this process is part of; return (rank, world size).
 
     `device` as in `launch`, each machine's ranks on its own devices; `timeout` (seconds) is how long a collective may
     take. Under torchrun the environment says everything; Slurm's `srun` is translated to it; anywhere else this
-    process is the only rank. A process group that is up already is left alone.
+    process is the only rank. A process group that is up already is left alone. The process ends with its torchrun.
     """
     if not dist.is_initialized():
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            end_with_parent()
         environment = {} if "RANK" in os.environ else from_slurm(os.environ) or alone()
         os.environ.update(environment)
         world_size, local = (int(os.environ.get(name, 1)) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-        where = placement(device, local)
-        mine = where.devices[int(os.environ.get("LOCAL_RANK", 0))]
+        mine = placement(device, local).devices[int(os.environ.get("LOCAL_RANK", 0))]
         os.environ["DDP_COURSE_DEVICE"] = mine
         if mine.startswith("cuda"):
             torch.cuda.set_device(mine)
+        else:
+            hide_gpus()
         if local == world_size and sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all on this machine, whatever its name resolves to
-        dist.init_process_group(where.backend, timeout=timedelta(seconds=timeout), **fresh_store(timeout))
+        meeting = fresh_store(timeout)
+        backend = common_backend(meeting["store"], meeting["rank"], world_size, mine)
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout), **meeting)
     return dist.get_rank(), dist.get_world_size()
 
 
-def fresh_store(timeout):
-    """What `init_process_group` needs for a key-value store of this start's own; nothing if its default is one.
+def end_with_parent() -> None:
+    """Have this process end as soon as its parent does: ranks whose torchrun was killed would live on for ever."""
+    parent = os.getppid()
+    die_with_parent()
+    if sys.platform != "linux":
+        threading.Thread(target=lambda: (psutil.Process(parent).wait(), os._exit(1)), daemon=True).start()
+
+
+def common_backend(store: dist.Store, rank: int, world_size: int, device: str) -> str:
+    """The backend that suits all ranks: each says which GPU it has, since a number is a different one for each of them.
+
+    Under Slurm's `--gpus-per-task=1`, for one, every rank has a `cuda:0` of its own.
+    """
+    store.set(f"ddp_course/gpu/{rank}", gpu_identity(device))
+    return agreed_backend([store.get(f"ddp_course/gpu/{other}").decode() for other in range(world_size)])
+
+
+def fresh_store(timeout: float) -> dict[str, Any]:
+    """The key-value store, rank and world size for `init_process_group`, as its keywords.
 
     torchrun of torch 2.13 keeps one store over all restarts, with the addresses of ranks that are gone: started
     again, ranks would now and then call those. So rank 0 opens a store of its own and leaves its address in the old
     one; whoever finds an old address there is refused, and looks again.
     """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return {}
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     host, patience = os.environ["MASTER_ADDR"], timedelta(seconds=timeout)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=patience))
+        return {"store": store, "rank": rank, "world_size": world_size}
     old = dist.TCPStore(host, int(os.environ["MASTER_PORT"]), is_master=False, timeout=patience)
     if rank == 0:
         store = dist.TCPStore(host, 0, is_master=True, timeout=patience, wait_for_workers=False)
@@ -58,7 +86,7 @@ def fresh_store(timeout):
     return {"store": store, "rank": rank, "world_size": world_size}
 
 
-def look_up(old, host, patience):
+def look_up(old: dist.Store, host: str, patience: timedelta) -> dist.Store:
     """Connect to the store whose port is in the store `old`, as soon as somebody answers there."""
     end = time.monotonic() + patience.total_seconds()
     while True:
@@ -74,7 +102,7 @@ def look_up(old, host, patience):
             time.sleep(0.05)
 
 
-def from_slurm(environ):
+def from_slurm(environ: Mapping[str, str]) -> dict[str, str] | None:
     """The environment that torchrun would give, from that of a task of `srun`; None outside of one.
 
     `srun` alone sets SLURM_STEP_…: the batch script itself is no task, although it has a SLURM_PROCID too.
@@ -94,13 +122,13 @@ def from_slurm(environ):
     }
 
 
-def first_node(nodes):
+def first_node(nodes: str) -> str:
     """The first host of a Slurm node list: "gpu[03-07,11],login" is "gpu03"."""
     first = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\])?([^,]*)", nodes)
     return "".join(part or "" for part in first.groups())
 
 
-def tasks_on_node(counts, node):
+def tasks_on_node(counts: str, node: int) -> int:
     """How many tasks node number `node` has, from Slurm's short form: "2(x3),1" is 2, 2, 2, 1."""
     tasks = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts):
@@ -108,7 +136,7 @@ def tasks_on_node(counts, node):
     return tasks[node]
 
 
-def alone():
+def alone() -> dict[str, str]:
     """The environment of a job of one rank."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

@@ -4,27 +4,40 @@ import re
 
 BANDWIDTHS = {"bit": 1, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
 TIMES = {"s": 1, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
-SIZES = {"b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+RATES = {"flop": 1, "kflop": 1e3, "mflop": 1e6, "gflop": 1e9, "tflop": 1e12}
+SIZES = {"b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
-def bits_per_second(text):
+def bits_per_second(text: str | int) -> float:
     """Parse a bandwidth such as "200Mbit", "3.6Tbit" or "1.5Gbit/s" into bits a second; ValueError otherwise."""
     return _parse(
         str(text).removesuffix("/s"), BANDWIDTHS, "bandwidth", "200Mbit (bit, kbit, Mbit, Gbit or Tbit a second)"
     )
 
 
-def seconds(text, zero=True):
+def seconds(text: str | int, zero: bool = True) -> float:
     """Parse a time such as "5ms", "10us" or "0s" into seconds; ValueError otherwise, and for 0 unless `zero`."""
     return _parse(text, TIMES, "time", "5ms (s, ms, us or ns)", zero)
 
 
-def nbytes(text):
+def nbytes(text: str | int) -> int:
     """Parse a size such as "16MiB", "500kB" or "4096" into bytes, as an int; ValueError otherwise."""
     text = str(text)
     return int(
         _parse(text + "B" if text.strip().isdigit() else text, SIZES, "size", "16MiB (B, kB, MB, GB, KiB, MiB or GiB)")
     )
+
+
+def flops_per_second(text: str | int) -> float:
+    """Parse a rate of computing such as "2GFLOP/s" into floating-point operations a second; ValueError otherwise."""
+    return _parse(
+        str(text).removesuffix("/s"), RATES, "rate", "2GFLOP/s (FLOP/s, kFLOP/s, MFLOP/s, GFLOP/s or TFLOP/s)"
+    )
+
+
+def bytes_per_second(text: str | int) -> float:
+    """Parse a memory's bandwidth such as "5GB/s" into bytes a second; ValueError otherwise."""
+    return _parse(str(text).removesuffix("/s"), SIZES, "memory's bandwidth", "5GB/s (B/s, kB/s, MB/s, GB/s)")
 
 
 def _parse(text, units, what, example, zero=False):

@@ -12,14 +12,17 @@ from dataclasses import dataclass
 from functools import wraps
 from inspect import signature
 from time import perf_counter
+from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 
 from . import flight_recorder
 
-throttle = None  # this rank's throttle.Throttle, set by `links`; None sends at full speed
+throttle: Any = None  # this rank's throttle.Throttle, set by `links`; None sends at full speed
 _observers: list[Callable] = []
+_warm: WeakSet = WeakSet()  # the groups whose ranks NCCL has connected
 
 
 @dataclass(frozen=True)
@@ -91,11 +94,14 @@ def observed() -> bool:
 
 
 def ended(name: str, start: float) -> None:
-    """Tell the observers that a span which began at `start`, perhaps in another thread, has ended just now."""
-    tell("span", name, start)
+    """Tell the observers that a collective which a backend began at `start`, in a thread of its own, has ended now.
+
+    Whoever waits may be the first to notice, but it did not happen in that thread.
+    """
+    tell("span", name, start, thread="communication")
 
 
-def collective(function):
+def collective(function: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate an algorithm in which all ranks of a `group` take part; its first argument is what it works on.
 
     Each call becomes a span for the timeline and an entry of the flight recorder, which is how mismatched
@@ -105,8 +111,10 @@ def collective(function):
 
     @wraps(function)
     def announced(tensors, *args, **kwargs):
-        bound = parameters.bind(tensors, *args, **kwargs)
-        with span(function.__name__), flight_recorder.entry(function.__name__, tensors, bound.arguments.get("group")):
+        group = parameters.bind(tensors, *args, **kwargs).arguments.get("group")
+        with span(function.__name__), flight_recorder.entry(function.__name__, tensors, group):
+            for tensor in [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)[:1]:
+                warm_up(tensor, group)
             return function(tensors, *args, **kwargs)
 
     return announced
@@ -115,7 +123,7 @@ def collective(function):
 class Transfer:
     """A message on its way. `wait()` returns when the tensor may be used again (sent) or read (received)."""
 
-    def __init__(self, kind: str, tensor: torch.Tensor, peer: int, group=None):
+    def __init__(self, kind: str, tensor: torch.Tensor, peer: int, group: dist.ProcessGroup | None = None):
         self.kind, self.tensor, self.peer = kind, tensor, peer
         self.staged = _host_copy(kind, tensor, group)
         self.start = perf_counter()
@@ -129,6 +137,8 @@ class Transfer:
 
     def _post(self, group):
         post = dist.isend if self.kind == "send" else dist.irecv
+        if on_nccl(self.tensor, group):  # in a batch, even alone: outside of one, NCCL blocks until the peer comes
+            return dist.batch_isend_irecv([dist.P2POp(post, self.tensor, self.peer, group)])[0]
         return post(self.staged, self.peer, group)
 
     def wait(self) -> None:
@@ -144,33 +154,35 @@ class Transfer:
         tell(self.kind, self.kind, self.start, self.nbytes, self.peer)
 
 
-def isend(tensor: torch.Tensor, dst: int, group=None) -> Transfer:
+def isend(tensor: torch.Tensor, dst: int, group: dist.ProcessGroup | None = None) -> Transfer:
     """Start sending a contiguous `tensor` to global rank `dst`; do not write to it before `wait()`."""
     return Transfer("send", tensor, dst, group)
 
 
-def irecv(tensor: torch.Tensor, src: int, group=None) -> Transfer:
+def irecv(tensor: torch.Tensor, src: int, group: dist.ProcessGroup | None = None) -> Transfer:
     """Start receiving into a contiguous `tensor` from global rank `src`; do not read it before `wait()`."""
     return Transfer("recv", tensor, src, group)
 
 
-def send(tensor: torch.Tensor, dst: int, group=None) -> None:
+def send(tensor: torch.Tensor, dst: int, group: dist.ProcessGroup | None = None) -> None:
     """Send `tensor` to global rank `dst` and wait until it has left."""
     isend(tensor, dst, group).wait()
 
 
-def recv(tensor: torch.Tensor, src: int, group=None) -> None:
+def recv(tensor: torch.Tensor, src: int, group: dist.ProcessGroup | None = None) -> None:
     """Receive into `tensor` from global rank `src`."""
     irecv(tensor, src, group).wait()
 
 
-def exchange(outgoing: torch.Tensor, dst: int, incoming: torch.Tensor, src: int, group=None) -> None:
+def exchange(
+    outgoing: torch.Tensor, dst: int, incoming: torch.Tensor, src: int, group: dist.ProcessGroup | None = None
+) -> None:
     """Send `outgoing` to `dst` while receiving `incoming` from `src` (global ranks).
 
     The receive is posted before the send: gloo's sender waits until the receiver is ready, and with the send
     first two neighbours would wait for each other's turn, at half the speed.
     """
-    if dist.get_backend(group) == "nccl":
+    if on_nccl(incoming, group):
         return _exchange_nccl([(outgoing, dst)], [(incoming, src)], group)
     arriving = irecv(incoming, src, group)
     leaving = isend(outgoing, dst, group)
@@ -178,9 +190,9 @@ def exchange(outgoing: torch.Tensor, dst: int, incoming: torch.Tensor, src: int,
     leaving.wait()
 
 
-def exchange_all(outgoing: list, incoming: list, group=None) -> None:
+def exchange_all(outgoing: list, incoming: list, group: dist.ProcessGroup | None = None) -> None:
     """Send and receive several messages at once, (tensor, global rank) pairs, and wait for all of them."""
-    if dist.get_backend(group) == "nccl":
+    if any(on_nccl(tensor, group) for tensor, _ in [*outgoing, *incoming]):
         return _exchange_nccl(outgoing, incoming, group)
     arriving = [irecv(tensor, src, group) for tensor, src in incoming]  # first, as in `exchange`
     leaving = [isend(tensor, dst, group) for tensor, dst in outgoing]
@@ -188,19 +200,36 @@ def exchange_all(outgoing: list, incoming: list, group=None) -> None:
         transfer.wait()
 
 
-def neighbours(group=None) -> tuple[int, int, int, int]:
+def on_nccl(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> bool:
+    """Whether NCCL carries `tensor` in `group`: a group may have one backend for the CPU and another for GPUs."""
+    return tensor.is_cuda and "cuda:nccl" in dist.get_backend_config(group)
+
+
+def warm_up(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """All ranks of `group` call this before its first message, with a tensor like those that will be sent.
+
+    NCCL connects all ranks of a group at once, in its first operation; if that were a message between two of them,
+    they would wait for the others. So a first sum of nothing makes the connections. With gloo nothing happens.
+    """
+    group = group or dist.group.WORLD
+    if group not in _warm and on_nccl(tensor, group):
+        _warm.add(group)
+        dist.all_reduce(tensor.detach().new_zeros(1), group=group)
+
+
+def neighbours(group: dist.ProcessGroup | None = None) -> tuple[int, int, int, int]:
     """This rank in `group`, the group's size, and the global ranks of the left and the right neighbour."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     left, right = (global_rank((rank + step) % world_size, group) for step in (-1, 1))
     return rank, world_size, left, right
 
 
-def global_rank(rank: int, group=None) -> int:
+def global_rank(rank: int, group: dist.ProcessGroup | None = None) -> int:
     """The rank in the whole job of member `rank` of `group`."""
     return rank if group is None else dist.get_global_rank(group, rank)
 
 
-def others(rank: int, group=None) -> list[int]:
+def others(rank: int, group: dist.ProcessGroup | None = None) -> list[int]:
     """Global ranks of all members of `group` but its member `rank`, in rank order."""
     return [global_rank(peer, group) for peer in range(dist.get_world_size(group)) if peer != rank]
 
@@ -219,15 +248,18 @@ def _exchange_nccl(outgoing, incoming, group):
 
 def _host_copy(kind, tensor, group):
     """gloo sends host memory only: stage a CUDA tensor through pinned memory, leave all others as they are."""
-    if not tensor.is_cuda or dist.get_backend(group) == "nccl":
+    if not tensor.is_cuda or on_nccl(tensor, group):
         return tensor
     staged = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return staged.copy_(tensor) if kind == "send" else staged
 
 
-def tell(kind: str, name: str, start: float, nbytes: int = 0, peer: int | None = None) -> None:
-    """Tell the observers of something that began at `start` (`time.perf_counter`) and ends now."""
+def tell(
+    kind: str, name: str, start: float, nbytes: int = 0, peer: int | None = None, thread: str | None = None
+) -> None:
+    """Tell the observers of something that began at `start` (`time.perf_counter`) and ends now, in this `thread`."""
     if _observers:
-        event = Event(kind, name, start, perf_counter(), nbytes, peer, threading.current_thread().name)
+        where = thread or threading.current_thread().name
+        event = Event(kind, name, start, perf_counter(), nbytes, peer, where)
         for callback in list(_observers):
             callback(event)

@@ -1,10 +1,12 @@
 """Figures of measured times over emulated links, against the formulas."""
 
+from typing import Any
+
+from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
-from ..measuring import theory
-from .plots import STAGE_COLOURS, panels, style
+from .plots import STAGE_COLOURS, Picture, panels, style
 
 LOOKS = {
     "parameter_server": ("3", "parameter server, 2(K−1) p/b"),
@@ -16,11 +18,11 @@ LOOKS_OF_MODES = {"hosts": ("o", "-"), "wire": ("^", "--")}
 MODE_NAMES = {"hosts": "virtual hosts", "wire": "throttled wire"}
 
 
-def link_figure(rows):
+def link_figure(rows: list[dict[str, Any]]) -> Picture:
     """Time against K and against p, on logarithmic scales: points are measured, lines are the formulas.
 
-    `rows` are those of bench_links.json. One bandwidth is drawn, the highest; the left panel has its largest
-    messages, the right panel the largest number of ranks that was measured in every mode.
+    `rows` are those of bench_links.json, which have the formulas' seconds. One bandwidth is drawn, the highest; the
+    left panel has its largest messages, the right panel the largest number of ranks measured in every mode.
     """
     bandwidth = max(row["bandwidth_bits_s"] for row in rows)
     rows = [row for row in rows if row["bandwidth_bits_s"] == bandwidth]
@@ -33,17 +35,17 @@ def link_figure(rows):
     picture, (by_ranks, by_size) = panels(1, 2, 10.5, 4.6, message, f"Time by ranks and by size. {message}")
     with style():
         at_size = [row for row in rows if row["bytes"] == size]
-        draw(by_ranks, at_size, "world_size", lambda name, x, costs: theory.seconds(name, size, x, costs))
+        draw(by_ranks, at_size, "world_size")
         by_ranks.set(xlabel="ranks K", ylabel="seconds", title=f"By ranks: {size / 2**20:g} MiB")
         at_ranks = [row for row in rows if row["world_size"] == ranks]
-        draw(by_size, at_ranks, "bytes", lambda name, x, costs: theory.seconds(name, x, ranks, costs))
+        draw(by_size, at_ranks, "bytes")
         by_size.set(xlabel="message p (MiB)", title=f"By size: {ranks} ranks")
         by_size.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / 2**20:g}"))
         picture.legend(handles=legend(rows), loc="outside lower center", ncols=3)
     return picture
 
 
-def draw(axes, rows, column, formula):
+def draw(axes: Axes, rows: list[dict[str, Any]], column: str) -> None:
     """One panel: for each algorithm its formula as a line and its measurements as points."""
     ticks = sorted({row[column] for row in rows})
     for mode, (marker, dashes) in LOOKS_OF_MODES.items():
@@ -51,8 +53,7 @@ def draw(axes, rows, column, formula):
         for name, (stage, _) in LOOKS.items():
             points = sorted((row for row in here if row["algorithm"] == name), key=lambda row: row[column])
             if points and name != "gloo":
-                costs = theory.Costs.of_link(points[0]["calibrated_bits_s"])
-                line = [formula(name, row[column], costs) for row in points]
+                line = [row["theory_s"] for row in points]
                 axes.plot([row[column] for row in points], line, dashes, color=STAGE_COLOURS[stage], zorder=2)
             axes.plot(
                 [row[column] for row in points], [row["measured_s"] for row in points], marker, zorder=3,
@@ -66,15 +67,15 @@ def draw(axes, rows, column, formula):
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
-def legend(rows):
+def legend(rows: list[dict[str, Any]]) -> list[Line2D]:
     """A line for each algorithm, a point for each mode that was measured."""
     names = {row["algorithm"] for row in rows}
+    points_only: dict[str, Any] = {"ls": "", "marker": "o", "mfc": "none", "ms": 11}
     handles = [
-        Line2D([], [], color=STAGE_COLOURS[stage], label=label, **({"ls": "", "marker": "o", "mfc": "none", "ms": 11}
-               if name == "gloo" else {}))
+        Line2D([], [], color=STAGE_COLOURS[stage], label=label, **(points_only if name == "gloo" else {}))
         for name, (stage, label) in LOOKS.items()
         if name in names
-    ]  # fmt: skip
+    ]
     modes = sorted({row["mode"] for row in rows})
     points = [
         Line2D([], [], ls=dashes, marker=marker, color="#555555", mfc="none", label=MODE_NAMES[mode])

@@ -8,29 +8,21 @@ import base64
 import io
 import math
 import textwrap
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import matplotlib
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-# Okabe and Ito's colours, which people with any kind of colour vision can tell apart, and three more
-STAGE_COLOURS = {
-    "1": "#A9A9A9",
-    "2": "#E69F00",
-    "3": "#D55E00",
-    "4w": "#332288",
-    "4": "#0072B2",
-    "5": "#009E73",
-    "6": "#CC79A7",
-    "7o": "#117733",
-    "7": "#56B4E9",
-    "8": "#882255",
-    "torch": "#000000",
-}
+from ..ladder import STAGES
+
+STAGE_COLOURS = {key: stage.colour for key, stage in STAGES.items()}
 SPAN_COLOURS = {
     "forward": "#9ECAE1",
     "backward": "#3F78B5",
@@ -38,7 +30,7 @@ SPAN_COLOURS = {
     "wait": "#F7C9A9",
     "update": "#1A1A1A",
 }
-_SETTINGS = {
+_SETTINGS: Any = {
     "font.size": 10,
     "axes.titlesize": 10.5,
     "axes.titleweight": "bold",
@@ -63,20 +55,28 @@ _SETTINGS = {
 
 
 @contextmanager
-def style():
+def style() -> Iterator[None]:
     """Draw in the course's style inside this block; matplotlib's settings are as before afterwards."""
     with matplotlib.rc_context(_SETTINGS):
         yield
 
 
 class Picture(Figure):
-    """A figure with a `message` (one line, what it shows) and an `alt` text (what can be seen in it)."""
+    """A figure with a `message` (one line, what it shows) and an `alt` text (what can be seen in it).
 
-    def __init__(self, width=7.2, height=3.6, message="", alt=""):
+    `kind` says where its numbers come from: measured, counted, simulated, derived. It stands at the right edge.
+    """
+
+    def __init__(self, width=7.2, height=3.6, message="", alt="", kind=""):
         super().__init__(figsize=(width, height), layout="constrained")
-        self.message, self.alt = message, alt
+        self.message, self.alt, self.kind = message, alt, kind
 
-    def png(self, dpi=None):
+    def label(self, axes: Axes) -> None:
+        """Write the kind along the right edge of `axes`."""
+        look: Any = {"fontsize": 9, "color": "#555555", "style": "italic", "rotation": 90, "va": "top"}
+        axes.annotate(self.kind, (1, 1), (5, 0), "axes fraction", textcoords="offset points", **look)
+
+    def png(self, dpi: float | None = None) -> bytes:
         """The figure as the bytes of a PNG file."""
         file = io.BytesIO()
         with style():
@@ -87,56 +87,74 @@ class Picture(Figure):
         from IPython.display import display
 
         image = base64.b64encode(self.png()).decode()
-        metadata = {"image/png": {"alt": self.alt or self.message}}
+        kind = f" ({self.kind})" if self.kind else ""
+        metadata = {"image/png": {"alt": (self.alt or self.message) + kind}}
         display({"image/png": image, "text/plain": self.message or "figure"}, metadata=metadata, raw=True)
         if self.message:
-            print(self.message)
+            print(self.message + kind)
 
 
-def panels(rows=1, columns=1, width=7.2, height=3.6, message="", alt="", **options):
+def panels(
+    rows: int = 1,
+    columns: int = 1,
+    width: float = 7.2,
+    height: float = 3.6,
+    message: str = "",
+    alt: str = "",
+    kind: str = "",
+    **options: Any,
+) -> tuple[Picture, Any]:
     """Return (picture, axes): a new figure in the course's style; `options` are those of `Figure.subplots`."""
     with style():
-        picture = Picture(width, height, message, alt)
+        picture = Picture(width, height, message, alt, kind)
         return picture, picture.subplots(rows, columns, **options)
 
 
-def stage_label(stage, name):
+def stage_label(stage: str, name: str) -> str:
     """How a stage is called in figures: "3 parameter server", "torch's DDP"."""
     return name if stage == "torch" else f"{stage} {name}"
 
 
-def compare_figure(results):
+def compare_figure(results: dict[str, Any]) -> Picture:
     """The four panels of `ddp-course compare`, from its results: loss, step time, bytes sent, timeline."""
     stages = results["stages"]
     message = comparison_message(results)
     lanes = sum(max(1, len(stage.get("timeline") or [])) for stage in stages)
     with style():
         picture = Picture(12.5, 6.2 + 0.08 * lanes, message, f"Four panels comparing {len(stages)} stages. {message}")
+        picture.kind = "measured; counted; formulas derived"
         axes = picture.subplots(2, 2, width_ratios=[1, 1.15], height_ratios=[1, 1.25])
         draw_losses(axes[0, 0], stages)
-        draw_step_times(axes[0, 1], stages, bool(results.get("link")))
+        draw_step_times(axes[0, 1], stages)
         draw_traffic(axes[1, 0], results)
         draw_stage_timelines(axes[1, 1], stages)
-        where = f"{results['problem']}, {results['world_size']} ranks, {results['device']}, {link_text(results)}"
+        emulated = results.get("emulated_device")
+        device = f"emulated devices of {emulated['text']}" if emulated else results["device"]
+        where = f"{results['problem']}, {results['world_size']} ranks, {device}, {link_text(results)}"
         picture.suptitle(f"{where}\n{message}", fontsize=11, fontweight="bold")
     return picture
 
 
-def comparison_message(results):
+def comparison_message(results: dict[str, Any]) -> str:
     """One line on what the comparison shows, computed from its numbers."""
     spread = max(stage["max_abs_diff_vs_single"] for stage in results["stages"])
-    steps = {stage["stage"]: stage["step_ms"] for stage in results["stages"]}
-    short = {"3": "server", "4": "ring", "5": "buckets"}
-    times = ", ".join(f"{name} {steps[stage]:.0f} ms" for stage, name in short.items() if stage in steps)
-    return f"all end within {spread:.0e} of one device" + (f"; a step takes: {times}" if times else "")
+    stages = {stage["stage"]: stage for stage in results["stages"]}
+    short = {name: stages[key] for key, name in {"3": "server", "4": "ring", "5": "buckets"}.items() if key in stages}
+    same = f"all end within {spread:.0e} of one device"
+    if not short:
+        return same
+    if not all(stage.get("speed_up") for stage in short.values()):
+        return f"{same}; a step takes: " + ", ".join(f"{name} {one['step_ms']:.0f} ms" for name, one in short.items())
+    gains = ", ".join(f"{name} {one['speed_up']:.1f}" for name, one in short.items())
+    return f"{results['world_size']} devices are faster than one by: {gains} times; {same}"
 
 
-def draw_losses(axes, stages):
+def draw_losses(axes: Axes, stages: list[dict[str, Any]]) -> None:
     """All loss curves on one another: the first is drawn widest, so that those above leave it visible."""
     for position, stage in enumerate(stages):
         width = 1.2 + 1.6 * (len(stages) - 1 - position)
         label = stage_label(stage["stage"], stage["name"])
-        colour = STAGE_COLOURS[stage["stage"]]
+        colour = STAGES[stage["stage"]].colour
         axes.plot(range(1, len(stage["loss"]) + 1), stage["loss"], color=colour, linewidth=width, label=label)
     axes.set(xlabel="step", ylabel="loss (nats)", title="Loss: the curves lie on one another")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -144,53 +162,56 @@ def draw_losses(axes, stages):
     axes.legend(handlelength=1.4)
 
 
-def draw_step_times(axes, stages, linked=False):
-    """A bar a stage: compute, and beside it the communication that was not hidden behind it."""
+def draw_step_times(axes: Axes, stages: list[dict[str, Any]]) -> None:
+    """A bar a stage: compute, and beside it the communication that was not hidden; a mark across it is the ideal."""
     longest = max(stage["step_ms"] for stage in stages)
     for position, stage in enumerate(stages):
         waiting = stage["communication_ms"] or 0.0
         computing = max(0.0, stage["step_ms"] - waiting)
-        colour = STAGE_COLOURS[stage["stage"]]
+        colour = STAGES[stage["stage"]].colour
         axes.barh(position, computing, color=colour, height=0.62)
         axes.barh(position, waiting, left=computing, color="white", edgecolor=colour, hatch="////", height=0.62)
-        text = f" {stage['step_ms']:.1f} ms" + (f", {waiting:.1f} waiting" if waiting >= 0.05 else "")
-        text += ", link not emulated" if linked and stage["stage"] == "torch" and not stage.get("emulated") else ""
-        axes.text(stage["step_ms"] + longest * 0.01, position, text, va="center", fontsize=9)
+        ideal = stage.get("ideal_ms")
+        if ideal:
+            axes.vlines(ideal, position - 0.42, position + 0.42, "black", linewidth=2)
+        place = max(stage["step_ms"], ideal or 0.0) + longest * 0.01
+        axes.text(place, position, " " + step_text(stage, waiting), va="center", fontsize=9)
     axes.set_yticks(range(len(stages)), [stage_label(stage["stage"], stage["name"]) for stage in stages])
     axes.invert_yaxis()
-    axes.set_xlim(0, longest * 1.42)
+    axes.set_xlim(0, longest * 1.75)
     axes.grid(axis="y", visible=False)
     axes.set(xlabel="time of a step (ms, median, slowest rank)", title="Step time: compute, and waiting for others")
-    handles = [Patch(color="#777777"), Patch(facecolor="white", edgecolor="#777777", hatch="////")]
-    axes.legend(
-        handles, ["compute", "communication not hidden"], loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2
-    )
+    handles: list[Any] = [Patch(color="#777777"), Patch(facecolor="white", edgecolor="#777777", hatch="////")]
+    labels = ["compute", "communication not hidden"]
+    if any(stage.get("ideal_ms") for stage in stages):
+        handles.append(Line2D([], [], color="black", linewidth=2, marker="|", linestyle="none", markersize=12))
+        labels.append("ideal: compute and the formula")
+    axes.legend(handles, labels, loc="upper center", bbox_to_anchor=(0.4, -0.2), ncols=3, handlelength=1.4)
 
 
-def formula_bytes(stage, world_size, nbytes):
-    """Bytes that the busiest rank sends in a step to average `nbytes` of gradients; None where there is no formula."""
-    if stage in ("3", "4w"):
-        return (world_size - 1) * nbytes
-    if stage in ("4", "5", "6"):
-        return 2 * (world_size - 1) * nbytes / world_size
-    if stage in ("7o", "7"):
-        return 3 * (world_size - 1) * nbytes / world_size
-    return None
+def step_text(stage: dict[str, Any], waiting: Any) -> str:
+    """What stands beside a bar: "95 ms, 3.4 times as fast, 12 waiting"."""
+    parts = [f"{stage['step_ms']:.1f} ms"]
+    if stage.get("speed_up") and stage["stage"] != "1":
+        parts.append(f"{stage['speed_up']:.1f} times as fast")
+    if waiting >= 0.05:
+        parts.append(f"{waiting:.0f} waiting")
+    if stage.get("on_our_wire"):
+        parts.append("on our wire")
+    return ", ".join(parts)
 
 
-def draw_traffic(axes, results):
+def draw_traffic(axes: Axes, results: dict[str, Any]) -> None:
     """Bytes sent by the busiest rank: bars are counted, a line across each is the formula."""
-    world_size, nbytes = results["world_size"], results["gradient_bytes"]
-    stages = [stage for stage in results["stages"] if stage["bytes_sent_max"] is not None]
-    counted = [stage for stage in stages if formula_bytes(stage["stage"], world_size, nbytes) is not None]
+    counted = [stage for stage in results["stages"] if None not in (stage["bytes_sent_max"], stage["bytes_formula"])]
     axes.set_title("Bytes sent by the busiest rank in a step")
     if not counted:
         axes.text(0.5, 0.5, "none of these stages sends through our own wire", ha="center", transform=axes.transAxes)
         return
     places = range(len(counted))
     heights = [stage["bytes_sent_max"] / 1e6 for stage in counted]
-    axes.bar(places, heights, width=0.6, color=[STAGE_COLOURS[stage["stage"]] for stage in counted])
-    theory = [formula_bytes(stage["stage"], world_size, nbytes) / 1e6 for stage in counted]
+    axes.bar(places, heights, width=0.6, color=[STAGES[stage["stage"]].colour for stage in counted])
+    theory = [stage["bytes_formula"] / 1e6 for stage in counted]
     axes.hlines(theory, [x - 0.4 for x in places], [x + 0.4 for x in places], "black", linewidth=1.8, label="formula")
     for place, height in zip(places, heights, strict=True):
         axes.text(place, height / 2, f"{height:.2f} MB", ha="center", va="center", color="white", fontweight="bold")
@@ -207,7 +228,7 @@ def _stacked(label):
     return "\n".join(textwrap.wrap(label.replace("whole-gradient", "whole- gradient"), 10))
 
 
-def draw_stage_timelines(axes, stages):
+def draw_stage_timelines(axes: Axes, stages: list[dict[str, Any]]) -> None:
     """One step of every stage, a lane a rank; the lower half of a lane is its communication thread."""
     row, ticks = 0.0, []
     for stage in stages:
@@ -225,7 +246,7 @@ def draw_stage_timelines(axes, stages):
     axes.legend(handles, list(SPAN_COLOURS), loc="upper center", bbox_to_anchor=(0.4, -0.13), ncols=5, handlelength=1.2)
 
 
-def draw_lane(axes, row, spans, height=0.84):
+def draw_lane(axes: Axes, row: float, spans: Iterable[Any], height: float = 0.84) -> None:
     """Draw [name, start_s, end_s, lane] spans at `row`, in ms: compute above, the communication thread below."""
     two = any(span[3] == "network" for span in spans)
     for name, start, end, lane in sorted(spans, key=lambda span: span[0] == "wait"):
@@ -235,7 +256,14 @@ def draw_lane(axes, row, spans, height=0.84):
         )
 
 
-def timeline_figure(lanes, labels=None, title="One step, a lane a rank", message="", align=False):
+def timeline_figure(
+    lanes: Sequence[Any],
+    labels: Sequence[str] | None = None,
+    title: str = "One step, a lane a rank",
+    message: str = "",
+    align: bool = False,
+    kind: str = "measured",
+) -> Picture:
     """Lanes of [name, start_s, end_s, lane] spans (or `Span`s), one a rank, times counted from the earliest start.
 
     With `align` each lane begins at 0: for lanes that did not run at the same time.
@@ -245,8 +273,9 @@ def timeline_figure(lanes, labels=None, title="One step, a lane a rank", message
     origins = starts if align else [min(starts, default=0.0)] * len(lanes)
     message = message or title
     with style():
-        picture = Picture(8.4, 1.7 + 0.45 * len(lanes), message, f"Timeline with {len(lanes)} lanes. {message}")
+        picture = Picture(8.4, 1.7 + 0.45 * len(lanes), message, f"Timeline with {len(lanes)} lanes. {message}", kind)
         axes = picture.subplots()
+        picture.label(axes)
         for row, (lane, origin) in enumerate(zip(lanes, origins, strict=True)):
             draw_lane(axes, row, [[name, start - origin, end - origin, where] for name, start, end, where in lane])
         axes.set_yticks(range(len(lanes)), labels or [f"rank {rank}" for rank in range(len(lanes))])
@@ -265,16 +294,20 @@ def _plain(span):
 
 
 def curves(
-    series, xlabel, ylabel, title, message="", theory=None, log=(), width=7.2, height=3.8, points=True, nested=False
-):
+    series: dict[str, Any], xlabel: str, ylabel: str, title: str, message: str = "",
+    theory: dict[str, Any] | None = None, log: Sequence[str] = (), width: float = 7.2, height: float = 3.8,
+    points: bool = True, nested: bool = False, bands: Any = None, ticks: Any = None, kind: str = "measured",
+) -> Picture:  # fmt: skip
     """Lines and points: `series` and `theory` are {label: (xs, ys)} or {label: (xs, ys, colour)}.
 
     `series` are measurements (points, joined when `points` is False), `theory` is drawn as lines without points.
     `log` names the axes that are logarithmic: "x", "y" or both. With `nested` each line is drawn wider than the next,
-    so that equal ones are all seen.
+    so that equal ones are all seen. `bands` are {label: (xs, lows, highs)}, the spread around a line of `series`;
+    `ticks` the places on the x axis that get a number. `kind` says what `series` are.
     """
-    picture, axes = panels(width=width, height=height, message=message or title, alt=f"{title}. {message}")
+    picture, axes = panels(width=width, height=height, message=message or title, alt=f"{title}. {message}", kind=kind)
     with style():
+        picture.label(axes)
         colours = iter(["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"] * 3)
         picked = {}
         for label, (xs, ys, *colour) in (theory or {}).items():
@@ -284,9 +317,13 @@ def curves(
             shade = colour[0] if colour else next(colours)
             width_pt = 1.8 + 3.6 * (len(series) - 1 - position) * nested
             axes.plot(xs, ys, "o" if points else "-", color=shade, label=label, linewidth=width_pt)
+            if label in (bands or {}):
+                axes.fill_between(*bands[label], color=shade, alpha=0.18, linewidth=0)
         for axis in log:
             logarithmic(axes, axis)
-        if "x" not in log:
+        if ticks:
+            axes.set_xticks(ticks, [f"{tick:,g}" for tick in ticks])
+        elif "x" not in log:
             axes.xaxis.set_major_locator(
                 MaxNLocator(integer=all(line.get_xdata().dtype.kind == "i" for line in axes.lines))
             )
@@ -300,18 +337,24 @@ def curves(
     return picture
 
 
-def name_levels(axes, labels):
+def name_levels(axes: Axes, labels: Any) -> None:
     """Write the names of horizontal lines on them, instead of into a legend, which could only lie across one."""
     for line in [line for line in axes.lines if line.get_label() in labels]:
-        place = (axes.get_xlim()[1], line.get_ydata()[0])
-        axes.annotate(line.get_label(), place, (0, 3), textcoords="offset points", ha="right", fontsize=9)
-        line.set_label("_" + line.get_label())
+        height: Any = line.get_ydata()
+        place, name = (axes.get_xlim()[1], height[0]), str(line.get_label())
+        axes.annotate(name, place, (0, 3), textcoords="offset points", ha="right", fontsize=9)
+        line.set_label("_" + name)
 
 
-def bars(heights, ylabel, title, message="", colours=None, theory=None, width=7.2, height=3.4, form="{:.3g}"):
+def bars(
+    heights: dict[str, float], ylabel: str, title: str, message: str = "", colours: Any = None,
+    theory: dict[str, Any] | None = None, width: float = 7.2, height: float = 3.4, form: str = "{:.3g}",
+    kind: str = "measured",
+) -> Picture:  # fmt: skip
     """A bar a label: `heights` is {label: number}, `theory` {label: number} is drawn as dashes across the bars."""
-    picture, axes = panels(width=width, height=height, message=message or title, alt=f"{title}. {message}")
+    picture, axes = panels(width=width, height=height, message=message or title, alt=f"{title}. {message}", kind=kind)
     with style():
+        picture.label(axes)
         places = range(len(heights))
         shades = [(colours or {}).get(label, "#0072B2") for label in heights]
         axes.bar(places, list(heights.values()), width=0.6, color=shades)
@@ -330,9 +373,9 @@ def bars(heights, ylabel, title, message="", colours=None, theory=None, width=7.
     return picture
 
 
-def images(pictures, titles, title, message=""):
+def images(pictures: Any, titles: Sequence[str], title: str, message: str = "") -> Picture:
     """A row of small grey images, such as digits: `pictures` is (N, H, W) or (N, 1, H, W)."""
-    size = {"width": 1.1 * len(pictures), "height": 1.7}
+    size: Any = {"width": 1.1 * len(pictures), "height": 1.7}
     picture, axes = panels(1, len(pictures), **size, message=message or title, alt=title)
     with style():
         for axis, image, name in zip(axes, pictures, titles, strict=True):
@@ -343,7 +386,7 @@ def images(pictures, titles, title, message=""):
     return picture
 
 
-def logarithmic(axes, axis):
+def logarithmic(axes: Axes, axis: str) -> None:
     """Make the "x" or "y" axis logarithmic, with plain numbers (0.2, 5, 1000) instead of powers."""
     getattr(axes, f"set_{axis}scale")("log")
     ticks = getattr(axes, f"{axis}axis")
@@ -354,7 +397,7 @@ def logarithmic(axes, axis):
     ticks.set_minor_formatter(NullFormatter())
 
 
-def binary_bytes(axis):
+def binary_bytes(axis: Any) -> None:
     """Label a byte axis with 4 KiB, 1 MiB and so on."""
 
     def label(value, _):
@@ -366,7 +409,7 @@ def binary_bytes(axis):
     axis.set_major_formatter(FuncFormatter(label))
 
 
-def link_text(results):
+def link_text(results: dict[str, Any]) -> str:
     """The emulated link in words: "links of 200 Mbit/s (virtual hosts)"."""
     link = results.get("link")
     if not link or not link.get("bandwidth_bits_s"):

@@ -9,11 +9,11 @@ import tempfile
 PROGRAMS = {"torchrun": ["-m", "torch.distributed.run"], "ddp-course": ["-m", "ddp_course.cli"], "python": []}
 
 
-def command(*lines, timeout=120):
+def command(*lines: str, timeout: float = 120) -> list[int]:
     """Run command lines at the same time, print each and what it prints; returns their exit codes.
 
-    Each begins with torchrun, python or ddp-course. Raises ValueError for other programs, and
-    subprocess.TimeoutExpired, with all of them ended, after `timeout` seconds.
+    Each begins with torchrun, python or ddp-course; FOLDER stands for a folder that is gone afterwards. Raises
+    ValueError for other programs, and subprocess.TimeoutExpired, with all of them ended, after `timeout` seconds.
     """
     with tempfile.TemporaryDirectory(prefix="ddp_course_", ignore_cleanup_errors=True) as folder:
         running = [_start(line, folder) for line in lines]  # torchrun leaves folders for its logs
@@ -30,7 +30,7 @@ def command(*lines, timeout=120):
 
 
 def _start(line, folder):
-    program, *arguments = shlex.split(line)
+    program, *arguments = shlex.split(line.replace("FOLDER", folder))
     if program not in PROGRAMS:
         raise ValueError(f'"{program}" is not one of {", ".join(PROGRAMS)}')
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}

@@ -1,13 +1,17 @@
 """Figures of the simulator and the theory: where scaling ends, which bucket cap is best, which algorithm wins."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter
 
 from ..measuring import theory
 from ..measuring.simulate.sweep import KNEE, knee
-from .plots import binary_bytes, panels, style
+from .plots import Picture, binary_bytes, panels, style
 
 ALGORITHM_COLOURS = {
     "parameter_server": "#D55E00",
@@ -20,25 +24,25 @@ ALGORITHM_COLOURS = {
 }
 CONTENDERS = ("parameter_server", "ring", "tree", "halving_doubling")
 RANKS = sorted([2**k for k in range(1, 13)] + [3 * 2**k for k in range(11)])  # 2, 3, 4, 6, 8, 12, …, 4096
-TICKS_MS = [factor * 10**power for power in range(5) for factor in (1, 2, 3, 5)]
 
 
-def label(algorithm):
+def label(algorithm: str) -> str:
     """How an algorithm is called in figures and tables."""
     return algorithm.replace("_", " ").replace("halving doubling", "halving-doubling")
 
 
-def scaling_figure(steps, title="Scaling efficiency"):
+def scaling_figure(steps: dict[str, Any], title: str = "Scaling efficiency") -> Picture:
     """Efficiency against K, a line an algorithm, the knee marked; `steps`: {algorithm: [Step, …]}."""
     knees = {name: knee(row) for name, row in steps.items()}
     message = "; ".join(f"{label(name)}: {_knee_text(knees[name])}" for name in steps)
-    picture, axes = panels(message=message)
+    picture, axes = panels(message=message, kind="simulated")
     with style():
+        picture.label(axes)
         draw_scaling(axes, steps, title)
     return picture
 
 
-def draw_scaling(axes, steps, title="Scaling efficiency"):
+def draw_scaling(axes: Axes, steps: dict[str, Any], title: str = "Scaling efficiency") -> None:
     """Draw `scaling_figure` into `axes`."""
     for name, row in steps.items():
         efficiencies = [100 * step.efficiency for step in row]
@@ -55,19 +59,20 @@ def draw_scaling(axes, steps, title="Scaling efficiency"):
     axes.legend(loc="lower left")
 
 
-def bucket_cap_figure(sweep, title="Step time by bucket cap"):
+def bucket_cap_figure(sweep: dict[str, Any], title: str = "Step time by bucket cap") -> Picture:
     """Step time against the bucket cap; `sweep`: {label: [(cap in MiB, Step), …]}, a line each, the best marked."""
     best = {name: min(row, key=lambda pair: pair[1].step_s) for name, row in sweep.items()}
     message = "; ".join(
         f"{name}: best cap {cap:g} MiB, {1e3 * step.step_s:.3g} ms" for name, (cap, step) in best.items()
     )
-    picture, axes = panels(message=message)
+    picture, axes = panels(message=message, kind="simulated")
     with style():
+        picture.label(axes)
         draw_bucket_caps(axes, sweep, title)
     return picture
 
 
-def draw_bucket_caps(axes, sweep, title="Step time by bucket cap"):
+def draw_bucket_caps(axes: Axes, sweep: dict[str, Any], title: str = "Step time by bucket cap") -> None:
     """Draw `bucket_cap_figure` into `axes`."""
     for name, row in sweep.items():
         (line,) = axes.plot([cap for cap, _ in row], [1e3 * step.step_s for _, step in row], "o-", ms=3.5, label=name)
@@ -84,16 +89,19 @@ def draw_bucket_caps(axes, sweep, title="Step time by bucket cap"):
     axes.legend()
 
 
-def winners_figure(costs, algorithms=CONTENDERS, ranks=RANKS):
+def winners_figure(costs: Any, algorithms: Sequence[str] = CONTENDERS, ranks: Sequence[int] = RANKS) -> Picture:
     """Which algorithm is fastest where: message size against K, on links with these `Costs`, by closed form."""
-    picture, axes = panels(height=5.4)
+    picture, axes = panels(height=5.4, kind="derived")
     with style():
+        picture.label(axes)
         names = draw_winners(axes, costs, algorithms, ranks)
     picture.message = f"fastest somewhere: {', '.join(label(name) for name in names)}"
     return picture
 
 
-def draw_winners(axes, costs, algorithms=CONTENDERS, ranks=RANKS):
+def draw_winners(
+    axes: Axes, costs: Any, algorithms: Sequence[str] = CONTENDERS, ranks: Sequence[int] = RANKS
+) -> list[str]:
     """Draw `winners_figure` into `axes`; returns the names of the algorithms that win somewhere."""
     sizes = 2.0 ** np.arange(6, 31, 0.125)
     best = [[algorithms.index(theory.best(size, count, costs, algorithms)) for size in sizes] for count in ranks]
@@ -114,7 +122,7 @@ def draw_winners(axes, costs, algorithms=CONTENDERS, ranks=RANKS):
     return names
 
 
-def simulation_figure(steps, caps, costs, title):
+def simulation_figure(steps: dict[str, Any], caps: dict[str, Any], costs: Any, title: str) -> Picture:
     """The three panels of `ddp-course simulate`: efficiency by K, step time by bucket cap, which algorithm wins."""
     message = "; ".join(f"{label(name)}: {_knee_text(knee(row))}" for name, row in steps.items())
     picture, axes = panels(1, 3, width=14, height=4.2, message=message)
@@ -123,53 +131,6 @@ def simulation_figure(steps, caps, costs, title):
         draw_bucket_caps(axes[1], caps)
         draw_winners(axes[2], costs)
         picture.suptitle(title, fontsize=11.5, fontweight="bold")
-    return picture
-
-
-def shaped_links_figure(compared):
-    """Predicted against published all-reduce times, gloo and NCCL; `compared` from `published.shaped_links()`."""
-    held_out = [row for row in compared if row["held_out"]]
-    worst = {lib: max(abs(r["error"]) for r in held_out if r["library"] == lib) for lib in ("gloo", "nccl")}
-    message = f"predicted at K = 8 from K = 4: gloo within {worst['gloo']:.1%}, NCCL within {worst['nccl']:.1%}"
-    series = []
-    for library, colour, name in (("gloo", "#D55E00", "gloo"), ("nccl", "#0072B2", "NCCL")):
-        for held, marker in ((False, "x"), (True, "o")):
-            rows = [row for row in compared if row["library"] == library and row["held_out"] == held]
-            what = "predicted" if held else "calibrated"
-            series.append((f"{name}, K = {rows[0]['K']} ({what})", marker, colour, rows))
-    return _agreement(series, "published (ms)", "All-reduce of 128 MiB over shaped links", message)
-
-
-def own_training_figure(result):
-    """Simulated against measured step times of our own training; `result` from `measured.compare()`."""
-    error = result["held_out_error"]
-    message = f"predicted from K = 2: median error {error['median']:.1%}, largest {error['largest']:.1%}"
-    series = []
-    for kind, colour in (("stage 5", "#009E73"), ("torch's DDP", "#000000")):
-        for held, marker in ((False, "x"), (True, "o")):
-            rows = [row for row in result["compared"] if row["implementation"] == kind and row["held_out"] == held]
-            ranks = sorted({row["K"] for row in rows})
-            what = "predicted" if held else "calibrated"
-            series.append((f"{kind}, K = {', '.join(map(str, ranks))} ({what})", marker, colour, rows))
-    return _agreement(series, "measured (ms)", "Step over virtual hosts", message)
-
-
-def _agreement(series, xlabel, title, message):
-    """Points (measured_ms, predicted_ms) of each (label, marker, colour, rows), and the diagonal they should be on."""
-    picture, axes = panels(message=message, height=4.2, width=6)
-    every = [row["measured_ms"] for *_, rows in series for row in rows]
-    ends = [min(every) * 0.8, max(every) * 1.25]
-    with style():
-        axes.plot(ends, ends, color="#777777", linewidth=1, label="exact")
-        for text, marker, colour, rows in series:
-            points = [[row[key] for row in rows] for key in ("measured_ms", "predicted_ms")]
-            axes.plot(*points, marker, color=colour, label=text)
-        axes.set(xscale="log", yscale="log", xlabel=xlabel, ylabel="simulated (ms)", title=title)
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_ticks([tick for tick in TICKS_MS if ends[0] <= tick <= ends[1]])
-            axis.set_minor_locator(NullLocator())
-            _whole_numbers(axis)
-        axes.legend()
     return picture
 
 

@@ -1,10 +1,13 @@
 """The course's drawings: a star, a ring, what DataParallel does with a batch, and which layer is in which bucket."""
 
 import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from matplotlib.patches import Circle, FancyArrowPatch, FancyBboxPatch, Rectangle
+from torch import nn
 
-from .plots import SPAN_COLOURS, STAGE_COLOURS, panels, style
+from .plots import SPAN_COLOURS, STAGE_COLOURS, Picture, panels, style
 
 RANK_COLOURS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#7F7F7F", "#F0E442"]
 
@@ -33,7 +36,7 @@ def _arrow(axes, start, end, colour="#444444", bend=0.0, shrink=22):
     axes.add_patch(FancyArrowPatch(start, end, connectionstyle=rounded, shrinkA=shrink, shrinkB=shrink, **options))
 
 
-def star(world_size=4):
+def star(world_size: int = 4) -> Picture:
     """The parameter server: every arrow passes through the server's one link."""
     message = f"through the server's link: {world_size - 1} gradients in, {world_size - 1} averages out"
     picture, axes = _blank(
@@ -50,7 +53,7 @@ def star(world_size=4):
     return picture
 
 
-def ring(world_size=4):
+def ring(world_size: int = 4) -> Picture:
     """The ring: every rank sends to its right neighbour only, all at the same time."""
     message = f"{world_size} links, all busy at the same time, each with one message"
     picture, axes = _blank(
@@ -73,7 +76,7 @@ def _box(axes, x, y, label, colour, width=1.5, height=0.62):
     axes.text(x, y, label, ha="center", va="center", color=shade, fontsize=9, zorder=4)
 
 
-def scatter_gather(devices=4):
+def scatter_gather(devices: int = 4) -> Picture:
     """One step of DataParallel from left to right, a row a device; the first row is the master."""
     message = "the master's row is the fullest: it holds the batch, all outputs, the loss and the sum of the gradients"
     picture, axes = _blank(9.4, 0.75 * devices + 1.1, f"A flow chart with {devices} rows. {message}", message)
@@ -83,23 +86,26 @@ def scatter_gather(devices=4):
             axes.text(2 * place, 0.75, name, ha="center", fontsize=10, fontweight="bold")
         for device in range(devices):
             colour, y = RANK_COLOURS[device % len(RANK_COLOURS)], -0.9 * device
-            axes.text(-1.0, y, "master" if device == 0 else f"device {device}", ha="right", va="center", fontsize=9.5)
-            for place, name in enumerate(
+            axes.text(-1.35, y, "master" if device == 0 else f"device {device}", ha="right", va="center", fontsize=9.5)
+            for place, step in enumerate(
                 ["shard", "model" if device == 0 else "copy", "outputs", None, "gradient", None]
             ):
-                if name:
-                    _box(axes, 2 * place, y, f"{name} {device}", colour)
+                if step:
+                    _box(axes, 2 * place, y, f"{step} {device}", colour)
             for place in (2, 4):
                 _arrow(axes, (2 * place + 0.77, y), (2 * place + 1.23, 0), colour, 0, 0)
+            for place in (0, 1) if device else ():  # the master hands out shards of the batch, and copies of its model
+                _arrow(axes, (2 * place - 0.75, -0.1), (2 * place - 0.77, y), "#888888", 0.5 / device, 0)
+            _arrow(axes, (2.77, y), (3.23, y), colour, 0, 0)
         for place, name in ((3, "all outputs\nloss"), (5, "sum of all\ngradients")):
             _box(axes, 2 * place, 0, name, "#333333", height=0.74)
         for device in range(devices):
             _arrow(axes, (6.77, 0), (7.23, -0.9 * device), "#333333", 0, 0)
-        axes.set(xlim=(-2.4, 11.0), ylim=(-0.9 * (devices - 1) - 0.5, 1.1))
+        axes.set(xlim=(-2.7, 11.0), ylim=(-0.9 * (devices - 1) - 0.5, 1.1))
     return picture
 
 
-def buckets(model, bucket_cap_mb):
+def buckets(model: nn.Module, bucket_cap_mb: float) -> Picture:
     """Which gradient travels in which bucket: a bar a parameter, in the order in which backward reaches them."""
     from ..stage5_bucketed import assign_buckets
 
@@ -129,8 +135,8 @@ def buckets(model, bucket_cap_mb):
     return picture
 
 
-def ring_states(world_size):
-    """What each rank's chunks hold after every step: a list of states[rank][chunk] = ranks added up so far.
+def ring_states(world_size: int) -> list[Any]:
+    """What each rank's chunks hold after every step: a list of `states[rank][chunk]`, the ranks added up so far.
 
     It follows the schedule of `scatter_reduce` and `allgather`; the state of step 0 is before the first message.
     """
@@ -146,14 +152,14 @@ def ring_states(world_size):
     return states
 
 
-def ring_schedule(world_size):
+def ring_schedule(world_size: int) -> list[tuple[str, Callable[..., int]]]:
     """The 2(K-1) steps as (phase, function from a rank to the chunk it sends)."""
     reduce = [("scatter-reduce", lambda rank, s=s: (rank - s) % world_size) for s in range(world_size - 1)]
     gather = [("allgather", lambda rank, s=s: (rank + 1 - s) % world_size) for s in range(world_size - 1)]
     return reduce + gather
 
 
-def ring_step(world_size=4, step=0):
+def ring_step(world_size: int = 4, step: int = 0) -> Picture:
     """The chunked ring after `step` of 2(K-1) steps: a column a rank, a row a chunk, a stripe a rank added up.
 
     The arrows are the messages of the next step; those that leave on the right come in on the left.
@@ -204,7 +210,7 @@ def _messages(axes, chunk_of, world_size):
             axes.add_patch(FancyArrowPatch((-0.36, y), (0, y), shrinkA=0, shrinkB=0, **options))
 
 
-def whole_ring_step(world_size=4, step=0):
+def whole_ring_step(world_size: int = 4, step: int = 0) -> Picture:
     """The whole-gradient ring after `step` of K-1 steps: which gradients each rank has added up."""
     message = f"after step {step} of {world_size - 1}: each rank has added {step + 1} of {world_size} gradients"
     picture, axes = panels(width=1.7 * world_size + 0.6, height=1.9, message=message, alt=message)
@@ -221,7 +227,7 @@ def whole_ring_step(world_size=4, step=0):
     return picture
 
 
-def schedule(rows, title):
+def schedule(rows: Sequence[Any], title: str) -> Picture:
     """A pipeline's timetable (rows of (instruction, start, end) from `stage8_pipeline.timetable`), a lane a rank."""
     end = max(finish for row in rows for _, _, finish in row)
     busy = sum(finish - start for row in rows for _, start, finish in row)

@@ -3,7 +3,9 @@
 import difflib
 import inspect
 import textwrap
+from collections.abc import Callable
 from html import escape
+from typing import Any
 
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
@@ -13,7 +15,7 @@ _COLOURS = {"+": "background:#D9F2E3", "-": "background:#FBDDD0", " ": ""}
 _BLOCK = "font-family:monospace;font-size:0.9em;line-height:1.35;white-space:pre;overflow-x:auto;color:#111;"
 
 
-def source(*things):
+def source(*things: Callable) -> Any:
     """Show the source of functions, classes or methods, coloured."""
     return Source("\n\n".join(text(thing) for thing in things).rstrip("\n"))
 
@@ -32,12 +34,12 @@ class Source:
         return f'<div style="{_BLOCK}background:#F7F7F7;padding:0.4em 0.6em">{coloured}</div>'
 
 
-def text(thing):
+def text(thing: Callable) -> str:
     """The source of a function or class as text, without the indentation it has in its file."""
     return textwrap.dedent(inspect.getsource(inspect.unwrap(thing)))
 
 
-def diff(before, after):
+def diff(before: Callable, after: Callable) -> Any:
     """Show what changed from one function to another: lines taken away in red, new ones in green."""
     return Diff(text(before), text(after))
 

@@ -1,25 +1,33 @@
 """Figures with sliders, and a recorder for predictions.
 
-An `Explorer` redraws one figure when a slider moves. Where no slider can work, on a printed page or a web page
-without a kernel, the figure of its first setting stands in its place.
+An `Explorer` redraws one figure when a slider moves. Where no slider can work, on a printed page, the figure of its
+first setting stands in its place; the course's web site draws every setting beforehand (`recipes`).
 """
 
 import base64
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import ipywidgets
+from IPython.display import display
+from matplotlib.patches import Patch
 
-from . import sketches
-from .plots import STAGE_COLOURS, binary_bytes, curves, draw_lane, logarithmic, panels, style
+from . import recipes, sketches
+from .plots import SPAN_COLOURS, STAGE_COLOURS, Picture, binary_bytes, curves, draw_lane, logarithmic, panels, style
 
-_LAYOUT = ipywidgets.Layout(width="460px")
-_WIDE = {"description_width": "170px"}
+_LAYOUT = ipywidgets.Layout(width="560px", max_width="100%")
+_WIDE = {"description_width": "160px"}
 BANDWIDTHS = ["100Mbit", "1Gbit", "10Gbit", "100Gbit", "400Gbit"]
 CAPS = (0.06, 0.12, 0.18, 0.25, 0.31, 0.37, 0.5)
+PLAIN = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+SIMULATED_DEVICES = [2, 8, 32, 64, 256, 1024, 4096]
 LATENCIES = ["1us", "10us", "100us", "1ms", "10ms"]
 
 
 class Explorer(ipywidgets.VBox):
     """Sliders over a figure: `draw(**values)` returns a `Picture` for the values of the `controls` by name."""
+
+    recipe = None
 
     def __init__(self, draw, **controls):
         self.draw, self.controls = draw, controls
@@ -30,36 +38,39 @@ class Explorer(ipywidgets.VBox):
             control.observe(self.redraw, "value")
         self.redraw()
 
-    def redraw(self, change=None):
+    def redraw(self, change: Any = None) -> None:
         """Draw the figure for the present values."""
         picture = self.picture()
         # The browser keeps this much room while it loads the new image: else all that is below would jump.
         self.image.width, self.image.height = (str(int(pixels)) for pixels in picture.bbox.size)
         self.image.value = picture.png()
-        self.message.value = picture.message
+        kind = f" ({picture.kind})" if picture.kind else ""
+        self.message.value, self.alt = picture.message + kind, (picture.alt or picture.message) + kind
 
-    def picture(self):
+    def picture(self) -> Picture:
         """The figure of the present values, as a plain `Picture`."""
         return self.draw(**{name: control.value for name, control in self.controls.items()})
 
     def _repr_mimebundle_(self, **options):
         bundle = super()._repr_mimebundle_(**options)
-        return {**bundle, "image/png": base64.b64encode(self.image.value).decode(), "text/plain": self.message.value}
+        bundle |= {"image/png": base64.b64encode(self.image.value).decode(), "text/plain": self.message.value}
+        return bundle | ({recipes.MIME: self.recipe} if self.recipe else {}), {"image/png": {"alt": self.alt}}
 
 
-def whole(name, value, low, high, step=1):
+def whole(name: str, value: Any, low: int, high: int, step: int = 1) -> Any:
     """A slider for a whole number."""
     return ipywidgets.IntSlider(
         value=value, min=low, max=high, step=step, description=name, layout=_LAYOUT, style=_WIDE
     )
 
 
-def choice(name, value, options):
+def choice(name: str, value: Any, options: Any) -> Any:
     """A slider over a list of values or of (label, value) pairs."""
     return ipywidgets.SelectionSlider(value=value, options=options, description=name, layout=_LAYOUT, style=_WIDE)
 
 
-def ring_stepper(world_size=4):
+@recipes.explorer
+def ring_stepper(world_size: int = 4) -> Any:
     """Step through the chunked ring: which chunk is where, and which ranks' gradients are added up in it."""
     ranks = whole("ranks K", world_size, 2, 8)
     step = whole("step", 0, 0, 2 * (world_size - 1))
@@ -71,7 +82,7 @@ def ring_stepper(world_size=4):
     return Explorer(lambda K, step: sketches.ring_step(K, min(step, 2 * (K - 1))), K=ranks, step=step)
 
 
-def predict(question, answers):
+def predict(question: str, answers: Sequence[Any]) -> "Prediction":
     """Ask before the experiment: returns a `Prediction`, whose `reveal` is called after it."""
     return Prediction(question, answers)
 
@@ -89,36 +100,51 @@ class Prediction(ipywidgets.VBox):
         super().__init__([text, self.buttons])
 
     @property
-    def guess(self):
+    def guess(self) -> Any:
         """The answer chosen so far, or None."""
         return self.buttons.value
 
     @guess.setter
-    def guess(self, answer):
+    def guess(self, answer: Any) -> Any:
         self.buttons.value = answer
 
-    def reveal(self, measured, answer):
-        """Print the guess beside the measurement (text); `answer` is the right one among the answers."""
+    def reveal(self, found: str, answer: Any, kind: str = "measured") -> None:
+        """Show the guess beside what was found (text) and its kind; `answer` is the right one among the answers."""
         if answer not in self.answers:
             raise ValueError(f"{answer!r} is not among the answers {self.answers}")
         guess = "you did not guess" if self.guess is None else f"your guess: {self.guess}"
         verdict = "" if self.guess is None else (" – right" if self.guess == answer else " – a surprise")
-        print(f"{guess}; measured: {measured}{verdict}")
+        display(Revealed(f"{guess}; {kind}: {found}{verdict}", self.answers.index(answer), found))
 
     def _repr_mimebundle_(self, **options):
         bundle = super()._repr_mimebundle_(**options)
         listed = "\n".join(f"  ( ) {answer}" for answer in self.answers)
-        return {**bundle, "text/plain": f"{self.question}\n{listed}"}
+        asked = {"question": self.question, "answers": [str(answer) for answer in self.answers]}
+        return {**bundle, "text/plain": f"{self.question}\n{listed}", recipes.MIME: asked}
 
 
-def nearest(value, answers):
+class Revealed:
+    """The line that a `Prediction` shows in the end, and for a page without a kernel what it needs to write it anew."""
+
+    def __init__(self, line, right, measured):
+        self.line, self.right, self.measured = line, right, measured
+
+    def __repr__(self):
+        return self.line
+
+    def _repr_mimebundle_(self, **options):
+        return {"text/plain": self.line, recipes.MIME: {"right": self.right, "measured": self.measured}}
+
+
+def nearest(value: Any, answers: Sequence[Any]) -> Any:
     """The number among `answers` that is nearest to `value` in ratio: to find the right one of a `Prediction`."""
     return min(
         answers, key=lambda answer: max(value, 1e-300) / answer if answer < value else answer / max(value, 1e-300)
     )
 
 
-def alpha_beta_explorer(bandwidth="10Gbit", latency="100us", world_size=8):
+@recipes.explorer
+def alpha_beta_explorer(bandwidth: str = "10Gbit", latency: str = "100us", world_size: int = 8) -> Any:
     """Which all-reduce is the fastest for which message size: sliders for the link and the number of ranks."""
     return Explorer(
         alpha_beta_figure,
@@ -128,7 +154,7 @@ def alpha_beta_explorer(bandwidth="10Gbit", latency="100us", world_size=8):
     )
 
 
-def alpha_beta_figure(bandwidth="10Gbit", latency="100us", world_size=8):
+def alpha_beta_figure(bandwidth: str = "10Gbit", latency: str = "100us", world_size: int = 8) -> Picture:
     """Time of an all-reduce by message size for four algorithms, from the closed forms of `theory`."""
     from ..measuring import theory
     from ..running.units import bits_per_second, seconds
@@ -142,26 +168,29 @@ def alpha_beta_figure(bandwidth="10Gbit", latency="100us", world_size=8):
     winners = f"{first} wins" if first == last else f"{first} wins small, {last} large"
     title = f"{bandwidth}/s, {latency}, {world_size} ranks: {winners}"
     lines = {name: (sizes, [1000 * t for t in times[name]], colours[name]) for name in chosen}
-    picture = curves({}, "message", "time (ms)", title, theory=lines, log="xy", height=3.6)
+    picture = curves({}, "message", "time (ms)", title, theory=lines, log="xy", height=3.6, kind="derived")
     picture.axes[0].set_xticks([2**6, 2**10, 2**15, 2**20, 2**25, 2**30])
     binary_bytes(picture.axes[0].xaxis)
     picture.axes[0].minorticks_off()  # nobody reads those, and they took more than half of the time to draw
     return picture
 
 
-def bucket_explorer(profile, world_size, network, measured, caps=CAPS):
+@recipes.explorer
+def bucket_explorer(
+    profile: Any, world_size: int, network: Any, measured: dict[float, float], caps: Sequence[float] = CAPS
+) -> Any:
     """Choose the bucket cap: the simulated step of `profile`, and step times by cap beside `measured` {MiB: ms}."""
     steps = simulated_steps(profile, world_size, network, caps)
     cap = choice("bucket cap (MiB)", caps[len(caps) // 2], [(f"{size:g}", size) for size in caps])
     return Explorer(lambda cap: _bucket_figure(steps, measured, cap), cap=cap)
 
 
-def bucket_figure(profile, world_size, network, measured, cap):
+def bucket_figure(profile: Any, world_size: int, network: Any, measured: dict[float, float], cap: float) -> Picture:
     """The plain figure of `bucket_explorer` for one `cap`."""
     return _bucket_figure(simulated_steps(profile, world_size, network, sorted({*CAPS, cap})), measured, cap)
 
 
-def simulated_steps(profile, world_size, network, caps):
+def simulated_steps(profile: Any, world_size: int, network: Any, caps: Sequence[float]) -> dict[float, Any]:
     """{cap in MiB: simulated step} of stage 5 with `profile`."""
     from ..measuring.simulate import simulate
 
@@ -172,9 +201,15 @@ def _bucket_figure(steps, measured, cap):
     step = steps[cap]
     hidden = 100 * (1 - min(1.0, step.exposed_s / step.communication_s)) if step.communication_s else 100
     message = f"cap {cap:g} MiB: {len(step.buckets)} bucket(s), step {1000 * step.step_s:.1f} ms, {hidden:.0f} % hidden"
-    picture, (above, below) = panels(2, 1, height=4.2, message=message, alt=message, height_ratios=[1, 3])
+    picture, (above, below) = panels(
+        2, 1, height=4.4, message=message, alt=message, kind="simulated", height_ratios=[1, 3]
+    )
     with style():
+        picture.label(above)
         draw_lane(above, 0, [[span.name, span.start, span.end, span.lane] for span in step.spans])
+        drawn = [name for name in SPAN_COLOURS if any(span.name == name for span in step.spans)]
+        handles = [Patch(color=SPAN_COLOURS[name]) for name in drawn]
+        picture.legend(handles, drawn, loc="outside lower center", ncols=5, handlelength=1.2)
         above.set(xlim=(0, 1050 * max(one.step_s for one in steps.values())), ylim=(0.6, -0.6), yticks=[])
         above.set(title=message)
         above.set_xlabel("time in the simulated step (ms)")
@@ -189,69 +224,101 @@ def _bucket_figure(steps, measured, cap):
     return picture
 
 
-def decision_chart(billions=7, memory_gb=24, devices=8, bandwidth="100Gbit"):
-    """Which strategy for which model and machine: sliders, memory a device for each strategy, and a recommendation."""
+@recipes.explorer
+def decision_chart(
+    decide: Callable[..., Any], billions: int = 7, memory_gb: int = 80, devices: int = 16, bandwidth: str = "100Gbit"
+) -> Any:
+    """Which way for which model and machine: sliders over `decision_figure`; `decide` is that of `measuring.plans`."""
     return Explorer(
-        decision_figure,
+        lambda **setting: decision_figure(setting, *decide(**setting)),
         billions=choice("parameters (billions)", billions, [0.1, 0.3, 1, 3, 7, 13, 30, 70, 180, 400]),
         memory_gb=choice("memory a device (GB)", memory_gb, [8, 16, 24, 40, 80, 141, 192]),
         devices=choice("devices", devices, [1, 2, 4, 8, 16, 64, 256, 1024]),
-        bandwidth=choice("link between devices", bandwidth, BANDWIDTHS),
+        per_host=choice("devices a host", min(8, devices), [1, 2, 4, 8]),
+        bandwidth=choice("link of a host", bandwidth, BANDWIDTHS),
+        samples=choice("samples a device", 4, [1, 2, 4, 8, 16]),
     )
 
 
-def memory_needed(billions, devices):
-    """GB a device for each strategy: 16 bytes a parameter (float32, Adam) and a fifth more for activations.
-
-    Fully sharded, two blocks of 1/32 of the model are whole at a time.
-    """
-    whole = 1.2 * 16 * billions
-    return {
-        "DDP": whole,
-        "ZeRO-1": 1.2 * (8 + 8 / devices) * billions,
-        "fully sharded": whole / devices + 2 * 4 * billions / 32,
-        "pipeline": whole / devices,
-    }
-
-
-def decide(billions, memory_gb, devices, bandwidth):
-    """Return (strategy, reason): the simplest one that fits, fully sharded only where its traffic takes under 60 s."""
-    from ..running.units import bits_per_second
-
-    needed = memory_needed(billions, devices)
-    fits = [name for name, size in needed.items() if size <= memory_gb]
-    if devices == 1:
-        return ("one device", "it fits") if "DDP" in fits else ("more devices", "one is too small for this model")
-    gathering_s = 3 * (devices - 1) / devices * 4e9 * billions * 8 / bits_per_second(bandwidth)
-    if "fully sharded" in fits and "ZeRO-1" not in fits and gathering_s > 60 and "pipeline" in fits:
-        return "pipeline", f"gathering parameters would take {gathering_s:,.0f} s a step"
-    reasons = {"DDP": "everything fits on each device", "ZeRO-1": "all but the optimizer state fits"}
-    for name in ("DDP", "ZeRO-1", "fully sharded", "pipeline"):
-        if name in fits:
-            return name, reasons.get(name, f"only split over {devices} devices it fits")
-    return "more devices", f"even split over {devices} it does not fit"
-
-
-def decision_figure(billions=7, memory_gb=24, devices=8, bandwidth="100Gbit"):
-    """The plain figure of `decision_chart`."""
-    needed = memory_needed(billions, devices)
-    name, reason = decide(billions, memory_gb, devices, bandwidth)
-    message = f"{billions:g} billion parameters, {devices} x {memory_gb} GB: {name} ({reason})"
-    picture, axes = panels(width=7.2, height=2.6, message=message, alt=f"Bars of memory a device. {message}")
+def decision_figure(setting: dict[str, Any], chosen: Any, reason: str, plans: Sequence[Any]) -> Picture:
+    """Memory and step time of each plan for a `setting` (a dict); grey ones do not fit, the chosen one is black."""
+    billions, memory_gb, devices = (setting[key] for key in ("billions", "memory_gb", "devices"))
+    machine = f"{billions:g} billion parameters, {devices} x {memory_gb} GB"
+    message = f"{machine}: {chosen.name if chosen else 'more devices'} ({reason}; derived)"
+    size: Any = {"width": 9.4, "height": 1.5 + 0.26 * len(plans)}
+    picture, axes = panels(1, 2, **size, message=message, alt=f"Bars of memory and time. {message}", sharey=True)
     with style():
-        colours = [STAGE_COLOURS["6"], STAGE_COLOURS["7"], STAGE_COLOURS["7"], STAGE_COLOURS["8"]]
-        shades = [
-            colour if size <= memory_gb else "#D9D9D9" for colour, size in zip(colours, needed.values(), strict=True)
-        ]
-        axes.barh(range(4), list(needed.values()), color=shades, height=0.6)
-        axes.axvline(memory_gb, color="black", linestyle="--")
-        logarithmic(axes, "x")
-        low, high = min([*needed.values(), memory_gb]), max([*needed.values(), memory_gb])
-        axes.set(xlim=(low / 8, high * 2), ylim=(3.6, -0.6), xlabel="memory a device (GB); dashed: what it has")
-        for row, size in enumerate(needed.values()):
-            shade = "white" if size <= memory_gb and row != 2 else "black"
-            axes.text(low / 7.5, row, f"{size:,.3g} GB", va="center", color=shade, fontsize=9)
-        axes.set_yticks(range(4), list(needed))
-        axes.grid(axis="y", visible=False)
-        axes.set_title(f"{name}: {reason}")
+        for panel, column, unit in ((axes[0], "memory_gb", "GB"), (axes[1], "step_s", "s")):
+            values = [getattr(p, column) for p in plans]
+            colours = ["#000000" if p == chosen else STAGE_COLOURS["6"] if p.fits else "#D9D9D9" for p in plans]
+            panel.barh(range(len(plans)), values, color=colours, height=0.6)
+            for row, value in enumerate(values):
+                text = f" {value:,.0f} {unit}" if value >= 10 else f" {value:.2g} {unit}"
+                panel.text(value, row, text, va="center", fontsize=9, bbox=PLAIN)
+            logarithmic(panel, "x")
+            panel.set_xlim(min(values) / 3, max(*values, memory_gb if unit == "GB" else 0) * 6)
+            panel.grid(axis="y", visible=False)
+        axes[0].axvline(memory_gb, color="black", linestyle="--")
+        axes[0].set(xlabel="memory a device (GB); dashed: what it has", ylim=(len(plans) - 0.4, -0.6))
+        axes[0].set_yticks(range(len(plans)), [p.name for p in plans])
+        axes[1].set(xlabel="time of a step (s, derived)")
+        picture.suptitle(f"{chosen.name if chosen else 'More devices'}: {reason}", fontsize=10.5, fontweight="bold")
+    return picture
+
+
+@recipes.explorer
+def pipeline_explorer(world_size: int = 4, microbatches: int = 8) -> Any:
+    """A pipeline's timetable, and how long the ranks idle: sliders for schedule, ranks and micro-batches."""
+    return Explorer(
+        pipeline_figure,
+        schedule=choice("schedule", "gpipe", [("GPipe", "gpipe"), ("1F1B", "one_forward_one_backward")]),
+        world_size=whole("ranks K", world_size, 2, 8),
+        microbatches=choice("micro-batches M", microbatches, [1, 2, 4, 8, 12, 16]),
+    )
+
+
+def pipeline_figure(schedule: str = "gpipe", world_size: int = 4, microbatches: int = 8) -> Picture:
+    """The plain figure of `pipeline_explorer`; `schedule` is the name of a function of `stage8_pipeline`."""
+    from .. import stage8_pipeline
+
+    rows = stage8_pipeline.timetable(getattr(stage8_pipeline, schedule)(world_size, microbatches))
+    name = {"gpipe": "GPipe", "one_forward_one_backward": "1F1B"}[schedule]
+    return sketches.schedule(rows, f"{name}, {world_size} ranks, {microbatches} micro-batches")
+
+
+@recipes.explorer
+def simulator_explorer(profile: Any, latency: str = "10us", devices: int = 64, bandwidth: str = "10Gbit") -> Any:
+    """Simulated DDP of a `profile` on up to 4,096 devices joined by a ring: where the time of a step goes."""
+    return Explorer(
+        lambda devices, bandwidth, cap: simulator_figure(profile, latency, devices, bandwidth, cap),
+        devices=choice("devices", devices, SIMULATED_DEVICES),
+        bandwidth=choice("bandwidth", bandwidth, BANDWIDTHS),
+        cap=choice("bucket cap (MiB)", 25, [1, 5, 25, 100]),
+    )
+
+
+def simulator_figure(
+    profile: Any, latency: str = "10us", devices: int = 64, bandwidth: str = "10Gbit", cap: float = 25
+) -> Picture:
+    """The plain figure of `simulator_explorer`: the simulated step above, efficiency by number of devices below."""
+    from ..measuring.simulate import Network, simulate
+    from ..measuring.theory import Costs
+    from ..running.units import bits_per_second, seconds
+
+    network = Network(Costs.of_link(bits_per_second(bandwidth), seconds(latency)))
+    steps = {count: simulate(profile, count, network, bucket_cap_mb=cap) for count in SIMULATED_DEVICES}
+    step, efficiency = steps[devices], {count: 100 * one.compute_s / one.step_s for count, one in steps.items()}
+    message = f"{devices:,} devices, {bandwidth}/s: a step of {1000 * step.step_s:,.0f} ms, simulated"
+    message += f", efficiency {efficiency[devices]:.0f} %"
+    picture, (above, below) = panels(2, 1, height=4.2, message=message, alt=message, height_ratios=[1, 3])
+    with style():
+        draw_lane(above, 0, [[span.name, span.start, span.end, span.lane] for span in step.spans])
+        above.set(ylim=(0.6, -0.6), yticks=[], title=message)
+        above.set_xlabel("time in the simulated step (ms)")
+        below.plot(list(efficiency), list(efficiency.values()), ".-", color=STAGE_COLOURS["5"])
+        below.plot([devices], [efficiency[devices]], "o", color="black", markersize=9)
+        logarithmic(below, "x")
+        below.set_xticks(SIMULATED_DEVICES, [f"{count:,}" for count in SIMULATED_DEVICES])
+        below.minorticks_off()
+        below.set(xlabel="devices", ylabel="efficiency (%)", ylim=(0, 105))
     return picture

@@ -12,6 +12,9 @@ the same amount of data, nobody accumulates. One file a feature, in reading orde
     sync_batchnorm   batch normalisation over the whole batch
     uneven           ranks that run out of data early
     automatic        bucket_cap_mb="auto"
+    mixed_precision  compute and communicate in half precision
+    in_backward      optimizers that step inside backward
+    torch_names      what code written for torch's class asks for
     ddp              the class that puts it together
 
 Source: Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB 2020.
@@ -27,9 +30,9 @@ from .sync_batchnorm import SyncBatchNorm
 __all__ = ["DistributedDataParallel", "GradBucket", "SyncBatchNorm", "train"]
 
 
-def train(model, batches, lr, bucket_cap_mb=None):
+def train(model, batches, lr, bucket_cap_mb=None, all_reduce=None):
     """Train `model` in place on this rank's share of each batch; return this rank's loss of every step."""
-    parallel = DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb)
+    parallel = DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb, all_reduce=all_reduce)
     optimizer = SGD(model.parameters(), lr=lr)
     losses = []
     for inputs, targets in batches:

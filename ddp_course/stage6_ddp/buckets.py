@@ -76,22 +76,27 @@ class Bucket:
     (not on CUDA, where copies are fast and another stream may still be reading the memory that they left).
     """
 
-    def __init__(self, index, parameters, as_view, lends):
-        self.index, self.parameters, self.as_view = index, parameters, as_view
+    def __init__(self, index, parameters, as_view, lends, dtype=None):
+        self.index, self.parameters, self.dtype = index, parameters, dtype or parameters[0].dtype
+        self.as_view = as_view and self.dtype == parameters[0].dtype
         self.lends = lends and parameters[0].device.type == "cpu"
         self.missing = len(parameters)
         self.allocate()
-        if as_view:
+        if self.as_view:
             self.adopt()
 
     def allocate(self):
         """Take new memory for the flat tensor and its views."""
-        sizes, like = [parameter.numel() for parameter in self.parameters], self.parameters[0]
-        self.flat = torch.empty(sum(sizes), dtype=like.dtype, device=like.device)
-        offsets = [0, *accumulate(sizes[:-1])]
-        self.views = [view_at(self.flat, *pair) for pair in zip(offsets, self.parameters, strict=True)]
+        size = sum(parameter.numel() for parameter in self.parameters)
+        self.flat = torch.empty(size, dtype=self.dtype, device=self.parameters[0].device)
+        self.views = self.views_of(self.flat)
         if self.lends:
             self.views = [own_storage(view) for view in self.views]
+
+    def views_of(self, flat):
+        """The windows of `flat` in which the gradients lie, in their shapes."""
+        offsets = [0, *accumulate(parameter.numel() for parameter in self.parameters[:-1])]
+        return [view_at(flat, *pair) for pair in zip(offsets, self.parameters, strict=True)]
 
     @torch.no_grad()
     def adopt(self):
@@ -157,9 +162,14 @@ class Bucket:
 class SparseBucket:
     """The bucket of one parameter with sparse gradients: there is nothing to lay out, the gradient travels as it is."""
 
-    def __init__(self, index, parameters, as_view, lends):
+    def __init__(self, index, parameters, as_view, lends, dtype=None):
         self.index, self.parameters, self.views = index, parameters, []
         self.flat, self.missing = None, 1
+
+    @staticmethod
+    def views_of(flat):
+        """None: nothing is laid out."""
+        return []
 
     def take(self, slot, divisor):
         """Keep the gradient, over `divisor`; a rank that did not use the parameter adds a tensor without entries."""

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ..errors import MismatchError
 
-UNSUPPORTED = "delay_all_reduce_named_params", "param_to_hook_all_reduce", "mixed_precision"
+UNSUPPORTED = "delay_all_reduce_named_params", "param_to_hook_all_reduce"
 
 
 def refuse_unsupported(*values):

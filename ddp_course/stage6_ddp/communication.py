@@ -9,13 +9,13 @@ it returns waits for the end, and returns the tensor with the result:
 """
 
 import inspect
-from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
 
 import torch
 import torch.distributed as dist
 
 from ..running import wire
+from ..running.communication import communication_thread
 
 
 class GradBucket:
@@ -72,40 +72,22 @@ def by_backend(group=None):
 
 
 def by_algorithm(all_reduce, group=None):
-    """One of our own, such as `ring_all_reduce`: in one thread, first in first out, so that all ranks keep one order.
-
-    On CUDA it works on a stream of its own, which first waits for the gradients. Sparse gradients go to the backend.
-    """
-    thread = ThreadPoolExecutor(1, "communication")
-    backend = by_backend(group)
-
-    def run(tensor, ready):
-        with torch.no_grad(), torch.cuda.stream(ready and torch.cuda.Stream(tensor.device)):
-            if ready:
-                ready.wait()
-            all_reduce(tensor, group=group)
-            return computed(tensor)
+    """One of our own, such as `ring_all_reduce`, in the communication thread; sparse gradients go to the backend."""
+    thread, backend = communication_thread(group), by_backend(group)
 
     def start(bucket):
         tensor = bucket.buffer()
         if tensor.is_sparse:
             return backend(bucket)
-        job = thread.submit(run, tensor, computed(tensor))
+        done = thread.start(lambda group: all_reduce(tensor, group=group), tensor.device)
 
         def wait():
-            finished = job.result()
-            if finished:
-                finished.wait()
+            done()
             return tensor
 
         return wait
 
     return start
-
-
-def computed(tensor):
-    """On CUDA, an event that marks all work queued so far for `tensor`; on the CPU work is done at once: None."""
-    return torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
 
 
 def by_hook(hook, state):

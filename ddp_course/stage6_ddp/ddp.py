@@ -1,7 +1,6 @@
 """The wrapper: everything from the files before, behind the interface of torch's own."""
 
 import copy
-import warnings
 from contextlib import contextmanager
 
 import torch
@@ -9,7 +8,8 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.utils._pytree import tree_map_only
 
-from . import automatic
+from ..running.communication import keep_for_backward
+from . import automatic, in_backward
 from .buckets import NO_LIMIT, size_limits
 from .buffers import broadcast_buffers as broadcast_named_buffers
 from .buffers import broadcast_tensors
@@ -24,12 +24,14 @@ from .checks import (
     trainable,
 )
 from .communication import by_algorithm, by_backend, by_hook, check_hook
+from .mixed_precision import LowPrecision
 from .reducer import Reducer
+from .torch_names import TorchNames, warn_of_old_names
 from .uneven import Shadow, active_ranks, common_rank, others_synchronise
 from .unused import behind_entrance, tensors_in
 
 
-class DistributedDataParallel(torch.nn.Module, Joinable):
+class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
     """A drop-in for `torch.nn.parallel.DistributedDataParallel` on gloo and NCCL, in Python.
 
     Gradients are averaged over `process_group` by the time `backward()` returns. Arguments as torch's:
@@ -44,11 +46,12 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
       bucket_cap_mb_list: the sizes of the first, second, … bucket.
     - find_unused_parameters, static_graph: for models whose parameters do not all get a gradient in each pass.
     - gradient_as_bucket_view: gradients stay in the buckets from pass to pass; saves their memory and two copies.
+    - mixed_precision: torch's `_MixedPrecision`, the dtypes to compute and to communicate in.
     - all_reduce (not torch's): one of ours, `all_reduce(tensor, group=…)`, summing in place; None is the backend's own.
 
     Accepted without effect: dim and check_reduction (torch ignores them too), batched_grad_copy and
     skip_all_reduce_unused_params (optimisations that leave results alone). Not supported, and refused with
-    NotImplementedError: delay_all_reduce_named_params, param_to_hook_all_reduce, mixed_precision (use torch.autocast).
+    NotImplementedError: delay_all_reduce_named_params, param_to_hook_all_reduce.
 
     Raises RuntimeError if nothing is trainable or (MismatchError) models differ between ranks, ValueError for
     impossible settings. Source: Li et al., PyTorch Distributed, VLDB 2020, and the documented behaviour of torch 2.13.
@@ -78,10 +81,11 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         forward_sync_buffers=None,
         all_reduce=None,
     ):
-        refuse_unsupported(delay_all_reduce_named_params, param_to_hook_all_reduce, mixed_precision)
+        refuse_unsupported(delay_all_reduce_named_params, param_to_hook_all_reduce)
+        warn_of_old_names(broadcast_buffers, forward_sync_buffers, check_reduction)
         super().__init__()
         Joinable.__init__(self)
-        self.process_group = group_of(process_group, device_mesh)
+        self.process_group, self.device_mesh = group_of(process_group, device_mesh), device_mesh
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         parameters = trainable(module, self.parameters_to_ignore)
         self.module, self.dim, self.device = module, dim, next(iter(parameters.values())).device
@@ -93,11 +97,12 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self.all_reduce, self.comm_hook, self.buffer_hook = all_reduce, None, None
         self.require_backward_grad_sync = self.require_forward_param_sync = True
         self.forward_sync_buffers = first_given(forward_sync_buffers, broadcast_buffers, True)
-        if check_reduction:
-            warnings.warn("check_reduction is deprecated and has no effect", FutureWarning, stacklevel=2)
         if init_sync:
             same_on_all_ranks(parameters, self.process_group)
             self.sync_model(0, forward_sync_buffers is not None or broadcast_buffers is not False)
+        self.started = self.joins = False
+        self.clones_outputs, self.mixed_precision = True, mixed_precision
+        self.low = LowPrecision(mixed_precision, module, self.parameters_to_ignore) if mixed_precision else None
         self.make_reducer()
 
     def make_reducer(self):
@@ -114,6 +119,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             start,
             sparse=sparse_parameters(self.module),
             as_view=self.gradient_as_bucket_view,
+            dtype=self.low and self.low.communicate,
             find_unused=self.find_unused_parameters,
             static_graph=self.static_graph,
         )
@@ -132,17 +138,19 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         if self.device_ids:
             move = lambda tensor: tensor.to(self.device, non_blocking=True)  # noqa: E731
             inputs, kwargs = tree_map_only(torch.Tensor, move, (inputs, kwargs))
-        outputs = self.module(*inputs, **kwargs)
+        outputs = (self.low or self.module)(*inputs, **kwargs)
         if self.syncs_buffers("POST_FORWARD"):
             self.sync_buffers()
         self.require_forward_param_sync = synchronising
-        return self.before_backward(outputs) if synchronising else outputs
+        return keep_for_backward(self, self.before_backward(outputs)) if synchronising else outputs
 
     def before_forward(self):
         """The collectives at the beginning of an iteration, in the order that shadowing ranks follow."""
+        if not self.started:
+            self.started, self.reducer.in_backward = True, in_backward.take_over(self.reducer.parameters)
         announced = Join.notify_join_context(self)
-        if announced and not self.divides_by_initial_world_size:
-            self.reducer.divisor = active_ranks(announced)
+        by_active = announced and not self.divides_by_initial_world_size
+        self.reducer.divisor = active_ranks(announced) if by_active else dist.get_world_size(self.process_group)
         if torch.is_grad_enabled():
             self.reducer.rebuild()
         if self.syncs_buffers("PRE_FORWARD"):
@@ -155,9 +163,9 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         reducer = self.reducer
         reducer.expect(tensors_in(outputs) if reducer.keeps_layout else None)
         if reducer.keeps_layout:
-            return behind_entrance(outputs, lambda: None)
+            return behind_entrance(outputs, lambda: None, self.clones_outputs)
         if self.static_graph and reducer.counts is None:
-            return behind_entrance(outputs, reducer.first_backward)
+            return behind_entrance(outputs, reducer.first_backward, self.clones_outputs)
         return outputs
 
     @contextmanager
@@ -240,13 +248,6 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         """Have the registered hook communicate; it divides by itself."""
         self.reducer.start, self.reducer.hooked = by_hook(*self.comm_hook), True
 
-    def _register_builtin_comm_hook(self, comm_hook_type):
-        """torch's built-in hooks, `torch.distributed.BuiltinCommHookType`: plain and fp16 all-reduce."""
-        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
-        names = {"ALLREDUCE": default_hooks.allreduce_hook, "FP16_COMPRESS": default_hooks.fp16_compress_hook}
-        self.register_comm_hook(self.process_group, names[comm_hook_type.name])
-
     def _register_buffer_comm_hook(self, state, hook, comm_hook_location=None):
         """Let `hook(state, {name: buffer})` synchronise the buffers; by default after the forward pass.
 
@@ -296,40 +297,3 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self.process_group = dist.group.WORLD
         self.comm_hook = self.buffer_hook = None
         self.make_reducer()
-
-    @property
-    def broadcast_buffers(self):
-        """The older name of `forward_sync_buffers`."""
-        return self.forward_sync_buffers
-
-    @broadcast_buffers.setter
-    def broadcast_buffers(self, value):
-        self.forward_sync_buffers = value
-
-    def _set_static_graph(self):
-        """As `static_graph=True` in the constructor; before the first forward pass."""
-        self.static_graph = True
-        self.make_reducer()
-
-    @staticmethod
-    def _set_params_and_buffers_to_ignore_for_model(module, params_and_buffers_to_ignore):
-        """Leave these names out of everything; call it before wrapping `module`."""
-        module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore
-
-    def _get_ddp_logging_data(self):
-        """Settings and the state of the buckets (sizes in bytes), under torch's names, as far as they apply."""
-        reducer = self.reducer
-        found = {
-            "module_name": type(self.module).__name__,
-            "rank": dist.get_rank(self.process_group),
-            "world_size": dist.get_world_size(self.process_group),
-            "num_parameter_tensors": len(reducer.parameters),
-            "total_parameter_size_bytes": sum(self.first_sizes),
-            "bucket_sizes": ", ".join(map(str, self.first_sizes)),
-            "has_rebuilt_buckets": int(reducer.rebuilt),
-            "broadcast_buffers": int(self.forward_sync_buffers),
-            "find_unused_parameters": int(self.find_unused_parameters),
-            "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
-            "static_graph": int(self.static_graph),
-        }
-        return found | ({"rebuilt_bucket_sizes": ", ".join(map(str, reducer.sizes))} if reducer.rebuilt else {})

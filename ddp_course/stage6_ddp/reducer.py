@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 
 from ..running import wire
+from . import in_backward
 from .automatic import best_limits
 from .buckets import Bucket, SparseBucket, assign_buckets
 from .communication import GradBucket
-from .unused import not_finished, ready_twice, used_anywhere, used_by
+from .unused import not_finished, ready_twice, used_anew, used_anywhere, used_by
 
 engine = torch.autograd.Variable._execution_engine
 
@@ -29,23 +30,33 @@ class Reducer:
     """Average the gradients of `parameters`, {name: parameter}, over `group` while backward runs.
 
     `limits` are the bucket sizes in bytes of the first pass, and those afterwards; `sparse` are the parameters with
-    sparse gradients, `start` is a way to communicate.
+    sparse gradients, `start` is a way to communicate, `dtype` that of the buckets (None: the parameters').
     With `find_unused` or `static_graph` some parameters may get no gradient.
     """
 
     def __init__(
-        self, parameters, group, limits, start, sparse=(), as_view=False, find_unused=False, static_graph=False
+        self,
+        parameters,
+        group,
+        limits,
+        start,
+        sparse=(),
+        as_view=False,
+        dtype=None,
+        find_unused=False,
+        static_graph=False,
     ):
         self.names, self.parameters = list(parameters), list(parameters.values())
         self.index_of = {parameter: index for index, parameter in enumerate(self.parameters)}
         self.sparse = {self.index_of[parameter] for parameter in sparse if parameter in self.index_of}
-        self.group, self.limits, self.start, self.as_view = group, limits[1], start, as_view
+        self.group, self.limits, self.start, self.as_view, self.dtype = group, limits[1], start, as_view, dtype
         self.find_unused, self.static_graph = find_unused, static_graph
         self.keeps_layout = find_unused and not static_graph  # the order may change: rebuilding makes no sense
         self.lends = not (as_view or find_unused or static_graph)  # an untouched gradient must stay where it is
-        self.divisor, self.hooked = dist.get_world_size(group), False
+        self.divisor, self.hooked, self.in_backward = dist.get_world_size(group), False, set()
         self.order, self.rebuilt, self.expecting = [], False, False
         self.used = [0] * len(self.parameters)
+        self.use_seen = [0] * len(self.parameters)  # by how many ranks, in the last pass that asked
         self.counts = None  # static_graph: how often each gradient was computed in the first iteration
         self.post_backward = []
         self.link, self.moments = None, []  # bucket_cap_mb="auto": alpha and beta, and when each gradient was ready
@@ -68,7 +79,8 @@ class Reducer:
         self.buckets, self.home = [], [None] * len(self.parameters)
         for members in layout:
             kind = SparseBucket if members[0] in self.sparse else Bucket
-            bucket = kind(len(self.buckets), [self.parameters[index] for index in members], self.as_view, self.lends)
+            parameters = [self.parameters[index] for index in members]
+            bucket = kind(len(self.buckets), parameters, self.as_view, self.lends, self.dtype)
             self.buckets.append(bucket)
             for slot, index in enumerate(members):
                 self.home[index] = bucket, slot
@@ -99,8 +111,8 @@ class Reducer:
     def check_finished(self):
         """Raise RuntimeError, naming parameters, if a backward pass began and not all buckets left."""
         if self.ready and self.expecting:
-            missing = [name for index, name in enumerate(self.names) if index not in self.ready]
-            raise RuntimeError(not_finished(missing, dist.get_rank(self.group), self.static_graph))
+            missing = {index: name for index, name in enumerate(self.names) if index not in self.ready}
+            raise RuntimeError(not_finished(missing, dist.get_rank(self.group), self.static_graph, self.find_unused))
 
     def rebuild(self):
         """Once, after the first synchronised backward pass: lay the buckets out again, in rank 0's order."""
@@ -142,10 +154,10 @@ class Reducer:
             self.used[index] = 1  # counts in no_sync passes too: the accumulated gradient will be averaged later
         if not self.expecting:
             return
-        if self.static_graph and not self.one_of_its_last(index):
-            return
         while self.unused_here:
             self.mark_ready(self.unused_here.pop(0))
+        if self.static_graph and not self.one_of_its_last(index):
+            return
         self.mark_ready(index)
 
     def one_of_its_last(self, index):
@@ -156,7 +168,7 @@ class Reducer:
             return False
         self.remaining[index] -= 1
         if self.remaining[index] < 0:
-            raise RuntimeError(f"static_graph=True, but the graph has changed: {self.names[index]} was not used before")
+            raise RuntimeError(used_anew(self.names[index]))
         return self.remaining[index] == 0
 
     def mark_ready(self, index):
@@ -185,7 +197,8 @@ class Reducer:
     def as_grad_bucket(self, bucket, flat=None):
         """`bucket` as hooks see it; with other contents if `flat` is given."""
         is_last = bucket.index == len(self.buckets) - 1
-        return GradBucket(bucket.index, bucket.flat if flat is None else flat, bucket.views, bucket.parameters, is_last)
+        flat, views = (bucket.flat, bucket.views) if flat is None else (flat, bucket.views_of(flat))
+        return GradBucket(bucket.index, flat, views, bucket.parameters, is_last)
 
     def first_backward(self):
         """A static graph's first backward pass begins: everything is reduced at its end, once."""
@@ -216,6 +229,7 @@ class Reducer:
                 elif result.data_ptr() != bucket.flat.data_ptr():
                     bucket.flat.copy_(result.view(-1))
                 bucket.give(untouched)
+                in_backward.step([parameter for parameter in bucket.parameters if parameter in self.in_backward])
             for future in post_backward:
                 future.wait()
 
@@ -224,8 +238,8 @@ class Reducer:
         if not self.find_unused and self.counts is None:
             return ()
         if self.keeps_layout or not hasattr(self, "idle"):
-            counts = self.use_counts()
-            self.idle = {p for p, count in zip(self.parameters, counts, strict=True) if count == 0}
+            self.use_seen = self.use_counts()
+            self.idle = {p for p, count in zip(self.parameters, self.use_seen, strict=True) if count == 0}
             self.used = [0] * len(self.parameters)
         return self.idle
 
@@ -235,8 +249,8 @@ class Reducer:
         """Take part in the collectives of one backward pass of the others, with zeros."""
         zeros = [bucket.zeros() for bucket in self.buckets]
         waits = [self.start(self.as_grad_bucket(*pair)) for pair in zip(self.buckets, zeros, strict=True)]
-        if self.keeps_layout:
-            used_anywhere([0] * len(self.parameters), self.parameters[0].device, self.group)()
+        if self.keeps_layout:  # as torch does, it repeats the last bitmap that it saw: what was used remains in use
+            self.use_seen = used_anywhere(self.use_seen, self.parameters[0].device, self.group)()
         for wait in waits:
             wait()
         if not self.rebuilt:

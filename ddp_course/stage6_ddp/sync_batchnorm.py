@@ -50,9 +50,9 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
     def update_averages(self, mean, variance):
         """Move the running averages towards this batch's mean and unbiased variance."""
         self.num_batches_tracked += 1
-        momentum = 1 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
-        self.running_var.lerp_(variance.to(self.running_var.dtype), momentum)
+        for average, value in ((self.running_mean, mean), (self.running_var, variance)):
+            momentum = (1 / self.num_batches_tracked).to(average.dtype) if self.momentum is None else self.momentum
+            average.lerp_(value.to(average.dtype), momentum)
 
     @classmethod
     def convert_sync_batchnorm(cls, module, process_group=None):
@@ -108,7 +108,7 @@ def whole_batch_statistics(inputs, group=None):
     dist.all_gather(everyone, mine, group=group)
     means, deviations, counts = torch.stack(everyone).split([len(mean), len(mean), 1], dim=1)
     total = counts.sum()
-    if total <= 1:
+    if count <= 1 and total <= 1:  # the first spares a GPU the wait for its queue: who has 2 need not ask
         raise ValueError(f"training needs more than 1 value per channel over all ranks together, got {int(total)}")
     mean = (counts * means).sum(0) / total
     return mean, (deviations + counts * (means - mean).square()).sum(0) / total, total

@@ -19,7 +19,7 @@ class Shadow(JoinHook):
 
     def __init__(self, ddp, divide_by_initial_world_size=True):
         super().__init__()
-        self.ddp, ddp.divides_by_initial_world_size = ddp, divide_by_initial_world_size
+        self.ddp, ddp.divides_by_initial_world_size, ddp.joins = ddp, divide_by_initial_world_size, True
 
     def main_hook(self):
         """Shadow one iteration: rebuilding, buffers, and if the others synchronise in it, all buckets."""
@@ -33,7 +33,8 @@ class Shadow(JoinHook):
 
     def post_hook(self, is_last_joiner):
         """All are done: the rank that trained last has the newest buffers, so its model goes to all."""
-        self.ddp.sync_model(common_rank(self.ddp, is_last_joiner), self.ddp.forward_sync_buffers)
+        self.ddp._authoritative_rank = common_rank(self.ddp, is_last_joiner)
+        self.ddp.sync_model(self.ddp._authoritative_rank, self.ddp.forward_sync_buffers)
         self.ddp._join_config = type(self.ddp._join_config).construct_disabled_join_config()
 
 

@@ -59,40 +59,67 @@ class Entrance(Function):
     """
 
     @staticmethod
-    def forward(ctx, entered, *tensors):
+    def forward(ctx, entered, clones, *tensors):
         ctx.set_materialize_grads(False)
         ctx.entered = entered
-        return tuple(tensor.clone() for tensor in tensors)
+        return tuple(tensor.clone() for tensor in tensors) if clones else tensors
 
     @staticmethod
     def backward(ctx, *gradients):
         ctx.entered()
-        return None, *gradients
+        return None, None, *gradients
 
 
-def behind_entrance(outputs, entered):
+def behind_entrance(outputs, entered, clones=True):
     """Return `outputs`, in the same structure, with every tensor that has a graph passed through one `Entrance`."""
     leaves, structure = tree_flatten(outputs)
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
     if places:
-        passed = Entrance.apply(entered, *(leaves[place] for place in places))
+        passed = Entrance.apply(entered, clones, *(leaves[place] for place in places))
         for place, tensor in zip(places, passed, strict=True):
             leaves[place] = tensor
     return tree_unflatten(leaves, structure)
 
 
-def not_finished(names, rank, static_graph):
-    """What to tell when the next iteration begins and these parameters still have no gradient."""
-    reason = (
-        "With static_graph=True every iteration must use the same parameters as the first one did."
-        if static_graph
-        else "Some parameters took no part in producing the loss. Pass find_unused_parameters=True if that is meant, "
-        "and make sure that the loss depends on all outputs of `forward`, and that these are in lists, tuples, dicts "
-        "or dataclasses."
-    )
+UNUSED = (
+    "This error indicates that your module has parameters that were not used in producing loss. You can enable unused "
+    "parameter detection by passing the keyword argument `find_unused_parameters=True`, and by making sure all "
+    "`forward` function outputs participate in calculating loss, and that they are in lists, tuples, dicts or "
+    "dataclasses."
+)
+UNUSED_ALTHOUGH_SEARCHED = (
+    "Since `find_unused_parameters=True` is enabled, this likely means that not all outputs of `forward` are in lists, "
+    "tuples, dicts or dataclasses, or that not all of them participate in calculating loss."
+)
+CHANGED = (
+    "This error indicates that your training graph has changed in this iteration, e.g., one parameter is used in first "
+    "iteration, but then got unused in the second iteration. this is not compatible with static_graph set to True."
+)
+DEBUG_MODE = (
+    "(torch's own class tells the names only if you set the environment variable TORCH_DISTRIBUTED_DEBUG to either "
+    "INFO or DETAIL.)"
+)
+
+
+def not_finished(missing, rank, static_graph, find_unused):
+    """What to tell when the next iteration begins and the parameters {index: name} still have no gradient.
+
+    The words are torch's, because people search the web for them.
+    """
+    reason = CHANGED if static_graph else UNUSED_ALTHOUGH_SEARCHED if find_unused else UNUSED
+    indices, names = " ".join(map(str, missing)), ", ".join(missing.values())
     return (
-        "Expected to have finished reduction in the prior iteration before starting a new one. "
-        f"{reason} Parameters which did not receive grad for rank {rank}: {', '.join(names)}"
+        f"Expected to have finished reduction in the prior iteration before starting a new one. {reason}\n"
+        f"Parameter indices which did not receive grad for rank {rank}: {indices}\n"
+        f"Parameters which did not receive grad for rank {rank}: {names}\n{DEBUG_MODE}"
+    )
+
+
+def used_anew(name):
+    """What to tell when a static graph's backward pass reaches a parameter that the first one did not."""
+    return (
+        "Your training graph has changed in this iteration, e.g., one parameter is unused in first iteration, but then "
+        f"got used in the second iteration. this is not compatible with static_graph set to True. It is {name}."
     )
 
 

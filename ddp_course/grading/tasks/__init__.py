@@ -7,16 +7,11 @@ trusted). The judge never sees an object of the learner's.
 
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
+
+from ...errors import Wrong
 
 RANKS = 4  # every launch has four; smaller worlds are sub-groups
-
-
-class Wrong(Exception):
-    """An answer is wrong; the message says what about it, in words for the learner."""
-
-    def _render_traceback_(self):
-        """What a notebook shows: the message alone."""
-        return [f"Wrong: {self}"]
 
 
 @dataclass
@@ -25,7 +20,8 @@ class Task:
 
     `draw(random, hidden)` gives keyword arguments (a `random.Random` goes in; more and harder cases if `hidden`);
     `probe(*answers, **inputs)` gives plain data of one rank; `judge(evidence, **inputs)` raises Wrong: `evidence` is rank 0's data, or a list in rank order.
-    `forbidden` are dotted names of functions that would be the answer; `hang` is said when ranks wait for ever.
+    `forbidden` are dotted names of functions that would be the answer; `imports` what an answer may import or name
+    besides what only computes (`first_sight.COMPUTES`); `hang` is said when ranks wait for ever.
     """
 
     number: str
@@ -35,6 +31,7 @@ class Task:
     probe: callable
     judge: callable
     forbidden: tuple = ()
+    imports: tuple = ()
     hang: str = "does every receive have its send, and every send its receive, on all ranks?"
 
     @property
@@ -46,14 +43,14 @@ class Task:
 _tasks = {}
 
 
-def task(number, names, ranks=1, forbidden=(), hang=Task.hang):
+def task(number, names, ranks=1, forbidden=(), imports=(), hang=Task.hang):
     """Decorate a class with `draw`, `probe` and `judge`: it becomes a task."""
 
     def register(definition):
         parts = vars(definition)
         draw, probe, judge = (parts[name] for name in ("draw", "probe", "judge"))
         names_of = (names,) if isinstance(names, str) else tuple(names)
-        _tasks[number] = Task(number, names_of, ranks, draw, probe, judge, tuple(forbidden), hang)
+        _tasks[number] = Task(number, names_of, ranks, draw, probe, judge, tuple(forbidden), tuple(imports), hang)
         return definition
 
     return register
@@ -62,7 +59,7 @@ def task(number, names, ranks=1, forbidden=(), hang=Task.hang):
 def find(number):
     """The task with this number, such as "4.2"; ValueError if there is none."""
     exercise = str(number).split(".")[0]
-    if exercise.isdigit() and 1 <= int(exercise) <= 10:
+    if exercise.isdigit() and find_spec(f".exercise{int(exercise):02d}", __name__):
         import_module(f".exercise{int(exercise):02d}", __name__)
     if number not in _tasks:
         raise ValueError(f"there is no task {number}")

@@ -12,6 +12,7 @@ from . import require, task
 from .diagnose import compare_numbers, same, tensors
 from .exercise01 import loss_of, weights
 
+FILES = ("errno", "glob", "load", "open", "os", "pathlib", "pickle", "shutil", "tempfile", "uuid")
 CHECKPOINT = tuple(f"ddp_course.running.checkpoint.{name}" for name in ("save", "load"))
 
 
@@ -30,7 +31,7 @@ def contents(path):
         return f"{type(error).__name__}"
 
 
-@task("10.1", "save_checkpoint")
+@task("10.1", "save_checkpoint", imports=FILES)
 class SaveCheckpoint:
     """The old checkpoint or the new one, at any moment."""
 
@@ -130,7 +131,7 @@ def train(model, optimizer, batches):
     return losses
 
 
-@task("10.2", ("capture", "resume"))
+@task("10.2", ("capture", "resume"), imports=("load", "pickle"))
 class ExactResume:
     """Stop, start again, and nobody can tell."""
 

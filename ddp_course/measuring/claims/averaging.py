@@ -1,5 +1,6 @@
-"""Claims about what averaging does: 1, 7, 14, 15, 16 and 20."""
+"""Claims about what averaging does."""
 
+from collections.abc import Sequence
 from copy import deepcopy
 from functools import partial
 
@@ -17,7 +18,7 @@ from .models import batch_of, flat, me, on_cpu, vectors, weights
 RANKS, BATCH, STEPS, RATE = 4, 24, 8, 0.02
 
 
-def train(reduction, rate, rank=0, world_size=1):
+def train(reduction: str, rate: float, rank: int = 0, world_size: int = 1) -> torch.Tensor:
     """Weights after a few steps of SGD on this rank's share, gradients averaged where there are several ranks."""
     problem, model = vectors(), vectors().model()
     optimizer = SGD(model.parameters(), lr=rate)
@@ -30,7 +31,7 @@ def train(reduction, rate, rank=0, world_size=1):
     return weights(model)
 
 
-def must_scale_rate(reduction):
+def must_scale_rate(reduction: str) -> Outcome:
     """Do K ranks match one device if (and only if) the learning rate is multiplied by K?"""
     rate = RATE / (BATCH if reduction == "sum" else 1)
     single = train(reduction, rate)
@@ -42,7 +43,7 @@ def must_scale_rate(reduction):
     return Outcome(off_scaled < 1e-12 < off_same, number)
 
 
-def seeds_on_rank(broadcast, same_seed):
+def seeds_on_rank(broadcast: bool, same_seed: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """One rank: weights after a few steps, and the dropout mask that it drew."""
     rank, world_size = me()
     torch.manual_seed(0 if same_seed else rank)
@@ -58,7 +59,7 @@ def seeds_on_rank(broadcast, same_seed):
     return weights(model), torch.nn.functional.dropout(torch.ones(64))
 
 
-def must_share_seed(broadcast):
+def must_share_seed(broadcast: bool) -> Outcome:
     """Do replicas drift apart unless all ranks use the same seed?"""
 
     def replicas(same_seed):
@@ -71,7 +72,7 @@ def must_share_seed(broadcast):
     return Outcome(equal_same and not equal_own, number)
 
 
-def mean_of_means(sizes):
+def mean_of_means(sizes: Sequence[int]) -> Outcome:
     """Is the mean of the shards' mean losses the mean loss of all samples?"""
     problem, model = vectors(), vectors().model()
     inputs, targets = batch_of(problem, sum(sizes))
@@ -83,7 +84,7 @@ def mean_of_means(sizes):
     return Outcome(off < 1e-12, f"shards of {sizes}: off by {off:.0e}, weighted by size {rest:.0e}")
 
 
-def batchnorm_on_rank(synchronised, samples):
+def batchnorm_on_rank(synchronised: bool, samples: torch.Tensor) -> torch.Tensor:
     """One rank: the normalised outputs of its share."""
     from ...stage6_ddp import SyncBatchNorm
 
@@ -94,7 +95,7 @@ def batchnorm_on_rank(synchronised, samples):
     return norm(samples.chunk(world_size)[rank]).detach()
 
 
-def sees_global_batch(synchronised):
+def sees_global_batch(synchronised: bool) -> Outcome:
     """Does BatchNorm on K ranks normalise as one device does with the whole batch?"""
     samples = torch.randn(16, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).cumsum(0)
     whole = torch.nn.BatchNorm1d(4, dtype=torch.float64)(samples).detach()
@@ -103,7 +104,7 @@ def sees_global_batch(synchronised):
     return Outcome(off < 1e-12, f"outputs differ from the whole batch's by {off:.0e}")
 
 
-def clip_on_rank(limit):
+def clip_on_rank(limit: float) -> tuple[torch.Tensor, torch.Tensor]:
     """One rank: the averaged gradient, clipped by its norm before (as a hook would) and after averaging."""
     rank, world_size = me()
     problem, model = vectors(), vectors().model()
@@ -119,14 +120,14 @@ def clip_on_rank(limit):
     return flat(gradients(early)), flat(gradients(model))
 
 
-def clip_anywhere(limit):
+def clip_anywhere(limit: float) -> Outcome:
     """Does clipping each gradient as it appears equal clipping all of them after backward?"""
     early, late = on_cpu(clip_on_rank, limit, world_size=2)[0]
     off = float((early - late).norm() / late.norm())
     return Outcome(off < 1e-12, f"norm limit {limit:g}: gradients differ by {100 * off:.0f} %")
 
 
-def layout_on_rank(cap):
+def layout_on_rank(cap: float) -> torch.Tensor:
     """One rank: the averaged float32 gradient with buckets of `cap` MiB."""
     rank, world_size = me()
     problem = problems.make("synthetic", parameters=2**18)
@@ -136,7 +137,7 @@ def layout_on_rank(cap):
     return flat(gradients(model))
 
 
-def layout_is_harmless(world_size):
+def layout_is_harmless(world_size: int) -> Outcome:
     """Do different bucket caps give the same bits?"""
     one, other = (on_cpu(layout_on_rank, cap, world_size=world_size)[0] for cap in (0.01, 25.0))
     different = int((one != other).sum())
@@ -150,57 +151,63 @@ CLAIMS = [
     Claim(
         1,
         "Averaging gradients over N devices scales the gradient by 1/N, so the learning rate must be scaled by N.",
-        "09",
+        "measured",
         {"the loss is a mean": partial(must_scale_rate, "mean"), "the loss is a sum": partial(must_scale_rate, "sum")},
+        "holds only if the loss is a sum",
         "The mean of the shards' means is the mean of the batch: the step is the same at the same rate. "
         "Only a summed loss loses a factor of N by averaging.",
     ),
     Claim(
         7,
         "The optimizers must be copied to all ranks with the same random seed.",
-        "09",
+        "measured",
         {
             "rank 0 broadcasts its weights": partial(must_share_seed, True),
             "nobody broadcasts": partial(must_share_seed, False),
         },
+        "holds only if nobody broadcasts",
         "Equal weights at the start and equal gradients keep replicas equal. The broadcast gives the first; "
         "the same seed everywhere also gives every rank the same dropout mask, which wastes randomness.",
     ),
     Claim(
         14,
         "The mean of the ranks' mean losses is the mean loss.",
-        "09",
+        "measured",
         {
             "all shards are equally large": partial(mean_of_means, [6, 6, 6, 6]),
             "shards differ in size": partial(mean_of_means, [9, 7, 6, 2]),
         },
+        "holds only if all shards are equally large",
         "A sample in a small shard counts more in a plain mean; weight each shard by its size.",
     ),
     Claim(
         15,
         "BatchNorm sees the global batch.",
-        "06",
+        "measured",
         {
             "it is the ordinary BatchNorm": partial(sees_global_batch, False),
             "it is SyncBatchNorm": partial(sees_global_batch, True),
         },
+        "holds only if it is SyncBatchNorm",
         "Every rank normalises with the mean and variance of its own share; SyncBatchNorm exchanges them.",
     ),
     Claim(
         16,
         "Clipping gradients in a hook equals clipping them after backward.",
-        "09",
+        "measured",
         {
             "gradients are clipped": partial(clip_anywhere, 0.05),
             "nothing is large enough to be clipped": partial(clip_anywhere, 1e6),
         },
+        "holds only if nothing is large enough to be clipped",
         "A hook sees one parameter's gradient of one rank; the norm that counts is that of all parameters, averaged.",
     ),
     Claim(
         20,
         "The bucket layout cannot change results.",
-        "05",
+        "measured",
         {"K = 2": partial(layout_is_harmless, 2), "K = 4": partial(layout_is_harmless, 4)},
+        "holds only if K = 2",
         "Where a chunk begins decides in which order the ranks' values are added, and floating-point sums of three "
         "or more values depend on the order. Two values have one order only.",
     ),

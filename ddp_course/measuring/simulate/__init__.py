@@ -8,10 +8,8 @@ Read in this order:
     step         one training step: backward fills buckets, buckets travel, the update follows
     published    held against tables that others have published
     measured     held against our own training over virtual hosts
-    command      `ddp-course simulate`
 """
 
-from .command import add_parser
 from .model import Layer, Profile, assign_buckets, profile
 from .network import Network, Simulation
 from .step import Step, best_bucket_cap, play, simulate
@@ -22,7 +20,6 @@ __all__ = [
     "Profile",
     "Simulation",
     "Step",
-    "add_parser",
     "assign_buckets",
     "best_bucket_cap",
     "play",

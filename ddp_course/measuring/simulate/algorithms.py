@@ -5,12 +5,14 @@ gamma n seconds of that rank. Played to the end they take exactly the seconds of
 """
 
 from collections import deque
+from collections.abc import Iterator
+from typing import Any
 
 from ..theory import PIECES, host_count
-from .network import Pause, Receive, Send, Signal
+from .network import Pause, Receive, Send, Signal, Simulation
 
 
-def parameter_server(rank, world_size, nbytes, simulation):
+def parameter_server(rank: int, world_size: int, nbytes: float, simulation: Simulation) -> Iterator[Any]:
     """Rank 0 receives from everybody, one by one, then sends to everybody, one by one."""
     if rank:
         yield Send(0, nbytes)
@@ -23,7 +25,9 @@ def parameter_server(rank, world_size, nbytes, simulation):
         yield Send(peer, nbytes)
 
 
-def duplex_server(rank, world_size, nbytes, simulation, pieces=PIECES):
+def duplex_server(
+    rank: int, world_size: int, nbytes: float, simulation: Simulation, pieces: int = PIECES
+) -> Iterator[Any]:
     """Rank 0 sends a finished piece of the sum back while the next pieces still come in."""
     piece, finished = nbytes / pieces, [Signal() for _ in range(pieces)]
 
@@ -50,21 +54,21 @@ def duplex_server(rank, world_size, nbytes, simulation, pieces=PIECES):
         yield stream(lambda: Send(0, piece)), stream(lambda: Receive(0))
 
 
-def whole_gradient_ring(rank, world_size, nbytes, simulation):
+def whole_gradient_ring(rank: int, world_size: int, nbytes: float, simulation: Simulation) -> Iterator[Any]:
     """Pass on what came in, K-1 times, and add it up."""
     for _ in range(world_size - 1):
         yield Send((rank + 1) % world_size, nbytes), Receive((rank - 1) % world_size)
         yield Pause(nbytes * _gamma(simulation))
 
 
-def ring(rank, world_size, nbytes, simulation):
+def ring(rank: int, world_size: int, nbytes: float, simulation: Simulation) -> Iterator[Any]:
     """Scatter-reduce, then allgather, one chunk of K a step."""
     members = range(world_size)
     yield from _scatter_reduce(rank, members, nbytes, simulation)
     yield from _allgather(rank, members, nbytes)
 
 
-def tree(rank, world_size, nbytes, simulation):
+def tree(rank: int, world_size: int, nbytes: float, simulation: Simulation) -> Iterator[Any]:
     """Binomial reduce to rank 0, then binomial broadcast, the largest branch first."""
     distance, children = 1, []
     while distance < world_size and not rank & distance:
@@ -80,7 +84,7 @@ def tree(rank, world_size, nbytes, simulation):
         yield Send(child, nbytes)
 
 
-def halving_doubling(rank, world_size, nbytes, simulation):
+def halving_doubling(rank: int, world_size: int, nbytes: float, simulation: Simulation) -> Iterator[Any]:
     """Exchange halves with the neighbour, quarters at distance two, …; then all the way back.
 
     Of each pair among the first 2 (K-P) ranks, P the largest power of two in K, the odd one only hands over.
@@ -105,7 +109,7 @@ def halving_doubling(rank, world_size, nbytes, simulation):
         yield Send(rank + 1, nbytes)
 
 
-def hierarchical_ring(rank, world_size, nbytes, simulation):
+def hierarchical_ring(rank: int, world_size: int, nbytes: float, simulation: Simulation) -> Iterator[Any]:
     """Scatter-reduce in the host, a ring over the hosts for each shard, allgather in the host."""
     per_host = min(simulation.network.per_host, world_size)
     host_count(world_size, per_host)
@@ -118,7 +122,14 @@ def hierarchical_ring(rank, world_size, nbytes, simulation):
     yield from _allgather(rank, inside, nbytes)
 
 
-def gloo_ring(rank, world_size, nbytes, simulation, segment_bytes=2**20, segment_s=0.0):
+def gloo_ring(
+    rank: int,
+    world_size: int,
+    nbytes: float,
+    simulation: Simulation,
+    segment_bytes: int = 2**20,
+    segment_s: float = 0.0,
+) -> Iterator[Any]:
     """gloo's `all_reduce`: the ring in segments of at most 1 MiB, two in flight; each needs `segment_s` of processor.
 
     The segments are made alike: their number is a multiple of K and at least 2 K, so that each rank's chunk has two.
@@ -138,7 +149,15 @@ def gloo_ring(rank, world_size, nbytes, simulation, segment_bytes=2**20, segment
                 in_flight.append((receive, simulation.post(rank, Send((rank + 1) % world_size, size))))
 
 
-def nccl_ring(rank, world_size, nbytes, simulation, channels=2, chunk_bytes=2**21, slices=2):
+def nccl_ring(
+    rank: int,
+    world_size: int,
+    nbytes: float,
+    simulation: Simulation,
+    channels: int = 2,
+    chunk_bytes: float = 2**21,
+    slices: int = 2,
+) -> Iterator[Any]:
     """NCCL's ring: chunks of 2 MiB a channel, passed on slice by slice as they come in, without asking first.
 
     Rounds of K chunks a channel follow one another until all is sent; the last one is smaller if need be. Source:

@@ -10,24 +10,28 @@ Whatever else runs on the machine only ever makes a step longer, so the lower qu
 of the processor others took meanwhile is part of the result.
 """
 
+from collections.abc import Sequence
 from statistics import mean, median, quantiles
 from time import perf_counter, process_time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 import torch
 import torch.distributed as dist
 from scipy.optimize import least_squares
+from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from ... import problems
-from ...running.launch import launch, usable_cores
+from ...running.devices import usable_cores
+from ...running.launching.launch import launch
 from ...running.links import Link
 from ...stage4_ring import ring_all_reduce
 from ...stage5_bucketed import BucketedDDP
 from .. import theory
+from ..theory import Costs
 from .model import Layer, Profile, profile
 from .network import Network
 from .step import simulate
@@ -52,7 +56,7 @@ class Unseen(NamedTuple):
     bucket_s: float
 
 
-def compare(bandwidth="200Mbit", world_sizes=(2, 3, 4)):
+def compare(bandwidth: str = "200Mbit", world_sizes: Sequence[int] = (2, 3, 4)) -> dict[str, Any]:
     """Measure and predict; returns a dict: link, cores, calibration, "compared" (one row a setting), and errors.
 
     Needs virtual hosts (LinkError without), and about two minutes of a machine that does nothing else.
@@ -68,7 +72,9 @@ def compare(bandwidth="200Mbit", world_sizes=(2, 3, 4)):
     )
 
 
-def judge(rows, profiles, costs, cores):
+def judge(
+    rows: list[dict[str, Any]], profiles: dict[str, Profile], costs: dict[str, Costs], cores: int
+) -> dict[str, Any]:
     """Calibrate with the `rows` of K = 2, predict all of them, and sum up the errors of the others."""
     unseen = fit_unseen(rows, profiles, costs, cores)
     compared = []
@@ -87,32 +93,15 @@ def judge(rows, profiles, costs, cores):
     }
 
 
-def table(result):
-    """The comparison as text."""
-    lines = ["our own training over virtual hosts; calibrated at K = 2", ""]
-    lines.append(f"{'':>10} {'':>12} {'K':>2} {'cap MiB':>8} {'measured':>11} {'simulated':>11} {'error':>7}")
-    for row in result["compared"]:
-        times = f"{row['measured_ms']:>8.1f} ms {row['predicted_ms']:>8.1f} ms"
-        note = "held out" if row["held_out"] else "calibration"
-        setting = f"{row['model']:>10} {row['implementation']:>12} {row['K']:>2} {row['bucket_cap_mb']:>8g}"
-        lines.append(f"{setting} {times} {row['error']:>+7.1%}  {note}")
-    error = result["held_out_error"]
-    lines.append(f"held out: median error {error['median']:.1%} (bound: 10 %), largest {error['largest']:.1%} (20 %)")
-    if result.get("processor_share_of_others", 0) > 0.1:
-        lines.append(f"other programs took up to {result['processor_share_of_others']:.0%} of the processor meanwhile")
-    return "\n".join(lines) + "\n"
-
-
-def predict(row, profiles, costs, cores, unseen):
+def predict(row: dict[str, Any], profiles: dict[str, Profile], costs: Costs, cores: int, unseen: Unseen) -> float:
     """Simulated seconds of one row's step."""
     cap = row["bucket_cap_mb"]
-    first_mb = 1.0 if cap == 25.0 and row["implementation"] == "stage 5" else cap  # torch: only when no cap is given
     step = simulate(
         profiles[row["model"]].scaled(unseen.pace),
         row["K"],
         Network(costs),
         bucket_cap_mb=cap,
-        first_bucket_mb=first_mb,
+        small_first=row["implementation"] == "stage 5",  # torch: only when no cap is given
         interference=unseen.interference,
         cores=cores,
         overhead_s=unseen.bucket_s,
@@ -120,7 +109,9 @@ def predict(row, profiles, costs, cores, unseen):
     return step.step_s
 
 
-def fit_unseen(rows, profiles, costs, cores):
+def fit_unseen(
+    rows: list[dict[str, Any]], profiles: dict[str, Profile], costs: dict[str, Costs], cores: int
+) -> dict[str, Unseen]:
     """{implementation: the `Unseen` that explains its step times at K = 2 best}; other rows are not looked at.
 
     Both implementations compute the same, so they share the pace.
@@ -142,15 +133,18 @@ def fit_unseen(rows, profiles, costs, cores):
     return unseen(least_squares(errors, [1.2, 0.1, 0.1, 0.5, 0.5], bounds=bounds, diff_step=1e-2).x)
 
 
-def all_reduce_costs(link):
+def all_reduce_costs(link: Link) -> tuple[Costs, Costs]:
     """(our ring's `Costs`, gloo's `Costs`) from timings of both over `link` at K = 2."""
     timed = launch(time_all_reduces, ALL_REDUCE_BYTES, world_size=2, device="cpu", link=link)
     slowest = [[max(pair) for pair in zip(*kinds, strict=True)] for kinds in zip(*timed, strict=True)]
-    fits = [theory.fit(zip(["ring"] * 9, ALL_REDUCE_BYTES, [2] * 9, each, strict=False)) for each in slowest]
-    return [fit.costs for fit in fits]
+    ours, gloo = (
+        [theory.Measurement("ring", size, 2, seconds) for size, seconds in zip(ALL_REDUCE_BYTES, each, strict=True)]
+        for each in slowest
+    )
+    return theory.fit(ours).costs, theory.fit(gloo).costs
 
 
-def time_all_reduces(sizes, repeats=9):
+def time_all_reduces(sizes: Sequence[int], repeats: int = 9) -> Any:
     """On each rank: seconds (lower quartile) of our ring and of gloo's all_reduce for each size in bytes."""
     typical = [[], []]
     for size in sizes:
@@ -166,7 +160,7 @@ def time_all_reduces(sizes, repeats=9):
     return typical
 
 
-def profile_together(name, link):
+def profile_together(name: str, link: Link) -> Profile:
     """The `Profile` of a model while two ranks compute at once: the mean of both."""
     first, second = launch(profile_rank, name, world_size=2, device="cpu", link=link)
     layers = [
@@ -176,14 +170,14 @@ def profile_together(name, link):
     return Profile(tuple(layers), mean((first.update_s, second.update_s)))
 
 
-def profile_rank(name):
+def profile_rank(name: str) -> Profile:
     """On each rank: the `Profile` of model `name`."""
     model, batch = model_and_batch(name)
     dist.barrier()
     return profile(model, *batch, repeats=9, warmup=3, pause_s=PAUSE_S)
 
 
-def calmest(name, world_size, link):
+def calmest(name: str, world_size: int, link: Link) -> tuple[list[dict[str, Any]], float]:
     """`step_times`, measured again if others took more than a tenth of the processor; the calmer of the two."""
     tries = []
     while len(tries) < TRIES and not any(share <= CALM for _, share in tries):
@@ -191,7 +185,7 @@ def calmest(name, world_size, link):
     return min(tries, key=lambda pair: pair[1])
 
 
-def step_times(name, world_size, link):
+def step_times(name: str, world_size: int, link: Link) -> tuple[list[dict[str, Any]], float]:
     """(rows, share): a row for each implementation and cap, with the milliseconds of a step on the slowest rank.
 
     `share` is the part of the processor, 0 to 1, that was busy with something else while the steps were timed.
@@ -206,12 +200,12 @@ def step_times(name, world_size, link):
     return rows, max(0.0, (busy[0][0] - sum(own)) / (usable_cores() * busy[0][1]))
 
 
-def lower_quartile(values):
+def lower_quartile(values: Sequence[float]) -> float:
     """The value that a quarter of `values` lies below."""
     return quantiles(values, n=4, method="inclusive")[0]
 
 
-def time_steps(name):
+def time_steps(name: str) -> Any:
     """On each rank: seconds of the steps by setting, own processor seconds, (all processor seconds, wall seconds).
 
     Two rounds, the second in reverse order.
@@ -227,13 +221,13 @@ def time_steps(name):
     return times, process_time() - own, (busy_seconds() - busy, perf_counter() - start)
 
 
-def busy_seconds():
+def busy_seconds() -> float:
     """Processor seconds that programs of this machine have used so far, of all its cores together."""
     times = psutil.cpu_times()
     return times.user + times.nice + times.system
 
 
-def time_setting(name, kind, cap):
+def time_setting(name: str, kind: str, cap: float) -> list[float]:
     """On each rank: seconds of the steps of model `name` with one implementation and one cap, in MiB."""
     model, (inputs, targets) = model_and_batch(name)
     wrapper = BucketedDDP if kind == "stage 5" else DistributedDataParallel
@@ -250,7 +244,7 @@ def time_setting(name, kind, cap):
     return seconds[WARMUP:]
 
 
-def model_and_batch(name):
+def model_and_batch(name: str) -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
     """The model called `name` in MODELS and a batch for one rank."""
     options, samples = MODELS[name]
     problem = problems.make(name, **options)

@@ -1,13 +1,17 @@
 """What the simulator needs to know of a model: how long each layer takes, and how many bytes of gradient it has."""
 
 import copy
+from collections.abc import Callable
 from math import isfinite
 from statistics import median
 from time import perf_counter, sleep
 from typing import NamedTuple
 
 import torch
+from torch import nn
 from torch.nn.functional import cross_entropy
+
+from ... import stage5_bucketed
 
 
 class Layer(NamedTuple):
@@ -26,22 +30,22 @@ class Profile(NamedTuple):
     update_s: float = 0.0
 
     @property
-    def gradient_bytes(self):
+    def gradient_bytes(self) -> float:
         """Bytes of all gradients together."""
         return sum(layer.gradient_bytes for layer in self.layers)
 
     @property
-    def compute_s(self):
+    def compute_s(self) -> float:
         """Seconds of a step on one device, without communication."""
         return sum(layer.forward_s + layer.backward_s for layer in self.layers) + self.update_s
 
-    def scaled(self, factor):
+    def scaled(self, factor: float) -> "Profile":
         """The same model on a device that needs `factor` times as long."""
         layers = (Layer(n, forward * factor, backward * factor, size) for n, forward, backward, size in self.layers)
         return Profile(tuple(layers), self.update_s * factor)
 
 
-def checked(profile):
+def checked(profile: Profile) -> Profile:
     """Return `profile`; ValueError if it has no gradients, or times or sizes that cannot be."""
     for name, *numbers in profile.layers:
         if not all(isfinite(number) and number >= 0 for number in numbers):
@@ -53,29 +57,32 @@ def checked(profile):
     return profile
 
 
-def assign_buckets(profile, bucket_cap_mb=25.0, first_bucket_mb=None):
-    """Group the layers, last first, into buckets closed on reaching `bucket_cap_mb` MiB; returns lists of indices.
+def assign_buckets(profile: Profile, bucket_cap_mb: float = 25.0, small_first: bool = True) -> list[list[int]]:
+    """Stage 5's `assign_buckets` for the gradients of `profile`'s layers; returns lists of their indices.
 
-    The first bucket closes at `first_bucket_mb`; when None, at 1 MiB if the cap is torch's default of 25, else at
-    the cap: as stage 5 and torch's DDP do. ValueError for a cap that is not positive.
+    With the default cap of 25 MiB the first bucket closes at 1 MiB, unless not `small_first`: torch's DDP is so where
+    the cap was given by hand. ValueError for a cap that is not positive.
     """
-    if not bucket_cap_mb > 0:
-        raise ValueError(f"the bucket cap is {bucket_cap_mb} MiB; it must be more than 0")
-    if first_bucket_mb is None:
-        first_bucket_mb = 1.0 if bucket_cap_mb == 25.0 else bucket_cap_mb
-    buckets, filling, size = [], [], 0.0
-    for index in reversed(range(len(profile.layers))):
-        if not profile.layers[index].gradient_bytes:
-            continue
-        filling.append(index)
-        size += profile.layers[index].gradient_bytes
-        if size >= (bucket_cap_mb if buckets else first_bucket_mb) * 2**20:
-            buckets.append(filling)
-            filling, size = [], 0.0
-    return [*buckets, filling] if filling else buckets
+    if not small_first:
+        bucket_cap_mb *= 1 + 1e-12  # no longer the default, which alone has a smaller first bucket
+    places, gradients = {}, []
+    for index, layer in enumerate(profile.layers):
+        if layer.gradient_bytes:
+            gradients.append(torch.empty(round(layer.gradient_bytes), dtype=torch.uint8, device="meta"))
+            places[id(gradients[-1])] = index
+    buckets = stage5_bucketed.assign_buckets(gradients, bucket_cap_mb)
+    return [[places[id(gradient)] for gradient in bucket] for bucket in buckets]
 
 
-def profile(model, inputs, targets, loss=cross_entropy, repeats=5, warmup=2, pause_s=0.0):
+def profile(
+    model: nn.Module,
+    inputs: torch.Tensor,
+    targets: torch.Tensor,
+    loss: Callable[..., torch.Tensor] = cross_entropy,
+    repeats: int = 5,
+    warmup: int = 2,
+    pause_s: float = 0.0,
+) -> Profile:
     """Measure a real model on this device: a `Profile` with a `Layer` for each trainable parameter.
 
     A copy of `model` runs `warmup + repeats` steps on the batch (`inputs`, `targets`); medians count. `model` itself,
@@ -100,7 +107,7 @@ def profile(model, inputs, targets, loss=cross_entropy, repeats=5, warmup=2, pau
     ready = {p: median(run[1].get(p, 0.0) for run in runs) for p in names}
     forward = {p: median(run[0].get(p, 0.0) for run in runs) for p in names}
     layers, before = [], 0.0
-    for parameter in sorted(names, key=ready.get):
+    for parameter in sorted(names, key=ready.__getitem__):
         size = parameter.numel() * parameter.element_size()
         layers.append(Layer(names[parameter], forward[parameter], ready[parameter] - before, size))
         before = ready[parameter]

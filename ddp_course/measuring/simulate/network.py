@@ -18,9 +18,10 @@ host to others shares that host's one link, both ways at once.
 
 import heapq
 from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..theory import Costs
 
@@ -37,7 +38,7 @@ class Network(NamedTuple):
     per_host: int = 1
     handshake: bool = False
 
-    def path(self, source, target):
+    def path(self, source: int, target: int) -> tuple[Costs, tuple]:
         """The costs of the way from rank `source` to `target`, and the names of the links that it takes."""
         if source // self.per_host == target // self.per_host:
             return self.local or self.link, (("out", source), ("in", target))
@@ -96,7 +97,7 @@ class Message:
     links: tuple
     seconds: float
     latency: float
-    arrived: callable
+    arrived: Callable
 
 
 class Simulation:
@@ -110,7 +111,7 @@ class Simulation:
         self.speed, self.works = defaultdict(lambda: 1.0), {}
         self.unfinished = {}
 
-    def start(self, rank, process):
+    def start(self, rank: int, process: Iterator[Any]) -> Operation:
         """Let the generator `process` of `rank` begin now; returns an operation that is done when it ends."""
         ended = Signal()
         ended.posted = True
@@ -118,7 +119,7 @@ class Simulation:
         self._resume(rank, process, ended)
         return ended
 
-    def run(self):
+    def run(self) -> float:
         """Play all events; returns the time of the last. RuntimeError if processes wait for each other for ever."""
         while self.agenda:
             time, _, call = heapq.heappop(self.agenda)
@@ -130,7 +131,7 @@ class Simulation:
             raise RuntimeError(f"deadlock after {self.now:.6g} s: ranks {ranks} wait for messages that nobody sends")
         return self.now
 
-    def post(self, rank, operation):
+    def post(self, rank: int, operation: Operation) -> Operation:
         """Begin `operation` on behalf of `rank`; returns it."""
         if not isinstance(operation, Operation):
             return self.start(rank, operation)
@@ -148,14 +149,14 @@ class Simulation:
             self._announce(operation.source, rank, operation)
         return operation
 
-    def fire(self, operation):
+    def fire(self, operation: Operation) -> None:
         """Mark `operation` as done and wake whoever waits for it."""
         operation.posted = operation.done = True
         for wake in operation.waiting:
             self._at(self.now, wake)
         operation.waiting.clear()
 
-    def set_speed(self, rank, speed):
+    def set_speed(self, rank: int, speed: float) -> None:
         """From now on `rank` computes at `speed` times its own pace, work under way included."""
         if rank in self.works:
             operation, remaining, since, event = self.works[rank]

@@ -9,7 +9,9 @@ DDP step times on V100: what the links and the interference of collectives with 
 shown beside it: the published times grow so little that it is hard to beat, which is what overlap is for.
 """
 
+from collections.abc import Sequence
 from statistics import mean
+from typing import Any
 
 from scipy.optimize import least_squares
 
@@ -25,7 +27,7 @@ PER_HOST, HOST_LINK, GPU_LATENCY = 8, 8 / 400e9, 1e-5  # 4 x 100 Gbit/s; 10 us a
 MORE_RANKS = (8, 16, 32)
 
 
-def shaped_link_ms(library, parameters, row, ranks=None):
+def shaped_link_ms(library: str, parameters: Sequence[float], row: dict[str, Any], ranks: int | None = None) -> float:
     """Milliseconds of an all-reduce by "gloo" or "nccl" on the link of `row`, played message by message.
 
     Both libraries: `parameters[0]` is the share of the link's bandwidth that TCP reaches. gloo: `parameters[1]` is
@@ -43,7 +45,7 @@ def shaped_link_ms(library, parameters, row, ranks=None):
     raise ValueError(f'unknown library "{library}"; choose gloo or nccl')
 
 
-def calibrate_shaped_links(library, rows):
+def calibrate_shaped_links(library: str, rows: list[dict[str, Any]]) -> tuple[float, ...]:
     """The two parameters of `shaped_link_ms` that fit `rows` best, by least squares of the relative errors."""
 
     def errors(parameters):
@@ -52,7 +54,7 @@ def calibrate_shaped_links(library, rows):
     return tuple(least_squares(errors, (0.95, 1.0), bounds=((0.1, 0.0), (1.0, 100.0)), diff_step=1e-3).x.tolist())
 
 
-def shaped_links(calibrate_at=4, ranks=MORE_RANKS):
+def shaped_links(calibrate_at: int = 4, ranks: Sequence[int] = MORE_RANKS) -> dict[str, Any]:
     """Hold both libraries against the table: calibrated at one K, compared at all others, predicted for `ranks`.
 
     Returns a dict: "parameters" by library; "compared" (rows with measured_ms, predicted_ms, error, held_out, and
@@ -92,14 +94,14 @@ def _compared(library, parameters, row, known):
     }
 
 
-def v100_step_s(model, one_gpu_s, ranks, bandwidth, interference):
+def v100_step_s(model: str, one_gpu_s: float, ranks: int, bandwidth: float, interference: float) -> float:
     """Seconds of a DDP step of `model` on `ranks` V100s; bandwidth of a GPU's link in bytes a second."""
     link = Costs(2 * GPU_LATENCY, max(HOST_LINK, 1 / bandwidth))
     network = Network(link, Costs(GPU_LATENCY, 1 / bandwidth), PER_HOST)
     return simulate(resnets.profile(model, one_gpu_s), ranks, network, interference=interference).step_s
 
 
-def calibrate_v100(rows):
+def calibrate_v100(rows: list[dict[str, Any]]) -> tuple[float, float]:
     """(bytes a second, interference) that explain best how 2 GPUs are slower than 1, over all networks."""
 
     def errors(unknowns):
@@ -109,7 +111,7 @@ def calibrate_v100(rows):
     return 10 ** found[0].item(), found[1].item()
 
 
-def v100_steps(ranks=(4, 8, 16)):
+def v100_steps(ranks: Sequence[int] = (4, 8, 16)) -> dict[str, Any]:
     """Hold the step against the table: calibrated at 1 and 2 GPUs, compared at 4, 8 and 16.
 
     A network's own time at 2 GPUs times the simulated growth from 2 to K is the prediction; the constant predictor

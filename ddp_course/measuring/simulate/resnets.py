@@ -4,6 +4,8 @@ Source of the shapes: He et al., "Deep Residual Learning", 2016 (ResNet-50, -101
 Residual Transformations", 2017 (ResNeXt-50 32x4d, ResNeXt-101 32x8d), for 224 x 224 pixels and 1,000 classes.
 """
 
+from collections.abc import Iterator
+
 from .model import Layer, Profile
 
 BLOCKS = {"50": (3, 4, 6, 3), "101": (3, 4, 23, 3)}
@@ -15,7 +17,7 @@ SHAPES = {  # blocks of each stage, groups, width of a group at the first stage
 }
 
 
-def layers(name):
+def layers(name: str) -> Iterator[tuple[str, int, int]]:
     """Yield (name, parameters, multiplications a picture) for each layer of the network, in forward order.
 
     A convolution counts with its batch normalisation. The names are those of SHAPES.
@@ -37,7 +39,7 @@ def layers(name):
     yield "classifier", channels * 1000 + 1000, channels * 1000
 
 
-def profile(name, compute_s, gradient_bytes=4):
+def profile(name: str, compute_s: float, gradient_bytes: int = 4) -> Profile:
     """A `Profile` whose step computes for `compute_s` seconds: a third forward, the rest backward, by multiplications.
 
     `gradient_bytes` is the size of one number. Backward costs twice a forward: gradients of inputs and of weights.

@@ -10,15 +10,17 @@ for halving-doubling; for the server and the tree the short way is an upper boun
 and may begin on the next bucket.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import isfinite
+from typing import Any
 
 from .. import theory
 from ..timeline import Span
 from .algorithms import PROGRAMS
-from .model import assign_buckets, checked
-from .network import Pause, Signal, Simulation, Work
+from .model import Profile, assign_buckets, checked
+from .network import Network, Pause, Signal, Simulation, Work
 
 CAPS_MB = tuple(2.0**k for k in range(-4, 9))
 
@@ -38,29 +40,29 @@ class Step:
     spans: tuple[Span, ...] = field(repr=False)
 
     @property
-    def exposed_s(self):
+    def exposed_s(self) -> float:
         """Seconds by which communication makes the step longer: what the backward pass could not hide."""
         return self.step_s - self.compute_s
 
     @property
-    def efficiency(self):
+    def efficiency(self) -> float:
         """Throughput over that of `world_size` independent devices, 0 to 1."""
         return self.compute_s / self.step_s if self.step_s else 1.0
 
 
 def simulate(
-    profile,
-    world_size,
-    network,
-    algorithm="ring",
-    bucket_cap_mb=25.0,
-    first_bucket_mb=None,
-    interference=0.0,
-    cores=None,
-    overhead_s=0.0,
-    every_rank=False,
-    program=None,
-):
+    profile: Profile,
+    world_size: int,
+    network: Network,
+    algorithm: Any = "ring",
+    bucket_cap_mb: float = 25.0,
+    small_first: bool = True,
+    interference: float = 0.0,
+    cores: int | None = None,
+    overhead_s: float = 0.0,
+    every_rank: bool = False,
+    program: Any = None,
+) -> Step:
     """Simulate one step of `world_size` devices that each do the work of `profile`; returns a `Step`.
 
     `network` has the links and how many ranks share a host. `algorithm` is a name of `theory.ALL_REDUCE`.
@@ -71,7 +73,7 @@ def simulate(
     Raises ValueError for sizes, times or names that cannot be.
     """
     _check(world_size, network, interference, cores, overhead_s)
-    buckets = assign_buckets(checked(profile), bucket_cap_mb, first_bucket_mb)
+    buckets = assign_buckets(checked(profile), bucket_cap_mb, small_first)
     sizes = tuple(sum(profile.layers[index].gradient_bytes for index in bucket) for bucket in buckets)
     simulation = Simulation(network)
     pace = _Pace(simulation, world_size, interference, cores)
@@ -92,7 +94,7 @@ def simulate(
     return Step(world_size, step_s, compute_s, communication_s, sizes, tuple(sorted(spans[0], key=_by_start)))
 
 
-def play(algorithm, nbytes, world_size, network, **options):
+def play(algorithm: Any, nbytes: float, world_size: int, network: Network, **options: Any) -> float:
     """Seconds of one all-reduce, played message by message; `algorithm` is a name or a program. Options go to it."""
     theory.check_sizes(nbytes, world_size)
     program = algorithm if callable(algorithm) else PROGRAMS[theory.form(algorithm).__name__]
@@ -102,14 +104,16 @@ def play(algorithm, nbytes, world_size, network, **options):
     return simulation.run()
 
 
-def best_bucket_cap(profile, world_size, network, caps_mb=CAPS_MB, **options):
+def best_bucket_cap(
+    profile: Profile, world_size: int, network: Network, caps_mb: Sequence[float] = CAPS_MB, **options: Any
+) -> tuple[float, Step]:
     """The cap in MiB, among `caps_mb`, with the shortest step (the largest of equals), and that `Step`."""
     steps = [(simulate(profile, world_size, network, bucket_cap_mb=cap, **options), cap) for cap in caps_mb]
     step, cap = min(steps, key=lambda pair: (pair[0].step_s, -pair[1]))
     return cap, step
 
 
-def on_hosts(algorithm, nbytes, world_size, network):
+def on_hosts(algorithm: Any, nbytes: float, world_size: int, network: Network) -> float:
     """Seconds of an all-reduce over a `Network` in which ranks share hosts; by closed form, never rank by rank.
 
     Inside one host the local links count. Across hosts a ring goes at the pace of the slowest link; server and tree
@@ -159,12 +163,12 @@ class _Pace:
     def __init__(self, simulation, world_size, interference, cores):
         self.simulation, self.world_size, self.interference, self.cores = simulation, world_size, interference, cores
 
-    def slowdown(self, communicating):
+    def slowdown(self, communicating: Any) -> Any:
         """Seconds that a second of work takes."""
         demand = 1 + self.interference * communicating
         return demand if self.cores is None else max(1.0, demand * self.world_size / self.cores)
 
-    def communicating(self, rank, busy):
+    def communicating(self, rank: int, busy: Any) -> Any:
         """Let `rank` compute at the speed that goes with a collective under way (`busy`), or without."""
         self.simulation.set_speed(rank, 1 / self.slowdown(busy))
 

@@ -1,0 +1,205 @@
+"""The two links of a rank in a ring: tensors go out to the right neighbour and come in from the left one, in order.
+
+gloo sends messages: it asks the receiver for every one whether it is ready, and wakes up a thread of its own to move
+it, which is dear when there are more threads than cores. In a ring nobody needs to ask, because everybody knows what
+comes next. So a plain TCP stream will do: one thread writes, the caller reads, and nothing but the tensors travels.
+
+    with streams.to_neighbours(group, device) as links:
+        links.send(tensor)                          # returns at once; leave `tensor` alone until the end of the block
+        for tensor in links.received(tensors):      # in the order in which the left neighbour sends them
+            ...
+
+Where a plain stream cannot be had (on a GPU, over a throttled wire), `Messages` offers the same over `wire`.
+"""
+
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from time import perf_counter
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from ..running import wire
+
+ADDRESS_BYTES = 64
+_open: WeakKeyDictionary = WeakKeyDictionary()  # the streams of each process group
+
+
+@contextmanager
+def to_neighbours(group: dist.ProcessGroup | None, device: torch.device) -> Iterator[Any]:
+    """The links of this rank in the ring of `group`, for tensors on `device`; all that was sent has left at the end.
+
+    All ranks must enter together: the first time they connect. After an error the streams are closed, because nobody
+    knows how much of a tensor is still in them, and the neighbours get a ConnectionError. Ranks that all go on
+    nevertheless connect anew.
+    """
+    group = group or dist.group.WORLD
+    if wire.on_nccl(torch.empty(0, device=device), group):
+        links: Streams | Messages = Exchanges(group)
+    elif device.type != "cpu" or wire.throttle is not None or "MASTER_ADDR" not in os.environ:
+        links = Messages(group)
+    elif group in _open:
+        links = _open[group]
+    else:
+        links = _open[group] = Streams(group)
+    try:
+        yield links
+        links.finish()
+    except BaseException:
+        _open.pop(group, None)
+        links.close()
+        raise
+
+
+class Streams:
+    """Two TCP connections, and the thread that writes into one of them."""
+
+    ahead = 1  # tensors that are being received at any time
+
+    def __init__(self, group):
+        _, _, self.left, self.right = wire.neighbours(group)
+        self.incoming, self.outgoing = connect(self.left, self.right, group)
+        self.writer, self.leaving = ThreadPoolExecutor(1, "send"), []
+
+    def send(self, tensor: torch.Tensor) -> None:
+        """Send a flat `tensor` as soon as those before it have left."""
+        self.leaving.append(self.writer.submit(self.write, tensor))
+
+    def write(self, tensor: torch.Tensor) -> None:
+        """In the writer's thread: put all bytes of `tensor` into the stream."""
+        start = perf_counter()
+        try:
+            self.outgoing.sendall(bytes_of(tensor))
+        except OSError:
+            self.close()  # wakes up the reader: what it waits for may never come
+            raise
+        told("send", tensor, start, self.right)
+
+    def received(self, tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Fill the flat `tensors` one after the other; yield each when it is full."""
+        for tensor in tensors:
+            start, rest = perf_counter(), bytes_of(tensor)
+            while rest:
+                rest = rest[self.read_into(rest) :]
+            told("recv", tensor, start, self.left)
+            yield tensor
+
+    def read_into(self, rest: memoryview) -> int:
+        """Read what has come, at most as much as fits into the bytes `rest`; return how much that was."""
+        try:
+            count = self.incoming.recv_into(rest)
+        except TimeoutError:
+            seconds = self.incoming.gettimeout()
+            raise TimeoutError(f"rank {self.left} has sent nothing for {seconds:g} s; is it still running?") from None
+        if count == 0:
+            raise ConnectionError(f"Connection closed by peer: rank {self.left}, or one that it waited for, has failed")
+        return count
+
+    def finish(self) -> None:
+        """Wait until everything has left."""
+        leaving, self.leaving = self.leaving, []
+        for sent in leaving:
+            sent.result()
+
+    def close(self) -> None:
+        """End both connections, for the neighbours too."""
+        for stream in (self.incoming, self.outgoing):
+            with suppress(OSError):  # if the neighbour was faster
+                stream.shutdown(socket.SHUT_RDWR)
+
+
+class Messages:
+    """The same over `wire`, whose messages can be throttled and counted, and travel between GPUs."""
+
+    ahead = 4
+
+    def __init__(self, group):
+        self.group, self.leaving = group, []
+        _, _, self.left, self.right = wire.neighbours(group)
+
+    def send(self, tensor: torch.Tensor) -> None:
+        """Send `tensor`."""
+        self.leaving.append(wire.isend(tensor, self.right, self.group))
+
+    def received(self, tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Receive `tensors`, up to `ahead` at the same time; yield each when it is complete."""
+        arriving = [wire.irecv(tensor, self.left, self.group) for tensor in tensors[: self.ahead]]
+        for number, tensor in enumerate(tensors):
+            arriving.pop(0).wait()
+            yield tensor
+            if number + self.ahead < len(tensors):
+                arriving.append(wire.irecv(tensors[number + self.ahead], self.left, self.group))
+
+    def finish(self) -> None:
+        """Wait until everything has left."""
+        for transfer in self.leaving:
+            transfer.wait()
+
+    def close(self) -> None:
+        """Nothing to close: the connections are the backend's."""
+
+
+class Exchanges(Messages):
+    """The same over NCCL, which does one thing after the other: if all ranks sent first, nobody would ever receive.
+
+    As many tensors go out as come in, so each is sent together with the receiving of one.
+    """
+
+    def send(self, tensor: torch.Tensor) -> None:
+        """Send `tensor` when its turn comes."""
+        self.leaving.append(tensor)
+
+    def received(self, tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Receive `tensors`, one after the other, and send as many; yield each when it is complete."""
+        for number, tensor in enumerate(tensors):
+            wire.exchange(self.leaving[number], self.right, tensor, self.left, self.group)
+            yield tensor
+
+    def finish(self) -> None:
+        """Everything has left: as much as came."""
+
+
+def connect(left: int, right: int, group: dist.ProcessGroup) -> tuple[socket.socket, socket.socket]:
+    """Return the stream from rank `left` and that to rank `right`, with the process group's own timeout."""
+    seconds = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    family, address = own_address()
+    with socket.create_server((address, 0), family=family) as door:
+        door.settimeout(seconds)
+        text = f"{address} {door.getsockname()[1]}".encode().ljust(ADDRESS_BYTES)
+        mine = torch.tensor(list(text), dtype=torch.uint8)
+        theirs = torch.empty_like(mine)
+        arriving, leaving = dist.irecv(theirs, right, group), dist.isend(mine, left, group)
+        arriving.wait()
+        host, port = bytes(theirs.tolist()).decode().split()
+        outgoing = socket.create_connection((host, int(port)), timeout=seconds)
+        incoming, _ = door.accept()
+        leaving.wait()
+    incoming.settimeout(seconds)
+    for stream in (incoming, outgoing):
+        stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return incoming, outgoing
+
+
+def own_address() -> tuple[socket.AddressFamily, str]:
+    """The address, with its family, under which other ranks reach this one: that from which it reaches MASTER_ADDR."""
+    family, kind, _, _, there = socket.getaddrinfo(os.environ["MASTER_ADDR"], 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(there)  # sends nothing: for datagrams it only looks up the way
+        return family, probe.getsockname()[0]
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a flat `tensor` as bytes."""
+    array: Any = tensor.detach().view(torch.uint8).numpy()  # a buffer, which its type does not say
+    return memoryview(array)
+
+
+def told(kind: str, tensor: torch.Tensor, start: float, peer: int) -> None:
+    """Tell the observers of the wire of one message; an empty tensor is none."""
+    if tensor.numel():
+        wire.tell(kind, kind, start, tensor.numel() * tensor.element_size(), peer)

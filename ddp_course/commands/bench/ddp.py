@@ -1,0 +1,280 @@
+"""`ddp-course bench ddp`: stage 6 beside torch's own DistributedDataParallel, on gloo and the CPU.
+
+Both train copies of the same model in the same processes and take turns step by step, so that whatever disturbs the
+machine disturbs both. Measured besides: what the Python hooks cost a parameter, memory, overlap, and "auto" buckets
+over a slow link.
+"""
+
+import argparse
+import resource
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import permutations, product
+from typing import Any
+
+import torch
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.profiler import ProfilerActivity, profile
+
+from ... import problems
+from ...collectives import pipelined_ring_all_reduce
+from ...errors import LinkError
+from ...running.launching.launch import launch
+from ...running.links import Link
+from ...stage6_ddp import DistributedDataParallel
+from .harness import Benchmark, Part, Promise, Row, medians, promises_of_ratios, take_turns, timed
+from .training import model_and_batch, step
+
+WORLD_SIZES = (2, 4)
+EACH, GEOMETRIC_MEAN, RING_EACH, MEMORY, SLOW_LINK, HOOK_MICROSECONDS = 1.05, 1.00, 1.10, 1.05, 0.95, 15
+MODELS = {
+    "MLP, 4 M": ("synthetic", {"parameters": 2**22, "width": 1024}, 64),
+    "GPT, 1 M": ("bytes", {"parameters": 1_000_000}, 8),
+    "GPT, 10 M": ("bytes", {"parameters": 10_000_000}, 4),
+    "GPT, 1 M, large batch": ("bytes", {"parameters": 1_000_000}, 24),
+}
+STEPS, SLOW = list(MODELS)[:3], list(MODELS)[3]  # over the slow link, backward must take as long as the all-reduce
+RING = {"all_reduce": pipelined_ring_all_reduce}
+WRAPPERS: dict[str, Callable[..., Any]] = {
+    "torch": TorchDDP,
+    "ours": DistributedDataParallel,
+    "ours, ring": partial(DistributedDataParallel, **RING),
+}
+ORDERS = list(permutations(WRAPPERS))  # the last is the first, backwards
+MEMORY_LAUNCHES = 9
+HOSTS_BANDWIDTH = "1Gbit"
+
+
+def on_cpu(function: Callable, *args: Any, world_size: int, **settings: Any) -> Any:
+    """Rank 0's result of a launch on the CPU."""
+    return launch(function, *args, world_size=world_size, device="cpu", **settings)[0]
+
+
+# Step time
+
+
+def step_times(args: argparse.Namespace) -> Part:
+    """Seconds of a step with each wrapper for each network, model and K.
+
+    Where a model happens to lie in memory shifts its times by some percent. So the wrappers are made in several
+    orders, each in a launch of its own; a row has the geometric means of the launches' medians.
+    """
+    rows = []
+    for (network, link), model, world_size in product(networks().items(), STEPS, WORLD_SIZES):
+        orders = ORDERS if link is None else (ORDERS[0], ORDERS[-1])  # slower, and more alike: two will do
+        train = partial(on_cpu, wrappers_in_turn, model, args.repeats, world_size=world_size, link=link)
+        launches = [train(order) for order in orders]
+        seconds = {kind: statistics.geometric_mean([one[kind] for one in launches]) for kind in WRAPPERS}
+        rows.append({"network": network, "model": model, "world_size": world_size, **seconds})
+    return Part(rows, promised_steps(rows), [ratios(row) for row in rows])
+
+
+def ratios(row: Row) -> Row:
+    """A row of step times as it is printed."""
+    setting: Row = {name: row[name] for name in ("network", "model", "world_size") if name in row}
+    ours = {f"{name}, times that": row[name] / row["torch"] for name in row if name.startswith("ours")}
+    return {**setting, "torch, ms": 1e3 * row["torch"], **ours}
+
+
+def networks() -> dict[str, Link | None]:
+    """{name: link}: loopback, and virtual hosts if this machine allows them and can carry their links."""
+    link = virtual_hosts(HOSTS_BANDWIDTH, max(WORLD_SIZES))
+    return {"loopback": None} | ({"virtual hosts": link} if link else {})
+
+
+def virtual_hosts(bandwidth: str, world_size: int) -> Link | None:
+    """Links between virtual hosts, which torch's collectives feel too; None, with the reason printed, if not here."""
+    try:
+        link = Link(bandwidth, mode="hosts")
+        link.check(world_size)
+    except LinkError as error:
+        print(f"not measured over virtual hosts: {error}", flush=True)
+        return None
+    return link
+
+
+def promised_steps(rows: list[Row]) -> list[Promise]:
+    """What is promised of the ratios to torch's step time, over all rows."""
+    same = [row["ours"] / row["torch"] for row in rows]
+    ring = [row["ours, ring"] / row["torch"] for row in rows]
+    promises = promises_of_ratios("step time, times torch's", same, GEOMETRIC_MEAN, EACH)
+    return [*promises, Promise("step time with our ring, times torch's, slowest", max(ring), RING_EACH)]
+
+
+def wrappers_in_turn(model: str, repeats: int, order: tuple[str, ...]) -> dict[str, float]:
+    """On each rank: median seconds of a step for each wrapper in `order`, each with a model of its own."""
+    return medians({name: training_step(WRAPPERS[name], model) for name in order}, repeats, warm_up=4)
+
+
+def training_step(wrapper: Callable, model: str) -> Callable[[], float]:
+    """A function that trains one step on this rank's fixed batch and returns its seconds."""
+    make, inputs, targets = model_and_batch(*MODELS[model])
+    parallel = wrapper(make())
+    return timed(step, parallel, torch.optim.SGD(parallel.parameters(), lr=0.01), inputs, targets)
+
+
+# What the hooks cost
+
+
+def hook_costs(args: argparse.Namespace) -> Part:
+    """Microseconds that a wrapper adds to a step, a parameter, when nothing is communicated."""
+    found = on_cpu(cost_without_communication, 5 * args.repeats, world_size=1)
+    promise = Promise("Python hooks, microseconds a parameter", found["ours"], HOOK_MICROSECONDS)
+    return Part([found], [promise], [{f"{name}, us a parameter": cost for name, cost in found.items()}])
+
+
+def cost_without_communication(repeats: int) -> dict[str, float]:
+    """On each rank: the difference to the bare model, for 400 small parameters and a hook that sends nothing."""
+
+    def nothing(state, bucket):
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    ways, inputs = {}, torch.randn(4, 8)
+    for name in ("bare", "torch", "ours"):
+        module = WRAPPERS.get(name, torch.nn.Sequential)(
+            torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(200)])
+        )
+        if name != "bare":
+            module.register_comm_hook(None, nothing)
+        ways[name] = partial(bare_step, module, inputs)
+    seconds = medians(ways, repeats)
+    return {name: (seconds[name] - seconds["bare"]) / 400 * 1e6 for name in ("torch", "ours")}
+
+
+def bare_step(module: torch.nn.Module, inputs: torch.Tensor) -> float:
+    """Processor seconds of a forward and backward pass in this thread, which other processes cannot lengthen."""
+    began = time.thread_time()
+    module.zero_grad()
+    module(inputs).sum().backward()
+    return time.thread_time() - began
+
+
+# Memory
+
+
+def memory(args: argparse.Namespace) -> Part:
+    """Peak bytes of tensors and peak resident bytes, each kind in processes of its own.
+
+    The smallest of `MEMORY_LAUNCHES` counts. What lies above it is chance: when gloo's thread lets go of a bucket, and
+    what malloc keeps of it.
+    """
+    rows, promises = [], []
+    for as_view in (False, True):
+        kinds = {kind: partial(on_cpu, peak_bytes, kind, as_view, world_size=2) for kind in ("torch", "ours")}
+        peaks = take_turns(kinds, MEMORY_LAUNCHES)
+        for what in ("tensors", "resident"):
+            least = {kind: min(found[what] for found in peaks[kind]) for kind in kinds}
+            rows.append({"gradient_as_bucket_view": as_view, "bytes": what, **least})
+            promise = f"peak {what}, gradient_as_bucket_view={as_view}, times torch's"
+            promises.append(Promise(promise, least["ours"] / least["torch"], MEMORY))
+    return Part(rows, promises)
+
+
+def peak_bytes(kind: str, as_view: bool) -> dict[str, int]:
+    """On each rank: train with Adam; the peaks over model, gradients, buckets, optimizer and activations."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        model = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(16)])
+        parallel = WRAPPERS[kind](model, gradient_as_bucket_view=as_view)
+        optimizer = torch.optim.Adam(parallel.parameters())
+        for _ in range(4):
+            optimizer.zero_grad()
+            parallel(torch.ones(8, 1024)).square().sum().backward()
+            optimizer.step()
+        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held, peak = 0, 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return {"tensors": peak, "resident": resident}
+
+
+# Overlap
+
+
+def overlap(args: argparse.Namespace) -> Part:
+    """Share of the all-reduces' time in which the backward pass was computing, from torch's profiler for both."""
+    rows, promises = [], []
+    for model in ("MLP, 4 M", "GPT, 10 M"):
+        row = {"model": model, **on_cpu(hidden_shares, model, args.repeats, world_size=2)}
+        rows.append(row)
+        least = row["torch"] - 0.02  # two medians of the same share differ by that much
+        promises.append(Promise(f"overlap, {model}, share of communication hidden", row["ours"], at_least=least))
+    return Part(rows, promises)
+
+
+def hidden_shares(model: str, repeats: int) -> dict[str, float]:
+    """On each rank: the median over steps that take turns."""
+    steps = {kind: training_step(partial(WRAPPERS[kind], bucket_cap_mb=4), model) for kind in ("torch", "ours")}
+
+    def profiled(train):
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            train()
+        return hidden_share(profiler.profiler.kineto_results.events())
+
+    ways = {kind: partial(profiled, train) for kind, train in steps.items()}
+    return {kind: statistics.median(shares) for kind, shares in take_turns(ways, repeats, warm_up=3).items()}
+
+
+def hidden_share(events: list[Any]) -> float:
+    """Share of the time of gloo's all-reduces that lies before the last gradient was computed."""
+    spans = [(e.name(), e.start_ns(), e.start_ns() + e.duration_ns()) for e in events]
+    computed = max(end for name, _, end in spans if name.startswith("autograd::engine::evaluate_function"))
+    sums = [(start, end) for name, start, end in spans if name == "gloo:all_reduce"]
+    total = sum(end - start for start, end in sums)
+    return sum(max(0, min(end, computed) - start) for start, end in sums) / total
+
+
+# A slow link
+
+
+def slow_link(args: argparse.Namespace) -> Part:
+    """A link on which the all-reduce takes as long as the backward pass: torch's defaults, and ours on "auto"."""
+    world_size = 2
+    seconds = on_cpu(backward_seconds, SLOW, world_size=world_size)
+    name, options, _ = MODELS[SLOW]
+    gradient_bits = 32 * sum(parameter.numel() for parameter in problems.make(name, **options).model().parameters())
+    bandwidth = 2 * (world_size - 1) / world_size * gradient_bits / seconds
+    link = virtual_hosts(f"{bandwidth / 1e6:.0f}Mbit", world_size)
+    if link is None:
+        return Part([])
+    row = {"model": SLOW, "world_size": world_size, "bandwidth_bits_s": bandwidth, "backward": seconds}
+    row |= on_cpu(auto_in_turn, SLOW, args.repeats, world_size=world_size, link=link)
+    promise = Promise("slow link, step time on auto, times torch's", row["ours, auto"] / row["torch"], SLOW_LINK)
+    return Part([row], [promise], [{"Mbit/s": bandwidth / 1e6, **ratios(row)}])
+
+
+def backward_seconds(model: str) -> float:
+    """On each rank: median seconds of a backward pass without communication, all ranks at work."""
+    make, inputs, targets = model_and_batch(*MODELS[model])
+    module = make()
+
+    def backward():
+        loss = cross_entropy(module(inputs), targets)
+        began = time.perf_counter()
+        loss.backward()
+        return time.perf_counter() - began
+
+    return medians({"backward": backward}, 10)["backward"]
+
+
+def auto_in_turn(model: str, repeats: int) -> dict[str, float]:
+    """On each rank: median seconds of a step with torch's defaults, and with our ring and automatic buckets."""
+    automatic = partial(DistributedDataParallel, bucket_cap_mb="auto", **RING)
+    wrappers: dict[str, Callable[..., Any]] = {
+        "torch": TorchDDP,
+        "ours": DistributedDataParallel,
+        "ours, auto": automatic,
+    }
+    steps = {name: training_step(wrapper, model) for name, wrapper in wrappers.items()}
+    return medians(steps, repeats, warm_up=4)
+
+
+PARTS = {"steps": step_times, "hooks": hook_costs, "memory": memory, "overlap": overlap, "slow link": slow_link}
+BENCHMARK = Benchmark("ddp", "stage 6 over torch's DistributedDataParallel", PARTS, repeats=20)

@@ -1,0 +1,115 @@
+"""`ddp-course bench devices`: do emulated devices keep their time, and do simulator and emulation agree?
+
+"steps": the comparison's stages at 2 and 4 ranks, each beside its ideal. "simulator": stage 5 on random settings
+(ranks, buckets, devices, links), measured on emulated devices and predicted by the simulator from the same device's
+layer times and the link's bandwidth, nothing fitted.
+"""
+
+import argparse
+import random
+import statistics
+from typing import Any
+
+import torch.distributed as dist
+
+from ... import ladder, problems
+from ...measuring import comparison, emulated
+from ...measuring.recording import recording
+from ...measuring.simulate import Layer, Network, Profile, simulate
+from ...measuring.theory import Costs
+from ...running.devices import Device
+from ...running.launching.launch import launch
+from ...running.links import Link
+from .harness import Benchmark, Part, Promise
+
+SETTINGS, SEED, STEPS = 30, 11, 8
+RANKS, CAPS_MB = (2, 3, 4, 6, 8), (0.02, 0.05, 0.1, 0.25, 25.0)
+RANK_SECONDS = 0.04  # of a rank's step, for every rank that shares this machine: at least so slow is its device
+MBITS = (30, 50, 80, 120)
+MEDIAN, WORST = 0.05, 0.15
+OFF_IDEAL = {2: 0.08, 4: 0.20}
+FASTER = {"5": 3.2, "3": 1.2}  # than one device, at 4 ranks
+
+
+def steps(args: argparse.Namespace) -> Part:
+    """The stages of the comparison, measured and ideal."""
+    rows, promises = [], []
+    for world_size, allowed in OFF_IDEAL.items():
+        results = comparison.run("digits", world_size, comparison.TIMED_STEPS, link_mode=args.link_mode)
+        for stage in results["stages"]:
+            shown = {name: stage[name] for name in ("stage", "name", "step_ms", "ideal_ms", "speed_up")}
+            rows.append({"K": world_size, **shown, "off": stage["step_ms"] / stage["ideal_ms"] - 1})
+        worst = max(abs(row["off"]) for row in rows if row["K"] == world_size)
+        promises.append(Promise(f"{world_size} ranks, furthest from the ideal", worst, allowed))
+    at_four = {row["stage"]: row["speed_up"] for row in rows if row["K"] == 4}
+    promises += [Promise(f"stage {key} at 4 ranks, speed-up", at_four[key], at_least=s) for key, s in FASTER.items()]
+    return Part(rows, promises)
+
+
+def against_simulator(args: argparse.Namespace) -> Part:
+    """Random settings of stage 5: what emulated devices take, and what the simulator says that they should."""
+    chance, rows = random.Random(SEED), []
+    for _ in range(args.settings):
+        setting = {"K": chance.choice(RANKS), "cap_mb": chance.choice(CAPS_MB), "mbit": chance.choice(MBITS)}
+        setting["rank_s"] = setting["K"] * RANK_SECONDS * chance.uniform(1.0, 2.0)
+        rows.append({**setting, **both(setting, args.link_mode)})
+    differences = sorted(abs(row["difference"]) for row in rows)
+    promises = [
+        Promise("simulator and emulation, median difference", statistics.median(differences), MEDIAN),
+        Promise("simulator and emulation, largest difference", differences[-1], WORST),
+    ]
+    return Part(rows, promises)
+
+
+def both(setting: dict[str, Any], mode: str) -> dict[str, float]:
+    """Milliseconds of a step in one setting, emulated and simulated, and by how much the first is longer."""
+    job = job_of(setting)
+    _, flops = emulated.work_of(job, Device("1GFLOP/s"), setting["K"])
+    device = Device(f"{flops / setting['rank_s']}FLOP/s")
+    work, _ = emulated.work_of(job, device, setting["K"])
+    link = Link(f"{setting['mbit']}Mbit", mode=mode)
+    network = Network(Costs.of_link(link.bandwidth, link.latency))
+    predicted = 1000 * simulate(profile_of(work), setting["K"], network, bucket_cap_mb=setting["cap_mb"]).step_s
+    ranks = launch(train, job, world_size=setting["K"], device=device, link=link)
+    measured = 1000 * statistics.median(max(step) for step in zip(*ranks, strict=True))
+    return {"emulated_ms": measured, "simulated_ms": predicted, "difference": measured / predicted - 1}
+
+
+def job_of(setting: dict[str, Any]) -> dict[str, Any]:
+    """The digits, in batches that any number of ranks can share."""
+    names = {"problem": "digits", "settings": {}, "seed": 0, "global_batch": 48 * setting["K"]}
+    return {**names, "world_size": setting["K"], "bucket_cap_mb": setting["cap_mb"]}
+
+
+def profile_of(work: emulated.Work) -> Profile:
+    """What the simulator needs to know of a device's work: a layer for each parameter, in forward order."""
+    layers, before = [], 0.0
+    for parameter, ready in sorted(reversed(work.ready_s.items()), key=lambda pair: pair[1]):
+        layers.append(Layer("", 0.0, ready - before, parameter.numel() * parameter.element_size()))
+        before = ready
+    last = layers.pop()
+    first = Layer("", work.forward_s, last.backward_s + work.backward_s - before, last.gradient_bytes)
+    return Profile((first, *layers[::-1]), work.update_s)
+
+
+def train(job: dict[str, Any]) -> list[float]:
+    """On each rank: seconds of the steps of stage 5."""
+    problem = problems.make(job["problem"])
+    batches = problem.batches(job["global_batch"], STEPS, job["seed"], dist.get_rank(), job["world_size"])
+    with recording() as record:
+        ladder.find("5").trainer(job)(problem.model(job["seed"]), record.stamped(batches), 0.05)
+    return record.report()["step_s"]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of this benchmark."""
+    parser.add_argument("--settings", type=int, default=SETTINGS, help="random settings (default %(default)s)")
+    parser.add_argument("--link-mode", choices=["auto", "hosts", "wire"], default="auto", help="how links are emulated")
+
+
+BENCHMARK = Benchmark(
+    "devices",
+    "emulated devices beside their ideals, and beside the simulator",
+    {"steps": steps, "simulator": against_simulator},
+    add_options=add_options,
+)

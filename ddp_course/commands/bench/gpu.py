@@ -1,0 +1,303 @@
+"""`ddp-course bench gpu`: what can only be seen on a machine with GPUs, in at most eight minutes on one of them.
+
+Is every stage right there, with races made likely? Does the preloaded server survive CUDA, do failures name the
+culprit, does nothing stay on the device? How long is a step of stage 6 beside torch's, and how much memory does it
+take? With `--device cpu` the same runs where there is no GPU, as far as it goes. Needs torch (2.10 or newer) and what
+a launch needs, no notebook: `PYTHONPATH=. python -m ddp_course.cli bench gpu`.
+"""
+
+import argparse
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from functools import partial
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from ... import ladder, problems
+from ...errors import CourseError, LaunchTimeout, RankError
+from ...measuring import comparison
+from ...running.devices import rank_device
+from ...running.devices.placement import usable_gpus
+from ...running.launching.launch import launch
+from ...stage6_ddp import DistributedDataParallel
+from .harness import Benchmark, Part, Promise, Row, promises_of_ratios, take_turns, timed
+from .training import model_and_batch, step
+
+EXACT, EACH, STEP_RATIO, MEMORY_RATIO = 1e-12, 1.05, 1.02, 1.05
+LARGE = ("bytes", {"parameters": 100_000_000}, 8)
+SMALL = ("bytes", {"parameters": 1_000_000}, 8)  # for trying the command on a CPU
+CYCLES = 2_000_000  # about a millisecond of a GPU's time
+
+
+def world_sizes(device: str) -> list[int]:
+    """1, 2, 4, 8: as many ranks as there are GPUs for one each; 2 on the CPU."""
+    return [2] if device == "cpu" else [count for count in (1, 2, 4, 8) if count <= usable_gpus()]
+
+
+# Right?
+
+
+def exactness(args: argparse.Namespace) -> Part:
+    """How far each stage's weights end from stage 1's in float64: K ranks on one device, and one a GPU."""
+    rows = []
+    shared = "cpu" if args.device == "cpu" else "cuda:0"
+    for where, counts in ((shared, [2, 4]), (args.device, [] if args.device == "cpu" else world_sizes("cuda"))):
+        for world_size in counts:
+            far = launch(distances, world_size=world_size, device=where, timeout=180)
+            rows += [
+                {"device": where, "world_size": world_size, "stage": key, "distance": max(one[key] for one in far)}
+                for key in far[0]
+            ]
+    return Part(rows, [Promise("distance to one device's weights, largest", max(r["distance"] for r in rows), EXACT)])
+
+
+def distances() -> dict[str, float]:
+    """On each rank: train with every stage, the device kept busy in between; how far it ends from stage 1."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    problem, world_size = problems.make("digits", dtype=torch.float64, device=rank_device()), dist.get_world_size()
+    single, found = problem.model(0), {}
+    ladder.find("1").trainer({})(single, problem.batches(24, 3, 0, 0, 1), 0.1)
+    for key, stage in ladder.STAGES.items():
+        if stage.one_process or (key == "8" and world_size > 4):
+            continue
+        model, mine = problem.model(0), (dist.get_rank(), world_size) if stage.splits_batch else (0, 1)
+        with races(model):
+            stage.trainer({"bucket_cap_mb": 0.1})(model, problem.batches(24, 3, 0, *mine), 0.1)
+        pairs = zip(model.parameters(), single.parameters(), strict=True)
+        found[key] = max((one - other).abs().max().item() for one, other in pairs)
+    return found
+
+
+@contextmanager
+def races(model: torch.nn.Module) -> Any:
+    """Make wrong orders visible on a GPU: gradients come late, and the training itself runs on a stream of its own."""
+    if rank_device().type != "cuda":
+        yield
+        return
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: torch.cuda._sleep(CYCLES))
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        yield
+    torch.cuda.synchronize()
+
+
+# Safe?
+
+
+def safety(args: argparse.Namespace) -> Part:
+    """Failures and what they leave behind: seconds until each was told, and whether it was told as it should be."""
+    device, mine = ("cpu" if args.device == "cpu" else "cuda:0"), processes_on_gpus()
+    checks: dict[str, Callable[[], bool]] = {
+        "CUDA in the caller, then two launches": partial(after_cuda_in_the_caller, device),
+        "out of memory in one rank": partial(told, RankError, "rank 1", out_of_memory, device),
+        "a rank killed in mid-collective": partial(told, RankError, "killed: by SIGKILL", killed, device),
+        "a rank that never comes": partial(told, LaunchTimeout, "", absent, device, timeout=8),
+        "CPU ranks open no CUDA context": no_context,
+    }
+    rows: list[Row] = []
+    for name, check in checks.items():
+        began = time.perf_counter()
+        right = check()
+        rows.append({"check": name, "as it should be": right, "seconds": time.perf_counter() - began})
+    time.sleep(1.0)  # the driver forgets a process a moment after its end
+    left = processes_on_gpus() - mine
+    rows.append({"check": "no process left on a GPU", "as it should be": not left, "seconds": 0.0})
+    wrong = sum(not row["as it should be"] for row in rows)
+    return Part(rows, [Promise("checks that failed", wrong, at_most=0)])
+
+
+def processes_on_gpus() -> set[str]:
+    """Process ids that nvidia-smi sees on GPUs; none where there is no such program."""
+    try:
+        asked = ["nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader"]
+        printed = subprocess.run(asked, capture_output=True, text=True, timeout=30).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return set()
+    return set(printed.split()) - {str(os.getpid())}
+
+
+def after_cuda_in_the_caller(device: str) -> bool:
+    """Whether ranks start, and can use the device, when CUDA is already up in the process that launches them."""
+    if device != "cpu":
+        torch.ones(1, device=device)
+    totals = [launch(total, world_size=2, device=device, timeout=60) for _ in range(2)]
+    return totals == [[3.0, 3.0]] * 2
+
+
+def total() -> float:
+    """On each rank: the sum of all ranks' numbers, counted from 1."""
+    number = torch.tensor([dist.get_rank() + 1.0], device=rank_device())
+    dist.all_reduce(number)
+    return number.item()
+
+
+def told(error: type[CourseError], words: str, function: Callable, device: str, timeout: float = 60) -> bool:
+    """Whether a launch of `function` raises `error` with `words` in its message."""
+    try:
+        launch(function, world_size=2, device=device, timeout=timeout)
+    except error as caught:
+        return words in str(caught)
+    return False
+
+
+def out_of_memory() -> None:
+    """Rank 1 asks for more memory than there is, in the middle of training."""
+    if dist.get_rank() == 1:
+        torch.empty(2**50, dtype=torch.uint8, device=rank_device())
+    total()
+
+
+def killed() -> None:
+    """Rank 1 is killed while rank 0 waits for it."""
+    total()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    total()
+
+
+def absent() -> None:
+    """Rank 1 does something else."""
+    if dist.get_rank() == 1:
+        time.sleep(60)
+    total()
+
+
+def no_context() -> bool:
+    """Whether ranks on the CPU leave CUDA alone, training included."""
+    return not any(launch(cuda_after_training, world_size=2, device="cpu", timeout=60))
+
+
+def cuda_after_training() -> bool:
+    """On each rank: whether CUDA was touched by a step of stage 5."""
+    problem = problems.make("digits")
+    batches = problem.batches(8, 2, 0, dist.get_rank(), dist.get_world_size())
+    ladder.find("5").trainer({})(problem.model(0), batches, 0.1)
+    return torch.cuda.is_initialized()
+
+
+# Fast?
+
+
+def steps(args: argparse.Namespace) -> Part:
+    """Seconds of a step and peak memory of stage 6 beside torch's class, wrappers made in both orders."""
+    rows: list[Row] = []
+    for world_size in world_sizes(args.device):
+        setting = {"world_size": world_size, "parameters": (SMALL if args.device == "cpu" else LARGE)[1]["parameters"]}
+        for order in permutations(("torch", "ours")):
+            one = partial(launch, step_times, args.repeats, order, args.device, timeout=300)
+            rows.append({**setting, "made first": order[0], **one(world_size=world_size, device=args.device)[0]})
+    promises = promises_of_ratios("step time, times torch's", [r["ours"] / r["torch"] for r in rows], STEP_RATIO, EACH)
+    if args.device != "cpu":
+        most = max(row["ours, GiB"] / row["torch, GiB"] for row in rows)
+        promises.append(Promise("peak memory, times torch's, largest", most, MEMORY_RATIO))
+    return Part(rows, promises)
+
+
+def step_times(repeats: int, order: tuple[str, ...], device: str) -> Row:
+    """On each rank: the median seconds of a step with each wrapper, and on a GPU the memory at its peak."""
+    make, inputs, targets = model_and_batch(*(SMALL if device == "cpu" else LARGE))
+    inputs, targets = inputs.to(rank_device()), targets.to(rank_device())
+    ways, memory = {}, {}
+    wrappers: dict[str, Callable] = {"torch": TorchDDP, "ours": DistributedDataParallel}
+    for name in order:
+        free(reset=True)
+        parallel = wrappers[name](make().to(rank_device()))
+        train = partial(step, parallel, torch.optim.SGD(parallel.parameters(), lr=0.01), inputs, targets)
+        if rank_device().type == "cuda":
+            before = torch.cuda.memory_allocated() - weights(parallel)
+            train(), train()
+            memory[f"{name}, GiB"] = (torch.cuda.max_memory_allocated() - before) / 2**30
+        ways[name] = timed(finished, train)
+    turns = take_turns(ways, repeats, warm_up=4)
+    return {**{name: sorted(seconds)[len(seconds) // 2] for name, seconds in turns.items()}, **memory}
+
+
+def weights(module: torch.nn.Module) -> int:
+    """Bytes of all parameters."""
+    return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+
+
+def free(reset: bool = False) -> None:
+    """Give cached memory back to the device, and count its peak anew."""
+    if rank_device().type == "cuda":
+        torch.cuda.empty_cache()
+        if reset:
+            torch.cuda.reset_peak_memory_stats()
+
+
+def finished(function: Callable) -> None:
+    """Call `function`, and wait until the device has done all of it."""
+    function()
+    if rank_device().type == "cuda":
+        torch.cuda.synchronize()
+
+
+# And the rest of the course
+
+
+def compared(args: argparse.Namespace) -> Part:
+    """The comparison of all stages on the device, as `ddp-course compare` makes it."""
+    ranks = 2 if args.device == "cpu" else max(2, *world_sizes(args.device))
+    results = comparison.run("digits", ranks, 24, stages="1,2,3,4,5,6,torch", device=args.device, timeout=180)
+    columns = ("stage", "name", "step_ms", "communication_ms", "max_abs_diff_vs_single")
+    rows = [{"world_size": ranks, **{name: stage[name] for name in columns}} for stage in results["stages"]]
+    far = max(stage["max_abs_diff_vs_single"] for stage in results["stages"])
+    return Part(rows, [Promise("distance to one device's weights in float32, largest", far, 1e-3)])
+
+
+def own_tests(args: argparse.Namespace) -> Part:
+    """The project's tests that are marked `cuda`, where the checkout and pytest are there."""
+    root = Path(__file__).resolve().parents[3]
+    if importlib.util.find_spec("pytest") is None or not (root / "tests").is_dir():
+        return Part([{"tests": "not run: they need pytest and the checkout"}])
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "cuda", "-p", "no:cacheprovider", "tests"]
+    ended = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300)
+    summary = (ended.stdout.strip() or ended.stderr.strip() or "nothing printed").splitlines()[-1]
+    return Part([{"tests": summary}], [Promise("exit code of pytest", ended.returncode, at_most=0)])
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The device to look at."""
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu tries it without a GPU")
+
+
+def on_device(part: Callable[[argparse.Namespace], Part]) -> Callable[[argparse.Namespace], Part]:
+    """Refuse to measure a GPU that is not there; name the one that is."""
+
+    def measured(args: argparse.Namespace) -> Part:
+        if args.device == "cuda" and not usable_gpus():
+            raise ValueError("there is no GPU here that CUDA can use; --device cpu tries the command without one")
+        found = part(args)
+        device = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
+        count = usable_gpus() if args.device == "cuda" else 0
+        return Part(found.rows, found.promises, found.table, {**found.also, "device": device, "GPUs": count})
+
+    return measured
+
+
+BENCHMARK = Benchmark(
+    "gpu",
+    "what can only be seen on GPUs: right, safe, fast?",
+    {
+        "exactness": on_device(exactness),
+        "safety": on_device(safety),
+        "steps": on_device(steps),
+        "compare": on_device(compared),
+        "tests": on_device(own_tests),
+    },
+    repeats=20,
+    add_options=add_options,
+)

@@ -1,0 +1,133 @@
+"""`ddp-course bench grade`: how many submissions a minute the grader gets through, and whether its memory stays.
+
+The submissions are copies of one exercise's solution, of which some are unsolved and some wrong, in a folder of their
+own. The rate is for each core that is used, with as many submissions at a time as there are cores.
+"""
+
+import argparse
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import psutil
+
+from ...grading.grade import exercises_folder, grade, usable_cores
+from ...grading.submission import find_submissions, load_exercises
+from .harness import Benchmark, Part, Promise
+
+WANTED_A_MINUTE_A_CORE = 12.0
+MOST_GROWTH = 1.1  # the second half's peak of memory, by the first half's
+WRONG = (
+    ("(rank - step)", "(rank + step)"),
+    ("target += incoming", "target.copy_(incoming)"),
+    ("flat.view(", "flat.vie("),
+)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What is graded."""
+    parser.add_argument("--count", type=int, default=60, help="submissions (default 60)")
+    parser.add_argument("--exercise", type=int, default=4, help="which exercise (default 4)")
+    parser.add_argument("--jobs", type=int, default=usable_cores(), help="at a time (default: one a core)")
+
+
+def throughput(args: argparse.Namespace) -> Part:
+    """Submissions a minute and a core, and the peaks of memory in both halves of the time."""
+    exercises = load_exercises(exercises_folder())
+    with tempfile.TemporaryDirectory(prefix="ddp_course_bench_") as made:
+        make_submissions(Path(made), args.exercise, args.count)
+        submissions = find_submissions([made])
+        with watching_memory() as memory:
+            start = time.perf_counter()
+            results = grade(submissions, exercises, 1, args.jobs)
+            seconds = time.perf_counter() - start
+    half = len(memory) // 2
+    misjudged = [result for result in results if result.passed != is_right(int(result.learner.removeprefix("learner")))]
+    for result in misjudged:
+        print(f"misjudged: {result}")
+    row = {
+        "exercise": args.exercise,
+        "submissions": len(results),
+        "passed": sum(result.passed for result in results),
+        "misjudged": len(misjudged),
+        "jobs": args.jobs,
+        "seconds": round(seconds, 1),
+        "a_minute_a_core": round(60 * len(results) / seconds / min(args.jobs, usable_cores()), 1),
+        "memory_mib_first_half": peak(memory[:half]),
+        "memory_mib_second_half": peak(memory[half:]),
+    }
+    table = [{"what": name.replace("_", " "), "measured": value} for name, value in row.items()]
+    return Part([row], promised(row), table)
+
+
+def promised(row: dict[str, Any]) -> list[Promise]:
+    """What is promised of the grader's rate, memory and judgement."""
+    growth = row["memory_mib_second_half"] / max(1, row["memory_mib_first_half"])
+    return [
+        Promise("right answers that fail and wrong ones that pass", row["misjudged"], at_most=0),
+        Promise("submissions a minute and a core", row["a_minute_a_core"], at_least=WANTED_A_MINUTE_A_CORE),
+        Promise("memory of the second half, times the first half's", growth, at_most=MOST_GROWTH),
+    ]
+
+
+def peak(samples: list[int]) -> int:
+    """The largest of the samples, in MiB."""
+    return round(max(samples, default=0) / 2**20)
+
+
+def is_right(number: int) -> bool:
+    """Whether a submission of this number is the solution."""
+    return number % 5 in (3, 4)
+
+
+def make_submissions(folder: Path, exercise: int, count: int) -> None:
+    """`count` learners: of each five one has handed in nothing, two something wrong, two the solution."""
+    (path,) = (Path(__file__).resolve().parents[3] / "solutions").glob(f"{exercise:02d}_*.ipynb")
+    for number in range(count):
+        kind = number % 5
+        source = exercises_folder() / path.name if kind == 0 else path
+        notebook = nbformat.read(source, as_version=4)
+        if kind and not is_right(number):
+            old, new = WRONG[number % len(WRONG)]
+            for cell in notebook.cells:
+                cell.source = cell.source.replace(old, new)
+        learner = folder / f"learner{number:03d}"
+        learner.mkdir()
+        nbformat.write(notebook, learner / path.name)
+
+
+class watching_memory:
+    """While the block runs, note what this process and all its descendants hold, once a second."""
+
+    def __enter__(self):
+        self.samples, self.stop = [], threading.Event()
+        self.thread = threading.Thread(target=self.watch, daemon=True)
+        self.thread.start()
+        return self.samples
+
+    def __exit__(self, *error):
+        self.stop.set()
+        self.thread.join()
+
+    def watch(self) -> None:
+        """Sum the memory that each process has for itself."""
+        while not self.stop.wait(1.0):
+            everyone = [psutil.Process(), *psutil.Process().children(recursive=True)]
+            self.samples.append(sum(map(own_bytes, everyone)))
+
+
+def own_bytes(process: psutil.Process) -> int:
+    """Bytes that a process does not share; 0 if it has gone."""
+    try:
+        memory = process.memory_full_info()
+        return getattr(memory, "uss", memory.rss)
+    except psutil.Error:
+        return 0
+
+
+BENCHMARK = Benchmark(
+    "grade", "submissions graded a minute and a core", {"throughput": throughput}, add_options=add_options
+)

@@ -1,0 +1,184 @@
+"""What all benchmarks do alike: ways take turns, the slowest rank counts, promises are judged, a report is written.
+
+results/bench_NAME.json is {"benchmark", "machine", "parts": {part: {"repeats", "rows": […], "promises": [{"promise",
+"value", "at_least", "at_most", "kept"}]}}}. Times are seconds, and all that stands in one row took turns.
+"""
+
+import argparse
+import json
+import math
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tabulate import tabulate
+from tqdm.auto import tqdm
+
+from ...running.files import replace_file, writable_folder
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Promise:
+    """What is promised of a measured `value`: that it is at least and at most so much."""
+
+    what: str
+    value: float
+    at_most: float = math.inf
+    at_least: float = -math.inf
+
+    def record(self) -> Row:
+        """The promise as in the report; a bound that there is not is None."""
+        bounds = {name: getattr(self, name) for name in ("at_least", "at_most")}
+        finite = {name: bound if math.isfinite(bound) else None for name, bound in bounds.items()}
+        kept = self.at_least <= self.value <= self.at_most
+        return {"promise": self.what, "value": self.value, **finite, "kept": kept}
+
+
+def promises_of_ratios(what: str, ratios: list[float], mean: float, each: float) -> list[Promise]:
+    """That the geometric mean of the `ratios` is at most `mean`, and the largest at most `each`."""
+    geometric = Promise(f"{what}, geometric mean", statistics.geometric_mean(ratios), mean)
+    return [geometric, Promise(f"{what}, slowest", max(ratios), each)]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one part of a benchmark measured: `rows` for the report, what is promised of them, and the table to print.
+
+    `table`: a row of column titles and texts or numbers for each line; `also`: more entries of the report.
+    """
+
+    rows: list[Row]
+    promises: list[Promise] = field(default_factory=list)
+    table: list[Row] | None = None
+    also: Row = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A name, one line about it, and its parts: functions of the command's options that measure.
+
+    `on_request`: parts that only `--only` runs. `finish(report, folder)` writes more files, and returns their paths.
+    """
+
+    name: str
+    help: str
+    parts: Mapping[str, Callable[[argparse.Namespace], Part]]
+    repeats: int | None = None
+    on_request: tuple[str, ...] = ()
+    add_options: Callable[[argparse.ArgumentParser], None] | None = None
+    finish: Callable[[Row, Path], Iterable[Path]] | None = None
+
+    def add_parser(self, subparsers: Any) -> None:
+        """Add the benchmark to `ddp-course bench`."""
+        parser = subparsers.add_parser(self.name, help=self.help)
+        if self.repeats:
+            parser.add_argument("--repeats", type=int, default=self.repeats, help="turns of each (default %(default)s)")
+        if len(self.parts) > 1:
+            parser.add_argument("--only", choices=self.parts, help="measure this alone, and keep the rest of a report")
+        parser.add_argument("--out", default="results", metavar="DIR", help="where the results go (default results)")
+        if self.add_options:
+            self.add_options(parser)
+        parser.set_defaults(run=self.run)
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Measure, print tables and verdicts, write the report part by part; 1 if a promise is not kept, else 0."""
+        folder, only = writable_folder(args.out), getattr(args, "only", None)
+        if getattr(args, "repeats", 1) < 1:
+            raise ValueError(f"{args.repeats} repeats measure nothing; give at least 1")
+        parts = earlier_parts(folder, self.name, [only] if only else [*self.parts.keys() - set(self.on_request)])
+        report = {"benchmark": self.name, "machine": machine(), "parts": parts}
+        for name in [only] if only else [name for name in self.parts if name not in self.on_request]:
+            part = self.parts[name](args)
+            promises = [promise.record() for promise in part.promises]
+            repeats = {"repeats": args.repeats} if self.repeats else {}
+            parts[name] = {**repeats, "rows": part.rows, "promises": promises, **part.also}
+            print(f"{name}\n{tabulate(part.table or part.rows, headers='keys', floatfmt='.4g')}\n", flush=True)
+            print("\n".join(map(verdict, promises)), flush=True)
+            replace_file(folder / f"bench_{self.name}.json", (json.dumps(report, indent=1) + "\n").encode())
+        for path in [folder / f"bench_{self.name}.json", *(self.finish(report, folder) if self.finish else [])]:
+            print(f"wrote {path}")
+        return 0 if all(promise["kept"] for part in parts.values() for promise in part["promises"]) else 1
+
+
+def verdict(promise: Row) -> str:
+    """A line that says whether a promise of the report is kept."""
+    bounds = {"at least": promise["at_least"], "at most": promise["at_most"]}
+    limits = ", ".join(f"{words} {bound:.3g}" for words, bound in bounds.items() if bound is not None)
+    return f"{'kept' if promise['kept'] else 'NOT KEPT'}: {promise['promise']}: {promise['value']:.3g} ({limits})"
+
+
+def earlier_parts(folder: Path, name: str, measured_now: Iterable[str] = ()) -> dict[str, Row]:
+    """The parts of an earlier report of this very machine, but for those that are measured now."""
+    file = folder / f"bench_{name}.json"
+    report = json.loads(file.read_text()) if file.exists() else {}
+    if not isinstance(report, dict) or report.get("machine") != machine():
+        return {}
+    return {part: found for part, found in report["parts"].items() if part not in set(measured_now)}
+
+
+def machine() -> Row:
+    """Where the numbers come from."""
+    processor = platform.processor()
+    if Path("/proc/cpuinfo").is_file():
+        names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+        processor = names[0].partition(": ")[2] if names else processor
+    return {
+        "processor": processor or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "system": platform.system(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def take_turns(
+    ways: Mapping[str, Callable[[], Any]], repeats: int, warm_up: int = 0, agree: Callable[[Any], Any] | None = None
+) -> dict[str, list]:
+    """Call each way `repeats` times after `warm_up` calls; return what each returned, once the ranks `agree` on it.
+
+    The order rotates, and every second turn goes backwards: nobody always follows the same other one.
+    """
+    names, found = list(ways), {name: [] for name in ways}
+    for turn in tqdm(range(repeats + warm_up), unit="turn", leave=False, disable=None):
+        shift = turn // 2 % len(names)
+        order = names[shift:] + names[:shift]
+        for name in reversed(order) if turn % 2 else order:
+            value = agree(ways[name]()) if agree else ways[name]()
+            if turn >= warm_up:
+                found[name].append(value)
+    return found
+
+
+def medians(ways: Mapping[str, Callable[[], float]], repeats: int, warm_up: int = 2) -> dict[str, float]:
+    """On each rank: the median seconds of each way that returns seconds, the slowest rank's time counting."""
+    turns = take_turns(ways, repeats, warm_up, slowest)
+    return {name: statistics.median(seconds) for name, seconds in turns.items()}
+
+
+def slowest(seconds: float) -> float:
+    """The largest of all ranks' `seconds`."""
+    largest = torch.tensor([seconds], dtype=torch.float64)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return largest.item()
+
+
+def timed(function: Callable[..., Any], *args: Any) -> Callable[[], float]:
+    """A function that calls `function(*args)`, on all ranks at once if there are ranks, and returns its seconds."""
+
+    def call() -> float:
+        if dist.is_initialized():
+            dist.barrier()
+        began = time.perf_counter()
+        function(*args)
+        return time.perf_counter() - began
+
+    return call

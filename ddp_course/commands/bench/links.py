@@ -1,0 +1,160 @@
+"""`ddp-course bench links`: do measured times over emulated links lie on the textbook formulas?
+
+For each mode, bandwidth and world size the link is calibrated by a ping-pong between two ranks (b, headers and
+all); then the parameter server, the whole-gradient ring and the ring average messages of several sizes, and each
+time is divided by its formula without latency, 2(K-1)p/b, (K-1)p/b and 2(K-1)/K p/b. Over virtual hosts gloo's own
+all-reduce takes turns with them.
+"""
+
+import argparse
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from tqdm.auto import tqdm
+
+from ... import stage3_paramserver, stage4_ring
+from ...measuring import theory
+from ...running import links, units
+from ...running.files import replace_file
+from ...running.launching.launch import launch
+from ...showing.link_plots import link_figure
+from .harness import Benchmark, Part, Promise, Row, earlier_parts, slowest, take_turns, timed
+
+ALGORITHMS = {
+    "parameter_server": lambda tensor: stage3_paramserver.average_on_server([tensor]),
+    "whole_gradient_ring": stage4_ring.whole_gradient_ring,
+    "ring": stage4_ring.ring_all_reduce,
+    "gloo": dist.all_reduce,
+}
+FORMULA = {"gloo": "ring"}
+WORLD_SIZES = {"hosts": "2,3,4", "wire": "2,3,4,8"}
+COLUMNS = ("mode", "algorithm", "world_size", "bytes", "bandwidth_bits_s")
+JUDGED_BYTES, LOWEST, HIGHEST, SLOWER_THAN_GLOO = 4 << 20, 0.97, 1.12, 1.05
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What is measured."""
+    parser.add_argument("--modes", default="hosts,wire", help="default %(default)s; hosts only where possible")
+    parser.add_argument("--bandwidths", default="100Mbit,200Mbit", help="default %(default)s")
+    parser.add_argument("--world-sizes", metavar="K", help="default 2,3,4, and for wire 8 too")
+    parser.add_argument("--sizes", default="1MiB,4MiB,16MiB", help="bytes to average (default %(default)s)")
+    parser.add_argument("--add", action="store_true", help="keep the rows of earlier runs that this one leaves out")
+
+
+def compare(args: argparse.Namespace) -> Part:
+    """Measured and textbook seconds, one row for each setting and algorithm."""
+    settings = [
+        (links.Link(bandwidth, mode=mode), world_size)
+        for mode in usable_modes(args.modes.split(","))
+        for bandwidth in args.bandwidths.split(",")
+        for world_size in map(int, (args.world_sizes or WORLD_SIZES[mode]).split(","))
+    ]
+    sizes, rows = [units.nbytes(size) for size in args.sizes.split(",")], []
+    for link, world_size in tqdm(settings, unit="setting", disable=None):
+        rows += measure(link, world_size, sizes, args.repeats)
+    if args.add:
+        rows = merge(earlier_parts(Path(args.out), "links").get("links", {"rows": []})["rows"], rows)
+    return Part(rows, promised(rows), table(rows))
+
+
+def usable_modes(modes: list[str]) -> Iterator[str]:
+    """Leave out what this machine does not allow, and say so."""
+    possible = links.available()
+    for mode in modes:
+        reason = possible.get(mode)
+        if reason:
+            print(f"{links.MODES[mode].title} left out: {reason}")
+        else:
+            yield mode
+
+
+def measure(link: links.Link, world_size: int, sizes: list[int], repeats: int) -> list[Row]:
+    """One launch: all algorithms at all sizes on `world_size` ranks. Returns a row each."""
+    bandwidth = links.calibrate(link)["bandwidth_bits_s"]
+    names = [name for name in ALGORITHMS if name != "gloo" or link.carries_torch]
+    found = launch(time_all, names, sizes, repeats, link=link, world_size=world_size, device="cpu", timeout=1800.0)[0]
+    rows = []
+    for size, turns in zip(sizes, found, strict=True):
+        for name, seconds in turns.items():
+            expected = theory.seconds(FORMULA.get(name, name), size, world_size, theory.Costs.of_link(bandwidth))
+            key = dict(zip(COLUMNS, (link.mode, name, world_size, size, link.bandwidth), strict=True))
+            measured = statistics.median(seconds)
+            times = {"measured_s": measured, "theory_s": expected, "ratio": measured / expected}
+            rows.append({**key, **times, "calibrated_bits_s": bandwidth, "runs_s": seconds})
+    return rows
+
+
+def time_all(names: list[str], sizes: list[int], repeats: int) -> list[dict[str, list[float]]]:
+    """On each rank: for each size the seconds of every turn of each algorithm."""
+    found = []
+    for size in sizes:
+        tensor = torch.zeros(size // 4)  # zeros stay zeros, however often they are summed
+        ways = {name: timed(ALGORITHMS[name], tensor) for name in names}
+        found.append(take_turns(ways, repeats, agree=slowest))
+    return found
+
+
+def merge(earlier: list[Row], rows: list[Row]) -> list[Row]:
+    """The `earlier` rows, those measured again replaced, sorted."""
+    known = {tuple(row[column] for column in COLUMNS): row for row in [*earlier, *rows]}
+    return [known[key] for key in sorted(known, key=lambda key: (key[0], key[4], key[2], key[3], key[1]))]
+
+
+def promised(rows: list[Row]) -> list[Promise]:
+    """What is promised of messages of 4 MiB and more: close to the formulas, and a ring as fast as gloo's."""
+    judged = [row for row in rows if row["bytes"] >= JUDGED_BYTES]
+    ratios = {describe(row): row["ratio"] for row in judged if row["algorithm"] != "gloo"}
+    gloo = {setting(row): row["measured_s"] for row in judged if row["algorithm"] == "gloo"}
+    rings = [row for row in judged if row["algorithm"] == "ring" and setting(row) in gloo]
+    over_gloo = {describe(row): row["measured_s"] / gloo[setting(row)] for row in rings}
+    promises = []
+    if ratios:
+        low, high = min(ratios, key=ratios.__getitem__), max(ratios, key=ratios.__getitem__)
+        promises.append(Promise(f"least time over its formula ({low})", ratios[low], at_least=LOWEST))
+        promises.append(Promise(f"most time over its formula ({high})", ratios[high], at_most=HIGHEST))
+    if over_gloo:
+        worst = max(over_gloo, key=over_gloo.__getitem__)
+        promises.append(Promise(f"ring, times gloo's ({worst})", over_gloo[worst], at_most=SLOWER_THAN_GLOO))
+    return promises
+
+
+def setting(row: Row) -> tuple:
+    """What two algorithms must have in common to be compared."""
+    return row["mode"], row["world_size"], row["bytes"], row["bandwidth_bits_s"]
+
+
+def describe(row: Row) -> str:
+    """A row's setting in words."""
+    where = f"{row['mode']}, {row['bandwidth_bits_s'] / 1e6:g} Mbit/s, K={row['world_size']}"
+    return f"{where}, {row['bytes'] / 2**20:g} MiB, {row['algorithm']}"
+
+
+def table(rows: list[Row]) -> list[Row]:
+    """A line for each setting, for each algorithm milliseconds (times its formula)."""
+    lines = []
+    for mode, world_size, size, bandwidth in dict.fromkeys(map(setting, rows)):
+        here = [row for row in rows if setting(row) == (mode, world_size, size, bandwidth)]
+        line = {"link": f"{mode}, {bandwidth / 1e6:g} Mbit/s", "K": world_size, "MiB": size / 2**20}
+        for row in here:
+            line[row["algorithm"]] = f"{1e3 * row['measured_s']:.1f} ms ({row['ratio']:.3f})"
+        lines.append(line)
+    return lines
+
+
+def draw(report: Row, folder: Path) -> Iterator[Path]:
+    """Write bench_links.png."""
+    replace_file(folder / "bench_links.png", link_figure(report["parts"]["links"]["rows"]).png(dpi=120))
+    yield folder / "bench_links.png"
+
+
+BENCHMARK = Benchmark(
+    "links",
+    "measured time over theory, on emulated links",
+    {"links": compare},
+    repeats=3,
+    add_options=add_options,
+    finish=draw,
+)

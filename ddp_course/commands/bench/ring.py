@@ -1,0 +1,68 @@
+"""`ddp-course bench ring`: our rings beside gloo's own all_reduce, on this machine's loopback.
+
+The three take turns on the same tensor. The promises are about the pipelined ring of `collectives`, on plain TCP
+streams; stage 4's, which is there to be read and sends through gloo, is measured beside it.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from ...collectives import pipelined_ring_all_reduce
+from ...running.launching.launch import launch
+from ...stage4_ring import ring_all_reduce
+from .harness import Benchmark, Part, Promise, Row, medians, promises_of_ratios
+
+MIB = 2**20
+WORLD_SIZES, SIZES_MIB = (2, 4), (16, 64)
+EACH, GEOMETRIC_MEAN = 1.10, 1.00
+WAYS = {"gloo": dist.all_reduce, "stage 4": ring_all_reduce, "pipelined": pipelined_ring_all_reduce}
+
+
+def compare(args: argparse.Namespace) -> Part:
+    """Seconds of each way for every world size and message."""
+    rows = []
+    for world_size in WORLD_SIZES:
+        ranks = launch(times, args.repeats, world_size=world_size, device="cpu")
+        rows += [{"world_size": world_size, **row} for row in ranks[0]]
+    table = [
+        {"K": row["world_size"], "MiB": row["mib"], "gloo, ms": 1e3 * row["gloo"]}
+        | {f"{name}, times that": row[name] / row["gloo"] for name in ("stage 4", "pipelined")}
+        for row in rows
+    ]
+    return Part(rows, promised(rows), table)
+
+
+def promised(rows: list[Row]) -> list[Promise]:
+    """What is promised of the pipelined ring."""
+    ratios = [row["pipelined"] / row["gloo"] for row in rows]
+    return promises_of_ratios("pipelined ring, times gloo's all_reduce", ratios, GEOMETRIC_MEAN, EACH)
+
+
+def times(repeats: int) -> list[Row]:
+    """On each rank: median seconds of every way for every size."""
+    rows = []
+    for mib in SIZES_MIB:
+        tensor = torch.empty(mib * MIB // 4)
+        ways = {name: partial(on_ones, all_reduce, tensor) for name, all_reduce in WAYS.items()}
+        rows.append({"mib": mib, **medians(ways, repeats)})
+    return rows
+
+
+def on_ones(all_reduce: Callable, tensor: torch.Tensor) -> float:
+    """Sum ones, so that the result can be checked; only the collective is timed."""
+    tensor.fill_(1)
+    dist.barrier()
+    began = time.perf_counter()
+    all_reduce(tensor)
+    seconds = time.perf_counter() - began
+    if tensor[0] != dist.get_world_size() or tensor[-1] != dist.get_world_size():
+        raise ArithmeticError("the all-reduce returned a wrong sum")
+    return seconds
+
+
+BENCHMARK = Benchmark("ring", "our ring over gloo's all_reduce", {"rings": compare}, repeats=20)

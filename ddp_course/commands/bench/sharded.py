@@ -1,0 +1,180 @@
+"""`ddp-course bench sharded`: stages 7 and 8 beside torch's own, the cost of the NaN check, a hierarchical all-reduce.
+
+Ours and torch's train copies of one model in the same processes and take turns step by step. Everything runs on gloo
+and the CPU.
+"""
+
+import argparse
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import cross_entropy
+from torch.optim import Adam
+
+from ...collectives import hierarchical_all_reduce
+from ...measuring import finite
+from ...problems import Delay
+from ...running.launching.launch import launch
+from ...running.links import Link
+from ...stage4_ring import ring_all_reduce
+from ...stage5_bucketed import BucketedDDP
+from ...stage7_sharded import FullyShardedDataParallel, ShardedOptimizer
+from ...stage8_pipeline import Pipeline, bubble, gpipe, layers_of, one_forward_one_backward, split
+from .harness import Benchmark, Part, Promise, medians, slowest, take_turns, timed
+from .training import model_and_batch, step
+
+MODELS = {
+    "MLP, 4 M": ("synthetic", {"parameters": 2**22, "width": 512}, 32),
+    "GPT, 1 M": ("bytes", {"parameters": 1_000_000}, 8),
+}
+SHARDING, NAN_CHECK = 1.10, 1.02  # at most this many times torch's step, and the step without the check
+
+
+def against(measure: Callable, most: float, ours: str, other: str, world_sizes: tuple[int, ...] = (2, 4)) -> Callable:
+    """A part that calls `measure` for every model and K; `ours` is to take at most `most` times the `other`'s time."""
+
+    def part(args: argparse.Namespace) -> Part:
+        """Seconds of a step, a row for each model and world size."""
+        rows, table, promises = [], [], []
+        for model in MODELS:
+            for world_size in world_sizes:
+                seconds = launch(measure, model, args.repeats, world_size=world_size, device="cpu", timeout=600)[0]
+                ratio, setting = seconds[ours] / seconds[other], {"model": model, "world_size": world_size}
+                rows.append({**setting, **seconds})
+                table.append({**setting, **{f"{key}, ms": 1e3 * one for key, one in seconds.items()}, "ratio": ratio})
+                promises.append(Promise(f"{model}, K={world_size}: {ours}, times {other}", ratio, most))
+        return Part(rows, promises, table)
+
+    return part
+
+
+def optimizer_times(model: str, repeats: int) -> dict[str, float]:
+    """Seconds of a step with torch's DDP and ZeroRedundancyOptimizer, and with ours, which averages by itself."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.nn.parallel import DistributedDataParallel
+
+    warnings.simplefilter("ignore")
+    make, *batch = model_and_batch(*MODELS[model])
+    theirs, ours = DistributedDataParallel(make()), make()
+    ways = {
+        "torch": timed(step, theirs, ZeroRedundancyOptimizer(theirs.parameters(), Adam, lr=0.001), *batch),
+        "ours": timed(step, ours, ShardedOptimizer(ours.parameters(), Adam, lr=0.001), *batch),
+    }
+    return medians(ways, repeats)
+
+
+def fully_sharded_times(model: str, repeats: int) -> dict[str, float]:
+    """Seconds of a step with torch's fully_shard and with ours, the same blocks."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    warnings.simplefilter("ignore")
+    make, *batch = model_and_batch(*MODELS[model])
+    theirs, mesh = make(), init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in theirs.blocks if hasattr(theirs, "blocks") else theirs:
+        if any(True for _ in block.parameters()):
+            fully_shard(block, mesh=mesh)
+    fully_shard(theirs, mesh=mesh)
+    ours = FullyShardedDataParallel(make())
+    kinds = {"torch": theirs, "ours": ours}
+    return medians({k: timed(step, one, Adam(one.parameters(), lr=0.001), *batch) for k, one in kinds.items()}, repeats)
+
+
+def pipeline_times(model: str, repeats: int) -> dict[str, float]:
+    """Seconds of a step, forward and backward, of torch's 1F1B and GPipe and of ours, 2 K micro-batches."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+    make, inputs, targets = model_and_batch(*MODELS[model])
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    count = 2 * world_size
+
+    def part():
+        return split(layers_of(make()), world_size)[rank]
+
+    ways = {}
+    for name, schedule in {"torch 1F1B": Schedule1F1B, "torch GPipe": ScheduleGPipe}.items():
+        stage = PipelineStage(part(), rank, world_size, torch.device("cpu"))
+        train = schedule(stage, count, loss_fn=cross_entropy).step
+        ways[name] = timed(partial(train, target=targets) if rank == world_size - 1 else train, *[inputs][rank:])
+    for name, order in {"ours 1F1B": one_forward_one_backward, "ours GPipe": gpipe}.items():
+        ways[name] = timed(Pipeline(part(), count, order).step, inputs, targets)
+    return medians(ways, repeats)
+
+
+def nan_check_times(model: str, repeats: int) -> dict[str, float]:
+    """Seconds of a step of stage 5 whose gradients are checked for NaN, and of the checks in it.
+
+    They take less than a step varies by, so they are timed by themselves, where they happen: in the backward pass,
+    when the gradient has just been computed.
+    """
+    make, *batch = model_and_batch(*MODELS[model])
+    watched, spent = make(), [0.0]
+
+    def check(parameter, name):
+        began = time.perf_counter()
+        finite.check(parameter.grad, name)
+        spent[0] += time.perf_counter() - began
+
+    for name, parameter in watched.named_parameters():
+        parameter.register_post_accumulate_grad_hook(partial(check, name=name))
+    train = timed(step, BucketedDDP(watched), torch.optim.SGD(watched.parameters(), lr=0.01), *batch)
+
+    def both():
+        spent[0] = 0.0
+        return slowest(train()), slowest(spent[0])
+
+    whole, checks = zip(*take_turns({"with": both}, repeats, warm_up=2)["with"], strict=True)
+    whole, checks = statistics.median(whole), statistics.median(checks)
+    return {"with": whole, "without": whole - checks, "check": checks}
+
+
+def hierarchy(args: argparse.Namespace) -> Part:
+    """A flat and a hierarchical all-reduce over two virtual hosts of two ranks, beside the theory."""
+    link, nbytes = Link("100Mbit", hosts=2), 2**20
+    seconds = launch(all_reduce_times, nbytes, args.repeats, world_size=4, device="cpu", link=link)[0]
+    base = nbytes * 8 / link.bandwidth
+    theory = {"flat": 2 * 3 / 4 * base, "hierarchical": 2 * 1 / 2 * base}
+    setting = {"hosts": 2, "ranks_per_host": 2, "bytes": nbytes, "bandwidth_bits_s": link.bandwidth, "mode": link.mode}
+    return Part([{"ring": name, **setting, "measured_s": seconds[name], "theory_s": theory[name]} for name in theory])
+
+
+def all_reduce_times(nbytes: int, repeats: int) -> dict[str, float]:
+    """Seconds of both all-reduces of `nbytes` bytes."""
+    tensor = torch.zeros(nbytes // 4)
+    hierarchical = partial(hierarchical_all_reduce, ranks_per_host=2)
+    return medians({"flat": timed(ring_all_reduce, tensor), "hierarchical": timed(hierarchical, tensor)}, repeats)
+
+
+def bubbles(args: argparse.Namespace) -> Part:
+    """The measured bubble of both schedules beside the formula, with layers that sleep instead of computing."""
+    rows = []
+    for microbatches in (2, 4, 8):
+        for schedule in (gpipe, one_forward_one_backward):
+            share = launch(idle_share, schedule, microbatches, args.repeats, world_size=3, device="cpu")[0]
+            setting = {"schedule": schedule.__name__, "world_size": 3, "microbatches": microbatches}
+            rows.append({**setting, "measured": share, "formula": bubble(3, microbatches)})
+    return Part(rows)
+
+
+def idle_share(schedule: Callable, microbatches: int, repeats: int) -> float:
+    """The share of a step in which a rank does not compute."""
+    layers = torch.nn.Sequential(torch.nn.Linear(4, 4), Delay(forward_ms=20, backward_ms=40))
+    batch = torch.randn(microbatches, 4), torch.randint(4, (microbatches,))
+    train = timed(Pipeline(layers, microbatches, schedule).step, *batch)
+    return 1 - microbatches * 0.06 / medians({"step": train}, min(repeats, 5))["step"]
+
+
+PARTS = {
+    "ZeRO-1": against(optimizer_times, SHARDING, "ours", "torch"),
+    "fully sharded": against(fully_sharded_times, SHARDING, "ours", "torch"),
+    "pipeline": against(pipeline_times, SHARDING, "ours 1F1B", "torch 1F1B"),
+    "NaN check": against(nan_check_times, NAN_CHECK, "with", "without", world_sizes=(2,)),
+    "bubble": bubbles,
+    "hierarchical": hierarchy,
+}
+BENCHMARK = Benchmark("sharded", "sharding and pipelines over torch's own", PARTS, repeats=15)

@@ -1,0 +1,121 @@
+"""`ddp-course doctor`: what this machine has, what each lesson will use, and a clear line for all that is missing."""
+
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+GIB = 2**30
+NEEDED_MEMORY = 1.5 * GIB  # for a lesson with four ranks: docs/TROUBLESHOOTING.md says how it was measured
+
+Finding = tuple[str, str, tuple[str, str] | None]  # a name, what is there, and (kind of problem, what to do) if any
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add `doctor` to the command line."""
+    parser = subparsers.add_parser("doctor", help="what this machine has, and what each lesson will use")
+    parser.set_defaults(run=lambda args: main())
+
+
+def main() -> int:
+    """Print the report; return 1 if the course cannot run here, else 0."""
+    parts = {"Machine": [*machine()], "Torch": [*torch_parts()]}
+    has_torch = len(parts["Torch"]) > 1
+    parts |= {"Links": links() if has_torch else [], "Notebooks": [*jupyter()]}
+    for title, findings in parts.items():
+        print(title)
+        for name, value, problem in findings:
+            print(f"  {name:<22}{value}")
+            if problem:
+                print(f"  {'':<22}! {problem[1]}")
+    print("Lessons")
+    for lesson, uses in lessons(parts["Links"]) if has_torch else ():
+        print(f"  {lesson:<22}{uses}")
+    problems = [problem for findings in parts.values() for _, _, problem in findings if problem]
+    fatal = [text for kind, text in problems if kind == "fatal"]
+    print("\nThe course cannot run here: " + "; ".join(fatal) if fatal else "\nThe course runs on this machine.")
+    return 1 if fatal else 0
+
+
+def machine() -> Iterator[Finding]:
+    """Cores, memory, system and Python."""
+    import psutil
+
+    memory = psutil.virtual_memory()
+    hint = ("hint", f"four ranks want {NEEDED_MEMORY / GIB:g} GiB; use --world-size 2, in lessons K = 2")
+    old = ("fatal", "Python 3.10 or newer is needed") if sys.version_info < (3, 10) else None
+    yield "system", f"{platform.system()} {platform.release()} {platform.machine()}", None
+    yield "Python", platform.python_version(), old
+    yield "cores", str(usable_cores()), None
+    free = f"{memory.total / GIB:.1f} GiB, {memory.available / GIB:.1f} GiB free"
+    yield "memory", free, hint if memory.available < NEEDED_MEMORY else None
+
+
+def how_ranks_start() -> str:
+    """Forked or from warm spares; of the spares, how many may wait, and what those that wait now take."""
+    from ..running.launching.spares import MOST_SPARES, SPARE_MEMORY, all_spares, most_spares
+
+    waiting = all_spares()
+    now = f"; {len(waiting)} run now with {sum(waiting) / GIB:.1f} GiB" if waiting else ""
+    forks = hasattr(os, "fork") and sys.platform != "darwin"
+    if (os.environ.get("DDP_COURSE_START") or ("fork" if forks else "spawn")) == "fork":
+        return f"forked from a server that has torch loaded{now}"
+    return f"warm spares, {most_spares(MOST_SPARES)} at most, {SPARE_MEMORY / GIB:.1f} GiB each{now}"
+
+
+def usable_cores() -> int:
+    """Cores that this process may use, which a container may have limited."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def torch_parts() -> Iterator[Finding]:
+    """torch, its backends and the GPUs."""
+    try:
+        import torch
+        import torch.distributed as dist
+    except ImportError as error:
+        yield "torch", "missing", ("fatal", f"{error}; run: make setup")
+        return
+    yield "torch", torch.__version__, None
+    gloo = dist.is_available() and dist.is_gloo_available()
+    yield "gloo", "yes" if gloo else "no", None if gloo else ("fatal", "this torch has no gloo; install one from PyPI")
+    nccl = torch.cuda.is_available() and dist.is_nccl_available()
+    yield "NCCL", ".".join(map(str, torch.cuda.nccl.version())) if nccl else "no (needs NVIDIA GPUs and Linux)", None
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    yield "ranks", how_ranks_start(), None
+    yield "GPUs", ", ".join(gpus) or "none: ranks are processes on the CPU, and links are emulated", None
+
+
+def links() -> list[Finding]:
+    """Which ways of emulating links this machine allows."""
+    from ..running.links import available
+
+    return [(mode, "yes" if reason is None else f"no: {reason}", None) for mode, reason in available().items()]
+
+
+def jupyter() -> Iterator[Finding]:
+    """The notebook packages, and whether there is a browser for tests."""
+    for package in ("jupyterlab", "ipykernel", "ipywidgets", "nbval", "matplotlib", "scikit-learn"):
+        try:
+            yield package, version(package), None
+        except PackageNotFoundError:
+            yield package, "missing", ("fatal", f"{package} is missing; run: make setup")
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    yield "Chromium", "yes" if browser else "no (needed only for the project's own browser tests)", None
+
+
+def lessons(emulated: Iterable[Finding]) -> Iterator[tuple[str, str]]:
+    """What each group of lessons uses on this machine, as (lessons, text); `emulated`: what `links` found."""
+    import torch
+
+    gpus = torch.cuda.device_count()
+    ranks = f"4 ranks on {min(4, gpus)} GPU{'s' if gpus > 1 else ''}" if gpus else "4 ranks on the CPU with gloo"
+    hosts = ("hosts", "yes", None) in emulated
+    by = "virtual hosts" if hosts else "a throttled wire"
+    yield "01, 02", "one process" + (", the first GPU" if gpus else ", the CPU; threads stand in for devices")
+    yield "03, 04, 05", ranks + ("" if gpus else f"; links of 200 Mbit/s by {by}")
+    yield "06 to 10", ranks
+    yield "11", "virtual hosts and torchrun" if hosts else "torchrun on one host, and the simulator"

@@ -1,0 +1,131 @@
+"""The command `ddp-course simulate`: a table and a figure of training on devices that nobody has at hand."""
+
+import argparse
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from tabulate import tabulate
+
+from ..measuring import theory
+from ..measuring.simulate import Profile, resnets
+from ..measuring.simulate.network import Network
+from ..measuring.simulate.step import Step
+from ..measuring.simulate.sweep import KNEE, by_bucket_cap, by_devices, knee
+from ..running import files, units
+
+MODELS = ("bytes", "digits", "synthetic", *resnets.SHAPES)
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add `simulate` to the command line."""
+    parser = subparsers.add_parser("simulate", help="bucketed DDP on thousands of simulated devices")
+    parser.add_argument("--model", default="bytes", choices=MODELS, help="measured here, or one of the four networks")
+    parser.add_argument("--parameters", type=int, help="size of the bytes or synthetic model")
+    parser.add_argument("--batch", type=int, default=8, help="samples a device (measured models)")
+    parser.add_argument("--step-time", help="computing of a step, such as 100ms; without it, as measured here")
+    parser.add_argument("--devices", default="1..4096", help="1..4096 (doubling), 6, or 2,4,6")
+    parser.add_argument("--per-host", type=int, default=8, help="devices on a host")
+    parser.add_argument("--link", default="100Gbit", help="bandwidth between hosts")
+    parser.add_argument("--local-link", default="3.6Tbit", help="bandwidth between the devices of a host")
+    parser.add_argument("--latency", default="10us", help="of a message between hosts")
+    parser.add_argument("--local-latency", default="2us", help="of a message inside a host")
+    parser.add_argument("--algorithm", default="ring", help=", ".join(theory.ALL_REDUCE))
+    parser.add_argument("--bucket-cap", type=float, default=25.0, help="in MiB")
+    parser.add_argument("--interference", type=float, default=0.0, help="share of a device that a collective takes")
+    parser.add_argument("--out", default="results", help="folder of simulate.png")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the table, write the figure; returns 0."""
+    devices = parse_devices(args.devices)
+    algorithm = args.algorithm.replace("-", "_")
+    theory.form(algorithm)
+    network = _network(args)
+    folder = files.writable_folder(args.out)
+    profile, origin = _profile(args)
+    options = {"bucket_cap_mb": args.bucket_cap, "interference": args.interference}
+    steps = by_devices(profile, devices, network, algorithm, **options)
+    print(f"{args.model}: {profile.gradient_bytes / 1e6:.4g} MB of gradients, {origin}")
+    print(
+        f"{algorithm.replace('_', ' ')}, {args.per_host} devices a host, link {args.link}, in a host {args.local_link}"
+    )
+    print(table(steps))
+    at = knee(steps)
+    print(f"at least {KNEE:.0%} efficient up to {at} devices" if at else f"never {KNEE:.0%} efficient")
+    print(f"figure: {_write_figure(folder, args, profile, devices, network, algorithm, steps, options)}")
+    return 0
+
+
+def table(steps: Sequence[Step]) -> str:
+    """The steps as lines of text: devices, milliseconds, efficiency."""
+    rows = []
+    for step in steps:
+        seconds = (step.step_s, step.compute_s, step.communication_s, step.exposed_s)
+        rows.append([step.world_size, *(1e3 * each for each in seconds), f"{step.efficiency:.1%}"])
+    titles = ["devices", "step ms", "computing", "sending", "exposed", "efficiency"]
+    return tabulate(rows, titles, "plain", floatfmt=".3f", colalign=["right"] * 6, disable_numparse=[5])
+
+
+def parse_devices(text: str) -> list[int]:
+    """Numbers of devices from "1..4096" (doubling from the first up to the last), "6" or "2,4,6"; ValueError if bad."""
+    span = re.fullmatch(r"\s*(\d+)\s*\.\.\s*(\d+)\s*", text)
+    listed = re.fullmatch(r"\s*\d+(\s*,\s*\d+)*\s*", text)
+    if not (span or listed):
+        raise ValueError(f'cannot read the devices "{text}"; write 1..4096, 6 or 2,4,6')
+    if span:
+        first, last = int(span[1]), int(span[2])
+        devices = [first << k for k in range(64) if first and first << k <= last]
+    else:
+        devices = sorted({int(part) for part in text.split(",")})
+    if not devices or devices[0] < 1 or devices[-1] > 2**20:
+        raise ValueError(f'"{text}" are no numbers of devices; they go from 1 to {2**20}, the smaller first')
+    return devices
+
+
+def _network(args):
+    if args.per_host < 1:
+        raise ValueError(f"{args.per_host} devices a host: give at least 1")
+    links = [(args.link, args.latency), (args.local_link, args.local_latency)]
+    between, within = (theory.Costs.of_link(units.bits_per_second(speed), units.seconds(lag)) for speed, lag in links)
+    return Network(between, within, args.per_host)
+
+
+def _profile(args):
+    """The model's `Profile`, and a few words on where its seconds come from."""
+    seconds = args.step_time and units.seconds(args.step_time, zero=False)
+    if args.model in resnets.SHAPES:
+        seconds = seconds or 0.1
+        return resnets.profile(args.model, seconds), f"{1e3 * seconds:.4g} ms of computing a step assumed"
+    profile = measured_profile(args.model, args.parameters, args.batch)
+    if seconds:
+        return profile.scaled(seconds / profile.compute_s), f"{1e3 * seconds:.4g} ms of computing a step assumed"
+    return profile, f"{1e3 * profile.compute_s:.4g} ms of computing a step of {args.batch} samples measured here"
+
+
+def measured_profile(name: str, parameters: int | None = None, batch: int = 8) -> Profile:
+    """The `Profile` of a problem's model, measured on this machine with `batch` samples."""
+    from .. import problems
+    from ..measuring.simulate.model import profile
+
+    if batch < 1:
+        raise ValueError(f"a batch of {batch} samples cannot be measured; give at least 1")
+    options = {"parameters": parameters} if parameters and name != "digits" else {}
+    problem = problems.make(name, **options)
+    return profile(problem.model(), *next(problem.batches(batch, 1)))
+
+
+def _write_figure(folder, args, profile, devices, network, algorithm, steps, options):
+    from ..showing.simulator_plots import simulation_figure
+
+    lines = {algorithm: steps}
+    for other in ("ring", "hierarchical_ring", "parameter_server"):
+        if other not in lines and all(count <= args.per_host or count % args.per_host == 0 for count in devices):
+            lines[other] = by_devices(profile, devices, network, other, **options)
+    chosen = {devices[-1], devices[len(devices) // 2]}
+    rest = {"algorithm": algorithm, "interference": args.interference}
+    caps = {f"K = {count}": by_bucket_cap(profile, count, network, **rest) for count in sorted(chosen)}
+    title = f"{args.model}, link {args.link}, {args.per_host} devices a host at {args.local_link}"
+    picture = simulation_figure(lines, caps, network.link, title)
+    return files.replace_file(folder / "simulate.png", picture.png())

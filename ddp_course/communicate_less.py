@@ -1,0 +1,190 @@
+"""Communicate less: fewer bytes, less often, or without waiting. None gives the single device's weights any more.
+
+    fp16_hook, TopK, LowRank   fewer bytes a step: halves, the largest k, a matrix as two thin ones
+    train_local                every rank on its own for H steps, then the mean of the weights (local SGD), or one
+                               step of an outer optimizer along the mean change (DiLoCo)
+    train_asynchronously       a server that never waits: gradients arrive that belong to older weights
+
+What a lossy hook leaves out it keeps, and adds to the next step's gradient: error feedback. Without it the small
+gradients would never be sent.
+
+Sources: Stich, "Local SGD converges fast and communicates little", 2019; Douillard et al., "DiLoCo", 2023; Vogels et
+al., "PowerSGD", 2019; Karimireddy et al., "Error feedback fixes SignSGD", 2019; Dean et al., "Large scale distributed
+deep networks", 2012 (Downpour SGD).
+"""
+
+import threading
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.functional import cross_entropy
+from torch.optim import SGD, Optimizer
+
+from .running import wire
+from .stage3_paramserver import broadcast_parameters, gradients
+from .stage4_ring import average_on_ring, ring_all_reduce
+
+
+def done(tensor: Tensor) -> torch.futures.Future[Tensor]:
+    """What a hook returns when its bucket is ready: a future that already has the averaged gradients."""
+    future = torch.futures.Future()
+    future.set_result(tensor)
+    return future
+
+
+def fp16_hook(group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """A hook: the ring on half-precision numbers. Half the bytes; values keep 3 of their 7 digits."""
+    small = bucket.buffer().div(dist.get_world_size(group)).to(torch.float16)
+    return done(bucket.buffer().copy_(ring_all_reduce(small, group)))
+
+
+class TopK:
+    """A hook: every rank sends only its largest values with their places, a `share` (0 to 1) of all.
+
+    Each rank receives all K lists, K-1 times k values and k places. `feedback` keeps what was not sent.
+    """
+
+    def __init__(self, share, feedback=True):
+        self.share, self.feedback, self.left = share, feedback, {}
+
+    def __call__(self, group, bucket):
+        """The mean of what all ranks sent, written into the bucket."""
+        flat, world_size = bucket.buffer(), dist.get_world_size(group)
+        layout = tuple(map(id, bucket.parameters()))  # DDP lays its buckets out anew after the first step
+        flat += self.left.get(layout, 0.0)
+        count = max(1, round(self.share * flat.numel()))
+        places = flat.abs().topk(count).indices.to(torch.int32)
+        values = flat[places]
+        if self.feedback:
+            self.left[layout] = flat.clone().index_fill_(0, places.long(), 0.0)
+        flat.zero_()
+        for value, place in passed_around([values, places], group):  # in one order, so that replicas stay equal
+            flat.index_add_(0, place, value, alpha=1 / world_size)
+        return done(flat)
+
+
+class LowRank:
+    """A hook: PowerSGD. A gradient matrix M travels as P = M Q and Q = Mᵀ P with `rank` columns; vectors go whole.
+
+    One step of power iteration a training step: Q stays from step to step and turns towards M's largest directions.
+    """
+
+    def __init__(self, rank):
+        self.rank, self.left, self.directions = rank, {}, {}  # by parameter
+
+    def __call__(self, group, bucket):
+        """The rank-r approximation of the mean gradient, written into the bucket, in two all-reduces."""
+        whole, keys, matrices = [], [], []
+        for key, gradient in zip(map(id, bucket.parameters()), bucket.gradients(), strict=True):
+            matrix = gradient.view(len(gradient), -1) if gradient.dim() > 1 else gradient[:, None]
+            if self.rank * sum(matrix.shape) < matrix.numel():
+                keys.append(key)
+                matrices.append(matrix.add_(self.left.get(key, 0.0)))
+            else:
+                whole.append(gradient)
+        columns = [m @ self.directions.get(key, self.start(m)) for key, m in zip(keys, matrices, strict=True)]
+        average_on_ring(columns + whole, group)
+        columns = [torch.linalg.qr(each).Q for each in columns]
+        rows = [m.T @ each for m, each in zip(matrices, columns, strict=True)]
+        average_on_ring(rows, group)
+        for key, matrix, left, right in zip(keys, matrices, columns, rows, strict=True):
+            self.left[key], self.directions[key] = matrix - left @ right.T, right
+            matrix.copy_(left @ right.T)
+        return done(bucket.buffer())
+
+    def start(self, matrix: Tensor) -> Tensor:
+        """The first directions: random, the same on all ranks."""
+        return torch.randn(matrix.shape[1], self.rank, generator=torch.Generator().manual_seed(0), dtype=matrix.dtype)
+
+
+def passed_around(tensors: list[Tensor], group: dist.ProcessGroup | None = None) -> list[list[Tensor]]:
+    """All ranks' `tensors` in rank order, by K-1 steps of the ring's allgather."""
+    rank, world_size, left, right = wire.neighbours(group)
+    found = [tensors] * world_size
+    for step in range(world_size - 1):
+        incoming = [torch.empty_like(tensor) for tensor in tensors]
+        for outgoing, place in zip(tensors, incoming, strict=True):
+            wire.exchange(outgoing, right, place, left, group)
+        tensors = found[rank - step - 1] = incoming
+    return found
+
+
+def train_local(model: Module, batches: Iterable, lr: float, every: int, outer: Callable | None = None) -> list[float]:
+    """Train on this rank's share alone; after `every` steps take the mean of all ranks' weights. Returns its losses.
+
+    `outer(parameters)` makes an optimizer that gets the mean change as its gradient: DiLoCo takes
+    `SGD(…, lr=0.7, momentum=0.9, nesterov=True)`. Plain local SGD is an outer SGD with rate 1.
+    """
+    broadcast_parameters(model)
+    inner, losses = SGD(model.parameters(), lr=lr), []
+    shared = [parameter.detach().clone() for parameter in model.parameters()]
+    outer_optimizer = outer(shared) if outer else SGD(shared, lr=1.0)
+    for step, (inputs, targets) in enumerate(batches, 1):
+        inner.zero_grad()
+        loss = cross_entropy(model(inputs), targets)
+        loss.backward()
+        inner.step()
+        losses.append(loss.item())
+        if step % every == 0:
+            meet(model, shared, outer_optimizer)
+    return losses
+
+
+@torch.no_grad()
+def meet(model: Module, shared: list[Tensor], outer: Optimizer) -> None:
+    """Move the `shared` weights by the mean change of all ranks, and go on from there."""
+    for start, parameter in zip(shared, model.parameters(), strict=True):
+        start.grad = start - parameter
+    average_on_ring([start.grad for start in shared])
+    outer.step()
+    for start, parameter in zip(shared, model.parameters(), strict=True):
+        parameter.copy_(start)
+
+
+def train_asynchronously(model: Module, batches: Iterable, lr: float) -> tuple[list[float], list[int]]:
+    """Rank 0 serves, all others train as fast as they can; returns (losses, staleness of every update on rank 0).
+
+    Staleness counts the updates between the weights that a gradient was computed for and those it is applied to.
+    """
+    broadcast_parameters(model)
+    if dist.get_rank() == 0:
+        steps = sum(1 for _ in batches)
+        return [], serve(model, steps, lr)
+    losses, flat = [], torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+    for inputs, targets in batches:
+        torch.nn.utils.vector_to_parameters(flat, model.parameters())
+        model.zero_grad()
+        loss = cross_entropy(model(inputs), targets)
+        loss.backward()
+        wire.send(torch.cat([gradient.reshape(-1) for gradient in gradients(model)]), 0)
+        wire.recv(flat, 0)
+        losses.append(loss.item())
+    torch.nn.utils.vector_to_parameters(flat, model.parameters())
+    return losses, []
+
+
+def serve(model: Module, steps: int, lr: float) -> list[int]:
+    """The server: a thread for each rank, which applies its gradients as they come and sends the newest weights."""
+    weights = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+    lock, staleness = threading.Lock(), []
+
+    def attend(peer):
+        gradient, seen = torch.empty_like(weights), 0
+        for _ in range(steps):
+            wire.recv(gradient, peer)
+            with lock:
+                staleness.append(len(staleness) - seen)
+                weights.add_(gradient, alpha=-lr)
+                answer, seen = weights.clone(), len(staleness)
+            wire.send(answer, peer)
+
+    threads = [threading.Thread(target=attend, args=(peer,)) for peer in wire.others(0)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    torch.nn.utils.vector_to_parameters(weights, model.parameters())
+    return staleness

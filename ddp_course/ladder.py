@@ -1,0 +1,164 @@
+"""The one list of stages. What the comparison, the script, the figures and the grader know of a stage stands here.
+
+To add a stage: write its module, append a `Stage`. It then trains in `ddp-course compare --stages …`, in
+`ddp_course.train --stage …`, and is drawn in its colour. Nothing is imported until a stage is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+Maker = Callable[..., Any] | str  # a function, or "module:name" within the package, imported when it is called
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One rung. `train(model, batches, lr, …)` trains in place and returns the losses of every step; without one the
+    loop of `wrapping` is used. `wrap(model, optimizer, …)` returns a `wrapping.Strategy`. Both get those settings of
+    the job that `options` names.
+
+    `bytes_sent(p, K, cuts)` is what the busiest of K ranks sends in a step: p bytes of gradients; cuts has the bytes
+    of activations at each of the K-1 cuts of a pipeline. None where nothing is sent, or no wire of ours counts it.
+    """
+
+    key: str
+    name: str
+    idea: str
+    module: str
+    wrap: Maker
+    colour: str
+    time: str  # to average p bytes over K ranks on links of b bytes/s
+    train: Maker | None = None
+    options: tuple[str, ...] = ()
+    one_process: bool = False
+    splits_batch: bool = True  # each rank gets a K-th of the global batch; otherwise all work on all of it
+    counted: bool = False  # its bytes go over our own wire, where they are counted
+    bytes_sent: Callable[[int, int, list[int]], float] | None = None
+    all_reduce: str | None = None  # the closed form of its averaging, a name of `measuring.theory`
+    overlaps: bool = False  # averages under the backward pass, bucket by bucket
+
+    def trainer(self, settings: dict) -> Callable:
+        """Return this stage's `train(model, batches, lr)` with those of the job's `settings` that it knows."""
+        chosen = {name: settings[name] for name in self.options if settings.get(name) is not None}
+        train = loaded(self.train or "wrapping:train")
+        return lambda model, batches, lr: train(model, batches, lr, **({} if self.train else {"stage": self}), **chosen)
+
+    def wrapped(self, model: Any, optimizer: Callable, **settings: Any) -> Any:
+        """Return the `wrapping.Strategy` of this stage for `model`; `optimizer(parameters)` makes its optimizer."""
+        chosen = {name: settings[name] for name in self.options if settings.get(name) is not None}
+        return loaded(self.wrap)(model, optimizer, **chosen)
+
+
+def loaded(maker: Maker) -> Callable:
+    """The function that a "module:name" names."""
+    if callable(maker):
+        return maker
+    module, name = maker.split(":")
+    return getattr(import_module(f".{module}", __package__), name)
+
+
+def find(key: str) -> Stage:
+    """The stage called `key`; raises ValueError for a name that is none."""
+    if key not in STAGES:
+        raise ValueError(f"unknown stage '{key}'; choose among {', '.join(STAGES)}")
+    return STAGES[key]
+
+
+def on_server(p: int, K: int, cuts: Sequence[int]) -> float:
+    """What the busiest rank sends when one collects all and sends back, or when all is passed around whole."""
+    return (K - 1) * p
+
+
+def on_ring(p: int, K: int, cuts: Sequence[int]) -> float:
+    """What each rank sends in an all-reduce around a ring: scatter-reduce and allgather."""
+    return 2 * (K - 1) * p / K
+
+
+def sharded(p: int, K: int, cuts: Sequence[int]) -> float:
+    """What each rank sends if parameters are gathered for forward and backward, and gradients scattered."""
+    return 3 * (K - 1) * p / K
+
+
+def along_pipeline(p: int, K: int, cuts: Sequence[int]) -> float:
+    """What the busiest rank of a pipeline sends: activations to the right, their gradients to the left."""
+    return max(right + left for right, left in zip([*cuts, 0], [0, *cuts], strict=True))
+
+
+# Colours: Okabe and Ito's, which people with any kind of colour vision can tell apart, and three more.
+STAGES: dict[str, Stage] = {
+    stage.key: stage
+    for stage in (
+        Stage(
+            "1", "single device", "forward, backward, update on one device", "stage1_single",
+            wrap="wrapping:alone", train="stage1_single:train", colour="#A9A9A9",
+            time="0", one_process=True, splits_batch=False,
+        ),
+        Stage(
+            "2", "DataParallel", "one process, K devices: scatter, replicate, gather, reduce", "stage2_dataparallel",
+            wrap="wrapping:in_threads", train="stage2_dataparallel:train", options=("devices",), colour="#E69F00",
+            time="the master carries it all", one_process=True, splits_batch=False, all_reduce="parameter_server",
+        ),
+        Stage(
+            "3", "parameter server", "K processes; one collects, averages, sends back", "stage3_paramserver",
+            wrap="wrapping:by_server", train="stage3_paramserver:train", colour="#D55E00",
+            time="2(K-1) p/b", counted=True, bytes_sent=on_server, all_reduce="parameter_server",
+        ),
+        Stage(
+            "4w", "whole-gradient ring", "no server: whole gradients around a ring", "stage4_ring",
+            wrap="wrapping:by_whole_ring", train="wrapping:train_on_whole_ring", colour="#332288",
+            time="(K-1) p/b", counted=True, bytes_sent=on_server, all_reduce="whole_gradient_ring",
+        ),
+        Stage(
+            "4", "ring", "the chunked ring: scatter-reduce and allgather", "stage4_ring",
+            wrap="wrapping:by_ring", train="stage4_ring:train", colour="#0072B2",
+            time="2(K-1)/K p/b", counted=True, bytes_sent=on_ring, all_reduce="ring",
+        ),
+        Stage(
+            "5", "bucketed DDP", "buckets and hooks: communication under the backward pass", "stage5_bucketed",
+            wrap="wrapping:in_buckets", train="stage5_bucketed:train", options=("bucket_cap_mb",), colour="#009E73",
+            time="hidden behind compute", counted=True, bytes_sent=on_ring, all_reduce="ring", overlaps=True,
+        ),
+        Stage(
+            "6", "complete DDP", "everything a real one needs: a drop-in for torch's `DistributedDataParallel`",
+            "stage6_ddp",
+            wrap="wrapping:complete", train="stage6_ddp:train", options=("bucket_cap_mb", "all_reduce"),
+            colour="#CC79A7",
+            time="as 5", bytes_sent=on_ring, all_reduce="ring", overlaps=True,
+        ),
+        Stage(
+            "7o", "sharded optimizer", "the optimizer's state split over the ranks", "stage7_sharded",
+            wrap="wrapping:optimizer_sharded", colour="#117733",
+            time="as 4, memory falls with K", counted=True, bytes_sent=on_ring, all_reduce="ring",
+        ),
+        Stage(
+            "7", "fully sharded", "parameters and gradients too", "stage7_sharded",
+            wrap="wrapping:FullySharded", train="stage7_sharded:train", colour="#56B4E9",
+            time="memory falls with K", counted=True, bytes_sent=sharded,
+        ),
+        Stage(
+            "8", "pipeline", "the model is split, not the data", "stage8_pipeline",
+            wrap="wrapping:Pipelined", train="stage8_pipeline:train", options=("stages",), colour="#882255",
+            time="activations only", splits_batch=False, counted=True, bytes_sent=along_pipeline,
+        ),
+        Stage(
+            "torch", "torch's DDP", "what you have built, as PyTorch ships it", "torch.nn.parallel",
+            wrap="wrapping:torchs_own", options=("bucket_cap_mb",), colour="#000000",
+            time="as 5", bytes_sent=on_ring, all_reduce="ring", overlaps=True,
+        ),
+    )
+}  # fmt: skip
+MODULES = tuple(dict.fromkeys(stage.module for stage in STAGES.values() if stage.module.startswith("stage")))
+
+
+def markdown() -> str:
+    """The ladder as the README's table, a row a module."""
+    rows = ["| N | module | the one new idea | time to average p bytes over K ranks, link of b bytes/s |"]
+    rows += ["|---|---|---|---|"]
+    for module in MODULES:
+        rungs = [stage for stage in STAGES.values() if stage.module == module]
+        ideas, times = (list(dict.fromkeys(values)) for values in zip(*((r.idea, r.time) for r in rungs), strict=True))
+        rows.append(f"| {module[5]} | `{module}` | {', then '.join(ideas)} | {', then '.join(times)} |")
+    return "\n".join(rows)

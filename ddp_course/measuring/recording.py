@@ -1,0 +1,133 @@
+"""What one rank did in each step of its training, and what all ranks' reports sum up to.
+
+with recording() as record:
+    train(model, record.stamped(batches), lr)
+record.report()                     seconds, waits, traffic and timeline of this rank's steps
+summed_up(stage, reports)           one stage's entry in the comparison: the slowest and the busiest rank count
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+
+import torch
+
+from ..ladder import Stage
+from ..running import wire
+from ..running.devices import full_speed
+from . import timeline
+
+WARM_UP = 2  # steps in which caches fill, connections open and DDP lays its buckets out; they are not timed
+
+
+@contextmanager
+def recording() -> Iterator[Recording]:
+    """Record what this rank does in each step: `with recording() as record: train(model, record.stamped(batches))`."""
+    record = Recording()
+    with timeline.recording() as record.spans, wire.observing(record.events.append):
+        yield record
+
+
+class Recording:
+    """Spans and events of one rank's training, and when each step began."""
+
+    def __init__(self):
+        self.spans, self.events, self.began = [], [], []
+
+    def stamped(self, batches: Iterable, timed: int | None = None) -> Iterator:
+        """Yield the batches, noting when each was asked for, and when the last step was over.
+
+        With `timed` only so many steps count, and on an emulated device the others run at full speed.
+        """
+        self.began.append(time.perf_counter())
+        for number, batch in enumerate(batches, 1):
+            yield batch
+            if timed is None or number <= timed:
+                self.began.append(time.perf_counter())
+            if number == timed:
+                full_speed()
+
+    def report(self) -> dict:
+        """Seconds, exposed communication and timeline of each step, and the traffic of the last one."""
+        steps = list(pairwise(self.began))
+        steps = steps[min(WARM_UP, len(steps) - 1) :]
+        by_step = [[span for span in self.spans if start <= span.start < end] for start, end in steps]
+        return {
+            "step_s": [end - start for start, end in steps],
+            "exposed_s": [timeline.exposed(inside) for inside in by_step],
+            "traffic": traffic_of([event for event in self.events if steps[-1][0] <= event.start < steps[-1][1]]),
+            "began_s": [begin for begin, _ in steps],
+            "timelines": [
+                [as_lists(lane, begin) for lane in timeline.laid_out(inside)]
+                for (begin, _), inside in zip(steps, by_step, strict=True)
+            ],
+        }
+
+
+def as_lists(lane: Iterable[timeline.Span], begin: float) -> list[list]:
+    """Spans as [name, start, end, lane], ready for JSON, in seconds from `begin`."""
+    return [[span.name, span.start - begin, span.end - begin, span.lane] for span in lane]
+
+
+def traffic_of(events: Iterable[wire.Event]) -> dict:
+    """Sum up one rank's events of one step: bytes out, bytes in, messages out and in together."""
+    traffic = wire.Traffic()
+    for event in events:
+        traffic.add(event)
+    return {
+        "bytes_sent_max": traffic.bytes_sent,
+        "bytes_received_max": traffic.bytes_received,
+        "messages_max": traffic.messages_sent + traffic.messages_received,
+    }
+
+
+def summed_up(stage: Stage, ranks: list[dict]) -> dict:
+    """The entry of a stage in the results, from what each of its ranks reports; the slowest and the busiest count.
+
+    Timeline and communication are those of a typical step: the one whose time is nearest to the median. The timeline
+    has a lane for each device, in rank order.
+    """
+    per_step = [max(step) for step in zip(*(rank["step_s"] for rank in ranks), strict=True)]
+    median = statistics.median(per_step)
+    typical = min(range(len(per_step)), key=lambda step: abs(per_step[step] - median))
+    exposed = max(rank["exposed_s"][typical] for rank in ranks)
+    lanes = common_axis([rank["timelines"][typical] for rank in ranks], [rank["began_s"][typical] for rank in ranks])
+    told = stage.key != "2" or any(span[0] == "communication" for span in lanes[0])  # of copies between devices
+    traffic = [rank["traffic"] for rank in ranks]
+    busiest = {key: max(one[key] for one in traffic) if stage.counted else None for key in traffic[0]}
+    return {
+        "stage": stage.key,
+        "name": stage.name,
+        "step_ms": 1000 * median,
+        "communication_ms": 1000 * exposed if told else None,
+        **busiest,
+        "loss": [statistics.fmean(step) for step in zip(*(rank["loss"] for rank in ranks), strict=True)],
+        "max_abs_diff_vs_single": max(rank["difference"] for rank in ranks),
+        "evaluation": ranks[0]["evaluation"],
+        "timeline": lanes,
+    }
+
+
+def common_axis(ranks: list[list], began: list[float]) -> list[list]:
+    """All lanes of all ranks' timelines, in seconds from the first rank's beginning.
+
+    Ranks of one machine share a clock. Those of several machines do not, and then each begins at 0.
+    """
+    longest = max((span[2] for lanes in ranks for lane in lanes for span in lane), default=0.0)
+    first = min(began)
+    together = max(began) - first < longest
+    return [
+        [[name, start + late, end + late, where] for name, start, end, where in lane]
+        for lanes, begin in zip(ranks, began, strict=True)
+        for late in [(begin - first) * together]
+        for lane in lanes
+    ]
+
+
+def flat_weights(model: torch.nn.Module) -> torch.Tensor:
+    """All parameters as one vector on the CPU."""
+    return torch.cat([parameter.detach().reshape(-1).cpu() for parameter in model.parameters()])

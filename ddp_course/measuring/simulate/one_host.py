@@ -1,0 +1,91 @@
+"""NCCL's all-reduce inside one host, predicted for more GPUs than it was measured on, from how they are wired.
+
+A100s hang on switches: every pair has the whole bandwidth, whatever K is. V100s have six wires each, soldered to
+certain partners. There a ring exists only along wires, several rings share the message, and how many fit depends on
+which GPUs take part: one for two GPUs, two for three, four for four. So more GPUs can be *faster*.
+
+    A100   c + 2(K-1) a + p (2(K-1)/K / b + d)      d: reading and writing the message once, whatever K is
+    V100   c + 2(K-1) a + 2(K-1)/K p / (rings b)    b: a single wire
+
+The four numbers c, a, b, d are fitted to K = 2, 3 and 4 (least squares of relative errors); 5 to 8 are predicted.
+Wires of the V100 host (DGX-1, as `nvidia-smi topo -m` prints it): NVIDIA, "NVIDIA DGX-1 With Tesla V100 System
+Architecture", 2017, figure 4.
+"""
+
+from collections.abc import Iterator
+from itertools import pairwise, permutations, product
+from typing import Any
+
+import numpy as np
+from scipy.optimize import LinearConstraint, least_squares, milp
+
+from .. import facts
+
+MIB = 2**20
+GPUS = ("A100", "V100")
+NUMBERS = ("start_us", "step_us", "wire_us_mib", "once_us_mib")
+V100_WIRES = {
+    (0, 1): 1, (0, 2): 1, (0, 3): 2, (0, 4): 2, (1, 2): 2, (1, 3): 1, (1, 5): 2, (2, 3): 2,
+    (2, 6): 1, (3, 7): 1, (4, 5): 1, (4, 6): 1, (4, 7): 2, (5, 6): 2, (5, 7): 1, (6, 7): 2,
+}  # fmt: skip
+
+
+def most_rings(gpus: int, wires: dict[tuple[int, int], int] = V100_WIRES) -> int:
+    """How many rings over the first `gpus` GPUs fit on the wires at once, each wire used once in each direction.
+
+    Where no ring exists along wires, a step may pass through a GPU in between and take two.
+    """
+    free = {way: count for (a, b), count in wires.items() if b < gpus for way in ((a, b), (b, a))}
+    ways = list(free)
+    rings = list(cycles(gpus, free, through=False)) or list(cycles(gpus, free, through=True))
+    used = np.array([[ring.count(way) for way in ways] for ring in {tuple(sorted(ring)) for ring in rings}]).T
+    limit = LinearConstraint(used, ub=[free[way] for way in ways])
+    packed = milp(-np.ones(used.shape[1]), constraints=limit, integrality=np.ones(used.shape[1]))
+    return round(-packed.fun)
+
+
+def cycles(gpus: int, free: dict, through: bool) -> Iterator[list[tuple[int, int]]]:
+    """Each way around all GPUs as a list of (from, to); `through` allows one GPU in between at every step."""
+
+    def steps(a, b):
+        direct = [((a, b),)] if (a, b) in free else []
+        middle = [((a, m), (m, b)) for m in range(gpus) if (a, m) in free and (m, b) in free]
+        return direct or (middle if through else [])
+
+    for order in permutations(range(1, gpus)):
+        for chosen in product(*(steps(a, b) for a, b in pairwise((0, *order, 0)))):
+            yield [way for step in chosen for way in step]
+
+
+def all_reduce_us(gpu: str, numbers: tuple, gpus: int, mib: float, rings: int = 1) -> float:
+    """Microseconds of an all-reduce of `mib` MiB; `numbers` are c, a (µs), 1/b and d (µs a MiB)."""
+    start, step, wire, once = numbers
+    moved = 2 * (gpus - 1) / gpus * mib * wire
+    return start + 2 * (gpus - 1) * step + (moved / rings if gpu == "V100" else moved + mib * once)
+
+
+def predictions(gpus: tuple = (5, 6, 7, 8)) -> dict:
+    """Fit to the published K = 2, 3, 4, then predict: "parameters", "rings", largest "error" of the fit, "rows".
+
+    Rows are as in results/nccl_in_one_host.json: gpu, K, message_mib, predicted_us.
+    """
+    table = facts.rows("nccl_all_reduce_in_one_host")
+    sizes = sorted({row["message_mib"] for row in table})
+    rings = {count: most_rings(count) for count in (2, 3, 4, *gpus)}
+    found: dict[str, Any] = {"rings": rings, "parameters": {}, "error": {}, "rows": []}
+    for gpu in GPUS:
+        known = [row for row in table if row["gpu"] == gpu]
+
+        def errors(numbers, gpu=gpu, known=known):
+            times = [all_reduce_us(gpu, numbers, int(r["K"]), r["message_mib"], rings[int(r["K"])]) for r in known]
+            return [time / row["microseconds"] - 1 for time, row in zip(times, known, strict=True)]
+
+        numbers = least_squares(errors, (30.0, 3.0, 5.0, 1.0), bounds=(0, 1e4)).x
+        found["parameters"][gpu] = dict(zip(NUMBERS, numbers.tolist(), strict=True))
+        found["error"][gpu] = float(max(map(abs, errors(numbers))))
+        found["rows"] += [
+            {"gpu": gpu, "K": k, "message_mib": int(mib),
+             "predicted_us": round(float(all_reduce_us(gpu, numbers, k, mib, rings[k])), 1)}
+            for k in gpus for mib in sizes
+        ]  # fmt: skip
+    return found

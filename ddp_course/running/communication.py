@@ -1,0 +1,136 @@
+"""Communication beside compute: one thread a process group, first in first out, on a group of its own.
+
+    backward             | bucket 0 | bucket 1 | bucket 2 |
+    communication thread            | ring 0   | ring 1   | ring 2 |
+
+Messages carry no address but their order, so two things must never mix. Two wrappers in one backward pass share the
+thread of their process group: whoever queues first communicates first, and as backward walks the same graph on every
+rank, that order is the same everywhere. What the model itself communicates (batch statistics, say) is not in this
+order, so it keeps the process group, and the thread has a twin of it: same ranks, other connections.
+"""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import nullcontext
+from queue import SimpleQueue
+from typing import Any
+from weakref import WeakKeyDictionary, finalize
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.utils._pytree import tree_leaves
+
+_threads: WeakKeyDictionary = WeakKeyDictionary()  # one for each process group
+
+
+def communication_thread(group: dist.ProcessGroup | None = None) -> "CommunicationThread":
+    """The communication thread of `group`; the first time, all its ranks must ask for it together."""
+    group = group or dist.group.WORLD
+    if group not in _threads:
+        _threads[group] = CommunicationThread(group)
+    return _threads[group]
+
+
+class CommunicationThread:
+    """Works through what `start` is given, one job after the other, with messages on `group`, a twin of the caller's.
+
+    After an exception in one job all others fail too: nobody knows how far the other ranks have come, and a rank that
+    sent its next message into their last collective would make them add up what does not belong together.
+    """
+
+    def __init__(self, group):
+        self.group, self.failure, self.streams = twin(group), None, {}
+        self.jobs: SimpleQueue = SimpleQueue()
+        threading.Thread(target=work, args=(self.jobs,), name="communication", daemon=True).start()
+        finalize(self, self.jobs.put, None)
+
+    def start(self, function: Callable, device: torch.device) -> Callable:
+        """Queue `function(group)`, without gradients; return a function that waits for its result, or raises its error.
+
+        On CUDA it works on the thread's own stream, after all that the caller's stream has been given so far; and
+        whoever waits makes the stream that is current then wait, not the processor.
+        """
+        job, ready, stream = Future(), computed(device), self.stream(device)
+        self.jobs.put((job, lambda: self.run(function, ready, stream)))
+
+        def wait():
+            result, finished = job.result()
+            if finished:
+                finished.wait()
+            return result
+
+        return wait
+
+    def run(self, function: Callable[..., Any], ready: Any, stream: Any) -> tuple[Any, torch.cuda.Event | None]:
+        """In the thread: one job; returns its result and, on CUDA, the event that marks its end."""
+        if self.failure is not None:
+            raise RuntimeError(
+                f"communication on this process group has failed before ({self.failure}), and the ranks may have "
+                "stopped at different points: start the ranks again"
+            )
+        try:
+            with torch.no_grad(), torch.cuda.stream(stream) if stream else nullcontext():  # and on the stream's device
+                if ready:
+                    ready.wait()
+                return function(self.group), stream and stream.record_event()
+        except BaseException as error:
+            self.failure = f"{type(error).__name__}: {error}"
+            raise
+
+    def stream(self, device: torch.device) -> torch.cuda.Stream | None:
+        """The thread's own stream on a CUDA `device`, None on the CPU."""
+        if device.type == "cuda" and device not in self.streams:
+            self.streams[device] = torch.cuda.Stream(device)
+            if "nccl" in dist.get_backend_config(self.group):  # there messages need one collective before them
+                self.start(lambda group: dist.all_reduce(torch.zeros(1, device=device), group=group), device)
+        return self.streams.get(device)
+
+
+def keep_for_backward(owner: object, outputs: Any) -> Any:
+    """Let `owner` live as long as the graph behind `outputs`, and return them.
+
+    Hooks on parameters must not keep a wrapper alive, or an old one would go on averaging when a model is wrapped anew.
+    But in `BucketedDDP(model)(inputs).sum().backward()` nobody else holds it, and its gradients are still to come.
+    """
+    for tensor in tree_leaves(outputs):
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+            tensor.register_hook(lambda gradient, owner=owner: None)
+    return outputs
+
+
+def work(jobs: Any) -> None:
+    """The thread: no reference to its owner, so that it ends with it; a daemon, so that a rank that fails can end."""
+    for job, run in iter(jobs.get, None):
+        try:
+            job.set_result(run())
+        except BaseException as error:
+            job.set_exception(error)
+        del job, run  # a thread that waits keeps nothing alive
+
+
+def computed(device: torch.device) -> torch.cuda.Event | None:
+    """On CUDA, an event that marks all work queued so far; on the CPU work is done at once: None."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
+
+def twin(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """A process group with the ranks, backend and timeout of `group`; made by its members alone, all of them together.
+
+    `dist.new_group` would have to be called by every rank of the job; with `use_local_synchronization` it makes up a
+    name from how many groups a rank is in, which need not be the same on all. So this takes its inner part.
+    """
+    ranks, options = dist.get_process_group_ranks(group), group._get_backend(group._device_types[0]).options
+    name = distributed_c10d.GroupName(f"{group.group_name} communication")
+    made, _ = distributed_c10d._new_process_group_helper(
+        len(ranks),
+        dist.get_rank(group),
+        ranks,
+        distributed_c10d.Backend(dist.get_backend_config(group)),
+        distributed_c10d._get_default_store(),
+        name,
+        timeout=options._timeout,
+    )
+    distributed_c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
+    return made

@@ -1,0 +1,38 @@
+"""Devices: which one each rank gets, and accelerators that are emulated where there are none.
+
+What `Link` is for cables, `Device` is for accelerators: the arithmetic is real, only its *time* is emulated.
+
+    launch(fn, device=Device("2GFLOP/s"), link=Link("100Mbit"), world_size=4)      every rank has such a device
+    launch(fn, device=[Device("2GFLOP/s")] * 3 + [Device("1GFLOP/s")])             rank 3 is a straggler
+    launch(fn, device=Device.like("A100", slowed=1e5), link=Link.like("NVLink A100", slowed=1e5))       slow motion
+
+    with Device("2GFLOP/s", memory="5GB/s").emulate(record=True) as emulation:     in this process, without ranks
+        train(model, batches, lr)
+    emulation.operations        what each operation cost, and whether it was bound by flops or by memory
+    emulation.busy_s            seconds that the device worked
+
+    with Device("2GFLOP/s").emulate(sleep=False) as emulation:                     what would it take? Nobody waits
+    stage2_dataparallel.train(model, batches, lr, devices=["cpu:0", "cpu:1"])      two emulated devices, with a bus
+
+`full_speed()` inside a rank ends the emulation for the rest of the function.
+"""
+
+from .capacity import usable_cores
+from .device import Device, emulation_of, for_ranks
+from .emulation import Emulation, device_number, full_speed
+from .placement import Placement, placement, rank_device
+from .presets import ACCELERATORS
+
+__all__ = [
+    "ACCELERATORS",
+    "Device",
+    "Emulation",
+    "Placement",
+    "device_number",
+    "emulation_of",
+    "for_ranks",
+    "full_speed",
+    "placement",
+    "rank_device",
+    "usable_cores",
+]

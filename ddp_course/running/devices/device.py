@@ -1,0 +1,154 @@
+"""An accelerator by two numbers: what it computes, and what its memory carries."""
+
+import math
+import pickle
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import copy
+from typing import Any
+
+from ...errors import DeviceError
+from .. import units
+from . import capacity
+from .emulation import Emulation
+from .presets import ACCELERATORS
+
+
+class Device:
+    """An emulated accelerator: "2GFLOP/s", with a `memory` of "5GB/s", or None for one that nothing waits for.
+
+    An operation takes max(flops/rate, bytes/memory) of its time; the real arithmetic runs on the processor meanwhile,
+    so results are those of any other run, bit for bit. `bus`: bandwidth between several devices of one process
+    ("400Mbit"; default: that of the launch's link). Raises DeviceError for what does not parse or cannot be.
+    """
+
+    def __init__(self, rate, memory=None, bus=None):
+        self.rate = parsed(units.flops_per_second, rate)
+        self.memory = None if memory is None else parsed(units.bytes_per_second, memory)
+        self.bus = None if bus is None else (parsed(units.bits_per_second, bus), 0.0)
+        self.name, self.slowed = None, 1.0
+
+    @classmethod
+    def like(cls, name: str, slowed: float = 1.0, scale: float = 1.0, bus: Any = None) -> "Device":
+        """The accelerator `name` of ACCELERATORS in slow motion: all it does takes `slowed` times as long.
+
+        With `scale` it stands for one that trains a model so many times larger: its rate shrinks along with the model.
+        Give `Link.like` the same two numbers, and divide measured times by `slowed` for an estimate of the real ones.
+        """
+        if name not in ACCELERATORS:
+            raise DeviceError(f'unknown device "{name}"; choose one of {", ".join(ACCELERATORS)}')
+        factor = slow_motion(slowed, scale)
+        known = ACCELERATORS[name]
+        device = cls(f"{known.rate / factor}FLOP/s", f"{known.memory / factor}B/s", bus)
+        device.name, device.slowed = name, slowed
+        return device
+
+    def __str__(self):
+        memory = f", memory of {with_unit(self.memory, 'B/s')}" if self.memory else ""
+        plain = f"{with_unit(self.rate, 'FLOP/s')}{memory}"
+        return f"{self.name} slowed {self.slowed:g} times ({plain})" if self.name else plain
+
+    def __repr__(self):
+        return f"Device({self})"
+
+    def seconds(self, flops: float, nbytes: float) -> tuple[float, str]:
+        """Seconds of an operation with so many flops and bytes of traffic, and what bounds it: "flops" or "memory"."""
+        computing, moving = flops / self.rate, nbytes / self.memory if self.memory else 0.0
+        return (computing, "flops") if computing >= moving else (moving, "memory")
+
+    def check(self, world_size: int) -> None:
+        """Raise DeviceError if this machine cannot carry `world_size` such devices; the message says what it can."""
+        factor = capacity.fitting(self, world_size)
+        if factor > 1:
+            capacity.of_core.cache_clear()  # that moment may have been a bad one
+            factor = min(factor, capacity.fitting(self, world_size))
+        if factor > 1:
+            raise DeviceError(
+                f"{world_size} emulated devices of {self} are more than this machine's processor carries; "
+                f"choose {self.slower(factor)}"
+            )
+
+    def slower(self, factor: float) -> str:
+        """What to choose instead of this device, to have it `factor` times slower."""
+        if self.name:
+            return f"slowed={two_digits(self.slowed * factor):g} or more"
+        rate, memory = (value and two_digits(value / factor, math.floor) for value in (self.rate, self.memory))
+        return f"at most {with_unit(rate, 'FLOP/s')}" + (f" and memory of {with_unit(memory, 'B/s')}" if memory else "")
+
+    def over(self, link: Any) -> "Device":
+        """This device, for several in one process: copies between them take the time of `link`, or of its own bus."""
+        device = copy(self)
+        device.bus = self.bus or (link and (link.bandwidth, link.latency))
+        return device
+
+    def emulate(self, link: Any = None, record: bool = False, sleep: bool = True) -> Emulation:
+        """A context in which this process computes on such a device; `link` is the bus if the device has none."""
+        return Emulation(self, self.over(link).bus, record, sleep)
+
+    def describe(self) -> dict:
+        """Ready for JSON: rate (FLOP/s), memory (bytes/s or None), and the name and slow motion of a known device."""
+        return {"rate": self.rate, "memory": self.memory, "name": self.name, "slowed": self.slowed, "text": str(self)}
+
+
+def for_ranks(device: Any, world_size: int) -> list[Device]:
+    """`device` for each of `world_size` ranks: one for all, or a list with one each; DeviceError if they do not fit."""
+    devices = list(device) if isinstance(device, (list, tuple)) else [device] * world_size
+    wrong = [each for each in devices if not isinstance(each, Device)]
+    if wrong:
+        raise DeviceError(f'{wrong[0]!r} is no Device; write Device("2GFLOP/s"), or a list with one for each rank')
+    if len(devices) != world_size:
+        raise DeviceError(f"{len(devices)} devices for {world_size} ranks; give one for all, or one for each")
+    max(devices, key=lambda each: each.rate).check(world_size)
+    return devices
+
+
+@contextmanager
+def emulation_of(setting: dict, rank: int, link: Any = None) -> Iterator[None]:
+    """In a rank: the emulation of its device, if the launch has one; rank 0 complains if it was too fast."""
+    devices = pickle.loads(setting["emulated"])
+    if devices is None:
+        yield
+        return
+    with devices[rank].emulate(link) as emulation:
+        yield
+    factor = emulation.behind_s and emulation.too_fast(len(devices))
+    if rank == 0 and factor:
+        print(
+            f"the emulated device of {devices[0]} was too fast for this machine: it ended {emulation.behind_s:.2g} s "
+            f"late; choose {devices[0].slower(factor)}",
+            file=sys.stderr,
+        )
+
+
+def slow_motion(slowed: float, scale: float) -> float:
+    """The factor by which rates shrink, for a model smaller by `scale` and a time stretched by `slowed`."""
+    for name, value in (("slowed", slowed), ("scale", scale)):
+        if not (isinstance(value, (int, float)) and math.isfinite(value) and value >= 1):
+            raise DeviceError(f"{name} is {value!r}; it must be a number, 1 or more")
+    return slowed * scale
+
+
+def parsed(parse: Callable, text: Any) -> float:
+    """What `parse` makes of `text`; a DeviceError in place of its ValueError."""
+    try:
+        value = parse(text)
+    except ValueError as error:
+        raise DeviceError(str(error)) from None
+    if not math.isfinite(value):
+        raise DeviceError(f'"{text}" is out of range')
+    return value
+
+
+def two_digits(value: float, towards: Callable = math.ceil) -> float:
+    """Two leading digits of `value`: a number to type."""
+    digit = 10 ** (math.floor(math.log10(value)) - 1)
+    return towards(value / digit) * digit
+
+
+def with_unit(value: float, unit: str) -> str:
+    """2.5e9 as "2.5 GFLOP/s"."""
+    for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.3g} {prefix}{unit}"
+    return f"{value:.3g} {unit}"

@@ -1,0 +1,209 @@
+"""The emulation at work: between Python and the arithmetic, every operation is given the time of a device.
+
+torch hands each operation of a thread to the `TorchDispatchMode` that is active there, forward and, through autograd,
+backward; the optimizer's too. The real arithmetic runs, the device's clock is advanced by what the operation costs,
+and the thread sleeps until then. So a gradient's hook fires when the device has finished that gradient.
+
+The mode is active in the thread that began the emulation, and wherever a module or a backward pass is called in a
+thread of its own (stage 2). Threads that only communicate are not slowed. A tensor that was moved to "cpu:1" lives on
+emulated device 1, and with it all that is computed from it there; what goes from one device to another takes the
+time of the bus.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import wraps
+from typing import Any, NamedTuple
+from unittest.mock import patch
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+from ...errors import DeviceError
+from .. import wire
+from . import capacity, roofline
+from .clock import Clock, ThreadClock
+
+LATE = 0.03  # of the device's time: more than that, and the clock has not been kept
+_current = None  # the emulation of this process
+
+
+class Operation(NamedTuple):
+    """An operation of an emulated device: `bound` by "flops" or "memory"; `start` and `end` on the device's clock."""
+
+    name: str
+    device: int
+    flops: float
+    nbytes: int
+    bound: str
+    start: float
+    end: float
+
+    @property
+    def seconds(self) -> float:
+        """The device's time."""
+        return self.end - self.start
+
+
+class Emulation:
+    """A context in which the operations of this process take the time of `device`, and copies that of `bus`.
+
+    `bus` is (bits a second, seconds of latency) or None for copies that take no time. With `record`, `operations` is
+    the list of all `Operation`s. With `sleep=False` the clocks go on, but nobody waits for them: what would it take?
+    """
+
+    def __init__(self, device: Any, bus: Any = None, record: bool = False, sleep: bool = True):
+        self.device, self.bus, self.sleep, self.active = device, bus, sleep, False
+        self.operations = [] if record else None
+        self.clocks = defaultdict(Clock)
+        self.thread = ThreadClock()
+        self.home = WeakKeyDictionary()  # storage -> the number of its device; storages of device 0 are not in it
+        self.flops = self.behind_s = 0.0
+        self.copied = 0
+
+    def __enter__(self):
+        global _current
+        if _current is not None:
+            raise DeviceError("this process emulates a device already; leave that emulation first")
+        self.stack = ExitStack()
+        for owner, name, number_of in (
+            (torch.nn.Module, "__call__", self.number_of_module),
+            (torch.autograd, "_engine_run_backward", self.number_of_outputs),
+        ):
+            wrapped = self.on_its_device(getattr(owner, name), number_of)
+            self.stack.enter_context(patch.object(owner, name, wrapped))
+        self.thread = ThreadClock()
+        self.stack.enter_context(OnDevice(self, 0))
+        self.active, _current = True, self
+        return self
+
+    def __exit__(self, *exception):
+        global _current
+        _current = None
+        self.stop()
+        self.stack.close()
+
+    def stop(self) -> None:
+        """From here on everything runs at full speed."""
+        if self.active:
+            self.active = False
+            self.thread.catch_up()
+            self.behind_s = self.thread.behind if self.sleep else 0.0
+
+    def too_fast(self, world_size: int) -> float:
+        """By what factor the device was too fast for the real arithmetic of `world_size` ranks; 0 if it was not."""
+        needed = self.thread.total * max(1.0, world_size / capacity.usable_cores()) / capacity.HALF
+        return needed / self.busy_s if self.behind_s > LATE * self.busy_s and needed > self.busy_s else 0.0
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds that all emulated devices have worked, together."""
+        return sum(clock.busy for clock in self.clocks.values())
+
+    def run(self, number: int, operation: Any, args: tuple, kwargs: dict) -> Any:
+        """Run one operation on emulated device `number`, and let the time pass that it takes there."""
+        formula = roofline.flops_formula(operation)
+        moves = roofline.has_traffic(operation)
+        if not self.active:
+            return operation(*args, **kwargs)
+        if not (formula or (moves and (self.device.memory or self.home or operation is TO_COPY))):
+            return self.thread.real(operation, args, kwargs)
+        if self.sleep:
+            self.thread.catch_up()
+        target = destination(operation, kwargs, number)
+        if moves and (self.home or target != number):
+            self.fetch(target, (args, kwargs))
+        result = self.thread.real(operation, args, kwargs)
+        if target:
+            self.home.update({tensor.untyped_storage(): target for tensor in roofline.tensors_in([result])})
+        self.book(target, operation, formula, args, kwargs, result)
+        return result
+
+    def book(self, number: int, operation: Any, formula: Any, args: tuple, kwargs: dict, result: Any) -> None:
+        """Advance the clock of device `number` by what the operation cost, and wait for it."""
+        flops = formula(args, kwargs, result) if formula else 0
+        nbytes = roofline.traffic((args, kwargs, [result])) if self.device.memory or self.operations is not None else 0
+        seconds, bound = self.device.seconds(flops, nbytes)
+        end = self.clocks[number].book(self.thread.now, seconds)
+        self.flops += flops
+        if self.operations is not None:
+            name = operation.overloadpacket.__name__
+            self.operations.append(Operation(name, number, flops, nbytes, bound, end - seconds, end))
+        self.reach(end)
+
+    def fetch(self, number: int, operands: Any) -> None:
+        """Let what lies on other devices come over the bus to device `number`."""
+        nbytes = sum(
+            tensor.nbytes
+            for tensor in roofline.tensors_in(operands)
+            if self.home.get(tensor.untyped_storage(), 0) != number
+        )
+        if nbytes and self.bus:
+            start = time.perf_counter()
+            bits_per_second, latency = self.bus
+            self.reach(self.thread.now + latency + 8 * nbytes / bits_per_second)
+            wire.tell("span", "copy", start)
+        self.copied += nbytes
+
+    def reach(self, moment: float) -> None:
+        if self.sleep:
+            self.thread.reach(moment)
+        else:
+            self.thread.now = moment
+
+    def on_its_device(self, function: Callable, number_of: Callable) -> Callable:
+        """`function`, which in a thread that has no device yet runs on device `number_of(its first argument)`."""
+
+        @wraps(function)
+        def entered(first, *args, **kwargs):
+            if not self.active or any(isinstance(mode, OnDevice) for mode in _get_current_dispatch_mode_stack()):
+                return function(first, *args, **kwargs)
+            with OnDevice(self, number_of(first)):
+                return function(first, *args, **kwargs)
+
+        return entered
+
+    def number_of_module(self, module: torch.nn.Module) -> int:
+        """The emulated device on which a module's first parameter lives."""
+        return self.number_of_outputs(module.parameters())
+
+    def number_of_outputs(self, tensors: Any) -> int:
+        """The emulated device on which the first of several tensors lives."""
+        first = next(iter(tensors), None)
+        return 0 if first is None else self.home.get(first.untyped_storage(), 0)
+
+
+class OnDevice(TorchDispatchMode):
+    """Hands every operation of this thread to emulated device `number`."""
+
+    def __init__(self, emulation, number):
+        super().__init__()
+        self.emulation, self.number = emulation, number
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return self.emulation.run(self.number, func, args, kwargs or {})
+
+
+TO_COPY = torch.ops.aten._to_copy.default
+
+
+def destination(operation: Any, kwargs: dict, number: int) -> int:
+    """The emulated device on which the result will live: "cpu:1" is device 1, a plain "cpu" where we are."""
+    device = kwargs.get("device") if operation is TO_COPY else None
+    return number if device is None or device.index is None else device.index
+
+
+def device_number(tensor: torch.Tensor) -> int:
+    """Which of this process's devices `tensor` lives on: its GPU, or the emulated device that it was moved to."""
+    if tensor.is_cuda:
+        return tensor.device.index
+    return _current.home.get(tensor.untyped_storage(), 0) if _current else 0
+
+
+def full_speed() -> None:
+    """End the emulation of this rank's device: from here on, work takes no longer than it really does."""
+    if _current is not None:
+        _current.stop()

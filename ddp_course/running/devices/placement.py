@@ -1,0 +1,91 @@
+"""Which device and which backend each rank gets."""
+
+import os
+import socket
+import warnings
+from dataclasses import dataclass
+
+import torch
+
+BOTH = "cpu:gloo,cuda:nccl"  # a group for the tensors of either
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The `torch.distributed` backend, and the name of each rank's device in rank order."""
+
+    backend: str
+    devices: list[str]
+
+
+def placement(device: str, world_size: int) -> Placement:
+    """Decide where `world_size` ranks run when asked for `device`: "auto", "cpu", "cuda", or one, such as "cuda:1".
+
+    One GPU a rank where there are enough: NCCL for tensors on GPUs, gloo for those on the CPU. Several ranks share
+    GPUs with gloo otherwise; gloo on the CPU without GPUs. Raises ValueError for a device that this machine does not
+    have.
+    """
+    if world_size < 1:
+        raise ValueError(f"world size is {world_size}; it must be 1 or more")
+    gpus = usable_gpus() if device != "cpu" else 0
+    kind, _, index = device.partition(":")
+    if kind not in ("auto", "cpu", "cuda") or (index and (kind != "cuda" or not index.isdigit())):
+        raise ValueError(f'unknown device "{device}"; choose "auto", "cpu", "cuda" or one GPU, such as "cuda:0"')
+    if kind == "cuda" and (gpus == 0 or (index and int(index) >= gpus)):
+        raise ValueError(f'device "{device}" was asked for, but this machine has {gpus} GPUs; try --device cpu')
+    if kind == "cpu" or gpus == 0:
+        return Placement("gloo", ["cpu"] * world_size)
+    if index:
+        return Placement(BOTH if world_size == 1 and nccl_here() else "gloo", [device] * world_size)
+    backend = BOTH if gpus >= world_size and nccl_here() else "gloo"
+    return Placement(backend, [f"cuda:{rank % gpus}" for rank in range(world_size)])
+
+
+def usable_gpus() -> int:
+    """How many GPUs CUDA can use. Where it sees some that it cannot use, a warning says why: 0, so the CPU is taken."""
+    seen = torch.cuda.device_count()
+    if not seen:
+        return 0
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        usable = torch.cuda.is_available()
+    if not usable:
+        reason = str(caught[-1].message).split("\n")[0] if caught else "torch.cuda.is_available() is False"
+        message = f"this machine has {seen} GPUs, but CUDA cannot use them ({reason}): the CPU is used"
+        warnings.warn(message, stacklevel=2)
+    return seen if usable else 0
+
+
+def hide_gpus() -> None:
+    """Keep this process off all GPUs, for a rank on the CPU: a CUDA context takes hundreds of MiB of a GPU's memory.
+
+    Works as long as CUDA has not been used in this process.
+    """
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def nccl_here() -> bool:
+    """Whether this torch was built with NCCL."""
+    return torch.distributed.is_nccl_available()
+
+
+def gpu_identity(device: str) -> str:
+    """A name that only this very GPU has, whatever numbers processes give to it: host and UUID; "cpu" for the CPU."""
+    if not device.startswith("cuda"):
+        return "cpu"
+    return f"{socket.gethostname()}/{torch.cuda.get_device_properties(torch.device(device)).uuid}"
+
+
+def agreed_backend(identities: list[str]) -> str:
+    """The backend for ranks on the GPUs so named: NCCL wants one GPU a rank."""
+    one_each = len(set(identities)) == len(identities) and "cpu" not in identities
+    return BOTH if one_each and nccl_here() else "gloo"
+
+
+def rank_device() -> torch.device:
+    """The device of this rank: what the launcher chose, or under torchrun the GPU of its local rank, or the CPU."""
+    chosen = os.environ.get("DDP_COURSE_DEVICE")
+    if not chosen:
+        gpus = usable_gpus()
+        chosen = f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % gpus}" if gpus else "cpu"
+    return torch.device(chosen)

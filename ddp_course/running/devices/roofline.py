@@ -1,0 +1,75 @@
+"""What an operation costs a device: its floating-point operations, and the bytes that it reads and writes.
+
+A device takes max(flops/rate, bytes/memory bandwidth): the roofline. Source: Williams, Waterman and Patterson,
+"Roofline: an insightful visual performance model for multicore architectures", CACM 52 (2009).
+"""
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+aten = torch.ops.aten
+ATTENTION = {  # on the CPU attention has names of its own; its work is the same
+    aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
+}
+NO_TRAFFIC = {"_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_"}
+
+
+@cache
+def flops_formula(operation: torch._ops.OpOverload) -> "Formula | None":
+    """The flops of `operation` as a function of its arguments and its result; None if torch has no formula for it."""
+    packet = operation.overloadpacket
+    formula = flop_registry.get(ATTENTION.get(packet, packet))
+    return formula and Formula(formula)
+
+
+class Formula:
+    """One of torch's formulas, evaluated once for all arguments of the same shapes: that takes it 20 microseconds."""
+
+    def __init__(self, formula):
+        self.formula, self.known = formula, {}
+
+    def __call__(self, args: tuple, kwargs: dict, result: Any) -> int:
+        """Floating-point operations of one call."""
+        key = tuple(map(shape_or_value, args)), tuple((name, shape_or_value(kwargs[name])) for name in kwargs)
+        if key not in self.known:
+            self.known[key] = self.formula(*args, **kwargs, out_val=result)
+        return self.known[key]
+
+
+def shape_or_value(argument: Any) -> Any:
+    """What the flops of an operation may depend on, hashable."""
+    if isinstance(argument, torch.Tensor):
+        return argument.shape
+    return tuple(argument) if isinstance(argument, list) else argument
+
+
+@cache
+def has_traffic(operation: torch._ops.OpOverload) -> bool:
+    """Whether `operation` reads or writes memory: views and empty tensors do not, nor do collectives."""
+    name = operation.overloadpacket.__name__
+    return operation.namespace == "aten" and not operation.is_view and name not in NO_TRAFFIC
+
+
+def traffic(operands: Any) -> int:
+    """Bytes of all tensors among the operands and results of an operation: each is read or written once."""
+    total = 0
+    for operand in operands.values() if isinstance(operands, dict) else operands:
+        if isinstance(operand, torch.Tensor):
+            total += operand.nbytes
+        elif isinstance(operand, (list, tuple, dict)):
+            total += traffic(operand)
+    return total
+
+
+def tensors_in(operands: Any) -> Iterator[torch.Tensor]:
+    """The tensors in nested lists, tuples and dicts."""
+    for operand in operands.values() if isinstance(operands, dict) else operands:
+        if isinstance(operand, torch.Tensor):
+            yield operand
+        elif isinstance(operand, (list, tuple, dict)):
+            yield from tensors_in(operand)

@@ -1,0 +1,80 @@
+"""The agent: the process that owns the ranks of one launch. It is never the caller itself.
+
+The server forks it; it forks the ranks and waits for them. Each rank reports straight to the caller through its own
+pipes; the agent only tells with which code each one ended. When the agent dies, so do its ranks.
+"""
+
+import contextlib
+import importlib
+import multiprocessing
+import os
+import pickle
+import socket
+
+from . import rank
+from .channel import receive_descriptors, send
+from .rank import die_with_parent
+
+
+def own_ranks(launch: socket.socket, setting: dict) -> None:
+    """Carry out one launch: start its ranks, tell the caller how each one ended, and exit."""
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    pipes = rank.Pipes.unpack(receive_descriptors(launch, setting["descriptors"]), setting["ranks"])
+    os.dup2(pipes.agent_log, 1)
+    os.dup2(pipes.agent_log, 2)
+    try:
+        link = pickle.loads(setting["link"])
+        master = lay_link(link, setting["world_size"])
+    except Exception as error:
+        send(launch, ("refused", error))
+        os._exit(1)
+    for name in setting["modules"]:
+        with contextlib.suppress(Exception):  # a rank that needs it will tell
+            importlib.import_module(name)  # afresh for this launch, but once for all its ranks
+    wait_for(start_ranks(setting, link, master, pipes, launch), launch)
+    os._exit(0)
+
+
+def lay_link(link, world_size: int) -> str:
+    """Make the emulated link ready, if there is one, and return the address where the ranks find the store."""
+    if link is None:
+        return "127.0.0.1"
+    link.prepare(world_size)  # before any thread or socket: it may enter new namespaces
+    die_with_parent()  # once more: Linux forgets it when a process changes its credentials
+    return link.master_address()
+
+
+def start_ranks(setting, link, master, pipes, launch) -> dict:
+    """Fork the ranks; returns their processes by rank.
+
+    Rank 0 serves their store, on a socket that is bound here: two launches never clash, and this process has no
+    thread but its main one, so that it may fork (a lock that a thread holds at a fork stays locked for ever).
+    """
+    listener = None if setting["store"] else socket.create_server((master, 0), backlog=1024)
+    setting["store"] = setting["store"] or listener.getsockname()
+    fork = multiprocessing.get_context("fork").Process
+    ranks = {
+        number: fork(target=rank.main, args=(setting, number, link, pipes, launch, listener, os.getpid()))
+        for number in setting["ranks"]
+    }
+    for process in ranks.values():
+        process.start()
+    pipes.close()
+    return ranks
+
+
+def wait_for(ranks: dict, launch: socket.socket) -> None:
+    """Tell the caller each rank's exit code as it ends; return when all have ended.
+
+    What a rank has started and left alone becomes a child of this process, and is only reaped.
+    """
+    running = dict(ranks)
+    while running:
+        for number, process in list(running.items()):
+            if process.exitcode is not None:
+                del running[number]
+                send(launch, ("ended", (number, process.exitcode)))
+        if running:
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT).si_pid
+            if ended not in {process.pid for process in running.values()}:
+                os.waitpid(ended, 0)

@@ -1,0 +1,49 @@
+"""What `%%ranks` runs on each rank: the text of one notebook cell."""
+
+import ast
+
+import torch
+import torch.distributed as dist
+
+from ..devices import rank_device
+
+PROVIDED = ("rank", "world_size", "dist", "torch", "device")
+
+
+def compile_cell(source: str, filename: str) -> tuple:
+    """Compile a cell: its statements, and its last expression if it ends with one that is not silenced by ";"."""
+    tree = ast.parse(source, filename)
+    last = None
+    if tree.body and isinstance(tree.body[-1], ast.Expr) and not source.rstrip().endswith(";"):
+        last = compile(ast.Expression(tree.body.pop().value), filename, "eval")
+    return compile(tree, filename, "exec"), last
+
+
+def used_names(source: str) -> set:
+    """All names that a cell mentions."""
+    return {node.id for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name)}
+
+
+def run_cell(source: str, filename: str, given: dict, pull: list) -> dict:
+    """Run a cell on this rank with the names in `given`; print its last expression; return rank 0's `pull`ed names."""
+    statements, last = compile_cell(source, filename)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    names = {"__name__": "__main__", **given}
+    names |= dict(zip(PROVIDED, (rank, world_size, dist, torch, rank_device()), strict=True))
+    exec(statements, names)
+    shown = eval(last, names) if last else None
+    if shown is not None:
+        print(repr(shown))
+    return {name: to_host(pulled(names, name)) for name in pull} if rank == 0 else {}
+
+
+def pulled(names, name):
+    """The value that the cell gave to `name`."""
+    if name not in names:
+        raise NameError(f'"{name}" is to be pulled, but the cell assigned no such name on rank 0')
+    return names[name]
+
+
+def to_host(value):
+    """A tensor on the CPU, anything else as it is."""
+    return value.detach().cpu() if isinstance(value, torch.Tensor) else value

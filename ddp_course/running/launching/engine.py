@@ -1,0 +1,175 @@
+"""A host's part of a launch over several machines: what the head calls in the ipyparallel engine of that host.
+
+`survey` says who the host is, `begin` starts its ranks, `news` brings what they have said since, `end` ends them. A
+part watches over its ranks in a thread, so that the engine can serve several launches at once; when no `news` is asked
+for any more, the head or the way to it is gone, and the part ends its ranks itself.
+"""
+
+import io
+import platform
+import socket
+import threading
+import time
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+
+import cloudpickle
+import psutil
+import torch
+
+from ...errors import CourseError
+from .launch import describe_launch, start_method
+from .limits import check_world_size
+
+LEASE_SECONDS = 2.5  # how long a part lives on without being asked for news
+NEWS_SECONDS = 0.4  # how long an engine waits for something to tell
+TICK_SECONDS = 0.05
+
+_parts: dict = {}
+
+
+def survey(head: str) -> dict:
+    """Who this host is, what it runs on, and its address on the network where `head` (an address) is."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as towards:
+        towards.connect((head, 9))  # sends nothing: it only chooses the way
+        address = towards.getsockname()[0]
+    cards = psutil.net_if_addrs().items()
+    card = next((name for name, uses in cards if any(use.address == address for use in uses)), "")
+    return {"host": socket.gethostname(), "address": address, "card": card, **versions()}
+
+
+def versions() -> dict:
+    """What must be the same on all hosts: Python, torch, and this package."""
+    try:
+        package = version("ddp-course")
+    except PackageNotFoundError:
+        package = "from a folder"
+    return {"Python": platform.python_version(), "torch": torch.__version__, "ddp_course": package}
+
+
+def prepare(number: int, count: int, device: str, address: str | None) -> tuple:
+    """Get ready for `count` ranks of launch `number`: the backend they would take, and on the first host a port.
+
+    There, `address` is this host's, and the ranks' store is opened on it. ValueError if this host cannot have them.
+    """
+    check_world_size(count, 0, on_gpu=False)
+    backend, port = describe_launch(count, device, 1.0, None, False)["backend"], None
+    if address is not None:
+        listener = socket.create_server((address, 0), backlog=1024)
+        port = listener.getsockname()[1]
+        settings = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listener.detach()}
+        _parts[number] = torch.distributed.TCPStore(address, port, **settings), None
+    return backend, port
+
+
+def begin(number: int, request: dict, packed: bytes) -> None:
+    """Start this host's ranks of launch `number`; ValueError if this host cannot have them."""
+    count = len(request["ranks"])
+    check_world_size(count, len(packed), on_gpu=False)
+    setting = describe_launch(count, request["device"], request["timeout"], None, request["progress"])
+    setting["environ"]["GLOO_SOCKET_IFNAME"] = request["card"]
+    setting |= {name: request[name] for name in ("world_size", "ranks", "store", "backend")}
+    store, _ = _parts.pop(number, (None, None))
+    _parts[number] = store, Part(setting, packed)
+
+
+def news(number: int) -> bytes:
+    """What the ranks of a launch have said and done since, pickled: a list of (kind, …); waits a moment for it."""
+    _, part = _parts[number]
+    told = part.news(NEWS_SECONDS if sum(other is not None for _, other in _parts.values()) == 1 else TICK_SECONDS)
+    if told and told[-1][0] == "over":
+        del _parts[number]
+    return cloudpickle.dumps(told)
+
+
+def end(number: int) -> None:
+    """Let the ranks of a launch end, by themselves if all have their results."""
+    store, part = _parts.get(number, (None, None))
+    if part is not None:
+        part.ending = True
+    elif store is not None:
+        del _parts[number]
+
+
+class Part:
+    """The ranks of one launch that live on this host."""
+
+    def __init__(self, setting: dict, packed: bytes):
+        self.setting, self.payload = setting, io.BytesIO(packed)
+        self.ending, self.asked, self.waiting, self.changed = False, time.monotonic(), [], threading.Condition()
+        threading.Thread(target=self.carry_out, daemon=True).start()
+
+    def news(self, patience: float) -> list:
+        """What has happened since the last time; waits for it up to `patience` seconds."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.waiting, patience)
+            told, self.waiting, self.asked = self.waiting, [], time.monotonic()
+        return told
+
+    def tell(self, *event) -> None:
+        """Put down an event for the head."""
+        with self.changed:
+            self.waiting.append(event)
+            self.changed.notify()
+
+    def given_up(self) -> bool:
+        """Whether the head wants no more of it, or is gone."""
+        return self.ending or time.monotonic() > self.asked + LEASE_SECONDS
+
+    def carry_out(self) -> None:
+        """In a thread: the whole life of this host's ranks."""
+        try:
+            self.run_ranks()
+        except BaseException as error:
+            self.tell("broken", f"{type(error).__name__}: {error}")
+        self.tell("over")
+
+    def run_ranks(self) -> None:
+        """Start the ranks, watch them, tell how it ended."""
+        run = self.new_run()
+        run.tick, run.stop, run.bar.advance_to = TICK_SECONDS, self.given_up, lambda steps: self.tell("steps", steps)
+        run.hold = lambda: self.hold(run)
+        try:
+            run.start(self.payload_file())
+            run.watch()
+        finally:
+            run.close()
+        if run.states:
+            self.tell("states", run.states, run.calls, run.entered)
+        elif run.failures and not run.ended_from_outside:
+            now = time.monotonic()
+            self.tell("failures", [replace(each, time=each.time - now) for each in run.ordered_failures()])
+        elif not self.ending:
+            try:
+                run.outcome()
+            except (CourseError, ValueError) as error:
+                self.tell("broken", str(error))
+
+    def hold(self, run) -> None:
+        """All ranks here have their results: say so, and wait until all hosts have."""
+        self.tell("results", run.results)
+        while not (self.given_up() or run.failures or run.agent_gone):
+            run.step(TICK_SECONDS)
+
+    def new_run(self):
+        """A launch of this host's own kind."""
+
+        def show(bar, rank, stream, text):
+            self.tell("line", rank, stream, text)
+
+        if start_method() == "spawn":
+            from .spawned import Spawned
+
+            return Spawned(self.setting, show)
+        from .forked import Forked
+
+        return Forked(self.setting, show)
+
+    def payload_file(self):
+        """The packed call as an open file that ranks can map."""
+        from .launch import open_payload
+
+        file = open_payload()
+        file.write(self.payload.getvalue())
+        file.flush()
+        return file

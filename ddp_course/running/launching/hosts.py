@@ -1,0 +1,284 @@
+"""`launch(fn, hosts=…)`: one launch over several machines, each with an ipyparallel engine that has joined.
+
+    caller (head) ── ipyparallel, CurveZMQ ── engine on host a ── its own launch of ranks 0 … 3
+                                          └── engine on host b ── its own launch of ranks 4 … 7
+
+The head packs the call once, tells every engine its ranks and where the store is, and then keeps asking for news.
+torch.distributed does the training: nothing of ours moves a gradient from host to host.
+"""
+
+import json
+import os
+import pickle
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from ...errors import LaunchError, LaunchTimeout, RankError
+from . import engine, stacks
+from .progress import Bar
+
+SILENCE_SECONDS = 2.5  # an engine that has not answered for so long is gone
+SURVEY_SECONDS = 20.0  # the first call to an engine imports torch there
+JOIN_SECONDS = 10.0  # for hosts that are still joining
+GRACE_SECONDS = 0.5  # after the first failure, for others to report theirs
+STATES_SECONDS = 5.0  # for all hosts to say where their ranks were
+POLL_SECONDS = 0.005
+
+
+def connection_folder() -> Path:
+    """Where `ddp-course hosts start` leaves the files with which heads and engines connect."""
+    return Path(os.environ.get("DDP_COURSE_HOSTS") or Path.home() / ".ddp_course" / "hosts")
+
+
+def run_on_hosts(hosts, payload, world_size, device, timeout, link, progress, show: Callable) -> list:
+    """Run a packed call on ranks of several hosts; results in rank order, errors with the name of the host."""
+    if link is not None:
+        raise ValueError("between real hosts links are not emulated; launch without link, or without hosts")
+    payload.seek(0)
+    packed = payload.read()
+    with connect() as client:
+        members = choose(hosts, survey_all(client, hosts))
+        if len(members) > world_size:
+            members = members[:world_size]
+        gang = Gang(client, members, world_size, timeout, show, progress)
+        try:
+            gang.begin(packed, device, timeout, progress)
+            gang.watch()
+        finally:
+            gang.close()
+        return gang.outcome()
+
+
+def connect():
+    """A client of the controller that `ddp-course hosts start` has started."""
+    file = connection_folder() / "ipcontroller-client.json"
+    if not file.is_file():
+        raise LaunchError(f"no hosts have been brought together ({file} is missing); run: ddp-course hosts start")
+    try:
+        from ipyparallel import Client
+        from ipyparallel.error import TimeoutError as NoAnswer
+    except ImportError:
+        raise LaunchError('several hosts need the package ipyparallel; run: pip install "ddp-course[hosts]"') from None
+    try:
+        return Client(str(file), timeout=5)
+    except (NoAnswer, OSError) as error:
+        raise LaunchError(f"the controller of {file} does not answer; run: ddp-course hosts start\n{error}") from None
+
+
+def survey_all(client, hosts) -> list:
+    """All engines that answer, by the name of their host: engine ids only say who joined first.
+
+    Waits a moment while fewer have joined than were asked for.
+    """
+    deadline = time.monotonic() + JOIN_SECONDS
+    while True:
+        asked = {number: client[number].apply_async(engine.survey, head_address()) for number in client.ids}
+        found = [{"engine": number, **told} for number, reply in asked.items() if (told := who_answers(number, reply))]
+        names = [member["host"] for member in found]
+        enough = set(hosts) <= set(names) if isinstance(hosts, (list, tuple)) else len(names) >= (
+            hosts if isinstance(hosts, int) else 1)  # fmt: skip
+        if enough or time.monotonic() > deadline:
+            return sorted(found, key=lambda member: (member["host"], member["engine"]))
+        time.sleep(0.2)
+
+
+def who_answers(number: int, reply) -> dict | None:
+    """What an engine says of itself; None if it is gone. LaunchError if it cannot run the course."""
+    try:
+        return reply.get(timeout=SURVEY_SECONDS)
+    except Exception as error:  # ipyparallel has no common base for what it raises when an engine is gone
+        if "ModuleNotFoundError" in str(error) or "ImportError" in str(error):
+            raise LaunchError(f"engine {number} cannot import ddp_course: {str(error).splitlines()[0]}") from None
+        return None
+
+
+def head_address() -> str:
+    """The controller's address, as the engines know it."""
+    settings = json.loads((connection_folder() / "ipcontroller-engine.json").read_text())
+    listening = settings["interface"].rpartition("/")[2]
+    return settings["location"] if listening in ("*", "0.0.0.0") else listening
+
+
+def choose(hosts, found: list) -> list:
+    """Those of the hosts found that were asked for; LaunchError if some are missing, or are not like this machine."""
+    names = [member["host"] for member in found]
+    if not isinstance(hosts, (int, list, tuple)) and hosts != "all":
+        raise ValueError(f'hosts is {hosts!r}; choose "all", a number of hosts, or a list of their names')
+    if isinstance(hosts, (list, tuple)):
+        missing = [name for name in hosts if name not in names]
+        chosen = [member for member in found if member["host"] in hosts]
+    else:
+        count = len(found) if hosts == "all" else hosts
+        short = max(count, 1) - len(found)
+        missing, chosen = [f"{short} more"] * (short > 0), found[:count]
+    if missing:
+        here = f"here are {', '.join(names)}" if names else "none has joined"
+        raise LaunchError(f"missing: {', '.join(missing)}; {here}. On each host: ddp-course hosts join FILE")
+    ours = engine.versions()
+    for member in chosen:
+        for name, value in ours.items():
+            if member[name] != value:
+                raise LaunchError(f"{member['host']} has {name} {member[name]}, this machine {value}; install the same")
+    return chosen
+
+
+class Gang:
+    """The hosts of one launch, asked for news until its fate is known."""
+
+    def __init__(self, client, members: list, world_size: int, timeout: float, show: Callable, progress):
+        self.client, self.members, self.world_size, self.timeout = client, members, world_size, timeout
+        self.show, self.bar = show, Bar(None if progress is True else progress)
+        self.number = secrets.randbits(64)
+        count = len(members)
+        self.host_of = {rank: members[rank * count // world_size]["host"] for rank in range(world_size)}
+        self.ranks = [[r for r in range(world_size) if r * count // world_size == index] for index in range(count)]
+        self.results, self.failures, self.broken, self.lost, self.over = {}, {}, {}, [], set()
+        self.states, self.calls, self.entered = [], {}, {}
+        self.asked: dict = {}
+
+    def call(self, index: int, function: Callable, *arguments):
+        """Call a function in the engine of one host; returns at once, with what will be its answer."""
+        return self.client[self.members[index]["engine"]].apply_async(function, *arguments)
+
+    def call_all(self, function: Callable, *arguments: list) -> list:
+        """Call it in all engines at once, each with its own arguments; the answers, in the hosts' order."""
+        replies = [self.call(index, function, *each) for index, each in enumerate(zip(*arguments, strict=True))]
+        return [self.answer(index, reply, SURVEY_SECONDS) for index, reply in enumerate(replies)]
+
+    def answer(self, index: int, reply, seconds: float):
+        """What an engine has answered; an error of its own is told with the name of the host."""
+        try:
+            return reply.get(timeout=seconds)
+        except Exception as error:
+            host, words = self.members[index]["host"], str(error).split("\n")[0]
+            raise LaunchError(f"{host} cannot take part: {words}") from None
+
+    def begin(self, packed: bytes, device, timeout: float, progress) -> None:
+        """Open the store on the first host, and start the ranks on all."""
+        count, first = len(self.members), self.members[0]["address"]
+        sizes = [len(ranks) for ranks in self.ranks]
+        prepared = self.call_all(engine.prepare, [self.number] * count, sizes, [device] * count,
+                                 [first, *[None] * (count - 1)])  # fmt: skip
+        backends = {backend for backend, _ in prepared}
+        common = {
+            "world_size": self.world_size, "device": device, "timeout": timeout, "progress": progress,
+            "store": (first, prepared[0][1]), "backend": backends.pop() if len(backends) == 1 else "gloo",
+        }  # fmt: skip
+        requests = [
+            {**common, "ranks": ranks, "card": member["card"]}
+            for ranks, member in zip(self.ranks, self.members, strict=True)
+        ]
+        self.call_all(engine.begin, [self.number] * count, requests, [packed] * count)
+        self.asked = {index: (self.call(index, engine.news, self.number), time.monotonic()) for index in range(count)}
+
+    def watch(self) -> None:
+        """Take news until all results are in, or something failed, or a host is gone."""
+        self.take_until(float("inf"), self.is_decided)
+        if self.lost or self.broken:
+            return
+        if self.failures:
+            self.take_until(GRACE_SECONDS, lambda: len(self.failures.keys() | self.results.keys()) == self.world_size)
+        if self.states:
+            self.take_until(STATES_SECONDS, lambda: len(self.states) == self.world_size or self.failures)
+
+    def is_decided(self) -> bool:
+        """Whether nothing but the end is left to wait for."""
+        all_in = len(self.results) == self.world_size
+        return bool(self.failures or self.broken or self.lost or self.states or all_in or self.all_over())
+
+    def all_over(self) -> bool:
+        """Whether all hosts have said their last word."""
+        return len(self.over) + len(self.lost) == len(self.members)
+
+    def take_until(self, seconds: float, enough: Callable) -> None:
+        """Take news for `seconds`, or until `enough()`."""
+        deadline = time.monotonic() + seconds
+        while not enough() and time.monotonic() < deadline:
+            if not self.take():
+                time.sleep(POLL_SECONDS)
+
+    def take(self) -> bool:
+        """Take what engines have answered by now, and ask them again; False if nothing came."""
+        came = False
+        for index, (reply, since) in list(self.asked.items()):
+            if not reply.ready():
+                if time.monotonic() > since + SILENCE_SECONDS:
+                    self.lose(index)
+                continue
+            came = True
+            try:
+                told = pickle.loads(reply.get(timeout=0))
+            except Exception:  # the engine died: ipyparallel has no common base for what it then raises
+                self.lose(index)
+                continue
+            for kind, *what in told:
+                getattr(self, f"take_{kind}")(index, *what)
+            if index in self.over:
+                del self.asked[index]
+            else:
+                self.asked[index] = self.call(index, engine.news, self.number), time.monotonic()
+        return came
+
+    def lose(self, index: int) -> None:
+        """A host is gone."""
+        del self.asked[index]
+        self.lost.append(self.members[index]["host"])
+
+    def take_line(self, index: int, rank: int, stream: str, text: str) -> None:
+        """A rank has printed a line."""
+        self.show(self.bar, f"{rank} {self.members[index]['host']}", stream, text)
+
+    def take_steps(self, index: int, steps: int) -> None:
+        """Rank 0 has trained."""
+        self.bar.advance_to(steps)
+
+    def take_results(self, index: int, results: dict) -> None:
+        """All ranks of a host have returned."""
+        self.results |= results
+
+    def take_failures(self, index: int, failures: list) -> None:
+        """Ranks of a host have failed, so many seconds ago."""
+        now = time.monotonic()
+        for each in failures:
+            self.failures[each.rank] = replace(each, time=now + each.time, host=self.host_of[each.rank])
+
+    def take_states(self, index: int, states: list, calls: dict, entered: dict) -> None:
+        """Time is up on a host: where its ranks were."""
+        self.states += [replace(state, host=self.host_of[state.rank]) for state in states]
+        self.calls |= {rank: made for rank, made in calls.items() if rank in self.ranks[index]}
+        self.entered |= entered
+
+    def take_broken(self, index: int, words: str) -> None:
+        """A host could not start its ranks, or they were ended from outside."""
+        self.broken[self.members[index]["host"]] = words
+
+    def take_over(self, index: int) -> None:
+        """A host has nothing left of this launch."""
+        self.over.add(index)
+
+    def close(self) -> None:
+        """Have all hosts end their ranks, and wait until they have."""
+        for index in range(len(self.members)):
+            if self.members[index]["host"] not in self.lost and index not in self.over:
+                self.call(index, engine.end, self.number)
+        self.take_until(SILENCE_SECONDS + GRACE_SECONDS, lambda: not self.asked)
+        self.bar.close()
+
+    def outcome(self) -> list:
+        """The results in rank order, or the error that says best what happened."""
+        told = [each for each in self.failures.values() if not each.consequence]
+        if self.lost and not told:
+            raise LaunchError(f"lost {' and '.join(sorted(self.lost))} in mid-launch; all other ranks were ended")
+        if self.failures:
+            ordered = sorted(self.failures.values(), key=lambda failure: (failure.consequence, failure.time))
+            raise RankError(ordered, self.world_size)
+        if self.broken:
+            raise LaunchError("; ".join(f"{host}: {words}" for host, words in self.broken.items()))
+        if self.states:
+            raise LaunchTimeout(self.timeout, *stacks.culprits_first(self.states, self.calls, self.entered))
+        if len(self.results) < self.world_size:
+            raise LaunchError("the ranks were ended from outside; launch again")
+        return [self.results[rank] for rank in range(self.world_size)]

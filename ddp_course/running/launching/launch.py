@@ -1,0 +1,151 @@
+"""`launch`: call a function on K ranks, get back one result for each.
+
+    caller ── server (torch preloaded; started once, forks) ── agent (one a launch) ── rank 0 … rank K-1
+
+The caller makes the pipes on which each rank reports, prints and shows its stacks, and reads all of them in one
+loop: no threads, no signal handlers, nothing for a cell to hang on. Where processes cannot safely be forked, the
+ranks come from spares that wait with torch loaded (`spawned`).
+"""
+
+import linecache
+import math
+import operator
+import os
+import pickle
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import partial
+
+import cloudpickle
+
+from ...errors import CourseError, LinkError
+from ..devices import Device, for_ranks, placement, usable_cores
+from .limits import check_world_size
+from .run import show_line
+
+LONGEST_TIMEOUT = 1e7  # seconds
+EXPECTED = (CourseError, LinkError, ValueError, TypeError, KeyboardInterrupt)
+
+
+def launch(
+    fn, *args, world_size=4, device="auto", timeout=300.0, link=None, progress=False, hosts=None, **kwargs
+) -> list:
+    """Call `fn(*args, **kwargs)` on `world_size` ranks with the process group up; return the results in rank order.
+
+    `fn` may be defined in a cell. `device`: "auto", "cpu", "cuda" or one GPU; or an emulated accelerator
+    (`ddp_course.Device`) for each rank, or a list of them, in rank order. `timeout`: seconds for the whole launch.
+    `link`: an emulated link between the ranks (`ddp_course.Link`). `hosts`: other machines that have joined
+    (`ddp-course hosts`): "all", a number of them, or a list of names; ranks go there in blocks. Raises RankError when
+    a rank fails, LaunchTimeout when time runs out, LaunchError when the ranks are ended from outside, ValueError for
+    bad input.
+    """
+    try:
+        return run_ranks(pack_call(fn, args, kwargs), world_size, device, timeout, link, progress, hosts=hosts)
+    except EXPECTED as error:
+        raise plain(error) from None
+
+
+def plain(error: BaseException) -> BaseException:
+    """An error without our own frames, which would bury its message; notebooks show the message alone."""
+    name = type(error).__name__
+    error._render_traceback_ = partial(list, [f"{name}: {error}" if str(error) else name])
+    return error.with_traceback(None)
+
+
+def run_ranks(payload, world_size, device, timeout, link, progress, show: Callable = show_line, hosts=None) -> list:
+    """Run a packed call on all ranks; `show(bar, rank, stream, text)` gets every line that a rank prints."""
+    with payload:
+        world_size, nbytes = check_request(world_size, device, timeout, link), os.fstat(payload.fileno()).st_size
+        if hosts is not None:
+            from .hosts import run_on_hosts  # here: it needs the extra ddp-course[hosts]
+
+            return run_on_hosts(hosts, payload, world_size, device, timeout, link, progress, show)
+        check_world_size(world_size, nbytes, on_gpu=False)
+        setting = describe_launch(world_size, device, timeout, link, progress)
+        check_world_size(world_size, nbytes, on_gpu=setting["devices"][0] != "cpu")
+        if start_method() == "spawn":
+            from .spawned import run_spawned  # here: where processes can be forked it is never needed
+
+            return run_spawned(setting, payload, show)
+        from .forked import run_forked  # here: it needs what only systems with fork have
+
+        return run_forked(setting, payload, show)
+
+
+def start_method() -> str:
+    """How ranks come to life: "fork" from the preloaded server where that is safe, else "spawn", from warm spares."""
+    asked = os.environ.get("DDP_COURSE_START")
+    if asked not in (None, "", "fork", "spawn"):
+        raise ValueError(f'DDP_COURSE_START is "{asked}"; choose fork or spawn')
+    return asked or ("fork" if hasattr(os, "fork") and sys.platform != "darwin" else "spawn")
+
+
+def check_request(world_size, device, timeout, link) -> int:
+    """The world size as an int; ValueError that says what was expected for any argument of the wrong kind."""
+    try:
+        number = operator.index(world_size)
+    except TypeError:
+        raise ValueError(f"world size is {world_size!r}; it must be a whole number, such as 4") from None
+    if number < 1:
+        raise ValueError(f"world size is {number}; it must be 1 or more")
+    if device is None or isinstance(device, (int, float)):
+        raise ValueError(f'device is {device!r}; choose "auto", "cpu", "cuda" or one GPU, such as "cuda:0"')
+    if not isinstance(timeout, (int, float)) or math.isnan(timeout) or not 0 < timeout <= LONGEST_TIMEOUT:
+        raise ValueError(
+            f"timeout is {timeout!r}; it must be a positive number of seconds, at most {LONGEST_TIMEOUT:g}"
+        )
+    if link is not None and not hasattr(link, "prepare"):
+        raise ValueError(f"link is {link!r}; it must be a Link, such as Link(bandwidth={str(link)!r}), or None")
+    return number
+
+
+def describe_launch(world_size: int, device, timeout: float, link, progress) -> dict:
+    """Decide what follows from the request, and put down all that agent and ranks must know, as plain data."""
+    emulated = for_ranks(device, world_size) if isinstance(device, (Device, list, tuple)) else None
+    placed = placement("cpu" if emulated else device, world_size)
+    if link is not None:
+        link.check(world_size, placed.backend)
+        link.rehearse(world_size)
+    return {
+        "world_size": world_size,
+        "ranks": list(range(world_size)),  # those that this machine runs
+        "store": None,  # address and port of the ranks' store, where rank 0 does not open it itself
+        "backend": placed.backend,
+        "devices": placed.devices,
+        "timeout": timeout,
+        "threads": max(1, usable_cores() // world_size),
+        "link": cloudpickle.dumps(link),
+        "emulated": cloudpickle.dumps(emulated),
+        "progress": progress,
+        "modules": [name for name in sys.modules if name.startswith(("ddp_course.stage", "ddp_course.collectives"))],
+        "path": list(sys.path),
+        "argv": list(sys.argv),
+        "folder": os.getcwd(),
+        "environ": dict(os.environ),
+    }
+
+
+def pack_call(fn: Callable, args: tuple, kwargs: dict):
+    """An unlinked temporary file with the source of all cells and the pickled call; ranks map it, none copies it."""
+    sources = {
+        name: "".join(entry[2])
+        for name, entry in list(linecache.cache.items())
+        if len(entry) == 4 and not os.path.exists(name)
+    }
+    packed_sources = pickle.dumps(sources)
+    try:
+        packed_call = cloudpickle.dumps((fn, args, kwargs), protocol=5)
+    except Exception as error:
+        raise TypeError(f"{fn!r} or its arguments cannot be sent to other processes: {error}") from None
+    payload = open_payload()
+    payload.write(len(packed_sources).to_bytes(8, "little"))
+    payload.write(packed_sources)
+    payload.write(packed_call)
+    payload.flush()
+    return payload
+
+
+def open_payload():
+    """A new file with no name, in memory where the system can do that."""
+    return tempfile.TemporaryFile() if not hasattr(os, "memfd_create") else open(os.memfd_create("call"), "w+b")

@@ -1,0 +1,216 @@
+"""What happens inside a rank: from the fork to the caller's function, and its result on the way back."""
+
+import ctypes
+import faulthandler
+import linecache
+import mmap
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+
+from .. import flight_recorder
+from ..devices import emulation_of
+from ..devices.placement import hide_gpus
+from .channel import write
+from .limits import PIPES_A_RANK, SHARED_PIPES
+from .progress import count_steps
+
+PR_SET_PDEATHSIG = 1
+HERE = Path(__file__).parent
+OWN_FILES = tuple(str(HERE / name) for name in ("rank.py", "cell.py", "spare.py"))  # not shown
+LIBRARIES = (str(HERE.parents[1]), str(Path(torch.__file__).parent))
+ELASTIC = "TORCHELASTIC_"  # variables of a torchrun that this launch may be part of, but its ranks are not
+
+
+@dataclass
+class Pipes:
+    """Open files that came from the caller: shared ones, and each rank's report, stdout, stderr and stacks."""
+
+    agent_log: int
+    payload: int
+    recorder: int
+    leave: int
+    ranks: dict
+
+    @classmethod
+    def unpack(cls, descriptors: list, ranks: list) -> "Pipes":
+        """Give the descriptors their names, in the order in which the caller sent them."""
+        shared, rest = descriptors[:SHARED_PIPES], descriptors[SHARED_PIPES:]
+        return cls(*shared, {rank: rest[PIPES_A_RANK * i :][:PIPES_A_RANK] for i, rank in enumerate(ranks)})
+
+    def close(self, keep: int | None = None) -> None:
+        """Close all ranks' pipes but those of rank `keep`, so that a rank's end shows as the end of its pipes."""
+        for rank, pipes in self.ranks.items():
+            if rank != keep:
+                for descriptor in pipes:
+                    os.close(descriptor)
+                self.ranks[rank] = []
+
+
+def main(setting: dict, rank: int, link, pipes: Pipes, launch, listener, agent: int) -> None:
+    """Be one rank, forked by `agent`: move to its place in the emulated network, take its pipes, do its work."""
+    die_with_parent()
+    if os.getppid() != agent:
+        os._exit(1)
+    if link is not None:
+        link.enter(rank)  # before any socket: it may move this process into a network namespace of its own
+    launch.close()
+    pipes.close(keep=rank)
+    work(setting, rank, link, listener, pipes.payload, pipes.recorder, *pipes.ranks[rank])
+    os.read(pipes.leave, 1)  # until the caller closes its end: all have their results
+
+
+def work(setting, rank, link, listener, payload, recorder, report, out, err, stacks) -> None:
+    """Reach the caller's function with the process group up, and report what became of it; all files are open ones.
+
+    Returns only after success; the rank must not end before the others have, which may still be looking for it. A
+    rank that failed waits to be killed: if it ended by itself, the others would fail too, with a broken connection,
+    and hide the cause.
+    """
+    write(report, ("started", os.getpid()))
+    if hasattr(faulthandler, "register"):
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)  # asked for when time runs out
+    else:
+        faulthandler.dump_traceback_later(setting["timeout"], file=stacks)
+    faulthandler.enable(file=stacks, all_threads=False)  # segmentation faults and the like
+    try:
+        join_group(setting, rank, listener)
+        flight_recorder.attach(recorder, rank, setting["world_size"])
+        redirect_output(out, err)
+        tell_steps = count_steps(report) if setting["progress"] and rank == 0 else None
+        answer = pack_result(call(payload, emulation_of(setting, rank, link)))
+        if tell_steps:
+            tell_steps()
+    except BaseException as error:
+        failure = describe(error)
+        sys.stdout.flush()
+        write(report, ("failed", failure))
+        threading.Event().wait()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    write(report, answer)
+
+
+def die_with_parent() -> None:
+    """Have the system kill this process as soon as its parent ends; only Linux can."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def join_group(setting: dict, rank: int, listener) -> None:
+    """Choose this rank's device, say in the environment what torchrun would, and bring the process group up."""
+    choose_device(setting, rank)
+    (address, port), world_size = setting["store"], setting["world_size"]
+    for name in [name for name in os.environ if name.startswith(ELASTIC)]:
+        del os.environ[name]
+    local = {"LOCAL_RANK": setting["ranks"].index(rank), "LOCAL_WORLD_SIZE": len(setting["ranks"])}
+    place = {"RANK": rank, "WORLD_SIZE": world_size, **local, "MASTER_ADDR": address, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in place.items()})
+    patience = timedelta(seconds=setting["timeout"] + 60)  # the launch's own timeout comes first
+    store = join_store(address, port, rank, listener, patience)
+    dist.init_process_group(setting["backend"], store=store, rank=rank, world_size=world_size, timeout=patience)
+
+
+def choose_device(setting: dict, rank: int) -> None:
+    """Set this rank's device, its number of threads, and the network card that gloo uses."""
+    os.environ["DDP_COURSE_DEVICE"] = device = setting["devices"][setting["ranks"].index(rank)]
+    os.environ["OMP_NUM_THREADS"] = str(setting["threads"])
+    torch.set_num_threads(setting["threads"])
+    if "gloo" in setting["backend"] and sys.platform != "win32":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    if device.startswith("cuda"):
+        torch.cuda.set_device(device)
+    else:
+        hide_gpus()
+
+
+def join_store(address, port, rank, listener, patience):
+    """The key-value store through which ranks find each other: rank 0 serves it, if it was given a bound socket."""
+    if listener is not None and rank == 0:
+        return dist.TCPStore(
+            address, port, is_master=True, wait_for_workers=False, timeout=patience, master_listen_fd=listener.detach()
+        )
+    if listener is not None:
+        listener.close()
+    return dist.TCPStore(address, port, is_master=False, timeout=patience)
+
+
+def redirect_output(out, err):
+    """From here on, what this rank prints goes to the caller, line by line."""
+    os.dup2(out, 1)
+    os.dup2(err, 2)
+    sys.stdout = os.fdopen(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+
+
+def call(payload, emulation):
+    """Unpickle the caller's function with its arguments and the source of its cells, and call it in `emulation`."""
+    with mmap.mmap(payload, 0, access=mmap.ACCESS_READ) as packed:
+        length = int.from_bytes(packed[:8], "little")
+        sources = pickle.loads(packed[8 : 8 + length])
+        linecache.cache.update({name: (len(text), None, text.splitlines(True), name) for name, text in sources.items()})
+        with memoryview(packed) as view:
+            function, args, kwargs = pickle.loads(view[8 + length :])
+    with emulation:
+        return function(*args, **kwargs)
+
+
+def pack_result(result):
+    """The message that carries a result to the caller."""
+    try:
+        return cloudpickle.dumps(("result", result), protocol=5)
+    except Exception as error:
+        raise TypeError(
+            f"the result is a {type(result).__qualname__}, which cannot be sent to the caller ({error}); "
+            "return numbers, tensors, lists or dicts of them"
+        ) from None
+
+
+def describe(error: BaseException) -> dict:
+    """An exception as plain data: name, message, the traceback from the caller's function on, and the time."""
+    now = time.monotonic()
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename in OWN_FILES:
+        frames = frames.tb_next
+    try:
+        message = str(error)
+    except Exception:
+        message = "(its message could not be made)"
+    if isinstance(error, SystemExit):
+        message = f"sys.exit was called with {error.code!r}"
+    return {
+        "type_name": type(error).__name__,
+        "message": message,
+        "traceback": "".join(traceback.format_exception(type(error), error, frames)),
+        "time": now,
+        "consequence": is_broken_connection(error, message),
+    }
+
+
+def is_broken_connection(error: BaseException, message: str) -> bool:
+    """Whether this exception only says that another rank has gone; one that the learner's own code raised does not."""
+    if isinstance(error, (dist.DistNetworkError, dist.DistBackendError)):
+        return True
+    runtime = isinstance(error, RuntimeError)
+    if runtime and "gloo" in message and "transport" in message:
+        return True
+    marks = ("Connection closed by peer", "Connection reset", "Broken pipe", "recv failed")
+    told = isinstance(error, ConnectionError) or (runtime and any(mark in message for mark in marks))
+    return told and raised_in(error).startswith(LIBRARIES)
+
+
+def raised_in(error: BaseException) -> str:
+    """The file of the innermost Python frame of an exception."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return frames[-1].f_code.co_filename if frames else ""

@@ -1,0 +1,173 @@
+"""The preloaded server: a process that has imported torch once, and forks the agent of every launch.
+
+A script, not a part of the package: it imports nothing of the course and nothing of the learner's, so that every
+launch reads both afresh, and it never touches CUDA, which would not survive the fork. It is a child of the
+caller's, but not its fork, because the caller (a Jupyter kernel) is full of threads.
+
+The control socket (its standard input) brings 9 bytes a request: b"L" and a number, with a socket for a new
+launch, or b"K" and the number of a launch to be killed. When the socket ends, the caller is gone: all is killed.
+Nothing outlives its launch, not even what has left the process group (setsid): orphans become the agent's children,
+and when that has ended, the server's.
+"""
+
+# ruff: noqa: E402 (the folder of this script must leave the path before anything else is imported)
+import os
+import sys
+
+sys.path[:] = [
+    entry for entry in sys.path if os.path.abspath(entry or ".") != os.path.dirname(os.path.abspath(__file__))
+]
+
+import contextlib
+import ctypes
+import importlib
+import pickle
+import select
+import signal
+import socket
+import struct
+import time
+
+AT_ONCE = ["torch.distributed", "torch.multiprocessing", "numpy", "cloudpickle"]
+WHEN_IDLE = [  # what ranks would each import for a second or more: dynamo (with the first optimizer) and scikit-learn
+    *("mpmath", "sympy", "torch.fx.experimental.symbolic_shapes", "torch.distributed.fsdp", "torch._dynamo"),
+    *("torch.utils.data", "scipy.sparse", "scipy.linalg", "scipy.optimize", "scipy.stats", "sklearn.datasets"),
+]  # in small steps, because a launch that comes meanwhile has to wait
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+def prctl(option, value):
+    """Call Linux's prctl(2); other systems do without."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def serve(control):
+    """Fork an agent for each request, reap what has ended, until the caller is gone."""
+    launches, ended, later = {}, set(), list(WHEN_IDLE)  # launches: the agent's process id -> (number, launch socket)
+    wakeup = wake_on_child()
+    prctl(PR_SET_CHILD_SUBREAPER, 1)  # what an agent leaves behind becomes ours
+    caller, first_launch_over = os.getppid(), False
+    while os.getppid() == caller:
+        idle = first_launch_over and not launches
+        ready, _, _ = select.select([control, wakeup], [], [], 0.02 if ended or (later and idle) else 1.0)
+        if wakeup in ready:
+            os.read(wakeup, 4096)
+        if control in ready and not answer(control, launches):
+            break
+        first_launch_over |= reap(launches, ended)
+        if later and idle and not ready:  # never while a launch runs: its end would have to wait
+            importlib.import_module(later.pop(0))
+            remove_empty_cache()
+    ended.update(launches)  # with the caller gone they are all to end
+    while launches:
+        reap(launches, ended)
+        time.sleep(0.002)
+
+
+def remove_empty_cache():
+    """Importing dynamo makes a folder for what it compiles, for all programs of a user; nothing is compiled here."""
+    if utilities := sys.modules.get("torch._inductor.runtime.cache_dir_utils"):
+        with contextlib.suppress(OSError):
+            os.rmdir(utilities.default_cache_dir())
+
+
+def wake_on_child():
+    """A descriptor that becomes readable whenever a child ends."""
+    wakeup, signalled = os.pipe()
+    os.set_blocking(wakeup, False)
+    os.set_blocking(signalled, False)
+    signal.set_wakeup_fd(signalled)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    return wakeup
+
+
+def answer(control, launches):
+    """Carry out one request; False when the caller has closed the socket."""
+    request, descriptors, _, _ = socket.recv_fds(control, 9, 1)
+    if not request:
+        return False
+    order, number = struct.unpack("<cQ", request)
+    if order == b"K":
+        for pid, (known, _) in launches.items():
+            if known == number:
+                kill_group(pid)
+        return True
+    launch = socket.socket(fileno=descriptors[0])
+    pid = os.fork()
+    if pid == 0:
+        control.close()
+        for _, other in launches.values():
+            other.close()
+        become_agent(launch)
+    os.setpgid(pid, pid)
+    launches[pid] = (number, launch)
+    return True
+
+
+def become_agent(launch):
+    """In the forked child: take on the caller's folder, paths and environment, and own the ranks. Never returns."""
+    try:
+        os.setpgid(0, 0)  # one process group a launch: the agent, its ranks and theirs
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        prctl(PR_SET_CHILD_SUBREAPER, 1)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        (length,) = struct.unpack("<Q", launch.recv(8, socket.MSG_WAITALL))
+        setting = pickle.loads(launch.recv(length, socket.MSG_WAITALL))
+        sys.path[:], sys.argv[:] = setting["path"], setting["argv"]
+        os.environ.clear()
+        os.environ.update(setting["environ"])
+        if os.path.isdir(setting["folder"]):
+            os.chdir(setting["folder"])
+        importlib.import_module("ddp_course.running.launching.agent").own_ranks(launch, setting)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        os._exit(1)
+
+
+def reap(launches, ended):
+    """Collect ended children; close the sockets of launches of which nothing is left. Whether one came to its end."""
+    pid = -1
+    while pid:
+        try:
+            pid, _ = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            break
+        ended.update({pid} & launches.keys())
+    over = [agent for agent in ended if not kill_group(agent)]
+    if not over or kill_strays(launches):
+        return False
+    for agent in over:
+        ended.discard(agent)
+        launches.pop(agent)[1].close()
+    return True
+
+
+def kill_group(pid):
+    """Kill a launch's whole process group; False when none of it is left."""
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
+
+
+def kill_strays(launches):
+    """Kill our children that are no agents: what an ended agent's ranks had sent into other groups. Whether any was."""
+    children = f"/proc/self/task/{os.getpid()}/children"  # we have one thread
+    if not os.path.exists(children):
+        return False  # not Linux: orphans do not come here
+    with open(children) as file:
+        strays = {int(pid) for pid in file.read().split()} - launches.keys()
+    for pid in strays:
+        os.kill(pid, signal.SIGKILL)
+    return bool(strays)
+
+
+if __name__ == "__main__":
+    for name in AT_ONCE:
+        importlib.import_module(name)
+    serve(socket.socket(fileno=os.dup(0)))

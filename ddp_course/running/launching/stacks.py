@@ -1,0 +1,132 @@
+"""What each rank was doing when time ran out, in the learner's terms."""
+
+import linecache
+import re
+import time
+from pathlib import Path
+
+import psutil
+
+from ...errors import RankState
+
+FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
+STATUS = {
+    psutil.STATUS_STOPPED: "stopped by a signal (SIGSTOP) and never continued",
+    psutil.STATUS_RUNNING: "running",
+    psutil.STATUS_ZOMBIE: "ended",
+}
+LAUNCHER = tuple(str(Path(__file__).with_name(name)) for name in ("rank.py", "cell.py", "spare.py"))
+POINT_TO_POINT = {"send", "recv", "isend", "irecv", "batch_isend_irecv"}
+LIBRARY = ("/torch/distributed/c10d_logger.py", "/threading.py", "/concurrent/futures/thread.py")
+
+
+def look_at_all(ranks: list, pids: dict, dumps: dict, calls: dict, results: dict) -> tuple:
+    """The RankState of every rank, and by rank the collective of torch's own that it is in, "" for none.
+
+    `pids`, `dumps` (what faulthandler wrote) and `calls` are by rank; `results` has those that have finished.
+    """
+    now, states, entered = time.monotonic(), [], {}
+    for rank in ranks:
+        threads = parse(dumps[rank].text()) if rank in dumps else []
+        entered[rank] = next((frame[2] for frames in threads for frame in frames if is_torch_call(frame)), "")
+        last = calls[rank][-1] if calls.get(rank) else None
+        states.append(look(rank, pids.get(rank), threads, entered[rank], last, rank in results, now))
+    return states, entered
+
+
+def culprits_first(states: list, calls: dict, entered: dict) -> tuple:
+    """The states, those first that others wait for; and a sentence about who did not enter which collective."""
+    name, inside, absent = missing_from_ours(calls) or missing_from_torchs(entered) or ("", [], [])
+    order = sorted(states, key=lambda state: (state.rank not in absent, state.rank))
+    verb = "waits" if len(inside) == 1 else "wait"
+    cause = f"{enumerate_ranks(absent, 'has', 'have')} not entered {name}, in which {enumerate_ranks(inside)} {verb}"
+    return order, cause if name else ""
+
+
+def look(rank, pid, threads, torch_call, call, finished, now) -> RankState:
+    """Describe one rank from its process id, its threads' frames, and the collective that it entered last."""
+    if pid is None:
+        return RankState(rank, "not started yet")
+    status = "finished, waiting for the others" if finished else status_of(pid)
+    if call is not None and not call.end:
+        collective = f"{call} (inside for {now - call.begin:.1f} s)"
+    elif torch_call:
+        collective = f"torch.distributed.{torch_call} (inside)"
+    else:
+        collective = f"{call} (finished)" if call else ""
+    return RankState(rank, status, collective, "\n".join(show(frames) for frames in threads))
+
+
+def missing_from_ours(calls: dict) -> tuple | None:
+    """(collective, ranks inside, ranks that have not come) by the flight recorder; None if nobody is waited for.
+
+    When rank 0 waits for rank 1, and rank 1 elsewhere for rank 2, it is rank 2 that matters.
+    """
+    inside = {rank: made[-1] for rank, made in calls.items() if made and not made[-1].end}
+    found = []
+    for call in sorted(inside.values(), key=lambda call: call.begin):
+        reached = {
+            rank: max((c.sequence for c in made if c.group == call.group), default=0) for rank, made in calls.items()
+        }
+        absent = [rank for rank in call.members if reached.get(rank, 0) < call.sequence]
+        this = (call.group, call.sequence)
+        here = [rank for rank, other in sorted(inside.items()) if (other.group, other.sequence) == this]
+        idle = [rank for rank in absent if rank not in inside]
+        if absent:
+            found.append((not idle, str(call), here, idle or absent))
+    return min(found, key=lambda waited: waited[0])[1:] if found else None
+
+
+def missing_from_torchs(entered: dict) -> tuple | None:
+    """The same by the stacks, for torch's own collectives: sure only if all who wait are in the same one."""
+    inside = [rank for rank, name in entered.items() if name]
+    absent = [rank for rank, name in entered.items() if not name]
+    names = {entered[rank] for rank in inside} - POINT_TO_POINT
+    return (f"torch.distributed.{names.pop()}", inside, absent) if absent and len(names) == 1 else None
+
+
+def enumerate_ranks(ranks: list, one: str = "", several: str = "") -> str:
+    """ "rank 2 has", "ranks 0 and 1 have"."""
+    numbers = " and ".join(filter(None, [", ".join(map(str, ranks[:-1])), *map(str, ranks[-1:])]))
+    return f"rank{'s' * (len(ranks) > 1)} {numbers} {several if len(ranks) > 1 else one}".rstrip()
+
+
+def status_of(pid: int) -> str:
+    """What the system says about a process, in words."""
+    try:
+        return STATUS.get(psutil.Process(pid).status(), "waiting")
+    except psutil.NoSuchProcess:
+        return "ended"
+
+
+def parse(dump: str) -> list:
+    """The threads of a dump that run the caller's code, the main thread first; frames are (file, line, function).
+
+    Frames come as in a traceback, most recent last, without those of the launcher and of thread start-up.
+    """
+    threads = []
+    for part in dump.split("(most recent call first):")[1:]:
+        frames = []
+        for match in map(FRAME.match, part.splitlines()):
+            if match and match["file"] in LAUNCHER:
+                break
+            if match and not match["file"].endswith(LIBRARY):
+                frames.append((match["file"], int(match["line"]), match["function"]))
+        if frames:
+            threads.append(frames[::-1])
+    return threads[::-1]
+
+
+def is_torch_call(frame: tuple) -> bool:
+    """Whether this frame is one of torch's own collectives."""
+    return frame[0].endswith("distributed_c10d.py") and not frame[2].startswith("_")
+
+
+def show(frames: list) -> str:
+    """Frames as in a Python traceback, with the source line where it is known."""
+    lines = []
+    for file, line, function in frames:
+        lines.append(f'  File "{file}", line {line}, in {function}')
+        source = linecache.getline(file, line).strip()
+        lines += [f"    {source}"] if source else []
+    return "\n".join(lines)

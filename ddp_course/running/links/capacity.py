@@ -1,0 +1,83 @@
+"""How fast emulated links can be: at what bandwidth this processor keeps all of them busy at once."""
+
+import math
+import sys
+import time
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...errors import LinkError
+from .. import wire
+from ..launching.launch import launch
+from .link import Link
+from .modes import ThrottledWire
+
+UNLIMITED = 30e9  # bits a second, more than any processor carries between virtual hosts
+HEADROOM = 0.6  # of what the processor carries: the rest is for the model, and for keeping time
+TRIES = 3
+
+
+def rehearse(link: Any, host_count: int) -> None:
+    """Build so many hosts and measure them; take the wire where that fails, or refuse, as `Link.rehearse` says."""
+    if host_count == 1:
+        return
+    try:
+        capacity(link.mode, host_count)
+    except LinkError as error:
+        if not link.automatic:
+            raise
+        print(f"{error}. The links are now emulated by a throttled wire.", file=sys.stderr)
+        link.kind = ThrottledWire
+    tries = []
+    while len(tries) < TRIES:
+        tries.append(capacity(link.mode, host_count, len(tries)))
+        if link.bandwidth <= tries[-1]:
+            return
+    raise LinkError(
+        f"{link.bandwidth / 1e6:g} Mbit/s between {host_count} hosts ({link.kind.title}) is more than this "
+        f"machine's processor carries; choose at most {round_down(max(tries)) / 1e6:g}Mbit"
+    )
+
+
+@cache
+def capacity(mode: Any, host_count: int, attempt: int = 0) -> float:
+    """The highest bandwidth (bits a second) at which this processor keeps all hosts' links busy at once.
+
+    Every `attempt` is measured once: a processor that is busy with something else may do better next time.
+    """
+    return HEADROOM * 8 * min(launch(full_speed, world_size=host_count, device="cpu", link=Unlimited(mode)))
+
+
+class Unlimited(Link):
+    """A link that is as fast as the processor, to find out how fast that is."""
+
+    def __init__(self, mode):
+        super().__init__(f"{UNLIMITED}bit", mode=mode)
+
+    def rehearse(self, world_size: int) -> None:
+        """This is the rehearsal."""
+
+
+def full_speed(message_bytes: Any = 1 << 20, seconds: float = 0.2) -> float:
+    """Everyone sends to the right and receives from the left; returns bytes a second, in each direction."""
+    _, _, left, right = wire.neighbours()
+    outgoing, incoming = torch.zeros(2, message_bytes, dtype=torch.uint8)
+    wire.exchange(outgoing, right, incoming, left)
+    start, sent = time.perf_counter(), 0
+    going_on = torch.ones(1)
+    while going_on.item():
+        for _ in range(4):
+            wire.exchange(outgoing, right, incoming, left)
+            sent += message_bytes
+        going_on.fill_(float(time.perf_counter() - start < seconds))
+        dist.all_reduce(going_on, op=dist.ReduceOp.MIN)
+    return sent / (time.perf_counter() - start)
+
+
+def round_down(bits_per_second: float) -> float:
+    """Two leading digits, rounded down: a bandwidth to type."""
+    digit = 10 ** (math.floor(math.log10(bits_per_second)) - 1)
+    return math.floor(bits_per_second / digit) * digit

@@ -1,0 +1,111 @@
+"""The two ways of emulating links, behind one interface:
+
+obstacle(latency)       what stands in the way on this machine, in one line, or None
+Mode(placed, …)         in the launch's agent, before the ranks are forked: build the network; `placed` is the
+                        host of each rank, `folder` where ranks that are not forked find their part of it
+master_address          where the agent's rendezvous store can be reached from the ranks
+enter(rank)             in a rank, before it makes any socket
+"""
+
+import json
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+from ...errors import LinkError
+from .. import wire
+from . import virtual_hosts
+
+SPAWNED = "ranks are not forked here, and a process that runs already cannot enter them"
+
+
+class VirtualHosts:
+    """Every host is a network namespace, and real TCP runs over its cable: all feel the link, torch's own too."""
+
+    name, title, carries_torch = "hosts", "virtual hosts", True
+    master_address = virtual_hosts.SWITCH_ADDRESS
+
+    def __init__(self, placed: list[int], bits_per_second: float, latency: float, folder: Path | None = None):
+        self.placed = placed
+        if folder is not None:
+            raise LinkError(f'virtual hosts cannot be had here: {SPAWNED}; use mode="wire"')
+        try:
+            self.namespaces = virtual_hosts.build(max(placed) + 1, bits_per_second, latency)
+        except Exception as error:
+            reason = virtual_hosts.explain(error)
+            raise LinkError(f"virtual hosts could not be built: {reason}") from error
+
+    def enter(self, rank: int) -> None:
+        """Move this rank to its host."""
+        virtual_hosts.enter(self.namespaces, self.placed[rank])
+
+    @staticmethod
+    def obstacle(latency: float) -> str | None:
+        """What stands in the way of virtual hosts with this latency."""
+        from ..launching.launch import start_method  # here: launching knows links
+
+        if start_method() == "spawn":
+            return SPAWNED
+        tried = try_hosts()
+        without_netem = "this kernel has no netem; the wire has latency"
+        return tried["reason"] or (without_netem if latency and not tried["latency"] else None)
+
+
+class ThrottledWire:
+    """Our own sends and receives wait as long as the link would need; torch's own collectives do not."""
+
+    name, title, carries_torch = "wire", "throttled wire", False
+    master_address = "127.0.0.1"
+
+    def __init__(self, placed: list[int], bits_per_second: float, latency: float, folder: Path | None = None):
+        from .throttle import Switch
+
+        self.switch = Switch(placed, bits_per_second, latency, folder)
+
+    def enter(self, rank: int) -> None:
+        """Put the throttle on this rank's wire."""
+        from .throttle import Throttle
+
+        wire.throttle = Throttle(self.switch, rank)
+
+    @staticmethod
+    def obstacle(latency: float) -> str | None:
+        """Nothing: it works anywhere."""
+        return None
+
+
+Mode = type[VirtualHosts] | type[ThrottledWire]
+MODES: dict[str, Mode] = {mode.name: mode for mode in (VirtualHosts, ThrottledWire)}  # the better first
+
+
+def choose(name: str, latency: float) -> Mode:
+    """The mode called `name`, or for "auto" the first that this machine allows; LinkError for what it does not."""
+    if name != "auto" and name not in MODES:
+        raise LinkError(f"unknown mode {name!r}; choose auto, {' or '.join(MODES)}")
+    for mode in MODES.values() if name == "auto" else [MODES[name]]:
+        obstacle = mode.obstacle(latency)
+        if obstacle is None:
+            return mode
+    raise LinkError(f'{mode.title} cannot be had here: {obstacle}; use mode="{ThrottledWire.name}"')
+
+
+def available() -> dict:
+    """For each way of emulating links: None where this machine allows it, or one line about why not."""
+    allowed = {name: mode.obstacle(0.0) for name, mode in MODES.items()}
+    return {"hosts": allowed["hosts"], "hosts with latency": VirtualHosts.obstacle(1e-3), **allowed}
+
+
+@cache
+def try_hosts() -> dict:
+    """Build two virtual hosts in a small process of their own, once: namespaces need one without threads."""
+    if sys.platform != "linux":
+        return {"reason": "virtual hosts need Linux", "latency": False}
+    try:
+        tried = subprocess.run(
+            [sys.executable, str(Path(virtual_hosts.__file__))],
+            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        return json.loads(tried.stdout)
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        return {"reason": f"the attempt to build them failed ({error})", "latency": False}

@@ -1,0 +1,97 @@
+"""Run a command on every one of several virtual hosts, as a cluster would:
+
+    python -m ddp_course.running.links.on_hosts --hosts 2 --bandwidth 200Mbit -- \\
+        torchrun --nnodes=2 --nproc-per-node=2 --rdzv-backend=c10d --rdzv-endpoint=host0:29400 \\
+        -m ddp_course.train --stage 4
+
+The hosts are called host0, host1, … and reach each other by these names. {host} in the command becomes the number.
+This program must stay without threads, so it imports neither torch nor numpy.
+"""
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .. import units
+from . import virtual_hosts
+
+PR_SET_PDEATHSIG, CLONE_NEWPID = 1, 0x20000000
+
+
+def start(
+    hosts: Sequence[int],
+    number: int,
+    command: list[str],
+    environment: Mapping[str, str] | None = None,
+    output: Any = None,
+) -> int:
+    """Start `command` (a list of words) on host `number` of those that `virtual_hosts.build` returned.
+
+    Returns a process id for `stop` and `os.waitpid`. The command ends with this process. What it prints goes to the
+    file descriptor `output`. Programs of this Python's own environment (torchrun, ddp-course) come before others of
+    their name: who starts a notebook by its path has not put them on the search path.
+    """
+    child = os.fork()
+    if child:
+        return child
+    try:
+        end_with_parent()
+        virtual_hosts.enter(hosts, number)
+        if output is not None:
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+        os.environ.update(environment or {})
+        os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
+        become([word.replace("{host}", str(number)) for word in command])
+    except OSError as error:
+        print(f"host{number}: {command[0]}: {error.strerror}", file=sys.stderr)
+    finally:
+        os._exit(127)
+
+
+def become(command: list[str]) -> Any:
+    """Run `command` as the first process of a process namespace: when it ends, all that it started ends with it."""
+    virtual_hosts.check(virtual_hosts.libc().unshare(CLONE_NEWPID), "unshare")
+    first = os.fork()
+    if first == 0:
+        end_with_parent()
+        os.execvp(command[0], command)
+    os._exit(os.waitstatus_to_exitcode(os.waitpid(first, 0)[1]) % 256)
+
+
+def end_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends."""
+    virtual_hosts.libc().prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def stop(child: int) -> None:
+    """Kill what `start` started, with all that it started in turn, as if its host had lost power."""
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
+def main() -> int:
+    """Run the command line; the exit code is the greatest of the commands'."""
+    parser = argparse.ArgumentParser(
+        prog="python -m ddp_course.running.links.on_hosts", description=__doc__.split(",")[0]
+    )
+    parser.add_argument("--hosts", type=int, default=2, metavar="N", help="how many hosts (default 2)")
+    parser.add_argument("--bandwidth", default="1Gbit", help="of every host's cable, each way (default 1Gbit)")
+    parser.add_argument("--latency", default="0ms", help="one-way delay, where the kernel can do that")
+    parser.add_argument("command", nargs="+", help="what to run on each host, after --")
+    options = parser.parse_args()
+    try:
+        bandwidth, latency = units.bits_per_second(options.bandwidth), units.seconds(options.latency)
+        hosts = virtual_hosts.build(options.hosts, bandwidth, latency)
+    except Exception as error:  # whatever forbids it, the reason is for a person to read
+        print(f"virtual hosts cannot be had here: {virtual_hosts.explain(error)}", file=sys.stderr)
+        return 2
+    running = [start(hosts, number, options.command) for number in range(options.hosts)]
+    return max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) % 256 for child in running)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,156 @@
+"""The throttled wire: our own sends and receives take as long as a link of a chosen bandwidth and latency would.
+
+gloo moves a message as soon as both sides are ready, and so does this model: whichever of sender and receiver
+comes second, at time t, books n bytes on the sender's outgoing and on the receiver's incoming link.
+
+    departs at   max(t, outgoing link free)               + n/b
+    arrives at   max(start + latency, incoming link free) + n/b
+
+Each side then waits for its moment on the machine's monotonic clock. The bookings lie in memory that all ranks
+of a launch share, as a switch between them would know them.
+
+With more ranks than processor cores, the operating system wakes a rank some milliseconds too late, and over the
+many steps of a ring that would add up. So a rank that was woken late and sends at once has its message booked as
+if it had been woken in time, and waits the shorter for it.
+"""
+
+import mmap
+import multiprocessing
+import sys
+import threading
+import time
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+CHANNELS = 4  # the default group, and three for all others, by their names
+DEPTH = 512  # messages between two ranks that may be under way at once
+NUMBER, DEPARTS, ARRIVES = range(3)
+AT_ONCE = 0.005  # seconds after being woken
+
+
+class Switch:
+    """What all ranks share: when each host's two links are free, and a slot for every message under way.
+
+    `hosts` is the host of every rank; ranks of one host share its links, and reach each other without them. Ranks
+    that are not forked from this process find it by `folder`, where its memory is a file.
+    """
+
+    def __init__(self, hosts: list, bits_per_second: float, latency: float, folder: str | Path | None = None):
+        self.hosts, self.latency, self.folder = hosts, latency, folder
+        self.seconds_per_byte = 8 / bits_per_second
+        self.lay_out()
+
+    def lay_out(self) -> Any:
+        """Map the memory: when links are free, outgoing and incoming, in monotonic seconds; and the slots."""
+        ranks, free = len(self.hosts), 2 * (max(self.hosts) + 1)
+        numbers = free + ranks * ranks * CHANNELS * DEPTH * 3
+        self.lock, memory = forked_memory(numbers) if self.folder is None else named_memory(self.folder, numbers)
+        self.free = memory[:free].reshape(2, -1)
+        self.slots = memory[free:].reshape(ranks, ranks, CHANNELS, DEPTH, 3)
+
+    def __reduce__(self):
+        return Switch, (self.hosts, 8 / self.seconds_per_byte, self.latency, self.folder)
+
+    def book(self, sender: int, receiver: int, nbytes: int, ready: float) -> tuple[float, float]:
+        """Take the time of one message, both sides `ready` for it, from both links: when it departs and arrives."""
+        outgoing, incoming = self.free
+        source, destination, duration = self.hosts[sender], self.hosts[receiver], nbytes * self.seconds_per_byte
+        start = max(ready, outgoing[source])
+        outgoing[source] = start + duration
+        incoming[destination] = max(start + self.latency, incoming[destination]) + duration
+        return outgoing[source], incoming[destination]
+
+
+class Throttle:
+    """One rank's connection to the switch."""
+
+    def __init__(self, switch: Switch, rank: int):
+        self.switch, self.rank = switch, rank
+        self.posted = np.zeros((2, *switch.slots.shape[:3]), dtype=int)  # messages so far, as sender and as receiver
+        self.woken = threading.local()  # when this thread's last wait ended, and when it should have
+
+    def post(self, kind: str, nbytes: int, peer: int, group: dist.ProcessGroup | None = None) -> Any:
+        """Announce a "send" to or a "recv" from global rank `peer`; returns a ticket for `finish`."""
+        receiving = int(kind == "recv")
+        sender, receiver = (peer, self.rank) if receiving else (self.rank, peer)
+        if self.switch.hosts[sender] == self.switch.hosts[receiver]:
+            return None
+        way, now = (sender, receiver, channel(group)), self.now()
+        with self.switch.lock:
+            self.posted[receiving][way] += 1
+            number = self.posted[receiving][way]
+            slot = self.switch.slots[way][number % DEPTH]
+            if slot[NUMBER] == number:  # the other side is there already, since the time in the slot
+                slot[DEPARTS:] = self.switch.book(sender, receiver, nbytes, max(now, slot[DEPARTS]))
+            else:
+                slot[:] = number, now, 0.0
+        return slot, number, ARRIVES if receiving else DEPARTS
+
+    def finish(self, ticket: Any) -> None:
+        """Wait for the moment at which the message has left (sender) or arrived (receiver)."""
+        if ticket is None:
+            return
+        slot, number, moment = ticket
+        due = slot[moment]
+        if slot[NUMBER] == number and due > self.now():
+            time.sleep(max(0.0, due - time.monotonic()))
+            self.woken.at, self.woken.due = time.monotonic(), due
+
+    def now(self) -> float:
+        """The time on this thread's clock: set back by what it was woken late, if that was a moment ago."""
+        now, at = time.monotonic(), getattr(self.woken, "at", None)
+        return now if at is None or now - at > AT_ONCE else now - max(0.0, at - self.woken.due)
+
+
+def forked_memory(numbers: Any) -> Any:
+    """A lock, and zeros of float64, that forked processes have in common."""
+    return multiprocessing.get_context("fork").Lock(), np.frombuffer(mmap.mmap(-1, 8 * numbers))
+
+
+def named_memory(folder: str | Path, numbers: Any) -> Any:
+    """The same for any processes, in files of a folder."""
+    with open(Path(folder) / "switch", "a+b") as file:
+        file.truncate(8 * numbers)
+        return FileLock(Path(folder) / "lock"), np.frombuffer(mmap.mmap(file.fileno(), 8 * numbers))
+
+
+class FileLock:
+    """A lock for all threads of all processes that name the same file."""
+
+    def __init__(self, path):
+        self.file, self.threads = open(path, "a+b"), threading.Lock()  # noqa: SIM115 (open for as long as the switch)
+
+    def __enter__(self):
+        self.threads.acquire()
+        if sys.platform == "win32":
+            import msvcrt
+
+            self.file.seek(0)
+            msvcrt.locking(self.file.fileno(), msvcrt.LK_LOCK, 1)
+        else:
+            import fcntl
+
+            fcntl.flock(self.file, fcntl.LOCK_EX)
+
+    def __exit__(self, *_):
+        if sys.platform == "win32":
+            import msvcrt
+
+            self.file.seek(0)
+            msvcrt.locking(self.file.fileno(), msvcrt.LK_UNLCK, 1)
+        else:
+            import fcntl
+
+            fcntl.flock(self.file, fcntl.LOCK_UN)
+        self.threads.release()
+
+
+def channel(group: dist.ProcessGroup | None) -> int:
+    """Messages of different groups may overtake each other: each group counts its own."""
+    if group is None or group is dist.group.WORLD:
+        return 0
+    return 1 + zlib.crc32(group.group_name.encode()) % (CHANNELS - 1)

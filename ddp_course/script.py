@@ -1,0 +1,49 @@
+"""A training script for torchrun, as short as it can be. Copy it, and put your own model and data in.
+
+    torchrun --nproc-per-node=2 -m ddp_course.script runs/first            with torch's DDP
+    torchrun --nproc-per-node=2 -m ddp_course.script runs/first ours       with the one built in this course
+
+`ddp_course.train` is its grown-up sister: exact resume, every stage, Slurm, errors that name the rank.
+"""
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from ddp_course import problems, stage6_ddp
+
+
+def main(folder: str, wrap: type = DistributedDataParallel, epochs: int = 3) -> torch.nn.Module:
+    """Train on this rank's share, on its own GPU if there are any; rank 0 leaves a checkpoint in `folder`."""
+    cuda, local_rank = torch.cuda.is_available(), int(os.environ["LOCAL_RANK"])
+    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    dist.init_process_group("nccl" if cuda else "gloo")
+    digits = problems.make("digits")
+    data = TensorDataset(digits.inputs, digits.targets)
+    sampler = DistributedSampler(data)
+    loader = DataLoader(data, batch_size=32, sampler=sampler)
+    model = digits.model().to(device)
+    parallel = wrap(model, device_ids=[local_rank] if cuda else None)
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.05)
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            loss = cross_entropy(parallel(inputs.to(device)), targets.to(device))
+            loss.backward()
+            optimizer.step()
+        if dist.get_rank() == 0:
+            print(f"epoch {epoch}: loss {loss.item():.3f}", flush=True)
+            torch.save({"epoch": epoch, "model": model.state_dict()}, os.path.join(folder, "checkpoint.pt"))
+    dist.destroy_process_group()
+    return model
+
+
+if __name__ == "__main__":
+    os.makedirs(sys.argv[1], exist_ok=True)
+    main(sys.argv[1], stage6_ddp.DistributedDataParallel if "ours" in sys.argv else DistributedDataParallel)

@@ -1,0 +1,126 @@
+"""What is gathered and freed together: the parameters of one block of the model."""
+
+from contextlib import suppress
+
+import torch
+
+from ..running import flight_recorder
+from .flat import Flat, flats, gather_chunks, sum_chunks
+
+
+class FreeableFlat(Flat):
+    """A `Flat` that exists whole only between `gather` and `free`; in between, only `shard`, a copy of `mine`, stays.
+
+    Memory is freed by resizing the storage to nothing, so that the tensors which autograd keeps for backward come back
+    to life with the next `gather`.
+    """
+
+    def __init__(self, parameters, group=None):
+        super().__init__(parameters, group)
+        self.whole, self.bytes = self.views(self.full), self.full.untyped_storage().nbytes()
+        self.free()
+
+    def kept(self):
+        """The memory of the shards: a copy of the chunk, which stays when the chunk goes."""
+        return self.mine.clone()
+
+    def gather(self, group=None):
+        """Bring the whole parameters into being; this rank sends (K-1)/K of their bytes."""
+        self.full.untyped_storage().resize_(self.bytes)
+        for parameter, view in zip(self.parameters, self.whole, strict=True):
+            parameter.data = view
+        self.mine.copy_(self.shard)
+        gather_chunks(self.chunks, group=group)
+
+    def free(self):
+        """Let go of the whole parameters; whoever looks at one now finds it empty, not memory that is gone."""
+        for parameter in self.parameters:
+            parameter.data = self.full.new_empty(0)
+        self.full.untyped_storage().resize_(0)
+
+
+class Block:
+    """A module whose parameters are gathered and freed together. `following` has the block after it in each phase.
+
+    `gathering` waits until it is whole; None while it is not. `missing` are the parameters whose gradients are not
+    complete yet; None outside of the backward pass.
+    """
+
+    def __init__(self, number, module, parameters, group):
+        self.number, self.module, self.following = number, module, {}
+        self.flats = flats(parameters, group, FreeableFlat)
+        self.trainable = [flat for flat in self.flats if flat.parameters[0].requires_grad]
+        self.flat_of = {parameter: flat for flat in self.trainable for parameter in flat.parameters}
+        self.gathering = self.missing = None
+
+    @property
+    def version(self):
+        """A number that grows with every change of the shards."""
+        return sum(flat.shard._version for flat in self.flats)
+
+    def gather(self, moment, group):
+        """Gather all parameters (in the communication thread); `moment` is when, in words, the same on all ranks."""
+        with flight_recorder.entry(f"gather of block {self.number}, {moment},", [f.full for f in self.flats], group):
+            for flat in self.flats:
+                flat.gather(group)
+
+    def reduce(self, moment, group):
+        """Average all gradients and free the parameters that they belong to (in the communication thread)."""
+        with flight_recorder.entry(f"average of block {self.number}, {moment},", [f.full for f in self.flats], group):
+            for flat in self.trainable:
+                flat.free()
+                flat.average(sum_chunks, group)
+
+    def give(self):
+        """Hand the averages, if there are any, to the shards."""
+        for flat in self.trainable:
+            if flat.averages is not None:
+                flat.give()
+
+    def free(self):
+        """Let go of the parameters, whether they are here or still on their way."""
+        if self.gathering is not None:
+            with suppress(Exception):  # whoever needed them has been told
+                self.gathering()
+            self.gathering = None
+            for flat in self.flats:
+                flat.free()
+
+    def start_over(self):
+        """Forget a pass that broke off."""
+        self.free()
+        self.missing = None
+        for flat in self.trainable:
+            flat.forget()
+
+
+def homes(module):
+    """Return {parameter: [(module it is in, its name there, its full name), …]}; a shared one has several homes."""
+    places = {}
+    for path, owner in module.named_modules(remove_duplicate=False):  # one module may have several names
+        for name, parameter in owner._parameters.items():
+            if parameter is not None:
+                places.setdefault(parameter, []).append((owner, name, f"{path}.{name}" if path else name))
+    return places
+
+
+def default_blocks(module):
+    """The members of every outermost Sequential or ModuleList in `module`, which may be one itself."""
+    if isinstance(module, torch.nn.Sequential | torch.nn.ModuleList):
+        return [child for child in module if any(True for _ in child.parameters())]
+    return [block for child in module.children() for block in default_blocks(child)]
+
+
+def assign_blocks(module, blocks):
+    """Return (block, its parameters) pairs; parameters of no block or of several go to `module` as a whole."""
+    inside, blocks = list(module.modules()), list(dict.fromkeys(blocks))  # a module that runs twice is one block
+    if not all(any(block is one for one in inside) for block in blocks):
+        raise ValueError("every block must be a submodule of the model")
+    owners = {}
+    for block in blocks:
+        for parameter in block.parameters():
+            owners.setdefault(parameter, []).append(block)
+    alone = {parameter: owner[0] for parameter, owner in owners.items() if len(owner) == 1}
+    members = [(block, [p for p in block.parameters() if alone.get(p) is block]) for block in blocks]
+    rest = [parameter for parameter in module.parameters() if parameter not in alone]
+    return [(block, parameters) for block, parameters in [(module, rest), *members] if parameters]

@@ -1,0 +1,157 @@
+"""Parameters laid end to end and cut into one chunk for each rank; what is sent of them, and of their gradients."""
+
+from itertools import accumulate
+
+import torch
+
+from ..running import wire
+from .clipping import LocalGradient
+
+
+class Flat:
+    """Parameters of one dtype and device end to end in `full`, which is cut into K `chunks`; `mine` is this rank's.
+
+    The parameters become views into `full`. `pieces[p]` is a pair of slices: the part of parameter p that lies in
+    this rank's chunk, as a range of p's elements and as a range of the chunk, both empty if there is none.
+    `shards[p]` is that part as a parameter of its own, for an optimizer.
+    """
+
+    def __init__(self, parameters, group=None):
+        self.parameters = parameters
+        self.shapes = [parameter.shape for parameter in parameters]
+        self.lengths = {parameter: parameter.numel() for parameter in parameters}
+        rank, world_size, _, _ = wire.neighbours(group)
+        self.full = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
+        self.chunks = self.full.tensor_split(world_size)
+        self.index = (rank + 1) % world_size
+        for parameter, view in zip(parameters, self.views(self.full), strict=True):
+            parameter.data = view
+        self.pieces, self.shard = self.cut(), self.kept()
+        self.shards = {
+            parameter: torch.nn.Parameter(self.shard[inside], requires_grad=parameter.requires_grad)
+            for parameter, (_, inside) in self.pieces.items()
+        }
+        self.gradient, self.averages, self.places = None, None, {}
+
+    @property
+    def mine(self):
+        """The chunk of this rank; rank r's is chunk r+1."""
+        return self.chunks[self.index]
+
+    def kept(self):
+        """The memory of the shards: the chunk itself."""
+        return self.mine
+
+    def views(self, flat):
+        """The part of `flat` (as long as `full`) that belongs to each parameter, in the parameter's shape."""
+        pieces = flat.split(list(self.lengths.values()))
+        return [piece.view(shape) for shape, piece in zip(self.shapes, pieces, strict=True)]
+
+    def cut(self):
+        """Find the part of each parameter that lies in this rank's chunk."""
+        low = sum(len(chunk) for chunk in self.chunks[: self.index])
+        high = low + len(self.mine)
+        ends = list(accumulate(self.lengths.values()))
+        pieces = {}
+        for parameter, end in zip(self.parameters, ends, strict=True):
+            start = end - self.lengths[parameter]
+            first, last = max(low, start), min(high, end)
+            inside = slice(first - start, last - start), slice(first - low, last - low)
+            pieces[parameter] = inside if first < last else (slice(0, 0), slice(0, 0))
+        return pieces
+
+    # Gradients: from the parameters, divided by K, into one message; from the sum of the messages to the shards
+
+    def collect(self):
+        """Make room for the gradients, the views of one message. Returns the parameters."""
+        self.gradient = torch.empty_like(self.full)
+        self.places = dict(zip(self.parameters, self.views(self.gradient), strict=True))
+        return self.parameters
+
+    def take(self, parameter):
+        """Move a finished gradient over to its place, divided by K on the way, as in stage 6.
+
+        It is added to zero, which changes one thing only: there is no negative zero in it any more.
+        """
+        zero = self.gradient.new_zeros(())
+        torch.add(zero, parameter.grad.to_dense(), alpha=1 / len(self.chunks), out=self.places.pop(parameter))
+        parameter.grad = None
+
+    def average(self, reduce, group=None):
+        """Average the gradients by `reduce(chunks, group)` and keep this rank's chunk for `give`.
+
+        A parameter that got no gradient counts as negative zeros: negative zero plus anything is that thing, so only
+        the sum for a parameter without a gradient on any rank is negative zero, and its shards are left as they are.
+        """
+        for untouched in self.places.values():
+            untouched.fill_(-0.0)
+        chunks = self.gradient.tensor_split(len(self.chunks))
+        reduce(chunks, group)
+        self.averages, self.gradient = chunks[self.index].clone(), None
+
+    def give(self):
+        """Add the averages to the shards' `.grad`: when the pass is over, so that one that broke off leaves none."""
+        mine = self.averages
+        for parameter, (_, inside) in self.pieces.items():
+            if not (inside.start == inside.stop or (parameter in self.places and negative_zero(mine[inside.start]))):
+                shard = self.shards[parameter]
+                gradient = LocalGradient.mark(mine[inside], len(self.chunks))
+                shard.grad = gradient if shard.grad is None else shard.grad.add_(gradient)
+        self.forget()
+
+    def forget(self):
+        """Drop the gradients that are on their way, if there are any."""
+        self.gradient, self.averages, self.places = None, None, {}
+        for parameter in self.parameters:
+            parameter.grad = None
+
+
+def negative_zero(number):
+    """Whether a tensor of one element is -0.0."""
+    return number == 0 and (number.real if number.is_complex() else number).signbit()
+
+
+def flats(parameters, group=None, kind=Flat):
+    """Lay `parameters` out as one `Flat` for each dtype and device, the frozen ones by themselves."""
+    alike = {}
+    for parameter in parameters:
+        alike.setdefault((parameter.dtype, parameter.device, parameter.requires_grad), []).append(parameter)
+    return [kind(members, group) for members in alike.values()]
+
+
+@wire.collective
+@torch.no_grad()
+def gather_chunks(chunks, group=None):
+    """Fill in the chunks of the other ranks; each rank sends (K-1)/K of the bytes in all `chunks`.
+
+    As many messages and bytes as in stage 4's ring, but every owner sends its chunk to all others at once: there are
+    many small blocks to gather, and nobody has to wait until a neighbour, who may be busy, has passed a chunk on.
+    """
+    rank, world_size, _, _ = wire.neighbours(group)
+    others = [(other, wire.global_rank(other, group)) for other in range(world_size) if other != rank]
+    mine = chunks[(rank + 1) % world_size]
+    wire.exchange_all(
+        [(mine, peer) for _, peer in others],
+        [(chunks[(other + 1) % world_size], peer) for other, peer in others],
+        group,
+    )
+
+
+@wire.collective
+@torch.no_grad()
+def sum_chunks(chunks, group=None):
+    """Sum this rank's own chunk over the ranks, leave the others as they are. Same bytes as a gather.
+
+    Every rank sends each chunk to its owner, who adds in the order of stage 4's ring: the same bits.
+    """
+    rank, world_size, _, _ = wire.neighbours(group)
+    mine = chunks[(rank + 1) % world_size]
+    parts = [torch.empty_like(mine) for _ in range(world_size - 1)]
+    senders = [(rank + step) % world_size for step in range(1, world_size)]
+    peers = [wire.global_rank(sender, group) for sender in senders]
+    outgoing = [(chunks[(owner + 1) % world_size], peer) for owner, peer in zip(senders, peers, strict=True)]
+    wire.exchange_all(outgoing, list(zip(parts, peers, strict=True)), group)
+    for part in parts[1:]:
+        parts[0] += part
+    if parts:
+        mine += parts[0]

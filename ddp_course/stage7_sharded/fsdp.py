@@ -1,0 +1,290 @@
+"""ZeRO-3: hooks that have each block whole just while it computes, and the next one on its way."""
+
+from contextlib import suppress
+from functools import partial
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from ..running import wire
+from ..running.communication import communication_thread
+from ..stage3_paramserver import broadcast_parameters
+from .blocks import Block, assign_blocks, default_blocks, homes
+from .clipping import clip_grad_norm_
+from .state import gathered_state, local_state
+
+
+class FullyShardedDataParallel(torch.nn.Module):
+    """ZeRO-3: parameters, gradients and optimizer state in shards; a block is whole only while it computes.
+
+    `blocks`: the submodules to gather one at a time, by default the members of every outermost Sequential or
+    ModuleList; what is in none of them forms one more block. Every rank must run the same blocks in the same order.
+    With `reshard_after_forward=False` blocks stay whole until their backward pass is over: more memory, and as few
+    bytes as DDP (ZeRO-2). `parameters()` are this rank's shards: make the optimizer (any that works element by element)
+    from them, after wrapping; clip gradients by `clip_grad_norm_`. `state_dict()` is the ordinary one of the whole
+    model; all ranks must call it. Raises ValueError if nothing is trainable, or something is sharded already.
+    """
+
+    def __init__(self, module, blocks=None, process_group=None, prefetch=True, reshard_after_forward=True):
+        super().__init__()
+        if any(isinstance(inside, FullyShardedDataParallel) for inside in module.modules()):
+            raise ValueError("a part of the model is fully sharded already; name the parts as blocks of one wrapper")
+        if not any(parameter.requires_grad for parameter in module.parameters()):
+            raise ValueError("the model has no trainable parameters: nothing to average, nothing to train")
+        members = assign_blocks(module, default_blocks(module) if blocks is None else blocks)
+        broadcast_parameters(module, group=process_group)
+        self.module, self.group, self.prefetch, self.reshard = module, process_group, prefetch, reshard_after_forward
+        self.names, self.homes = list(module.state_dict()), homes(module)
+        for owner, name, _ in (home for places in self.homes.values() for home in places):
+            if name in owner._parameters:  # not yet under another name of the same module
+                owner.__dict__[name] = owner._parameters.pop(name)  # still an attribute, no longer registered
+        self.blocks = [Block(number, *member, process_group) for number, member in enumerate(members)]
+        self.flats = [flat for block in self.blocks for flat in block.flats]
+        self.shards = {parameter: shard for flat in self.flats for parameter, shard in flat.shards.items()}
+        for parameter, places in self.homes.items():
+            self._parameters[places[0][2]] = self.shards[parameter]
+        self.thread = communication_thread(process_group)
+        self.latest, self.reducing, self.backward_pass, self.passes = None, [], None, 0
+        self.handles = [handle for block in self.blocks for handle in self.watch(block)]
+
+    def watch(self, block):
+        """Register the hooks that gather, free and reduce `block` at the right moments."""
+        yield block.module.register_forward_pre_hook(lambda *_: self.before_forward(block))
+        yield block.module.register_forward_hook(lambda module, inputs, outputs: self.after_forward(block, outputs))
+        for parameter in block.flat_of:
+            yield parameter.register_post_accumulate_grad_hook(lambda ready: self.gradient_ready(block, ready))
+
+    def forward(self, *args, **kwargs):
+        """What the module returns; its blocks are gathered one after the other."""
+        self.check_usable()
+        if recomputing():
+            return self.module(*args, **kwargs)
+        self.start_over()  # a pass before may have ended with an exception
+        self.passes += 1
+        outputs = self.module(*args, **kwargs)
+        if self.reshard or not torch.is_grad_enabled():
+            self.free_all()  # a block that was fetched ahead in vain
+        return outputs
+
+    def check_usable(self):
+        """Raise RuntimeError if the wrapper is at its end, or parameters were frozen or unfrozen behind its back."""
+        if not self.handles:
+            raise RuntimeError("restore() has made the module an ordinary one again; use that, or wrap it anew")
+        changed = [places[0][2] for p, places in self.homes.items() if p.requires_grad != self.shards[p].requires_grad]
+        if changed:
+            raise RuntimeError(f"requires_grad of {changed[0]} was changed after wrapping; freeze parameters before")
+
+    def start_over(self):
+        """Wait for what is on its way, and forget what a pass that broke off has left behind."""
+        reducing, self.reducing, self.backward_pass, self.latest = self.reducing, [], None, None
+        for wait in reducing:
+            with suppress(Exception):  # the communication thread repeats it to whoever asks next
+                wait()
+        for block in self.blocks:
+            block.start_over()
+
+    def before_forward(self, block):
+        """Have `block` whole before it computes."""
+        if recomputing():
+            self.request(block)()
+        else:
+            self.enter(block, "forward")
+
+    def enter(self, block, phase):
+        """Have `block` whole before it computes, and start to gather the block that came after it last time."""
+        if self.latest is not None:
+            self.latest.following[phase] = block
+        self.latest = block
+        here = self.request(block)
+        with wire.span("wait"):
+            here()
+        if self.prefetch and phase in block.following:
+            self.request(block.following[phase])
+
+    def request(self, block):
+        """Start to gather `block` unless it is here or on its way; returns a function that waits for it."""
+        if block.gathering is None:
+            block.gathering = self.start(block.gather, block)
+        return block.gathering
+
+    def start(self, work, block):
+        """Queue work for the communication thread, which tells the other ranks' apart by pass and direction."""
+        moment = f"{'backward' if self.backward_pass else 'forward'} {self.passes}"
+        return self.thread.start(partial(work, moment), block.flats[0].full.device)
+
+    def after_forward(self, block, outputs):
+        """Free the block after its forward pass, and be told when backward reaches its outputs."""
+        version = block.version
+        for tensor in tree_leaves(outputs):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(lambda gradient: self.before_backward(block, version))
+        if not recomputing() and (self.reshard or not torch.is_grad_enabled()):
+            block.free()
+
+    def before_backward(self, block, version):
+        """Gather the block again, as it was in forward, and make room for its gradients."""
+        self.begin_backward()
+        if block.missing is None:
+            if block.version != version:
+                raise RuntimeError(
+                    "the parameters have changed since the forward pass, by optimizer.step() or load_state_dict(): "
+                    "the gradients would belong to neither; call backward() first"
+                )
+            self.enter(block, "backward")
+            block.missing = {parameter for flat in block.trainable for parameter in flat.collect()}
+
+    def begin_backward(self):
+        """The first block that a backward pass reaches: have `finish` called at the end of this pass."""
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "create_graph=True would need the whole parameters after backward, when the ranks have let go of them; "
+                "for gradients of gradients use stage 6"
+            )
+        running = torch._C._current_graph_task_id()
+        if self.backward_pass is None:
+            self.latest, self.backward_pass = None, running + 1  # never zero
+            torch.autograd.Variable._execution_engine.queue_callback(self.finish)  # when this pass ends
+        elif self.backward_pass != running + 1:
+            raise RuntimeError(
+                "a backward pass began before another had ended: that one failed, and a new forward pass must come "
+                "first; or this one is inside it (activation checkpointing: set use_reentrant=False)"
+            )
+
+    def gradient_ready(self, block, parameter):
+        """The hook: once the last gradient of the block is complete, average them while backward goes on."""
+        if block.missing is None:
+            name = self.homes[parameter][0][2]
+            raise RuntimeError(
+                f"{name} got a gradient, but not by way of what its block returned: is it used elsewhere?"
+            )
+        block.flat_of[parameter].take(parameter)
+        block.missing.discard(parameter)
+        if not block.missing:
+            self.reducing.append(self.start(block.reduce, block))
+
+    def finish(self):
+        """Before `backward()` returns: average the blocks of which not all parameters took part; wait for all."""
+        for block in self.blocks:
+            if block.missing:
+                self.reducing.append(self.start(block.reduce, block))
+            block.missing = None
+        reducing, self.reducing, self.backward_pass = self.reducing, [], None
+        with wire.span("wait"):
+            for wait in reducing:
+                wait()
+        for block in self.blocks:
+            block.give()
+        self.free_all()
+
+    def free_all(self):
+        """Let go of every block that is still whole."""
+        for block in self.blocks:
+            block.free()
+
+    def clip_grad_norm_(self, max_norm, norm_type=2.0):
+        """Scale the gradients so that the norm of the whole model's is at most `max_norm`; return the norm.
+
+        All ranks must call this. `torch.nn.utils.clip_grad_norm_` refuses: it would take a shard for the whole.
+        """
+        return clip_grad_norm_(self.shards.values(), max_norm, norm_type, self.group, self.flats[0].full.device)
+
+    @torch.no_grad()
+    def state_dict(self, *, destination=None, prefix="", keep_vars=False):
+        """Return the state dict of the whole model, copies on the CPU; gathered block by block, all ranks alike."""
+        self.check_usable()
+        self.start_over()
+        state = {name: copied(value) for name, value in self.module.state_dict().items()}
+        for block in self.blocks:
+            self.request(block)()
+            for parameter in (parameter for flat in block.flats for parameter in flat.parameters):
+                whole = copied(parameter)
+                state.update((name, whole) for _, _, name in self.homes[parameter])
+            block.free()
+        whole = {} if destination is None else destination
+        whole.update((prefix + name, state[name]) for name in self.names)
+        return whole
+
+    @torch.no_grad()
+    def load_state_dict(self, state):
+        """Take this rank's shards out of the state dict of a whole model.
+
+        Raises RuntimeError, with nothing changed, unless it has the names and shapes of this model.
+        """
+        self.check_usable()
+        self.check_fits(state)
+        self.start_over()
+        for flat in self.flats:
+            for parameter, (outside, _) in flat.pieces.items():
+                flat.shards[parameter].copy_(state[self.homes[parameter][0][2]].reshape(-1)[outside])
+        self.module.load_state_dict({name: state[name] for name in self.module.state_dict()})
+
+    def check_fits(self, state):
+        """Raise RuntimeError, in torch's words, unless `state` has the names and shapes of this model."""
+        shapes = {name: value.shape for name, value in self.module.state_dict().items() if hasattr(value, "shape")}
+        for flat in self.flats:
+            for parameter, shape in zip(flat.parameters, flat.shapes, strict=True):
+                shapes.update((name, shape) for _, _, name in self.homes[parameter])
+        wrong = [f'Missing key(s) in state_dict: "{name}".' for name in self.names if name not in state]
+        wrong += [f'Unexpected key(s) in state_dict: "{name}".' for name in state if name not in self.names]
+        wrong += [
+            f"size mismatch for {name}: {tuple(state[name].shape)} in the state dict, {tuple(shape)} in this model."
+            for name, shape in shapes.items()
+            if name in state and state[name].shape != shape
+        ]
+        if wrong:
+            raise RuntimeError("\n\t".join(["the state dict is of another model:", *wrong]))
+
+    def optimizer_state_dict(self, optimizer):
+        """Return the state dict of an optimizer of `parameters()` as if nothing were sharded; all ranks call this."""
+        order = self.whole_parameters(optimizer)
+        states = {parameter: optimizer.state.get(shard, {}) for parameter, shard in self.shards.items()}
+        state = gathered_state(self.flats, states, self.group)
+        groups, start = [], 0
+        for group in optimizer.param_groups:
+            groups.append({**group, "params": list(range(start, start + len(group["params"])))})
+            start += len(group["params"])
+        return {"state": {n: state[p] for n, p in enumerate(order) if state.get(p)}, "param_groups": groups}
+
+    def load_optimizer_state_dict(self, optimizer, state_dict):
+        """Take the shards' state out of the state dict of an ordinary optimizer; ValueError if it does not fit."""
+        state = local_state(self.flats, self.whole_parameters(optimizer), state_dict, optimizer.param_groups)
+        optimizer.state.clear()
+        optimizer.state.update(state)
+
+    def whole_parameters(self, optimizer):
+        """The whole parameters to the shards in `optimizer`, in the order of its groups."""
+        whole = {id(shard): parameter for parameter, shard in self.shards.items()}
+        shards = [shard for group in optimizer.param_groups for shard in group["params"]]
+        if not all(id(shard) in whole for shard in shards):
+            raise ValueError(
+                "the optimizer has other parameters; make it from parameters() of the wrapper, after wrapping"
+            )
+        return [whole[id(shard)] for shard in shards]
+
+    def restore(self):
+        """Make the module an ordinary one again, whole on every rank; all ranks call this. Returns it."""
+        whole = self.state_dict()
+        for handle in self.handles:
+            handle.remove()
+        self.handles = []
+        for parameter, places in self.homes.items():
+            parameter.data = whole[places[0][2]].to(parameter.device)
+            for owner, name, _ in places:
+                owner._parameters[name] = owner.__dict__.pop(name, parameter)
+        return self.module
+
+    def _apply(self, fn, recurse=True):
+        raise RuntimeError("a sharded model cannot be moved or converted; do that before it is wrapped")
+
+    def __reduce_ex__(self, protocol):
+        raise TypeError("a sharded model cannot be copied or pickled; use its state_dict(), which all ranks call")
+
+
+def recomputing():
+    """Whether a forward pass runs inside a backward pass: activation checkpointing computes it again."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def copied(value):
+    """A copy on the CPU of a tensor; anything else as it is."""
+    return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,167 @@
+"""ZeRO-1 is stage 4's ring with the update in the middle:
+
+    scatter-reduce    rank r ends up with the average of chunk r+1 of the gradients
+    update            of this chunk of the parameters, by an optimizer that keeps state for this chunk only
+    allgather         of the updated chunks
+
+So it sends as much as stage 4 and keeps 1/K of the optimizer's state.
+"""
+
+import weakref
+from contextlib import contextmanager
+
+import torch
+
+from ..running import wire
+from ..stage3_paramserver import broadcast_parameters
+from ..stage4_ring import allgather, scatter_reduce
+from ..stage5_bucketed import assign_buckets
+from .clipping import LocalGradient, clip_grad_norm_
+from .flat import flats
+from .state import gathered_state, local_state
+
+WHOLE_TENSOR_OPTIMIZERS = ("LBFGS", "Adafactor", "Muon", "SparseAdam")
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """ZeRO-1: averages the gradients, updates this rank's shard of the parameters, and shares it with the others.
+
+    `params` as for any optimizer, groups too; `optimizer_cls(**kwargs)` must work element by element, as SGD, Adam
+    and AdamW do: then results equal those of the unsharded optimizer bit for bit. Every rank calls `backward()` on its
+    own share of the batch, with no wrapper, and then `step()`, which uses the gradients up. Training starts from rank
+    0's parameters. Learning rate schedulers see one optimizer; gradients are clipped by `clip_grad_norm_`, before
+    `step()`. Raises ValueError for an optimizer that looks at whole tensors.
+    """
+
+    def __init__(self, params, optimizer_cls, group=None, **kwargs):
+        name = getattr(optimizer_cls, "func", optimizer_cls).__name__  # a functools.partial has the class in `func`
+        if name in WHOLE_TENSOR_OPTIMIZERS:
+            raise ValueError(f"{name} looks at whole tensors, so it cannot work on shards; try AdamW")
+        self.group, self.flats, self.shards, self.local = group, [], {}, None
+        self.averaged, self.broken = False, None
+        super().__init__(params, kwargs)
+        self.lay_out(self.parameters())
+        self.local = optimizer_cls([self.sharded(members) for members in self.param_groups], **kwargs)
+        self.defaults = self.local.defaults
+        for members, local in zip(self.param_groups, self.local.param_groups, strict=True):
+            members.update({key: value for key, value in local.items() if key != "params"})
+
+    def lay_out(self, parameters):
+        """Cut `parameters` into shards, bucket by bucket, and guard their gradients, which are not averages yet."""
+        broadcast_parameters(torch.nn.ParameterList(parameters), group=self.group)
+        made = [flat for bucket in assign_buckets(parameters) for flat in flats(bucket, self.group)]
+        self.flats += made
+        self.shards.update({parameter: shard for flat in made for parameter, shard in flat.shards.items()})
+        if len(made[0].chunks) > 1:
+            trainable = [parameter for parameter in parameters if parameter.requires_grad]
+            handles = [parameter.register_post_accumulate_grad_hook(guard) for parameter in trainable]
+            weakref.finalize(self, lambda: [handle.remove() for handle in handles])
+
+    def sharded(self, members):
+        """A parameter group with this rank's shards in place of the parameters."""
+        return {**members, "params": [self.shards[parameter] for parameter in members["params"]]}
+
+    def add_param_group(self, param_group):
+        """Train more parameters from now on; all ranks must call this."""
+        super().add_param_group(param_group)
+        if self.local is not None:
+            self.lay_out(self.param_groups[-1]["params"])
+            self.local.add_param_group(self.sharded(self.param_groups[-1]))
+
+    def check_whole(self):
+        """Raise RuntimeError if an earlier call broke off."""
+        if self.broken:
+            raise RuntimeError(
+                f"an earlier call ended in the middle of what the ranks do together, with {self.broken}; "
+                "the other ranks may have gone on, so this one cannot: start the ranks again"
+            )
+
+    @contextmanager
+    def together(self):
+        """Around what all ranks do together: whoever leaves it by an exception has left the others in the middle."""
+        self.check_whole()
+        try:
+            yield
+        except BaseException as error:
+            self.broken = f"{type(error).__name__}: {error}"
+            raise
+
+    @torch.no_grad()
+    def average(self):
+        """Scatter-reduce the gradients: the average of this rank's chunk goes to the shards."""
+        self.check_whole()
+        if self.averaged and any(parameter.grad is not None for parameter in self.parameters()):
+            raise RuntimeError(
+                "there are new gradients, but those clipped before have not been used: after clip_grad_norm_ call "
+                "step(), or zero_grad() of this optimizer to drop them (the model's zero_grad() does not know of them)"
+            )
+        with self.together():
+            for flat in [] if self.averaged else self.trainable():
+                for parameter in flat.collect():
+                    if parameter.grad is not None:
+                        flat.take(parameter)
+                flat.average(reduce_chunks, self.group)
+                flat.give()
+        self.averaged = True
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """Average the gradients, update this rank's shard, gather everyone's: each rank sends 2 (K-1)/K p bytes."""
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for members, local in zip(self.param_groups, self.local.param_groups, strict=True):
+            local.update({key: value for key, value in members.items() if key != "params"})
+        self.average()
+        with self.together():
+            self.local.step()
+            for flat in self.trainable():
+                share_chunks(flat.chunks, self.group)
+        self.zero_grad()
+        return loss
+
+    def zero_grad(self, set_to_none=True):
+        """Drop all gradients, those that `clip_grad_norm_` has averaged already too."""
+        super().zero_grad(set_to_none)
+        self.local.zero_grad()
+        self.averaged = False
+
+    def clip_grad_norm_(self, max_norm, norm_type=2.0):
+        """Average the gradients and scale them so that their norm is at most `max_norm`; return the norm."""
+        self.average()
+        with self.together():
+            return clip_grad_norm_(self.shards.values(), max_norm, norm_type, self.group, self.flats[0].full.device)
+
+    def trainable(self):
+        """Where gradients may be."""
+        return [flat for flat in self.flats if any(parameter.requires_grad for parameter in flat.parameters)]
+
+    def state_dict(self):
+        """Return the state dict of the unsharded optimizer, the same on every rank; all ranks must call this."""
+        index = {parameter: number for number, parameter in enumerate(self.parameters())}
+        with self.together():
+            states = {parameter: self.local.state.get(shard, {}) for parameter, shard in self.shards.items()}
+            state = gathered_state(self.flats, states, self.group)
+        numbered = {index[parameter]: entries for parameter, entries in state.items() if entries}
+        groups = [
+            {**members, "params": [index[parameter] for parameter in members["params"]]}
+            for members in self.param_groups
+        ]
+        return {"state": dict(sorted(numbered.items())), "param_groups": groups}
+
+    def load_state_dict(self, state_dict):
+        """Take this rank's shards out of the state dict of an unsharded optimizer, or of any number of ranks."""
+        state = local_state(self.flats, self.parameters(), state_dict, self.param_groups)
+        self.local.state.clear()
+        self.local.state.update(state)
+
+    def parameters(self):
+        """All parameters in the order of their groups."""
+        return [parameter for members in self.param_groups for parameter in members["params"]]
+
+
+reduce_chunks = wire.collective(scatter_reduce)
+share_chunks = wire.collective(allgather)
+
+
+def guard(parameter):
+    """The hook: a gradient that has just been computed is this rank's own, not the average."""
+    parameter.grad = parameter.grad.as_subclass(LocalGradient)

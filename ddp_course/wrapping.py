@@ -1,0 +1,250 @@
+"""Every stage behind one interface, for a loop that also schedules, saves and resumes.
+
+    strategy = ladder.find("6").wrapped(model, partial(SGD, lr=0.1))
+    strategy.optimizer.zero_grad()
+    loss = strategy.backward(inputs, targets)       forward and backward, gradients averaged
+    strategy.optimizer.step()
+    state = strategy.state()                        that of the whole model, whatever is sharded
+    strategy.load(state)                            go on from there, with the same bits; the model is loaded already
+
+State dicts are always those of one device, so a run may go on with another stage or another number of ranks.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+from . import stage2_dataparallel, stage3_paramserver, stage4_ring, stage5_bucketed, stage7_sharded, stage8_pipeline
+from .running import wire
+from .running.communication import CommunicationThread, communication_thread
+from .running.devices import rank_device
+
+
+def train(
+    model: nn.Module, batches: Iterable[tuple[torch.Tensor, torch.Tensor]], lr: float, stage: Any, **settings: Any
+) -> list[float]:
+    """The loop of stage 5 around the strategy of any `stage` of the ladder; return this rank's loss of every step."""
+    strategy = stage.wrapped(model, partial(SGD, lr=lr), **settings)
+    losses = []
+    for inputs, targets in batches:
+        strategy.optimizer.zero_grad()
+        losses.append(strategy.backward(inputs, targets))
+        strategy.optimizer.step()
+    strategy.whole()
+    return losses
+
+
+class Replicated:
+    """Every rank has the whole model: `forward` is what is called in its place, `after_backward()` averages."""
+
+    def __init__(self, model, optimizer, forward=None, after_backward=tuple):
+        self.model, self.optimizer = model, optimizer
+        self.forward, self.after_backward = forward or model, after_backward
+
+    def share(self) -> tuple[int, int]:
+        """Which share of each global batch this rank works on: (number, of how many)."""
+        return dist.get_rank(), dist.get_world_size()
+
+    def backward(self, inputs: torch.Tensor, targets: torch.Tensor) -> float:
+        """Forward and backward on this rank's share; return its loss, with the average of all gradients in place."""
+        loss = cross_entropy(self.forward(inputs), targets)
+        loss.backward()
+        self.after_backward()
+        return loss.item()
+
+    def state(self) -> dict[str, Any]:
+        """The state dicts of model and optimizer; all ranks call this."""
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Take over what `state()` returned, here or in another strategy, but for the model."""
+        self.optimizer.load_state_dict(state["optimizer"])
+
+    def whole(self) -> nn.Module:
+        """The trained model, whole on every rank; the strategy is at its end."""
+        return self.model
+
+
+def alone(model: nn.Module, optimizer: Callable[..., torch.optim.Optimizer]) -> Replicated:
+    """Stage 1: one device."""
+    return Replicated(model, optimizer(model.parameters()))
+
+
+def in_threads(
+    model: nn.Module, optimizer: Callable[..., torch.optim.Optimizer], devices: list[str] | None = None
+) -> Replicated:
+    """Stage 2: one process drives all GPUs, or the CPU twice."""
+    gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())] if rank_device().type == "cuda" else []
+    split = stage2_dataparallel.DataParallel(model, devices or gpus or ["cpu", "cpu"])
+    return Replicated(model, optimizer(model.parameters()), split, split.backward)
+
+
+def averaged(
+    model: nn.Module, optimizer: Callable[..., torch.optim.Optimizer], average: Callable[..., Any]
+) -> Replicated:
+    """Stages 3 and 4: whole gradients are averaged when the backward pass is over."""
+    stage3_paramserver.broadcast_parameters(model)
+    return Replicated(
+        model, optimizer(model.parameters()), after_backward=lambda: average(stage3_paramserver.gradients(model))
+    )
+
+
+average_on_whole_ring = partial(stage4_ring.average_on_ring, all_reduce=stage4_ring.whole_gradient_ring)
+by_server = partial(averaged, average=stage3_paramserver.average_on_server)
+by_whole_ring = partial(averaged, average=average_on_whole_ring)
+by_ring = partial(averaged, average=stage4_ring.average_on_ring)
+train_on_whole_ring = partial(stage4_ring.train, average=average_on_whole_ring)
+
+
+def in_buckets(model: nn.Module, optimizer: Callable[..., torch.optim.Optimizer], **settings: Any) -> Replicated:
+    """Stage 5: buckets, averaged under the backward pass."""
+    return Replicated(model, optimizer(model.parameters()), stage5_bucketed.BucketedDDP(model, **settings))
+
+
+class Complete(Replicated):
+    """Stage 6: which gradients share a bucket is part of the state, so that a resumed run adds in the same order."""
+
+    def state(self) -> dict[str, Any]:
+        """The state dicts of model and optimizer, and what lies in which bucket; all ranks call this."""
+        return {**super().state(), "buckets": self.forward.bucket_layout()}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Take over what `state()` returned, here or in another strategy, but for the model."""
+        super().load(state)
+        self.forward.load_bucket_layout(state.get("buckets"))
+
+
+def complete(model: nn.Module, optimizer: Callable[..., torch.optim.Optimizer], **settings: Any) -> Complete:
+    """Stage 6: the drop-in for torch's class."""
+    from .stage6_ddp import DistributedDataParallel as CompleteDDP
+
+    return Complete(model, optimizer(model.parameters()), CompleteDDP(model, **settings))
+
+
+def torchs_own(model: nn.Module, optimizer: Callable[..., torch.optim.Optimizer], **settings: Any) -> Replicated:
+    """torch's own DistributedDataParallel, its all-reduces shown to the observers; over a throttled wire, on ours."""
+    devices = [rank_device()] if rank_device().type == "cuda" else None
+    parallel = DistributedDataParallel(model, device_ids=devices, **settings)
+    if wire.throttle is None:
+        parallel.register_comm_hook(None, observed_all_reduce)
+    else:
+        parallel.register_comm_hook(communication_thread(), all_reduce_on_our_wire)
+    return Replicated(model, optimizer(model.parameters()), parallel)
+
+
+def all_reduce_on_our_wire(thread: CommunicationThread, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """A hook that averages one bucket around our own ring: a throttled wire does not slow torch's collectives."""
+    flat, future = bucket.buffer().mul_(1 / dist.get_world_size()), torch.futures.Future()
+
+    def around_the_ring(group):
+        try:
+            future.set_result(stage4_ring.ring_all_reduce(flat, group=group))
+        except BaseException as error:
+            future.set_exception(error)
+            raise
+
+    thread.start(around_the_ring, flat.device)
+    return future
+
+
+def observed_all_reduce(state: dict[str, Any], bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """torch's default averaging of one bucket, as a hook that also tells when it began and ended."""
+    start = time.perf_counter()
+    flat = bucket.buffer().mul_(1 / dist.get_world_size())
+
+    def done(future):
+        wire.ended("all_reduce", start)
+        return future.value()[0]
+
+    return dist.all_reduce(flat, async_op=True).get_future().then(done)
+
+
+def optimizer_sharded(model: nn.Module, optimizer: Callable[..., torch.optim.Optimizer]) -> Replicated:
+    """Stage 7, ZeRO-1: the optimizer averages the gradients, and each rank updates its part."""
+    stage3_paramserver.broadcast_parameters(model)  # the buffers too
+    return Replicated(model, stage7_sharded.ShardedOptimizer(model.parameters(), optimizer))
+
+
+class FullySharded:
+    """Stage 7: each rank keeps a shard of everything."""
+
+    def __init__(self, model, optimizer):
+        self.forward = stage7_sharded.FullyShardedDataParallel(model)
+        self.optimizer = optimizer(self.forward.parameters())
+
+    share = Replicated.share
+
+    def backward(self, inputs: torch.Tensor, targets: torch.Tensor) -> float:
+        """Forward and backward on this rank's share; return its loss, with the shard of the averages in place."""
+        loss = cross_entropy(self.forward(inputs), targets)
+        loss.backward()
+        return loss.item()
+
+    def state(self) -> dict[str, Any]:
+        """The state dicts of model and optimizer, gathered; all ranks call this."""
+        return {"model": self.forward.state_dict(), "optimizer": self.forward.optimizer_state_dict(self.optimizer)}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Take this rank's shards out of the optimizer's state dict in `state`."""
+        self.forward.load_optimizer_state_dict(self.optimizer, state["optimizer"])
+
+    def whole(self) -> nn.Module:
+        """The trained model, whole on every rank; the strategy is at its end."""
+        return self.forward.restore()
+
+
+class Pipelined:
+    """Stage 8: each rank has a part of the layers; with fewer stages than ranks, several pipelines side by side."""
+
+    def __init__(self, model, optimizer, stages=None):
+        self.group, gradient_group, self.data_group = stage8_pipeline.grid(stages or dist.get_world_size())
+        stage3_paramserver.broadcast_parameters(model)
+        self.model = model
+        self.parts = stage8_pipeline.split(stage8_pipeline.layers_of(model), dist.get_world_size(self.group))
+        self.part = self.parts[dist.get_rank(self.group)]
+        self.pipeline = stage8_pipeline.Pipeline(self.part, group=self.group, gradient_group=gradient_group)
+        self.optimizer = optimizer(self.part.parameters())
+        self.place = {parameter: number for number, parameter in enumerate(model.parameters())}
+
+    def share(self) -> tuple[int, int]:
+        """Which share of each global batch this rank's pipeline works on."""
+        return dist.get_rank(self.data_group), dist.get_world_size(self.data_group)
+
+    def backward(self, inputs: torch.Tensor, targets: torch.Tensor) -> float | None:
+        """Run the micro-batches through; return the loss, None but on the last rank of the pipeline."""
+        loss = self.pipeline.step(inputs, targets)
+        stage8_pipeline.average_part(self.part, self.data_group)
+        return loss
+
+    def state(self) -> dict[str, Any]:
+        """The state dicts of the whole model and of one optimizer for it; all ranks call this."""
+        mine = self.optimizer.state_dict()
+        numbers = [self.place[parameter] for parameter in self.part.parameters()]
+        everyone: list[dict[int, Any]] = [{}] * len(self.parts)
+        dist.all_gather_object(
+            everyone, {numbers[n]: entries for n, entries in mine["state"].items()}, group=self.group
+        )
+        merged = {number: entries for one in everyone for number, entries in sorted(one.items())}
+        groups = [{**mine["param_groups"][0], "params": list(range(len(self.place)))}]
+        return {"model": self.whole().state_dict(), "optimizer": {"state": merged, "param_groups": groups}}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Take this part's entries out of the optimizer's state dict in `state`."""
+        whole, numbers = state["optimizer"], [self.place[parameter] for parameter in self.part.parameters()]
+        mine = {n: whole["state"][number] for n, number in enumerate(numbers) if number in whole["state"]}
+        groups = [{**whole["param_groups"][0], "params": list(range(len(numbers)))}]
+        self.optimizer.load_state_dict({"state": mine, "param_groups": groups})
+
+    def whole(self) -> nn.Module:
+        """The trained model, whole on every rank."""
+        for stage, part in enumerate(self.parts):
+            stage3_paramserver.broadcast_parameters(part, src=stage, group=self.group)
+        return self.model
