@@ -1,6 +1,7 @@
 """Every test file ends as it began: no process and no temporary file is left behind."""
 
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -23,6 +24,9 @@ def pytest_unconfigure(config):
     """Remove the folder again."""
     if hasattr(config, "own_folder"):
         shutil.rmtree(config.own_folder, ignore_errors=True)
+
+
+OWN = re.compile(r"launching/(server|spare)\.py")  # they wait for the next launch, and end with this process
 
 
 def descendants():
@@ -48,10 +52,10 @@ def entries():
 
 @pytest.fixture(autouse=True, scope="module")
 def no_leftovers():
-    """After each test file nothing runs but the launcher's preloaded server, and no file is left behind."""
+    """After each test file nothing runs but the launcher's server and spares, and no file is left behind."""
     before = entries()
     yield
-    leftovers = {pid: line for pid, line in descendants().items() if "server.py" not in line}
+    leftovers = {pid: line for pid, line in descendants().items() if not OWN.search(line)}
     for pid in leftovers:
         try:
             psutil.Process(pid).wait(5)  # a process that is on its way out may finish

@@ -1,18 +1,22 @@
-"""pyproject, the lock and environment.yml say the same, and the README's map is the tree."""
+"""pyproject, the lock and environment.yml say the same, and docs/MAP.md is the tree."""
 
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
 import urllib.request
+import zipfile
 from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
 import yaml
 from packaging.requirements import Requirement
+
+from ddp_course import ladder
 
 ROOT = Path(__file__).parents[1]
 LOCKED = dict(
@@ -92,23 +96,49 @@ def test_the_pip_section_installs(tmp_path):
     assert "Would install" not in done.stdout.replace("Would install ddp-course", "")
 
 
-def test_the_map_in_the_readme_is_the_tree():
-    block = (ROOT / "README.md").read_text().split("<!-- map -->")[1]
-    package = ROOT / "ddp_course"
-    rooms = [package, *(package / room for room in ("running", "measuring", "showing", "grading", "bench"))]
-    there = {path.name for room in rooms for path in room.iterdir() if not re.match(r"__(init|pycache)__", path.name)}
-    named = set(re.findall(r"[\w.]+(?:\.py)|[\w]+(?=/)", block))
-    assert not there - named, f"not on the README's map: {sorted(there - named)}"
-    everywhere = {path.name for path in ROOT.rglob("*.py") if ".venv" not in path.parts} | set(os.listdir(ROOT))
-    invented = {name for name in named - there - everywhere if name.endswith(".py")}
-    assert not invented, f"on the README's map only: {sorted(invented)}"
+UNMAPPED = {"tasks", "simulate", "claims", "facts", "bench", "stage6_ddp", "stage7_sharded"}  # a folder is one entry
+
+
+def mapped():
+    """The paths that docs/MAP.md names, from its indentation; where a line names several files, all of them."""
+    block = (ROOT / "docs" / "MAP.md").read_text().split("<!-- map -->")[1]
+    above, paths = [], set()
+    for line in block.splitlines():
+        names = re.match(r"( *)((?:[\w.]+(?:\.py|/)(?:  ?|$))+)", line)
+        if names:
+            depth = len(names.group(1))
+            above = [(indent, folder) for indent, folder in above if indent < depth]
+            for name in names.group(2).split():
+                paths.add("/".join([*(folder for _, folder in above), name.rstrip("/")]))
+                above += [(depth, name.rstrip("/"))] if name.endswith("/") else []
+    return paths
+
+
+def test_the_map_is_the_tree():
+    python = [path.relative_to(ROOT) for path in (ROOT / "ddp_course").rglob("*.py")]
+    files = {path for path in python if path.name != "__init__.py"} | {Path("ddp_course/__init__.py")}
+    stages = {f"ddp_course/{name}{end}" for name in ladder.MODULES for end in ("", ".py")}  # the README has these
+    there = {
+        path.as_posix() for path in files | {path.parent for path in python} if not UNMAPPED & set(path.parts[:-1])
+    }
+    assert not there - stages - mapped(), f"not on the map: {sorted(there - stages - mapped())}"
+    assert not mapped() - there, f"on the map only: {sorted(mapped() - there)}"
 
 
 @pytest.mark.parametrize("target", ["setup", "compare", "test", "lab"])
 def test_make_targets_set_up_first(target):
     makefile = (ROOT / "Makefile").read_text()
-    rule = re.search(rf"^{target}:(.*)$", makefile, re.M).group(1)
+    rule = re.search(rf"^{target}:(.*)##", makefile, re.M).group(1)
     assert "setup" in rule or "$(VENV)/installed" in rule
+
+
+def test_make_help_lists_every_target():
+    makefile = (ROOT / "Makefile").read_text()
+    shown = subprocess.run(
+        ["make", "--no-print-directory", "help"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    targets = re.search(r"^\.PHONY: (.*)$", makefile, re.M).group(1).split()
+    assert [line.split()[0] for line in shown.splitlines()] == targets
 
 
 def wait_for_text(path, seconds=60):
@@ -120,15 +150,69 @@ def wait_for_text(path, seconds=60):
     return path.read_text()
 
 
-def test_the_lab_opens_the_first_notebook_and_shows_the_whole_course(tmp_path):
+def test_make_lab_is_the_command():
+    assert re.search(
+        r"^lab: setup.*\n\t\$\(BIN\)/ddp-course lab work \$\(ARGS\)$", (ROOT / "Makefile").read_text(), re.M
+    )
+    assert "/work/" in (ROOT / ".gitignore").read_text().split()
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """The Python of an environment outside the checkout that has the course from its wheel, and the libraries."""
+    folder = tmp_path_factory.mktemp("installed")
+    source = folder / "source"
+    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".*", "work", "build", "site", "*.egg-info", "results"))
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    options = ["--no-deps", "--no-build-isolation", "-q", "-w", str(folder)]
+    subprocess.run([*pip, "wheel", *options, str(source)], check=True, timeout=300, env=without_checkout())
+    shutil.rmtree(source)
+    [wheel] = folder.glob("*.whl")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")], check=True, timeout=120)
+    [packages] = (folder / "venv").glob("lib/python*/site-packages")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(packages)
+    outside = [path for path in sys.path if path.endswith("site-packages")]
+    (packages / "libraries.pth").write_text("\n".join(outside) + "\n")  # torch and the rest, without their .pth files
+    return folder / "venv" / "bin" / "python"
+
+
+def without_checkout(**more):
+    """The environment without the variable that leads to this checkout."""
+    return {**{name: value for name, value in os.environ.items() if name != "PYTHONPATH"}, **more}
+
+
+def ran(python, *words, cwd):
+    return subprocess.run(
+        [python, *words], cwd=cwd, env=without_checkout(), capture_output=True, text=True, timeout=300
+    )
+
+
+@pytest.mark.slow
+def test_an_installed_course_is_complete(installed, tmp_path):
+    where = ran(installed, "-c", "import ddp_course; print(ddp_course.__file__)", cwd=tmp_path).stdout
+    assert str(installed.parents[1]) in where and str(ROOT) not in where
+    done = ran(installed, "-m", "ddp_course.cli", "lab", "mine", "--no-open", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for folder in ("notebooks", "exercises", "docs"):
+        wanted = {path.name for path in (ROOT / folder).glob("*.*")}
+        assert wanted and wanted == {path.name for path in (tmp_path / "mine" / folder).glob("*.*")}
+    shutil.copy(ROOT / "solutions" / "01_single_device.ipynb", tmp_path / "mine" / "exercises")
+    done = ran(installed, "-m", "ddp_course.cli", "check", "1", cwd=tmp_path / "mine")
+    assert done.returncode == 0 and "correct" in done.stdout, done.stdout + done.stderr
+    done = ran(installed, "-m", "ddp_course.cli", "claims", "2", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_the_lab_opens_the_first_notebook_and_shows_the_whole_course(installed, tmp_path):
     browser = tmp_path / "browser"  # JupyterLab shows it a page that leads on to the notebook
     browser.write_text(f'#!/bin/sh\ncat "${{1#file://}}" >{tmp_path}/page\n')
     browser.chmod(0o755)
-    recipe = re.search(r"^lab: setup\n\t(.*)$", (ROOT / "Makefile").read_text(), re.M).group(1)
-    words = recipe.replace("$(BIN)/jupyter", f"{sys.executable} -m jupyter").replace("$(AS_ROOT)", "--allow-root")
-    command = words.replace("$(ARGS)", "--ServerApp.port=0").split()
-    environ = {**os.environ, "BROWSER": f"{browser} %s", "HOME": str(tmp_path)}
-    lab = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    command = [installed, "-m", "ddp_course.cli", "lab", "mine", "--", "--ServerApp.port=0"]
+    environ = without_checkout(BROWSER=f"{browser} %s", HOME=str(tmp_path))
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    lab = subprocess.Popen(command, cwd=tmp_path, env=environ, **quiet)
     try:
         address = re.search(r'href="([^"]*)"', wait_for_text(tmp_path / "page")).group(1)
         before, _, token = address.partition("?token=")
@@ -136,7 +220,9 @@ def test_the_lab_opens_the_first_notebook_and_shows_the_whole_course(tmp_path):
         assert opened == "notebooks/00_start_here.ipynb"
         with urllib.request.urlopen(f"{server}/api/contents/?token={token}", timeout=30) as reply:
             shown = {entry["name"] for entry in json.load(reply)["content"]}
-        assert {"notebooks", "exercises", "solutions", "docs"} <= shown
+        assert {"notebooks", "exercises", "docs"} <= shown
+        with urllib.request.urlopen(f"{server}/lab?token={token}", timeout=30) as reply:
+            assert '"news": {"disabled": true}' in reply.read().decode(), "JupyterLab would ask about its news"
     finally:
         lab.terminate()
         lab.wait(30)

@@ -1,3 +1,5 @@
+import copy
+import pickle
 import threading
 
 import pytest
@@ -192,6 +194,51 @@ def failing_collective():
 
 def test_an_error_in_the_communication_thread_leaves_through_backward():
     assert launch(failing_collective, world_size=2) == ["the network is down"] * 2
+
+
+def refusals():
+    said = []
+
+    def refused(call):
+        with pytest.raises((RuntimeError, TypeError)) as caught:
+            call()
+        said.append(str(caught.value))
+
+    words = BucketedDDP(torch.nn.Embedding(5, 2, sparse=True))
+    refused(words(torch.arange(3)).sum().backward)
+    model = torch.nn.Linear(2, 1)
+    parallel = BucketedDDP(model)
+    refused(lambda: parallel(torch.ones(1, 2)).pow(2).sum().backward(create_graph=True))
+    refused(lambda: copy.deepcopy(parallel))
+    refused(lambda: pickle.dumps(parallel))
+    model.zero_grad()
+    parallel(torch.ones(1, 2)).sum().backward()  # and afterwards it works
+    return said, model.weight.grad.tolist()
+
+
+def test_what_it_cannot_do_is_refused_in_clear_words():
+    for (sparse, graph, copied, pickled), gradient in launch(refusals, world_size=2):
+        assert "neither sparse gradients nor those of create_graph=True" in sparse
+        assert sparse == graph
+        assert "copy its `module` and wrap that" in copied
+        assert copied == pickled
+        assert gradient == [[1.0, 1.0]]
+
+
+def wrapped_again():
+    model = tiny_model()
+    for _ in range(2):
+        parallel = BucketedDDP(model, bucket_cap_mb=0.001)  # the first one is gone, and must not listen any more
+        model.zero_grad()
+        inputs, targets = next(tiny_batches(dist.get_rank(), dist.get_world_size()))
+        with wire.counting() as traffic:
+            cross_entropy(parallel(inputs), targets).backward()
+    return traffic.bytes_sent, sum(p.numel() * 8 for p in model.parameters())
+
+
+def test_a_model_can_be_wrapped_again():
+    for sent, payload in launch(wrapped_again, world_size=2):
+        assert sent == payload  # once, 2 (K-1)/K p at K=2
 
 
 def test_nothing_trainable_is_refused():

@@ -1,4 +1,5 @@
 import time
+from collections import Counter
 from itertools import pairwise
 
 import pytest
@@ -8,6 +9,7 @@ from oracles import tiny_batches, weights
 from torch.nn.functional import cross_entropy
 
 from ddp_course import launch, problems, stage1_single, stage8_pipeline
+from ddp_course.errors import RankError
 from ddp_course.measuring import timeline
 from ddp_course.running import wire
 from ddp_course.stage8_pipeline import (
@@ -170,7 +172,7 @@ def faulty(fault):
 
     stage8_pipeline.Pipeline = Faulty
     if fault == "the parts differ in order":
-        stage8_pipeline.Inbox.take = lambda self, take=stage8_pipeline.Inbox.take: take(self).roll(1, 0)
+        stage8_pipeline.Inbox.take = lambda self, sent, take=stage8_pipeline.Inbox.take: take(self, sent).roll(1, 0)
     model = deep_model()
     stage8_pipeline.train(model, tiny_batches(), 0.1)
     return weights(model)
@@ -361,6 +363,104 @@ def test_bad_settings_are_refused():
         assert messages[1] == "a batch of 3 cannot be cut into 4 micro-batches"
         assert "rank 0 runs forward" in messages[2] or "rank 0 runs backward" in messages[2]
         assert messages[3] == "2 ranks cannot form pipelines of 3"
+
+
+class Pair(torch.nn.Linear):
+    """Returns two tensors."""
+
+    def forward(self, inputs):
+        return super().forward(inputs), inputs
+
+
+def passed_on(odd):
+    rank = dist.get_rank()
+    stages = {
+        "a tuple": [Pair(3, 3), torch.nn.Linear(3, 3)],
+        "numbers": [torch.nn.Sequential(torch.nn.Linear(3, 3), Rounded()), torch.nn.Linear(3, 3)],
+    }
+    Pipeline(stages[odd][rank], 2).step(torch.ones(4, 3), torch.zeros(4).long())
+
+
+class Rounded(torch.nn.Module):
+    """Returns integers."""
+
+    def forward(self, inputs):
+        return inputs.int()
+
+
+@pytest.mark.parametrize(
+    "odd, words", [("a tuple", "rank 0 returns a tuple, but one tensor"), ("numbers", "of torch.int32 can")]
+)
+def test_what_cannot_be_passed_on_is_said(odd, words):
+    with pytest.raises(RankError, match=words):
+        launch(passed_on, odd, world_size=2)
+
+
+def frozen_and_in_place(schedule):
+    """A frozen first stage, then a layer that overwrites its input: gradients, and those of one device."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(5, 5), torch.nn.ReLU(inplace=True), torch.nn.Linear(5, 5), torch.nn.Linear(5, 3)]
+    layers[0].requires_grad_(False)
+    inputs, targets = torch.randn(8, 5), torch.randint(3, (8,))
+    cross_entropy(torch.nn.Sequential(*layers)(inputs), targets).backward()
+    expected = [None if p.grad is None else p.grad.clone() for p in torch.nn.Sequential(*layers).parameters()]
+    for parameter in torch.nn.Sequential(*layers).parameters():
+        parameter.grad = None
+    parts = [torch.nn.Sequential(layers[0]), torch.nn.Sequential(*layers[1:3]), torch.nn.Sequential(layers[3])]
+    part = parts[dist.get_rank()]
+    Pipeline(part, 4, schedule).step(inputs, targets)
+    stage8_pipeline.average_part(part, dist.new_subgroups(1)[0])
+    mine = [2 * parts.index(part), 2 * parts.index(part) + 2]
+    return [p.grad for p in part.parameters()], expected[slice(*mine)]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_frozen_stage_and_a_layer_that_works_in_place(schedule):
+    ranks = launch(frozen_and_in_place, schedule, world_size=3)
+    assert ranks[0] == ([None, None], [None, None])
+    for ours, theirs in ranks[1:]:
+        assert all(torch.allclose(a, b, atol=1e-6) and b.abs().max() > 0 for a, b in zip(ours, theirs, strict=True))
+
+
+def one_by_one(stages, microbatches):
+    """A slow schedule: every micro-batch comes back before the next one leaves."""
+    return [[one for m in range(microbatches) for one in (F(m), B(m))] for _ in range(stages)]
+
+
+def posted(schedule):
+    """What was posted and finished in a step, in order: (what, number of its kind, to or from whom)."""
+    stages = [torch.nn.Linear(5, 7), torch.nn.Linear(7, 3), torch.nn.Linear(3, 2)]
+    pipeline, events, counts = Pipeline(stages[dist.get_rank()], 4, schedule), [], Counter()
+    batch = torch.randn(8, 5), torch.randint(2, (8,))
+    pipeline.step(*batch)
+
+    def noting(name, post):
+        def noted(tensor, peer, group=None):
+            events.append((name, counts[name, peer], peer))
+            counts[name, peer] += 1
+            return post(tensor, peer, group)
+
+        return noted
+
+    wire.isend, wire.irecv = noting("isend", wire.isend), noting("irecv", wire.irecv)
+    pipeline.step(*batch)
+    return events
+
+
+@pytest.mark.parametrize("schedule", [*SCHEDULES, one_by_one])
+def test_no_receive_is_posted_before_what_its_sender_needs(schedule):
+    ranks = launch(posted, schedule, world_size=3)
+    everyone = schedule(3, 4)
+    for rank, events in enumerate(ranks):
+        sent = Counter()
+        for name, number, peer in events:
+            if name == "isend":
+                sent[peer] += 1
+                continue
+            action = "forward" if peer < rank else "backward"
+            before = everyone[peer][: everyone[peer].index(Instruction(action, number))]
+            assert sent[peer] >= sum(one.action != action for one in before), f"rank {rank}: {events}"
+    assert all(sum(name == "irecv" for name, *_ in events) == n for events, n in zip(ranks, (4, 8, 4), strict=True))
 
 
 def on_cuda():

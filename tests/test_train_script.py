@@ -192,6 +192,31 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path):
         launch(run, options, world_size=2)
 
 
+def test_a_schedule_is_not_stretched_and_steps_are_not_taken_back(tmp_path):
+    options = [*SYNTHETIC, "--stage", "7o", "--checkpoint", str(tmp_path), "--schedule", "cosine"]
+    launch(run, options, world_size=2)
+    with pytest.raises(RankError, match=r"falls to 0 at --steps 6 .now 9."):
+        launch(run, [*options, "--steps", "9"], world_size=2)
+    with pytest.raises(RankError, match="is at step 6, beyond --steps 4"):
+        launch(run, [*options, "--steps", "4"], world_size=2)
+    assert launch(run, options, world_size=2)[0]["resumed"] == 6
+
+
+@pytest.mark.parametrize("option", ["checkpoint", "results"])
+def test_a_folder_that_cannot_be_written_is_found_before_training(tmp_path, option):
+    (tmp_path / "file").write_text("")
+    began = tmp_path / "began"
+
+    def notice(*rest):
+        began.write_text("")
+
+    with pytest.raises(
+        RankError, match=f'ValueError: cannot write to the folder ".*/file/run".*another with --{option}'
+    ):
+        launch(lambda: run([*SYNTHETIC, f"--{option}", f"{tmp_path}/file/run"], train_steps=notice), world_size=2)
+    assert not began.exists()
+
+
 def script(*arguments, **environment):
     return subprocess.run(
         [sys.executable, *arguments], capture_output=True, text=True, timeout=120, env={**os.environ, **environment}
@@ -206,6 +231,8 @@ def script(*arguments, **environment):
         ("--problem bytes --dropout 1", "at least 0 and below 1"),
         ("--every 0", "must be 1 or more"),
         ("--problem synthetic --steps 0", "steps is 0"),
+        ("--lr nan", "lr is nan; a learning rate is a positive number"),
+        ("--lr -1", "lr is -1.0"),
     ],
 )
 def test_bad_options_are_refused(arguments, message):

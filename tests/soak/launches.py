@@ -25,10 +25,10 @@ from pathlib import Path
 
 import psutil
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from launch_faults import FAULTS, HEADER, Fault
 
-from ddp_course.running import launch as launching
+from ddp_course.running.launching import forked
 
 ALLOWED_GROWTH = 5 << 20  # bytes
 TORCH_CACHE = "torchinductor_"  # one folder a user, which torch makes wherever an optimizer is made
@@ -110,7 +110,7 @@ def attack(name, delay, stop):
     elif name == "agent killed":
         kill(agents[0], signal.SIGKILL)
     elif name == "server killed":
-        kill(psutil.Process(launching._server.process.pid), signal.SIGKILL)
+        kill(psutil.Process(forked.server_pid()), signal.SIGKILL)
 
 
 def kill(process, number):
@@ -121,8 +121,8 @@ def kill(process, number):
 
 def launch_processes():
     """The agents and the ranks that run now."""
-    with contextlib.suppress(psutil.NoSuchProcess, AttributeError):
-        agents = psutil.Process(launching._server.process.pid).children()
+    with contextlib.suppress(psutil.NoSuchProcess):
+        agents = psutil.Process(forked.server_pid()).children()
         return agents, [rank for agent in agents for rank in agent.children()]
     return [], []
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "running" / "links"))
 
 from test_links_end import check_gone, interfaces, me_and_mine, ranks_up
 

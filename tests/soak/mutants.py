@@ -12,7 +12,7 @@ from pathlib import Path
 import nbformat
 
 TESTS = Path(__file__).parents[1]
-sys.path[:0] = [str(TESTS), str(TESTS.parent / "authoring")]
+sys.path[:0] = [str(TESTS / "support"), str(TESTS.parent / "authoring")]
 
 from answers import collection, solutions  # noqa: E402
 

@@ -103,7 +103,7 @@ def tell_when_ready(parameters, ready):
             accumulator = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
             accumulator.register_hook(lambda *_, parameter=parameter: ready(parameter))
             keep.append(accumulator)
-    ready.__dict__["accumulators"] = keep
+    ready.accumulators = keep
 
 
 # %% 5.2 wrong: hook before accumulation | has no gradient yet

@@ -1,0 +1,246 @@
+"""The course as a web site: complete, without links that lead nowhere, whole without a network, and it moves."""
+
+import json
+import math
+import re
+from html.parser import HTMLParser
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+
+import nbformat
+import pytest
+from chromium import browser_page
+from web import explorers, pages
+
+from ddp_course.showing import widgets
+
+ROOT = Path(__file__).resolve().parents[2]
+RING = "notebooks/04_ring_all_reduce.html"
+MB = 1_000_000
+
+
+def builder():
+    spec = spec_from_file_location("course_site", ROOT / "authoring" / "site.py")
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The whole site, with few pictures for each explorer: drawing all takes a minute."""
+    folder = tmp_path_factory.mktemp("site")
+    assert builder().main(["--out", str(folder), "--pictures", "12"]) == 0
+    return folder
+
+
+class Links(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def handle_starttag(self, tag, attributes):
+        self.found += [value for name, value in attributes if name in ("href", "src") and value]
+
+
+def links_of(page):
+    parser = Links()
+    parser.feed(page.read_text(encoding="utf-8"))
+    return parser.found
+
+
+def test_all_lessons_exercises_and_the_reference_are_there(site):
+    for folder in ("notebooks", "exercises"):
+        wanted = {path.stem for path in (ROOT / folder).glob("[0-9]*.ipynb")}
+        assert wanted == {path.stem for path in (site / folder).glob("*.html")}
+    assert {path.stem for path in (ROOT / "docs").glob("*.md")} == {
+        path.stem for path in (site / "docs").glob("*.html")
+    }
+    assert "ring_all_reduce" in (site / "reference" / "stages.html").read_text()
+    assert not (site / "solutions").exists()
+
+
+def test_exercises_are_unsolved(site):
+    for page in (site / "exercises").glob("*.html"):
+        assert "BEGIN SOLUTION" not in page.read_text() and "NotImplementedError" in page.read_text()
+
+
+def test_local_links_lead_somewhere_and_nothing_is_loaded_from_elsewhere(site):
+    for page in (page for page in site.rglob("*.html") if page.name != "404.html"):
+        text = page.read_text(encoding="utf-8")
+        assert not re.search(r'<(script|link|img|iframe)[^>]+(src|href)="?(https?:)?//', text), page.name
+        for link in links_of(page):
+            if not link.startswith(("http", "#", "data:", "mailto:")):
+                assert (page.parent / link.split("#")[0].split("?")[0]).exists(), f"{page.name}: {link}"
+
+
+def test_lessons_and_exercises_lead_to_each_other_and_on(site):
+    for name in (path.name for path in (site / "exercises").glob("*.html")):
+        assert f"../exercises/{name}" in links_of(site / "notebooks" / name)
+        assert f"../notebooks/{name}" in links_of(site / "exercises" / name)
+    assert "05_bucketed_ddp.html" in links_of(site / RING) and "03_parameter_server.html" in links_of(site / RING)
+    assert all('class="md-footer__link' in page.read_text() for page in site.glob("notebooks/*.html"))
+
+
+def test_a_page_with_all_that_it_loads_is_small(site):
+    for page in site.rglob("*.html"):
+        loaded = {(page.parent / link.split("?")[0]).resolve() for link in links_of(page)}
+        parts = [path for path in loaded if path.suffix in (".js", ".css", ".png", ".svg") and path.exists()]
+        assert page.stat().st_size + sum(path.stat().st_size for path in parts) < 6 * MB, page.name
+
+
+def test_the_search_knows_words_and_reference_but_no_import_lines(site):
+    found = json.loads((site / "search" / "search_index.json").read_text())["docs"]
+    text = {entry["location"]: entry["title"] + entry["text"] for entry in found}
+    assert any(location.startswith("reference/stages") and "ring_all_reduce" in text[location] for location in text)
+    lessons = " ".join(text[location] for location in text if location.startswith("notebooks/"))
+    assert "bottleneck" in lessons and "from ddp_course import" not in lessons
+
+
+def test_every_figure_has_a_text_that_says_what_it_shows(site):
+    for page in (page for folder in ("notebooks", "exercises", ".") for page in (site / folder).glob("*.html")):
+        for picture in re.findall(r"<img[^>]*>", page.read_text()):
+            text = re.search(r'alt="?([^">]*)', picture)
+            assert text and len(text[1]) > 15, f"{page.name}: {picture[:120]}"
+
+
+def test_formulas_become_mathml_and_code_does_not():
+    made = pages.prose(
+        r"a $\frac{1}{2}$ and `cost $5 or $6` and $$x^2$$" + "\n```sh\n-v $PWD -w $HOME\n```\n", "docs/A.md"
+    )
+    assert made.count("<math") == 2 and "`cost $5 or $6`" in made and 'display="block"' in made
+    assert "-v $PWD -w $HOME" in made
+
+
+def test_lists_are_set_apart_as_commonmark_reads_them():
+    assert (
+        pages.with_lists_apart("before:\n- one\n- two\n  more\n- three") == "before:\n\n- one\n- two\n  more\n- three"
+    )
+    assert pages.with_lists_apart("```\na\n- b\n```") == "```\na\n- b\n```"
+    assert pages.with_lists_apart("in 2019\n7. nothing") == "in 2019\n7. nothing"
+
+
+def test_source_keeps_its_indentation_and_outputs_their_fences():
+    cell = nbformat.v4.new_code_cell("show.source(f)")
+    data = {"text/html": "<div>def f():</div>", "text/plain": "def f():\n    return '```'"}
+    cell.outputs = [nbformat.v4.new_output("display_data", data=data)]
+    made = pages.code_cell(cell, pages.Page("notebooks/x.md", ""), [])
+    assert "````python\ndef f():\n    return '```'\n````" in made
+
+
+def test_an_explorer_has_a_picture_for_every_position(monkeypatch):
+    small = widgets.ring_stepper(3)
+    small.controls["K"].max = 4  # of 8: this is about positions, not about time
+    monkeypatch.setattr(explorers.recipes, "again", lambda recipe: small)
+    drawn = json.loads(explorers.drawn({}, 1000))
+    names, labels = zip(*((slider["name"], slider["labels"]) for slider in drawn["sliders"]), strict=True)
+    assert names == ("ranks K", "step") and labels == (["2", "3", "4"], [str(step) for step in range(7)])
+    assert [len(steps) for steps in drawn["tree"]] == [3, 5, 7]
+    pictures = ["".join(drawn["lines"][row] for row in end[2]) for steps in drawn["tree"] for end in steps]
+    assert len(set(pictures)) == len(pictures), "two positions show the same"
+    assert all(picture.startswith("<?xml") and picture.endswith("</svg>") for picture in pictures)
+    assert drawn["sliders"][0]["at"] == 1 and "after step 4 of 4" in drawn["tree"][1][4][0]
+
+
+def test_too_many_positions_are_thinned_but_not_the_first_nor_the_ends():
+    every = {"a": [(str(n), n) for n in range(10)], "b": [(str(n), n) for n in range(4)]}
+    kept = explorers.thinned(every, {"a": 7, "b": 2}, 12)
+    assert len(kept["a"]) * len(kept["b"]) <= 12 and len(every["a"]) == 10
+    assert {0, 7, 9} <= {value for _, value in kept["a"]} and {0, 2, 3} <= {value for _, value in kept["b"]}
+    many = {name: [(str(n), n) for n in range(5)] for name in "abcdef"}  # where not even the ends of all find room
+    kept = explorers.thinned(many, dict.fromkeys(many, 2), 12)
+    assert 1 < math.prod(map(len, kept.values())) <= 12 and all(("2", 2) in pairs for pairs in kept.values())
+
+
+def test_a_folder_that_is_no_site_is_left_alone(tmp_path, capsys):
+    (tmp_path / "precious.txt").write_text("mine")
+    assert builder().main(["--out", str(tmp_path)]) == 2
+    assert (tmp_path / "precious.txt").read_text() == "mine" and "not empty" in capsys.readouterr().err
+
+
+@pytest.fixture
+def offline(site):
+    """A page without a network; what it could not load, and its errors, fail the test in the end."""
+    with browser_page(offline=True) as page:
+        wrong = []
+        page.on("requestfailed", lambda request: wrong.append(request.url))
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
+        yield page
+        assert wrong == []
+
+
+@pytest.mark.browser
+@pytest.mark.slow
+@pytest.mark.parametrize(("width", "scheme"), [(390, "light"), (390, "dark"), (1400, "light"), (1400, "dark")])
+def test_explorers_move_without_kernel_and_network(site, offline, width, scheme):
+    page = offline
+    page.set_viewport_size({"width": width, "height": 900})
+    page.emulate_media(color_scheme=scheme)
+    page.goto((site / RING).as_uri())
+    shown = page.locator(".explorer")
+    assert shown.count() >= 2
+    for explorer in shown.all():
+        for slider in explorer.locator("input").all():
+            slider.scroll_into_view_if_needed()
+            before = picture(explorer)
+            box = slider.bounding_box()
+            to_the_left = int(slider.input_value()) > int(slider.get_attribute("max")) / 2
+            page.mouse.move(box["x"] + box["width"] * (0.95 if to_the_left else 0.05), box["y"] + box["height"] / 2)
+            page.mouse.down()
+            page.mouse.move(box["x"] + box["width"] * (0.02 if to_the_left else 0.98), box["y"] + box["height"] / 2)
+            page.mouse.up()
+            assert picture(explorer) != before, slider.evaluate("slider => slider.parentElement.textContent")
+    light = page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)[0]")
+    assert (light > 200) == (scheme == "light")
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def picture(explorer):
+    """What an explorer shows: its message, and its picture once that is there; the picture must not be empty."""
+    image = explorer.locator("img")
+    drawn = "image => image.complete && image.naturalWidth > 200"
+    image.page.wait_for_function(drawn, arg=image.element_handle(), timeout=10_000)
+    return explorer.locator("output").text_content(), image.get_attribute("src")
+
+
+@pytest.mark.browser
+@pytest.mark.slow
+def test_a_prediction_is_answered(site, offline):
+    offline.goto((site / RING).as_uri())
+    question = offline.locator(".prediction").first
+    question.get_by_label("1.5 p").check()
+    shown = offline.locator(".reveal").first.text_content()
+    assert re.fullmatch(r"your guess: 1.5 p; (measured|counted): 1.5 p – right", shown), shown
+    question.get_by_label("3 p").check()
+    assert "your guess: 3 p" in offline.locator(".reveal").first.text_content()
+    assert "a surprise" in offline.locator(".reveal").first.text_content()
+    offline.locator("summary").first.click()
+    assert offline.locator("details[open]").count() == 1
+
+
+@pytest.mark.browser
+@pytest.mark.slow
+def test_the_search_finds_the_lesson_first_and_the_reference_too(site, offline):
+    offline.goto((site / "index.html").as_uri())
+    offline.locator("input.md-search__input").click()
+    offline.keyboard.type("bucketed", delay=30)
+    results = offline.locator(".md-search-result__item h1")
+    results.first.wait_for(timeout=20_000)
+    offline.wait_for_timeout(500)
+    titles = results.all_text_contents()
+    assert "Bucketed" in titles[0] and any("reference" in title for title in titles), titles
+
+
+@pytest.mark.browser
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [390, 1400])
+def test_pages_are_no_wider_than_the_screen(site, offline, width):
+    offline.set_viewport_size({"width": width, "height": 900})
+    for name in ("index", "docs/GRADING", "docs/GLOSSARY", "notebooks/11_many_machines", "reference/stages"):
+        offline.goto((site / f"{name}.html").as_uri())
+        assert offline.evaluate("document.documentElement.scrollWidth") <= width, name
+        broken = "all => all.filter(image => image.complete && !image.naturalWidth).map(image => image.src)"
+        assert offline.eval_on_selector_all("img", broken) == []
+    offline.goto((site / RING).as_uri())
+    assert offline.locator("math").count() >= 3 and offline.locator("math").first.bounding_box()["height"] > 5

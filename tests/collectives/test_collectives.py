@@ -1,0 +1,166 @@
+"""Tree, halving-doubling, hierarchical and pipelined all-reduce: right everywhere, with the bytes they promise."""
+
+import functools
+import math
+import os
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from oracles import assert_all_equal_sum, rank_tensor
+
+from ddp_course import collectives, launch
+from ddp_course.collectives import (
+    halving_doubling_all_reduce,
+    hierarchical_all_reduce,
+    pipelined_ring_all_reduce,
+    tree_all_reduce,
+)
+from ddp_course.running import wire
+
+
+def without_streams(tensor, group=None):
+    """The pipelined ring on the backend's messages, as over a throttled wire or on a GPU."""
+    with patch.dict(os.environ):
+        del os.environ["MASTER_ADDR"]
+        return pipelined_ring_all_reduce(tensor, group)
+
+
+ALGORITHMS = {
+    "tree": tree_all_reduce,
+    "halving-doubling": halving_doubling_all_reduce,
+    "hierarchical": hierarchical_all_reduce,
+    "pipelined ring": pipelined_ring_all_reduce,
+    "pipelined ring, messages": without_streams,
+}
+SHAPES = [(), (1,), (3,), (7, 5), (1000,), (0,)]
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.int64]
+
+
+def all_sums():
+    """Every algorithm on every shape and dtype; the pipelined ring with segments so small that there are many."""
+    collectives.pipelined_ring.SEGMENT = 256
+    return {
+        (name, shape, dtype): algorithm(rank_tensor(dist.get_rank(), shape, dtype))
+        for name, algorithm in ALGORITHMS.items()
+        for shape in SHAPES
+        for dtype in DTYPES
+    }
+
+
+@functools.cache
+def summed(world_size):
+    return launch(all_sums, world_size=world_size, timeout=60)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 6, 7, 8])
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_sums(name, world_size):
+    for shape in SHAPES:
+        for dtype in DTYPES:
+            results = [rank[name, shape, dtype] for rank in summed(world_size)]
+            assert_all_equal_sum(results, world_size, shape, dtype)
+            assert all(torch.equal(result, results[0]) for result in results), "the ranks' bits differ"
+
+
+def strided_and_grouped():
+    """A tensor with gaps keeps its strides; a subgroup sums over its members only."""
+    found = {}
+    pair = dist.new_group([1, 3])
+    for name, algorithm in ALGORITHMS.items():
+        base = torch.zeros(6, 8)
+        columns = base[:, ::2]
+        columns.copy_(rank_tensor(dist.get_rank(), (6, 4)))
+        assert algorithm(columns) is columns and (base[:, 1::2] == 0).all()
+        found[name] = columns.clone()
+        mine = rank_tensor(dist.get_rank(), (50,))
+        found[name + " pair"] = algorithm(mine, group=pair) if dist.get_rank() in (1, 3) else mine
+    return found
+
+
+def test_strides_and_groups():
+    ranks = launch(strided_and_grouped, world_size=4)
+    for name in ALGORITHMS:
+        assert_all_equal_sum([rank[name] for rank in ranks], 4, (6, 4), torch.float32)
+        expected = rank_tensor(1, (50,)) + rank_tensor(3, (50,))
+        for member in (1, 3):
+            assert torch.equal(ranks[member][name + " pair"], expected)
+        assert torch.equal(ranks[0][name + " pair"], rank_tensor(0, (50,)))
+
+
+def hosts_of(size):
+    result = hierarchical_all_reduce(rank_tensor(dist.get_rank(), (101,)), ranks_per_host=size)
+    crossing = []
+    with wire.observing(lambda event: event.kind == "send" and crossing.append((event.peer, event.bytes))):
+        hierarchical_all_reduce(torch.ones(960), ranks_per_host=size)
+    here = dist.get_rank() // size
+    return result, sum(nbytes for peer, nbytes in crossing if peer // size != here)
+
+
+@pytest.mark.parametrize("world_size, size", [(4, 2), (6, 2), (6, 3), (8, 4), (4, 1), (4, 4)])
+def test_hierarchical_crosses_hosts_little(world_size, size):
+    ranks = launch(hosts_of, size, world_size=world_size)
+    assert_all_equal_sum([result for result, _ in ranks], world_size, (101,), torch.float32)
+    hosts = world_size // size
+    assert [crossed for _, crossed in ranks] == [2 * (hosts - 1) * 3840 // size // hosts] * world_size
+
+
+def test_hierarchical_refuses_hosts_that_do_not_fit():
+    def run():
+        with pytest.raises(ValueError, match="hosts of 2"):
+            hierarchical_all_reduce(torch.ones(3), ranks_per_host=2)
+
+    launch(run, world_size=3)
+
+
+def traffic(elements=9600):
+    found = {}
+    for name, algorithm in ALGORITHMS.items():
+        with wire.counting() as counted:
+            algorithm(torch.ones(elements))
+        found[name] = (counted.bytes_sent, counted.messages_sent)
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_bytes_and_messages(world_size):
+    ranks, size, rounds = launch(traffic, world_size=world_size), 9600 * 4, int(math.log2(world_size))
+    share = 2 * (world_size - 1) * size // world_size
+    for rank, found in enumerate(ranks):
+        assert found["halving-doubling"] == (share, 2 * rounds)
+        assert found["pipelined ring"] == found["hierarchical"] == (share, 2 * (world_size - 1))
+        assert found["pipelined ring, messages"] == found["pipelined ring"]
+        assert found["tree"][1] <= 2 * rounds and found["tree"][0] == size * found["tree"][1], rank
+    assert sum(found["tree"][1] for found in ranks) == 2 * (world_size - 1)
+
+
+def many_segments():
+    """Segments smaller than the chunk: more messages, the same bytes."""
+    collectives.pipelined_ring.SEGMENT = 1000
+    found = []
+    for ring in (pipelined_ring_all_reduce, without_streams):
+        with wire.counting() as counted:
+            ring(torch.ones(4000))
+        found += [(counted.bytes_sent, counted.messages_sent), (counted.bytes_received, counted.messages_received)]
+    return found
+
+
+def test_the_pipelined_ring_cuts_chunks_into_segments():
+    assert launch(many_segments, world_size=4) == [[(24000, 6 * 4)] * 4] * 4
+
+
+def a_wrong_one(fault):
+    tensor = rank_tensor(dist.get_rank(), (64,))
+    if fault == "no sync":
+        return tensor
+    if fault == "half only":
+        tree_all_reduce(tensor[:32])
+        return tensor
+    return tree_all_reduce(tensor) / 2
+
+
+@pytest.mark.parametrize("fault", ["no sync", "half only", "divided"])
+def test_the_oracle_rejects(fault):
+    with pytest.raises(AssertionError):
+        assert_all_equal_sum(launch(a_wrong_one, fault, world_size=2), 2, (64,), torch.float32)

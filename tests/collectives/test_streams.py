@@ -1,0 +1,89 @@
+"""Plain streams between neighbours: in order, closed after errors, replaced by messages where links are emulated."""
+
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from oracles import assert_all_equal_sum, rank_tensor
+
+from ddp_course import Link, launch
+from ddp_course.collectives import pipelined_ring_all_reduce, streams
+
+CPU = torch.device("cpu")
+
+
+def passed_on():
+    """Send three tensors to the right, of different sizes and types; return those that came, and the kind of link."""
+    rank, sent = dist.get_rank(), [rank_tensor(dist.get_rank(), (n,)) for n in (5, 0, 300_000)]
+    coming = [torch.empty_like(tensor) for tensor in sent]
+    found = []
+    with streams.to_neighbours(None, CPU) as links:
+        for tensor in sent:
+            links.send(tensor)
+        for tensor in links.received(coming):
+            found.append(tensor.clone())
+    return rank, found, type(links).__name__
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("link, kind", [(None, "Streams"), (Link("200Mbit", mode="wire"), "Messages")])
+def test_tensors_arrive_in_order(world_size, link, kind):
+    for rank, found, used in launch(passed_on, world_size=world_size, link=link):
+        left = (rank - 1) % world_size
+        assert used == kind
+        for tensor, size in zip(found, (5, 0, 300_000), strict=True):
+            assert torch.equal(tensor, rank_tensor(left, (size,)))
+
+
+def same_streams():
+    """The streams of the default group, of the same again, and of another group."""
+    pair = dist.new_group([0, 1])
+    found = []
+    for group in (None, dist.group.WORLD, pair):
+        with streams.to_neighbours(group, CPU) as links:
+            found.append(links)
+    return [links is found[0] for links in found]
+
+
+def test_each_group_connects_once():
+    assert launch(same_streams, world_size=2) == [[True, True, False]] * 2
+
+
+def one_fails():
+    """Rank 1 fails in the middle of a ring; afterwards all go on."""
+    tensor = rank_tensor(dist.get_rank(), (1000,))
+    pipelined_ring_all_reduce(tensor)
+    error = None
+    try:
+        with streams.to_neighbours(None, CPU) as links:
+            if dist.get_rank() == 1:
+                raise ZeroDivisionError
+            for _ in links.received([tensor]):
+                pass
+    except (ZeroDivisionError, ConnectionError) as raised:
+        error = raised
+    return type(error).__name__, str(error), pipelined_ring_all_reduce(rank_tensor(dist.get_rank(), (1000,)))
+
+
+def test_a_failure_reaches_the_neighbours_and_leaves_nothing_behind():
+    ranks = launch(one_fails, world_size=3)
+    assert [name for name, _, _ in ranks] == ["ConnectionError", "ZeroDivisionError", "ConnectionError"]
+    assert "rank 2" in ranks[0][1] and "rank 1" in ranks[2][1]
+    assert_all_equal_sum([tensor for _, _, tensor in ranks], 3, (1000,), torch.float32)
+
+
+def one_is_silent():
+    """Rank 1 takes part, but sends nothing until the other has lost patience."""
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
+    with streams.to_neighbours(group, CPU) as links:
+        if dist.get_rank() == 1:
+            time.sleep(2)
+            return
+        with pytest.raises(TimeoutError, match="rank 1 has sent nothing for 1 s"):
+            list(links.received([torch.empty(1)]))
+
+
+def test_patience_ends_with_the_timeout_of_the_group():
+    launch(one_is_silent, world_size=2)

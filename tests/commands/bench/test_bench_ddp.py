@@ -1,0 +1,82 @@
+"""`ddp-course bench ddp` and `ring`: their promises can be broken, and the hidden share is what it says."""
+
+from dataclasses import dataclass
+
+import pytest
+
+from ddp_course import launch
+from ddp_course.commands.bench import ddp, ring
+from ddp_course.errors import LinkError
+
+
+def kept(promises):
+    return [promise.record()["kept"] for promise in promises]
+
+
+@pytest.mark.parametrize(
+    "ratios, expected", [((0.9, 1.05), [True, True]), ((1.0, 1.05), [False, True]), ((0.5, 1.2), [True, False])]
+)
+def test_the_ring_is_judged_by_mean_and_worst(ratios, expected):
+    assert kept(ring.promised([{"gloo": 2.0, "pipelined": 2.0 * ratio} for ratio in ratios])) == expected
+
+
+@pytest.mark.parametrize(
+    "ours, with_ring, expected",
+    [
+        ((0.96, 1.04), (0.9, 1.09), [True, True, True]),
+        ((1.0, 1.04), (0.9, 0.9), [False, True, True]),
+        ((0.9, 1.06), (0.9, 0.9), [True, False, True]),
+        ((0.9, 0.9), (0.5, 1.11), [True, True, False]),
+    ],
+)
+def test_steps_are_judged_by_mean_and_worst(ours, with_ring, expected):
+    pairs = zip(ours, with_ring, strict=True)
+    rows = [{"torch": 2.0, "ours": 2 * same, "ours, ring": 2 * ring} for same, ring in pairs]
+    assert kept(ddp.promised_steps(rows)) == expected
+
+
+def test_two_orders_are_each_other_backwards():
+    first, last = ddp.ORDERS[0], ddp.ORDERS[-1]
+    assert first == last[::-1] and set(first) == set(ddp.WRAPPERS)
+
+
+@pytest.mark.parametrize("refuses", ["__init__", "check"])
+def test_without_virtual_hosts_loopback_is_measured(monkeypatch, capsys, refuses):
+    def refuse(*args, **kwargs):
+        raise LinkError("no hosts here")
+
+    monkeypatch.setattr(ddp.Link, refuses, refuse)
+    monkeypatch.setattr(ddp, "on_cpu", lambda *args, **settings: 0.1)  # how long the backward pass takes
+    assert ddp.networks() == {"loopback": None}
+    assert ddp.slow_link(None).rows == []
+    assert capsys.readouterr().out.count("no hosts here") == 2
+
+
+@dataclass
+class Event:
+    label: str
+    start: int
+    length: int
+
+    def name(self):
+        return self.label
+
+    def start_ns(self):
+        return self.start
+
+    def duration_ns(self):
+        return self.length
+
+
+@pytest.mark.parametrize("start, share", [(0, 1.0), (60, 0.8), (95, 0.1), (100, 0.0), (150, 0.0)])
+def test_hidden_share(start, share):
+    backward = Event("autograd::engine::evaluate_function: AddmmBackward0", 0, 100)
+    assert ddp.hidden_share([backward, Event("gloo:all_reduce", start, 50)]) == pytest.approx(share)
+
+
+def test_a_wrong_sum_is_noticed():
+    def run():
+        with pytest.raises(ArithmeticError):
+            ring.on_ones(lambda tensor: tensor, ring.torch.empty(8))
+
+    launch(run, world_size=2)

@@ -1,0 +1,255 @@
+import csv
+import errno
+import json
+import os
+from itertools import pairwise
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+
+from ddp_course import compare, ladder, stage3_paramserver
+from ddp_course.errors import NotFiniteError
+from ddp_course.measuring import comparison, recording
+from ddp_course.running import files
+from ddp_course.showing.plots import compare_figure
+
+ALL = tuple(ladder.STAGES)
+RAW = {"device_speed": "none", "link": None, "dtype": "float64"}  # the processor and its memory as they are
+NOT_COUNTED = ("1", "2", "6", "torch")
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3, 4])
+def results(request):
+    """All stages on a model whose gradient any of these world sizes divides."""
+    return compare.run("digits", request.param, 3, ALL, **RAW, global_batch=24, bucket_cap_mb=25.0)
+
+
+def test_all_stages_compute_the_same(results):
+    assert [stage["stage"] for stage in results["stages"]] == list(ALL)
+    single = results["stages"][0]["loss"]
+    assert len(single) == 3 and len(set(single)) == 3
+    for stage in results["stages"]:
+        assert stage["max_abs_diff_vs_single"] < 1e-12
+        assert stage["loss"] == pytest.approx(single, abs=1e-12)
+
+
+def test_bytes_are_exactly_the_formula(results):
+    K, payload = results["world_size"], results["gradient_bytes"]
+    assert payload == 8 * results["parameters"] == 8 * 88_092
+    stages = {stage["stage"]: stage for stage in results["stages"]}
+    ring = 2 * (K - 1) * payload // K
+    wanted = {"3": (K - 1) * payload, "4w": (K - 1) * payload, "4": ring, "5": ring, "7": 3 * (K - 1) * payload // K}
+    for key, stage in stages.items():
+        padding = 0.001 if key == "7" else 0  # shards of equal size: some elements that no tensor has
+        formula = None if key in NOT_COUNTED else pytest.approx(stage["bytes_formula"], rel=padding, abs=0)
+        assert stage["bytes_sent_max"] == formula, key
+        assert key not in wanted or stage["bytes_formula"] == wanted[key], key
+    assert (stages["8"]["bytes_sent_max"] > 0) == (K > 1)
+    assert stages["6"]["bytes_formula"] == stages["torch"]["bytes_formula"] == ring
+    assert stages["3"]["messages_max"] == 2 * (K - 1) and stages["4"]["messages_max"] == 4 * (K - 1)
+    assert all(stages[key]["messages_max"] is None for key in NOT_COUNTED)
+
+
+def test_times_and_timelines_are_there(results):
+    for stage in results["stages"]:
+        assert stage["step_ms"] > 0
+        ranks = 1 if stage["stage"] in ("1", "2") else results["world_size"]
+        assert len(stage["timeline"]) == ranks
+        for lane in stage["timeline"]:
+            names = {name for name, *_ in lane}
+            assert {"forward", "backward", "update"} <= names
+            assert ("communication" in names) == (stage["stage"] not in ("1", "2"))
+    waiting = {stage["stage"]: stage["communication_ms"] for stage in results["stages"]}
+    assert waiting["1"] == 0 and waiting["2"] is None  # nobody tells what threads copy and waiting["3"] > 0
+
+
+def test_results_are_saved_as_json_csv_and_figure(results, tmp_path):
+    paths = compare.save(results, tmp_path / "new" / "folder")
+    assert [path.name for path in paths] == ["compare.json", "compare.csv", "compare.png"]
+    assert json.loads(paths[0].read_text()) == json.loads(json.dumps(results))
+    rows = list(csv.DictReader(paths[1].open()))
+    assert [row["stage"] for row in rows] == list(ALL)
+    assert paths[2].read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in paths[0].parent.iterdir()) == ["compare.csv", "compare.json", "compare.png"]
+    assert all(stage["name"] in compare.table(results) for stage in results["stages"])
+
+
+def without_division(model, batches, lr):
+    """Stage 3 with the sum of the gradients where the mean should be."""
+
+    def total(tensors):
+        stage3_paramserver.average_on_server(tensors)
+        for tensor in tensors:
+            tensor.mul_(dist.get_world_size())
+
+    return stage3_paramserver.train(model, batches, lr, total)
+
+
+def imaginary(train):
+    """A stage that nobody has heard of, with the loop `train`."""
+    return ladder.Stage(
+        "9", "imaginary", "adds nothing", "stage9_imaginary", wrap=print, train=train, colour="#123456",
+        time="0", counted=True, bytes_sent=ladder.on_server,
+    )  # fmt: skip
+
+
+def test_a_new_stage_trains_and_is_drawn_with_no_other_file_touched(monkeypatch, tmp_path):
+    monkeypatch.setitem(ladder.STAGES, "9", imaginary(stage3_paramserver.train))
+    results = compare.run("synthetic", 2, 3, "1,9", **RAW)
+    stage = results["stages"][1]
+    assert stage["name"] == "imaginary" and stage["max_abs_diff_vs_single"] < 1e-12
+    assert stage["bytes_sent_max"] == stage["bytes_formula"] == results["gradient_bytes"]
+    assert "imaginary" in compare.table(results)
+    assert compare.save(results, tmp_path)[2].read_bytes().startswith(b"\x89PNG")
+
+
+def test_wrong_weights_show_as_a_difference(monkeypatch):
+    monkeypatch.setitem(ladder.STAGES, "9", imaginary(without_division))
+    results = compare.run("synthetic", 2, 3, "3,9", **RAW)
+    right, wrong = (stage["max_abs_diff_vs_single"] for stage in results["stages"])
+    assert right < 1e-12 and wrong > 1e-6
+
+
+def test_a_loss_that_is_no_number_is_told_and_not_written():
+    with pytest.raises(NotFiniteError, match=r"single device is no longer a number .* smaller --lr"):
+        compare.run("synthetic", 1, 40, "1", device_speed="none", lr=1e12)
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"world_size": 0}, "world size is 0"),
+        ({"world_size": -2}, "world size is -2"),
+        ({"steps": 0}, "steps is 0"),
+        ({"stages": "1,10"}, "unknown stage '10'"),
+        ({"stages": ""}, "unknown stage"),
+        ({"problem": "mnist"}, 'unknown problem "mnist"'),
+        ({"global_batch": 10, "world_size": 4}, "try 8"),
+        ({"bucket_cap_mb": 0.0}, "bucket_cap_mb is 0"),
+        ({"dtype": "int8"}, "choose float32 or float64"),
+        ({"parameters": 5, "problem": "bytes"}, "out of range"),
+        ({"parameters": 5}, "has one size"),
+        ({"lr": float("nan")}, "lr is nan"),
+        ({"parameters": 0, "problem": "bytes"}, "out of range"),
+        ({"device": "tpu"}, "unknown device"),
+        ({"device": "cuda:99"}, "GPUs"),
+        ({"device_speed": "fast"}, "cannot read the rate"),
+        ({"device_speed": "0GFLOP/s"}, "more than zero"),
+        ({"device_speed": "900TFLOP/s"}, "more than this machine's processor carries"),
+        ({"link": "soon"}, "cannot read the bandwidth"),
+    ],
+)
+def test_bad_settings_are_refused_in_one_line(settings, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        compare.run(**settings)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_full_disk_leaves_the_old_file_whole(tmp_path, monkeypatch):
+    path = tmp_path / "compare.json"
+    files.replace_file(path, b"old")
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(ValueError, match="No space left"):
+        files.replace_file(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["compare.json"]
+
+
+def test_an_unwritable_folder_is_refused(tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(ValueError, match="cannot write to the folder"):
+        files.writable_folder(tmp_path / "file" / "results")
+
+
+def test_the_timeline_is_that_of_a_typical_step():
+    traffic = {"bytes_sent_max": 0, "bytes_received_max": 0, "messages_max": 0}
+    rank = {"exposed_s": [0.0] * 3, "traffic": traffic, "loss": [0.0] * 3, "difference": 0.0, "evaluation": None}
+    ranks = [
+        {**rank, "step_s": seconds, "timelines": [[[["forward", 0.0, second, "compute"]]] for second in seconds]}
+        | {"began_s": [10.0, late, 30.0], "exposed_s": [0.1, late / 1000, 0.3]}
+        for late, seconds in ((20.0, [1.0, 5.0, 3.0]), (20.5, [2.0, 1.0, 9.0]))  # the slowest rank counts: 2, 5, 9
+    ]
+    entry = recording.summed_up(ladder.find("4"), ranks)
+    assert entry["step_ms"] == 5000
+    assert [lane[0][1:3] for lane in entry["timeline"]] == [[0.0, 5.0], [0.5, 1.5]]  # on one axis
+    assert entry["communication_ms"] == pytest.approx(20.5)
+
+
+# On emulated devices
+
+
+@pytest.fixture(scope="module")
+def on_devices():
+    """Shared by the tests below."""
+    return compared()
+
+
+def compared():
+    """Two ranks, five steps on the clock; no speed is asserted."""
+    stages = ("1", "2", "3", "4w", "4", "5", "6", "7o", "torch")
+    with patch.object(comparison, "TIMED_STEPS", 5):
+        return compare.run("digits", 2, 6, stages, link="100Mbit", device_speed="3GFLOP/s", bucket_cap_mb=0.1)
+
+
+def test_stages_are_held_against_their_ideals(on_devices):
+    p, b, single = on_devices["gradient_bytes"], 100e6 / 8, on_devices["stages"][0]["ideal_ms"]
+    assert single == pytest.approx(1000 * on_devices["emulated_device"]["rate"] ** -1 * 783_834_624)
+    ideal = {stage["stage"]: stage["ideal_ms"] for stage in on_devices["stages"]}
+    assert ideal["3"] == ideal["2"] == pytest.approx(single / 2 + 2000 * p / b)
+    assert ideal["4"] == ideal["7o"] == ideal["4w"] == pytest.approx(single / 2 + 1000 * p / b)
+    assert ideal["5"] == ideal["6"] == ideal["torch"] and single / 2 < ideal["5"] < ideal["4"]
+    for stage in on_devices["stages"]:
+        assert stage["device"] == "3 GFLOP/s"
+        assert stage["speed_up"] == pytest.approx(on_devices["stages"][0]["step_ms"] / stage["step_ms"])
+        assert stage["step_ms"] > 0.95 * stage["ideal_ms"], stage["name"]
+        assert len(stage["loss"]) == 6 and stage["max_abs_diff_vs_single"] < 1e-4
+
+
+def drawn(lane, *names):
+    """Milliseconds of the spans with these names in the upper half of a lane."""
+    return 1000 * sum(end - start for name, start, end, where in lane if name in names and where == "compute")
+
+
+def test_what_is_drawn_is_what_the_bars_say(on_devices):
+    assert differing(on_devices) == [] or differing(compared()) == []  # once more if the machine was busy elsewhere
+
+
+def test_a_span_that_is_missing_shows(on_devices):
+    """The negative control."""
+    stages = [
+        {**stage, "timeline": [sorted(lane, key=lambda span: span[1] - span[2])[1:] for lane in stage["timeline"]]}
+        for stage in on_devices["stages"]
+    ]
+    assert len(differing({"stages": stages})) == len(stages)
+
+
+def differing(results):
+    """The stages of which more than a twentieth is not drawn, or drawn twice, or drawn as something else."""
+    found = []
+    for stage in results["stages"]:
+        lanes = stage["timeline"]
+        assert len(lanes) == (1 if stage["stage"] == "1" else 2)
+        blocking = max(drawn(lane, "communication", "wait") for lane in lanes)
+        busiest = max(drawn(lane, "forward", "backward", "update", "communication", "wait") for lane in lanes)
+        upper = [sorted((start, end) for _, start, end, where in lane if where == "compute") for lane in lanes]
+        apart = all(end <= begin + 1e-9 for lane in upper for (_, end), (begin, _) in pairwise(lane))
+        same = blocking == pytest.approx(stage["communication_ms"], rel=0.05, abs=0.01)
+        if not (apart and same and busiest == pytest.approx(stage["step_ms"], rel=0.05)):
+            found.append(stage["name"])
+    return found
+
+
+def test_on_the_wire_torchs_ddp_communicates_on_ours_and_the_figure_says_so(tmp_path):
+    with patch.object(comparison, "TIMED_STEPS", 5):
+        results = compare.run("digits", 2, 6, "4,5,6,torch", link_mode="wire", bucket_cap_mb=0.1)
+    assert results["link"]["mode"] == "wire"
+    for stage in results["stages"]:
+        assert stage["emulated"] and stage["on_our_wire"] == (stage["stage"] in ("6", "torch"))
+        assert stage["step_ms"] > 0.95 * stage["ideal_ms"] and stage["max_abs_diff_vs_single"] < 1e-4
+    picture = compare_figure(results)
+    assert "on our wire" in " ".join(text.get_text() for text in picture.axes[1].texts)

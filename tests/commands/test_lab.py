@@ -1,0 +1,57 @@
+"""`ddp-course lab`: the learner's copies are kept, the untouched ones renewed."""
+
+import pytest
+
+from ddp_course import cli
+from ddp_course.commands import lab
+
+
+@pytest.fixture
+def course(tmp_path, monkeypatch):
+    """A course of two files that a test may change."""
+    home = tmp_path / "course"
+    for name in lab.FOLDERS:
+        (home / name).mkdir(parents=True)
+    (home / "notebooks" / "00_start_here.ipynb").write_text("first")
+    (home / "exercises" / "04_ring.ipynb").write_text("exercise")
+    monkeypatch.setattr(lab, "course_folder", lambda name: home / name)
+    return home
+
+
+def test_all_is_copied_and_a_second_time_changes_nothing(course, tmp_path):
+    mine = tmp_path / "mine"
+    assert lab.bring(mine) == []
+    assert (mine / "notebooks" / "00_start_here.ipynb").read_text() == "first"
+    before = {path: path.stat().st_mtime_ns for path in mine.rglob("*.ipynb")}
+    assert lab.bring(mine) == [] and {path: path.stat().st_mtime_ns for path in mine.rglob("*.ipynb")} == before
+
+
+def test_an_update_renews_what_nobody_touched_and_keeps_the_learners_work(course, tmp_path):
+    mine = tmp_path / "mine"
+    lab.bring(mine)
+    answered = mine / "exercises" / "04_ring.ipynb"
+    answered.write_text("my answer")
+    assert lab.bring(mine) == [] and answered.read_text() == "my answer"
+    (course / "exercises" / "04_ring.ipynb").write_text("exercise, mended")
+    (course / "notebooks" / "00_start_here.ipynb").write_text("first, mended")
+    for _ in range(2):
+        assert lab.bring(mine) == ["exercises/04_ring.ipynb"] and answered.read_text() == "my answer"
+    assert (mine / "notebooks" / "00_start_here.ipynb").read_text() == "first, mended"
+    answered.rename(mine / "exercises" / "04_ring_mine.ipynb")
+    assert lab.bring(mine) == [] and answered.read_text() == "exercise, mended"
+
+
+def test_what_was_there_before_is_not_overwritten(course, tmp_path):
+    own = tmp_path / "mine" / "notebooks" / "00_start_here.ipynb"
+    own.parent.mkdir(parents=True)
+    own.write_text("not of this course")
+    assert lab.bring(tmp_path / "mine") == ["notebooks/00_start_here.ipynb"]
+    assert own.read_text() == "not of this course"
+
+
+def test_a_folder_that_cannot_be_written_is_refused_in_one_line(course, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert cli.main(["lab", str(tmp_path / "file"), "--no-open"]) == 2
+    assert "name a folder that you may write" in capsys.readouterr().err
+    assert cli.main(["lab", str(tmp_path / "mine"), "--no-open"]) == 0
+    assert "ddp-course lab" in capsys.readouterr().out

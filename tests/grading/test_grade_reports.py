@@ -1,0 +1,286 @@
+"""Reports: the forms that programs read, and pages that nothing of a learner's can break out of."""
+
+import csv
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ddp_course import cli
+from ddp_course.commands.bench import grade as bench
+from ddp_course.grading import report
+from ddp_course.grading.examine import verdict
+from ddp_course.grading.grade import Result, TaskResult, exercises_folder, grade
+from ddp_course.grading.plain import Odd, pack, unpack
+from ddp_course.grading.sandbox import Limits, landlock_version, namespaces_allowed
+from ddp_course.grading.submission import Submission, find_submissions, load_exercises, names_in
+from ddp_course.grading.tasks import find
+
+torch = pytest.importorskip("torch")
+NASTY = '<script>alert("x")</script>\x1b[31m\x07 & = {learner}'
+RESULTS = [
+    Result("=cmd()", 4, [TaskResult("4.1", 0, 2, NASTY), TaskResult("4.2", 3, 3)]),
+    Result("../../etc/anna <b>", None, message='"x.ipynb" is empty'),
+]
+
+
+def test_csv_has_a_line_a_task_and_no_formula():
+    rows = list(csv.reader(io.StringIO(report.as_csv(RESULTS))))
+    assert rows[0] == ["learner", "exercise", "task", "points", "possible", "message"]
+    assert rows[2] == ["'=cmd()", "4", "4.2", "3", "3", ""]
+    assert rows[3][1:5] == ["", "notebook", "0", "0"]
+
+
+def test_json_has_the_agreed_form():
+    first, second = json.loads(report.as_json(RESULTS))
+    assert first.keys() == {"learner", "exercise", "points", "possible", "tasks"}
+    assert (first["points"], first["possible"]) == (3, 5)
+    assert second["exercise"] is None and second["tasks"][0]["message"] == '"x.ipynb" is empty'
+
+
+def test_pages_escape_everything_and_need_nothing_else():
+    pages = report.pages(RESULTS, seed=7)
+    assert sorted(pages) == ["_.._etc_anna_b_.html", "_cmd_.html"]
+    page = pages["_cmd_.html"]
+    assert "<script>alert" not in page and "&lt;script&gt;" in page and "\x1b" not in page
+    assert "{learner}" in page, "a learner's braces are not ours"
+    assert "http" not in page.replace("http-equiv", "") and "src=" not in page
+
+
+def test_the_table_has_no_control_characters():
+    assert "\x1b" not in report.table(RESULTS) and "\x07" not in report.table(RESULTS)
+
+
+@pytest.mark.parametrize(
+    "thing",
+    [1, 2.5, float("inf"), "a", None, True, [1, (2, {"a": 3})], {(1, 2): [None]}],
+)
+def test_plain_data_comes_back(thing):
+    assert unpack(json.loads(json.dumps(pack(thing)))) == thing
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.bool])
+@pytest.mark.parametrize("shape", [(), (0,), (2, 3)])
+def test_tensors_come_back(dtype, shape):
+    tensor = torch.arange(6).reshape(2, 3)[: shape[0] if shape else 1].to(dtype).reshape(-1)[: max(1, 6)]
+    tensor = torch.zeros(shape, dtype=dtype) if tensor.numel() != torch.Size(shape).numel() else tensor.reshape(shape)
+    back = unpack(json.loads(json.dumps(pack(tensor))))
+    assert back.dtype == tensor.dtype and back.equal(tensor)
+
+
+def test_objects_with_ideas_of_their_own_do_not_come_back():
+    class Yes(int):
+        def __eq__(self, other):
+            return True
+
+    class Tensor(torch.Tensor):
+        pass
+
+    for thing in (Yes(3), torch.zeros(2).as_subclass(Tensor), object(), len):
+        back = unpack(json.loads(json.dumps(pack(thing))))
+        assert isinstance(back, Odd) and back != thing and back != back
+
+
+def test_the_judge_survives_any_data():
+    for rubbish in ({"evidence": [5]}, {"evidence": [{"tensor": ["torch.float32", [9], ""]}]}, {"evidence": [None]}):
+        said = verdict(find("4.1"), rubbish, find("4.1").draw(__import__("random").Random(0), False))
+        assert not said.right and said.message
+
+
+def test_names_in_finds_imports_and_attributes():
+    import ast
+
+    assert {"a", "b", "c", "d"} <= names_in(ast.parse("import a.b\nfrom c import d"))
+
+
+SANDBOX = """
+import os, sys, time
+from pathlib import Path
+from ddp_course.grading import sandbox
+{weaker}
+def function():
+    {body}
+print(sandbox.confine(function, sys.argv[1], sandbox.Limits(**{limits})), flush=True)
+"""
+
+
+NO_NAMESPACES = "sandbox.namespaces_allowed = lambda: False"
+NO_LANDLOCK = NO_NAMESPACES + "\nsandbox.fence = lambda folder: False"
+
+
+def confined(body, folder, weaker="", **limits):
+    """What `confine` says about a function with this body, in a process of its own."""
+    script = SANDBOX.format(body=body.replace("\n", "\n    "), limits=limits, weaker=weaker)
+    command = [sys.executable, "-c", script, str(folder)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=40).stdout.strip()
+
+
+@pytest.mark.parametrize("weaker", ["", NO_NAMESPACES], ids=["as it is", "without namespaces"])
+@pytest.mark.parametrize(
+    ("body", "limits", "outcome"),
+    [
+        ("pass", {}, "ok"),
+        ("os.kill(os.getpid(), 9) or os._exit(3)", {}, "ended"),
+        ("time.sleep(60)", {"seconds": 0.5}, "time"),
+        ("while True: os.fork()", {"processes": 20}, "processes"),
+        (
+            "while not os.fork(): os.setsid() or time.sleep(0.05)\ntime.sleep(60)",
+            {"seconds": 1.0, "processes": 5000},
+            "time",
+        ),
+        ("x = bytearray(300 << 20)\ntime.sleep(60)", {"memory": 200 << 20}, "memory"),
+        ("x = bytearray(100 << 30)", {}, "ended"),
+        ("open('big', 'wb').write(bytes(300 << 20))", {}, "ended"),
+    ],
+)
+def test_the_sandbox_keeps_its_limits(body, limits, outcome, weaker, tmp_path):
+    assert confined(body, tmp_path, weaker, **limits) == outcome
+
+
+@pytest.mark.parametrize("weaker", ["", NO_NAMESPACES], ids=["as it is", "without namespaces"])
+def test_the_sandbox_leaves_no_process(weaker, tmp_path):
+    body = "if os.fork() == 0:\n    os.setsid()\n    os.fork() or time.sleep(50)\n    time.sleep(50)"
+    assert confined(body, tmp_path, weaker) == "ok"
+    lines = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
+    assert not [line for line in lines if str(tmp_path) in line]
+
+
+@pytest.mark.parametrize("weaker", ["", NO_NAMESPACES, NO_LANDLOCK], ids=["as it is", "Landlock", "neither"])
+def test_the_sandbox_writes_to_its_folder_only(weaker, tmp_path):
+    (tmp_path / "inside").mkdir()
+    (tmp_path / "precious").write_text("as it was")
+    body = "os.mkdir('here') or Path('here/file').write_text('ours')\nPath('/dev/null').write_text('gone')\n"
+    body += f"Path({str(tmp_path)!r}, 'precious').write_text('overwritten')"
+    guarded = weaker != NO_LANDLOCK and (namespaces_allowed() if not weaker else landlock_version() > 0)
+    assert confined(body, tmp_path / "inside", weaker) == ("ended" if guarded else "ok")
+    assert (tmp_path / "inside" / "here" / "file").read_text() == "ours"
+    assert (tmp_path / "precious").read_text() == ("as it was" if guarded else "overwritten")
+
+
+@pytest.mark.parametrize("weaker", ["", NO_NAMESPACES], ids=["as it is", "Landlock"])
+def test_no_signal_leaves_the_sandbox(weaker, tmp_path):
+    guarded = namespaces_allowed() if not weaker else landlock_version() >= 6
+    with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as bystander:
+        said = confined(f"os.kill({bystander.pid}, 9)", tmp_path, weaker)
+        bystander.stdin.close()
+    assert (said == "ended") == guarded and (bystander.returncode == -9) == (not guarded)
+
+
+def test_the_bench_judges_rate_and_memory():
+    for rate, second_half, misjudged, kept in ((12.0, 110, 0, True), (11.9, 111, 1, False)):
+        row = {"a_minute_a_core": rate, "memory_mib_first_half": 100, "memory_mib_second_half": second_half}
+        promises = bench.promised({**row, "misjudged": misjudged})
+        assert [promise.record()["kept"] for promise in promises] == [kept] * 3
+
+
+def test_the_bench_hands_in_solved_wrong_and_unsolved_ones(tmp_path):
+    bench.make_submissions(tmp_path, exercise=4, count=10)
+    (path,) = (Path(__file__).parents[2] / "solutions").glob("04_*.ipynb")
+    made = [next(tmp_path.glob(f"learner{number:03d}/*.ipynb")).read_text() for number in range(10)]
+    solved = json.loads(path.read_text())["cells"]
+    sources = [[cell["source"] for cell in json.loads(text)["cells"]] for text in made]
+    right = [number for number, one in enumerate(sources) if one == [cell["source"] for cell in solved]]
+    assert right == [number for number in range(10) if bench.is_right(number)] == [3, 4, 8, 9]
+    assert sum("NotImplementedError" in text for text in made) == 2
+    assert len({str(one) for one in sources}) == 5, "three different faults, the solution, and nothing"
+
+
+def test_the_guide_says_what_needs_a_container():
+    root = Path(__file__).parents[2]
+    readme, guide = (root / "README.md").read_text(), (root / "docs" / "GRADING.md").read_text()
+    recipe = guide.split("code, use a container:\n\n")[1].split("\n\n## ")[0]
+    assert "docker run --rm --network none --read-only" in recipe and "does not protect against" in guide
+    assert "docs/GRADING.md" in readme and "strangers' code needs a container" in readme
+
+
+def test_limits_are_stated_in_the_documentation():
+    text = (Path(__file__).parents[2] / "docs" / "GRADING.md").read_text()
+    assert f"{Limits().memory >> 30} GiB" in text and f"{Limits().processes} processes" in text
+
+
+def a_class(folder):
+    """Submissions of a class, with what may lie among them."""
+    (folder / "anna").mkdir(parents=True)
+    for name in ("anna/08_first.ipynb", "anna/08_second.ipynb", "ben.IPYNB", "carl.zip", "list.txt"):
+        (folder / name).write_text("")
+    (folder / "dora.ipynb").symlink_to(folder / "dora.ipynb")
+    return folder
+
+
+def test_files_that_are_no_submissions_are_named(tmp_path):
+    skipped = []
+    found = find_submissions([a_class(tmp_path / "class")], skipped)
+    assert [one.learner for one in found] == ["anna", "anna", "ben", "dora"]
+    assert [path.name for path in skipped] == ["carl.zip", "list.txt"]
+
+
+def test_a_folder_that_cannot_be_searched_is_one_learners_trouble(tmp_path, monkeypatch):
+    of_all = os.listdir
+
+    def listdir(path):
+        if Path(path).name == "anna":
+            raise PermissionError(13, "Permission denied")
+        return of_all(path)
+
+    monkeypatch.setattr("ddp_course.grading.submission.os.listdir", listdir)
+    found = find_submissions([a_class(tmp_path / "class")])
+    assert [(one.learner, one.trouble) for one in found][:2] == [
+        ("anna", "cannot be read: Permission denied"),
+        ("ben", ""),
+    ]
+
+
+def graded_as(monkeypatch, results):
+    """Let the grader give these results in turn, or raise them; no answer runs."""
+    results = iter(results)
+
+    def grade_one(self, submission):
+        result = next(results)
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    monkeypatch.setattr("ddp_course.grading.grade.Grader.grade", grade_one)
+
+
+def test_ctrl_c_keeps_what_has_been_graded(tmp_path, monkeypatch, capsys):
+    first = Result("anna", 8, [TaskResult("8.1", 0, 1, "wrong")])
+    graded_as(monkeypatch, [first, KeyboardInterrupt()])
+    written = tmp_path / "r.json"
+    assert cli.main(["grade", str(a_class(tmp_path / "class")), "--json", str(written), "--jobs", "1"]) == 2
+    assert [one["learner"] for one in json.loads(written.read_text())] == ["anna"]
+    assert "interrupted after 1 of 4" in capsys.readouterr().err
+
+
+def test_of_several_submissions_to_an_exercise_the_best_counts(tmp_path, monkeypatch, capsys):
+    results = [Result("anna", 8, [TaskResult("8.1", points, 1, "" if points else "wrong")]) for points in (0, 1)]
+    graded_as(monkeypatch, [*results, Result("ben", 8, [TaskResult("8.1", 1, 1)]), Result("dora", None, message="odd")])
+    files = {kind: tmp_path / f"r.{kind}" for kind in ("csv", "json", "html")}
+    options = [part for kind, file in files.items() for part in (f"--{kind}", str(file))]
+    assert cli.main(["grade", str(a_class(tmp_path / "class")), "--jobs", "1", *options]) == 1
+    said = capsys.readouterr()
+    assert "carl.zip, list.txt" in said.err
+    assert "2 of 3 submissions have all points" in said.out and "handed in 2 times; the best counts" in said.out
+    rows = list(csv.reader(files["csv"].open()))
+    assert [(row[0], row[3]) for row in rows if row[0] == "anna"] == [("anna", "1")]
+    anna, *_ = json.loads(files["json"].read_text())
+    assert anna["note"] == "handed in 2 times; the best counts" and anna["points"] == 1
+    assert "the best counts" in (files["html"] / "anna.html").read_text()
+
+
+def test_a_notebook_that_cannot_be_read_counts_nothing_of_what_there_is(tmp_path):
+    (tmp_path / "08_mine.ipynb").write_text("{")
+    (result,) = grade([Submission("anna", tmp_path / "08_mine.ipynb")], load_exercises(exercises_folder()), seed=1)
+    assert (result.points, result.possible, result.passed) == (0, 6, False)
+    line, _ = report.table([result]).splitlines()
+    assert "0 of 6" in line and "not valid JSON" in line
+
+
+def test_an_untouched_exercise_takes_one_line():
+    untouched = Result("anna", 8, [TaskResult(f"8.{n}", 0, 1, "not solved yet") for n in range(1, 5)])
+    assert len(report.table([untouched]).splitlines()) == 2

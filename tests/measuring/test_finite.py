@@ -1,0 +1,44 @@
+"""Sums that are looked at when the backward pass is over, as on a GPU; what is looked at one by one: test_faults.py."""
+
+import pytest
+import torch
+
+from ddp_course.errors import NotFiniteError
+from ddp_course.measuring import finite
+
+
+def watched():
+    """Two layers whose gradients are noted as a GPU's are."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+    later = finite.Later({parameter: name for name, parameter in model.named_parameters()})
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(later.note)
+    return model
+
+
+def test_the_parameter_is_named_when_the_pass_is_over():
+    model = watched()
+    with pytest.raises(NotFiniteError, match=r"rank 0: the gradient of 1\.bias, and of 3 more parameters, has NaN"):
+        (model(torch.ones(3, 2)).sum() * float("nan")).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_a_pass_after_one_that_failed_is_looked_at_too():
+    model = watched()
+    handle = model[0].weight.register_hook(lambda gradient: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(torch.ones(3, 2)).sum().backward()
+    handle.remove()
+    model(torch.ones(3, 2)).sum().backward()
+    with pytest.raises(NotFiniteError, match="NaN"):
+        model(torch.full((3, 2), float("inf"))).sum().backward()
+    model.zero_grad()
+    model(torch.ones(3, 2)).sum().backward()
+
+
+def test_large_sums_of_small_dtypes_pass():
+    parameter = torch.nn.Parameter(torch.ones(100, dtype=torch.float16))
+    later = finite.Later({parameter: "weight"})
+    parameter.register_post_accumulate_grad_hook(later.note)
+    (parameter * 60_000.0).sum(dtype=torch.float64).backward()  # 100 of them do not fit into float16
+    assert not parameter.grad.sum().isfinite() and parameter.grad.isfinite().all()

@@ -1,0 +1,540 @@
+"""The simulator: one rank against all ranks, schedules worked out by hand, published tables, a real model."""
+
+import csv
+import json
+import math
+import time
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ddp_course import cli, launch, problems, stage5_bucketed
+from ddp_course.commands.bench import simulator
+from ddp_course.commands.simulate import parse_devices
+from ddp_course.measuring import facts, theory
+from ddp_course.measuring.simulate import (
+    Layer,
+    Network,
+    Profile,
+    Simulation,
+    assign_buckets,
+    best_bucket_cap,
+    measured,
+    play,
+    profile,
+    published,
+    resnets,
+    simulate,
+    sweep,
+)
+from ddp_course.measuring.simulate.algorithms import gloo_ring, nccl_ring, ring
+from ddp_course.measuring.simulate.network import Pause, Receive, Send, Work
+from ddp_course.measuring.simulate.step import on_hosts
+from ddp_course.measuring.theory import Costs
+from ddp_course.showing import simulator_plots
+
+MIB = 2**20
+LINK = Network(Costs(1e-4, 1e-8, 1e-9))
+
+
+def even_profile(layers=6, forward=1e-3, backward=2e-3, nbytes=MIB, update=5e-4):
+    return Profile(tuple(Layer(f"layer {k}", forward, backward, nbytes) for k in range(layers)), update)
+
+
+profiles = st.builds(
+    lambda rows, update: Profile(tuple(Layer(f"l{k}", *row) for k, row in enumerate(rows)), update),
+    st.lists(
+        st.tuples(st.floats(0, 5e-3), st.floats(0, 5e-3), st.sampled_from([1e3, 3e4, 1e6, 5e6])), min_size=1, max_size=8
+    ),
+    st.floats(0, 1e-3),
+)
+link_costs = st.builds(Costs, st.floats(1e-6, 1e-3), st.floats(1e-10, 1e-8), st.floats(1e-12, 1e-9))
+
+
+# ---- events -------------------------------------------------------------------------------------------------------
+
+
+def run_processes(network, *processes):
+    simulation = Simulation(network)
+    for rank, process in enumerate(processes):
+        simulation.start(rank, process(simulation))
+    return simulation.run()
+
+
+def test_two_senders_share_the_receivers_link():
+    network = Network(Costs(0.5, 1.0))
+    both = run_processes(
+        network,
+        lambda _: iter([(Receive(1), Receive(2))]),
+        lambda _: iter([Send(0, 3)]),
+        lambda _: iter([Send(0, 3)]),
+    )
+    assert both == pytest.approx(6.5)  # 3 s each, one after the other; the latency occupies nothing
+
+
+def test_ranks_of_one_host_share_its_link_but_not_the_local_links():
+    network = Network(Costs(0, 1.0), Costs(0, 1.0), per_host=2)
+    pair = lambda peer, size: lambda _: iter([(Send(peer, size), Receive(peer))])  # noqa: E731
+    assert run_processes(network, pair(2, 3), pair(3, 3), pair(0, 3), pair(1, 3)) == pytest.approx(6)
+    assert run_processes(network, pair(1, 3), pair(0, 3), pair(3, 3), pair(2, 3)) == pytest.approx(3)
+
+
+def test_both_directions_at_once_and_rendezvous():
+    swap = run_processes(
+        Network(Costs(0, 1.0)), lambda _: iter([(Send(1, 4), Receive(1))]), lambda _: iter([(Receive(0), Send(0, 4))])
+    )
+    assert swap == pytest.approx(4)
+    late = run_processes(Network(Costs(0, 1.0)), lambda _: iter([Send(1, 4)]), lambda _: iter([Pause(10), Receive(0)]))
+    assert late == pytest.approx(14)
+    asked = run_processes(
+        Network(Costs(2, 1.0), handshake=True), lambda _: iter([Send(1, 4)]), lambda _: iter([Receive(0)])
+    )
+    assert asked == pytest.approx(2 + 4 + 2)
+
+
+def test_slowed_down_work_takes_longer_from_that_moment():
+    def worker(simulation):
+        yield Work(4)
+
+    def brake(simulation):
+        yield Pause(1)
+        simulation.set_speed(0, 0.5)
+        yield Pause(2)
+        simulation.set_speed(0, 1.0)
+
+    assert run_processes(LINK, worker, brake) == pytest.approx(5)
+
+
+def test_a_deadlock_is_reported_with_its_ranks():
+    with pytest.raises(RuntimeError, match=r"ranks \[0, 1\] wait"):
+        run_processes(LINK, lambda _: iter([Send(1, 1)]), lambda _: iter([Send(0, 1)]))
+
+
+# ---- one step -----------------------------------------------------------------------------------------------------
+
+
+def test_schedule_worked_out_by_hand():
+    """Two layers of 1 MB, two ranks, 10 MB/s, no latency: an all-reduce of 1 MB takes 0.1 s."""
+    network = Network(Costs(0, 1e-7))
+    shallow = Profile((Layer("first", 0.01, 0.03, 1e6), Layer("last", 0.02, 0.05, 1e6)), 0.005)
+    step = simulate(shallow, 2, network, bucket_cap_mb=0.5)
+    # forward 0.03, last layer ready at 0.08, first at 0.11; buckets 0.08-0.18 and 0.18-0.28; update 0.005
+    assert step.step_s == pytest.approx(0.285)
+    assert step.compute_s == pytest.approx(0.115)
+    assert step.exposed_s == pytest.approx(0.17)
+    edges = [(s.name, round(s.start, 6), round(s.end, 6)) for s in step.spans if s.lane == "network"]
+    assert edges == [("communication", 0.08, 0.18), ("communication", 0.18, 0.28)]
+    one = simulate(shallow, 2, network, bucket_cap_mb=math.inf)
+    assert one.step_s == pytest.approx(0.11 + 0.2 + 0.005)
+
+
+def test_interference_and_cores_worked_out_by_hand():
+    network = Network(Costs(0, 1e-7))
+    shallow = Profile((Layer("first", 0.0, 0.15, 1e6), Layer("last", 0.0, 0.05, 1e6)))
+    # bucket 0 travels 0.05-0.15; at half speed 0.05 of the 0.15 is done by then: backward ends at 0.25
+    assert simulate(shallow, 2, network, bucket_cap_mb=0.5, interference=1.0).step_s == pytest.approx(0.25 + 0.1)
+    # a bucket that ends before the backward pass slows down only a part of it
+    long = Profile((Layer("first", 0.0, 0.35, 0), Layer("last", 0.0, 0.05, 1e6)))
+    assert simulate(long, 2, network, interference=1.0).step_s == pytest.approx(0.4 + 0.05)
+    assert simulate(shallow, 4, network, cores=2).compute_s == pytest.approx(0.4)
+    assert simulate(shallow, 2, network, cores=2).compute_s == pytest.approx(0.2)
+    spare = simulate(shallow, 2, network, bucket_cap_mb=0.5, interference=1.0, cores=4)
+    assert spare.step_s == pytest.approx(0.2 + 0.1)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    profile=profiles,
+    link=link_costs,
+    hosts=st.integers(1, 4),
+    per_host=st.sampled_from([1, 2, 4]),
+    algorithm=st.sampled_from(["ring", "whole_gradient_ring", "hierarchical_ring"]),
+    cap=st.sampled_from([0.01, 1.0, 25.0, math.inf]),
+    interference=st.sampled_from([0.0, 0.4]),
+    cores=st.sampled_from([None, 2]),
+)
+def test_one_rank_stands_for_all(profile, link, hosts, per_host, algorithm, cap, interference, cores):
+    """The short way, one rank and the closed form, equals playing all ranks and messages."""
+    local = Costs(link.alpha / 10, link.beta / 10, link.gamma)
+    network = Network(link, local, per_host)
+    options = {"bucket_cap_mb": cap, "interference": interference, "cores": cores}
+    short = simulate(profile, hosts * per_host, network, algorithm, **options)
+    full = simulate(profile, hosts * per_host, network, algorithm, every_rank=True, **options)
+    assert short.step_s == pytest.approx(full.step_s, rel=1e-9)
+
+
+@settings(max_examples=30, deadline=None)
+@given(profiles, link_costs, st.integers(2, 9), st.sampled_from(["tree", "halving_doubling", "parameter_server"]))
+def test_one_rank_stands_for_all_in_the_other_algorithms(profile, link, world_size, algorithm):
+    short, full = (
+        simulate(profile, world_size, Network(link), algorithm, bucket_cap_mb=1, every_rank=every)
+        for every in (False, True)
+    )
+    assert short.step_s == pytest.approx(full.step_s, rel=1e-9)
+
+
+def test_the_short_way_would_be_caught_when_wrong():
+    """Control: playing another algorithm, or one more rank, gives another step time."""
+    model = even_profile(backward=1e-5)
+    step = simulate(model, 4, LINK, bucket_cap_mb=1)
+    others = [simulate(model, 5, LINK, bucket_cap_mb=1, every_rank=True)]
+    others += [simulate(model, 4, LINK, name, 1, every_rank=True) for name in ("tree", "whole_gradient_ring")]
+    assert all(abs(other.step_s / step.step_s - 1) > 0.05 for other in others)
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "whole_gradient_ring", "parameter_server", "tree", "halving_doubling"])
+@pytest.mark.parametrize(("hosts", "per_host"), [(2, 2), (2, 4), (4, 2), (4, 4)])
+def test_collectives_on_hosts_equal_their_messages(algorithm, hosts, per_host):
+    network = Network(Costs(2e-5, 1e-9, 1e-10), Costs(2e-6, 1e-10), per_host)
+    for nbytes in (1e3, 1e5, 1e7):
+        expected = play(algorithm, nbytes, hosts * per_host, network)
+        assert on_hosts(algorithm, nbytes, hosts * per_host, network) == pytest.approx(expected, rel=1e-9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(profiles, link_costs, st.integers(1, 64), st.sampled_from([0.01, 1.0, 25.0]))
+def test_step_lies_between_compute_and_compute_plus_communication(profile, link, world_size, cap):
+    step = simulate(profile, world_size, Network(link), bucket_cap_mb=cap)
+    assert step.compute_s * (1 - 1e-12) <= step.step_s <= (step.compute_s + step.communication_s) * (1 + 1e-9)
+    assert sum(step.buckets) == pytest.approx(profile.gradient_bytes)
+    network = [span for span in step.spans if span.lane == "network"]
+    assert all(a.end <= b.start + 1e-12 for a, b in pairwise(network))
+
+
+def test_overlap_hides_what_fits_under_backward():
+    hidden = simulate(even_profile(backward=0.1), 4, LINK, bucket_cap_mb=1)
+    last = theory.seconds("ring", MIB, 4, LINK.link)
+    assert hidden.exposed_s == pytest.approx(last)
+    assert simulate(even_profile(backward=0.1), 4, LINK, bucket_cap_mb=math.inf).exposed_s > 5 * last
+
+
+def test_the_best_bucket_cap_is_neither_the_smallest_nor_the_largest():
+    """Small buckets pay latencies, one large bucket hides nothing."""
+    many = even_profile(layers=64, forward=1e-4, backward=1e-3, nbytes=MIB / 8)
+    cap, step = best_bucket_cap(many, 8, Network(Costs(2e-4, 2e-9)))
+    rows = dict(sweep.by_bucket_cap(many, 8, Network(Costs(2e-4, 2e-9))))
+    assert min(rows) < cap < max(rows)
+    assert step.step_s == min(other.step_s for other in rows.values())
+    assert rows[min(rows)].step_s > 1.05 * step.step_s and rows[max(rows)].step_s > 1.05 * step.step_s
+
+
+def test_efficiency_falls_with_devices_and_the_knee_is_where_it_passes_90_percent():
+    network = Network(Costs(3e-6, 1e-10))
+    steps = sweep.by_devices(even_profile(), [2**k for k in range(11)], network, bucket_cap_mb=1)
+    efficiencies = [step.efficiency for step in steps]
+    assert efficiencies == sorted(efficiencies, reverse=True) and efficiencies[0] == pytest.approx(1)
+    at = sweep.knee(steps)
+    position = [step.world_size for step in steps].index(at)
+    assert efficiencies[position] >= 0.9 > efficiencies[position + 1] > 0.5
+    assert sweep.knee(steps[position + 1 :]) is None
+
+
+def test_the_knee_is_the_last_device_before_the_first_step_below_90_percent():
+    steps = [SimpleNamespace(world_size=k, efficiency=e) for k, e in [(8, 0.93), (1, 1.0), (4, 0.89), (2, 0.9)]]
+    assert sweep.knee(steps) == 2
+
+
+def test_four_thousand_devices_and_500_buckets_take_less_than_two_seconds():
+    network = Network(Costs(1e-5, 8e-11), Costs(2e-6, 2e-12), 8)
+    start = time.process_time()
+    step = simulate(even_profile(500), 4096, network, bucket_cap_mb=1)
+    assert time.process_time() - start < 2
+    assert len(step.buckets) == 500 and step.world_size == 4096
+
+
+# ---- models -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cap", [0.01, 0.1, 1.0, 25.0])
+def test_buckets_are_those_of_stage_5(cap):
+    model = problems.make("digits").model()
+    parameters = list(model.parameters())
+    layers = tuple(Layer(name, 0, 0, p.numel() * p.element_size()) for name, p in model.named_parameters())
+    ours = [[parameters[index] for index in bucket] for bucket in assign_buckets(Profile(layers), cap)]
+    theirs = stage5_bucketed.assign_buckets(parameters, cap)
+    assert [[id(p) for p in bucket] for bucket in ours] == [[id(p) for p in bucket] for bucket in theirs]
+
+
+def test_profile_measures_a_real_model_and_leaves_it_alone():
+    problem = problems.make("digits", dropout=0.5)
+    model = problem.model()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    measured = profile(model, *next(problem.batches(32, 1)), repeats=3, warmup=1)
+    assert measured.gradient_bytes == sum(4 * p.numel() for p in model.parameters())
+    assert {layer.name for layer in measured.layers} == {name for name, _ in model.named_parameters()}
+    modules = [name.split(".")[0] for name, _ in model.named_parameters()]
+    assert [layer.name.split(".")[0] for layer in measured.layers] == modules
+    assert all(layer.backward_s >= 0 for layer in measured.layers) and measured.update_s > 0
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(p.grad is None and not p._post_accumulate_grad_hooks for p in model.parameters())
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_profile_keeps_gradients_and_buffers():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    profile(model, torch.randn(8, 4), torch.zeros(8, dtype=torch.long), repeats=1, warmup=0)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(torch.equal(parameter.grad, torch.ones_like(parameter)) for parameter in model.parameters())
+
+
+def test_profile_finds_the_layer_that_takes_long():
+    class Slow(torch.nn.Linear):
+        def forward(self, x):
+            time.sleep(0.02)
+            return super().forward(x)
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), Slow(4, 4), torch.nn.Linear(4, 3))
+    measured = profile(model, torch.randn(2, 4), torch.tensor([0, 2]), repeats=3, warmup=1)
+    forward = {layer.name: layer.forward_s for layer in measured.layers}
+    assert max(forward, key=forward.get).startswith("1.") and sum(forward.values()) >= 0.02
+
+
+def test_a_model_without_trainable_parameters_is_refused():
+    frozen = torch.nn.Linear(2, 2).requires_grad_(False)
+    with pytest.raises(ValueError, match="no trainable parameters"):
+        profile(frozen, torch.randn(1, 2), torch.tensor([0]))
+
+
+def test_resnets_have_their_published_sizes():
+    sizes = {name: sum(size for _, size, _ in resnets.layers(name)) for name in resnets.SHAPES}
+    published_sizes = {"resnet50": 25557032, "resnet101": 44549160, "resnext50": 25028904, "resnext101": 88791336}
+    assert sizes == published_sizes
+    assert sum(work for *_, work in resnets.layers("resnet50")) == pytest.approx(4.09e9, rel=1e-3)
+    assert resnets.profile("resnet50", 0.1).compute_s == pytest.approx(0.1)
+
+
+# ---- published tables ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def shaped():
+    return published.shaped_links()
+
+
+def test_all_reduce_at_8_is_predicted_from_4(shaped):
+    held_out = [row for row in shaped["compared"] if row["held_out"]]
+    assert {(row["library"], row["K"]) for row in held_out} == {("gloo", 8), ("nccl", 8)} and len(held_out) == 6
+    assert max(abs(row["error"]) for row in held_out if row["library"] == "gloo") <= 0.10
+    assert max(abs(row["error"]) for row in held_out if row["library"] == "nccl") <= 0.05
+
+
+def test_calibration_never_sees_what_it_predicts(shaped, monkeypatch):
+    """Nonsense at K = 8 changes no parameter and no prediction."""
+    table = facts.rows("allreduce_on_shaped_links")
+    spoilt = [row if row["K"] == 4 else row | {"gloo_ms": 1.0, "nccl_ms": 1.0} for row in table]
+    monkeypatch.setattr(facts, "rows", lambda name: spoilt)
+    again = published.shaped_links(ranks=(8,))
+    assert again["parameters"] == shaped["parameters"]
+    assert again["predictions"] == [row for row in shaped["predictions"] if row["K"] == 8]
+    assert max(abs(row["error"]) for row in again["compared"] if row["held_out"]) > 100
+
+
+def test_gloo_and_nccl_are_different_algorithms(shaped):
+    """Control: each library's times are missed by far with the other's algorithm, fitted in the same way."""
+    table = facts.rows("allreduce_on_shaped_links")
+    swapped = [row | {"gloo_ms": row["nccl_ms"], "nccl_ms": row["gloo_ms"]} for row in table]
+    known = [row for row in swapped if row["K"] == 4]
+    for library, bound in (("gloo", 0.10), ("nccl", 0.05)):
+        parameters = published.calibrate_shaped_links(library, known)
+        errors = [published.shaped_link_ms(library, parameters, r) / r[f"{library}_ms"] - 1 for r in swapped]
+        assert max(map(abs, errors)) > bound, library
+
+
+def test_delay_hurts_gloo_and_hardly_touches_nccl():
+    near, far = (Costs(delay, 8e-9) for delay in (1e-5, 1e-2))
+    gloo = [play(gloo_ring, 32 * MIB, 4, Network(costs, handshake=True)) for costs in (near, far)]
+    nccl = [play(nccl_ring, 32 * MIB, 4, Network(costs)) for costs in (near, far)]
+    ring_s = theory.seconds("ring", 32 * MIB, 4, Costs(0, 8e-9))
+    assert gloo[0] == pytest.approx(ring_s, rel=0.02) and nccl[0] == pytest.approx(ring_s, rel=0.02)
+    assert gloo[1] > 1.6 * gloo[0] and nccl[1] < 1.05 * nccl[0]
+
+
+@pytest.mark.parametrize("program", [gloo_ring, nccl_ring])
+def test_library_rings_send_exactly_what_a_ring_sends(program, monkeypatch):
+    for world_size in (2, 3, 4):
+        sent = {}
+        original = Simulation.post
+
+        def counting(self, rank, operation, original=original, sent=sent):
+            if isinstance(operation, Send) and not operation.posted:
+                sent[rank] = sent.get(rank, 0) + operation.nbytes
+            return original(self, rank, operation)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Simulation, "post", counting)
+            play(program, 10 * MIB, world_size, Network(Costs(1e-4, 1e-8), handshake=program is gloo_ring))
+        expected = 2 * (world_size - 1) / world_size * 10 * MIB
+        assert sent == pytest.approx(dict.fromkeys(range(world_size), expected))
+
+
+def test_gloo_cuts_even_a_short_message_into_two_segments_a_chunk():
+    latency = Costs(1e-3, 0.0)
+    short, long = (play(gloo_ring, nbytes, 4, Network(latency)) for nbytes in (1000, 8 * MIB))
+    assert short == pytest.approx(long) and short > 0, "2 K segments, as many as 8 MiB have of 1 MiB each"
+
+
+def test_v100_steps_are_predicted_from_1_and_2():
+    result = published.v100_steps()
+    assert [row["K"] for row in result["compared"]] == [4, 8, 16] * 4
+    assert result["error"]["largest"] <= 0.05
+    table = {row["model"]: row for row in facts.rows("ddp_step_seconds_v100")}
+    for row in result["compared"]:
+        constant = table[row["model"]]["gpus_2"] / row["measured_s"] - 1
+        assert row["constant_error"] == pytest.approx(constant, abs=1e-4)
+
+
+def test_facts_are_shipped_whole_with_their_sources():
+    for name, source in facts.SOURCES.items():
+        path = Path(facts.__file__).parent / f"{name}.csv"
+        with path.open() as file:
+            assert len(facts.rows(name)) == sum(1 for _ in csv.reader(file)) - 1
+        assert len(source) > 50
+    with pytest.raises(ValueError, match='no table "moon"'):
+        facts.rows("moon")
+
+
+# ---- command and figures ------------------------------------------------------------------------------------------
+
+
+def test_simulate_prints_a_table_and_writes_a_figure(tmp_path, capsys):
+    words = "simulate --model resnet50 --devices 1..4096 --link 100Gbit --local-link 3.6Tbit --algorithm ring --out"
+    assert cli.main([*words.split(), str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = [line.split() for line in lines if line.strip()[:1].isdigit()]
+    assert [int(row[0]) for row in rows] == [2**k for k in range(13)]
+    assert any("efficient up to" in line for line in lines)
+    assert (tmp_path / "simulate.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--devices 0..4", "go from 1"),
+        ("--devices -4", "cannot read the devices"),
+        ("--devices 8..2", "smaller first"),
+        ("--link 100", "100Gbit"),
+        ("--link -1Gbit", "more than zero"),
+        ("--local-link 0bit", "more than zero"),
+        ("--latency 5parsec", "cannot read the time"),
+        ("--algorithm circle", 'unknown algorithm "circle"'),
+        ("--devices 12", "do not fill hosts of 8"),
+        ("--bucket-cap 0", "bucket_cap_mb is 0.0"),
+        ("--per-host 0", "at least 1"),
+        ("--interference -1", "interference is -1.0"),
+        ("--step-time 0ms", "more than zero"),
+    ],
+)
+def test_bad_options_end_with_one_line_and_exit_code_2(tmp_path, capsys, options, words):
+    options = options.replace(" ", "=", 1) if options.split()[1].startswith("-") else options
+    words = words.replace("100Gbit", "200Mbit") if "--link 100" in options and "Gbit" not in options else words
+    arguments = ["simulate", "--model", "resnet50", "--out", str(tmp_path), *options.split()]
+    assert cli.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1
+
+
+def test_bad_input_in_python_says_what_is_wrong():
+    model = even_profile()
+    for call, words in [
+        (lambda: simulate(model, 0, LINK), "world size is 0"),
+        (lambda: simulate(model, -2, LINK), "world size is -2"),
+        (lambda: simulate(Profile(()), 2, LINK), "no gradients"),
+        (lambda: simulate(Profile((Layer("a", -1, 0, 1),)), 2, LINK), "seconds"),
+        (lambda: simulate(Profile((Layer("a", 0, 0, math.nan),)), 2, LINK), "bytes"),
+        (lambda: simulate(model, 2, LINK, bucket_cap_mb=-1), "MiB"),
+        (lambda: simulate(model, 2, Network(Costs(-1, 1))), "seconds a message"),
+        (lambda: simulate(model, 2, LINK, cores=0), "cores"),
+        (lambda: simulate(model, 6, Network(Costs(0, 1), None, 4)), "do not fill"),
+        (lambda: simulate(model, 12, Network(Costs(0, 1), None, 4), "halving_doubling"), "no formula"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            call()
+
+
+def test_devices_are_read_as_people_write_them():
+    assert parse_devices("1..4096") == [2**k for k in range(13)]
+    assert parse_devices("3..20") == [3, 6, 12] and parse_devices("6") == [6] and parse_devices("4, 2") == [2, 4]
+
+
+def test_bench_writes_predictions_with_the_agreed_keys(tmp_path, capsys, shaped, monkeypatch):
+    monkeypatch.setattr(published, "shaped_links", lambda: shaped)  # two seconds once are enough
+    assert cli.main(["bench", "simulator", "--out", str(tmp_path)]) == 0
+    rows = json.loads((tmp_path / "simulator.json").read_text())
+    keys = {"library", "K", "link_gbit_s", "link_delay_ms", "message_mib", "predicted_ms"}
+    assert all(set(row) == keys and row["predicted_ms"] > 0 for row in rows)
+    assert {(row["library"], row["K"]) for row in rows} >= {(lib, K) for lib in ("gloo", "nccl") for K in (16, 32)}
+    assert "constant predictor's" in capsys.readouterr().out
+    parts = json.loads((tmp_path / "bench_simulator.json").read_text())["parts"]
+    assert all(promise["kept"] for part in parts.values() for promise in part["promises"])
+
+
+@pytest.mark.parametrize("median, largest, kept", [(0.09, 0.19, True), (0.11, 0.19, False), (0.09, 0.21, False)])
+def test_errors_of_our_own_training_are_judged(median, largest, kept):
+    promises = simulator.promised_of_own({"median": median, "largest": largest})
+    assert all(promise.record()["kept"] for promise in promises) == kept
+
+
+def test_figures_say_what_they_show():
+    steps = sweep.by_devices(even_profile(), [1, 2, 4, 8, 256], LINK, bucket_cap_mb=1)
+    scaling = simulator_plots.scaling_figure({"ring": steps})
+    assert f"K = {sweep.knee(steps)}" in scaling.message
+    caps = simulator_plots.bucket_cap_figure({"K = 4": sweep.by_bucket_cap(even_profile(), 4, LINK)})
+    assert "best cap" in caps.message
+    winners = simulator_plots.winners_figure(Costs(1e-5, 8e-11))
+    assert "ring" in winners.message and "halving-doubling" in winners.message
+    for picture in (scaling, caps, winners):
+        assert picture.message and picture.png().startswith(b"\x89PNG")
+
+
+def test_full_simulation_of_ring_uses_every_rank():
+    """Control for the oracle: the messages of all ranks were really played."""
+    simulation = Simulation(LINK)
+    for rank in range(4):
+        simulation.start(rank, ring(rank, 4, 4e6, simulation))
+    assert simulation.run() == pytest.approx(theory.ring(4e6, 4, LINK.link))
+    with pytest.raises(RuntimeError, match="deadlock"):
+        partial = Simulation(LINK)
+        for rank in range(3):
+            partial.start(rank, ring(rank, 4, 4e6, partial))
+        partial.run()
+
+
+# ---- our own training ---------------------------------------------------------------------------------------------
+
+
+def made_up_rows(profiles, costs, unseen):
+    """Step times as the simulator itself would have them."""
+    settings = [
+        (m, k, K, cap) for m in profiles for k in measured.IMPLEMENTATIONS for K in (2, 3, 4) for cap in (0.25, 1)
+    ]
+    rows = [dict(zip(("model", "implementation", "K", "bucket_cap_mb"), setting, strict=True)) for setting in settings]
+    times = [measured.predict(row, profiles, costs[row["implementation"]], 2, unseen) for row in rows]
+    return [row | {"measured_ms": 1e3 * seconds} for row, seconds in zip(rows, times, strict=True)]
+
+
+def test_what_cannot_be_seen_is_found_at_two_ranks_and_carried_to_four():
+    profiles = {"deep": even_profile(16, 4e-3, 8e-3, MIB / 8), "wide": even_profile(4, 1e-3, 2e-3, MIB)}
+    costs = dict.fromkeys(measured.IMPLEMENTATIONS, Costs(1e-4, 4e-8))
+    truth = measured.Unseen(1.5, 0.3, 2e-3)
+    rows = made_up_rows(profiles, costs, truth)
+    result = measured.judge(rows, profiles, costs, 2)
+    assert result["held_out_error"]["largest"] < 0.02
+    spoilt = [row if row["K"] == 2 else row | {"measured_ms": 1.0} for row in rows]
+    again = measured.judge(spoilt, profiles, costs, 2)
+    assert again["calibration"] == result["calibration"] and again["held_out_error"]["median"] > 10
+    blind = measured.judge(rows, profiles, costs, cores=8)  # control: as if each rank had a core of its own
+    assert blind["held_out_error"]["largest"] > 0.1
+
+
+def test_training_is_timed_in_every_setting():
+    seconds = launch(measured.time_setting, "synthetic", "stage 5", 1.0, world_size=2, device="cpu")
+    assert all(len(rank) == measured.STEPS and min(rank) > 0 for rank in seconds)

@@ -1,0 +1,119 @@
+"""Whose time counts: a thread's clock with a made-up processor."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from ddp_course.running.devices import clock
+from ddp_course.running.devices.clock import Clock, ThreadClock
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A clock on the wall, the seconds that this thread has computed, and those it stood in line."""
+    state = SimpleNamespace(wall=100.0, computed=1.0, queued=0.0)
+
+    def pass_time(seconds):
+        state.wall += seconds
+
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: state.wall)
+    monkeypatch.setattr(clock.time, "thread_time", lambda: state.computed)
+    monkeypatch.setattr(clock.time, "sleep", pass_time)
+    monkeypatch.setattr(ThreadClock, "in_line", lambda self: state.queued)
+
+    def work(seconds, in_line=0.0):
+        state.computed += seconds
+        state.queued += in_line
+        state.wall += seconds + in_line
+
+    state.work, state.wait = work, pass_time
+    return state
+
+
+def operation(thread, machine, device, seconds, real, in_line=0.0):
+    """One operation of `seconds` device time that really takes `real`."""
+    thread.catch_up()
+    thread.real(machine.work, (real, in_line), {})
+    thread.reach(device.book(thread.now, seconds))
+
+
+def test_a_device_takes_its_time_whatever_the_arithmetic_takes(machine):
+    thread, device = ThreadClock(), Clock()
+    for _ in range(10):
+        operation(thread, machine, device, 0.1, 0.02)
+    assert machine.wall == pytest.approx(101.0) and device.busy == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("lost", [{"real": 0.25}, {"real": 0.05, "in_line": 0.2}])
+def test_what_the_processor_could_not_keep_up_with_is_caught_up(machine, lost):
+    thread, device = ThreadClock(), Clock()
+    operation(thread, machine, device, 0.1, **lost)
+    assert machine.wall == pytest.approx(100.25) and thread.behind == pytest.approx(0.15)
+    for _ in range(9):
+        operation(thread, machine, device, 0.1, 0.02)
+    assert machine.wall == pytest.approx(101.0) and thread.behind == pytest.approx(0.0)
+
+
+def test_without_catching_up_the_same_work_takes_longer(machine, monkeypatch):
+    """The negative control: a device that counts from when Python came."""
+
+    def from_now(self):
+        self.now = clock.time.perf_counter()
+
+    monkeypatch.setattr(ThreadClock, "catch_up", from_now)
+    thread, device = ThreadClock(), Clock()
+    operation(thread, machine, device, 0.1, 0.25)
+    for _ in range(9):
+        operation(thread, machine, device, 0.1, 0.02)
+    assert machine.wall > 101.1
+
+
+def test_waiting_leaves_the_device_idle(machine):
+    thread, device = ThreadClock(), Clock()
+    operation(thread, machine, device, 0.1, 0.02)
+    machine.wait(0.5)
+    operation(thread, machine, device, 0.1, 0.02)
+    assert machine.wall == pytest.approx(100.7) and device.busy == pytest.approx(0.2)
+
+
+def test_who_was_late_and_then_waited_for_others_is_not_earlier_than_they(machine):
+    thread, device = ThreadClock(), Clock()
+    operation(thread, machine, device, 0.1, 0.3)
+    machine.wait(0.5)
+    thread.catch_up()
+    assert thread.behind == pytest.approx(0.0)
+
+
+def test_a_short_wait_for_a_lock_does_not_forgive_what_was_lost(machine):
+    thread, device = ThreadClock(), Clock()
+    operation(thread, machine, device, 0.1, 0.3)
+    machine.wait(0.001)
+    thread.catch_up()
+    assert thread.behind == pytest.approx(0.2)
+
+
+def test_a_queue_hides_a_little_python_and_no_more(machine):
+    thread, device = ThreadClock(), Clock()
+    operation(thread, machine, device, 0.1, 0.02)
+    machine.work(0.002)
+    operation(thread, machine, device, 0.1, 0.02)
+    assert machine.wall == pytest.approx(100.2)
+    machine.work(1.0)  # an import, say
+    operation(thread, machine, device, 0.1, 0.02)
+    assert machine.wall == pytest.approx(101.3, abs=clock.HIDDEN)
+
+
+def test_an_operation_waits_until_its_device_is_free(machine):
+    first, device = ThreadClock(), Clock()
+    assert device.book(first.now, 0.5) == pytest.approx(100.5)
+    assert device.book(first.now, 0.5) == pytest.approx(101.0)
+    assert device.book(200.0, 0.5) == pytest.approx(200.5) and device.busy == pytest.approx(1.5)
+
+
+def test_the_clock_of_a_real_thread_goes_on_while_it_waits():
+    import time
+
+    thread = ThreadClock()
+    time.sleep(0.05)
+    thread.catch_up()
+    assert thread.behind < 0.05

@@ -1,0 +1,95 @@
+"""What an emulated device is told, what it refuses, and what it says of itself."""
+
+import pytest
+
+from ddp_course import Device, launch
+from ddp_course.errors import DeviceError
+from ddp_course.running.devices import ACCELERATORS, capacity, for_ranks
+
+
+@pytest.mark.parametrize("text, rate", [("2GFLOP/s", 2e9), ("1.5 TFLOP/s", 1.5e12), ("300 kflop/s", 3e5)])
+def test_rate(text, rate):
+    assert Device(text).rate == pytest.approx(rate)
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"rate": "fast"}, "cannot read the rate"),
+        ({"rate": "0GFLOP/s"}, "more than zero"),
+        ({"rate": "-1GFLOP/s"}, "more than zero"),
+        ({"rate": "1e400GFLOP/s"}, "out of range"),
+        ({"rate": "2GB/s"}, "2GFLOP/s"),
+        ({"rate": None}, "cannot read the rate"),
+        ({"rate": "2GFLOP/s", "memory": "0GB/s"}, "memory"),
+        ({"rate": "2GFLOP/s", "memory": "lots"}, "5GB/s"),
+        ({"rate": "2GFLOP/s", "bus": "wide"}, "bandwidth"),
+    ],
+)
+def test_impossible_devices_are_refused_in_one_line(options, words):
+    with pytest.raises(DeviceError, match=words) as refused:
+        Device(**options)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_roofline_has_two_sides():
+    device = Device("2GFLOP/s", memory="1GB/s")
+    assert device.seconds(4e9, 1e9) == (2.0, "flops") and device.seconds(1e9, 3e9) == (3.0, "memory")
+    assert Device("2GFLOP/s").seconds(0, 1e9) == (0.0, "flops")
+
+
+def test_known_accelerators_in_slow_motion():
+    device = Device.like("A100", slowed=1000, scale=20)
+    assert device.rate == pytest.approx(312e12 / 20_000) and device.memory == pytest.approx(2.039e12 / 20_000)
+    assert "A100 slowed 1000 times" in str(device)
+    assert all(known.source for known in ACCELERATORS.values())
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (("B52",), "unknown device.*A100"),
+        (("A100", 0), "slowed is 0"),
+        (("A100", 1, 0.5), "scale is 0.5"),
+        (("A100", "slow"), "slowed is 'slow'"),
+    ],
+)
+def test_impossible_slow_motion(arguments, words):
+    with pytest.raises(DeviceError, match=words):
+        Device.like(*arguments)
+
+
+def test_what_the_processor_cannot_carry_is_refused_with_what_it_can(monkeypatch):
+    monkeypatch.setattr(capacity, "convolving", lambda: 40e9)
+    monkeypatch.setattr(capacity, "adding", lambda: 8e9)
+    monkeypatch.setattr(capacity, "usable_cores", lambda: 2)
+    capacity.of_core.cache_clear()
+    Device("10GFLOP/s", memory="2GB/s").check(4)
+    with pytest.raises(DeviceError, match="at most 10 GFLOP/s"):
+        Device("11GFLOP/s").check(4)
+    with pytest.raises(DeviceError, match=r"choose at most 2\.5 GFLOP/s and memory of 2 GB/s"):
+        Device("5GFLOP/s", memory="4GB/s").check(4)
+    Device("20GFLOP/s").check(2)
+    with pytest.raises(DeviceError, match=r"choose slowed=32000 or more"):
+        Device.like("A100", slowed=1000).check(4)
+    Device.like("A100", slowed=1020e3).check(4)
+    capacity.of_core.cache_clear()
+
+
+def test_a_bad_moment_does_not_lead_to_a_refusal(monkeypatch):
+    speeds = iter([1e9] * capacity.TRIES + [40e9] * capacity.TRIES)
+    monkeypatch.setattr(capacity, "convolving", lambda: next(speeds))
+    capacity.of_core.cache_clear()
+    Device("2GFLOP/s").check(2)
+    capacity.of_core.cache_clear()
+
+
+def test_one_device_for_all_ranks_or_one_for_each():
+    fast, slow = Device("20MFLOP/s"), Device("10MFLOP/s")
+    assert for_ranks(fast, 2) == [fast, fast] and for_ranks([fast, slow], 2) == [fast, slow]
+    with pytest.raises(DeviceError, match="2 devices for 3 ranks"):
+        launch(print, world_size=3, device=[fast, slow])
+    with pytest.raises(DeviceError, match="'cpu' is no Device"):
+        launch(print, world_size=2, device=[fast, "cpu"])
+    with pytest.raises(DeviceError, match="choose at most"):
+        launch(print, world_size=2, device=[slow, Device("900TFLOP/s")])

@@ -1,0 +1,119 @@
+"""Which device and backend ranks get, on machines that we do not have: `torch.cuda` is patched."""
+
+import os
+import sys
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ddp_course import launch
+from ddp_course.running.devices import rank_device
+from ddp_course.running.devices.placement import BOTH, agreed_backend, gpu_identity, placement
+from ddp_course.running.join import common_backend
+
+module = sys.modules["ddp_course.running.devices.placement"]  # its function has the same name
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """`gpus(4)`: from now on this machine has four GPUs."""
+
+    def have(count, usable=True):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: usable and count > 0)
+        monkeypatch.setattr(module, "nccl_here", lambda: True)
+
+    return have
+
+
+@pytest.mark.parametrize(
+    "count, world_size, device, backend, devices",
+    [
+        (0, 2, "auto", "gloo", ["cpu", "cpu"]),
+        (1, 1, "auto", BOTH, ["cuda:0"]),
+        (1, 3, "auto", "gloo", ["cuda:0"] * 3),
+        (4, 4, "auto", BOTH, [f"cuda:{rank}" for rank in range(4)]),
+        (8, 2, "cuda", BOTH, ["cuda:0", "cuda:1"]),
+        (2, 4, "cuda", "gloo", ["cuda:0", "cuda:1", "cuda:0", "cuda:1"]),
+        (4, 1, "cuda:3", BOTH, ["cuda:3"]),
+        (4, 2, "cuda:3", "gloo", ["cuda:3", "cuda:3"]),
+        (4, 2, "cpu", "gloo", ["cpu", "cpu"]),
+    ],
+)
+def test_devices_and_backend(gpus, count, world_size, device, backend, devices):
+    gpus(count)
+    where = placement(device, world_size)
+    assert (where.backend, where.devices) == (backend, devices)
+
+
+def test_cpu_tensors_have_a_backend_where_ranks_have_gpus():
+    assert dist.BackendConfig(dist.Backend(BOTH)).get_device_backend_map() == {"cpu": "gloo", "cuda": "nccl"}
+
+
+def test_gpus_that_cuda_cannot_use_are_left_alone_with_a_line_that_says_why(gpus, monkeypatch):
+    gpus(2)
+
+    def broken():
+        warnings.warn("CUDA initialization: The NVIDIA driver on your system is too old", stacklevel=1)
+        return False
+
+    monkeypatch.setattr(torch.cuda, "is_available", broken)
+    with pytest.warns(UserWarning, match=r"has 2 GPUs, but CUDA cannot use them \(.*too old\): the CPU is used"):
+        assert placement("auto", 2).devices == ["cpu", "cpu"]
+    with pytest.warns(UserWarning), pytest.raises(ValueError, match="this machine has 0 GPUs; try --device cpu"):
+        placement("cuda", 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert placement("cpu", 2).devices == ["cpu", "cpu"]  # nobody asked, nothing is said
+
+
+def test_ranks_on_the_cpu_see_no_gpu():
+    assert launch(lambda: os.environ["CUDA_VISIBLE_DEVICES"], world_size=2, device="cpu") == ["", ""]
+
+
+def test_a_gpu_is_known_by_its_uuid_and_host(gpus, monkeypatch):
+    gpus(1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"U{device.index}"))
+    monkeypatch.setattr("socket.gethostname", lambda: "host3")
+    assert gpu_identity("cuda:0") == "host3/U0" and gpu_identity("cpu") == "cpu"
+
+
+@pytest.mark.parametrize(
+    "identities, backend",
+    [
+        (["a/1", "a/2", "b/1"], BOTH),
+        (["a/1", "a/1"], "gloo"),  # two ranks on one GPU, whatever they call it
+        (["a/1", "cpu"], "gloo"),
+        (["cpu"], "gloo"),
+    ],
+)
+def test_ranks_agree_on_a_backend(gpus, monkeypatch, identities, backend):
+    gpus(1)
+    assert agreed_backend(identities) == backend
+    monkeypatch.setattr(module, "nccl_here", lambda: False)
+    assert agreed_backend(identities) == "gloo"
+
+
+def test_slurms_one_gpu_a_task_is_nccl(gpus, monkeypatch):
+    """Every task has a cuda:0 of its own, and four of them are on this host: by the count alone it would be gloo."""
+    gpus(1)
+    store = dist.HashStore()
+    for rank in range(4):
+        store.set(f"ddp_course/gpu/{rank}", f"host/U{rank}")
+    monkeypatch.setattr("ddp_course.running.join.gpu_identity", lambda device: "host/U0")
+    assert placement("auto", 4).devices == ["cuda:0"] * 4
+    assert common_backend(store, 0, 4, "cuda:0") == BOTH
+    store.set("ddp_course/gpu/3", "host/U0")
+    assert common_backend(store, 0, 4, "cuda:0") == "gloo"
+
+
+def test_the_device_of_a_rank_under_torchrun(gpus, monkeypatch):
+    gpus(2)
+    monkeypatch.delenv("DDP_COURSE_DEVICE", raising=False)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert rank_device() == torch.device("cuda:1")
+    gpus(0)
+    assert rank_device() == torch.device("cpu")

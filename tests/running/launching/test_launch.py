@@ -1,0 +1,302 @@
+"""`launch` itself: results, arguments, limits, what ranks see, and what happens when its processes are killed."""
+
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from ddp_course import launch
+from ddp_course.errors import LaunchError, RankError
+from ddp_course.running.devices import usable_cores
+from ddp_course.running.launching import forked, limits, run
+
+pytestmark = pytest.mark.alone
+
+SOAK = Path(__file__).parents[2] / "soak"
+
+
+def pid_and_rank():
+    return os.getpid(), dist.get_rank()
+
+
+def reduced(tensor):
+    dist.all_reduce(tensor)
+    return tensor
+
+
+def launch_processes():
+    """The agents and the ranks of this process's launch server; none if some end while we look."""
+    with suppress(psutil.NoSuchProcess):
+        agents = psutil.Process(forked.server_pid()).children()
+        return agents, [rank for agent in agents for rank in agent.children()]
+    return [], []
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
+def test_results_come_in_rank_order(world_size):
+    offset = 10
+    results = launch(
+        lambda a, b: (dist.get_rank() + offset, a * b, reduced(torch.tensor(2.0 ** dist.get_rank()))),
+        3,
+        b="x",
+        world_size=world_size,
+    )
+    assert results == [(rank + 10, "xxx", torch.tensor(2.0**world_size - 1)) for rank in range(world_size)]
+
+
+def test_half_a_gigabyte_in_and_out():
+    bytes_500 = torch.arange(500 * 1000 * 1000 // 8)
+    last = launch(lambda tensor: tensor if dist.get_rank() == 1 else tensor.sum().item(), bytes_500, world_size=2)
+    assert last[0] == bytes_500.sum().item()
+    assert torch.equal(last[1], bytes_500)
+
+
+def test_threads_follow_cores_and_world_size():
+    cores = usable_cores()
+    for world_size in (1, 4):
+        expected = max(1, cores // world_size)
+        assert launch(torch.get_num_threads, world_size=world_size) == [expected] * world_size
+
+
+def test_nothing_of_cuda_and_no_thread_in_the_server():
+    launch(pid_and_rank, world_size=2)
+    server = psutil.Process(forked.server_pid())
+    assert server.num_threads() == 1, "a lock that another thread holds at a fork would stay locked in the rank"
+    assert not [region.path for region in server.memory_maps() if "libcuda.so" in region.path]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_launch_from_a_parent_that_has_initialised_cuda():
+    torch.ones(1, device="cuda")
+    assert launch(lambda: torch.ones(2, device=torch.device("cuda:0")).sum().item(), world_size=1) == [2.0]
+
+
+def test_libraries_keep_quiet(capfd):
+    launch(lambda: dist.barrier(dist.new_group([0, 1])), world_size=2)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_greeting_of_older_gloo_is_left_out():
+    shown = []
+    lines = run.Lines(None, shown.append)
+    lines.feed(b"[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1\nhel")
+    lines.feed(b"lo\n[Gloo] is what I say\n")
+    assert shown == ["hello", "[Gloo] is what I say"]
+
+
+def test_launches_from_two_threads_at_once():
+    results = {}
+    threads = [
+        threading.Thread(target=lambda n=n: results.update({n: launch(lambda: n, world_size=2)})) for n in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {n: [n, n] for n in range(3)}
+
+
+def test_a_launch_inside_a_rank():
+    inner = launch(lambda: launch(dist.get_rank, world_size=2) if dist.get_rank() == 0 else None, world_size=2)
+    assert inner == [[0, 1], None]
+
+
+@pytest.mark.parametrize(
+    "bad, words",
+    [
+        ({"world_size": 0}, "world size is 0; it must be 1 or more"),
+        ({"world_size": -1}, "world size is -1; it must be 1 or more"),
+        ({"world_size": "2"}, "world size is '2'; it must be a whole number"),
+        ({"world_size": 2.0}, "world size is 2.0; it must be a whole number"),
+        ({"world_size": 10**9}, "world size 1000000000 does not fit: .*the largest that fits is"),
+        ({"timeout": 0}, "timeout is 0; it must be a positive number of seconds"),
+        ({"timeout": None}, "timeout is None; it must be a positive number of seconds"),
+        ({"timeout": math.inf}, "timeout is inf; it must be a positive number of seconds, at most"),
+        ({"timeout": math.nan}, "timeout is nan"),
+        ({"device": "tpu"}, 'unknown device "tpu"; choose'),
+        ({"device": 3}, "device is 3; choose"),
+        ({"link": "50Mbit"}, r"link is '50Mbit'; it must be a Link, such as Link\(bandwidth='50Mbit'\)"),
+    ],
+)
+def test_bad_input_is_refused_at_once_and_without_our_own_frames(bad, words):
+    begin = time.monotonic()
+    with pytest.raises(ValueError, match=words) as raised:
+        launch(pid_and_rank, **bad)
+    assert time.monotonic() - begin < 5, "a billion ranks were put down first"
+    assert [frame.name for frame in raised.traceback][1:] == ["launch"]
+
+
+def test_no_room_for_a_single_rank(monkeypatch):
+    monkeypatch.setattr(limits, "free_files", lambda: 0)
+    with pytest.raises(ValueError, match=r"may open no more \(see `ulimit -n`\); not even one rank fits"):
+        launch(pid_and_rank, world_size=2)
+
+
+def test_what_cannot_be_sent_is_named():
+    with pytest.raises(TypeError, match="cannot be sent"):
+        launch(lambda lock: None, threading.Lock())
+
+
+def test_a_world_too_large_is_refused_with_the_largest_that_fits(monkeypatch):
+    monkeypatch.setattr(limits, "free_memory", lambda: 1 << 30)
+    with pytest.raises(ValueError, match=r"1000 does not fit: .* the largest that fits is 15$"):
+        launch(pid_and_rank, world_size=1000)
+    limits.check_world_size(16, 0, on_gpu=False)
+    with pytest.raises(ValueError, match=r"the largest that fits is 3$"):
+        limits.check_world_size(4, 256 << 20, on_gpu=False)
+    monkeypatch.setattr(limits, "free_memory", lambda: 1 << 50)
+    with pytest.raises(ValueError, match=r"open files.*the largest that fits is"):
+        launch(pid_and_rank, world_size=1_000_000)
+
+
+def killed_while_running(choose, number=signal.SIGKILL):
+    """Launch something endless, send a signal to the process that `choose(agents, ranks)` names; what came of it."""
+    found = []
+
+    def attack():
+        while not found:
+            agents, ranks = launch_processes()
+            victim = choose(agents, ranks)
+            if victim:
+                found.extend([*agents, *ranks])
+                os.kill(victim.pid, number)
+            time.sleep(0.001)
+
+    launch(pid_and_rank, world_size=1)
+    attacker = threading.Thread(target=attack)
+    attacker.start()
+    begin = time.monotonic()
+    try:
+        launch(time.sleep, 100, world_size=4)
+    except Exception as error:
+        return error, time.monotonic() - begin, found
+    finally:
+        found.append(None)
+        attacker.join()
+    raise AssertionError("the launch went on")
+
+
+def test_a_rank_killed_at_start_up():
+    error, seconds, _ = killed_while_running(lambda agents, ranks: ranks[0] if ranks else None)
+    assert isinstance(error, RankError)
+    assert "killed: by SIGKILL" in str(error) and error.rank in range(4)
+    assert seconds < 10
+
+
+@pytest.mark.parametrize("victim", ["agent", "server"])
+def test_every_rank_goes_with_the_agent_and_with_the_server(victim):
+    def choose(agents, ranks):
+        processes = {"agent": agents[:1], "server": [psutil.Process(forked.server_pid())]}
+        return processes[victim][0] if len(ranks) == 4 else None
+
+    error, seconds, found = killed_while_running(choose)
+    assert isinstance(error, LaunchError)
+    _, alive = psutil.wait_procs(found[:-1], timeout=5)
+    assert not alive
+    assert seconds < 10
+
+
+def test_the_server_is_started_anew_when_it_was_killed():
+    launch(pid_and_rank, world_size=2)
+    first = forked.server_pid()
+    os.kill(first, signal.SIGKILL)
+    assert [rank for _, rank in launch(pid_and_rank, world_size=2)] == [0, 1]
+    assert forked.server_pid() != first
+
+
+def test_edited_package_files_are_seen(tmp_path):
+    shutil.copytree(Path(forked.__file__).parents[2], tmp_path / "ddp_course")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from pathlib import Path\nfrom ddp_course import launch\n"
+        "def read():\n    from ddp_course.running.launching import rank\n    return rank.VALUE\n"
+        "module = Path(__file__).with_name('ddp_course') / 'running' / 'launching' / 'rank.py'\n"
+        "for value in (1, 22):\n"
+        "    module.write_text(module.read_text() + f'\\nVALUE = {value}\\n')\n"
+        "    print(launch(read, world_size=2))\n"
+    )
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
+    ended = subprocess.run(
+        [sys.executable, script], env=environ, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert ended.stdout.split("\n")[:2] == ["[1, 1]", "[22, 22]"]
+
+
+def test_interrupted_script_leaves_nothing():
+    source = "import sys, time\nfrom ddp_course import launch\nlaunch(lambda: (print('up'), time.sleep(99)))"
+    script = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert "up" in script.stdout.readline()
+    below = psutil.Process(script.pid).children(recursive=True)
+    assert len(below) >= 6
+    script.send_signal(signal.SIGINT)
+    _, errors = script.communicate(timeout=10)
+    assert "KeyboardInterrupt" in errors
+    _, alive = psutil.wait_procs(below, timeout=5)
+    assert not alive
+
+
+def test_a_process_in_a_session_of_its_own_ends_with_its_launch():
+    """With its rank gone, and with a child of its own; other launches go on beside it."""
+    source = "import os, subprocess, sys; print(os.getpid(), subprocess.Popen(['sleep', '300']).pid, flush=True)"
+
+    def leaves_something():
+        if dist.get_rank() == 1:
+            command = [sys.executable, "-c", f"{source}; import time; time.sleep(300)"]
+            left = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE, text=True)
+            return [int(pid) for pid in left.stdout.readline().split()]
+
+    beside = threading.Thread(target=launch, args=(time.sleep, 3), kwargs={"world_size": 2})
+    beside.start()
+    for _ in range(2):
+        _, pids = launch(leaves_something, world_size=2)
+        assert not [pid for pid in pids if psutil.pid_exists(pid)]
+    beside.join()
+
+
+def test_progress_without_an_optimizer_draws_nothing(capfd):
+    launch(lambda: None, world_size=2, progress=True)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_progress_is_one_bar_fed_by_rank_0(capfd):
+    def train(steps):
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+        for _ in range(steps):
+            optimizer.step()
+        print("trained")
+
+    launch(train, 30, world_size=2, progress=30)
+    printed = capfd.readouterr()
+    assert "30/30" in printed.err and printed.err.count("\n") == 1
+    assert sorted(printed.out.split("\n")) == ["", "[rank 0] trained", "[rank 1] trained"]
+
+
+def test_random_faults_leave_nothing_behind():
+    ended = subprocess.run(
+        [sys.executable, SOAK / "launches.py", "--count", "40"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+def test_several_courses_at_once():
+    ended = subprocess.run(
+        [sys.executable, SOAK / "courses.py", "--processes", "3", "--count", "3"],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -1,0 +1,206 @@
+"""Warm spares, for systems where forking is unsafe or unknown, tried here by asking for them."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from ddp_course import Link, launch, ring_all_reduce
+from ddp_course.commands import doctor
+from ddp_course.errors import LaunchError, LaunchTimeout, LinkError, RankError
+from ddp_course.running.launching import launch as launching
+from ddp_course.running.launching import spares
+
+
+@pytest.fixture(autouse=True)
+def spawn(monkeypatch):
+    """Spawn instead of forking, and see that no process is left."""
+    monkeypatch.setenv("DDP_COURSE_START", "spawn")
+    before = children()
+    yield
+    spares.stop_spares()
+    assert children() <= before
+
+
+def children():
+    return {process.pid for process in psutil.Process().children(recursive=True)}
+
+
+def test_results_and_prints(capsys):
+    offset = 10
+
+    def summed():
+        tensor = torch.full((3,), float(dist.get_rank() + offset))
+        ring_all_reduce(tensor)
+        print("sum is ready")
+        return tensor.tolist()
+
+    assert launch(summed, world_size=2) == [[21.0] * 3] * 2
+    assert sorted(capsys.readouterr().out.splitlines()) == ["[rank 0] sum is ready", "[rank 1] sum is ready"]
+
+
+def test_errors_name_the_culprit():
+    def fails():
+        if dist.get_rank() == 1:
+            raise KeyError("nowhere")
+        dist.barrier()
+
+    with pytest.raises(RankError, match=r"(?s)rank 1: KeyError: 'nowhere'.*raise KeyError") as caught:
+        launch(fails, world_size=2)
+    assert "spare.py" not in str(caught.value)
+
+
+def test_a_killed_rank_is_named():
+    def dies():
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.barrier()
+
+    with pytest.raises(RankError, match="rank 1: killed: by SIGKILL"):
+        launch(dies, world_size=2)
+
+
+def test_timeouts_show_where_each_rank_was():
+    def waits():
+        if dist.get_rank() == 1:
+            time.sleep(100)
+        ring_all_reduce(torch.ones(8))
+
+    with pytest.raises(LaunchTimeout) as caught:
+        launch(waits, world_size=2, timeout=2)
+    assert re.search(r"(?s)time\.sleep\(100\).*rank 0: .*ring_all_reduce of float32 \[8\]", str(caught.value))
+
+
+def test_a_throttled_wire_between_spares():
+    """The same bookings as between forked ranks: a ring of 2 sends each half once, twice over."""
+
+    def ring():
+        tensor = torch.ones(250_000)
+        dist.barrier()
+        begin = time.monotonic()
+        ring_all_reduce(tensor)
+        return time.monotonic() - begin, tensor[0].item()
+
+    results = launch(ring, world_size=2, link=Link("20Mbit", mode="wire"))
+    assert [value for _, value in results] == [2.0, 2.0]
+    floor = 2 * 500_000 * 8 / 20e6
+    assert all(seconds >= 0.95 * floor for seconds, _ in results), "the wire was not throttled"
+
+
+def test_links_say_what_they_are():
+    """Virtual hosts cannot be entered by a process that runs already: they are refused, and "auto" is the wire."""
+    assert Link("20Mbit").mode == "wire" and not Link("20Mbit").carries_torch
+    with pytest.raises(LinkError, match=r"ranks are not forked here.*use mode="):
+        Link("20Mbit", mode="hosts")
+
+
+def test_progress_of_spares(capfd):
+    def train(steps):
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+        for _ in range(steps):
+            optimizer.step()
+
+    launch(train, 30, world_size=2, progress=30)
+    assert "30/30" in capfd.readouterr().err
+
+
+def test_the_pool_refills_within_its_bounds_and_takes_what_it_has(monkeypatch):
+    launch(os.getpid, world_size=2)
+    waiting = set(spares.waiting_spares())
+    assert len(waiting) == 2
+    assert set(launch(os.getpid, world_size=2)) == waiting, "the second launch took the spares that were waiting"
+    monkeypatch.setattr(spares, "free_memory", lambda: 2 * spares.SPARE_MEMORY)
+    launch(os.getpid, world_size=2)
+    assert len(spares.waiting_spares()) == 1, "at most half of the free memory"
+
+
+def test_doctor_shows_the_spares(monkeypatch):
+    assert re.match(r"warm spares, \d+ at most, 0\.3 GiB each", doctor.how_ranks_start())
+    launch(os.getpid, world_size=2)
+    assert re.search(r"; [1-9]\d* run now with \d\.\d GiB$", doctor.how_ranks_start())
+    monkeypatch.setenv("DDP_COURSE_START", "fork")
+    assert doctor.how_ranks_start().startswith("forked from a server")
+
+
+def test_a_process_in_a_session_of_its_own_ends_with_its_launch():
+    def leaves_something(ends):
+        left = subprocess.Popen(["sleep", "300"], start_new_session=True).pid
+        print(left)
+        if ends:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return left
+
+    (left,) = launch(leaves_something, False, world_size=1)
+    assert not runs(left)
+    printed = []
+    with pytest.raises(RankError):
+        payload = launching.pack_call(leaves_something, (True,), {})
+        launching.run_ranks(payload, 1, "cpu", 60, None, False, lambda *line: printed.append(line[-1]))
+    deadline = time.monotonic() + 10
+    while runs(int(printed[0])):  # its rank was gone before
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def runs(pid):
+    """Whether a process is there, and not only waiting to be reaped."""
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def test_spares_end_with_a_caller_that_was_killed():
+    source = (
+        "from ddp_course import launch; import os, signal\n"
+        "pids = launch(os.getpid, world_size=2)\n"
+        "from ddp_course.running.launching import spares\n"
+        "print(*spares.waiting_spares(), flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    ended = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False, timeout=60)
+    pids = [int(pid) for pid in ended.stdout.split()]
+    assert ended.returncode == -signal.SIGKILL and len(pids) == 2
+    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=20)
+    assert not alive
+
+
+def test_spares_that_cannot_start_are_told(monkeypatch, tmp_path):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('this torch is broken')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(LaunchError, match=r"(?s)could not be started.*this torch is broken"):
+        launch(os.getpid, world_size=2)
+
+
+def test_launches_from_two_threads_at_once():
+    results = {}
+    threads = [
+        threading.Thread(target=lambda n=n: results.update({n: launch(lambda: n, world_size=2)})) for n in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {n: [n, n] for n in range(2)}
+
+
+@pytest.mark.parametrize(
+    "platform, forks, chosen", [("darwin", True, "spawn"), ("win32", False, "spawn"), ("linux", True, "fork")]
+)
+def test_which_systems_fork(monkeypatch, platform, forks, chosen):
+    monkeypatch.delenv("DDP_COURSE_START")
+    monkeypatch.setattr(sys, "platform", platform)
+    if not forks:
+        monkeypatch.delattr(os, "fork")
+    assert launching.start_method() == chosen
+
+
+def test_an_unknown_way_to_start_is_refused(monkeypatch):
+    monkeypatch.setenv("DDP_COURSE_START", "forkserver")
+    with pytest.raises(ValueError, match='DDP_COURSE_START is "forkserver"; choose fork or spawn'):
+        launch(os.getpid, world_size=1)

@@ -1,0 +1,58 @@
+"""Who is waited for, when time runs out: from the flight recorder's calls, and from stacks."""
+
+import pytest
+
+from ddp_course.running.flight_recorder import Call
+from ddp_course.running.launching.stacks import enumerate_ranks, missing_from_ours, missing_from_torchs
+
+ALL, PAIR = (0, 1, 2), (0, 1)
+
+
+def call(sequence, members=ALL, begin=0.0, end=0.0):
+    return Call(b"", bytes(members), sequence, begin, end, members, "all")
+
+
+def test_the_rank_that_is_a_call_behind_is_missed():
+    calls = {0: [call(1, end=1.0), call(2)], 1: [call(1, end=1.0)], 2: [call(1, end=1.0), call(2)]}
+    assert missing_from_ours(calls) == ("all, call 2", [0, 2], [1])
+
+
+def test_a_rank_that_never_entered_any_is_missed():
+    assert missing_from_ours({0: [call(1)], 2: [call(1)]}) == ("all, call 1", [0, 2], [1])
+
+
+def test_only_members_of_the_group_are_missed():
+    assert missing_from_ours({0: [call(1, PAIR)], 1: []}) == ("all, call 1", [0], [1])
+
+
+def test_in_a_chain_of_waiting_it_is_the_last_that_matters():
+    """Rank 0 waits for rank 1 in a pair, which waits for rank 2 in the whole group."""
+    assert missing_from_ours({0: [call(1, PAIR, begin=1)], 1: [call(1, begin=2)], 2: []}) == ("all, call 1", [1], [2])
+
+
+def test_nobody_is_missed_when_all_are_inside_or_none():
+    assert missing_from_ours({rank: [call(1)] for rank in ALL}) is None
+    assert missing_from_ours({rank: [call(1, end=1.0)] for rank in ALL}) is None
+    assert missing_from_ours({}) is None
+
+
+@pytest.mark.parametrize(
+    "entered, missed",
+    [
+        ({0: "barrier", 1: ""}, ("torch.distributed.barrier", [0], [1])),
+        ({0: "barrier", 1: "broadcast", 2: ""}, None),
+        ({0: "barrier", 1: "barrier"}, None),
+        ({0: "", 1: ""}, None),
+        ({0: "recv", 1: ""}, None),
+    ],
+)
+def test_torchs_own_are_named_only_when_that_is_sure(entered, missed):
+    assert missing_from_torchs(entered) == missed
+
+
+def test_ranks_in_words():
+    assert [enumerate_ranks(ranks, "has", "have") for ranks in ([2], [0, 2], [0, 1, 3])] == [
+        "rank 2 has",
+        "ranks 0 and 2 have",
+        "ranks 0, 1 and 3 have",
+    ]

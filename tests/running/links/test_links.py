@@ -1,0 +1,423 @@
+"""Emulated links: what they accept and refuse, how long a message takes, and that a link is a link both ways.
+
+A machine under load only ever makes things slower, so the bounds from below are tight and those from above wide.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from oracles import assert_all_equal_sum, rank_tensor
+
+from ddp_course import launch, stage3_paramserver, stage4_ring
+from ddp_course.errors import LinkError
+from ddp_course.running import links, wire
+from ddp_course.running.links import LINKS, Link, calibration, capacity, link, modes, throttle
+
+pytestmark = pytest.mark.alone
+
+MODES = [
+    pytest.param("hosts", marks=pytest.mark.skipif(bool(links.available()["hosts"]), reason="no virtual hosts here")),
+    "wire",
+]
+BANDWIDTH = "80Mbit"
+BYTES = 1 << 20
+MESSAGE_SECONDS = BYTES * 8 / 80e6  # 0.105
+FASTER = 0.95  # a token bucket lets the first few kB of a message pass at once
+
+
+# What is accepted and what is refused
+
+
+@pytest.mark.parametrize(
+    "text, bits", [("200Mbit", 2e8), ("1.5Gbit/s", 1.5e9), ("5000 kbit", 5e6), ("3.6tbit", 3.6e12), ("1000kbit", 1e6)]
+)
+def test_bandwidth(text, bits):
+    assert link.parse_bandwidth(text) == pytest.approx(bits)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "fast", "200", "Mbit", "0Mbit", "-5Mbit", "1e400Mbit", "5ms", "900kbit", None, 200, "nanMbit"]
+)
+def test_impossible_bandwidth(text):
+    with pytest.raises(LinkError, match="bandwidth"):
+        Link(text, mode="wire")
+
+
+@pytest.mark.parametrize("text, seconds", [("0ms", 0), ("5ms", 5e-3), ("100us", 1e-4), ("1 s", 1)])
+def test_latency(text, seconds):
+    assert link.parse_latency(text) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("text", ["", "soon", "5", "-1ms", "11s", "200Mbit", None])
+def test_impossible_latency(text):
+    with pytest.raises(LinkError, match=r"time|latency"):
+        Link("200Mbit", text, mode="wire")
+
+
+@pytest.mark.parametrize("options, pattern", [({"hosts": 0}, "hosts"), ({"hosts": 1.5}, "hosts"), ({"mode": "x"}, "x")])
+def test_impossible_link(options, pattern):
+    with pytest.raises(LinkError, match=pattern):
+        Link("200Mbit", **options)
+
+
+def test_more_hosts_than_ranks_and_nccl_are_refused():
+    with pytest.raises(LinkError, match="5 hosts for 3 ranks"):
+        launch(dist.get_rank, world_size=3, device="cpu", link=Link(hosts=5, mode="wire"))
+    with pytest.raises(LinkError, match="NCCL"):
+        Link(mode="wire").check(2, "nccl")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_more_than_the_processor_carries_is_refused_with_the_highest_that_goes(mode):
+    with pytest.raises(LinkError, match=r"choose at most \d+\.?\d*Mbit") as refused:
+        launch(dist.get_rank, world_size=2, device="cpu", link=Link("29Tbit", mode=mode))
+    Link(str(refused.value).rsplit(" ", 1)[-1], mode=mode).rehearse(2)
+
+
+def test_a_busy_moment_does_not_lead_to_a_refusal(monkeypatch):
+    monkeypatch.setattr(capacity, "capacity", lambda mode, count, attempt=0: [1e8, 1.5e8, 3e8][attempt])
+    Link("200Mbit", mode="wire").rehearse(4)
+    with pytest.raises(LinkError, match="at most 300Mbit"):
+        Link("400Mbit", mode="wire").rehearse(4)
+    monkeypatch.setattr(capacity, "capacity", lambda *_: pytest.fail("one host has no link to measure"))
+    Link("400Mbit", hosts=1, mode="wire").rehearse(1)
+
+
+def test_checking_and_describing_a_link_launches_nothing_and_prints_nothing(monkeypatch, capsys):
+    monkeypatch.setattr(capacity, "launch", lambda *_, **__: pytest.fail("a launch"))
+    monkeypatch.setattr(calibration, "launch", lambda *_, **__: pytest.fail("a launch"))
+    made = Link("29Tbit", mode="wire")
+    made.check(4)
+    assert made.describe()["bandwidth_bits_s"] == 29e12
+    assert capsys.readouterr() == ("", "")
+    with pytest.raises(pytest.fail.Exception):  # the negative control
+        capacity.capacity.cache_clear()
+        made.rehearse(4)
+
+
+def test_known_links_in_slow_motion():
+    made = Link.like("NVLink A100", slowed=1000, scale=20, mode="wire")
+    assert made.bandwidth == pytest.approx(2.4e12 / 20_000) and made.latency == pytest.approx(3.4e-3)
+    assert all(known.source for known in LINKS.values())
+    with pytest.raises(LinkError, match=r"unknown link.*NVLink A100"):
+        Link.like("string")
+    with pytest.raises(LinkError, match="slowed is 0"):
+        Link.like("PCIe 4", slowed=0)
+    with pytest.raises(LinkError, match="scale is -2"):
+        Link.like("PCIe 4", scale=-2)
+
+
+def test_round_down():
+    assert [capacity.round_down(bits) for bits in (955e6, 1.23e9, 99.99e6)] == pytest.approx([950e6, 1.2e9, 99e6])
+
+
+def test_automatic_mode_takes_the_wire_where_hosts_are_forbidden(monkeypatch):
+    monkeypatch.setattr(modes, "try_hosts", lambda: {"reason": "AppArmor says no", "latency": False})
+    assert Link().mode == "wire" and "throttled wire" in str(Link())
+    assert links.available() == {"hosts": "AppArmor says no", "hosts with latency": "AppArmor says no", "wire": None}
+    with pytest.raises(LinkError, match=r"AppArmor says no.*wire"):
+        Link(mode="hosts")
+
+
+def test_latency_without_netem_takes_the_wire(monkeypatch):
+    monkeypatch.setattr(modes, "try_hosts", lambda: {"reason": None, "latency": False})
+    assert Link().mode == "hosts" and Link(latency="5ms").mode == "wire"
+    with pytest.raises(LinkError, match="netem"):
+        Link(latency="5ms", mode="hosts")
+
+
+def test_hosts_that_fail_later_become_a_wire_and_say_so(monkeypatch, capsys):
+    def carried(mode, *_):
+        if mode == "hosts":
+            raise LinkError("virtual hosts could not be built: no space left")
+        return 1e12
+
+    monkeypatch.setattr(modes, "try_hosts", lambda: {"reason": None, "latency": False})
+    monkeypatch.setattr(capacity, "capacity", carried)
+    link = Link()
+    assert launch(socket.gethostname, world_size=2, device="cpu", link=link) == [socket.gethostname()] * 2
+    assert link.mode == "wire"
+    assert "no space left" in capsys.readouterr().err
+    with pytest.raises(LinkError, match="no space left"):
+        Link(mode="hosts").rehearse(2)
+
+
+# The model of the throttled wire, without processes
+
+
+@pytest.fixture
+def switch(monkeypatch):
+    """A switch between hosts 0, 0, 1 and 2 (ranks 0 to 3) with links of 1,000 bytes a second, at time 100."""
+    clock = SimpleNamespace(now=100.0, slept=[])
+    monkeypatch.setattr(throttle.time, "monotonic", lambda: clock.now)
+    monkeypatch.setattr(throttle.time, "sleep", clock.slept.append)
+    made = throttle.Switch([0, 0, 1, 2], 8000, 0.5)
+    made.clock = clock
+    return made
+
+
+def deliver(switch, sender, receiver, nbytes):
+    """Post both sides; returns how long sender and receiver have to wait from now."""
+    sending, receiving = throttle.Throttle(switch, sender), throttle.Throttle(switch, receiver)
+    tickets = sending.post("send", nbytes, receiver), receiving.post("recv", nbytes, sender)
+    switch.clock.slept.clear()
+    for ticket in tickets:
+        sending.finish(ticket)
+    return switch.clock.slept[:]
+
+
+def test_a_message_takes_its_bytes_and_arrives_after_the_latency(switch):
+    assert deliver(switch, 0, 2, 2000) == [2.0, 2.5]
+
+
+def test_messages_queue_on_the_senders_link(switch):
+    deliver(switch, 0, 2, 2000)
+    assert deliver(switch, 0, 3, 1000) == [3.0, 3.5]
+
+
+def test_messages_queue_on_the_receivers_link(switch):
+    deliver(switch, 0, 2, 2000)
+    assert deliver(switch, 3, 2, 1000) == [1.0, 3.5]
+
+
+def test_both_directions_are_free_of_each_other(switch):
+    deliver(switch, 0, 2, 2000)
+    assert deliver(switch, 2, 0, 2000) == [2.0, 2.5]
+
+
+def test_ranks_of_one_host_share_its_link_but_not_among_themselves(switch):
+    assert deliver(switch, 0, 1, 5000) == []
+    deliver(switch, 0, 2, 2000)
+    assert deliver(switch, 1, 3, 1000) == [3.0, 3.5]
+
+
+def test_time_counts_from_the_moment_when_both_are_ready(switch):
+    sender, receiver = throttle.Throttle(switch, 0), throttle.Throttle(switch, 2)
+    sent = sender.post("send", 1000, 2)
+    switch.clock.now = 107.0
+    received = receiver.post("recv", 1000, 0)
+    for ticket, expected in ((sent, 1.0), (received, 1.5)):
+        switch.clock.slept.clear()
+        sender.finish(ticket)
+        assert switch.clock.slept == [expected]
+
+
+def test_messages_under_way_keep_their_own_times(switch):
+    sender, receiver = throttle.Throttle(switch, 0), throttle.Throttle(switch, 2)
+    sent = [sender.post("send", 1000, 2) for _ in range(3)]
+    received = [receiver.post("recv", 1000, 0) for _ in range(3)]
+    switch.clock.slept.clear()
+    for ticket in (*sent, *received):
+        sender.finish(ticket)
+    assert switch.clock.slept == [1.0, 2.0, 3.0, 1.5, 2.5, 3.5]
+
+
+@pytest.mark.parametrize("pause, late", [(0.001, 0.0), (1.0, 0.003)])
+def test_a_rank_that_was_woken_late_and_goes_on_at_once_makes_up_for_it(switch, monkeypatch, pause, late):
+    monkeypatch.setattr(throttle.time, "sleep", lambda seconds: setattr(switch.clock, "now", 101.503))
+    first, second = throttle.Throttle(switch, 0), throttle.Throttle(switch, 2)
+    first.post("send", 1000, 2)
+    answer, _, _ = first.post("recv", 1000, 2)
+    second.finish(second.post("recv", 1000, 0))  # due at 101.5
+    switch.clock.now += pause
+    second.post("send", 1000, 0)
+    assert answer[throttle.DEPARTS] == pytest.approx(101.5 + late + pause + 1.0)
+
+
+def test_groups_have_channels_of_their_own(switch):
+    groups = [SimpleNamespace(group_name=name) for name in "abc"]
+    channels = [throttle.channel(group) for group in groups]
+    assert throttle.channel(None) == 0 and all(0 < channel < throttle.CHANNELS for channel in channels)
+    sender, receiver = throttle.Throttle(switch, 0), throttle.Throttle(switch, 2)
+    sender.post("send", 1000, 2)
+    ticket = receiver.post("recv", 1000, 0, groups[0])
+    assert ticket[0][throttle.ARRIVES] == 0.0  # its partner has not come: that message was another group's
+
+
+# Between real ranks
+
+
+def timed(function):
+    """Seconds from the moment all ranks are ready to the end on this rank."""
+    dist.barrier()
+    start = time.monotonic()
+    function()
+    return time.monotonic() - start
+
+
+def time_everything():
+    """Seconds of several ways to move BYTES bytes, on every rank."""
+    rank, _, left, right = wire.neighbours()
+    tensor, incoming = torch.zeros(2, BYTES // 4)
+
+    def to_next():
+        if rank == 0:
+            wire.send(tensor, 1)
+        elif rank == 1:
+            wire.recv(tensor, 0)
+
+    def all_at_once(with_zero, with_others):
+        others = wire.others(0)
+        for transfer in [with_zero(tensor.clone(), peer) for peer in others] if rank == 0 else [with_others(tensor, 0)]:
+            transfer.wait()
+
+    return {
+        "message": timed(to_next),
+        "fan out": timed(lambda: all_at_once(wire.isend, wire.irecv)),
+        "fan in": timed(lambda: all_at_once(wire.irecv, wire.isend)),
+        "exchange": timed(lambda: wire.exchange(tensor, right, incoming, left)),
+        "server": timed(lambda: stage3_paramserver.average_on_server([tensor])),
+        "whole": timed(lambda: stage4_ring.whole_gradient_ring(tensor)),
+        "ring": timed(lambda: stage4_ring.ring_all_reduce(tensor)),
+        "torch": timed(lambda: dist.all_reduce(tensor)),
+    }
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_everything_takes_at_least_as_long_as_the_formula(mode, world_size):
+    ranks = launch(time_everything, world_size=world_size, device="cpu", link=Link(BANDWIDTH, mode=mode))
+    slowest = {name: max(rank[name] for rank in ranks) / MESSAGE_SECONDS for name in ranks[0]}
+    steps = world_size - 1
+    expected = {
+        "message": 1,
+        "fan out": steps,
+        "fan in": steps,
+        "exchange": 1,
+        "server": 2 * steps,
+        "whole": steps,
+        "ring": 2 * steps / world_size,
+    }
+    for name, least in expected.items():
+        assert FASTER * least <= slowest[name] < 2 * least + 3, (name, slowest)
+    if mode == "hosts":
+        assert slowest["torch"] >= FASTER * expected["ring"]
+    else:
+        assert slowest["torch"] < 0.9 * expected["ring"], "the wire throttles our own messages only"
+
+
+def test_without_a_link_the_same_takes_no_time():
+    ranks = launch(time_everything, world_size=2, device="cpu")
+    assert max(rank["server"] for rank in ranks) < MESSAGE_SECONDS
+
+
+def latency_and_order():
+    """A small message to and fro, and what a ring makes of rank-distinct numbers."""
+    rank, small = dist.get_rank(), torch.zeros(1)
+
+    def ping_pong():
+        for turn in (0, 1):
+            (wire.send if rank == turn else wire.recv)(small, 1 - rank)
+
+    tensor = rank_tensor(rank, (1001,))
+    return timed(ping_pong), stage4_ring.ring_all_reduce(tensor)
+
+
+def test_latency_of_the_wire_counts_once_each_way_and_changes_no_result():
+    ranks = launch(latency_and_order, world_size=2, device="cpu", link=Link("100Mbit", "50ms", mode="wire"))
+    assert 0.099 < max(seconds for seconds, _ in ranks) < 0.4
+    assert_all_equal_sum([result for _, result in ranks], 2, (1001,), torch.float32)
+
+
+def two_hosts():
+    """Seconds from rank 0 to its neighbour on the same host, and on to the other host."""
+    rank, tensor = dist.get_rank(), torch.zeros(BYTES // 4)
+    between = []
+    for sender, receiver in ((0, 1), (1, 2), (2, 3)):
+        action = {sender: lambda: wire.send(tensor, receiver), receiver: lambda: wire.recv(tensor, sender)}  # noqa: B023
+        between.append(timed(action.get(rank, lambda: None)))
+    return socket.gethostname(), between
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_ranks_of_one_host_reach_each_other_fast(mode):
+    ranks = launch(two_hosts, world_size=4, device="cpu", link=Link("16Mbit", hosts=2, mode=mode))
+    inside, across, inside_too = (max(seconds) for seconds in zip(*(rank[1] for rank in ranks), strict=True))
+    assert across >= FASTER * BYTES * 8 / 16e6
+    assert max(inside, inside_too) < 0.5 * across
+    names = [name for name, _ in ranks]
+    assert names == (["host0", "host0", "host1", "host1"] if mode == "hosts" else [socket.gethostname()] * 4)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_calibration_finds_the_bandwidth(mode):
+    described = Link("100Mbit", mode=mode).describe()
+    assert described["mode"] == mode and described["carries_torch"] == (mode == "hosts")
+    assert described["bandwidth_bits_s"] == 1e8
+    found = links.calibrate(Link("100Mbit", mode=mode))
+    assert 0.6e8 < found["bandwidth_bits_s"] < 1.03e8
+    assert 0 < found["latency_s"] < 0.05
+    assert len(found["bytes"]) == len(found["seconds"]) == 4
+
+
+def test_two_threads_of_a_rank_can_use_the_wire_at_once():
+    assert launch(two_threads, world_size=2, device="cpu", link=Link("16Mbit", mode="wire"))[1] == [3.0, 4.0]
+
+
+def two_threads():
+    """Rank 0 sends in two groups from two threads; rank 1 receives what was meant for each."""
+    groups, rank = [dist.new_group([0, 1]) for _ in range(2)], dist.get_rank()
+    tensors = [torch.full((50_000,), float(index + 3 if rank == 0 else 0)) for index in range(2)]
+    act = wire.send if rank == 0 else wire.recv
+    threads = [
+        threading.Thread(target=act, args=(tensor, 1 - rank, group))
+        for tensor, group in zip(tensors, groups, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [tensor.mean().item() for tensor in tensors]
+
+
+def names_and_control():
+    """The addresses behind the hosts' names, and how TCP between them reacts to a full queue."""
+    names = ["host0", "host1", "switch", "localhost"]
+    listener = socket.create_server(("", 7000))
+    dist.barrier()
+    with socket.create_connection((names[1 - dist.get_rank()], 7000)) as connection, listener:
+        control = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+        dist.barrier()
+    return [socket.gethostbyname(name) for name in names], control.rstrip(b"\0")
+
+
+@pytest.mark.parametrize("mode", MODES[:1])
+def test_hosts_know_each_other_by_name_and_use_reno(mode):
+    expected = ["10.77.0.1", "10.77.0.2", "10.77.255.254", "127.0.0.1"], b"reno"
+    assert launch(names_and_control, world_size=2, device="cpu", link=Link(mode=mode)) == [expected] * 2
+
+
+TRAIN = """
+import os, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.full((3,), dist.get_rank() + 1.0)
+dist.all_reduce(total)
+print(os.uname().nodename, dist.get_rank(), total.tolist(), flush=True)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def run_torchrun(script):
+    """What a person would type on each host; returns what it printed there."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
+    command += [f"--node-rank={dist.get_rank()}", "--master-addr=host0", "--master-port=29500", script]
+    environ = {**os.environ, "TMPDIR": os.path.dirname(script)}  # where torchrun leaves the folder of its logs
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environ)
+    return ended.stdout.strip() or ended.stderr
+
+
+@pytest.mark.parametrize("mode", MODES[:1])
+def test_torchrun_runs_across_virtual_hosts(mode, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN)
+    printed = launch(run_torchrun, str(script), world_size=2, device="cpu", link=Link(mode=mode))
+    assert printed == ["host0 0 [3.0, 3.0, 3.0]", "host1 1 [3.0, 3.0, 3.0]"]

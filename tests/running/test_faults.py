@@ -1,0 +1,129 @@
+"""A rank that is slow, computes nonsense, hangs or dies while it trains."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from oracles import tiny_batches, tiny_model
+from soak.faults import soak
+from torch.nn.functional import cross_entropy
+
+from ddp_course import launch
+from ddp_course.errors import LaunchTimeout, NotFiniteError, RankError
+from ddp_course.measuring import finite, timeline
+from ddp_course.measuring.stragglers import stragglers
+from ddp_course.stage3_paramserver import gradients
+from ddp_course.stage4_ring import average_on_ring, ring_all_reduce
+from ddp_course.stage5_bucketed import BucketedDDP
+from ddp_course.stage7_sharded import FullyShardedDataParallel
+
+
+def poisoned(wrap, culprit, value, watch=True):
+    """Two steps; in the second one rank `culprit` meets a batch with `value` in it. Returns its own losses."""
+    torch.manual_seed(0)
+    model = tiny_model()
+    if watch:
+        finite.watch(model)
+    parallel, losses = wrap(model), []
+    for step, (inputs, targets) in enumerate(tiny_batches(dist.get_rank(), dist.get_world_size(), steps=2)):
+        if step == 1 and dist.get_rank() == culprit:
+            inputs[0, 0] = value
+        loss = cross_entropy(parallel(inputs), targets)
+        loss.backward()
+        if wrap is plain:
+            average_on_ring(gradients(model))
+        losses.append([bool(p.grad.isfinite().all()) for p in parallel.parameters() if p.grad is not None])
+    return losses
+
+
+def plain(model):
+    return model
+
+
+@pytest.mark.parametrize("wrap", [plain, BucketedDDP, FullyShardedDataParallel])
+def test_nan_is_named_with_its_rank_and_parameter(wrap):
+    with pytest.raises(RankError) as raised:
+        launch(poisoned, wrap, 1, float("nan"), world_size=3)
+    assert raised.value.rank == 1 and raised.value.type_name == "NotFiniteError"
+    assert "rank 1: " in raised.value.message and "elements of the gradient of " in raised.value.message
+    assert "(NaN)" in raised.value.message
+
+
+def test_without_the_check_all_ranks_end_up_with_nan():
+    for first, second in launch(poisoned, plain, 1, float("nan"), False, world_size=3):
+        assert all(first) and not any(second)
+
+
+def test_large_but_finite_gradients_pass():
+    parameter = torch.nn.Parameter(torch.zeros(4, dtype=torch.float32))
+    module = torch.nn.ParameterList([parameter])
+    finite.watch(module)
+    (parameter * 3e38).sum().backward()  # their sum is infinite
+    parameter.grad = None
+    with pytest.raises(
+        NotFiniteError, match=r"rank 0: 1 of 4 elements of the gradient of 0 are not finite \(infinite\)"
+    ):
+        (parameter * torch.tensor([1.0, 2.0, float("inf"), 3.0])).sum().backward()
+
+
+def train_with_a_slow_rank(slow, seconds):
+    model = torch.nn.Sequential(*(torch.nn.Linear(128, 128) for _ in range(4)))
+    parallel = BucketedDDP(model)
+    if dist.get_rank() == slow:
+        model[1].register_forward_hook(lambda *_: time.sleep(seconds))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with timeline.recording() as spans:
+        for _ in range(3):
+            optimizer.zero_grad()
+            parallel(torch.randn(16, 128)).sum().backward()
+            optimizer.step()
+    return spans
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("world_size, slow", [(2, 0), (4, 2)])
+def test_a_straggler_is_named_from_the_timelines(world_size, slow):
+    ranks = launch(train_with_a_slow_rank, slow, 0.4, world_size=world_size)
+    found = stragglers(ranks, factor=2.5)
+    assert [one.rank for one in found] == [slow] and found[0].seconds > 3 * 0.4
+    assert str(found[0]).startswith(f"rank {slow} computes ")
+
+
+def test_equal_ranks_are_no_stragglers():
+    def spans(seconds):
+        return [
+            timeline.Span("forward", 0, seconds),
+            timeline.Span("backward", seconds, 10),
+            timeline.Span("wait", 5, 10),
+        ]
+
+    assert stragglers([spans(1.0), spans(1.1), spans(0.9)]) == []
+    late = [timeline.Span("forward", 0, 9), timeline.Span("backward", 9, 10)]
+    assert [one.rank for one in stragglers([spans(1.0), late, spans(1.0)])] == [1]
+
+
+def rank_one_stops_calling():
+    ring_all_reduce(torch.ones(7))
+    if dist.get_rank() == 1:
+        time.sleep(600)
+    ring_all_reduce(torch.ones(3, 5))
+
+
+def test_a_hang_is_reported_with_every_ranks_last_collective():
+    with pytest.raises(LaunchTimeout) as raised:
+        launch(rank_one_stops_calling, world_size=3, timeout=3)
+    assert [state.rank for state in raised.value.states] == [1, 0, 2], "the one that is waited for comes first"
+    assert "3 s: rank 1 has not entered ring_all_reduce of float32 [3, 5], call 2, in which ranks 0 and 2 wait" in str(
+        raised.value
+    )
+    collectives = {state.rank: state.collective for state in raised.value.states}
+    for rank, call in enumerate(["float32 [3, 5], call 2", "float32 [7], call 1", "float32 [3, 5], call 2"]):
+        assert f"ring_all_reduce of {call}" in collectives[rank], "rank 1 never entered the second one"
+    assert "time.sleep" in raised.value.states[0].stack or "rank_one_stops_calling" in raised.value.states[0].stack
+
+
+@pytest.mark.slow
+def test_three_minutes_of_training_under_faults_end_with_the_same_bits():
+    faults, _ = soak(minutes=3, pause=0.1)
+    assert faults >= 4, "one every 20 seconds"

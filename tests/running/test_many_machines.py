@@ -1,0 +1,270 @@
+"""Several hosts: virtual ones where this machine allows them, and what `deploy/` would start on real ones."""
+
+import csv
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import yaml
+
+from ddp_course import cli, launch
+from ddp_course.collectives import hierarchical_all_reduce
+from ddp_course.running import checkpoint, links, wire
+from ddp_course.stage4_ring import ring_all_reduce
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+MODEL = [
+    "--problem",
+    "synthetic",
+    "--parameters",
+    "66000",
+    "--dtype",
+    "float64",
+    "--lr",
+    "0.01",
+    "--global-batch",
+    "24",
+]
+needs_hosts = pytest.mark.skipif(
+    links.available()["hosts"] is not None, reason=f"no virtual hosts: {links.available()['hosts']}"
+)
+
+
+def run(arguments):
+    from ddp_course import train
+
+    torch.set_num_threads(1)
+    train.say = lambda text: None
+    return train.run(train.parse(arguments))
+
+
+def expected(options, world_size):
+    return launch(run, options, world_size=world_size)[0]
+
+
+def assert_same_run(folder, result, tolerance=0.0):
+    """The newest checkpoint in `folder` has the result's losses and weights."""
+    state = checkpoint.load(folder)
+    assert len(state["losses"]) == len(result["losses"])
+    assert max(abs(a - b) for a, b in zip(state["losses"], result["losses"], strict=True)) <= tolerance
+    for name, tensor in result["model"].items():
+        assert (state["model"][name] - tensor).abs().max() <= tolerance
+
+
+def finished(folder, command, seconds=240, **environment):
+    """What the command prints; `folder` takes the log folders that torchrun leaves behind."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder), **environment}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@needs_hosts
+def test_two_agents_on_two_hosts_train_as_one_machine_does(tmp_path):
+    options = [*MODEL, "--stage", "4", "--steps", "5"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"]
+    torchrun += ["--rdzv-backend=c10d", "--rdzv-endpoint=host0:29400", "-m", "ddp_course.train", *options]
+    finished(
+        tmp_path,
+        [sys.executable, "-m", "ddp_course.running.links.on_hosts", "--", *torchrun, "--checkpoint", str(tmp_path)],
+    )
+    assert checkpoint.load(tmp_path)["world_size"] == 4
+    assert_same_run(tmp_path, expected(options, 4))
+
+
+@needs_hosts
+def test_an_elastic_job_outlives_a_host_and_takes_in_another(tmp_path):
+    options = [*MODEL, "--stage", "4", "--steps", "300"]
+    script = [sys.executable, str(Path(__file__).parents[1] / "support" / "elastic_hosts.py"), str(tmp_path), *options]
+    lines = finished(tmp_path, script, 500).splitlines()
+    assert [line.split(" at ")[0] for line in lines] == [*(f"world size {k}" for k in (2, 1, 2)), "codes [0, 0]"]
+    assert_same_run(tmp_path / "run", expected(options, 1), tolerance=1e-10)
+
+
+@needs_hosts
+def test_a_command_that_fails_on_a_host_is_reported():
+    command = [sys.executable, "-m", "ddp_course.running.links.on_hosts", "--hosts", "2", "--"]
+    failed = subprocess.run(
+        [*command, "sh", "-c", "hostname; exit {host}3"], capture_output=True, text=True, timeout=60
+    )
+    assert failed.returncode == 13 and sorted(failed.stdout.split()) == ["host0", "host1"]
+    missing = subprocess.run([*command, "no-such-program"], capture_output=True, text=True, timeout=60)
+    assert missing.returncode == 127 and "no-such-program: No such file" in missing.stderr
+
+
+@needs_hosts
+def test_a_host_finds_the_programs_beside_its_python(tmp_path):
+    """A notebook opened as .venv/bin/jupyter has none of them on its search path."""
+    command = [sys.executable, "-m", "ddp_course.running.links.on_hosts", "--hosts", "1", "--", "torchrun", "--help"]
+    assert "--nproc-per-node" in finished(tmp_path, command, PATH="/usr/sbin:/usr/bin:/sbin:/bin")
+
+
+@pytest.fixture(scope="module")
+def results_of_torchrun(tmp_path_factory):
+    """A folder with the results of two stages, each a torchrun job of two ranks."""
+    folder = tmp_path_factory.mktemp("torchrun")
+    for stage in ("4", "7"):
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        job = ["-m", "ddp_course.train", *MODEL, "--stage", stage, "--steps", "4", "--results", f"{folder}/results"]
+        finished(folder, [*torchrun, *job])
+    return folder / "results"
+
+
+def test_compare_reads_the_results_of_torchrun(results_of_torchrun, tmp_path, capsys):
+    assert cli.main(["compare", "--read", str(results_of_torchrun), "--out", str(tmp_path)]) == 0
+    results = json.loads((tmp_path / "compare.json").read_text())
+    assert results["world_size"] == 2 and results["steps"] == 4 and results["backend"] == "gloo"
+    single, ring, sharded = results["stages"]
+    assert [entry["stage"] for entry in (single, ring, sharded)] == ["1", "4", "7"]
+    assert ring["bytes_sent_max"] == results["gradient_bytes"]  # 2 (K-1)/K p
+    assert 1.4 * ring["bytes_sent_max"] < sharded["bytes_sent_max"] < 1.6 * ring["bytes_sent_max"]  # 3 (K-1)/K p
+    for entry in (ring, sharded):
+        assert len(entry["timeline"]) == 2 and entry["step_ms"] > 0
+        assert 0 < entry["max_abs_diff_vs_single"] < 1e-12
+        assert entry["loss"] == pytest.approx(single["loss"], abs=1e-12) and len(set(entry["loss"])) == 4
+    rows = list(csv.DictReader((tmp_path / "compare.csv").open()))
+    assert [row["stage"] for row in rows] == ["1", "4", "7"]
+    assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
+    assert "fully sharded" in capsys.readouterr().out
+
+
+def missing(folder):
+    for file in folder.iterdir():
+        file.unlink()
+    folder.rmdir()
+
+
+def empty(folder):
+    for file in folder.iterdir():
+        file.unlink()
+
+
+def cut_short(folder):
+    file = folder / "stage-4.pt"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def flipped(folder):
+    file = folder / "stage-4.pt"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def of_other_runs(folder):
+    run = checkpoint.unpacked((folder / "stage-4.pt").read_bytes())
+    run["job"] |= {"seed": 1, "lr": 0.5}
+    (folder / "stage-4.pt").write_bytes(checkpoint.packed(run))
+
+
+def no_results(folder):
+    (folder / "stage-4.pt").write_bytes(checkpoint.packed({"model": {}}))
+
+
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (missing, 'there is no folder "'),
+        (empty, 'no results in "'),
+        (cut_short, "its checksum is wrong"),
+        (flipped, "its checksum is wrong"),
+        (no_results, "it holds no results"),
+        (of_other_runs, "differ in lr, seed; keep one job to a folder"),
+    ],
+)
+def test_results_that_cannot_be_compared_are_refused_in_one_line(
+    results_of_torchrun, tmp_path, capsys, damage, message
+):
+    folder = tmp_path / "results"
+    shutil.copytree(results_of_torchrun, folder)
+    damage(folder)
+    assert cli.main(["compare", "--read", str(folder), "--out", str(tmp_path / "out")]) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err and str(folder) in printed.err and printed.err.count("\n") == 1
+    assert printed.out == "" and list((tmp_path / "out").iterdir()) == []
+
+
+def bytes_between_hosts(ranks_per_host):
+    """What this rank sends to another host, and in all, in a flat and in a hierarchical all-reduce."""
+    host, results = dist.get_rank() // ranks_per_host, []
+    for all_reduce in (ring_all_reduce, lambda tensor: hierarchical_all_reduce(tensor, ranks_per_host=ranks_per_host)):
+        tensor, events = torch.arange(960.0) * (dist.get_rank() + 1), []
+        with wire.observing(events.append):
+            all_reduce(tensor)
+        sent = [event for event in events if event.kind == "send"]
+        away = sum(event.bytes for event in sent if event.peer // ranks_per_host != host)
+        results.append((away, torch.equal(tensor, torch.arange(960.0) * 10)))
+    return results
+
+
+def test_a_hierarchical_all_reduce_sends_less_between_hosts():
+    payload = 960 * 4
+    flat, hierarchical = zip(*launch(bytes_between_hosts, 2, world_size=4), strict=True)
+    assert all(right for _, right in (*flat, *hierarchical))
+    for host in (slice(0, 2), slice(2, 4)):
+        assert sum(away for away, _ in flat[host]) == 2 * 3 * payload // 4  # 2 (K-1)/K p over one cable
+        assert sum(away for away, _ in hierarchical[host]) == 2 * 1 * payload // 2  # 2 (H-1)/H p
+
+
+def programs(folder, **scripts):
+    """Write programs into `folder`; returns a PATH that begins with it."""
+    for name, text in scripts.items():
+        file = folder / name
+        file.write_text(text)
+        file.chmod(file.stat().st_mode | stat.S_IEXEC)
+    return os.pathsep.join([str(folder), str(Path(sys.executable).parent), os.environ["PATH"]])
+
+
+SRUN = """#!/bin/bash
+# Stands in for Slurm: runs the command as $SLURM_NTASKS tasks on this machine.
+while [[ $1 == --* ]]; do shift; done
+pids=()
+for ((task = 0; task < SLURM_NTASKS; task++)); do
+    SLURM_PROCID=$task SLURM_LOCALID=$task SLURM_NODEID=0 SLURM_STEP_NUM_TASKS=$SLURM_NTASKS \\
+        SLURM_STEP_NODELIST=localhost SLURM_STEP_TASKS_PER_NODE=$SLURM_NTASKS "$@" &
+    pids+=($!)
+done
+for pid in "${pids[@]}"; do wait "$pid" || exit 1; done
+"""
+SCONTROL = """#!/bin/bash
+[[ "$*" == "show hostnames localhost" ]] && printf 'localhost\\nlocalhost\\n'
+"""
+
+
+@pytest.mark.parametrize("file", ["slurm.sbatch", "slurm-tasks.sbatch"])
+def test_the_slurm_scripts(tmp_path, file):
+    path = programs(tmp_path, srun=SRUN, scontrol=SCONTROL)
+    options = [*MODEL, "--stage", "6", "--steps", "3"]
+    job = {"SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": str(os.getpid())}
+    job |= {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_NAME": "ddp-course", "SLURM_NTASKS": "2"}
+    finished(tmp_path, ["bash", str(DEPLOY / file), *options], PATH=path, RANKS_PER_NODE="1", **job)
+    assert_same_run(tmp_path / "runs" / "ddp-course", expected(options, 2))
+
+
+def test_the_kubernetes_job(tmp_path):
+    job = yaml.safe_load((DEPLOY / "pytorchjob.yaml").read_text())
+    assert job["apiVersion"] == "kubeflow.org/v1" and job["kind"] == "PyTorchJob"
+    policy, workers = job["spec"]["elasticPolicy"], job["spec"]["pytorchReplicaSpecs"]["Worker"]
+    [container] = workers["template"]["spec"]["containers"]
+    assert container["name"] == "pytorch", "the operator looks for this name"
+    environment = {entry["name"]: entry["value"] for entry in container["env"]}
+    environment |= {  # what the operator adds
+        "PET_NNODES": f"{policy['minReplicas']}:1",
+        "PET_NPROC_PER_NODE": str(policy["nProcPerNode"]),
+        "PET_RDZV_BACKEND": policy["rdzvBackend"],
+        "PET_RDZV_ENDPOINT": "localhost:0",
+        "PET_MAX_RESTARTS": str(policy["maxRestarts"]),
+        "PATH": programs(tmp_path),
+    }
+    mount = container["volumeMounts"][0]["mountPath"]
+    arguments = [word.replace(mount, str(tmp_path)) for word in container["args"]]
+    options = [*MODEL, "--steps", "3"]
+    finished(tmp_path, [*container["command"], *arguments, *options], **environment)
+    assert_same_run(tmp_path / "first", expected([*options, "--stage", "6"], 2))

@@ -1,0 +1,238 @@
+"""Figures, sketches, sources and widgets: what they show is right, can be read, and says so in words."""
+
+import io
+from itertools import combinations
+
+import pytest
+import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.text import Text
+from PIL import Image
+
+from ddp_course import problems, show, simulate, stage1_single, stage4_ring, stage5_bucketed, theory
+from ddp_course.measuring import plans
+from ddp_course.showing import plots, sketches, widgets
+from ddp_course.showing.source import Diff
+
+pytestmark = pytest.mark.alone
+
+
+def compare_results(stages=("1", "2", "3", "4w", "4", "5", "torch"), world_size=4):
+    names = {"1": "single device", "2": "DataParallel", "3": "parameter server", "4w": "whole-gradient ring",
+             "4": "ring", "5": "bucketed DDP", "torch": "torch's DDP"}  # fmt: skip
+    spans = [["forward", 0, 0.002, "compute"], ["backward", 0.002, 0.01, "compute"], ["wait", 0.008, 0.01, "compute"],
+             ["communication", 0.004, 0.01, "network"], ["update", 0.01, 0.011, "compute"]]  # fmt: skip
+    p = 337_000
+    return {
+        "world_size": world_size, "device": "cpu", "problem": "digits", "parameters": p // 4, "gradient_bytes": p,
+        "link": {"bandwidth_bits_s": 2e8, "mode": "hosts"},
+        "stages": [
+            {
+                "stage": stage, "name": names[stage], "step_ms": 10.0 + 7 * place, "communication_ms": 3.0 * place,
+                "bytes_sent_max": None if stage in "12torch" else p * (1 + place), "messages_max": 6,
+                "bytes_formula": None if stage in "12" else p,
+                "loss": [2.3 / (1 + step) for step in range(12)], "max_abs_diff_vs_single": 1e-7 * place,
+                "timeline": [spans] * (1 if stage in "12" else world_size), "emulated": stage not in ("1", "2"),
+            }
+            for place, stage in enumerate(stages)
+        ],
+    }  # fmt: skip
+
+
+def decision(*setting):
+    names = ("billions", "memory_gb", "devices", "bandwidth")
+    return widgets.decision_figure(dict(zip(names, setting, strict=True)), *plans.decide(*setting))
+
+
+def all_pictures():
+    """Every figure function with typical arguments."""
+    layers = tuple(simulate.Layer(str(i), 0.002, 0.004, 100_000) for i in range(8))
+    network = simulate.Network(theory.Costs.of_link(2e8, 3e-4))
+    yield "compare", plots.compare_figure(compare_results())
+    yield "compare two", plots.compare_figure(compare_results(("1", "4"), 2))
+    yield "timeline", plots.timeline_figure([[["forward", 1.0, 1.1, "compute"]]] * 4)
+    yield "curves", plots.curves({"a": ([1, 2, 4], [1.0, 2.0, 3.0])}, "x", "y", "t", theory={"b": ([1, 4], [1, 4])})
+    yield "log", plots.curves({"a": ([1, 10, 1000], [1.0, 20.0, 3000.0])}, "x", "y", "t", log="xy")
+    yield "bars", plots.bars({"a": 1.0, "b": 2.0}, "y", "t", theory={"a": 1.1})
+    yield "images", plots.images(torch.rand(8, 1, 8, 8), list(range(8)), "digits")
+    yield "star", sketches.star(4)
+    yield "ring", sketches.ring(4)
+    yield "scatter", sketches.scatter_gather(4)
+    yield "buckets", sketches.buckets(problems.make("digits").model(), 0.02)
+    yield "whole ring", sketches.whole_ring_step(4, 1)
+    for step in (0, 3, 6):
+        yield f"ring {step}", sketches.ring_step(4, step)
+    yield "alpha beta", widgets.alpha_beta_figure()
+    yield "bucket cap", widgets.bucket_figure(simulate.Profile(layers), 4, network, {0.05: 60.0, 0.5: 80.0}, 0.1)
+    yield "decision", decision(7, 80, 16, "100Gbit")
+    yield "decision, none", decision(400, 24, 8, "100Gbit")
+
+
+@pytest.mark.parametrize(("name", "picture"), [pytest.param(*pair, id=pair[0]) for pair in all_pictures()])
+def test_every_figure_can_be_read(name, picture):
+    picture.png()
+    texts = [text for text in picture.findobj(Text) if text.get_visible() and text.get_text().strip()]
+    assert texts and all(text.get_fontsize() >= 9 for text in texts), [
+        t.get_text() for t in texts if t.get_fontsize() < 9
+    ]
+    assert picture.alt, "no alternative text"
+    assert picture.message and "\n" not in picture.message, "the message is one line"
+    assert overlapping(picture) == [], f"overlapping labels in {name}"
+
+
+def overlapping(picture):
+    """Pairs of texts of an axis (ticks, labels, title) whose boxes share more than a pixel or two."""
+    canvas = FigureCanvasAgg(picture)
+    with plots.style():
+        canvas.draw()
+    renderer = canvas.get_renderer()
+    found = []
+    for axes in picture.axes:
+        texts = [axes.title, axes._left_title, axes.xaxis.label, axes.yaxis.label]
+        for axis, limits in ((axes.xaxis, axes.get_xlim()), (axes.yaxis, axes.get_ylim())):
+            low, high = sorted(limits)
+            texts += [tick.label1 for tick in axis.get_major_ticks() if low <= tick.get_loc() <= high]
+        texts = axes.texts + [text for text in texts if axes.axison]
+        texts = [text for text in texts if text.get_text() and text.get_visible()]
+        boxes = [(text.get_text(), text.get_window_extent(renderer)) for text in texts]
+        for (one, a), (other, b) in combinations(boxes, 2):
+            width, height = min(a.x1, b.x1) - max(a.x0, b.x0), min(a.y1, b.y1) - max(a.y0, b.y0)
+            if width > 1.5 and height > 1.5:
+                found.append((one, other))
+    return found
+
+
+def test_the_overlap_check_sees_an_overlap():
+    picture, axes = plots.panels(width=2, height=2)
+    axes.set_xticks([0, 0.1, 0.2], ["a long label", "another long label", "and a third"])
+    picture.png()
+    assert overlapping(picture)
+
+
+def test_a_stage_has_one_colour_and_stages_differ():
+    assert set(plots.STAGE_COLOURS) >= {*"12345678", "torch"}
+    assert len(set(plots.STAGE_COLOURS.values())) == len(plots.STAGE_COLOURS)
+
+
+def luminance(colour):
+    channels = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    return sum(weight * channel for weight, channel in zip((0.299, 0.587, 0.114), channels, strict=True))
+
+
+def test_neighbouring_stages_differ_for_the_colour_blind():
+    """Under simulated deuteranopia (Viénot et al. 1999), stages that share a panel stay apart."""
+    shown = ["1", "2", "3", "4", "5", "torch"]
+    for one, other in combinations(shown, 2):
+        assert distance(plots.STAGE_COLOURS[one], plots.STAGE_COLOURS[other]) > 0.12, (one, other)
+
+
+def distance(one, other):
+    def seen(colour):
+        red, green, blue = ((int(colour[place : place + 2], 16) / 255) ** 2.2 for place in (1, 3, 5))
+        mixed = 0.293 * red + 0.707 * green
+        return (mixed ** (1 / 2.2), blue ** (1 / 2.2))
+
+    return sum((a - b) ** 2 for a, b in zip(seen(one), seen(other), strict=True)) ** 0.5
+
+
+def test_comparison_message_is_computed():
+    message = plots.comparison_message(compare_results())
+    assert "6e-07" in message and "server 24 ms" in message and "buckets 45 ms" in message
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 5, 8])
+def test_ring_states_end_complete_and_pass_through_one_chunk_a_rank(world_size):
+    states = sketches.ring_states(world_size)
+    everyone = frozenset(range(world_size))
+    assert len(states) == 2 * (world_size - 1) + 1
+    half = states[world_size - 1]
+    assert all([chunk == everyone for chunk in half[rank]].index(True) == (rank + 1) % world_size for rank in everyone)
+    assert sum(chunk == everyone for rank in half for chunk in rank) == world_size
+    assert all(chunk == everyone for rank in states[-1] for chunk in rank)
+
+
+def test_ring_schedule_is_that_of_the_stage():
+    """Play the real scatter_reduce and allgather with a recording wire, and compare chunk by chunk."""
+    from unittest.mock import patch
+
+    for rank in range(4):
+        sent = []
+        chunks = [torch.full((1,), float(index)) for index in range(4)]
+
+        def record(outgoing, *_, sent=sent, chunks=chunks):
+            sent.append(next(index for index, chunk in enumerate(chunks) if chunk is outgoing))
+
+        ring = patch.object(stage4_ring.wire, "neighbours", return_value=(rank, 4, (rank - 1) % 4, (rank + 1) % 4))
+        with ring, patch.object(stage4_ring.wire, "exchange", record):
+            stage4_ring.scatter_reduce(chunks)
+            stage4_ring.allgather(chunks)
+        assert sent == [chunk_of(rank) for _, chunk_of in sketches.ring_schedule(4)]
+
+
+def test_source_and_diff_are_live():
+    assert "optimizer.zero_grad()" in repr(show.source(stage1_single.train))
+    diff = show.diff(stage1_single.train, stage5_bucketed.train)
+    assert "+     parallel = BucketedDDP(model" in repr(diff) and 2 <= diff.changed <= 10
+    assert "<div" in diff._repr_html_() and "&lt;" not in Diff("a", "b")._repr_html_()
+    assert "&lt;b&gt;" in Diff("<b>", "c")._repr_html_()
+    assert show.diff(stage1_single.train, stage1_single.train).changed == 0
+
+
+def test_prediction_is_kept_and_shown_beside_the_measurement(capsys):
+    prediction = show.predict("how many?", [1, 2, 4])
+    prediction.reveal("2.2", 2)
+    prediction.guess = 2
+    prediction.reveal("2.2", 2)
+    prediction.guess = 4
+    prediction.reveal("2.2", 2)
+    lines = capsys.readouterr().out.splitlines()
+    assert "you did not guess" in lines[0] and "right" in lines[1] and "your guess: 4" in lines[2]
+    assert "surprise" in lines[2]
+    with pytest.raises(ValueError, match="not among"):
+        prediction.reveal("2.2", 3)
+
+
+@pytest.mark.parametrize(("value", "expected"), [(0.2, 1), (1.3, 1), (1.6, 2), (3.0, 4), (100, 4)])
+def test_nearest_answer(value, expected):
+    assert widgets.nearest(value, [1, 2, 4]) == expected
+
+
+def explorers():
+    layers = tuple(simulate.Layer(str(i), 0.002, 0.004, 100_000) for i in range(8))
+    network = simulate.Network(theory.Costs.of_link(2e8, 3e-4))
+    return {
+        "ring": (widgets.ring_stepper(4), "step", 3),
+        "alpha beta": (widgets.alpha_beta_explorer(), "latency", "10ms"),
+        "buckets": (widgets.bucket_explorer(simulate.Profile(layers), 4, network, {0.1: 50.0}), "cap", 0.06),
+        "decision": (widgets.decision_chart(plans.decide), "devices", 64),
+        "pipeline": (widgets.pipeline_explorer(), "microbatches", 2),
+        "simulator": (widgets.simulator_explorer(simulate.Profile(layers)), "bandwidth", "1Gbit"),
+    }
+
+
+@pytest.mark.parametrize("name", ["ring", "alpha beta", "buckets", "decision", "pipeline", "simulator"])
+def test_sliders_redraw_and_leave_a_picture_without_widgets(name):
+    explorer, control, value = explorers()[name]
+    before = bytes(explorer.image.value)
+    bundle, metadata = explorer._repr_mimebundle_()
+    assert "image/png" in bundle and bundle["text/plain"] == explorer.message.value
+    assert len(metadata["image/png"]["alt"]) > 20
+    explorer.controls[control].value = value
+    assert bytes(explorer.image.value) != before, "the figure did not change"
+    size = Image.open(io.BytesIO(explorer.image.value)).size
+    assert (int(explorer.image.width), int(explorer.image.height)) == size, "the page jumps while the figure loads"
+
+
+def test_ring_stepper_follows_the_number_of_ranks():
+    stepper = widgets.ring_stepper(4)
+    stepper.controls["step"].value = 6
+    stepper.controls["K"].value = 2
+    assert stepper.controls["step"].max == 2 and stepper.controls["step"].value == 2
+    assert "4 of 4 chunks complete" in stepper.message.value
+
+
+def test_command_runs_our_programs_only(capsys):
+    assert show.command('python -c "print(6 * 7)"') == [0]
+    assert "42" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="not one of"):
+        show.command("rm -r x")

@@ -1,0 +1,419 @@
+"""Random programs that torch's class and ours play in the same processes: `python tests/soak/programs.py [--count N]`.
+
+A program is a model, the settings of a wrapper and a list of operations: training steps, accumulation, abandoned and
+nested forward passes, exceptions, uneven inputs, and so on. After each of them gradients, weights and buffers must be
+the same bits with both classes, or both must have refused it. A number stands for a program, so a failure is repeated
+with `--first N --count 1`. Beside them: stage 5 against one device, and the collectives against `dist.all_reduce`.
+"""
+
+import argparse
+import copy
+import random
+import sys
+import threading
+import warnings
+from contextlib import nullcontext
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / "support")]
+
+from ddp_course import collectives, launch  # noqa: E402
+from ddp_course.errors import CourseError  # noqa: E402
+from ddp_course.stage4_ring import ring_all_reduce, whole_gradient_ring  # noqa: E402
+from ddp_course.stage5_bucketed import BucketedDDP  # noqa: E402
+from ddp_course.stage6_ddp import DistributedDataParallel  # noqa: E402
+
+CLASSES = {"torch": TorchDDP, "ours": DistributedDataParallel}
+TRAITS = [
+    "tied",
+    "frozen",
+    "double",
+    "buffers",
+    "two wrappers",
+]  # sparse gradients: torch 2.13 gets dense ones beside them wrong
+PLACES = ["forward", "backward", "gradient hook"]
+OPERATIONS = ["train"] * 6 + ["no_sync"] * 2 + ["abandon", "without gradients", "evaluate", "replace", "load", "copy"]
+OPERATIONS += ["raise", "two forwards", "two backwards", "clip", "join"]
+BATCH = 3
+ALL = {"which": "ab", "set_to_none": True}
+
+
+class Explosion(Exception):
+    """What the programs raise."""
+
+
+class Bomb(torch.autograd.Function):
+    """The identity, until its backward pass."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise Explosion("backward")
+
+
+class Model(nn.Module):
+    """Two branches and a layer that always takes part; `which` says what does, `bomb` where it explodes."""
+
+    def __init__(self, traits):
+        super().__init__()
+        self.traits = traits
+        self.a, self.b, self.last = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 5)
+        if "tied" in traits:
+            self.b.weight = self.a.weight
+        if "frozen" in traits:
+            self.b.requires_grad_(False)
+        if "double" in traits:
+            self.last.double()
+        if "buffers" in traits:
+            self.norm = nn.BatchNorm1d(5)
+
+    def forward(self, x, which, bomb=None):
+        x = x.to(self.a.weight.dtype)
+        x = self.norm(x) if "buffers" in self.traits else x
+        x = self.a(x).tanh() if "a" in which else x
+        if bomb == "forward":
+            raise Explosion("forward")
+        x = Bomb.apply(x) if bomb == "backward" else x
+        x = self.b(x).tanh() if "b" in which else x
+        return self.last(x.to(self.last.weight.dtype))
+
+
+def program(number):
+    """The program with this number: (traits of the model, settings of the wrapper, hook, operations)."""
+    draw = random.Random(number)
+    traits = {trait for trait in TRAITS if draw.random() < 0.25}
+    settings = {"bucket_cap_mb": draw.choice([None, 0.0001, 0.0002])}
+    settings |= {
+        name: True
+        for name in ("gradient_as_bucket_view", "find_unused_parameters", "static_graph")
+        if draw.random() < (0.15 if name == "static_graph" else 0.4)
+    }
+    if draw.random() < 0.2:
+        settings["forward_sync_buffers"] = False
+    hook = draw.choice(["none"] * 4 + ["allreduce", "fp16", "power"])
+    if hook == "power":  # it communicates several times a bucket, in gloo's threads: nothing else must, at that time
+        settings["bucket_cap_mb"], traits = None, traits - {"double", "two wrappers"}
+        settings.pop("find_unused_parameters", None)
+    operations = [operation(draw, traits, settings) for _ in range(draw.randint(2, 7))]
+    if settings.get("static_graph"):  # torch's class needs a plain first pass, and another one after copying
+        operations = [("train", ALL), *(one for one in operations if one[0] != "copy")]
+    return traits, settings, hook, operations
+
+
+def operation(draw, traits, settings):
+    """One step of a program: (what, arguments); arguments may differ between ranks, and then are a list."""
+    what = draw.choice(OPERATIONS)
+    changing = settings.get("find_unused_parameters") and not settings.get("static_graph")
+    branches = ["ab", "ab", "a", "b", ""] if changing else ["ab"]
+    arguments = {"which": [draw.choice(branches) for _ in range(8)], "set_to_none": draw.random() < 0.5}
+    if what == "raise":
+        arguments |= {"bomb": draw.choice(PLACES), "which": draw.choice(branches)}  # all ranks fail at one point
+    if what == "join" and ("two wrappers" in traits or settings.get("static_graph")):
+        what = "train"
+    if what == "join":
+        arguments |= {"steps": [draw.randint(0, 3) for _ in range(8)], "by_all": draw.random() < 0.5}
+    return what, arguments
+
+
+class Player:
+    """One rank that plays a program with one of the classes."""
+
+    def __init__(self, kind, number):
+        self.kind, self.number = kind, number
+        self.traits, self.settings, self.hook, self.operations = program(number)
+        torch.manual_seed(number)
+        self.models = [Model(self.traits) for _ in range(2 if "two wrappers" in self.traits else 1)]
+        self.wrapped = [CLASSES[kind](model, **self.settings) for model in self.models]
+        for wrapper in self.wrapped:
+            self.register(wrapper)
+        trained = [p for model in self.models for p in model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.SGD(trained, lr=0.05)
+        self.start = copy.deepcopy([wrapper.state_dict() for wrapper in self.wrapped])
+        self.rank, self.count = dist.get_rank(), 0
+
+    def register(self, wrapper):
+        """Register the program's communication hook."""
+        if self.hook == "allreduce":
+            wrapper.register_comm_hook(None, default_hooks.allreduce_hook)
+        elif self.hook == "fp16":
+            wrapper.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        elif self.hook == "power":
+            state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=0.5)
+            wrapper.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+    def play(self):
+        """Yield what each operation left behind: whether it was refused, and all tensors."""
+        for what, arguments in self.operations:
+            arguments = {name: v[self.rank] if isinstance(v, list) else v for name, v in arguments.items()}
+            refused = None
+            try:
+                getattr(self, what.replace(" ", "_"))(**arguments)
+            except (Explosion, RuntimeError) as error:
+                refused = f"{type(error).__name__}: {error}"
+            yield what, refused, self.tensors()
+            if refused and "Explosion" not in refused:
+                return  # what comes after a refusal is nobody's promise
+
+    def tensors(self):
+        """{name: tensor or None} of gradients, weights and buffers."""
+        found = {}
+        for index, model in enumerate(self.models):
+            for name, p in model.named_parameters():
+                found[f"{index}.{name}.grad"] = p.grad if p.grad is None else p.grad.detach().clone()
+                found[f"{index}.{name}"] = p.detach().clone()
+            found |= {f"{index}.{name}": buffer.clone() for name, buffer in model.named_buffers()}
+        return found
+
+    def loss(self, which, bomb=None):
+        """One forward pass through all wrappers, on inputs of its own."""
+        self.count += 1
+        seed = 1000 * self.number + 10 * self.count + self.rank
+        x = torch.randn(BATCH, 5, generator=torch.Generator().manual_seed(seed))
+        for wrapper in self.wrapped:
+            x = wrapper(x, which, bomb if wrapper is self.wrapped[-1] else None)
+        return x.square().sum()
+
+    def zero(self, set_to_none):
+        for model in self.models:
+            model.zero_grad(set_to_none=set_to_none)
+
+    def train(self, which, set_to_none):
+        self.zero(set_to_none)
+        self.loss(which).backward()
+        self.optimizer.step()
+
+    def no_sync(self, which, set_to_none):
+        self.zero(set_to_none)
+        contexts = [wrapper.no_sync() for wrapper in self.wrapped]
+        with contexts[0], contexts[1] if len(contexts) > 1 else nullcontext():
+            self.loss(which).backward()
+        self.loss(which).backward()
+        self.optimizer.step()
+
+    def abandon(self, which, set_to_none):
+        self.loss(which)
+
+    def without_gradients(self, which, set_to_none):
+        with torch.no_grad():
+            self.loss(which)
+
+    def evaluate(self, which, set_to_none):
+        for wrapper in self.wrapped:
+            wrapper.eval()
+        with torch.no_grad():
+            self.loss(which)
+        for wrapper in self.wrapped:
+            wrapper.train()
+
+    def replace(self, which, set_to_none):
+        for model in self.models:
+            for p in model.parameters():
+                if p.grad is not None:
+                    p.grad = p.grad.detach().clone() * 2
+
+    def load(self, which, set_to_none):
+        for wrapper, state in zip(self.wrapped, self.start, strict=True):
+            wrapper.load_state_dict(state)
+
+    def copy(self, which, set_to_none):
+        if self.hook == "none":
+            self.wrapped = copy.deepcopy(self.wrapped)
+            self.models = [wrapper.module for wrapper in self.wrapped]
+            trained = [p for model in self.models for p in model.parameters() if p.requires_grad]
+            self.optimizer = torch.optim.SGD(trained, lr=0.05)
+
+    def two_forwards(self, which, set_to_none):
+        self.zero(set_to_none)
+        (self.loss(which) + self.loss(which)).backward()
+        self.optimizer.step()
+
+    def two_backwards(self, which, set_to_none):
+        self.zero(set_to_none)
+        loss = self.loss(which)
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    def clip(self, which, set_to_none):
+        parameters = [p for model in self.models for p in model.parameters() if p.grad is not None]
+        nn.utils.clip_grad_norm_(parameters, 0.1)
+
+    def join(self, which, set_to_none, steps, by_all):
+        with self.wrapped[0].join(divide_by_initial_world_size=by_all):
+            for _ in range(steps):
+                self.train(which, set_to_none)
+
+    def __getattr__(self, name):
+        if name == "raise":
+            return self.explode
+        raise AttributeError(name)
+
+    def explode(self, which, set_to_none, bomb):
+        self.zero(set_to_none)
+        handle = None
+        if bomb == "gradient hook":
+            handle = self.models[0].a.bias.register_hook(explode_in_hook)
+        try:
+            self.loss(which, bomb).backward()
+        finally:
+            if handle:
+                handle.remove()
+
+
+def explode_in_hook(gradient):
+    """A gradient hook that fails."""
+    raise Explosion("gradient hook")
+
+
+def difference(number):
+    """Play a program with both classes on this rank; say where they differ, None if they do not."""
+    theirs, mine = (list(Player(kind, number).play()) for kind in CLASSES)
+    for step, (a, b) in enumerate(zip(theirs, mine, strict=False)):
+        if (a[1] is None) != (b[1] is None):
+            return f"step {step}, {a[0]}: torch {a[1] or 'goes on'}; ours {b[1] or 'goes on'}"
+        if a[1] and "Explosion" not in a[1]:
+            return None
+        for name, value in a[2].items():
+            if a[1] and name.endswith(".grad"):
+                continue  # after an exception in mid-pass nobody knows which gradients had come
+            other = b[2][name]
+            if (value is None) != (other is None):
+                return f"step {step}, {a[0]}: {name} is {'None' if other is None else 'not None'} with ours"
+            if value is not None and not torch.equal(value, other):
+                return f"step {step}, {a[0]}: {name} is off by {(value - other).abs().max().item():.2g}"
+    return None
+
+
+def differences(first, count):
+    """{number: difference} of some programs on this rank."""
+    warnings.simplefilter("ignore")
+    found = {number: difference(number) for number in range(first, first + count)}
+    return {number: text for number, text in found.items() if text}
+
+
+# Stage 5 against one device
+
+
+def stage5_difference(number):
+    """A random model, batches and settings: how far stage 5's weights are from one device's on the whole batch."""
+    draw, world_size, rank = random.Random(number), dist.get_world_size(), dist.get_rank()
+    torch.manual_seed(number)
+    widths = [draw.randint(1, 9) for _ in range(draw.randint(2, 5))]
+    pair = [nn.Sequential(*(nn.Linear(*size) for size in pairwise(widths))).double() for _ in "ab"]
+    both, alone = nn.Sequential(*(nn.Sequential(p, nn.Linear(widths[-1], widths[0]).double()) for p in pair)), None
+    if draw.random() < 0.3:
+        both[1][1].weight = both[0][1].weight  # tied across the two wrappers' modules would be averaged twice
+        both = both[:1]
+    alone = copy.deepcopy(both)
+    all_reduce = draw.choice([ring_all_reduce, *EVERY.values()])
+    cap = draw.choice([25.0, 0.0001, 0.0003])
+    wrapped = [BucketedDDP(module, cap, all_reduce=all_reduce) for module in both]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (both, alone)]
+    for step in range(draw.randint(1, 4)):
+        whole = torch.randn(2 * world_size, widths[0], generator=torch.Generator().manual_seed(step)).double()
+        bomb = draw.random() < 0.2
+        for forward, optimizer, inputs in (
+            (nn.Sequential(*wrapped), optimizers[0], whole[rank::world_size]),
+            (alone, optimizers[1], whole),
+        ):
+            optimizer.zero_grad(set_to_none=draw.random() < 0.5)
+            if bomb:
+                try:
+                    Bomb.apply(forward(inputs)).sum().backward()
+                except Explosion:
+                    optimizer.zero_grad()
+            forward(inputs).square().mean().backward()
+            optimizer.step()
+    error = max((a - b).abs().max().item() for a, b in zip(both.parameters(), alone.parameters(), strict=True))
+    return f"stage 5 is off by {error:.2g}" if error > 1e-12 else None
+
+
+# The collectives against dist.all_reduce
+
+EVERY = {
+    "ring": ring_all_reduce,
+    "whole ring": whole_gradient_ring,
+    "tree": collectives.tree_all_reduce,
+    "halving-doubling": collectives.halving_doubling_all_reduce,
+    "hierarchical": collectives.hierarchical_all_reduce,
+    "pipelined": collectives.pipelined_ring_all_reduce,
+}
+
+
+def collective_difference(number, groups):
+    """Integers of a random shape, stride and type, summed in one or two threads, each on a group of its own."""
+    draw, rank = random.Random(number), dist.get_rank()
+    threads = []
+    found = []
+    for group in groups[: draw.randint(1, 2)]:
+        shape = [draw.randint(0, 6) for _ in range(draw.randint(0, 3))]
+        dtype = draw.choice([torch.float32, torch.float64, torch.int64, torch.bfloat16])
+        generator = torch.Generator().manual_seed(100 * number + rank)
+        tensor = torch.randint(-8, 8, shape, generator=generator).to(dtype)
+        if len(shape) > 1 and draw.random() < 0.5:
+            tensor = tensor.transpose(0, -1)
+        expected, name = tensor.clone(), draw.choice(sorted(EVERY))
+        if group == dist.GroupMember.NON_GROUP_MEMBER:
+            continue
+        whole = expected.contiguous()
+        dist.all_reduce(whole, group=group)
+        threads.append(threading.Thread(target=partial(EVERY[name], tensor, group=group)))
+        found.append((name, tensor, whole))
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    wrong = [name for name, tensor, whole in found if not torch.equal(tensor, whole)]
+    return f"{wrong} differ from gloo" if wrong else None
+
+
+def other_differences(first, count):
+    """{number: difference} of stage 5 and of the collectives."""
+    groups = [None, dist.new_group(list(range(dist.get_world_size()))), dist.new_group([0, 1])]
+    found = {}
+    for number in range(first, first + count):
+        shuffled = random.Random(number).sample(groups, len(groups))
+        found[number] = stage5_difference(number) or collective_difference(number, shuffled)
+    return {number: text for number, text in found.items() if text}
+
+
+def run(play, first, count, world_size, batch=25, timeout=240.0):
+    """Play `count` programs, some in a launch; return {number: what went wrong}."""
+    wrong = {}
+    for start in range(first, first + count, batch):
+        size = min(batch, first + count - start)
+        try:
+            for found in launch(play, start, size, world_size=world_size, timeout=timeout):
+                wrong |= found
+        except CourseError as error:
+            if size == 1:
+                wrong[start] = str(error)[-600:]
+            else:
+                wrong |= run(play, start, size, world_size, batch=1, timeout=60.0)
+    return wrong
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--count", type=int, default=5000)
+    parser.add_argument("--world-size", type=int, default=2)
+    args = parser.parse_args()
+    wrong = {}
+    for play in (differences, other_differences):
+        wrong |= run(play, args.first, args.count, args.world_size)
+        print(f"{play.__name__}: {args.count} programs, {len(wrong)} wrong so far", flush=True)
+    print("\n".join(f"{number}: {text}" for number, text in wrong.items()))
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,305 @@
+"""Random training programs for stages 7, 7o and 8 against one device: `python tests/soak/programs78.py 1000`.
+
+A program is a model (tied, frozen, unused or repeated layers, layers in place, several dtypes), an optimizer with
+groups and a schedule, and steps: passes that accumulate, evaluation, clipping, exceptions in forward or backward on
+all ranks, state dicts loaded back, and in the middle a change of the world size, with state dicts of one device
+handed over. Equal losses' gradients mean equal weights, norms and optimizer states; the first that are not are shown.
+"""
+
+import random
+import sys
+from contextlib import suppress
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+
+from ddp_course import launch
+from ddp_course.stage3_paramserver import broadcast_parameters
+from ddp_course.stage7_sharded import FullyShardedDataParallel, ShardedOptimizer
+from ddp_course.stage8_pipeline import Pipeline, layers_of, split
+
+WIDTH, BATCH = 6, 12
+OPTIMIZERS = {
+    "sgd": (torch.optim.SGD, {"weight_decay": 0.1}),
+    "momentum": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    "adam": (torch.optim.Adam, {"amsgrad": True}),
+    "adamw": (torch.optim.AdamW, {"weight_decay": 0.1}),
+}
+
+
+class Boom(Exception):
+    """An exception in the middle of a pass."""
+
+
+class Trap(torch.nn.Module):
+    """Passes its input on, or raises in forward or backward."""
+
+    place = None
+
+    def forward(self, inputs):
+        """Any shape."""
+        if self.place == "forward":
+            raise Boom
+        if self.place == "backward" and inputs.requires_grad:
+            inputs.register_hook(self.spring)
+        return inputs * 1
+
+    def spring(self, gradient):
+        """The hook that raises."""
+        raise Boom
+
+
+class InFloat32(torch.nn.Linear):
+    """A float32 layer in a float64 model."""
+
+    def forward(self, inputs):
+        """(N, WIDTH) to (N, WIDTH) in float64."""
+        return super().forward(inputs.float()).double()
+
+
+class Net(torch.nn.Module):
+    """A chain of layers, beside it a layer that is never used."""
+
+    def __init__(self, layers, unused):
+        super().__init__()
+        self.chain = torch.nn.Sequential(*layers)
+        if unused:
+            self.unused = torch.nn.Linear(3, 2).double()
+
+    def layers(self):
+        """The chain, for a pipeline."""
+        return list(self.chain)
+
+    def forward(self, inputs):
+        """(N, WIDTH) to (N, WIDTH)."""
+        return self.chain(inputs)
+
+
+def drawn(seed, stage):
+    """The program of this seed for a stage: plain data."""
+    chance = random.Random(f"{seed} {stage}")
+    kinds = ["linear", "linear", "norm", "tanh", "relu in place", "float32"]
+    layers = ["linear", *chance.choices(kinds, k=chance.randrange(3, 7)), "linear"]
+    for index, (before, kind) in enumerate(pairwise(layers), 1):  # some need their output to go backward
+        if kind == "relu in place" and before in ("tanh", "relu in place"):
+            layers[index] = "linear"
+    steps = [
+        {
+            "passes": chance.choice([1, 1, 2, 3]),
+            "evaluate": chance.random() < 0.2,
+            "clip": chance.choice([None, None, (0.1, 2.0), (0.02, float("inf"))]),
+            "boom": chance.choice([None, None, None, "forward", "backward"]) if stage != "8" else None,
+            "reload": chance.random() < 0.2,
+        }
+        for _ in range(chance.randrange(2, 6))
+    ]
+    return {
+        "seed": seed,
+        "layers": layers,
+        "tied": chance.random() < 0.3 and stage != "8",
+        "twice": chance.random() < 0.3 and stage != "8",
+        "frozen": [index for index in range(len(layers)) if chance.random() < 0.15],
+        "unused": chance.random() < 0.3 and stage != "8",
+        "optimizer": chance.choice(list(OPTIMIZERS)),
+        "groups": chance.random() < 0.5,
+        "blocks": chance.choice([None, []]),
+        "reshard": chance.random() < 0.7,
+        "microbatches": chance.choice([1, 2, 4]),
+        "steps": steps,
+    }
+
+
+def build(program):
+    """The model of a program, and its trap."""
+    torch.manual_seed(program["seed"])
+    make = {
+        "linear": lambda: torch.nn.Linear(WIDTH, WIDTH).double(),
+        "norm": lambda: torch.nn.LayerNorm(WIDTH).double(),
+        "tanh": torch.nn.Tanh,
+        "relu in place": lambda: torch.nn.ReLU(inplace=True),
+        "float32": lambda: InFloat32(WIDTH, WIDTH),
+    }
+    layers, trap = [make[kind]() for kind in program["layers"]], Trap()
+    for index in program["frozen"]:
+        layers[index].requires_grad_(False)
+    layers[-1].requires_grad_(True)
+    if program["tied"]:
+        layers[-1].weight = layers[0].weight
+    if program["twice"]:
+        layers.insert(2, layers[0])
+    layers.insert(len(layers) // 2, trap)
+    return Net(layers, program["unused"]), trap
+
+
+class Player:
+    """One stage at play: what a program needs of it."""
+
+    def __init__(self, program, stage):
+        self.program, self.stage = program, stage
+        self.model, self.trap = build(program)
+        kind, settings = OPTIMIZERS[program["optimizer"]]
+        self.forward = self.model
+        if stage == "7":
+            self.forward = FullyShardedDataParallel(
+                self.model, blocks=program["blocks"], reshard_after_forward=program["reshard"]
+            )
+        if stage == "8":
+            self.parts = split(layers_of(self.model), dist.get_world_size())
+            self.part = self.parts[dist.get_rank()]
+            self.pipeline = Pipeline(self.part, program["microbatches"], loss=torch.nn.functional.mse_loss)
+            mine = set(self.part.parameters())
+            groups = [{**group, "params": [p for p in group["params"] if p in mine]} for group in self.groups()]
+            self.optimizer = kind(groups, lr=0.02, **settings)
+        elif stage == "7o":
+            self.optimizer = ShardedOptimizer(self.groups(), kind, lr=0.02, **settings)
+        else:
+            self.optimizer = kind(self.groups(), lr=0.02, **settings)
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
+
+    def groups(self):
+        """The parameters in two groups with settings of their own, or in one."""
+        parameters = list(self.forward.parameters())
+        if not self.program["groups"]:
+            return [{"params": parameters}]
+        return [{"params": parameters[::2], "lr": 0.03}, {"params": parameters[1::2]}]
+
+    def backward(self, inputs, targets):
+        """One forward and backward pass on this rank's share."""
+        if self.stage == "8":
+            self.pipeline.step(inputs, targets)
+        else:
+            share = slice(None) if self.stage == "1" else slice(dist.get_rank(), None, dist.get_world_size())
+            torch.nn.functional.mse_loss(self.forward(inputs[share]), targets[share]).backward()
+
+    def clip(self, max_norm, norm_type):
+        """Clip by the norm of all gradients; return it."""
+        if self.stage == "1":
+            return torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm, norm_type).item()
+        clipper = {"7": self.forward, "7o": self.optimizer, "8": getattr(self, "pipeline", None)}[self.stage]
+        return clipper.clip_grad_norm_(max_norm, norm_type).item()
+
+    def state(self):
+        """State dicts of model and optimizer, whole; a pipeline has no optimizer of the whole."""
+        if self.stage == "8":
+            for rank, part in enumerate(self.parts):
+                broadcast_parameters(part, src=rank)
+            return {"model": self.model.state_dict(), "optimizer": None}
+        if self.stage == "7":
+            return {"model": self.forward.state_dict(), "optimizer": self.forward.optimizer_state_dict(self.optimizer)}
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def load(self, state):
+        """Go on from state dicts of any stage and world size."""
+        self.forward.load_state_dict(state["model"])
+        if self.stage == "7":
+            self.forward.load_optimizer_state_dict(self.optimizer, state["optimizer"])
+        elif state["optimizer"]:
+            self.optimizer.load_state_dict(state["optimizer"])
+
+
+def play(program, stage, steps, start=None):
+    """Play the `steps` (a slice) of a program, from state dicts of another player on; what there is to compare."""
+    player, norms = Player(program, stage), []
+    if start:
+        player.load(start["state"])
+        player.schedule.load_state_dict(start["schedule"])
+    for number in range(*steps.indices(len(program["steps"]))):
+        step, generator = program["steps"][number], torch.Generator().manual_seed(1000 * program["seed"] + number)
+        batches = [torch.randn(2, BATCH, WIDTH, generator=generator).double() for _ in range(step["passes"])]
+        if step["boom"]:
+            player.trap.place = step["boom"]
+            with suppress(Boom):
+                player.backward(*batches[0])
+            player.trap.place = None
+        player.optimizer.zero_grad()
+        for inputs, targets in batches:
+            player.backward(inputs, targets)
+        if step["evaluate"] and stage != "8":
+            with torch.no_grad():
+                player.forward(batches[0][0])
+        if step["clip"]:
+            norms.append(player.clip(*step["clip"]))
+        player.optimizer.step()
+        player.schedule.step()
+        player.optimizer.zero_grad()
+        if step["reload"] and stage != "8":
+            player.load(player.state())
+    return {"state": player.state(), "schedule": player.schedule.state_dict(), "norms": norms}
+
+
+def play_all(programs, stage, first=True, starts=None):
+    """The first or the second half of every program."""
+    results = []
+    for program, start in zip(programs, starts or [None] * len(programs), strict=True):
+        middle = len(program["steps"]) // 2 if stage != "8" else len(program["steps"])
+        results.append(play(program, stage, slice(middle) if first else slice(middle, None), start))
+    return results
+
+
+def whole(programs):
+    """What one device makes of the programs, at once."""
+    return [play(program, "1", slice(None)) for program in programs]
+
+
+def numbers(value):
+    """All tensors and numbers inside, flattened, float64."""
+    if isinstance(value, dict):
+        return [number for key in value if key != "param_groups" for number in numbers(value[key])]
+    if isinstance(value, list | tuple):
+        return [number for inside in value for number in numbers(inside)]
+    return [torch.as_tensor(value).double().reshape(-1)] if isinstance(value, torch.Tensor | float) else []
+
+
+def apart(one, other):
+    """The greatest difference of two outcomes, relative to 1 or the larger; infinite if they do not match."""
+    ours, theirs = numbers(one), numbers(other)
+    if [part.shape for part in ours] != [part.shape for part in theirs]:
+        return float("inf")
+    gaps = [(a - b).abs() / b.abs().clamp(min=1) for a, b in zip(ours, theirs, strict=True)]
+    return max((gap.max().item() for gap in gaps if gap.numel()), default=0.0)
+
+
+def tolerance(program):
+    """Rounding of the least exact dtype in the program, and what Adam makes of it where gradients are near zero."""
+    return 2e-3 if "float32" in program["layers"] else 1e-7
+
+
+def failures(stage, world_sizes, seeds):
+    """The programs of `seeds` in which a rank of `stage` ends elsewhere than one device: (program, difference)."""
+    programs = [drawn(seed, stage) for seed in seeds]
+    expected = launch(whole, programs, world_size=1, timeout=600)[0]
+    half = launch(play_all, programs, stage, world_size=world_sizes[0], timeout=600)
+    ranks, before = half, [[] for _ in programs]
+    if stage != "8":
+        ranks = launch(play_all, programs, stage, False, half[0], world_size=world_sizes[1], timeout=600)
+        before = [one["norms"] for one in half[0]]
+    wrong = []
+    for number, program in enumerate(programs):
+        right = expected[number]
+        for rank in ranks:
+            got = {"model": rank[number]["state"]["model"], "norms": before[number] + rank[number]["norms"]}
+            want = {"model": right["state"]["model"], "norms": right["norms"]}
+            if stage != "8":
+                got["optimizer"], want["optimizer"] = rank[number]["state"]["optimizer"], right["state"]["optimizer"]
+            gap = apart(got, want)
+            if not gap <= tolerance(program):
+                wrong.append((program, gap))
+                break
+    return wrong
+
+
+def main(count):
+    """Play `count` programs for each stage and change of world size; the exit status is whether all were right."""
+    bad = 0
+    for start in range(0, count, 50):
+        for stage, sizes in [("7", (4, 2)), ("7", (2, 3)), ("7o", (4, 3)), ("7o", (2, 4)), ("8", (2,)), ("8", (3,))]:
+            for program, gap in failures(stage, sizes, range(start, min(start + 50, count))):
+                bad += 1
+                print(f"stage {stage} on {sizes} ranks is {gap:.2g} off: {program}", flush=True)
+        print(f"{min(start + 50, count)} programs a stage, {bad} wrong", flush=True)
+    return bad > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

@@ -1,0 +1,34 @@
+"""A short run of the random programs of `tests/soak/programs.py`; the long one is that file's own."""
+
+import pytest
+from soak import programs
+
+from ddp_course.stage6_ddp import DistributedDataParallel
+
+
+@pytest.mark.parametrize("world_size, count", [(2, 16), (3, 6)])
+def test_torchs_class_and_ours_play_random_programs_alike(world_size, count):
+    assert programs.run(programs.differences, 0, count, world_size, batch=count) == {}
+
+
+@pytest.mark.parametrize("world_size, count", [(2, 10), (3, 6)])
+def test_stage_5_and_the_collectives_in_random_programs(world_size, count):
+    assert programs.run(programs.other_differences, 0, count, world_size, batch=count) == {}
+
+
+class ForgetsTheLastBucket(DistributedDataParallel):
+    """Hands the last bucket's gradients out without an average."""
+
+    def make_reducer(self):
+        super().make_reducer()
+        start = self.reducer.start
+        self.reducer.start = lambda bucket: (lambda: bucket.buffer()) if bucket.is_last() else start(bucket)
+
+
+def faulty(first, count):
+    programs.CLASSES["ours"] = ForgetsTheLastBucket
+    return programs.differences(first, count)
+
+
+def test_a_fault_is_found():
+    assert programs.run(faulty, 0, 4, 2, batch=4)

@@ -1,0 +1,186 @@
+"""After an exception the next call works correctly, or refuses and says what happened; no rank trains alone.
+
+Where it is raised x on which ranks x in which stage. The training loop catches it, drops the gradients, goes on.
+"""
+
+import re
+from contextlib import suppress
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+from oracles import tiny_batches, tiny_model, weights
+from torch.nn.functional import cross_entropy
+
+from ddp_course import launch
+from ddp_course.errors import LaunchTimeout, RankError
+from ddp_course.stage7_sharded import FullyShardedDataParallel, ShardedOptimizer
+from ddp_course.stage8_pipeline import Pipeline, split
+
+PLACES = ("before", "forward", "loss", "backward", "hook")
+
+
+class Boom(Exception):
+    """What goes wrong."""
+
+
+class Trap(torch.nn.Module):
+    """Passes its input on, or raises in forward or in backward."""
+
+    place = None
+
+    def forward(self, inputs):
+        if self.place == "forward":
+            raise Boom
+        if self.place == "backward" and inputs.requires_grad:
+            inputs.register_hook(self.spring)
+        return inputs * 1
+
+    def spring(self, gradient):
+        raise Boom
+
+
+def trapped():
+    """A net with a trap in its middle, and the trap."""
+    model, trap = tiny_model(), Trap()
+    return torch.nn.Sequential(*list(model)[:3], trap, *list(model)[3:]), trap
+
+
+def train(stage, place, ranks, steps=4):
+    """Train; in the second step something goes wrong at `place` on the ranks named. Weights, and what was said."""
+    model, trap = trapped()
+    here, said = stage == "alone" or dist.get_rank() in ranks, []
+    if place == "hook":
+        parameter = model[2].weight
+        parameter.register_hook(lambda gradient: trap.spring(gradient) if trap.place == "hook" else None)
+    forward = FullyShardedDataParallel(model) if stage == "7" else model
+    optimizer = torch.optim.SGD if stage != "7o" else lambda p, **o: ShardedOptimizer(p, torch.optim.SGD, **o)
+    optimizer = optimizer(forward.parameters(), lr=0.1)
+    share = (0, 1) if stage == "alone" else (dist.get_rank(), dist.get_world_size())
+    for number, (inputs, targets) in enumerate(tiny_batches(*share, steps=steps)):
+        trap.place = place if number == 1 and here else None
+        try:
+            if trap.place == "before":
+                raise Boom
+            outputs = forward(inputs)
+            if trap.place == "loss":
+                raise Boom
+            cross_entropy(outputs, targets).backward()
+            optimizer.step()
+        except Boom:
+            said.append(number)
+        optimizer.zero_grad()
+    return weights(forward.restore() if stage == "7" else model), said
+
+
+@pytest.mark.parametrize("stage, place", product(("7", "7o"), PLACES))
+def test_all_ranks_fail_and_train_on_correctly(stage, place):
+    expected, _ = train("alone", place, (0,))
+    for result, said in launch(train, stage, place, (0, 1), world_size=2):
+        assert said == [1] and (result - expected).abs().max() < 1e-14
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_one_rank_fails_and_nobody_trains_alone(place):
+    """The rank that failed is a collective behind; its next one is compared with the others' before it is sent."""
+    with pytest.raises((RankError, LaunchTimeout)) as raised:
+        launch(train, "7", place, (1,), world_size=2, timeout=20)
+    if isinstance(raised.value, RankError):
+        assert raised.value.type_name == "MismatchError"
+        assert re.search(r"(gather|average) of block \d, (forward|backward) \d", raised.value.message), "which pass"
+
+
+def update_fails(ranks):
+    """The update itself raises, between scatter-reduce and allgather; then another step, and a state dict."""
+    model = tiny_model()
+    optimizer = ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    said, right = [], optimizer.local.step
+    for number, (inputs, targets) in enumerate(tiny_batches(dist.get_rank(), dist.get_world_size(), steps=3)):
+        cross_entropy(model(inputs), targets).backward()
+        optimizer.local.step = explode if number == 1 and dist.get_rank() in ranks else right
+        try:
+            optimizer.step()
+        except (Boom, RuntimeError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+    for call in (optimizer.state_dict, lambda: optimizer.clip_grad_norm_(1.0)):
+        try:
+            call()
+        except RuntimeError as error:
+            said.append(str(error))
+    return said
+
+
+def explode():
+    raise Boom("no update")
+
+
+def test_an_optimizer_whose_step_broke_off_refuses_to_go_on():
+    for first, *later in launch(update_fails, (0, 1), world_size=2):
+        assert first == "Boom: no update" and len(later) == 3
+        assert all("an earlier call ended in the middle" in text and "Boom: no update" in text for text in later)
+
+
+def pipelined(place, ranks):
+    """Three steps of a pipeline; in the second one something goes wrong, and is caught."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    part, trap = split(list(tiny_model()), world_size)[rank], Trap()
+    pipeline = Pipeline(torch.nn.Sequential(*part, trap), 4)
+    for number, (inputs, targets) in enumerate(tiny_batches(steps=3)):
+        trap.place = place if number == 1 and rank in ranks else None
+        with suppress(Boom):
+            pipeline.step(inputs, targets)
+
+
+@pytest.mark.parametrize("place, ranks", product(("forward", "backward"), [(0,), (1,), (0, 1)]))
+def test_a_pipeline_refuses_to_go_on_after_a_broken_step(place, ranks):
+    """The ranks that did not fail wait for messages that never come, until one that refuses has ended."""
+    with pytest.raises(RankError, match="an earlier step of this pipeline ended with Boom") as raised:
+        launch(pipelined, place, ranks, world_size=2, timeout=60)
+    assert raised.value.rank in ranks
+
+
+def broken_then_backward():
+    """Two graphs; the first backward pass fails, the second is asked for without a forward pass in between."""
+    model, trap = trapped()
+    parallel = FullyShardedDataParallel(model)
+    inputs, targets = next(tiny_batches(dist.get_rank(), dist.get_world_size()))
+    trap.place = "backward"
+    broken = cross_entropy(parallel(inputs), targets)
+    trap.place = None
+    whole = cross_entropy(parallel(inputs), targets)
+    said = []
+    for loss in (broken, whole):
+        try:
+            loss.backward()
+        except (Boom, RuntimeError) as error:
+            said.append(str(error))
+    cross_entropy(parallel(inputs), targets).backward()
+    state = {name: tensor for name, tensor in parallel.state_dict().items()}
+    gradients = [None if shard.grad is None else shard.grad.clone() for shard in parallel.parameters()]
+    return said, state, gradients
+
+
+def test_a_second_backward_after_a_broken_one_refuses_until_a_forward_pass():
+    for said, state, gradients in launch(broken_then_backward, world_size=2):
+        assert said[0] == "" and "a backward pass began before another had ended" in said[1]
+        assert all(torch.equal(state[n], t) for n, t in trapped()[0].state_dict().items())
+        assert any(gradient is not None for gradient in gradients)
+
+
+def stale_graph():
+    """The weights change between forward and backward: torch raises on one device, so must we."""
+    parallel = FullyShardedDataParallel(tiny_model())
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+    inputs, targets = next(tiny_batches(dist.get_rank(), dist.get_world_size()))
+    first, second = (cross_entropy(parallel(inputs), targets) for _ in range(2))
+    first.backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="changed since the forward pass"):
+        second.backward()
+    cross_entropy(parallel(inputs), targets).backward()
+    return True
+
+
+def test_weights_that_changed_between_forward_and_backward_are_noticed():
+    assert launch(stale_graph, world_size=2) == [True, True]

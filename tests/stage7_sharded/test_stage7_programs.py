@@ -1,0 +1,28 @@
+"""A few of the random programs for stages 7, 7o and 8; thousands of them: tests/soak/programs78.py."""
+
+import pytest
+from soak import programs78
+
+from ddp_course.stage7_sharded import flat
+
+CHANGES = [("7", (4, 2)), ("7", (2, 3)), ("7o", (4, 3)), ("7o", (1, 2)), ("8", (2,)), ("8", (3,))]
+
+
+@pytest.mark.parametrize("stage, world_sizes", CHANGES)
+def test_programs_end_where_one_device_ends(stage, world_sizes):
+    assert programs78.failures(stage, world_sizes, range(8)) == []
+
+
+@pytest.mark.parametrize("stage", ["7", "7o"])
+def test_a_fault_is_found(stage, monkeypatch):
+    play_all = programs78.play_all
+    assert programs78.failures(stage, (2, 2), range(4)) == []
+    monkeypatch.setattr(programs78, "play_all", lambda *arguments: faulty(play_all, *arguments))
+    assert len(programs78.failures(stage, (2, 2), range(4))) >= 3
+
+
+def faulty(play_all, *arguments):
+    """The control: sums in place of averages."""
+    take = flat.Flat.take
+    flat.Flat.take = lambda self, parameter: (parameter.grad.mul_(len(self.chunks)), take(self, parameter))
+    return play_all(*arguments)

@@ -1,0 +1,519 @@
+import ctypes
+import gc
+import warnings
+from copy import deepcopy
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from oracles import tiny_batches, tiny_model, trained_alone, weights
+from torch.nn.functional import cross_entropy
+
+from ddp_course import launch, problems, stage5_bucketed, stage7_sharded
+from ddp_course.running import wire
+from ddp_course.stage4_ring import average_on_ring
+from ddp_course.stage5_bucketed import assign_buckets
+from ddp_course.stage7_sharded import FullyShardedDataParallel, ShardedOptimizer, blocks
+from ddp_course.stage7_sharded.flat import flats
+
+PARAMETERS = sum(parameter.numel() for parameter in tiny_model().parameters())
+OPTIMIZERS = {
+    "SGD": (torch.optim.SGD, {"lr": 0.1}),
+    "momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
+    "Adam": (torch.optim.Adam, {"lr": 0.01}),
+    "AdamW": (torch.optim.AdamW, {"lr": 0.01, "amsgrad": True}),
+}
+
+
+def same(one, other):
+    """Two nested structures of tensors and plain data, equal to the last bit."""
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other
+
+
+def groups(model):
+    """Two groups with settings of their own, as people do for weights and biases."""
+    parameters = list(model.parameters())
+    return [{"params": parameters[::2], "lr": 0.03}, {"params": parameters[1::2]}]
+
+
+def train_averaged(model, optimizer, batches, scheduler=None):
+    """The loop of stage 1 if the optimizer averages; otherwise rings as in stage 5, which add in the same order."""
+    parameters = [parameter for members in optimizer.param_groups for parameter in members["params"]]
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        cross_entropy(model(inputs), targets).backward()
+        for bucket in [] if isinstance(optimizer, ShardedOptimizer) else assign_buckets(parameters):
+            average_on_ring([parameter.grad for parameter in bucket])
+        optimizer.step()
+        if scheduler:
+            scheduler.step()
+    return weights(model)
+
+
+def laid_out_alike(optimizer):
+    """The same, its parameters end to end in memory too: where a matrix begins decides how BLAS multiplies it."""
+    for bucket in assign_buckets([parameter for members in optimizer.param_groups for parameter in members["params"]]):
+        flats(bucket)
+    return optimizer
+
+
+def sharded_beside_unsharded(dtypes=(torch.float32, torch.float64)):
+    """For each optimizer: weights and state dict, sharded and not, and the bytes of state that this rank holds."""
+    place, results = (dist.get_rank(), dist.get_world_size()), {}
+    for (name, (kind, options)), dtype in product(OPTIMIZERS.items(), dtypes):
+        ours, theirs = tiny_model(dtype=dtype), tiny_model(dtype=dtype)
+        sharded = ShardedOptimizer(groups(ours), kind, **options)
+        whole = laid_out_alike(kind(groups(theirs), **options))
+        schedules = [torch.optim.lr_scheduler.StepLR(one, 2, 0.5) for one in (sharded, whole)]
+        one = train_averaged(ours, sharded, tiny_batches(*place, dtype=dtype), schedules[0])
+        other = train_averaged(theirs, whole, tiny_batches(*place, dtype=dtype), schedules[1])
+        results[name, dtype] = (one, other, sharded.state_dict(), whole.state_dict(), state_bytes(sharded.local))
+    return results
+
+
+def state_bytes(optimizer):
+    entries = [value for state in optimizer.state.values() for value in state.values()]
+    return sum(value.nbytes for value in entries if isinstance(value, torch.Tensor) and value.dim())
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_the_sharded_optimizer_gives_the_bits_of_the_unsharded_one(world_size):
+    ranks = launch(sharded_beside_unsharded, world_size=world_size)
+    for case in ranks[0]:
+        for ours, theirs, our_state, their_state, _ in (rank[case] for rank in ranks):
+            assert torch.equal(ours, theirs), case
+            assert torch.equal(ours, ranks[0][case][0]), "replicas differ"
+            assert same(our_state["state"], their_state["state"]), case
+            assert same(*([[g["lr"], g["params"]] for g in one["param_groups"]] for one in (our_state, their_state)))
+    for name, moments in [("Adam", 2), ("momentum", 1), ("AdamW", 3), ("SGD", 0)]:
+        held = [rank[name, torch.float32][4] for rank in ranks]
+        assert_state_is_sharded(held, PARAMETERS, world_size, moments=moments)
+
+
+def assert_state_is_sharded(held, parameters, world_size, itemsize=4, moments=2):
+    """Every rank holds its chunk's share of the optimizer state, no more; all shares together are the whole."""
+    assert max(held) <= moments * itemsize * -(-parameters // world_size)
+    assert sum(held) == moments * itemsize * parameters
+
+
+def unsharded_state():
+    model = tiny_model(dtype=torch.float32)
+    optimizer = torch.optim.Adam(model.parameters())
+    train_averaged(model, optimizer, tiny_batches(dist.get_rank(), dist.get_world_size(), dtype=torch.float32))
+    return state_bytes(optimizer)
+
+
+def test_an_unsharded_optimizer_fails_the_memory_test():
+    with pytest.raises(AssertionError):
+        assert_state_is_sharded(launch(unsharded_state, world_size=2), PARAMETERS, 2)
+
+
+def continued(saved):
+    """Two more steps from a state dict made elsewhere: sharded, unsharded, and sharded without the state."""
+    place = dist.get_rank(), dist.get_world_size()
+    results = []
+    for make, load in [
+        (lambda model: ShardedOptimizer(groups(model), torch.optim.Adam), True),
+        (lambda model: laid_out_alike(torch.optim.Adam(groups(model))), True),
+        (lambda model: ShardedOptimizer(groups(model), torch.optim.Adam), False),
+    ]:
+        model = tiny_model()
+        model.load_state_dict(saved["model"])
+        optimizer = make(model)
+        if load:
+            optimizer.load_state_dict(deepcopy(saved["optimizer"]))
+        results.append(train_averaged(model, optimizer, list(tiny_batches(*place, steps=4))[2:]))
+    return results
+
+
+def test_sharded_and_unsharded_state_dicts_convert_at_any_world_size():
+    def first_steps():
+        model = tiny_model()
+        optimizer = ShardedOptimizer(groups(model), torch.optim.Adam)
+        train_averaged(model, optimizer, tiny_batches(dist.get_rank(), dist.get_world_size(), steps=2))
+        return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+    saved = launch(first_steps, world_size=2)[1]
+    for world_size in (1, 3):
+        for sharded, whole, forgetful in launch(continued, saved, world_size=world_size):
+            assert torch.equal(sharded, whole)
+            assert not torch.equal(forgetful, whole), "the state made no difference, so the test proves nothing"
+
+
+def torchs_zero():
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = tiny_model()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01)
+    theirs = train_averaged(model, optimizer, tiny_batches(dist.get_rank(), dist.get_world_size()))
+    model = tiny_model()
+    optimizer = ShardedOptimizer(model.parameters(), torch.optim.Adam, lr=0.01)
+    with wire.counting() as traffic:
+        ours = train_averaged(model, optimizer, tiny_batches(dist.get_rank(), dist.get_world_size(), steps=4))
+    return ours, theirs, traffic.bytes_sent
+
+
+def test_it_agrees_with_torchs_zero_redundancy_optimizer_and_sends_what_the_formula_says():
+    warnings.simplefilter("ignore")
+    ranks = launch(torchs_zero, world_size=3)
+    for ours, theirs, _ in ranks:
+        assert torch.equal(ours, theirs)
+    assert sum(sent for *_, sent in ranks) == 4 * 2 * 2 * PARAMETERS * 8  # 4 steps, 2 (K-1) p bytes each
+
+
+def odd_cases():
+    """No gradient for one parameter, fewer elements than ranks, and an optimizer that cannot be sharded."""
+    model = torch.nn.ParameterList([torch.full((1,), 2.0), torch.full((2,), 3.0)])
+    optimizer = ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.5, weight_decay=0.1)
+    model[0].grad = torch.ones(1)
+    optimizer.step(lambda: torch.tensor(1.5))
+    try:
+        ShardedOptimizer(model.parameters(), torch.optim.LBFGS)
+    except ValueError as error:
+        return [parameter.detach() for parameter in model], str(error)
+
+
+def test_odd_cases():
+    for (one, other), message in launch(odd_cases, world_size=4):
+        assert one.item() == pytest.approx(2 - 0.5 * (1 + 0.2)) and other.tolist() == [3, 3]
+        assert message.startswith("LBFGS looks at whole tensors")
+
+
+# ---- fully sharded ---------------------------------------------------------------------------------------------------
+
+
+def fully(model, **options):
+    return FullyShardedDataParallel(model, **options)
+
+
+def steps_of(parallel, batches, optimizer=None):
+    optimizer = optimizer or torch.optim.SGD(parallel.parameters(), lr=0.1)
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        cross_entropy(parallel(inputs), targets).backward()
+        optimizer.step()
+
+
+def fully_sharded_training():
+    """Weights after training, in several ways that must all agree; and how far stage 5 is from it."""
+    place, results = (dist.get_rank(), dist.get_world_size()), {}
+    for name, options in {"default": {}, "one by one": {"prefetch": False}, "one block": {"blocks": []}}.items():
+        model = tiny_model(seed=dist.get_rank())
+        parallel = fully(model, **options)
+        steps_of(parallel, tiny_batches(*place))
+        results[name] = weights(parallel.restore())
+    model = tiny_model(seed=dist.get_rank())
+    losses = stage7_sharded.train(model, tiny_batches(*place), 0.1)
+    results["train"] = weights(model)
+    bucketed = tiny_model()
+    results["stage 5"] = (stage5_bucketed.train(bucketed, tiny_batches(*place), 0.1) == losses, weights(bucketed))
+    return results
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_fully_sharded_training_equals_one_device(world_size):
+    ranks = launch(fully_sharded_training, world_size=world_size)
+    for rank in ranks:
+        same_losses, bucketed = rank.pop("stage 5")
+        for way, result in rank.items():
+            assert torch.equal(result, ranks[0][way]), "replicas differ"
+            assert (result - trained_alone()).abs().max() < 1e-14
+        if world_size <= 2:
+            assert same_losses and all(torch.equal(result, bucketed) for result in rank.values())
+
+
+def faulty(fault):
+    original = blocks.sum_chunks
+    blocks.sum_chunks = {
+        "no sync": lambda chunks, group: None,
+        "no division": lambda chunks, group: original([chunk.mul_(len(chunks)) for chunk in chunks], group),
+        "wrong chunk": lambda chunks, group: original(chunks[1:] + chunks[:1], group),
+    }[fault]
+    model = tiny_model()
+    stage7_sharded.train(model, tiny_batches(dist.get_rank(), dist.get_world_size()), 0.1)
+    return weights(model)
+
+
+@pytest.mark.parametrize("fault", ["no sync", "no division", "wrong chunk"])
+def test_the_oracle_rejects(fault):
+    for result in launch(faulty, fault, world_size=2):
+        assert (result - trained_alone()).abs().max() > 1e-4
+
+
+def against_torch():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    theirs = tiny_model()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in [theirs[0], theirs[2], theirs[4], theirs]:
+        fully_shard(layer, mesh=mesh)
+    steps_of(theirs, tiny_batches(dist.get_rank(), dist.get_world_size()))
+    whole = torch.cat([parameter.full_tensor().detach().reshape(-1) for parameter in theirs.parameters()])
+    ours = tiny_model()
+    stage7_sharded.train(ours, tiny_batches(dist.get_rank(), dist.get_world_size()), 0.1)
+    return weights(ours), whole
+
+
+def test_it_agrees_with_torchs_fully_shard():
+    for ours, theirs in launch(against_torch, world_size=2):
+        assert (ours - theirs).abs().max() < 1e-14
+
+
+def traffic_of_a_step():
+    model = torch.nn.Sequential(*(torch.nn.Linear(24, 24) for _ in range(4)))
+    parallel = fully(model)
+    with wire.counting() as traffic:
+        parallel(torch.randn(2, 24)).sum().backward()
+    return traffic.bytes_sent, traffic.bytes_received, traffic.messages_sent
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_a_step_moves_three_times_the_parameters(world_size):
+    payload = 4 * (24 * 24 + 24) * 4
+    expected = 3 * (world_size - 1) * payload // world_size
+    for sent, received, messages in launch(traffic_of_a_step, world_size=world_size):
+        assert sent == received == expected
+        assert messages == 3 * 4 * (world_size - 1)
+
+
+def peak_of_a_step(sharded, layers):
+    """Bytes that a step with Adam takes at its peak, above those of a process that has done all this before."""
+    ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: memory that is freed goes back at once
+
+    def made(count):
+        problem = problems.make("synthetic", parameters=count * 512**2, width=512, samples=64)
+        model = fully(problem.model()) if sharded else problem.model()
+        return problem, model, torch.optim.Adam(model.parameters())
+
+    def step(problem, model, optimizer):
+        world_size = dist.get_world_size()
+        steps_of(model, problem.batches(world_size, 1, 0, dist.get_rank(), world_size), optimizer)
+        optimizer.zero_grad()
+
+    small = made(3)
+    step(*small)
+    step(*small)
+    del small
+    gc.collect()
+    before = memory("VmRSS")
+    big = made(layers)
+    step(*big)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    step(*big)
+    return memory("VmHWM") - before
+
+
+def memory(key):
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
+    return int(line.split()[1]) * 1024
+
+
+def allowed(layers, world_size):
+    """16 P/K bytes and a tenth, and two blocks: the one that computes and the one that is fetched ahead."""
+    return 1.1 * 16 * layers * 512**2 / world_size + 2 * 4 * 512**2
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux's /proc")
+@pytest.mark.parametrize("world_size, layers", [(2, 64), (4, 128)])
+def test_memory_falls_as_theory_says(world_size, layers):
+    peaks = launch(peak_of_a_step, True, layers, world_size=world_size)
+    assert max(peaks) <= allowed(layers, world_size)
+    assert min(peaks) >= 0.9 * 16 * layers * 512**2 / world_size, "less than the state itself: not measured"
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux's /proc")
+def test_unsharded_training_fails_the_memory_test():
+    assert min(launch(peak_of_a_step, False, 64, world_size=2)) > 1.5 * allowed(64, 2)
+
+
+def everything_is_freed():
+    parallel = fully(tiny_model())
+    steps_of(parallel, tiny_batches(dist.get_rank(), dist.get_world_size(), steps=2))
+    left = [sum(flat.full.untyped_storage().nbytes() for flat in parallel.flats)]
+    with torch.no_grad():
+        parallel(torch.ones(1, 13, dtype=torch.float64))
+    left.append(sum(flat.full.untyped_storage().nbytes() for flat in parallel.flats))
+    gradients_left = [parameter.grad for flat in parallel.flats for parameter in flat.parameters]
+    return left, gradients_left, sum(shard.numel() for shard in parallel.parameters())
+
+
+def test_whole_parameters_are_gone_after_a_step():
+    ranks = launch(everything_is_freed, world_size=4)
+    assert all(left == [0, 0] and set(grads) == {None} for left, grads, _ in ranks)
+    assert sum(count for *_, count in ranks) == PARAMETERS and max(count for *_, count in ranks) <= PARAMETERS / 4 + 3
+
+
+def checkpointed(saved=None):
+    """Two steps with Adam, then the state dicts; or two more steps from state dicts. Then the weights."""
+    place = dist.get_rank(), dist.get_world_size()
+    parallel = fully(tiny_model())
+    optimizer = torch.optim.Adam(parallel.parameters(), lr=0.01)
+    if saved:
+        parallel.load_state_dict(saved["model"])
+        parallel.load_optimizer_state_dict(optimizer, saved["optimizer"])
+    batches = list(tiny_batches(*place, steps=4))
+    steps_of(parallel, batches[2:] if saved else batches[:2], optimizer)
+    return {"model": parallel.state_dict(), "optimizer": parallel.optimizer_state_dict(optimizer)}
+
+
+def alone(saved=None):
+    model = tiny_model()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    if saved:
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(deepcopy(saved["optimizer"]))
+    batches = list(tiny_batches(steps=4))
+    steps_of(model, batches[2:] if saved else batches[:2], optimizer)
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+def furthest(one, other):
+    pairs = [(one["model"][name], other["model"][name]) for name in one["model"]]
+    states = one["optimizer"]["state"], other["optimizer"]["state"]
+    assert states[0].keys() == states[1].keys()
+    pairs += [(states[0][n][key], states[1][n][key]) for n in states[0] for key in states[0][n]]
+    return max((a - b).abs().max().item() for a, b in pairs)
+
+
+def test_checkpoints_go_from_sharded_to_ordinary_and_back():
+    sharded = launch(checkpointed, world_size=3)
+    assert all(same(rank, sharded[0]) for rank in sharded)
+    assert list(sharded[0]["model"]) == list(tiny_model().state_dict())
+    end, half = alone(alone()), alone()
+    assert furthest(sharded[0], half) < 1e-13
+    assert furthest(alone(sharded[0]), end) < 1e-13
+    for rank in launch(checkpointed, half, world_size=2):
+        assert furthest(rank, end) < 1e-13
+    assert furthest(half, end) > 1e-4
+
+
+class Awkward(torch.nn.Module):
+    """A shared parameter, a frozen one, a buffer, a parameter that takes no part, several outputs."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(6, 6) for _ in range(3)])
+        self.layers[2].weight = self.layers[0].weight
+        self.layers[1].bias.requires_grad_(False)
+        self.scale = torch.nn.Parameter(torch.ones(6))
+        self.unused = torch.nn.Linear(2, 2)
+        self.register_buffer("shift", torch.arange(6.0))
+        self.double()
+
+    def forward(self, inputs):
+        for layer in self.layers:
+            inputs = torch.relu_(layer(inputs)) * self.scale + self.shift
+        return {"logits": inputs, "twice": (2 * inputs, "text")}
+
+
+def awkward(wrap):
+    model = Awkward()
+    parallel = FullyShardedDataParallel(model) if wrap else model
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.01)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        inputs = torch.randn(12, 6, generator=generator, dtype=torch.float64)
+        mine = inputs[dist.get_rank() :: dist.get_world_size()] if wrap else inputs
+        optimizer.zero_grad()
+        for part in mine.tensor_split(2):  # gradients add up over two backward passes
+            outputs = parallel(part)
+            (outputs["logits"].square().mean() + outputs["twice"][0].mean()).backward()
+        optimizer.step()
+    return (parallel.restore() if wrap else model).state_dict()
+
+
+def test_awkward_models():
+    expected = awkward(False)
+    for result in launch(awkward, True, world_size=3):
+        assert list(result) == list(expected)
+        assert max((result[name] - expected[name]).abs().max() for name in expected) < 1e-12
+        assert torch.equal(result["layers.2.weight"], result["layers.0.weight"])
+
+
+def on_bytes():
+    problem = problems.make("bytes", parameters=60_000, context=16, dtype=torch.float64)
+    whole, sharded = problem.model(), problem.model()
+    place = dist.get_rank(), dist.get_world_size()
+    stage5_bucketed.train(whole, problem.batches(8, 2, 0, *place), 0.1)
+    stage7_sharded.train(sharded, problem.batches(8, 2, 0, *place), 0.1)
+    names = [type(block.module).__name__ for block in FullyShardedDataParallel(problem.model()).blocks]
+    return weights(whole), weights(sharded), names
+
+
+def test_a_transformer_is_sharded_block_by_block():
+    for whole, sharded, names in launch(on_bytes, world_size=2):
+        assert torch.equal(whole, sharded)
+        assert names == ["ByteGPT"] + ["Block"] * (len(names) - 1) and len(names) > 1
+
+
+def looked_at():
+    model = tiny_model()
+    fully(model)
+    return str(model[0].weight), model[0].weight.numel()
+
+
+def test_a_parameter_that_is_freed_can_be_looked_at():
+    for text, count in launch(looked_at, world_size=2):
+        assert "tensor([]" in text and count == 0
+
+
+def recorded():
+    parallel = fully(torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(6))))
+    inputs = torch.randn(64, 256)
+    parallel(inputs).sum().backward()
+    orders = []
+    request = parallel.request
+    parallel.request = lambda block: (orders.append(parallel.blocks.index(block)), request(block))[1]
+    parallel(inputs).sum().backward()
+    return orders
+
+
+def test_the_next_block_is_fetched_ahead():
+    for order in launch(recorded, world_size=2):
+        assert order == [0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0]
+
+
+def test_bad_input_is_refused():
+    def refused():
+        messages = []
+        for model, parts in [(torch.nn.Linear(2, 2).requires_grad_(False), None), (tiny_model(), [tiny_model()])]:
+            try:
+                FullyShardedDataParallel(model, blocks=parts)
+            except ValueError as error:
+                messages.append(str(error))
+        return messages
+
+    [nothing, stranger] = launch(refused, world_size=1)[0]
+    assert "no trainable parameters" in nothing and "must be a submodule" in stranger
+
+
+def on_cuda():
+    from ddp_course import rank_device
+
+    place, results = (dist.get_rank(), dist.get_world_size()), []
+    batches = [(x.to(rank_device()), y.to(rank_device())) for x, y in tiny_batches(*place)]
+    model = tiny_model(seed=dist.get_rank()).to(rank_device())
+    stage7_sharded.train(model, batches, 0.1)
+    results.append(weights(model).cpu())
+    model = tiny_model().to(rank_device())
+    optimizer = ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    results.append(train_averaged(model, optimizer, batches).cpu())
+    return results
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_cuda():
+    for rank in launch(on_cuda, world_size=2, device="cuda"):
+        for result in rank:
+            assert (result - trained_alone()).abs().max() < 1e-12

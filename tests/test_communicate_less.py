@@ -1,0 +1,147 @@
+"""Communicating less: where nothing is left out the result is DDP's, and what is left out is kept or counted."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.functional import cross_entropy
+from torch.optim import SGD
+
+from ddp_course import DistributedDataParallel, communicate_less, launch, problems, stage1_single, stage4_ring, wire
+
+RATE, STEPS = 0.05, 6
+MOMENTUM = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
+
+
+def made():
+    return problems.make("synthetic", parameters=3 * 32**2, width=32, samples=512, dtype=torch.float64)
+
+
+def flat(model):
+    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+
+
+def on_rank(way, steps=STEPS):
+    """One rank: (weights, bytes sent) after some steps of `way(model, batches)`."""
+    problem, rank, world_size = made(), dist.get_rank(), dist.get_world_size()
+    model = problem.model()
+    with wire.counting() as traffic:
+        way(model, problem.batches(24, steps, rank=rank, world_size=world_size))
+    return flat(model), traffic.bytes_sent
+
+
+def ring(model, batches):
+    stage4_ring.train(model, batches, RATE)
+
+
+def hooked(hook):
+    def way(model, batches):
+        parallel = DistributedDataParallel(model)
+        parallel.register_comm_hook(None, hook)
+        optimizer = SGD(model.parameters(), lr=RATE)
+        for inputs, targets in batches:
+            optimizer.zero_grad()
+            cross_entropy(parallel(inputs), targets).backward()
+            optimizer.step()
+
+    return way
+
+
+def local(every, **outer):
+    make = (lambda parameters: SGD(parameters, **outer)) if outer else None
+    return lambda model, batches: communicate_less.train_local(model, batches, RATE, every, make)
+
+
+def run(way, world_size=4, **options):
+    ranks = launch(on_rank, way, world_size=world_size, device="cpu", **options)
+    weights = [each for each, _ in ranks]
+    return weights, max(sent for _, sent in ranks)
+
+
+@pytest.fixture(scope="module")
+def averaged():
+    return run(ring)[0][0]
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param(hooked(communicate_less.TopK(1.0)), id="all of the top"),
+        pytest.param(hooked(communicate_less.LowRank(32)), id="full rank"),
+        pytest.param(local(1), id="local for one step"),
+        pytest.param(local(1, lr=1.0), id="an outer step along the mean"),
+    ],
+)
+def test_where_nothing_is_left_out_it_is_ddp(way, averaged):
+    weights, _ = run(way)
+    assert all((each - averaged).abs().max() < 1e-10 for each in weights)
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param(hooked(communicate_less.fp16_hook), id="half precision"),
+        pytest.param(hooked(communicate_less.TopK(0.1)), id="top"),
+        pytest.param(hooked(communicate_less.LowRank(2)), id="low rank"),
+        pytest.param(local(3), id="local"),
+        pytest.param(local(3, **MOMENTUM), id="DiLoCo"),
+    ],
+)
+def test_replicas_end_equal_near_to_ddp_and_not_as_ddp(way, averaged):
+    weights, _ = run(way)
+    assert all(torch.equal(weights[0], other) for other in weights)
+    moved, off = (averaged - flat(made().model())).norm(), (weights[0] - averaged).norm()
+    assert 0 < off < 0.9 * moved, (off, moved)
+
+
+def test_replicas_that_have_not_met_yet_differ():
+    weights, sent = run(local(STEPS + 1))
+    assert not torch.equal(weights[0], weights[1])
+    start = flat(made().model())
+    assert sent == 3 * start.numel() * 8, "nothing but the broadcast of rank 0"
+
+
+def test_bytes_are_those_of_the_formulas():
+    nbytes, world_size = flat(made().model()).numel() * 8, 4
+
+    def sent(way):
+        return run(way)[1] - run(way, steps=STEPS - 3)[1]  # of three steps, without the beginning
+
+    ring_bytes = 2 * (world_size - 1) / world_size * nbytes
+    assert sent(ring) == 3 * ring_bytes
+    assert sent(hooked(communicate_less.fp16_hook)) == 3 * ring_bytes / 4  # float64 to float16
+    kept = round(0.1 * nbytes / 8)
+    assert sent(hooked(communicate_less.TopK(0.1))) == 3 * (world_size - 1) * kept * (8 + 4)
+    thin = 3 * 2 * (32 + 32) * 8  # three matrices, two columns each way
+    assert sent(hooked(communicate_less.LowRank(2))) == 3 * 2 * (world_size - 1) / world_size * thin
+    assert sent(local(3)) == ring_bytes
+
+
+def test_what_is_left_out_is_sent_later():
+    """With feedback all that was ever computed is either sent or still kept; without, it is lost."""
+    weights = {}
+    for feedback in (True, False):
+        hook = communicate_less.TopK(0.02, feedback)
+        weights[feedback] = run(hooked(hook), steps=40)[0][0]
+    long = run(ring, steps=40)[0][0]
+    assert (weights[True] - long).norm() < 0.7 * (weights[False] - long).norm()
+
+
+def asynchronous(steps):
+    problem, model = made(), made().model()
+    batches = problem.batches(24, steps, rank=max(0, dist.get_rank() - 1), world_size=max(1, dist.get_world_size() - 1))
+    losses, staleness = communicate_less.train_asynchronously(model, batches, RATE)
+    return flat(model), losses, staleness
+
+
+def test_a_server_with_one_worker_trains_as_one_device():
+    (server, _, staleness), (worker, losses, _) = launch(asynchronous, 8, world_size=2, device="cpu")
+    problem, model = made(), made().model()
+    assert losses == pytest.approx(stage1_single.train(model, problem.batches(24, 8), RATE), rel=1e-9)
+    assert torch.equal(server, worker) and (server - flat(model)).abs().max() < 1e-12 and staleness == [0] * 8
+
+
+def test_a_server_with_three_workers_counts_every_update_and_how_stale_it_is():
+    ranks = launch(asynchronous, 8, world_size=4, device="cpu")
+    staleness = ranks[0][2]
+    assert len(staleness) == 24 and min(staleness) >= 0 and max(staleness) > 0
+    assert all(len(losses) == 8 for _, losses, _ in ranks[1:])

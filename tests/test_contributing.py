@@ -1,0 +1,189 @@
+"""The recipes of docs/CONTRIBUTING.md, followed to the letter: only their files are made, and all is there."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+RECIPES = (ROOT / "docs" / "CONTRIBUTING.md").read_text().split("<!-- recipes -->")[1]
+
+STAGE = '''"""Stage 9: no communication at all."""
+
+from . import stage1_single, wrapping
+
+train = stage1_single.train
+
+
+def wrapped(model, optimizer):
+    """Every rank for itself."""
+    return wrapping.Replicated(model, optimizer(model.parameters()))
+'''
+TASK = '''"""Exercise 12: one task, to see that a recipe is complete."""
+
+from . import require, task
+
+
+@task("12.1", "twice")
+class Twice:
+    """Twice a number."""
+
+    def draw(random, hidden):
+        """A number."""
+        return {"number": random.randrange(100)}
+
+    def probe(twice, number):
+        """The answer's result."""
+        return twice(number)
+
+    def judge(evidence, number):
+        """Compare with the sum."""
+        require(evidence == number + number, "that is not twice the number")
+'''
+EXERCISE = '''# ---
+# title: Topic
+# ---
+# %% [markdown]
+r"""
+# Exercise 12: topic
+
+Write `twice(number)`.
+"""
+
+# %% imports
+from ddp_course.grading import check
+
+# %% answer-12-1
+def twice(number):
+    """Twice a number."""
+    ### BEGIN SOLUTION
+    return 2 * number
+    ### END SOLUTION
+
+# %% check-12-1 points=1
+# NBVAL_CHECK_OUTPUT
+check("12.1", twice)
+'''
+CLAIM = '''"""A claim about nothing."""
+
+from .claim import Claim, Outcome
+
+CLAIMS = [Claim(99, "Four is even.", "derived", {"always": lambda: Outcome(True, "4/2 = 2")}, "holds", "By halves.")]
+'''
+
+
+def files_of(recipe):
+    """The files that a recipe names, in order."""
+    text = RECIPES.split(f"**Add a{recipe}.**")[1].split("\n**Add")[0]
+    return re.findall(r"^\| `([^`]+)` \|", text, re.M)
+
+
+@pytest.fixture
+def house(tmp_path):
+    """A copy of the project, as far as a recipe needs it."""
+    for folder in ("ddp_course", "authoring", "notebooks", "exercises", "solutions"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / file, tmp_path)
+    return tmp_path
+
+
+def run(house, *command):
+    """What a Python command prints in the copy, standard error after it; it must end well."""
+    done = subprocess.run(
+        [sys.executable, *command], cwd=house, env={**os.environ, "PYTHONPATH": str(house)},
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def insert(path, before, text):
+    """Put `text` before the first `before` of a file."""
+    source = path.read_text()
+    assert before in source
+    path.write_text(source.replace(before, text + before, 1))
+
+
+def follow(house, recipe, contents):
+    """Write the files of a recipe, each with its content; files that only the project's own tests need may lack one."""
+    named = files_of(recipe)
+    assert 1 <= len(named) <= 4 and set(contents) <= set(named)
+    assert all(name in contents or name.startswith(("tests/", "authoring/lessons/0")) for name in named)
+    for name, content in contents.items():
+        if callable(content):
+            content(house / name)
+        else:
+            assert not (house / name).exists()
+            (house / name).write_text(content)
+
+
+LAST_STAGE = '    "wrapping | communicate_less",\n    "stage8'  # where the layers of the stages begin
+
+
+def test_add_a_stage(house):
+    entry = """        Stage(
+            "9", "nobody", "no communication at all", "stage9_topic",
+            wrap="stage9_topic:wrapped", train="stage9_topic:train", colour="#000001", time="0",
+        ),
+"""
+    follow(
+        house,
+        " stage",
+        {
+            "ddp_course/stage9_topic.py": STAGE,
+            "ddp_course/ladder.py": lambda path: insert(path, '        Stage(\n            "torch"', entry),
+            "pyproject.toml": lambda path: insert(path, LAST_STAGE, '    "stage9_topic",\n'),
+        },
+    )
+    options = "--stages 1,9 --world-size 2 --steps 2 --link none --problem synthetic --parameters 5000 --out results"
+    table = run(house, "-m", "ddp_course.cli", "compare", *options.split())
+    assert re.search(r"^9 +nobody", table, re.M) and "compare.png" in table
+    run(house, "-c", "from importlinter.cli import lint_imports_command as lint; lint()", "--no-cache")
+    run(house, "authoring/build.py")
+    assert "| 9 | `stage9_topic` | no communication at all | 0 |" in (house / "README.md").read_text()
+
+
+def test_add_an_exercise(house):
+    lesson, task = "authoring/lessons/12_topic_exercise.py", "ddp_course/grading/tasks/exercise12.py"
+    follow(house, "n exercise", {lesson: EXERCISE, task: TASK})
+    run(house, "authoring/build.py", "--only", "12")
+    assert "NotImplementedError" in (house / "exercises" / "12_topic.ipynb").read_text()
+    checked = "from ddp_course.grading import check; check('12.1', lambda number: {} * number)"
+    assert run(house, "-c", checked.format(2)) == "Exercise 12.1: correct.\n"
+    with pytest.raises(AssertionError, match="that is not twice the number"):
+        run(house, "-c", checked.format(3))
+
+
+def test_add_a_claim(house):
+    follow(house, " claim", {"ddp_course/measuring/claims/topic.py": CLAIM})
+    assert "Four is even." in run(house, "-m", "ddp_course.cli", "claims", "99")
+
+
+def test_add_a_link_mode(house):
+    def add(path):
+        straight = '''class Straight(ThrottledWire):
+    """The wire by another name."""
+
+    name, title = "straight", "a straight wire"
+'''
+        insert(path, "Mode = type", straight + "\n\n")
+        path.write_text(
+            path.read_text().replace("(VirtualHosts, ThrottledWire)", "(VirtualHosts, ThrottledWire, Straight)")
+        )
+
+    follow(house, " link mode", {"ddp_course/running/links/modes.py": add})
+    options = "--stages 1,4 --world-size 2 --steps 2 --problem synthetic --parameters 5000 --link 100Mbit --out results"
+    run(house, "-m", "ddp_course.cli", "compare", "--link-mode", "straight", *options.split())
+    assert "straight" in (house / "results" / "compare.json").read_text()
+
+
+def test_add_a_lesson(house):
+    lesson = '# %% [markdown]\nr"""\n# Lesson 12: topic\n"""\n\n# %% sum\nprint(1 + 1)\n'
+    follow(house, " lesson", {"authoring/lessons/12_topic.py": lesson})
+    run(house, "authoring/build.py", "--only", "12", "--execute")
+    assert '"2\\n"' in (house / "notebooks" / "12_topic.ipynb").read_text()

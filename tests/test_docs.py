@@ -1,0 +1,76 @@
+"""What the README and docs/ say is so: errors, numbers, links, and one screen of README."""
+
+import inspect
+import json
+import re
+from pathlib import Path
+from statistics import geometric_mean
+
+import build
+import pytest
+
+from ddp_course import errors
+from ddp_course.commands import doctor
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+README = PAGES[0].read_text()
+
+
+def test_the_readme_is_short_and_leads_to_every_page():
+    assert len(README.splitlines()) <= 130
+    pages = {path.name for path in PAGES[1:]}
+    assert pages - {"RELEASING.md"} == set(re.findall(r"\]\(docs/([A-Z0-9]+\.md)\)", README))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text())
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def test_the_table_of_errors_is_errors_py():
+    table = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "ERRORS.md").read_text(), re.M)
+    own = [one for _, one in inspect.getmembers(errors, inspect.isclass) if issubclass(one, Exception)]
+    assert sorted(table) == sorted(one.__name__ for one in own if one is not errors.CourseError)
+    assert all(issubclass(one, errors.CourseError) for one in own)
+
+
+def test_every_exception_of_the_course_is_in_errors_py():
+    elsewhere = [
+        (path.name, line)
+        for path in ROOT.glob("ddp_course/**/*.py")
+        for line in re.findall(r"^class \w+\([^)]*(?:Error|Exception|Wrong)\b[^)]*\):", path.read_text(), re.M)
+        if path.name != "errors.py"
+    ]
+    assert elsewhere == []
+
+
+def test_memory_is_said_once_and_doctor_knows_it():
+    said = {path.name: re.findall(r"([\d.]+) GiB a learner", path.read_text()) for path in PAGES}
+    assert {name: found for name, found in said.items() if found} == {
+        "TROUBLESHOOTING.md": [f"{doctor.NEEDED_MEMORY / 2**30:g}"]
+    }
+
+
+def test_the_table_of_stages_is_the_ladder():
+    assert build.readme(ROOT) == README and "| 4 | `stage4_ring` |" in README
+
+
+def measured(benchmark, part):
+    return json.loads((ROOT / "results" / f"bench_{benchmark}.json").read_text())["parts"][part]["rows"]
+
+
+def test_the_ratios_in_the_readme_are_those_of_the_reports():
+    rings, memory = measured("ring", "rings"), measured("ddp", "memory")
+    slow = measured("ddp", "slow link")[0]
+    tensors = [row["ours"] / row["torch"] for row in memory if row["bytes"] == "tensors"]
+    ratios = [
+        f"{geometric_mean(row['ours'] / row['torch'] for row in measured('ddp', 'steps')):.2f}",
+        f"{slow['ours, auto'] / slow['torch']:.2f}",
+        f"{tensors[0]:.2f}, with gradients as bucket views {tensors[1]:.2f}",
+        f"{geometric_mean(row['stage 4'] / row['gloo'] for row in rings):.2f}",
+        f"{geometric_mean(row['pipelined'] / row['gloo'] for row in rings):.2f}",
+    ]
+    table = README.split("| ours over torch's | |\n|---|---|\n")[1].split("\n\n")[0]
+    assert [line.split(" | ")[1].removesuffix(" |") for line in table.splitlines()] == ratios

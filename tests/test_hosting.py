@@ -1,0 +1,106 @@
+"""What whoever hosts the course relies on: workflows, containers, Binder, citation, changelog, commit hooks."""
+
+import json
+import re
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+PYPROJECT = (ROOT / "pyproject.toml").read_text()
+LOCK = dict(line.split("==") for line in (ROOT / "requirements.lock").read_text().splitlines())
+
+# The fields we use, as containers.dev/implementors/json_schema defines them; a name not listed here is refused.
+CONTAINER = {
+    "type": "object",
+    "required": ["name", "image", "postCreateCommand"],
+    "additionalProperties": False,
+    "properties": {
+        "name": {"type": "string"},
+        "image": {"type": "string", "pattern": r"^[\w./-]+:[\w.-]+$"},
+        "postCreateCommand": {"type": ["string", "array", "object"]},
+        "runArgs": {"type": "array", "items": {"type": "string"}},
+        "hostRequirements": {
+            "type": "object",
+            "additionalProperties": False,
+            "properties": {
+                "cpus": {"type": "integer", "minimum": 1},
+                "memory": {"type": "string", "pattern": r"^\d+([tgmk]b)?$"},
+                "storage": {"type": "string", "pattern": r"^\d+([tgmk]b)?$"},
+            },
+        },
+        "customizations": {"type": "object"},
+    },
+}
+
+
+def workflow(name):
+    return yaml.safe_load((ROOT / ".github" / "workflows" / f"{name}.yml").read_text())
+
+
+def steps(name):
+    return [step for job in workflow(name)["jobs"].values() for step in job["steps"]]
+
+
+def test_the_container_keeps_to_the_schema_and_its_python_to_the_lock():
+    container = json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text())
+    jsonschema.validate(container, CONTAINER)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({**container, "postCreateComand": "make"}, CONTAINER)
+    assert "make setup" in container["postCreateCommand"]
+    assert container["image"].split(":")[1] == (ROOT / "binder" / "runtime.txt").read_text().strip().split("-")[1]
+
+
+def test_binder_installs_the_lock():
+    named = (ROOT / "binder" / "requirements.txt").read_text().split()
+    assert named[0] == "-r" and (ROOT / "binder" / named[1]).resolve() == ROOT / "requirements.lock"
+    assert (ROOT / "binder" / "postBuild").stat().st_mode & 0o100, "postBuild must be executable"
+
+
+def test_every_system_and_every_python_that_is_promised_is_tested():
+    matrix = workflow("tests")["jobs"]["quick"]["strategy"]["matrix"]
+    assert {name.split("-")[0] for name in matrix["os"]} == {"ubuntu", "macos", "windows"}
+    lowest = int(re.search(r'requires-python = ">=3\.(\d+)"', PYPROJECT)[1])
+    assert matrix["python"] == [f"3.{minor}" for minor in range(lowest, 14)]
+
+
+@pytest.mark.parametrize("name", ["tests", "weekly", "site"])
+def test_a_workflow_ends_by_itself_and_may_write_no_more_than_it_must(name):
+    made = workflow(name)
+    assert made["permissions"]["contents"] == "read"
+    assert all(job["timeout-minutes"] <= 120 for job in made["jobs"].values())
+    for step in steps(name):
+        assert (
+            re.fullmatch(r"[\w-]+/[\w-]+@v\d+|docker://[\w/]+:[\d.]+", step["uses"]) if "uses" in step else step["run"]
+        )
+
+
+def test_workflows_run_what_is_there():
+    makefile = (ROOT / "Makefile").read_text()
+    for name in ("tests", "weekly", "site"):
+        for command in (step["run"] for step in steps(name) if "run" in step):
+            for target in re.findall(r"^make ([\w-]+)", command, re.MULTILINE):
+                assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+            for script in re.findall(r"bash (\S+)", command):
+                assert (ROOT / script).is_file()
+    marks = {mark for step in steps("tests") for mark in re.findall(r"not (\w+)", step.get("run", ""))}
+    assert marks and all(f'"{mark}: ' in PYPROJECT for mark in marks), "a marker that pytest does not know"
+
+
+def test_commit_hooks_run_what_lint_runs():
+    [local] = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    entries = " ".join(hook["entry"] for hook in local["hooks"])
+    assert all(words in entries for words in ("ruff check", "ruff format", "authoring/build.py --check"))
+    assert all(hook["language"] == "system" for hook in local["hooks"]), "versions come from the lock"
+    assert "ruff" in LOCK
+
+
+def test_citation_and_changelog_know_the_version_and_the_address():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    version = re.search(r'^version = "(.+)"$', PYPROJECT, re.MULTILINE)[1]
+    assert citation["version"] == version and citation["license"] == "MIT"
+    assert f'Repository = "{citation["repository-code"]}"' in PYPROJECT
+    headings = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert headings[0] == "Unreleased" and headings[1].split(" ")[0] == version

@@ -1,0 +1,120 @@
+"""The promises about the package as a whole: imports point one way, and functions are short enough to be read."""
+
+import ast
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+STILL_LONG = {  # this list only shrinks
+    "ddp_course/grading/tasks/exercise05.py",
+    "ddp_course/grading/tasks/exercise09.py",
+    "ddp_course/measuring/simulate/step.py",
+    "ddp_course/showing/plots.py",
+    "ddp_course/stage6_ddp/ddp.py",
+}
+MODULES = sorted(ROOT.glob("ddp_course/**/*.py"))
+
+
+def lint_imports(folder):
+    """What import-linter says of the package in `folder`, by the contracts in its pyproject.toml."""
+    command = [sys.executable, "-c", "from importlinter.cli import lint_imports_command as run; run()", "--no-cache"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory):
+    """A copy of the package's modules and of the contracts."""
+    folder = tmp_path_factory.mktemp("house")
+    shutil.copytree(ROOT / "ddp_course", folder / "ddp_course", ignore=shutil.ignore_patterns("__pycache__", "*.ini"))
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    return folder
+
+
+def test_imports_point_one_way():
+    done = lint_imports(ROOT)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize(
+    "module, line, shown",
+    [
+        ("running/wire.py", "from ..measuring import theory", "ddp_course.running.wire -> ddp_course.measuring.theory"),
+        ("stage4_ring.py", "from .stage5_bucketed import BucketedDDP", "ddp_course.stage4_ring -> ddp_course.stage5"),
+        ("measuring/timing.py", "def late():\n    from ..commands import doctor", "-> ddp_course.commands.doctor"),
+        ("grading/report.py", "from ..showing import source", "ddp_course.grading.report -> ddp_course.showing.source"),
+        ("running/launching/rank.py", "from ..links import throttle", "-> ddp_course.running.links.throttle"),
+        ("leftovers.py", "", "leftovers"),
+        ("running/leftovers.py", "", "leftovers"),
+    ],
+)
+def test_an_import_back_and_a_module_without_a_place_are_refused(house, module, line, shown):
+    path = house / "ddp_course" / module
+    before = path.read_text() if path.exists() else None
+    path.write_text(f"{before or ''}\n{line}\n")
+    try:
+        done = lint_imports(house)
+    finally:
+        path.unlink() if before is None else path.write_text(before)
+    assert done.returncode == 1 and shown in done.stdout, done.stdout
+
+
+def long_functions(source, most=40):
+    """Names of the functions that have more than `most` lines."""
+    functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
+    return [node.name for node in functions if node.end_lineno - node.lineno >= most]
+
+
+def test_no_function_is_longer_than_a_screen():
+    assert long_functions("def f():\n" + "    pass\n" * 40) == ["f"]
+    assert {path.relative_to(ROOT).as_posix() for path in MODULES if long_functions(path.read_text())} <= STILL_LONG
+
+
+REASONS = {  # of test modules that mirror no module of the package
+    "authoring": "authoring/ is beside the package",
+    "grading/test_exercises": "all tasks against all wrong answers",
+    "grading/test_grade_attacks": "the whole grader under attack",
+    "grading/test_grade_reports": "the whole grader and its reports",
+    "grading/test_verdicts": "verdicts of all tasks",
+    "running/launching/test_launch_kernel": "launch from a notebook's kernel",
+    "running/launching/test_launch_script": "launch from a script",
+    "running/launching/test_launch_spawn": "launch where nothing can be forked",
+    "running/links/test_links_end": "how links end, whatever ends them",
+    "running/test_faults": "training under faults",
+    "running/test_many_machines": "several machines, played by virtual hosts",
+    "running/test_nccl_rules": "NCCL's rules, kept by all that communicates",
+    "showing/test_widgets_browser": "the widgets in Chromium",
+    "stage6_ddp/test_after_errors": "stages 5 and 6 after an error",
+    "stage6_ddp/test_programs": "random programs for stages 5 and 6",
+    "stage7_sharded/test_odd_cases": "models and settings that stages 7 and 8 take or refuse",
+    "stage7_sharded/test_stage7_after_errors": "stages 7, 7o and 8 after an error",
+    "stage7_sharded/test_stage7_programs": "random programs for stages 7, 7o and 8",
+    "test_contributing": "docs/CONTRIBUTING.md",
+    "test_docs": "README.md and docs/",
+    "test_hosting": "what runs the course elsewhere: binder, dev containers, workflows",
+    "test_house": "the package as a whole",
+    "test_notebooks": "the lessons",
+    "test_packaging": "pyproject.toml, the lock, the Makefile",
+    "torch_suite": "PyTorch's own tests of DDP",
+}
+
+
+def mirrors(test, places):
+    """Whether the test module `test` is called like one of the modules and folders `places`, in the same folder."""
+    top, name = test.parent == Path(), test.name.removeprefix("test_")
+    here = {place for place in places if place.parent == test.parent or (place == test.parent and not top)}
+    below = set() if top else {place for place in places if test.parent in place.parents}
+    return any(name == place.name or name.endswith(f"_{place.name}") for place in here | below)
+
+
+def test_every_test_module_mirrors_a_module_or_has_a_reason():
+    modules = [path.relative_to(ROOT / "ddp_course") for path in MODULES]
+    places = {path.with_suffix("") for path in modules} | {path.parent for path in modules}
+    tests = [path.relative_to(ROOT / "tests").with_suffix("") for path in ROOT.glob("tests/**/test_*.py")]
+    alone = {test for test in tests if not mirrors(test, places)}
+    assert not mirrors(Path("running/test_nothing"), places) and mirrors(Path("running/test_wire"), places)
+    assert {test for test in alone if not {test.as_posix(), test.parts[0]} & REASONS.keys()} == set()
+    assert not {reason for reason in REASONS if not any(reason in (test.as_posix(), test.parts[0]) for test in alone)}

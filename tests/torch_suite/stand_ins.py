@@ -1,0 +1,27 @@
+"""Classes that must fail: they have stage 6's whole interface, and do not average gradients."""
+
+import torch
+import torch.distributed as dist
+
+from ddp_course.stage6_ddp import DistributedDataParallel
+
+
+class Silent(DistributedDataParallel):
+    """Every rank keeps its own gradients, whatever hook is registered."""
+
+    def make_reducer(self):
+        super().make_reducer()
+        self.reducer.start, self.reducer.hooked = (lambda bucket: bucket.buffer), True
+
+    def use_comm_hook(self):
+        """Nobody calls the hook."""
+
+
+class OnceAtTheEnd(Silent):
+    """Averages the weights once an iteration is over: replicas agree, and yet all are wrong."""
+
+    @torch.no_grad()
+    def before_forward(self):
+        for parameter in self.reducer.parameters if torch.is_grad_enabled() else ():
+            dist.all_reduce(parameter.detach().div_(dist.get_world_size(self.process_group)), group=self.process_group)
+        super().before_forward()
