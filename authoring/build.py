@@ -1,12 +1,14 @@
-"""Build the notebooks from their sources: `python authoring/build.py [--check] [--execute] [--only 04]`.
+"""Build what is made from sources: `python authoring/build.py [--check] [--execute] [--only 04]`.
 
     authoring/lessons/NN_topic.py            ->  notebooks/NN_topic.ipynb
     authoring/lessons/NN_topic_exercise.py   ->  exercises/NN_topic.ipynb and solutions/NN_topic.ipynb
+    ddp_course/ladder.py                     ->  the table of stages in README.md
 
 Sources are jupytext's py:percent. A cell is named in its first line (`# %% ring-animation`), or else after its first
 words, and its id is made of the name, so that a rebuild is the same to the byte. Outputs of cells whose source did
 not change are kept. In exercises nbgrader's markers count: what stands between `### BEGIN SOLUTION` and
 `### END SOLUTION` becomes a NotImplementedError, what stands between the HIDDEN TESTS markers goes.
+Lessons and exercises, never solutions, get badges and a cell that installs the course on Colab (elsewhere.py).
 A cell `answer-4-2` is the learner's answer to task 4.2; `check-4-2` with `points=2` is its check.
 """
 
@@ -20,11 +22,15 @@ import tempfile
 import time
 from pathlib import Path
 
+import elsewhere
 import jupytext
 import nbformat
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
+from ddp_course import ladder
+
 ROOT = Path(__file__).resolve().parents[1]
+PRISTINE = "ddp_course/grading/pristine"
 KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
 LANGUAGE = {"file_extension": ".py", "mimetype": "text/x-python", "name": "python", "pygments_lexer": "ipython3"}
 MARKER = re.compile(r"^(\s*)###\s*(BEGIN|END)\s+(SOLUTION|HIDDEN TESTS)\s*$")
@@ -49,6 +55,8 @@ def main(arguments=None):
         built = build_all(args.root, args.only)
         if args.check:
             return report_differences(args.root, built, complete=not args.only)
+        if (args.root / "README.md").exists():
+            (args.root / "README.md").write_text(readme(args.root))
         for path, notebook in built.items():
             keep_outputs(notebook, path)
             write(notebook, path)
@@ -66,11 +74,23 @@ def build_all(root, only=None):
             continue
         topic = source.stem.removesuffix("_exercise")
         if topic == source.stem:
-            built[root / "notebooks" / f"{topic}.ipynb"] = lesson(source)
+            built[root / "notebooks" / f"{topic}.ipynb"] = opened(lesson(source), "notebooks", source)
         else:
-            built[root / "exercises" / f"{topic}.ipynb"] = exercise(source, solved=False)
+            given = opened(exercise(source, False), "exercises", source)
+            built[root / "exercises" / f"{topic}.ipynb"] = given
+            built[root / PRISTINE / f"{topic}.ipynb"] = given  # what is graded starts from this one, never solved
             built[root / "solutions" / f"{topic}.ipynb"] = exercise(source, solved=True)
     return built
+
+
+def opened(notebook, folder, source):
+    """`notebook` with what opens it elsewhere below its title, and a link between lesson and exercise."""
+    topic = source.stem.removesuffix("_exercise")
+    folders = {"notebooks": source.with_name(f"{topic}.py"), "exercises": source.with_name(f"{topic}_exercise.py")}
+    other = next((name for name, path in folders.items() if name != folder and path.exists()), None)
+    below_title = int(notebook.cells[0].cell_type == "markdown")
+    notebook.cells[below_title:below_title] = elsewhere.cells(folder, topic, other)
+    return notebook
 
 
 def lesson(source):
@@ -231,6 +251,12 @@ def without_outputs(path):
     return nbformat.writes(notebook, version=4)
 
 
+def readme(root):
+    """The text of README.md with the table of `ladder.py` between its two marks."""
+    before, _, after = (root / "README.md").read_text().split("<!-- ladder -->")
+    return f"{before}<!-- ladder -->\n\n{ladder.markdown()}\n\n<!-- ladder -->{after}"
+
+
 def report_differences(root, built, complete):
     """Print every notebook that differs from its source, or has none; return the exit code."""
     wrong = []
@@ -240,7 +266,9 @@ def report_differences(root, built, complete):
         elif without_outputs(path) != nbformat.writes(notebook, version=4):
             wrong.append(f"{path.parent.name}/{path.name} differs from its source")
     if complete:
-        for folder in ("notebooks", "exercises", "solutions"):
+        if (root / "README.md").exists() and readme(root) != (root / "README.md").read_text():
+            wrong.append("the table in README.md differs from ddp_course/ladder.py")
+        for folder in ("notebooks", "exercises", "solutions", PRISTINE):
             strays = set((root / folder).glob("*.ipynb")) - built.keys()
             wrong += [f"{folder}/{path.name} has no source in authoring/lessons" for path in sorted(strays)]
     for line in wrong:
@@ -254,7 +282,7 @@ def execute_all(root, built):
     """Run all lessons and solutions, print the time of each; return 1 if one failed."""
     failed = False
     for path, notebook in built.items():
-        if path.parent.name == "exercises":
+        if path.parent.name in ("exercises", "pristine"):
             continue  # unsolved: they raise
         start = time.perf_counter()
         problem = execute(notebook, path, root)

@@ -16,6 +16,8 @@ one of them. Is the result still the same? And what does it cost?
 """
 
 # %% imports
+import os
+
 from ddp_course import (
     DataParallel, claims, launch, problems, show, stage1_single, stage2_dataparallel, timing, torch,
 )  # fmt: skip
@@ -171,6 +173,7 @@ times = held[0] / held[-1]
 show.bars(
     dict(zip(labels, [count / 2**20 for count in held])), "weights, inputs and outputs (MiB)",
     f"The master holds {times:.1f} times what the others hold", colours={"master": show.STAGE_COLOURS["2"]},
+    kind="counted",
 )  # fmt: skip
 
 # %% check-master
@@ -186,8 +189,8 @@ bytes of gradients back, for p bytes of weights, through the master's link.
 ## Claim: "a single process can use only one core"
 
 This is said to be why DataParallel is slow: Python's *global interpreter lock* (GIL) lets only one thread run Python
-code at a time. But most of a training step is not Python code. The experiment lets one thread work and counts how
-often another one gets a turn meanwhile.
+code at a time. But most of a training step is not Python code. The experiment makes one thread call something that takes
+a third of a second, and asks whether another thread gets a turn *during* that one call.
 """
 
 # %% claim-5
@@ -200,46 +203,65 @@ finding
 
 # %% [markdown]
 r"""
-So threads are not useless. How good are they? Two shards of text, each with its own copy of the model: one after the
-other, in two threads, and in two processes.
+Between two steps of Python code the lock changes hands, every 5 ms. So two threads of Python code take turns, but never
+run at the same moment. How many cores do two threads keep busy? That is their **processor time over wall time**: 1 if
+they take turns, up to 2 if they run side by side (on a machine with two free cores).
 """
 
 
-# %% threads-and-processes
-def seconds(map_shards, count):
-    torch.set_num_threads(1)
-    models, best = [text.model() for _ in range(count)], [9.0, 9.0]
-    batches = [next(text.batches(16, 1, seed=shard)) for shard in range(count)]
+# %% cores
+def python_work():
+    return sum(number * number for number in range(2_000_000))
+
+
+def torch_work():
+    matrix = torch.ones(1000, 1000)
     for _ in range(6):
-        with timing.stopwatch() as forward:
-            losses = map_shards(loss_of, models, batches)
-        with timing.stopwatch() as backward:
-            map_shards(torch.Tensor.backward, losses)
-        best = [min(best[0], forward.seconds), min(best[1], backward.seconds)]
-    return best
+        matrix = matrix @ matrix / 1000
 
 
-def loss_of(model, batch):
-    return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
+def cores(*works):
+    torch.set_num_threads(1)
+    busy = os.times()
+    with timing.stopwatch() as wall:
+        stage2_dataparallel.in_threads(lambda work: work(), works)
+    return (sum(os.times()[:2]) - sum(busy[:2])) / wall.seconds
 
 
-def in_turn(function, *arguments):
-    return list(map(function, *arguments))
-
-
-# %% threads-figure
-rows = {"in turn": launch(seconds, in_turn, 2, world_size=1)[0]}
-rows["threads"] = launch(seconds, stage2_dataparallel.in_threads, 2, world_size=1)[0]
-rows["processes"] = [max(both) for both in zip(*launch(seconds, in_turn, 1, world_size=2))]
-parts = {f"{part}\n{way}": 1000 * row[i] for i, part in enumerate(["forward", "backward"]) for way, row in rows.items()}
-gain = {way: sum(rows["in turn"]) / sum(row) for way, row in rows.items()}
-show.bars(parts, "time for two shards (ms)", form="{:.1f}",
-          title=f"Two threads are {gain['threads']:.1f} times as fast as one, two processes {gain['processes']:.1f} times")  # fmt: skip
+pairs = {"both Python": (python_work, python_work), "Python and torch": (python_work, torch_work),
+         "both torch": (torch_work, torch_work)}  # fmt: skip
+kept = {name: max(launch(cores, *works, world_size=1)[0] for _ in range(3)) for name, works in pairs.items()}
+show.bars(kept, "processor time / wall time", f"Two threads of torch keep {kept['both torch']:.1f} cores busy")
 
 # %% [markdown]
 r"""
-With two free cores, both take little more than half the time of one after the other. Processes stay that good when more
-of the work is Python; threads do not. And in `DataParallel` the replicas are made anew in every step, and the master does
+So threads do help where the work is torch's. And too many of them? torch itself uses threads inside its operations. If
+every rank of K takes a thread for each core, there are K times as many threads as cores, and they push each other aside:
+**thrashing**. Here each of the K ranks computes the same matrix products with 1, 2, 4 or 8 threads.
+"""
+
+
+# %% thrashing
+def with_threads(count):
+    torch.set_num_threads(count)
+    matrix, best = torch.ones(384, 384), 9.0
+    for _ in range(5):
+        with timing.stopwatch() as watch:
+            for _ in range(20):
+                matrix = matrix @ matrix / 384
+        best = min(best, watch.seconds)
+    return best
+
+
+threads = {count: 1000 * max(launch(with_threads, count, world_size=K)) for count in (1, 2, 4, 8)}
+times = threads[8] / threads[1]
+show.bars({f"{count} a rank": ms for count, ms in threads.items()}, "time for the same work (ms)", form="{:.0f}",
+          title=f"{K} ranks on this machine: 8 threads each take {times:.1f} times as long as 1")  # fmt: skip
+
+# %% [markdown]
+r"""
+That is why `torchrun` sets OMP_NUM_THREADS to 1, and `launch` gives each rank its share of the cores. Two limits of
+`DataParallel` have nothing to do with threads: the replicas are made anew in every step, and the master does
 everything else alone.
 
 ## What torch does
@@ -267,7 +289,12 @@ by the number of samples, or drop the odd ones.
 No. Every device holds a whole copy, and the master holds even more. Lessons 07 and 08 help.
 </details>
 
-## Exercise
+## In three lines
 
-`exercises/02_data_parallel.ipynb`
+1. The mean of equal shards' gradients *is* the batch's gradient, so the learning rate stays as it is.
+2. DataParallel copies weights out and gradients in through one device, the master, in every step.
+3. Threads do not hold torch back: it lets go of Python's lock. But more threads than cores push each other aside.
+
+**Exercise:** [2](../exercises/02_data_parallel.ipynb), `exercises/02_data_parallel.ipynb`. **Next:**
+[3, the parameter server](03_parameter_server.ipynb): a process a device.
 """

@@ -11,12 +11,16 @@ way: send them all to one rank.
 - use rank, world size and point-to-point messages,
 - say why all ranks must start from the same weights, and how,
 - share an epoch among ranks without overlap,
+- see what becomes of replicas that do not synchronise,
+- take an averaging apart into waiting, moving data and computing,
 - predict the time of a step with a server, and show that it grows with the number of ranks.
 
 *35 minutes, under a minute of computing.*
 """
 
 # %% imports
+import time
+
 from ddp_course import (
     Link, average_on_server, broadcast_parameters, claims, dist, launch, problems, show,
     stage2_dataparallel, stage3_paramserver, timing, torch, wire,
@@ -75,6 +79,40 @@ weights
 before, after = zip(*weights)
 assert len(set(before)) == K and set(after) == {before[0]}
 print("different before, rank 0's weights everywhere after")
+
+# %% [markdown]
+r"""
+## Stay equal
+
+And if nobody averages? Same weights at the start, another share of the data on each rank. After each step we look how far
+the ranks' weights are from one another: the largest difference of any weight.
+"""
+
+
+# %% drift
+def weights_of(average):
+    digits, model, seen = problems.make("digits"), problems.make("digits").model(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for inputs, targets in digits.batches(96, 20, rank=dist.get_rank(), world_size=K):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(inputs), targets).backward()
+        if average:
+            average_on_server(stage3_paramserver.gradients(model))
+        optimizer.step()
+        seen.append(torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()]))
+    return torch.stack(seen)
+
+
+runs = {name: launch(weights_of, average, world_size=K) for name, average in
+        {"never averaged": False, "averaged in each step": True}.items()}  # fmt: skip
+apart = {name: max((ranks[0] - other).abs().amax(1).tolist() for other in ranks[1:]) for name, ranks in runs.items()}
+show.curves({name: (range(1, 21), far) for name, far in apart.items()}, "step", "largest difference of a weight",
+            "Without averaging K ranks train K models", points=False)  # fmt: skip
+
+# %% check-drift
+# NBVAL_CHECK_OUTPUT
+assert apart["never averaged"][-1] > 0.01 and max(apart["averaged in each step"]) == 0
+print("without averaging the replicas drift apart; with it they are equal to the last bit")
 
 # %% [markdown]
 r"""
@@ -176,7 +214,7 @@ traffic = timing.count_traffic(server, p, K)
 show.bars(
     {f"rank {rank}": one.bytes_sent / p for rank, one in enumerate(traffic)}, "bytes sent (in units of p)",
     "The server sends K-1 times as much as anyone else", theory={"rank 0": K - 1},
-    colours={"rank 0": show.STAGE_COLOURS["3"]},
+    colours={"rank 0": show.STAGE_COLOURS["3"]}, kind="counted",
 )  # fmt: skip
 
 # %% check-bytes
@@ -187,6 +225,39 @@ print("server: (K-1) p in and (K-1) p out; everyone else: p out and p in")
 
 # %% [markdown]
 r"""
+## Three things in one
+
+"Averaging gradients" is three things: **waiting** until all are there (synchronisation), **moving data** through the
+links, and **adding up** (collective computation). The same call, taken apart: a barrier before it tells how
+long it waits for the slowest rank, which here computes 20 ms longer; the additions are done once more without the wire.
+"""
+
+
+# %% apart
+def taken_apart():
+    tensor, incoming = torch.ones(p // 4), torch.ones(p // 4)
+    server(tensor.clone())  # opens the connections
+    if dist.get_rank() == dist.get_world_size() - 1:
+        time.sleep(0.02)
+    with timing.stopwatch() as waiting:
+        dist.barrier()
+    with timing.stopwatch() as whole:
+        server(tensor)
+    with timing.stopwatch() as adding:
+        for _ in range(dist.get_world_size() - 1):
+            incoming += tensor
+    return waiting.seconds, whole.seconds - adding.seconds, adding.seconds
+
+
+pieces = [max(piece) for piece in zip(*launch(taken_apart, world_size=K, link=link))]
+names = ["waiting for the slowest", "moving data", "adding up"]
+show.bars(dict(zip(names, [1000 * piece for piece in pieces])), "time of the slowest rank (ms)",
+          "Waiting and moving take the time, adding up hardly any", form="{:.1f}")  # fmt: skip
+
+# %% [markdown]
+r"""
+Faster links (NVLink inside a machine, InfiniBand between machines) shrink the middle bar only. Lesson 10 deals with the first.
+
 ## What changed
 
 From stage 2's loop to stage 3's: the wrapper is gone, equal weights at the start and one line before the update
@@ -243,7 +314,12 @@ Yes, as long as nothing random happens before that differs between ranks, and al
 broadcast makes it certain instead of likely.
 </details>
 
-## Exercise
+## In three lines
 
-`exercises/03_parameter_server.ipynb`
+1. Equal weights at the start (a broadcast) and equal gradients in every step keep K replicas one model.
+2. A server's one link carries 2(K-1) p: its time grows with the number of ranks, measured and derived.
+3. Averaging is waiting, moving and adding up; the adding is the smallest part.
+
+**Exercise:** [3](../exercises/03_parameter_server.ipynb), `exercises/03_parameter_server.ipynb`. **Next:**
+[4, ring all-reduce](04_ring_all_reduce.ipynb): no server.
 """

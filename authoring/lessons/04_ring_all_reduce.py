@@ -19,8 +19,8 @@ An operation after which every rank has the sum over all ranks is an **all-reduc
 
 # %% imports
 from ddp_course import (
-    Link, average_on_server, claims, dist, launch, ring_all_reduce, show,
-    stage3_paramserver, stage4_ring, timing, torch, whole_gradient_ring,
+    Link, average_on_server, claims, dist, launch, ring_all_reduce, show, simulate,
+    stage3_paramserver, stage4_ring, theory, timing, torch, whole_gradient_ring,
 )  # fmt: skip
 
 K = 4  # how many ranks; 2 works as well
@@ -138,6 +138,7 @@ p, ways = 2**20, {"server": server, "whole-gradient ring": whole_gradient_ring, 
 colours = dict(zip(ways, [show.STAGE_COLOURS[stage] for stage in ("3", "4w", "4")]))
 sent = {name: max(one.bytes_sent for one in timing.count_traffic(way, p, K)) / p for name, way in ways.items()}
 show.bars(sent, "sent by the busiest rank (in units of p)", "The ring sends less than 2 p, whatever K is",
+          kind="counted",
           theory={"server": K - 1, "whole-gradient ring": K - 1, "ring": 2 * (K - 1) / K}, colours=colours)  # fmt: skip
 
 # %% check-bytes
@@ -147,7 +148,7 @@ print("bytes counted = bytes of the formulas: K-1, K-1 and 2(K-1)/K times p")
 
 # %% reveal
 on_four = max(one.bytes_sent for one in timing.count_traffic(ring_all_reduce, p, 4)) / p
-guess.reveal(f"{on_four:g} p", f"{on_four:g} p")
+guess.reveal(f"{on_four:g} p", f"{on_four:g} p", kind="counted")
 
 # %% [markdown]
 r"""
@@ -187,8 +188,9 @@ Each message also has a fixed cost, the **latency** α: the time before its firs
 
 $$T = 2(K-1)\,\alpha + 2\,\frac{K-1}{K}\,\frac pb$$
 
-For a long message the second term wins, for a short one the first, and that one grows with K. NCCL, on 2, 4 and
-8 machines of 8 GPUs each, needed 163, 319 and 631 µs for 8 *bytes*. Choose link and ranks and see which algorithm
+For a long message the second term wins, for a short one the first, and that one grows with K. NCCL's ring, on 2, 4 and
+8 machines of 8 GPUs each, needed 163, 319 and 631 µs for 8 *bytes* (Jeaugey, "Massively Scale Your Deep Learning Training
+with NCCL 2.4", NVIDIA's technical blog, 2019). Choose link and ranks and see which algorithm
 is the fastest for which size:
 """
 
@@ -205,10 +207,35 @@ finding
 
 # %% [markdown]
 r"""
-The other algorithms in the explorer are in `ddp_course/collectives.py`. All have the ring's signature and give the
+The other algorithms in the explorer are in `ddp_course/collectives/`. All have the ring's signature and give the
 same sums. A **tree** adds up in log₂ K rounds and sends the result back down: few messages, but whole ones.
 **Halving and doubling** exchanges ever smaller halves with ever nearer partners: few messages *and* few bytes,
 at its best when K is a power of two. In Goyal et al. (2017) it was 3 times as fast as the ring on 32 servers.
+
+So why is the ring everywhere? Because the map leaves things out. A ring fits any number of ranks and can follow the
+wiring. Halving and doubling wants a power of two, and its partners are wherever they are: ranks of one host that share a
+cable get into each other's way. The simulator plays every message, with and without shared cables:
+"""
+
+# %% contended
+p, cable, inside = 16 * 2**20, theory.Costs.of_link(10e9, 10e-6), theory.Costs.of_link(100e9, 2e-6)
+cases = {"16 ranks": (16, 1), "16 ranks,\nhosts of 4": (16, 4), "12 ranks": (12, 1), "12 ranks,\nhosts of 3": (12, 3)}
+taken = {name: {f"{name}\n{case}".replace("-d", "-\nd"): 1000 * simulate.play(name.replace("-", "_"), p, ranks, simulate.Network(cable, inside, each))
+                for case, (ranks, each) in cases.items()} for name in ("ring", "halving-doubling")}  # fmt: skip
+show.bars(taken["ring"] | taken["halving-doubling"], "time for 16 MiB (ms)", kind="simulated", form="{:.0f}", width=9.4,
+          title="The ring takes any number of ranks anywhere; halving-doubling does not",
+          colours=dict.fromkeys(taken["halving-doubling"], "#CC79A7"))  # fmt: skip
+
+# %% check-contended
+# NBVAL_CHECK_OUTPUT
+ratios = [other / ring for ring, other in zip(taken["ring"].values(), taken["halving-doubling"].values())]
+assert max(ratios[:2]) < 1.05 and 1.3 < ratios[2] < ratios[3], ratios
+print("16 ranks: halving-doubling is no slower than the ring; 12 ranks: slower, and slower still on shared cables")
+
+# %% [markdown]
+r"""
+A second thing that the formula leaves out: a ring works in segments and adds one up while the next arrives
+(*pipelining*); halving and doubling has to finish each exchange before the next.
 
 ## Claims: what others call a ring, and whose replicas stay equal
 
@@ -281,7 +308,12 @@ at once.
 Everything passes through every link, so the ring runs at the slowest link's speed: half.
 </details>
 
-## Exercise
+## In three lines
 
-`exercises/04_ring_all_reduce.ipynb`
+1. The chunked ring sends 2(K-1)/K p on every rank, counted to the byte: less than 2 p, whatever K is.
+2. Its latencies, 2(K-1) of them, do grow with K: for small messages other algorithms win, on cables of their own.
+3. Each chunk is finished on one rank and copied from there, so replicas stay equal to the last bit.
+
+**Exercise:** [4](../exercises/04_ring_all_reduce.ipynb), `exercises/04_ring_all_reduce.ipynb`. **Next:**
+[5, bucketed DDP](05_bucketed_ddp.ipynb): communicate while you compute.
 """

@@ -8,16 +8,20 @@ optimizer state. If that does not fit, more ranks do not help. Unless each keeps
 **After this lesson you can**
 
 - count what training a model takes, byte by byte,
-- say what ZeRO-1 and fully sharded training (FSDP, ZeRO-3) keep, and what they send,
+- say what the three levels of ZeRO keep and send, and how FSDP hides it (prefetch),
+- train with mixed precision, accumulation and clipping in one loop, sharded or not,
 - predict the memory of a rank and the traffic of a step, and check both.
 
 *35 minutes, under a minute of computing.*
 """
 
 # %% imports
+from contextlib import nullcontext
+from functools import partial
+
 from ddp_course import (
-    BucketedDDP, FullyShardedDataParallel, ShardedOptimizer, claims, dist, launch, problems, show,
-    stage5_bucketed, stage7_sharded, timeline, torch, wire,
+    BucketedDDP, Device, DistributedDataParallel, FullyShardedDataParallel, Link, ShardedOptimizer, claims, dist, launch,
+    problems, show, stage5_bucketed, stage7_sharded, timeline, timing, torch, wire,
 )  # fmt: skip
 
 K = 4  # how many ranks; 2 works as well
@@ -38,10 +42,18 @@ Training P parameters in float32 with the Adam optimizer takes, on every rank:
 A model of 7 billion parameters needs 112 GB, before a single activation. There is no need for every rank to hold
 all of it at every moment:
 
-- **ZeRO-1**: each rank keeps the optimizer state of 1/K of the parameters, updates these, and the ranks exchange the
-  results: 8 P + 8 P/K.
-- **Fully sharded**: parameters and gradients are split too. A block of layers is put together just before it
-  computes, and dropped after: 16 P/K, plus the blocks in use.
+The three levels of ZeRO (Rajbhandari et al., 2020) divide one row more each:
+
+| level | each rank keeps its 1/K of | bytes | sends in a step |
+|---|---|---|---|
+| DDP | nothing: all of everything | 16 P | 2(K-1)/K p |
+| 1, `ShardedOptimizer` | the optimizer's state | 8 P + 8 P/K | 2(K-1)/K p |
+| 2 | and of the gradients | 4 P + 12 P/K | 2(K-1)/K p |
+| 3, fully sharded, FSDP | and of the parameters | 16 P/K, plus the blocks in use | 3(K-1)/K p |
+
+Levels 1 and 2 send no more than DDP: its all-reduce *is* a scatter-reduce and an allgather, and the update fits between the
+two. In level 1 a rank keeps whole gradients until the step is over, in level 2 it drops what is not its own as soon as
+that is reduced (exercise 7.3 builds it). Level 3 gathers each block of layers just before it computes, and drops it after.
 
 ## Predict
 """
@@ -67,7 +79,7 @@ def ddp(model):
 
 
 def zero1(model):
-    return BucketedDDP(model), ShardedOptimizer(model.parameters(), torch.optim.Adam)
+    return model, ShardedOptimizer(model.parameters(), torch.optim.Adam)  # averages the gradients itself
 
 
 def fully(model):
@@ -81,11 +93,12 @@ def kept(prepare):
     parallel, optimizer = prepare(problem.model())
     inputs, targets = next(problem.batches(16, 1, rank=dist.get_rank(), world_size=dist.get_world_size()))
     torch.nn.functional.cross_entropy(parallel(inputs), targets).backward()
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    gradients = [p.grad for p in parameters if p.grad is not None]
     optimizer.step()
     owner = getattr(optimizer, "local", optimizer)  # ZeRO-1 works on shards, with an optimizer of its own
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     state = [value for entry in owner.state.values() for value in entry.values()]
-    tensors = parameters + [p.grad for p in parameters if p.grad is not None] + state
+    tensors = parameters + gradients + state
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
@@ -95,7 +108,7 @@ measured = {name: max(launch(kept, way, world_size=K)) / P for name, way in ways
 # %% memory-figure
 formula = {"plain DDP": 16, "ZeRO-1": 8 + 8 / K, "fully sharded": 16 / K}
 show.bars(measured, "kept on a rank (bytes a parameter)", f"On {K} ranks: from 16 bytes a parameter to {16 / K:g}",
-          theory=formula, colours={"fully sharded": show.STAGE_COLOURS["7"]})  # fmt: skip
+          kind="counted", theory=formula, colours={"fully sharded": show.STAGE_COLOURS["7"]})  # fmt: skip
 
 # %% reveal
 share = measured["fully sharded"] / measured["plain DDP"]
@@ -148,9 +161,13 @@ print("ZeRO-1: the same bits as unsharded; fully sharded: the same but for round
 r"""
 ## What it costs: traffic
 
-DDP's ring sends $2\frac{K-1}{K}p$: scatter-reduce, then allgather, of gradients. ZeRO-1 adds an allgather of the
-updated parameters. Fully sharded training gathers the parameters twice, for forward and for backward, and only
-scatters the gradients: each way $3\frac{K-1}{K}p$. Half as much again, for memory divided by K.
+DDP's ring sends $2\frac{K-1}{K}p$: scatter-reduce, then allgather, of gradients. ZeRO-1 puts the update between the
+two: scatter-reduce of gradients, then allgather of updated parameters, as many bytes. Fully sharded training gathers
+the parameters twice, for forward and for backward, and only scatters the gradients: $3\frac{K-1}{K}p$. Half as much
+again, for memory divided by K.
+
+To clip gradients by their norm, call `clip_grad_norm_` of the wrapper or of the sharded optimizer: the norm is that of
+all shards together. `torch.nn.utils.clip_grad_norm_` would scale each shard by a norm of its own, so it is refused.
 """
 
 
@@ -167,40 +184,116 @@ def sent(prepare):
 
 p = 4 * P
 traffic = {name: max(launch(sent, way, world_size=K)) / p for name, way in ways.items()}
-formula = {"plain DDP": 2 * (K - 1) / K, "ZeRO-1": 3 * (K - 1) / K, "fully sharded": 3 * (K - 1) / K}
+formula = {"plain DDP": 2 * (K - 1) / K, "ZeRO-1": 2 * (K - 1) / K, "fully sharded": 3 * (K - 1) / K}
 show.bars(traffic, "sent by a rank in a step (in units of p)", "Sharding sends at most half as much again",
-          theory=formula, colours={"fully sharded": show.STAGE_COLOURS["7"]})  # fmt: skip
+          kind="counted", theory=formula, colours={"fully sharded": show.STAGE_COLOURS["7"]})  # fmt: skip
 
 # %% check-traffic
 # NBVAL_CHECK_OUTPUT
 assert traffic == formula
-print("2(K-1)/K p for DDP, 3(K-1)/K p for ZeRO-1 and for fully sharded, to the byte")
+print("2(K-1)/K p for DDP and for ZeRO-1, 3(K-1)/K p for fully sharded, to the byte")
 
 # %% [markdown]
 r"""
 ## When does the gathering happen?
 
 Each block is gathered before it computes, once on the way forward and once on the way back; the next one is already
-fetched meanwhile (**prefetch**). The lower half of each row is the communication thread. On one machine with a small
-model waiting wins; with more computing per byte it disappears under the blue.
+fetched meanwhile (**prefetch**). On emulated devices and links it can be seen what that hides: rank 0's step without and
+with prefetch. The lower half of each row is the communication thread.
 """
 
 
-# %% timeline
-def one_step():
+# %% prefetch
+def one_step(prefetch):
     problem = problems.make("synthetic", parameters=6 * 256**2)
-    parallel, optimizer = fully(problem.model())
+    parallel = FullyShardedDataParallel(problem.model(), prefetch=prefetch)
+    optimizer = torch.optim.Adam(parallel.parameters())
     with timeline.recording() as spans:
-        for inputs, targets in problem.batches(512, 2, rank=dist.get_rank(), world_size=dist.get_world_size()):
+        for inputs, targets in problem.batches(128 * K, 2, rank=dist.get_rank(), world_size=K):
             torch.nn.functional.cross_entropy(parallel(inputs), targets).backward()
             optimizer.step()
     start = [span for span in spans if span.name == "forward"][-1].start
     return [span for span in spans if span.start >= start]
 
 
-show.timeline_figure(
-    launch(one_step, world_size=K), title="Fully sharded: a gather before every block, forward and backward"
-)
+def on_devices(fn, *arguments):
+    return launch(fn, *arguments, world_size=K, device=Device("800MFLOP/s"), link=Link("150Mbit"))
+
+
+lanes = {prefetch: on_devices(one_step, prefetch) for prefetch in (False, True)}
+step_ms = {prefetch: 1000 * max(lane[-1].end - lane[0].start for lane in ranks) for prefetch, ranks in lanes.items()}
+show.timeline_figure([lanes[False][0], lanes[True][0]], labels=["waits", "prefetches"], align=True,
+                     title=f"A step without prefetch: {step_ms[False]:.0f} ms; with it: {step_ms[True]:.0f} ms")  # fmt: skip
+
+# %% check-prefetch
+# NBVAL_CHECK_OUTPUT
+hidden = [sum(map(timeline.hidden_share, lanes[prefetch])) / K for prefetch in (False, True)]
+assert step_ms[True] < step_ms[False], step_ms
+print("with prefetch the same gathers take less of the step")
+
+# %% [markdown]
+r"""
+Has memory a price in time, then? The step time of all three, beside what they keep:
+"""
+
+
+# %% step-times
+def seconds_of(name):
+    problem, seconds = problems.make("synthetic", parameters=6 * 256**2), []
+    parallel, optimizer = ways[name](problem.model())
+    for inputs, targets in problem.batches(128 * K, 4, rank=dist.get_rank(), world_size=K):
+        with timing.stopwatch() as watch:
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(parallel(inputs), targets).backward()
+            optimizer.step()
+        seconds.append(watch.seconds)
+    return min(seconds)
+
+
+times = {f"{name}\n{measured[name]:.0f} bytes a parameter": 1000 * max(on_devices(seconds_of, name)) for name in ways}
+show.bars(times, "a step (ms)", "Who hides communication is as fast with a quarter of the memory", form="{:.0f}")
+
+# %% [markdown]
+r"""
+DDP hides its all-reduce under backward, fully sharded training its gathers under both passes. Our ZeRO-1 sends no more than
+DDP, but it does so after backward, where nothing is left to hide it behind.
+
+## Mixed precision, accumulation and clipping, in one loop
+
+What real training adds to the loop of lesson 06 works the same under DDP and under sharding. **Autocast** computes forward
+and backward in bfloat16, half the bytes, while parameters and updates stay float32. Two micro-batches **accumulate**, the
+first one without communication. Gradients are **clipped** by the norm of *all* of them: sharded, that takes the wrapper's
+own `clip_grad_norm_`, since each rank has only a part.
+"""
+
+
+# %% mixed-precision
+def mixed(sharded, dtype):
+    text = problems.make("bytes", parameters=20_000, context=32)
+    parallel = (FullyShardedDataParallel if sharded else DistributedDataParallel)(text.model())
+    optimizer, losses = torch.optim.SGD(parallel.parameters(), lr=0.3), []
+    for inputs, targets in text.batches(32, 20, rank=dist.get_rank(), world_size=K):
+        optimizer.zero_grad()
+        for part, (x, y) in enumerate(zip(inputs.chunk(2), targets.chunk(2))):
+            quiet = part == 0 and not sharded
+            with parallel.no_sync() if quiet else nullcontext():
+                with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+                    loss = torch.nn.functional.cross_entropy(parallel(x), y) / 2
+                loss.backward()
+        clip = parallel.clip_grad_norm_ if sharded else partial(torch.nn.utils.clip_grad_norm_, parallel.parameters())
+        clip(1.0)
+        optimizer.step()
+        losses.append(2 * loss.item())
+    return losses
+
+
+# %% check-mixed-precision
+# NBVAL_CHECK_OUTPUT
+settings = [(sharded, dtype) for sharded in (False, True) for dtype in (torch.float32, torch.bfloat16)]
+exact, rounded, sharded, both = (launch(mixed, *setting, world_size=K)[0] for setting in settings)
+assert max(abs(a - b) for a, b in zip(exact, sharded)) < 1e-3, (exact, sharded)
+assert 0 < max(abs(a - b) for a, b in zip(exact, rounded)) < 0.3 and abs(rounded[-1] - both[-1]) < 0.1, (rounded, both)
+print("sharded as DDP; bfloat16 within a few tenths of a nat of float32, under both")
 
 # %% [markdown]
 r"""
@@ -239,7 +332,12 @@ No. Each rank still runs the whole model on its samples. Smaller batches, activa
 model itself (lesson 08) do.
 </details>
 
-## Exercise
+## In three lines
 
-`exercises/07_sharding.ipynb`
+1. Of 16 bytes a parameter (counted), level 1 divides 8 by K, level 2 another 4, level 3 all.
+2. Levels 1 and 2 send what DDP sends; level 3 half as much again, which prefetch hides behind computing.
+3. Autocast, accumulation and clipping go into the same loop; only clipping must know that gradients are sharded.
+
+**Exercise:** [7](../exercises/07_sharding.ipynb), `exercises/07_sharding.ipynb`. **Next:**
+[8, pipelines](08_pipeline.ipynb): split the model itself.
 """

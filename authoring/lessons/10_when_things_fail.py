@@ -10,15 +10,24 @@ about what to do next; one is merely slow. This lesson breaks things on purpose,
 - read an error of a distributed run and name the rank that caused it,
 - find out where a run hangs,
 - resume from a checkpoint exactly where the run was,
-- find a slow rank in a timeline.
+- find a slow rank, and a slow loader, in a timeline, and read a profiler's trace.
 
 *30 minutes, under a minute of computing.*
 """
 
 # %% imports
+import json
+import os
+import queue
+import signal
+import tempfile
+import threading
+import time
+from pathlib import Path
+
 from ddp_course import (
-    checkpoint, claims, dist, errors, finite, launch, problems, ring_all_reduce,
-    show, stage4_ring, stage5_bucketed, stragglers, timeline, timing, torch, train,
+    Device, checkpoint, claims, dist, errors, finite, launch, problems, ring_all_reduce,
+    show, stage4_ring, stage5_bucketed, stragglers, timeline, torch, train,
 )  # fmt: skip
 
 K = 4  # how many ranks; 2 works as well
@@ -79,7 +88,7 @@ The system kills processes that use too much memory, with SIGKILL (signal 9): no
 # %% killed
 def out_of_memory():
     if dist.get_rank() == 1:
-        timing.kill_this_process()
+        os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
 
 
@@ -173,24 +182,22 @@ print("rank 1 is named before anything was averaged")
 r"""
 ## A slow rank
 
-No error at all, and the worst to find: every rank's step takes as long as the slowest. Look at what each *computes*.
+No error at all, and the worst to find: every rank's step takes as long as the slowest. Look at what each *computes*. Here
+all ranks have an emulated device, and rank 1's has half the rate.
 """
 
 
 # %% straggler
 def steps():
     problem = problems.make("synthetic", parameters=2 * 128**2, width=128)
-    slow = 0.6 if dist.get_rank() == 1 else 0.2
-    model = torch.nn.Sequential(problem.model(), timing.Delay(slow, slow))
     with timeline.recording() as spans:
-        stage4_ring.train(
-            model, problem.batches(24 * K, 3, rank=dist.get_rank(), world_size=dist.get_world_size()), 0.1
-        )
+        stage4_ring.train(problem.model(), problem.batches(24 * K, 3, rank=dist.get_rank(), world_size=K), 0.1)
     start = [span for span in spans if span.name == "forward"][-1].start
     return [span for span in spans if span.start >= start]
 
 
-spans = launch(steps, world_size=K)
+rates = [Device("50MFLOP/s" if rank == 1 else "100MFLOP/s") for rank in range(K)]
+spans = launch(steps, world_size=K, device=rates)
 show.timeline_figure(spans, title="Rank 1 computes, all others wait for it")
 
 # %% check-straggler
@@ -198,6 +205,84 @@ show.timeline_figure(spans, title="Rank 1 computes, all others wait for it")
 found = stragglers.stragglers(spans)
 assert [one.rank for one in found] == [1], found
 print("the straggler is rank 1")
+
+# %% [markdown]
+r"""
+## Or is it the data?
+
+A device can also starve: the step waits for its next batch, because a loader reads and decodes too slowly. On a timeline
+that is a gap *before* forward, which no span of the model explains. So time the two apart: how long until the batch is
+there, how long the step. A loader that works ahead (`DataLoader` with workers, or `prefetch_factor`) hides its time.
+"""
+
+
+# %% input-stalls
+def slow_loader(problem, ahead):
+    def read():
+        for batch in problem.batches(24 * K, 12, rank=dist.get_rank(), world_size=K):
+            time.sleep(0.02)  # reading and decoding
+            yield batch
+
+    if not ahead:
+        return read()
+    waiting = queue.Queue(maxsize=2)
+    threading.Thread(target=lambda: [waiting.put(batch) for batch in [*read(), None]], daemon=True).start()
+    return iter(waiting.get, None)
+
+
+def stalls(ahead):
+    problem, waited, last = problems.make("synthetic", parameters=2 * 128**2, width=128), [], [time.perf_counter()]
+
+    def watched(batches):
+        for batch in batches:
+            waited.append(time.perf_counter() - last[0])
+            yield batch
+            last[0] = time.perf_counter()
+
+    stage4_ring.train(problem.model(), watched(slow_loader(problem, ahead)), 0.1)
+    return sorted(waited)[len(waited) // 2]
+
+
+# %% input-stalls-figure
+waits = {name: 1000 * max(launch(stalls, ahead, world_size=K, device=Device("100MFLOP/s")))
+         for name, ahead in {"reads when asked": False, "reads ahead": True}.items()}  # fmt: skip
+show.bars(waits, "waiting for a batch (ms, median)", "A loader that reads ahead hides its 20 ms", form="{:.1f}")
+
+# %% [markdown]
+r"""
+## Read a trace
+
+`torch.profiler` sees more than our timeline: every operation. The same two steps, as our four kinds of spans and as its
+longest operations; `export_chrome_trace` writes a file that [Perfetto](https://ui.perfetto.dev) and `chrome://tracing` show.
+"""
+
+
+# %% profiler
+def profiled():
+    os.environ["KINETO_LOG_LEVEL"] = "6"  # the profiler announces itself otherwise
+    digits = problems.make("digits")
+    batches = digits.batches(24 * K, 2, rank=dist.get_rank(), world_size=K)
+    with (
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile,
+        timeline.recording() as spans,
+    ):
+        stage5_bucketed.train(digits.model(), batches, 0.05)
+    with tempfile.TemporaryDirectory() as folder:
+        profile.export_chrome_trace(f"{folder}/trace.json")
+        events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
+    found = {event.key: event.self_cpu_time_total / 1000 for event in profile.key_averages()}
+    return spans, found, len(events)
+
+
+# %% profiles
+spans, operations, count = launch(profiled, world_size=K)[0]
+longest = {name.split("::")[-1].replace("_", "_\n", 1)[:22]: ms for name, ms in operations.items() if "#" not in name}
+longest = dict(sorted(longest.items(), key=lambda pair: -pair[1])[:4])
+ours = {
+    name: 1000 * sum(span.seconds for span in spans if span.name == name) for name in ("forward", "backward", "wait")
+}
+show.bars(ours | longest, "time in two steps (ms)", f"Our spans, and the profiler's longest operations ({count:,} events in the file)",
+          form="{:.1f}", width=9.4)  # fmt: skip
 
 # %% [markdown]
 r"""
@@ -235,7 +320,7 @@ def run(folder, steps):
     return train.run(train.parse(words.split()))["losses"]
 
 
-with timing.temporary_folder() as first, timing.temporary_folder() as second:
+with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:
     launch(run, first, 12, world_size=K)
     resumed = launch(run, first, 24, world_size=K)[0]
     straight = launch(run, second, 24, world_size=K)[0]
@@ -293,7 +378,12 @@ stack and last collective.
 Too often costs writing, too rarely costs repeated work. The optimum is about √(2 · 60 s · 86,400 s), nearly an hour.
 </details>
 
-## Exercise
+## In three lines
 
-`exercises/10_when_things_fail.ipynb`
+1. The earliest error that is not about connections is the cause; a hang shows in each rank's last collective.
+2. A slow rank or loader raises nothing: compare what each rank computes, and time the waiting for data apart.
+3. A checkpoint that is whole (weights, optimizer, position, random states) and atomic makes a run go on bit for bit.
+
+**Exercise:** [10](../exercises/10_when_things_fail.ipynb), `exercises/10_when_things_fail.ipynb`. **Next:**
+[11, many machines](11_many_machines.ipynb).
 """

@@ -1,0 +1,275 @@
+# %% [markdown]
+r"""
+# 12 · Communicate less
+
+Everything so far computed exactly what one device computes. On slow links that has a price: each step waits for all
+gradients of all ranks. What if the ranks sent less, or met less often, or did not wait at all? Then they no longer
+train exactly as one device does. This lesson measures both sides: how much time is won, and what it costs in accuracy.
+
+**After this lesson you can**
+
+- compress gradients in a hook, and say what error feedback is for,
+- train with local SGD and with DiLoCo, and choose how often ranks meet,
+- say what a stale gradient is, and when a server that never waits wins,
+- compare ways of training by loss against *time*, not against steps.
+
+*35 minutes, under a minute of computing.*
+"""
+
+# %% imports
+from ddp_course import (
+    Device, DistributedDataParallel, Link, communicate_less, dist, launch, problems, show,
+    stage4_ring, timing, torch, wire,
+)  # fmt: skip
+
+K = 4  # how many ranks; 2 works as well
+
+# %% [markdown]
+r"""
+## Three ways out
+
+| | what travels | what is given up |
+|---|---|---|
+| fewer bytes | halves; the largest 1 % of a gradient (*top-k*); a matrix as two thin ones (*PowerSGD*) | gradients are approximate |
+| less often | weights, every H steps (*local SGD*, *DiLoCo*) | in between, every rank goes its own way |
+| without waiting | each gradient as soon as it is there, to a server | gradients belong to weights of some updates ago: they are *stale* |
+
+Sending the largest 1 % sounds reckless: 99 % of all numbers never arrive. So whatever a rank did not send, it keeps,
+and adds to its next gradient. That is **error feedback**: small gradients are sent late instead of never.
+
+## Predict
+"""
+
+# %% predict
+guess = show.predict(
+    "Each rank sends only the largest 1 % of its gradient. How far does training get with and without error feedback?",
+    ["both as far as with all of it", "with feedback nearly as far, without much less", "neither learns"],
+)
+guess
+
+# %% source-topk
+show.source(communicate_less.TopK.__call__)
+
+# %% [markdown]
+r"""
+A hook replaces DDP's average of a bucket (lesson 06). `passed_around` is the ring's allgather. The low-rank hook is in
+the same file, and so is the half-precision one. This is local SGD, with DiLoCo as one more argument:
+"""
+
+# %% source-local
+show.source(communicate_less.train_local, communicate_less.meet)
+
+# %% [markdown]
+r"""
+And the server that never waits: a thread for each rank takes its gradient, updates the weights at once, and answers
+with the newest ones. Meanwhile others have updated them too. How many updates lie in between is the **staleness**.
+"""
+
+# %% source-server
+show.source(communicate_less.serve)
+
+# %% [markdown]
+r"""
+## Run
+
+Eight ways train the small byte model, each from three seeds. Every rank counts what it sends.
+"""
+
+
+# %% ways
+def hooked(hook):
+    def way(model, batches, lr):
+        parallel, losses = DistributedDataParallel(model), []
+        parallel.register_comm_hook(None, hook())
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+        for inputs, targets in batches:
+            optimizer.zero_grad()
+            loss = torch.nn.functional.cross_entropy(parallel(inputs), targets)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    return way
+
+
+def local(every, outer=None):
+    return lambda model, batches, lr: communicate_less.train_local(model, batches, lr, every, outer)
+
+
+# %% all-ways
+def nesterov(parameters):
+    return torch.optim.SGD(parameters, lr=0.7, momentum=0.6, nesterov=True)
+
+
+ways = {
+    "every step": stage4_ring.train,
+    "half precision": hooked(lambda: communicate_less.fp16_hook),
+    "top 1 %": hooked(lambda: communicate_less.TopK(0.01)),
+    "top 1 %, no feedback": hooked(lambda: communicate_less.TopK(0.01, feedback=False)),
+    "low rank": hooked(lambda: communicate_less.LowRank(2)),
+    "local SGD": local(every=8),
+    "DiLoCo": local(every=8, outer=nesterov),
+    "asynchronous": lambda *training: communicate_less.train_asynchronously(*training)[0],
+}
+
+
+# %% run
+def trained(seed, steps=64):
+    text, found = problems.make("bytes", parameters=20_000, context=32), {}
+    for name, way in ways.items():
+        model = text.model(seed)
+        share = text.batches(32, steps, seed=seed, rank=dist.get_rank(), world_size=K)
+        with wire.counting() as traffic:
+            losses = way(model, share, 0.3)
+        found[name] = losses, traffic.bytes_sent / steps, text.loss(model)
+        dist.barrier()
+    return found
+
+
+runs = [launch(trained, seed, world_size=K) for seed in range(3)]
+
+# %% final-loss
+final = {name: [run[0][name][2] for run in runs] for name in ways}
+mean = {name.replace(" ", "\n", 1): sum(three) / 3 for name, three in final.items()}
+spread = max(max(three) - min(three) for three in final.values())
+show.bars(
+    mean, "held-out loss (nats)", f"After the same number of steps; three seeds differ by up to {spread:.2f}", width=9.4
+)
+
+# %% reveal
+gap = {name: sum(final[name]) / 3 - sum(final["every step"]) / 3 for name in ("top 1 %", "top 1 %, no feedback")}
+guess.reveal("with feedback {:+.2f} nats, without {:+.2f}".format(*gap.values()), guess.answers[1])
+
+# %% check-feedback
+# NBVAL_CHECK_OUTPUT
+assert gap["top 1 %"] < 0.5 * gap["top 1 %, no feedback"], gap
+assert all(mean < 4 for mean in final["local SGD"])
+print("error feedback wins back most of what the largest 1 % alone would lose")
+
+# %% bytes
+sent = {name: max(rank[name][1] for rank in runs[0]) for name in ways}
+first = sent["every step"]
+show.bars({name.replace(" ", "\n", 1): 100 * count / first for name, count in sent.items()},
+          "sent by the busiest rank (% of the ring)", "From half of the bytes to a twenty-fifth", kind="counted", width=9.4)  # fmt: skip
+
+# %% check-bytes
+# NBVAL_CHECK_OUTPUT
+assert 0.45 < sent["half precision"] / first < 0.55 and sent["local SGD"] < 0.2 * first
+assert sent["top 1 %"] < 0.1 * first
+print("half precision sends half; local SGD an eighth; the largest 1 % with their places a few hundredths")
+
+# %% [markdown]
+r"""
+The asynchronous server sends *more*: (K-1) p in each direction, as in lesson 03. It saves waiting, not bytes.
+
+## Loss against time
+
+Steps are not what we pay for. Let a device compute 20 ms a step and let the link carry b bytes a second. Then step n is
+over after n times (20 ms + bytes sent / b). The losses are measured, the bytes counted, the time derived from them. First
+a slow link of 5 Mbit/s, as between two homes; then a fast one of 1 Gbit/s.
+"""
+
+
+# %% clock
+def against_time(bits_per_second, compute_s=0.02, window=8):
+    series, bands = {}, {}
+    for name in ("every step", "half precision", "top 1 %", "low rank", "local SGD", "DiLoCo", "asynchronous"):
+        losses = torch.tensor([[[*rank[name][0]] for rank in run if rank[name][0]] for run in runs]).mean(1)
+        smooth = losses.unfold(1, window, 1).mean(-1)
+        step_s = compute_s + sent[name] * 8 / bits_per_second
+        seconds = [step_s * (step + window) for step in range(smooth.shape[1])]
+        series[name] = seconds, smooth.mean(0).tolist()
+        bands[name] = seconds, smooth.amin(0).tolist(), smooth.amax(0).tolist()
+    return series, bands
+
+
+def drawn(bits_per_second, title):
+    series, bands = against_time(bits_per_second)
+    return show.curves(series, "time (s)", "training loss (nats, mean of 8 steps)", title, bands=bands, log="x",
+                       points=False, height=4.6, kind="loss measured, time derived")  # fmt: skip
+
+
+# %% slow-link
+drawn(5e6, "5 Mbit/s: whoever sends less is further at any time")
+
+# %% fast-link
+drawn(1e9, "1 Gbit/s: all take nearly the same time, so there is little to gain")
+
+# %% check-time
+# NBVAL_CHECK_OUTPUT
+ends = {speed: {name: seconds[-1] for name, (seconds, _) in against_time(speed)[0].items()} for speed in (5e6, 1e9)}
+assert ends[5e6]["every step"] > 3 * ends[5e6]["local SGD"] and ends[1e9]["every step"] < 1.2 * ends[1e9]["local SGD"]
+print("slow link: local SGD is through more than 3 times sooner; fast link: all within a fifth")
+
+# %% [markdown]
+r"""
+The bands show the best and the worst of three seeds: do not believe in a difference smaller than that. The asynchronous
+server ends lower for a reason of its own: it makes K-1 small updates where the others make one large.
+
+## Is the clock right?
+
+It was derived. So once with everything real: emulated devices, emulated links, a clock on the wall. Ten steps of each.
+"""
+
+
+# %% measured
+def ten_steps(name):
+    text = problems.make("bytes", parameters=20_000, context=32)
+    with timing.stopwatch() as watch:
+        ways[name](text.model(), text.batches(32, 10, rank=dist.get_rank(), world_size=K), 0.3)
+    return watch.seconds
+
+
+def wall(name):
+    return max(launch(ten_steps, name, world_size=K, link=Link("5Mbit"), device=Device("1GFLOP/s"))) / 10
+
+
+checked = {name.replace(" ", "\n", 1): 1000 * wall(name) for name in ("every step", "half precision", "local SGD")}
+show.bars(checked, "a step (ms)", "On an emulated link of 5 Mbit/s the order is the same", form="{:.0f}")
+
+# %% [markdown]
+r"""
+## What changed
+
+Against stage 4's loop, local SGD has lost the average in every step and got a meeting after some of them.
+"""
+
+# %% diff
+show.diff(stage4_ring.train, communicate_less.train_local)
+
+# %% [markdown]
+r"""
+## What torch does
+
+`torch.distributed.algorithms.ddp_comm_hooks` has half precision, PowerSGD and others; they run unchanged on our DDP, as
+ours would on torch's. `torch.distributed.algorithms.model_averaging` has local SGD. DiLoCo and its successors train
+models over the internet, with hundreds of steps between two meetings; `torchft` has an implementation. Asynchronous
+servers are rare today: stale gradients make results depend on who was fast, and no run can be repeated.
+
+## Check yourself
+
+**1.** Your links are so fast that communication hides behind backward. Should you compress?
+<details><summary>Answer</summary>
+No. There is no time to win, and compression costs computing and accuracy.
+</details>
+
+**2.** Local SGD with H = 1 is the same as what?
+<details><summary>Answer</summary>
+As averaging gradients, for plain SGD: the mean of (w - lr g) is w minus lr times the mean of g. With momentum or Adam it
+is not, since each rank then has its own state.
+</details>
+
+**3.** Eight workers push to an asynchronous server at the same pace. How stale is a gradient, typically?
+<details><summary>Answer</summary>
+Seven updates: while one worker computes, each of the others delivers once. A slow worker's gradients are staler still.
+</details>
+
+## In three lines
+
+1. Fewer bytes (halves, top-k, low rank) or fewer meetings (local SGD, DiLoCo) win time exactly where links are slow.
+2. What is not sent must be kept: error feedback turns "never" into "later".
+3. None of it is the training of one device any more: compare by loss against time, over several seeds.
+
+This was the last lesson. All claims once more: `ddp-course claims`.
+"""

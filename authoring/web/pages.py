@@ -1,0 +1,192 @@
+"""Notebooks and documents as the Markdown pages that the site's generator reads.
+
+Prose stays as it is, formulas become MathML, code and outputs fenced blocks, figures files of their own with their
+alternative texts, explorers and predictions the HTML that assets/course.js brings to life.
+"""
+
+import base64
+import html
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import nbformat
+from elsewhere import BADGES, INSTALL, addresses, repository
+from latex2mathml.converter import convert
+
+from ddp_course.showing.recipes import MIME
+
+ROOT = Path(__file__).resolve().parents[2]
+WIDGET = "application/vnd.jupyter.widget-view+json"
+FORMULA = re.compile(r"\$\$(.+?)\$\$|(?<![\\$\w])\$([^$\n`]+?(?:\n[^$\n`]+?)?)\$(?!\d)", re.DOTALL)
+CODE = re.compile(r"(^ *(?:```|~~~).*?^ *(?:```|~~~) *$|`[^`\n]*`)", re.DOTALL | re.MULTILINE)
+TERMINAL = re.compile(r"\x1b\[[0-9;]*m")
+STARTS_LIST = re.compile(r"( *)(?:[-*+]|1\.) +\S")
+LISTED = re.compile(r" *(?:[-*+]|\d+\.) +\S")
+
+
+@dataclass
+class Page:
+    """One page: its Markdown, the pictures beside it by file name, and the explorers to draw, each in an HTML place."""
+
+    path: str
+    markdown: str
+    pictures: dict[str, bytes] = field(default_factory=dict)
+    explorers: dict[str, dict] = field(default_factory=dict)
+
+
+def notebook(path: Path) -> Page:
+    """The page of a lesson or an exercise, with links between the two."""
+    page = Page(f"{path.parent.name}/{path.stem}.md", "")
+    parts, predictions = [], []
+    for cell in nbformat.read(path, as_version=4).cells:
+        if cell.id == BADGES:
+            parts.append(ways_in(path))
+        elif cell.cell_type == "markdown":
+            parts.append(prose(cell.source, page.path))
+        elif cell.id != INSTALL:
+            parts.append(code_cell(cell, page, predictions))
+    page.markdown = "\n\n".join(parts) + "\n"
+    return page
+
+
+def document(path: Path) -> Page:
+    """The page of one of the documents in docs/."""
+    where = f"docs/{path.name}"
+    return Page(where, prose(path.read_text(encoding="utf-8"), where))
+
+
+def ways_in(path: Path) -> str:
+    """The links under a page's title: where to open the notebook, and the lesson or exercise that goes with it."""
+    other = "notebooks" if path.parent.name == "exercises" else "exercises"
+    places = [f"[{place}]({link})" for place, link in addresses(f"{path.parent.name}/{path.name}").items()]
+    links = ["Open in " + " · ".join(places)]
+    if (ROOT / other / path.name).exists():
+        links.insert(
+            0, f"[{'Lesson' if other == 'notebooks' else 'Exercise'} {int(path.stem[:2])}](../{other}/{path.stem}.md)"
+        )
+    return f'<p class="ways-in" markdown="1" data-search-exclude>{" · ".join(links)}</p>'
+
+
+def prose(markdown: str, where: str) -> str:
+    """A text of CommonMark as the generator's Markdown: lists set apart, answers opened to Markdown, links mended."""
+    parts = CODE.split(markdown)
+    for index in range(0, len(parts), 2):  # the others are code
+        text = FORMULA.sub(formula, parts[index])
+        text = re.sub(r"<details>", '<details markdown="1">', text)
+        parts[index] = re.sub(r"\]\(([^)\s]+)\)", lambda match: f"]({target(match[1], where)})", text)
+    return with_lists_apart("".join(parts))
+
+
+def formula(match: re.Match) -> str:
+    """One TeX formula as MathML, which browsers show without help."""
+    tex, display = (match[1] or match[2]).strip().replace("\n", " "), "block" if match[1] else "inline"
+    return convert(tex, display=display).replace("*", "&#42;").replace("_", "&#95;")
+
+
+def target(link: str, where: str) -> str:
+    """Where a link on the page `where` leads: to a page of the site, or else into the repository."""
+    name = link.partition("#")[0]
+    if re.match(r"[a-z]+:", link) or not name:
+        return link
+    there = (ROOT / where).parent / name
+    if name.endswith(".ipynb") and there.resolve().exists():
+        return f"{name.removesuffix('.ipynb')}.md"
+    inside = there.resolve().relative_to(ROOT)
+    if inside.parent.name in ("docs", "notebooks", "exercises") and name.endswith(".md"):
+        return link
+    if inside.as_posix().startswith("docs/") and there.is_file():
+        return link  # a picture
+    return f"{repository()}/{'tree' if there.is_dir() else 'blob'}/main/{inside.as_posix()}"
+
+
+def with_lists_apart(markdown: str) -> str:
+    """An empty line before each list that CommonMark would begin in mid-paragraph; code is left alone."""
+    lines, fenced = [], False
+    for line in markdown.split("\n"):
+        fenced ^= bool(re.match(r" *(```|~~~)", line))
+        before = lines[-1] if lines else ""
+        begins = STARTS_LIST.match(line)
+        if begins and not fenced and before.strip() and not LISTED.match(before) and not before.startswith("  "):
+            lines.append("")
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def code_cell(cell, page: Page, predictions: list) -> str:
+    """A code cell and what came out of it. The search passes it over: it is for the words around it."""
+    inner = [fence(cell.source, "python")] if cell.source.strip() else []
+    shows = re.match(r"show\.(source|diff)\(", cell.source)
+    for output in cell.outputs:
+        inner.append(
+            shown(output, page, predictions, {"source": "python", "diff": "diff"}[shows[1]] if shows else None)
+        )
+    body = "\n\n".join(part for part in inner if part)
+    return f'<div class="cell" markdown="1" data-search-exclude>\n\n{body}\n\n</div>'
+
+
+def fence(text: str, language: str) -> str:
+    """A fenced block that nothing in `text` can end."""
+    ticks = "`" * max(3, 1 + max((len(run) for run in re.findall(r"`+", text)), default=0))
+    return f"{ticks}{language}\n{TERMINAL.sub('', text).rstrip()}\n{ticks}"
+
+
+def shown(output, page: Page, predictions: list, language: str | None) -> str:
+    """One output of a cell; `language` is that of a text which is code."""
+    if "data" not in output:
+        return fence(output.get("text") or "\n".join(output.get("traceback", [])), "text")
+    data, ours = output.data, output.data.get(MIME, {})
+    if "explorer" in ours:
+        return explorer(output, page)
+    if "right" in ours:
+        return reveal(ours, len(predictions) - 1, data["text/plain"])
+    if WIDGET in data and "( )" in data.get("text/plain", ""):
+        predictions.append(data["text/plain"])
+        return prediction(data["text/plain"], len(predictions) - 1)
+    if "image/png" in data:
+        return picture(output, page)
+    if language:
+        return fence(data["text/plain"], language)
+    if "text/html" in data:
+        without_gaps = re.sub(r"\n\s*\n", "\n", data["text/html"])  # an empty line would end the block of HTML
+        return f'<div class="output">{without_gaps}</div>'
+    return fence(data.get("text/plain", ""), "text")
+
+
+def alternative(output) -> str:
+    """What a figure shows, in words."""
+    return output.metadata.get("image/png", {}).get("alt") or output.data.get("text/plain", "")
+
+
+def picture(output, page: Page) -> str:
+    """A figure as a file beside the page."""
+    name = f"{Path(page.path).stem}-{len(page.pictures) + 1}.png"
+    page.pictures[name] = base64.b64decode(output.data["image/png"])
+    return (
+        f'<img class="figure" src="{name}" alt="{html.escape(" ".join(alternative(output).split()))}" loading="lazy">'
+    )
+
+
+def explorer(output, page: Page) -> str:
+    """The place of an explorer, and its first picture until the script has run."""
+    place = f"{Path(page.path).stem}-explorer-{len(page.explorers) + 1}"
+    page.explorers[place] = output.data[MIME]
+    return f'<div class="explorer" id="{place}">{picture(output, page)}<script src="{place}.js"></script></div>'
+
+
+def prediction(text: str, number: int) -> str:
+    """A question with its answers to choose from; `text` has a line for each, marked "( )"."""
+    question, *answers = text.split("\n")
+    choices = "".join(
+        f'<label><input type="radio" name="prediction-{number}" value="{at}"> {html.escape(answer.strip()[4:])}</label>'
+        for at, answer in enumerate(answers)
+    )
+    asked = f"<legend>{html.escape(question)}</legend>{choices}"
+    return f'<fieldset class="prediction" data-number="{number}">{asked}</fieldset>'
+
+
+def reveal(ours: dict, number: int, line: str) -> str:
+    """The line that answers prediction `number`."""
+    found = html.escape(line.partition("; ")[2])  # "counted: 1.5 p": what it is, and the number
+    settings = f'data-number="{number}" data-right="{ours["right"]}" data-found="{found}"'
+    return f'<p class="reveal" {settings} aria-live="polite">{html.escape(line)}</p>'
