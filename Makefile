@@ -4,11 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 BESIDE := -n 3 --dist loadfile --no-loadscope-reorder
-AS_ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 
-.PHONY: setup compare test lab site notebooks lint clean
+.PHONY: help setup compare test test-quick lab gpu notebooks site lint clean
 
-setup: $(VENV)/installed
+help:  ## this list
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile
+
+setup: $(VENV)/installed  ## install into .venv
 
 $(VENV)/installed: requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "Python 3.10 or newer is needed; choose one with: make PYTHON=python3.12 …")'
@@ -17,31 +19,43 @@ $(VENV)/installed: requirements.lock pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	@touch $@
 
-compare: setup
+compare: setup  ## train with every strategy, print the table, write results/compare.png
 	$(BIN)/ddp-course compare $(ARGS)
 
 # All tests: three files at a time, the longest first, and then those by themselves that look at the clock.
-test: setup
+test: setup  ## all tests, or make test ARGS=FILE
 ifeq ($(strip $(ARGS)),)
-	$(BIN)/python -m pytest -m "not alone" $(BESIDE) --durations=20 tests/test_faults.py tests/test_notebooks.py tests; \
+	$(BIN)/python -m pytest -m "not alone" $(BESIDE) --durations=20 tests/running/test_faults.py tests/test_notebooks.py tests; \
 	passed=$$?; $(BIN)/python -m pytest -m alone --durations=20 && exit $$passed
 else
 	$(BIN)/python -m pytest $(ARGS)
 endif
 
-lab: setup
-	$(BIN)/jupyter lab $(AS_ROOT) --ServerApp.root_dir=. $(ARGS) notebooks/00_start_here.ipynb
+# What a contributor needs while working: the stages against one process, the launcher, and the promises about the code.
+QUICK := tests/test_ladder.py tests/test_house.py tests/test_docs.py tests/test_problems.py tests/test_stage1_single.py \
+	tests/test_stage2_dataparallel.py tests/test_stage3_paramserver.py tests/test_stage4_ring.py \
+	tests/test_stage5_bucketed.py tests/running/test_wire.py tests/running/test_units.py tests/running/devices
+test-quick: setup  ## in a minute and a half what a contributor needs
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile $(QUICK)
 
-notebooks: setup
+lab: setup  ## copy lessons and exercises to work/, where yours stay yours, and open them in JupyterLab
+	$(BIN)/ddp-course lab work $(ARGS)
+
+gpu: setup  ## what can only be seen on GPUs: right, safe, fast?
+	$(BIN)/ddp-course bench gpu $(ARGS)
+
+notebooks: setup  ## build and run the notebooks from authoring/lessons
 	$(BIN)/python authoring/build.py --execute $(ARGS)
 
-site: setup
+site: setup  ## the course as a web page, in site/
 	$(BIN)/python authoring/site.py $(ARGS)
 
-lint: setup
+lint: setup  ## style, types, imports, notebooks in step with their sources
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
 	$(BIN)/python authoring/build.py --check
 
-clean:
-	rm -rf $(VENV) build site .pytest_cache .ruff_cache
+clean:  ## remove what was installed and built
+	rm -rf $(VENV) build site .pytest_cache .ruff_cache .mypy_cache .import_linter_cache
