@@ -163,7 +163,7 @@ def draw_losses(axes: Axes, stages: list[dict[str, Any]]) -> None:
 
 
 def draw_step_times(axes: Axes, stages: list[dict[str, Any]]) -> None:
-    """A bar a stage: compute, and beside it the communication that was not hidden; a mark across it is the ideal."""
+    """A bar a stage: compute, then communication that was not hidden; a mark across it is the prediction."""
     longest = max(stage["step_ms"] for stage in stages)
     for position, stage in enumerate(stages):
         waiting = stage["communication_ms"] or 0.0
@@ -185,7 +185,7 @@ def draw_step_times(axes: Axes, stages: list[dict[str, Any]]) -> None:
     labels = ["compute", "communication not hidden"]
     if any(stage.get("ideal_ms") for stage in stages):
         handles.append(Line2D([], [], color="black", linewidth=2, marker="|", linestyle="none", markersize=12))
-        labels.append("ideal: compute and the formula")
+        labels.append("predicted: compute, then the formula")
     axes.legend(handles, labels, loc="upper center", bbox_to_anchor=(0.4, -0.2), ncols=3, handlelength=1.4)
 
 
