@@ -28,7 +28,7 @@ TASK = '''"""Exercise 12: one task, to see that a recipe is complete."""
 from . import require, task
 
 
-@task("12.1", "twice")
+@task("13.1", "twice")
 class Twice:
     """Twice a number."""
 
@@ -57,16 +57,16 @@ Write `twice(number)`.
 # %% imports
 from ddp_course.grading import check
 
-# %% answer-12-1
+# %% answer-13-1
 def twice(number):
     """Twice a number."""
     ### BEGIN SOLUTION
     return 2 * number
     ### END SOLUTION
 
-# %% check-12-1 points=1
+# %% check-13-1 points=1
 # NBVAL_CHECK_OUTPUT
-check("12.1", twice)
+check("13.1", twice)
 '''
 CLAIM = '''"""A claim about nothing."""
 
@@ -149,12 +149,12 @@ def test_add_a_stage(house):
 
 
 def test_add_an_exercise(house):
-    lesson, task = "authoring/lessons/12_topic_exercise.py", "ddp_course/grading/tasks/exercise12.py"
+    lesson, task = "authoring/lessons/13_topic_exercise.py", "ddp_course/grading/tasks/exercise13.py"
     follow(house, "n exercise", {lesson: EXERCISE, task: TASK})
-    run(house, "authoring/build.py", "--only", "12")
-    assert "NotImplementedError" in (house / "exercises" / "12_topic.ipynb").read_text()
-    checked = "from ddp_course.grading import check; check('12.1', lambda number: {} * number)"
-    assert run(house, "-c", checked.format(2)) == "Exercise 12.1: correct.\n"
+    run(house, "authoring/build.py", "--only", "13")
+    assert "NotImplementedError" in (house / "exercises" / "13_topic.ipynb").read_text()
+    checked = "from ddp_course.grading import check; check('13.1', lambda number: {} * number)"
+    assert run(house, "-c", checked.format(2)).startswith("Exercise 13.1: correct.")
     with pytest.raises(AssertionError, match="that is not twice the number"):
         run(house, "-c", checked.format(3))
 
@@ -184,6 +184,6 @@ def test_add_a_link_mode(house):
 
 def test_add_a_lesson(house):
     lesson = '# %% [markdown]\nr"""\n# Lesson 12: topic\n"""\n\n# %% sum\nprint(1 + 1)\n'
-    follow(house, " lesson", {"authoring/lessons/12_topic.py": lesson})
-    run(house, "authoring/build.py", "--only", "12", "--execute")
-    assert '"2\\n"' in (house / "notebooks" / "12_topic.ipynb").read_text()
+    follow(house, " lesson", {"authoring/lessons/13_topic.py": lesson})
+    run(house, "authoring/build.py", "--only", "13", "--execute")
+    assert '"2\\n"' in (house / "notebooks" / "13_topic.ipynb").read_text()

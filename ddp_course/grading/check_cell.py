@@ -3,7 +3,9 @@
 import secrets
 
 from .examine import Item, draw, examine, verdict
-from .tasks import Wrong, find
+from .tasks import SO_FAR, Wrong, find
+
+CORRECT = "correct. The grader draws other inputs, some of them harder."
 
 
 def check(number, *answers, seed=None):
@@ -19,5 +21,7 @@ def check(number, *answers, seed=None):
     inputs = draw(number, seed)
     said = verdict(task, examine([Item(number, inputs, answers=answers)])[0], inputs)
     if not said.right:
-        raise Wrong(f"Exercise {number}: {said.message} (inputs of seed={seed})")
-    print(f"Exercise {number}: correct.")
+        holds = [part.name for part in said.parts if not part.message]
+        so_far = f"{SO_FAR}{', '.join(holds)}; " if holds else ""
+        raise Wrong(f"Exercise {number}: {said.message} ({so_far}inputs of seed={seed})")
+    print(f"Exercise {number}: {CORRECT}")

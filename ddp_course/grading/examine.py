@@ -14,7 +14,7 @@ import re
 import sys
 import tempfile
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from importlib import import_module
 from inspect import isclass, unwrap
@@ -26,7 +26,7 @@ import torch.distributed as dist
 from ..errors import CourseError, LaunchTimeout, RankError
 from ..running.launching.launch import launch
 from .plain import pack, unpack
-from .tasks import RANKS, Wrong, find
+from .tasks import CANNOT, RANKS, Part, Wrong, find
 
 PATIENCE_SECONDS = 5.0  # a receive that waits longer waits for ever
 GAVE_UP = re.compile("timed out waiting|timeout|connection closed by peer|connection reset by peer", re.IGNORECASE)
@@ -108,9 +108,10 @@ def run_items(items, folder, patience):
     global PATIENCE_SECONDS
     PATIENCE_SECONDS = patience
     torch.manual_seed(dist.get_rank())
+    tasks = [find(item.number) for item in items]
+    dist.barrier()  # nobody waits in an answer for a rank that is still loading
     with open(Path(folder) / f"rank{dist.get_rank()}", "w") as file:
-        for item in items:
-            task = find(item.number)
+        for task, item in zip(tasks, items, strict=True):
             evidence = run_item(task, item) if dist.get_rank() < task.ranks else None
             file.write(json.dumps(pack(evidence)) + "\n")
             file.flush()
@@ -188,28 +189,28 @@ def restore(before):
 
 @dataclass(frozen=True)
 class Verdict:
-    """`right` only if the task's judge said so, from evidence; a `message` for all else."""
+    """`right` only if all the task's judges said so, from evidence; a `message` for all else; `parts` by property."""
 
     right: bool
     message: str = ""
+    parts: tuple = ()
 
 
 def verdict(task, result, inputs):
     """The `Verdict` on one answer, from what `examine` brought back. Runs no code of the learner's."""
-    if "evidence" not in result:
-        return Verdict(False, str(result.get("failure") or "the answer failed, and nothing says why"))
     try:
+        if "evidence" not in result:
+            raise Wrong(str(result.get("failure") or "the answer failed, and nothing says why"))
         evidence = [unpack(packed) for packed in result["evidence"]]
-        task.judge(evidence[0] if task.ranks == 1 else evidence, **inputs)
-    except Wrong as wrong:
-        return Verdict(False, str(wrong))
-    except Exception as error:  # data of another kind than any honest answer's
-        odd = re.search(r"odd': '([^']*)", str(result))
-        what = f"an object of type {odd[1]}" if odd else "something"
-        return Verdict(
-            False, f"your answer returned {what} that cannot be compared ({type(error).__name__}: {str(error)[:300]})"
-        )
-    return Verdict(True)
+    except Exception as error:
+        said = str(error) if isinstance(error, Wrong) else f"nothing that can be read came back: {str(error)[:300]}"
+        return Verdict(False, said, tuple(Part(name, weight, said) for name, (weight, _) in task.parts.items()))
+    odd = re.search(r"odd': '([^']*)", str(result))
+    what = f"an object of type {odd[1]}" if odd else "something"
+    parts = task.judged(evidence[0] if task.ranks == 1 else evidence, **inputs)
+    parts = tuple(replace(part, message=part.message.replace(CANNOT, CANNOT.format(what))) for part in parts)
+    wrong = [part.message for part in parts if part.message]
+    return Verdict(not wrong, wrong[0] if wrong else "", parts)
 
 
 def explain(error, task):

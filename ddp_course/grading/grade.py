@@ -36,7 +36,7 @@ from .submission import (
     read_notebook,
     take_answers,
 )
-from .tasks import find
+from .tasks import SO_FAR, Part, find
 
 CELL_SECONDS = 30.0
 GRACE_SECONDS = 15.0
@@ -53,12 +53,20 @@ STOPPED = {
 
 @dataclass
 class TaskResult:
-    """Points for one task, and what was wrong, in at most MOST_MESSAGE characters."""
+    """Points for one task, and what was wrong, in at most MOST_MESSAGE characters.
+
+    `parts` are the properties that its points are for: dicts of name, points, possible and message.
+    """
 
     id: str
     points: float
     possible: float
     message: str = ""
+    parts: list = field(default_factory=list)
+
+    def __post_init__(self):
+        whole = {"name": "result", "points": self.points, "possible": self.possible, "message": self.message}
+        self.parts = self.parts or [whole]
 
 
 @dataclass
@@ -274,18 +282,15 @@ class Grader:
     def grade_answers(self, learner, pristine, cells):
         """Run the fresh notebook, examine what passes, and put the points together."""
         answers = take_answers(cells, pristine)
-        messages = dict(answers.troubles)
+        messages, verdicts = dict(answers.troubles), {}
         notebook = fresh_notebook(pristine, answers)
         if len(messages) < len(pristine.checks):
             messages |= self.run_cells(notebook, pristine, set(pristine.checks) - messages.keys())
-        passed = [task for task in pristine.checks if task not in messages]
-        right = set()
-        if passed:
-            verdicts = self.examine(notebook, passed)
-            right = {task for task, verdict in verdicts.items() if verdict.right}
-            messages |= {task: verdict.message for task, verdict in verdicts.items() if not verdict.right}
+        promising = [task for task in pristine.checks if task not in messages or SO_FAR in messages[task]]
+        if promising:
+            verdicts = self.examine(notebook, promising)
         tasks = [
-            TaskResult(task, points if task in right else 0, points, cut(messages.get(task, "")))
+            result_of(task, points, messages.get(task, ""), verdicts.get(task))
             for task, (_, points) in pristine.checks.items()
         ]
         return Result(learner, pristine.exercise, tasks)
@@ -319,7 +324,7 @@ class Grader:
         results = next((line["results"] for line in lines if "results" in line), None)
         if not isinstance(results, list) or len(results) != len(tasks):
             why = stopped or "the answers could not be examined: their process ended early"
-            return dict.fromkeys(tasks, Verdict(False, why))
+            return {task: Verdict(False, why, (Part("result", 1, why),)) for task in tasks}
         with self.judging:
             return {
                 task: verdict(find(task), result, draw(task, self.seed, self.hidden))
@@ -346,6 +351,22 @@ class Grader:
         limits = self.limits
         said = words.format(seconds=limits.seconds, gib=limits.memory / 2**30, processes=limits.processes)
         return [line for line in lines if "outcome" not in line], said
+
+
+def result_of(task, possible, said, verdict):
+    """The `TaskResult` of a task: what its check `said`, "" if it passed, and the verdict on it, if there is one.
+
+    An answer that its own check has refused earns no more than a part.
+    """
+    parts = verdict.parts if verdict and not (said and verdict.right) else ()
+    whole = sum(part.weight for part in parts)
+    made = [
+        {"name": part.name, "points": 0 if part.message else possible * part.weight / whole,
+         "possible": possible * part.weight / whole, "message": cut(part.message)}
+        for part in parts
+    ]  # fmt: skip
+    message = said or (verdict.message if verdict else "")
+    return TaskResult(task, sum(part["points"] for part in made), possible, cut(message), made)
 
 
 def cut(message):

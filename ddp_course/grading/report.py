@@ -18,7 +18,8 @@ PAGE = """<!doctype html>
 body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 52rem; margin: 2rem auto; padding: 0 1rem; color: #1a1a1a }}
 table {{ border-collapse: collapse; width: 100% }}
 th, td {{ text-align: left; vertical-align: top; padding: .4rem .6rem }}
-tr {{ border-top: 1px solid #ddd }} .right {{ color: #0a6640 }} .wrong {{ color: #a33100 }}
+tr {{ border-top: 1px solid #ddd }} tr.part {{ border: 0; font-size: .9em }}
+.right {{ color: #0a6640 }} .wrong {{ color: #a33100 }}
 td.message {{ white-space: pre-wrap; overflow-wrap: anywhere }}
 </style></head><body><h1>{learner}</h1>
 {sections}<p>Inputs were drawn from seed {seed}.</p></body></html>
@@ -28,6 +29,7 @@ SECTION = """<h2>{title}: {points:g} of {possible:g} points</h2>
 {rows}</table>
 """
 ROW = '<tr><td>{id}</td><td class="{mark}">{points:g} of {possible:g}</td><td class="message">{message}</td></tr>\n'
+PART = ROW.replace("<tr><td>{id}", '<tr class="part"><td>')
 
 
 def write_files(results, args, seed):
@@ -80,16 +82,18 @@ def first_line(message):
 
 
 def as_csv(results):
-    """learner, exercise, task, points, possible, message; texts that a spreadsheet would run are made harmless."""
+    """learner, exercise, task, points, possible, message, parts; what a spreadsheet would run is made harmless."""
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(["learner", "exercise", "task", "points", "possible", "message"])
+    writer.writerow(["learner", "exercise", "task", "points", "possible", "message", "parts"])
     for result in results:
         record = result.as_dict()
         for task in record["tasks"]:
             numbers = [task["points"], task["possible"]]
             exercise = "" if record["exercise"] is None else record["exercise"]
-            writer.writerow([harmless(record["learner"]), exercise, task["id"], *numbers, harmless(task["message"])])
+            parts = "; ".join(f"{one['name']} {one['points']:g}/{one['possible']:g}" for one in task.get("parts", []))
+            texts = [harmless(task["message"]), harmless(parts)]
+            writer.writerow([harmless(record["learner"]), exercise, task["id"], *numbers, *texts])
     return file.getvalue()
 
 
@@ -131,16 +135,26 @@ def pages(results, seed):
 def section(result):
     """One exercise of a learner as HTML."""
     title = f"Exercise {result.exercise}" if result.exercise is not None else "No exercise"
-    rows = "".join(
-        ROW.format(
-            id=escape(task.id),
-            mark="wrong" if task.message else "right",
-            points=task.points,
-            possible=task.possible,
-            message=escape(clean(task.message)) or "correct",
-        )
-        for task in result.tasks
-    )
+    rows = "".join(map(rows_of, result.tasks))
     message = f"<p>{escape(clean(result.note))}</p>\n" if result.note else ""
     message += f'<p class="wrong">{escape(clean(result.message))}</p>\n' if result.message else ""
     return SECTION.format(title=title, points=result.points, possible=result.possible, message=message, rows=rows)
+
+
+def rows_of(task):
+    """A task as rows of HTML: what happened, and below it its properties, if there are several."""
+    rows = [(ROW, task.message or "correct", bool(task.message), task.points, task.possible)]
+    if len(task.parts) > 1:
+        rows += [
+            (PART, part_in_words(part), bool(part["message"]), part["points"], part["possible"]) for part in task.parts
+        ]
+    return "".join(
+        row.format(id=escape(task.id), mark="wrong" if wrong else "right", points=points, possible=possible,
+                   message=escape(clean(message)))
+        for row, message, wrong, points, possible in rows
+    )  # fmt: skip
+
+
+def part_in_words(part):
+    """A property and what is wrong with it, in one line."""
+    return f"{part['name']}: {part['message'] or 'right'}"

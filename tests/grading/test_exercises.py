@@ -9,6 +9,7 @@ from answers import collection, solution, tasks_of, verdicts
 
 from ddp_course.errors import Failure, RankError
 from ddp_course.grading import check
+from ddp_course.grading.check_cell import CORRECT
 from ddp_course.grading.examine import draw, explain, function_named
 from ddp_course.grading.tasks import find, of_exercise
 
@@ -88,9 +89,10 @@ def test_ranks_that_wait_are_told_so_whichever_gives_up_first(reason):
 
 def test_every_task_says_what_it_judges():
     for number in EXERCISES:
-        said = [part.__doc__ for task in of_exercise(number) for part in (task.draw, task.probe, task.judge)]
+        tasks = of_exercise(number)
+        judged = [judge.__doc__ for task in tasks for _, judge in task.parts.values()]
+        said = [part.__doc__ for task in tasks for part in (task.draw, task.probe)] + judged
         assert all(said), f"exercise {number}: a draw, probe or judge without a docstring"
-        judged = [task.judge.__doc__ for task in of_exercise(number)]
         assert len(set(judged)) == len(judged), f"exercise {number}: two judges say the same"
 
 
@@ -99,7 +101,7 @@ def test_check_prints_one_line_or_says_what_is_wrong(capsys):
         return (rank - step) % world_size
 
     check("4.1", chunk_to_send)
-    assert capsys.readouterr().out == "Exercise 4.1: correct.\n"
+    assert capsys.readouterr().out == f"Exercise 4.1: {CORRECT}\n"
     with pytest.raises(Exception, match=r"Exercise 4\.1: rank .* modulo the world size \(inputs of seed=7\)"):
         check("4.1", lambda rank, step, world_size: rank - step, seed=7)
     with pytest.raises(ValueError, match="is how this check is called"):
@@ -126,6 +128,8 @@ def test_committed_notebooks(number, folder):
         if cell.cell_type == "code" and folder == "exercises":
             assert not cell.outputs and cell.execution_count is None
         if role == "check" and folder == "solutions":
-            assert [output.text for output in cell.outputs] == [f"Exercise {cell.metadata.ddp_course.task}: correct.\n"]
+            assert [output.text for output in cell.outputs] == [
+                f"Exercise {cell.metadata.ddp_course.task}: {CORRECT}\n"
+            ]
     if folder == "exercises":
         assert "raise NotImplementedError" in json.dumps(notebook)

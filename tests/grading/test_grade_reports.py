@@ -23,16 +23,19 @@ from ddp_course.grading.tasks import find
 
 torch = pytest.importorskip("torch")
 NASTY = '<script>alert("x")</script>\x1b[31m\x07 & = {learner}'
+PARTS = [
+    {"name": name, "points": points, "possible": points, "message": ""} for name, points in (("sums", 2), ("bytes", 1))
+]
 RESULTS = [
-    Result("=cmd()", 4, [TaskResult("4.1", 0, 2, NASTY), TaskResult("4.2", 3, 3)]),
+    Result("=cmd()", 4, [TaskResult("4.1", 0, 2, NASTY), TaskResult("4.2", 3, 3, parts=PARTS)]),
     Result("../../etc/anna <b>", None, message='"x.ipynb" is empty'),
 ]
 
 
 def test_csv_has_a_line_a_task_and_no_formula():
     rows = list(csv.reader(io.StringIO(report.as_csv(RESULTS))))
-    assert rows[0] == ["learner", "exercise", "task", "points", "possible", "message"]
-    assert rows[2] == ["'=cmd()", "4", "4.2", "3", "3", ""]
+    assert rows[0] == ["learner", "exercise", "task", "points", "possible", "message", "parts"]
+    assert rows[2] == ["'=cmd()", "4", "4.2", "3", "3", "", "sums 2/2; bytes 1/1"]
     assert rows[3][1:5] == ["", "notebook", "0", "0"]
 
 
@@ -40,6 +43,10 @@ def test_json_has_the_agreed_form():
     first, second = json.loads(report.as_json(RESULTS))
     assert first.keys() == {"learner", "exercise", "points", "possible", "tasks"}
     assert (first["points"], first["possible"]) == (3, 5)
+    assert first["tasks"][0]["parts"] == [
+        {"name": "result", "points": 0, "possible": 2, "message": report.clean(NASTY)}
+    ]
+    assert first["tasks"][1]["parts"] == PARTS
     assert second["exercise"] is None and second["tasks"][0]["message"] == '"x.ipynb" is empty'
 
 
@@ -49,6 +56,7 @@ def test_pages_escape_everything_and_need_nothing_else():
     page = pages["_cmd_.html"]
     assert "<script>alert" not in page and "&lt;script&gt;" in page and "\x1b" not in page
     assert "{learner}" in page, "a learner's braces are not ours"
+    assert "sums: right" in page and "bytes: right" in page
     assert "http" not in page.replace("http-equiv", "") and "src=" not in page
 
 

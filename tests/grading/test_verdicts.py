@@ -5,15 +5,17 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from answers import ROOT, solution, verdicts
+from answers import ROOT, full_verdicts, solution, tasks_of, verdicts
 
 from ddp_course import cli
 from ddp_course.commands import check
 from ddp_course.errors import GradingError
-from ddp_course.grading.grade import MOST_MESSAGE, cut, exercises_folder, grade
+from ddp_course.grading.examine import Verdict
+from ddp_course.grading.grade import MOST_MESSAGE, cut, exercises_folder, grade, result_of
 from ddp_course.grading.submission import Submission, load_exercises
-from ddp_course.grading.tasks import find
+from ddp_course.grading.tasks import Part, find, of_exercise
 
+EXERCISES = range(1, len(list((ROOT / "exercises").glob("[0-9]*.ipynb"))) + 1)
 FIRST = [f"{exercise}.1" for exercise in range(1, 11)]
 TWO_LINES = "class Wrong(Exception): pass\ndef {name}(*args, **kwargs): raise Wrong"
 
@@ -21,6 +23,37 @@ TWO_LINES = "class Wrong(Exception): pass\ndef {name}(*args, **kwargs): raise Wr
 def test_an_exception_without_a_message_is_no_right_answer():
     said = verdicts([(task, TWO_LINES.format(name=find(task).names[0])) for task in FIRST], seed=1)
     assert all(message and "raised Wrong" in message for message in said), said
+
+
+def test_an_answer_that_does_nothing_holds_no_property():
+    tasks = [task for exercise in EXERCISES for task in tasks_of(exercise)]
+    nothing = [(task, "\n".join(f"def {name}(*a, **k): pass" for name in find(task).names)) for task in tasks]
+    for task, said in zip(tasks, full_verdicts(nothing, seed=1), strict=True):
+        assert not said.right and all(part.message for part in said.parts), (task, said)
+
+
+def test_half_an_answer_earns_its_half():
+    whole = solution("4.2").replace(
+        "wire.exchange(",
+        "wire.exchange(chunks[0].clone(), right, chunks[0].clone(), left, group)\n        wire.exchange(",
+    )
+    (said,) = full_verdicts([("4.2", whole)], seed=1)
+    assert [(part.name, part.weight, bool(part.message)) for part in said.parts] == [
+        ("sums", 2, False),
+        ("bytes", 1, True),
+    ]
+    half = result_of("4.2", 3, f"{said.message} (right so far: sums)", said)
+    assert half.points == 2 and [part["points"] for part in half.parts] == [2, 0] and "bytes" in half.message
+    assert result_of("4.2", 3, "the kernel died", None).points == 0
+    refused = result_of("4.2", 3, "wrong", Verdict(True, "", (Part("sums", 2), Part("bytes", 1))))
+    assert refused.points == 0, "what its own check refuses is not all right"
+
+
+def test_weights_add_up_to_the_points():
+    for exercise, pristine in load_exercises(exercises_folder()).items():
+        for task in of_exercise(exercise):
+            weights = [weight for weight, _ in task.parts.values()]
+            assert len(weights) == 1 or sum(weights) == pristine.checks[task.number][1], task.number
 
 
 def test_a_loss_that_is_no_number_is_wrong():

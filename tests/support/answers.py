@@ -99,7 +99,11 @@ def cells_with(task, source):
 
 def verdicts(answers, seed, hidden=False, patience=PATIENCE_SECONDS):
     """For each (task, source) None or the message it gets; all on the same launch where that goes."""
+    return [None if one.right else one.message for one in full_verdicts(answers, seed, hidden, patience)]
+
+
+def full_verdicts(answers, seed, hidden=False, patience=PATIENCE_SECONDS):
+    """For each (task, source) its `Verdict`."""
     items = [Item(task, draw(task, seed, hidden), cells=cells_with(task, source)) for task, source in answers]
     results = examine(items, patience)
-    said = [verdict(find(item.number), result, item.inputs) for item, result in zip(items, results, strict=True)]
-    return [None if one.right else one.message for one in said]
+    return [verdict(find(item.number), result, item.inputs) for item, result in zip(items, results, strict=True)]

@@ -11,7 +11,18 @@ from importlib.util import find_spec
 
 from ...errors import Wrong
 
+CANNOT = "your answer returned {} that cannot be compared"
+SO_FAR = "right so far: "
 RANKS = 4  # every launch has four; smaller worlds are sub-groups
+
+
+@dataclass(frozen=True)
+class Part:
+    """A property of an answer, such as "bytes": its weight among the task's points; `message` is "" if it holds."""
+
+    name: str
+    weight: int
+    message: str = ""
 
 
 @dataclass
@@ -19,7 +30,8 @@ class Task:
     """One task. `names` are what the answer cell defines; `ranks` is 1, or RANKS for tasks that communicate.
 
     `draw(random, hidden)` gives keyword arguments (a `random.Random` goes in; more and harder cases if `hidden`);
-    `probe(*answers, **inputs)` gives plain data of one rank; `judge(evidence, **inputs)` raises Wrong: `evidence` is rank 0's data, or a list in rank order.
+    `probe(*answers, **inputs)` gives plain data of one rank; `parts` are {property: (weight, judge)}, where
+    `judge(evidence, **inputs)` raises Wrong: `evidence` is rank 0's data, or a list in rank order.
     `forbidden` are dotted names of functions that would be the answer; `imports` what an answer may import or name
     besides what only computes (`first_sight.COMPUTES`); `hang` is said when ranks wait for ever.
     """
@@ -29,7 +41,7 @@ class Task:
     ranks: int
     draw: callable
     probe: callable
-    judge: callable
+    parts: dict
     forbidden: tuple = ()
     imports: tuple = ()
     hang: str = "does every receive have its send, and every send its receive, on all ranks?"
@@ -39,18 +51,38 @@ class Task:
         """The number of the exercise that this task is a part of."""
         return int(self.number.split(".")[0])
 
+    def judge(self, evidence, **inputs):
+        """Raise Wrong for the first property that does not hold."""
+        for _, judge in self.parts.values():
+            judge(evidence, **inputs)
+
+    def judged(self, evidence, **inputs):
+        """A `Part` for each property; what a judge cannot compare is no honest answer's data, and does not hold."""
+        found = []
+        for name, (weight, judge) in self.parts.items():
+            try:
+                judge(evidence, **inputs)
+                found.append(Part(name, weight))
+            except Wrong as wrong:
+                found.append(Part(name, weight, str(wrong) or "something is wrong, and nothing says what"))
+            except Exception as error:
+                said = f"{CANNOT} ({type(error).__name__}: {str(error)[:300]})"
+                found.append(Part(name, weight, said))
+        return found
+
 
 _tasks = {}
 
 
 def task(number, names, ranks=1, forbidden=(), imports=(), hang=Task.hang):
-    """Decorate a class with `draw`, `probe` and `judge`: it becomes a task."""
+    """Decorate a class with `draw`, `probe`, and `judge` or `parts`: it becomes a task."""
 
     def register(definition):
-        parts = vars(definition)
-        draw, probe, judge = (parts[name] for name in ("draw", "probe", "judge"))
+        has = vars(definition)
+        parts = has.get("parts") or {"result": (1, has["judge"])}
         names_of = (names,) if isinstance(names, str) else tuple(names)
-        _tasks[number] = Task(number, names_of, ranks, draw, probe, judge, tuple(forbidden), tuple(imports), hang)
+        lists = tuple(forbidden), tuple(imports)
+        _tasks[number] = Task(number, names_of, ranks, has["draw"], has["probe"], parts, *lists, hang)
         return definition
 
     return register

@@ -4,7 +4,7 @@ import torch
 
 from ...running import wire
 from ..examine import traffic_of, worlds
-from . import Wrong, require, task
+from . import require, task
 from .diagnose import close, compare_numbers, compare_ranks, number, tensors
 from .forbidden import COLLECTIVES, RING
 
@@ -73,40 +73,41 @@ class ScatterReduce:
         """Every rank's chunks after it, and what it sent."""
         return probe_chunks(scatter_reduce, lengths, values)
 
-    def judge(evidence, lengths, values):
-        """Chunk r+1 is finished on rank r, for K-1 messages of a chunk each."""
+    def judge_sums(evidence, lengths, values):
+        """Chunk r+1 is finished on rank r."""
         for size, of in lengths.items():
             finished = [(rank + 1) % size for rank in range(size)]
+            sums = [sum(values[peer][i][: of[i]] for peer in range(size)) for i in range(size)]
             found = [evidence[rank][size]["chunks"] for rank in range(size)]
-            own = [values[rank][finished[rank]][: of[finished[rank]]] for rank in range(size)]
-            expected = [sum(values[peer][i][: of[i]] for peer in range(size)) for i in finished]
-            elsewhere = [
-                rank
-                for rank in range(size)
-                for i in range(size)
-                if i != finished[rank]
-                and torch.equal(found[rank][i], sum(values[peer][i][: of[i]] for peer in range(size)))
-            ]
             about = f"with {size} ranks, chunk (rank + 1) mod K"
-            guesses = [("it is still the rank's own: in each of K-1 steps, add what comes in to the chunk itself", own)]
-            guesses.append(
-                ("it was overwritten with what came in: add to it", [values[i][i][: of[i]] for i in finished])
-            )
-            wrong = [r for r in range(size) if not torch.equal(found[r][finished[r]], expected[r])]
-            if wrong and set(wrong) <= set(elsewhere):
-                raise Wrong(
-                    f"{about} is not finished, but another one is: the chunks go round from another start or the other way"
-                )
+            own = [values[rank][i][: of[i]] for rank, i in enumerate(finished)]
+            came_in = [values[i][i][: of[i]] for i in finished]
             missing = [partial(values, of, i, rank, size) for rank, i in enumerate(finished)]
-            guesses.append(("one rank's part is missing: are there K-1 steps?", missing))
-            compare_ranks(
-                [chunks[i] for chunks, i in zip(found, finished, strict=True)],
-                expected,
-                about,
-                guesses,
-                oracle="the sum",
-            )
+            guesses = [
+                ("it is still the rank's own: in each of K-1 steps, add what comes in to the chunk itself", own),
+                ("it was overwritten with what came in: add to it", came_in),
+                ("one rank's part is missing: are there K-1 steps?", missing),
+            ]
+            wrong = {rank for rank, i in enumerate(finished) if not torch.equal(found[rank][i], sums[i])}
+            turned = wrong and wrong <= {
+                rank for rank in range(size) if finished_elsewhere(found[rank], sums, finished[rank])
+            }
+            other_way = "the chunks go round from another start or the other way"
+            require(not turned, f"{about} is not finished, but another one is: {other_way}")
+            mine = [chunks[i] for chunks, i in zip(found, finished, strict=True)]
+            compare_ranks(mine, [sums[i] for i in finished], about, guesses, oracle="the sum")
+
+    def judge_bytes(evidence, lengths, values):
+        """K-1 messages of a chunk each."""
+        for size, of in lengths.items():
             check_ring_traffic(evidence, size, of, start=0, what="scatter-reduce")
+
+    parts = {"sums": (2, judge_sums), "bytes": (1, judge_bytes)}
+
+
+def finished_elsewhere(chunks, sums, index):
+    """Whether another chunk than `index` has become the sum."""
+    return any(i != index and torch.equal(chunks[i], one) for i, one in enumerate(sums))
 
 
 def partial(values, of, index, rank, size):
@@ -142,20 +143,15 @@ class AllGather:
         """Every rank's chunks after it, and what it sent."""
         return probe_chunks(allgather, lengths, values)
 
-    def judge(evidence, lengths, values):
-        """Every chunk everywhere is that of the rank that had finished it, for K-1 messages of a chunk each."""
+    def judge_chunks(evidence, lengths, values):
+        """Every chunk everywhere is that of the rank that had finished it."""
         for size, of in lengths.items():
             about = f"with {size} ranks, all chunks after allgather"
+            finished = [values[(i - 1) % size][i][: of[i]] for i in range(size)]
             own = [flat(values[rank], of) for rank in range(size)]
-            expected = [torch.cat([values[(i - 1) % size][i][: of[i]] for i in range(size)])] * size
             added = [torch.cat([passed_on(values, of, i, rank, size) for i in range(size)]) for rank in range(size)]
             late = [
-                torch.cat(
-                    [
-                        values[r][i][: of[i]] if i == (r + 2) % size else expected[0][sum(of[:i]) :][: of[i]]
-                        for i in range(size)
-                    ]
-                )
+                torch.cat([values[r][i][: of[i]] if i == (r + 2) % size else finished[i] for i in range(size)])
                 for r in range(size)
             ]
             from_rank = [torch.cat([values[i][i][: of[i]] for i in range(size)])] * size
@@ -166,8 +162,14 @@ class AllGather:
                 ("chunk r was taken from rank r, but rank r has finished chunk r+1", from_rank),
             ]
             found = [torch.cat(evidence[rank][size]["chunks"]) for rank in range(size)]
-            compare_ranks(found, expected, about, guesses, oracle="the finished chunks")
+            compare_ranks(found, [torch.cat(finished)] * size, about, guesses, oracle="the finished chunks")
+
+    def judge_bytes(evidence, lengths, values):
+        """K-1 messages, each a chunk that was finished already."""
+        for size, of in lengths.items():
             check_ring_traffic(evidence, size, of, start=1, what="allgather")
+
+    parts = {"chunks": (1, judge_chunks), "bytes": (1, judge_bytes)}
 
 
 def passed_on(values, of, index, rank, size):
@@ -206,19 +208,35 @@ class RingAllReduce:
                 evidence[size, name] = {"tensor": tensor, "traffic": traffic_of(traffic)}
         return evidence
 
-    def judge(evidence, values):
-        """The sum on every rank, in place, for 2 (K-1) p bytes in all."""
-        for size in (3, 4, 2, 1):
+    def judge_sums(evidence, values):
+        """The sum of tensors that K ranks share without effort, on every rank, in place."""
+        check_sums(evidence, values, {"in one row"})
+
+    def judge_shapes(evidence, values):
+        """The sum, in place, of tensors of other shapes, strides and sizes."""
+        check_sums(evidence, values, set(values) - {"in one row"})
+
+    def judge_bytes(evidence, values):
+        """2 (K-1) p bytes in all."""
+        for size in (3, 4, 2):
             for name, of_ranks in values.items():
-                turned = [one.t() if name == "not contiguous" else one for one in of_ranks[:size]]
-                found = [evidence[rank][size, name]["tensor"] for rank in range(size)]
-                about = f"{size} ranks, a tensor {name}"
-                guesses = [
-                    ("the tensor has not changed: the sum must end up in the tensor itself, in place", turned),
-                    ("you have the mean: this one is a sum, the division comes later", [sum(turned) / size] * size),
-                ]
-                compare_ranks(found, [sum(turned)] * size, about, guesses, oracle="the sum")
                 check_all_reduce_traffic(evidence, size, name, of_ranks[0])
+
+    parts = {"sums": (1, judge_sums), "any shape": (1, judge_shapes), "bytes": (1, judge_bytes)}
+
+
+def check_sums(evidence, values, names):
+    """The sum on all ranks, of the tensors with these names, in worlds of 1 to 4 ranks."""
+    for size in (3, 4, 2, 1):
+        for name in (name for name in values if name in names):
+            turned = [one.t() if name == "not contiguous" else one for one in values[name][:size]]
+            found = [evidence[rank][size, name]["tensor"] for rank in range(size)]
+            guesses = [
+                ("the tensor has not changed: the sum must end up in the tensor itself, in place", turned),
+                ("you have the mean: this one is a sum, the division comes later", [sum(turned) / size] * size),
+            ]
+            about = f"{size} ranks, a tensor {name}"
+            compare_ranks(found, [sum(turned)] * size, about, guesses, oracle="the sum")
 
 
 def check_all_reduce_traffic(evidence, size, name, tensor):
@@ -226,7 +244,7 @@ def check_all_reduce_traffic(evidence, size, name, tensor):
     counts = [evidence[rank][size, name]["traffic"] for rank in range(size)]
     whole = tensor.numel() * tensor.element_size()
     total, expected = sum(count["bytes"] for count in counts), 2 * (size - 1) * whole
-    if size == 1 or whole == 0:
+    if whole == 0:
         return
     require(total > 0, "nothing was sent over the wire: use wire.exchange, so that the bytes are counted")
     require(
