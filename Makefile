@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
-BESIDE := -n 3 --dist loadfile --no-loadscope-reorder
+BESIDE := -n 3 --dist loadgroup --no-loadscope-reorder
 
 .PHONY: help setup compare test test-quick lab gpu notebooks site lint clean
 

@@ -131,12 +131,12 @@ STAGES: dict[str, Stage] = {
         Stage(
             "7o", "sharded optimizer", "the optimizer's state split over the ranks", "stage7_sharded",
             wrap="wrapping:optimizer_sharded", colour="#117733",
-            time="as 4, memory falls with K", counted=True, bytes_sent=on_ring, all_reduce="ring",
+            time="as 4", counted=True, bytes_sent=on_ring, all_reduce="ring",
         ),
         Stage(
-            "7", "fully sharded", "parameters and gradients too", "stage7_sharded",
+            "7", "fully sharded", "parameters and gradients too: memory falls with K", "stage7_sharded",
             wrap="wrapping:FullySharded", train="stage7_sharded:train", colour="#56B4E9",
-            time="memory falls with K", counted=True, bytes_sent=sharded,
+            time="3(K-1)/K p/b", counted=True, bytes_sent=sharded,
         ),
         Stage(
             "8", "pipeline", "the model is split, not the data", "stage8_pipeline",

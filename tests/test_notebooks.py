@@ -16,17 +16,6 @@ from ddp_course.measuring.claims.claim import KINDS
 ROOT = Path(__file__).resolve().parents[1]
 LESSONS = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
 NAMES = [path.stem for path in LESSONS]
-TIMED = (
-    "00",
-    "02",
-    "03",
-    "04",
-    "05",
-    "07",
-    "08",
-    "10",
-    "11",
-)  # their checks compare times: they run alone
 CHECK = "# NBVAL_CHECK_OUTPUT"
 
 
@@ -75,10 +64,7 @@ def test_there_are_thirteen_lessons_in_order():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "path",
-    [
-        pytest.param(path, id=path.stem, marks=[pytest.mark.alone] if path.name.startswith(TIMED) else [])
-        for path in LESSONS
-    ],
+    [pytest.param(path, id=path.stem, marks=pytest.mark.xdist_group(path.stem)) for path in LESSONS],
 )
 def test_lesson_runs_from_a_copy_in_another_folder(path, tmp_path):
     copy = tmp_path / path.name
@@ -89,7 +75,7 @@ def test_lesson_runs_from_a_copy_in_another_folder(path, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.alone
+@pytest.mark.xdist_group("lesson at world size 2")
 @pytest.mark.parametrize("stem", ["04_ring_all_reduce"])  # all of them: tests/soak/lessons.py
 def test_lesson_runs_at_world_size_2_without_namespaces(stem, tmp_path):
     notebook = altered(read(ROOT / "notebooks" / f"{stem}.ipynb"), 2, without_namespaces=True)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -28,8 +28,7 @@ CALL = struct.Struct(f"<8s8sQdd16s{TEXT_BYTES}s")  # what is reduced, group, num
 SEQUENCE, SEQUENCE_AT = struct.Struct("<Q"), 16
 END, END_AT = struct.Struct("<d"), 32
 
-_memory: Any = None  # this process's view of the launch's shared memory; a process takes part in one launch at most
-_rank = 0
+_own = SimpleNamespace(memory=None, rank=0)  # the launch's shared memory; a process takes part in one launch at most
 _sequences: dict = {}
 _inside = threading.local()
 
@@ -60,8 +59,7 @@ def size(world_size: int) -> int:
 
 def attach(descriptor: int, rank: int, world_size: int) -> None:
     """Record this process's collectives as rank `rank`'s in the shared file `descriptor`."""
-    global _memory, _rank
-    _memory, _rank = mmap.mmap(descriptor, size(world_size)), rank
+    _own.memory, _own.rank = mmap.mmap(descriptor, size(world_size)), rank
 
 
 @contextmanager
@@ -73,7 +71,7 @@ def entry(
     Only the outermost collective counts, not those it is made of. Raises MismatchError when another member of
     `group` came to the same call with something else.
     """
-    if _memory is None or getattr(_inside, "collective", False):
+    if _own.memory is None or getattr(_inside, "collective", False):
         yield
         return
     _inside.collective = True
@@ -88,7 +86,7 @@ def entry(
         write(Call(digest, key, sequence, begin, 0.0, members, what))
         compare(digest, key, sequence, what, members)
         yield
-        END.pack_into(_memory, place(_rank, key, sequence) + END_AT, time.monotonic())
+        END.pack_into(_own.memory, place(_own.rank, key, sequence) + END_AT, time.monotonic())
     finally:
         _inside.collective = False
 
@@ -111,10 +109,10 @@ def place(rank: int, key: bytes, sequence: int) -> int:
 def write(call: Call) -> None:
     """Put down a call of this rank, its number last: who sees the number finds the rest complete."""
     text = call.text.encode()[:TEXT_BYTES]
-    offset = place(_rank, call.group, call.sequence)
+    offset = place(_own.rank, call.group, call.sequence)
     members = sum(1 << rank for rank in call.members if rank < MEMBER_BITS).to_bytes(MEMBER_BITS // 8, "little")
-    CALL.pack_into(_memory, offset, call.digest, call.group, 0, call.begin, call.end, members, text)
-    SEQUENCE.pack_into(_memory, offset + SEQUENCE_AT, call.sequence)
+    CALL.pack_into(_own.memory, offset, call.digest, call.group, 0, call.begin, call.end, members, text)
+    SEQUENCE.pack_into(_own.memory, offset + SEQUENCE_AT, call.sequence)
 
 
 def read(memory: mmap.mmap | bytes, offset: int) -> Call:
@@ -128,13 +126,13 @@ def read(memory: mmap.mmap | bytes, offset: int) -> Call:
 def compare(digest: bytes, key: bytes, sequence: int, what: str, ranks: Sequence[int]) -> None:
     """Raise MismatchError if one of `ranks` recorded something else for the same call."""
     for rank in ranks:
-        other = read(_memory, place(rank, key, sequence))
+        other = read(_own.memory, place(rank, key, sequence))
         if (other.group, other.sequence) == (key, sequence) and other.digest != digest:
-            other = read(_memory, place(rank, key, sequence))  # the first look may have met the other in mid-write
+            other = read(_own.memory, place(rank, key, sequence))  # the first look may have met the other in mid-write
         if (other.group, other.sequence) == (key, sequence) and other.digest != digest:
             what = what if len(what) < TEXT_BYTES else what[: TEXT_BYTES - 1] + "…"
             raise MismatchError(
-                f"collective number {sequence} is {other.text} on rank {rank}, but {what} on rank {_rank}; "
+                f"collective number {sequence} is {other.text} on rank {rank}, but {what} on rank {_own.rank}; "
                 "all ranks must call the same collective with the same shape and data type"
             )
 

@@ -28,7 +28,6 @@ from . import capacity, roofline
 from .clock import Clock, ThreadClock
 
 LATE = 0.03  # of the device's time: more than that, and the clock has not been kept
-_current = None  # the emulation of this process
 
 
 class Operation(NamedTuple):
@@ -55,6 +54,8 @@ class Emulation:
     the list of all `Operation`s. With `sleep=False` the clocks go on, but nobody waits for them: what would it take?
     """
 
+    current: "Emulation | None" = None  # that of this process
+
     def __init__(self, device: Any, bus: Any = None, record: bool = False, sleep: bool = True):
         self.device, self.bus, self.sleep, self.active = device, bus, sleep, False
         self.operations = [] if record else None
@@ -65,8 +66,7 @@ class Emulation:
         self.copied = 0
 
     def __enter__(self):
-        global _current
-        if _current is not None:
+        if Emulation.current is not None:
             raise DeviceError("this process emulates a device already; leave that emulation first")
         self.stack = ExitStack()
         for owner, name, number_of in (
@@ -77,12 +77,11 @@ class Emulation:
             self.stack.enter_context(patch.object(owner, name, wrapped))
         self.thread = ThreadClock()
         self.stack.enter_context(OnDevice(self, 0))
-        self.active, _current = True, self
+        self.active, Emulation.current = True, self
         return self
 
     def __exit__(self, *exception):
-        global _current
-        _current = None
+        Emulation.current = None
         self.stop()
         self.stack.close()
 
@@ -200,10 +199,11 @@ def device_number(tensor: torch.Tensor) -> int:
     """Which of this process's devices `tensor` lives on: its GPU, or the emulated device that it was moved to."""
     if tensor.is_cuda:
         return tensor.device.index
-    return _current.home.get(tensor.untyped_storage(), 0) if _current else 0
+    current = Emulation.current
+    return current.home.get(tensor.untyped_storage(), 0) if current else 0
 
 
 def full_speed() -> None:
     """End the emulation of this rank's device: from here on, work takes no longer than it really does."""
-    if _current is not None:
-        _current.stop()
+    if Emulation.current is not None:
+        Emulation.current.stop()

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import pickle
 import socket
+from typing import Any
 
 from . import rank
 from .channel import receive_descriptors, send
@@ -35,7 +36,7 @@ def own_ranks(launch: socket.socket, setting: dict) -> None:
     os._exit(0)
 
 
-def lay_link(link, world_size: int) -> str:
+def lay_link(link: Any, world_size: int) -> str:
     """Make the emulated link ready, if there is one, and return the address where the ranks find the store."""
     if link is None:
         return "127.0.0.1"
@@ -44,7 +45,7 @@ def lay_link(link, world_size: int) -> str:
     return link.master_address()
 
 
-def start_ranks(setting, link, master, pipes, launch) -> dict:
+def start_ranks(setting: dict, link: Any, master: str, pipes: rank.Pipes, launch: socket.socket) -> dict:
     """Fork the ranks; returns their processes by rank.
 
     Rank 0 serves their store, on a socket that is bound here: two launches never clash, and this process has no

@@ -1,6 +1,7 @@
 """What `%%ranks` runs on each rank: the text of one notebook cell."""
 
 import ast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,8 +15,10 @@ def compile_cell(source: str, filename: str) -> tuple:
     """Compile a cell: its statements, and its last expression if it ends with one that is not silenced by ";"."""
     tree = ast.parse(source, filename)
     last = None
-    if tree.body and isinstance(tree.body[-1], ast.Expr) and not source.rstrip().endswith(";"):
-        last = compile(ast.Expression(tree.body.pop().value), filename, "eval")
+    end = tree.body[-1] if tree.body else None
+    if isinstance(end, ast.Expr) and not source.rstrip().endswith(";"):
+        tree.body.pop()
+        last = compile(ast.Expression(end.value), filename, "eval")
     return compile(tree, filename, "exec"), last
 
 
@@ -37,13 +40,13 @@ def run_cell(source: str, filename: str, given: dict, pull: list) -> dict:
     return {name: to_host(pulled(names, name)) for name in pull} if rank == 0 else {}
 
 
-def pulled(names, name):
+def pulled(names: dict, name: str) -> Any:
     """The value that the cell gave to `name`."""
     if name not in names:
         raise NameError(f'"{name}" is to be pulled, but the cell assigned no such name on rank 0')
     return names[name]
 
 
-def to_host(value):
+def to_host(value: Any) -> Any:
     """A tensor on the CPU, anything else as it is."""
     return value.detach().cpu() if isinstance(value, torch.Tensor) else value

@@ -5,25 +5,26 @@ import os
 import pickle
 import socket
 import struct
+from typing import Any
 
 HEADER = struct.Struct("<Q")
 READ_AT_MOST = 1 << 20
 DESCRIPTORS_A_MESSAGE = 200  # Linux carries at most 253
 
 
-def frame(message) -> list:
+def frame(message: Any) -> list:
     """The length and the pickle of `message`, ready to be written one after the other."""
     pickled = message if isinstance(message, bytes) else pickle.dumps(message, protocol=5)
     return [HEADER.pack(len(pickled)), pickled]
 
 
-def send(connection: socket.socket, message) -> None:
+def send(connection: socket.socket, message: Any) -> None:
     """Send `message` (bytes are taken as already pickled); blocks until it is out."""
     for part in frame(message):
         connection.sendall(part)
 
 
-def write(descriptor: int, message) -> None:
+def write(descriptor: int, message: Any) -> None:
     """Write `message` (bytes are taken as already pickled) to a pipe; blocks until it is out."""
     for part in frame(message):
         rest = memoryview(part)
@@ -78,7 +79,7 @@ class Frames:
         return [] if was_header else [whole]
 
 
-def read_into(file: io.RawIOBase, view) -> int | None:
+def read_into(file: io.RawIOBase, view: Any) -> int | None:
     """How many bytes were there for `view`: 0 at the end of the stream, None if there is nothing now."""
     try:
         return file.readinto(view)

@@ -12,6 +12,7 @@ import threading
 import time
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
+from typing import IO, Any
 
 import cloudpickle
 import psutil
@@ -20,6 +21,7 @@ import torch
 from ...errors import CourseError
 from .launch import describe_launch, start_method
 from .limits import check_world_size
+from .run import Run
 
 LEASE_SECONDS = 2.5  # how long a part lives on without being asked for news
 NEWS_SECONDS = 0.4  # how long an engine waits for something to tell
@@ -57,7 +59,7 @@ def prepare(number: int, count: int, device: str, address: str | None) -> tuple:
     if address is not None:
         listener = socket.create_server((address, 0), backlog=1024)
         port = listener.getsockname()[1]
-        settings = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listener.detach()}
+        settings: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listener.detach()}
         _parts[number] = torch.distributed.TCPStore(address, port, **settings), None
     return backend, port
 
@@ -106,7 +108,7 @@ class Part:
             told, self.waiting, self.asked = self.waiting, [], time.monotonic()
         return told
 
-    def tell(self, *event) -> None:
+    def tell(self, *event: Any) -> None:
         """Put down an event for the head."""
         with self.changed:
             self.waiting.append(event)
@@ -127,7 +129,7 @@ class Part:
     def run_ranks(self) -> None:
         """Start the ranks, watch them, tell how it ended."""
         run = self.new_run()
-        run.tick, run.stop, run.bar.advance_to = TICK_SECONDS, self.given_up, lambda steps: self.tell("steps", steps)
+        run.tick, run.stop, run.advance = TICK_SECONDS, self.given_up, lambda steps: self.tell("steps", steps)
         run.hold = lambda: self.hold(run)
         try:
             run.start(self.payload_file())
@@ -145,13 +147,13 @@ class Part:
             except (CourseError, ValueError) as error:
                 self.tell("broken", str(error))
 
-    def hold(self, run) -> None:
+    def hold(self, run: Run) -> None:
         """All ranks here have their results: say so, and wait until all hosts have."""
         self.tell("results", run.results)
         while not (self.given_up() or run.failures or run.agent_gone):
             run.step(TICK_SECONDS)
 
-    def new_run(self):
+    def new_run(self) -> Run:
         """A launch of this host's own kind."""
 
         def show(bar, rank, stream, text):
@@ -165,7 +167,7 @@ class Part:
 
         return Forked(self.setting, show)
 
-    def payload_file(self):
+    def payload_file(self) -> IO[bytes]:
         """The packed call as an open file that ranks can map."""
         from .launch import open_payload
 

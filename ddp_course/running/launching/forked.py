@@ -11,16 +11,17 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO, Any
 
 from .channel import send, send_descriptors
 from .limits import PIPES_A_RANK, SHARED_PIPES
 from .run import ENDING_SECONDS, Mail, Run, Text
 
 
-def run_forked(setting: dict, payload, show: Callable) -> list:
+def run_forked(setting: dict, payload: IO[bytes], show: Callable) -> list:
     """Run one launch to its end; once more if the server was being killed before any rank came to life."""
     for last_try in (False, True):
         run = Forked(setting, show)
@@ -41,9 +42,11 @@ class Forked(Run):
     def __init__(self, setting: dict, show: Callable):
         super().__init__(setting, show)
         self.number = secrets.randbits(64)
-        self.selector, self.files, self.connection, self.leaving = selectors.DefaultSelector(), [], None, None
+        self.selector, self.files = selectors.DefaultSelector(), []
+        self.connection: Any = None
+        self.leaving: Any = None
 
-    def start(self, payload) -> None:
+    def start(self, payload: IO[bytes]) -> None:
         """Have the server fork an agent; hand it the call, and the writing ends of all pipes."""
         self.connection, theirs = socket.socketpair()
         waiting, leave = os.pipe()
@@ -65,7 +68,7 @@ class Forked(Run):
         self.listen(self.connection.fileno(), lambda file: Mail(file, self.from_agent, self.agent_ended), closefd=False)
 
     @contextmanager
-    def pipes(self, *makers):
+    def pipes(self, *makers: Callable) -> Iterator[tuple[list, list[int]]]:
         """New pipes: a reader on each one's reading end, and the writing ends, open only inside the block."""
         ends = [os.pipe() for _ in makers]
         try:
@@ -74,7 +77,7 @@ class Forked(Run):
             for _, writing in ends:
                 os.close(writing)
 
-    def listen(self, descriptor, make, closefd=True):
+    def listen(self, descriptor: int, make: Callable, closefd: bool = True) -> Any:
         """The reader that `make` makes of a descriptor, to be served by `step`."""
         os.set_blocking(descriptor, False)
         file = open(descriptor, "rb", buffering=0, closefd=closefd)
@@ -83,7 +86,7 @@ class Forked(Run):
         self.selector.register(descriptor, selectors.EVENT_READ, reader)
         return reader
 
-    def from_agent(self, pickled) -> None:
+    def from_agent(self, pickled: bytes) -> None:
         """The agent could not set up the link, or says how a rank has ended."""
         kind, value = pickle.loads(pickled)
         if kind == "refused":
@@ -142,11 +145,11 @@ class Server:
         with theirs:
             self.process = self.begin(theirs)
 
-    def begin(self, theirs: socket.socket):
+    def begin(self, theirs: socket.socket) -> subprocess.Popen:
         """Start the process, with its end of the socket; returns it, as `subprocess.Popen` does."""
         return subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("server.py"))],
-            stdin=theirs, stdout=subprocess.DEVNULL, stderr=self.complaints, start_new_session=True,
+            stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=self.complaints, start_new_session=True,
             env={**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR", "OPENBLAS_NUM_THREADS": "1"},
         )  # fmt: skip
 
@@ -175,45 +178,44 @@ class Server:
         self.complaints.close()
 
 
-_server: Server | None = None
+_servers: list[Server] = []  # none before the first launch, then one
 _server_lock = threading.Lock()
 
 
 def use_server(server: Server | None) -> None:
     """From now on this process's launches go to `server`; the one before ends."""
-    global _server
-    if _server is not None:
-        _server.close()
-    _server = server
+    for earlier in _servers:
+        earlier.close()
+    _servers[:] = [server] if server else []
 
 
 def server_pid() -> int | None:
     """The process id of this process's server, None before its first launch."""
-    return _server and _server.process.pid
+    return _servers[0].process.pid if _servers else None
 
 
 def server_log() -> str:
     """What the server had to complain of."""
-    return _server.log() if _server else ""
+    return _servers[0].log() if _servers else ""
 
 
 def wait_for_the_end_of_the_server() -> None:
     """It was being killed; give it a second, so that the next launch starts a new one."""
     with suppress(subprocess.TimeoutExpired):
-        if _server is not None:
-            _server.process.wait(1)
+        if _servers:
+            _servers[0].process.wait(1)
 
 
 def order(letter: bytes, number: int, descriptors: Sequence = ()) -> None:
     """Give the server an order; for a new launch, start a server if there is none, or if the last one was killed."""
     with _server_lock:
-        usable = _server is not None and _server.usable()
+        usable = bool(_servers) and _servers[0].usable()
         if letter == b"K" and not usable:
             return  # its launches have ended with it
         if not usable:
             use_server(Server())
         with suppress(BrokenPipeError, ConnectionResetError):  # it dies right now: the launch notices, and tries again
-            _server.take_order(letter, number, descriptors)
+            _servers[0].take_order(letter, number, descriptors)
 
 
 @atexit.register

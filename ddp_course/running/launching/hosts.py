@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import IO, Any
 
 from ...errors import LaunchError, LaunchTimeout, RankError
 from . import engine, stacks
@@ -33,7 +34,10 @@ def connection_folder() -> Path:
     return Path(os.environ.get("DDP_COURSE_HOSTS") or Path.home() / ".ddp_course" / "hosts")
 
 
-def run_on_hosts(hosts, payload, world_size, device, timeout, link, progress, show: Callable) -> list:
+def run_on_hosts(
+    hosts: str | int | list, payload: IO[bytes], world_size: int, device: Any, timeout: float, link: Any,
+    progress: bool | int, show: Callable,
+) -> list:  # fmt: skip
     """Run a packed call on ranks of several hosts; results in rank order, errors with the name of the host."""
     if link is not None:
         raise ValueError("between real hosts links are not emulated; launch without link, or without hosts")
@@ -52,7 +56,7 @@ def run_on_hosts(hosts, payload, world_size, device, timeout, link, progress, sh
         return gang.outcome()
 
 
-def connect():
+def connect() -> Any:
     """A client of the controller that `ddp-course hosts start` has started."""
     file = connection_folder() / "ipcontroller-client.json"
     if not file.is_file():
@@ -68,7 +72,7 @@ def connect():
         raise LaunchError(f"the controller of {file} does not answer; run: ddp-course hosts start\n{error}") from None
 
 
-def survey_all(client, hosts) -> list:
+def survey_all(client: Any, hosts: str | int | list) -> list:
     """All engines that answer, by the name of their host: engine ids only say who joined first.
 
     Waits a moment while fewer have joined than were asked for.
@@ -85,7 +89,7 @@ def survey_all(client, hosts) -> list:
         time.sleep(0.2)
 
 
-def who_answers(number: int, reply) -> dict | None:
+def who_answers(number: int, reply: Any) -> dict | None:
     """What an engine says of itself; None if it is gone. LaunchError if it cannot run the course."""
     try:
         return reply.get(timeout=SURVEY_SECONDS)
@@ -102,7 +106,7 @@ def head_address() -> str:
     return settings["location"] if listening in ("*", "0.0.0.0") else listening
 
 
-def choose(hosts, found: list) -> list:
+def choose(hosts: str | int | list, found: list) -> list:
     """Those of the hosts found that were asked for; LaunchError if some are missing, or are not like this machine."""
     names = [member["host"] for member in found]
     if not isinstance(hosts, (int, list, tuple)) and hosts != "all":
@@ -111,7 +115,7 @@ def choose(hosts, found: list) -> list:
         missing = [name for name in hosts if name not in names]
         chosen = [member for member in found if member["host"] in hosts]
     else:
-        count = len(found) if hosts == "all" else hosts
+        count = len(found) if isinstance(hosts, str) else hosts
         short = max(count, 1) - len(found)
         missing, chosen = [f"{short} more"] * (short > 0), found[:count]
     if missing:
@@ -128,7 +132,9 @@ def choose(hosts, found: list) -> list:
 class Gang:
     """The hosts of one launch, asked for news until its fate is known."""
 
-    def __init__(self, client, members: list, world_size: int, timeout: float, show: Callable, progress):
+    def __init__(
+        self, client: Any, members: list, world_size: int, timeout: float, show: Callable, progress: bool | int
+    ):
         self.client, self.members, self.world_size, self.timeout = client, members, world_size, timeout
         self.show, self.bar = show, Bar(None if progress is True else progress)
         self.number = secrets.randbits(64)
@@ -139,7 +145,7 @@ class Gang:
         self.states, self.calls, self.entered = [], {}, {}
         self.asked: dict = {}
 
-    def call(self, index: int, function: Callable, *arguments):
+    def call(self, index: int, function: Callable, *arguments: Any) -> Any:
         """Call a function in the engine of one host; returns at once, with what will be its answer."""
         return self.client[self.members[index]["engine"]].apply_async(function, *arguments)
 
@@ -148,7 +154,7 @@ class Gang:
         replies = [self.call(index, function, *each) for index, each in enumerate(zip(*arguments, strict=True))]
         return [self.answer(index, reply, SURVEY_SECONDS) for index, reply in enumerate(replies)]
 
-    def answer(self, index: int, reply, seconds: float):
+    def answer(self, index: int, reply: Any, seconds: float) -> Any:
         """What an engine has answered; an error of its own is told with the name of the host."""
         try:
             return reply.get(timeout=seconds)
@@ -156,7 +162,7 @@ class Gang:
             host, words = self.members[index]["host"], str(error).split("\n")[0]
             raise LaunchError(f"{host} cannot take part: {words}") from None
 
-    def begin(self, packed: bytes, device, timeout: float, progress) -> None:
+    def begin(self, packed: bytes, device: Any, timeout: float, progress: bool | int) -> None:
         """Open the store on the first host, and start the ranks on all."""
         count, first = len(self.members), self.members[0]["address"]
         sizes = [len(ranks) for ranks in self.ranks]

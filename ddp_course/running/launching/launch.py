@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from functools import partial
+from typing import IO, Any
 
 import cloudpickle
 
@@ -29,8 +30,9 @@ EXPECTED = (CourseError, LinkError, ValueError, TypeError, KeyboardInterrupt)
 
 
 def launch(
-    fn, *args, world_size=4, device="auto", timeout=300.0, link=None, progress=False, hosts=None, **kwargs
-) -> list:
+    fn: Callable, *args: Any, world_size: int = 4, device: Any = "auto", timeout: float = 300.0, link: Any = None,
+    progress: bool | int = False, hosts: str | int | list | None = None, **kwargs: Any,
+) -> list:  # fmt: skip
     """Call `fn(*args, **kwargs)` on `world_size` ranks with the process group up; return the results in rank order.
 
     `fn` may be defined in a cell. `device`: "auto", "cpu", "cuda" or one GPU; or an emulated accelerator
@@ -46,14 +48,17 @@ def launch(
         raise plain(error) from None
 
 
-def plain(error: BaseException) -> BaseException:
+def plain(error: Any) -> BaseException:
     """An error without our own frames, which would bury its message; notebooks show the message alone."""
     name = type(error).__name__
     error._render_traceback_ = partial(list, [f"{name}: {error}" if str(error) else name])
     return error.with_traceback(None)
 
 
-def run_ranks(payload, world_size, device, timeout, link, progress, show: Callable = show_line, hosts=None) -> list:
+def run_ranks(
+    payload: IO[bytes], world_size: int, device: Any, timeout: float, link: Any, progress: bool | int,
+    show: Callable = show_line, hosts: str | int | list | None = None,
+) -> list:  # fmt: skip
     """Run a packed call on all ranks; `show(bar, rank, stream, text)` gets every line that a rank prints."""
     with payload:
         world_size, nbytes = check_request(world_size, device, timeout, link), os.fstat(payload.fileno()).st_size
@@ -81,7 +86,7 @@ def start_method() -> str:
     return asked or ("fork" if hasattr(os, "fork") and sys.platform != "darwin" else "spawn")
 
 
-def check_request(world_size, device, timeout, link) -> int:
+def check_request(world_size: Any, device: Any, timeout: Any, link: Any) -> int:
     """The world size as an int; ValueError that says what was expected for any argument of the wrong kind."""
     try:
         number = operator.index(world_size)
@@ -100,7 +105,7 @@ def check_request(world_size, device, timeout, link) -> int:
     return number
 
 
-def describe_launch(world_size: int, device, timeout: float, link, progress) -> dict:
+def describe_launch(world_size: int, device: Any, timeout: float, link: Any, progress: bool | int) -> dict:
     """Decide what follows from the request, and put down all that agent and ranks must know, as plain data."""
     emulated = for_ranks(device, world_size) if isinstance(device, (Device, list, tuple)) else None
     placed = placement("cpu" if emulated else device, world_size)
@@ -126,7 +131,7 @@ def describe_launch(world_size: int, device, timeout: float, link, progress) -> 
     }
 
 
-def pack_call(fn: Callable, args: tuple, kwargs: dict):
+def pack_call(fn: Callable, args: tuple, kwargs: dict) -> IO[bytes]:
     """An unlinked temporary file with the source of all cells and the pickled call; ranks map it, none copies it."""
     sources = {
         name: "".join(entry[2])
@@ -146,6 +151,6 @@ def pack_call(fn: Callable, args: tuple, kwargs: dict):
     return payload
 
 
-def open_payload():
+def open_payload() -> IO[bytes]:
     """A new file with no name, in memory where the system can do that."""
     return tempfile.TemporaryFile() if not hasattr(os, "memfd_create") else open(os.memfd_create("call"), "w+b")

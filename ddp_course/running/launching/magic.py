@@ -11,6 +11,7 @@ total
 import linecache
 from collections import defaultdict
 from hashlib import blake2b
+from typing import IO, Any
 
 import cloudpickle
 from IPython.core.error import UsageError
@@ -24,7 +25,7 @@ from .run import show_line
 NOT_SENT = {*PROVIDED, "In", "Out", "get_ipython", "exit", "quit"}
 
 
-def load_ipython_extension(ipython) -> None:
+def load_ipython_extension(ipython: Any) -> None:
     """Called by `%load_ext ddp_course`."""
     ipython.register_magics(RanksMagic)
 
@@ -61,7 +62,7 @@ class RanksMagic(Magics):
         self.shell.push(results[0])
 
 
-def run_grouped(call, options) -> list:
+def run_grouped(call: IO[bytes], options: Any) -> list:
     """Run a packed call on all ranks, and show what they printed rank by rank, whatever the outcome."""
     printed = defaultdict(list)
     try:

@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Callable
+from typing import Any, cast
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -37,7 +38,7 @@ class Bar:
     """The bar in the caller: made with the first step, so that nothing is drawn if nothing trains."""
 
     def __init__(self, total: int | None):
-        self.total, self.bar = total, None
+        self.total, self.bar = total, cast(Any, None)
 
     def advance_to(self, steps: int) -> None:
         """Show that rank 0 has done `steps` optimizer steps."""

@@ -7,13 +7,16 @@ import mmap
 import os
 import pickle
 import signal
+import socket
 import sys
 import threading
 import time
 import traceback
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import cloudpickle
 import torch
@@ -47,7 +50,8 @@ class Pipes:
     def unpack(cls, descriptors: list, ranks: list) -> "Pipes":
         """Give the descriptors their names, in the order in which the caller sent them."""
         shared, rest = descriptors[:SHARED_PIPES], descriptors[SHARED_PIPES:]
-        return cls(*shared, {rank: rest[PIPES_A_RANK * i :][:PIPES_A_RANK] for i, rank in enumerate(ranks)})
+        per_rank = {rank: rest[PIPES_A_RANK * i :][:PIPES_A_RANK] for i, rank in enumerate(ranks)}
+        return cls(*[*shared, per_rank])
 
     def close(self, keep: int | None = None) -> None:
         """Close all ranks' pipes but those of rank `keep`, so that a rank's end shows as the end of its pipes."""
@@ -58,7 +62,9 @@ class Pipes:
                 self.ranks[rank] = []
 
 
-def main(setting: dict, rank: int, link, pipes: Pipes, launch, listener, agent: int) -> None:
+def main(
+    setting: dict, rank: int, link: Any, pipes: Pipes, launch: socket.socket, listener: socket.socket | None, agent: int
+) -> None:
     """Be one rank, forked by `agent`: move to its place in the emulated network, take its pipes, do its work."""
     die_with_parent()
     if os.getppid() != agent:
@@ -71,7 +77,10 @@ def main(setting: dict, rank: int, link, pipes: Pipes, launch, listener, agent: 
     os.read(pipes.leave, 1)  # until the caller closes its end: all have their results
 
 
-def work(setting, rank, link, listener, payload, recorder, report, out, err, stacks) -> None:
+def work(
+    setting: dict, rank: int, link: Any, listener: socket.socket | None,
+    payload: int, recorder: int, report: int, out: int, err: int, stacks: int,
+) -> None:  # fmt: skip
     """Reach the caller's function with the process group up, and report what became of it; all files are open ones.
 
     Returns only after success; the rank must not end before the others have, which may still be looking for it. A
@@ -108,7 +117,7 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-def join_group(setting: dict, rank: int, listener) -> None:
+def join_group(setting: dict, rank: int, listener: socket.socket | None) -> None:
     """Choose this rank's device, say in the environment what torchrun would, and bring the process group up."""
     choose_device(setting, rank)
     (address, port), world_size = setting["store"], setting["world_size"]
@@ -135,7 +144,9 @@ def choose_device(setting: dict, rank: int) -> None:
         hide_gpus()
 
 
-def join_store(address, port, rank, listener, patience):
+def join_store(
+    address: str, port: int, rank: int, listener: socket.socket | None, patience: timedelta
+) -> dist.TCPStore:
     """The key-value store through which ranks find each other: rank 0 serves it, if it was given a bound socket."""
     if listener is not None and rank == 0:
         return dist.TCPStore(
@@ -146,7 +157,7 @@ def join_store(address, port, rank, listener, patience):
     return dist.TCPStore(address, port, is_master=False, timeout=patience)
 
 
-def redirect_output(out, err):
+def redirect_output(out: int, err: int) -> None:
     """From here on, what this rank prints goes to the caller, line by line."""
     os.dup2(out, 1)
     os.dup2(err, 2)
@@ -154,7 +165,7 @@ def redirect_output(out, err):
     sys.stderr = os.fdopen(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
 
 
-def call(payload, emulation):
+def call(payload: int, emulation: AbstractContextManager) -> Any:
     """Unpickle the caller's function with its arguments and the source of its cells, and call it in `emulation`."""
     with mmap.mmap(payload, 0, access=mmap.ACCESS_READ) as packed:
         length = int.from_bytes(packed[:8], "little")
@@ -166,7 +177,7 @@ def call(payload, emulation):
         return function(*args, **kwargs)
 
 
-def pack_result(result):
+def pack_result(result: Any) -> bytes:
     """The message that carries a result to the caller."""
     try:
         return cloudpickle.dumps(("result", result), protocol=5)

@@ -10,8 +10,10 @@ import pickle
 import signal
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
+from typing import IO, Any
 
 from ...errors import Failure, LaunchError, LaunchTimeout, RankError
 from .. import flight_recorder
@@ -45,7 +47,7 @@ def show_line(bar: Bar, rank: int | str, stream: str, text: str) -> None:
 class Lines:
     """What a rank prints, cut into whole lines."""
 
-    def __init__(self, file: io.RawIOBase | None, show: Callable):
+    def __init__(self, file: Any, show: Callable):
         self.file, self.show, self.ended, self.rest = file, show, False, b""
 
     def read(self) -> None:
@@ -76,7 +78,7 @@ class Lines:
 class Text:
     """The last 256 KiB of what arrived."""
 
-    def __init__(self, file: io.RawIOBase | None):
+    def __init__(self, file: Any):
         self.file, self.ended, self.bytes = file, False, b""
 
     def read(self) -> None:
@@ -119,12 +121,8 @@ def read_some(file: io.RawIOBase) -> bytes | None:
     return None if count is None else bytes(buffer[:count])
 
 
-class Run:
-    """One launch: started, watched until its fate is known, closed, and then asked for its outcome.
-
-    A subclass says how: `start(payload)` brings the ranks to life, `step(seconds)` takes what has arrived, `leave()`
-    lets all ranks end, `end()` ends what still runs, and `release()` gives back what was open.
-    """
+class Run(ABC):
+    """One launch: started, watched until its fate is known, closed, and then asked for its outcome."""
 
     quiet = QUIET_SECONDS
     tick = math.inf  # the longest wait without a look at `stop`
@@ -139,10 +137,31 @@ class Run:
         self.hold: Callable = lambda: None  # what is to be waited for between the last result and the ranks' end
         self.calls, self.entered = {}, {}
         self.bar = Bar(None if setting["progress"] is True else setting["progress"])
+        self.advance: Callable = self.bar.advance_to  # what is told how many steps rank 0 has done
         self.recorder = self.make_recorder()
         self.recorder.truncate(flight_recorder.size(self.world_size))
 
-    def make_recorder(self):
+    @abstractmethod
+    def start(self, payload: IO[bytes]) -> None:
+        """Bring the ranks to life; `payload` is an open file with the packed call."""
+
+    @abstractmethod
+    def step(self, seconds: float) -> bool:
+        """Take what has arrived, waiting at most `seconds` for it; False if nothing came."""
+
+    @abstractmethod
+    def leave(self) -> None:
+        """Let the ranks end: all have their results."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """End what still runs, and wait until it has."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Give back what was open."""
+
+    def make_recorder(self) -> IO[bytes]:
         """The flight recorder's memory, an open file."""
         return tempfile.TemporaryFile()
 
@@ -169,7 +188,7 @@ class Run:
         if kind == "started":
             self.pids[rank] = value
         elif kind == "steps":
-            self.bar.advance_to(value)
+            self.advance(value)
         elif kind == "result":
             self.results[rank] = value
         else:

@@ -36,21 +36,22 @@ WHEN_IDLE = [  # what ranks would each import for a second or more: dynamo (with
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
-def prctl(option, value):
+def prctl(option: int, value: int) -> None:
     """Call Linux's prctl(2); other systems do without."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
-def serve(control):
+def serve(control: socket.socket) -> None:
     """Fork an agent for each request, reap what has ended, until the caller is gone."""
     launches, ended, later = {}, set(), list(WHEN_IDLE)  # launches: the agent's process id -> (number, launch socket)
     wakeup = wake_on_child()
+    watched: list = [control, wakeup]
     prctl(PR_SET_CHILD_SUBREAPER, 1)  # what an agent leaves behind becomes ours
     caller, first_launch_over = os.getppid(), False
     while os.getppid() == caller:
         idle = first_launch_over and not launches
-        ready, _, _ = select.select([control, wakeup], [], [], 0.02 if ended or (later and idle) else 1.0)
+        ready, _, _ = select.select(watched, [], [], 0.02 if ended or (later and idle) else 1.0)
         if wakeup in ready:
             os.read(wakeup, 4096)
         if control in ready and not answer(control, launches):
@@ -65,14 +66,14 @@ def serve(control):
         time.sleep(0.002)
 
 
-def remove_empty_cache():
+def remove_empty_cache() -> None:
     """Importing dynamo makes a folder for what it compiles, for all programs of a user; nothing is compiled here."""
     if utilities := sys.modules.get("torch._inductor.runtime.cache_dir_utils"):
         with contextlib.suppress(OSError):
             os.rmdir(utilities.default_cache_dir())
 
 
-def wake_on_child():
+def wake_on_child() -> int:
     """A descriptor that becomes readable whenever a child ends."""
     wakeup, signalled = os.pipe()
     os.set_blocking(wakeup, False)
@@ -82,7 +83,7 @@ def wake_on_child():
     return wakeup
 
 
-def answer(control, launches):
+def answer(control: socket.socket, launches: dict) -> bool:
     """Carry out one request; False when the caller has closed the socket."""
     request, descriptors, _, _ = socket.recv_fds(control, 9, 1)
     if not request:
@@ -105,7 +106,7 @@ def answer(control, launches):
     return True
 
 
-def become_agent(launch):
+def become_agent(launch: socket.socket) -> None:
     """In the forked child: take on the caller's folder, paths and environment, and own the ranks. Never returns."""
     try:
         os.setpgid(0, 0)  # one process group a launch: the agent, its ranks and theirs
@@ -128,7 +129,7 @@ def become_agent(launch):
         os._exit(1)
 
 
-def reap(launches, ended):
+def reap(launches: dict, ended: set) -> bool:
     """Collect ended children; close the sockets of launches of which nothing is left. Whether one came to its end."""
     pid = -1
     while pid:
@@ -146,7 +147,7 @@ def reap(launches, ended):
     return True
 
 
-def kill_group(pid):
+def kill_group(pid: int) -> bool:
     """Kill a launch's whole process group; False when none of it is left."""
     try:
         os.killpg(pid, signal.SIGKILL)
@@ -155,7 +156,7 @@ def kill_group(pid):
     return True
 
 
-def kill_strays(launches):
+def kill_strays(launches: dict) -> bool:
     """Kill our children that are no agents: what an ended agent's ranks had sent into other groups. Whether any was."""
     children = f"/proc/self/task/{os.getpid()}/children"  # we have one thread
     if not os.path.exists(children):

@@ -25,7 +25,7 @@ AT_ONCE = ["torch.distributed", "torch.multiprocessing", "numpy", "cloudpickle",
 WHEN_IDLE = ["torch._dynamo", "torch.utils.data", "scipy.stats", "sklearn.datasets"]  # what ranks would each import
 
 
-def main():
+def main() -> None:
     """Import, wait, become a rank."""
     words: queue.Queue = queue.Queue()
     threading.Thread(target=listen, args=(os.dup(0), words), daemon=True).start()
@@ -48,7 +48,7 @@ def main():
     atexit.register(os._exit, 0)  # when its threads have ended, but before gloo's would be torn down
 
 
-def listen(descriptor, words):
+def listen(descriptor: int, words: queue.Queue) -> None:
     """In a thread: pass on every line; when the caller is gone, end this process and all that it started."""
     with os.fdopen(descriptor) as lines:
         for line in lines:
@@ -63,7 +63,7 @@ def listen(descriptor, words):
     os._exit(1)
 
 
-def be_rank(folder, number, setting):
+def be_rank(folder: str, number: int, setting: dict) -> None:
     """The same as `rank.main`, with files instead of pipes."""
     ranks = importlib.import_module("ddp_course.running.launching.rank")
     binary = getattr(os, "O_BINARY", 0)

@@ -21,8 +21,8 @@ SPARE_MEMORY = 300 << 20  # bytes of its own, once it has imported all that rank
 MOST_SPARES = 16
 
 _waiting: list = []
+_owner = [os.getpid()]
 _lock = threading.Lock()
-_owner = os.getpid()
 
 
 class Spare:
@@ -75,11 +75,10 @@ class Spare:
 
 def take_spares(count: int) -> list:
     """So many spares: those that wait, and new ones for what is missing. Afterwards the pool refills."""
-    global _owner
     with _lock:
-        if _owner != os.getpid():  # a fork of the process that the spares belong to
+        if _owner != [os.getpid()]:  # a fork of the process that the spares belong to
             _waiting.clear()
-            _owner = os.getpid()
+            _owner[:] = [os.getpid()]
         alive = [spare for spare in _waiting if spare.exit_code() is None]
         taken, _waiting[:] = alive[:count], alive[count:]
         taken += [Spare() for _ in range(count - len(taken))]
@@ -128,5 +127,5 @@ def kill_marked(marks: set) -> None:
 @atexit.register
 def stop_spares() -> None:
     """End the spares that wait; the next launch starts new ones."""
-    if _owner == os.getpid():
+    if _owner == [os.getpid()]:
         refill(0)

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import IO, Any
 
 import cloudpickle
 
@@ -28,7 +29,7 @@ LATE_STACK_SECONDS = 1.5  # without SIGUSR1, ranks write their stacks by their o
 FILES = ("report", "stdout", "stderr", "stacks")
 
 
-def run_spawned(setting: dict, payload, show: Callable) -> list:
+def run_spawned(setting: dict, payload: IO[bytes], show: Callable) -> list:
     """Run one launch to its end; `payload` is an open file with the packed call."""
     run = Spawned(setting, show)
     try:
@@ -50,11 +51,11 @@ class Spawned(Run):
         super().__init__({**setting}, show)
         self.readers_of, self.spares, self.store, self.files, self.log = {}, {}, None, [], ""
 
-    def make_recorder(self):
+    def make_recorder(self) -> IO[bytes]:
         """The flight recorder's memory: a file that the ranks open by its name."""
         return open(Path(self.folder.name) / "recorder", "w+b")
 
-    def start(self, payload) -> None:
+    def start(self, payload: IO[bytes]) -> None:
         """Lay everything out in the folder, and send as many spares there as there are ranks."""
         folder = Path(self.folder.name)
         payload.seek(0)
@@ -75,7 +76,7 @@ class Spawned(Run):
         for rank, spare in self.spares.items():
             spare.tell({"folder": self.folder.name, "rank": rank})
 
-    def growing(self, path):
+    def growing(self, path: Path) -> "GrowingFile":
         """A new file that a rank will append to, opened for reading."""
         path.touch()
         self.files.append(GrowingFile(path))
@@ -147,7 +148,7 @@ class GrowingFile(io.RawIOBase):
     def __init__(self, path: Path):
         self.file, self.taken = open(path, "rb", buffering=0), 0
 
-    def readinto(self, view) -> int | None:
+    def readinto(self, view: Any) -> int | None:
         """How many bytes were there, None if there is nothing new."""
         count = self.file.readinto(view)
         self.taken += count or 0
@@ -162,7 +163,8 @@ def open_store() -> tuple:
     """A key-value store for the ranks, in this process, on this machine only; and its address and port."""
     import torch.distributed as dist
 
-    address, settings = "127.0.0.1", {"is_master": True, "wait_for_workers": False}
+    address = "127.0.0.1"
+    settings: dict[str, Any] = {"is_master": True, "wait_for_workers": False}
     if sys.platform == "win32":  # a socket is no file there
         store = dist.TCPStore(address, 0, **settings)
     else:

@@ -4,6 +4,7 @@ import linecache
 import re
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -43,7 +44,7 @@ def culprits_first(states: list, calls: dict, entered: dict) -> tuple:
     return order, cause if name else ""
 
 
-def look(rank, pid, threads, torch_call, call, finished, now) -> RankState:
+def look(rank: int, pid: int | None, threads: Any, torch_call: Any, call: Any, finished: bool, now: float) -> RankState:
     """Describe one rank from its process id, its threads' frames, and the collective that it entered last."""
     if pid is None:
         return RankState(rank, "not started yet")
