@@ -93,3 +93,10 @@ def number(found, kind, what):
 def close(found, expected):
     """Whether two numbers are equal to rounding."""
     return abs(found - expected) <= 1e-9 * max(1.0, abs(expected))
+
+
+def check_line(found, right, why):
+    """The number of a faulty line, counted from the `def` as line 1; `why` maps other lines to a word about them."""
+    number(found, int, "the line's number")
+    hint = why.get(found, "that one does what it should; where do its values come from?")
+    require(found == right, f"line {found}: {hint}")

@@ -1,0 +1,112 @@
+# %% [markdown]
+# # Exercise 11: many machines
+#
+# An all-reduce in two levels, a prediction for a cluster that you do not have, and a log to read.
+# %% imports
+import torch
+
+from ddp_course.grading import check
+from ddp_course.stage4_ring import allgather, ring_all_reduce, scatter_reduce
+
+
+# %% [markdown]
+# ## 11.1 Two levels
+#
+# Four ranks on two hosts. `inside` is the group of this rank and its neighbour on the same host; `between` is the group of
+# this rank and the one in the same place on the other host. Add up `tensor` (one row) over all four ranks, in place, such
+# that only p bytes cross the cable in each direction.
+#
+# You have `scatter_reduce(chunks, group)`, after which rank r of the *group* holds the sum of chunk r+1 (mod K),
+# `allgather(chunks, group)`, which starts from there, and `ring_all_reduce(tensor, group)`.
+# %% answer-11-1
+def two_levels(tensor, inside, between):
+    """Sum `tensor` over all ranks of all hosts in place, for 2 (H-1)/H p bytes on the cable in each direction."""
+    ### BEGIN SOLUTION
+    world_size, rank = inside.size(), inside.rank()
+    chunks = list(tensor.tensor_split(world_size))
+    scatter_reduce(chunks, inside)
+    ring_all_reduce(chunks[(rank + 1) % world_size], between)
+    allgather(chunks, inside)
+    ### END SOLUTION
+
+
+# %% check-11-1 points=3
+check("11.1", two_levels)
+
+
+# %% [markdown]
+# ## 11.2 Predict, measure, explain
+#
+# `measure(ranks, nbytes)` runs a ring all-reduce on 2 to 4 ranks, as many as you have, and tells its seconds. How long
+# would `size` ranks take for `nbytes`? And what would the larger part of that time be: `"latency"`, the 2 (K-1) messages
+# one after the other, or `"bandwidth"`, the bytes? Measure at most eight times. Nothing else disturbs these measurements.
+#
+# Write your guess down before you run it: 4 KiB on 256 ranks, latency or bandwidth?
+# %% answer-11-2
+def foresee(measure, size, nbytes):
+    """Return (seconds, "latency" or "bandwidth") of a ring over `size` ranks, from measurements on at most 4."""
+    ### BEGIN SOLUTION
+    short, long = measure(2, 2**10), measure(2, 2**20)  # two latencies and a message each
+    seconds_a_byte = (long - short) / (2**20 - 2**10)
+    latency = (short - 2**10 * seconds_a_byte) / 2
+    latencies = 2 * (size - 1) * latency
+    carried = 2 * (size - 1) / size * nbytes * seconds_a_byte
+    return latencies + carried, "latency" if latencies > carried else "bandwidth"
+    ### END SOLUTION
+
+
+# %% check-11-2 points=3
+check("11.2", foresee)
+
+
+# %% [markdown]
+# ## 11.3 Two nodes gave me no speed-up: why?
+#
+# Each line of the log is one rank's mean over a minute of training, first on one node, then on two. Times are in seconds
+# a step: waiting for samples, computing, and waiting for the other ranks' gradients beyond what backward hides.
+#
+#     nodes=1 node=0 rank=0 world_size=2 batch_per_rank=32 data=0.0042 compute=0.2010 wait=0.0151
+#     nodes=1 node=0 rank=1 world_size=2 batch_per_rank=32 data=0.0042 compute=0.2002 wait=0.0160
+#     nodes=2 node=1 rank=2 world_size=4 batch_per_rank=32 data=0.0042 compute=0.2015 wait=0.2391
+#     nodes=2 node=0 rank=0 world_size=4 batch_per_rank=32 data=0.0042 compute=0.2008 wait=0.2388
+#     nodes=2 node=1 rank=3 world_size=4 batch_per_rank=32 data=0.0042 compute=0.2021 wait=0.2402
+#     nodes=2 node=0 rank=1 world_size=4 batch_per_rank=32 data=0.0042 compute=0.2003 wait=0.2397
+#
+# Each log has one cause:
+#
+# | | |
+# |---|---|
+# | `"apart"` | two jobs, each of which thinks that it is alone |
+# | `"cable"` | the link between the nodes is too slow for the gradients |
+# | `"input"` | samples come too late |
+# | `"small batch"` | the batch was kept, so each rank has half the samples but takes nearly as long |
+# | `"straggler"` | one rank is slow, and all others wait for it |
+#
+# This log's cause is the cable. Write what you looked at as a function.
+# %% answer-11-3
+def why_no_faster(log):
+    """Return the cause, one of the five words, from the lines of a log of one node and of two."""
+    ### BEGIN SOLUTION
+    nodes = {1: [], 2: []}
+    for line in log:
+        values = {key: float(value) for key, value in (word.split("=") for word in line.split())}
+        nodes[values["nodes"]].append(values)
+    alone, both = nodes[1][0], nodes[2]
+
+    def typical(name):
+        return sorted(values[name] for values in both)[len(both) // 2]
+
+    if both[0]["world_size"] < len(both):
+        return "apart"
+    if both[0]["batch_per_rank"] < alone["batch_per_rank"]:
+        return "small batch"
+    if typical("data") > 3 * alone["data"]:
+        return "input"
+    if max(values["compute"] for values in both) > 1.5 * typical("compute"):
+        return "straggler"
+    return "cable"
+    ### END SOLUTION
+
+
+# %% check-11-3 points=3
+check("11.3", why_no_faster)

@@ -1,0 +1,137 @@
+# %% [markdown]
+# # Exercise 12: communicate less
+#
+# Send the largest values, meet less often, find what a hook loses, and bet on the right way for a link.
+# %% imports
+import torch
+
+from ddp_course.grading import check
+
+
+# %% [markdown]
+# ## 12.1 Send the largest
+#
+# A rank sends only the largest values of its gradient, by magnitude, with their places: `max(1, round(share * n))` of n.
+# What is not sent is `left`, and is added to the next gradient before the largest are chosen. Change neither `gradient`
+# nor `left`; both are in one row.
+# %% answer-12-1
+def compress(gradient, left, share):
+    """Return (values, places, left): what to send of gradient + left, where it belongs, and what is left now."""
+    ### BEGIN SOLUTION
+    owed = gradient + left
+    places = owed.abs().topk(max(1, round(share * len(owed)))).indices
+    return owed[places], places, owed.index_fill(0, places, 0.0)
+    ### END SOLUTION
+
+
+# %% check-12-1 points=3
+check("12.1", compress)
+
+
+# %% [markdown]
+# ## 12.2 Meet
+#
+# Each rank started from the `shared` weights and has trained alone; now it has its `own`. In DiLoCo the mean change is
+# taken for a gradient, on which an outer SGD with momentum makes a step:
+#
+# $$g = \text{shared} - \text{mean of own} \qquad v \leftarrow \mu v + g \qquad \text{shared} \leftarrow \text{shared} - \eta v$$
+#
+# With η = 1 and μ = 0 that is local SGD. `all_reduce(tensor)` sums over the ranks, in place; call it once.
+# %% answer-12-2
+def meet(shared, own, velocity, all_reduce, world_size, rate, momentum):
+    """Return (weights, velocity) with which all ranks go on."""
+    ### BEGIN SOLUTION
+    change = (shared - own) / world_size
+    all_reduce(change)
+    velocity = momentum * velocity + change
+    return shared - rate * velocity, velocity
+    ### END SOLUTION
+
+
+# %% check-12-2 points=2
+check("12.2", meet)
+
+
+# %% [markdown]
+# ## 12.3 Find the bug: a hook
+#
+# This hook, called in every step for each parameter's gradient, sends a quarter of the values and keeps the rest. It looks
+# fine, training runs, and the loss falls, but slowly, and it stays higher than it should. One line is wrong.
+# %% faulty-12-3
+def faulty_hook(share):  # line 1
+    kept = {}  # line 2
+
+    def hook(name, gradient):  # line 3
+        owed = gradient + kept.get(name, 0.0)  # line 4
+        count = max(1, round(share * owed.numel()))  # line 5
+        places = owed.topk(count).indices  # line 6
+        sent = torch.zeros_like(owed)  # line 7
+        sent[places] = owed[places]  # line 8
+        kept[name] = owed - sent  # line 9
+        return sent  # line 10
+
+    return hook  # line 11
+
+
+# %% [markdown]
+# Feed it a few steps of a gradient that you know, and look at what it keeps. Then name the line and mend it.
+# %% answer-12-3
+def the_bug():
+    """Return the number of the faulty line."""
+    ### BEGIN SOLUTION
+    return 6
+    ### END SOLUTION
+
+
+def make_hook(share):
+    """Return the mended hook: `hook(name, gradient)` returns what is sent, and keeps the rest by name."""
+    ### BEGIN SOLUTION
+    kept = {}
+
+    def hook(name, gradient):
+        owed = gradient + kept.get(name, 0.0)
+        count = max(1, round(share * owed.numel()))
+        places = owed.abs().topk(count).indices
+        sent = torch.zeros_like(owed)
+        sent[places] = owed[places]
+        kept[name] = owed - sent
+        return sent
+
+    return hook
+    ### END SOLUTION
+
+
+# %% check-12-3 points=2
+check("12.3", the_bug, make_hook)
+
+
+# %% [markdown]
+# ## 12.4 Bet on a winner
+#
+# Several ways were tried. `ways[name]["losses"]` are the losses after step 1, 2, … and `ways[name]["bytes"]` what the
+# busiest rank sends in each step. A step takes `compute_s` seconds of computing and then the time to send on a link of
+# `bits` bits a second. Which way is the first to get down to `target`, in *time*? Some never do. And for two ways, on which
+# link do they get there after equally long?
+# %% answer-12-4
+def winner(ways, target, compute_s, bits):
+    """Return the name of the way that reaches a loss of `target` or less first."""
+
+    ### BEGIN SOLUTION
+    def seconds(way):
+        steps = next((step for step, loss in enumerate(way["losses"], 1) if loss <= target), float("inf"))
+        return steps * (compute_s + 8 * way["bytes"] / bits)
+
+    return min(ways, key=lambda name: seconds(ways[name]))
+    ### END SOLUTION
+
+
+def break_even(plain, frugal, target, compute_s):
+    """Return the bits a second at which both ways reach `target` at the same time; `frugal` needs more steps."""
+    ### BEGIN SOLUTION
+    n, m = (next(step for step, loss in enumerate(way["losses"], 1) if loss <= target) for way in (plain, frugal))
+    return 8 * (n * plain["bytes"] - m * frugal["bytes"]) / (compute_s * (m - n))
+    ### END SOLUTION
+
+
+# %% check-12-4 points=2
+check("12.4", winner, break_even)

@@ -1,0 +1,147 @@
+# %% [markdown]
+# Answers to exercise 11 as learners write them. tests/support/answers.py says how to read this.
+
+# %% 11.1 right: by index
+def two_levels(tensor, inside, between):
+    parts = list(torch.tensor_split(tensor, 2))
+    scatter_reduce(parts, inside)
+    mine = parts[1 - inside.rank()]
+    ring_all_reduce(mine, group=between)
+    allgather(parts, inside)
+
+
+# %% 11.1 right: a copy of the finished chunk
+def two_levels(tensor, inside, between):
+    size = inside.size()
+    chunks = list(tensor.chunk(size)) if len(tensor) % size == 0 else list(tensor.tensor_split(size))
+    scatter_reduce(chunks, inside)
+    place = (inside.rank() + 1) % size
+    total = chunks[place].clone()
+    ring_all_reduce(total, between)
+    chunks[place].copy_(total)
+    allgather(chunks, inside)
+
+
+# %% 11.1 wrong: each host alone | that is the sum of each host
+#- ring_all_reduce(chunks[(rank + 1) % world_size], between)
+#+ pass
+# %% 11.1 wrong: whole tensors between the hosts | scatter-reduce inside comes first
+def two_levels(tensor, inside, between):
+    ring_all_reduce(tensor, inside)
+    ring_all_reduce(tensor, between)
+
+
+# %% 11.1 wrong: the other chunk | that is the sum of each host
+#- chunks[(rank + 1) % world_size], between
+#+ chunks[rank], between
+# %% 11.1 wrong: only between | inside them nothing was added up
+def two_levels(tensor, inside, between):
+    ring_all_reduce(tensor, between)
+
+
+# %% 11.1 wrong: a copy | the tensor has not changed
+#- list(tensor.tensor_split
+#+ list(tensor.clone().tensor_split
+# %% 11.1 wrong: the mean | you have the mean
+#-     allgather(chunks, inside)
+#+     allgather(chunks, inside)
+#+     tensor /= 4
+# %% 11.2 right: by two sizes
+def foresee(measure, size, nbytes):
+    two, four = measure(2, nbytes), measure(4, nbytes)  # 2a + w, 6a + 1.5 w
+    latency = (four - 1.5 * two) / 3
+    carried = two - 2 * latency
+    total = 2 * (size - 1) * latency + 2 * (size - 1) / size * carried
+    return total, ("bandwidth", "latency")[2 * (size - 1) * latency > total / 2]
+
+
+# %% 11.2 right: an empty message
+def foresee(measure, size, nbytes):
+    latency = measure(2, 0) / 2
+    carried = (measure(2, nbytes) - 2 * latency) * 2 * (size - 1) / size
+    waiting = 2 * (size - 1) * latency
+    return [waiting + carried, "latency" if waiting > carried else "bandwidth"]
+
+
+# %% 11.2 wrong: as with four | that is what 4 ranks take
+#- return latencies + carried,
+#+ return measure(4, nbytes),
+# %% 11.2 wrong: no latencies | the latencies are missing
+#- return latencies + carried,
+#+ return carried,
+# %% 11.2 wrong: whole messages | in each step travels a K-th
+#- 2 * (size - 1) / size * nbytes
+#+ 2 * (size - 1) * nbytes
+# %% 11.2 wrong: a straight line | in a straight line with K
+#- return latencies + carried,
+#+ two, four = measure(2, nbytes), measure(4, nbytes)
+#+     return two + (size - 2) * (four - two) / 2,
+# %% 11.2 wrong: measures there | you have four, so predict
+#- return latencies + carried,
+#+ return measure(size, nbytes),
+# %% 11.2 wrong: seconds only | return a pair
+#- return latencies + carried, "latency" if latencies > carried else "bandwidth"
+#+ return latencies + carried
+# %% 11.2 wrong: the causes swapped | of the time are latencies
+#- "latency" if latencies > carried else "bandwidth"
+#+ "bandwidth" if latencies > carried else "latency"
+# %% 11.2 wrong: one latency a rank | was measured on that many
+#- 2 * (size - 1) * latency
+#+ size * latency
+# %% 11.3 right: by means
+def why_no_faster(log):
+    def mean(nodes, name):
+        values = [float(line.split(f" {name}=")[1].split()[0]) for line in log if line.startswith(f"nodes={nodes}")]
+        return sum(values) / len(values), max(values)
+
+    if mean(1, "world_size") == mean(2, "world_size"):
+        return "apart"
+    if mean(2, "batch_per_rank")[0] < mean(1, "batch_per_rank")[0]:
+        return "small batch"
+    if mean(2, "data")[0] > 10 * mean(1, "data")[0]:
+        return "input"
+    average, most = mean(2, "compute")
+    return "straggler" if most > 1.4 * mean(1, "compute")[0] else "cable"
+
+
+# %% 11.3 right: the waits differ
+import re
+
+
+def why_no_faster(log):
+    rows = [dict(re.findall(r"(\w+)=([\d.]+)", line)) for line in log]
+    one, two = ([row for row in rows if row["nodes"] == n] for n in "12")
+    if len({row["rank"] for row in two}) < len(two):
+        return "apart"
+    if two[0]["batch_per_rank"] != one[0]["batch_per_rank"]:
+        return "small batch"
+    if float(two[0]["data"]) > 2 * float(one[0]["data"]):
+        return "input"
+    waits = [float(row["wait"]) for row in two]
+    return "straggler" if max(waits) > 2 * min(waits) else "cable"
+
+
+# %% 11.3 wrong: always the cable | is not it
+#- nodes = {1: [], 2: []}
+#+ return "cable"
+#+     nodes = {1: [], 2: []}
+# %% 11.3 wrong: forgets that jobs may be apart | how many ranks does each one think there are
+#- if both[0]["world_size"] < len(both):
+#+ if False:
+# %% 11.3 wrong: does not look at the batch | how many samples has each rank got
+#- if both[0]["batch_per_rank"] < alone["batch_per_rank"]:
+#+ if False:
+# %% 11.3 wrong: does not look at the input | before the computing begins
+#- if typical("data") > 3 * alone["data"]:
+#+ if False:
+# %% 11.3 wrong: waiting is always the cable | all but one wait
+#- if max(values["compute"] for values in both) > 1.5 * typical("compute"):
+#+ if False:
+# %% 11.3 wrong: another word | is none of
+#- return "cable"
+#+ return "network"
+# %% 11.3 wrong: returns nothing | is there a `return`
+#- return "apart"
+#+ pass
+#-     return "cable"
+#+     "cable"
