@@ -190,7 +190,8 @@ class Inbox:
             self.post()
         arriving = self.posted.popleft()
         self.look_ahead(sent)
-        arriving.wait()
+        with wire.span("wait"):
+            arriving.wait()
         return arriving.tensor
 
 

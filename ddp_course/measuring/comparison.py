@@ -6,7 +6,7 @@ link, and stages, a list of
 
     stage, name, device
     step_ms                 median; the slowest rank counts
-    ideal_ms                compute and the closed form; null on real devices
+    ideal_ms                what it should be (`ideals`); null on real devices
     speed_up                over one device
     communication_ms        what the backward pass did not hide
     bytes_sent_max, bytes_received_max, messages_max
@@ -31,15 +31,17 @@ from .. import ladder, problems
 from ..errors import NotFiniteError
 from ..ladder import Stage
 from ..running import checkpoint
-from ..running.devices import Device, placement, rank_device
+from ..running.devices import Device, full_speed, placement, rank_device
 from ..running.launching.launch import launch
 from ..running.links import Link, calibrate
 from ..stage4_ring import ring_all_reduce
 from . import emulated
+from .ideals import ideals
 from .recording import flat_weights, recording, summed_up
 
-TIMED_STEPS = 10  # on emulated devices: enough for a median; the others need not wait
-DEFAULT_STAGES = ("1", "2", "3", "4", "5", "torch")
+TIMED_STEPS = 10  # on emulated devices: enough for a median
+LEARNED = ("loss", "difference", "evaluation", "weights")  # the same bits with and without the emulation
+DEFAULT_STAGES = ("1", "2", "3", "4", "5", "6", "torch")
 
 
 def run(
@@ -61,10 +63,11 @@ def run(
     Without GPUs the ranks compute on emulated devices, slow enough for this machine to time them exactly: `device`
     may be a `Device`, `device_speed` its rate, such as "2GFLOP/s", or "none" for the processor as it is. `link`: a
     `Link`, a bandwidth with `latency` and `link_mode`, or None; "auto" is one whose figure shows what the course is
-    about, and none on GPUs, which have their own. The first steps are timed, the others run at full speed.
-    `options`: `global_batch` (samples), `lr`, `seed`, `bucket_cap_mb` (of stages 5 and 6 and of torch's DDP, default
-    0.25: small enough that the default model fills several), `parameters` (of bytes and synthetic), `timeout`
-    (seconds a stage). `progress` shows a bar. Raises ValueError for a setting that cannot work.
+    about, and none on GPUs, which have their own. On emulated devices the first steps are timed, and what is learned
+    comes from a run of all steps without devices and links. `options`: `global_batch` (samples), `lr`, `seed`,
+    `bucket_cap_mb` (of stages 5 and 6 and of torch's DDP, default 0.25: small enough that the default model fills
+    several), `parameters` (of bytes and synthetic), `timeout` (seconds a launch). `progress` shows a bar. Raises
+    ValueError for a setting that cannot work.
     """
     stages, job = check_stages(stages), _job(problem, world_size, steps, dtype, **options)
     sizes = _size_of(job)
@@ -81,7 +84,6 @@ def _place(job, device, link):
     where = placement("cpu" if on_emulated else device, job["world_size"])
     job["devices"] = [f"cpu:{number}" for number in range(job["world_size"])] if on_emulated else where.devices
     job["all_reduce"] = None if link is None or link.carries_torch else ring_all_reduce
-    job["timed"] = TIMED_STEPS if on_emulated else None
     return {
         **{name: job[name] for name in ("world_size", "problem", "global_batch", "steps")},
         "device": where.devices[0].split(":")[0],
@@ -97,7 +99,7 @@ def _measure_all(stages, job, device, link, nbytes, progress):
     """The entries of all stages, each beside what it should be; one device trains first, for the others' sake."""
     formulas = _formulas(stages, job, nbytes)
     wanted = [ladder.find(key) for key in dict.fromkeys(["1", *stages])]
-    ideal_ms = emulated.ideals(wanted if isinstance(device, Device) else [], job, device, link, nbytes)
+    ideal_ms = ideals(wanted if isinstance(device, Device) else [], job, device, link, nbytes)
     single, alone_ms, entries = None, None, []
     for stage in (bar := tqdm(wanted, unit="stage", disable=not progress)):
         bar.set_description(stage.name)
@@ -248,16 +250,12 @@ def _activation_bytes(job):
 
 def _measure(stage, job, reference, device, link):
     """Run one stage on all its ranks and sum up what they report."""
-    ranks = launch(
-        train_and_measure,
-        stage,
-        job,
-        reference,
-        world_size=1 if stage.one_process else job["world_size"],
-        device=device.over(link) if isinstance(device, Device) else device,
-        timeout=job["timeout"],
-        link=None if stage.one_process else link,
-    )
+    if isinstance(device, Device) and job["steps"] > TIMED_STEPS:
+        timed = _ranks(stage, {**job, "steps": TIMED_STEPS}, None, device, link)
+        learned = _ranks(stage, job, reference, "cpu", None)
+        ranks = [{**one, **{name: whole[name] for name in LEARNED}} for one, whole in zip(timed, learned, strict=True)]
+    else:
+        ranks = _ranks(stage, job, reference, device, link)
     diverged = next(
         (
             step
@@ -275,6 +273,20 @@ def _measure(stage, job, reference, device, link):
     return {**summed_up(stage, ranks), "emulated": linked, "on_our_wire": ours, "weights": ranks[0]["weights"]}
 
 
+def _ranks(stage, job, reference, device, link):
+    """What each rank of one stage reports."""
+    return launch(
+        train_and_measure,
+        stage,
+        job,
+        reference,
+        world_size=1 if stage.one_process else job["world_size"],
+        device=device.over(link) if isinstance(device, Device) else device,
+        timeout=job["timeout"],
+        link=None if stage.one_process else link,
+    )
+
+
 def train_and_measure(stage: Stage, job: dict, reference: torch.Tensor | None) -> dict:
     """What each rank runs: train with `stage`, and report times, traffic, losses and the distance to `reference`."""
     mine = (dist.get_rank(), job["world_size"]) if stage.splits_batch else (0, 1)
@@ -284,7 +296,8 @@ def train_and_measure(stage: Stage, job: dict, reference: torch.Tensor | None) -
     torch.set_num_threads(1)  # a device of the CPU is one core, for all stages alike
     torch.backends.cudnn.allow_tf32 = False  # 10 bits of mantissa would be a difference between the stages
     with recording() as record:
-        losses = stage.trainer(job)(model, record.stamped(batches, job.get("timed")), job["lr"])
+        losses = stage.trainer(job)(model, record.stamped(batches), job["lr"])
+    full_speed()  # nobody waits for the evaluation
     weights = flat_weights(model)
     return {
         **record.report(),

@@ -1,10 +1,4 @@
-"""Comparisons on emulated devices: which device and links are used by default, and what a step should take on them.
-
-    ideal of      C seconds of compute on one device, p bytes, K ranks, links of b bytes a second
-    single        C
-    averaged      C/K + the closed form of its all-reduce (`theory`): 2(K-1) p/b, 2(K-1)/K p/b …
-    overlapping   forward + max(backward, end of the last bucket), where a bucket travels when it is full and the
-                  one before has arrived
+"""Comparisons on emulated devices: which device and links are used by default, and what a device works in a step.
 
 Without GPUs the ranks of one machine fight for its cores, and the compute that should hide communication is what
 disturbs it. Emulated devices have the time of accelerators instead: see `running.devices`.
@@ -13,7 +7,7 @@ disturbs it. Emulated devices have the time of accelerators instead: see `runnin
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.nn.functional import cross_entropy
@@ -21,13 +15,9 @@ from torch.optim import SGD
 
 from .. import problems
 from ..errors import DeviceError
-from ..ladder import Stage
 from ..running.devices import Device, capacity, usable_cores
-from ..running.launching.launch import start_method
 from ..running.links import Link
 from ..running.links.link import parse_bandwidth
-from ..stage5_bucketed import assign_buckets
-from . import theory
 
 STEP_SECONDS = 0.32  # of one device, for a whole batch: at 4 ranks ten times what Python needs
 SHARE = 0.085  # p/b of that step: 4 ranks then need a third of their step for a ring, and two thirds with a server
@@ -82,7 +72,7 @@ def chosen(
         device = default_device(job, nbytes, link.bandwidth if isinstance(link, Link) else bandwidth)
     if link == "auto":
         wanted = f"{default_bandwidth(job, device, nbytes)}bit" if isinstance(device, Device) else "200Mbit"
-        link = None if real or start_method() == "spawn" else Link(wanted, latency, mode=mode)
+        link = None if real else Link(wanted, latency, mode=mode)
     elif isinstance(link, str):
         link = None if link == "none" else Link(link, latency, mode=mode)
     return device, link
@@ -111,31 +101,3 @@ def rounded(value: float) -> float:
     """Two leading digits."""
     digit = 10.0 ** (math.floor(math.log10(value)) - 1)
     return round(value / digit) * digit
-
-
-def ideals(stages: list[Stage], job: dict, device: Any, link: Link | None, gradient_bytes: int) -> dict:
-    """{stage's key: milliseconds that its step should take on these devices and links}, None without a formula."""
-    if not stages:
-        return {}
-    single, _ = work_of(job, device)
-    share, _ = work_of(job, device, job["world_size"])
-    costs = theory.Costs.of_link(link.bandwidth, link.latency) if link else theory.Costs(0.0, 0.0)
-    found = {}
-    for stage in stages:
-        seconds = single.seconds if stage.key == "1" else ideal(stage, share, job, costs, gradient_bytes)
-        found[stage.key] = None if seconds is None else 1000 * seconds
-    return found
-
-
-def ideal(stage: Stage, work: Work, job: dict, costs: theory.Costs, gradient_bytes: int) -> float | None:
-    """Seconds of a step of `stage` on devices that each do the `work` of one rank; None without a formula."""
-    if stage.all_reduce is None:
-        return None
-    if not stage.overlaps:
-        return work.seconds + theory.seconds(stage.all_reduce, gradient_bytes, job["world_size"], costs)
-    arrived = 0.0
-    for bucket in assign_buckets(list(work.ready_s), job["bucket_cap_mb"]):
-        nbytes = sum(parameter.numel() * parameter.element_size() for parameter in bucket)
-        full = max(work.ready_s[parameter] for parameter in bucket)
-        arrived = max(arrived, full) + theory.seconds(stage.all_reduce, nbytes, job["world_size"], costs)
-    return work.forward_s + max(work.backward_s, arrived) + work.update_s

@@ -18,7 +18,6 @@ import torch
 
 from ..ladder import Stage
 from ..running import wire
-from ..running.devices import full_speed
 from . import timeline
 
 WARM_UP = 2  # steps in which caches fill, connections open and DDP lays its buckets out; they are not timed
@@ -38,18 +37,12 @@ class Recording:
     def __init__(self):
         self.spans, self.events, self.began = [], [], []
 
-    def stamped(self, batches: Iterable, timed: int | None = None) -> Iterator:
-        """Yield the batches, noting when each was asked for, and when the last step was over.
-
-        With `timed` only so many steps count, and on an emulated device the others run at full speed.
-        """
+    def stamped(self, batches: Iterable) -> Iterator:
+        """Yield the batches, noting when each was asked for, and when the last step was over."""
         self.began.append(time.perf_counter())
-        for number, batch in enumerate(batches, 1):
+        for batch in batches:
             yield batch
-            if timed is None or number <= timed:
-                self.began.append(time.perf_counter())
-            if number == timed:
-                full_speed()
+            self.began.append(time.perf_counter())
 
     def report(self) -> dict:
         """Seconds, exposed communication and timeline of each step, and the traffic of the last one."""

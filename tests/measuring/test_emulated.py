@@ -1,9 +1,8 @@
-"""Comparisons on emulated devices: their defaults and ideals, without a launch."""
+"""Comparisons on emulated devices: their defaults, without a launch."""
 
 import pytest
 
-from ddp_course import Device, Link, ladder, simulate, theory
-from ddp_course.commands.bench import devices as bench_devices
+from ddp_course import Device, Link
 from ddp_course.errors import DeviceError
 from ddp_course.measuring import comparison, emulated
 from ddp_course.running.devices import capacity
@@ -39,35 +38,11 @@ def test_the_default_is_a_third_of_a_second_and_links_in_proportion():
     assert share == pytest.approx(emulated.SHARE, rel=0.1)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_by_the_ideals_each_rung_is_a_tenth_faster_than_the_last(world_size):
-    job = job_of(world_size, 0.25)
-    device = emulated.default_device(job, BYTES)
-    link = Link(f"{emulated.default_bandwidth(job, device, BYTES)}bit", mode="wire")
-    stages = [ladder.find(key) for key in ("1", "2", "3", "4", "5", "6", "torch")]
-    found = emulated.ideals(stages, job, device, link, BYTES)
-    assert found["1"] > 1.1 * found["3"] > 1.1**2 * found["4"] > 1.1**3 * found["5"]
-    assert found["2"] == found["3"] and found["6"] == found["torch"] == found["5"]
-
-
 def test_a_slow_machine_and_a_large_model_make_slower_devices(monkeypatch):
     usual = emulated.default_device(job_of(), BYTES).rate
     assert emulated.default_device(job_of(), 50 * BYTES).rate < 0.5 * usual
     monkeypatch.setattr(capacity, "of_core", lambda: (10e9, 50e9))
     assert emulated.default_device(job_of(), BYTES).rate < 0.5 * usual
-
-
-@pytest.mark.parametrize("cap_mb", [0.02, 0.1, 0.25, 25.0])
-@pytest.mark.parametrize("mbit", [20, 100, 1000])
-def test_the_ideal_of_buckets_is_what_the_simulator_says(cap_mb, mbit):
-    job, costs = job_of(4, cap_mb), theory.Costs.of_link(mbit * 1e6)
-    work, _ = emulated.work_of(job, Device("2GFLOP/s"), 4)
-    ideal = emulated.ideal(ladder.find("5"), work, job, costs, BYTES)
-    profile = bench_devices.profile_of(work)
-    step = simulate.simulate(profile, 4, simulate.Network(costs), bucket_cap_mb=cap_mb)
-    assert ideal == pytest.approx(step.step_s, rel=1e-9)
-    assert work.forward_s + max(work.backward_s, 1.5 * BYTES * costs.beta) <= ideal
-    assert ideal <= work.seconds + 1.5 * BYTES * costs.beta + 1e-12
 
 
 def test_what_is_chosen():
@@ -83,6 +58,12 @@ def test_what_is_chosen():
     mine = Device("3GFLOP/s")
     assert chosen(device=mine, link=None) == (mine, None) and chosen(link="none")[1] is None
     assert chosen(link="50Mbit")[1].bandwidth == 50e6 and chosen(link="5Mbit")[0].rate < device.rate
+
+
+def test_spawned_ranks_have_devices_and_links_too(monkeypatch):
+    monkeypatch.setenv("DDP_COURSE_START", "spawn")
+    device, link = emulated.chosen(job_of(), {"gradient_bytes": BYTES}, "auto", "auto", "auto", "0ms", "auto")
+    assert isinstance(device, Device) and link.mode == "wire"
 
 
 def test_gpus_are_not_slowed(monkeypatch):

@@ -3,16 +3,20 @@
 import threading
 import time
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
 import torch.distributed as dist
 from oracles import tiny_batches, tiny_model, weights
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from ddp_course import (
     Device,
     Link,
+    communicate_less,
     launch,
     problems,
     stage1_single,
@@ -251,6 +255,49 @@ def test_every_stage_computes_the_same_bits_on_emulated_devices(stage):
     for (losses, trained, nothing), (same_losses, same_weights, flops) in zip(plain, emulated, strict=True):
         assert losses == same_losses and torch.equal(trained, same_weights)
         assert nothing is None and flops > 1e4
+
+
+def hooked(parallel):
+    parallel.register_comm_hook(None, communicate_less.fp16_hook)
+
+
+def accumulating(parallel, inputs, targets):
+    first, second = zip(inputs.chunk(2), targets.chunk(2), strict=True)
+    with parallel.no_sync():
+        cross_entropy(parallel(first[0]), first[1]).backward()
+    cross_entropy(parallel(second[0]), second[1]).backward()
+
+
+class Recomputed(torch.nn.Sequential):
+    def forward(self, inputs):
+        return checkpoint(super().forward, inputs, use_reentrant=False)
+
+
+WRAPPERS = (stage6_ddp.DistributedDataParallel, torch.nn.parallel.DistributedDataParallel)
+
+
+def with_what_real_training_uses():
+    """A communication hook, accumulation without synchronising, and activations that are computed twice."""
+    found, ways = [], ((hooked, torch.nn.Sequential), (lambda parallel: None, Recomputed))
+    for wrap, (prepare, blocks) in product(WRAPPERS, ways):
+        model = torch.nn.Sequential(blocks(*tiny_model()))
+        parallel = wrap(model)
+        prepare(parallel)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for inputs, targets in tiny_batches(dist.get_rank(), dist.get_world_size(), steps=2):
+            optimizer.zero_grad()
+            accumulating(parallel, inputs, targets)
+            optimizer.step()
+        found.append(weights(model))
+    return found, emulation._current and emulation._current.flops
+
+
+def test_hooks_accumulation_and_checkpointing_are_the_same_on_emulated_devices():
+    plain = launch(with_what_real_training_uses, world_size=2, device="cpu")
+    emulated = launch(with_what_real_training_uses, world_size=2, device=Device("50MFLOP/s", memory="1GB/s"))
+    for (trained, _), (same, flops) in zip(plain, emulated, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(trained, same, strict=True)) and flops > 1e4
+        assert not torch.equal(trained[0], trained[1]) and not torch.equal(trained[2], trained[3])  # hooks round
 
 
 def busy_on_rank():

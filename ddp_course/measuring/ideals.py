@@ -1,0 +1,164 @@
+"""What a step of each stage should take on emulated devices: its compute, and the closed form of its communication.
+
+ideal of        C seconds of compute on one device, p bytes, K ranks, links of b bytes a second
+single          C
+averaged        C/K + the closed form of its all-reduce (`theory`): 2(K-1) p/b, 2(K-1)/K p/b …
+overlapping     forward + max(backward, end of the last bucket), where a bucket travels when it is full and the
+                one before has arrived
+fully sharded   C/K, block by block: each waits until it has been gathered, while the next and the sums are on
+                their way, one after the other
+pipeline        micro-batches through K parts: a pass begins when its rank is free and its message has arrived
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from typing import Any
+
+from torch.nn.functional import cross_entropy
+
+from .. import problems
+from ..ladder import Stage
+from ..running.devices import Device
+from ..running.links import Link
+from ..stage5_bucketed import assign_buckets
+from ..stage7_sharded.blocks import assign_blocks, default_blocks
+from ..stage8_pipeline import layers_of, one_forward_one_backward, split
+from . import theory
+from .emulated import Work, work_of
+
+MICROBATCHES = 4  # of stage 8, by default
+
+Event = tuple[float, str, int]  # seconds of work until a block's "forward" or "backward" pass, or until it is "done"
+
+
+def ideals(stages: list[Stage], job: dict, device: Any, link: Link | None, gradient_bytes: int) -> dict:
+    """{stage's key: milliseconds that its step should take on these devices and links}, None without a formula."""
+    if not stages:
+        return {}
+    single, _ = work_of(job, device)
+    share, _ = work_of(job, device, job["world_size"])
+    costs = theory.Costs.of_link(link.bandwidth, link.latency) if link else theory.Costs(0.0, 0.0)
+    found = {}
+    for stage in stages:
+        seconds = single.seconds if stage.key == "1" else ideal(stage, share, job, device, costs, gradient_bytes)
+        found[stage.key] = None if seconds is None else 1000 * seconds
+    return found
+
+
+def ideal(
+    stage: Stage, work: Work, job: dict, device: Device, costs: theory.Costs, gradient_bytes: int
+) -> float | None:
+    """Seconds of a step of `stage` on devices that each do the `work` of one rank; None without a formula."""
+    if stage.key == "7":
+        events, sizes = events_of(job, device)
+        return fully_sharded(events, sizes, work, job["world_size"], costs)
+    if stage.key == "8":
+        return pipelined(*passes_of(job, device), costs) + work.update_s
+    if stage.all_reduce is None:
+        return None
+    if not stage.overlaps:
+        return work.seconds + theory.seconds(stage.all_reduce, gradient_bytes, job["world_size"], costs)
+    arrived = 0.0
+    for bucket in assign_buckets(list(work.ready_s), job["bucket_cap_mb"]):
+        nbytes = sum(parameter.numel() * parameter.element_size() for parameter in bucket)
+        full = max(work.ready_s[parameter] for parameter in bucket)
+        arrived = max(arrived, full) + theory.seconds(stage.all_reduce, nbytes, job["world_size"], costs)
+    return work.forward_s + max(work.backward_s, arrived) + work.update_s
+
+
+def events_of(job: dict, device: Device) -> tuple[list[Event], list[int]]:
+    """When a rank of stage 7 needs and is done with each block, by its device's clock; and the blocks' bytes."""
+    problem = problems.make(job["problem"], **job["settings"])
+    model = problem.model(job["seed"])
+    inputs, targets = next(problem.batches(job["global_batch"], 1, job["seed"], 0, job["world_size"]))
+    blocks, events = assign_blocks(model, default_blocks(model)), []
+    with device.emulate(sleep=False) as emulation:
+
+        def watch(number, module, parameters):
+            def note(kind):
+                events.append((emulation.busy_s, kind, number))
+
+            def after(module, inputs, outputs):
+                outputs.register_hook(lambda _: note("backward"))
+
+            def ready(parameter):
+                missing.discard(parameter)
+                if not missing:
+                    note("done")
+
+            missing = set(parameters)
+            module.register_forward_pre_hook(lambda *_: note("forward"))
+            module.register_forward_hook(after)
+            for parameter in parameters:
+                parameter.register_post_accumulate_grad_hook(ready)
+
+        for number, (module, parameters) in enumerate(blocks):
+            watch(number, module, parameters)
+        cross_entropy(model(inputs), targets).backward()
+    return events, [sum(one.numel() * one.element_size() for one in parameters) for _, parameters in blocks]
+
+
+def fully_sharded(events: list[Event], sizes: list[int], work: Work, world_size: int, costs: theory.Costs) -> float:
+    """Seconds of a step of stage 7 with prefetch, whose blocks have `sizes` bytes."""
+    seconds = [(world_size - 1) * theory.message(nbytes / world_size, world_size, costs) for nbytes in sizes]
+    ahead = {kind: deque(n for _, k, n in events if k == kind) for kind in ("forward", "backward")}
+    now = worked = free = 0.0
+    arriving: dict = {}
+    for moment, kind, number in events:
+        now, worked = now + moment - worked, moment
+        if kind == "done":  # its gradients are summed up
+            free = max(free, now) + seconds[number]
+            continue
+        if (kind, number) not in arriving:
+            free = arriving[kind, number] = max(free, now) + seconds[number]
+        now = max(now, arriving[kind, number])
+        ahead[kind].popleft()
+        if ahead[kind]:
+            free = arriving[kind, ahead[kind][0]] = max(free, now) + seconds[ahead[kind][0]]
+    return max(now + work.forward_s + work.backward_s - worked, free) + work.update_s / world_size
+
+
+def passes_of(job: dict, device: Device) -> tuple[list[tuple[float, float]], list[int]]:
+    """For each rank of stage 8 the seconds of a micro-batch's forward and backward pass; and the bytes at each cut."""
+    problem = problems.make(job["problem"], **job["settings"])
+    flowing, targets = next(problem.batches(job["global_batch"] // MICROBATCHES, 1, job["seed"]))
+    passes, cuts = [], []
+    parts = split(layers_of(problem.model(job["seed"])), job["world_size"])
+    with device.emulate(sleep=False) as emulation:
+        for number, part in enumerate(parts):
+            begin = emulation.busy_s
+            outputs = part(flowing.detach().requires_grad_() if number else flowing)
+            if part is parts[-1]:
+                outputs = cross_entropy(outputs, targets)
+            middle = emulation.busy_s
+            outputs.sum().backward()
+            passes.append((middle - begin, emulation.busy_s - middle))
+            cuts.append(outputs.numel() * outputs.element_size())
+            flowing = outputs
+    return passes, cuts[:-1]
+
+
+def pipelined(
+    passes: Sequence[tuple[float, float]], cuts: Sequence[int], costs: theory.Costs, microbatches: int = MICROBATCHES
+) -> float:
+    """Seconds until a pipeline of ranks with these `passes` has sent `microbatches` through, with `cuts` bytes each."""
+    ranks = range(len(passes))
+    queues = [deque(instructions) for instructions in one_forward_one_backward(len(passes), microbatches)]
+    free, links, arrived = [0.0] * len(passes), defaultdict(float), {}
+    while any(queues):
+        for rank, queue in enumerate(queues):
+            while queue:
+                action, number = queue[0]
+                forward = action == "forward"
+                before, after = (rank - 1, rank + 1) if forward else (rank + 1, rank - 1)
+                if before in ranks and (action, rank, number) not in arrived:
+                    break
+                queue.popleft()
+                free[rank] = max(free[rank], arrived.get((action, rank, number), 0.0)) + passes[rank][not forward]
+                if after in ranks:
+                    message = theory.message(cuts[min(rank, after)], 2, costs)
+                    links[rank, after] = max(links[rank, after], free[rank]) + message
+                    arrived[action, after, number] = links[rank, after]
+    return max(free)
