@@ -1,7 +1,8 @@
 # Each target works as the first command after the clone. Extra words pass through: make compare ARGS="--world-size 2"
 PYTHON ?= python3
 VENV := .venv
-BIN := $(VENV)/bin
+BIN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
+PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 ARGS ?=
 BESIDE := -n 3 --dist loadgroup --no-loadscope-reorder
 
@@ -12,11 +13,13 @@ help:  ## this list
 
 setup: $(VENV)/installed  ## install into .venv
 
+# From the lock; with Python 3.10, for which not all of that is made any more, from the ranges of pyproject.toml.
 $(VENV)/installed: requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "Python 3.10 or newer is needed; choose one with: make PYTHON=python3.12 …")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	if $(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))'; \
+	then $(PIP) -r requirements.lock && $(PIP) --no-deps --editable .; \
+	else $(PIP) --editable ".[dev]"; fi
 	@touch $@
 
 compare: setup  ## train with every strategy, print the table, write results/compare.png

@@ -30,7 +30,10 @@ def drawn(recipe: dict, most: int) -> str:
     first = {name: control.value for name, control in explorer.controls.items()}
     for control in explorer.controls.values():
         control.unobserve(explorer.redraw, "value")
-    kept = thinned({name: positions(control) for name, control in explorer.controls.items()}, first, most)
+    every = {name: positions(control) for name, control in explorer.controls.items()}
+    whole = {name: every[name] for name in movable_ends(explorer)}
+    others = {name: pairs for name, pairs in every.items() if name not in whole}
+    kept = every | thinned(others, first, most // math.prod(map(len, whole.values())))
     lines, labels = {}, {name: [] for name in kept}
     tree = branch(explorer, kept, list(kept), lines, labels)
     sliders = [
@@ -45,6 +48,12 @@ def positions(control):
     if isinstance(control, ipywidgets.SelectionSlider):
         return list(zip(control._options_labels, control._options_values, strict=True))
     return [(str(value), value) for value in range(control.min, control.max + 1, control.step)]
+
+
+def movable_ends(explorer):
+    """Sliders of whole numbers behind the first: how far they go may depend on those before them."""
+    return [name for name in [*explorer.controls][1:]
+            if not isinstance(explorer.controls[name], ipywidgets.SelectionSlider)]  # fmt: skip
 
 
 def place(pairs, value):
@@ -69,7 +78,7 @@ def thinned(every, first, most):
 def branch(explorer, kept, names, lines, labels):
     """The tree of pictures: a list for each slider, and at its ends [message, alternative text, line numbers].
 
-    How far a slider of whole numbers goes may depend on those before it. `lines` and `labels` are filled on the way.
+    `lines` and `labels` are filled on the way.
     """
     if not names:
         picture = explorer.picture()
@@ -77,7 +86,7 @@ def branch(explorer, kept, names, lines, labels):
         return [picture.message, picture.alt or picture.message, rows]
     name, *rest = names
     control, found = explorer.controls[name], []
-    pairs = kept[name] if isinstance(control, ipywidgets.SelectionSlider) else positions(control)
+    pairs = positions(control) if name in movable_ends(explorer) else kept[name]
     labels[name] = max(labels[name], [label for label, _ in pairs], key=len)
     for _, value in pairs:
         control.value = value

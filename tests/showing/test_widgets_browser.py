@@ -9,7 +9,7 @@ import time
 
 import nbformat
 import pytest
-from chromium import browser_page
+from chromium import fresh_page, running_browser
 
 pytestmark = pytest.mark.alone
 
@@ -65,7 +65,7 @@ def address(process, log):
 
 @pytest.mark.browser
 def test_all_widgets_work_in_jupyterlab(lab):
-    with browser_page() as page:
+    with running_browser() as browser, fresh_page(browser) as page:
         page.goto(lab)
         page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=90_000)
         run_all(page)

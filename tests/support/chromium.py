@@ -1,4 +1,4 @@
-"""A Chromium for tests: `with browser_page() as page: …`, or a skip where there is none."""
+"""A Chromium for tests, or a skip where there is none: one browser for a whole module, a fresh page for each test."""
 
 import shutil
 from contextlib import contextmanager
@@ -17,15 +17,24 @@ def executable():
 
 
 @contextmanager
-def browser_page(offline=False):
-    """A fresh page of a headless Chromium, closed afterwards."""
+def running_browser():
+    """A headless Chromium, ended afterwards."""
     playwright = pytest.importorskip("playwright.sync_api")
     if not executable():
         pytest.skip("no Chromium on this machine")
     with playwright.sync_playwright() as started:
         browser = started.chromium.launch(executable_path=executable(), args=ARGUMENTS)
         try:
-            context = browser.new_context(offline=offline, viewport={"width": 1400, "height": 1000})
-            yield context.new_page()
+            yield browser
         finally:
             browser.close()
+
+
+@contextmanager
+def fresh_page(browser, offline=False):
+    """A page of its own: nothing is kept of the pages before it."""
+    context = browser.new_context(offline=offline, viewport={"width": 1400, "height": 1000})
+    try:
+        yield context.new_page()
+    finally:
+        context.close()
