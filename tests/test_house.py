@@ -118,3 +118,42 @@ def test_every_test_module_mirrors_a_module_or_has_a_reason():
     assert not mirrors(Path("running/test_nothing"), places) and mirrors(Path("running/test_wire"), places)
     assert {test for test in alone if not {test.as_posix(), test.parts[0]} & REASONS.keys()} == set()
     assert not {reason for reason in REASONS if not any(reason in (test.as_posix(), test.parts[0]) for test in alone)}
+
+
+ELSEWHERE = {  # modules without a test module of their own name, by the test module that holds them
+    "commands/bench/test_bench_harness": "commands/bench/{devices,grade,launch,ring,sharded,simulator,training}",
+    "commands/test_compare": "measuring/{comparison,recording} running/files",
+    "grading/test_exercises": "grading/{check_cell,examine} grading/tasks/{diagnose,forbidden,"
+    "exercise01,exercise02,exercise03,exercise04,exercise05,exercise06,exercise07,exercise08,exercise09,exercise10}",
+    "grading/test_grade_attacks": "grading/{grade,nbval_run,sandbox,submission,zygote}",
+    "grading/test_grade_reports": "grading/{plain,report}",
+    "grading/test_verdicts": "commands/check",
+    "measuring/test_claims": "commands/claims",
+    "measuring/test_simulate": "commands/simulate",
+    "measuring/test_theory": "measuring/timing",
+    "running/devices/test_device": "running/devices/{capacity,presets,roofline}",
+    "running/launching/test_hosts": "commands/hosts running/launching/engine",
+    "running/launching/test_launch": "running/launching/{agent,channel,forked,limits,progress,rank,run,server}",
+    "running/launching/test_launch_spawn": "running/launching/{spare,spares,spawned}",
+    "running/launching/test_magic": "running/launching/cell",
+    "running/test_faults": "measuring/stragglers running/flight_recorder",
+    "test_docs": "errors",
+    "test_train_script": "train wrapping",
+}
+
+
+def spelt_out(modules):
+    """The paths in "a/{b,c} d"."""
+    for entry in modules.split():
+        folder, _, names = entry.partition("{")
+        yield from (Path(folder + name) for name in names.rstrip("}").split(","))
+
+
+def test_every_module_has_its_test_or_is_held_by_another():
+    modules = {path.relative_to(ROOT / "ddp_course").with_suffix("") for path in MODULES if path.stem != "__init__"}
+    tests = [path.relative_to(ROOT / "tests").with_suffix("") for path in ROOT.glob("tests/**/test_*.py")]
+    own = {module for module in modules if any(mirrors(test, {module, module.parent}) for test in tests)}
+    held = [module for listed in ELSEWHERE.values() for module in spelt_out(listed)]
+    assert Path("running/wire") in own and Path("stage6_ddp/reducer") in own and Path("train") not in own
+    assert sorted(modules - own) == sorted(held)
+    assert {test for test in ELSEWHERE if Path(test) not in tests} == set()

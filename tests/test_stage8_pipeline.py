@@ -23,8 +23,6 @@ from ddp_course.stage8_pipeline import (
     timetable,
 )
 
-pytestmark = pytest.mark.alone
-
 SCHEDULES = [gpipe, one_forward_one_backward]
 SHAPES = [(stages, microbatches) for stages in (1, 2, 3, 4, 7) for microbatches in (1, 2, 3, 8)]
 
@@ -287,6 +285,7 @@ def measured_bubble(schedule, microbatches, stages=3):
     return 1 - microbatches * 0.06 / length, [busy for *_, busy in ranks]
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_measured_bubble_is_the_formula(schedule):
     for microbatches in (2, 6):

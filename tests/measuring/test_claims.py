@@ -15,8 +15,6 @@ from ddp_course.measuring.claims import Claim, Finding, Outcome, averaging, comm
 from ddp_course.measuring.simulate import Network
 from ddp_course.measuring.simulate.replay import replay
 
-pytestmark = pytest.mark.alone
-
 CLAIMS = claims.all_claims()
 CLOCKS = re.compile(r"perf_counter|time\.time|monotonic|process_time|thread_time")
 MAY_READ_CLOCKS = {"turns_of_another", "cost_on_rank"}  # which of two moments came first; a remark beside what counts

@@ -14,8 +14,6 @@ from ddp_course.measuring import plans
 from ddp_course.showing import plots, sketches, widgets
 from ddp_course.showing.source import Diff
 
-pytestmark = pytest.mark.alone
-
 
 def compare_results(stages=("1", "2", "3", "4w", "4", "5", "torch"), world_size=4):
     names = {"1": "single device", "2": "DataParallel", "3": "parameter server", "4w": "whole-gradient ring",

@@ -11,8 +11,6 @@ import nbformat
 import pytest
 from chromium import fresh_page, running_browser
 
-pytestmark = pytest.mark.alone
-
 CELLS = {
     "predict": "from ddp_course import plans, show, simulate, theory\nguess = "
     "show.predict('how many?', [1, 2, 4])\nguess",

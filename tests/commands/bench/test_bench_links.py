@@ -9,8 +9,6 @@ from ddp_course.commands.bench import links as bench
 from ddp_course.running.links import modes
 from ddp_course.showing.link_plots import link_figure
 
-pytestmark = pytest.mark.alone
-
 KEYS = {"mode", "algorithm", "world_size", "bytes", "bandwidth_bits_s", "measured_s", "theory_s", "ratio"}
 
 

@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 from launch_faults import FAULTS, HEADER
 
-pytestmark = pytest.mark.alone
-
 SCRIPT_END = """
 def attempt(name, source, world_size):
     begin = time.monotonic()

@@ -22,8 +22,6 @@ from ddp_course.errors import CourseError
 from ddp_course.running import links
 from ddp_course.running.links import Link
 
-pytestmark = pytest.mark.alone
-
 HOSTS = pytest.mark.skipif(bool(links.available()["hosts"]), reason="no virtual hosts here")
 
 
