@@ -5,6 +5,7 @@ BIN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 ARGS ?=
 BESIDE := -n 3 --dist loadgroup --no-loadscope-reorder
+LONGEST := tests/running/test_faults.py tests/torch_suite tests/test_train_script.py tests/running/launching tests/test_notebooks.py
 
 .PHONY: help setup compare test test-quick lab gpu notebooks site lint clean
 
@@ -28,7 +29,7 @@ compare: setup  ## train with every strategy, print the table, write results/com
 # All tests: three files at a time, the longest first, and then those by themselves that look at the clock.
 test: setup  ## all tests, or make test ARGS=FILE
 ifeq ($(strip $(ARGS)),)
-	$(BIN)/python -m pytest -m "not alone" $(BESIDE) --durations=20 tests/running/test_faults.py tests/test_notebooks.py tests; \
+	$(BIN)/python -m pytest -m "not alone" $(BESIDE) --durations=20 $(LONGEST) tests; \
 	passed=$$?; $(BIN)/python -m pytest -m alone --durations=20 && exit $$passed
 else
 	$(BIN)/python -m pytest $(ARGS)

@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LESSONS = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
 NAMES = [path.stem for path in LESSONS]
 CHECK = "# NBVAL_CHECK_OUTPUT"
+CLOCKED = {"08_pipeline": [pytest.mark.alone]}  # it holds the time of a step against the formula
 
 
 def read(path):
@@ -63,7 +64,10 @@ def test_there_are_thirteen_lessons_in_order():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "path",
-    [pytest.param(path, id=path.stem, marks=pytest.mark.xdist_group(path.stem)) for path in LESSONS],
+    [
+        pytest.param(path, id=path.stem, marks=[pytest.mark.xdist_group(path.stem), *CLOCKED.get(path.stem, [])])
+        for path in LESSONS
+    ],
 )
 def test_lesson_runs_from_a_copy_in_another_folder(path, tmp_path):
     copy = tmp_path / path.name

@@ -319,22 +319,27 @@ def curves(
             axes.plot(xs, ys, "o" if points else "-", color=shade, label=label, linewidth=width_pt)
             if label in (bands or {}):
                 axes.fill_between(*bands[label], color=shade, alpha=0.18, linewidth=0)
-        for axis in log:
-            logarithmic(axes, axis)
-        if ticks:
-            axes.set_xticks(ticks, [f"{tick:,g}" for tick in ticks])
-        elif "x" not in log:
-            axes.xaxis.set_major_locator(
-                MaxNLocator(integer=all(line.get_xdata().dtype.kind == "i" for line in axes.lines))
-            )
-        if "y" not in log and axes.dataLim.ymin >= 0:
-            axes.set_ylim(bottom=0)
+        scale(axes, log, ticks)
         axes.set(xlabel=xlabel, ylabel=ylabel, title=title)
         if across := [label for label, (_, ys, *_) in (theory or {}).items() if not points and len(set(ys)) == 1]:
             name_levels(axes, across)
         if len(axes.get_legend_handles_labels()[1]) > 1:
             axes.legend()
     return picture
+
+
+def scale(axes: Axes, log: Sequence[str], ticks: Any) -> None:
+    """Choose the axes' scales, ticks and bounds for what has been drawn: `log` and `ticks` as in `curves`."""
+    for axis in log:
+        logarithmic(axes, axis)
+    if ticks:
+        axes.set_xticks(ticks, [f"{tick:,g}" for tick in ticks])
+    elif "x" not in log:
+        axes.xaxis.set_major_locator(
+            MaxNLocator(integer=all(line.get_xdata().dtype.kind == "i" for line in axes.lines))
+        )
+    if "y" not in log and axes.dataLim.ymin >= 0:
+        axes.set_ylim(bottom=0)
 
 
 def name_levels(axes: Axes, labels: Any) -> None:

@@ -58,29 +58,12 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
     """
 
     def __init__(
-        self,
-        module,
-        device_ids=None,
-        output_device=None,
-        dim=0,
-        broadcast_buffers=None,
-        init_sync=True,
-        process_group=None,
-        bucket_cap_mb=None,
-        find_unused_parameters=False,
-        check_reduction=False,
-        gradient_as_bucket_view=False,
-        static_graph=False,
-        delay_all_reduce_named_params=None,
-        param_to_hook_all_reduce=None,
-        mixed_precision=None,
-        device_mesh=None,
-        skip_all_reduce_unused_params=False,
-        bucket_cap_mb_list=None,
-        batched_grad_copy=False,
-        forward_sync_buffers=None,
-        all_reduce=None,
-    ):
+        self, module, device_ids=None, output_device=None, dim=0, broadcast_buffers=None, init_sync=True,
+        process_group=None, bucket_cap_mb=None, find_unused_parameters=False, check_reduction=False,
+        gradient_as_bucket_view=False, static_graph=False, delay_all_reduce_named_params=None,
+        param_to_hook_all_reduce=None, mixed_precision=None, device_mesh=None, skip_all_reduce_unused_params=False,
+        bucket_cap_mb_list=None, batched_grad_copy=False, forward_sync_buffers=None, all_reduce=None,
+    ):  # fmt: skip
         refuse_unsupported(delay_all_reduce_named_params, param_to_hook_all_reduce)
         warn_of_old_names(broadcast_buffers, forward_sync_buffers, check_reduction)
         super().__init__()

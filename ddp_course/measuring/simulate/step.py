@@ -51,18 +51,10 @@ class Step:
 
 
 def simulate(
-    profile: Profile,
-    world_size: int,
-    network: Network,
-    algorithm: Any = "ring",
-    bucket_cap_mb: float = 25.0,
-    small_first: bool = True,
-    interference: float = 0.0,
-    cores: int | None = None,
-    overhead_s: float = 0.0,
-    every_rank: bool = False,
-    program: Any = None,
-) -> Step:
+    profile: Profile, world_size: int, network: Network, algorithm: Any = "ring", bucket_cap_mb: float = 25.0,
+    small_first: bool = True, interference: float = 0.0, cores: int | None = None, overhead_s: float = 0.0,
+    every_rank: bool = False, program: Any = None,
+) -> Step:  # fmt: skip
     """Simulate one step of `world_size` devices that each do the work of `profile`; returns a `Step`.
 
     `network` has the links and how many ranks share a host. `algorithm` is a name of `theory.ALL_REDUCE`.

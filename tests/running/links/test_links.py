@@ -21,8 +21,6 @@ from ddp_course.errors import LinkError
 from ddp_course.running import links, wire
 from ddp_course.running.links import LINKS, Link, calibration, capacity, link, modes, throttle
 
-pytestmark = pytest.mark.alone
-
 MODES = [
     pytest.param("hosts", marks=pytest.mark.skipif(bool(links.available()["hosts"]), reason="no virtual hosts here")),
     "wire",
