@@ -46,7 +46,17 @@ The [glossary](../docs/GLOSSARY.md) has every term.
 ## This machine
 
 The course needs no GPU. Where there is none, every *rank* is a process on the CPU, and the links between them are
-made slow enough to see.
+made slow enough to see. What each place can show:
+
+| opened | what you have there |
+|---|---|
+| on Linux | everything: links by virtual hosts, which slow torch's own collectives too, where the system allows them |
+| on macOS, Windows | everything but virtual hosts: a throttled wire slows our stages' messages, not torch's |
+| in Codespaces | as on macOS: containers forbid virtual hosts; take a machine with at least two cores |
+| on Binder | the same with little memory and about one core: set `K = 2` |
+| on Colab, Kaggle | the same on two cores; with a GPU, if you ask for one, which all ranks share; no terminal for `make` |
+
+The doctor looks at the machine that this notebook runs on, and has the last word:
 """
 
 # %% this-machine

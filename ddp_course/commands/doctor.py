@@ -6,10 +6,16 @@ import shutil
 import sys
 from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 GIB = 2**30
 NEEDED_MEMORY = 1.5 * GIB  # for a lesson with four ranks: docs/TROUBLESHOOTING.md says how it was measured
+NEEDED_CORES = 2
+CPU_SHARES = [  # microseconds that a container may compute in a period of so many, cgroup version 2 and 1
+    (Path("/sys/fs/cgroup"), ("cpu.max",)),
+    (Path("/sys/fs/cgroup/cpu"), ("cpu.cfs_quota_us", "cpu.cfs_period_us")),
+]
 
 Finding = tuple[str, str, tuple[str, str] | None]  # a name, what is there, and (kind of problem, what to do) if any
 
@@ -41,17 +47,20 @@ def main() -> int:
 
 
 def machine() -> Iterator[Finding]:
-    """Cores, memory, system and Python."""
+    """Cores, memory, system and Python: what the machine has, or what a hub's container allows of it."""
     import psutil
 
-    memory = psutil.virtual_memory()
-    hint = ("hint", f"four ranks want {NEEDED_MEMORY / GIB:g} GiB; use --world-size 2, in lessons K = 2")
+    from ..running.launching.limits import free_memory
+
+    memory, cores = free_memory(), allowed_cores()
+    two = "set K = 2 in the first cell of each lesson, and give commands --world-size 2"
+    small = ("hint", f"four ranks want {NEEDED_MEMORY / GIB:g} GiB; {two}") if memory < NEEDED_MEMORY else None
+    slow = ("hint", f"four ranks want two cores; {two}") if cores < NEEDED_CORES else None
     old = ("fatal", "Python 3.10 or newer is needed") if sys.version_info < (3, 10) else None
     yield "system", f"{platform.system()} {platform.release()} {platform.machine()}", None
     yield "Python", platform.python_version(), old
-    yield "cores", str(usable_cores()), None
-    free = f"{memory.total / GIB:.1f} GiB, {memory.available / GIB:.1f} GiB free"
-    yield "memory", free, hint if memory.available < NEEDED_MEMORY else None
+    yield "cores", f"{cores:g}", slow
+    yield "memory", f"{psutil.virtual_memory().total / GIB:.1f} GiB, {memory / GIB:.1f} GiB free", small
 
 
 def how_ranks_start() -> str:
@@ -66,9 +75,14 @@ def how_ranks_start() -> str:
     return f"warm spares, {most_spares(MOST_SPARES)} at most, {SPARE_MEMORY / GIB:.1f} GiB each{now}"
 
 
-def usable_cores() -> int:
-    """Cores that this process may use, which a container may have limited."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def allowed_cores() -> float:
+    """Cores that this process may use: those it may run on, or the share of time that its container gets."""
+    cores: float = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for folder, names in CPU_SHARES:
+        words = " ".join(file.read_text() for name in names if (file := folder / name).is_file()).split()
+        if len(words) == 2 and words[0].isdigit():
+            cores = min(cores, int(words[0]) / int(words[1]))
+    return cores
 
 
 def torch_parts() -> Iterator[Finding]:

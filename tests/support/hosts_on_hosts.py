@@ -1,4 +1,4 @@
-"""A head and three machines with ssh, on virtual hosts: host0 is the head, host1 to host3 are joined by ssh.
+"""A head and three machines on virtual hosts: host0 is the head; host1 is joined by ssh, host2 and host3 by "Slurm".
 
     python tests/support/hosts_on_hosts.py FOLDER
 
@@ -28,6 +28,14 @@ PidFile none
 SetEnv PYTHONPATH={pythonpath} TMPDIR={tmpdir} DDP_COURSE_HOSTS={folder}/hosts OMP_NUM_THREADS=1
 """
 
+SRUN = """#!/bin/sh
+# What Slurm's srun would do in an allocation of host2 and host3, which here have ssh.
+[ "$1 $2" = "--ntasks-per-node=1 --overlap" ] || exit 2
+shift 2
+for host in host2 host3; do ssh $DDP_COURSE_SSH $host "$*" </dev/null & done
+wait
+"""
+
 
 def main(folder):
     """Build, serve accidents until the head's program has ended; its exit code."""
@@ -42,10 +50,14 @@ def main(folder):
         "DDP_COURSE_HOSTS": str(folder / "hosts"),
         "DDP_COURSE_SSH": f"-i {folder}/key -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -q",
     }
+    (folder / "bin").mkdir()
+    (folder / "bin" / "srun").write_text(SRUN)
+    (folder / "bin" / "srun").chmod(0o755)
+    allocation = {**environment, "SLURM_JOB_ID": "1", "PATH": f"{folder}/bin:{os.environ['PATH']}"}
     address = virtual_hosts.address(0)
-    start = [sys.executable, "-m", "ddp_course.cli", "hosts", "start", "--ip", address, "--ssh", "host1,host2,host3"]
+    start = [sys.executable, "-m", "ddp_course.cli", "hosts", "start", "--ip", address, "--ssh", "host1", "--slurm"]
     start += ["--engines", str(folder / "engines.json")]
-    controller = on_hosts.start(hosts, 0, start, environment, log)
+    controller = on_hosts.start(hosts, 0, start, allocation, log)
     head = on_hosts.start(hosts, 0, [sys.executable, str(folder / "head.py")], environment)
     code = None
     while code is None:

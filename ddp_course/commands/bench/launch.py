@@ -22,9 +22,9 @@ import torch.multiprocessing as multiprocessing
 from ...running.launching.launch import launch
 from .harness import Benchmark, Part, Promise, take_turns, timed
 
-WARM_WORLD_SIZES = (1, 2, 4, 8)
+WARM_WORLD_SIZES = (1, 2, 4, 8, 10, 12, 16)
 COMPARED_WORLD_SIZE = 4
-WARM_SECONDS, TIMES_FASTER_THAN_SPAWN, TIMES_IMPORT = 0.35, 10, 1.3
+WARM_SECONDS, LARGE_WORLD_SECONDS, TIMES_FASTER_THAN_SPAWN, TIMES_IMPORT = 0.35, 0.6, 10, 1.3
 WARM_UP_SECONDS = 3.0  # for the server to load, in the background, what it loads after the first launch
 
 IMPORT = "import time; begin = time.perf_counter(); import torch; print(time.perf_counter() - begin)"
@@ -77,6 +77,7 @@ def promised(medians: dict[str, float]) -> list[Promise]:
     spawn, imported = medians["torch.multiprocessing.spawn, K=4"], medians["import torch"]
     return [
         Promise("warm launch at K=4, seconds", warm, at_most=WARM_SECONDS),
+        Promise("warm launch at K=16, seconds", medians["warm launch, K=16"], at_most=LARGE_WORLD_SECONDS),
         Promise("warm launch at K=4, times faster than spawn", spawn / warm, at_least=TIMES_FASTER_THAN_SPAWN),
         Promise("first launch at K=4, times importing torch", first / imported, at_most=TIMES_IMPORT),
     ]
@@ -109,4 +110,9 @@ def join_group(rank: int, world_size: int, meeting: str) -> None:
     dist.destroy_process_group()
 
 
-BENCHMARK = Benchmark("launch", "seconds to start K ranks, beside spawn and fork", {"starts": compare}, repeats=5)
+BENCHMARK = Benchmark(
+    "launch",
+    "seconds to start K ranks, beside spawn and fork",
+    {"starts": compare},
+    repeats=5,
+)

@@ -1,4 +1,4 @@
-"""Several machines from one call: a head and three hosts, started by ssh, on virtual hosts with 1 Gbit/s cables."""
+"""Several machines from one call: a head and three hosts, started by ssh and by srun, with cables of 1 Gbit/s."""
 
 import io
 import json
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_course.commands.hosts import read_object
+from ddp_course.commands.hosts import read_object, start_engines
 from ddp_course.errors import LaunchError
 from ddp_course.running.launching import hosts as hosts_of
 from ddp_course.running.links import available
@@ -24,7 +24,7 @@ pytestmark = [
 ]
 
 HEAD = """
-import json, os, signal, sys, threading, time
+import json, os, signal, subprocess, sys, threading, time
 from pathlib import Path
 import torch, torch.distributed as dist
 from ddp_course import launch, ring_all_reduce
@@ -32,6 +32,7 @@ from ddp_course.running import wire
 from ddp_course.running.launching import engine, hosts
 
 FOLDER, found = Path(__file__).parent, {}
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever starts tests in the background has it ignored
 
 def ask(what):
     (FOLDER / f"ask-{what}").touch()
@@ -101,6 +102,13 @@ def in_an_accident(what):
     tell(f"{what} left", int(ask("count")))
     thread.join()
 
+def many_rings():
+    for turn in range(50):
+        tensor = torch.full((1000,), float(turn + dist.get_rank()))
+        ring_all_reduce(tensor)
+        assert tensor.unique().tolist() == [6.0 * turn + 15]
+    return dist.get_rank()
+
 def magic():
     from IPython.core.interactiveshell import InteractiveShell
     shell = InteractiveShell.instance()
@@ -110,9 +118,23 @@ def magic():
 
 while not (FOLDER / "hosts" / "ipcontroller-client.json").exists():
     time.sleep(0.1)
-with hosts.connect() as client:
-    while len(client.ids) < 3:
-        time.sleep(0.1)
+def wait_for_three():
+    with hosts.connect() as client:
+        while len(client.ids) < 3:
+            time.sleep(0.1)
+
+def start_by(method):
+    import os
+    from ddp_course.running.launching import spares
+    os.environ["DDP_COURSE_START"] = method
+    if method == "fork":
+        spares.stop_spares()
+
+def start_all_by(method):
+    with hosts.connect() as client:
+        client[:].apply_sync(start_by, method)
+
+wait_for_three()
 attempt("first", name, hosts=3)
 here = launch(ring, world_size=6)
 there = launch(ring, world_size=6, hosts="all")
@@ -121,9 +143,16 @@ attempt("some", name, hosts=["host3", "host1"], world_size=3)
 attempt("fails", fails)
 attempt("sleeps", sleeps, timeout=3)
 attempt("unknown", name, hosts=["host9"])
+start_all_by("spawn")
+spares = launch(ring, world_size=6, hosts="all")
+attempt("spares fail", fails)
+tell("spares", [[row[:2] for row in spares] == [row[:2] for row in here], [row[2] for row in spares]])
+start_all_by("fork")
 tell("cell", magic())
-both = [threading.Thread(target=attempt, args=(f"head {n}", ring)) for n in range(2)]
-[thread.start() for thread in both], [thread.join() for thread in both]
+other = subprocess.Popen([sys.executable, FOLDER / "second_head.py"], stdout=subprocess.PIPE, text=True)
+other.stdout.readline()
+attempt("head 0", many_rings)
+tell("head 1", eval(other.communicate()[0]))
 in_an_accident("interrupt")
 true = engine.versions
 engine.versions = lambda: {**true(), "torch": "1.0"}
@@ -132,9 +161,26 @@ engine.versions = true
 in_an_accident("kill-2")
 attempt("two are left", name, hosts=2)
 ask("join-2")
+wait_for_three()
 attempt("joined late", name, hosts=["host1", "host2", "host3"], world_size=3)
 in_an_accident("unplug-3")
 tell("end", True)
+"""
+
+
+SECOND_HEAD = """
+import torch, torch.distributed as dist
+from ddp_course import launch, ring_all_reduce
+
+def other_rings():
+    for turn in range(50):
+        tensor = torch.full((77,), 1000.0 * turn)
+        ring_all_reduce(tensor)
+        assert tensor.unique().tolist() == [3000.0 * turn]
+    return -dist.get_rank()
+
+print("ready", flush=True)
+print(launch(other_rings, world_size=3, hosts="all"))
 """
 
 
@@ -143,12 +189,13 @@ def found(tmp_path_factory):
     """What the head's program found out."""
     folder = tmp_path_factory.mktemp("hosts")
     (folder / "head.py").write_text(HEAD)
+    (folder / "second_head.py").write_text(SECOND_HEAD)
     for name in ("key", "hostkey"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)], check=True)
     support = Path(__file__).parents[2] / "support" / "hosts_on_hosts.py"
     environ = {**os.environ, "PYTHONPATH": str(Path(hosts_of.__file__).parents[3]), "TMPDIR": str(folder)}
     command = [sys.executable, str(support), str(folder)]
-    ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300, check=False)
+    ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=900, check=False)
     assert ended.returncode == 0, ended.stderr + (folder / "log").read_text()
     return {**json.loads((folder / "found").read_text()), "printed": ended.stdout}
 
@@ -158,6 +205,13 @@ def test_results_bytes_and_places_are_those_of_one_machine(found):
     same, places = found["ring"]
     assert same and places == ["host1", "host1", "host2", "host2", "host3", "host3"]
     assert "[rank 4 host3] summed\n" in found["printed"]
+
+
+def test_hosts_without_fork_give_the_same(found):
+    same, places = found["spares"]
+    assert same and places == found["ring"][1]
+    error, message, _ = found["spares fail"]
+    assert error == "RankError" and message.startswith("rank 3 on host2: KeyError: 'nowhere' (of 6 ranks)")
 
 
 def test_hosts_can_be_named(found):
@@ -182,7 +236,9 @@ def test_a_cell_on_the_ranks_of_several_hosts(found):
 
 
 def test_two_heads_at_once_do_not_mix(found):
-    assert found["head 0"][0] == found["head 1"][0] == "none", (found["head 0"], found["head 1"])
+    """Two programs, with collectives of their own on the same three hosts, at the same time."""
+    assert found["head 0"][:2] == ["none", "[0, 1, 2, 3, 4, 5]"], found["head 0"]
+    assert found["head 1"] == [0, -1, -2]
 
 
 def test_another_torch_is_refused(found):
@@ -233,14 +289,20 @@ def test_a_machine_with_the_key_of_another_controller_is_not_let_in(tmp_path):
         settings["curve_serverkey"], settings["curve_secretkey"] = (key.decode() for key in zmq.curve_keypair())
         (tmp_path / "wrong.json").write_text(json.dumps(settings))
         ended = subprocess.run(
-            [*course, "join", str(tmp_path / "wrong.json")], env=environ, capture_output=True, text=True, timeout=60
+            [*course, "join", str(tmp_path / "wrong.json")], env=environ, capture_output=True, text=True, timeout=240
         )
     finally:
         controller.terminate()
-        controller.communicate(timeout=20)
+        controller.communicate(timeout=120)
     assert ended.returncode == 1
     assert ended.stderr.count("\n") == 1 and "did not let this machine in" in ended.stderr
     assert not list((tmp_path / "hosts").glob("*.json")), "no key is left behind"
+
+
+def test_slurm_wants_an_allocation(monkeypatch, tmp_path):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    with pytest.raises(LaunchError, match=r"works inside an allocation; get one with: salloc"):
+        start_engines(tmp_path / "engines.json", [], slurm=True)
 
 
 def test_a_key_may_have_braces_in_it():
