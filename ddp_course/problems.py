@@ -234,7 +234,7 @@ class Synthetic(Problem):
         return {"loss": self.loss(model)}
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """A transformer block: causal self-attention, then a two-layer net, each added to what came in."""
 
     def __init__(self, width, heads, dropout):
@@ -265,7 +265,7 @@ class ByteGPT(nn.Module):
         super().__init__()
         self.bytes, self.positions = nn.Embedding(256, width), nn.Embedding(context, width)
         self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.Sequential(*(Block(width, max(1, width // 32), dropout) for _ in range(layers)))
+        self.blocks = nn.Sequential(*(TransformerBlock(width, max(1, width // 32), dropout) for _ in range(layers)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256)
         for quiet in (self.positions, self.head):  # the bytes' own, of deviation 1, are apart from the first step
             nn.init.normal_(quiet.weight, std=0.02)

@@ -128,7 +128,6 @@ def record_overlap():
     return spans, traffic, len(parallel.buckets), sum(p.numel() * 4 for p in model.parameters())
 
 
-@pytest.mark.alone
 def test_communication_starts_before_backward_ends():
     for spans, traffic, buckets, payload in launch(record_overlap, world_size=2):
         [backward] = [span for span in spans if span.name == "backward"]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ddp_course import collectives, launch, stage4_ring
 from ddp_course.cli import main
 from ddp_course.measuring import claims, theory
-from ddp_course.measuring.claims import Claim, Finding, Outcome, averaging, communication, judge, running
+from ddp_course.measuring.claims import Claim, Finding, Outcome, averaging, communication, running, verdict_on
 from ddp_course.measuring.simulate import Network
 from ddp_course.measuring.simulate.replay import replay
 
@@ -90,15 +90,15 @@ def sums_like_torch():
     return torch.equal(collectives.duplex_server_all_reduce(mine), theirs)
 
 
-def test_judge_words_follow_the_outcomes():
+def test_words_follow_the_outcomes():
     yes, no = Outcome(True, "1"), Outcome(False, "2")
-    assert judge({"a": yes, "b": yes}) == "holds"
-    assert judge({"a": no, "b": no}) == "false"
-    assert judge({"a": yes, "b": no}) == "holds only if a"
-    assert judge({"a": yes, "b": no, "c": yes}) == "holds only if a or c"
-    assert judge({"K = 2": yes, "K = 16": yes, "K = 64": no}) == "holds up to K = 16"
-    assert judge({"K = 2": yes, "K = 16": no, "K = 64": yes}) == "holds only if K = 2 or K = 64"
-    assert judge({"K = 2": yes, "K = 4": no}) == "holds only if K = 2"
+    assert verdict_on({"a": yes, "b": yes}) == "holds"
+    assert verdict_on({"a": no, "b": no}) == "false"
+    assert verdict_on({"a": yes, "b": no}) == "holds only if a"
+    assert verdict_on({"a": yes, "b": no, "c": yes}) == "holds only if a or c"
+    assert verdict_on({"K = 2": yes, "K = 16": yes, "K = 64": no}) == "holds up to K = 16"
+    assert verdict_on({"K = 2": yes, "K = 16": no, "K = 64": yes}) == "holds only if K = 2 or K = 64"
+    assert verdict_on({"K = 2": yes, "K = 4": no}) == "holds only if K = 2"
 
 
 def test_a_claim_runs_only_what_it_is_asked_for():

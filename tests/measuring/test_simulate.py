@@ -526,12 +526,12 @@ def test_what_cannot_be_seen_is_found_at_two_ranks_and_carried_to_four():
     costs = dict.fromkeys(measured.IMPLEMENTATIONS, Costs(1e-4, 4e-8))
     truth = measured.Unseen(1.5, 0.3, 2e-3)
     rows = made_up_rows(profiles, costs, truth)
-    result = measured.judge(rows, profiles, costs, 2)
+    result = measured.predict_rows(rows, profiles, costs, 2)
     assert result["held_out_error"]["largest"] < 0.02
     spoilt = [row if row["K"] == 2 else row | {"measured_ms": 1.0} for row in rows]
-    again = measured.judge(spoilt, profiles, costs, 2)
+    again = measured.predict_rows(spoilt, profiles, costs, 2)
     assert again["calibration"] == result["calibration"] and again["held_out_error"]["median"] > 10
-    blind = measured.judge(rows, profiles, costs, cores=8)  # control: as if each rank had a core of its own
+    blind = measured.predict_rows(rows, profiles, costs, cores=8)  # control: as if each rank had a core of its own
     assert blind["held_out_error"]["largest"] > 0.1
 
 

@@ -81,7 +81,6 @@ def train_with_a_slow_rank(slow, seconds):
     return spans
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("world_size, slow", [(2, 0), (4, 2)])
 def test_a_straggler_is_named_from_the_timelines(world_size, slow):
     ranks = launch(train_with_a_slow_rank, slow, 0.4, world_size=world_size)

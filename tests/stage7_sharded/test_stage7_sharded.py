@@ -453,7 +453,7 @@ def on_bytes():
 def test_a_transformer_is_sharded_block_by_block():
     for whole, sharded, names in launch(on_bytes, world_size=2):
         assert torch.equal(whole, sharded)
-        assert names == ["ByteGPT"] + ["Block"] * (len(names) - 1) and len(names) > 1
+        assert names == ["ByteGPT"] + ["TransformerBlock"] * (len(names) - 1) and len(names) > 1
 
 
 def looked_at():

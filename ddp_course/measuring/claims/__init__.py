@@ -12,9 +12,9 @@ the experiments of claim 4, `claims.test(7, 13)` those of two; `ddp-course claim
 from importlib import import_module
 from pkgutil import iter_modules
 
-from .claim import Claim, Finding, Outcome, Table, judge
+from .claim import Claim, Finding, Outcome, Table, verdict_on
 
-__all__ = ["Claim", "Finding", "Outcome", "all_claims", "judge", "test"]
+__all__ = ["Claim", "Finding", "Outcome", "all_claims", "test", "verdict_on"]
 
 
 def all_claims() -> dict[int, Claim]:

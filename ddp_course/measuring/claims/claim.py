@@ -54,7 +54,7 @@ class Finding:
     @property
     def verdict(self) -> str:
         """ "holds", "false" or "holds only if …", computed from the outcomes."""
-        return judge(self.outcomes)
+        return verdict_on(self.outcomes)
 
     @property
     def line(self) -> str:
@@ -93,7 +93,7 @@ class Table:
     _repr_html_ = __str__
 
 
-def judge(outcomes: dict[str, Outcome]) -> str:
+def verdict_on(outcomes: dict[str, Outcome]) -> str:
     """Turn outcomes by condition into a verdict; conditions "K = 2", "K = 16", … are a scale with an end."""
     true = [name for name, outcome in outcomes.items() if outcome.holds]
     if len(true) == len(outcomes):

@@ -68,11 +68,13 @@ def compare(bandwidth: str = "200Mbit", world_sizes: Sequence[int] = (2, 3, 4)) 
     rows = [row for times, _ in measured for row in times]
     others = {"processor_share_of_others": max(share for _, share in measured)}
     return (
-        judge(rows, profiles, costs, cores) | {"link": {"bandwidth_bits_s": link.bandwidth, "mode": link.mode}} | others
+        predict_rows(rows, profiles, costs, cores)
+        | {"link": {"bandwidth_bits_s": link.bandwidth, "mode": link.mode}}
+        | others
     )
 
 
-def judge(
+def predict_rows(
     rows: list[dict[str, Any]], profiles: dict[str, Profile], costs: dict[str, Costs], cores: int
 ) -> dict[str, Any]:
     """Calibrate with the `rows` of K = 2, predict all of them, and sum up the errors of the others."""
