@@ -68,6 +68,7 @@ def twice(number):
 # NBVAL_CHECK_OUTPUT
 check("13.1", twice)
 '''
+HINTS = "## 13.1\n1. What is one more than one?\n2. Add it to itself.\n3. Double it.\n"
 CLAIM = '''"""A claim about nothing."""
 
 from .claim import Claim, Outcome
@@ -150,9 +151,11 @@ def test_add_a_stage(house):
 
 def test_add_an_exercise(house):
     lesson, task = "authoring/lessons/13_topic_exercise.py", "ddp_course/grading/tasks/exercise13.py"
-    follow(house, "n exercise", {lesson: EXERCISE, task: TASK})
+    hints = {"ddp_course/grading/hints.md": lambda path: path.write_text(path.read_text() + HINTS)}
+    follow(house, "n exercise", {lesson: EXERCISE, task: TASK, **hints})
     run(house, "authoring/build.py", "--only", "13")
     assert "NotImplementedError" in (house / "exercises" / "13_topic.ipynb").read_text()
+    assert "Double it." in run(house, "-c", "from ddp_course.grading import hint; hint('13.1', 3)")
     checked = "from ddp_course.grading import check; check('13.1', lambda number: {} * number)"
     assert run(house, "-c", checked.format(2)).startswith("Exercise 13.1: correct.")
     with pytest.raises(AssertionError, match="that is not twice the number"):

@@ -3,6 +3,9 @@
 #
 # The loop that everything else is built around. Run the check below each answer as often as you like: it draws new
 # numbers every time, and says what is wrong.
+#
+# Stuck? `from ddp_course.grading import hint`, then `hint("1.1")` gives the first of three hints for a task, and
+# `hint("1.1", 2)` the next. Reports count them.
 # %% imports
 import torch
 from torch.nn.functional import cross_entropy

@@ -2,6 +2,9 @@
 # # Exercise 2: one process, K devices
 #
 # The pieces of `DataParallel`: cut the batch, add up the gradients, and see what it costs the master.
+#
+# Stuck? `from ddp_course.grading import hint`, then `hint("2.1")` gives the first of three hints for a task, and
+# `hint("2.1", 2)` the next. Reports count them.
 # %% imports
 import torch
 

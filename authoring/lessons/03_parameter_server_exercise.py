@@ -3,6 +3,9 @@
 #
 # K ranks, one of which collects, averages and sends back. Each check starts four ranks, and tries your answer with
 # 1 to 4 of them, with different servers. All messages go through `wire`, where they are counted.
+#
+# Stuck? `from ddp_course.grading import hint`, then `hint("3.1")` gives the first of three hints for a task, and
+# `hint("3.1", 2)` the next. Reports count them.
 # %% imports
 import torch
 import torch.distributed as dist

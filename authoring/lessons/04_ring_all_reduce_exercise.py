@@ -3,6 +3,9 @@
 #
 # Five small steps to the all-reduce of lesson 4. Run the check below each answer as often as you like: it starts
 # four ranks, draws new numbers every time, counts what you send, and says what is wrong.
+#
+# Stuck? `from ddp_course.grading import hint`, then `hint("4.1")` gives the first of three hints for a task, and
+# `hint("4.1", 2)` the next. Reports count them.
 # %% imports
 import torch
 import torch.distributed as dist
@@ -137,3 +140,52 @@ def ring_seconds(world_size, parameters, bits_per_second, latency):
 
 # %% check-4-5 points=1
 check("4.5", ring_seconds)
+
+
+# %% [markdown]
+# ## 4.6 Find the bug: a ring
+#
+# Its author has tested this ring on 2, 3 and 4 ranks with 12 and 24 numbers, different on every rank, and all sums were right.
+# In training the replicas drift apart. One line is wrong.
+# %% faulty-4-6
+def faulty_ring(tensor, group=None):  # line 1
+    rank, size, left, right = wire.neighbours(group)  # line 2
+    chunks = [tensor[i * (len(tensor) // size) : (i + 1) * (len(tensor) // size)] for i in range(size)]  # line 3
+    incoming = torch.empty_like(max(chunks, key=len))  # line 4
+    for step in range(size - 1):  # line 5
+        out, own = chunks[(rank - step) % size], chunks[(rank - step - 1) % size]  # line 6
+        wire.exchange(out, right, incoming[: len(own)], left, group)  # line 7
+        own += incoming[: len(own)]  # line 8
+    for step in range(size - 1):  # line 9
+        out, own = chunks[(rank + 1 - step) % size], chunks[(rank - step) % size]  # line 10
+        wire.exchange(out, right, own, left, group)  # line 11
+
+
+# %% [markdown]
+# Which test would have found it? Name the line and mend it. `tensor` is in one row.
+# %% answer-4-6
+def the_bug():
+    """Return the number of the faulty line."""
+    ### BEGIN SOLUTION
+    return 3
+    ### END SOLUTION
+
+
+def mended_ring(tensor, group=None):
+    """Sum `tensor` over the ranks of `group` in place, as the ring above should."""
+    ### BEGIN SOLUTION
+    rank, size, left, right = wire.neighbours(group)
+    chunks = list(tensor.tensor_split(size))
+    incoming = torch.empty_like(max(chunks, key=len))
+    for step in range(size - 1):
+        out, own = chunks[(rank - step) % size], chunks[(rank - step - 1) % size]
+        wire.exchange(out, right, incoming[: len(own)], left, group)
+        own += incoming[: len(own)]
+    for step in range(size - 1):
+        out, own = chunks[(rank + 1 - step) % size], chunks[(rank - step) % size]
+        wire.exchange(out, right, own, left, group)
+    ### END SOLUTION
+
+
+# %% check-4-6 points=2
+check("4.6", the_bug, mended_ring)

@@ -3,7 +3,12 @@
 #
 # Three parts of a bucketed DDP: which parameters travel together, how to notice that a gradient is ready, and where
 # to wait.
+#
+# Stuck? `from ddp_course.grading import hint`, then `hint("5.1")` gives the first of three hints for a task, and
+# `hint("5.1", 2)` the next. Reports count them.
 # %% imports
+import math
+
 import torch
 
 from ddp_course.grading import check
@@ -93,3 +98,175 @@ def average_in_background(flats, all_reduce, executor, world_size):
 
 # %% check-5-3 points=3
 check("5.3", average_in_background)
+
+
+# %% [markdown]
+# ## 5.4 Find the bug: the order of buckets
+#
+# Gradients become ready one after the other. When may which bucket leave? This function tells it for one rank, and on one
+# rank it looks fine. In training, with `if` in the model, ranks finish their gradients in different orders, and then sums
+# are wrong, or the ranks wait for ever. One line is wrong.
+# %% faulty-5-4
+def faulty_departures(buckets, ready):  # line 1
+    missing = [set(bucket) for bucket in buckets]  # line 2
+    left = []  # line 3
+    for count, parameter in enumerate(ready, 1):  # line 4
+        for number, waiting in enumerate(missing):  # line 5
+            waiting.discard(parameter)  # line 6
+            if not waiting and number not in [gone for _, gone in left]:  # line 7
+                left.append((count, number))  # line 8
+    return left  # line 9
+
+
+# %% [markdown]
+# `buckets` are lists of parameters' numbers, `ready` is the order in which this rank's gradients become ready. Returned are
+# pairs: after how many ready gradients, which bucket. Every bucket leaves as early as all ranks can stand it.
+# %% answer-5-4
+def the_bug():
+    """Return the number of the faulty line."""
+    ### BEGIN SOLUTION
+    return 7
+    ### END SOLUTION
+
+
+def departures(buckets, ready):
+    """Return [(number of gradients that are ready, bucket that leaves then)], in the order of leaving."""
+    ### BEGIN SOLUTION
+    missing = [set(bucket) for bucket in buckets]
+    left = []
+    for count, parameter in enumerate(ready, 1):
+        for number, waiting in enumerate(missing):
+            waiting.discard(parameter)
+            if not waiting and number == len(left):
+                left.append((count, number))
+    return left
+    ### END SOLUTION
+
+
+# %% check-5-4 points=2
+check("5.4", the_bug, departures)
+
+
+# %% [markdown]
+# ## 5.5 Assemble a bucketed DDP
+#
+# Now put it together. `buckets` are lists of parameters in the order in which backward finishes them. `all_reduce(flat)`
+# sums a tensor in one row over all ranks, in place, and takes its time; `executor` has one thread for it. After
+# `backward(loss)` every `parameter.grad` holds the mean over the ranks, in that pass and in all that follow. `self.buckets`
+# and whatever else you need is yours to make.
+#
+# The model runs on an emulated device, so that backward takes time, and your **timeline** is looked at: the ring of a
+# bucket must run while backward still computes the next one.
+# %% answer-5-5
+class Bucketed:
+    """Averages gradients by buckets, while backward runs."""
+
+    def __init__(self, buckets, all_reduce, executor, world_size):
+        """Get ready to notice each gradient; `buckets` are lists of parameters, first to finish first."""
+        ### BEGIN SOLUTION
+        self.buckets, self.all_reduce, self.executor, self.world_size = buckets, all_reduce, executor, world_size
+        self.start_over()
+        for bucket in buckets:
+            for parameter in bucket:
+                parameter.register_post_accumulate_grad_hook(self.ready)
+        ### END SOLUTION
+
+    def backward(self, loss):
+        """Run the backward pass of `loss`; when it returns, each gradient is the mean over all ranks."""
+        ### BEGIN SOLUTION
+        loss.backward()
+        for bucket, flat, future in self.leaving:
+            future.result()
+            pieces = flat.split([parameter.numel() for parameter in bucket])
+            for parameter, piece in zip(bucket, pieces):
+                parameter.grad = piece.view_as(parameter)
+        self.start_over()
+        ### END SOLUTION
+
+    ### BEGIN SOLUTION
+    def start_over(self):
+        self.missing, self.leaving = [set(bucket) for bucket in self.buckets], []
+
+    def ready(self, parameter):
+        for waiting in self.missing:
+            waiting.discard(parameter)
+        while len(self.leaving) < len(self.buckets) and not self.missing[len(self.leaving)]:
+            bucket = self.buckets[len(self.leaving)]
+            flat = torch.cat([p.grad.reshape(-1) for p in bucket]) / self.world_size
+            self.leaving.append((bucket, flat, self.executor.submit(self.all_reduce, flat)))
+
+    ### END SOLUTION
+
+
+# %% check-5-5 points=4
+check("5.5", Bucketed)
+
+
+# %% [markdown]
+# ## 5.6 Which timeline belongs to which setting?
+#
+# Four people ran the same model. These are the timelines of one step of theirs, in milliseconds:
+#
+#     backward       ==========================              "each on its own": a ring for each gradient, after backward
+#     communication                            -- -- -- --
+#
+#     backward       ==========================              "one bucket": a cap larger than the model
+#     communication                            --------
+#
+#     backward       ==========================              "hidden": buckets, and a link that keeps up with backward
+#     communication         --     --     --   --
+#
+#     backward       ==========================              "slow link": buckets, each of which finds the link still busy
+#     communication         ----------------------------
+#
+# Write the rules by which you tell them apart, from spans in any order. Numbers are never exact: what "begins when
+# backward ends" may begin 2 ms before or after.
+# %% answer-5-6
+def setting_of(timeline):
+    """Return "each on its own", "one bucket", "hidden" or "slow link" for spans (name, start_ms, end_ms)."""
+    ### BEGIN SOLUTION
+    ends = max(end for name, _, end in timeline if name == "backward")
+    rings = sorted((start, end) for name, start, end in timeline if name == "communication")
+    if len(rings) == 1:
+        return "one bucket"
+    if rings[0][0] > ends - 5:
+        return "each on its own"
+    pauses = sum(rings[i][0] - rings[i - 1][1] > 4 for i in range(1, len(rings)))
+    return "hidden" if pauses else "slow link"
+    ### END SOLUTION
+
+
+# %% check-5-6 points=2
+check("5.6", setting_of)
+
+
+# %% [markdown]
+# ## 5.7 Predict, measure, explain
+#
+# From how many samples on does communication hide behind backward? `measure(samples)` runs a backward pass on an emulated
+# device and tells its seconds; `ring` is what the all-reduce takes, however many samples there are.
+#
+# 1. **Predict** by `measure(64)` and `measure(128)` alone: on the straight line through these two, from which number of
+#    samples on, 1 or more, is backward at least as long as the ring?
+# 2. **Measure**: which number is it really? `measure` as often as you like, up to 40 times; it never falls. The answer lies between 1 and 4096.
+# 3. **Explain**: at the number that you measured, what bounds the device? With half of the samples backward takes (nearly) half the time:
+#    `"computing"`. It takes more than three quarters of the time: `"memory"`, since the weights must be read however few samples there are.
+#    `"both"` is for what lies between.
+# %% answer-5-7
+def when_it_hides(measure, ring):
+    """Return (predicted samples, measured samples, "computing", "memory" or "both")."""
+    ### BEGIN SOLUTION
+    near, far = measure(64), measure(128)
+    slope = (far - near) / 64
+    predicted = max(1, math.ceil(64 + (ring - near) / slope))
+    low, high = 0, 4096
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if measure(middle) >= ring else (middle, high)
+    share = measure(max(1, high // 2)) / measure(high)
+    return predicted, high, "computing" if share < 0.6 else "memory" if share > 0.75 else "both"
+    ### END SOLUTION
+
+
+# %% check-5-7 points=3
+check("5.7", when_it_hides)

@@ -2,10 +2,16 @@
 # # Exercise 6: everything a real one needs
 #
 # Four small parts without which a DDP works only in lessons.
+#
+# Stuck? `from ddp_course.grading import hint`, then `hint("6.1")` gives the first of three hints for a task, and
+# `hint("6.1", 2)` the next. Reports count them.
 # %% imports
+import os
+
 import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, DistributedSampler
 
 from ddp_course.grading import check
 from ddp_course.running import wire
@@ -111,3 +117,86 @@ def compressed_average(flat, all_reduce, world_size):
 
 # %% check-6-4 points=2
 check("6.4", compressed_average)
+
+
+# %% [markdown]
+# ## 6.5 The real script
+#
+# This training function runs on every rank. It raises no error, and its loss falls. It has the five usual mistakes of the
+# lesson, all of them.
+# %% faulty-6-5
+def faulty_main(folder, wrap, model, data, epochs):
+    loader = DataLoader(data, batch_size=4, shuffle=True)
+    parallel = wrap(model)
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.05)
+    for epoch in range(epochs):
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            loss = cross_entropy(model(inputs), targets)
+            loss.backward()
+            optimizer.step()
+        torch.save({"epoch": epoch, "model": parallel.state_dict()}, os.path.join(folder, "checkpoint.pt"))
+
+
+# %% [markdown]
+# Mend them. `wrap(model)` is torch's `DistributedDataParallel`; the process group is there already. The checkpoint is for
+# people who have no `wrap`, and one rank is enough to write it.
+# %% answer-6-5
+def main(folder, wrap, model, data, epochs):
+    """Train on this rank's share of `data`; leave folder/checkpoint.pt with "epoch" and "model"."""
+    ### BEGIN SOLUTION
+    sampler = DistributedSampler(data)
+    loader = DataLoader(data, batch_size=4, sampler=sampler)
+    parallel = wrap(model)
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.05)
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            loss = cross_entropy(parallel(inputs), targets)
+            loss.backward()
+            optimizer.step()
+        if dist.get_rank() == 0:
+            torch.save({"epoch": epoch, "model": model.state_dict()}, os.path.join(folder, "checkpoint.pt"))
+    ### END SOLUTION
+
+
+# %% check-6-5 points=5
+check("6.5", main)
+
+
+# %% [markdown]
+# ## 6.6 From symptom to mistake
+#
+# None of the five raises an error, so you must know what to look at. After a run on K ranks these are known:
+#
+# | | |
+# |---|---|
+# | `samples[rank][epoch]` | which samples a rank saw, in their order |
+# | `weights[rank]` | a sum over all weights at the end |
+# | `saved[rank]` | names of the tensors that a rank wrote to its checkpoint; empty if it wrote none |
+#
+# Say which mistakes were made. The last samples of an epoch may be dealt twice, to fill up: that is none. Who trains from
+# the same shuffled list as its neighbours, in the same order in all epochs, has made two.
+# %% answer-6-6
+def mistakes(samples, weights, saved):
+    """Return a set of words: "sampler", "epoch", "wrapper", "writers", "names"; empty if all is well."""
+    ### BEGIN SOLUTION
+    found, size = set(), len(samples)
+    first = [set(rank[0]) for rank in samples]
+    if any(len(first[0] & other) > size for other in first[1:]):
+        found.add("sampler")
+    if any(rank[0] == rank[1] for rank in samples):
+        found.add("epoch")
+    if any(one != weights[0] for one in weights):
+        found.add("wrapper")
+    if sum(1 for names in saved if names) > 1:
+        found.add("writers")
+    if any(name.startswith("module.") for names in saved for name in names):
+        found.add("names")
+    return found
+    ### END SOLUTION
+
+
+# %% check-6-6 points=2
+check("6.6", mistakes)

@@ -3,6 +3,9 @@
 #
 # Every rank of a DDP keeps the same optimizer state. It need not: each rank can keep the state of a part of the
 # parameters, step those, and send the new values to the others (ZeRO stage 1).
+#
+# Stuck? `from ddp_course.grading import hint`, then `hint("7.1")` gives the first of three hints for a task, and
+# `hint("7.1", 2)` the next. Reports count them.
 # %% imports
 import torch
 import torch.distributed as dist

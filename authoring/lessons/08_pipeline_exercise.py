@@ -3,6 +3,9 @@
 #
 # The model is split into stages, the batch into micro-batches. A schedule says what each stage does, step by step:
 # `("F", 2)` is the forward pass of micro-batch 2, `("B", 2)` its backward pass. Stages and micro-batches count from 0.
+#
+# Stuck? `from ddp_course.grading import hint`, then `hint("8.1")` gives the first of three hints for a task, and
+# `hint("8.1", 2)` the next. Reports count them.
 # %% imports
 from ddp_course.grading import check
 
@@ -87,3 +90,71 @@ def most_held(steps):
 
 # %% check-8-4 points=1
 check("8.4", most_held)
+
+
+# %% [markdown]
+# ## 8.5 A schedule with a score to beat
+#
+# A backward pass does two things: it computes the gradient of its input, for which the stage before is waiting (`"B"`), and
+# the gradients of its weights, for which nobody is waiting (`"W"`). Let `"F"`, `"B"` and `"W"` take one tick each. A stage
+# does one thing at a time, in your order, each as early as it can:
+#
+# - `("F", m)` needs `("F", m)` of the stage before,
+# - `("B", m)` needs its own `("F", m)` and `("B", m)` of the stage after,
+# - `("W", m)` needs its own `("B", m)`; only then are the activations of m released.
+#
+# No stage may hold more than `stages` micro-batches, from their F to their W. There are at least as many micro-batches as
+# stages. Draw the orders of all stages.
+#
+# | 4 stages, 8 micro-batches | ticks | |
+# |---|---|---|
+# | GPipe, each W right after its B | 30 | holds 8 |
+# | 1F1B, each W right after its B | 30 | **beat this** |
+# | the first stage idle only while the first B is on its way back | 27 | nobody can do better |
+# %% answer-8-5
+def schedule(stages, micro_batches):
+    """Return a list of steps for each stage: pairs of "F", "B" or "W" and the number of the micro-batch."""
+    ### BEGIN SOLUTION
+    orders = []
+    for stage in range(stages):
+        warm_up, done = stages - 1 - stage, 0
+        steps = [("F", m) for m in range(warm_up)]
+        for m in range(micro_batches):
+            if warm_up + m < micro_batches:
+                steps.append(("F", warm_up + m))
+            steps.append(("B", m))
+            if m >= stage:  # the later the stage, the longer its W can wait
+                steps.append(("W", done))
+                done += 1
+        orders.append(steps + [("W", m) for m in range(done, micro_batches)])
+    return orders
+    ### END SOLUTION
+
+
+# %% check-8-5 points=4
+check("8.5", schedule)
+
+
+# %% [markdown]
+# ## 8.6 Which timeline belongs to which schedule?
+#
+# `timeline` is a list of `(stage, "F" or "B", micro_batch, start, end)`, in any order, of a pipeline of three or more stages
+# with at least as many micro-batches. One of its stages is slower than the others. Which schedule is it, and which stage?
+# %% answer-8-6
+def read(timeline):
+    """Return ("GPipe", "1F1B" or "one at a time", the slow stage's number)."""
+    ### BEGIN SOLUTION
+    took = {}
+    for stage, _, _, start, end in timeline:
+        took[stage] = took.get(stage, 0.0) + end - start
+    slow = max(took, key=took.get)
+    first = [(kind, m) for stage, kind, m, _, _ in sorted(timeline, key=lambda span: span[3]) if stage == 0]
+    last = [(kind, m) for stage, kind, m, _, _ in sorted(timeline, key=lambda span: span[3]) if stage == max(took)]
+    if first[1][0] == "B":
+        return "one at a time", slow
+    return ("1F1B" if last[1][0] == "B" else "GPipe"), slow
+    ### END SOLUTION
+
+
+# %% check-8-6 points=2
+check("8.6", read)

@@ -2,6 +2,9 @@
 # # Exercise 9: training well
 #
 # The data, the learning rate, and what to do when shards are not equal.
+#
+# Stuck? `from ddp_course.grading import hint`, then `hint("9.1")` gives the first of three hints for a task, and
+# `hint("9.1", 2)` the next. Reports count them.
 # %% imports
 import math
 
@@ -83,3 +86,43 @@ def global_mean(mean, count, all_reduce):
 
 # %% check-9-3 points=2
 check("9.3", global_mean)
+
+
+# %% [markdown]
+# ## 9.4 Find the bug: a sampler that resumes
+#
+# Training stopped in the middle of an epoch, after `done` samples of all ranks together, and goes on, perhaps on another
+# number of ranks. This gives each rank its part of what is left. With the same number of ranks as before it is right. With
+# another one, some samples are seen twice. One line is wrong.
+# %% faulty-9-4
+def faulty_rest(size, rank, world_size, epoch, seed, done):  # line 1
+    generator = torch.Generator().manual_seed(seed + epoch)  # line 2
+    order = torch.randperm(size, generator=generator).tolist()  # line 3
+    left = order[done - done % world_size :]  # line 4
+    left += left[: -len(left) % world_size]  # line 5
+    return left[rank::world_size]  # line 6
+
+
+# %% [markdown]
+# Name the line and mend it.
+# %% answer-9-4
+def the_bug():
+    """Return the number of the faulty line."""
+    ### BEGIN SOLUTION
+    return 4
+    ### END SOLUTION
+
+
+def rest_of_epoch(size, rank, world_size, epoch, seed, done):
+    """Return this rank's share of the samples that are left in an epoch of which `done` have been seen."""
+    ### BEGIN SOLUTION
+    generator = torch.Generator().manual_seed(seed + epoch)
+    order = torch.randperm(size, generator=generator).tolist()
+    left = order[done:]
+    left += left[: -len(left) % world_size]
+    return left[rank::world_size]
+    ### END SOLUTION
+
+
+# %% check-9-4 points=2
+check("9.4", the_bug, rest_of_epoch)

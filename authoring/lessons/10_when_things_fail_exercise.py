@@ -2,11 +2,15 @@
 # # Exercise 10: when things fail
 #
 # Long runs fail. What counts is what is left, and who was to blame.
+#
+# Stuck? `from ddp_course.grading import hint`, then `hint("10.1")` gives the first of three hints for a task, and
+# `hint("10.1", 2)` the next. Reports count them.
 # %% imports
 import copy
 import os
 
 import torch
+from torch.nn.functional import cross_entropy
 
 from ddp_course.grading import check
 
@@ -105,3 +109,64 @@ def culprit(lines):
 
 # %% check-10-3 points=2
 check("10.3", culprit)
+
+
+# %% [markdown]
+# ## 10.4 Find the bug: a run that resumes
+#
+# `state` is None at the start of a run, or what an earlier run has left. After a restart nothing fails, and weights, momentum
+# and batches are right. But the loss jumps up, and the run ends elsewhere than one that was never stopped. One line is wrong.
+# %% faulty-10-4
+def faulty_run(model, optimizer, batches, peak, state, stop):  # line 1
+    start = 0  # line 2
+    if state is not None:  # line 3
+        model.load_state_dict(state["model"])  # line 4
+        optimizer.load_state_dict(state["optimizer"])  # line 5
+        start = state["step"]  # line 6
+    losses = []  # line 7
+    for step in range(start, stop):  # line 8
+        inputs, targets = batches[step]  # line 9
+        optimizer.param_groups[0]["lr"] = peak * (1 - (step - start) / len(batches))  # line 10
+        optimizer.zero_grad()  # line 11
+        loss = cross_entropy(model(inputs), targets)  # line 12
+        loss.backward()  # line 13
+        optimizer.step()  # line 14
+        losses.append(loss.item())  # line 15
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": stop}  # line 16
+    return losses, copy.deepcopy(state)  # line 17
+
+
+# %% [markdown]
+# Name the line and mend it.
+# %% answer-10-4
+def the_bug():
+    """Return the number of the faulty line."""
+    ### BEGIN SOLUTION
+    return 10
+    ### END SOLUTION
+
+
+def mended_run(model, optimizer, batches, peak, state, stop):
+    """Train up to step `stop`; return (losses, state), such that a run in two parts is the same as one in one."""
+    ### BEGIN SOLUTION
+    start = 0
+    if state is not None:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        start = state["step"]
+    losses = []
+    for step in range(start, stop):
+        inputs, targets = batches[step]
+        optimizer.param_groups[0]["lr"] = peak * (1 - step / len(batches))
+        optimizer.zero_grad()
+        loss = cross_entropy(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": stop}
+    return losses, copy.deepcopy(state)
+    ### END SOLUTION
+
+
+# %% check-10-4 points=2
+check("10.4", the_bug, mended_run)

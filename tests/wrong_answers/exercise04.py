@@ -317,3 +317,32 @@ def ring_seconds(world_size, parameters, bits_per_second, latency):
 # %% 4.5 wrong: K steps | K-1 are enough
 #- return 2 * (world_size - 1) / world_size * seconds + 2 * (world_size - 1) * latency
 #+ return 2 * seconds + 2 * world_size * latency
+# %% 4.6 right: the last chunk takes the rest
+#- chunks = list(tensor.tensor_split(size))
+#+ n = len(tensor) // size
+#+     chunks = [tensor[i * n : (i + 1) * n if i < size - 1 else None] for i in range(size)]
+# %% 4.6 right: rounded edges
+#- chunks = list(tensor.tensor_split(size))
+#+ edges = [len(tensor) * i // size for i in range(size + 1)]
+#+     chunks = [tensor[start:end] for start, end in zip(edges, edges[1:])]
+# %% 4.6 wrong: unchanged | numbers are still the rank's own
+#- chunks = list(tensor.tensor_split(size))
+#+ chunks = [tensor[i * (len(tensor) // size) : (i + 1) * (len(tensor) // size)] for i in range(size)]
+# %% 4.6 wrong: another line | the second half sends the right chunks
+#- return 3
+#+ return 10
+# %% 4.6 wrong: the buffer is blamed | as long as the longest chunk
+#- return 3
+#+ return 4
+# %% 4.6 wrong: counts from zero | only asks who the neighbours are
+#- return 3
+#+ return 2
+# %% 4.6 wrong: the second half changed | replicas agree with each other but not with the sum
+#- chunks[(rank + 1 - step) % size], chunks[(rank - step) % size]
+#+ chunks[(rank - step) % size], chunks[(rank - step - 1) % size]
+# %% 4.6 wrong: works on a copy | the tensor has not changed
+#- list(tensor.tensor_split(size))
+#+ list(tensor.clone().tensor_split(size))
+# %% 4.6 wrong: a name | a plain int was expected
+#- return 3
+#+ return "chunks"

@@ -184,3 +184,260 @@ def average_in_background(flats, all_reduce, executor, world_size):
 # %% 5.3 wrong: first bucket not waited for | returned after
 #- for future in futures:
 #+ for future in futures[:1]:
+# %% 5.4 right: a pointer
+def the_bug():
+    return 7
+
+
+def departures(buckets, ready):
+    seen, following, left = set(), 0, []
+    for parameter in ready:
+        seen.add(parameter)
+        while following < len(buckets) and set(buckets[following]) <= seen:
+            left.append((len(seen), following))
+            following += 1
+    return left
+
+
+# %% 5.4 right: by the latest gradient
+def the_bug():
+    return 7
+
+
+def departures(buckets, ready):
+    place, latest, left = {p: i + 1 for i, p in enumerate(ready)}, 0, []
+    for number, bucket in enumerate(buckets):
+        latest = max(latest, max(place[p] for p in bucket))
+        left.append([latest, number])
+    return left
+
+
+# %% 5.4 wrong: unchanged | all ranks must take buckets by index
+#- number == len(left):
+#+ number not in [gone for _, gone in left]:
+# %% 5.4 wrong: another line | is it this bucket's turn
+#- return 7
+#+ return 8
+# %% 5.4 wrong: blames the discard | that a gradient is no longer missing is right
+#- return 7
+#+ return 6
+# %% 5.4 wrong: all at the end | gradients; after
+#- left.append((count, number))
+#+ left.append((len(ready), number))
+# %% 5.4 wrong: one a gradient | each leaves once
+#- if not waiting and number == len(left):
+#+ if not waiting and number == len(left) and count < len(ready):
+# %% 5.4 wrong: buckets only | each departure is a pair
+#- left.append((count, number))
+#+ left.append(number)
+# %% 5.4 wrong: without waiting | without gradient
+#- if not waiting and number == len(left):
+#+ if number == len(left):
+# %% 5.5 right: a counter a bucket
+class Bucketed:
+    """Averages gradients by buckets, while backward runs."""
+
+    def __init__(self, buckets, all_reduce, executor, world_size):
+        self.buckets = buckets
+        self.counts = [0] * len(buckets)
+        self.jobs = []
+
+        def reduced(flat):
+            all_reduce(flat)
+            return flat / world_size
+
+        def ready_in(number):
+            def hook(parameter):
+                self.counts[number] += 1
+                while len(self.jobs) < len(buckets) and self.counts[len(self.jobs)] == len(buckets[len(self.jobs)]):
+                    flat = torch.cat([p.grad.flatten() for p in buckets[len(self.jobs)]])
+                    self.jobs.append(executor.submit(reduced, flat))
+
+            return hook
+
+        for number, bucket in enumerate(buckets):
+            for parameter in bucket:
+                parameter.register_post_accumulate_grad_hook(ready_in(number))
+
+    def backward(self, loss):
+        loss.backward()
+        for bucket, job in zip(self.buckets, self.jobs):
+            flat, start = job.result(), 0
+            for p in bucket:
+                p.grad.copy_(flat[start : start + p.numel()].view_as(p))
+                start += p.numel()
+        self.counts, self.jobs = [0] * len(self.buckets), []
+
+
+# %% 5.5 right: on the last of each bucket
+class Bucketed:
+    """Averages gradients by buckets, while backward runs."""
+
+    def __init__(self, buckets, all_reduce, executor, world_size):
+        self.buckets, self.waiting = buckets, []
+        for bucket in buckets:
+            bucket[-1].register_post_accumulate_grad_hook(
+                lambda _, bucket=bucket: self.waiting.append(executor.submit(self.average, bucket, all_reduce, world_size))
+            )
+
+    def average(self, bucket, all_reduce, world_size):
+        flat = torch.cat([p.grad.reshape(-1) for p in bucket])
+        all_reduce(flat)
+        flat /= world_size
+        for p, piece in zip(bucket, flat.split([p.numel() for p in bucket])):
+            p.grad.copy_(piece.view_as(p))
+
+    def backward(self, loss):
+        loss.backward()
+        while self.waiting:
+            self.waiting.pop(0).result()
+
+
+# %% 5.5 wrong: after backward | that could hide behind backward do not
+class Bucketed:
+    """All buckets when backward is over."""
+
+    def __init__(self, buckets, all_reduce, executor, world_size):
+        self.buckets, self.all_reduce, self.executor, self.world_size = buckets, all_reduce, executor, world_size
+
+    def backward(self, loss):
+        loss.backward()
+        for bucket in self.buckets:
+            flat = torch.cat([p.grad.reshape(-1) for p in bucket]) / self.world_size
+            self.executor.submit(self.all_reduce, flat).result()
+            for p, piece in zip(bucket, flat.split([p.numel() for p in bucket])):
+                p.grad = piece.view_as(p)
+
+
+# %% 5.5 wrong: nobody puts them back | put the bucket's pieces back into .grad
+#- parameter.grad = piece.view_as(parameter)
+#+ pass
+# %% 5.5 wrong: the sum | that is the sum
+#- for p in bucket]) / self.world_size
+#+ for p in bucket])
+# %% 5.5 wrong: in the thread that trains | submit it to the executor
+#- self.leaving.append((bucket, flat, self.executor.submit(self.all_reduce, flat)))
+#+ self.all_reduce(flat)
+#+             self.leaving.append((bucket, flat, self.executor.submit(int)))
+# %% 5.5 wrong: one pass only | backward pass 2
+#- self.missing, self.leaving = [set(bucket) for bucket in self.buckets], []
+#+ self.missing, self.leaving = [set(bucket) for bucket in self.buckets], getattr(self, "leaving", [])
+# %% 5.5 wrong: one ring for each gradient | pack a bucket into one tensor
+class Bucketed:
+    """Every gradient on its own."""
+
+    def __init__(self, buckets, all_reduce, executor, world_size):
+        self.jobs, self.world_size = [], world_size
+        for bucket in buckets:
+            for p in bucket:
+                p.register_post_accumulate_grad_hook(lambda p: self.jobs.append((p, executor.submit(all_reduce, p.grad.view(-1)))))
+
+    def backward(self, loss):
+        loss.backward()
+        for p, job in self.jobs:
+            job.result()
+            p.grad /= self.world_size
+        self.jobs.clear()
+
+
+# %% 5.5 wrong: one bucket for all | messages for 3 buckets: one a bucket
+#- self.buckets, self.all_reduce, self.executor, self.world_size = buckets, all_reduce, executor, world_size
+#+ buckets = [[p for bucket in buckets for p in bucket]]
+#+         self.buckets, self.all_reduce, self.executor, self.world_size = buckets, all_reduce, executor, world_size
+# %% 5.6 right: overlap first
+def setting_of(timeline):
+    backward = [span for span in timeline if span[0] == "backward"][0]
+    rings = sorted(span[1:] for span in timeline if span[0] == "communication")
+    if rings[0][0] >= backward[2] - 3:
+        return "one bucket" if len(rings) == 1 else "each on its own"
+    busy = sum(end - start for start, end in rings)
+    return "slow link" if busy > 0.9 * (rings[-1][1] - rings[0][0]) else "hidden"
+
+
+# %% 5.6 right: by what sticks out
+def setting_of(timeline):
+    done = {name: end for name, _, end in timeline if name == "backward"}["backward"]
+    rings = sorted((a, b) for name, a, b in timeline if name == "communication")
+    if len(rings) == 1:
+        return "one bucket"
+    early = [ring for ring in rings if ring[0] < done - 4]
+    if not early:
+        return "each on its own"
+    gaps = [rings[i + 1][0] - rings[i][1] for i in range(len(rings) - 1)]
+    return "hidden" if max(gaps) > 2 else "slow link"
+
+
+# %% 5.6 wrong: one bucket by its start only | does not look like that
+#- if len(rings) == 1:
+#+ if rings[0][0] > ends - 5:
+# %% 5.6 wrong: exactly | does not look like that
+#- rings[0][0] > ends - 5
+#+ rings[0][0] >= ends
+# %% 5.6 wrong: any overlap is hidden | does not look like that
+#- return "hidden" if pauses else "slow link"
+#+ return "hidden"
+# %% 5.6 wrong: as they come | does not look like that
+#- sorted((start, end) for name, start, end in timeline if name == "communication")
+#+ [(start, end) for name, start, end in timeline if name == "communication"]
+# %% 5.6 wrong: the last ring decides | does not look like that
+#- return "hidden" if pauses else "slow link"
+#+ return "slow link" if rings[-1][1] > ends else "hidden"
+# %% 5.6 wrong: a word of one's own | is none of
+#- return "one bucket"
+#+ return "single bucket"
+# %% 5.6 wrong: prints | is there a `return`
+#- return "hidden" if pauses else "slow link"
+#+ print("hidden" if pauses else "slow link")
+# %% 5.7 right: doubling first
+def when_it_hides(measure, ring):
+    slope = (measure(128) - measure(64)) / 64
+    predicted = max(1, math.ceil(128 + (ring - measure(128)) / slope))
+    high = 1
+    while measure(high) < ring:
+        high *= 2
+    low = high // 2
+    while low + 1 < high:
+        middle = low + (high - low) // 2
+        if measure(middle) < ring:
+            low = middle
+        else:
+            high = middle
+    half = measure(max(1, high // 2)) / measure(high)
+    return (predicted, high, "memory") if half > 0.75 else (predicted, high, "both" if half >= 0.6 else "computing")
+
+
+# %% 5.7 right: bisect
+from bisect import bisect_left
+
+
+def when_it_hides(measure, ring):
+    a, b = measure(64), measure(128)
+    predicted = math.ceil(64 * (ring - 2 * a + b) / (b - a))
+    found = bisect_left(range(1, 4097), ring, key=measure) + 1
+    share = measure(max(found // 2, 1)) / measure(found)
+    return [max(predicted, 1), found, "computing" if share < 0.6 else ("memory" if share > 0.75 else "both")]
+
+
+# %% 5.7 wrong: predicted for measured | was predicted, not measured
+#- return predicted, high,
+#+ return predicted, predicted,
+# %% 5.7 wrong: in proportion | the line gives
+#- max(1, math.ceil(64 + (ring - near) / slope))
+#+ max(1, math.ceil(64 * ring / near))
+# %% 5.7 wrong: one before | is the first number that is enough
+#- return predicted, high,
+#+ return predicted, low,
+# %% 5.7 wrong: always computing | of the time; that is not
+#- "computing" if share < 0.6 else "memory" if share > 0.75 else "both"
+#+ "computing"
+# %% 5.7 wrong: one by one | halve the range
+#- while high - low > 1:
+#+ for samples in range(1, 200):
+#+         measure(samples)
+#+     while high - low > 1:
+# %% 5.7 wrong: a fraction | a plain int was expected
+#- max(1, math.ceil(64 + (ring - near) / slope))
+#+ 64 + (ring - near) / slope
+# %% 5.7 wrong: only the measured number | return three things
+#- return predicted, high, "computing" if share < 0.6 else "memory" if share > 0.75 else "both"
+#+ return high

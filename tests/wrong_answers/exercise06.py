@@ -232,3 +232,115 @@ def compressed_average(flat, all_reduce, world_size):
 # %% 6.4 wrong: returns nothing | return the averaged gradient
 #-     return compressed.float()
 #+     flat.copy_(compressed)
+# %% 6.5 right: a share by hand
+def main(folder, wrap, model, data, epochs):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    wrapped = wrap(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for epoch in range(epochs):
+        order = torch.randperm(len(data), generator=torch.Generator().manual_seed(epoch)).tolist()
+        order += order[: -len(order) % size]
+        mine = order[rank::size]
+        for start in range(0, len(mine), 4):
+            pairs = [data[i] for i in mine[start : start + 4]]
+            optimizer.zero_grad()
+            outputs = wrapped(torch.stack([one for one, _ in pairs]))
+            cross_entropy(outputs, torch.stack([target for _, target in pairs])).backward()
+            optimizer.step()
+    if rank == 0:
+        torch.save({"epoch": epochs - 1, "model": model.state_dict()}, f"{folder}/checkpoint.pt")
+
+
+# %% 6.5 right: the wrapper's module is saved, in every epoch
+def main(folder, wrap, model, data, epochs):
+    sampler = DistributedSampler(data, shuffle=True, seed=3)
+    parallel = wrap(model)
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.05, momentum=0.5)
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)
+        for inputs, targets in DataLoader(data, batch_size=4, sampler=sampler):
+            optimizer.zero_grad()
+            cross_entropy(parallel(inputs), targets).backward()
+            optimizer.step()
+        if dist.get_rank() == 0:
+            torch.save({"epoch": epoch, "model": parallel.module.state_dict()}, os.path.join(folder, "checkpoint.pt"))
+
+
+# %% 6.5 wrong: no sampler | the ranks train on the same samples
+#- loader = DataLoader(data, batch_size=4, sampler=sampler)
+#+ loader = DataLoader(data, batch_size=4, shuffle=True)
+# %% 6.5 wrong: the epoch is not told | the sampler must be told the epoch
+#- sampler.set_epoch(epoch)
+#+ pass
+# %% 6.5 wrong: past the wrapper | for a loss that the wrapper computed
+#- cross_entropy(parallel(inputs), targets)
+#+ cross_entropy(model(inputs), targets)
+# %% 6.5 wrong: all write | they would write over each other's file
+#- if dist.get_rank() == 0:
+#+ if True:
+# %% 6.5 wrong: the wrapper is saved | these are the wrapper's names
+#- "model": model.state_dict()
+#+ "model": parallel.state_dict()
+# %% 6.5 wrong: no step | the weights have not changed
+#- optimizer.step()
+#+ pass
+# %% 6.5 wrong: nobody writes | nobody wrote a checkpoint
+#- if dist.get_rank() == 0:
+#+ if dist.get_rank() < 0:
+# %% 6.5 wrong: another file | not ['checkpoint.pt']
+#- "checkpoint.pt"
+#+ "model.pt"
+# %% 6.6 right: pairs of ranks
+def mistakes(samples, weights, saved):
+    words = []
+    both = set(samples[0][0]) & set(samples[1][0])
+    if len(both) > 2:
+        words.append("sampler")
+    if samples[0][0] == samples[0][1]:
+        words.append("epoch")
+    if max(weights) > min(weights):
+        words.append("wrapper")
+    writers = [names for names in saved if names]
+    if len(writers) > 1:
+        words.append("writers")
+    if all(name[:7] == "module." for name in writers[0]):
+        words.append("names")
+    return words
+
+
+# %% 6.6 right: a dict of conditions
+def mistakes(samples, weights, saved):
+    told = {
+        "sampler": sorted(samples[0][0]) == sorted(samples[-1][0]),
+        "epoch": samples[-1][0] == samples[-1][1],
+        "wrapper": len(set(weights)) > 1,
+        "writers": bool(saved[1]),
+        "names": saved[0][0].startswith("module."),
+    }
+    return {word for word, true in told.items() if true}
+
+
+# %% 6.6 wrong: any sample twice | fill up the last round
+#- len(first[0] & other) > size
+#+ first[0] & other
+# %% 6.6 wrong: forgets the epoch | have the same order
+#- rank[0] == rank[1]
+#+ False
+# %% 6.6 wrong: epochs as sets | the two epochs have different orders
+#- rank[0] == rank[1]
+#+ set(rank[0]) == set(rank[1])
+# %% 6.6 wrong: module anywhere | it may stand inside of one
+#- name.startswith("module.")
+#+ "module." in name
+# %% 6.6 wrong: any writer | only one rank wrote
+#- if names) > 1:
+#+ if names) > 0:
+# %% 6.6 wrong: the weights are not compared | the weights differ from rank to rank
+#- one != weights[0]
+#+ one != one
+# %% 6.6 wrong: one word | a set of words was expected
+#- return found
+#+ return "sampler"
+# %% 6.6 wrong: other words | is none of
+#- found.add("wrapper")
+#+ found.add("weights")

@@ -159,3 +159,96 @@ def most_held(steps):
 #+ return most - 1
 # %% 8.4 wrong: returns nothing | is there a `return`
 #-     return most
+# %% 8.5 right: by simulation of the ticks
+def schedule(stages, micro_batches):
+    orders = []
+    for stage in range(stages):
+        steps, weights = [("F", m) for m in range(min(stages - 1 - stage, micro_batches))], 0
+        forward = len(steps)
+        for backward in range(micro_batches):
+            if forward < micro_batches:
+                steps += [("F", forward)]
+                forward += 1
+            steps += [("B", backward)]
+            if backward - weights >= stage:
+                steps += [("W", weights)]
+                weights += 1
+        while weights < micro_batches:
+            steps += [("W", weights)]
+            weights += 1
+        orders.append(steps)
+    return orders
+
+
+# %% 8.5 right: as tuples
+#- return orders
+#+ return tuple(tuple(map(list, steps)) for steps in orders)
+# %% 8.5 wrong: 1F1B | so let W wait
+#- if m >= stage:  # the later the stage, the longer its W can wait
+#+ if True:
+# %% 8.5 wrong: all W at the end | only W releases one
+#- if m >= stage:  # the later the stage, the longer its W can wait
+#+ if False:
+# %% 8.5 wrong: W waits the wrong way round | only W releases one
+#- if m >= stage:  # the later the stage, the longer its W can wait
+#+ if m >= stages - 1 - stage:
+# %% 8.5 wrong: no W | never does
+#- orders.append(steps + [("W", m) for m in range(done, micro_batches)])
+#+ orders.append(steps)
+# %% 8.5 wrong: W before its B | wait for each other for ever
+#- steps = [("F", m) for m in range(warm_up)]
+#+ steps = [("F", m) for m in range(warm_up)] + [("W", 0)]
+#- for m in range(done, micro_batches)]
+#+ for m in range(done, micro_batches) if m]
+#- if m >= stage:  # the later the stage, the longer its W can wait
+#+ if 1 <= stage <= m and done:
+# %% 8.5 wrong: one stage only | a list of steps for each stage
+#- return orders
+#+ return orders[0]
+# %% 8.5 wrong: no warm-up | wait for each other for ever
+#- warm_up, done = stages - 1 - stage, 0
+#+ warm_up, done = -1, 0
+#- steps = [("F", m) for m in range(warm_up)]
+#+ steps = []
+#- if warm_up + m < micro_batches:
+#-                 steps.append(("F", warm_up + m))
+#-             steps.append(("B", m))
+#+ steps += [("B", m), ("F", m)]
+# %% 8.6 right: by overlap
+def read(timeline):
+    stages = 1 + max(span[0] for span in timeline)
+    times = [[end - start for s, kind, _, start, end in timeline if s == stage and kind == "F"] for stage in range(stages)]
+    slow = max(range(stages), key=lambda stage: sum(times[stage]))
+    ends = {(s, kind, m): end for s, kind, m, _, end in timeline}
+    begins = {(s, kind, m): start for s, kind, m, start, _ in timeline}
+    if begins[0, "F", 1] >= ends[0, "B", 0]:
+        return ["one at a time", slow]
+    if begins[stages - 1, "B", 0] < begins[stages - 1, "F", 1]:
+        return ["1F1B", slow]
+    return ["GPipe", slow]
+
+
+# %% 8.6 right: by the shortest wait
+#- slow = max(took, key=took.get)
+#+ slow = sorted(took.items(), key=lambda pair: -pair[1])[0][0]
+# %% 8.6 wrong: by the end | not at when it ends
+#- slow = max(took, key=took.get)
+#+ slow = max(timeline, key=lambda span: span[4])[0]
+# %% 8.6 wrong: always the last | not at when it ends
+#- slow = max(took, key=took.get)
+#+ slow = max(took)
+# %% 8.6 wrong: counts from one | stage
+#- slow = max(took, key=took.get)
+#+ slow = max(took, key=took.get) + 1
+# %% 8.6 wrong: never one at a time | does not look like that
+#- if first[1][0] == "B":
+#+ if False:
+# %% 8.6 wrong: the first stage decides | does not look like that
+#- "1F1B" if last[1][0] == "B" else "GPipe"
+#+ "1F1B" if first[1][0] == "B" else "GPipe"
+# %% 8.6 wrong: only the schedule | return a pair
+#- return ("1F1B" if last[1][0] == "B" else "GPipe"), slow
+#+ return "1F1B" if last[1][0] == "B" else "GPipe"
+# %% 8.6 wrong: words of one's own | is none of
+#- return "one at a time", slow
+#+ return "sequential", slow

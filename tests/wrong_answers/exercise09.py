@@ -154,3 +154,44 @@ def global_mean(mean, count, all_reduce):
 
 # %% 9.3 wrong: float32 count in the loss dtype lost | is there a `return`
 #-     return both[0] / both[1]
+# %% 9.4 right: positions
+def the_bug():
+    return 4
+
+
+def rest_of_epoch(size, rank, world_size, epoch, seed, done):
+    order = torch.randperm(size, generator=torch.Generator().manual_seed(epoch + seed)).tolist()
+    count = -(-(size - done) // world_size)
+    positions = range(done + rank, done + rank + count * world_size, world_size)
+    return [order[p] if p < size else order[done + p - size] for p in positions]
+
+
+# %% 9.4 right: del
+#- left = order[done:]
+#+ del order[:done]
+#+     left = order
+# %% 9.4 wrong: unchanged | are seen a second time
+#- order[done:]
+#+ order[done - done % world_size :]
+# %% 9.4 wrong: rounded up | are never seen
+#- order[done:]
+#+ order[done + -done % world_size :]
+# %% 9.4 wrong: another line | filling up is right
+#- return 4
+#+ return 5
+# %% 9.4 wrong: the seed is blamed | seeded as it was before the stop
+#- return 4
+#+ return 2
+# %% 9.4 wrong: the whole epoch again | are seen a second time
+#- order[done:]
+#+ order[0:]
+# %% 9.4 wrong: not filled up | all ranks need equally many
+#- left += left[: -len(left) % world_size]
+#+ pass
+# %% 9.4 wrong: another order | second time
+#- manual_seed(seed + epoch)
+#+ manual_seed(seed + epoch + done)
+# %% 9.4 wrong: blocks | positions r, r+K
+#- return left[rank::world_size]
+#+ share = len(left) // world_size
+#+     return left[rank * share : (rank + 1) * share]

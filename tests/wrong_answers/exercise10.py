@@ -194,3 +194,37 @@ def culprit(lines):
 # %% 10.3 hidden: times as text | as text, 100.1 comes before 99.9
 #- float(seconds)
 #+ seconds
+# %% 10.4 right: a rate by LambdaLR's formula
+#- peak * (1 - step / len(batches))
+#+ peak * (len(batches) - step) / len(batches)
+# %% 10.4 right: by counting on
+#- for step in range(start, stop):
+#-         inputs, targets = batches[step]
+#-         optimizer.param_groups[0]["lr"] = peak * (1 - step / len(batches))
+#+ for step, (inputs, targets) in list(enumerate(batches))[start:stop]:
+#+         for group in optimizer.param_groups:
+#+             group["lr"] = peak - peak * step / len(batches)
+# %% 10.4 wrong: unchanged | the rate is at its peak again
+#- (1 - step / len(batches))
+#+ (1 - (step - start) / len(batches))
+# %% 10.4 wrong: another line | is everything that an optimizer works with
+#- return 10
+#+ return 5
+# %% 10.4 wrong: the step is blamed | where it stopped: right
+#- return 10
+#+ return 6
+# %% 10.4 wrong: a constant rate | which was right before
+#- peak * (1 - step / len(batches))
+#+ peak
+# %% 10.4 wrong: momentum is lost | from step
+#- optimizer.load_state_dict(state["optimizer"])
+#+ pass
+# %% 10.4 wrong: starts from the beginning | losses, not 10 in all
+#- start = state["step"]
+#+ start = 0
+# %% 10.4 wrong: one step later | losses, not 10 in all
+#- start = state["step"]
+#+ start = state["step"] + 1
+# %% 10.4 wrong: the state is not kept | from step
+#- model.load_state_dict(state["model"])
+#+ pass

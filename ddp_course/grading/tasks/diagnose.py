@@ -50,8 +50,12 @@ def compare_ranks(found, expected, about, guesses=(), tolerance=0.0, oracle="the
             raise Wrong(f"{about}: {message}{only}")
     together = all(same(one, found[0], 1e-6) for one in found) and len(found) > 1
     if together and all(same(one, expected[0]) for one in expected):
-        division = "is there a division by K too few or too many?"
-        raise Wrong(f"{about}: your replicas agree with each other but not with {oracle}: {division}")
+        size = len(found)
+        divided = any(same(found[0] * factor, expected[0], 1e-6) for factor in (size, 1 / size, size * size))
+        division = (
+            ": is there a division by K too few or too many?" if divided else f"; {size} equal results can be wrong"
+        )
+        raise Wrong(f"{about}: your replicas agree with each other but not with {oracle}{division}")
     raise Wrong(f"{about}: {which_are_wrong(found, expected, wrong)}")
 
 

@@ -5,7 +5,7 @@ import torch
 from ...running import wire
 from ..examine import traffic_of, worlds
 from . import require, task
-from .diagnose import close, compare_numbers, compare_ranks, number, tensors
+from .diagnose import check_line, close, compare_numbers, compare_ranks, number, tensors
 from .forbidden import COLLECTIVES, RING
 
 
@@ -301,3 +301,55 @@ class RingSeconds:
             for message, wrong in faults.items():
                 require(not (close(found, wrong) and not close(wrong, expected)), f"{what}: {message}")
             require(close(found, expected), f"{what}; {expected:.6g} s was expected")
+
+
+RING_LINES = {
+    2: "that line only asks who the neighbours are",
+    4: "the buffer is as long as the longest chunk: right",
+    6: "the first half sends the right chunks",
+    7: "only as much of the buffer is used as the chunk needs: right",
+    8: "adding is right here",
+    10: "the second half sends the right chunks",
+    11: "a finished chunk is kept as it is: right",
+}
+
+
+@task("4.6", ("the_bug", "mended_ring"), ranks=4, forbidden=RING + COLLECTIVES)
+class FindTheBugInTheRing:
+    """A ring that loses the remainder."""
+
+    def draw(random, hidden):
+        """Rows whose lengths 2, 3 and 4 ranks can and cannot share equally; if `hidden` in float64 too."""
+        lengths = {"even": 24, "odd": 12 * random.randrange(1, 3) + random.choice((5, 7, 11)), "short": 3}
+        dtype = torch.float64 if hidden else torch.float32
+        return {"values": {name: tensors(random, 4, n, dtype=dtype, whole=True) for name, n in lengths.items()}}
+
+    def probe(the_bug, mended_ring, values):
+        """The line that is named, and every rank's tensors afterwards, in worlds of 2 to 4 ranks."""
+        evidence = {"line": the_bug()}
+        for size, group in worlds(3, 4, 2):
+            for name, of_ranks in values.items():
+                tensor = of_ranks[torch.distributed.get_rank()].clone()
+                mended_ring(tensor, group)
+                evidence[size, name] = tensor
+        return evidence
+
+    def judge_line(evidence, values):
+        """Line 3 cuts the tensor into chunks, and drops what is left over."""
+        check_line(evidence[0]["line"], 3, RING_LINES)
+
+    def judge_mended(evidence, values):
+        """The sum of every number on every rank, whatever the length."""
+        for size in (3, 4, 2):
+            for name, of_ranks in values.items():
+                of_ranks, total = of_ranks[:size], sum(of_ranks[:size])
+                kept = len(total) - len(total) % size
+                lost = [torch.cat([total[:kept], one[kept:]]) for one in of_ranks]
+                guesses = [
+                    (f"the last {len(total) % size} numbers are still the rank's own", lost),
+                    ("the tensor has not changed", of_ranks),
+                ]
+                found = [evidence[rank][size, name] for rank in range(size)]
+                compare_ranks(found, [total] * size, f"{size} ranks, {len(total)} numbers", guesses, oracle="the sum")
+
+    parts = {"the line": (1, judge_line), "mended": (1, judge_mended)}

@@ -1,5 +1,8 @@
 """Exercise 6: what a real DDP needs: no_sync, unused parameters, buffers, and a hook that compresses."""
 
+import os
+import tempfile
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -264,3 +267,189 @@ class CompressedAverage:
                 ),
             ]
             compare_ranks(found, [total / size] * size, about, guesses, 4e-3, "the mean")
+
+
+class Seen(torch.utils.data.Dataset):
+    """Samples that note who is asked for."""
+
+    def __init__(self, inputs, targets):
+        self.inputs, self.targets, self.asked = inputs, targets, []
+
+    def __len__(self):
+        return len(self.inputs)
+
+    def __getitem__(self, index):
+        self.asked.append(int(index))
+        return self.inputs[index], self.targets[index]
+
+
+@task("6.5", "main", ranks=4, imports=("os", "os.path", "pathlib"), hang="do all ranks take equally many steps?")
+class RealScript:
+    """The five usual mistakes of a script, mended."""
+
+    def draw(random, hidden):
+        """A seed, and samples that four ranks can share equally (or not, if `hidden`)."""
+        count = 32 + 6 * hidden
+        inputs = tensors(random, 1, count, 3)[0]
+        return {"seed": random.randrange(10**6), "inputs": inputs, "targets": torch.arange(count) % 3}
+
+    def probe(main, seed, inputs, targets):
+        """Which samples a rank saw by epoch, its weights at the end, and what it left in its folder."""
+        torch.manual_seed(seed)
+        model, data = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3)), Seen(inputs, targets)
+        torch.manual_seed(seed + dist.get_rank())  # ranks shuffle differently, as processes do
+        before = weights(model)
+        with tempfile.TemporaryDirectory() as folder:
+            main(folder, nn.parallel.DistributedDataParallel, model, data, 2)
+            files = sorted(os.listdir(folder))
+            state = torch.load(os.path.join(folder, files[0])) if files else None
+        names = [str(name) for name in state["model"]] if isinstance(state, dict) and "model" in state else []
+        model.zero_grad()
+        return {"asked": data.asked, "before": before, "weights": weights(model), "files": files, "names": names}
+
+    def judge_shares(evidence, seed, inputs, targets):
+        """Each rank sees a share of its own, and all together see everything."""
+        require(all(rank["asked"] for rank in evidence), "a rank saw no samples at all: take them from `data`")
+        first = [set(rank["asked"][: len(rank["asked"]) // 2]) for rank in evidence]
+        seen, share = set().union(*first), -(-len(inputs) // 4)
+        alone = f"the ranks train on the same samples ({len(first[0])} of {len(inputs)} on rank 0): each needs a share of its own"
+        require(max(map(len, first)) <= share, alone)
+        require(len(seen) == len(inputs), f"in an epoch only {len(seen)} of {len(inputs)} samples are seen by anybody")
+
+    def judge_epochs(evidence, seed, inputs, targets):
+        """The second epoch has another order than the first, and shares that are as disjoint."""
+        for rank, one in enumerate(evidence):
+            half = len(one["asked"]) // 2
+            again = one["asked"][:half] == one["asked"][half:]
+            require(
+                not again or not half,
+                f"rank {rank} sees the same order in both epochs: the sampler must be told the epoch",
+            )
+            sizes = half == -(-len(inputs) // 4)
+            require(
+                sizes,
+                f"rank {rank} sees {half} samples an epoch: an order of its own for each epoch begins with a share",
+            )
+
+    def judge_weights(evidence, seed, inputs, targets):
+        """The replicas have trained, and are equal at the end."""
+        moved = not same(evidence[0]["weights"], evidence[0]["before"])
+        require(moved, "the weights have not changed: is there a backward pass and a step?")
+        equal = all(same(rank["weights"], evidence[0]["weights"], 1e-6) for rank in evidence)
+        require(
+            equal,
+            "the ranks' weights differ at the end: gradients are averaged only for a loss that the wrapper computed",
+        )
+
+    def judge_writer(evidence, seed, inputs, targets):
+        """Rank 0 alone writes the checkpoint."""
+        writers = [rank for rank, one in enumerate(evidence) if one["files"]]
+        require(writers, "nobody wrote a checkpoint")
+        require(len(writers) == 1, f"ranks {writers} all write the checkpoint: they would write over each other's file")
+        require(writers == [0], f"rank {writers[0]} writes the checkpoint; by custom it is rank 0")
+        require(
+            evidence[0]["files"] == ["checkpoint.pt"], f"the files are {evidence[0]['files']}, not ['checkpoint.pt']"
+        )
+
+    def judge_names(evidence, seed, inputs, targets):
+        """The checkpoint has the model's own names."""
+        names = [name for rank in evidence for name in rank["names"]]
+        require(names, 'the checkpoint has no "model" with named tensors')
+        wrapped = [name for name in names if name.startswith("module.")]
+        require(
+            not wrapped,
+            f"the checkpoint calls a tensor \"{''.join(wrapped[:1])}\": these are the wrapper's names, not the model's",
+        )
+        require(
+            set(names) == {"0.weight", "0.bias", "2.weight", "2.bias"}, f"the checkpoint holds {sorted(set(names))[:6]}"
+        )
+
+    parts = {
+        "shares": (1, judge_shares),
+        "epochs": (1, judge_epochs),
+        "weights": (1, judge_weights),
+        "one writer": (1, judge_writer),
+        "names": (1, judge_names),
+    }
+
+
+USUAL = ("sampler", "epoch", "wrapper", "writers", "names")
+
+
+def symptoms(random, wrong, size):
+    """What is known after a run with these mistakes: samples, weights, saved."""
+    count = size * 7 - 1
+    orders = [random.sample(range(count), count) for _ in range(2)]
+    orders = [orders[0], orders[0]] if "epoch" in wrong else orders
+    samples = []
+    for rank in range(size):
+        mine = [list(order) if "sampler" in wrong else (order + order[:1])[rank::size] for order in orders]
+        samples.append(mine)
+    total = random.uniform(-3, 3)
+    weights_of = [total + (0.01 * rank if "wrapper" in wrong else 0) for rank in range(size)]
+    names = [("module." if "names" in wrong else "") + name for name in ("0.weight", "0.bias", "submodule.weight")]
+    saved = [names if rank == 0 or "writers" in wrong else [] for rank in range(size)]
+    return samples, weights_of, saved
+
+
+@task("6.6", "mistakes")
+class FromSymptoms:
+    """Which of the five mistakes were made, from what a run leaves."""
+
+    def draw(random, hidden):
+        """Runs without a mistake, with one each, and with several; more ranks if `hidden`."""
+        chosen = [set(), *({one} for one in USUAL), set(USUAL), {"sampler", "epoch"}]
+        chosen += [set(random.sample(USUAL, random.randrange(2, 5))) for _ in range(3)]
+        random.shuffle(chosen)
+        return {
+            "runs": [
+                (symptoms(random, wrong, random.choice((2, 3, 4 + 4 * hidden))), sorted(wrong)) for wrong in chosen
+            ]
+        }
+
+    def probe(mistakes, runs):
+        """The mistakes named for each run."""
+        found = [mistakes(*seen) for seen, _ in runs]
+        return [sorted(map(str, one)) if isinstance(one, set | frozenset | list | tuple) else one for one in found]
+
+    def judge_named(evidence, runs, which=USUAL):
+        """Every mistake by its word, and no other."""
+        for found, (seen, wrong) in zip(evidence, runs, strict=True):
+            require(isinstance(found, list), f"a set of words was expected, not {type(found).__name__}")
+            strange = sorted(set(found) - set(USUAL))
+            require(not strange, f"{strange[:1]} is none of {', '.join(USUAL)}")
+            about = f"{len(seen[0])} ranks"
+            missed, more = (
+                sorted((a - b) & set(which)) for a, b in ((set(wrong), set(found)), (set(found), set(wrong)))
+            )
+            look = {
+                "sampler": "rank 0 and rank 1 saw the same samples",
+                "epoch": "the first and the second epoch have the same order",
+                "wrapper": "the weights differ from rank to rank",
+                "writers": "more than one rank wrote a checkpoint",
+                "names": 'names begin with "module."',
+            }
+            require(
+                not missed,
+                f'{about}: "{missed[0] if missed else ""}" is missing: {look.get(missed[0] if missed else "", "")}',
+            )
+            require(not more, f'{about}: "{more[0] if more else ""}" is named, but {SO[more[0]] if more else ""}')
+
+    def judge_data(evidence, runs):
+        """Mistakes with the samples."""
+        FromSymptoms.judge_named(evidence, runs, ("sampler", "epoch"))
+
+    def judge_model(evidence, runs):
+        """Mistakes with the model and its checkpoint."""
+        FromSymptoms.judge_named(evidence, runs, ("wrapper", "writers", "names"))
+
+    parts = {"samples": (1, judge_data), "weights and files": (1, judge_model)}
+
+
+SO = {
+    "sampler": "the ranks' samples differ, but for one or two that fill up the last round",
+    "epoch": "the two epochs have different orders",
+    "wrapper": "all weights are equal",
+    "writers": "only one rank wrote",
+    "names": 'no name begins with "module."; it may stand inside of one',
+}

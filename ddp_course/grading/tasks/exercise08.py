@@ -1,7 +1,7 @@
 """Exercise 8: two pipeline schedules, their bubble, and the memory they need."""
 
 from . import Wrong, require, task
-from .diagnose import compare_numbers
+from .diagnose import compare_numbers, number
 
 
 def gpipe_order(stage, stages, micro_batches):
@@ -188,3 +188,186 @@ class MostHeld:
         }
         about = [" ".join(f"{kind}{m}" for kind, m in order) for order in orders]
         compare_numbers(evidence, [held(order) for order in orders], about, faults)
+
+
+def needs(kind, micro_batch, stage, stages):
+    """The steps (kind, micro-batch, stage) that must be done before one, in 8.5."""
+    if kind == "F":
+        return [("F", micro_batch, stage - 1)] if stage else []
+    own = ("F" if kind == "B" else "B", micro_batch, stage)
+    return [own] + ([("B", micro_batch, stage + 1)] if kind == "B" and stage < stages - 1 else [])
+
+
+def ticks(orders):
+    """How long the stages take for their orders, each step as early as it can be; None if they wait for ever."""
+    done, at, free = {}, [0] * len(orders), [0] * len(orders)
+    moved = True
+    while moved:
+        moved = False
+        for stage, order in enumerate(orders):
+            while at[stage] < len(order):
+                wanted = needs(*order[at[stage]], stage, len(orders))
+                if not all(one in done for one in wanted):
+                    break
+                free[stage] = max([free[stage], *(done[one] for one in wanted)]) + 1
+                done[(*order[at[stage]], stage)] = free[stage]
+                at[stage] += 1
+                moved = True
+    return max(free) if all(place == len(order) for place, order in zip(at, orders, strict=True)) else None
+
+
+def with_weights(order):
+    """A schedule of F and B with each W right after its B."""
+    return [step for kind, m in order for step in ([(kind, m), ("W", m)] if kind == "B" else [(kind, m)])]
+
+
+@task("8.5", "schedule")
+class Schedule:
+    """Forward, backward, and weights whenever there is time: a schedule with a score."""
+
+    def draw(random, hidden):
+        """Numbers of stages and micro-batches, never fewer of these; eight stages if `hidden`."""
+        return {"cases": [(2, 4), (4, 8), (3, random.randrange(3, 12)), (4, 4), *([(8, 16)] if hidden else [])]}
+
+    def probe(schedule, cases):
+        """The orders in each case."""
+        return [schedule(*case) for case in cases]
+
+    def judge_valid(evidence, cases):
+        """Every stage does F, B and W once for each micro-batch, and nobody waits for ever."""
+        for (stages, count), orders in zip(cases, evidence, strict=True):
+            about = f"{stages} stages, {count} micro-batches"
+            lists = isinstance(orders, list | tuple) and all(isinstance(one, list | tuple) for one in orders)
+            require(lists and len(orders) == stages, f"{about}: a list of steps for each stage was expected")
+            for stage, order in enumerate(orders):
+                pairs = all(isinstance(step, list | tuple) and len(step) == 2 for step in order)
+                require(pairs, f'{about}: stage {stage}: each step is a pair such as ("F", 0)')
+                steps, wanted = list(map(tuple, order)), [(kind, m) for kind in "FBW" for m in range(count)]
+                missing = [step for step in wanted if step not in steps]
+                require(not missing, f"{about}: stage {stage} never does {missing[:1]}")
+                more = f"{about}: stage {stage} has {len(steps)} steps; 3 for each micro-batch were expected"
+                require(len(steps) == len(wanted), more)
+            waits = "a step stands before one that it needs, on its own stage or by way of a neighbour"
+            require(tidy(orders) and ticks(tidy(orders)), f"{about}: the stages wait for each other for ever: {waits}")
+
+    def judge_memory(evidence, cases):
+        """No stage holds more micro-batches than there are stages."""
+        Schedule.judge_valid(evidence, cases)
+        for (stages, count), orders in zip(cases, evidence, strict=True):
+            for stage, order in enumerate(tidy(orders)):
+                held = peak = 0
+                for kind, _ in order:
+                    held += (kind == "F") - (kind == "W")
+                    peak = max(peak, held)
+                said = f"{stages} stages, {count} micro-batches: stage {stage} holds {peak}"
+                require(peak <= stages, f"{said}; {stages} are allowed, and only W releases one")
+
+    def judge_beaten(evidence, cases):
+        """Fewer ticks than 1F1B."""
+        Schedule.judge_valid(evidence, cases)
+        for (stages, count), orders in zip(cases, evidence, strict=True):
+            score = ticks([with_weights(one_f_one_b_order(stage, stages, count)) for stage in range(stages)])
+            yours = ticks(tidy(orders))
+            require(
+                yours < score,
+                f"{stages} stages, {count} micro-batches: {yours} ticks; 1F1B needs {score}, so let W wait",
+            )
+
+    def judge_best(evidence, cases):
+        """3 M + S - 1 ticks: the first stage's three steps for each, and the way through the others."""
+        Schedule.judge_memory(evidence, cases)
+        for (stages, count), orders in zip(cases, evidence, strict=True):
+            yours, best = ticks(tidy(orders)), 3 * count + stages - 1
+            what = "which stage is idle while it has a W to do?"
+            require(yours <= best, f"{stages} stages, {count} micro-batches: {yours} ticks; {best} is possible: {what}")
+
+    parts = {
+        "valid": (1, judge_valid),
+        "memory": (1, judge_memory),
+        "1F1B beaten": (1, judge_beaten),
+        "the best": (1, judge_best),
+    }
+
+
+def tidy(orders):
+    """Orders as lists of pairs."""
+    return [[(str(kind), int(m)) for kind, m in order] for order in orders]
+
+
+SCHEDULES = ("GPipe", "1F1B", "one at a time")
+
+
+def played(random, name, stages, count, slow):
+    """The timeline of a schedule in which stage `slow` takes longer for everything."""
+    orders = {
+        "GPipe": gpipe_order,
+        "1F1B": one_f_one_b_order,
+        "one at a time": lambda stage, stages, count: [(kind, m) for m in range(count) for kind in "FB"],
+    }[name]
+    pending, done, free, spans = [list(orders(s, stages, count)) for s in range(stages)], {}, [0.0] * stages, []
+    while any(pending):
+        for stage in range(stages):
+            while pending[stage]:
+                kind, m = pending[stage][0]
+                wanted = needs(kind, m, stage, stages)
+                if not all(one in done for one in wanted):
+                    break
+                start = max([free[stage], *(done[one] for one in wanted)])
+                if name == "one at a time" and kind == "F" and stage == 0 and m:
+                    start = done["B", m - 1, 0]
+                end = start + (1.0 + 1.0 * (kind == "B")) * (1.5 if stage == slow else random.uniform(0.95, 1.05))
+                free[stage] = done[kind, m, stage] = end
+                spans.append((stage, kind, m, round(start, 3), round(end, 3)))
+                pending[stage].pop(0)
+    return random.sample(spans, len(spans))
+
+
+@task("8.6", "read")
+class WhichSchedule:
+    """Three schedules and a slow stage, told by their timelines."""
+
+    def draw(random, hidden):
+        """Timelines of each schedule, with the slow stage anywhere; twice as many if `hidden`."""
+        cases = []
+        for name in random.sample(SCHEDULES * (2 + 2 * hidden), len(SCHEDULES) * (2 + 2 * hidden)):
+            stages = random.randrange(3, 6)
+            slow = random.randrange(stages)
+            cases.append((played(random, name, stages, random.randrange(stages, stages + 4), slow), name, slow))
+        return {"cases": cases}
+
+    def probe(read, cases):
+        """What is read from each timeline."""
+        return [read(list(timeline)) for timeline, _, _ in cases]
+
+    def judge_schedule(evidence, cases):
+        """The schedule."""
+        for found, (timeline, name, _) in zip(evidence, cases, strict=True):
+            require(isinstance(found, list | tuple) and len(found) == 2, "return a pair: (schedule, slow stage)")
+            require(found[0] in SCHEDULES, f"{str(found[0])[:40]!r} is none of {', '.join(SCHEDULES)}")
+            last = max(span[0] for span in timeline)
+            orders = [
+                "".join(kind for stage, kind, _, _, _ in sorted(timeline, key=lambda s: s[3]) if stage == one)
+                for one in (0, last)
+            ]
+            said = f"the first stage does {orders[0]}, the last {orders[1]}"
+            require(found[0] == name, f'{said}: "{found[0]}" does not look like that')
+
+    def judge_stage(evidence, cases):
+        """The stage that takes longest for its steps."""
+        for found, (timeline, _, slow) in zip(evidence, cases, strict=True):
+            require(isinstance(found, list | tuple) and len(found) == 2, "return a pair: (schedule, slow stage)")
+            number(found[1], int, "the slow stage")
+            mean = {
+                s: [e - b for stage, kind, _, b, e in timeline if stage == s and kind == "F"] for s in (found[1], slow)
+            }
+            require(mean[found[1]], f"there is no stage {found[1]}: they count from 0")
+            times = {stage: sum(of) / len(of) for stage, of in mean.items()}
+            said = (
+                f"stage {found[1]} takes {times[found[1]]:.2f} for a forward pass, stage {slow} takes {times[slow]:.2f}"
+            )
+            require(
+                found[1] == slow,
+                f"{said}: look at how long its own steps take, not at when it ends or how long it waits",
+            )
+
+    parts = {"schedule": (1, judge_schedule), "slow stage": (1, judge_stage)}

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from . import require, task
-from .diagnose import compare_numbers, same, tensors
+from .diagnose import check_line, compare_numbers, same, tensors
 from .exercise01 import loss_of, weights
 
 FILES = ("errno", "glob", "load", "open", "os", "pathlib", "pickle", "shutil", "tempfile", "uuid")
@@ -271,3 +271,90 @@ class Culprit:
         expected = [rank(min(log, key=seconds)) for log in causes]
         about = [f"a log of {len(log)} lines" for log in logs]
         compare_numbers(evidence, expected, about, faults, "as the culprit")
+
+
+RUN_LINES = {
+    4: "the weights are those of the stop: right",
+    5: "momentum is restored: right. But is everything that an optimizer works with in its state?",
+    6: "the run goes on at the step where it stopped: right",
+    8: "steps are counted over the whole run: right. Who else counts?",
+    9: "the batch is that of the step: right",
+    16: "what is saved is enough to mend this",
+    17: "a copy is right, or the state would go on changing",
+}
+
+
+def small_net(seed):
+    """A net and an optimizer with momentum."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(5, 12), nn.Tanh(), nn.Linear(12, 3)).double()
+    return model, torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.8)
+
+
+def scheduled(model, optimizer, batches, peak, steps, first=0):
+    """The losses of a run that was never stopped, or whose schedule begins anew at step `first`."""
+    losses = []
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = peak * (1 - (step - first * (step >= first)) / len(batches))
+        losses += train(model, optimizer, batches[step : step + 1])
+    return losses
+
+
+@task("10.4", ("the_bug", "mended_run"))
+class FindTheBugInTheRun:
+    """A run in two or three parts is the same as one in one."""
+
+    def draw(random, hidden):
+        """A seed, ten batches, a peak rate, and where to stop (twice if `hidden`)."""
+        inputs = tensors(random, 10, 6, 5, dtype=torch.float64)
+        batches = [(one, torch.tensor([random.randrange(3) for _ in range(6)])) for one in inputs]
+        stops = [random.randrange(4, 6), *([7] if hidden else []), 10]
+        return {"seed": random.randrange(10**6), "batches": batches, "peak": 0.5, "stops": stops}
+
+    def probe(the_bug, mended_run, seed, batches, peak, stops):
+        """The line that is named, the losses of a run in one and of one in parts, and the weights at the end."""
+        whole, _ = mended_run(*small_net(seed), list(batches), peak, None, len(batches))
+        state, parts = None, []
+        for number, stop in enumerate(stops):
+            model, optimizer = small_net(seed + number)
+            losses, state = mended_run(model, optimizer, list(batches), peak, state, stop)
+            parts.append(list(losses))
+        return {"line": the_bug(), "whole": list(whole), "parts": parts, "weights": weights(model)}
+
+    def judge_line(evidence, seed, batches, peak, stops):
+        """Line 10 begins the rate's schedule anew after a restart."""
+        check_line(evidence["line"], 10, RUN_LINES)
+
+    def judge_run(evidence, seed, batches, peak, stops):
+        """The losses of all parts, one after the other, and the weights at the end."""
+        model, optimizer = small_net(seed)
+        expected = scheduled(model, optimizer, batches, peak, len(batches))
+        anew = scheduled(*small_net(seed), batches, peak, len(batches), first=stops[0])
+        require(
+            len(evidence["whole"]) == len(batches),
+            f"a run in one has {len(evidence['whole'])} losses; {len(batches)} were expected",
+        )
+        require(level(evidence["whole"], expected), "a run that was never stopped has changed, which was right before")
+        found = [loss for part in evidence["parts"] for loss in part]
+        counts = [len(part) for part in evidence["parts"]]
+        about = f"stopped after {', '.join(map(str, stops[:-1]))} of {len(batches)} steps"
+        require(len(found) == len(batches), f"{about}: the parts have {counts} losses, not {len(batches)} in all")
+        require(
+            not level(found, anew), f"{about}: the rate is at its peak again after the restart, as if it were step 0"
+        )
+        wrong = next(
+            (step for step in range(len(found)) if not level(found[step : step + 1], expected[step : step + 1])), None
+        )
+        said = f"{about}: from step {wrong} on the loss is another one than without a stop"
+        require(wrong is None, said)
+        require(
+            same(evidence["weights"], weights(model), 1e-9),
+            f"{about}: the weights at the end are others than without a stop",
+        )
+
+    parts = {"the line": (1, judge_line), "mended": (1, judge_run)}
+
+
+def level(found, expected):
+    """Whether two rows of numbers are the same to rounding."""
+    return all(type(a) is float and abs(a - b) <= 1e-9 for a, b in zip(found, expected, strict=True))

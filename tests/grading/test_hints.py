@@ -1,0 +1,36 @@
+"""Each task has three hints, they are shown one by one, and a notebook tells which were asked for."""
+
+import pytest
+from answers import ROOT, solution, tasks_of
+
+from ddp_course.grading import hint
+from ddp_course.grading.hints import LEVELS, all_hints, asked_for
+
+EXERCISES = range(1, 1 + len(list((ROOT / "exercises").glob("[0-9]*.ipynb"))))
+
+
+def test_every_task_has_three_hints_that_are_not_the_answer():
+    tasks = [task for exercise in EXERCISES for task in tasks_of(exercise)]
+    assert list(all_hints()) == tasks
+    for task, hints in all_hints().items():
+        assert len(set(hints)) == LEVELS and all(20 < len(one) < 200 for one in hints), task
+        lines = {line.strip() for line in solution(task).splitlines() if len(line.strip()) > 25}
+        assert not [line for line in lines for one in hints if line in one], task
+
+
+def test_hints_are_shown_one_by_one(capsys):
+    for level in (1, 2, 3):
+        hint("4.2", level)
+    first, second, third = capsys.readouterr().out.splitlines()
+    assert first.startswith("Hint 1 of 3 for 4.2: ") and first.endswith('hint("4.2", 2) says more.')
+    assert second != first and "says more" not in third
+    with pytest.raises(ValueError, match=r"no task 4\.99"):
+        hint("4.99")
+    with pytest.raises(ValueError, match="hints 1 to 3"):
+        hint("4.2", 4)
+
+
+def test_a_notebook_tells_which_hints_were_asked_for():
+    cells = ['hint("4.2")', "x = 1\nhint('4.2', 2)\n  hint('4.3', level=3)", '# hint("4.4", 3)', 'print("hint(4.5)")']
+    assert asked_for(cells) == {"4.2": 2, "4.3": 3}
+    assert asked_for([]) == {}
