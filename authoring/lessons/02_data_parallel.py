@@ -19,7 +19,7 @@ one of them. Is the result still the same? And what does it cost?
 import os
 
 from ddp_course import (
-    DataParallel, claims, launch, problems, show, stage1_single, stage2_dataparallel, timing, torch,
+    DataParallel, claims, compare, launch, problems, show, stage1_single, stage2_dataparallel, timeline, timing, torch,
 )  # fmt: skip
 
 K = 4  # how many devices; 2 works as well
@@ -260,9 +260,33 @@ show.bars({f"{count} a rank": ms for count, ms in threads.items()}, "time for th
 
 # %% [markdown]
 r"""
-That is why `torchrun` sets OMP_NUM_THREADS to 1, and `launch` gives each rank its share of the cores. Two limits of
-`DataParallel` have nothing to do with threads: the replicas are made anew in every step, and the master does
-everything else alone.
+That is why `torchrun` sets OMP_NUM_THREADS to 1, and `launch` gives each rank its share of the cores.
+
+## Is it the threads, then?
+
+Two limits of `DataParallel` have nothing to do with threads: the replicas are made anew in every step, and the master does
+everything else alone. To see them by themselves, give each thread an emulated device of its own, with links between them:
+now the threads do compute at the same time, on any number of cores.
+"""
+
+# %% on-devices
+results = compare.run("digits", world_size=K, steps=6, stages="1,2", progress=True)
+alone, many = results["stages"]
+lanes = [[timeline.Span(*span) for span in lane] for lane in many["timeline"]]
+show.timeline_figure(lanes, labels=labels, title=f"{K} devices, {many['speed_up']:.1f} times as fast as one: the master is busy copying")  # fmt: skip
+
+# %% check-on-devices
+# NBVAL_CHECK_OUTPUT
+forward = [[span for span in lane if span.name == "forward"] for lane in lanes]
+assert max(lane[0].start for lane in forward) < min(lane[-1].end for lane in forward), forward
+copying = [sum(span.seconds for span in lane if span.name == "communication") for lane in lanes]
+assert copying[0] > 0 and max(copying[1:]) == 0, copying
+print("all devices compute at the same time, and only the master copies")
+
+# %% [markdown]
+r"""
+The master copies the model out before each forward pass and the gradients in after each backward pass, one device after
+the other. Meanwhile all others have nothing to do. Threads are not the limit here: one device's link is.
 
 ## What torch does
 

@@ -178,7 +178,7 @@ Small buckets start early, but each pays its latencies. Large ones wait. We meas
 
 # %% measure-caps
 caps = [0.02, 0.05, 0.1, 0.2, 0.5]
-measured = {cap: 1000 * step_s(on_devices(stage5_bucketed.train, bucket_cap_mb=cap)) for cap in caps}
+measured = {cap: 1000 * step_s(on_devices(stage5_bucketed.train, bucket_cap_mb=cap)) for cap in show.progress(caps)}
 
 # %% simulate
 text = problems.make("bytes", parameters=100_000, context=32)
@@ -212,7 +212,7 @@ crossing, T = C, is predicted from the two numbers alone; then measured by a swe
 # %% sweep
 megabits = [10, 20, 40, 80, 160]
 points = {
-    name: [1000 * step_s(on_devices(train, link=Link(f"{speed}Mbit"), **cap)) for speed in megabits]
+    name: [1000 * step_s(on_devices(train, link=Link(f"{speed}Mbit"), **cap)) for speed in show.progress(megabits)]
     for name, train, cap in (
         ("ring", stage4_ring.train, {}),
         ("buckets", stage5_bucketed.train, {"bucket_cap_mb": 0.1}),

@@ -13,6 +13,7 @@ _HOME = {
     "compare_figure": "plots",
     "STAGE_COLOURS": "plots",
     "predict": "widgets",
+    "progress": "widgets",
     "command": "shell",
     "scaling_figure": "simulator_plots",
     "winners_figure": "simulator_plots",

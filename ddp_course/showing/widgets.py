@@ -5,12 +5,13 @@ first setting stands in its place; the course's web site draws every setting bef
 """
 
 import base64
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import ipywidgets
 from IPython.display import display
 from matplotlib.patches import Patch
+from tqdm.auto import tqdm
 
 from . import recipes, sketches
 from .plots import SPAN_COLOURS, STAGE_COLOURS, Picture, binary_bytes, curves, draw_lane, logarithmic, panels, style
@@ -80,6 +81,11 @@ def ring_stepper(world_size: int = 4) -> Any:
 
     ranks.observe(limit, "value")
     return Explorer(lambda K, step: sketches.ring_step(K, min(step, 2 * (K - 1))), K=ranks, step=step)
+
+
+def progress(items: Sequence[Any]) -> Iterator[Any]:
+    """The items one after the other, with a bar that says how many are done: for cells that take long."""
+    return iter(tqdm(items))
 
 
 def predict(question: str, answers: Sequence[Any]) -> "Prediction":

@@ -1,6 +1,7 @@
 """`ddp-course bench devices`: do emulated devices keep their time, and do simulator and emulation agree?
 
-"steps": the comparison's stages at 2 and 4 ranks, each beside its ideal. "simulator": stage 5 on random settings
+"clock": a step without communication in a launch of 4 ranks, and what the emulation itself costs. "steps": the
+comparison's stages at 2 and 4 ranks, each beside its ideal. "simulator": stage 5 on random settings
 (ranks, buckets, devices, links), measured on emulated devices and predicted by the simulator from the same device's
 layer times and the link's bandwidth, nothing fitted.
 """
@@ -8,8 +9,10 @@ layer times and the link's bandwidth, nothing fitted.
 import argparse
 import random
 import statistics
+import time
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ... import ladder, problems
@@ -28,7 +31,39 @@ RANK_SECONDS = 0.04  # of a rank's step, for every rank that shares this machine
 MBITS = (30, 50, 80, 120)
 MEDIAN, WORST = 0.05, 0.15
 OFF_IDEAL = {2: 0.08, 4: 0.20}
+OFF_RATE, OVERHEAD_US, OPERATIONS, TRIES = 0.03, 15.0, 2000, 9
 FASTER = {"5": 3.2, "3": 1.2}  # than one device, at 4 ranks
+
+
+def clock(args: argparse.Namespace) -> Part:
+    """Steps of 4 ranks that do not communicate, beside flops/rate; and processor time of the emulation an operation."""
+    job = {**job_of({"K": 4, "cap_mb": 25.0}), "alone": True}
+    _, flops = emulated.work_of(job, Device("1GFLOP/s"), 4)
+    device = Device(f"{flops / (4 * RANK_SECONDS)}FLOP/s")
+    derived = emulated.work_of(job, device, 4)[0].seconds
+    measured = statistics.median(
+        max(step) for step in zip(*launch(train, job, world_size=4, device=device), strict=True)
+    )
+    with Device("100TFLOP/s").emulate():
+        slowed = operation_us()
+    overhead = slowed - operation_us()
+    row = {"step_ms": 1000 * measured, "derived_ms": 1000 * derived, "overhead_us": overhead}
+    promises = [
+        Promise("4 ranks without communication, beside flops/rate", abs(measured / derived - 1), OFF_RATE),
+        Promise("the emulation itself, microseconds an operation", overhead, OVERHEAD_US),
+    ]
+    return Part([row], promises)
+
+
+def operation_us() -> float:
+    """Microseconds of processor time that a small product takes, at its best of several tries."""
+    matrix, best = torch.ones(8, 8), float("inf")
+    for _ in range(TRIES):
+        start = time.thread_time()
+        for _ in range(OPERATIONS):
+            torch.mm(matrix, matrix)
+        best = min(best, time.thread_time() - start)
+    return 1e6 * best / OPERATIONS
 
 
 def steps(args: argparse.Namespace) -> Part:
@@ -93,11 +128,13 @@ def profile_of(work: emulated.Work) -> Profile:
 
 
 def train(job: dict[str, Any]) -> list[float]:
-    """On each rank: seconds of the steps of stage 5."""
+    """On each rank: seconds of the steps of stage 5, or of stage 1 if each is `alone`."""
     problem = problems.make(job["problem"])
     batches = problem.batches(job["global_batch"], STEPS, job["seed"], dist.get_rank(), job["world_size"])
     with recording() as record:
-        ladder.find("5").trainer(job)(problem.model(job["seed"]), record.stamped(batches), 0.05)
+        ladder.find("1" if job.get("alone") else "5").trainer(job)(
+            problem.model(job["seed"]), record.stamped(batches), 0.05
+        )
     return record.report()["step_s"]
 
 
@@ -110,6 +147,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 BENCHMARK = Benchmark(
     "devices",
     "emulated devices beside their ideals, and beside the simulator",
-    {"steps": steps, "simulator": against_simulator},
+    {"clock": clock, "steps": steps, "simulator": against_simulator},
     add_options=add_options,
 )

@@ -11,7 +11,6 @@ computing and those in line for a processor.
 """
 
 import os
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -34,8 +33,10 @@ class Clock:
         return self.free
 
 
-class ThreadClock(threading.local):
-    """The time `now` at which each thread would be if it always had a processor of its own."""
+class ThreadClock:
+    """The time `now` at which the thread that made it would be if it always had a processor of its own."""
+
+    __slots__ = ("arithmetic", "computed", "line", "now", "queued", "total", "wall")
 
     def __init__(self):
         self.line = open(SCHEDSTAT, "rb", buffering=0) if os.path.exists(SCHEDSTAT) else None  # noqa: SIM115

@@ -10,6 +10,7 @@ emulated device 1, and with it all that is computed from it there; what goes fro
 time of the bus.
 """
 
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -60,7 +61,7 @@ class Emulation:
         self.device, self.bus, self.sleep, self.active = device, bus, sleep, False
         self.operations = [] if record else None
         self.clocks = defaultdict(Clock)
-        self.thread = ThreadClock()
+        self.threads = threading.local()
         self.home = WeakKeyDictionary()  # storage -> the number of its device; storages of device 0 are not in it
         self.flops = self.behind_s = 0.0
         self.copied = 0
@@ -75,7 +76,7 @@ class Emulation:
         ):
             wrapped = self.on_its_device(getattr(owner, name), number_of)
             self.stack.enter_context(patch.object(owner, name, wrapped))
-        self.thread = ThreadClock()
+        self.threads = threading.local()
         self.stack.enter_context(OnDevice(self, 0))
         self.active, Emulation.current = True, self
         return self
@@ -98,6 +99,15 @@ class Emulation:
         return needed / self.busy_s if self.behind_s > LATE * self.busy_s and needed > self.busy_s else 0.0
 
     @property
+    def thread(self) -> ThreadClock:
+        """The clock of the thread that asks."""
+        try:
+            return self.threads.clock
+        except AttributeError:
+            self.threads.clock = ThreadClock()
+            return self.threads.clock
+
+    @property
     def busy_s(self) -> float:
         """Seconds that all emulated devices have worked, together."""
         return sum(clock.busy for clock in self.clocks.values())
@@ -110,12 +120,13 @@ class Emulation:
             return operation(*args, **kwargs)
         if not (formula or (moves and (self.device.memory or self.home or operation is TO_COPY))):
             return self.thread.real(operation, args, kwargs)
+        thread = self.thread
         if self.sleep:
-            self.thread.catch_up()
+            thread.catch_up()
         target = destination(operation, kwargs, number)
         if moves and (self.home or target != number):
             self.fetch(target, (args, kwargs))
-        result = self.thread.real(operation, args, kwargs)
+        result = thread.real(operation, args, kwargs)
         if target:
             self.home.update({tensor.untyped_storage(): target for tensor in roofline.tensors_in([result])})
         self.book(target, operation, formula, args, kwargs, result)
