@@ -11,13 +11,14 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
 
 import torch
 
 from ..ladder import Stage
 from ..running import wire
+from ..running.devices import rank_device
 from . import timeline
 
 WARM_UP = 2  # steps in which caches fill, connections open and DDP lays its buckets out; they are not timed
@@ -27,36 +28,55 @@ WARM_UP = 2  # steps in which caches fill, connections open and DDP lays its buc
 def recording() -> Iterator[Recording]:
     """Record what this rank does in each step: `with recording() as record: train(model, record.stamped(batches))`."""
     record = Recording()
-    with timeline.recording() as record.spans, wire.observing(record.events.append):
-        yield record
+    record.on_gpu = rank_device().type == "cuda"
+    whole: AbstractContextManager[list] = nullcontext([]) if record.on_gpu else timeline.recording()
+    with whole as record.spans:
+        with wire.observing(lambda event: record.traffic[-1].add(event)):
+            yield record
 
 
 class Recording:
-    """Spans and events of one rank's training, and when each step began."""
+    """Spans and traffic of one rank's training, and when each step began.
+
+    On a GPU spans are recorded in every second step, and the others are timed: events take time, too.
+    """
 
     def __init__(self):
-        self.spans, self.events, self.began = [], [], []
+        self.spans, self.began, self.traffic, self.on_gpu = [], [], [wire.Traffic()], False
 
     def stamped(self, batches: Iterable) -> Iterator:
         """Yield the batches, noting when each was asked for, and when the last step was over."""
         self.began.append(time.perf_counter())
-        for batch in batches:
-            yield batch
+        for number, batch in enumerate(batches, 1):
+            self.traffic.append(wire.Traffic())
+            drawn = self.on_gpu and number % 2 == 0
+            step: AbstractContextManager[list] = timeline.recording() if drawn else nullcontext([])
+            with step as spans:
+                yield batch
+            self.spans += spans
             self.began.append(time.perf_counter())
 
     def report(self) -> dict:
-        """Seconds, exposed communication and timeline of each step, and the traffic of the last one."""
+        """Seconds of each step; exposed communication and timeline of those recorded; the traffic of the last one."""
         steps = list(pairwise(self.began))
-        steps = steps[min(WARM_UP, len(steps) - 1) :]
-        by_step = [[span for span in self.spans if start <= span.start < end] for start, end in steps]
+        traffic = self.traffic[len(steps)]
+        numbers = range(min(WARM_UP, len(steps) - 1), len(steps))
+        drawn = [steps[n] for n in numbers if not self.on_gpu or n % 2 == 1] or steps[-1:]
+        timed = [steps[n] for n in numbers if not self.on_gpu or n % 2 == 0] or steps[-1:]
+        by_step = [[span for span in self.spans if start <= span.start < end] for start, end in drawn]
         return {
-            "step_s": [end - start for start, end in steps],
+            "step_s": [end - start for start, end in timed],
+            "drawn_s": [end - start for start, end in drawn],
             "exposed_s": [timeline.exposed(inside) for inside in by_step],
-            "traffic": traffic_of([event for event in self.events if steps[-1][0] <= event.start < steps[-1][1]]),
-            "began_s": [begin for begin, _ in steps],
+            "traffic": {
+                "bytes_sent_max": traffic.bytes_sent,
+                "bytes_received_max": traffic.bytes_received,
+                "messages_max": traffic.messages_sent + traffic.messages_received,
+            },
+            "began_s": [begin for begin, _ in drawn],
             "timelines": [
                 [as_lists(lane, begin) for lane in timeline.laid_out(inside)]
-                for (begin, _), inside in zip(steps, by_step, strict=True)
+                for (begin, _), inside in zip(drawn, by_step, strict=True)
             ],
         }
 
@@ -66,27 +86,15 @@ def as_lists(lane: Iterable[timeline.Span], begin: float) -> list[list]:
     return [[span.name, span.start - begin, span.end - begin, span.lane] for span in lane]
 
 
-def traffic_of(events: Iterable[wire.Event]) -> dict:
-    """Sum up one rank's events of one step: bytes out, bytes in, messages out and in together."""
-    traffic = wire.Traffic()
-    for event in events:
-        traffic.add(event)
-    return {
-        "bytes_sent_max": traffic.bytes_sent,
-        "bytes_received_max": traffic.bytes_received,
-        "messages_max": traffic.messages_sent + traffic.messages_received,
-    }
-
-
 def summed_up(stage: Stage, ranks: list[dict]) -> dict:
     """The entry of a stage in the results, from what each of its ranks reports; the slowest and the busiest count.
 
     Timeline and communication are those of a typical step: the one whose time is nearest to the median. The timeline
     has a lane for each device, in rank order.
     """
-    per_step = [max(step) for step in zip(*(rank["step_s"] for rank in ranks), strict=True)]
-    median = statistics.median(per_step)
-    typical = min(range(len(per_step)), key=lambda step: abs(per_step[step] - median))
+    timed, drawn = ([max(step) for step in zip(*(r[key] for r in ranks), strict=True)] for key in ("step_s", "drawn_s"))
+    median = statistics.median(drawn)
+    typical = min(range(len(drawn)), key=lambda step: abs(drawn[step] - median))
     exposed = max(rank["exposed_s"][typical] for rank in ranks)
     lanes = common_axis([rank["timelines"][typical] for rank in ranks], [rank["began_s"][typical] for rank in ranks])
     told = stage.key != "2" or any(span[0] == "communication" for span in lanes[0])  # of copies between devices
@@ -95,7 +103,7 @@ def summed_up(stage: Stage, ranks: list[dict]) -> dict:
     return {
         "stage": stage.key,
         "name": stage.name,
-        "step_ms": 1000 * median,
+        "step_ms": 1000 * statistics.median(timed),
         "communication_ms": 1000 * exposed if told else None,
         **busiest,
         "loss": [statistics.fmean(step) for step in zip(*(rank["loss"] for rank in ranks), strict=True)],

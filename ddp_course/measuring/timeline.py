@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from time import perf_counter
 from unittest.mock import patch
 
 import torch
@@ -19,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ..running import wire
 from ..running.devices import device_number
+from .event_clock import EventClock
 
 BLOCKING = ("communication", "wait")  # in the lane of the device: nobody computes meanwhile
 ON_TOP = (*BLOCKING, "update", "backward", "forward")  # what counts where spans of one device overlap
@@ -49,16 +49,21 @@ class Span:
 def recording() -> Iterator[list[Span]]:
     """Record the spans of this process, from the calling thread and from communication: `with recording() as spans`.
 
-    On CUDA every edge of a span waits for the device, so that the span holds the work and not only its launch;
-    that slows the step down, and the overlap it shows is a lower bound.
+    On CUDA the edges are events, read when the recording ends: a span is when the work ran, not when it was queued.
     """
     spans: list[Span] = []
+    clock = EventClock() if torch.cuda.is_initialized() else None
     with ExitStack() as stack:
+        if clock:
+            stack.enter_context(patch.object(wire, "clock", clock.now))
         for hook in _module_hooks(spans) + _optimizer_hooks(spans):
             stack.callback(hook.remove)
         stack.enter_context(patch.object(torch.autograd, "backward", _timed_backward(spans)))
         stack.enter_context(wire.observing(_communication(spans)))
         yield spans
+    if clock:
+        clock.finish()
+        spans[:] = [replace(span, start=clock.seconds(span.start), end=clock.seconds(span.end)) for span in spans]
 
 
 def laid_out(spans: Iterable[Span]) -> list[list[Span]]:
@@ -122,12 +127,6 @@ def hidden_share(spans: list[Span]) -> float:
     return hidden / total if total else 0.0
 
 
-def _now():
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-    return perf_counter()
-
-
 def _module_hooks(spans):
     """Time the outermost module call of each thread; the modules inside it are part of it."""
     outermost, me = threading.local(), threading.get_ident()
@@ -135,14 +134,21 @@ def _module_hooks(spans):
     def before(module, inputs):
         outermost.depth = getattr(outermost, "depth", 0) + 1
         if outermost.depth == 1:
-            outermost.start = _now()
+            outermost.start = _now(module.parameters())
 
     def after(module, inputs, outputs):
         outermost.depth -= 1
         if outermost.depth == 0:
-            spans.append(Span("forward", outermost.start, _now(), device=_device(module.parameters(), me)))
+            end = _now(module.parameters())
+            spans.append(Span("forward", outermost.start, end, device=_device(module.parameters(), me)))
 
     return [register_module_forward_pre_hook(before), register_module_forward_hook(after, always_call=True)]
+
+
+def _now(tensors):
+    """This moment on the GPU of `tensors`, if they are on one."""
+    first = next(iter(tensors), None)
+    return wire.clock(first.device if first is not None and first.is_cuda else None)
 
 
 def _device(tensors, main_thread):
@@ -152,13 +158,13 @@ def _device(tensors, main_thread):
 
 
 def _optimizer_hooks(spans):
-    started = [0.0]
+    started = [wire.clock()]
 
     def before(optimizer, args, kwargs):
-        started[0] = _now()
+        started[0] = wire.clock()
 
     def after(optimizer, args, kwargs):
-        spans.append(Span("update", started[0], _now()))
+        spans.append(Span("update", started[0], wire.clock()))
 
     return [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
 
@@ -167,12 +173,12 @@ def _timed_backward(spans):
     original, me = torch.autograd.backward, threading.get_ident()
 
     def backward(tensors, *args, **kwargs):
-        start = _now()
+        outputs = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        start = _now(outputs)
         try:
-            return original(tensors, *args, **kwargs)
+            return original(outputs, *args, **kwargs)
         finally:
-            outputs = [tensors] if isinstance(tensors, torch.Tensor) else tensors
-            spans.append(Span("backward", start, _now(), device=_device(outputs, me)))
+            spans.append(Span("backward", start, _now(outputs), device=_device(outputs, me)))
 
     return backward
 

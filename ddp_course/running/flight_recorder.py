@@ -86,7 +86,8 @@ def entry(
         write(Call(digest, key, sequence, begin, 0.0, members, what))
         compare(digest, key, sequence, what, members)
         yield
-        END.pack_into(_own.memory, place(_own.rank, key, sequence) + END_AT, time.monotonic())
+        launched = on_gpu(tensors)  # and when it ends, nobody asks: the end is negative
+        END.pack_into(_own.memory, place(_own.rank, key, sequence) + END_AT, (-1 if launched else 1) * time.monotonic())
     finally:
         _inside.collective = False
 
@@ -98,6 +99,12 @@ def describe(tensors: torch.Tensor | Sequence[torch.Tensor]) -> str:
     if isinstance(tensors, (list, tuple)):
         return f"{len(tensors)} tensors: " + "; ".join(describe(tensor) for tensor in tensors)
     return type(tensors).__name__
+
+
+def on_gpu(tensors: torch.Tensor | Sequence[torch.Tensor]) -> bool:
+    """Whether the work on `tensors` is only queued when the call returns."""
+    several = tensors if isinstance(tensors, (list, tuple)) else [tensors]
+    return any(isinstance(one, torch.Tensor) and one.is_cuda for one in several)
 
 
 def place(rank: int, key: bytes, sequence: int) -> int:

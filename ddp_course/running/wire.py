@@ -20,6 +20,13 @@ import torch.distributed as dist
 
 from . import flight_recorder
 
+
+def host_seconds(device: torch.device | None = None) -> float:
+    """Now, in seconds; on the CPU that is when work is done, too."""
+    return perf_counter()
+
+
+clock: Callable[..., Any] = host_seconds  # what edges of messages and spans are told in; marks, where a GPU is recorded
 throttle: Any = None  # this rank's throttle.Throttle, set by `links`; None sends at full speed
 _observers: list[Callable] = []
 _warm: WeakSet = WeakSet()  # the groups whose ranks NCCL has connected
@@ -29,7 +36,7 @@ _warm: WeakSet = WeakSet()  # the groups whose ranks NCCL has connected
 class Event:
     """Something that happened on the wire: a "send", a "recv", or a named "span" around several of them.
 
-    `start` and `end` are seconds of `time.perf_counter`; `bytes` is 0 and `peer` None for spans.
+    `start` and `end` are seconds of `time.perf_counter`, or what `clock` marks; `bytes` is 0 and `peer` None for spans.
     """
 
     kind: str
@@ -81,7 +88,7 @@ def counting() -> Iterator[Traffic]:
 @contextmanager
 def span(name: str) -> Iterator[None]:
     """Tell the observers when the block began and ended."""
-    start = perf_counter()
+    start = clock()
     try:
         yield
     finally:
@@ -126,7 +133,7 @@ class Transfer:
     def __init__(self, kind: str, tensor: torch.Tensor, peer: int, group: dist.ProcessGroup | None = None):
         self.kind, self.tensor, self.peer = kind, tensor, peer
         self.staged = _host_copy(kind, tensor, group)
-        self.start = perf_counter()
+        self.start = clock()
         self.ticket = throttle.post(kind, self.nbytes, peer, group) if throttle is not None and tensor.numel() else None
         self.work = self._post(group) if tensor.numel() else None
 
@@ -238,7 +245,7 @@ def _exchange_nccl(outgoing, incoming, group):
     """NCCL wants both directions in one group call, or two neighbours that send first would deadlock."""
     pairs = [(dist.irecv, *message, "recv") for message in incoming] + [(dist.isend, *m, "send") for m in outgoing]
     pairs = [pair for pair in pairs if pair[1].numel()]
-    start = perf_counter()
+    start = clock()
     operations = [dist.P2POp(post, tensor, peer, group) for post, tensor, peer, _ in pairs]
     for work in dist.batch_isend_irecv(operations) if operations else []:
         work.wait()
@@ -257,9 +264,9 @@ def _host_copy(kind, tensor, group):
 def tell(
     kind: str, name: str, start: float, nbytes: int = 0, peer: int | None = None, thread: str | None = None
 ) -> None:
-    """Tell the observers of something that began at `start` (`time.perf_counter`) and ends now, in this `thread`."""
+    """Tell the observers of something that began at `start` (by `clock`) and ends now, in this `thread`."""
     if _observers:
         where = thread or threading.current_thread().name
-        event = Event(kind, name, start, perf_counter(), nbytes, peer, where)
+        event = Event(kind, name, start, clock(), nbytes, peer, where)
         for callback in list(_observers):
             callback(event)

@@ -9,7 +9,6 @@ it returns waits for the end, and returns the tensor with the result:
 """
 
 import inspect
-from time import perf_counter
 
 import torch
 import torch.distributed as dist
@@ -57,7 +56,7 @@ def by_backend(group=None):
     """gloo's or NCCL's own all_reduce, in the backend's own thread or stream."""
 
     def start(bucket):
-        began = perf_counter()
+        began = wire.clock()
         work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
         if wire.observed():
             work.get_future().then(lambda _: wire.ended("all_reduce", began))

@@ -83,7 +83,7 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
         if init_sync:
             same_on_all_ranks(parameters, self.process_group)
             self.sync_model(0, forward_sync_buffers is not None or broadcast_buffers is not False)
-        self.started = self.joins = False
+        self.started, self.joins, self.buffers_from = False, False, 0
         self.clones_outputs, self.mixed_precision = True, mixed_precision
         self.low = LowPrecision(mixed_precision, module, self.parameters_to_ignore) if mixed_precision else None
         self.make_reducer()
@@ -183,7 +183,10 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
         return due == location and wanted and self.has_buffers
 
     def sync_buffers(self, src=None):
-        """Broadcast the buffers of `src` (None: rank 0, or in `join` a rank with data), or let the hook do it."""
+        """Broadcast the buffers of `src`, or let the hook do it.
+
+        None: rank 0; in `join` a rank with data; after it the last rank.
+        """
         buffers = self.named_buffers_in_sync()
         if self.buffer_hook:
             hook, state, _ = self.buffer_hook
@@ -191,7 +194,7 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
             self.reducer.post_backward += [] if futures is None else futures
             return
         if src is None:
-            src = common_rank(self, True) if self._join_config.enable else 0
+            src = common_rank(self, True) if self._join_config.enable else self.buffers_from
         broadcast_named_buffers(buffers, src, self.process_group)
 
     # Buckets, for checkpoints

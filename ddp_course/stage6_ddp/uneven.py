@@ -20,6 +20,7 @@ class Shadow(JoinHook):
     def __init__(self, ddp, divide_by_initial_world_size=True):
         super().__init__()
         self.ddp, ddp.divides_by_initial_world_size, ddp.joins = ddp, divide_by_initial_world_size, True
+        ddp.buffers_from = 0
 
     def main_hook(self):
         """Shadow one iteration: rebuilding, buffers, and if the others synchronise in it, all buckets."""
@@ -36,6 +37,7 @@ class Shadow(JoinHook):
         self.ddp._authoritative_rank = common_rank(self.ddp, is_last_joiner)
         self.ddp.sync_model(self.ddp._authoritative_rank, self.ddp.forward_sync_buffers)
         self.ddp._join_config = type(self.ddp._join_config).construct_disabled_join_config()
+        self.ddp.buffers_from = dist.get_world_size(self.ddp.process_group) - 1  # as torch, which stays in join mode
 
 
 def common_rank(ddp, candidate):

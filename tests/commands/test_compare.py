@@ -173,8 +173,13 @@ def test_the_timeline_is_that_of_a_typical_step():
     traffic = {"bytes_sent_max": 0, "bytes_received_max": 0, "messages_max": 0}
     rank = {"exposed_s": [0.0] * 3, "traffic": traffic, "loss": [0.0] * 3, "difference": 0.0, "evaluation": None}
     ranks = [
-        {**rank, "step_s": seconds, "timelines": [[[["forward", 0.0, second, "compute"]]] for second in seconds]}
-        | {"began_s": [10.0, late, 30.0], "exposed_s": [0.1, late / 1000, 0.3]}
+        {
+            **rank,
+            "step_s": seconds,
+            "drawn_s": seconds,
+            "timelines": [[[["forward", 0.0, second, "compute"]]] for second in seconds],
+        }
+        | {"drawn_s": seconds, "began_s": [10.0, late, 30.0], "exposed_s": [0.1, late / 1000, 0.3]}
         for late, seconds in ((20.0, [1.0, 5.0, 3.0]), (20.5, [2.0, 1.0, 9.0]))  # the slowest rank counts: 2, 5, 9
     ]
     entry = recording.summed_up(ladder.find("4"), ranks)

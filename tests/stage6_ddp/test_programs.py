@@ -25,9 +25,9 @@ class ForgetsTheLastBucket(DistributedDataParallel):
         self.reducer.start = lambda bucket: (lambda: bucket.buffer()) if bucket.is_last() else start(bucket)
 
 
-def faulty(first, count):
+def faulty(first, count, reached):
     programs.CLASSES["ours"] = ForgetsTheLastBucket
-    return programs.differences(first, count)
+    return programs.differences(first, count, reached)
 
 
 def test_a_fault_is_found():

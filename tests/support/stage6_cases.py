@@ -755,6 +755,24 @@ def join_ends_with_equal_models(DDP):
 
 
 @case
+def after_join_the_buffers_of_the_last_rank_go_on(DDP):
+    for settings in ({}, {"find_unused_parameters": True}):
+        model = seeded(Normed, seed=me())
+        parallel = DDP(model, **settings)
+        with parallel.join():
+            for step in range(1 + me()):
+                parallel(data(me(), step)).square().sum().backward()
+        parallel(data(me(), 7)).square().sum().backward()
+        buffers = [buffer.clone() for buffer in model.buffers()]
+        for buffer in buffers:
+            dist.broadcast(buffer, len(ranks()) - 1)
+        seen = []
+        model.register_forward_pre_hook(lambda model, _, seen=seen: seen.extend(b.clone() for b in model.buffers()))
+        parallel(data(me(), 8)).square().sum().backward()
+        assert all(torch.equal(one, other) for one, other in zip(seen, buffers, strict=True))
+
+
+@case
 def join_with_no_sync(DDP):
     model = seeded(Net)
     parallel = DDP(model)

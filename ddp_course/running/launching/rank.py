@@ -2,6 +2,7 @@
 
 import ctypes
 import faulthandler
+import io
 import linecache
 import mmap
 import os
@@ -33,6 +34,12 @@ PR_SET_PDEATHSIG = 1
 HERE = Path(__file__).parent
 OWN_FILES = tuple(str(HERE / name) for name in ("rank.py", "cell.py", "spare.py"))  # not shown
 LIBRARIES = (str(HERE.parents[1]), str(Path(torch.__file__).parent))
+QUIET_NCCL = {  # its watchdog must not end a process before the launch has said which rank is the culprit
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",  # give up on the communicator, leave the process alone
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+}
+NCCL_LOST = ("ncclRemoteError", "remote process", "communicator was aborted", "Connection closed", "Connection reset")
 ELASTIC = "TORCHELASTIC_"  # variables of a torchrun that this launch may be part of, but its ranks are not
 
 
@@ -75,6 +82,7 @@ def main(
     pipes.close(keep=rank)
     work(setting, rank, link, listener, pipes.payload, pipes.recorder, *pipes.ranks[rank])
     os.read(pipes.leave, 1)  # until the caller closes its end: all have their results
+    leave_nccl()
 
 
 def work(
@@ -139,6 +147,8 @@ def choose_device(setting: dict, rank: int) -> None:
     if "gloo" in setting["backend"] and sys.platform != "win32":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     if device.startswith("cuda"):
+        for name, value in QUIET_NCCL.items():
+            os.environ.setdefault(name, value)
         torch.cuda.set_device(device)
     else:
         hide_gpus()
@@ -165,6 +175,12 @@ def redirect_output(out: int, err: int) -> None:
     sys.stderr = os.fdopen(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
 
 
+def leave_nccl() -> None:
+    """End NCCL's communicators, now that all ranks are done; gloo's threads are not torn down, they end with us."""
+    if dist.is_initialized() and "nccl" in dist.get_backend_config():
+        dist.destroy_process_group()
+
+
 def call(payload: int, emulation: AbstractContextManager) -> Any:
     """Unpickle the caller's function with its arguments and the source of its cells, and call it in `emulation`."""
     with mmap.mmap(payload, 0, access=mmap.ACCESS_READ) as packed:
@@ -179,13 +195,27 @@ def call(payload: int, emulation: AbstractContextManager) -> Any:
 
 def pack_result(result: Any) -> bytes:
     """The message that carries a result to the caller."""
+    packed = io.BytesIO()
     try:
-        return cloudpickle.dumps(("result", result), protocol=5)
+        Packing(packed, protocol=5).dump(("result", result))
+        return packed.getvalue()
     except Exception as error:
         raise TypeError(
             f"the result is a {type(result).__qualname__}, which cannot be sent to the caller ({error}); "
             "return numbers, tensors, lists or dicts of them"
         ) from None
+
+
+class Packing(cloudpickle.Pickler):
+    """Tensors on a GPU travel as tensors on the CPU: the caller need not have a GPU, nor use it."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.Tensor) and obj.is_cuda:
+            moved = obj.detach().cpu().requires_grad_(obj.requires_grad)
+            if isinstance(obj, torch.nn.Parameter):
+                moved = torch.nn.Parameter(moved, obj.requires_grad)
+            return moved.__reduce_ex__(5)
+        return super().reducer_override(obj)
 
 
 def describe(error: BaseException) -> dict:
@@ -211,8 +241,10 @@ def describe(error: BaseException) -> dict:
 
 def is_broken_connection(error: BaseException, message: str) -> bool:
     """Whether this exception only says that another rank has gone; one that the learner's own code raised does not."""
-    if isinstance(error, (dist.DistNetworkError, dist.DistBackendError)):
+    if isinstance(error, dist.DistNetworkError):
         return True
+    if isinstance(error, dist.DistBackendError):  # NCCL's word for everything: "Duplicate GPU detected" is a cause
+        return any(mark in message for mark in NCCL_LOST)
     runtime = isinstance(error, RuntimeError)
     if runtime and "gloo" in message and "transport" in message:
         return True

@@ -45,6 +45,7 @@ def main() -> None:
         os.chdir(setting["folder"])
     be_rank(folder, rank, setting)
     words.get()  # the others may still be looking for this rank
+    importlib.import_module("ddp_course.running.launching.rank").leave_nccl()
     atexit.register(os._exit, 0)  # when its threads have ended, but before gloo's would be torn down
 
 

@@ -54,7 +54,7 @@ def look(rank: int, pid: int | None, threads: Any, torch_call: Any, call: Any, f
     elif torch_call:
         collective = f"torch.distributed.{torch_call} (inside)"
     else:
-        collective = f"{call} (finished)" if call else ""
+        collective = f"{call} ({'launched' if call.end < 0 else 'finished'})" if call else ""
     return RankState(rank, status, collective, "\n".join(show(frames) for frames in threads))
 
 

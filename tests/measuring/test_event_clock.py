@@ -1,0 +1,156 @@
+"""What is recorded on a GPU is when work ran, not when it was queued; here on a GPU that only counts."""
+
+import time
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from ddp_course import launch
+from ddp_course.measuring import event_clock, recording, timeline
+from ddp_course.running import wire
+from ddp_course.running.devices import rank_device
+from ddp_course.stage6_ddp import DistributedDataParallel
+
+UNIT = 0.001  # seconds, and the milliseconds of CUDA events
+
+
+class Counter:
+    """A GPU with one stream: work is queued at once, and takes the time that it says."""
+
+    def __init__(self):
+        self.done, self.waited, self.caught_up = 0.0, 0, 0.0
+        self.at = lambda: self.done
+
+    def work(self, seconds):
+        """Queue work."""
+        self.done += seconds
+
+    def synchronize(self, device=None):
+        """Wait for everything."""
+        self.waited += 1
+        time.sleep((self.done - self.caught_up) * UNIT)
+        self.caught_up = self.done
+
+    def event(self, enable_timing):
+        """A CUDA event."""
+        assert enable_timing
+        made = SimpleNamespace()
+        made.record = lambda stream: setattr(made, "moment", stream())
+        made.elapsed_time = lambda other: other.moment - made.moment
+        return made
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Such a GPU in place of CUDA."""
+    counter = Counter()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: counter.at)
+    monkeypatch.setattr(torch.cuda, "synchronize", counter.synchronize)
+    monkeypatch.setattr(torch.cuda, "Event", counter.event)
+    monkeypatch.setattr(recording, "rank_device", lambda: torch.device("cuda", 0))
+    return counter
+
+
+class Working(torch.nn.Module):
+    """A layer whose forward pass takes the GPU 2 ms, and its backward pass 4."""
+
+    def __init__(self, gpu):
+        super().__init__()
+        self.gpu, self.weight = gpu, torch.nn.Parameter(torch.ones(3))
+        self.weight.register_hook(lambda gradient: gpu.work(4))
+
+    def forward(self, inputs):
+        self.gpu.work(2)
+        return inputs * self.weight
+
+
+def train(gpu, batches, told):
+    """Steps of 2 ms forward and 4 ms backward, in which communication starts and goes on for 1 ms more."""
+    model = Working(gpu)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for inputs in batches:
+        loss = model(inputs).sum()
+        began = wire.clock()
+        loss.backward()
+        wire.tell("span", "all_reduce", began, thread="communication")
+        with wire.span("wait"):
+            gpu.work(1)
+        told.append(gpu.waited)
+        with torch.no_grad():
+            optimizer.step()
+
+
+def test_spans_hold_the_work_and_nothing_waits_for_it(gpu):
+    told = []
+    with timeline.recording() as spans:
+        train(gpu, [torch.ones(3)], told)
+        before = gpu.waited
+    lengths = {span.name: round(span.seconds / UNIT, 6) for span in spans}
+    assert lengths == {"forward": 2, "backward": 4, "communication": 4, "wait": 1, "update": 0}
+    assert before == 1 and gpu.waited == 2  # once at the beginning, once at the end
+    starts = {span.name: span.start for span in spans}
+    assert starts["backward"] - starts["forward"] == pytest.approx(2 * UNIT)
+    assert starts["wait"] - starts["communication"] == pytest.approx(4 * UNIT)
+
+
+def test_steps_are_timed_where_nothing_is_recorded(gpu):
+    told = []
+    with recording.recording() as record:
+        train(gpu, record.stamped([torch.ones(3)] * 6), told)
+    report = record.report()
+    assert [later - sooner for sooner, later in pairwise(told)] == [1, 1, 1, 1, 1]  # waits: steps 2, 4, 6, both ends
+    assert len(report["step_s"]) == 2 and len(report["drawn_s"]) == len(report["timelines"]) == 2  # 3, 5; 4, 6
+    assert all({span[0] for span in lanes[0]} >= {"forward", "backward", "wait"} for lanes in report["timelines"])
+
+
+def test_nothing_of_it_stays(gpu):
+    with timeline.recording():
+        assert wire.clock is not wire.host_seconds
+    assert wire.clock is wire.host_seconds
+
+
+def test_a_device_that_comes_later_is_waited_for_once(gpu):
+    clock = event_clock.EventClock()
+    gpu.work(5)
+    first, second, third = (clock.now(torch.device("cuda", index)) for index in (0, 1, 1))
+    clock.finish()
+    assert gpu.waited == 4
+    assert clock.seconds(second) == clock.seconds(third) >= clock.seconds(first)
+
+
+def kernels_and_spans():
+    """On each rank: a step of stage 6 as torch.profiler and as we see it, both in seconds."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(8) for layer in (torch.nn.Linear(2048, 2048), torch.nn.Tanh())]
+    parallel = DistributedDataParallel(torch.nn.Sequential(*layers).to(rank_device()))
+    optimizer, inputs = torch.optim.SGD(parallel.parameters(), lr=0.1), torch.randn(4096, 2048, device=rank_device())
+    for _ in range(4):
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler, timeline.recording() as spans:
+            parallel(inputs).square().mean().backward()
+            optimizer.step()
+            torch.cuda.synchronize()
+    kernels = [event for event in profiler.profiler.kineto_results.events() if event.duration_ns()]
+    sums = [event.duration_ns() / 1e9 for event in kernels if "nccl" in event.name().lower()]
+    begin, end = min(e.start_ns() for e in kernels), max(e.start_ns() + e.duration_ns() for e in kernels)
+    return (end - begin) / 1e9, sums, spans
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_step_lasts_as_long_as_for_torchs_profiler():
+    for seconds, _, spans in launch(kernels_and_spans, world_size=1, device="cuda"):
+        lasted = max(span.end for span in spans) - min(span.start for span in spans)
+        assert lasted == pytest.approx(seconds, rel=0.05)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="ranks share one GPU, and gloo carries their sums")
+def test_communication_lasts_as_long_as_for_torchs_profiler():
+    for _, sums, spans in launch(kernels_and_spans, world_size=2, device="cuda"):
+        lasted = [span.seconds for span in spans if span.name == "communication"]
+        assert sum(lasted) == pytest.approx(sum(sums), rel=0.05)

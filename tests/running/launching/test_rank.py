@@ -1,0 +1,88 @@
+"""What a rank does on a GPU, as far as it can be seen without one."""
+
+import os
+import pickle
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ddp_course.running import flight_recorder
+from ddp_course.running.launching import rank, stacks
+
+
+class Posing(torch.Tensor):
+    """A tensor that poses as a GPU's."""
+
+    is_cuda = True
+
+    def detach(self):
+        return self
+
+    def cpu(self):
+        return self.as_subclass(torch.Tensor).clone()
+
+
+@pytest.mark.parametrize(
+    "error, consequence",
+    [
+        (dist.DistBackendError("NCCL error: invalid usage. Duplicate GPU detected : rank 0 and rank 1"), False),
+        (dist.DistBackendError("NCCL error: unhandled cuda error: out of memory"), False),
+        (dist.DistBackendError("ncclRemoteError: A call failed possibly due to a network error"), True),
+        (dist.DistBackendError("NCCL communicator was aborted on rank 1."), True),
+        (dist.DistBackendError("store->get('0') got error: Connection reset by peer"), True),
+        (dist.DistNetworkError("failed to recv, got 0 bytes"), True),
+        (RuntimeError("NCCL is a library"), False),
+    ],
+)
+def test_what_nccl_says_of_itself_is_a_cause_and_what_it_says_of_others_is_not(error, consequence):
+    assert rank.is_broken_connection(error, str(error)) == consequence
+
+
+def test_results_on_a_gpu_arrive_on_the_cpu():
+    packed = rank.pack_result({"tensor": torch.arange(3.0).as_subclass(Posing), "number": 1})
+    kind, result = pickle.loads(packed)
+    assert kind == "result" and result["number"] == 1
+    assert type(result["tensor"]) is torch.Tensor and result["tensor"].tolist() == [0, 1, 2]
+
+
+def test_what_cannot_be_sent_is_named():
+    with pytest.raises(TypeError, match="the result is a generator, which cannot be sent"):
+        rank.pack_result(number for number in range(3))
+
+
+def test_the_watchdog_of_nccl_leaves_the_process_alone(monkeypatch):
+    for name in rank.QUIET_NCCL:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TORCH_NCCL_ENABLE_MONITORING", "1")  # whoever sets it, means it
+    for name in ("DDP_COURSE_DEVICE", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    rank.choose_device({"devices": ["cuda:1"], "ranks": [0], "threads": 1, "backend": "cpu:gloo,cuda:nccl"}, 0)
+    settings = {name: os.environ[name] for name in rank.QUIET_NCCL}
+    assert settings == {**rank.QUIET_NCCL, "TORCH_NCCL_ENABLE_MONITORING": "1"} and chosen == ["cuda:1"]
+    for name in rank.QUIET_NCCL:
+        os.environ.pop(name)
+
+
+@pytest.mark.parametrize("backend, ended", [("gloo", False), ("cpu:gloo,cuda:nccl", True)])
+def test_only_nccl_is_ended_before_the_process(backend, ended, monkeypatch):
+    calls = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: backend)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append("ended"))
+    rank.leave_nccl()
+    assert bool(calls) == ended
+
+
+def test_a_collective_on_a_gpu_was_launched_not_finished():
+    call = flight_recorder.Call(b"", b"", 3, 1.0, 2.0, [0, 1], "ring_all_reduce of float32 [3]")
+    told = [
+        stacks.look(0, os.getpid(), [], "", made, False, 5.0).collective for made in (call, replace(call, end=-2.0))
+    ]
+    assert [text.rpartition(" ")[2] for text in told] == ["(finished)", "(launched)"]
+    assert flight_recorder.on_gpu([torch.ones(1), torch.ones(1).as_subclass(Posing)])
+    assert not flight_recorder.on_gpu(torch.ones(1))
