@@ -4,6 +4,7 @@ A bad setting ends with one line that says what to do and exit code 2; a failed 
 """
 
 import argparse
+import os
 import sys
 from importlib import import_module
 
@@ -35,7 +36,12 @@ def main(arguments: list[str] | None = None) -> int:
             subparsers.add_parser(name, help=help_text)
     args = parser.parse_args(arguments)
     try:
-        return args.run(args) or 0
+        code = args.run(args) or 0
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # `ddp-course … | head`: whoever read has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor complain when Python ends
+        return 128 + 13
     except (ValueError, FileNotFoundError) as error:
         print(f"ddp-course: {error}", file=sys.stderr)
         return 2

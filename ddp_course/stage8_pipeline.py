@@ -20,6 +20,7 @@ Sources: Huang et al., GPipe, NeurIPS 2019; Narayanan et al., PipeDream, SOSP 20
 
 from collections import deque
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,7 @@ from .stage3_paramserver import broadcast_parameters, gradients
 from .stage4_ring import average_on_ring
 from .stage7_sharded.clipping import LocalGradient, clip_grad_norm_
 
+broken = WeakKeyDictionary()  # the groups in which a step broke off, and by what
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
@@ -241,18 +243,20 @@ class Pipeline:
         self.needed_by_left = [] if self.first else answers_before(everyone[self.rank - 1], "forward")
         self.needed_by_right = [] if self.last else answers_before(everyone[self.rank + 1], "backward")
         self.form_in = self.form_out = None  # (dtype, shape of one sample) of what comes in and goes out
-        self.most_kept, self.broken = 0, None
+        self.most_kept = 0
 
     def step(self, inputs, targets):
         """Add the gradients of one batch to the parameters of this stage; return the loss, None but on the last rank.
 
         Every rank is given the same batch: the first works with its inputs, the last with its targets. After an
-        exception in the middle of a step there is no other: messages of the broken step would be taken for its own.
+        exception in the middle of a step there is no other, of this pipeline or of another on the same group: messages
+        of the broken step would be taken for its own.
         """
-        if self.broken:
+        group = self.group or dist.group.WORLD
+        if group in broken:
             raise RuntimeError(
-                f"an earlier step of this pipeline ended with {self.broken} while messages were on their way, "
-                "and the other ranks still wait for theirs: start the ranks again"
+                f"an earlier step of a pipeline of these ranks ended with {broken[group]} while messages were on their "
+                "way, and the other ranks still wait for theirs: start the ranks again"
             )
         if len(targets) < self.microbatches:
             raise ValueError(f"a batch of {len(targets)} cannot be cut into {self.microbatches} micro-batches")
@@ -262,7 +266,7 @@ class Pipeline:
         try:
             self.run()
         except BaseException as error:
-            self.broken = f"{type(error).__name__}: {error}"
+            broken[group] = f"{type(error).__name__}: {error}"
             raise
         self.guard_gradients()
         return float(self.total) if self.last else None

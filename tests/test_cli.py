@@ -1,6 +1,9 @@
 import json
+import os
+import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,6 +14,21 @@ def run(*arguments):
     return subprocess.run(
         [sys.executable, "-m", "ddp_course.cli", *map(str, arguments)], capture_output=True, text=True, timeout=120
     )
+
+
+def test_a_reader_who_has_seen_enough_is_no_error(monkeypatch):
+    def talk(args):
+        print("a table", flush=True)
+        print("more")
+
+    speaker = SimpleNamespace(add_parser=lambda parsers: parsers.add_parser("talk").set_defaults(run=talk))
+    monkeypatch.setitem(cli.COMMANDS, "talk", ("commands.talk", ""))
+    monkeypatch.setitem(sys.modules, "ddp_course.commands.talk", speaker)
+    reading, writing = os.pipe()
+    os.close(reading)  # `| head` has ended
+    with open(writing, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        assert cli.main(["talk"]) == 128 + signal.SIGPIPE
 
 
 def test_compare_prints_a_table_and_writes_results(tmp_path):

@@ -146,7 +146,7 @@ class Transfer:
         post = dist.isend if self.kind == "send" else dist.irecv
         if on_nccl(self.tensor, group):  # in a batch, even alone: outside of one, NCCL blocks until the peer comes
             return dist.batch_isend_irecv([dist.P2POp(post, self.tensor, self.peer, group)])[0]
-        return post(self.staged, self.peer, group)
+        return post(self.staged, self.peer, group, flight_recorder.tag())
 
     def wait(self) -> None:
         """Block until the message has left (send) or arrived (receive). An empty tensor sends nothing."""

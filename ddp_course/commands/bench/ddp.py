@@ -34,9 +34,11 @@ MODELS = {
     "MLP, 4 M": ("synthetic", {"parameters": 2**22, "width": 1024}, 64),
     "GPT, 1 M": ("bytes", {"parameters": 1_000_000}, 8),
     "GPT, 10 M": ("bytes", {"parameters": 10_000_000}, 4),
+    "encoder, 48 small parameters": ("encoder", {}, 16),
     "GPT, 1 M, large batch": ("bytes", {"parameters": 1_000_000}, 24),
 }
-STEPS, SLOW = list(MODELS)[:3], list(MODELS)[3]  # over the slow link, backward must take as long as the all-reduce
+STEPS, SLOW = list(MODELS)[:4], list(MODELS)[4]  # over the slow link, backward must take as long as the all-reduce
+VIEWS = ("MLP, 4 M", "encoder, 48 small parameters")  # few large parameters, many small ones
 RING = {"all_reduce": pipelined_ring_all_reduce}
 WRAPPERS: dict[str, Callable[..., Any]] = {
     "torch": TorchDDP,
@@ -104,9 +106,21 @@ def promised_steps(rows: list[Row]) -> list[Promise]:
     return [*promises, Promise("step time with our ring, times torch's, slowest", max(ring), RING_EACH)]
 
 
-def wrappers_in_turn(model: str, repeats: int, order: tuple[str, ...]) -> dict[str, float]:
+def views_into_buckets(args: argparse.Namespace) -> Part:
+    """The same with `gradient_as_bucket_view=True`, in both orders of making the wrappers, a row for each."""
+    rows = []
+    for model, world_size, order in product(VIEWS, WORLD_SIZES, permutations(("torch", "ours"))):
+        one = partial(on_cpu, wrappers_in_turn, model, args.repeats, order, True)
+        rows.append({"model": model, "world_size": world_size, "made first": order[0], **one(world_size=world_size)})
+    ratio = [row["ours"] / row["torch"] for row in rows]
+    promises = promises_of_ratios("step time with views, times torch's", ratio, GEOMETRIC_MEAN, EACH)
+    return Part(rows, promises, [{"made first": row["made first"], **ratios(row)} for row in rows])
+
+
+def wrappers_in_turn(model: str, repeats: int, order: tuple[str, ...], as_view: bool = False) -> dict[str, float]:
     """On each rank: median seconds of a step for each wrapper in `order`, each with a model of its own."""
-    return medians({name: training_step(WRAPPERS[name], model) for name in order}, repeats, warm_up=4)
+    wrappers = {name: partial(WRAPPERS[name], gradient_as_bucket_view=as_view) for name in order}
+    return medians({name: training_step(wrapper, model) for name, wrapper in wrappers.items()}, repeats, warm_up=4)
 
 
 def training_step(wrapper: Callable, model: str) -> Callable[[], float]:
@@ -276,5 +290,12 @@ def auto_in_turn(model: str, repeats: int) -> dict[str, float]:
     return medians(steps, repeats, warm_up=4)
 
 
-PARTS = {"steps": step_times, "hooks": hook_costs, "memory": memory, "overlap": overlap, "slow link": slow_link}
+PARTS = {
+    "steps": step_times,
+    "views": views_into_buckets,
+    "hooks": hook_costs,
+    "memory": memory,
+    "overlap": overlap,
+    "slow link": slow_link,
+}
 BENCHMARK = Benchmark("ddp", "stage 6 over torch's DistributedDataParallel", PARTS, repeats=20)

@@ -1,7 +1,8 @@
 """What all benchmarks do alike: ways take turns, the slowest rank counts, promises are judged, a report is written.
 
-results/bench_NAME.json is {"benchmark", "machine", "parts": {part: {"repeats", "rows": […], "promises": [{"promise",
-"value", "at_least", "at_most", "kept"}]}}}. Times are seconds, and all that stands in one row took turns.
+results/bench_NAME.json (for GPUs: gpu.json) is {"benchmark", "machine", "parts": {part: {"repeats", "rows": […],
+"promises": [{"promise", "value", "at_least", "at_most", "kept"}]}}}. Times are seconds, and all that stands in one row
+took turns.
 """
 
 import argparse
@@ -64,7 +65,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A name, one line about it, and its parts: functions of the command's options that measure.
+    """A name, one line about it, and its parts: functions of the command's options that measure. `file`: its report.
 
     `on_request`: parts that only `--only` runs. `finish(report, folder)` writes more files, and returns their paths.
     """
@@ -73,6 +74,7 @@ class Benchmark:
     help: str
     parts: Mapping[str, Callable[[argparse.Namespace], Part]]
     repeats: int | None = None
+    file: str = ""
     on_request: tuple[str, ...] = ()
     add_options: Callable[[argparse.ArgumentParser], None] | None = None
     finish: Callable[[Row, Path], Iterable[Path]] | None = None
@@ -92,9 +94,10 @@ class Benchmark:
     def run(self, args: argparse.Namespace) -> int:
         """Measure, print tables and verdicts, write the report part by part; 1 if a promise is not kept, else 0."""
         folder, only = writable_folder(args.out), getattr(args, "only", None)
+        file = folder / (self.file or f"bench_{self.name}.json")
         if getattr(args, "repeats", 1) < 1:
             raise ValueError(f"{args.repeats} repeats measure nothing; give at least 1")
-        parts = earlier_parts(folder, self.name, [only] if only else [*self.parts.keys() - set(self.on_request)])
+        parts = earlier_parts(file, [only] if only else [*self.parts.keys() - set(self.on_request)])
         report = {"benchmark": self.name, "machine": machine(), "parts": parts}
         for name in [only] if only else [name for name in self.parts if name not in self.on_request]:
             part = self.parts[name](args)
@@ -103,8 +106,8 @@ class Benchmark:
             parts[name] = {**repeats, "rows": part.rows, "promises": promises, **part.also}
             print(f"{name}\n{tabulate(part.table or part.rows, headers='keys', floatfmt='.4g')}\n", flush=True)
             print("\n".join(map(verdict, promises)), flush=True)
-            replace_file(folder / f"bench_{self.name}.json", (json.dumps(report, indent=1) + "\n").encode())
-        for path in [folder / f"bench_{self.name}.json", *(self.finish(report, folder) if self.finish else [])]:
+            replace_file(file, (json.dumps(report, indent=1) + "\n").encode())
+        for path in [file, *(self.finish(report, folder) if self.finish else [])]:
             print(f"wrote {path}")
         return 0 if all(promise["kept"] for part in parts.values() for promise in part["promises"]) else 1
 
@@ -116,9 +119,8 @@ def verdict(promise: Row) -> str:
     return f"{'kept' if promise['kept'] else 'NOT KEPT'}: {promise['promise']}: {promise['value']:.3g} ({limits})"
 
 
-def earlier_parts(folder: Path, name: str, measured_now: Iterable[str] = ()) -> dict[str, Row]:
+def earlier_parts(file: Path, measured_now: Iterable[str] = ()) -> dict[str, Row]:
     """The parts of an earlier report of this very machine, but for those that are measured now."""
-    file = folder / f"bench_{name}.json"
     report = json.loads(file.read_text()) if file.exists() else {}
     if not isinstance(report, dict) or report.get("machine") != machine():
         return {}

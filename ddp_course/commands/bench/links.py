@@ -56,7 +56,7 @@ def compare(args: argparse.Namespace) -> Part:
     for link, world_size in tqdm(settings, unit="setting", disable=None):
         rows += measure(link, world_size, sizes, args.repeats)
     if args.add:
-        rows = merge(earlier_parts(Path(args.out), "links").get("links", {"rows": []})["rows"], rows)
+        rows = merge(earlier_parts(Path(args.out) / "bench_links.json").get("links", {"rows": []})["rows"], rows)
     return Part(rows, promised(rows), table(rows))
 
 

@@ -3,20 +3,40 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from ... import problems
 
-Model = tuple[str, dict[str, Any], int]  # of `problems.make`, its options, samples a rank
+Model = tuple[str, dict[str, Any], int]  # a problem, its options, samples a rank
+
+
+class Encoder(torch.nn.Module):
+    """A transformer encoder of four layers with 48 small parameters: (N, 256), read as 8 tokens of 32, to (N, 256)."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        layer = torch.nn.TransformerEncoderLayer(32, nhead=4, dim_feedforward=64, dropout=0.0, batch_first=True)
+        self.layers = torch.nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Logits of as many classes as there are inputs."""
+        return self.layers(inputs.view(len(inputs), 8, 32)).flatten(1)
 
 
 def model_and_batch(name: str, options: dict[str, Any], samples: int) -> tuple[Callable, Tensor, Tensor]:
-    """A function that makes the model, always the same, and this rank's inputs and targets."""
-    problem = problems.make(name, **options)
+    """A function that makes the model, always the same, and this rank's inputs and targets.
+
+    Besides the course's problems there is "encoder", many small parameters on the data of "synthetic".
+    """
+    problem = problems.make("synthetic" if name == "encoder" else name, **options)
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    return problem.model, *next(problem.batches(samples * world_size, 1, 0, rank, world_size))
+    return Encoder if name == "encoder" else problem.model, *next(
+        problem.batches(samples * world_size, 1, 0, rank, world_size)
+    )
 
 
 def step(forward: Callable, optimizer: Any, inputs: Tensor, targets: Tensor) -> None:

@@ -1,11 +1,12 @@
 """`ddp-course bench ddp` and `ring`: their promises can be broken, and the hidden share is what it says."""
 
+from argparse import Namespace
 from dataclasses import dataclass
 
 import pytest
 
 from ddp_course import launch
-from ddp_course.commands.bench import ddp, ring
+from ddp_course.commands.bench import ddp, ring, training
 from ddp_course.errors import LinkError
 
 
@@ -33,6 +34,30 @@ def test_steps_are_judged_by_mean_and_worst(ours, with_ring, expected):
     pairs = zip(ours, with_ring, strict=True)
     rows = [{"torch": 2.0, "ours": 2 * same, "ours, ring": 2 * ring} for same, ring in pairs]
     assert kept(ddp.promised_steps(rows)) == expected
+
+
+def test_views_are_measured_in_both_orders_with_few_and_many_parameters(monkeypatch):
+    asked = []
+
+    def measured(function, model, repeats, order, as_view, world_size):
+        asked.append((model, order, world_size))
+        assert function is ddp.wrappers_in_turn and as_view
+        return {"torch": 1.0, "ours": 1.1 if "encoder" in model else 0.9}
+
+    monkeypatch.setattr(ddp, "on_cpu", measured)
+    part = ddp.views_into_buckets(Namespace(repeats=1))
+    assert len(set(asked)) == len(part.rows) == 8
+    assert kept(part.promises) == [True, False]  # the mean of 0.9 and 1.1 is below 1, the slowest is not
+
+
+def wrapped_encoder():
+    medians = ddp.wrappers_in_turn("encoder, 48 small parameters", 1, ("torch", "ours"), True)
+    return medians, [p.numel() for p in training.Encoder().parameters()]
+
+
+def test_the_encoder_trains_with_both_wrappers():
+    seconds, sizes = launch(wrapped_encoder, world_size=2, device="cpu")[0]
+    assert seconds.keys() == {"torch", "ours"} and len(sizes) == 48 and max(sizes) <= 3 * 32 * 32
 
 
 def test_two_orders_are_each_other_backwards():
