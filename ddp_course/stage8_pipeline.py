@@ -32,7 +32,7 @@ from .stage3_paramserver import broadcast_parameters, gradients
 from .stage4_ring import average_on_ring
 from .stage7_sharded.clipping import LocalGradient, clip_grad_norm_
 
-broken = WeakKeyDictionary()  # the groups in which a step broke off, and by what
+broken: WeakKeyDictionary = WeakKeyDictionary()  # the groups in which a step broke off, and by what
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
