@@ -116,6 +116,12 @@ r"""
 And in code. Each arrow is a function:
 """
 
+# %% [markdown]
+r"""
+**Before you look:** tasks 2.1 and 2.2 of [exercise 2](../exercises/02_data_parallel.ipynb) ask you to write this yourself. It is worth more now
+than after the next cell.
+"""
+
 # %% source
 show.source(
     stage2_dataparallel.scatter, stage2_dataparallel.replicate, stage2_dataparallel.gather, stage2_dataparallel.reduce

@@ -147,6 +147,12 @@ All gradients go to rank 0 and the average comes back. The server's one link car
 # %% sketch
 show.sketches.star(K)
 
+# %% [markdown]
+r"""
+**Before you look:** tasks 3.1 to 3.3 of [exercise 3](../exercises/03_parameter_server.ipynb) ask you to write this yourself. It is worth more now
+than after the next cell.
+"""
+
 # %% source
 show.source(average_on_server, stage3_paramserver.collect_and_return)
 

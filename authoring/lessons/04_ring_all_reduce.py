@@ -91,6 +91,12 @@ r"""
 And the code. `wire.exchange` sends to the right while it receives from the left.
 """
 
+# %% [markdown]
+r"""
+**Before you look:** tasks 4.1 to 4.4 of [exercise 4](../exercises/04_ring_all_reduce.ipynb) ask you to write this yourself. It is worth more now
+than after the next cell.
+"""
+
 # %% source-ring
 show.source(ring_all_reduce, stage4_ring.scatter_reduce, stage4_ring.allgather)
 

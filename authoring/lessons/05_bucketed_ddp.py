@@ -87,6 +87,12 @@ Two moments matter. The hook: mark this gradient as ready, and hand every comple
 communication thread. The end of backward: wait for that thread.
 """
 
+# %% [markdown]
+r"""
+**Before you look:** tasks 5.1 to 5.3 of [exercise 5](../exercises/05_bucketed_ddp.ipynb) ask you to write this yourself. It is worth more now
+than after the next cell.
+"""
+
 # %% source
 show.source(BucketedDDP.gradient_ready, BucketedDDP.reduce, BucketedDDP.finish)
 

@@ -30,12 +30,14 @@ def draw_server(random, hidden, whole=True):
     return {"values": tensors(random, 4, LENGTH, dtype=dtype, whole=whole), "servers": servers}
 
 
-def check_traffic(evidence, size, expected, what):
-    """`expected` gives for a rank the bytes that it should send."""
-    for rank in range(size):
-        sent = evidence[rank][size]["traffic"]
-        about = f"{size} ranks: rank {rank} sent {sent['bytes']} bytes in {sent['messages']} messages"
-        require(sent["bytes"] == expected(rank), f"{about}; {expected(rank)} bytes were expected: {what}")
+def check_all_traffic(evidence, values, servers, share, what):
+    """What the server and each of the others should send: `share(size)` gives both, in tensors."""
+    for size, server in servers.items():
+        p = values[0].numel() * values[0].element_size()
+        for rank in range(size):
+            sent, expected = evidence[rank][size]["traffic"], p * share(size)[rank != server] * (size > 1)
+            about = f"{size} ranks: rank {rank} sent {sent['bytes']} bytes in {sent['messages']} messages"
+            require(sent["bytes"] == expected, f"{about}; {expected} bytes were expected: {what}")
 
 
 @task("3.1", "collect", ranks=4, forbidden=SERVER + RING + COLLECTIVES)
@@ -50,8 +52,8 @@ class Collect:
         """Every rank's tensor after the first loop, and what it sent."""
         return probe_server(collect, values, servers)
 
-    def judge(evidence, values, servers):
-        """The server has the sum, the others what they had, and each of these sent p bytes."""
+    def judge_values(evidence, values, servers):
+        """The server has the sum, the others what they had."""
         for size, server in servers.items():
             own, total = values[:size], sum(values[:size])
             expected = [total if rank == server else own[rank] for rank in range(size)]
@@ -69,13 +71,14 @@ class Collect:
             found = [evidence[rank][size]["tensor"] for rank in range(size)]
             about = f"with {size} ranks and rank {server} as server"
             compare_ranks(found, expected, about, guesses, oracle="the sum on the server alone")
-            p = own[0].numel() * own[0].element_size()
-            check_traffic(
-                evidence,
-                size,
-                lambda r, s=server, p=p: 0 if r == s else p,
-                "each of the others sends its tensor once, over the wire",
-            )
+
+    def judge_bytes(evidence, values, servers):
+        """Each of the others sends p bytes, the server nothing."""
+        check_all_traffic(
+            evidence, values, servers, lambda size: (0, 1), "each of the others sends its tensor once, over the wire"
+        )
+
+    parts = {"values": (1, judge_values), "bytes": (1, judge_bytes)}
 
 
 @task("3.2", "send_back", ranks=4, forbidden=SERVER + RING + COLLECTIVES)
@@ -90,8 +93,8 @@ class SendBack:
         """Every rank's tensor after the second loop, and what it sent."""
         return probe_server(send_back, values, servers)
 
-    def judge(evidence, values, servers):
-        """Everyone has the server's tensor, and only the server sent: (K-1) p bytes."""
+    def judge_values(evidence, values, servers):
+        """Everyone has the server's tensor."""
         for size, server in servers.items():
             own = values[:size]
             guesses = [
@@ -105,13 +108,13 @@ class SendBack:
             found = [evidence[rank][size]["tensor"] for rank in range(size)]
             about = f"with {size} ranks and rank {server} as server"
             compare_ranks(found, [own[server]] * size, about, guesses, oracle="the server")
-            p = own[0].numel() * own[0].element_size()
-            check_traffic(
-                evidence,
-                size,
-                lambda r, s=server, p=p, k=size: (k - 1) * p if r == s else 0,
-                "the server sends its tensor to each of the others, over the wire",
-            )
+
+    def judge_bytes(evidence, values, servers):
+        """Only the server sends: (K-1) p bytes."""
+        said = "the server sends its tensor to each of the others, over the wire"
+        check_all_traffic(evidence, values, servers, lambda size: (size - 1, 0), said)
+
+    parts = {"values": (1, judge_values), "bytes": (1, judge_bytes)}
 
 
 @task("3.3", "average", ranks=4, forbidden=SERVER + RING + COLLECTIVES)
@@ -126,9 +129,9 @@ class Average:
         """Every rank's tensor afterwards, and what it sent."""
         return probe_server(average, values, servers)
 
-    def judge(evidence, values, servers):
-        """Everyone has the mean, for (K-1) p bytes from the server and p from each of the others."""
-        for size, server in servers.items():
+    def judge_values(evidence, values, servers):
+        """Everyone has the mean."""
+        for size in servers:
             own = values[:size]
             total = sum(own)
             guesses = [
@@ -141,13 +144,13 @@ class Average:
             compare_ranks(
                 found, [total / size] * size, f"with {size} ranks, the mean", guesses, 1e-6, oracle="the mean"
             )
-            p = own[0].numel() * own[0].element_size()
-            check_traffic(
-                evidence,
-                size,
-                lambda r, s=server, p=p, k=size: (k - 1) * p if r == s else p,
-                "p bytes a rank to the server, and p back to each",
-            )
+
+    def judge_bytes(evidence, values, servers):
+        """(K-1) p bytes from the server, p from each of the others."""
+        said = "p bytes a rank to the server, and p back to each"
+        check_all_traffic(evidence, values, servers, lambda size: (size - 1, 1), said)
+
+    parts = {"values": (1, judge_values), "bytes": (1, judge_bytes)}
 
 
 @task("3.4", "server_seconds")
