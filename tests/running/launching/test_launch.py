@@ -21,8 +21,6 @@ from ddp_course.errors import LaunchError, RankError
 from ddp_course.running.devices import usable_cores
 from ddp_course.running.launching import forked, limits, run
 
-pytestmark = pytest.mark.alone
-
 SOAK = Path(__file__).parents[2] / "soak"
 
 
@@ -234,6 +232,7 @@ def test_edited_package_files_are_seen(tmp_path):
     assert ended.stdout.split("\n")[:2] == ["[1, 1]", "[22, 22]"]
 
 
+@pytest.mark.alone
 def test_interrupted_script_leaves_nothing():
     source = "import sys, time\nfrom ddp_course import launch\nlaunch(lambda: (print('up'), time.sleep(99)))"
     script = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -283,6 +282,7 @@ def test_progress_is_one_bar_fed_by_rank_0(capfd):
     assert sorted(printed.out.split("\n")) == ["", "[rank 0] trained", "[rank 1] trained"]
 
 
+@pytest.mark.alone
 def test_random_faults_leave_nothing_behind():
     ended = subprocess.run(
         [sys.executable, SOAK / "launches.py", "--count", "40"],

@@ -10,8 +10,6 @@ import pytest
 from kernels import running_kernel
 from launch_faults import FAULTS, HEADER
 
-pytestmark = pytest.mark.alone
-
 ENDLESS = """
 def endless():
     print("pid", os.getpid(), flush=True)
