@@ -16,7 +16,7 @@ COMMANDS = {
     "compare": ("commands.compare", "train with every stage on the same batches and compare"),
     "simulate": ("commands.simulate", "bucketed DDP on thousands of simulated devices"),
     "claims": ("commands.claims", "put the claims of the course to the test"),
-    "grade": ("grading.grade", "grade exercises"),
+    "grade": ("commands.grade", "grade exercises"),
     "check": ("commands.check", "check your own exercise"),
     "hosts": ("commands.hosts", "bring several machines together for launch(fn, hosts=...)"),
     "bench": ("commands.bench", "measure speed ratios, side by side"),

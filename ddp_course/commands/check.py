@@ -10,7 +10,8 @@ from typing import Any
 
 from ..errors import GradingError
 from ..grading import report
-from ..grading.grade import Result, exercises_folder, grade
+from ..grading.grade import exercises_folder, grade
+from ..grading.results import Result
 from ..grading.submission import Submission, load_exercises
 from ..running.files import course_folder
 

@@ -1,23 +1,15 @@
-"""Put answers to work on ranks of their own, and bring back plain data.
+"""Put answers to work on ranks of their own, and judge the plain data that comes back.
 
-The examiner (the kernel of a learner who checks, or a process of the grader's) draws inputs and launches four ranks.
-Only there does an answer run. Functions that would be the answer raise there, and functions of torch or of the course
-that an answer replaced are noticed. Each rank writes its evidence to a file, a line of JSON an item, so that one bad
-answer costs the others nothing: the launch is repeated from the next item on.
+The examiner (the kernel of a learner who checks, or the grader's own process for it, `examiner.py`) draws inputs and
+judges; answers run on ranks (`probing.py`). Here ranks are those of a launch. Each writes its evidence to a file, a
+line of JSON an item, so that one bad answer costs the others nothing: the launch is repeated from the next item on.
 """
 
-import builtins
 import json
-import linecache
 import random
 import re
-import sys
 import tempfile
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import timedelta
-from importlib import import_module
-from inspect import isclass, unwrap
 from pathlib import Path
 
 import torch
@@ -26,12 +18,14 @@ import torch.distributed as dist
 from ..errors import CourseError, LaunchTimeout, RankError
 from ..running.launching.launch import launch
 from .plain import pack, unpack
-from .tasks import CANNOT, RANKS, Part, Wrong, find
+from .probing import PATIENCE_SECONDS, load, own_share, patience_seconds, run_probe
+from .tasks import CANNOT, RANKS, Part, Task, Wrong, find
 
-PATIENCE_SECONDS = 5.0  # a receive that waits longer waits for ever
 GAVE_UP = re.compile("timed out waiting|timeout|connection closed by peer|connection reset by peer", re.IGNORECASE)
 FIRST_ITEM_SECONDS, NEXT_ITEM_SECONDS = 12.0, 5.0
 NOT_OURS = re.compile(r"site-packages|dist-packages|[/\\]ddp_course[/\\]|[/\\]lib[/\\]python|<frozen|<string>|<task>")
+FRAME = re.compile(r'File "([^"]+)", line (\d+), in \S+(?:\n {4}(.*))?')
+CELL = re.compile(r"answer-(\d+)-(\d+)$")
 
 
 @dataclass
@@ -42,28 +36,6 @@ class Item:
     inputs: dict
     answers: tuple = ()
     cells: tuple = ()
-
-    def load(self, names):
-        """The functions or classes `names`, from the cells if the answer is source text."""
-        if not self.cells:
-            return self.answers
-        namespace = {"__name__": "__main__"}
-        for name, source in self.cells:
-            linecache.cache[name] = (len(source), None, source.splitlines(True), name)
-            try:
-                exec(compile(source, name, "exec"), namespace)
-            except Exception:
-                if name == answer_cell(self.number):
-                    raise  # a broken answer to another task is that task's affair
-        missing = [name for name in names if name not in namespace]
-        if missing:
-            raise Wrong(f"the answer cell does not define {missing[0]}")
-        return [namespace[name] for name in names]
-
-
-def answer_cell(number):
-    """The id of the answer cell of a task."""
-    return f"answer-{number.replace('.', '-')}"
 
 
 def draw(number, seed, hidden=False):
@@ -105,86 +77,27 @@ def read_evidence(folder):
 
 def run_items(items, folder, patience):
     """One rank's part: run every item and write the evidence down, a line each."""
-    global PATIENCE_SECONDS
-    PATIENCE_SECONDS = patience
-    torch.manual_seed(dist.get_rank())
+    rank = dist.get_rank()
+    patience_seconds.set(patience)
+    torch.manual_seed(rank)
     tasks = [find(item.number) for item in items]
     dist.barrier()  # nobody waits in an answer for a rank that is still loading
-    with open(Path(folder) / f"rank{dist.get_rank()}", "w") as file:
+    with open(Path(folder) / f"rank{rank}", "w") as file:
         for task, item in zip(tasks, items, strict=True):
-            evidence = run_item(task, item) if dist.get_rank() < task.ranks else None
+            evidence = run_item(task, item, rank) if rank < task.ranks else None
             file.write(json.dumps(pack(evidence)) + "\n")
             file.flush()
             if task.ranks > 1:
                 dist.barrier()
 
 
-def run_item(task, item):
-    """Load one answer and probe it, with the forbidden functions out of reach; notice what it replaced."""
-    before = originals()
-    with disarmed(task.forbidden):
-        evidence = task.probe(*item.load(task.names), **item.inputs)
-    replaced = restore(before)
-    if replaced:
-        raise Wrong(f"your code replaces {replaced[0]}; an answer leaves torch and the course as they are")
-    return evidence
+def run_item(task, item, rank):
+    """One answer's evidence on one rank."""
 
+    def answers():
+        return load(task.number, task.names, item.cells) if item.cells else item.answers
 
-def worlds(*sizes):
-    """Yield (size, group) for new groups of the first 2, 3, … ranks, to their members; all ranks must call it."""
-    patience = timedelta(seconds=PATIENCE_SECONDS)
-    groups = [dist.new_group(list(range(size)), timeout=patience) for size in sizes]
-    for size, group in zip(sizes, groups, strict=True):
-        if dist.get_rank() < size:
-            yield size, group
-
-
-def traffic_of(traffic):
-    """What `wire.counting` counted on this rank, as plain data."""
-    return {"bytes": traffic.bytes_sent, "messages": traffic.messages_sent, "received": traffic.bytes_received}
-
-
-@contextmanager
-def disarmed(names):
-    """While the block runs, the functions with these dotted names raise Wrong, however they were imported."""
-    kept = {}
-    for name in names:
-        function = function_named(name)
-        message = f"your code calls {name.removeprefix('ddp_course.')}: write it yourself, with wire.send and wire.recv"
-        namespace = {}
-        raising = f"raise __import__('ddp_course.grading.tasks', fromlist=['Wrong']).Wrong({message!r})"
-        exec(compile(f"def stop(*args, **kwargs): {raising}", "<task>", "exec"), namespace)
-        kept[function] = function.__code__
-        function.__code__ = namespace["stop"].__code__
-    try:
-        yield
-    finally:
-        for function, code in kept.items():
-            function.__code__ = code
-
-
-def function_named(name):
-    """The innermost plain function behind a dotted name; of a class, its `__init__`."""
-    module, _, attribute = name.rpartition(".")
-    thing = getattr(import_module(module), attribute)
-    return unwrap(thing.__init__ if isclass(thing) else thing)
-
-
-def originals():
-    """All functions and classes of the modules that an answer might be tempted to change, as (owner, name, value)."""
-    ours = [module for name, module in list(sys.modules.items()) if name.split(".")[0] == "ddp_course" and module]
-    owners = [builtins, dist, dist.distributed_c10d, torch.Tensor, torch.nn.Module, torch.nn.functional, *ours]
-    return [(owner, name, value) for owner in owners for name, value in list(vars(owner).items()) if callable(value)]
-
-
-def restore(before):
-    """Put back what is no longer as it was; return the names of it."""
-    replaced = []
-    for owner, name, value in before:
-        if vars(owner).get(name) is not value:
-            replaced.append(f"{owner.__name__}.{name}")
-            setattr(owner, name, value)
-    return replaced
+    return run_probe(task.probe, answers, own_share(item.inputs, task.private, rank), task.forbidden)
 
 
 @dataclass(frozen=True)
@@ -213,13 +126,13 @@ def verdict(task, result, inputs):
     return Verdict(not wrong, wrong[0] if wrong else "", parts)
 
 
-def explain(error, task):
+def explain(error: CourseError, task: Task) -> str:
     """What became of a launch that failed, in words for the learner."""
     if isinstance(error, LaunchTimeout):
         return f"not finished in time: {task.hang if task.ranks > 1 else 'is there a loop that never ends?'}"
     if not isinstance(error, RankError):
         return f"the ranks could not be run: {error}"
-    where = place(error.traceback)
+    where = place(error.traceback, task.number)
     if error.type_name == "Wrong" and error.message:
         return error.message
     if error.type_name == "NotImplementedError":
@@ -237,21 +150,13 @@ def explain(error, task):
     return f"your code raised {error.type_name}: {error.message[:300]}{where}"
 
 
-def place(traceback):
-    """The last line of the learner's own in a traceback, in brackets."""
-    frames = re.findall(r'File "([^"]+)", line (\d+), in \S+\n\s*(.*)', traceback)
-    own = [(line, text) for file, line, text in frames if not NOT_OURS.search(file)]
-    return f" (line {own[-1][0]} of your cell: {own[-1][1].strip()})" if own else ""
-
-
-def examine_answers(order, answer):
-    """The job of a sandbox: examine the answers of `order["items"]`, send the results as one line of JSON."""
-    from .nbval_run import prepare_environment, warm_launcher
-
-    prepare_environment(order["folder"])
-    warm_launcher(close=[answer.fileno()])
-    items = [
-        Item(number, draw(number, order["seed"], order["hidden"]), cells=tuple(map(tuple, cells)))
-        for number, cells in order["items"]
-    ]
-    answer.sendall(json.dumps({"results": examine(items)}).encode() + b"\n")
+def place(traceback: str, number: str) -> str:
+    """The last line of the learner's own in a traceback, in brackets; of another task's answer, with its number."""
+    own = [(file, line, text) for file, line, text in FRAME.findall(traceback) if not NOT_OURS.search(file)]
+    if not own:
+        return ""
+    file, line, text = own[-1]
+    cell = CELL.match(file)
+    task = f"{cell[1]}.{cell[2]}" if cell else number
+    other = f" of your answer to {task}: {text.strip()}; mend {task} first" if task != number else ""
+    return f" (line {line}{other or f' of your cell: {text.strip()}'})"

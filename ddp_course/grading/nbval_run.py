@@ -18,13 +18,15 @@ from queue import Empty
 
 import pytest
 
+from .sandbox import WORK_FOLDERS
+
 MOST_PRINTED = 1 << 20  # characters a notebook
 LOOK_EVERY_SECONDS = 0.2
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 INI = "[pytest]\naddopts =\n"
 
 
-def run_notebook(order, answer):
+def run_notebook(order, answer, peer=None):
     """The job of a sandbox: run `order["notebook"]` under `pytest --nbval-lax`, send one line of JSON a cell."""
     prepare_environment(order["folder"])
     kernel = WarmKernel(close=[answer.fileno()])
@@ -43,10 +45,11 @@ def run_notebook(order, answer):
 
 def prepare_environment(folder):
     """Homes and temporary files in the work folder, nothing of the submission on the path, no plugins but nbval."""
-    inside = {name: str(Path(folder) / name.lower()) for name in ("HOME", "TMPDIR", "IPYTHONDIR", "MPLCONFIGDIR")}
+    names = ("HOME", "TMPDIR", "IPYTHONDIR", "MPLCONFIGDIR")
+    inside = {name: str(Path(folder) / name.lower()) for name in names}
     inside["JUPYTER_RUNTIME_DIR"] = str(Path(folder) / "runtime")
-    for path in inside.values():
-        os.makedirs(path, exist_ok=True)
+    for name in WORK_FOLDERS:
+        os.makedirs(Path(folder) / name, exist_ok=True)
     os.environ.update(inside)
     os.environ.update(PYTEST_DISABLE_PLUGIN_AUTOLOAD="1", OMP_NUM_THREADS="1", JUPYTER_PLATFORM_DIRS="1")
     for name in ("PYTHONPATH", "PYTEST_ADDOPTS", "PYTHONSTARTUP", "JPY_PARENT_PID"):
@@ -130,7 +133,7 @@ def count_printed(self, message):
 
 
 class WarmKernel:
-    """A kernel process that is forked before it is needed, with a launch server beside it; looks like a Popen."""
+    """A kernel process that is forked before it is needed; looks like a Popen."""
 
     stdin = stdout = stderr = None
 
@@ -182,11 +185,10 @@ class WarmKernel:
 
 
 def be_kernel(orders):
-    """In the forked process: start a launch server, wait for the order, become the kernel. Never returns."""
+    """In the forked process: wait for the order, become the kernel. Never returns."""
     code = 1
     try:
         os.setpgid(0, 0)
-        warm_launcher()
         with os.fdopen(orders) as file:
             command, environment, folder = json.loads(file.read())
         os.environ.update(environment)
@@ -202,27 +204,3 @@ def be_kernel(orders):
         code = 0
     finally:
         os._exit(code)
-
-
-def warm_launcher(close=()):
-    """Fork a launch server that has torch loaded, for the launches of this process."""
-    from ..running.launching import forked, server
-
-    class WarmServer(forked.Server):
-        """A launch server that was forked instead of started."""
-
-        def begin(self, theirs):
-            process = WarmKernel.__new__(WarmKernel)
-            process.returncode, process.pid = None, os.fork()
-            if process.pid == 0:
-                self.control.close()
-                for descriptor in close:
-                    os.close(descriptor)
-                try:
-                    os.setsid()
-                    server.serve(theirs)
-                finally:
-                    os._exit(0)
-            return process
-
-    forked.use_server(WarmServer())

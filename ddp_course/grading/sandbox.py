@@ -10,10 +10,13 @@ Sources: user_namespaces(7), pid_namespaces(7), mount_setattr(2), landlock(7).
 """
 
 import ctypes
+import fcntl
 import os
 import resource
 import select
 import signal
+import socket
+import struct
 import sys
 import tempfile
 import time
@@ -24,14 +27,19 @@ from pathlib import Path
 import psutil
 
 CLONE_NEWNS, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWIPC = 0x00020000, 0x10000000, 0x20000000, 0x08000000
+CLONE_NEWNET, SIOCSIFFLAGS, IFF_UP = 0x40000000, 0x8914, 1
 MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
 AT_RECURSIVE, MOUNT_SETATTR, MOUNT_ATTR_RDONLY = 0x8000, 442, 1
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 24, 36, 38
 CAPABILITY_VERSION_3 = 0x20080522
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # Landlock's system calls, the same on all processors
 WRITE_FILE, REMOVE_AND_MAKE, REFER, TRUNCATE = 1 << 1, 0x1FF0, 1 << 13, 1 << 14
+READ_FILE, READ_DIR = 1 << 2, 1 << 3
 SCOPE_SIGNAL = 1 << 1
 LOOK_EVERY_SECONDS = 0.05
+PACKAGE = Path(__file__).resolve().parents[1]
+SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/etc", "/opt", "/proc", "/sys", "/dev")
+WORK_FOLDERS = ("home", "tmpdir", "ipythondir", "mplconfigdir", "runtime")
 
 
 @dataclass
@@ -45,11 +53,12 @@ class Limits:
     file_size: int = 256 << 20
 
 
-def confine(function, folder, limits):
+def confine(function, folder, limits, visible=None, drop=True):
     """Fork twice and call `function` in the innermost process; return how it went.
 
     Called in a process of its own with one thread (the warden). "ok", or "time", "processes" or "memory" for the limit
-    that was exceeded, or "ended" when the function did not return.
+    that was exceeded, or "ended" when the function did not return. The function sees the paths `visible` of the file
+    system and its `folder`, or everything; unless it is to `drop` its rights, it can shut others in.
     """
     os.setsid()
     prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -57,7 +66,7 @@ def confine(function, folder, limits):
     isolated = namespaces_allowed() and separate()
     first = os.fork()
     if first == 0:
-        be_first(function, folder, limits, isolated)
+        be_first(function, folder, limits, isolated, visible, drop)
     try:
         return watch(first, limits)
     finally:
@@ -75,7 +84,7 @@ def go_first():
         return
 
 
-def be_first(function, folder, limits, isolated):
+def be_first(function, folder, limits, isolated, visible, drop):
     """In the innermost process: limits, a read-only world, the function. Never returns."""
     code = 1
     try:
@@ -83,9 +92,12 @@ def be_first(function, folder, limits, isolated):
         set_limits(limits, isolated)
         if isolated:
             protect_files(folder)
+            if visible:
+                see_only(visible, folder, keep=True)
         else:
-            fence(folder)
-        drop_privileges()
+            fence(folder, visible)
+        if drop:
+            drop_privileges()
         os.chdir(folder)
         function()
         code = 0
@@ -177,13 +189,15 @@ def try_namespaces(folder):
 
 
 def separate():
-    """Enter new user and process namespaces; False where that is not allowed."""
+    """Enter new namespaces, with a network that has nobody else in it; False where that is not allowed."""
     user, group = os.getuid(), os.getgid()
-    if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWIPC):
+    if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWIPC | CLONE_NEWNET):
         return False
     Path("/proc/self/setgroups").write_text("deny")
     Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
     Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sH14x", b"lo", IFF_UP))
     return True
 
 
@@ -203,6 +217,87 @@ def protect_files(folder):
     return not any(steps)
 
 
+def shut_in(folder):
+    """From here on, this process sees Python, its libraries and an empty `folder`; nothing of the course. No rights.
+
+    Where no namespaces are to be had, Landlock denies reading what else there is; where there is neither, all is seen.
+    """
+    if sys.platform == "linux":
+        if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNS | CLONE_NEWIPC) == 0:
+            see_only(libraries(), folder)
+        else:
+            fence(folder, without(libraries(), PACKAGE))
+    drop_privileges()
+    os.chdir(folder)
+
+
+def libraries():
+    """The paths that Python and its libraries need; the course itself may lie below one of them."""
+    import torch  # here: the limits alone do without
+
+    prefixes = {sys.prefix, sys.base_prefix, str(Path(torch.__file__).parents[1]), *SYSTEM}
+    prefixes |= {path for path in sys.path if os.path.isabs(path) and not Path(path, PACKAGE.name, "grading").is_dir()}
+    return sorted(path for path in prefixes if os.path.exists(path) and not beneath(path, prefixes - {path}))
+
+
+def beneath(path, others):
+    """Whether a path lies in one of the others."""
+    return any(Path(path).is_relative_to(other) for other in others)
+
+
+def without(paths, hidden):
+    """Paths that cover what `paths` cover, but for one: its neighbours are named one by one."""
+    covering = []
+    for path in map(Path, paths):
+        if path == hidden:
+            continue
+        if hidden.is_relative_to(path):
+            covering += without(map(str, path.iterdir()), hidden)
+        else:
+            covering.append(str(path))
+    return covering
+
+
+def see_only(visible, folder, keep=False):
+    """Make `visible` and `folder`, as it is (`keep`) or empty, the whole file system; needs a mount namespace.
+
+    The course's own package disappears too, unless it is named itself.
+    """
+    libc, folder = ctypes.CDLL(None, use_errno=True), str(folder)
+    before = os.open(folder, os.O_PATH)
+    libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None)
+    refused = libc.mount(b"view", folder.encode(), b"tmpfs", 0, b"size=256m,mode=755")
+    for path in visible:
+        refused |= put_in_place(libc, path, folder + path)
+    if str(PACKAGE) not in visible and os.path.isdir(folder + str(PACKAGE)):
+        refused |= libc.mount(b"hidden", (folder + str(PACKAGE)).encode(), b"tmpfs", 1, b"size=4k")  # read-only
+    os.makedirs(folder + folder, exist_ok=True)
+    if keep:
+        refused |= libc.mount(f"/proc/self/fd/{before}".encode(), (folder + folder).encode(), None, MS_BIND, None)
+    if os.path.isdir(folder + "/dev/shm"):
+        refused |= libc.mount(b"shm", (folder + "/dev/shm").encode(), b"tmpfs", 0, b"size=256m")
+    os.close(before)
+    if refused:
+        raise OSError("the file system could not be made smaller")
+    os.chroot(folder)
+    for name in WORK_FOLDERS:
+        os.makedirs(f"{folder}/{name}", exist_ok=True)
+
+
+def put_in_place(libc, path, target):
+    """Bind a path to a place in the new file system; a link stays a link."""
+    if os.path.islink(path):
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        os.symlink(os.readlink(path), target)
+        return 0
+    if os.path.isdir(path):
+        os.makedirs(target, exist_ok=True)
+    else:
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        Path(target).touch()
+    return libc.mount(path.encode(), target.encode(), None, MS_BIND | MS_REC, None)
+
+
 def landlock_version():
     """The version of Landlock that this kernel speaks; 0 if none."""
     if sys.platform != "linux":
@@ -210,25 +305,29 @@ def landlock_version():
     return max(0, ctypes.CDLL(None).syscall(CREATE_RULESET, None, 0, 1))
 
 
-def fence(folder):
+def fence(folder, visible=None):
     """With Landlock: from now on write only below `folder` and /dev, and (version 6) signal only what is inside.
 
-    False where the kernel has no Landlock: then the rights of the account are all that protects files.
+    Read only what is below `visible` and `folder`, if given. False where the kernel has no Landlock: then the rights of
+    the account are all that protects files.
     """
     version = landlock_version()
     if not version:
         return False
     libc = ctypes.CDLL(None, use_errno=True)
     writing = WRITE_FILE | REMOVE_AND_MAKE | (REFER if version >= 2 else 0) | (TRUNCATE if version >= 3 else 0)
-    ruleset = (ctypes.c_uint64 * 3)(writing, 0, SCOPE_SIGNAL if version >= 6 else 0)
+    reading = READ_FILE | READ_DIR if visible else 0
+    ruleset = (ctypes.c_uint64 * 3)(writing | reading, 0, SCOPE_SIGNAL if version >= 6 else 0)
     known = 24 if version >= 6 else 16 if version >= 4 else 8
     rules = libc.syscall(CREATE_RULESET, ctypes.byref(ruleset), known, 0)
-    for path, rights in ((folder, writing), ("/dev/shm", writing), ("/dev", writing & (WRITE_FILE | TRUNCATE))):
-        if os.path.isdir(path):
-            beneath = os.open(path, os.O_PATH)
-            rule = rights.to_bytes(8, sys.byteorder) + beneath.to_bytes(4, sys.byteorder)
+    places = [(folder, writing | reading), ("/dev/shm", writing | reading), ("/dev", writing & (WRITE_FILE | TRUNCATE))]
+    for path, rights in [*places, *((path, reading) for path in visible or ())]:
+        if os.path.exists(path):
+            root = os.open(path, os.O_PATH)
+            rights &= ~0 if os.path.isdir(path) else READ_FILE
+            rule = rights.to_bytes(8, sys.byteorder) + root.to_bytes(4, sys.byteorder)
             libc.syscall(ADD_RULE, rules, 1, rule, 0)
-            os.close(beneath)
+            os.close(root)
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     fenced = libc.syscall(RESTRICT_SELF, rules, 0) == 0
     os.close(rules)

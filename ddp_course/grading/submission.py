@@ -9,13 +9,14 @@ import copy
 import json
 import os
 import re
+import symtable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import nbformat
 
 from ..errors import GradingError
-from .first_sight import FILES, at_first_sight, imports_of
+from .first_sight import FILES, MOST_SOURCE, at_first_sight, imports_of
 from .tasks import find
 
 MOST_BYTES = 32 << 20
@@ -24,6 +25,7 @@ NBVAL_MARKER = re.compile(r"^(\s*#+\s*(?:NBVAL|PYTEST_VALIDATE)_\w+)\s*$", re.MU
 UNSOLVED = "NotImplementedError"  # what a pristine answer raises
 TASK_ID = re.compile(r"answer-(\d+)-(\d+)$")
 NUMBERED = re.compile(r"(\d+)[_\- .]")
+CARRIED = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
 
 
 @dataclass
@@ -56,10 +58,14 @@ class Submission:
 
 @dataclass
 class Answers:
-    """The answers of a submission: source by task, and for some tasks what is wrong before anything runs."""
+    """The answers of a submission: source by task, and for some tasks what is wrong before anything runs.
+
+    `helpers` are (id, source) of other cells, of which the answers use something.
+    """
 
     sources: dict
     troubles: dict = field(default_factory=dict)
+    helpers: list = field(default_factory=list)
 
 
 def load_exercises(folder):
@@ -201,49 +207,130 @@ def take_answers(cells, pristine):
         elif sources[0] == wanted.source:
             answers.troubles[task] = "not solved yet"
         else:
-            trouble = at_first_sight(sources[0], pristine.imports | set(find(task).imports))
+            trouble = at_first_sight(sources[0], allowed_in(task, pristine))
             if trouble:
                 answers.troubles[task] = trouble
+    take_helpers(cells, pristine, answers)
     return answers
 
 
-def names_in(tree):
-    """All names, attributes and imported modules in a piece of Python."""
-    names = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name):
-            names.add(node.id)
-        elif isinstance(node, ast.Attribute):
-            names.add(node.attr)
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            names.update(part for alias in node.names for part in alias.name.split("."))
-            names.update((getattr(node, "module", None) or "").split("."))
+def allowed_in(task, pristine):
+    """What an answer to a task may import and name, besides what only computes."""
+    return pristine.imports | set(find(task).imports)
+
+
+def take_helpers(cells, pristine, answers):
+    """Carry along what the learner's other cells define and answers use, directly or by way of another helper.
+
+    A helper keeps to the rules of the answers that use it. Of such a cell only imports, definitions and assignments are
+    taken: what it tries out, draws or prints has done its work.
+    """
+    known = {cell.id: cell.source for cell in pristine.notebook.cells}
+    fixed = set(known) - {"imports"}
+    others = [
+        (f"cell-{place}", source)
+        for place, (name, source) in enumerate(cells, 1)
+        if name not in fixed and source != known.get(name)
+    ]
+    trees = {name: tree for name, source in others if (tree := parsed(source)) is not None}
+    for task, source in answers.sources.items():
+        if task in answers.troubles:
+            continue
+        for name, helper in helpers_of(source, trees, dict(others)):
+            trouble = at_first_sight(helper, allowed_in(task, pristine))
+            if trouble:
+                answers.troubles[task] = f"in {name.replace('-', ' ')} of your notebook, which it uses, {trouble}"
+                break
+            answers.helpers.append((name, helper))
+    answers.helpers = together(answers.helpers)
+
+
+def parsed(source):
+    """A cell as a tree, or None if it is not plain Python."""
+    try:
+        return ast.parse(source) if len(source) <= MOST_SOURCE else None
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+def helpers_of(source, trees, sources):
+    """[(id, source)] of the statements, out of other cells, that a piece of source needs; the rest is left blank."""
+    needed, seen, kept = globals_used(source), set(), {}
+    while needed - seen:
+        seen |= (new := needed - seen)
+        for name, tree in trees.items():
+            for node in tree.body:
+                if isinstance(node, CARRIED) and defined_in(ast.Module([node], [])) & new:
+                    kept.setdefault(name, {})[node.lineno] = node
+                    needed = needed | globals_used(ast.unparse(node))
+    return [(name, blanked(sources[name], list(nodes.values()))) for name, nodes in kept.items()]
+
+
+def blanked(source, nodes):
+    """A cell's source with everything but these statements left blank, so that lines keep their numbers."""
+    wanted = set()
+    for node in nodes:
+        first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))])
+        wanted |= set(range(first, node.end_lineno + 1))
+    lines = source.splitlines()
+    return "\n".join(line if number in wanted else "" for number, line in enumerate(lines, 1))
+
+
+def together(helpers):
+    """Helpers of several answers, each cell once, with all the lines that some answer needs."""
+    merged = {}
+    for name, source in sorted(helpers, key=lambda helper: int(helper[0].removeprefix("cell-"))):
+        lines, had = source.split("\n"), merged.get(name)
+        merged[name] = [new or old for new, old in zip(lines, had or lines, strict=True)]
+    return [(name, "\n".join(lines)) for name, lines in merged.items()]
+
+
+def globals_used(source):
+    """The global names that a piece of Python uses, whatever its functions call their own."""
+    names, waiting = set(), [symtable.symtable(source, "answer", "exec")]
+    while waiting:
+        table = waiting.pop()
+        waiting += table.get_children()
+        top = table.get_type() == "module"
+        names |= {one.get_name() for one in table.get_symbols() if one.is_referenced() and (top or one.is_global())}
     return names
 
 
 def fresh_notebook(pristine, answers):
-    """The pristine notebook with the learner's answers in it; tasks in trouble stay unsolved and unchecked."""
+    """The pristine notebook with the learner's answers and helpers in it; tasks in trouble stay unsolved.
+
+    It has no check cells: what they would check is put to the test elsewhere, where the judge is out of reach.
+    """
     notebook = copy.deepcopy(pristine.notebook)
-    cells = {cell.id: cell for cell in notebook.cells}
+    checks = {cell for cell, _ in pristine.checks.values()}
+    notebook.cells = [cell for cell in notebook.cells if cell.id not in checks]
     for task, source in answers.sources.items():
-        if task in answers.troubles:
-            cells[pristine.checks[task][0]].source = "pass"
-        else:
-            cells[pristine.answer(task).id].source = NBVAL_MARKER.sub(r"\1 (without effect here)", source)
+        if task not in answers.troubles:
+            (cell,) = [cell for cell in notebook.cells if cell.id == f"answer-{task.replace('.', '-')}"]
+            cell.source = NBVAL_MARKER.sub(r"\1 (without effect here)", source)
+    first = next((place for place, cell in enumerate(notebook.cells) if cell.id.startswith("answer-")), 0)
+    for name, source in reversed(answers.helpers):
+        cell = nbformat.v4.new_code_cell(source, id=name, metadata={"ddp_course": {"role": "helper"}})
+        notebook.cells.insert(first, cell)
     return notebook
 
 
 def cells_for(task, notebook):
-    """[(id, source)] that an answer needs: the imports, the answer, and other answers that define names it uses."""
+    """[(id, source)] that an answer needs: the imports, itself, helpers and other answers that define what it uses."""
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    roles = {cell.id: cell.metadata.get("ddp_course", {}).get("role") for cell in code}
-    answers = {cell.id: ast.parse(cell.source) for cell in code if roles[cell.id] == "answer"}
+    sources = {cell.id: cell.source for cell in code if role_of(cell) in ("answer", "helper")}
+    defined = {name: defined_in(ast.parse(source)) for name, source in sources.items()}
     wanted, waiting = set(), [f"answer-{task.replace('.', '-')}"]
     while waiting:
         wanted.add(waiting.pop())
-        used = set().union(*(names_in(answers[name]) for name in wanted))
-        waiting = [name for name, tree in answers.items() if name not in wanted and defined_in(tree) & used]
+        used = set().union(*(globals_used(sources[name]) for name in wanted))
+        waiting = [name for name, names in defined.items() if name not in wanted and names & used]
     return [(cell.id, cell.source) for cell in code if cell.id == "imports" or cell.id in wanted]
+
+
+def role_of(cell):
+    """What a cell of a pristine or fresh notebook is for: "answer", "check", "helper" or None."""
+    return cell.metadata.get("ddp_course", {}).get("role")
 
 
 def defined_in(tree):
@@ -252,7 +339,8 @@ def defined_in(tree):
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
             names.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names.update(alias.asname or alias.name.split(".")[0] for alias in node.names)
         else:
-            stores = [n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
-            names.update(stores)
+            names.update(n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
     return names

@@ -1,8 +1,9 @@
 """A process that has loaded everything once, and forks a warden for each job: `python -m ddp_course.grading.zygote`.
 
 Loading torch, pytest and Jupyter takes seconds, a fork milliseconds. The zygote runs no code of a learner's; what it
-forks starts from the same clean state each time, so memory stays constant. Its standard input is a socket: each
-message brings the folder of an order (order.json) and a socket for the answer. It ends when its standard input does.
+forks starts from the same clean state each time, so memory stays constant. It has loaded no stage of the course, no
+task and no judge. Its standard input is a socket: each message brings the folder of an order (order.json), a socket for
+the outcome, and for answers one to the examiner. It ends when its standard input does.
 What a warden leaves behind that was killed itself, becomes the zygote's, and is killed too.
 """
 
@@ -18,18 +19,13 @@ from pathlib import Path
 
 import psutil
 
-from ddp_course import ladder
 from ddp_course.grading import sandbox
 
 PRELOAD = (
-    "torch", "torch.distributed.launcher.api", "torch.multiprocessing", "torch._dynamo", "torch.utils.data",
-    "numpy", "cloudpickle", "pytest", "nbval.plugin", "nbformat.v4", "ipykernel.kernelapp", "ipykernel.ipkernel",
-    "jupyter_client.manager", "jupyter_client.provisioning", "xml.dom.minidom", "ddp_course.running.launching.agent",
-    "ddp_course.running.launching.forked", "ddp_course.running.launching.server",
-    "ddp_course.running.launching.rank", "ddp_course.running.links",
-    *(f"ddp_course.{module}" for module in ladder.MODULES),
-    "ddp_course.grading.nbval_run", "ddp_course.grading.examine", "ddp_course.grading.sandbox",
-    *(f"ddp_course.grading.tasks.exercise{number:02d}" for number in range(1, 11)),
+    "torch", "torch._dynamo", "torch.utils.data", "numpy", "pytest", "nbval.plugin", "nbformat.v4",
+    "ipykernel.kernelapp", "ipykernel.ipkernel",
+    "jupyter_client.manager", "jupyter_client.provisioning", "xml.dom.minidom", "ddp_course.running.wire",
+    "ddp_course.grading.nbval_run", "ddp_course.grading.answering",
 )  # fmt: skip
 LONGEST_PATH = 1 << 12
 
@@ -56,14 +52,15 @@ def serve(control):
         end_orphans(wardens)
         if not ready:
             continue
-        order, descriptors, _, _ = socket.recv_fds(control, LONGEST_PATH, 1)
+        order, descriptors, _, _ = socket.recv_fds(control, LONGEST_PATH, 2)
         if not order:
             break
         warden = os.fork()
         if warden == 0:
             control.close()
-            be_warden(order.decode(), socket.socket(fileno=descriptors[0]))
-        os.close(descriptors[0])
+            be_warden(order.decode(), *(socket.socket(fileno=descriptor) for descriptor in descriptors))
+        for descriptor in descriptors:
+            os.close(descriptor)
         wardens.add(warden)
     sandbox.end_all()
 
@@ -80,7 +77,7 @@ def end_orphans(wardens):
         return
 
 
-def be_warden(folder, answer):
+def be_warden(folder, answer, peer=None):
     """In the forked child: run the job of a folder in the sandbox, send back how it went. Never returns."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     try:
@@ -88,7 +85,8 @@ def be_warden(folder, answer):
         module, function = order["job"].split(":")
         job = getattr(import_module(module), function)
         limits = sandbox.Limits(**order["limits"])
-        outcome = sandbox.confine(lambda: job(order, answer), folder, limits)
+        seen = None if peer else [*sandbox.libraries(), str(sandbox.PACKAGE)]  # a host shuts its ranks in itself
+        outcome = sandbox.confine(lambda: job(order, answer, peer), folder, limits, seen, drop=not peer)
         answer.sendall(json.dumps({"outcome": outcome}).encode() + b"\n")
     except BaseException as error:
         answer.sendall(json.dumps({"outcome": "failed", "message": repr(error)}).encode() + b"\n")

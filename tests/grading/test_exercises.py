@@ -10,7 +10,8 @@ from answers import collection, solution, tasks_of, verdicts
 from ddp_course.errors import Failure, RankError
 from ddp_course.grading import check
 from ddp_course.grading.check_cell import CORRECT
-from ddp_course.grading.examine import draw, explain, function_named
+from ddp_course.grading.examine import draw, explain
+from ddp_course.grading.probing import function_named
 from ddp_course.grading.tasks import find, of_exercise
 
 ROOT = Path(__file__).parents[2]

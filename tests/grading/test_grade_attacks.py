@@ -7,8 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import nbformat
@@ -17,7 +15,6 @@ import pytest
 from answers import collection
 
 from ddp_course import cli
-from ddp_course.grading import grade as grading
 from ddp_course.grading import submission
 from ddp_course.grading.grade import Grader, exercises_folder, grade
 from ddp_course.grading.submission import Submission, find_submissions, load_exercises
@@ -276,7 +273,7 @@ def ours(pid):
             return False
         return process.environ().get("DDP_COURSE_TESTS") == os.environ["DDP_COURSE_TESTS"]
     except psutil.AccessDenied:
-        return "grading.zygote" in " ".join(process.cmdline())
+        return "ddp_course.grading" in " ".join(process.cmdline())
     except psutil.Error:
         return False
 
@@ -400,32 +397,16 @@ def test_ordinary_users_grade_with_and_without_namespaces(namespaces, tmp_path):
     assert started_since(processes) == []
 
 
-def test_judges_do_not_disturb_each_other(monkeypatch):
-    """They seed the one random generator that all threads share."""
-    running, most = [], []
-
-    def judged(task, result, inputs):
-        running.append(task)
-        most.append(len(running))
-        time.sleep(0.05)
-        running.remove(task)
-
-    monkeypatch.setattr(grading, "verdict", judged)
-    monkeypatch.setattr(Grader, "in_sandbox", lambda self, order, folder: ([{"results": [{}] * 2}], ""))
-    with Grader(load_exercises(exercises_folder()), seed=5) as grader, ThreadPoolExecutor(2) as threads:
-        solved = nbformat.read(SOLVED, as_version=4)
-        list(threads.map(lambda tasks: grader.examine(solved, tasks), (["8.1", "8.2"], ["8.3", "8.4"])))
-    assert len(most) == 4 and max(most) == 1
-
-
-def test_grading_goes_on_when_the_zygote_is_killed(tmp_path):
+@pytest.mark.parametrize("helper", ["zygote", "examiner"])
+def test_grading_goes_on_when_a_helper_is_killed(helper, tmp_path):
     path = tmp_path / "08_good.ipynb"
     path.write_text(notebook())
     with Grader(load_exercises(exercises_folder()), seed=5) as grader:
         for _ in range(2):
             assert grader.grade(Submission("good", path)).passed
-            os.kill(grader.zygote.pid, signal.SIGKILL)
-            grader.zygote.wait()
+            process = getattr(grader, helper).process
+            os.kill(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def test_the_option_hidden_finds_what_the_checks_do_not(tmp_path):

@@ -8,6 +8,7 @@ trusted). The judge never sees an object of the learner's.
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
+from pkgutil import iter_modules
 
 from ...errors import Wrong
 
@@ -33,7 +34,8 @@ class Task:
     `probe(*answers, **inputs)` gives plain data of one rank; `parts` are {property: (weight, judge)}, where
     `judge(evidence, **inputs)` raises Wrong: `evidence` is rank 0's data, or a list in rank order.
     `forbidden` are dotted names of functions that would be the answer; `imports` what an answer may import or name
-    besides what only computes (`first_sight.COMPUTES`); `hang` is said when ranks wait for ever.
+    besides what only computes (`first_sight.COMPUTES`); `private` the
+    inputs that have an item a rank, of which each rank sees its own; `hang` is said when ranks wait for ever.
     """
 
     number: str
@@ -44,6 +46,7 @@ class Task:
     parts: dict
     forbidden: tuple = ()
     imports: tuple = ()
+    private: tuple = ()
     hang: str = "does every receive have its send, and every send its receive, on all ranks?"
 
     @property
@@ -74,14 +77,14 @@ class Task:
 _tasks = {}
 
 
-def task(number, names, ranks=1, forbidden=(), imports=(), hang=Task.hang):
+def task(number, names, ranks=1, forbidden=(), imports=(), private=(), hang=Task.hang):
     """Decorate a class with `draw`, `probe`, and `judge` or `parts`: it becomes a task."""
 
     def register(definition):
         has = vars(definition)
         parts = has.get("parts") or {"result": (1, has["judge"])}
         names_of = (names,) if isinstance(names, str) else tuple(names)
-        lists = tuple(forbidden), tuple(imports)
+        lists = tuple(forbidden), tuple(imports), tuple(private)
         _tasks[number] = Task(number, names_of, ranks, has["draw"], has["probe"], parts, *lists, hang)
         return definition
 
@@ -96,6 +99,12 @@ def find(number):
     if number not in _tasks:
         raise ValueError(f"there is no task {number}")
     return _tasks[number]
+
+
+def exercises():
+    """The numbers of all exercises, in order."""
+    names = (module.name for module in iter_modules(__path__))
+    return sorted(int(name.removeprefix("exercise")) for name in names if name.startswith("exercise"))
 
 
 def of_exercise(exercise):

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 from ...running import wire
-from ..examine import traffic_of, worlds
+from ..probing import traffic_of, worlds
 from . import require, task
 from .diagnose import compare_numbers, compare_ranks, tensors
 from .forbidden import COLLECTIVES, RING, SERVER
@@ -40,7 +40,7 @@ def check_all_traffic(evidence, values, servers, share, what):
             require(sent["bytes"] == expected, f"{about}; {expected} bytes were expected: {what}")
 
 
-@task("3.1", "collect", ranks=4, forbidden=SERVER + RING + COLLECTIVES)
+@task("3.1", "collect", ranks=4, forbidden=SERVER + RING + COLLECTIVES, private=("values",))
 class Collect:
     """The first loop: everything to the server, which adds it up."""
 
@@ -81,7 +81,7 @@ class Collect:
     parts = {"values": (1, judge_values), "bytes": (1, judge_bytes)}
 
 
-@task("3.2", "send_back", ranks=4, forbidden=SERVER + RING + COLLECTIVES)
+@task("3.2", "send_back", ranks=4, forbidden=SERVER + RING + COLLECTIVES, private=("values",))
 class SendBack:
     """The second loop: the server's tensor to everyone."""
 
@@ -117,7 +117,7 @@ class SendBack:
     parts = {"values": (1, judge_values), "bytes": (1, judge_bytes)}
 
 
-@task("3.3", "average", ranks=4, forbidden=SERVER + RING + COLLECTIVES)
+@task("3.3", "average", ranks=4, forbidden=SERVER + RING + COLLECTIVES, private=("values",))
 class Average:
     """The mean on every rank, by way of the server."""
 

@@ -3,7 +3,7 @@
 import torch
 
 from ...running import wire
-from ..examine import traffic_of, worlds
+from ..probing import traffic_of, worlds
 from . import require, task
 from .diagnose import check_line, close, compare_numbers, compare_ranks, number, tensors
 from .forbidden import COLLECTIVES, RING
@@ -61,7 +61,7 @@ def chunk_lengths(random):
     return {size: [len(chunk) for chunk in torch.arange(odd).tensor_split(size)] for size in (3, 4, 2)}
 
 
-@task("4.2", "scatter_reduce", ranks=4, forbidden=RING + COLLECTIVES)
+@task("4.2", "scatter_reduce", ranks=4, forbidden=RING + COLLECTIVES, private=("values",))
 class ScatterReduce:
     """After K-1 steps rank r holds the sum of chunk r+1."""
 
@@ -131,7 +131,7 @@ def check_ring_traffic(evidence, size, of, start, what):
         )
 
 
-@task("4.3", "allgather", ranks=4, forbidden=RING + COLLECTIVES)
+@task("4.3", "allgather", ranks=4, forbidden=RING + COLLECTIVES, private=("values",))
 class AllGather:
     """From rank r's finished chunk r+1 to all chunks everywhere."""
 
@@ -186,7 +186,7 @@ def flat(chunks, of):
 SHAPES = {"in one row": (23,), "a matrix": (5, 7), "not contiguous": (6, 4), "fewer elements than ranks": (2,)}
 
 
-@task("4.4", "ring_all_reduce", ranks=4, forbidden=RING + COLLECTIVES)
+@task("4.4", "ring_all_reduce", ranks=4, forbidden=RING + COLLECTIVES, private=("values",))
 class RingAllReduce:
     """Any shape, in place, uneven chunks, 1 to 4 ranks."""
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from ...running.devices import Device
 from ...stage4_ring import ring_all_reduce
-from ..examine import worlds
+from ..probing import worlds
 from . import Wrong, require, task
 from .diagnose import check_line, compare_ranks, number, same, tensors
 
@@ -195,6 +195,7 @@ class TellWhenReady:
     "5.3",
     "average_in_background",
     ranks=4,
+    private=("values",),
     hang="do all ranks submit the buckets in the same order, and wait for them?",
 )
 class AverageInBackground:

@@ -9,14 +9,14 @@ from torch import nn
 
 from ...running import wire
 from ...stage4_ring import ring_all_reduce
-from ..examine import traffic_of, worlds
+from ..probing import traffic_of, worlds
 from . import require, task
 from .diagnose import compare_ranks, same, tensors
 from .exercise01 import batches_of, loss_of, small_model, weights
 from .forbidden import COLLECTIVES, RING, SERVER
 
 
-@task("6.1", "accumulate", ranks=4, hang="do all ranks synchronise in the same micro-batch?")
+@task("6.1", "accumulate", ranks=4, private=("batches",), hang="do all ranks synchronise in the same micro-batch?")
 class AccumulateUnsynchronised:
     """Several micro-batches, one synchronisation."""
 
@@ -84,7 +84,7 @@ def accumulated(seed, batches, scale, stale=False):
     return weights(model)
 
 
-@task("6.2", "used_anywhere", ranks=4)
+@task("6.2", "used_anywhere", ranks=4, private=("used",))
 class UsedAnywhere:
     """Which parameters were used on some rank."""
 
@@ -209,7 +209,7 @@ class ShareBuffers:
             )
 
 
-@task("6.4", "compressed_average", ranks=4)
+@task("6.4", "compressed_average", ranks=4, private=("values",))
 class CompressedAverage:
     """A communication hook that sends half the bytes."""
 

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 from ...running import wire
-from ..examine import traffic_of, worlds
+from ..probing import traffic_of, worlds
 from . import Wrong, require, task
 from .diagnose import compare_numbers, compare_ranks, tensors
 from .forbidden import COLLECTIVES, RING, SERVER

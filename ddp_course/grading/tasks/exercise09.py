@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from ...stage4_ring import ring_all_reduce
-from ..examine import worlds
+from ..probing import worlds
 from . import Wrong, require, task
 from .diagnose import check_line, compare_numbers, compare_ranks, same
 
@@ -164,7 +164,7 @@ def check_rates(evidence, cases, which):
     compare_numbers([found for found, _ in pairs], expected, about, faults)
 
 
-@task("9.3", "global_mean", ranks=4)
+@task("9.3", "global_mean", ranks=4, private=("means", "counts"))
 class GlobalMean:
     """The mean over all samples, from means over uneven shards."""
 

@@ -1,0 +1,204 @@
+"""The host of answers: in a sandbox, a fresh process for each task and rank, of which only plain data comes back.
+
+    grader ── examiner  = socket =  host ── rank 0, rank 1, …
+              judge, references,     forks,  one answer, its probe, its own inputs,
+              seeds, all inputs      relays  the modules that its task may use
+
+The host runs no answer. It forks the ranks of a task, hands to each what the examiner sends for it, and passes back
+what each says: frames of JSON, never a pickle. A frame is eight bytes of length and one of kind, then the text.
+"""
+
+import json
+import math
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+import time
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from ..errors import Failure
+from ..running.launching import rank as ranks
+from ..running.launching.run import how_it_ended
+from . import harness, sandbox
+from .plain import pack, unpack
+from .probing import load, patience_seconds, run_probe
+
+HEAD = struct.Struct("<QB")
+ORDER, EVIDENCE, FAILURE, LATE = range(4)
+MOST_EVIDENCE = 32 << 20  # bytes of JSON a rank and task
+GRACE_SECONDS = 0.4  # after the first failure: for others to tell theirs, of which the earliest counts
+PACKAGE = __package__.split(".")[0]
+
+
+def send_frame(connection: socket.socket, kind: int, content: bytes) -> None:
+    """Send one frame."""
+    connection.sendall(HEAD.pack(len(content), kind) + content)
+
+
+def read_frame(connection: socket.socket, most: int = sys.maxsize, deadline: float = math.inf) -> tuple[int, bytes]:
+    """The next frame as (kind, content); EOFError at the end, ValueError if it is longer than `most` bytes.
+
+    TimeoutError if it is not there at `deadline`, seconds of the monotonic clock.
+    """
+    length, kind = HEAD.unpack(read_exactly(connection, HEAD.size, deadline))
+    if length > most:
+        raise ValueError(f"{length >> 20} MiB came back; at most {most >> 20} are taken")
+    return kind, read_exactly(connection, length, deadline)
+
+
+def read_exactly(connection: socket.socket, count: int, deadline: float = math.inf) -> bytes:
+    """`count` bytes; EOFError if the other end closes before."""
+    content = bytearray()
+    while len(content) < count:
+        if deadline < math.inf:
+            connection.settimeout(max(0.001, deadline - time.monotonic()))
+        part = connection.recv(min(count - len(content), 1 << 20))
+        if not part:
+            raise EOFError
+        content += part
+    return bytes(content)
+
+
+def host_answers(order: dict, answer: socket.socket, peer: socket.socket) -> None:
+    """The job of a sandbox: until the examiner is done, run one task after the other."""
+    answer.close()
+    ranks.hide_gpus()
+    with peer:
+        while True:
+            try:
+                _, head = read_frame(peer)
+            except EOFError:
+                return
+            task = json.loads(head)
+            run_task(peer, task["ranks"], task["seconds"], order["folder"])
+
+
+def run_task(peer: socket.socket, count: int, seconds: float, folder: str) -> None:
+    """Fork the ranks of a task, give each its order, pass back what they say, end them."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    ours, pids = [], []
+    try:
+        for number in range(count):  # all are forked before any order is read, so that none holds another's
+            one, theirs = socket.socketpair()
+            ours.append(one)
+            pids.append(os.fork())
+            if pids[-1] == 0:
+                for descriptor in (peer, *ours):
+                    descriptor.close()
+                be_rank(theirs, number, count, listener, folder)
+            theirs.close()
+        listener.close()
+        for one in ours:
+            kind, content = read_frame(peer)
+            try:
+                send_frame(one, kind, content)
+            except OSError:
+                continue  # it has ended already, which shows below
+        for kind, content in hear(ours, pids, seconds):
+            send_frame(peer, kind, content)
+    finally:
+        end(pids)
+        for one in ours:
+            one.close()
+
+
+def hear(ours: list[socket.socket], pids: list[int], seconds: float) -> list[tuple[int, bytes]]:
+    """What each rank says, as frames; LATE for one that has not said anything in time."""
+    said: dict[int, tuple[int, bytes]] = {}
+    deadline = time.monotonic() + seconds
+    while len(said) < len(ours):
+        waiting = {one: number for number, one in enumerate(ours) if number not in said}
+        ready, _, _ = select.select(list(waiting), [], [], max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
+        for one in ready:
+            number = waiting[one]
+            try:
+                said[number] = read_frame(one, MOST_EVIDENCE, deadline)
+            except (OSError, EOFError):
+                said[number] = failure(number, *how_it_ended(exit_code(pids, number)))
+            except ValueError as error:
+                said[number] = failure(number, "ValueError", f"the answer is too large: {error}")
+            if said[number][0] != EVIDENCE:
+                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+    return [said.get(number, (LATE, b"")) for number in range(len(ours))]
+
+
+def failure(number: int, type_name: str, message: str) -> tuple[int, bytes]:
+    """A frame about a rank that could not tell itself how it failed."""
+    told = Failure(number, type_name, message, time=time.monotonic())
+    return FAILURE, json.dumps(vars(told)).encode()
+
+
+def exit_code(pids: list[int], number: int) -> int | None:
+    """How a rank ended whose connection is closed, forgetting its id; None if it still runs."""
+    for _ in range(50):
+        pid, status = os.waitpid(pids[number], os.WNOHANG)
+        if pid:
+            pids[number] = 0
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    return None
+
+
+def end(pids: list[int]) -> None:
+    """Kill the ranks, and wait until they are gone."""
+    for pid in filter(None, pids):
+        os.kill(pid, signal.SIGKILL)
+    for pid in filter(None, pids):
+        os.waitpid(pid, 0)
+
+
+def be_rank(connection: socket.socket, number: int, count: int, listener: socket.socket, folder: str) -> None:
+    """In a forked process: one rank of one task. Never returns."""
+    ranks.die_with_parent()
+    silent = os.open(os.devnull, os.O_RDWR)
+    for descriptor in range(3):
+        os.dup2(silent, descriptor)
+    try:
+        order = unpack(json.loads(read_frame(connection)[1]))
+        evidence = pack(answer_order(order, number, count, listener, folder))
+        kind, content = EVIDENCE, json.dumps(evidence).encode()
+    except BaseException as error:
+        told: dict[str, Any] = {"rank": number, **ranks.describe(error)}
+        kind, content = FAILURE, json.dumps({**told, "message": told["message"][:4000]}).encode()
+    send_frame(connection, kind, content)
+    while True:
+        signal.pause()  # the others may still need this rank; the host ends all together
+
+
+def answer_order(order: dict, number: int, count: int, listener: socket.socket, folder: str) -> Any:
+    """Take what is allowed, close the door behind it, run the answer under its probe; the evidence."""
+    scope: dict[str, Any] = {"__name__": "probe"}
+    harness.run_imports(order["probe"], *(source for name, source in order["cells"] if name == "imports"))
+    for name in order["modules"]:
+        import_module(name)
+    exec(compile(order["probe"], "<task>", "exec"), scope)
+    torch.manual_seed(number)
+    patience_seconds.set(order["patience"])
+    if count > 1:
+        address = listener.getsockname()[:2]
+        place = {"devices": ["cpu"] * count, "ranks": list(range(count)), "threads": 1, "backend": "gloo"}
+        ranks.join_group({**place, "store": address, "world_size": count, "timeout": 60.0}, number, listener)
+    sandbox.shut_in(folder)
+    sys.meta_path.insert(0, Gate())
+
+    def answers():
+        return load(order["number"], order["names"], order["cells"])
+
+    return run_probe(scope["probe"], answers, order["inputs"], order["forbidden"])
+
+
+class Gate:
+    """Refuses to import more of the course than is there when it is put up."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        """ImportError for a module of the course; of others, this knows nothing."""
+        if name.split(".")[0] == PACKAGE:
+            raise ImportError(f"{name} is not for this task: an answer may use what its notebook imports")

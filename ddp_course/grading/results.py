@@ -1,0 +1,92 @@
+"""What a submission earned: by task, by exercise, and of several to one exercise the best."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from .examine import Verdict
+
+MOST_MESSAGE = 2000
+
+
+@dataclass
+class TaskResult:
+    """Points for one task, and what was wrong, in at most MOST_MESSAGE characters.
+
+    `parts` are the properties that its points are for: dicts of name, points, possible and message.
+    """
+
+    id: str
+    points: float
+    possible: float
+    message: str = ""
+    parts: list[dict[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        whole = {"name": "result", "points": self.points, "possible": self.possible, "message": self.message}
+        self.parts = self.parts or [whole]
+
+
+@dataclass
+class Result:
+    """One submission, graded. `exercise` is None if it could not be told; a `note` costs no points."""
+
+    learner: str
+    exercise: int | None
+    tasks: list[TaskResult] = field(default_factory=list)
+    message: str = ""
+    note: str = ""
+
+    @property
+    def points(self) -> float:
+        """Points earned in all."""
+        return sum(task.points for task in self.tasks)
+
+    @property
+    def possible(self) -> float:
+        """Points there are."""
+        return sum(task.possible for task in self.tasks)
+
+    @property
+    def passed(self) -> bool:
+        """Whether all points were earned."""
+        return not self.message and self.points == self.possible > 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """The form of the JSON report."""
+        tasks = [asdict(task) for task in self.tasks]
+        if self.message and not tasks:
+            tasks = [{"id": "notebook", "points": 0, "possible": 0, "message": self.message}]
+        head = {"learner": self.learner, "exercise": self.exercise, **({"note": self.note} if self.note else {})}
+        return {**head, "points": self.points, "possible": self.possible, "tasks": tasks}
+
+
+def best_of(results: Sequence[Result]) -> list[Result]:
+    """The results, of each learner's submissions to an exercise the best one alone, with a note."""
+    groups: dict[tuple[str, int | None], list[Result]] = {}
+    for result in results:
+        groups.setdefault((result.learner, result.exercise), []).append(result)
+    best: list[Result] = []
+    for group in groups.values():
+        one = max(group, key=lambda result: result.points)  # the first of equals
+        note = f"handed in {len(group)} times; the best counts" if len(group) > 1 else one.note
+        best += group if one.exercise is None else [replace(one, note=note)]
+    return best
+
+
+def result_of(task: str, possible: float, verdict: Verdict | None, trouble: str = "") -> TaskResult:
+    """The `TaskResult` of a task: by its verdict, or 0 points for the `trouble` before there could be one."""
+    parts = verdict.parts if verdict else ()
+    whole = sum(part.weight for part in parts)
+    made = [
+        {"name": part.name, "points": 0 if part.message else possible * part.weight / whole,
+         "possible": possible * part.weight / whole, "message": cut(part.message)}
+        for part in parts
+    ]  # fmt: skip
+    message = verdict.message if verdict else trouble
+    return TaskResult(task, sum(part["points"] for part in made), possible, cut(message), made)
+
+
+def cut(message: str) -> str:
+    """A message that fits into a report."""
+    return message if len(message) <= MOST_MESSAGE else f"{message[: MOST_MESSAGE - 2]} …"
