@@ -1,6 +1,7 @@
-"""`ddp-course grade PATH…`: grade exercises, as table, CSV, JSON and HTML."""
+"""`ddp-course grade PATH…`: grade exercises, as table, CSV, JSON, HTML, and for a gradebook."""
 
 import argparse
+import json
 import secrets
 import sys
 import threading
@@ -10,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import GradingError
-from ..grading import report
+from ..grading import gradebooks, report
 from ..grading.grade import exercises_folder, grade, usable_cores
-from ..grading.results import Result, best_of
+from ..grading.results import Result, best_of, from_dict
 from ..grading.sandbox import landlock_version, namespaces_allowed
 from ..grading.submission import Pristine, Submission, find_submissions, load_exercises
+from ..grading.suspicion import note_likeness
+from ..running.files import replace_file
 
 
 def add_parser(subparsers: Any) -> None:
@@ -22,12 +25,16 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("grade", help="grade exercises", description=__doc__.split("\n")[0])
     parser.add_argument("paths", nargs="+", metavar="PATH", help="a notebook, or a folder of submissions")
     parser.add_argument("--csv", metavar="FILE", help="write one line a task")
-    parser.add_argument("--html", metavar="DIR", help="write a page a learner")
+    parser.add_argument("--html", metavar="DIR", help="write a page a learner, and index.html")
     parser.add_argument("--json", metavar="FILE", help="write everything")
+    parser.add_argument("--format", choices=gradebooks.FORMATS, help="write --grades for this gradebook")
+    parser.add_argument("--grades", metavar="PATH", help="a CSV file for canvas or moodle, a folder for gradescope")
+    parser.add_argument("--roster", metavar="FILE", help="who is in the class: shows who is missing")
+    parser.add_argument("--resume", action="store_true", help="skip what is in the file of --json already")
     parser.add_argument("--jobs", type=int, default=usable_cores(), help="submissions at a time (default: one a core)")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds a submission may take (default 120)")
     parser.add_argument("--hidden", action="store_true", help="draw more and harder inputs than the learner's checks")
-    parser.add_argument("--seed", type=int, help="draw the inputs of an earlier grading again")
+    parser.add_argument("--seed", type=int, help="draw the inputs of an earlier grading again: the same messages too")
     parser.add_argument("--exercises", type=Path, default=exercises_folder(), help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
 
@@ -35,44 +42,91 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """The command itself: 0 if all pass, 1 if some do not, 2 if the grader could not do its work."""
     try:
-        if args.jobs < 1 or not args.timeout > 0:
-            raise GradingError("--jobs and --timeout must be positive")
+        check_options(args)
         skipped: list[Path] = []
         exercises, submissions = load_exercises(args.exercises), find_submissions(args.paths, skipped)
+        roster = gradebooks.read_roster(args.roster) if args.roster else gradebooks.Roster()
         seed = secrets.randbelow(100_000) if args.seed is None else args.seed
         report.check_writable(args)
+        earlier = earlier_results(args.json) if args.resume else []
+        done = {(result.learner, file) for result in earlier for file in result.files}
+        waiting = [one for one in submissions if (one.learner, one.file) not in done]
         warn_of_weak_sandbox()
         if skipped:
             names = ", ".join(report.clean(path.name) for path in skipped)
             print(f"no notebooks, so skipped: {names}", file=sys.stderr)
-        print(f"grading {len(submissions)} submissions with inputs of seed {seed}", file=sys.stderr)
-        results = grade_and_write(submissions, exercises, seed, args)
+        print(f"grading {len(waiting)} submissions with inputs of seed {seed}", file=sys.stderr)
+        results, whole = grade_and_write(waiting, earlier, exercises, seed, roster, args)
     except (GradingError, OSError) as error:
         print(f"ddp-course: {error}", file=sys.stderr)
         return 2
-    if len(results) < len(submissions):
-        print(f"ddp-course: interrupted after {len(results)} of {len(submissions)} submissions", file=sys.stderr)
+    if not whole:
+        again = "; --resume goes on" if args.json else ""
+        print(f"ddp-course: interrupted after {len(results)} of {len(submissions)} submissions{again}", file=sys.stderr)
         return 2
     return 0 if all(result.passed for result in best_of(results)) else 1
 
 
+def check_options(args: argparse.Namespace) -> None:
+    """GradingError for options that do not go together."""
+    if args.jobs < 1 or not args.timeout > 0:
+        raise GradingError("--jobs and --timeout must be positive")
+    if bool(args.format) != bool(args.grades):
+        raise GradingError("--format and --grades go together: a gradebook, and where to write its file")
+    if args.resume and not args.json:
+        raise GradingError("--resume needs --json FILE, the file in which the earlier results are")
+
+
+def earlier_results(file: str) -> list[Result]:
+    """The results that a report holds; none if it is not there yet."""
+    if not Path(file).exists():
+        return []
+    try:
+        return [from_dict(record) for record in json.loads(Path(file).read_text(encoding="utf-8"))]
+    except (ValueError, KeyError, TypeError) as error:
+        raise GradingError(f'"{file}" is no report to resume from ({type(error).__name__}: {error})') from error
+
+
 def grade_and_write(
-    submissions: Sequence[Submission], exercises: dict[int, Pristine], seed: int, args: argparse.Namespace
-) -> list[Result]:
-    """Grade all, writing the reports after each; return the results, after Ctrl-C those that there are."""
+    submissions: Sequence[Submission],
+    earlier: Sequence[Result],
+    exercises: dict[int, Pristine],
+    seed: int,
+    roster: gradebooks.Roster,
+    args: argparse.Namespace,
+) -> tuple[list[Result], bool]:
+    """Grade all, writing the reports after each; return all results, and whether there are all: Ctrl-C keeps some."""
     places, done, lock = {id(one): place for place, one in enumerate(submissions)}, {}, threading.Lock()
+
+    def so_far() -> list[Result]:
+        return [*earlier, *(done[place] for place in sorted(done))]
 
     def note(submission: Submission, result: Result) -> None:
         show_progress(result)
         with lock:
             done[places[id(submission)]] = result
-            report.write_files(best_of([done[place] for place in sorted(done)]), args, seed)
+            report.write_files(best_of(so_far()), args, seed)
 
     with suppress(KeyboardInterrupt):
         grade(submissions, exercises, seed, args.jobs, args.timeout, args.hidden, progress=note)
-    results = [done[place] for place in sorted(done)]
-    print(report.table(best_of(results)))
-    return results
+    best = best_of(so_far())
+    note_likeness(best)
+    missing = roster.missing(best)
+    report.write_files(best, args, seed, missing)
+    write_grades(best, roster, args)
+    print(report.table(best, missing))
+    return so_far(), len(done) == len(submissions)
+
+
+def write_grades(results: Sequence[Result], roster: gradebooks.Roster, args: argparse.Namespace) -> None:
+    """Write the file, or the files, for a gradebook."""
+    if args.format == "gradescope":
+        for name, content in gradebooks.gradescope_files(results).items():
+            path = Path(args.grades) / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(path, content.encode())
+    elif args.format:
+        replace_file(Path(args.grades), gradebooks.WHOLE_CLASS[args.format](results, roster).encode())
 
 
 def warn_of_weak_sandbox() -> None:

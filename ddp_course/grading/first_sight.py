@@ -26,6 +26,11 @@ LEADS_OUT = frozenset({
     "CompilationUnit", "get_type_hints", "ForwardRef", "runstring", "_exec_with_source", "pickle", "cloudpickle",
     "multiprocessing", "_observers", "ddp_course",
 })  # fmt: skip
+AROUND_THE_WIRE = frozenset({
+    "tell", "observing", "counting", "_observers", "throttle", "TCPStore", "FileStore", "HashStore", "PrefixStore",
+    "share_memory_", "shared_memory", "_functional_collectives", "allreduce", "allgather_into_tensor_coalesced",
+    "_allgather_base", "alltoall", "alltoall_base", "recv_anysource", "distributed_c10d", "set_trace",
+})  # fmt: skip
 BUILDS_NAMES = frozenset({"eval", "exec", "compile", "globals", "locals", "vars"})
 BY_NAME = frozenset({"getattr", "setattr", "delattr", "hasattr"})
 FILES = frozenset({"open", "os", "pathlib", "tempfile", "shutil", "glob"})
@@ -80,7 +85,7 @@ def strange_name(tree: ast.AST, allowed: frozenset[str]) -> str:
         if isinstance(node, ast.Name) and id(node) not in plain:
             found |= names & (BUILDS_NAMES | BY_NAME)
         if isinstance(node, ast.Attribute):
-            found |= names & (READERS - allowed)
+            found |= (names & (READERS | AROUND_THE_WIRE)) - allowed
         if found:
             by_name = "; write the attribute's name out, as in x.name" if found & BY_NAME else ""
             return f"line {node.lineno}: the answer uses {min(found)}, which no answer to this task needs{by_name}"

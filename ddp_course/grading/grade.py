@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from .submission import (
     exercise_of,
     fresh_notebook,
     read_notebook,
+    remarks_on,
     take_answers,
 )
 from .tasks import Part
@@ -41,6 +42,7 @@ from .tasks import Part
 CELL_SECONDS = 30.0
 GRACE_SECONDS = 15.0
 MOST_ANSWER_BYTES = 16 << 20
+MOST_SHOWN = 20_000  # characters of an answer in a report
 STOPPED = {
     "time": "it was stopped: not finished after {seconds:g} s",
     "memory": "it was stopped: all its processes together took more than {gib:g} GiB of memory",
@@ -112,13 +114,13 @@ class Grader:
 
     def grade(self, submission: Submission) -> Result:
         """Grade one submission, whatever it is; only the machine's own trouble is raised."""
-        exercise = None
+        exercise, files = None, [submission.file] if submission.file else []
         try:
             if submission.path is None or submission.trouble:
                 raise GradingError(submission.trouble)
             cells = read_notebook(submission.path)
             exercise = exercise_of(submission.path, cells, self.exercises)
-            return self.grade_answers(submission.learner, self.exercises[exercise], cells)
+            return replace(self.grade_answers(submission.learner, self.exercises[exercise], cells), files=files)
         except GradingError as error:
             return self.unread(submission, f'"{submission.path.name}" {error}' if submission.path else str(error))
         except Exception as error:  # whatever is odd about this one, the others' results do not suffer
@@ -130,7 +132,8 @@ class Grader:
         exercise = exercise or (int(numbered[1]) if numbered else None)
         checks = self.exercises[exercise].checks if exercise in self.exercises else {}
         tasks = [TaskResult(task, 0, points, cut(what)) for task, (_, points) in checks.items()]
-        return Result(submission.learner, exercise if checks else None, tasks, cut(what))
+        files = [submission.file] if submission.file else []
+        return Result(submission.learner, exercise if checks else None, tasks, cut(what), files=files)
 
     def grade_answers(self, learner: str, pristine: Pristine, cells: list[tuple[str, str]]) -> Result:
         """Run the fresh notebook, have examined what gets through, and put the points together."""
@@ -140,11 +143,15 @@ class Grader:
         if waiting := [task for task in pristine.checks if task not in messages]:
             messages |= self.run_cells(notebook, pristine, waiting)
         waiting = [task for task in pristine.checks if task not in messages]
-        verdicts = self.examine(notebook, waiting) if waiting else {}
-        tasks = [
-            result_of(task, points, verdicts.get(task), messages.get(task, ""))
-            for task, (_, points) in pristine.checks.items()
-        ]
+        said = self.examine([(task, cells_for(task, notebook)) for task in waiting]) if waiting else []
+        verdicts = dict(zip(waiting, said, strict=True))
+        tasks = []
+        for task, (_, points) in pristine.checks.items():
+            one = result_of(task, points, verdicts.get(task), messages.get(task, ""))
+            touched = answers.sources[task] != pristine.answer(task).source
+            one.answer = answers.sources[task][:MOST_SHOWN] if touched else ""
+            one.suspicious = remarks_on(task, answers, pristine) if touched else []
+            tasks.append(one)
         return Result(learner, pristine.exercise, tasks)
 
     def run_cells(self, notebook: Any, pristine: Pristine, wanted: list[str]) -> dict[str, str]:
@@ -170,13 +177,9 @@ class Grader:
                 messages[task] = said if dead else f"the answer cell fails: {said}"
         return messages
 
-    def examine(self, notebook: Any, tasks: list[str]) -> dict[str, Verdict]:
-        """Have answers put to work on inputs drawn anew, and judged; {task: verdict}."""
-        order = {
-            "items": [(task, cells_for(task, notebook)) for task in tasks],
-            "seed": self.seed,
-            "hidden": self.hidden,
-        }
+    def examine(self, items: Sequence[tuple[str, list]]) -> list[Verdict]:
+        """Have answers, as (task, cells), put to work on inputs drawn anew, and judged."""
+        order = {"items": items, "seed": self.seed, "hidden": self.hidden}
         job = {"job": "ddp_course.grading.answering:host_answers"}
         host, examiners = socket.socketpair()
         ours, theirs = socket.socketpair()
@@ -188,13 +191,12 @@ class Grader:
                 ours.settimeout(self.limits.seconds)
                 try:
                     send_frame(ours, ORDER, json.dumps(order).encode())
-                    lines = read_lines(ours, self.limits.seconds)
+                    said = [verdict_from(line) for line in read_lines(ours, self.limits.seconds)]
                 except OSError:
-                    lines = []
+                    said = []
                 _, stopped = self.hear(outcome)
         why = stopped or "its answer could not be examined: what it returned took too long to look at"
-        said = {line["task"]: verdict_from(line) for line in lines}
-        return {task: said.get(task) or Verdict(False, why, (Part("result", 1, why),)) for task in tasks}
+        return [*said, *[Verdict(False, why, (Part("result", 1, why),))] * (len(items) - len(said))]
 
     def sandbox(self, order: dict[str, Any], folder: str, sockets: Sequence[socket.socket]) -> socket.socket:
         """Have the zygote do a job; return the socket through which its lines and its outcome come."""

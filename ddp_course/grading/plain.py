@@ -6,12 +6,22 @@ back as the name of its class and nothing else.
 
 import base64
 import math
+from collections import deque
+from fractions import Fraction
+from itertools import islice
+from types import GeneratorType
 
+import numpy
 import torch
 
 DTYPES = {str(dtype): dtype for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64)}
 DTYPES |= {str(dtype): dtype for dtype in (torch.int32, torch.uint8, torch.bool)}
 MOST_ELEMENTS = 1 << 22
+MOST_ITEMS, MOST_DIGITS = 1 << 20, 60
+LARGEST = 10**MOST_DIGITS
+NUMPY_NUMBERS = {numpy.float64, numpy.float32, numpy.float16, numpy.bool_}
+NUMPY_NUMBERS |= {getattr(numpy, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)}
+LAZY = (GeneratorType, range, map, zip, filter, reversed, enumerate, type({}.keys()), type({}.values()), deque)
 
 
 class Odd:
@@ -30,10 +40,21 @@ class Odd:
 
 
 def pack(thing):
-    """Plain data as JSON can carry it: numbers, text, lists, dicts and tensors of exactly these types."""
+    """Plain data as JSON can carry it: numbers, text, lists, dicts and tensors of exactly these types.
+
+    numpy's numbers and fractions are taken for numbers, generators and the like for lists.
+    """
     kind = type(thing)
-    if kind in (int, bool, str, type(None)):
+    if kind in (bool, str, type(None)):
         return thing
+    if kind is int:
+        return thing if abs(thing) < LARGEST else {"odd": f"int of more than {MOST_DIGITS} digits"}
+    if kind in NUMPY_NUMBERS:
+        return pack(thing.item())
+    if kind is Fraction:
+        return pack(int(thing) if thing.denominator == 1 else float(thing))
+    if kind in LAZY:
+        return pack(list(islice(thing, MOST_ITEMS)))
     if kind is float:
         return thing if math.isfinite(thing) else {"float": repr(thing)}
     if kind in (list, tuple):

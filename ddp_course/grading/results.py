@@ -1,5 +1,6 @@
 """What a submission earned: by task, by exercise, and of several to one exercise the best."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -7,13 +8,16 @@ from typing import Any
 from .examine import Verdict
 
 MOST_MESSAGE = 2000
+UNTOUCHED = "not solved yet"
+LONG_NUMBER = re.compile(r"\d{61,}")
 
 
 @dataclass
 class TaskResult:
     """Points for one task, and what was wrong, in at most MOST_MESSAGE characters.
 
-    `parts` are the properties that its points are for: dicts of name, points, possible and message.
+    `parts` are the properties that its points are for: dicts of name, points, possible and message. `suspicious` are
+    remarks for a person to judge by, `answer` is the learner's source.
     """
 
     id: str
@@ -21,6 +25,8 @@ class TaskResult:
     possible: float
     message: str = ""
     parts: list[dict[str, Any]] = field(default_factory=list)
+    suspicious: list[str] = field(default_factory=list)
+    answer: str = ""
 
     def __post_init__(self) -> None:
         whole = {"name": "result", "points": self.points, "possible": self.possible, "message": self.message}
@@ -29,13 +35,17 @@ class TaskResult:
 
 @dataclass
 class Result:
-    """One submission, graded. `exercise` is None if it could not be told; a `note` costs no points."""
+    """One submission, graded. `exercise` is None if it could not be told; a `note` costs no points.
+
+    `files` are the names of the notebooks that were handed in for it, as found in the learner's folder.
+    """
 
     learner: str
     exercise: int | None
     tasks: list[TaskResult] = field(default_factory=list)
     message: str = ""
     note: str = ""
+    files: list[str] = field(default_factory=list)
 
     @property
     def points(self) -> float:
@@ -54,11 +64,19 @@ class Result:
 
     def as_dict(self) -> dict[str, Any]:
         """The form of the JSON report."""
-        tasks = [asdict(task) for task in self.tasks]
-        if self.message and not tasks:
-            tasks = [{"id": "notebook", "points": 0, "possible": 0, "message": self.message}]
-        head = {"learner": self.learner, "exercise": self.exercise, **({"note": self.note} if self.note else {})}
-        return {**head, "points": self.points, "possible": self.possible, "tasks": tasks}
+        record = asdict(self)
+        if self.message and not self.tasks:
+            record["tasks"] = [{"id": "notebook", "points": 0, "possible": 0, "message": self.message}]
+        head = {key: record[key] for key in ("learner", "exercise")}
+        told = {key: record[key] for key in ("message", "note", "files") if record[key]}
+        return {**head, **told, "points": self.points, "possible": self.possible, "tasks": record["tasks"]}
+
+
+def from_dict(record: dict[str, Any]) -> Result:
+    """A `Result` from its form in the JSON report; KeyError or TypeError if it has another form."""
+    tasks = [TaskResult(**task) for task in record["tasks"] if task["id"] != "notebook"]
+    told = {key: record[key] for key in ("message", "note", "files") if key in record}
+    return Result(record["learner"], record["exercise"], tasks, **told)
 
 
 def best_of(results: Sequence[Result]) -> list[Result]:
@@ -69,8 +87,10 @@ def best_of(results: Sequence[Result]) -> list[Result]:
     best: list[Result] = []
     for group in groups.values():
         one = max(group, key=lambda result: result.points)  # the first of equals
-        note = f"handed in {len(group)} times; the best counts" if len(group) > 1 else one.note
-        best += group if one.exercise is None else [replace(one, note=note)]
+        count = sum(max(1, len(result.files)) for result in group)
+        files = [file for result in group for file in result.files]
+        note = f"handed in {count} times; the best counts" if count > 1 else one.note
+        best += group if one.exercise is None else [replace(one, note=note, files=files)]
     return best
 
 
@@ -88,5 +108,6 @@ def result_of(task: str, possible: float, verdict: Verdict | None, trouble: str 
 
 
 def cut(message: str) -> str:
-    """A message that fits into a report."""
+    """A message that fits into a report; a number of hundreds of digits is told by its first ones."""
+    message = LONG_NUMBER.sub(lambda found: f"{found[0][:60]}… ({len(found[0])} digits)", message)
     return message if len(message) <= MOST_MESSAGE else f"{message[: MOST_MESSAGE - 2]} …"

@@ -17,6 +17,8 @@ import nbformat
 
 from ..errors import GradingError
 from .first_sight import FILES, MOST_SOURCE, at_first_sight, imports_of
+from .results import UNTOUCHED
+from .suspicion import remarks
 from .tasks import find
 
 MOST_BYTES = 32 << 20
@@ -54,6 +56,14 @@ class Submission:
     learner: str
     path: Path | None
     trouble: str = ""
+
+    @property
+    def file(self) -> str:
+        """Its name within the learner's folder; "" if there is no notebook."""
+        if self.path is None:
+            return ""
+        parts = self.path.parts
+        return "/".join(parts[parts.index(self.learner) + 1 :]) if self.learner in parts[:-1] else self.path.name
 
 
 @dataclass
@@ -205,7 +215,7 @@ def take_answers(cells, pristine):
         elif len(sources) > 1:
             answers.troubles[task] = "its answer cell is there twice: delete one"
         elif sources[0] == wanted.source:
-            answers.troubles[task] = "not solved yet"
+            answers.troubles[task] = UNTOUCHED
         else:
             trouble = at_first_sight(sources[0], allowed_in(task, pristine))
             if trouble:
@@ -245,6 +255,13 @@ def take_helpers(cells, pristine, answers):
     answers.helpers = together(answers.helpers)
 
 
+def remarks_on(task, answers, pristine):
+    """What a person should look at in the answer to a task, or in a helper of it."""
+    allowed = allowed_in(task, pristine)
+    told = remarks(answers.sources[task], allowed) if answers.troubles.get(task) != UNTOUCHED else []
+    return told + [f"{name}, {one}" for name, source in answers.helpers for one in remarks(source, allowed)]
+
+
 def parsed(source):
     """A cell as a tree, or None if it is not plain Python."""
     try:
@@ -262,7 +279,7 @@ def helpers_of(source, trees, sources):
             for node in tree.body:
                 if isinstance(node, CARRIED) and defined_in(ast.Module([node], [])) & new:
                     kept.setdefault(name, {})[node.lineno] = node
-                    needed = needed | globals_used(ast.unparse(node))
+                    needed = needed | globals_used(blanked(sources[name], [node]))
     return [(name, blanked(sources[name], list(nodes.values()))) for name, nodes in kept.items()]
 
 
@@ -287,7 +304,10 @@ def together(helpers):
 
 def globals_used(source):
     """The global names that a piece of Python uses, whatever its functions call their own."""
-    names, waiting = set(), [symtable.symtable(source, "answer", "exec")]
+    try:
+        names, waiting = set(), [symtable.symtable(source, "answer", "exec")]
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return set()
     while waiting:
         table = waiting.pop()
         waiting += table.get_children()

@@ -35,8 +35,8 @@ RESULTS = [
 
 def test_csv_has_a_line_a_task_and_no_formula():
     rows = list(csv.reader(io.StringIO(report.as_csv(RESULTS))))
-    assert rows[0] == ["learner", "exercise", "task", "points", "possible", "message", "parts"]
-    assert rows[2] == ["'=cmd()", "4", "4.2", "3", "3", "", "sums 2/2; bytes 1/1"]
+    assert rows[0] == ["learner", "exercise", "task", "points", "possible", "message", "parts", "suspicious"]
+    assert rows[2] == ["'=cmd()", "4", "4.2", "3", "3", "", "sums 2/2; bytes 1/1", ""]
     assert rows[3][1:5] == ["", "notebook", "0", "0"]
 
 
@@ -53,7 +53,7 @@ def test_json_has_the_agreed_form():
 
 def test_pages_escape_everything_and_need_nothing_else():
     pages = report.pages(RESULTS, seed=7)
-    assert sorted(pages) == ["_.._etc_anna_b_.html", "_cmd_.html"]
+    assert sorted(pages) == ["_.._etc_anna_b_.html", "_cmd_.html", "index.html"]
     page = pages["_cmd_.html"]
     assert "<script>alert" not in page and "&lt;script&gt;" in page and "\x1b" not in page
     assert "{learner}" in page, "a learner's braces are not ours"

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 from ...stage4_ring import ring_all_reduce
-from ..examine import worlds
+from ..probing import worlds
 from . import require, task
 from .diagnose import check_line, compare_numbers, compare_ranks, number, same, tensors
 
@@ -77,7 +77,7 @@ def check_sent(one, gradient, share, about):
     return places.long()
 
 
-@task("12.2", "meet", ranks=4)
+@task("12.2", "meet", ranks=4, private=("own",))
 class Meet:
     """Local SGD's meeting, with DiLoCo's outer step."""
 

@@ -1,0 +1,119 @@
+"""Canvas, Moodle and Gradescope get the columns that they document; a roster says who is missing."""
+
+import csv
+import io
+import json
+
+import pytest
+
+from ddp_course import cli
+from ddp_course.errors import GradingError
+from ddp_course.grading import gradebooks
+from ddp_course.grading.gradebooks import Roster, as_canvas, as_gradescope, as_moodle, read_roster
+from ddp_course.grading.results import Result, TaskResult
+
+ANNA = Result("anna", 4, [TaskResult("4.1", 1, 1), TaskResult("4.2", 1.5, 3, "a fault\nand more")])
+BEN = Result("ben", 8, [TaskResult("8.1", 1, 1)])
+ROSTER = """learner,Student,ID,SIS User ID,SIS Login ID,Section,ID number,Email address
+ben,"Ben, B",12,b1,ben@x,A,77,ben@example.org
+carl,Carl,13,c1,carl@x,A,78,carl@example.org
+"""
+
+
+@pytest.fixture
+def roster(tmp_path):
+    (tmp_path / "class.csv").write_text(ROSTER)
+    return read_roster(tmp_path / "class.csv")
+
+
+def rows_of(text):
+    return list(csv.reader(io.StringIO(text)))
+
+
+def test_canvas(roster):
+    header, possible, *learners = rows_of(as_canvas([ANNA, BEN], roster))
+    assert header == ["Student", "ID", "SIS User ID", "SIS Login ID", "Section", "Exercise 4", "Exercise 8"]
+    assert possible == ["    Points Possible", "", "", "", "", "4", "1"]
+    assert learners == [
+        ["Ben, B", "12", "b1", "ben@x", "A", "", "1"],
+        ["Carl", "13", "c1", "carl@x", "A", "", ""],
+        ["anna", "", "", "anna", "", "2.5", ""],
+    ]
+
+
+def test_moodle(roster):
+    header, ben, carl, anna = rows_of(as_moodle([ANNA, BEN], roster))
+    exercises = ["Exercise 4", "Exercise 4 (feedback)", "Exercise 8", "Exercise 8 (feedback)"]
+    assert header == ["ID number", "Email address", *exercises]
+    assert ben == ["77", "ben@example.org", "", "", "1", ""] and carl[2:] == [""] * 4
+    assert anna == ["anna", "", "2.5", "4.2: a fault", "", ""]
+
+
+def test_gradescope():
+    made = json.loads(as_gradescope(ANNA))
+    assert made["score"] == 2.5 and made["visibility"] == "visible"
+    assert made["tests"][0] == {
+        "name": "4.1", "number": "4.1", "score": 1, "max_score": 1, "status": "passed", "output": "correct"
+    }  # fmt: skip
+    assert made["tests"][1]["status"] == "failed"
+    assert list(gradebooks.gradescope_files([ANNA])) == ["anna/exercise04/results.json"]
+
+
+def test_a_roster_is_a_learner_a_line_or_a_table(roster, tmp_path):
+    assert roster.missing([BEN]) == ["carl"]
+    (tmp_path / "names").write_text("anna\n\nben\n")
+    assert read_roster(tmp_path / "names").missing([ANNA]) == ["ben"]
+    assert Roster().missing([ANNA]) == []
+    for name, text in (("empty", ""), ("not_text", b"\xff\xfe")):
+        (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+        with pytest.raises(GradingError, match="roster"):
+            read_roster(tmp_path / name)
+
+
+def graded_as(monkeypatch, results):
+    """Let the grader give these results in turn; no answer runs. Returns what it was asked for."""
+    results, asked = iter(results), []
+
+    def grade_one(self, submission):
+        asked.append(submission.learner)
+        result = next(results)
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    monkeypatch.setattr("ddp_course.grading.grade.Grader.grade", grade_one)
+    return asked
+
+
+def test_the_command_writes_grades_and_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
+    for learner in ("anna", "ben"):
+        (tmp_path / "class" / learner).mkdir(parents=True)
+        (tmp_path / "class" / learner / "08_x.ipynb").write_text("")
+    (tmp_path / "names").write_text("anna\nben\ncarl\n")
+    right = [Result(learner, 8, [TaskResult("8.1", 1, 1)], files=["08_x.ipynb"]) for learner in ("anna", "ben")]
+    command = ["grade", str(tmp_path / "class"), "--jobs", "1", "--json", str(tmp_path / "r.json"), "--seed", "3"]
+    command += ["--roster", str(tmp_path / "names"), "--html", str(tmp_path / "html")]
+    command += ["--format", "canvas", "--grades", str(tmp_path / "canvas.csv")]
+    asked = graded_as(monkeypatch, [right[0], KeyboardInterrupt()])
+    assert cli.main(command) == 2 and "--resume goes on" in capsys.readouterr().err
+    asked = graded_as(monkeypatch, [right[1]])
+    assert cli.main([*command, "--resume"]) == 0 and asked == ["ben"]
+    said = capsys.readouterr().out
+    assert "handed in nothing: carl" in said and "task 8.1   2 of 2 solved" in said
+    assert [record["learner"] for record in json.loads((tmp_path / "r.json").read_text())] == ["anna", "ben"]
+    assert rows_of((tmp_path / "canvas.csv").read_text())[2:] == [
+        ["anna", "", "", "anna", "", "1"], ["ben", "", "", "ben", "", "1"], ["carl", "", "", "carl", "", ""]
+    ]  # fmt: skip
+    index = (tmp_path / "html" / "index.html").read_text()
+    assert 'href="anna.html"' in index and "carl" in index and "handed in nothing" in index
+    asked = graded_as(monkeypatch, [])
+    assert cli.main([*command, "--resume"]) == 0 and asked == []
+    assert "anna" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("options", [["--format", "moodle"], ["--grades", "x"], ["--resume"]])
+def test_options_that_do_not_go_together_are_refused(options, tmp_path, capsys):
+    (tmp_path / "08_x.ipynb").write_text("")
+    assert cli.main(["grade", str(tmp_path), *options]) == 2
+    said = capsys.readouterr().err
+    assert "go together" in said or "needs --json" in said
