@@ -1,6 +1,7 @@
 """The check cell of an exercise: `check("4.2", scatter_reduce)`."""
 
 import secrets
+from typing import Any
 
 from .examine import Item, draw, examine, verdict
 from .tasks import SO_FAR, Wrong, find
@@ -8,7 +9,7 @@ from .tasks import SO_FAR, Wrong, find
 CORRECT = "correct. The grader draws other inputs, some of them harder."
 
 
-def check(number, *answers, seed=None):
+def check(number: str, *answers: Any, seed: int | None = None) -> None:
     """Say in one line that the answers to task `number` are right, or raise Wrong with what is wrong.
 
     The answer runs on ranks of its own, with inputs that are drawn anew each time. A message about a wrong answer

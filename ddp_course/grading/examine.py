@@ -9,8 +9,10 @@ import json
 import random
 import re
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,17 +40,18 @@ class Item:
     cells: tuple = ()
 
 
-def draw(number, seed, hidden=False):
+def draw(number: str, seed: int, hidden: bool = False) -> dict[str, Any]:
     """The inputs of a task for a seed."""
     return find(number).draw(random.Random(f"{seed} {number}"), hidden)
 
 
-def examine(items, patience=PATIENCE_SECONDS):
+def examine(items: Sequence[Item], patience: float = PATIENCE_SECONDS) -> list[dict[str, Any]]:
     """Run all `items`; return for each its evidence, packed, or how it failed.
 
     Evidence is {"evidence": [of rank 0, of rank 1, …]}; a failure is {"failure": message for the learner}.
     """
-    results, waiting = [], list(items)
+    results: list[dict[str, Any]] = []
+    waiting = list(items)
     while waiting:
         with tempfile.TemporaryDirectory(prefix="ddp_course_") as folder:
             timeout = FIRST_ITEM_SECONDS + NEXT_ITEM_SECONDS * (len(waiting) - 1)
@@ -65,7 +68,7 @@ def examine(items, patience=PATIENCE_SECONDS):
     return results
 
 
-def read_evidence(folder):
+def read_evidence(folder: str) -> list[list]:
     """What all ranks have written down, by item; items that some rank did not finish are left out."""
     by_rank = []
     for rank in range(RANKS):
@@ -75,7 +78,7 @@ def read_evidence(folder):
     return [list(of_item) for of_item in zip(*by_rank)]  # noqa: B905 (the shortest counts)
 
 
-def run_items(items, folder, patience):
+def run_items(items: Sequence[Item], folder: str, patience: float) -> None:
     """One rank's part: run every item and write the evidence down, a line each."""
     rank = dist.get_rank()
     patience_seconds.set(patience)
@@ -91,10 +94,10 @@ def run_items(items, folder, patience):
                 dist.barrier()
 
 
-def run_item(task, item, rank):
+def run_item(task: Task, item: Item, rank: int) -> Any:
     """One answer's evidence on one rank."""
 
-    def answers():
+    def answers() -> Any:
         return load(task.number, task.names, item.cells) if item.cells else item.answers
 
     return run_probe(task.probe, answers, own_share(item.inputs, task.private, rank), task.forbidden)
@@ -109,7 +112,7 @@ class Verdict:
     parts: tuple = ()
 
 
-def verdict(task, result, inputs):
+def verdict(task: Task, result: dict[str, Any], inputs: dict[str, Any]) -> Verdict:
     """The `Verdict` on one answer, from what `examine` brought back. Runs no code of the learner's."""
     try:
         if "evidence" not in result:

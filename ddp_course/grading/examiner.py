@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from importlib import import_module
 
-from ddp_course.errors import Failure, LaunchTimeout, RankError
+from ddp_course.errors import Failure, LaunchTimeout, RankError, TooSlow
 from ddp_course.grading.answering import EVIDENCE, FAILURE, ORDER, read_frame, send_frame
 from ddp_course.grading.examine import Verdict, draw, explain, verdict
 from ddp_course.grading.harness import cut_out
@@ -28,10 +28,6 @@ from ddp_course.grading.tasks import Task, exercises, find
 TASK_SECONDS = 20.0
 JUDGE_SECONDS = 10.0
 MOST_MEMORY = 6 << 30
-
-
-class TooSlow(BaseException):
-    """The judge's time is up; no error of the data's, which `verdict` would explain."""
 
 
 def serve(control: socket.socket) -> None:
@@ -93,10 +89,10 @@ def judged(task: Task, said: list[tuple[int, bytes]], inputs: dict) -> Verdict:
         with at_most(JUDGE_SECONDS):
             return verdict(task, {"evidence": [json.loads(content) for _, content in said]}, inputs)
     except TooSlow:
-        said = f"what your answer returned is too large: not looked at in {JUDGE_SECONDS:g} s"
+        why = f"what your answer returned is too large: not looked at in {JUDGE_SECONDS:g} s"
     except (MemoryError, RecursionError, ValueError) as error:
-        said = f"what your answer returned could not be read ({type(error).__name__})"
-    return verdict(task, {"failure": said}, inputs)
+        why = f"what your answer returned could not be read ({type(error).__name__})"
+    return verdict(task, {"failure": why}, inputs)
 
 
 @contextmanager

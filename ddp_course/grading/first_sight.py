@@ -78,7 +78,7 @@ def strange_import(tree: ast.AST, allowed: frozenset[str]) -> str:
 
 def strange_name(tree: ast.AST, allowed: frozenset[str]) -> str:
     """What an answer names that it may not, in words."""
-    plain = {id(node.func) for node in ast.walk(tree) if written_out(node, allowed)}
+    plain = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call) and written_out(node, allowed)}
     for node in ast.walk(tree):
         names = names_of(node)
         found = out_of_bounds(names, allowed)
@@ -88,7 +88,8 @@ def strange_name(tree: ast.AST, allowed: frozenset[str]) -> str:
             found |= (names & (READERS | AROUND_THE_WIRE)) - allowed
         if found:
             by_name = "; write the attribute's name out, as in x.name" if found & BY_NAME else ""
-            return f"line {node.lineno}: the answer uses {min(found)}, which no answer to this task needs{by_name}"
+            line = getattr(node, "lineno", "?")
+            return f"line {line}: the answer uses {min(found)}, which no answer to this task needs{by_name}"
     return ""
 
 

@@ -13,8 +13,10 @@ import sys
 import tempfile
 import time
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from queue import Empty
+from typing import Any
 
 import pytest
 
@@ -26,14 +28,14 @@ ANSI = re.compile(r"\x1b\[[0-9;]*m")
 INI = "[pytest]\naddopts =\n"
 
 
-def run_notebook(order, answer, peer=None):
+def run_notebook(order: dict[str, Any], answer: Any, peer: Any = None) -> None:
     """The job of a sandbox: run `order["notebook"]` under `pytest --nbval-lax`, send one line of JSON a cell."""
     prepare_environment(order["folder"])
     kernel = WarmKernel(close=[answer.fileno()])
     from jupyter_client.provisioning import local_provisioner
     from nbval.kernel import RunningKernel
 
-    local_provisioner.launch_kernel = kernel.launch
+    local_provisioner.launch_kernel = kernel.launch  # type: ignore[assignment]
     RunningKernel.get_message = get_message
     ini = Path(order["folder"]) / "nbval.ini"
     ini.write_text(INI)
@@ -43,7 +45,7 @@ def run_notebook(order, answer, peer=None):
     pytest.main(arguments, plugins=[Reporter(answer)])
 
 
-def prepare_environment(folder):
+def prepare_environment(folder: str) -> None:
     """Homes and temporary files in the work folder, nothing of the submission on the path, no plugins but nbval."""
     names = ("HOME", "TMPDIR", "IPYTHONDIR", "MPLCONFIGDIR")
     inside = {name: str(Path(folder) / name.lower()) for name in names}
@@ -61,11 +63,11 @@ def prepare_environment(folder):
 class Reporter:
     """A pytest plugin: how each cell went, as soon as it is known."""
 
-    def __init__(self, answer):
+    def __init__(self, answer: Any) -> None:
         self.answer, self.trouble = answer, {}
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(self, item, call):
+    def pytest_runtest_makereport(self, item: Any, call: Any) -> Any:
         """Keep the error's own words: the end of the kernel's traceback, or nbval's message."""
         if call.excinfo is not None:
             error = call.excinfo.value
@@ -74,7 +76,7 @@ class Reporter:
             self.trouble[getattr(item, "cell_num", None)] = words[:2000]
         return (yield)
 
-    def pytest_runtest_logreport(self, report):
+    def pytest_runtest_logreport(self, report: Any) -> None:
         """One line of JSON for each cell that has run, or could not start."""
         if report.when == "call" or report.failed:
             cell = int(report.nodeid.rpartition("Cell ")[2])
@@ -84,13 +86,13 @@ class Reporter:
             self.answer.sendall(json.dumps(line).encode() + b"\n")
 
 
-def last_error(traceback):
+def last_error(traceback: str) -> str:
     """The error at the end of a kernel's traceback, with all its lines."""
     starts = [match.start() for match in re.finditer(r"^[A-Za-z_][\w.]*(: |$)", traceback, re.MULTILINE)]
     return traceback[starts[-1] :] if starts else traceback.splitlines()[-1]
 
 
-def get_message(self, stream, timeout=None):
+def get_message(self: Any, stream: str, timeout: float | None = None) -> Any:
     """In place of nbval's `RunningKernel.get_message`: looks after the kernel, and at how much it prints."""
     waiting = self.__dict__.setdefault("waiting", deque())
     deadline = time.monotonic() + (1e9 if timeout is None else timeout)
@@ -112,7 +114,7 @@ def get_message(self, stream, timeout=None):
                 raise
 
 
-def take_outputs(self, waiting):
+def take_outputs(self: Any, waiting: deque) -> None:
     """Collect what the kernel has printed so far, while its reply is still awaited."""
     while True:
         try:
@@ -123,7 +125,7 @@ def take_outputs(self, waiting):
         waiting.append(message)
 
 
-def count_printed(self, message):
+def count_printed(self: Any, message: Any) -> None:
     """Stop a kernel that prints without end."""
     if message["msg_type"] in ("stream", "display_data", "execute_result", "error"):
         self.printed = getattr(self, "printed", 0) + sum(len(str(value)) for value in message["content"].values())
@@ -137,9 +139,9 @@ class WarmKernel:
 
     stdin = stdout = stderr = None
 
-    def __init__(self, close=()):
+    def __init__(self, close: Sequence[int] = ()) -> None:
         reading, self.orders = os.pipe()
-        self.returncode = None
+        self.returncode: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
             for descriptor in [*close, self.orders]:
@@ -147,13 +149,13 @@ class WarmKernel:
             be_kernel(reading)
         os.close(reading)
 
-    def launch(self, command, **settings):
+    def launch(self, command: list[str], **settings: Any) -> "WarmKernel":
         """In place of jupyter_client's `launch_kernel`: tell the waiting process its connection file."""
         os.write(self.orders, json.dumps([command, settings.get("env") or {}, settings.get("cwd")]).encode())
         os.close(self.orders)
         return self
 
-    def poll(self):
+    def poll(self) -> int | None:
         """The exit code, or None while it runs."""
         if self.returncode is None:
             try:
@@ -164,27 +166,27 @@ class WarmKernel:
                 self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
 
-    def wait(self, timeout=None):
+    def wait(self, timeout: float | None = None) -> int | None:
         """Wait for its end; return the exit code."""
         while self.poll() is None:
             time.sleep(0.01)
         return self.returncode
 
-    def send_signal(self, number):
+    def send_signal(self, number: int) -> None:
         """Send a signal, if it still runs."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
-    def terminate(self):
+    def terminate(self) -> None:
         """Ask it to end."""
         self.send_signal(signal.SIGTERM)
 
-    def kill(self):
+    def kill(self) -> None:
         """End it."""
         self.send_signal(signal.SIGKILL)
 
 
-def be_kernel(orders):
+def be_kernel(orders: int) -> None:
     """In the forked process: wait for the order, become the kernel. Never returns."""
     code = 1
     try:

@@ -10,6 +10,7 @@ from collections import deque
 from fractions import Fraction
 from itertools import islice
 from types import GeneratorType
+from typing import Any
 
 import numpy
 import torch
@@ -27,19 +28,19 @@ LAZY = (GeneratorType, range, map, zip, filter, reversed, enumerate, type({}.key
 class Odd:
     """Stands for something that is not plain data; equal to nothing, not even to itself."""
 
-    def __init__(self, type_name):
+    def __init__(self, type_name: str) -> None:
         self.type_name = type_name
 
-    def __eq__(self, other):
+    def __eq__(self, other: object) -> bool:
         return False
 
-    __hash__ = None
+    __hash__ = None  # type: ignore[assignment]
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return f"an object of type {self.type_name}"
 
 
-def pack(thing):
+def pack(thing: Any) -> Any:
     """Plain data as JSON can carry it: numbers, text, lists, dicts and tensors of exactly these types.
 
     numpy's numbers and fractions are taken for numbers, generators and the like for lists.
@@ -66,7 +67,7 @@ def pack(thing):
     return {"odd": kind.__name__[:80]}
 
 
-def pack_tensor(tensor):
+def pack_tensor(tensor: torch.Tensor) -> dict[str, Any]:
     """A tensor's dtype, shape and bytes."""
     tensor = tensor.detach().to("cpu").contiguous()
     if str(tensor.dtype) not in DTYPES or tensor.numel() > MOST_ELEMENTS:
@@ -75,7 +76,7 @@ def pack_tensor(tensor):
     return {"tensor": [str(tensor.dtype), list(tensor.shape), base64.b64encode(data).decode()]}
 
 
-def unpack(packed):
+def unpack(packed: Any) -> Any:
     """The other end of `pack`; whatever it was not made by, it gives plain data or raises ValueError."""
     if not isinstance(packed, dict):
         return packed

@@ -20,9 +20,11 @@ import struct
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -53,7 +55,9 @@ class Limits:
     file_size: int = 256 << 20
 
 
-def confine(function, folder, limits, visible=None, drop=True):
+def confine(
+    function: Callable[[], object], folder: str, limits: Limits, visible: Sequence[str] | None = None, drop: bool = True
+) -> str:
     """Fork twice and call `function` in the innermost process; return how it went.
 
     Called in a process of its own with one thread (the warden). "ok", or "time", "processes" or "memory" for the limit
@@ -73,7 +77,7 @@ def confine(function, folder, limits, visible=None, drop=True):
         end_all()
 
 
-def go_first():
+def go_first() -> None:
     """Let the warden run before all others: the kernel sets root no limit on processes, so a fork bomb is a race.
 
     Its children do not inherit this. Ordinary users may not ask for it, and need not: RLIMIT_NPROC holds for them.
@@ -84,7 +88,14 @@ def go_first():
         return
 
 
-def be_first(function, folder, limits, isolated, visible, drop):
+def be_first(
+    function: Callable[[], object],
+    folder: str,
+    limits: Limits,
+    isolated: bool,
+    visible: Sequence[str] | None,
+    drop: bool,
+) -> None:
     """In the innermost process: limits, a read-only world, the function. Never returns."""
     code = 1
     try:
@@ -98,6 +109,8 @@ def be_first(function, folder, limits, isolated, visible, drop):
             fence(folder, visible)
         if drop:
             drop_privileges()
+        else:
+            prctl(PR_SET_DUMPABLE, 0)  # those that it shuts in may not look into it
         os.chdir(folder)
         function()
         code = 0
@@ -107,7 +120,7 @@ def be_first(function, folder, limits, isolated, visible, drop):
         os._exit(code)
 
 
-def watch(first, limits):
+def watch(first: int, limits: Limits) -> str:
     """Wait for the first process; stop it if it and its descendants take more than their share."""
     deadline = time.monotonic() + limits.seconds
     gone = os.pidfd_open(first) if hasattr(os, "pidfd_open") else None
@@ -125,7 +138,7 @@ def watch(first, limits):
             return excess
 
 
-def over(limits):
+def over(limits: Limits) -> str | None:
     """The limit that this process's descendants exceed together, or None."""
     descendants = psutil.Process().children(recursive=True)
     if len(descendants) > limits.processes:
@@ -133,7 +146,7 @@ def over(limits):
     return "memory" if sum(map(own_memory, descendants)) > limits.memory else None
 
 
-def own_memory(process):
+def own_memory(process: psutil.Process) -> int:
     """Bytes that a process does not share with others, to a good approximation; 0 if it has gone."""
     try:
         if sys.platform != "linux":
@@ -144,7 +157,7 @@ def own_memory(process):
         return 0
 
 
-def end_all():
+def end_all() -> None:
     """Kill every descendant, again and again until none is left; orphans become ours, so none can hide."""
     while True:
         for process in psutil.Process().children(recursive=True):
@@ -161,7 +174,7 @@ def end_all():
 
 
 @cache
-def namespaces_allowed():
+def namespaces_allowed() -> bool:
     """Whether sandboxes can have namespaces of their own: tried out, since some systems let you in but bind your hands.
 
     Forks; call it before there are threads.
@@ -178,7 +191,7 @@ def namespaces_allowed():
         return os.waitpid(trial, 0)[1] == 0
 
 
-def try_namespaces(folder):
+def try_namespaces(folder: str) -> int:
     """In a process of its own: enter namespaces and protect files as for a submission; 0 if all of it worked."""
     if not separate():
         return 1
@@ -188,7 +201,7 @@ def try_namespaces(folder):
     return os.waitstatus_to_exitcode(os.waitpid(first, 0)[1])
 
 
-def separate():
+def separate() -> bool:
     """Enter new namespaces, with a network that has nobody else in it; False where that is not allowed."""
     user, group = os.getuid(), os.getgid()
     if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWIPC | CLONE_NEWNET):
@@ -201,7 +214,7 @@ def separate():
     return True
 
 
-def protect_files(folder):
+def protect_files(folder: str) -> bool:
     """Make the whole file system read-only for this namespace, but `folder`, devices and a fresh /dev/shm."""
     libc = ctypes.CDLL(None, use_errno=True)
     here = str(folder).encode()
@@ -217,7 +230,7 @@ def protect_files(folder):
     return not any(steps)
 
 
-def shut_in(folder):
+def shut_in(folder: str) -> None:
     """From here on, this process sees Python, its libraries and an empty `folder`; nothing of the course. No rights.
 
     Where no namespaces are to be had, Landlock denies reading what else there is; where there is neither, all is seen.
@@ -231,7 +244,7 @@ def shut_in(folder):
     os.chdir(folder)
 
 
-def libraries():
+def libraries() -> list[str]:
     """The paths that Python and its libraries need; the course itself may lie below one of them."""
     import torch  # here: the limits alone do without
 
@@ -240,12 +253,12 @@ def libraries():
     return sorted(path for path in prefixes if os.path.exists(path) and not beneath(path, prefixes - {path}))
 
 
-def beneath(path, others):
+def beneath(path: str, others: Iterable[str]) -> bool:
     """Whether a path lies in one of the others."""
     return any(Path(path).is_relative_to(other) for other in others)
 
 
-def without(paths, hidden):
+def without(paths: Iterable[str], hidden: Path) -> list[str]:
     """Paths that cover what `paths` cover, but for one: its neighbours are named one by one."""
     covering = []
     for path in map(Path, paths):
@@ -258,7 +271,7 @@ def without(paths, hidden):
     return covering
 
 
-def see_only(visible, folder, keep=False):
+def see_only(visible: Sequence[str], folder: str, keep: bool = False) -> None:
     """Make `visible` and `folder`, as it is (`keep`) or empty, the whole file system; needs a mount namespace.
 
     The course's own package disappears too, unless it is named itself.
@@ -284,7 +297,7 @@ def see_only(visible, folder, keep=False):
         os.makedirs(f"{folder}/{name}", exist_ok=True)
 
 
-def put_in_place(libc, path, target):
+def put_in_place(libc: Any, path: str, target: str) -> int:
     """Bind a path to a place in the new file system; a link stays a link."""
     if os.path.islink(path):
         os.makedirs(os.path.dirname(target), exist_ok=True)
@@ -298,14 +311,14 @@ def put_in_place(libc, path, target):
     return libc.mount(path.encode(), target.encode(), None, MS_BIND | MS_REC, None)
 
 
-def landlock_version():
+def landlock_version() -> int:
     """The version of Landlock that this kernel speaks; 0 if none."""
     if sys.platform != "linux":
         return 0
     return max(0, ctypes.CDLL(None).syscall(CREATE_RULESET, None, 0, 1))
 
 
-def fence(folder, visible=None):
+def fence(folder: str, visible: Sequence[str] | None = None) -> bool:
     """With Landlock: from now on write only below `folder` and /dev, and (version 6) signal only what is inside.
 
     Read only what is below `visible` and `folder`, if given. False where the kernel has no Landlock: then the rights of
@@ -334,7 +347,7 @@ def fence(folder, visible=None):
     return fenced
 
 
-def drop_privileges():
+def drop_privileges() -> None:
     """Give up, for this process and all that it starts, every capability; hide from debuggers."""
     if sys.platform != "linux":
         return
@@ -346,13 +359,13 @@ def drop_privileges():
     prctl(PR_SET_DUMPABLE, 0)
 
 
-def set_read_only(libc, path, read_only):
+def set_read_only(libc: Any, path: bytes, read_only: bool) -> int:
     """mount_setattr(2): change the read-only flag of a mount and of all below it."""
     attributes = (ctypes.c_uint64 * 4)(*((MOUNT_ATTR_RDONLY, 0) if read_only else (0, MOUNT_ATTR_RDONLY)), 0, 0)
     return libc.syscall(MOUNT_SETATTR, -100, path, AT_RECURSIVE, ctypes.byref(attributes), ctypes.sizeof(attributes))
 
 
-def set_limits(limits, isolated):
+def set_limits(limits: Limits, isolated: bool) -> None:
     """The kernel's own limits; outside of a namespace the count of processes is that of the whole account."""
     others = 0 if isolated else threads_of_account()
     for which, value in (
@@ -367,7 +380,7 @@ def set_limits(limits, isolated):
             resource.setrlimit(which, (value, value))
 
 
-def threads_of_account():
+def threads_of_account() -> int:
     """Threads that this account runs, which the kernel counts as processes."""
     user, count = os.getuid(), 0
     for process in psutil.process_iter():
@@ -378,7 +391,7 @@ def threads_of_account():
     return count
 
 
-def prctl(option, value):
+def prctl(option: int, value: int) -> None:
     """Call Linux's prctl(2); other systems do without."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

@@ -31,7 +31,7 @@ class Service:
         with theirs, (self.folder / f"{self.module.rpartition('.')[2]}.log").open("w") as log:
             self.process = subprocess.Popen(
                 [sys.executable, *safe, "-m", self.module],
-                stdin=theirs, stdout=subprocess.DEVNULL, stderr=log,
+                stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=log,
                 env={**environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}, cwd=self.folder, start_new_session=True,
             )  # fmt: skip
 

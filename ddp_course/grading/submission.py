@@ -10,8 +10,10 @@ import json
 import os
 import re
 import symtable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import nbformat
 
@@ -27,6 +29,7 @@ NBVAL_MARKER = re.compile(r"^(\s*#+\s*(?:NBVAL|PYTEST_VALIDATE)_\w+)\s*$", re.MU
 UNSOLVED = "NotImplementedError"  # what a pristine answer raises
 TASK_ID = re.compile(r"answer-(\d+)-(\d+)$")
 NUMBERED = re.compile(r"(\d+)[_\- .]")
+Cell = tuple[str, str]  # id and source
 CARRIED = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
 
 
@@ -38,12 +41,12 @@ class Pristine:
     notebook: nbformat.NotebookNode
     checks: dict
 
-    def answer(self, task):
+    def answer(self, task: str) -> Any:
         """The answer cell of a task."""
         return next(cell for cell in self.notebook.cells if cell.id == f"answer-{task.replace('.', '-')}")
 
     @property
-    def imports(self):
+    def imports(self) -> frozenset[str]:
         """The dotted names that its import cell imports, but for files, which are for the tasks that need them."""
         (source,) = [cell.source for cell in self.notebook.cells if cell.id == "imports"] or [""]
         return frozenset(name for _, name in imports_of(ast.parse(source))) - FILES
@@ -78,7 +81,7 @@ class Answers:
     helpers: list = field(default_factory=list)
 
 
-def load_exercises(folder):
+def load_exercises(folder: str | Path) -> dict[int, Pristine]:
     """Read the pristine notebooks of a folder: {exercise: Pristine}."""
     found = {}
     for path in sorted(Path(folder).glob("[0-9][0-9]_*.ipynb")):
@@ -98,7 +101,7 @@ def load_exercises(folder):
     return found
 
 
-def find_submissions(paths, skipped=None):
+def find_submissions(paths: Iterable[str | Path], skipped: list[Path] | None = None) -> list[Submission]:
     """All submissions under `paths`: notebooks, or folders with one folder or notebook a learner.
 
     Other files there are no submissions; their paths are appended to the list `skipped`.
@@ -118,12 +121,12 @@ def find_submissions(paths, skipped=None):
     return found
 
 
-def is_notebook(path):
+def is_notebook(path: Path) -> bool:
     """Whether a file is called like a notebook, as some systems write it."""
     return path.suffix.lower() == ".ipynb"
 
 
-def of_learner(child, root, skipped):
+def of_learner(child: Path, root: Path, skipped: list[Path]) -> list[Submission]:
     """The submissions of one learner, a file or all notebooks in a folder; what cannot be looked into is one too."""
     learner = child.stem if is_notebook(child) else child.name
     try:
@@ -139,7 +142,7 @@ def of_learner(child, root, skipped):
     return []
 
 
-def in_folder(learner, folder):
+def in_folder(learner: str, folder: Path) -> list[Submission]:
     """The submissions in a learner's folder; OSError if it cannot be searched."""
     os.listdir(folder)
     notebooks = [
@@ -151,7 +154,7 @@ def in_folder(learner, folder):
     return [Submission(learner, path, "" if path.resolve().is_relative_to(inside) else LEADS_OUT) for path in notebooks]
 
 
-def read_notebook(path):
+def read_notebook(path: Path) -> list[Cell]:
     """A notebook's cells as [(id, source)]; GradingError says what is wrong with the file."""
     if not path.is_file():
         raise GradingError("is not a file" if path.exists() else "is a symbolic link to nothing")
@@ -174,7 +177,7 @@ def read_notebook(path):
         raise GradingError(f"is not a notebook ({type(error).__name__}: {error})") from error
 
 
-def cells_of(raw):
+def cells_of(raw: Any) -> list[Cell]:
     """[(id, source)] of all code cells; in formats before 4.5 cells have no ids, but nbgrader's name for them."""
     if not isinstance(raw, dict) or not isinstance(raw.get("nbformat"), int):
         raise KeyError("nbformat")
@@ -188,7 +191,7 @@ def cells_of(raw):
     return found
 
 
-def exercise_of(path, cells, exercises):
+def exercise_of(path: Path, cells: Sequence[Cell], exercises: dict[int, Pristine]) -> int:
     """Which exercise a notebook answers, by its cells; GradingError if the file's name says another."""
     answered = {int(match[1]) for name, _ in cells if (match := TASK_ID.match(name))}
     numbered = NUMBERED.match(path.name)
@@ -203,7 +206,7 @@ def exercise_of(path, cells, exercises):
     return number
 
 
-def take_answers(cells, pristine):
+def take_answers(cells: Sequence[Cell], pristine: Pristine) -> Answers:
     """The learner's source for each task of an exercise, and what is wrong with it at first sight."""
     answers = Answers({})
     for task in pristine.checks:
@@ -224,12 +227,12 @@ def take_answers(cells, pristine):
     return answers
 
 
-def allowed_in(task, pristine):
+def allowed_in(task: str, pristine: Pristine) -> frozenset[str]:
     """What an answer to a task may import and name, besides what only computes."""
     return pristine.imports | set(find(task).imports)
 
 
-def take_helpers(cells, pristine, answers):
+def take_helpers(cells: Sequence[Cell], pristine: Pristine, answers: Answers) -> None:
     """Carry along what the learner's other cells define and answers use, directly or by way of another helper.
 
     A helper keeps to the rules of the answers that use it. Of such a cell only imports, definitions and assignments are
@@ -255,14 +258,14 @@ def take_helpers(cells, pristine, answers):
     answers.helpers = together(answers.helpers)
 
 
-def remarks_on(task, answers, pristine):
+def remarks_on(task: str, answers: Answers, pristine: Pristine) -> list[str]:
     """What a person should look at in the answer to a task, or in a helper of it."""
     allowed = allowed_in(task, pristine)
     told = remarks(answers.sources[task], allowed) if answers.troubles.get(task) != UNTOUCHED else []
     return told + [f"{name}, {one}" for name, source in answers.helpers for one in remarks(source, allowed)]
 
 
-def parsed(source):
+def parsed(source: str) -> ast.Module | None:
     """A cell as a tree, or None if it is not plain Python."""
     try:
         return ast.parse(source) if len(source) <= MOST_SOURCE else None
@@ -270,7 +273,7 @@ def parsed(source):
         return None
 
 
-def helpers_of(source, trees, sources):
+def helpers_of(source: str, trees: dict[str, ast.Module], sources: dict[str, str]) -> list[Cell]:
     """[(id, source)] of the statements, out of other cells, that a piece of source needs; the rest is left blank."""
     needed, seen, kept = globals_used(source), set(), {}
     while needed - seen:
@@ -283,17 +286,17 @@ def helpers_of(source, trees, sources):
     return [(name, blanked(sources[name], list(nodes.values()))) for name, nodes in kept.items()]
 
 
-def blanked(source, nodes):
+def blanked(source: str, nodes: Sequence[ast.stmt]) -> str:
     """A cell's source with everything but these statements left blank, so that lines keep their numbers."""
     wanted = set()
     for node in nodes:
         first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))])
-        wanted |= set(range(first, node.end_lineno + 1))
+        wanted |= set(range(first, (node.end_lineno or first) + 1))
     lines = source.splitlines()
     return "\n".join(line if number in wanted else "" for number, line in enumerate(lines, 1))
 
 
-def together(helpers):
+def together(helpers: Sequence[Cell]) -> list[Cell]:
     """Helpers of several answers, each cell once, with all the lines that some answer needs."""
     merged = {}
     for name, source in sorted(helpers, key=lambda helper: int(helper[0].removeprefix("cell-"))):
@@ -302,7 +305,7 @@ def together(helpers):
     return [(name, "\n".join(lines)) for name, lines in merged.items()]
 
 
-def globals_used(source):
+def globals_used(source: str) -> set[str]:
     """The global names that a piece of Python uses, whatever its functions call their own."""
     try:
         names, waiting = set(), [symtable.symtable(source, "answer", "exec")]
@@ -316,7 +319,7 @@ def globals_used(source):
     return names
 
 
-def fresh_notebook(pristine, answers):
+def fresh_notebook(pristine: Pristine, answers: Answers) -> Any:
     """The pristine notebook with the learner's answers and helpers in it; tasks in trouble stay unsolved.
 
     It has no check cells: what they would check is put to the test elsewhere, where the judge is out of reach.
@@ -335,7 +338,7 @@ def fresh_notebook(pristine, answers):
     return notebook
 
 
-def cells_for(task, notebook):
+def cells_for(task: str, notebook: Any) -> list[Cell]:
     """[(id, source)] that an answer needs: the imports, itself, helpers and other answers that define what it uses."""
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     sources = {cell.id: cell.source for cell in code if role_of(cell) in ("answer", "helper")}
@@ -348,12 +351,12 @@ def cells_for(task, notebook):
     return [(cell.id, cell.source) for cell in code if cell.id == "imports" or cell.id in wanted]
 
 
-def role_of(cell):
+def role_of(cell: Any) -> str | None:
     """What a cell of a pristine or fresh notebook is for: "answer", "check", "helper" or None."""
     return cell.metadata.get("ddp_course", {}).get("role")
 
 
-def defined_in(tree):
+def defined_in(tree: ast.Module) -> set[str]:
     """Names that the top level of a piece of Python defines."""
     names = set()
     for node in tree.body:

@@ -64,8 +64,9 @@ def odd_names(tree: ast.AST, allowed: frozenset[str]) -> Iterator[str]:
 
 def joined_name(node: ast.AST) -> bool:
     """Whether a node is a call like getattr(x, name) with anything but a plain text as the name."""
-    by_name = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in BY_NAME
-    return by_name and len(node.args) > 1 and not isinstance(node.args[1], ast.Constant)
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in BY_NAME):
+        return False
+    return len(node.args) > 1 and not isinstance(node.args[1], ast.Constant)
 
 
 def likeness(answers: Mapping[str, str]) -> list[tuple[str, str, float]]:

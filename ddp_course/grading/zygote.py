@@ -30,7 +30,7 @@ PRELOAD = (
 LONGEST_PATH = 1 << 12
 
 
-def preload():
+def preload() -> None:
     """Load what jobs need. A part that this machine lacks fails later, in the job that needs it."""
     for name in PRELOAD:
         try:
@@ -41,7 +41,7 @@ def preload():
     gc.freeze()
 
 
-def serve(control):
+def serve(control: socket.socket) -> None:
     """Fork a warden for each order until the grader is gone, then kill what still runs."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sandbox.prctl(sandbox.PR_SET_CHILD_SUBREAPER, 1)
@@ -65,7 +65,7 @@ def serve(control):
     sandbox.end_all()
 
 
-def end_orphans(wardens):
+def end_orphans(wardens: set[int]) -> None:
     """Forget the `wardens` that have ended, and kill children that are no wardens: theirs, if they were killed."""
     for child in psutil.Process().children():
         if child.pid not in wardens:
@@ -77,7 +77,7 @@ def end_orphans(wardens):
         return
 
 
-def be_warden(folder, answer, peer=None):
+def be_warden(folder: str, answer: socket.socket, peer: socket.socket | None = None) -> None:
     """In the forked child: run the job of a folder in the sandbox, send back how it went. Never returns."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     try:
