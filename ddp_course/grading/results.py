@@ -98,13 +98,18 @@ def result_of(task: str, possible: float, verdict: Verdict | None, trouble: str 
     """The `TaskResult` of a task: by its verdict, or 0 points for the `trouble` before there could be one."""
     parts = verdict.parts if verdict else ()
     whole = sum(part.weight for part in parts)
+    worth = [tidy(possible * part.weight / whole) for part in parts]
     made = [
-        {"name": part.name, "points": 0 if part.message else possible * part.weight / whole,
-         "possible": possible * part.weight / whole, "message": cut(part.message)}
-        for part in parts
-    ]  # fmt: skip
+        {"name": part.name, "points": 0 if part.message else points, "possible": points, "message": cut(part.message)}
+        for part, points in zip(parts, worth, strict=True)
+    ]
     message = verdict.message if verdict else trouble
-    return TaskResult(task, sum(part["points"] for part in made), possible, cut(message), made)
+    return TaskResult(task, tidy(sum(part["points"] for part in made)), possible, cut(message), made)
+
+
+def tidy(points: float) -> float:
+    """Whole points without a decimal point."""
+    return int(points) if points == int(points) else points
 
 
 def cut(message: str) -> str:

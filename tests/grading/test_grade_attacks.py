@@ -436,11 +436,12 @@ def test_exit_codes(tmp_path, capsys, monkeypatch):
     assert "1 of 2 submissions have all points" in capsys.readouterr().out
     first, second = json.loads((tmp_path / "out" / "r.json").read_text())
     assert first["learner"] == "08_good" and first["points"] == first["possible"] == 6
-    assert second["points"] == 0 and second["tasks"][0].keys() == {"id", "points", "possible", "message"}
+    assert second["points"] == 0
+    assert second["tasks"][0].keys() == {"id", "points", "possible", "message", "parts", "suspicious", "answer"}
     assert (
         (tmp_path / "out" / "r.csv")
         .read_text()
-        .startswith("learner,exercise,task,points,possible,message\n08_good,8,8.1,1,1,\n")
+        .startswith("learner,exercise,task,points,possible,message,parts,suspicious\n08_good,8,8.1,1,1,,result 1/1,\n")
     )
     assert (tmp_path / "out" / "html" / "08_good.html").exists()
     assert run(good, "--json", "/proc/nowhere/r.json") == 2
