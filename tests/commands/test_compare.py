@@ -197,9 +197,8 @@ def on_devices():
     return compared()
 
 
-def compared():
+def compared(stages=ALL):
     """Two ranks, five steps on the clock; no speed is asserted."""
-    stages = ("1", "2", "3", "4w", "4", "5", "6", "7o", "7", "8", "torch")
     with patch.object(comparison, "TIMED_STEPS", 5):
         return compare.run("digits", 2, 6, stages, link="100Mbit", device_speed="3GFLOP/s", bucket_cap_mb=0.1)
 
@@ -224,7 +223,10 @@ def drawn(lane, *names):
 
 
 def test_what_is_drawn_is_what_the_bars_say(on_devices):
-    assert differing(on_devices) == [] or differing(compared()) == []  # once more if the machine was busy elsewhere
+    wrong = differing(on_devices)
+    for _ in range(4):  # those once more for which the machine was busy elsewhere
+        wrong = wrong and differing(compared(wrong))
+    assert wrong == []
 
 
 def test_a_span_that_is_missing_shows(on_devices):
@@ -237,7 +239,7 @@ def test_a_span_that_is_missing_shows(on_devices):
 
 
 def differing(results):
-    """The stages of which more than a twentieth is not drawn, or drawn twice, or drawn as something else."""
+    """The keys of stages of which more than a twentieth is not drawn, or drawn twice, or drawn as something else."""
     found = []
     for stage in results["stages"]:
         lanes = stage["timeline"]
@@ -248,7 +250,7 @@ def differing(results):
         apart = all(end <= begin + 1e-9 for lane in upper for (_, end), (begin, _) in pairwise(lane))
         same = blocking == pytest.approx(stage["communication_ms"], rel=0.05, abs=0.01)
         if not (apart and same and busiest == pytest.approx(stage["step_ms"], rel=0.05)):
-            found.append(stage["name"])
+            found.append(stage["stage"])
     return found
 
 
