@@ -1,14 +1,19 @@
 """Every stage and every collective under NCCL's rules, on CPU tensors that pose as a GPU's (support/fake_nccl.py)."""
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from unittest.mock import patch
 
 import fake_nccl
 import pytest
 import torch
 import torch.distributed as dist
 from oracles import rank_tensor
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from ddp_course import collectives, ladder, launch, problems, stage4_ring, stage6_ddp, wire
+from ddp_course import collectives, ladder, launch, problems, stage4_ring, stage6_ddp, stage8_pipeline, wire
+from ddp_course.running import communication
 
 STAGES = [key for key, stage in ladder.STAGES.items() if not stage.one_process and key != "torch"]
 
@@ -55,25 +60,111 @@ def test_all_collectives_sum(world_size):
         assert len(found) >= 6 and max(found.values()) < 1e-12, found
 
 
-def train_beside_the_models_own_collectives(find_unused, batchnorm):
-    """Stage 6 with a bitmap of unused parameters, or SyncBatchNorm, beside its communication; all gradients."""
+SETTINGS = {
+    "bitmap": {"find_unused_parameters": True, "all_reduce": stage4_ring.ring_all_reduce},
+    "batch norm": {"all_reduce": stage4_ring.ring_all_reduce},
+    "bitmap and batch norm": {"find_unused_parameters": True, "all_reduce": stage4_ring.ring_all_reduce},
+    "hook": {},
+    "join": {"find_unused_parameters": True},
+}
+
+
+def gradients_of_stage_6(what):
+    """Three steps with a bitmap of unused parameters or SyncBatchNorm beside communication, a hook, or uneven data."""
     torch.manual_seed(0)
-    norm = stage6_ddp.SyncBatchNorm(8) if batchnorm else torch.nn.Identity()
+    norm = stage6_ddp.SyncBatchNorm(8) if "batch norm" in what else torch.nn.Identity()
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), norm, torch.nn.Linear(8, 8), norm, torch.nn.Linear(8, 4))
-    with fake_nccl.imposed():
-        ours = stage6_ddp.DistributedDataParallel(
-            model, bucket_cap_mb=1e-4, find_unused_parameters=find_unused, all_reduce=stage4_ring.ring_all_reduce
-        )
-        for step in range(3):
+    ours = stage6_ddp.DistributedDataParallel(model.double(), bucket_cap_mb=1e-4, **SETTINGS[what])
+    if what == "hook":
+        ours.register_comm_hook(None, default_hooks.bf16_compress_hook)
+    with ours.join(enable=what == "join"):
+        for step in range(3 + (what == "join") * dist.get_rank()):
             torch.manual_seed(10 * step + dist.get_rank())
-            ours(torch.randn(6, 8)).square().sum().backward()
+            ours(torch.randn(6, 8).double()).square().sum().backward()
     return [parameter.grad for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("find_unused, batchnorm", [(True, False), (False, True), (True, True)])
-def test_a_communication_thread_beside_the_models_own_collectives(find_unused, batchnorm):
-    ranks = launch(train_beside_the_models_own_collectives, find_unused, batchnorm, world_size=2, device="cpu")
-    assert all(torch.equal(one, other) for one, other in zip(*ranks, strict=True))
+def beside_each_other():
+    """How far the gradients are from those without the rules, largest, for each of the SETTINGS."""
+    found = {}
+    for what in SETTINGS:
+        plain = gradients_of_stage_6(what)
+        with fake_nccl.imposed():
+            ruled = gradients_of_stage_6(what)
+        found[what] = max((one - other).abs().max().item() for one, other in zip(plain, ruled, strict=True))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_hooks_join_and_the_models_own_collectives_beside_communication(world_size):
+    for found in launch(beside_each_other, world_size=world_size, device="cpu", timeout=120):
+        assert found.keys() == SETTINGS.keys() and max(found.values()) < 1e-12, found
+
+
+def as_before(defect):
+    """What becomes of stages and collectives as they were, before they knew NCCL's rules."""
+    group, mine = dist.new_group(), torch.ones(9)
+    with fake_nccl.imposed(patience=2.0, pure=defect == "a group of NCCL alone") as nccl, ExitStack() as old:
+        change = lambda *what: old.enter_context(patch.object(*what))  # noqa: E731
+        try:
+            if defect == "a group of NCCL alone":
+                stage4_ring.ring_all_reduce(mine, group=group)
+            if defect in ("messages outside of batches", "a pipeline's messages outside of batches"):
+                change(wire, "on_nccl", lambda tensor, group=None: False)
+            if defect == "messages outside of batches":
+                collectives.pipelined_ring_all_reduce(mine, group=group)
+            if defect == "two threads on one group":
+                change(communication, "twin", lambda group: group)
+                sum_beside_the_communication_thread(mine, group)
+            if defect == "a device-wide wait":  # at every edge that was recorded, with receives posted far ahead
+                change(stage8_pipeline.Inbox, "look_ahead", lambda inbox, sent: inbox.needed and inbox.post())
+                change(wire, "clock", lambda device=None: nccl.synchronize())
+            if defect in ("a pipeline's messages outside of batches", "a device-wide wait"):
+                problem = problems.make("digits")
+                stage8_pipeline.train(
+                    problem.model(0), problem.batches(24, 1, 0, 0, 1), 0.1, schedule=stage8_pipeline.gpipe
+                )
+        except Exception as error:
+            return str(error)
+    return "nothing"
+
+
+def sum_beside_the_communication_thread(mine, group):
+    """The model adds something up while the communication thread waits for a message."""
+    posted, left = threading.Event(), wire.neighbours(group)[2]
+
+    def job(own):
+        wire.warm_up(mine, own)
+        dist.batch_isend_irecv([dist.P2POp(dist.irecv, torch.ones(9), left, own)])
+        posted.set()
+
+    communication.communication_thread(group).start(job, mine.device)
+    posted.wait(fake_nccl.PATIENCE)
+    dist.all_reduce(mine, group=group)
+
+
+DEFECTS = {
+    "a group of NCCL alone": "No backend type associated with device type cpu",
+    "messages outside of batches": "this would hang",
+    "two threads on one group": "two threads use one NCCL communicator",
+    "a pipeline's messages outside of batches": "this would hang",
+    "a device-wide wait": "this would hang",
+}
+
+
+def test_beside_a_twin_of_the_group_the_model_may_add_up():
+    def right():
+        with fake_nccl.imposed():
+            sum_beside_the_communication_thread(torch.ones(9), dist.new_group())
+        return "right"
+
+    assert launch(right, world_size=3, device="cpu", timeout=60) == ["right"] * 3
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_what_the_stages_did_before_is_caught(defect):
+    told = launch(as_before, defect, world_size=3, device="cpu", timeout=60)
+    assert any(DEFECTS[defect] in text for text in told), told
 
 
 def broken(rule):

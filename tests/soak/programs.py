@@ -122,7 +122,9 @@ def operation(draw, traits, settings):
     arguments = {"which": [draw.choice(branches) for _ in range(8)], "set_to_none": draw.random() < 0.5}
     if what == "raise":
         arguments |= {"bomb": draw.choice(PLACES), "which": draw.choice(branches)}  # all ranks fail at one point
-    if what == "two backwards":  # where ranks differ, torch's class can hang in the next pass
+    if what == "two backwards" and changing:  # torch's class can then hang in the next pass, or reports its own bug
+        what = "train"
+    if what == "abandon" and changing:  # else one rank alone may refuse the next pass, and the other waits for it
         arguments["which"] = "ab"
     if what == "join" and ("two wrappers" in traits or settings.get("static_graph")):
         what = "train"
@@ -288,8 +290,6 @@ def difference(number):
     """Play a program with both classes on this rank; say where they differ, None if they do not."""
     theirs, mine = (list(Player(kind, number).play()) for kind in CLASSES)
     for step, (a, b) in enumerate(zip(theirs, mine, strict=False)):
-        if "please report a bug" in (a[1] or ""):  # so does torch 2.13 itself, after two backward passes of one graph
-            return None
         if (a[1] is None) != (b[1] is None):
             return f"step {step}, {a[0]}: torch {a[1] or 'goes on'}; ours {b[1] or 'goes on'}"
         if a[1] and "Explosion" not in a[1]:
@@ -432,7 +432,7 @@ def main():
         for play in (differences, other_differences)
     ]
     with ThreadPoolExecutor(args.jobs) as pool:
-        futures = {pool.submit(run, *part, args.world_size, timeout=900.0): part for part in parts}
+        futures = {pool.submit(run, *part, args.world_size, timeout=300.0): part for part in parts}
         for future in as_completed(futures):
             play, _, count = futures[future]
             played, failed = played + count, failed + len(future.result())

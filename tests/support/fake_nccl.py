@@ -8,7 +8,8 @@ in ProcessGroupNCCL.cpp of torch 2.13:
 - What is given to one communicator runs in that order, one after the other; a batch is one piece of work.
 - Two threads must not use one communicator at the same time: the order would not be the same on all ranks.
 - Nothing is refused for being late: who waits for a message that cannot come, hangs. Here that ends after `PATIENCE`.
-- A future is complete as soon as its work was queued.
+- A future is complete as soon as its work was queued; who uses its value waits for the work, as a stream would.
+- A group of NCCL alone refuses tensors on the CPU (`imposed(pure=True)`).
 """
 
 import threading
@@ -31,11 +32,30 @@ REAL |= {name: getattr(dist, name) for name in ("all_gather_into_tensor", "reduc
 COLLECTIVES = tuple(name for name in REAL if name not in ("isend", "irecv"))
 
 
-class Work:
-    """Something that was given to a communicator."""
+class Queued(torch.futures.Future):
+    """The future of queued work: complete at once, but its value is there when the work is done."""
 
-    def __init__(self, patience):
-        self.finished, self.error, self.patience = threading.Event(), None, patience
+    def __init__(self, work):
+        super().__init__()
+        self.work = work
+        self.set_result(work.value)
+
+    def then(self, callback):
+        """Call back on a stream that waits for the work."""
+        self.work.wait()
+        return super().then(callback)
+
+    def wait(self):
+        """The value, after the work."""
+        self.work.wait()
+        return super().wait()
+
+
+class Work:
+    """Something that was given to a communicator; `value` is what it works on."""
+
+    def __init__(self, patience, value=None):
+        self.finished, self.error, self.patience, self.value = threading.Event(), None, patience, value
 
     def wait(self, timeout=None):
         """Block until the work is done, as the stream would that waits for it."""
@@ -51,9 +71,7 @@ class Work:
 
     def get_future(self):
         """A future that is complete at once, although the work is only queued."""
-        future = torch.futures.Future()
-        future.set_result(None)
-        return future
+        return Queued(self)
 
 
 class Communicator:
@@ -75,9 +93,9 @@ class Communicator:
                 work.error = error
             work.finished.set()
 
-    def submit(self, function):
-        """Queue `function()` and return its `Work`."""
-        me, work = threading.get_ident(), Work(self.patience)
+    def submit(self, function, value=None):
+        """Queue `function()`, which works on `value`, and return its `Work`."""
+        me, work = threading.get_ident(), Work(self.patience, value)
         with self.lock:
             self.pending = [(thread, other) for thread, other in self.pending if not other.is_completed()]
             if any(thread != me for thread, _ in self.pending):
@@ -109,20 +127,28 @@ class Operation(NamedTuple):
 class Library:
     """What one process knows of NCCL: its communicators."""
 
-    def __init__(self, patience):
-        self.communicators, self.batching, self.patience = {}, None, patience
+    def __init__(self, patience, pure=False):
+        self.communicators, self.batching, self.patience, self.pure = {}, {}, patience, pure
 
     def of(self, group, peer=None):
         """The communicator of a whole group, or of this rank and `peer` in it."""
+        if self.pure:
+            raise RuntimeError("No backend type associated with device type cpu")
         group = group or dist.group.WORLD
         members = dist.get_process_group_ranks(group)
         pair = members if peer is None else sorted({dist.get_rank(), peer})
         name = f"{group.group_name}/{'all' if peer is None else '-'.join(map(str, pair))}"
-        if self.batching not in (None, threading.get_ident()):
-            raise RuntimeError("a second thread calls NCCL while another is inside a batch")
+        if self.batching.get(group, threading.get_ident()) != threading.get_ident():
+            raise RuntimeError("a second thread uses an NCCL group while another is inside a batch")
         if name not in self.communicators:
             self.communicators[name] = Communicator(name, pair, self.patience)
         return self.communicators[name]
+
+    def synchronize(self):
+        """Wait for all that was queued, as `torch.cuda.synchronize` does."""
+        for communicator in list(self.communicators.values()):
+            for _, work in list(communicator.pending):
+                work.wait()
 
     def single(self, name):
         """`dist.isend` or `dist.irecv` outside of a batch."""
@@ -135,11 +161,12 @@ class Library:
     def batch(self, operations):
         """`dist.batch_isend_irecv`: one piece of work for the group's communicator."""
         names = {post: name for name, post in self.patched.items()}
-        self.batching = threading.get_ident()
+        group = operations[0].group or dist.group.WORLD
+        self.batching[group] = threading.get_ident()
         try:
-            communicator = self.of(operations[0].group)
+            communicator = self.of(group)
         finally:
-            self.batching = None
+            del self.batching[group]
 
         def together():
             posted = [REAL[names[one.op]](one.tensor, one.peer, one.group, 1) for one in operations]
@@ -152,16 +179,16 @@ class Library:
         """A collective: queued, and waited for unless `async_op` is set."""
 
         def call(*args, group=None, async_op=False, **kwargs):
-            work = self.of(group).submit(lambda: REAL[name](*args, group=group, **kwargs))
+            work = self.of(group).submit(lambda: REAL[name](*args, group=group, **kwargs), [args[0]] if args else None)
             return work if async_op else work.wait() and None
 
         return call
 
 
 @contextmanager
-def imposed(patience=PATIENCE):
+def imposed(patience=PATIENCE, pure=False):
     """Replace what `torch.distributed` offers by functions that keep NCCL's rules."""
-    library = Library(patience)
+    library = Library(patience, pure)
     library.patched = {name: library.single(name) for name in ("isend", "irecv")}
     library.patched |= {name: library.collective(name) for name in COLLECTIVES}
     with patch.multiple(dist, **library.patched, batch_isend_irecv=library.batch, P2POp=Operation):
