@@ -248,7 +248,7 @@ check("5.6", setting_of)
 #
 # 1. **Predict** by `measure(64)` and `measure(128)` alone: on the straight line through these two, from which number of
 #    samples on, 1 or more, is backward at least as long as the ring?
-# 2. **Measure**: which number is it really? `measure` as often as you like, up to 40 times; it never falls. The answer lies between 1 and 4096.
+# 2. **Measure**: which number is it really? `measure` as often as you like, up to 40 times; it never falls. The answer lies between 1 and 1024.
 # 3. **Explain**: at the number that you measured, what bounds the device? With half of the samples backward takes (nearly) half the time:
 #    `"computing"`. It takes more than three quarters of the time: `"memory"`, since the weights must be read however few samples there are.
 #    `"both"` is for what lies between.
@@ -259,7 +259,7 @@ def when_it_hides(measure, ring):
     near, far = measure(64), measure(128)
     slope = (far - near) / 64
     predicted = max(1, math.ceil(64 + (ring - near) / slope))
-    low, high = 0, 4096
+    low, high = 0, 1024
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if measure(middle) >= ring else (middle, high)

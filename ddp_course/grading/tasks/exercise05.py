@@ -608,6 +608,7 @@ class WhenItHides:
     parts = {"predicted": (1, judge_predicted), "measured": (1, judge_measured), "explained": (1, judge_why)}
 
 
+@cache
 def expected_hiding(case):
     """What to call a case, the predicted and the measured number, and half the samples' share of the time."""
     width, rate, memory, part = case
@@ -619,7 +620,7 @@ def expected_hiding(case):
 
     ring = part * measure(512)
     predicted = max(1, math.ceil(64 + (ring - measure(64)) * 64 / (measure(128) - measure(64))))
-    measured = 1 + bisect_left(range(1, 4097), ring, key=measure)
+    measured = 1 + bisect_left(range(1, 1025), ring, key=measure)
     share = measure(max(1, measured // 2)) / measure(measured)
     return f"a device of {rate} and {memory}, a ring of {1000 * ring:.3g} ms", predicted, measured, share
 
