@@ -23,6 +23,7 @@ import nbformat
 from ..errors import GradingError
 from .answering import ORDER, send_frame
 from .examine import Verdict
+from .hints import asked_for
 from .results import Result, TaskResult, cut, result_of
 from .sandbox import Limits
 from .service import Service
@@ -145,12 +146,13 @@ class Grader:
         waiting = [task for task in pristine.checks if task not in messages]
         said = self.examine([(task, cells_for(task, notebook)) for task in waiting]) if waiting else []
         verdicts = dict(zip(waiting, said, strict=True))
-        tasks = []
+        tasks, asked = [], asked_for(source for _, source in cells)
         for task, (_, points) in pristine.checks.items():
             one = result_of(task, points, verdicts.get(task), messages.get(task, ""))
             touched = answers.sources[task] != pristine.answer(task).source
             one.answer = answers.sources[task][:MOST_SHOWN] if touched else ""
             one.suspicious = remarks_on(task, answers, pristine) if touched else []
+            one.hints = asked.get(task, 0)
             tasks.append(one)
         return Result(learner, pristine.exercise, tasks)
 

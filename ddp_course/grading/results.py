@@ -17,7 +17,8 @@ class TaskResult:
     """Points for one task, and what was wrong, in at most MOST_MESSAGE characters.
 
     `parts` are the properties that its points are for: dicts of name, points, possible and message. `suspicious` are
-    remarks for a person to judge by, `answer` is the learner's source.
+    remarks for a person to judge by, `answer` is the learner's source,
+    and `hints` how many of the task's three hints its notebook asks for.
     """
 
     id: str
@@ -27,6 +28,7 @@ class TaskResult:
     parts: list[dict[str, Any]] = field(default_factory=list)
     suspicious: list[str] = field(default_factory=list)
     answer: str = ""
+    hints: int = 0
 
     def __post_init__(self) -> None:
         whole = {"name": "result", "points": self.points, "possible": self.possible, "message": self.message}

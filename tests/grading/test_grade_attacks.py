@@ -437,7 +437,16 @@ def test_exit_codes(tmp_path, capsys, monkeypatch):
     first, second = json.loads((tmp_path / "out" / "r.json").read_text())
     assert first["learner"] == "08_good" and first["points"] == first["possible"] == 6
     assert second["points"] == 0
-    assert second["tasks"][0].keys() == {"id", "points", "possible", "message", "parts", "suspicious", "answer"}
+    assert second["tasks"][0].keys() == {
+        "id",
+        "points",
+        "possible",
+        "message",
+        "parts",
+        "suspicious",
+        "answer",
+        "hints",
+    }
     assert (
         (tmp_path / "out" / "r.csv")
         .read_text()
