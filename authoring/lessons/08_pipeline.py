@@ -127,14 +127,14 @@ def idle(microbatches, width=256, layers=4):
     pipeline = stage8_pipeline.Pipeline(torch.nn.Sequential(*stack), microbatches)
     batch = torch.randn(48, width), torch.zeros(48, dtype=torch.int64)
     seconds = []
-    for _ in range(4):  # the first step also opens connections; the fastest was disturbed least
+    for _ in range(3):  # the first step also opens connections; the fastest was disturbed least
         with timing.stopwatch() as watch:
             pipeline.step(*batch)
         seconds.append(watch.seconds)
     return min(seconds)
 
 
-device = Device("300MFLOP/s")
+device = Device("150MFLOP/s")
 counts = [1, 2, 4, 8, 12, 16]
 work_s = 6 * 4 * 256**2 * 48 / device.rate  # of each rank: two flops a weight and sample forward, four backward
 measured = {m: 1 - work_s / max(launch(idle, m, world_size=K, device=device)) for m in counts}
@@ -161,8 +161,29 @@ print("no rank idles less than (K-1)/(M+K-1), and more micro-batches shrink the 
 
 # %% [markdown]
 r"""
-The points lie a little above the line, the more so the more micro-batches there are: each has its own messages, whose
-latencies the formula leaves out, and its own overhead of small operations. With M = 16 that is 16 times as much as with 1.
+The points lie above the line, the more so the more micro-batches there are. Why? A guess: each micro-batch has a fixed
+cost, its messages and its small operations, which the formula leaves out. If so, a device half as fast loses as many
+milliseconds a micro-batch, out of twice as many. So once more with M = 16, on both devices:
+"""
+
+
+# %% gap
+def lost_ms(rate):
+    work = work_s * device.rate / rate
+    seconds = max(launch(idle, 16, world_size=K, device=Device(f"{rate}FLOP/s")))
+    return 1000 * (seconds - work * (16 + K - 1) / 16) / 16, 1 - work / seconds
+
+
+for rate in (300e6, 150e6):
+    lost, share = lost_ms(rate)
+    print(f"{rate / 1e6:.0f} MFLOP/s: idle {share:.0%}, formula {stage8_pipeline.bubble(K, 16):.0%}; "
+          f"beyond the formula {lost:.1f} ms a micro-batch (measured)")  # fmt: skip
+
+# %% [markdown]
+r"""
+Read it so: as many milliseconds on both, and half of the gap in per cent, mean a fixed cost of each micro-batch. More on the
+slower device means that the processor had no time left for the real arithmetic: this machine was busy with other things.
+Either way it speaks against ever more micro-batches: each must be large enough for its computing to be long beside its cost.
 
 ## Measure what is kept
 
