@@ -1,7 +1,8 @@
 """`ddp-course bench launch`: what it costs to bring K ranks to life.
 
 Every way calls an empty function with the process group up (gloo, CPU): `launch` warm and cold,
-`torch.multiprocessing.spawn`, fork, and accelerate's `notebook_launcher` where it is installed.
+`torch.multiprocessing.spawn`, fork, and accelerate's `notebook_launcher` where it is installed. On two virtual hosts,
+a job started by `launch` and by torchrun.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 from ...running.launching.launch import launch
+from . import two_hosts
 from .harness import Benchmark, Part, Promise, take_turns, timed
 
 WARM_WORLD_SIZES = (1, 2, 4, 8, 10, 12, 16)
@@ -113,6 +115,6 @@ def join_group(rank: int, world_size: int, meeting: str) -> None:
 BENCHMARK = Benchmark(
     "launch",
     "seconds to start K ranks, beside spawn and fork",
-    {"starts": compare},
+    {"starts": compare, "hosts": two_hosts.compare},
     repeats=5,
 )
