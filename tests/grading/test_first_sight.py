@@ -138,9 +138,9 @@ def handed_in(tmp_path, text):
 
 def test_a_cheat_gets_no_points_and_a_line(tmp_path, monkeypatch):
     (result,) = grade([handed_in(tmp_path, CHEATS["the course's own bubble"])], PRISTINE, seed=1)
-    assert {task.id: task.points for task in result.tasks} == {"8.1": 1, "8.2": 3, "8.3": 0, "8.4": 1}
+    assert [task.id for task in result.tasks if task.points < task.possible] == ["8.3"]
     assert "ddp_course.stage8_pipeline.bubble" in next(task.message for task in result.tasks if task.id == "8.3")
     monkeypatch.setattr(submission, "at_first_sight", lambda source, allowed: "")
     (unseen,) = grade([handed_in(tmp_path, CHEATS["the course's own bubble"])], PRISTINE, seed=1)
-    assert {task.id: task.points for task in unseen.tasks} == {"8.1": 1, "8.2": 3, "8.3": 0, "8.4": 1}
+    assert [task.id for task in unseen.tasks if task.points < task.possible] == ["8.3"]
     assert "not for this task" in next(task.message for task in unseen.tasks if task.id == "8.3")

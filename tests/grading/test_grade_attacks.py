@@ -18,17 +18,22 @@ from ddp_course import cli
 from ddp_course.grading import submission
 from ddp_course.grading.grade import Grader, exercises_folder, grade
 from ddp_course.grading.submission import Submission, find_submissions, load_exercises
+from ddp_course.grading.tasks import find
 
 ROOT = Path(__file__).parents[2]
 SOLVED = ROOT / "solutions" / "08_pipeline.ipynb"
 UNSOLVED = ROOT / "exercises" / "08_pipeline.ipynb"
-POINTS = {"8.1": 1, "8.2": 3, "8.3": 1, "8.4": 1}
+POINTS = {task: points for task, (_, points) in load_exercises(exercises_folder())[8].checks.items()}
 # An attack that is handed in unsolved proves nothing: that is noticed before anything runs. These run, and are wrong.
 WRONG = {
     "answer-8-1": "def gpipe(stage, stages, micro_batches):\n    return []",
     "answer-8-2": "def one_forward_one_backward(stage, stages, micro_batches):\n    return []",
     "answer-8-3": "def bubble(stages, micro_batches):\n    return 0.25",
     "answer-8-4": "def most_held(order):\n    return 0",
+}
+WRONG |= {
+    f"answer-{task.replace('.', '-')}": "\n".join(f"def {name}(*args): pass" for name in find(task).names)
+    for task in list(POINTS)[4:]
 }
 
 
@@ -435,7 +440,7 @@ def test_exit_codes(tmp_path, capsys, monkeypatch):
     assert run(good, bad, *reports) == 1
     assert "1 of 2 submissions have all points" in capsys.readouterr().out
     first, second = json.loads((tmp_path / "out" / "r.json").read_text())
-    assert first["learner"] == "08_good" and first["points"] == first["possible"] == 6
+    assert first["learner"] == "08_good" and first["points"] == first["possible"] == sum(POINTS.values())
     assert second["points"] == 0
     assert second["tasks"][0].keys() == {
         "id",

@@ -73,7 +73,7 @@ def test_an_exercise_may_be_solved_where_it_lies(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(check, "course_folder", lambda name: exercises)
     assert cli.main(["check", "8"]) == 0
-    assert "6 of 6 points" in capsys.readouterr().out
+    assert "12 of 12 points" in capsys.readouterr().out
     assert cli.main(["grade", str(exercises / "08_pipeline.ipynb")]) == 0
     assert not set(exercises_folder().parents) & {ROOT / "exercises", exercises}
 
