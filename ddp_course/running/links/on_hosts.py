@@ -9,6 +9,7 @@ This program must stay without threads, so it imports neither torch nor numpy.
 """
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
@@ -53,11 +54,17 @@ def start(
 
 
 def become(command: list[str]) -> Any:
-    """Run `command` as the first process of a process namespace: when it ends, all that it started ends with it."""
-    virtual_hosts.check(virtual_hosts.libc().unshare(CLONE_NEWPID), "unshare")
+    """Run `command` as the first process of a process namespace: when it ends, all that it started ends with it.
+
+    It sees its own processes under /proc (their numbers differ from the machine's), unless mounting is forbidden.
+    """
+    virtual_hosts.check(virtual_hosts.libc().unshare(CLONE_NEWPID | virtual_hosts.CLONE_NEWNS), "unshare")
     first = os.fork()
     if first == 0:
         end_with_parent()
+        with contextlib.suppress(OSError):
+            virtual_hosts.mount(None, "/", None, virtual_hosts.MS_REC | virtual_hosts.MS_PRIVATE)
+            virtual_hosts.mount("proc", "/proc", "proc", 0)
         os.execvp(command[0], command)
     os._exit(os.waitstatus_to_exitcode(os.waitpid(first, 0)[1]) % 256)
 
