@@ -89,7 +89,16 @@ drawn(stage8_pipeline.one_forward_one_backward, 8, "1F1B: backward as early as p
 # %% [markdown]
 r"""
 What is 1F1B for, if the bubble is the same? Activations must be kept from a micro-batch's forward to its backward
-pass. GPipe keeps those of all M, 1F1B of at most K.
+pass. GPipe keeps those of all M, 1F1B of at most K. Move the sliders: which makes the bubble small, more ranks or more
+micro-batches?
+"""
+
+# %% explorer
+show.widgets.pipeline_explorer(K, 8)
+
+# %% [markdown]
+r"""
+More micro-batches fill it, more ranks open it again.
 
 ## Run
 

@@ -221,7 +221,15 @@ print("at 4,096 devices the flat ring has collapsed, the two levels have not")
 # %% [markdown]
 r"""
 The **knee** is where efficiency falls below 90 %. Up to there, communication hides behind the backward pass; then the
-latencies of the ring, twice K-1 of them for each bucket, stick out.
+latencies of the ring, twice K-1 of them for each bucket, stick out. Find it for other cables, with one device to a host:
+a faster cable moves it to the right, larger buckets too, until one bucket holds everything and nothing can hide.
+"""
+
+# %% explorer
+show.widgets.simulator_explorer(profile, bandwidth="100Gbit")
+
+# %% [markdown]
+r"""
 
 How far can one believe a simulator? Published step times (PyTorch's own benchmark) are points. The lines are its
 predictions for 4, 8 and 16 GPUs. And a second predictor, dotted, which knows nothing: "as on 2 GPUs, always".

@@ -76,7 +76,7 @@ def train(stage, place, ranks, steps=4):
     return weights(forward.restore() if stage == "7" else model), said
 
 
-@pytest.mark.parametrize("stage, place", product(("7", "7o"), PLACES))
+@pytest.mark.parametrize("stage, place", list(product(("7", "7o"), PLACES)))
 def test_all_ranks_fail_and_train_on_correctly(stage, place):
     expected, _ = train("alone", place, (0,))
     for result, said in launch(train, stage, place, (0, 1), world_size=2):
