@@ -93,7 +93,7 @@ def target(link: str, where: str) -> str:
     if name.endswith(".ipynb") and there.resolve().exists():
         return f"{name.removesuffix('.ipynb')}.md"
     inside = there.resolve().relative_to(ROOT)
-    if inside.parent.name in ("docs", "notebooks", "exercises") and name.endswith(".md"):
+    if inside.parent.name == "docs" and name.endswith(".md"):
         return link
     if inside.as_posix().startswith("docs/") and there.is_file():
         return link  # a picture

@@ -55,6 +55,7 @@ class Recording:
                 yield batch
             self.spans += spans
             self.began.append(time.perf_counter())
+        self.traffic.append(wire.Traffic())  # of what comes after the last step
 
     def report(self) -> dict:
         """Seconds of each step; exposed communication and timeline of those recorded; the traffic of the last one."""

@@ -314,7 +314,7 @@ RING_LINES = {
 }
 
 
-@task("4.6", ("the_bug", "mended_ring"), ranks=4, forbidden=RING + COLLECTIVES)
+@task("4.6", ("the_bug", "mended_ring"), ranks=4, forbidden=RING + COLLECTIVES, private=("values",))
 class FindTheBugInTheRing:
     """A ring that loses the remainder."""
 

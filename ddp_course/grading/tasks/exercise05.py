@@ -389,7 +389,13 @@ def buckets_of(model):
     return [parameters[i : i + 2] for i in range(0, LAYERS, 2)]
 
 
-@task("5.5", "Bucketed", ranks=4, hang="do all ranks submit the buckets in the same order, and wait for them?")
+@task(
+    "5.5",
+    "Bucketed",
+    ranks=4,
+    private=("inputs",),
+    hang="do all ranks submit the buckets in the same order, and wait for them?",
+)
 class AssembleBucketedDDP:
     """Hooks, buckets and a thread, put together: right, in every pass, and beside the backward pass."""
 

@@ -14,20 +14,21 @@ HIERARCHICAL = tuple(
 HOSTS = {0: 0, 1: 0, 2: 1, 3: 1}  # rank -> host
 
 
-@task("11.1", "two_levels", ranks=4, forbidden=COLLECTIVES + HIERARCHICAL)
+@task("11.1", "two_levels", ranks=4, forbidden=COLLECTIVES + HIERARCHICAL, private=("values",))
 class TwoLevels:
     """Two hosts of two ranks: scatter-reduce inside, all-reduce between, allgather inside."""
 
     def draw(random, hidden):
         """Whole numbers in tensors of three lengths, one of them odd, and if `hidden` one of a single number."""
-        return {"values": [tensors(random, 4, n, whole=True) for n in (12, 35, 64, *([1] if hidden else []))]}
+        lengths = (12, 35, 64, *([1] if hidden else []))
+        return {"values": {f"{n} numbers": tensors(random, 4, n, whole=True) for n in lengths}}
 
     def probe(two_levels, values):
         """Every rank's tensor afterwards, and what it sent to the other host and to its own."""
         rank, evidence = dist.get_rank(), []
         groups = {ranks: dist.new_group(list(ranks)) for ranks in ((0, 1), (2, 3), (0, 2), (1, 3))}
         inside, between = ((0, 1) if rank < 2 else (2, 3)), ((0, 2) if rank % 2 == 0 else (1, 3))
-        for of_ranks in values:
+        for of_ranks in values.values():
             tensor, sent = of_ranks[rank].clone(), []
             with wire.observing(lambda event, sent=sent: sent.append((event.kind, event.peer, event.bytes))):
                 two_levels(tensor, groups[inside], groups[between])
@@ -39,7 +40,7 @@ class TwoLevels:
 
     def judge_sums(evidence, values):
         """The sum over all four ranks, on all four, in place."""
-        for index, of_ranks in enumerate(values):
+        for index, (length, of_ranks) in enumerate(values.items()):
             host = [of_ranks[0] + of_ranks[1]] * 2 + [of_ranks[2] + of_ranks[3]] * 2
             lanes = [of_ranks[0] + of_ranks[2], of_ranks[1] + of_ranks[3]] * 2
             guesses = [
@@ -49,13 +50,12 @@ class TwoLevels:
                 ("you have the mean: this one is a sum", [sum(of_ranks) / 4] * 4),
             ]
             found = [evidence[rank][index]["tensor"] for rank in range(4)]
-            about = f"a tensor of {len(of_ranks[0])} numbers"
-            compare_ranks(found, [sum(of_ranks)] * 4, about, guesses, oracle="the sum")
+            compare_ranks(found, [sum(of_ranks)] * 4, f"a tensor of {length}", guesses, oracle="the sum")
 
     def judge_cable(evidence, values):
         """Only p bytes cross the cable in each direction, half of them from each rank."""
-        for index, of_ranks in enumerate(values):
-            p, about = 4 * len(of_ranks[0]), f"a tensor of {len(of_ranks[0])} numbers"
+        for index, (length, of_ranks) in enumerate(values.items()):
+            p, about = 4 * len(of_ranks[0]), f"a tensor of {length}"
             require(any(evidence[r][index]["sent"] for r in range(4)), f"{about}: nothing was sent over the wire")
             for host in (0, 1):
                 across = sum(evidence[rank][index]["across"] for rank in range(4) if HOSTS[rank] == host)
