@@ -244,7 +244,7 @@ def train_on_rank(stage):
         losses = stage1_single.train(parallel, batches, 0.1)
     else:
         losses = TRAINERS[stage](model, batches, 0.1)
-    current = emulation._current
+    current = emulation.Emulation.current
     return losses, weights(model), current and current.flops
 
 
@@ -289,7 +289,7 @@ def with_what_real_training_uses():
             accumulating(parallel, inputs, targets)
             optimizer.step()
         found.append(weights(model))
-    return found, emulation._current and emulation._current.flops
+    return found, emulation.Emulation.current and emulation.Emulation.current.flops
 
 
 def test_hooks_accumulation_and_checkpointing_are_the_same_on_emulated_devices():
@@ -302,7 +302,7 @@ def test_hooks_accumulation_and_checkpointing_are_the_same_on_emulated_devices()
 
 def busy_on_rank():
     train_on_rank("3")
-    current = emulation._current
+    current = emulation.Emulation.current
     return current.device.rate, current.busy_s, current.flops
 
 
