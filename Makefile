@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 ARGS ?=
-BESIDE := -n 3 --dist loadgroup --no-loadscope-reorder
+BESIDE := -n 3 --dist loadfile --no-loadscope-reorder
 LONGEST := tests/running/test_faults.py tests/torch_suite tests/test_train_script.py tests/running/launching tests/test_notebooks.py
 
 .PHONY: help setup compare test test-quick lab gpu notebooks site lint clean

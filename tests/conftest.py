@@ -26,13 +26,6 @@ def pytest_unconfigure(config):
         shutil.rmtree(config.own_folder, ignore_errors=True)
 
 
-def pytest_collection_modifyitems(items):
-    """Under pytest-xdist a file stays with one worker, which shares its launches and kernels; a lesson goes alone."""
-    for item in items:
-        if not item.get_closest_marker("xdist_group"):
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
-
-
 OWN = re.compile(r"launching/(server|spare)\.py")  # they wait for the next launch, and end with this process
 
 

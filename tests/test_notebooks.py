@@ -64,10 +64,7 @@ def test_there_are_thirteen_lessons_in_order():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "path",
-    [
-        pytest.param(path, id=path.stem, marks=[pytest.mark.xdist_group(path.stem), *CLOCKED.get(path.stem, [])])
-        for path in LESSONS
-    ],
+    [pytest.param(path, id=path.stem, marks=CLOCKED.get(path.stem, [])) for path in LESSONS],
 )
 def test_lesson_runs_from_a_copy_in_another_folder(path, tmp_path):
     copy = tmp_path / path.name
@@ -78,7 +75,6 @@ def test_lesson_runs_from_a_copy_in_another_folder(path, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("lesson at world size 2")
 @pytest.mark.parametrize("stem", ["04_ring_all_reduce"])  # all of them: tests/soak/lessons.py
 def test_lesson_runs_at_world_size_2_without_namespaces(stem, tmp_path):
     notebook = altered(read(ROOT / "notebooks" / f"{stem}.ipynb"), 2)

@@ -208,8 +208,6 @@ profile = simulate.resnets.profile("resnet50", 0.097)
 devices = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096]
 steps = {name: [simulate.simulate(profile, k, network, name, interference=found["interference"]) for k in devices]
          for name in ("ring", "hierarchical_ring")}  # fmt: skip
-
-# %% scaling
 show.scaling_figure(steps, title="ResNet-50, 8 V100 a host, calibrated on 1 and 2 GPUs")
 
 # %% check-scaling

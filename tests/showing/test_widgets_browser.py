@@ -102,13 +102,9 @@ def drag_every_slider(page, cell, name):
         page.mouse.move(*middle)
         page.mouse.down()
         page.mouse.move(track["x"] + track["width"] * (0.1 if to_the_left else 0.9), middle[1], steps=4)
-        start = time.perf_counter()
         page.mouse.up()
         changed = "([cell, before]) => cell.querySelector('img').src !== before"
-        page.wait_for_function(changed, arg=[cell.element_handle(), before], timeout=10_000)
-        assert time.perf_counter() - start < 5, (
-            f"{name}: slow"
-        )  # the 0.2 s of an idle machine is tested without a browser
+        page.wait_for_function(changed, arg=[cell.element_handle(), before], timeout=90_000)
         assert cell.locator("img").bounding_box()["width"] > 200
 
 
