@@ -10,9 +10,14 @@ import random
 import sys
 from contextlib import suppress
 from itertools import pairwise
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
+sys.path.append(str(Path(__file__).parents[1] / "support"))
+
+from traps import Boom, Trap
 
 from ddp_course import launch
 from ddp_course.stage3_paramserver import broadcast_parameters
@@ -26,28 +31,6 @@ OPTIMIZERS = {
     "adam": (torch.optim.Adam, {"amsgrad": True}),
     "adamw": (torch.optim.AdamW, {"weight_decay": 0.1}),
 }
-
-
-class Boom(Exception):
-    """An exception in the middle of a pass."""
-
-
-class Trap(torch.nn.Module):
-    """Passes its input on, or raises in forward or backward."""
-
-    place = None
-
-    def forward(self, inputs):
-        """Any shape."""
-        if self.place == "forward":
-            raise Boom
-        if self.place == "backward" and inputs.requires_grad:
-            inputs.register_hook(self.spring)
-        return inputs * 1
-
-    def spring(self, gradient):
-        """The hook that raises."""
-        raise Boom
 
 
 class InFloat32(torch.nn.Linear):

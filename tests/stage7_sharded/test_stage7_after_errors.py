@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from oracles import tiny_batches, tiny_model, weights
 from torch.nn.functional import cross_entropy
+from traps import Boom, Trap
 
 from ddp_course import launch
 from ddp_course.errors import LaunchTimeout, RankError
@@ -21,26 +22,6 @@ from ddp_course.stage7_sharded import FullyShardedDataParallel, ShardedOptimizer
 from ddp_course.stage8_pipeline import Pipeline, split
 
 PLACES = ("before", "forward", "loss", "backward", "hook")
-
-
-class Boom(Exception):
-    """What goes wrong."""
-
-
-class Trap(torch.nn.Module):
-    """Passes its input on, or raises in forward or in backward."""
-
-    place = None
-
-    def forward(self, inputs):
-        if self.place == "forward":
-            raise Boom
-        if self.place == "backward" and inputs.requires_grad:
-            inputs.register_hook(self.spring)
-        return inputs * 1
-
-    def spring(self, gradient):
-        raise Boom
 
 
 def trapped():
