@@ -212,7 +212,7 @@ class Run(ABC):
         if not self.is_decided():
             self.states, self.cause = self.look_at_ranks()
             return
-        if not self.failures:
+        if self.has_all_results() and not self.failures:
             self.hold()
             self.leave()
             self.read_for(ENDING_SECONDS, lambda: self.agent_gone or self.failures)
@@ -233,8 +233,11 @@ class Run(ABC):
 
     def is_decided(self) -> bool:
         """Whether nothing but the end is left to wait for."""
-        all_in = len(self.results) == len(self.ranks)
-        return bool(self.agent_gone or self.failures or self.refusal or all_in or self.stop())
+        return bool(self.agent_gone or self.failures or self.refusal or self.has_all_results() or self.stop())
+
+    def has_all_results(self) -> bool:
+        """Whether every rank has returned."""
+        return len(self.results) == len(self.ranks)
 
     def read_for(self, seconds: float, enough: Callable) -> None:
         """Take what arrives for `seconds`, or until `enough()`."""
