@@ -232,7 +232,8 @@ def schedule(rows: Sequence[Any], title: str) -> Picture:
     end = max(finish for row in rows for _, _, finish in row)
     busy = sum(finish - start for row in rows for _, start, finish in row)
     message = f"{title}; idle {100 * (1 - busy / (end * len(rows))):.0f} %"
-    picture, axes = panels(width=9.4, height=1.1 + 0.42 * len(rows), message=message, alt=f"A timetable. {message}")
+    size: Any = {"width": 9.4, "height": 1.1 + 0.42 * len(rows)}
+    picture, axes = panels(**size, message=message, alt=f"A timetable. {message}", kind="derived")
     with style():
         for rank, row in enumerate(rows):
             for (action, microbatch), start, finish in row:
