@@ -20,6 +20,7 @@ from oracles import tiny_batches, tiny_model, trained_alone, weights
 from stage6_cases import CASES, TORCH_HANGS, assert_replicas_agree, train_and_check
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.nn.parallel.distributed import _MixedPrecision
 
 from ddp_course import launch, stage6_ddp
 from ddp_course.collectives import halving_doubling_all_reduce, hierarchical_all_reduce, tree_all_reduce
@@ -373,6 +374,7 @@ def only_ours():
         views = {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.0002, "all_reduce": all_reduce}
         found[name + " in views"] = failure(lambda DDP, views=views: train_and_check(DDP, **views), ours)
     found["bf16 hook"] = failure(bf16_hook, ours)
+    found["half the bytes"] = failure(half_the_bytes, ours)
     found["automatic cap"] = failure(automatic_cap, ours)
     found["names the difference"] = failure(names_the_difference, ours)
     found["refuses what it cannot do"] = failure(refuses, ours)
@@ -392,6 +394,25 @@ def bf16_hook(DDP):
     parallel.register_comm_hook(None, default_hooks.bf16_compress_hook)
     stage6_cases.squared(parallel, dist.get_rank()).backward()
     stage6_cases.assert_mean(model, stage6_cases.squared, slack=2**16)
+
+
+def half_the_bytes(DDP):
+    """mixed_precision sends two bytes for a number, and float32 weights stay float32; half of it alone does not."""
+    sent = {}
+    for name, compute, communicate in (
+        ("float32", None, None),
+        ("both", torch.bfloat16, torch.bfloat16),
+        ("buckets", None, torch.bfloat16),
+        ("computing", torch.bfloat16, torch.float32),
+    ):
+        half = _MixedPrecision(param_dtype=compute, reduce_dtype=communicate)
+        model = torch.nn.Linear(64, 64)
+        parallel = DDP(model, mixed_precision=half, all_reduce=ring_all_reduce)
+        with wire.counting() as traffic:
+            parallel(torch.ones(4, 64)).float().sum().backward()
+        sent[name] = traffic.bytes_sent
+        assert {p.dtype for p in model.parameters()} == {p.grad.dtype for p in model.parameters()} == {torch.float32}
+    assert sent["both"] == sent["buckets"] == sent["float32"] / 2 and sent["computing"] == sent["float32"], sent
 
 
 def automatic_cap(DDP):
@@ -525,6 +546,7 @@ def only_ours_outcomes(world_size):
 
 SPECIALS = [
     "bf16 hook",
+    "half the bytes",
     "automatic cap",
     "names the difference",
     "refuses what it cannot do",
