@@ -12,7 +12,7 @@ order, so it keeps the process group, and the thread has a twin of it: same rank
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from queue import SimpleQueue
 from typing import Any
 from weakref import WeakKeyDictionary, finalize
@@ -46,13 +46,14 @@ class CommunicationThread:
         threading.Thread(target=work, args=(self.jobs,), name="communication", daemon=True).start()
         finalize(self, self.jobs.put, None)
 
-    def start(self, function: Callable, device: torch.device) -> Callable:
+    def start(self, function: Callable, device: torch.device, stream: torch.cuda.Stream | None = None) -> Callable:
         """Queue `function(group)`, without gradients; return a function that waits for its result, or raises its error.
 
-        On CUDA it works on the thread's own stream, after all that the caller's stream has been given so far; and
-        whoever waits makes the stream that is current then wait, not the processor.
+        On CUDA it works on `stream`, or else on the thread's own, after all that the caller's stream has been given so
+        far; and whoever waits makes the stream that is current then wait, not the processor.
         """
-        job, ready, stream = Future(), computed(device), self.stream(device)
+        own = self.stream(device)
+        job, ready, stream = Future(), computed(device), stream or own
         self.jobs.put((job, lambda: self.run(function, ready, stream)))
 
         def wait():
@@ -71,7 +72,7 @@ class CommunicationThread:
                 "stopped at different points: start the ranks again"
             )
         try:
-            with torch.no_grad(), torch.cuda.stream(stream) if stream else nullcontext():  # and on the stream's device
+            with torch.no_grad(), working_on(stream):
                 if ready:
                     ready.wait()
                 return function(self.group), stream and stream.record_event()
@@ -81,7 +82,7 @@ class CommunicationThread:
 
     def stream(self, device: torch.device) -> torch.cuda.Stream | None:
         """The thread's own stream on a CUDA `device`, None on the CPU."""
-        if device.type == "cuda" and device not in self.streams:
+        if is_queued(device) and device not in self.streams:
             self.streams[device] = torch.cuda.Stream(device)
             if "nccl" in dist.get_backend_config(self.group):  # there messages need one collective before them
                 self.start(lambda group: dist.all_reduce(torch.zeros(1, device=device), group=group), device)
@@ -110,9 +111,19 @@ def work(jobs: Any) -> None:
         del job, run  # a thread that waits keeps nothing alive
 
 
+def is_queued(device: torch.device) -> bool:
+    """Whether work on `device` is only queued when a call returns; on the CPU it is done."""
+    return device.type == "cuda"
+
+
+def working_on(stream: torch.cuda.Stream | None) -> AbstractContextManager:
+    """Within this context work is queued on `stream` and its device; None changes nothing, and does not touch CUDA."""
+    return torch.cuda.stream(stream) if stream else nullcontext()
+
+
 def computed(device: torch.device) -> torch.cuda.Event | None:
     """On CUDA, an event that marks all work queued so far; on the CPU work is done at once: None."""
-    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+    return torch.cuda.current_stream(device).record_event() if is_queued(device) else None
 
 
 def twin(group: dist.ProcessGroup | None) -> dist.ProcessGroup:

@@ -4,7 +4,7 @@ from contextlib import suppress
 
 import torch
 
-from ..running import flight_recorder
+from ..running import communication, flight_recorder
 from .flat import Flat, flats, gather_chunks, sum_chunks
 
 
@@ -12,7 +12,7 @@ class FreeableFlat(Flat):
     """A `Flat` that exists whole only between `gather` and `free`; in between, only `shard`, a copy of `mine`, stays.
 
     Memory is freed by resizing the storage to nothing, so that the tensors which autograd keeps for backward come back
-    to life with the next `gather`.
+    to life with the next `gather`. `make_room` and `free` are for the thread that trains: see `fsdp` for the reason.
     """
 
     def __init__(self, parameters, group=None):
@@ -24,11 +24,14 @@ class FreeableFlat(Flat):
         """The memory of the shards: a copy of the chunk, which stays when the chunk goes."""
         return self.mine.clone()
 
-    def gather(self, group=None):
-        """Bring the whole parameters into being; this rank sends (K-1)/K of their bytes."""
+    def make_room(self):
+        """Bring the memory of the whole parameters into being, with nothing in it yet."""
         self.full.untyped_storage().resize_(self.bytes)
         for parameter, view in zip(self.parameters, self.whole, strict=True):
             parameter.data = view
+
+    def gather(self, group=None):
+        """Fill the room with the whole parameters; this rank sends (K-1)/K of their bytes."""
         self.mine.copy_(self.shard)
         gather_chunks(self.chunks, group=group)
 
@@ -58,6 +61,11 @@ class Block:
         """A number that grows with every change of the shards."""
         return sum(flat.shard._version for flat in self.flats)
 
+    def make_room(self):
+        """Bring the memory of all parameters into being."""
+        for flat in self.flats:
+            flat.make_room()
+
     def gather(self, moment, group):
         """Gather all parameters (in the communication thread); `moment` is when, in words, the same on all ranks."""
         with flight_recorder.entry(f"gather of block {self.number}, {moment},", [f.full for f in self.flats], group):
@@ -65,17 +73,21 @@ class Block:
                 flat.gather(group)
 
     def reduce(self, moment, group):
-        """Average all gradients and free the parameters that they belong to (in the communication thread)."""
+        """Average all gradients (in the communication thread); return what was sent, where that is only queued."""
         with flight_recorder.entry(f"average of block {self.number}, {moment},", [f.full for f in self.flats], group):
-            for flat in self.trainable:
-                flat.free()
-                flat.average(sum_chunks, group)
+            sent = [flat.average(sum_chunks, group) for flat in self.trainable]
+        return sent if communication.is_queued(sent[0].device) else None
 
     def give(self):
         """Hand the averages, if there are any, to the shards."""
         for flat in self.trainable:
             if flat.averages is not None:
                 flat.give()
+
+    def free_trainable(self):
+        """Let go of the parameters whose gradients are complete."""
+        for flat in self.trainable:
+            flat.free()
 
     def free(self):
         """Let go of the parameters, whether they are here or still on their way."""

@@ -78,7 +78,7 @@ class Flat:
         parameter.grad = None
 
     def average(self, reduce, group=None):
-        """Average the gradients by `reduce(chunks, group)` and keep this rank's chunk for `give`.
+        """Average the gradients by `reduce(chunks, group)` and keep this rank's chunk for `give`; return all of them.
 
         A parameter that got no gradient counts as negative zeros: negative zero plus anything is that thing, so only
         the sum for a parameter without a gradient on any rank is negative zero, and its shards are left as they are.
@@ -87,7 +87,8 @@ class Flat:
             untouched.fill_(-0.0)
         chunks = self.gradient.tensor_split(len(self.chunks))
         reduce(chunks, group)
-        self.averages, self.gradient = chunks[self.index].clone(), None
+        whole, self.gradient, self.averages = self.gradient, None, chunks[self.index].clone()
+        return whole
 
     def give(self):
         """Add the averages to the shards' `.grad`: when the pass is over, so that one that broke off leaves none."""

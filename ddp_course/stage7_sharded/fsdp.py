@@ -1,4 +1,10 @@
-"""ZeRO-3: hooks that have each block whole just while it computes, and the next one on its way."""
+"""ZeRO-3: hooks that have each block whole just while it computes, and the next one on its way.
+
+On CUDA nothing waits but streams, and the processor is far ahead of them. So memory has an owner: whole parameters
+belong to the stream of the gathers, whole gradients to that of the computation. They are made and let go in the
+training thread, and whoever is given the memory next waits for a moment that was marked after it was let go. So two
+blocks at most are whole, and two gradients, however far ahead the processor is.
+"""
 
 from contextlib import suppress
 from functools import partial
@@ -6,8 +12,7 @@ from functools import partial
 import torch
 from torch.utils._pytree import tree_leaves
 
-from ..running import wire
-from ..running.communication import communication_thread
+from ..running import communication, wire
 from ..stage3_paramserver import broadcast_parameters
 from .blocks import Block, assign_blocks, default_blocks, homes
 from .clipping import clip_grad_norm_
@@ -43,7 +48,8 @@ class FullyShardedDataParallel(torch.nn.Module):
         self.shards = {parameter: shard for flat in self.flats for parameter, shard in flat.shards.items()}
         for parameter, places in self.homes.items():
             self._parameters[places[0][2]] = self.shards[parameter]
-        self.thread = communication_thread(process_group)
+        self.thread, self.device = communication.communication_thread(process_group), self.flats[0].full.device
+        self.gathers = torch.cuda.Stream(self.device) if communication.is_queued(self.device) else None
         self.latest, self.reducing, self.backward_pass, self.passes = None, [], None, 0
         self.handles = [handle for block in self.blocks for handle in self.watch(block)]
 
@@ -104,13 +110,15 @@ class FullyShardedDataParallel(torch.nn.Module):
     def request(self, block):
         """Start to gather `block` unless it is here or on its way; returns a function that waits for it."""
         if block.gathering is None:
-            block.gathering = self.start(block.gather, block)
+            with communication.working_on(self.gathers):
+                block.make_room()
+            block.gathering = self.start(block.gather, self.gathers)
         return block.gathering
 
-    def start(self, work, block):
+    def start(self, work, stream=None):
         """Queue work for the communication thread, which tells the other ranks' apart by pass and direction."""
         moment = f"{'backward' if self.backward_pass else 'forward'} {self.passes}"
-        return self.thread.start(partial(work, moment), block.flats[0].full.device)
+        return self.thread.start(partial(work, moment), self.device, stream)
 
     def after_forward(self, block, outputs):
         """Free the block after its forward pass, and be told when backward reaches its outputs."""
@@ -131,6 +139,8 @@ class FullyShardedDataParallel(torch.nn.Module):
                     "the gradients would belong to neither; call backward() first"
                 )
             self.enter(block, "backward")
+            while self.gathers and len(self.reducing) > 1:
+                self.reducing.pop(0)()  # makes the stream wait, and lets go of the gradients
             block.missing = {parameter for flat in block.trainable for parameter in flat.collect()}
 
     def begin_backward(self):
@@ -160,13 +170,18 @@ class FullyShardedDataParallel(torch.nn.Module):
         block.flat_of[parameter].take(parameter)
         block.missing.discard(parameter)
         if not block.missing:
-            self.reducing.append(self.start(block.reduce, block))
+            self.reduce(block)
+
+    def reduce(self, block):
+        """Start to average the gradients of `block`; nobody needs its parameters any more."""
+        block.free_trainable()
+        self.reducing.append(self.start(block.reduce))
 
     def finish(self):
         """Before `backward()` returns: average the blocks of which not all parameters took part; wait for all."""
         for block in self.blocks:
             if block.missing:
-                self.reducing.append(self.start(block.reduce, block))
+                self.reduce(block)
             block.missing = None
         reducing, self.reducing, self.backward_pass = self.reducing, [], None
         with wire.span("wait"):
@@ -186,7 +201,7 @@ class FullyShardedDataParallel(torch.nn.Module):
 
         All ranks must call this. `torch.nn.utils.clip_grad_norm_` refuses: it would take a shard for the whole.
         """
-        return clip_grad_norm_(self.shards.values(), max_norm, norm_type, self.group, self.flats[0].full.device)
+        return clip_grad_norm_(self.shards.values(), max_norm, norm_type, self.group, self.device)
 
     @torch.no_grad()
     def state_dict(self, *, destination=None, prefix="", keep_vars=False):
