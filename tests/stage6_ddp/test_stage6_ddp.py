@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from oracles import tiny_batches, tiny_model, trained_alone, weights
 from stage6_cases import CASES, TORCH_HANGS, assert_replicas_agree, train_and_check
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.parallel.distributed import _MixedPrecision
 
@@ -68,7 +68,7 @@ def outcomes(kind, world_size):
 def test_case(name, kind, world_size):
     if kind == "torch" and name in TORCH_HANGS:
         pytest.skip("torch raises on one rank only, and the others wait")
-    ranks = outcomes(kind, world_size) or launch(attempt, [name], kind, world_size=world_size, timeout=20)
+    ranks = outcomes(kind, world_size) or launch(attempt, [name], kind, world_size=world_size, timeout=100)
     failures = [rank[name] for rank in ranks if rank[name]]
     assert not failures, "\n".join(failures)
 
@@ -126,6 +126,72 @@ def layouts(kind, settings, steps=3):
     for _ in range(steps):
         parallel(torch.ones(8, 13)).square().sum().backward()
     return seen
+
+
+class Forked(stage6_cases.Branches):
+    """Two branches with a BatchNorm between them and the last layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(5)
+
+    def forward(self, inputs, which):
+        return self.norm(super().forward(inputs, which))
+
+
+UNEVEN = {  # what takes part in the passes of rank 0 and the others inside `join`, and of all ranks after it
+    "PowerSGD": ("both", "both", None, {}),  # after it, or in several buckets, torch hangs: its hook waits in callbacks
+    "PowerSGD in views": ("both", "both", None, {"gradient_as_bucket_view": True}),
+    "a branch unused after it": ("both", "both", "a", {"find_unused_parameters": True}),
+    "a branch of the early ranks": ("a", "b", "b", {"find_unused_parameters": True}),
+    "no branch": ("neither", "neither", "both", {"find_unused_parameters": True}),
+}
+
+
+def joined(kind, name):
+    """All gradients (None where there is none) and buffers after each pass in a `join` of uneven inputs, and after it."""
+    first, others, after, settings = UNEVEN[name]
+    model, seen = stage6_cases.seeded(Forked), []
+    if "PowerSGD" in name:
+        model.never.requires_grad_(False)
+    parallel = CLASSES[kind](model, bucket_cap_mb=25 if "PowerSGD" in name else 0.0001, **settings)
+    if "PowerSGD" in name:
+        state = powerSGD_hook.PowerSGDState(None, 1, start_powerSGD_iter=2, min_compression_rate=0.5)
+        parallel.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+    def step(which, number):
+        model.zero_grad()
+        parallel(stage6_cases.data(dist.get_rank(), number), which).square().sum().backward()
+        seen.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
+        seen.append([buffer.clone() for buffer in model.buffers()])
+
+    with parallel.join():
+        for number in range(4 + dist.get_rank()):
+            step(others if dist.get_rank() else first, number)
+    for number in range(7, 10) if after else ():
+        step(after, number)
+    return seen
+
+
+def compare_joins():
+    return {name: [joined(kind, name) for kind in CLASSES] for name in UNEVEN}
+
+
+@functools.cache
+def joins(world_size):
+    return launch(compare_joins, world_size=world_size, timeout=100)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("name", UNEVEN)
+def test_after_join_everything_is_torchs_bit_for_bit(name, world_size):
+    for rank in joins(world_size):
+        theirs, ours = rank[name]
+        assert len(theirs) == len(ours) >= 8
+        for number, (one, other) in enumerate(zip(theirs, ours, strict=True)):
+            for a, b in zip(one, other, strict=True):
+                assert (a is None) == (b is None), f"look {number}: a gradient that the other has not"
+                assert a is None or torch.equal(a, b), f"look {number}: {(a - b).abs().max()} off"
 
 
 def compare_with_torch():
