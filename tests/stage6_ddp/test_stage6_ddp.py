@@ -149,7 +149,7 @@ UNEVEN = {  # what takes part in the passes of rank 0 and the others inside `joi
 
 
 def joined(kind, name):
-    """All gradients (None where there is none) and buffers after each pass in a `join` of uneven inputs, and after it."""
+    """All gradients (None where there is none) and buffers after each pass in a `join` and after it."""
     first, others, after, settings = UNEVEN[name]
     model, seen = stage6_cases.seeded(Forked), []
     if "PowerSGD" in name:
