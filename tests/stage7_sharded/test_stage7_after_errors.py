@@ -94,6 +94,12 @@ def outside_launch(tagged):
     return "no error"
 
 
+def test_a_rank_that_left_out_an_update_does_not_get_through():
+    """An optimizer cannot know that a step was left out; the ranks that made it wait for one more, and are told."""
+    with pytest.raises((RankError, LaunchTimeout), match="rank 1|connection"):
+        launch(train, "7o", "forward", (1,), world_size=2, timeout=10)
+
+
 @pytest.mark.parametrize("tagged", [True, False])
 def test_outside_launch_messages_of_two_blocks_do_not_mix(tagged):
     told = launch(outside_launch, tagged, world_size=2, timeout=60)
