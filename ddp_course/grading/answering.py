@@ -4,17 +4,15 @@
               judge, references,     forks,  one answer, its probe, its own inputs,
               seeds, all inputs      relays  the modules that its task may use
 
-The host runs no answer. It forks the ranks of a task, hands to each what the examiner sends for it, and passes back
-what each says: frames of JSON, never a pickle. A frame is eight bytes of length and one of kind, then the text.
+The host runs no answer. It forks the ranks of a task, hands to each what the examiner sends for it, is the switch of
+their network (`relay.py`), and passes back what each says and what left it, as frames of JSON.
 """
 
 import json
-import math
 import os
 import select
 import signal
 import socket
-import struct
 import sys
 import time
 from importlib import import_module
@@ -26,43 +24,14 @@ from ..errors import Failure
 from ..running.launching import rank as ranks
 from ..running.launching.run import how_it_ended
 from . import harness, sandbox
+from .frames import COUNTED, EVIDENCE, FAILURE, LATE, read_frame, send_frame
 from .plain import pack, unpack
 from .probing import load, patience_seconds, run_probe
+from .relay import Switch, join
 
-HEAD = struct.Struct("<QB")
-ORDER, EVIDENCE, FAILURE, LATE = range(4)
 MOST_EVIDENCE = 32 << 20  # bytes of JSON a rank and task
 GRACE_SECONDS = 0.4  # after the first failure: for others to tell theirs, of which the earliest counts
 PACKAGE = __package__.split(".")[0]
-
-
-def send_frame(connection: socket.socket, kind: int, content: bytes) -> None:
-    """Send one frame."""
-    connection.sendall(HEAD.pack(len(content), kind) + content)
-
-
-def read_frame(connection: socket.socket, most: int = sys.maxsize, deadline: float = math.inf) -> tuple[int, bytes]:
-    """The next frame as (kind, content); EOFError at the end, ValueError if it is longer than `most` bytes.
-
-    TimeoutError if it is not there at `deadline`, seconds of the monotonic clock.
-    """
-    length, kind = HEAD.unpack(read_exactly(connection, HEAD.size, deadline))
-    if length > most:
-        raise ValueError(f"{length >> 20} MiB came back; at most {most >> 20} are taken")
-    return kind, read_exactly(connection, length, deadline)
-
-
-def read_exactly(connection: socket.socket, count: int, deadline: float = math.inf) -> bytes:
-    """`count` bytes; EOFError if the other end closes before."""
-    content = bytearray()
-    while len(content) < count:
-        if deadline < math.inf:
-            connection.settimeout(max(0.001, deadline - time.monotonic()))
-        part = connection.recv(min(count - len(content), 1 << 20))
-        if not part:
-            raise EOFError
-        content += part
-    return bytes(content)
 
 
 def host_answers(order: dict, answer: socket.socket, peer: socket.socket) -> None:
@@ -80,44 +49,52 @@ def host_answers(order: dict, answer: socket.socket, peer: socket.socket) -> Non
 
 
 def run_task(peer: socket.socket, count: int, seconds: float, folder: str) -> None:
-    """Fork the ranks of a task, give each its order, pass back what they say, end them."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    ours, pids = [], []
+    """Fork the ranks of a task, give each its order, pass back what they say and what left them, end them."""
+    ours, wires, pids = [], [], []
     try:
         for number in range(count):  # all are forked before any order is read, so that none holds another's
-            one, theirs = socket.socketpair()
+            (one, theirs), (wire, their_wire) = socket.socketpair(), socket.socketpair()
             ours.append(one)
+            wires.append(wire)
             pids.append(os.fork())
             if pids[-1] == 0:
-                for descriptor in (peer, *ours):
+                for descriptor in (peer, *ours, *wires):
                     descriptor.close()
-                be_rank(theirs, number, count, listener, folder)
+                be_rank(theirs, their_wire, number, count, folder)
             theirs.close()
-        listener.close()
+            their_wire.close()
         for one in ours:
             kind, content = read_frame(peer)
             try:
                 send_frame(one, kind, content)
             except OSError:
                 continue  # it has ended already, which shows below
-        for kind, content in hear(ours, pids, seconds):
+        switch = Switch(wires)
+        for kind, content in hear(ours, switch, pids, seconds):
             send_frame(peer, kind, content)
+        send_frame(peer, COUNTED, json.dumps(switch.sent).encode())
     finally:
         end(pids)
-        for one in ours:
+        for one in (*ours, *wires):
             one.close()
 
 
-def hear(ours: list[socket.socket], pids: list[int], seconds: float) -> list[tuple[int, bytes]]:
-    """What each rank says, as frames; LATE for one that has not said anything in time."""
+def hear(ours: list[socket.socket], switch: Switch, pids: list[int], seconds: float) -> list[tuple[int, bytes]]:
+    """What each rank says, as frames, passing on their messages; LATE for one that has not said anything in time."""
     said: dict[int, tuple[int, bytes]] = {}
     deadline = time.monotonic() + seconds
+    wires = {wire: number for number, wire in enumerate(switch.sockets)}
     while len(said) < len(ours):
         waiting = {one: number for number, one in enumerate(ours) if number not in said}
-        ready, _, _ = select.select(list(waiting), [], [], max(0.0, deadline - time.monotonic()))
+        ready, _, _ = select.select([*wires, *waiting], [], [], max(0.0, deadline - time.monotonic()))
         if not ready:
             break
-        for one in ready:
+        for wire in [one for one in ready if one in wires]:
+            try:
+                switch.take(wires[wire], deadline)
+            except (OSError, EOFError, ValueError):
+                del wires[wire]  # it has ended, or talks nonsense: nobody hears it any more
+        for one in [one for one in ready if one in waiting]:
             number = waiting[one]
             try:
                 said[number] = read_frame(one, MOST_EVIDENCE, deadline)
@@ -155,7 +132,7 @@ def end(pids: list[int]) -> None:
         os.waitpid(pid, 0)
 
 
-def be_rank(connection: socket.socket, number: int, count: int, listener: socket.socket, folder: str) -> None:
+def be_rank(connection: socket.socket, wire: socket.socket, number: int, count: int, folder: str) -> None:
     """In a forked process: one rank of one task. Never returns."""
     ranks.die_with_parent()
     silent = os.open(os.devnull, os.O_RDWR)
@@ -163,7 +140,7 @@ def be_rank(connection: socket.socket, number: int, count: int, listener: socket
         os.dup2(silent, descriptor)
     try:
         order = unpack(json.loads(read_frame(connection)[1]))
-        evidence = pack(answer_order(order, number, count, listener, folder))
+        evidence = pack(answer_order(order, number, count, wire, folder))
         kind, content = EVIDENCE, json.dumps(evidence).encode()
     except BaseException as error:
         told: dict[str, Any] = {"rank": number, **ranks.describe(error)}
@@ -173,7 +150,7 @@ def be_rank(connection: socket.socket, number: int, count: int, listener: socket
         signal.pause()  # the others may still need this rank; the host ends all together
 
 
-def answer_order(order: dict, number: int, count: int, listener: socket.socket, folder: str) -> Any:
+def answer_order(order: dict, number: int, count: int, wire: socket.socket, folder: str) -> Any:
     """Take what is allowed, close the door behind it, run the answer under its probe; the evidence."""
     scope: dict[str, Any] = {"__name__": "probe"}
     harness.run_imports(order["probe"], *(source for name, source in order["cells"] if name == "imports"))
@@ -182,10 +159,9 @@ def answer_order(order: dict, number: int, count: int, listener: socket.socket, 
     exec(compile(order["probe"], "<task>", "exec"), scope)
     torch.manual_seed(number)
     patience_seconds.set(order["patience"])
+    ranks.choose_device({"devices": ["cpu"] * count, "ranks": list(range(count)), "threads": 1, "backend": ""}, number)
     if count > 1:
-        address = listener.getsockname()[:2]
-        place = {"devices": ["cpu"] * count, "ranks": list(range(count)), "threads": 1, "backend": "gloo"}
-        ranks.join_group({**place, "store": address, "world_size": count, "timeout": 60.0}, number, listener)
+        join(wire, number, count)
     sandbox.shut_in(folder)
     sys.meta_path.insert(0, Gate())
 

@@ -9,7 +9,8 @@ import json
 import random
 import re
 import tempfile
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -112,21 +113,56 @@ class Verdict:
     parts: tuple = ()
 
 
-def verdict(task: Task, result: dict[str, Any], inputs: dict[str, Any]) -> Verdict:
-    """The `Verdict` on one answer, from what `examine` brought back. Runs no code of the learner's."""
+def verdict(task: Task, result: dict[str, Any], inputs: dict[str, Any], sent: Sequence = ()) -> Verdict:
+    """The `Verdict` on one answer, from what `examine` brought back. Runs no code of the learner's.
+
+    `sent[a][b]`, where it was counted outside, are the bytes from rank a to rank b in all.
+    """
     try:
         if "evidence" not in result:
             raise Wrong(str(result.get("failure") or "the answer failed, and nothing says why"))
         evidence = [unpack(packed) for packed in result["evidence"]]
     except Exception as error:
         said = str(error) if isinstance(error, Wrong) else f"nothing that can be read came back: {str(error)[:300]}"
-        return Verdict(False, said, tuple(Part(name, weight, said) for name, (weight, _) in task.parts.items()))
+        return nothing(task, said)
     odd = re.search(r"odd': '([^']*)", str(result))
     what = f"an object of type {odd[1]}" if odd else "something"
     parts = task.judged(evidence[0] if task.ranks == 1 else evidence, **inputs)
     parts = tuple(replace(part, message=part.message.replace(CANNOT, CANNOT.format(what))) for part in parts)
     wrong = [part.message for part in parts if part.message]
+    # An honest answer that goes past the wire has failed: on the wire there was less than expected.
+    honest = any(part.message for part in parts if part.name.startswith("bytes"))
+    if not honest and (said := unlike(evidence, sent, task.aside)):
+        return nothing(task, said)
     return Verdict(not wrong, wrong[0] if wrong else "", parts)
+
+
+def nothing(task: Task, said: str) -> Verdict:
+    """The `Verdict` on an answer that has no property."""
+    return Verdict(False, said, tuple(Part(name, weight, said) for name, (weight, _) in task.parts.items()))
+
+
+def unlike(evidence: Sequence, sent: Sequence[Sequence[int]], aside: int = 0) -> str:
+    """Where the bytes that a rank's wire told of are not those that were counted outside of it, or ""."""
+    for rank, (found, counted) in enumerate(zip(evidence, sent, strict=False)):
+        told, by_peer = list(told_of(found)), Counter[int]()
+        for one in told:
+            by_peer.update(one.get("to", {}))
+        total = sum(one["bytes"] for one in told)
+        if told and not 0 <= sum(counted) - total <= aside:
+            rest = f"and its wire was told of {total}: all that travels goes through wire's functions"
+            return f"rank {rank} sent {sum(counted)} bytes, {rest}"
+        for peer in (peer for peer, count in by_peer.items() if count != counted[peer]):
+            return f"rank {rank} sent {counted[peer]} bytes to rank {peer}, and its wire was told of {by_peer[peer]}"
+    return ""
+
+
+def told_of(evidence: Any) -> Iterator[dict]:
+    """All that `traffic_of` made, anywhere in a rank's evidence."""
+    if isinstance(evidence, dict) and isinstance(evidence.get("traffic"), dict):
+        yield evidence["traffic"]
+    for item in evidence.values() if isinstance(evidence, dict) else evidence if isinstance(evidence, list) else ():
+        yield from told_of(item)
 
 
 def explain(error: CourseError, task: Task) -> str:

@@ -12,14 +12,14 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from importlib import import_module
 
 from ddp_course.errors import Failure, LaunchTimeout, RankError, TooSlow
-from ddp_course.grading.answering import EVIDENCE, FAILURE, ORDER, read_frame, send_frame
 from ddp_course.grading.examine import Verdict, draw, explain, verdict
+from ddp_course.grading.frames import EVIDENCE, FAILURE, ORDER, read_frame, send_frame
 from ddp_course.grading.harness import cut_out
 from ddp_course.grading.plain import pack
 from ddp_course.grading.probing import PATIENCE_SECONDS, own_share
@@ -74,11 +74,11 @@ def examine_task(host: socket.socket, task: Task, cells: list, order: dict) -> V
         of_rank = {**common, "inputs": own_share(inputs, task.private, rank)}
         send_frame(host, ORDER, json.dumps(pack(of_rank)).encode())
     said = [read_frame(host) for _ in range(task.ranks)]
-    return judged(task, said, inputs)
+    return judged(task, said, inputs, json.loads(read_frame(host)[1]))
 
 
-def judged(task: Task, said: list[tuple[int, bytes]], inputs: dict) -> Verdict:
-    """What the frames of all ranks amount to; in time, and within memory."""
+def judged(task: Task, said: list[tuple[int, bytes]], inputs: dict, sent: Sequence[Sequence[int]]) -> Verdict:
+    """What the frames of all ranks amount to; in time, and within memory. `sent[a][b]`: bytes from rank a to b."""
     failures = [Failure(**json.loads(content)) for kind, content in said if kind == FAILURE]
     if failures:
         failures.sort(key=lambda failure: (failure.consequence, failure.time))
@@ -87,7 +87,7 @@ def judged(task: Task, said: list[tuple[int, bytes]], inputs: dict) -> Verdict:
         return verdict(task, {"failure": explain(LaunchTimeout(TASK_SECONDS, []), task)}, inputs)
     try:
         with at_most(JUDGE_SECONDS):
-            return verdict(task, {"evidence": [json.loads(content) for _, content in said]}, inputs)
+            return verdict(task, {"evidence": [json.loads(content) for _, content in said]}, inputs, sent)
     except TooSlow:
         why = f"what your answer returned is too large: not looked at in {JUDGE_SECONDS:g} s"
     except (MemoryError, RecursionError, ValueError) as error:

@@ -21,8 +21,8 @@ from typing import Any
 import nbformat
 
 from ..errors import GradingError
-from .answering import ORDER, send_frame
 from .examine import Verdict
+from .frames import ORDER, send_frame
 from .hints import asked_for
 from .results import Result, TaskResult, cut, result_of
 from .sandbox import Limits

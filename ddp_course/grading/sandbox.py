@@ -37,7 +37,8 @@ CAPABILITY_VERSION_3 = 0x20080522
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # Landlock's system calls, the same on all processors
 WRITE_FILE, REMOVE_AND_MAKE, REFER, TRUNCATE = 1 << 1, 0x1FF0, 1 << 13, 1 << 14
 READ_FILE, READ_DIR = 1 << 2, 1 << 3
-SCOPE_SIGNAL = 1 << 1
+BIND_AND_CONNECT = 0b11  # TCP
+SCOPE_ABSTRACT_SOCKETS, SCOPE_SIGNAL = 1 << 0, 1 << 1
 LOOK_EVERY_SECONDS = 0.05
 PACKAGE = Path(__file__).resolve().parents[1]
 SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/etc", "/opt", "/proc", "/sys", "/dev")
@@ -233,13 +234,14 @@ def protect_files(folder: str) -> bool:
 def shut_in(folder: str) -> None:
     """From here on, this process sees Python, its libraries and an empty `folder`; nothing of the course. No rights.
 
-    Where no namespaces are to be had, Landlock denies reading what else there is; where there is neither, all is seen.
+    It has no network either: what it says to other ranks, it says to their switch. Where no namespaces are to be had,
+    Landlock denies the same; where there is neither, all is open.
     """
     if sys.platform == "linux":
-        if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNS | CLONE_NEWIPC) == 0:
+        if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWNET) == 0:
             see_only(libraries(), folder)
         else:
-            fence(folder, without(libraries(), PACKAGE))
+            fence(folder, without(libraries(), PACKAGE), alone=True)
     drop_privileges()
     os.chdir(folder)
 
@@ -318,11 +320,12 @@ def landlock_version() -> int:
     return max(0, ctypes.CDLL(None).syscall(CREATE_RULESET, None, 0, 1))
 
 
-def fence(folder: str, visible: Sequence[str] | None = None) -> bool:
+def fence(folder: str, visible: Sequence[str] | None = None, alone: bool = False) -> bool:
     """With Landlock: from now on write only below `folder` and /dev, and (version 6) signal only what is inside.
 
-    Read only what is below `visible` and `folder`, if given. False where the kernel has no Landlock: then the rights of
-    the account are all that protects files.
+    Read only what is below `visible` and `folder`, if given. If `alone`, also use no TCP (version 4), no shared memory,
+    and no abstract sockets but one's own (6). False where the kernel has no Landlock: then the account's rights are
+    all that protects files.
     """
     version = landlock_version()
     if not version:
@@ -330,10 +333,13 @@ def fence(folder: str, visible: Sequence[str] | None = None) -> bool:
     libc = ctypes.CDLL(None, use_errno=True)
     writing = WRITE_FILE | REMOVE_AND_MAKE | (REFER if version >= 2 else 0) | (TRUNCATE if version >= 3 else 0)
     reading = READ_FILE | READ_DIR if visible else 0
-    ruleset = (ctypes.c_uint64 * 3)(writing | reading, 0, SCOPE_SIGNAL if version >= 6 else 0)
+    network = BIND_AND_CONNECT if alone and version >= 4 else 0
+    scopes = SCOPE_SIGNAL | (SCOPE_ABSTRACT_SOCKETS if alone else 0)
+    ruleset = (ctypes.c_uint64 * 3)(writing | reading, network, scopes if version >= 6 else 0)
     known = 24 if version >= 6 else 16 if version >= 4 else 8
     rules = libc.syscall(CREATE_RULESET, ctypes.byref(ruleset), known, 0)
-    places = [(folder, writing | reading), ("/dev/shm", writing | reading), ("/dev", writing & (WRITE_FILE | TRUNCATE))]
+    shared = [] if alone else [("/dev/shm", writing | reading)]
+    places = [(folder, writing | reading), *shared, ("/dev", writing & (WRITE_FILE | TRUNCATE))]
     for path, rights in [*places, *((path, reading) for path in visible or ())]:
         if os.path.exists(path):
             root = os.open(path, os.O_PATH)

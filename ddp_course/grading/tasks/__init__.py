@@ -35,7 +35,8 @@ class Task:
     `judge(evidence, **inputs)` raises Wrong: `evidence` is rank 0's data, or a list in rank order.
     `forbidden` are dotted names of functions that would be the answer; `imports` what an answer may import or name
     besides what only computes (`first_sight.COMPUTES`); `private` the
-    inputs that have an item a rank, of which each rank sees its own; `hang` is said when ranks wait for ever.
+    inputs that have an item a rank, of which each rank sees its own; `hang` is said when ranks wait for ever;
+    `aside` is the most bytes that a rank of the probe sends besides what it counts.
     """
 
     number: str
@@ -48,6 +49,7 @@ class Task:
     imports: tuple = ()
     private: tuple = ()
     hang: str = "does every receive have its send, and every send its receive, on all ranks?"
+    aside: int = 0
 
     @property
     def exercise(self):
@@ -77,7 +79,7 @@ class Task:
 _tasks = {}
 
 
-def task(number, names, ranks=1, forbidden=(), imports=(), private=(), hang=Task.hang):
+def task(number, names, ranks=1, forbidden=(), imports=(), private=(), hang=Task.hang, aside=0):
     """Decorate a class with `draw`, `probe`, and `judge` or `parts`: it becomes a task."""
 
     def register(definition):
@@ -85,7 +87,7 @@ def task(number, names, ranks=1, forbidden=(), imports=(), private=(), hang=Task
         parts = has.get("parts") or {"result": (1, has["judge"])}
         names_of = (names,) if isinstance(names, str) else tuple(names)
         lists = tuple(forbidden), tuple(imports), tuple(private)
-        _tasks[number] = Task(number, names_of, ranks, has["draw"], has["probe"], parts, *lists, hang)
+        _tasks[number] = Task(number, names_of, ranks, has["draw"], has["probe"], parts, *lists, hang, aside)
         return definition
 
     return register

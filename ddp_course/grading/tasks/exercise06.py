@@ -15,8 +15,11 @@ from .diagnose import compare_ranks, same, tensors
 from .exercise01 import batches_of, loss_of, small_model, weights
 from .forbidden import COLLECTIVES, RING, SERVER
 
+SYNCHRONISE = "do all ranks synchronise in the same micro-batch?"
+DDP_ITSELF = 3500  # bytes a rank, to compare the models of two worlds and share their weights; a synchronisation is 528
 
-@task("6.1", "accumulate", ranks=4, private=("batches",), hang="do all ranks synchronise in the same micro-batch?")
+
+@task("6.1", "accumulate", ranks=4, private=("batches",), hang=SYNCHRONISE, aside=DDP_ITSELF)
 class AccumulateUnsynchronised:
     """Several micro-batches, one synchronisation."""
 
@@ -37,7 +40,8 @@ class AccumulateUnsynchronised:
                 loss_of(parallel, *batches[dist.get_rank()][0]).backward()
             with wire.counting() as traffic:
                 accumulate(parallel, optimizer, batches[dist.get_rank()])
-            evidence[size] = {"weights": weights(model), "once": once.bytes_sent, "bytes": traffic.bytes_sent}
+            sent = {"once": {"traffic": traffic_of(once)}, "traffic": traffic_of(traffic)}
+            evidence[size] = {"weights": weights(model), **sent}
         return evidence
 
     def judge(evidence, seed, batches):
@@ -45,7 +49,7 @@ class AccumulateUnsynchronised:
         for size in (2, 4):
             about, count = f"with {size} ranks", len(batches[0])
             found = [evidence[rank][size] for rank in range(size)]
-            syncs = found[0]["bytes"] / found[0]["once"]
+            syncs = found[0]["traffic"]["bytes"] / found[0]["once"]["traffic"]["bytes"]
             require(
                 syncs > 0, f"{about}: the gradients were never synchronised: the last micro-batch is outside no_sync"
             )

@@ -32,10 +32,8 @@ class TwoLevels:
             tensor, sent = of_ranks[rank].clone(), []
             with wire.observing(lambda event, sent=sent: sent.append((event.kind, event.peer, event.bytes))):
                 two_levels(tensor, groups[inside], groups[between])
-            across = [nbytes for kind, peer, nbytes in sent if kind == "send" and HOSTS[peer] != HOSTS[rank]]
-            evidence.append(
-                {"tensor": tensor, "across": sum(across), "sent": sum(n for k, _, n in sent if k == "send")}
-            )
+            to = {peer: sum(n for kind, other, n in sent if (kind, other) == ("send", peer)) for peer in range(4)}
+            evidence.append({"tensor": tensor, "traffic": {"bytes": sum(to.values()), "to": to}})
         return evidence
 
     def judge_sums(evidence, values):
@@ -56,9 +54,10 @@ class TwoLevels:
         """Only p bytes cross the cable in each direction, half of them from each rank."""
         for index, (length, of_ranks) in enumerate(values.items()):
             p, about = 4 * len(of_ranks[0]), f"a tensor of {length}"
-            require(any(evidence[r][index]["sent"] for r in range(4)), f"{about}: nothing was sent over the wire")
+            to = [evidence[rank][index]["traffic"]["to"] for rank in range(4)]
+            require(any(sum(one.values()) for one in to), f"{about}: nothing was sent over the wire")
             for host in (0, 1):
-                across = sum(evidence[rank][index]["across"] for rank in range(4) if HOSTS[rank] == host)
+                across = sum(to[a][b] for a in range(4) for b in range(4) if HOSTS[a] == host != HOSTS[b])
                 whole = "each rank sends its whole tensor to the other host; scatter-reduce inside comes first"
                 require(across != 2 * p, f"{about}: {across} bytes cross the cable from host {host}: {whole}")
                 less = "2 (H-1)/H p, with H = 2 hosts, were expected"
