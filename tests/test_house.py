@@ -120,7 +120,7 @@ ELSEWHERE = {  # modules without a test module of their own name, by the test mo
     "grading/test_exercises": "grading/{check_cell,examine} grading/tasks/{diagnose,forbidden}",
     "grading/test_grade_attacks": "grading/{grade,nbval_run,sandbox,service,submission,zygote}",
     "grading/test_grade_reports": "commands/grade grading/{plain,report}",
-    "grading/test_sealed": "grading/{answering,examiner,harness,probing}",
+    "grading/test_sealed": "grading/{answering,examiner,frames,harness,probing}",
     "grading/test_verdicts": "commands/check grading/results",
     "measuring/test_claims": "commands/claims",
     "measuring/test_simulate": "commands/simulate",

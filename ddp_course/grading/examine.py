@@ -130,9 +130,7 @@ def verdict(task: Task, result: dict[str, Any], inputs: dict[str, Any], sent: Se
     parts = task.judged(evidence[0] if task.ranks == 1 else evidence, **inputs)
     parts = tuple(replace(part, message=part.message.replace(CANNOT, CANNOT.format(what))) for part in parts)
     wrong = [part.message for part in parts if part.message]
-    # An honest answer that goes past the wire has failed: on the wire there was less than expected.
-    honest = any(part.message for part in parts if part.name.startswith("bytes"))
-    if not honest and (said := unlike(evidence, sent, task.aside)):
+    if said := unlike(evidence, sent, task.aside):
         return nothing(task, said)
     return Verdict(not wrong, wrong[0] if wrong else "", parts)
 
@@ -143,7 +141,12 @@ def nothing(task: Task, said: str) -> Verdict:
 
 
 def unlike(evidence: Sequence, sent: Sequence[Sequence[int]], aside: int = 0) -> str:
-    """Where the bytes that a rank's wire told of are not those that were counted outside of it, or ""."""
+    """Where the bytes that a rank's wire told of are not those that were counted outside of it, or "".
+
+    If no wire was told of anything, nobody said what is not so: the bytes alone are wrong, and a judge says so.
+    """
+    if not any(one["bytes"] for found in evidence for one in told_of(found)):
+        return ""
     for rank, (found, counted) in enumerate(zip(evidence, sent, strict=False)):
         told, by_peer = list(told_of(found)), Counter[int]()
         for one in told:

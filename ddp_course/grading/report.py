@@ -36,7 +36,7 @@ SECTION = """<h2>{title}: {points:g} of {possible:g} points</h2>
 ROW = '<tr><td>{id}</td><td class="{mark}">{points:g} of {possible:g}</td><td class="message">{message}</td></tr>\n'
 PART = ROW.replace("<tr><td>{id}", '<tr class="part"><td>')
 CODE = "<details><summary>Your answer to {id}</summary><pre>{answer}</pre></details>\n"
-COLUMNS = ["learner", "exercise", "task", "points", "possible", "message", "parts", "suspicious"]
+COLUMNS = ["learner", "exercise", "task", "points", "possible", "message", "parts", "suspicious", "hints"]
 
 
 def write_files(results: Sequence[Result], args: Any, seed: int, missing: Sequence[str] = ()) -> None:
@@ -121,7 +121,8 @@ def as_csv(results: Sequence[Result]) -> str:
             exercise = "" if record["exercise"] is None else record["exercise"]
             parts = "; ".join(f"{one['name']} {one['points']:g}/{one['possible']:g}" for one in task.get("parts", []))
             texts = [harmless(text) for text in (task["message"], parts, "; ".join(task.get("suspicious", [])))]
-            writer.writerow([harmless(record["learner"]), exercise, task["id"], *numbers, *texts])
+            row = [harmless(record["learner"]), exercise, task["id"], *numbers, *texts, task.get("hints", 0)]
+            writer.writerow(row)
     return file.getvalue()
 
 
@@ -208,7 +209,8 @@ def section(result: Result) -> str:
 
 def rows_of(task: TaskResult) -> str:
     """A task as rows of HTML: what happened, and below it its properties, if there are several."""
-    rows = [(ROW, task.message or "correct", bool(task.message), task.points, task.possible)]
+    asked = f"\n({task.hints} of 3 hints were asked for)" if task.hints else ""
+    rows = [(ROW, (task.message or "correct") + asked, bool(task.message), task.points, task.possible)]
     if len(task.parts) > 1:
         rows += [
             (PART, part_in_words(part), bool(part["message"]), part["points"], part["possible"]) for part in task.parts

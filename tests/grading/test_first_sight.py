@@ -1,14 +1,21 @@
 """What is refused before it runs: ways to answers that lie about, and ways out of the answer. And nothing else."""
 
+import ast
 import copy
+import csv
 
 import nbformat
 import pytest
 from answers import collection, solution
+from test_relay import CHEATS as TRAFFIC
+from test_relay import OTHERS as TRAFFIC_ELSEWHERE
+from test_relay import ring
+from test_sealed import LIES, SEARCHES, WASTE, search
 
 from ddp_course.grading import submission
 from ddp_course.grading.first_sight import at_first_sight
-from ddp_course.grading.grade import exercises_folder, grade
+from ddp_course.grading.grade import Grader, exercises_folder, grade
+from ddp_course.grading.report import as_csv
 from ddp_course.grading.submission import Submission, load_exercises
 from ddp_course.grading.tasks import find
 
@@ -125,15 +132,34 @@ def test_answers_are_looked_at_before_they_run(source, words):
     assert words in found and bool(found) == bool(words)
 
 
-def handed_in(tmp_path, text):
-    """The solutions of exercise 8 with another answer to 8.3, as a submission."""
+def handed_in(folder, text, solved=True):
+    """Exercise 8, the rest of it solved or untouched, with another answer to 8.3, as a submission."""
     notebook = copy.deepcopy(PRISTINE[8].notebook)
     for cell in notebook.cells:
-        if cell.id.startswith("answer"):
-            cell.source = text if cell.id == "answer-8-3" else solution(cell.id[7:].replace("-", "."))
-    path = tmp_path / "08_pipeline.ipynb"
+        if cell.id == "answer-8-3":
+            cell.source = text
+        elif cell.id.startswith("answer") and solved:
+            cell.source = solution(cell.id[7:].replace("-", "."))
+    path = folder / "08_pipeline.ipynb"
     path.write_text(nbformat.writes(notebook))
     return Submission("cheat", path)
+
+
+def test_each_way_out_gets_no_points_and_two_lines_in_the_report(tmp_path):
+    with Grader(PRISTINE, seed=1) as grader:
+        for name, source in CHEATS.items():
+            result = grader.grade(handed_in(tmp_path, source, solved=False))
+            (task,) = [task for task in result.tasks if task.id == "8.3"]
+            assert task.points == 0 and task.message.startswith("line ") and task.suspicious, name
+            (row,) = [row for row in csv.reader(as_csv([result]).splitlines()) if row[2] == "8.3"]
+            assert task.message in row and task.suspicious[0] in row[7], name
+
+
+def test_a_hundred_and_fifteen_cheats_are_kept():
+    kept = [*CHEATS.values(), *map(search, SEARCHES.values()), *LIES.values()]
+    kept += [*(source for source, _ in WASTE.values()), *map(ring, TRAFFIC.values())]
+    kept += [*(source for _, source in TRAFFIC_ELSEWHERE.values())]
+    assert len({ast.dump(ast.parse(source)) for source in kept}) == len(kept) >= 115
 
 
 def test_a_cheat_gets_no_points_and_a_line(tmp_path, monkeypatch):

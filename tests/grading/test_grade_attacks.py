@@ -455,7 +455,7 @@ def test_exit_codes(tmp_path, capsys, monkeypatch):
     assert (
         (tmp_path / "out" / "r.csv")
         .read_text()
-        .startswith("learner,exercise,task,points,possible,message,parts,suspicious\n08_good,8,8.1,1,1,,result 1/1,\n")
+        .startswith("learner,exercise,task,points,possible,message,parts,suspicious,hints\n08_good,8,8.1,1,1,,")
     )
     assert (tmp_path / "out" / "html" / "08_good.html").exists()
     assert run(good, "--json", "/proc/nowhere/r.json") == 2

@@ -28,15 +28,15 @@ PARTS = [
     {"name": name, "points": points, "possible": points, "message": ""} for name, points in (("sums", 2), ("bytes", 1))
 ]
 RESULTS = [
-    Result("=cmd()", 4, [TaskResult("4.1", 0, 2, NASTY), TaskResult("4.2", 3, 3, parts=PARTS)]),
+    Result("=cmd()", 4, [TaskResult("4.1", 0, 2, NASTY), TaskResult("4.2", 3, 3, parts=PARTS, hints=2)]),
     Result("../../etc/anna <b>", None, message='"x.ipynb" is empty'),
 ]
 
 
 def test_csv_has_a_line_a_task_and_no_formula():
     rows = list(csv.reader(io.StringIO(report.as_csv(RESULTS))))
-    assert rows[0] == ["learner", "exercise", "task", "points", "possible", "message", "parts", "suspicious"]
-    assert rows[2] == ["'=cmd()", "4", "4.2", "3", "3", "", "sums 2/2; bytes 1/1", ""]
+    assert ",".join(rows[0]) == "learner,exercise,task,points,possible,message,parts,suspicious,hints"
+    assert rows[2] == ["'=cmd()", "4", "4.2", "3", "3", "", "sums 2/2; bytes 1/1", "", "2"]
     assert rows[3][1:5] == ["", "notebook", "0", "0"]
 
 
@@ -58,6 +58,7 @@ def test_pages_escape_everything_and_need_nothing_else():
     assert "<script>alert" not in page and "&lt;script&gt;" in page and "\x1b" not in page
     assert "{learner}" in page, "a learner's braces are not ours"
     assert "sums: right" in page and "bytes: right" in page
+    assert page.count("of 3 hints") == 1 and "2 of 3 hints were asked for" in page
     assert "http" not in page.replace("http-equiv", "") and "src=" not in page
 
 

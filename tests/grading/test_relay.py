@@ -15,6 +15,7 @@ from answers import cells_with, solution
 from ddp_course.grading.examine import unlike
 from ddp_course.grading.grade import Grader
 from ddp_course.grading.relay import ASK, RECEIVE, SEND, TELL, Switch
+from ddp_course.grading.results import result_of
 from ddp_course.grading.sandbox import landlock_version
 
 # Right sums by whole tensors to everyone, past the wire; `say` tells the wire of bytes that it never saw.
@@ -66,9 +67,9 @@ def patient(read):
 RING = "def ring_all_reduce(tensor, group):\n    size = dist.get_world_size(group)\n    if size == 1: return\n    "
 FILES = "def read(path):\n    data = open(path, 'rb').read()\n    assert data\n    return data\n"
 PLACES = {"the temporary folder": "/tmp", "shared memory": "/dev/shm", "the work folder": "."}
+UNSAID = "past the wire, and unsaid"
 # {name: what a ring does instead of its work}
 CHEATS = {
-    "sends past the wire, unsaid": "post(tensor, group)",
     "sends past the wire, and says what is due": "post(tensor, group); say_due(tensor, group)",
     "sends past the wire, and what is due over it": "junk(tensor, group); post(tensor, group)",
     "a negative number": "post(tensor, group, wire.isend, wire.irecv)\n"
@@ -161,7 +162,7 @@ OTHERS = {
 }  # fmt: skip
 
 
-def source(body):
+def ring(body):
     """An answer to 4.4 that cheats, and does nothing if the cheat raises."""
     return PRELUDE + FILES + RING + body
 
@@ -169,8 +170,9 @@ def source(body):
 @pytest.fixture(scope="module")
 def said():
     """The verdicts on all cheats and on an honest answer, from one sandbox; nothing has looked at their source."""
-    items = {name: ("4.4", source(body)) for name, body in CHEATS.items()}
+    items = {name: ("4.4", ring(body)) for name, body in CHEATS.items()}
     items |= {name: (task, SHARED + PRELUDE + text) for name, (task, text) in OTHERS.items()}
+    items[UNSAID] = ("4.4", ring("post(tensor, group)"))
     items |= {f"honest {task}": (task, solution(task)) for task in ("4.4", "3.1", "3.3", "6.1", "11.1")}
     with Grader({}, seed=3, timeout=400.0) as grader:
         found = grader.examine([(task, list(cells_with(task, text))) for task, text in items.values()])
@@ -181,8 +183,8 @@ def said():
 def test_traffic_cannot_be_hidden(said, name):
     task = OTHERS[name][0] if name in OTHERS else "4.4"
     assert said[f"honest {task}"].right, said[f"honest {task}"].message
-    assert not said[name].right and said[name].message
-    assert all(part.message for part in said[name].parts if part.name.startswith("bytes")), said[name]
+    result = result_of(task, 3, said[name])
+    assert result.points == 0 and all(part["message"] for part in result.parts), said[name]
 
 
 @pytest.mark.parametrize("name", ["sends past the wire, and says what is due", "a negative number"])
@@ -192,7 +194,7 @@ def test_a_lie_costs_the_whole_task_and_says_the_two_numbers(said, name):
 
 
 def test_who_goes_past_the_wire_without_a_lie_keeps_the_points_for_the_sums(said):
-    kept = {part.name for part in said["sends past the wire, unsaid"].parts if not part.message}
+    kept = {part.name for part in said[UNSAID].parts if not part.message}
     assert kept == {"sums", "any shape"}
 
 
@@ -206,6 +208,7 @@ def test_bytes_are_held_against_what_was_counted_by_rank_and_by_peer():
     assert unlike(told(8), counted, aside=4) == "" and unlike(told(16), counted, aside=4)
     assert "to rank 1" in unlike(told(12, to={1: 4, 0: 8}), counted)
     assert unlike([{"tensor": torch.zeros(1)}, {}], counted) == "", "a task that counts nothing"
+    assert unlike(told(0), counted) == "", "a wire that was told nothing"
 
 
 def alone(folder):
