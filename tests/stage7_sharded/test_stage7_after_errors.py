@@ -96,7 +96,7 @@ def outside_launch(tagged):
 
 def test_a_rank_that_left_out_an_update_does_not_get_through():
     """An optimizer cannot know that a step was left out; the ranks that made it wait for one more, and are told."""
-    with pytest.raises((RankError, LaunchTimeout), match="rank 1|connection"):
+    with pytest.raises((RankError, LaunchTimeout), match=r"rank 1|connection"):
         launch(train, "7o", "forward", (1,), world_size=2, timeout=10)
 
 
