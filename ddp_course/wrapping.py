@@ -10,7 +10,6 @@
 State dicts are always those of one device, so a run may go on with another stage or another number of ranks.
 """
 
-import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -157,11 +156,11 @@ def all_reduce_on_our_wire(thread: CommunicationThread, bucket: dist.GradBucket)
 
 def observed_all_reduce(state: dict[str, Any], bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """torch's default averaging of one bucket, as a hook that also tells when it began and ended."""
-    start = time.perf_counter()
+    start = wire.clock()
     flat = bucket.buffer().mul_(1 / dist.get_world_size())
 
     def done(future):
-        wire.ended("all_reduce", start)
+        wire.ended("all_reduce", start, flat)
         return future.value()[0]
 
     return dist.all_reduce(flat, async_op=True).get_future().then(done)

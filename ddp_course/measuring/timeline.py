@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ..running import wire
 from ..running.devices import device_number
-from .event_clock import EventClock
+from ..running.event_clock import EventClock
 
 BLOCKING = ("communication", "wait")  # in the lane of the device: nobody computes meanwhile
 ON_TOP = (*BLOCKING, "update", "backward", "forward")  # what counts where spans of one device overlap

@@ -100,12 +100,13 @@ def observed() -> bool:
     return bool(_observers)
 
 
-def ended(name: str, start: float) -> None:
-    """Tell the observers that a collective which a backend began at `start`, in a thread of its own, has ended now.
+def ended(name: str, start: Any, tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """Tell the observers that a backend's collective on `tensor`, begun at `start` (by `clock`), has ended now.
 
-    Whoever waits may be the first to notice, but it did not happen in that thread.
+    Whoever waits may be the first to notice, but it did not happen in that thread. gloo works in a thread of its own,
+    on the processor, even where the tensor is on a GPU: what that GPU has been given meanwhile does not matter.
     """
-    tell("span", name, start, thread="communication")
+    tell("span", name, start, thread="communication", end=None if on_nccl(tensor, group) else host_seconds())
 
 
 def collective(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -262,11 +263,12 @@ def _host_copy(kind, tensor, group):
 
 
 def tell(
-    kind: str, name: str, start: float, nbytes: int = 0, peer: int | None = None, thread: str | None = None
-) -> None:
-    """Tell the observers of something that began at `start` (by `clock`) and ends now, in this `thread`."""
+    kind: str, name: str, start: Any, nbytes: int = 0, peer: int | None = None, thread: str | None = None,
+    end: Any = None,
+) -> None:  # fmt: skip
+    """Tell the observers of something that began at `start` (by `clock`) and ends at `end` or now, in this `thread`."""
     if _observers:
         where = thread or threading.current_thread().name
-        event = Event(kind, name, start, clock(), nbytes, peer, where)
+        event = Event(kind, name, start, clock() if end is None else end, nbytes, peer, where)
         for callback in list(_observers):
             callback(event)

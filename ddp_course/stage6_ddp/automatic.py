@@ -3,13 +3,13 @@
 Small buckets leave early, but each costs a latency; large ones leave late, and the last one is exposed. Which wins
 depends on the link and on the model, and both are measured: the link with a few all-reduces, alpha + beta * bytes,
 and the model with the moments at which the first pass had its gradients ready. Then every cap is tried on paper.
+On a GPU it is the GPU's time that counts: when work was queued says nothing about either.
 """
-
-from time import perf_counter
 
 import torch
 import torch.distributed as dist
 
+from ..running.event_clock import clock_of
 from .buckets import MIB, assign_buckets
 from .communication import GradBucket
 
@@ -30,11 +30,12 @@ def calibrate(start, device, group=None, repetitions=3):
 def timed(start, buffer, group=None):
     """Seconds until an all-reduce of `buffer`, begun by all ranks together, is done."""
     dist.barrier(group=group)
-    began = perf_counter()
+    clock = clock_of(buffer.device)
+    began = clock.now(buffer.device)
     start(GradBucket(0, buffer, [], [], True))()
-    if buffer.is_cuda:
-        torch.cuda.synchronize(buffer.device)
-    return perf_counter() - began
+    ended = clock.now(buffer.device)
+    clock.finish()
+    return clock.seconds(ended) - clock.seconds(began)
 
 
 def best_limits(parameters, sparse, order, moments, alpha, beta):

@@ -56,10 +56,10 @@ def by_backend(group=None):
     """gloo's or NCCL's own all_reduce, in the backend's own thread or stream."""
 
     def start(bucket):
-        began = wire.clock()
-        work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+        began, flat = wire.clock(), bucket.buffer()
+        work = dist.all_reduce(flat, group=group, async_op=True)
         if wire.observed():
-            work.get_future().then(lambda _: wire.ended("all_reduce", began))
+            work.get_future().then(lambda _: wire.ended("all_reduce", began, flat, group))
 
         def wait():
             work.wait()

@@ -110,7 +110,7 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
             self.use_comm_hook()
         self.first_sizes = self.reducer.sizes
         if automatically:
-            self.reducer.link = automatic.calibrate(start, self.device, group)
+            self.reducer.measure(*automatic.calibrate(start, self.device, group))
 
     # Forward
 

@@ -11,12 +11,12 @@ could add different buckets up. For the same reason it is rank 0's order that al
 
 import weakref
 from functools import partial
-from time import perf_counter
 
 import torch
 import torch.distributed as dist
 
 from ..running import wire
+from ..running.event_clock import clock_of
 from . import in_backward
 from .automatic import best_limits
 from .buckets import Bucket, SparseBucket, assign_buckets
@@ -59,9 +59,13 @@ class Reducer:
         self.use_seen = [0] * len(self.parameters)  # by how many ranks, in the last pass that asked
         self.counts = None  # static_graph: how often each gradient was computed in the first iteration
         self.post_backward = []
-        self.link, self.moments = None, []  # bucket_cap_mb="auto": alpha and beta, and when each gradient was ready
+        self.link, self.clock, self.moments = None, None, []  # for bucket_cap_mb="auto", see `measure`
         self.make_buckets(assign_buckets(self.parameters, limits[0], self.sparse)[::-1])
         self.listen()
+
+    def measure(self, alpha, beta):
+        """Lay the buckets out by what a message costs here, and by when each gradient is ready in the first pass."""
+        self.link, self.clock = (alpha, beta), clock_of(self.parameters[0].device)
 
     def listen(self):
         """Hook every parameter's gradient accumulator; the hooks do not keep this reducer alive."""
@@ -120,7 +124,9 @@ class Reducer:
         if self.rebuilt or len(self.order) != len(self.parameters) or self.keeps_layout:
             return
         if self.link:
-            self.limits = best_limits(self.parameters, self.sparse, self.order, self.moments, *self.link)
+            self.clock.finish()
+            moments = [self.clock.seconds(mark) for mark in self.moments]
+            self.limits = best_limits(self.parameters, self.sparse, self.order, moments, *self.link)
         plan = torch.tensor([*self.order, *self.limits], device=self.parameters[0].device)
         dist.broadcast(plan, group_src=0, group=self.group)
         order, limits = plan.tolist()[: len(self.order)], plan.tolist()[len(self.order) :]
@@ -178,7 +184,8 @@ class Reducer:
         self.ready.add(index)
         if not self.rebuilt:
             self.order.append(index)
-            self.moments.append(perf_counter())
+            if self.link:
+                self.moments.append(self.clock.now(self.parameters[index].device))
         bucket, slot = self.home[index]
         bucket.take(slot, 1 if self.hooked else self.divisor)
         bucket.missing -= 1

@@ -116,7 +116,7 @@ def test_spans_of_threads_belong_to_their_devices():
 
 def test_what_a_backend_did_in_a_thread_of_its_own_is_not_in_the_lane_of_whoever_noticed():
     with timeline.recording() as spans:
-        wire.ended("all_reduce", time.perf_counter())
+        wire.ended("all_reduce", time.perf_counter(), torch.ones(1))
     assert [span.lane for span in spans] == ["network"]
 
 

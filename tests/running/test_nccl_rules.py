@@ -113,6 +113,10 @@ def as_before(defect):
                 change(wire, "on_nccl", lambda tensor, group=None: False)
             if defect == "messages outside of batches":
                 collectives.pipelined_ring_all_reduce(mine, group=group)
+            if defect == "some ranks make no batched call":  # messages alone, exchanges in batches, no sum before them
+                change(wire, "warm_up", lambda tensor, group=None: None)
+                change(wire.Transfer, "_post", unbatched)
+                collectives.halving_doubling_all_reduce(mine, group=group)
             if defect == "two threads on one group":
                 change(communication, "twin", lambda group: group)
                 sum_beside_the_communication_thread(mine, group)
@@ -127,6 +131,11 @@ def as_before(defect):
         except Exception as error:
             return str(error)
     return "nothing"
+
+
+def unbatched(transfer, group):
+    """A message of its own, whatever carries it."""
+    return (dist.isend if transfer.kind == "send" else dist.irecv)(transfer.staged, transfer.peer, group)
 
 
 def sum_beside_the_communication_thread(mine, group):
@@ -146,6 +155,7 @@ def sum_beside_the_communication_thread(mine, group):
 DEFECTS = {
     "a group of NCCL alone": "No backend type associated with device type cpu",
     "messages outside of batches": "this would hang",
+    "some ranks make no batched call": "not all of ranks [0, 1, 2] came to communicator",
     "two threads on one group": "two threads use one NCCL communicator",
     "a pipeline's messages outside of batches": "this would hang",
     "a device-wide wait": "this would hang",
@@ -165,6 +175,12 @@ def test_beside_a_twin_of_the_group_the_model_may_add_up():
 def test_what_the_stages_did_before_is_caught(defect):
     told = launch(as_before, defect, world_size=3, device="cpu", timeout=60)
     assert any(DEFECTS[defect] in text for text in told), told
+
+
+@pytest.mark.parametrize("world_size, caught", [(4, False), (5, True), (6, True), (7, True)])
+def test_halving_and_doubling_as_it_was_is_caught_where_partners_are_left_over(world_size, caught):
+    told = launch(as_before, "some ranks make no batched call", world_size=world_size, device="cpu", timeout=60)
+    assert any("not all of ranks" in text for text in told) == caught, told
 
 
 def broken(rule):

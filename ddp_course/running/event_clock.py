@@ -1,4 +1,4 @@
-"""When work ran on a GPU, not when it was queued: a CUDA event at every edge, read once all of them are over.
+"""When work ran on a device. On a GPU, not when it was queued: a CUDA event at every edge, read once all are over.
 
 Recording an event takes microseconds and waits for nothing, so the step keeps its pace and its overlap.
 """
@@ -13,12 +13,32 @@ import torch
 Mark = tuple[torch.device, torch.cuda.Event]
 
 
+def clock_of(device: torch.device) -> EventClock | HostClock:
+    """The clock for what `device` does."""
+    return EventClock(device) if device.type == "cuda" else HostClock()
+
+
+class HostClock:
+    """The same for the CPU, where work is done when the call returns."""
+
+    def now(self, device: torch.device | None = None) -> float:
+        """This moment."""
+        return perf_counter()
+
+    def finish(self) -> None:
+        """Nothing to wait for."""
+
+    def seconds(self, mark: float) -> float:
+        """The moment of a mark in seconds of `time.perf_counter`."""
+        return mark
+
+
 class EventClock:
     """Marks moments on the current stream of the thread that asks, and tells later when they were."""
 
-    def __init__(self):
+    def __init__(self, device: torch.device | None = None):
         self.beginnings: dict[torch.device, tuple[torch.cuda.Event, float]] = {}
-        self.now()
+        self.now(device)
 
     def now(self, device: torch.device | None = None) -> Mark:
         """Mark the end of all that the current stream of `device` (default: the thread's own) has been given."""
@@ -35,6 +55,8 @@ class EventClock:
 
     def seconds(self, mark: Any) -> float:
         """The moment of a `Mark` in seconds of `time.perf_counter`; after `finish`."""
+        if isinstance(mark, float):  # of work that no stream does, such as gloo's: these are such seconds already
+            return mark
         device, event = mark
         beginning, seconds = self.beginnings[device]
         return seconds + beginning.elapsed_time(event) / 1000

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from ddp_course import launch
-from ddp_course.measuring import event_clock, recording, timeline
-from ddp_course.running import wire
+from ddp_course import launch, wrapping
+from ddp_course.measuring import recording, timeline
+from ddp_course.running import event_clock, wire
 from ddp_course.running.devices import rank_device
-from ddp_course.stage6_ddp import DistributedDataParallel
+from ddp_course.stage6_ddp import DistributedDataParallel, automatic, reducer
 
 UNIT = 0.001  # seconds, and the milliseconds of CUDA events
 
@@ -121,6 +121,65 @@ def test_a_device_that_comes_later_is_waited_for_once(gpu):
     clock.finish()
     assert gpu.waited == 4
     assert clock.seconds(second) == clock.seconds(third) >= clock.seconds(first)
+
+
+def test_what_gloo_does_ends_on_the_processor_and_what_nccl_does_on_the_gpu(gpu, monkeypatch):
+    with timeline.recording() as spans:
+        for nccl in (False, True):
+            monkeypatch.setattr(wire, "on_nccl", lambda tensor, group=None, nccl=nccl: nccl)
+            began = wire.clock()
+            gpu.work(5)
+            wire.ended("all_reduce", began, torch.ones(1))
+    by_gloo, by_nccl = (span.seconds / UNIT for span in spans)
+    assert by_nccl == pytest.approx(5) and by_gloo < 4
+
+
+def test_the_sums_of_torchs_own_class_are_recorded(gpu, monkeypatch):
+    def all_reduce(flat, async_op):
+        gpu.work(2)
+        future = torch.futures.Future()
+        future.set_result([flat])
+        return SimpleNamespace(get_future=lambda: future)
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(wire, "on_nccl", lambda tensor, group=None: True)
+    with timeline.recording() as spans:
+        wrapping.observed_all_reduce(None, SimpleNamespace(buffer=lambda: torch.ones(3)))
+    assert [span.seconds / UNIT for span in spans] == [pytest.approx(2)]
+
+
+def test_the_automatic_bucket_size_measures_the_link_on_the_gpu(gpu, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "barrier", lambda group: None)
+    buffer = SimpleNamespace(device=torch.device("cuda", 0))
+    seconds = automatic.timed(lambda bucket: lambda: gpu.work(7), buffer)
+    assert seconds == pytest.approx(7 * UNIT)  # to queue it took microseconds
+
+
+def test_the_automatic_bucket_size_measures_the_model_on_the_gpu(gpu, monkeypatch):
+    """Each gradient takes the GPU 4 ms, and the processor none."""
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 1)
+    monkeypatch.setattr(torch.distributed, "broadcast", lambda plan, group_src, group: None)
+    monkeypatch.setattr(reducer, "clock_of", lambda device: event_clock.EventClock())
+    seen = []
+    monkeypatch.setattr(reducer, "best_limits", lambda *args: (seen.extend(args[3]), [1])[1])
+    model = torch.nn.Sequential(*(Working(gpu) for _ in range(3)))
+    listener = reducer.Reducer(dict(model.named_parameters()), None, ([1e9], [1e9]), lambda b: b.buffer)
+    listener.measure(0.0, 0.0)
+    listener.expect()
+    model(torch.ones(3)).sum().backward()
+    before = gpu.waited
+    listener.rebuild()
+    assert [later - sooner for sooner, later in pairwise(seen)] == pytest.approx([4 * UNIT] * 2)
+    assert gpu.waited > before, "read before they are over"
+
+
+def test_the_clock_of_a_device(gpu):
+    assert isinstance(event_clock.clock_of(torch.device("cuda", 0)), event_clock.EventClock)
+    host = event_clock.clock_of(torch.device("cpu"))
+    sooner, later = host.now(), host.now()
+    host.finish()
+    assert host.seconds(sooner) <= host.seconds(later) and gpu.waited == 1
 
 
 def kernels_and_spans():
