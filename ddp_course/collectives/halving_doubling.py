@@ -1,4 +1,4 @@
-"""Recursive halving and doubling: few steps and least traffic, between partners that are far apart."""
+"""Recursive halving and doubling: few steps and least traffic, the largest parts between neighbours."""
 
 import torch
 import torch.distributed as dist
@@ -12,37 +12,40 @@ from .flat import copied_back
 def halving_doubling_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """Recursive halving, then recursive doubling: exchange half, a quarter, an eighth …, and the same way back.
 
-    Where K is not a power of two, the ranks beyond the largest one hand their tensor to a partner and wait.
+    Partners are neighbours first, then at distance 2, 4 …. Where K is not a power of two, the first ranks are folded
+    together in twos until it is: the odd one of each two hands its tensor over and waits.
     """
     flat = tensor.contiguous().view(-1)
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     power = 2 ** (world_size.bit_length() - 1)
-    partner = (
-        wire.global_rank((rank + power) % (2 * power), group) if (rank + power) % (2 * power) < world_size else None
-    )
-    if partner is not None and rank >= power:
-        wire.send(flat, partner, group)
-        wire.recv(flat, partner, group)
+    folded = 2 * (world_size - power)
+    other = wire.global_rank(rank ^ 1, group) if rank < folded else None
+    if other is not None and rank % 2:
+        wire.send(flat, other, group)
+        wire.recv(flat, other, group)
         return copied_back(flat, tensor)
-    if partner is not None:
+    if other is not None:
         incoming = torch.empty_like(flat)
-        wire.recv(incoming, partner, group)
+        wire.recv(incoming, other, group)
         flat += incoming
-    halve_and_double(flat, rank, power // 2, group)
-    if partner is not None:
-        wire.send(flat, partner, group)
+    ranks = [*range(0, folded, 2), *range(folded, world_size)]
+    halve_and_double(flat, ranks, ranks.index(rank), 1, group)
+    if other is not None:
+        wire.send(flat, other, group)
     return copied_back(flat, tensor)
 
 
-def halve_and_double(part: torch.Tensor, rank: int, distance: int, group: dist.ProcessGroup | None = None) -> None:
-    """Exchange halves of `part` with the rank at `distance`, sum the kept half by recursion, fetch the other half."""
-    if distance == 0:
+def halve_and_double(
+    part: torch.Tensor, ranks: list[int], place: int, distance: int, group: dist.ProcessGroup | None = None
+) -> None:
+    """Exchange halves of `part` with the rank `distance` places on, sum the kept half by recursion, fetch the other."""
+    if distance == len(ranks):
         return
     lower, upper = part.tensor_split(2)
-    kept, given = (lower, upper) if rank & distance == 0 else (upper, lower)
-    peer = wire.global_rank(rank ^ distance, group)
+    kept, given = (lower, upper) if place & distance == 0 else (upper, lower)
+    peer = wire.global_rank(ranks[place ^ distance], group)
     incoming = torch.empty_like(kept)
     wire.exchange(given, peer, incoming, peer, group)
     kept += incoming
-    halve_and_double(kept, rank, distance // 2, group)
+    halve_and_double(kept, ranks, place, 2 * distance, group)
     wire.exchange(kept, peer, given, peer, group)

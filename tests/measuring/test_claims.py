@@ -12,7 +12,7 @@ from ddp_course import collectives, launch, stage4_ring
 from ddp_course.cli import main
 from ddp_course.measuring import claims, theory
 from ddp_course.measuring.claims import Claim, Finding, Outcome, averaging, communication, running, verdict_on
-from ddp_course.measuring.simulate import Network
+from ddp_course.measuring.simulate import Network, play
 from ddp_course.measuring.simulate.replay import replay
 
 CLAIMS = claims.all_claims()
@@ -73,6 +73,14 @@ def test_replayed_messages_take_the_seconds_of_the_formula(algorithm, world_size
     costs = theory.Costs(1e-3, 1e-8)
     seconds = replay(own[algorithm], 12 * 2**16, world_size, Network(costs))
     assert seconds == pytest.approx(theory.seconds(algorithm, 12 * 2**16, world_size, costs), rel=1e-6)
+
+
+@pytest.mark.parametrize("world_size", [4, 6])
+def test_halving_and_doubling_has_the_partners_that_the_simulator_gives_it(world_size):
+    """On hosts of 2 it counts who the partners are: with the farthest first, the largest halves would share a cable."""
+    network = Network(theory.Costs(1e-3, 1e-8), theory.Costs(1e-4, 1e-9), per_host=2)
+    seconds = replay(collectives.halving_doubling_all_reduce, 12 * 2**16, world_size, network)
+    assert seconds == pytest.approx(play("halving_doubling", 12 * 2**16, world_size, network), rel=1e-6)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
