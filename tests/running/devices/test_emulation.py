@@ -325,3 +325,10 @@ def test_a_device_that_turns_out_too_fast_is_told(monkeypatch, capfd):
     assert "too fast for this machine" in capfd.readouterr().err
     launch(train_on_rank, "3", world_size=2, device=Device("2MFLOP/s"))
     assert capfd.readouterr().err == ""
+
+
+def test_a_rank_that_computes_nothing_is_no_reason_to_complain():
+    with Device("2MFLOP/s").emulate() as idle:
+        torch.ones(1000) + 1  # no product, no time on a device without a memory
+    idle.behind_s = 1.0  # it waited for others, and woke up late
+    assert idle.busy_s == 0 and idle.too_fast(4) == 0
