@@ -156,7 +156,7 @@ def draw_losses(axes: Axes, stages: list[dict[str, Any]]) -> None:
         label = stage_label(stage["stage"], stage["name"])
         colour = STAGES[stage["stage"]].colour
         axes.plot(range(1, len(stage["loss"]) + 1), stage["loss"], color=colour, linewidth=width, label=label)
-    axes.set(xlabel="step", ylabel="loss (nats)", title="Loss: the curves lie on one another")
+    axes.set(xlabel="step", ylabel="loss (nats)", title="Loss (measured): the curves lie on one another")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylim(0, 1.08 * max(max(stage["loss"]) for stage in stages))
     axes.legend(handlelength=1.4)
@@ -180,7 +180,8 @@ def draw_step_times(axes: Axes, stages: list[dict[str, Any]]) -> None:
     axes.invert_yaxis()
     axes.set_xlim(0, longest * 1.75)
     axes.grid(axis="y", visible=False)
-    axes.set(xlabel="time of a step (ms, median, slowest rank)", title="Step time: compute, and waiting for others")
+    title = "Step time (measured): compute, and waiting for others"
+    axes.set(xlabel="time of a step (ms, median, slowest rank)", title=title)
     handles: list[Any] = [Patch(color="#777777"), Patch(facecolor="white", edgecolor="#777777", hatch="////")]
     labels = ["compute", "communication not hidden"]
     if any(stage.get("ideal_ms") for stage in stages):
@@ -204,7 +205,7 @@ def step_text(stage: dict[str, Any], waiting: Any) -> str:
 def draw_traffic(axes: Axes, results: dict[str, Any]) -> None:
     """Bytes sent by the busiest rank: bars are counted, a line across each is the formula."""
     counted = [stage for stage in results["stages"] if None not in (stage["bytes_sent_max"], stage["bytes_formula"])]
-    axes.set_title("Bytes sent by the busiest rank in a step")
+    axes.set_title("Bytes sent by the busiest rank in a step (counted)")
     if not counted:
         axes.text(0.5, 0.5, "none of these stages sends through our own wire", ha="center", transform=axes.transAxes)
         return
@@ -241,7 +242,7 @@ def draw_stage_timelines(axes: Axes, stages: list[dict[str, Any]]) -> None:
     axes.set_ylim(row - 0.4, -0.8)
     axes.set_xlim(left=0)
     axes.grid(axis="y", visible=False)
-    axes.set(xlabel="time in the step (ms)", title="One step of every stage, a lane a rank")
+    axes.set(xlabel="time in the step (ms)", title="One step of every stage, a lane a rank (measured)")
     handles = [Patch(color=colour) for colour in SPAN_COLOURS.values()]
     axes.legend(handles, list(SPAN_COLOURS), loc="upper center", bbox_to_anchor=(0.4, -0.13), ncols=5, handlelength=1.2)
 
@@ -303,8 +304,10 @@ def curves(
     `series` are measurements (points, joined when `points` is False), `theory` is drawn as lines without points.
     `log` names the axes that are logarithmic: "x", "y" or both. With `nested` each line is drawn wider than the next,
     so that equal ones are all seen. `bands` are {label: (xs, lows, highs)}, the spread around a line of `series`;
-    `ticks` the places on the x axis that get a number. `kind` says what `series` are.
+    `ticks` the places on the x axis that get a number. `kind` says what `series` are; lines are derived, if it says
+    nothing about them.
     """
+    kind = with_lines(kind, theory)
     picture, axes = panels(width=width, height=height, message=message or title, alt=f"{title}. {message}", kind=kind)
     with style():
         picture.label(axes)
@@ -326,6 +329,12 @@ def curves(
         if len(axes.get_legend_handles_labels()[1]) > 1:
             axes.legend()
     return picture
+
+
+def with_lines(kind: str, theory: Any) -> str:
+    """The kind of a figure with lines of theory: "measured; lines derived"."""
+    told = any(word in kind for word in ("derived", "simulated", "published"))
+    return f"{kind}; lines derived" if theory and kind and not told else kind
 
 
 def scale(axes: Axes, log: Sequence[str], ticks: Any) -> None:
@@ -356,7 +365,11 @@ def bars(
     theory: dict[str, Any] | None = None, width: float = 7.2, height: float = 3.4, form: str = "{:.3g}",
     kind: str = "measured",
 ) -> Picture:  # fmt: skip
-    """A bar a label: `heights` is {label: number}, `theory` {label: number} is drawn as dashes across the bars."""
+    """A bar a label: `heights` is {label: number}, `theory` {label: number} is drawn as dashes across the bars.
+
+    `kind` says what `heights` are; the dashes are derived, if it says nothing about them.
+    """
+    kind = with_lines(kind, theory)
     picture, axes = panels(width=width, height=height, message=message or title, alt=f"{title}. {message}", kind=kind)
     with style():
         picture.label(axes)

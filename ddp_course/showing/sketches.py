@@ -235,6 +235,7 @@ def schedule(rows: Sequence[Any], title: str) -> Picture:
     size: Any = {"width": 9.4, "height": 1.1 + 0.42 * len(rows)}
     picture, axes = panels(**size, message=message, alt=f"A timetable. {message}", kind="derived")
     with style():
+        picture.label(axes)
         for rank, row in enumerate(rows):
             for (action, microbatch), start, finish in row:
                 colour = SPAN_COLOURS[action]

@@ -100,6 +100,14 @@ def overlapping(picture):
     return found
 
 
+def test_lines_of_theory_are_told_from_what_was_measured():
+    series, theory = {"a": ([1, 2], [1.0, 2.0])}, {"b": ([1, 2], [1.0, 2.0])}
+    assert plots.curves(series, "x", "y", "t", theory=theory).kind == "measured; lines derived"
+    assert plots.curves(series, "x", "y", "t").kind == "measured"
+    assert plots.curves(series, "x", "y", "t", theory=theory, kind="measured; simulated").kind == "measured; simulated"
+    assert plots.bars({"a": 1.0}, "y", "t", theory={"a": 1.1}, kind="counted").kind == "counted; lines derived"
+
+
 def test_the_overlap_check_sees_an_overlap():
     picture, axes = plots.panels(width=2, height=2)
     axes.set_xticks([0, 0.1, 0.2], ["a long label", "another long label", "and a third"])
