@@ -17,6 +17,7 @@ one of them. Is the result still the same? And what does it cost?
 
 # %% imports
 import os
+import time
 
 from ddp_course import (
     DataParallel, claims, compare, launch, problems, show, stage1_single, stage2_dataparallel, timeline, timing, torch,
@@ -211,32 +212,35 @@ finding
 r"""
 Between two steps of Python code the lock changes hands, every 5 ms. So two threads of Python code take turns, but never
 run at the same moment. How many cores do two threads keep busy? That is their **processor time over wall time**: 1 if
-they take turns, up to 2 if they run side by side (on a machine with two free cores).
+they take turns, up to 2 if they run side by side (on a machine with two free cores). Each pair works for 0.3 s.
 """
 
 
 # %% cores
-def python_work():
-    return sum(number * number for number in range(2_000_000))
+def python_work(until):
+    while time.perf_counter() < until:
+        sum(number * number for number in range(1000))
 
 
-def torch_work():
-    matrix = torch.ones(1000, 1000)
-    for _ in range(6):
-        matrix = matrix @ matrix / 1000
+def torch_work(until):
+    matrix = torch.ones(500, 500)
+    while time.perf_counter() < until:
+        matrix = matrix @ matrix / 500
 
 
 def cores(*works):
     torch.set_num_threads(1)
     busy = os.times()
     with timing.stopwatch() as wall:
-        stage2_dataparallel.in_threads(lambda work: work(), works)
+        stage2_dataparallel.in_threads(lambda work: work(time.perf_counter() + 0.3), works)
     return (sum(os.times()[:2]) - sum(busy[:2])) / wall.seconds
 
 
 pairs = {"both Python": (python_work, python_work), "Python and torch": (python_work, torch_work),
          "both torch": (torch_work, torch_work)}  # fmt: skip
-kept = {name: max(launch(cores, *works, world_size=1)[0] for _ in range(3)) for name, works in pairs.items()}
+kept = {
+    name: max(launch(cores, *works, world_size=1)[0] for _ in range(3)) for name, works in show.progress(pairs.items())
+}
 show.bars(kept, "processor time / wall time", f"Two threads of torch keep {kept['both torch']:.1f} cores busy")
 
 # %% [markdown]

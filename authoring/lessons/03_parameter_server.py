@@ -255,7 +255,8 @@ def taken_apart():
     return waiting.seconds, whole.seconds - adding.seconds, adding.seconds
 
 
-pieces = [max(piece) for piece in zip(*launch(taken_apart, world_size=K, link=link))]
+tries = [[max(piece) for piece in zip(*launch(taken_apart, world_size=K, link=link))] for _ in show.progress(range(3))]
+pieces = min(tries, key=sum)  # the one that was disturbed least
 names = ["waiting for the slowest", "moving data", "adding up"]
 show.bars(dict(zip(names, [1000 * piece for piece in pieces])), "time of the slowest rank (ms)",
           "Waiting and moving take the time, adding up hardly any", form="{:.1f}")  # fmt: skip
@@ -278,8 +279,8 @@ r"""
 ## Claim: "a parameter server takes 2(K-1) p/b"
 
 For *this* server it does. But the first rank's average could be on its way back while the last rank's gradient still
-comes in, because a cable has two directions. The experiment cuts the gradient into pieces and lets the server do
-both at once.
+comes in, because a cable has two directions. So let a server cut the gradient into
+pieces and do both at once. The simulator plays the messages of both servers.
 """
 
 # %% claim-4

@@ -185,7 +185,8 @@ r"""
 
 A **buffer** is state without a gradient, such as BatchNorm's running mean. Averaging gradients does not touch it,
 so it would drift apart; DDP copies rank 0's to all before each forward pass. What it does *not* do is to compute the
-mean over all ranks. Ours and torch's `SyncBatchNorm` do, with one more collective a layer.
+mean over all ranks. Ours and torch's `SyncBatchNorm` do, with one more collective a layer in
+each pass.
 """
 
 

@@ -146,7 +146,7 @@ def idle(microbatches, width=256, layers=4):
 device = Device("150MFLOP/s")
 counts = [1, 2, 4, 8, 12, 16]
 work_s = 6 * 4 * 256**2 * 48 / device.rate  # of each rank: two flops a weight and sample forward, four backward
-measured = {m: 1 - work_s / max(launch(idle, m, world_size=K, device=device)) for m in counts}
+measured = {m: 1 - work_s / max(launch(idle, m, world_size=K, device=device)) for m in show.progress(counts)}
 
 # %% bubble-figure
 theory = [stage8_pipeline.bubble(K, m) for m in counts]

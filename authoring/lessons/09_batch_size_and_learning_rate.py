@@ -117,13 +117,13 @@ def sweep(problem, samples, batch, lr):
         return [[final_loss(problem, samples, k * batch, lr * rule(k), "warm" in name, seed) for seed in range(3)]
                 for k in factors]  # fmt: skip
 
-    return dict(zip(rules, launch(one_rule, world_size=len(rules))))
+    steps = 3 * sum(samples // (k * batch) for k in factors)
+    return dict(zip(rules, launch(one_rule, world_size=len(rules), progress=steps)))
 
 
 def drawn(found, batch, title):
-    bands = {
-        name: (factors, [min(three) for three in row], [max(three) for three in row]) for name, row in found.items()
-    }
+    bands = {name: (factors, [min(three) for three in row], [max(three) for three in row])
+             for name, row in found.items()}  # fmt: skip
     series = {name: (factors, [sum(three) / 3 for three in row]) for name, row in found.items()}
     return show.curves(series, f"batch, in units of {batch} samples", "held-out loss (nats)", title, log="x",
                        points=False, bands=bands, ticks=factors)  # fmt: skip
@@ -179,8 +179,8 @@ show.bars(critical, "critical batch size (samples)", title, form="{:.0f}")
 # %% [markdown]
 r"""
 Below it, doubling the batch halves the number of steps. Above it, steps are saved no longer, and samples are wasted. The
-same runs as curves, with the linear rule: against **updates** the large batches look better, against **samples**, which is
-what the devices have to compute, they do not.
+same runs as curves, with the linear rule: against **updates** a large batch looks better, against **samples**, which is what
+the devices have to compute, it does not: below the critical batch size it is as good as a small one, above it is behind.
 """
 
 
@@ -197,11 +197,11 @@ def curve(k, samples=5760, every=1440):
 
 lines = {k: curve(k) for k in (1, 4, 16)}
 show.curves({f"batch {8 * k}": ([1440 * (e + 1) // (8 * k) for e in range(4)], row) for k, row in lines.items()},
-            "updates", "held-out loss (nats)", "Against updates a large batch looks better", log="x", points=False)  # fmt: skip
+            "updates", "held-out loss (nats)", "Against updates the largest batch is ahead", log="x", points=False)  # fmt: skip
 
 # %% against-samples
 show.curves({f"batch {8 * k}": ([1440 * (e + 1) for e in range(4)], row) for k, row in lines.items()},
-            "samples", "held-out loss (nats)", "Against samples it does not", points=False)  # fmt: skip
+            "samples", "held-out loss (nats)", "Against samples the largest batch is behind, beyond the critical size", points=False)  # fmt: skip
 
 # %% [markdown]
 r"""
@@ -227,7 +227,7 @@ def updates(devices, seed, goal=0.9, samples=8192):
 
 
 # %% updates-needed
-needed = {devices: [updates(devices, seed) for seed in range(3)] for devices in factors}
+needed = {devices: [updates(devices, seed) for seed in range(3)] for devices in show.progress(factors)}
 needed
 
 # %% [markdown]
@@ -252,7 +252,7 @@ def seconds_of_steps():
 
 # %% step-times-measured
 device, link = Device("200MFLOP/s"), Link("100Mbit")
-step_s = {k: max(launch(seconds_of_steps, world_size=k, device=device, link=link)) for k in (1, 2, 4, 8)}
+step_s = {k: max(launch(seconds_of_steps, world_size=k, device=device, link=link)) for k in show.progress([1, 2, 4, 8])}
 step_s |= dict.fromkeys((16, 32), step_s[8])
 
 # %% time-to-loss
@@ -263,7 +263,7 @@ best = min(shown, key=lambda k: reached[k][1])
 # %% time-to-loss-figure
 show.curves({"median of three seeds": (shown, [reached[k][1] for k in shown])}, "devices", "time to a loss of 0.9 (s)",
             f"More devices help up to {best}", theory={"K times as fast": (shown, [reached[1][1] / k for k in shown])},
-            log="xy", ticks=factors, kind="updates counted, step times measured up to 8")  # fmt: skip
+            log="xy", ticks=factors, kind="updates counted, times measured; line derived")  # fmt: skip
 
 # %% check-time-to-loss
 # NBVAL_CHECK_OUTPUT

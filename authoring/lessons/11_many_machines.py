@@ -18,8 +18,11 @@ do I use?
 """
 
 # %% imports
+from itertools import pairwise
+
 from ddp_course import (
-    Link, claims, collectives, facts, launch, one_host, plans, published, ring_all_reduce, show, simulate, theory, timing, torch,
+    Device, Link, claims, collectives, dist, facts, launch, one_host, plans, problems, published, ring_all_reduce, show,
+    simulate, stage1_single, stage5_bucketed, theory, timeline, timing, torch,
 )  # fmt: skip
 
 K = 4  # how many ranks, on two hosts; 2 works as well
@@ -64,7 +67,7 @@ assert all(launch(same_sum, world_size=K))
 print("two levels, the same sum")
 
 
-# %% measure
+# %% two-levels-figure
 def two_levels(tensor):
     collectives.hierarchical_all_reduce(tensor, ranks_per_host=K // 2)
 
@@ -76,18 +79,13 @@ seconds = {
 }
 slow = theory.Costs.of_link(200e6)
 formula = {"flat ring": theory.seconds("ring", p, K, slow), "two levels": theory.seconds("ring", p, 2, slow)}
-
-# %% two-levels-figure
+found = "2(K-1)/K p = 1.5 p for 4 ranks in a flat ring; 2(H-1)/H p = p for 2 hosts"
+guess.reveal(found, guess.answers[0], kind="derived")
 show.bars(
     {name: 1000 * s for name, s in seconds.items()}, "time to add up 1 MiB (ms)",
     f"Two levels take {seconds['two levels'] / seconds['flat ring']:.2f} of the flat ring's time",
     theory={name: 1000 * s for name, s in formula.items()}, form="{:.0f}",
 )  # fmt: skip
-
-# %% reveal
-guess.reveal(
-    "2(K-1)/K p = 1.5 p for 4 ranks in a flat ring; 2(H-1)/H p = p for 2 hosts", guess.answers[0], kind="derived"
-)
 
 # %% check-two-levels
 # NBVAL_CHECK_OUTPUT
@@ -189,26 +187,77 @@ show.curves({"emulated, slow motion": (counts, played, "#009E73"), "A100, publis
 # %% [markdown]
 r"""
 Emulation and simulator agree where this machine keeps up (16 ranks share its few cores), and the real thing is slower: no
-protocol carries all that a datasheet promises. That is why the next section does not begin with datasheets, but fits its
-numbers to measured step times.
+protocol carries all that a datasheet promises. That is why the section after the next figure does not begin with
+datasheets, but fits its numbers to measured step times.
+
+That was the link alone. Now devices as well: A100s by their datasheet, joined by NVLink, both 100 times slower and for a
+model 1,000 times larger than the one that trains here (65 thousand weights stand for 65 million). Each has 256 samples,
+however many there are. Beside them the simulator, which knows the same two datasheets, and what PyTorch published for
+ResNet-50 on V100s: another machine and model, so it says how such curves look, not where this one should lie.
+"""
+
+
+# %% emulated-devices
+gpu, nvlink = (kind.like(name, slowed=100, scale=1000) for kind, name in ((Device, "A100"), (Link, "NVLink A100")))
+
+
+def training(ranks=1, rank=0):
+    problem = problems.make("synthetic", parameters=4 * 128**2, width=128)
+    return problem.model(), list(problem.batches(256 * ranks, 4, rank=rank, world_size=ranks)), 0.01
+
+
+def shortest_step():
+    with timeline.recording() as spans:
+        stage5_bucketed.train(*training(dist.get_world_size(), dist.get_rank()), bucket_cap_mb=0.1)
+    begins = [span.start for span in spans if span.name == "forward"]
+    return min(after - before for before, after in pairwise(begins))
+
+
+counts = [1, 2, 4, 8, 16]
+played = [max(launch(shortest_step, world_size=k, device=gpu, link=nvlink)) for k in show.progress(counts)]
+
+# %% emulated-devices-figure
+model, batches, rate = training()
+with gpu.emulate(record=True, sleep=False) as emulation:
+    stage1_single.train(model, batches[:1], rate)
+sizes = [4.0 * parameter.numel() for parameter in model.parameters()]
+unit = emulation.busy_s / sum(sizes)  # computing goes with the parameters: a third forward, the rest backward
+layers = tuple(simulate.Layer("", unit * size / 3, unit * size * 2 / 3, size) for size in sizes)
+network = simulate.Network(theory.Costs.of_link(nvlink.bandwidth, nvlink.latency))
+steps = [simulate.simulate(simulate.Profile(layers), k, network, bucket_cap_mb=0.1) for k in counts]
+row = facts.rows("ddp_step_seconds_v100")[0]
+show.curves({"A100, emulated": (counts, [100 * played[0] / seconds for seconds in played], "#009E73"),
+             "V100, ResNet-50, published": (counts, [100 * row["gpus_1"] / row[f"gpus_{k}"] for k in counts], colours["V100"])},
+            "GPUs", "efficiency (%)", f"8 emulated A100s are {8 * played[0] / played[3]:.1f} times as fast as one",
+            theory={"A100, simulated": (counts, [100 * step.efficiency for step in steps], "#009E73")}, log="x", ticks=counts,
+            kind="measured; published; simulated")  # fmt: skip
+
+# %% [markdown]
+r"""
+One step on the emulated machine is one on the real one, 100 times longer. What the small model lacks in size, `scale` gives
+back: bytes and flops, but not the latencies, which are what they are. Devices whose points fall below the line are more
+than this machine's cores can play in time.
 
 ## Thousands of devices
 
 The simulator plays a step message by message. Its numbers come from a **calibration**: what a V100's link carries, and
 how much a running all-reduce slows computing down, are fitted to published step times on 1 and 2 GPUs. ResNet-50, 8 V100
-to a host, 4 x 100 Gbit/s between hosts:
+to a host, 4 x 100 Gbit/s between hosts. The flat ring is one stream between two hosts, which is no faster than one GPU's
+link; in two levels eight GPUs send at the same time and share the four cables:
 """
 
 # %% simulate
 tested = published.v100_steps()
 found = tested["parameters"]
 wire = theory.Costs(found["latency_s"], 1 / found["bandwidth_bytes_s"])
-network = simulate.Network(theory.Costs(2 * wire.alpha, max(published.HOST_LINK, wire.beta)), wire, per_host=8)
 profile = simulate.resnets.profile("resnet50", 0.097)
 devices = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096]
-steps = {name: [simulate.simulate(profile, k, network, name, interference=found["interference"]) for k in devices]
-         for name in ("ring", "hierarchical_ring")}  # fmt: skip
-show.scaling_figure(steps, title="ResNet-50, 8 V100 a host, calibrated on 1 and 2 GPUs")
+steps = {}
+for name, streams in (("ring", 1), ("hierarchical_ring", 8)):  # that cross between two hosts at once
+    between = theory.Costs(2 * wire.alpha, max(published.HOST_LINK, wire.beta / streams))
+    hosts = simulate.Network(between, wire, per_host=8)
+    steps[name] = [simulate.simulate(profile, k, hosts, name, interference=found["interference"]) for k in devices]
+show.scaling_figure(steps, title="ResNet-50: two levels hold where the flat ring falls")
 
 # %% check-scaling
 # NBVAL_CHECK_OUTPUT
@@ -219,8 +268,9 @@ print("at 4,096 devices the flat ring has collapsed, the two levels have not")
 # %% [markdown]
 r"""
 The **knee** is where efficiency falls below 90 %. Up to there, communication hides behind the backward pass; then the
-latencies of the ring, twice K-1 of them for each bucket, stick out. Find it for other cables, with one device to a host:
-a faster cable moves it to the right, larger buckets too, until one bucket holds everything and nothing can hide.
+latencies of the ring, twice K-1 of them for each bucket, stick out. In two levels there are few, and the curve goes on. (Up to 32
+devices the two are nearly alike: as many bytes, and latencies to spare.) Find the knee for other cables, with one device
+to a host: a faster cable moves it to the right, larger buckets too, until one bucket holds everything and nothing can hide.
 """
 
 # %% explorer
@@ -240,7 +290,8 @@ for row, colour in zip(facts.rows("ddp_step_seconds_v100"), ["#0072B2", "#D55E00
     steps_s = {one["K"]: one["predicted_s"] for one in tested["compared"] if one["model"] == model}
     measured[model] = (gpus, [100 * alone / row[f"gpus_{k}"] for k in gpus], colour)
     lines[f"{model}, simulated"] = (list(steps_s), [100 * alone / s for s in steps_s.values()], colour)
-picture = show.curves(measured, "GPUs", "efficiency (%)", "Calibrated on 1 and 2 GPUs, held against 4, 8 and 16",
+errors = [tested[predictor]["mean"] for predictor in ("error", "constant_error")]
+picture = show.curves(measured, "GPUs", "efficiency (%)", "Mean error: simulator {:.1%}, constant {:.1%}".format(*errors),
                       theory=lines, log="x", ticks=gpus, kind="published; simulated")  # fmt: skip
 for _, percent, colour in measured.values():
     picture.axes[0].plot([2, 16], [percent[1]] * 2, ":", color=colour, linewidth=1.2)
@@ -256,7 +307,6 @@ Others have measured larger runs:
 """
 
 # %% larger
-print("mean error: simulator {:.1%}, constant {:.1%}".format(tested["error"]["mean"], tested["constant_error"]["mean"]))
 for row in facts.rows("published_scaling"):
     print("{training}: {efficiency_percent:g} % on {devices:g} devices, compared with {compared_with:g}".format(**row))
 
@@ -271,7 +321,7 @@ finding
 # %% [markdown]
 r"""
 Which all-reduce is the fastest depends on the message and on K. The map, for links of 100 Gbit/s with 10 µs, if every
-rank has a cable of its own and nothing is pipelined: on shared cables halving-doubling loses ground (lesson 04). The
+rank has a cable of its own and nothing is pipelined: on shared cables halving-doubling can lose ground (lesson 04). The
 stripes come from the K that are no powers of two, where it must first fold the surplus ranks in, with whole messages.
 """
 
