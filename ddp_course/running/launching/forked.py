@@ -146,9 +146,13 @@ class Server:
             self.process = self.begin(theirs)
 
     def begin(self, theirs: socket.socket) -> subprocess.Popen:
-        """Start the process, with its end of the socket; returns it, as `subprocess.Popen` does."""
+        """Start the process, with its end of the socket; returns it, as `subprocess.Popen` does.
+
+        A caller that has made an optimizer has loaded dynamo; its ranks will need it too.
+        """
+        needed = [name for name in ("torch._dynamo",) if name in sys.modules]
         return subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("server.py"))],
+            [sys.executable, str(Path(__file__).with_name("server.py")), *needed],
             stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=self.complaints, start_new_session=True,
             env={**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR", "OPENBLAS_NUM_THREADS": "1"},
         )  # fmt: skip

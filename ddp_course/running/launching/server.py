@@ -29,10 +29,10 @@ import struct
 import time
 
 AT_ONCE = ["torch.distributed", "torch.multiprocessing", "numpy", "cloudpickle"]
-WHEN_IDLE = [  # what ranks would each import for a second or more: dynamo (with the first optimizer) and scikit-learn
+LATER = [  # what every rank would import for more than a second with its first optimizer: dynamo
     *("mpmath", "sympy", "torch.fx.experimental.symbolic_shapes", "torch.distributed.fsdp", "torch._dynamo"),
-    *("torch.utils.data", "scipy.sparse", "scipy.linalg", "scipy.optimize", "scipy.stats", "sklearn.datasets"),
-]  # in small steps, because a launch that comes meanwhile has to wait
+    "torch.utils.data",
+]  # when idle, in small steps, because a launch that comes meanwhile has to wait; and all before the second launch
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -44,7 +44,7 @@ def prctl(option: int, value: int) -> None:
 
 def serve(control: socket.socket) -> None:
     """Fork an agent for each request, reap what has ended, until the caller is gone."""
-    launches, ended, later = {}, set(), list(WHEN_IDLE)  # launches: the agent's process id -> (number, launch socket)
+    launches, ended, later = {}, set(), list(LATER)  # launches: the agent's process id -> (number, launch socket)
     wakeup = wake_on_child()
     watched: list = [control, wakeup]
     prctl(PR_SET_CHILD_SUBREAPER, 1)  # what an agent leaves behind becomes ours
@@ -54,16 +54,25 @@ def serve(control: socket.socket) -> None:
         ready, _, _ = select.select(watched, [], [], 0.02 if ended or (later and idle) else 1.0)
         if wakeup in ready:
             os.read(wakeup, 4096)
-        if control in ready and not answer(control, launches):
-            break
+        if control in ready:
+            load(later if idle else [])  # once, and not in each rank of this launch
+            if not answer(control, launches):
+                break
         first_launch_over |= reap(launches, ended)
         if later and idle and not ready:  # never while a launch runs: its end would have to wait
-            importlib.import_module(later.pop(0))
-            remove_empty_cache()
+            load(later[:1])
+            del later[0]
     ended.update(launches)  # with the caller gone they are all to end
     while launches:
         reap(launches, ended)
         time.sleep(0.002)
+
+
+def load(names: list) -> None:
+    """Import modules; those that are here already cost nothing."""
+    for name in names:
+        importlib.import_module(name)
+    remove_empty_cache()
 
 
 def remove_empty_cache() -> None:
@@ -169,6 +178,5 @@ def kill_strays(launches: dict) -> bool:
 
 
 if __name__ == "__main__":
-    for name in AT_ONCE:
-        importlib.import_module(name)
+    load(AT_ONCE + sys.argv[1:])
     serve(socket.socket(fileno=os.dup(0)))

@@ -22,7 +22,7 @@ import threading
 
 MARK = "DDP_COURSE_SPARE"  # as in `spares`: whatever this process starts bears it
 AT_ONCE = ["torch.distributed", "torch.multiprocessing", "numpy", "cloudpickle", "psutil"]
-WHEN_IDLE = ["torch._dynamo", "torch.utils.data", "scipy.stats", "sklearn.datasets"]  # what ranks would each import
+WHEN_IDLE = ["torch._dynamo", "torch.utils.data"]  # what ranks would import with their first optimizer
 
 
 def main() -> None:
