@@ -19,9 +19,9 @@ import psutil
 import torch
 
 from ...errors import CourseError
-from .launch import describe_launch, start_method
 from .limits import check_world_size
 from .run import Run
+from .setting import describe_launch, open_payload, start_method
 
 LEASE_SECONDS = 2.5  # how long a part lives on without being asked for news
 NEWS_SECONDS = 0.4  # how long an engine waits for something to tell
@@ -169,8 +169,6 @@ class Part:
 
     def payload_file(self) -> IO[bytes]:
         """The packed call as an open file that ranks can map."""
-        from .launch import open_payload
-
         file = open_payload()
         file.write(self.payload.getvalue())
         file.flush()

@@ -12,8 +12,6 @@ import math
 import operator
 import os
 import pickle
-import sys
-import tempfile
 from collections.abc import Callable
 from functools import partial
 from typing import IO, Any
@@ -21,9 +19,9 @@ from typing import IO, Any
 import cloudpickle
 
 from ...errors import CourseError, LinkError
-from ..devices import Device, for_ranks, placement, usable_cores
 from .limits import check_world_size
 from .run import show_line
+from .setting import describe_launch, open_payload, start_method
 
 LONGEST_TIMEOUT = 1e7  # seconds
 EXPECTED = (CourseError, LinkError, ValueError, TypeError, KeyboardInterrupt)
@@ -78,14 +76,6 @@ def run_ranks(
         return run_forked(setting, payload, show)
 
 
-def start_method() -> str:
-    """How ranks come to life: "fork" from the preloaded server where that is safe, else "spawn", from warm spares."""
-    asked = os.environ.get("DDP_COURSE_START")
-    if asked not in (None, "", "fork", "spawn"):
-        raise ValueError(f'DDP_COURSE_START is "{asked}"; choose fork or spawn')
-    return asked or ("fork" if hasattr(os, "fork") and sys.platform != "darwin" else "spawn")
-
-
 def check_request(world_size: Any, device: Any, timeout: Any, link: Any) -> int:
     """The world size as an int; ValueError that says what was expected for any argument of the wrong kind."""
     try:
@@ -103,32 +93,6 @@ def check_request(world_size: Any, device: Any, timeout: Any, link: Any) -> int:
     if link is not None and not hasattr(link, "prepare"):
         raise ValueError(f"link is {link!r}; it must be a Link, such as Link(bandwidth={str(link)!r}), or None")
     return number
-
-
-def describe_launch(world_size: int, device: Any, timeout: float, link: Any, progress: bool | int) -> dict:
-    """Decide what follows from the request, and put down all that agent and ranks must know, as plain data."""
-    emulated = for_ranks(device, world_size) if isinstance(device, (Device, list, tuple)) else None
-    placed = placement("cpu" if emulated else device, world_size)
-    if link is not None:
-        link.check(world_size, placed.backend)
-        link.rehearse(world_size)
-    return {
-        "world_size": world_size,
-        "ranks": list(range(world_size)),  # those that this machine runs
-        "store": None,  # address and port of the ranks' store, where rank 0 does not open it itself
-        "backend": placed.backend,
-        "devices": placed.devices,
-        "timeout": timeout,
-        "threads": max(1, usable_cores() // world_size),
-        "link": cloudpickle.dumps(link),
-        "emulated": cloudpickle.dumps(emulated),
-        "progress": progress,
-        "modules": [name for name in sys.modules if name.startswith(("ddp_course.stage", "ddp_course.collectives"))],
-        "path": list(sys.path),
-        "argv": list(sys.argv),
-        "folder": os.getcwd(),
-        "environ": dict(os.environ),
-    }
 
 
 def pack_call(fn: Callable, args: tuple, kwargs: dict) -> IO[bytes]:
@@ -149,8 +113,3 @@ def pack_call(fn: Callable, args: tuple, kwargs: dict) -> IO[bytes]:
     payload.write(packed_call)
     payload.flush()
     return payload
-
-
-def open_payload() -> IO[bytes]:
-    """A new file with no name, in memory where the system can do that."""
-    return tempfile.TemporaryFile() if not hasattr(os, "memfd_create") else open(os.memfd_create("call"), "w+b")

@@ -12,20 +12,21 @@ import torch.distributed as dist
 from ...errors import LinkError
 from .. import wire
 from ..launching.launch import launch
-from .link import Link
 from .modes import ThrottledWire
 
-UNLIMITED = 30e9  # bits a second, more than any processor carries between virtual hosts
 HEADROOM = 0.6  # of what the processor carries: the rest is for the model, and for keeping time
 TRIES = 3
 
 
-def rehearse(link: Any, host_count: int) -> None:
-    """Build so many hosts and measure them; take the wire where that fails, or refuse, as `Link.rehearse` says."""
+def rehearse(link: Any, unlimited: type, host_count: int) -> None:
+    """Build so many hosts and measure them; take the wire where that fails, or refuse, as `Link.rehearse` says.
+
+    `unlimited(mode)` is a link as fast as the processor.
+    """
     if host_count == 1:
         return
     try:
-        capacity(link.mode, host_count)
+        capacity(unlimited, link.mode, host_count)
     except LinkError as error:
         if not link.automatic:
             raise
@@ -33,7 +34,7 @@ def rehearse(link: Any, host_count: int) -> None:
         link.kind = ThrottledWire
     tries = []
     while len(tries) < TRIES:
-        tries.append(capacity(link.mode, host_count, len(tries)))
+        tries.append(capacity(unlimited, link.mode, host_count, len(tries)))
         if link.bandwidth <= tries[-1]:
             return
     raise LinkError(
@@ -43,22 +44,12 @@ def rehearse(link: Any, host_count: int) -> None:
 
 
 @cache
-def capacity(mode: Any, host_count: int, attempt: int = 0) -> float:
+def capacity(unlimited: type, mode: Any, host_count: int, attempt: int = 0) -> float:
     """The highest bandwidth (bits a second) at which this processor keeps all hosts' links busy at once.
 
     Every `attempt` is measured once: a processor that is busy with something else may do better next time.
     """
-    return HEADROOM * 8 * min(launch(full_speed, world_size=host_count, device="cpu", link=Unlimited(mode)))
-
-
-class Unlimited(Link):
-    """A link that is as fast as the processor, to find out how fast that is."""
-
-    def __init__(self, mode):
-        super().__init__(f"{UNLIMITED}bit", mode=mode)
-
-    def rehearse(self, world_size: int) -> None:
-        """This is the rehearsal."""
+    return HEADROOM * 8 * min(launch(full_speed, world_size=host_count, device="cpu", link=unlimited(mode)))
 
 
 def full_speed(message_bytes: Any = 1 << 20, seconds: float = 0.2) -> float:

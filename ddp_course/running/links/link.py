@@ -6,11 +6,12 @@ from typing import Any
 
 from ...errors import LinkError
 from .. import units
-from . import modes, virtual_hosts
+from . import capacity, modes, virtual_hosts
 from .presets import LINKS
 
 SLOWEST = 1e6  # bits a second: below that, the ranks would need minutes to find each other
 LONGEST_LATENCY = 10.0
+UNLIMITED = 30e9  # bits a second, more than any processor carries between virtual hosts
 
 
 class Link:
@@ -90,9 +91,7 @@ class Link:
         Raises LinkError if not, with the bandwidth that it can; in mode "auto" takes the wire where hosts fail, and
         says so. The caller of a launch does this; once in a process for each number of hosts.
         """
-        from .capacity import rehearse  # here: it launches, with a link of its own
-
-        rehearse(self, self.host_count(world_size))
+        capacity.rehearse(self, Unlimited, self.host_count(world_size))
 
     def prepare(self, world_size: int, folder: str | Path | None = None) -> None:
         """In the launch's agent, before the ranks are forked: build the hosts, or the switch of the wire.
@@ -119,6 +118,16 @@ class Link:
             "hosts": self.hosts,
             "carries_torch": self.carries_torch,
         }
+
+
+class Unlimited(Link):
+    """A link that is as fast as the processor, to find out how fast that is."""
+
+    def __init__(self, mode):
+        super().__init__(f"{UNLIMITED}bit", mode=mode)
+
+    def rehearse(self, world_size: int) -> None:
+        """This is the rehearsal."""
 
 
 def parse_bandwidth(text: Any) -> float:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from ...errors import LinkError
 from .. import wire
+from ..launching.setting import start_method
 from . import virtual_hosts
 
 SPAWNED = "ranks are not forked here, and a process that runs already cannot enter them"
@@ -43,8 +44,6 @@ class VirtualHosts:
     @staticmethod
     def obstacle(latency: float) -> str | None:
         """What stands in the way of virtual hosts with this latency."""
-        from ..launching.launch import start_method  # here: launching knows links
-
         if start_method() == "spawn":
             return SPAWNED
         tried = try_hosts()

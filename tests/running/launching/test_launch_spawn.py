@@ -17,7 +17,7 @@ from ddp_course import Link, launch, ring_all_reduce
 from ddp_course.commands import doctor
 from ddp_course.errors import LaunchError, LinkError, RankError
 from ddp_course.running.launching import launch as launching
-from ddp_course.running.launching import spares
+from ddp_course.running.launching import setting, spares
 
 
 @pytest.fixture(autouse=True)
@@ -176,7 +176,7 @@ def test_which_systems_fork(monkeypatch, platform, forks, chosen):
     monkeypatch.setattr(sys, "platform", platform)
     if not forks:
         monkeypatch.delattr(os, "fork")
-    assert launching.start_method() == chosen
+    assert setting.start_method() == chosen
 
 
 def test_an_unknown_way_to_start_is_refused(monkeypatch):
