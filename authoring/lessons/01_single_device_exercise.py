@@ -4,25 +4,19 @@
 # The loop that everything else is built around. Run the check below each answer as often as you like: it draws new
 # numbers every time, and says what is wrong.
 #
-# Stuck? `from ddp_course.grading import hint`, then `hint("1.1")` gives the first of three hints for a task, and
+# Stuck? `hint("1.1")` gives the first of three hints for a task, and
 # `hint("1.1", 2)` the next. Reports count them.
 # %% imports
 import torch
 from torch.nn.functional import cross_entropy
 
-from ddp_course.grading import check
+from ddp_course.grading import check, hint
 
 
 # %% [markdown]
 # ## 1.1 A training step
 #
 # Forward, backward, update. Gradients add up until someone clears them.
-#
-# <details><summary>Hint</summary>
-#
-# Five lines: `optimizer.zero_grad()`, the loss, `loss.backward()`, `optimizer.step()`, and `return loss.item()`.
-#
-# </details>
 # %% answer-1-1
 def train_step(model, optimizer, inputs, targets):
     """Make one update on a batch; return its mean cross-entropy before the update, as a plain number."""
@@ -44,13 +38,6 @@ check("1.1", train_step)
 #
 # A batch that does not fit into memory can be worked on in pieces. All micro-batches here have the same size. The
 # update must be the very one that the whole batch would give.
-#
-# <details><summary>Hint</summary>
-#
-# `backward()` *adds* to the gradients. Each micro-batch's loss is a mean over its own samples, so the sum of M of
-# them is M times too large.
-#
-# </details>
 # %% answer-1-2
 def accumulate(model, optimizer, micro_batches):
     """Make one update on a list of (inputs, targets) of equal size; return the mean loss of all samples."""

@@ -3,12 +3,12 @@
 #
 # The pieces of `DataParallel`: cut the batch, add up the gradients, and see what it costs the master.
 #
-# Stuck? `from ddp_course.grading import hint`, then `hint("2.1")` gives the first of three hints for a task, and
+# Stuck? `hint("2.1")` gives the first of three hints for a task, and
 # `hint("2.1", 2)` the next. Reports count them.
 # %% imports
 import torch
 
-from ddp_course.grading import check
+from ddp_course.grading import check, hint
 
 
 # %% [markdown]
@@ -16,13 +16,6 @@ from ddp_course.grading import check
 #
 # Sizes differ by one at most, the longer shards come first, and a device without samples gets no shard. The devices
 # here are all called "cpu"; your code must not care.
-#
-# <details><summary>Hint</summary>
-#
-# `divmod(len(tensor), len(devices))` gives the size of a small shard and how many shards are one longer.
-# `tensor.tensor_split(n)` does the same for you.
-#
-# </details>
 # %% answer-2-1
 def scatter(tensor, devices):
     """Cut `tensor` along dimension 0; return a list with one shard a device, each on its device."""
@@ -41,13 +34,6 @@ check("2.1", scatter)
 #
 # `replicas[0]` is `module` itself, the master's copy. Its gradients get those of all other replicas added. A replica
 # may have no gradient for a parameter (`None`), and so may the master. Leave the replicas' own gradients as they are.
-#
-# <details><summary>Hint</summary>
-#
-# Go through `zip(module.parameters(), replica.parameters())`. Where the master has no gradient yet, it must not take
-# over the replica's tensor: the next addition would change it for both.
-#
-# </details>
 # %% answer-2-2
 def reduce(module, replicas):
     """Add the gradients of all replicas to those of `module`, in place; the replicas keep theirs."""
@@ -71,12 +57,6 @@ check("2.2", reduce)
 #
 # In each step the master (device 0) sends the model to the other devices, scatters the inputs, and in the backward
 # pass scatters the gradient of the outputs, which is as large as the outputs. How many bytes is that?
-#
-# <details><summary>Hint</summary>
-#
-# The model goes out whole, K-1 times. Of the batch the master keeps its own K-th part.
-#
-# </details>
 # %% answer-2-3
 def master_sends(parameter_bytes, input_bytes, output_bytes, devices):
     """Return the bytes that leave the master in one step, for sizes in bytes of model, whole inputs, whole outputs."""

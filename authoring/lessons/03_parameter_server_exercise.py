@@ -4,13 +4,13 @@
 # K ranks, one of which collects, averages and sends back. Each check starts four ranks, and tries your answer with
 # 1 to 4 of them, with different servers. All messages go through `wire`, where they are counted.
 #
-# Stuck? `from ddp_course.grading import hint`, then `hint("3.1")` gives the first of three hints for a task, and
+# Stuck? `hint("3.1")` gives the first of three hints for a task, and
 # `hint("3.1", 2)` the next. Reports count them.
 # %% imports
 import torch
 import torch.distributed as dist
 
-from ddp_course.grading import check
+from ddp_course.grading import check, hint
 from ddp_course.running import wire
 
 
@@ -20,13 +20,6 @@ from ddp_course.running import wire
 # The server's first loop. Everyone else sends its tensor to rank `server`; the server adds what it receives to its
 # own. `wire.send(tensor, rank, group)` and `wire.recv(tensor, rank, group)` wait until they are done.
 # `wire.others(server, group)` lists all ranks but the server.
-#
-# <details><summary>Hint</summary>
-#
-# Both sides run this function: `if dist.get_rank(group) == server:` tells who you are. The server needs a second
-# tensor to receive into, `torch.empty_like(tensor)`.
-#
-# </details>
 # %% answer-3-1
 def collect(tensor, server=0, group=None):
     """Add the tensors of all ranks up in the server's `tensor`, in place; the others keep theirs."""
@@ -88,12 +81,6 @@ check("3.3", average)
 #
 # Every tensor passes through the server's link, one after the other, in and then out. The tensors are float32, and
 # latency does not count.
-#
-# <details><summary>Hint</summary>
-#
-# `parameters` are numbers of 4 bytes; the link is given in bits a second.
-#
-# </details>
 # %% answer-3-4
 def server_seconds(world_size, parameters, bits_per_second):
     """Return the seconds that one `average` of `parameters` float32 numbers takes."""

@@ -4,13 +4,13 @@
 # Five small steps to the all-reduce of lesson 4. Run the check below each answer as often as you like: it starts
 # four ranks, draws new numbers every time, counts what you send, and says what is wrong.
 #
-# Stuck? `from ddp_course.grading import hint`, then `hint("4.1")` gives the first of three hints for a task, and
+# Stuck? `hint("4.1")` gives the first of three hints for a task, and
 # `hint("4.1", 2)` the next. Reports count them.
 # %% imports
 import torch
 import torch.distributed as dist
 
-from ddp_course.grading import check
+from ddp_course.grading import check, hint
 from ddp_course.running import wire
 
 
@@ -19,13 +19,6 @@ from ddp_course.running import wire
 #
 # Each rank cuts its gradient into K chunks, numbered from 0. In step 0 of scatter-reduce, rank r sends chunk r to
 # its right neighbour. In every later step it sends on the chunk that has just come in from the left.
-#
-# <details><summary>Hint</summary>
-#
-# With 3 ranks, rank 0 sends chunk 0 and gets chunk 2 (from rank 2). So in step 1 rank 0 sends chunk 2.
-# Python's `%` never gives a negative number when the right side is positive: `-1 % 3` is 2.
-#
-# </details>
 # %% answer-4-1
 def chunk_to_send(rank, step, world_size):
     """Return the index of the chunk that `rank` sends in `step` (0 to world_size - 2) of scatter-reduce."""
@@ -45,13 +38,6 @@ check("4.1", chunk_to_send)
 # add what comes from the left to the right chunk, in place. Rank r ends up with the sum of chunk r+1 (modulo K).
 # `wire.neighbours(group)` gives you `rank, world_size, left, right`, and
 # `wire.exchange(outgoing, right, incoming, left, group)` sends and receives at the same time.
-#
-# <details><summary>Hint</summary>
-#
-# What comes in during a step is what your left neighbour sends: its index is one lower than yours. Receive it into a
-# new tensor of the right length, then add.
-#
-# </details>
 # %% answer-4-2
 def scatter_reduce(chunks, group=None):
     """Sum chunk by chunk around the ring, in place: afterwards rank r has the whole sum of chunk r+1."""
@@ -74,12 +60,6 @@ check("4.2", scatter_reduce)
 # ## 4.3 Allgather
 #
 # Now rank r has finished chunk r+1. Send finished chunks around, K-1 times, until everyone has all of them.
-#
-# <details><summary>Hint</summary>
-#
-# The same loop once more. The first chunk to send is r+1, and what comes in replaces what was there.
-#
-# </details>
 # %% answer-4-3
 def allgather(chunks, group=None):
     """Give every rank all finished chunks, in place; rank r starts with chunk r+1 finished."""
@@ -101,13 +81,6 @@ check("4.3", allgather)
 #
 # Put both together for a tensor of any shape: also for a matrix, for a transposed one (which is not contiguous),
 # for 23 elements on 4 ranks, and for 2 elements on 4 ranks.
-#
-# <details><summary>Hint</summary>
-#
-# `tensor.contiguous().view(-1).tensor_split(K)` gives K views, the longer ones first. If the tensor was not
-# contiguous, these are views of a copy: copy the result back.
-#
-# </details>
 # %% answer-4-4
 def ring_all_reduce(tensor, group=None):
     """Sum `tensor` over the ranks of `group`, in place, with 2 (K-1) messages of about 1/K of it."""

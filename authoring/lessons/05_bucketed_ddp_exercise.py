@@ -4,14 +4,14 @@
 # Three parts of a bucketed DDP: which parameters travel together, how to notice that a gradient is ready, and where
 # to wait.
 #
-# Stuck? `from ddp_course.grading import hint`, then `hint("5.1")` gives the first of three hints for a task, and
+# Stuck? `hint("5.1")` gives the first of three hints for a task, and
 # `hint("5.1", 2)` the next. Reports count them.
 # %% imports
 import math
 
 import torch
 
-from ddp_course.grading import check
+from ddp_course.grading import check, hint
 
 
 # %% [markdown]
@@ -20,12 +20,6 @@ from ddp_course.grading import check
 # Backward finishes the last parameters first, so buckets are filled from the last parameter to the first. A bucket
 # is closed as soon as it holds `cap_bytes` or more. Parameters of different dtypes never share a bucket. Return the
 # buckets in the order in which they were closed, and then those that were never filled.
-#
-# <details><summary>Hint</summary>
-#
-# Keep one open bucket a dtype, in a dict. `p.numel() * p.element_size()` is the size of a parameter in bytes.
-#
-# </details>
 # %% answer-5-1
 def assign_buckets(parameters, cap_bytes):
     """Return lists of parameters, last parameter first, each list of one dtype and closed on reaching `cap_bytes`."""
@@ -49,13 +43,6 @@ check("5.1", assign_buckets)
 #
 # See to it that in every backward pass `ready(parameter)` is called once for each trainable parameter, at the moment
 # when its gradient is complete in `parameter.grad`. One layer of the model is used twice, and one is frozen.
-#
-# <details><summary>Hint</summary>
-#
-# `Tensor.register_hook` runs *before* the gradient is in `.grad`. There is another one,
-# `Tensor.register_post_accumulate_grad_hook`, which hands you the parameter.
-#
-# </details>
 # %% answer-5-2
 def tell_when_ready(parameters, ready):
     """Call `ready(parameter)` in each backward pass as soon as the gradient of that parameter is complete."""
@@ -76,13 +63,6 @@ check("5.2", tell_when_ready)
 # `flats` are full buckets. `executor` has one thread. `all_reduce(flat)` sums a bucket over all ranks, in place, and
 # takes its time. Hand all buckets to the thread in index order, and come back when all of them hold their mean. If
 # the communication fails, your function must fail too.
-#
-# <details><summary>Hint</summary>
-#
-# `future = executor.submit(function, argument)` returns at once. `future.result()` waits, and raises what the
-# function raised. Two loops: one that submits, one that waits.
-#
-# </details>
 # %% answer-5-3
 def average_in_background(flats, all_reduce, executor, world_size):
     """Replace each tensor of `flats` by its mean over the ranks, in place, reducing in the executor's thread."""

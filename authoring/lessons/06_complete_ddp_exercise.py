@@ -3,7 +3,7 @@
 #
 # Four small parts without which a DDP works only in lessons.
 #
-# Stuck? `from ddp_course.grading import hint`, then `hint("6.1")` gives the first of three hints for a task, and
+# Stuck? `hint("6.1")` gives the first of three hints for a task, and
 # `hint("6.1", 2)` the next. Reports count them.
 # %% imports
 import os
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, DistributedSampler
 
-from ddp_course.grading import check
+from ddp_course.grading import check, hint
 from ddp_course.running import wire
 
 
@@ -23,12 +23,6 @@ from ddp_course.running import wire
 # `parallel` is our DDP. With several micro-batches only the last one needs to synchronise: inside
 # `with parallel.no_sync():` nothing is sent, and gradients add up. Make one update for all micro-batches of all
 # ranks. All micro-batches have the same size.
-#
-# <details><summary>Hint</summary>
-#
-# Whether this backward pass will synchronise is decided in the *forward* pass: it must be inside `no_sync` too.
-#
-# </details>
 # %% answer-6-1
 def accumulate(parallel, optimizer, micro_batches):
     """Make one update on a list of (inputs, targets) of equal size, with one synchronisation."""
@@ -52,12 +46,6 @@ check("6.1", accumulate)
 #
 # If a parameter was used on no rank, its gradient should stay as it was. `used` says for each parameter whether this
 # rank used it (a tensor of bools). `all_reduce(tensor)` sums over the ranks, in place. Which ones were used anywhere?
-#
-# <details><summary>Hint</summary>
-#
-# Count the ranks: a tensor of int64 adds up.
-#
-# </details>
 # %% answer-6-2
 def used_anywhere(used, all_reduce):
     """Return a new tensor of bools: whether each parameter was used on at least one rank. `used` stays as it is."""
@@ -99,12 +87,6 @@ check("6.3", share_buffers)
 #
 # Send half the bytes: average a float32 gradient over the ranks, but let it travel in float16. Some gradients are as
 # large as 60,000, and float16 ends at 65,504. Return the average in float32.
-#
-# <details><summary>Hint</summary>
-#
-# The order matters: what overflows first, a sum of K numbers or a sum of K numbers divided by K?
-#
-# </details>
 # %% answer-6-4
 def compressed_average(flat, all_reduce, world_size):
     """Return the mean of `flat` over the ranks in float32; `all_reduce(tensor)` sums a float16 tensor in place."""

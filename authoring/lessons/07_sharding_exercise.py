@@ -4,13 +4,13 @@
 # Every rank of a DDP keeps the same optimizer state. It need not: each rank can keep the state of a part of the
 # parameters, step those, and send the new values to the others (ZeRO stage 1).
 #
-# Stuck? `from ddp_course.grading import hint`, then `hint("7.1")` gives the first of three hints for a task, and
+# Stuck? `hint("7.1")` gives the first of three hints for a task, and
 # `hint("7.1", 2)` the next. Reports count them.
 # %% imports
 import torch
 import torch.distributed as dist
 
-from ddp_course.grading import check
+from ddp_course.grading import check, hint
 from ddp_course.running import wire
 
 
@@ -41,13 +41,6 @@ check("7.1", assign_owners)
 #
 # The gradients are averaged already. `optimizer` holds only the parameters that this rank owns. After your function
 # all ranks have the new values of all parameters.
-#
-# <details><summary>Hint</summary>
-#
-# First `optimizer.step()`. Then go through all parameters: the owner sends to all `wire.others(owner, group)`, and
-# they receive. A parameter is tracked by autograd; `parameter.detach()` is the same memory and is not.
-#
-# </details>
 # %% answer-7-2
 def sharded_step(parameters, owners, optimizer, group=None):
     """Step this rank's own parameters, and get the others' from their owners, in place."""

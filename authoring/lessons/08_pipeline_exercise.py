@@ -4,10 +4,10 @@
 # The model is split into stages, the batch into micro-batches. A schedule says what each stage does, step by step:
 # `("F", 2)` is the forward pass of micro-batch 2, `("B", 2)` its backward pass. Stages and micro-batches count from 0.
 #
-# Stuck? `from ddp_course.grading import hint`, then `hint("8.1")` gives the first of three hints for a task, and
+# Stuck? `hint("8.1")` gives the first of three hints for a task, and
 # `hint("8.1", 2)` the next. Reports count them.
 # %% imports
-from ddp_course.grading import check
+from ddp_course.grading import check, hint
 
 
 # %% [markdown]
@@ -32,12 +32,6 @@ check("8.1", gpipe)
 # A stage need not wait for all forward passes. The last stage goes backward right after its first forward pass, the
 # one before it after its second, and so on. From then on forward and backward take turns, and at the end come the
 # backward passes that are left. Mind pipelines with fewer micro-batches than stages.
-#
-# <details><summary>Hint</summary>
-#
-# Warm-up: `min(stages - 1 - stage, micro_batches)` forward passes. Then pairs: one forward, one backward.
-#
-# </details>
 # %% answer-8-2
 def one_forward_one_backward(stage, stages, micro_batches):
     """Return the list of steps of one stage in the 1F1B schedule."""

@@ -3,14 +3,14 @@
 #
 # The data, the learning rate, and what to do when shards are not equal.
 #
-# Stuck? `from ddp_course.grading import hint`, then `hint("9.1")` gives the first of three hints for a task, and
+# Stuck? `hint("9.1")` gives the first of three hints for a task, and
 # `hint("9.1", 2)` the next. Reports count them.
 # %% imports
 import math
 
 import torch
 
-from ddp_course.grading import check
+from ddp_course.grading import check, hint
 
 
 # %% [markdown]
@@ -19,13 +19,6 @@ from ddp_course.grading import check
 # Each epoch has an order of its own, drawn by a generator seeded with `seed + epoch`, the same on all ranks:
 # `torch.randperm(dataset_size, generator=…)`. If K does not divide the samples, the first ones of the order come
 # once more at its end. Rank r takes positions r, r+K, r+2K, and so on.
-#
-# <details><summary>Hint</summary>
-#
-# `torch.Generator().manual_seed(seed + epoch)` is a generator of your own. `-dataset_size % world_size` is how many
-# samples are missing. `order[rank::world_size]` takes every K-th.
-#
-# </details>
 # %% answer-9-1
 def epoch_indices(dataset_size, rank, world_size, epoch, seed=0):
     """Return the list of sample indices that `rank` trains on in `epoch`; equally many on all ranks."""
@@ -67,12 +60,6 @@ check("9.2", learning_rate)
 #
 # Rank r evaluated `count` samples and found the mean loss `mean`, a tensor of one float64. A rank without samples has
 # the mean `nan`. What is the mean over all samples of all ranks? `all_reduce(tensor)` sums over the ranks, in place.
-#
-# <details><summary>Hint</summary>
-#
-# Two numbers must be summed: the losses of all samples, and how many there are. One tensor carries both.
-#
-# </details>
 # %% answer-9-3
 def global_mean(mean, count, all_reduce):
     """Return the mean over all samples of all ranks, the same on every rank; `mean` stays as it is."""

@@ -3,7 +3,7 @@
 #
 # Long runs fail. What counts is what is left, and who was to blame.
 #
-# Stuck? `from ddp_course.grading import hint`, then `hint("10.1")` gives the first of three hints for a task, and
+# Stuck? `hint("10.1")` gives the first of three hints for a task, and
 # `hint("10.1", 2)` the next. Reports count them.
 # %% imports
 import copy
@@ -12,7 +12,7 @@ import os
 import torch
 from torch.nn.functional import cross_entropy
 
-from ddp_course.grading import check
+from ddp_course.grading import check, hint
 
 
 # %% [markdown]
@@ -21,13 +21,6 @@ from ddp_course.grading import check
 # The power may fail at any moment, and the disk may be full. At every moment `path` holds either the whole old
 # checkpoint or the whole new one. Write with `torch.save`. If writing fails, the error comes out, and no other file
 # stays behind.
-#
-# <details><summary>Hint</summary>
-#
-# Write to a file beside `path`, open for writing in binary mode. `flush()` it, `os.fsync(file.fileno())`, close it,
-# then `os.replace(temporary, path)`. With `try: … except: remove it; raise` nothing is left behind.
-#
-# </details>
 # %% answer-10-1
 def save_checkpoint(state, path):
     """Write `state` to `path` so that at any moment the old or the new checkpoint is there, whole and on the disk."""
@@ -55,13 +48,6 @@ check("10.1", save_checkpoint)
 # `capture` takes everything that decides how the run goes on; the run itself goes on after it. `resume` puts it into
 # a new model and a new optimizer, and returns the number of the next step. The losses must be the very same, dropout
 # and momentum included, and the same state must serve twice.
-#
-# <details><summary>Hint</summary>
-#
-# Weights and buffers, the optimizer's state, the random generator (`torch.get_rng_state()`), the step. A `state_dict`
-# refers to the live tensors, and some optimizers take over the tensors that they load: `copy.deepcopy`.
-#
-# </details>
 # %% answer-10-2
 def capture(model, optimizer, step):
     """Return everything that decides how training goes on after `step` steps."""

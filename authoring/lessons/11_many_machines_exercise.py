@@ -3,12 +3,12 @@
 #
 # An all-reduce in two levels, a prediction for a cluster that you do not have, and a log to read.
 #
-# Stuck? `from ddp_course.grading import hint`, then `hint("11.1")` gives the first of three hints for a task, and
+# Stuck? `hint("11.1")` gives the first of three hints for a task, and
 # `hint("11.1", 2)` the next. Reports count them.
 # %% imports
 import torch
 
-from ddp_course.grading import check
+from ddp_course.grading import check, hint
 from ddp_course.stage4_ring import allgather, ring_all_reduce, scatter_reduce
 
 

@@ -3,12 +3,12 @@
 #
 # Send the largest values, meet less often, find what a hook loses, and bet on the right way for a link.
 #
-# Stuck? `from ddp_course.grading import hint`, then `hint("12.1")` gives the first of three hints for a task, and
+# Stuck? `hint("12.1")` gives the first of three hints for a task, and
 # `hint("12.1", 2)` the next. Reports count them.
 # %% imports
 import torch
 
-from ddp_course.grading import check
+from ddp_course.grading import check, hint
 
 
 # %% [markdown]

@@ -1,11 +1,13 @@
 """Points in the forms that gradebooks read: Canvas, Moodle, Gradescope.
 
-Canvas: `Student, ID, SIS User ID, SIS Login ID, Section`, then a column an assignment, and a second row with the points
-possible. Source: Canvas Instructor Guide, "How do I import grades in the Gradebook?".
-Moodle: the importer asks which column names the user (`ID number` or `Email address`) and which the grade; feedback is
-only taken together with its grade, so both are there. Source: docs.moodle.org, "Grade import".
-Gradescope: a `results.json` a submission, with score, output and tests.
-Source: gradescope-autograders.readthedocs.io, "Autograder Specifications".
+Canvas: `Student, ID, SIS User ID, SIS Login ID, Section` as columns A to E, at least one of the first three filled, then
+a column an assignment, and a second row with the points possible.
+Sources: Canvas Instructor Guide, "How do I import grades in the Gradebook?"; and column by column
+https://teaching.resources.osu.edu/toolsets/carmencanvas/guides/calculating-final-grades/import-csv-file-carmen-grades
+Moodle: "Email address" is mapped to useremail, or "ID number" to useridnumber; other columns to grade items. Feedback
+is only taken together with its grade, so both are there. Source: https://docs.moodle.org/en/Grade_import
+Gradescope: a `results.json` a submission, with score, output, visibility, and tests of name, number, score, max_score,
+status and output. Source: https://gradescope-autograders.readthedocs.io/en/latest/specs/
 """
 
 import csv
