@@ -1,7 +1,7 @@
 """Points in the forms that gradebooks read: Canvas, Moodle, Gradescope.
 
-Canvas: `Student, ID, SIS User ID, SIS Login ID, Section` as columns A to E, at least one of the first three filled, then
-a column an assignment, and a second row with the points possible.
+Canvas: `Student, ID, SIS User ID, SIS Login ID, Section` in this order, one of the first three filled at least, then a
+column an assignment, and a second row with the points possible.
 Sources: Canvas Instructor Guide, "How do I import grades in the Gradebook?"; and column by column
 https://teaching.resources.osu.edu/toolsets/carmencanvas/guides/calculating-final-grades/import-csv-file-carmen-grades
 Moodle: "Email address" is mapped to useremail, or "ID number" to useridnumber; other columns to grade items. Feedback

@@ -21,7 +21,7 @@ def test_every_task_has_three_hints_that_are_not_the_answer():
 def test_exercises_give_no_hint_before_one_is_asked_for():
     for path in (ROOT / "exercises").glob("[0-9]*.ipynb"):
         text = path.read_text()
-        assert "<details>" not in text and "import check, hint" in text and "hint(\\\"" in text, path.name
+        assert "<details>" not in text and "import check, hint" in text and 'hint(\\"' in text, path.name
 
 
 def test_hints_are_shown_one_by_one(capsys):
