@@ -82,19 +82,22 @@ def write_page(folder, page, drawn):
 
 def first_page():
     """What sells the course in one screen: the comparison, the ladder, where to start."""
-    [figure] = [one for one in (ROOT / "docs" / "figures").glob("compare.png")]
     filled = {
         "repository": elsewhere.repository(),
         "name": elsewhere.repository().rsplit("/", 1)[1],
         "colab": elsewhere.addresses("notebooks/00_start_here.ipynb")["Colab"],
-        "figure": f"docs/figures/{figure.name}",
-        "alt": "Strategies that train the same model: their losses lie on one another, their step times do not",
-        "ladder": ladder.markdown(),
+        "ladder": "\n".join(rung(*parts) for parts in ladder.rungs()),
     }
     text = (WEB / "index.md").read_text(encoding="utf-8")
     for name, value in filled.items():
         text = text.replace("{{" + name + "}}", value)
     return text
+
+
+def rung(number, module, ideas, times):
+    """One line of the ladder on the first page: the idea, which leads to its lesson, and what an average costs."""
+    [lesson] = (ROOT / "notebooks").glob(f"{int(number):02}_*.ipynb")
+    return f"{number}. [{ideas}](notebooks/{lesson.stem}.md) <span>{times}</span>"
 
 
 def reference(folder):

@@ -153,12 +153,19 @@ STAGES: dict[str, Stage] = {
 MODULES = tuple(dict.fromkeys(stage.module for stage in STAGES.values() if stage.module.startswith("stage")))
 
 
+def rungs() -> list[tuple[str, str, str, str]]:
+    """(number, module, ideas, times to average) of each module, in the order in which they are climbed."""
+    found = []
+    for module in MODULES:
+        steps = [stage for stage in STAGES.values() if stage.module == module]
+        ideas, times = (dict.fromkeys(getattr(step, field) for step in steps) for field in ("idea", "time"))
+        found.append((module[5], module, ", then ".join(ideas), ", then ".join(times)))
+    return found
+
+
 def markdown() -> str:
     """The ladder as the README's table, a row a module."""
     rows = ["| N | module | the one new idea | time to average p bytes over K ranks, link of b bytes/s |"]
     rows += ["|---|---|---|---|"]
-    for module in MODULES:
-        rungs = [stage for stage in STAGES.values() if stage.module == module]
-        ideas, times = (list(dict.fromkeys(values)) for values in zip(*((r.idea, r.time) for r in rungs), strict=True))
-        rows.append(f"| {module[5]} | `{module}` | {', then '.join(ideas)} | {', then '.join(times)} |")
+    rows += [f"| {number} | `{module}` | {ideas} | {times} |" for number, module, ideas, times in rungs()]
     return "\n".join(rows)

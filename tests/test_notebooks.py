@@ -98,6 +98,9 @@ def test_lesson_is_stored_with_its_outputs(path):
         assert cell.execution_count, f"cell {cell.id} was never run: nbval would skip it silently"
         assert not any(output.output_type == "error" for output in cell.outputs), f"an error is stored in {cell.id}"
         assert not any(output.get("name") == "stderr" for output in cell.outputs), f"a warning is stored in {cell.id}"
+        for output in (output for output in cell.outputs if "image/png" in output.get("data", {})):
+            said = output.metadata.get("image/png", {}).get("alt", "")
+            assert output.data["text/plain"] in said, f"the alternative text in {cell.id} does not say the message"
     checks = [cell for cell in code(notebook) if CHECK in cell.source]
     assert checks, "no check cell"
     for cell in checks:

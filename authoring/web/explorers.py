@@ -83,7 +83,7 @@ def branch(explorer, kept, names, lines, labels):
     if not names:
         picture = explorer.picture()
         rows = [lines.setdefault(line, len(lines)) for line in svg(picture).splitlines()]
-        return [picture.message, picture.alt or picture.message, rows]
+        return [picture.message, picture.alt, rows]
     name, *rest = names
     control, found = explorer.controls[name], []
     pairs = positions(control) if name in movable_ends(explorer) else kept[name]

@@ -32,7 +32,7 @@ def link_figure(rows: list[dict[str, Any]]) -> Picture:
     ratios = [row["ratio"] for row in rows if row["bytes"] >= 4 << 20 and row["algorithm"] != "gloo"]
     spread = f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else "not measured"
     message = f"measured over theory from 4 MiB on: {spread}, at {bandwidth / 1e6:g} Mbit/s"
-    picture, (by_ranks, by_size) = panels(1, 2, 10.5, 4.6, message, f"Time by ranks and by size. {message}")
+    picture, (by_ranks, by_size) = panels(1, 2, 10.5, 4.6, message, "Time by ranks and by size")
     with style():
         at_size = [row for row in rows if row["bytes"] == size]
         draw(by_ranks, at_size, "world_size")

@@ -62,14 +62,20 @@ def style() -> Iterator[None]:
 
 
 class Picture(Figure):
-    """A figure with a `message` (one line, what it shows) and an `alt` text (what can be seen in it).
+    """A figure with a `message` (one line, what it shows) and what can be `seen` in it, for those who cannot see it.
 
     `kind` says where its numbers come from: measured, counted, simulated, derived. It stands at the right edge.
     """
 
-    def __init__(self, width=7.2, height=3.6, message="", alt="", kind=""):
+    def __init__(self, width=7.2, height=3.6, message="", seen="", kind=""):
         super().__init__(figsize=(width, height), layout="constrained")
-        self.message, self.alt, self.kind = message, alt, kind
+        self.message, self.seen, self.kind = message, seen, kind
+
+    @property
+    def alt(self) -> str:
+        """The alternative text: what can be seen, what that says, and where the numbers come from."""
+        said = ". ".join(dict.fromkeys(part for part in (self.seen, self.message) if part))
+        return said + (f" ({self.kind})" if self.kind else "")
 
     def label(self, axes: Axes) -> None:
         """Write the kind along the right edge of `axes`."""
@@ -88,7 +94,7 @@ class Picture(Figure):
 
         image = base64.b64encode(self.png()).decode()
         kind = f" ({self.kind})" if self.kind else ""
-        metadata = {"image/png": {"alt": (self.alt or self.message) + kind}}
+        metadata = {"image/png": {"alt": self.alt}}
         display({"image/png": image, "text/plain": self.message or "figure"}, metadata=metadata, raw=True)
         if self.message:
             print(self.message + kind)
@@ -100,13 +106,13 @@ def panels(
     width: float = 7.2,
     height: float = 3.6,
     message: str = "",
-    alt: str = "",
+    seen: str = "",
     kind: str = "",
     **options: Any,
 ) -> tuple[Picture, Any]:
     """Return (picture, axes): a new figure in the course's style; `options` are those of `Figure.subplots`."""
     with style():
-        picture = Picture(width, height, message, alt, kind)
+        picture = Picture(width, height, message, seen, kind)
         return picture, picture.subplots(rows, columns, **options)
 
 
@@ -121,7 +127,7 @@ def compare_figure(results: dict[str, Any]) -> Picture:
     message = comparison_message(results)
     lanes = sum(max(1, len(stage.get("timeline") or [])) for stage in stages)
     with style():
-        picture = Picture(12.5, 6.2 + 0.08 * lanes, message, f"Four panels comparing {len(stages)} stages. {message}")
+        picture = Picture(12.5, 6.2 + 0.08 * lanes, message, f"Four panels comparing {len(stages)} stages")
         picture.kind = "measured; counted; formulas derived"
         axes = picture.subplots(2, 2, width_ratios=[1, 1.15], height_ratios=[1, 1.25])
         draw_losses(axes[0, 0], stages)
@@ -274,7 +280,7 @@ def timeline_figure(
     origins = starts if align else [min(starts, default=0.0)] * len(lanes)
     message = message or title
     with style():
-        picture = Picture(8.4, 1.7 + 0.45 * len(lanes), message, f"Timeline with {len(lanes)} lanes. {message}", kind)
+        picture = Picture(8.4, 1.7 + 0.45 * len(lanes), message, f"Timeline with {len(lanes)} lanes", kind)
         axes = picture.subplots()
         picture.label(axes)
         for row, (lane, origin) in enumerate(zip(lanes, origins, strict=True)):
@@ -308,7 +314,7 @@ def curves(
     nothing about them.
     """
     kind = with_lines(kind, theory)
-    picture, axes = panels(width=width, height=height, message=message or title, alt=f"{title}. {message}", kind=kind)
+    picture, axes = panels(width=width, height=height, message=message or title, seen=title, kind=kind)
     with style():
         picture.label(axes)
         colours = iter(["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"] * 3)
@@ -370,7 +376,7 @@ def bars(
     `kind` says what `heights` are; the dashes are derived, if it says nothing about them.
     """
     kind = with_lines(kind, theory)
-    picture, axes = panels(width=width, height=height, message=message or title, alt=f"{title}. {message}", kind=kind)
+    picture, axes = panels(width=width, height=height, message=message or title, seen=title, kind=kind)
     with style():
         picture.label(axes)
         places = range(len(heights))
@@ -394,7 +400,7 @@ def bars(
 def images(pictures: Any, titles: Sequence[str], title: str, message: str = "") -> Picture:
     """A row of small grey images, such as digits: `pictures` is (N, H, W) or (N, 1, H, W)."""
     size: Any = {"width": 1.1 * len(pictures), "height": 1.7}
-    picture, axes = panels(1, len(pictures), **size, message=message or title, alt=title)
+    picture, axes = panels(1, len(pictures), **size, message=message or title, seen=title)
     with style():
         for axis, image, name in zip(axes, pictures, titles, strict=True):
             axis.imshow(np.asarray(image).reshape(image.shape[-2:]), cmap="Greys")

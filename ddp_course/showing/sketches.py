@@ -12,8 +12,8 @@ from .plots import SPAN_COLOURS, STAGE_COLOURS, Picture, panels, style
 RANK_COLOURS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#7F7F7F", "#F0E442"]
 
 
-def _blank(width, height, alt, message=""):
-    picture, axes = panels(width=width, height=height, alt=alt, message=message)
+def _blank(width, height, seen, message):
+    picture, axes = panels(width=width, height=height, seen=seen, message=message)
     axes.set_axis_off()
     axes.set_aspect("equal")
     return picture, axes
@@ -39,9 +39,7 @@ def _arrow(axes, start, end, colour="#444444", bend=0.0, shrink=22):
 def star(world_size: int = 4) -> Picture:
     """The parameter server: every arrow passes through the server's one link."""
     message = f"through the server's link: {world_size - 1} gradients in, {world_size - 1} averages out"
-    picture, axes = _blank(
-        4.2, 3.6, f"A star: rank 0 in the middle, {world_size - 1} ranks around it. {message}", message
-    )
+    picture, axes = _blank(4.2, 3.6, f"A star: rank 0 in the middle, {world_size - 1} ranks around it", message)
     with style():
         _node(axes, (0, 0), "0\nserver", STAGE_COLOURS["3"], 0.3)
         for rank, place in enumerate(_places(world_size - 1, 1.25), 1):
@@ -56,9 +54,7 @@ def star(world_size: int = 4) -> Picture:
 def ring(world_size: int = 4) -> Picture:
     """The ring: every rank sends to its right neighbour only, all at the same time."""
     message = f"{world_size} links, all busy at the same time, each with one message"
-    picture, axes = _blank(
-        4.2, 3.6, f"A ring of {world_size} ranks, an arrow from each to the next. {message}", message
-    )
+    picture, axes = _blank(4.2, 3.6, f"A ring of {world_size} ranks, an arrow from each to the next", message)
     places = _places(world_size, 1.15)
     with style():
         for rank, place in enumerate(places):
@@ -79,7 +75,7 @@ def _box(axes, x, y, label, colour, width=1.5, height=0.62):
 def scatter_gather(devices: int = 4) -> Picture:
     """One step of DataParallel from left to right, a row a device; the first row is the master."""
     message = "the master's row is the fullest: it holds the batch, all outputs, the loss and the sum of the gradients"
-    picture, axes = _blank(9.4, 0.75 * devices + 1.1, f"A flow chart with {devices} rows. {message}", message)
+    picture, axes = _blank(9.4, 0.75 * devices + 1.1, f"A flow chart with {devices} rows", message)
     columns = ["scatter", "replicate", "forward", "gather, loss", "backward", "reduce"]
     with style():
         for place, name in enumerate(columns):
@@ -113,7 +109,7 @@ def buckets(model: nn.Module, bucket_cap_mb: float) -> Picture:
     groups = assign_buckets([p for p in model.parameters() if p.requires_grad], bucket_cap_mb)
     message = f"cap {bucket_cap_mb:g} MiB: {len(groups)} buckets, {sum(map(len, groups))} parameters"
     count = sum(map(len, groups))
-    picture, axes = panels(width=7.2, height=1.3 + 0.22 * count, message=message, alt=f"A bar a parameter. {message}")
+    picture, axes = panels(width=7.2, height=1.3 + 0.22 * count, message=message, seen="A bar a parameter")
     with style():
         labels, row = [], 0
         for position, group in enumerate(groups):
@@ -167,8 +163,8 @@ def ring_step(world_size: int = 4, step: int = 0) -> Picture:
     schedule, state = ring_schedule(world_size), ring_states(world_size)[step]
     done = sum(len(chunk) == world_size for chunks in state for chunk in chunks)
     message = f"after step {step} of {len(schedule)}: {done} of {world_size**2} chunks complete"
-    picture, axes = panels(width=1.7 * world_size + 0.6, height=0.62 * world_size + 1.4, message=message)
-    picture.alt = f"A grid of ranks and chunks. {message}"
+    size: Any = {"width": 1.7 * world_size + 0.6, "height": 0.62 * world_size + 1.4}
+    picture, axes = panels(**size, message=message, seen="A grid of ranks and chunks")
     with style():
         axes.set_axis_off()
         for rank in range(world_size):
@@ -213,7 +209,7 @@ def _messages(axes, chunk_of, world_size):
 def whole_ring_step(world_size: int = 4, step: int = 0) -> Picture:
     """The whole-gradient ring after `step` of K-1 steps: which gradients each rank has added up."""
     message = f"after step {step} of {world_size - 1}: each rank has added {step + 1} of {world_size} gradients"
-    picture, axes = panels(width=1.7 * world_size + 0.6, height=1.9, message=message, alt=message)
+    picture, axes = panels(width=1.7 * world_size + 0.6, height=1.9, message=message)
     with style():
         axes.set_axis_off()
         for rank in range(world_size):
@@ -233,7 +229,7 @@ def schedule(rows: Sequence[Any], title: str) -> Picture:
     busy = sum(finish - start for row in rows for _, start, finish in row)
     message = f"{title}; idle {100 * (1 - busy / (end * len(rows))):.0f} %"
     size: Any = {"width": 9.4, "height": 1.1 + 0.42 * len(rows)}
-    picture, axes = panels(**size, message=message, alt=f"A timetable. {message}", kind="derived")
+    picture, axes = panels(**size, message=message, seen="A timetable", kind="derived")
     with style():
         picture.label(axes)
         for rank, row in enumerate(rows):

@@ -46,7 +46,7 @@ class Explorer(ipywidgets.VBox):
         self.image.width, self.image.height = (str(int(pixels)) for pixels in picture.bbox.size)
         self.image.value = picture.png()
         kind = f" ({picture.kind})" if picture.kind else ""
-        self.message.value, self.alt = picture.message + kind, (picture.alt or picture.message) + kind
+        self.message.value, self.alt = picture.message + kind, picture.alt
 
     def picture(self) -> Picture:
         """The figure of the present values, as a plain `Picture`."""
@@ -207,9 +207,7 @@ def _bucket_figure(steps, measured, cap):
     step = steps[cap]
     hidden = 100 * (1 - min(1.0, step.exposed_s / step.communication_s)) if step.communication_s else 100
     message = f"cap {cap:g} MiB: {len(step.buckets)} bucket(s), step {1000 * step.step_s:.1f} ms, {hidden:.0f} % hidden"
-    picture, (above, below) = panels(
-        2, 1, height=4.4, message=message, alt=message, kind="simulated", height_ratios=[1, 3]
-    )
+    picture, (above, below) = panels(2, 1, height=4.4, message=message, kind="simulated", height_ratios=[1, 3])
     with style():
         picture.label(above)
         draw_lane(above, 0, [[span.name, span.start, span.end, span.lane] for span in step.spans])
@@ -252,7 +250,7 @@ def decision_figure(setting: dict[str, Any], chosen: Any, reason: str, plans: Se
     machine = f"{billions:g} billion parameters, {devices} x {memory_gb} GB"
     message = f"{machine}: {chosen.name if chosen else 'more devices'} ({reason}; derived)"
     size: Any = {"width": 9.4, "height": 1.5 + 0.26 * len(plans)}
-    picture, axes = panels(1, 2, **size, message=message, alt=f"Bars of memory and time. {message}", sharey=True)
+    picture, axes = panels(1, 2, **size, message=message, seen="Bars of memory and time", sharey=True)
     with style():
         for panel, column, unit in ((axes[0], "memory_gb", "GB"), (axes[1], "step_s", "s")):
             values = [getattr(p, column) for p in plans]
@@ -316,7 +314,7 @@ def simulator_figure(
     step, efficiency = steps[devices], {count: 100 * one.compute_s / one.step_s for count, one in steps.items()}
     message = f"{devices:,} devices, {bandwidth}/s: a step of {1000 * step.step_s:,.0f} ms, simulated"
     message += f", efficiency {efficiency[devices]:.0f} %"
-    picture, (above, below) = panels(2, 1, height=4.2, message=message, alt=message, height_ratios=[1, 3])
+    picture, (above, below) = panels(2, 1, height=4.2, message=message, height_ratios=[1, 3])
     with style():
         draw_lane(above, 0, [[span.name, span.start, span.end, span.lane] for span in step.spans])
         above.set(ylim=(0.6, -0.6), yticks=[], title=message)

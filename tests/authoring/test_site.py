@@ -243,3 +243,22 @@ def test_pages_are_no_wider_than_the_screen(site, offline, width):
         assert offline.eval_on_selector_all("img", broken) == []
     offline.goto((site / RING).as_uri())
     assert offline.locator("math").count() >= 3 and offline.locator("math").first.bounding_box()["height"] > 5
+
+
+@pytest.mark.browser
+@pytest.mark.slow
+def test_the_first_page_sells_the_course_in_one_screen(site, offline):
+    """Figure, ways to start and all eight rungs at once; on a phone nothing of the ladder is cut off or tiny."""
+    offline.set_viewport_size({"width": 1400, "height": 900})
+    offline.goto((site / "index.html").as_uri())
+    seen = [*offline.locator(".hero img, .hero .md-button").all(), *offline.locator(".ladder li").all()]
+    assert len(seen) == 1 + 2 + 8
+    ends = [box["y"] + box["height"] for box in (part.bounding_box() for part in seen)]
+    assert max(ends) <= 900, ends
+    offline.set_viewport_size({"width": 390, "height": 844})
+    for rung in offline.locator(".ladder li, .ladder li span").all():
+        box = rung.bounding_box()
+        assert box["x"] >= 0 and box["x"] + box["width"] <= 390, rung.text_content()
+        assert float(rung.evaluate("rung => getComputedStyle(rung).fontSize.replace('px', '')")) >= 12
+    letters = 9 / 72 * 120 * offline.locator(".hero img").evaluate("image => image.width / image.naturalWidth")
+    assert letters >= 8, "the smallest letters of the figure, of 9 points at 120 dots an inch"

@@ -3,6 +3,7 @@
 import io
 from itertools import combinations
 
+import numpy as np
 import pytest
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -11,7 +12,7 @@ from PIL import Image
 
 from ddp_course import problems, show, simulate, stage1_single, stage4_ring, stage5_bucketed, theory
 from ddp_course.measuring import plans
-from ddp_course.showing import plots, sketches, widgets
+from ddp_course.showing import plots, simulator_plots, sketches, widgets
 from ddp_course.showing.source import Diff
 
 
@@ -62,6 +63,8 @@ def all_pictures():
         yield f"ring {step}", sketches.ring_step(4, step)
     yield "alpha beta", widgets.alpha_beta_figure()
     yield "bucket cap", widgets.bucket_figure(simulate.Profile(layers), 4, network, {0.05: 60.0, 0.5: 80.0}, 0.1)
+    yield "images, said", plots.images(torch.rand(2, 8, 8), "ab", "digits", message="one is darker")
+    yield "winners", simulator_plots.winners_figure(theory.Costs.of_link(2e8, 3e-4))
     yield "decision", decision(7, 80, 16, "100Gbit")
     yield "decision, none", decision(400, 24, 8, "100Gbit")
 
@@ -73,8 +76,8 @@ def test_every_figure_can_be_read(name, picture):
     assert texts and all(text.get_fontsize() >= 9 for text in texts), [
         t.get_text() for t in texts if t.get_fontsize() < 9
     ]
-    assert picture.alt, "no alternative text"
     assert picture.message and "\n" not in picture.message, "the message is one line"
+    assert picture.message in picture.alt and picture.kind in picture.alt, "the alternative text says less"
     assert overlapping(picture) == [], f"overlapping labels in {name}"
 
 
@@ -120,25 +123,55 @@ def test_a_stage_has_one_colour_and_stages_differ():
     assert len(set(plots.STAGE_COLOURS.values())) == len(plots.STAGE_COLOURS)
 
 
-def luminance(colour):
-    channels = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
-    return sum(weight * channel for weight, channel in zip((0.299, 0.587, 0.114), channels, strict=True))
+# What those see who lack one kind of cone: Machado et al. 2009, severity 1, for linear RGB.
+SEEN_WITH = {
+    "all cones": [[1, 0, 0], [0, 1, 0], [0, 0, 1]],
+    "protanopia": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+    "deuteranopia": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
+    "tritanopia": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
+}
+TO_XYZ = [[0.433953, 0.376219, 0.189828], [0.212673, 0.715152, 0.072175], [0.017758, 0.109477, 0.872766]]  # of white
 
 
-def test_neighbouring_stages_differ_for_the_colour_blind():
-    """Under simulated deuteranopia (Viénot et al. 1999), stages that share a panel stay apart."""
-    shown = ["1", "2", "3", "4", "5", "torch"]
-    for one, other in combinations(shown, 2):
-        assert distance(plots.STAGE_COLOURS[one], plots.STAGE_COLOURS[other]) > 0.12, (one, other)
+def distance(one, other, eye):
+    """How far apart two "#RRGGBB" are for an eye: in CIELAB, where 2.3 can just be noticed."""
+
+    def lab(colour):
+        shares = np.array([int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)])
+        light = np.where(shares <= 0.04045, shares / 12.92, ((shares + 0.055) / 1.055) ** 2.4)
+        xyz = TO_XYZ @ np.clip(SEEN_WITH[eye] @ light, 0, 1)
+        x, y, z = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
+        return np.array([116 * y, 500 * (x - y), 200 * (y - z)])
+
+    return np.linalg.norm(lab(one) - lab(other))
 
 
-def distance(one, other):
-    def seen(colour):
-        red, green, blue = ((int(colour[place : place + 2], 16) / 255) ** 2.2 for place in (1, 3, 5))
-        mixed = 0.293 * red + 0.707 * green
-        return (mixed ** (1 / 2.2), blue ** (1 / 2.2))
+PALETTES = {
+    "stages": (plots.STAGE_COLOURS, 9),
+    "spans": (plots.SPAN_COLOURS, 25),  # told apart by nothing else
+    "algorithms": (simulator_plots.ALGORITHM_COLOURS, 15),
+    "ranks": (dict(enumerate(sketches.RANK_COLOURS)), 9),
+}
 
-    return sum((a - b) ** 2 for a, b in zip(seen(one), seen(other), strict=True)) ** 0.5
+
+@pytest.mark.parametrize("eye", SEEN_WITH)
+@pytest.mark.parametrize("palette", PALETTES)
+def test_colours_stay_apart_whichever_cones_an_eye_has(palette, eye):
+    colours, least = PALETTES[palette]
+    for one, other in combinations(colours, 2):
+        assert distance(colours[one], colours[other], eye) > least, (one, other)
+
+
+@pytest.mark.parametrize(
+    ("eye", "one", "other"),
+    [
+        ("protanopia", "#C00000", "#584800"),
+        ("deuteranopia", "#D04040", "#857A3C"),
+        ("tritanopia", "#0060A0", "#206868"),
+    ],
+)
+def test_the_distance_is_small_for_colours_that_an_eye_mixes_up(eye, one, other):
+    assert distance(one, other, eye) < 9 < 25 < distance(one, other, "all cones")
 
 
 def test_comparison_message_is_computed():
