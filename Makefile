@@ -27,10 +27,10 @@ compare: setup  ## train with every strategy, print the table, write results/com
 	$(BIN)/ddp-course compare $(ARGS)
 
 # All tests: three files at a time, the longest first, and then those by themselves that look at the clock.
-test: setup  ## all tests, or make test ARGS=FILE
+test: setup  ## all tests but the weekly ones, or make test ARGS=FILE
 ifeq ($(strip $(ARGS)),)
-	$(BIN)/python -m pytest -m "not alone" $(BESIDE) --durations=20 $(LONGEST) tests; \
-	passed=$$?; $(BIN)/python -m pytest -m alone --durations=20 && exit $$passed
+	$(BIN)/python -m pytest -m "not alone and not weekly" $(BESIDE) --durations=20 $(LONGEST) tests; \
+	passed=$$?; $(BIN)/python -m pytest -m "alone and not weekly" --durations=20 && exit $$passed
 else
 	$(BIN)/python -m pytest $(ARGS)
 endif

@@ -133,6 +133,28 @@ srun --nodes=2 --ntasks-per-node=8 --gpus-per-task=1 python -m ddp_course.train 
 
 Files for both are in `deploy/`.
 
+A few machines of your own need no script at all: `launch` reaches them **from a cell**. Once, in terminals:
+
+```bash
+pip install "ddp-course[hosts]"                                 # on every machine
+ddp-course hosts start --ip 192.168.1.10 --engines engines.json # on this one; leave it running
+ddp-course hosts join engines.json                              # on each of the others, with a copy of that file
+```
+
+Then any launch of this course, with one word more. On three hosts, a rank on each:
+
+```python
+def place():
+    print("here")
+    return socket.gethostname()
+
+launch(place, world_size=3, hosts="all")     # prints, as they come: [rank 1 host2] here
+# ['host1', 'host2', 'host3']
+```
+
+An error names rank and host, and a machine whose cable is pulled ends the launch instead of hanging it.
+`docs/CLUSTERS.md` says which of the four ways is right when.
+
 ## Inside one host: switches and wires
 
 Before thousands, look at eight. How long does NCCL take for the same message on 2, 3 and 4 GPUs of one host? The ring's

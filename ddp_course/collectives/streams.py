@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from ..running import wire
+from ..running.torch_inside import timeout_of
 
 ADDRESS_BYTES = 64
 _open: WeakKeyDictionary = WeakKeyDictionary()  # the streams of each process group
@@ -166,7 +167,7 @@ class Exchanges(Messages):
 
 def connect(left: int, right: int, group: dist.ProcessGroup) -> tuple[socket.socket, socket.socket]:
     """Return the stream from rank `left` and that to rank `right`, with the process group's own timeout."""
-    seconds = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    seconds = timeout_of(group)
     family, address = own_address()
     with socket.create_server((address, 0), family=family) as door:
         door.settimeout(seconds)

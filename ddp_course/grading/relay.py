@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import Wrong
+from ..running.torch_inside import is_backend, torch_c10d
 from .frames import read_exactly
 from .probing import patience_seconds
 
@@ -28,7 +29,6 @@ TELL = struct.Struct("<IBQ")  # from it: number of the request, whether it went 
 SEND, RECEIVE = range(2)
 MOST_BYTES = 64 << 20  # a message
 TOO_LONG = "a message was longer than the tensor it was received into: do both sides mean the same chunk?"
-torch_c10d: Any = torch._C._distributed_c10d  # the stubs of it know nothing of groups that Python defines
 _wires: list["Wire"] = []  # this rank's
 
 
@@ -221,7 +221,7 @@ def as_bytes(tensor: torch.Tensor) -> bytes:
 
 def join(connection: socket.socket, rank: int, count: int) -> None:
     """Make the switch at the other end of `connection` the network of this process, as one rank of `count`."""
-    if "RELAY" not in dist.Backend._plugins:
+    if not is_backend("RELAY"):
         dist.Backend.register_backend("relay", lambda options, _: Group(options), extended_api=True, devices=["cpu"])
     _wires[:] = [Wire(connection)]
     dist.init_process_group("relay", store=dist.HashStore(), rank=rank, world_size=count)

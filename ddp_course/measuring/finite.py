@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import NotFiniteError
+from ..running.torch_inside import after_backward, backward_pass
 
 
 def watch(model: torch.nn.Module) -> list:
@@ -36,9 +37,9 @@ class Later:
 
     def note(self, parameter: nn.Parameter) -> None:
         """Queue the sum of a gradient that has just been made; nothing waits for it."""
-        if self.backward_pass != (now := torch._C._current_graph_task_id()):  # the last one may have ended in an error
+        if self.backward_pass != (now := backward_pass()):  # the last one may have ended in an error
             self.sums, self.backward_pass = {}, now
-            torch.autograd.Variable._execution_engine.queue_callback(self.look)
+            after_backward(self.look)
         if not parameter.grad.is_sparse:
             self.sums[self.names[parameter]] = parameter.grad.sum(dtype=torch.float64)
 

@@ -19,8 +19,8 @@ from weakref import WeakKeyDictionary, finalize
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
-from torch.utils._pytree import tree_leaves
+
+from .torch_inside import tree_leaves, twin
 
 _threads: WeakKeyDictionary = WeakKeyDictionary()  # one for each process group
 
@@ -124,24 +124,3 @@ def working_on(stream: torch.cuda.Stream | None) -> AbstractContextManager:
 def computed(device: torch.device) -> torch.cuda.Event | None:
     """On CUDA, an event that marks all work queued so far; on the CPU work is done at once: None."""
     return torch.cuda.current_stream(device).record_event() if is_queued(device) else None
-
-
-def twin(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """A process group with the ranks, backend and timeout of `group`; made by its members alone, all of them together.
-
-    `dist.new_group` would have to be called by every rank of the job; with `use_local_synchronization` it makes up a
-    name from how many groups a rank is in, which need not be the same on all. So this takes its inner part.
-    """
-    ranks, options = dist.get_process_group_ranks(group), group._get_backend(group._device_types[0]).options
-    name = distributed_c10d.GroupName(f"{group.group_name} communication")
-    made, _ = distributed_c10d._new_process_group_helper(
-        len(ranks),
-        dist.get_rank(group),
-        ranks,
-        distributed_c10d.Backend(dist.get_backend_config(group)),
-        distributed_c10d._get_default_store(),
-        name,
-        timeout=options._timeout,
-    )
-    distributed_c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
-    return made

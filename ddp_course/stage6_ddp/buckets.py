@@ -17,6 +17,8 @@ from itertools import accumulate
 import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
+from ..running.torch_inside import users_of_storage
+
 MIB = 2**20
 FIRST_CAP = 1 * MIB  # the first bucket is small so that communication starts early
 DEFAULT_CAP = 25 * MIB
@@ -201,4 +203,4 @@ def own_storage(view):
 
 def is_lent(view):
     """Whether any tensor besides `view` uses its storage: a gradient that moved in, or what was made of it."""
-    return torch._C._storage_Use_Count(view.untyped_storage()._cdata) > 2  # the view and this function's reference
+    return users_of_storage(view) > 2  # the view and this function's reference

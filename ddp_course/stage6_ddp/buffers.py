@@ -7,6 +7,8 @@ updates its own from its own share of the batch. So rank 0's are broadcast, and 
 import torch
 import torch.distributed as dist
 
+from ..running.torch_inside import unnoticed_by_autograd
+
 MESSAGE = 250 * 2**20  # bytes in one broadcast at most: the flat copy takes memory
 
 
@@ -41,5 +43,5 @@ def broadcast_buffers(buffers, src=0, group=None):
     A first forward pass may have saved a buffer for its backward; the broadcast of the second pass must not make
     autograd believe that the value was tampered with.
     """
-    with torch.autograd._unsafe_preserve_version_counter(tuple(buffers.values())):
+    with unnoticed_by_autograd(buffers.values()):
         broadcast_tensors(buffers.values(), src, group)

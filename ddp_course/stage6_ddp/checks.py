@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import MismatchError
+from ..running.torch_inside import default_group
 
 UNSUPPORTED = "delay_all_reduce_named_params", "param_to_hook_all_reduce"
 
@@ -81,7 +82,7 @@ def group_of(process_group, device_mesh):
     if process_group is not None and device_mesh is not None:
         raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
     if device_mesh is None:
-        return process_group or dist.distributed_c10d._get_default_group()
+        return process_group or default_group()
     if device_mesh.ndim != 1:
         raise RuntimeError(f"Only 1D device mesh is supported, but got {device_mesh}.")
     return device_mesh.get_group(mesh_dim=0)

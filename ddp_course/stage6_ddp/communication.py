@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from ..running import wire
 from ..running.communication import communication_thread
+from ..running.torch_inside import Future
 
 
 class GradBucket:
@@ -94,7 +95,7 @@ def by_hook(hook, state):
 
     def start(bucket):
         future = hook(state, bucket)
-        if not isinstance(future, torch._C.Future):
+        if not isinstance(future, Future):
             raise TypeError(f"a communication hook must return a torch.futures.Future, but {hook} returned {future!r}")
 
         def wait():

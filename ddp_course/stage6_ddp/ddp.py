@@ -6,9 +6,9 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable
-from torch.utils._pytree import tree_map_only
 
 from ..running.communication import keep_for_backward
+from ..running.torch_inside import tree_map_only
 from . import automatic, in_backward
 from .buckets import NO_LIMIT, size_limits
 from .buffers import broadcast_buffers as broadcast_named_buffers

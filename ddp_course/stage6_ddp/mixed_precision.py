@@ -12,7 +12,8 @@ for each operation, and communicates in float32.
 
 import torch
 from torch.func import functional_call
-from torch.utils._pytree import tree_map_only
+
+from ..running.torch_inside import tree_map_only
 
 
 class LowPrecision:

@@ -17,13 +17,12 @@ import torch.distributed as dist
 
 from ..running import wire
 from ..running.event_clock import clock_of
+from ..running.torch_inside import after_backward
 from . import in_backward
 from .automatic import best_limits
 from .buckets import Bucket, SparseBucket, assign_buckets
 from .communication import GradBucket
 from .unused import not_finished, ready_twice, used_anew, used_anywhere, used_by
-
-engine = torch.autograd.Variable._execution_engine
 
 
 class Reducer:
@@ -199,7 +198,7 @@ class Reducer:
         if len(self.waits) == len(self.buckets):
             if self.keeps_layout:
                 self.use_counts = used_anywhere(self.used, self.parameters[0].device, self.group)
-            engine.queue_callback(self.finish)
+            after_backward(self.finish)
 
     def as_grad_bucket(self, bucket, flat=None):
         """`bucket` as hooks see it; with other contents if `flat` is given."""
@@ -211,7 +210,7 @@ class Reducer:
         """A static graph's first backward pass begins: everything is reduced at its end, once."""
         if self.expecting and not self.delayed:
             self.delayed = True
-            engine.queue_callback(self.reduce_all)
+            after_backward(self.reduce_all)
 
     def reduce_all(self):
         """The end of a static graph's first iteration: all gradients are there, in however many parts they came."""

@@ -16,8 +16,10 @@ import torch.distributed as dist
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from ..running.torch_inside import BatchNorm
 
-class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
+
+class SyncBatchNorm(BatchNorm):
     """Batch normalisation whose statistics are those of all ranks of `process_group` together; (N, C, …) to (N, C, …).
 
     Arguments, parameters and buffers are those of `torch.nn.BatchNorm2d`, for any number of dimensions from 2 on.
@@ -57,7 +59,7 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
     @classmethod
     def convert_sync_batchnorm(cls, module, process_group=None):
         """Return `module` with all its BatchNorm layers replaced; parameters and buffers are shared with them."""
-        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and not isinstance(module, cls):
+        if isinstance(module, BatchNorm) and not isinstance(module, cls):
             return cls.like(module, process_group)
         for name, child in module.named_children():
             setattr(module, name, cls.convert_sync_batchnorm(child, process_group))

@@ -11,7 +11,8 @@ the parameter and its gradient stays as it was, even None; everywhere else it ge
 import torch
 import torch.distributed as dist
 from torch.autograd import Function
-from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from ..running.torch_inside import tree_flatten, tree_unflatten
 
 
 def used_by(outputs):

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ..running import wire
+from ..running.torch_inside import UNSCALE, as_plain_tensors
 
 MISLEADING = {
     torch.norm,
@@ -16,7 +17,7 @@ MISLEADING = {
     torch.linalg.vector_norm,
     torch.linalg.matrix_norm,
     torch._foreach_norm,
-    torch._amp_foreach_non_finite_check_and_unscale_,  # a gradient scaler would skip the step on one rank only
+    UNSCALE,  # a gradient scaler would skip the step on one rank only
 }
 
 
@@ -39,7 +40,7 @@ class LocalGradient(torch.Tensor):
                 "call clip_grad_norm_(max_norm) of FullyShardedDataParallel, ShardedOptimizer or Pipeline instead "
                 "of torch.nn.utils.clip_grad_norm_"
             )
-        with torch._C.DisableTorchFunctionSubclass():
+        with as_plain_tensors():
             return function(*args, **(kwargs or {}))
 
     def __reduce_ex__(self, protocol):

@@ -10,9 +10,9 @@ from contextlib import suppress
 from functools import partial
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from ..running import communication, wire
+from ..running.torch_inside import after_backward, backward_pass, tree_leaves
 from ..stage3_paramserver import broadcast_parameters
 from .blocks import Block, assign_blocks, default_blocks, homes
 from .clipping import clip_grad_norm_
@@ -150,10 +150,10 @@ class FullyShardedDataParallel(torch.nn.Module):
                 "create_graph=True would need the whole parameters after backward, when the ranks have let go of them; "
                 "for gradients of gradients use stage 6"
             )
-        running = torch._C._current_graph_task_id()
+        running = backward_pass()
         if self.backward_pass is None:
             self.latest, self.backward_pass = None, running + 1  # never zero
-            torch.autograd.Variable._execution_engine.queue_callback(self.finish)  # when this pass ends
+            after_backward(self.finish)  # when this pass ends
         elif self.backward_pass != running + 1:
             raise RuntimeError(
                 "a backward pass began before another had ended: that one failed, and a new forward pass must come "
@@ -297,7 +297,7 @@ class FullyShardedDataParallel(torch.nn.Module):
 
 def recomputing():
     """Whether a forward pass runs inside a backward pass: activation checkpointing computes it again."""
-    return torch._C._current_graph_task_id() != -1
+    return backward_pass() != -1
 
 
 def copied(value):

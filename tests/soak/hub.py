@@ -1,9 +1,9 @@
 """A workshop on one hub: `python tests/soak/hub.py [--learners 12] [--gib 2]`.
 
-Opens as many notebooks' kernels at once, each in a folder of its own, and runs in all of them, at the same time, what
-lesson 00 is made of: launches, a stage trained on four ranks, a cell on every rank. Prints the memory of each learner at
-its peak, all that the kernel started included and shared pages counted once. Ends with exit code 1 if a learner got an
-error, another's results or more than the memory allowed, or if a process or file was left.
+Opens as many kernels at once, and runs in all of them, at the same time, what lesson 00 is made of: launches, a stage
+trained on four ranks, a cell on every rank. Prints the memory of a learner at its peak, all that the kernel started
+included and shared pages counted once. Ends with exit code 1 if a learner got an error, another's results or more than
+the memory allowed, or if a process or file was left.
 """
 
 import argparse
@@ -32,9 +32,9 @@ CELLS = [
     "    dist.all_reduce(tensor)\n"
     "    return tensor[0].item()\n"
     "assert launch(summed, world_size={ranks}) == [float(sum(me + rank for rank in range({ranks})))] * {ranks}",
-    "problem = problems.make('digits', seed=me)\n"
+    "problem = problems.make('digits')\n"
     "def train():\n"
-    "    batches = problem.batches(20, rank=dist.get_rank(), world_size=dist.get_world_size())\n"
+    "    batches = problem.batches(128, 20, seed=me, rank=dist.get_rank(), world_size=dist.get_world_size())\n"
     "    return stage5_bucketed.train(problem.model(), batches, lr=0.1)\n"
     "losses = launch(train, world_size={ranks}, progress=20)\n"
     "assert losses[0][-1] < losses[0][0]",

@@ -5,6 +5,7 @@ ranks would compute alone, within the bound on rounding.
 """
 
 import copy
+import inspect
 import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -14,11 +15,20 @@ import torch.distributed as dist
 from oracles import UNIT_ROUNDOFF
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from torch.nn.parallel.distributed import _BufferCommHookLocation
+from torch.nn.parallel.distributed import DistributedDataParallel, _BufferCommHookLocation
 from torch.utils.checkpoint import checkpoint
 
 CASES = {}
-TORCH_HANGS = {"models_of_different_shape_are_refused"}  # torch raises on the other ranks and leaves rank 0 waiting
+TORCH_FAILS = {"models_of_different_shape_are_refused": "torch raises on one rank only, and the others wait"}
+KNOWN_TO_TORCH = inspect.signature(DistributedDataParallel).parameters  # torch 2.10 lacks two of 2.13's arguments
+if "forward_sync_buffers" not in KNOWN_TO_TORCH:
+    lacks = dict.fromkeys(
+        ["buffers_are_left_alone_when_asked", "the_older_name_switches_buffers_off", "join_ends_with_equal_models"],
+        f"torch {torch.__version__} has no forward_sync_buffers",
+    )
+    TORCH_FAILS |= lacks | {
+        "two_forward_passes_with_buffers": f"in torch {torch.__version__} the second pass spoils the first one's graph"
+    }
 
 
 def case(function):

@@ -30,6 +30,7 @@ from ...measuring import comparison
 from ...running.devices import rank_device
 from ...running.devices.placement import usable_gpus
 from ...running.launching.launch import launch
+from ...running.torch_inside import busy_gpu
 from ...stage6_ddp import DistributedDataParallel
 from .harness import Benchmark, Part, Promise, Row, promises_of_ratios, take_turns, timed
 from .training import model_and_batch, step
@@ -86,7 +87,7 @@ def races(model: torch.nn.Module) -> Any:
         yield
         return
     for parameter in model.parameters():
-        parameter.register_hook(lambda gradient: torch.cuda._sleep(CYCLES))
+        parameter.register_hook(lambda gradient: busy_gpu(CYCLES))
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

@@ -15,11 +15,11 @@ import torch
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim import SGD, Adam
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DistributedSampler
 
 from ...errors import RankError
 from ...running import checkpoint
+from ...running.torch_inside import TorchDispatchMode
 from ...stage3_paramserver import broadcast_parameters, gradients
 from ...stage4_ring import average_on_ring
 from ...stage5_bucketed import BucketedDDP

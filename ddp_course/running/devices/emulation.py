@@ -21,10 +21,10 @@ from unittest.mock import patch
 from weakref import WeakKeyDictionary
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from ...errors import DeviceError
 from .. import wire
+from ..torch_inside import TorchDispatchMode, dispatch_modes
 from . import capacity, roofline
 from .clock import Clock, ThreadClock
 
@@ -171,7 +171,7 @@ class Emulation:
 
         @wraps(function)
         def entered(first, *args, **kwargs):
-            if not self.active or any(isinstance(mode, OnDevice) for mode in _get_current_dispatch_mode_stack()):
+            if not self.active or any(isinstance(mode, OnDevice) for mode in dispatch_modes()):
                 return function(first, *args, **kwargs)
             with OnDevice(self, number_of(first)):
                 return function(first, *args, **kwargs)

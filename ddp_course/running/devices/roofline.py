@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from ..torch_inside import OpOverload
+
 aten = torch.ops.aten
 ATTENTION = {  # on the CPU attention has names of its own; its work is the same
     aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
@@ -20,7 +22,7 @@ NO_TRAFFIC = {"_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty
 
 
 @cache
-def flops_formula(operation: torch._ops.OpOverload) -> "Formula | None":
+def flops_formula(operation: OpOverload) -> "Formula | None":
     """The flops of `operation` as a function of its arguments and its result; None if torch has no formula for it."""
     packet = operation.overloadpacket
     formula = flop_registry.get(ATTENTION.get(packet, packet))
@@ -49,7 +51,7 @@ def shape_or_value(argument: Any) -> Any:
 
 
 @cache
-def has_traffic(operation: torch._ops.OpOverload) -> bool:
+def has_traffic(operation: OpOverload) -> bool:
     """Whether `operation` reads or writes memory: views and empty tensors do not, nor do collectives."""
     name = operation.overloadpacket.__name__
     return operation.namespace == "aten" and not operation.is_view and name not in NO_TRAFFIC

@@ -1,0 +1,111 @@
+"""Whatever of torch is not promised, and so may differ between its versions: behind one module. Seen on 2.10 and 2.13.
+
+No other module names a private part of torch; a test sees to it. (Stage 5 queues its callback as torch's own tutorials
+do, because a lesson shows that line.) Whoever moves to another torch starts here, and with the tests.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C import Future
+from torch._ops import OpOverload
+from torch.cuda import _sleep as busy_gpu
+from torch.distributed import distributed_c10d
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+__all__ = [
+    "UNSCALE",
+    "BatchNorm",
+    "Future",
+    "OpOverload",
+    "TorchDispatchMode",
+    "after_backward",
+    "as_plain_tensors",
+    "backward_pass",
+    "busy_gpu",
+    "default_group",
+    "dispatch_modes",
+    "is_backend",
+    "timeout_of",
+    "torch_c10d",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map_only",
+    "tree_unflatten",
+    "twin",
+    "unnoticed_by_autograd",
+    "users_of_storage",
+]
+
+torch_c10d: Any = torch._C._distributed_c10d  # the stubs of it know nothing of groups that Python defines
+UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_  # what a gradient scaler calls
+
+
+def backward_pass() -> int:
+    """The number of the backward pass that runs in this thread, from 0; -1 outside of one."""
+    return torch._C._current_graph_task_id()
+
+
+def after_backward(function: Callable[[], None]) -> None:
+    """Have `function()` called when the running backward pass has computed everything, before it returns."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def unnoticed_by_autograd(tensors: Sequence[torch.Tensor]) -> AbstractContextManager:
+    """Within this block autograd does not notice that `tensors` are overwritten."""
+    return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
+
+
+def users_of_storage(tensor: torch.Tensor) -> int:
+    """How many references there are to the memory of `tensor`, this function's own included."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+def as_plain_tensors() -> AbstractContextManager:
+    """Within this block functions take subclasses of Tensor for tensors: `__torch_function__` is not asked."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def dispatch_modes() -> list[TorchDispatchMode]:
+    """The `TorchDispatchMode`s that are active in this thread, the innermost last."""
+    return _get_current_dispatch_mode_stack()
+
+
+def default_group() -> dist.ProcessGroup:
+    """The process group of all ranks; ValueError where none has been made."""
+    return distributed_c10d._get_default_group()
+
+
+def is_backend(name: str) -> bool:
+    """Whether a backend called `name` has been registered from Python."""
+    return name in dist.Backend._plugins
+
+
+def timeout_of(group: dist.ProcessGroup) -> float:
+    """The seconds after which a collective of `group` gives up."""
+    return group._get_backend(group._device_types[0]).options._timeout.total_seconds()
+
+
+def twin(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A process group with the ranks, backend and timeout of `group`; made by its members alone, all of them together.
+
+    `dist.new_group` would have to be called by every rank of the job; with `use_local_synchronization` it makes up a
+    name from how many groups a rank is in, which need not be the same on all. So this takes its inner part.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    made, _ = distributed_c10d._new_process_group_helper(
+        len(ranks),
+        dist.get_rank(group),
+        ranks,
+        distributed_c10d.Backend(dist.get_backend_config(group)),
+        distributed_c10d._get_default_store(),
+        distributed_c10d.GroupName(f"{group.group_name} communication"),
+        timeout=group._get_backend(group._device_types[0]).options._timeout,
+    )
+    distributed_c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
+    return made

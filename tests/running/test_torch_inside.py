@@ -1,0 +1,114 @@
+"""What torch does not promise stands in one module, and does there what the rest of the package relies on."""
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ddp_course
+from ddp_course import launch
+from ddp_course.running import torch_inside
+
+PACKAGE = Path(ddp_course.__file__).parent
+INSIDE = Path(torch_inside.__file__)
+TAUGHT = {("stage5_bucketed.py", "torch.autograd.Variable._execution_engine.queue_callback")}  # lesson 05 shows it
+ON_OBJECTS = {"_cdata", "_device_types", "_get_backend", "_timeout", "_world"}  # of groups, options and storages
+DOCUMENTED = ("torch._foreach_", "torch.ops.")
+
+
+def private_uses(source):
+    """The private parts of torch that a module's source names, each as dotted words."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            found |= {f"{node.module}.{alias.name}" for alias in node.names if "._" in f".{node.module}.{alias.name}"}
+        elif isinstance(node, ast.Attribute):
+            words = ast.unparse(node)
+            ours = words.split(".")[0] in ("torch", "dist", "distributed_c10d") and "._" in words and "__" not in words
+            if ours or (node.attr in ON_OBJECTS and not words.startswith("self.")):
+                found.add(words)
+    found = {words for words in found if not words.startswith(DOCUMENTED)}
+    return {words for words in found if not any(longer.startswith(f"{words}.") for longer in found)}
+
+
+def test_no_other_module_names_a_private_part_of_torch():
+    uses = {
+        (path.name, words)
+        for path in PACKAGE.rglob("*.py")
+        if path != INSIDE
+        for words in private_uses(path.read_text(encoding="utf-8"))
+    }
+    assert uses == TAUGHT
+    assert len(private_uses(INSIDE.read_text(encoding="utf-8"))) > 10
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from torch.utils._pytree import tree_map",
+        "from torch.distributed.distributed_c10d import _get_default_group",
+        "torch._C._current_graph_task_id()",
+        "seconds = group._get_backend(device)",
+        "dist.distributed_c10d._world",
+    ],
+)
+def test_a_private_part_is_seen(line):
+    assert private_uses(line)
+    assert not private_uses("self._group; torch.ops.aten._to_copy.default; from torch.distributed import get_rank")
+
+
+def test_a_backward_pass_has_a_number_and_calls_back_at_its_end():
+    seen = []
+    weight = torch.ones(3, requires_grad=True)
+
+    def note(gradient):
+        seen.append(torch_inside.backward_pass())
+        torch_inside.after_backward(lambda: seen.append(weight.grad is not None))
+
+    doubled = weight * 2
+    doubled.register_hook(note)
+    assert torch_inside.backward_pass() == -1
+    doubled.sum().backward()
+    assert seen[0] >= 0 and seen[1:] == [True]
+    (weight * 2).sum().backward()
+    assert seen[1:] == [True]
+
+
+def test_memory_is_shared_by_as_many_as_use_it():
+    tensor = torch.ones(3)
+    alone = torch_inside.users_of_storage(tensor)
+    view = tensor[1:]
+    assert torch_inside.users_of_storage(tensor) == alone + 1
+    del view
+    assert torch_inside.users_of_storage(tensor) == alone
+
+
+def test_autograd_does_not_notice_what_is_kept_from_it():
+    factor, weight = torch.ones(3), torch.ones(3, requires_grad=True)
+    product = weight * factor
+    with torch_inside.unnoticed_by_autograd([factor]):
+        factor.fill_(2.0)
+    product.sum().backward()
+    product = weight * factor
+    factor.fill_(3.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+
+
+def groups():
+    """On a rank: is the default group the world; what has its twin, and do messages on one leave the other alone?"""
+    group = torch_inside.default_group()
+    other = torch_inside.twin(group)
+    mine, theirs = torch.ones(1), torch.full((1,), 10.0)
+    waiting = dist.all_reduce(mine, group=group, async_op=True)
+    dist.all_reduce(theirs, group=other)
+    waiting.wait()
+    same = dist.get_process_group_ranks(other) == dist.get_process_group_ranks(group)
+    seconds = torch_inside.timeout_of(group), torch_inside.timeout_of(other)
+    return group is dist.group.WORLD, other is group, same, seconds[0] == seconds[1] > 1, mine.item(), theirs.item()
+
+
+def test_a_twin_has_the_same_ranks_and_timeout_and_messages_of_its_own():
+    assert launch(groups, world_size=2) == [(True, False, True, True, 2.0, 20.0)] * 2
