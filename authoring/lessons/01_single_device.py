@@ -75,7 +75,7 @@ that was disturbed least by whatever else this machine does.
 
 
 # %% record-a-step
-def calmest_step(problem, global_batch, steps=6):
+def calmest_step(problem, global_batch, steps=12):
     with timeline.recording() as spans:
         stage1_single.train(problem.model(), problem.batches(global_batch, steps), lr=0.1)
     return min(zip(spans[::3], spans[1::3], spans[2::3]), key=lambda step: step[-1].end - step[0].start)
