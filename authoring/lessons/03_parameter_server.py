@@ -243,6 +243,7 @@ long it waits for the slowest rank, which here computes 20 ms longer; the additi
 def taken_apart():
     tensor, incoming = torch.ones(p // 4), torch.ones(p // 4)
     server(tensor.clone())  # opens the connections
+    dist.barrier()
     if dist.get_rank() == dist.get_world_size() - 1:
         time.sleep(0.02)
     with timing.stopwatch() as waiting:

@@ -282,11 +282,15 @@ kinds = {"autograd::engine": "backward", "Optimizer.step": "update",
          **dict.fromkeys(["aten::conv2d", "aten::relu", "aten::linear", "aten::cross_entropy_loss"], "forward")}  # fmt: skip
 spans, events = launch(profiled, world_size=K, device=Device("500MFLOP/s"))[0]
 begins = [event["ts"] for event in events if event["name"] == "aten::conv2d"]
-step = [event for event in events if event["ts"] >= sorted(begins)[len(begins) // 2]]  # the second of two
+first = sorted(begins)[len(begins) // 2]  # of the second step of two
+step = [event for event in events if event["ts"] >= first]
 theirs = [[kind, event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6, "compute"]
           for event in step for prefix, kind in kinds.items() if event["name"].startswith(prefix)]  # fmt: skip
 start = [span for span in spans if span.name == "forward"][-1].start
 ours = [span for span in spans if span.start >= start]
+both = step + [{"ph": "X", "pid": "our spans", "tid": span.lane, "name": span.name, "dur": 1e6 * span.seconds,
+                "ts": first + 1e6 * (span.start - start)} for span in ours]  # fmt: skip
+Path("trace.json").write_text(json.dumps({"traceEvents": both}))
 show.timeline_figure([ours, theirs], labels=["our spans", "profiler"], align=True,
                      title=f"The same step in {len(ours)} spans, and in {len(step):,} events")  # fmt: skip
 
@@ -294,7 +298,8 @@ show.timeline_figure([ours, theirs], labels=["our spans", "profiler"], align=Tru
 r"""
 Both rows show the same work at the same places. Two things are missing below. Our *wait* is a gap: the profiler records
 operations, and waiting is none; in a real trace look for such gaps first. And the communication thread, the lower half of
-our row: this profiler watches the thread that started it, and the backward pass.
+our row: this profiler watches the thread that started it, and the backward pass. Open `trace.json`, which now lies beside
+this notebook, in Perfetto: it has all events of the step, and our spans as a process of their own.
 
 ## Checkpoints
 
