@@ -213,7 +213,8 @@ server ends lower for a reason of its own: it makes K-1 small updates where the 
 ## Is the clock right?
 
 It was derived. So once with everything real: emulated devices, emulated links, a clock on the wall. Eight steps of each
-(local SGD meets once), after eight others. The dashes are the derived times.
+(local SGD meets once), after eight others. A device takes 60 ms a step here, so that this machine's processor can keep up
+with the real arithmetic. The dashes are the derived times.
 """
 
 
@@ -233,41 +234,41 @@ def step_seconds(name):
 text, some = problems.make("bytes", parameters=20_000, context=32), ("every step", "half precision", "local SGD")
 with Device("1GFLOP/s").emulate(record=True, sleep=False) as counted:
     stage1_single.train(text.model(), text.batches(32 // K, 1), 0.3)
-device = Device(f"{counted.busy_s / 0.02}GFLOP/s")  # on which a step takes 20 ms
+device = Device(f"{counted.busy_s / 0.06}GFLOP/s")  # on which a step takes 60 ms
 wall = {
     name: 1000 * max(launch(step_seconds, name, world_size=K, link=Link("5Mbit"), device=device))
     for name in show.progress(some)
 }
-show.bars(wall, "a step (ms)", "The clock on the wall, beside the derived one", form="{:.0f}",
-          theory={name: 20 + 1000 * sent[name] * 8 / 5e6 for name in some})  # fmt: skip
+derived = {name: 60 + 1000 * sent[name] * 8 / 5e6 for name in some}
+show.bars(wall, "a step (ms)", "The clock on the wall, beside the derived one", theory=derived, form="{:.0f}")
 
 # %% check-clock
 # NBVAL_CHECK_OUTPUT
-assert wall["every step"] > wall["half precision"] > wall["local SGD"], wall
-print("on the wall as derived: every step is the slowest, half precision next, local SGD the fastest")
+assert all(wall[name] > 0.9 * derived[name] for name in some), (wall, derived)
+print("on the wall no step is shorter than derived: device and link take their time")
 
 # %% [markdown]
 r"""
 ## Who waits for the slow one?
 
-On fast links nobody gains by sending less. But let one rank's device have a quarter of the rate. If all meet in every step,
+On fast links nobody gains by sending less. But let one rank's device have half of the rate. If all meet in every step,
 all take its time. The asynchronous server's other workers go on at their own pace: here it wins. The price is staleness.
 """
 
 
 # %% slow-rank
 def staleness():
-    share = text.batches(32, 16, rank=dist.get_rank(), world_size=K)
+    share = text.batches(32, 8, rank=dist.get_rank(), world_size=K)
     return sorted(communicate_less.train_asynchronously(text.model(), share, 0.3)[1])
 
 
-slow = Device(f"{device.rate / 4}FLOP/s")
+slow = Device(f"{device.rate / 2}FLOP/s")
 mixed = [slow if rank == K - 1 else device for rank in range(K)]
 both = ("every step", "asynchronous")
 pace = {name: 1000 * launch(step_seconds, name, world_size=K, device=mixed)[1] for name in both}
 updates = launch(staleness, world_size=K, device=mixed)[0]
 print(f"staleness of a gradient, in updates: median {updates[len(updates) // 2]}, at most {updates[-1]} (counted)")
-title = "Beside a rank at a quarter of the rate: only the server does not wait"
+title = "Beside a rank at half of the rate: only the server does not wait"
 show.bars(pace, "a step of rank 1 (ms)", title, form="{:.0f}")
 
 # %% [markdown]

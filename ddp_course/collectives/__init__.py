@@ -4,7 +4,7 @@ For p bytes over K ranks, links of bandwidth b and latency a, additions free:
 
     ring (stage 4)     2(K-1) a     + 2(K-1)/K p/b     least traffic; many steps
     tree               2 log2(K) a  + 2 log2(K) p/b    few steps, whole tensors: for small messages
-    halving-doubling   2 log2(K) a  + 2(K-1)/K p/b     few steps and least traffic; partners are far apart
+    halving-doubling   2 log2(K) a  + 2(K-1)/K p/b     few steps and least traffic; wants a power of two
     hierarchical       a ring inside each host around a ring between the hosts: 1/R of the bytes between hosts
     pipelined ring     as the ring, with the additions hidden under the transfers
     duplex server                     towards (K-1) p/b   a server that sends back while it still collects
