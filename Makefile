@@ -5,7 +5,7 @@ BIN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 ARGS ?=
 BESIDE := -n 3 --dist loadfile --no-loadscope-reorder
-LONGEST := tests/running/test_faults.py tests/torch_suite tests/test_train_script.py tests/running/launching tests/test_notebooks.py
+LONGEST := tests/test_notebooks.py tests/torch_suite tests/running/launching tests/running/test_faults.py tests/test_train_script.py
 
 .PHONY: help setup compare test test-quick lab gpu notebooks site lint clean
 

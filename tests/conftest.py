@@ -26,6 +26,18 @@ def pytest_unconfigure(config):
         shutil.rmtree(config.own_folder, ignore_errors=True)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """A file's tests stay with one worker, which shares its launches; each lesson goes anywhere: it shares none."""
+    from xdist.scheduler import LoadFileScheduling  # here: a contributor may have come without it
+
+    class ByFileOrLesson(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            return nodeid if "::test_lesson_runs_" in nodeid else super()._split_scope(nodeid)
+
+    return ByFileOrLesson(config, log) if config.option.dist == "loadfile" else None
+
+
 OWN = re.compile(r"launching/(server|spare)\.py")  # they wait for the next launch, and end with this process
 
 

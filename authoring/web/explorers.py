@@ -33,7 +33,7 @@ def drawn(recipe: dict, most: int) -> str:
     every = {name: positions(control) for name, control in explorer.controls.items()}
     whole = {name: every[name] for name in movable_ends(explorer)}
     others = {name: pairs for name, pairs in every.items() if name not in whole}
-    kept = every | thinned(others, first, most // math.prod(map(len, whole.values())))
+    kept = every | thinned(others, first, max(1, most // math.prod(map(len, whole.values()))))
     lines, labels = {}, {name: [] for name in kept}
     tree = branch(explorer, kept, list(kept), lines, labels)
     sliders = [

@@ -7,6 +7,7 @@ checkpoint. A short pause in every step sees to it that the one run lasts as lon
 """
 
 import argparse
+import math
 import os
 import random
 import signal
@@ -51,8 +52,8 @@ def ranks_of(agent):
     return ranks
 
 
-def run_with_faults(options, world_size, minutes, every, pause, chance, folder):
-    """Train under torchrun, with a fault every `every` seconds for so many minutes; returns how many there were."""
+def run_with_faults(options, world_size, minutes, every, pause, chance, folder, enough=math.inf):
+    """Train under torchrun, with a fault every `every` seconds for so many minutes, or until there were `enough`."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
     command += ["--max-restarts=100000", "--monitor-interval=0.1", str(SLOW_TRAIN), *options]
     hurry, faults = Path(folder, "hurry"), 0
@@ -65,7 +66,8 @@ def run_with_faults(options, world_size, minutes, every, pause, chance, folder):
         try:
             while agent.poll() is None:
                 now = time.monotonic()
-                if now >= end:
+                if now >= end or faults >= enough:
+                    end = now
                     hurry.touch()
                 ranks = ranks_of(agent) if due <= now < end else {}
                 if len(ranks) == world_size and checkpoint.checkpoints(f"{folder}/run"):
@@ -81,12 +83,12 @@ def run_with_faults(options, world_size, minutes, every, pause, chance, folder):
     return faults
 
 
-def soak(minutes, every=20.0, world_size=2, pause=0.03, seed=0):
+def soak(minutes, every=20.0, world_size=2, pause=0.03, seed=0, enough=math.inf):
     """One run of so many minutes under faults; returns (faults, steps), raises AssertionError if a bit differs."""
     steps = int(60 * minutes / pause)  # more than there is time for, before the run may hurry
     options = [*OPTIONS, "--steps", str(steps), "--every", "10", "--seed", str(seed)]
     with tempfile.TemporaryDirectory() as folder:
-        faults = run_with_faults(options, world_size, minutes, every, pause, random.Random(seed), folder)
+        faults = run_with_faults(options, world_size, minutes, every, pause, random.Random(seed), folder, enough)
         state = checkpoint.load(f"{folder}/run")
     expected = unharmed(options, world_size)
     assert state["losses"] == expected["losses"], "the curve differs"
