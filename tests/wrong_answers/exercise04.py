@@ -6,6 +6,17 @@ def chunk_to_send(rank, step, world_size):
     return (rank + world_size - step) % world_size
 
 
+# %% 4.1 right: remembered, and tidied up
+import gc
+from functools import lru_cache
+
+
+@lru_cache(maxsize=None)
+def chunk_to_send(rank, step, world_size):
+    gc.collect()
+    return rank if step == 0 else (chunk_to_send(rank, step - 1, world_size) - 1) % world_size
+
+
 # %% 4.1 right: walks
 def chunk_to_send(rank, step, world_size):
     for _ in range(step):

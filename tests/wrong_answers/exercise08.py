@@ -10,6 +10,12 @@ def gpipe(stage, stages, micro_batches):
     return steps
 
 
+# %% 8.1 right: a generator
+def gpipe(stage, stages, micro_batches):
+    for kind in "FB":
+        yield from ((kind, m) for m in range(micro_batches))
+
+
 # %% 8.1 right: sorted
 def gpipe(stage, stages, micro_batches):
     every = [(kind, m) for m in range(micro_batches) for kind in ("F", "B")]
@@ -89,6 +95,22 @@ def one_forward_one_backward(stage, stages, micro_batches):
 def bubble(stages, micro_batches):
     total = micro_batches + stages - 1
     return 1 - micro_batches / total
+
+
+# %% 8.3 right: a number of numpy's
+import numpy as np
+
+
+def bubble(stages, micro_batches):
+    return np.float32(0) + np.float64(stages - 1) / np.int64(micro_batches + stages - 1)
+
+
+# %% 8.3 right: a fraction
+from fractions import Fraction
+
+
+def bubble(stages, micro_batches):
+    return Fraction(stages - 1, micro_batches + stages - 1)
 
 
 # %% 8.3 right: counted

@@ -31,6 +31,9 @@ def save_checkpoint(state, path):
     os.rename(str(path) + ".tmp", path)
 
 
+# %% 10.1 right: the data alone synced
+#- os.fsync(file.fileno())
+#+ getattr(os, "fdatasync", os.fsync)(file.fileno())
 # %% 10.1 wrong: straight into place | the old checkpoint is lost
 def save_checkpoint(state, path):
     torch.save(state, path)

@@ -61,14 +61,10 @@ class TrainStep:
         model, optimizer = small_model(seed)
         return {"losses": [train_step(model, optimizer, *batch) for batch in batches], "weights": weights(model)}
 
-    def judge(evidence, seed, batches):
-        """The weights are plain SGD's, the losses plain numbers from before each update."""
-        losses, expected = reference_steps(seed, batches)
-        untouched = weights(small_model(seed)[0])
-        for found in evidence["losses"]:
-            require(not isinstance(found, torch.Tensor), "the loss is a tensor; return loss.item(), a plain number")
-            number(found, float, "the loss")
-        found = evidence["weights"]
+    def judge_weights(evidence, seed, batches):
+        """The weights are plain SGD's."""
+        expected = reference_steps(seed, batches)[1]
+        untouched, found = weights(small_model(seed)[0]), evidence["weights"]
         require(not same(found, untouched), "the weights have not changed: is there a backward() and then a step()?")
         piled = reference_steps(seed, batches, zero=False)[1]
         require(not same(found, piled, 1e-9), "gradients pile up from step to step: is there a zero_grad()?")
@@ -77,11 +73,20 @@ class TrainStep:
             not any(same(found, one, 1e-9) for one in late[:-1]),
             "the update is one step late: backward() comes before step()",
         )
-        require(same(found, expected, 1e-9), "the weights are not those of plain SGD after 3 steps")
+        require(same(found, expected, 1e-9), f"the weights are not those of plain SGD after {len(batches)} steps")
+
+    def judge_losses(evidence, seed, batches):
+        """The losses are plain numbers from before each update."""
+        losses = reference_steps(seed, batches)[0]
+        for found in evidence["losses"]:
+            require(not isinstance(found, torch.Tensor), "the loss is a tensor; return loss.item(), a plain number")
+            number(found, float, "the loss")
         require(
             all(abs(a - b) < 1e-9 for a, b in zip(evidence["losses"], losses, strict=True)),  # not so if one is NaN
-            "the weights are right, but the loss is another one: return the mean loss before the update",
+            "the loss is another one: return the mean loss before the update",
         )
+
+    parts = {"weights": (1, judge_weights), "loss": (1, judge_losses)}
 
 
 @task("1.2", "accumulate")
@@ -101,12 +106,10 @@ class Accumulate:
         losses = [accumulate(model, optimizer, micro_batches) for micro_batches in rounds]
         return {"losses": losses, "weights": weights(model), "steps": steps[0]}
 
-    def judge(evidence, seed, rounds):
-        """One update a round, and the weights and losses of the whole batch at once."""
-        whole = [tuple(torch.cat(parts) for parts in zip(*round, strict=True)) for round in rounds]
-        count = len(rounds[0])
-        losses, expected = reference_steps(seed, whole)
-        steps = evidence["steps"]
+    def judge_weights(evidence, seed, rounds):
+        """One update a round, and the weights of the whole batch at once."""
+        count, steps = len(rounds[0]), evidence["steps"]
+        expected = reference_steps(seed, whole_batches(rounds))[1]
         require(
             steps != len(rounds) * count, "there is an update after every micro-batch; all together give one update"
         )
@@ -116,6 +119,10 @@ class Accumulate:
         for message, wrong in faults.items():
             require(not same(found, wrong, 1e-9), message)
         require(same(found, expected, 1e-9), "the weights are not those of one step on the whole batch")
+
+    def judge_losses(evidence, seed, rounds):
+        """The losses of the whole batch."""
+        losses = reference_steps(seed, whole_batches(rounds))[0]
         for found_loss, loss in zip(evidence["losses"], losses, strict=True):
             require(not isinstance(found_loss, torch.Tensor), "the loss is a tensor; return a plain number")
             number(found_loss, float, "the loss")
@@ -123,6 +130,13 @@ class Accumulate:
                 abs(found_loss - loss) < 1e-9,
                 f"the loss is {found_loss:.4f}, that of the whole batch {loss:.4f}: return the mean over all samples",
             )
+
+    parts = {"weights": (1, judge_weights), "loss": (1, judge_losses)}
+
+
+def whole_batches(rounds):
+    """The micro-batches of each round as one batch."""
+    return [tuple(torch.cat(parts) for parts in zip(*round, strict=True)) for round in rounds]
 
 
 def accumulated_wrongly(seed, rounds):

@@ -20,9 +20,21 @@ class Scatter:
         """The shards of every batch."""
         return [scatter(tensor, ["cpu"] * devices) for tensor, devices in cases]
 
-    def judge(evidence, cases):
-        """Nothing lost, nothing twice, in order, the longer shards first, no empty ones."""
-        for (tensor, devices), found in zip(cases, evidence, strict=True):
+    def judge_even(evidence, cases):
+        """Batches that divide: nothing lost, nothing twice, in order."""
+        check_shards(evidence, cases, even=True)
+
+    def judge_uneven(evidence, cases):
+        """Batches that do not: the longer shards first, no empty ones."""
+        check_shards(evidence, cases, even=False)
+
+    parts = {"uneven sizes": (1, judge_uneven), "even sizes": (1, judge_even)}
+
+
+def check_shards(evidence, cases, even):
+    """The shards of those batches that do (or do not) divide by the number of devices."""
+    for (tensor, devices), found in zip(cases, evidence, strict=True):
+        if even == (len(tensor) % devices == 0):
             about = f"{len(tensor)} samples on {devices} devices"
             require(
                 isinstance(found, list | tuple), f"{about}: a list of shards was expected, not {type(found).__name__}"
@@ -81,21 +93,22 @@ class Reduce:
                 evidence.append([gradients(model) for model in models])
         return evidence
 
-    def judge(evidence, seed, counts):
-        """The master has the sum, and the replicas' own gradients are as they were."""
+    def judge_sums(evidence, seed, counts):
+        """The master has the sum where every replica has a gradient."""
+        check_reduced(evidence, seed, counts, missing=False)
+
+    def judge_missing(evidence, seed, counts):
+        """The master has the sum where only the last replica has a gradient."""
+        check_reduced(evidence, seed, counts, missing=True)
+
+    def judge_replicas(evidence, seed, counts):
+        """The replicas' own gradients are as they were."""
         cases = [(count, frozen) for count in counts for frozen in (False, True)]
         for (count, frozen), found in zip(cases, evidence, strict=True):
             before = [gradients(model) for model in replicas_of(seed, count, frozen)]
             about = f"{count} replicas" + (
                 ", of which only the last has a gradient in the last layer" if frozen else ""
             )
-            for index, master in enumerate(found[0]):
-                parts = [of[index] for of in before if of[index] is not None]
-                total = sum(parts)
-                if master is None:
-                    raise Wrong(f"{about}: the master's parameter {index} has no gradient")
-                check_tensor(master, total, f"{about}: parameter {index}")
-                judge_sum(about, index, master, parts, total, before[0][index])
             for rank in range(1, count):
                 for now, then in zip(found[rank], before[rank], strict=True):
                     kept = now is None if then is None else now is not None and same(now, then)
@@ -103,6 +116,29 @@ class Reduce:
                         kept,
                         f"{about}: the gradients of replica {rank} have changed: did the master take over its tensor (aliasing)? Copy it",
                     )
+
+    parts = {
+        "sums": (1, judge_sums),
+        "missing gradients": (1, judge_missing),
+        "replicas kept": (1, judge_replicas),
+    }
+
+
+def check_reduced(evidence, seed, counts, missing):
+    """The master's gradients, where some replicas have none in the last layer (`missing`), or all have all."""
+    cases = [(count, frozen) for count in counts for frozen in (False, True)]
+    for (count, frozen), found in zip(cases, evidence, strict=True):
+        if frozen != missing:
+            continue
+        before = [gradients(model) for model in replicas_of(seed, count, frozen)]
+        about = f"{count} replicas" + (", of which only the last has a gradient in the last layer" if frozen else "")
+        for index, master in enumerate(found[0]):
+            parts = [of[index] for of in before if of[index] is not None]
+            total = sum(parts)
+            if master is None:
+                raise Wrong(f"{about}: the master's parameter {index} has no gradient")
+            check_tensor(master, total, f"{about}: parameter {index}")
+            judge_sum(about, index, master, parts, total, before[0][index])
 
 
 def judge_sum(about, index, master, parts, total, own):

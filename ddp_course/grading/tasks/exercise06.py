@@ -44,8 +44,8 @@ class AccumulateUnsynchronised:
             evidence[size] = {"weights": weights(model), **sent}
         return evidence
 
-    def judge(evidence, seed, batches):
-        """One synchronisation, and the weights of one step on all samples of all ranks."""
+    def judge_bytes(evidence, seed, batches):
+        """One synchronisation."""
         for size in (2, 4):
             about, count = f"with {size} ranks", len(batches[0])
             found = [evidence[rank][size] for rank in range(size)]
@@ -56,6 +56,12 @@ class AccumulateUnsynchronised:
             advice = "all but the last belong into no_sync, and no_sync must hold the forward pass too"
             many = f"{about}: {syncs:g} synchronisations for {count} micro-batches; one was expected: {advice}"
             require(syncs == 1, many)
+
+    def judge_weights(evidence, seed, batches):
+        """The weights of one step on all samples of all ranks."""
+        for size in (2, 4):
+            about, count = f"with {size} ranks", len(batches[0])
+            found = [evidence[rank][size] for rank in range(size)]
             expected = accumulated(seed, batches[:size], 1 / count)
             guesses = [
                 (
@@ -75,6 +81,8 @@ class AccumulateUnsynchronised:
             compare_ranks(
                 [one["weights"] for one in found], [expected] * size, about, guesses, 1e-9, "one step on all samples"
             )
+
+    parts = {"bytes": (1, judge_bytes), "weights": (2, judge_weights)}
 
 
 def accumulated(seed, batches, scale, stale=False):
@@ -112,8 +120,8 @@ class UsedAnywhere:
             evidence[size] = {"result": result, "input": mine, "calls": len(calls), "dtype": calls[0] if calls else ""}
         return evidence
 
-    def judge(evidence, used):
-        """The union of all ranks, as bools, for one all-reduce, the input unchanged."""
+    def judge_union(evidence, used):
+        """The union of all ranks, as bools."""
         for size in (4, 3, 2):
             about = f"with {size} ranks"
             found = [evidence[rank][size] for rank in range(size)]
@@ -134,9 +142,16 @@ class UsedAnywhere:
                 ("parameters that exactly one rank used are missing: at least one", [counts > 1] * size),
             ]
             compare_ranks(results, [counts > 0] * size, about, guesses, oracle="the union")
+
+    def judge_cost(evidence, used):
+        """One all-reduce, and the input unchanged."""
+        for size in (4, 3, 2):
+            about, found = f"with {size} ranks", [evidence[rank][size] for rank in range(size)]
             for rank, one in enumerate(found):
                 require(same(one["input"], used[rank]), f"{about}: the input was changed (aliasing): work on a copy")
                 require(one["calls"] == 1, f"{about}: {one['calls']} all-reduces; one for all parameters is enough")
+
+    parts = {"union": (1, judge_union), "one all-reduce": (1, judge_cost)}
 
 
 def buffered(seed, rank):
@@ -177,8 +192,8 @@ class ShareBuffers:
             }
         return evidence
 
-    def judge(evidence, seed, sources):
-        """The source's buffers everywhere, in place, parameters unchanged, (K-1) times their bytes sent."""
+    def judge_buffers(evidence, seed, sources):
+        """The source's buffers everywhere, in place, parameters unchanged."""
         for size, src in sources.items():
             own = [list(buffered(seed, rank).buffers()) for rank in range(size)]
             for index, buffer in enumerate(own[src]):
@@ -205,12 +220,18 @@ class ShareBuffers:
                 require(
                     not one["moved"], f"{about}: buffers were replaced by new tensors; change them in place (copy_)"
                 )
-            p = sum(buffer.numel() * buffer.element_size() for buffer in own[0])
+
+    def judge_bytes(evidence, seed, sources):
+        """(K-1) times the buffers' bytes leave the source."""
+        p = sum(buffer.numel() * buffer.element_size() for buffer in buffered(seed, 0).buffers())
+        for size, src in sources.items():
             sent = evidence[src][size]["traffic"]["bytes"]
             require(
                 sent == (size - 1) * p,
                 f"with {size} ranks: the source sent {sent} bytes; (K-1) times {p} were expected",
             )
+
+    parts = {"buffers": (1, judge_buffers), "bytes": (1, judge_bytes)}
 
 
 @task("6.4", "compressed_average", ranks=4, private=("values",))
@@ -238,19 +259,22 @@ class CompressedAverage:
             evidence[size] = {"result": result, "dtypes": dtypes}
         return evidence
 
-    def judge(evidence, values):
-        """The mean in float32, within float16's precision, reduced once and in float16."""
+    def judge_dtypes(evidence, values):
+        """Reduced once, and in float16."""
         for size in (3, 4, 2):
-            about = f"with {size} ranks"
-            found = [evidence[rank][size]["result"] for rank in range(size)]
-            dtypes = evidence[0][size]["dtypes"]
-            total = sum(values[:size])
+            about, dtypes = f"with {size} ranks", evidence[0][size]["dtypes"]
             require(dtypes, f"{about}: all_reduce was not called")
             require(dtypes != ["torch.float32"], f"{about}: the gradient travels in float32: nothing is saved")
             require(dtypes != ["torch.bfloat16"], f"{about}: bfloat16 has 8 bits of precision; float16 was asked for")
             require(
                 dtypes == ["torch.float16"], f"{about}: reduced as {', '.join(dtypes)}; once, in float16, was expected"
             )
+
+    def judge_mean(evidence, values):
+        """The mean in float32, within float16's precision."""
+        for size in (3, 4, 2):
+            about, total = f"with {size} ranks", sum(values[:size])
+            found = [evidence[rank][size]["result"] for rank in range(size)]
             for rank, one in enumerate(found):
                 require(
                     isinstance(one, torch.Tensor),
@@ -271,6 +295,8 @@ class CompressedAverage:
                 ),
             ]
             compare_ranks(found, [total / size] * size, about, guesses, 4e-3, "the mean")
+
+    parts = {"sent in half": (1, judge_dtypes), "mean": (1, judge_mean)}
 
 
 class Seen(torch.utils.data.Dataset):

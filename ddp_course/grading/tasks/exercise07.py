@@ -126,8 +126,8 @@ class ShardedStep:
             evidence[size] = {"steps": stepped, "traffic": traffic_of(traffic)}
         return evidence
 
-    def judge(evidence, values, gradients, owners):
-        """The parameters of an unsharded optimizer, for (K-1) times the bytes that a rank owns."""
+    def judge_values(evidence, values, gradients, owners):
+        """The parameters of an unsharded optimizer."""
         for size, of in owners.items():
             for turn in range(3):
                 found = [evidence[rank][size]["steps"][turn] for rank in range(size)]
@@ -156,6 +156,10 @@ class ShardedStep:
                     1e-9,
                     "the single process",
                 )
+
+    def judge_bytes(evidence, values, gradients, owners):
+        """(K-1) times the bytes that a rank owns leave it."""
+        for size, of in owners.items():
             for rank in range(size):
                 own = sum(8 * value.numel() for value, owner in zip(values, of, strict=True) if owner == rank)
                 sent = evidence[rank][size]["traffic"]["bytes"] / 3
@@ -163,6 +167,8 @@ class ShardedStep:
                     sent == own * (size - 1),
                     f"with {size} ranks: rank {rank} sends {sent:.0f} bytes a step; it owns {own} bytes, and K-1 others need them",
                 )
+
+    parts = {"values": (2, judge_values), "bytes": (1, judge_bytes)}
 
 
 @task("7.3", "bytes_per_rank")

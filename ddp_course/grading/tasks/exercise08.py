@@ -1,6 +1,6 @@
 """Exercise 8: two pipeline schedules, their bubble, and the memory they need."""
 
-from . import Wrong, require, task
+from . import require, task
 from .diagnose import compare_numbers, number
 
 
@@ -98,15 +98,17 @@ class OneForwardOneBackward:
         """The schedule of each stage."""
         return [one_forward_one_backward(*case) for case in cases]
 
-    def judge(evidence, cases):
-        """S-1-s forward passes to warm up, then forward and backward in turn, then the rest."""
+    def judge_complete(evidence, cases):
+        """Every micro-batch once in each direction, forward first, in order."""
+        for case, found in zip(cases, evidence, strict=True):
+            check_schedule(found, "stage {} of {}, {} micro-batches".format(*case), case[2])
+
+    def judge_warm_up(evidence, cases):
+        """S-1-s forward passes to warm up."""
         for case, found in zip(cases, evidence, strict=True):
             stage, stages, micro_batches = case
             about = f"stage {stage} of {stages}, {micro_batches} micro-batches"
-            steps = check_schedule(found, about, micro_batches)
-            if steps == one_f_one_b_order(*case):
-                continue
-            expected = one_f_one_b_order(*case)
+            steps, expected = check_schedule(found, about, micro_batches), one_f_one_b_order(*case)
             first = next(i for i, step in enumerate(steps) if step[0] == "B")
             wanted = next(i for i, step in enumerate(expected) if step[0] == "B")
             require(
@@ -115,9 +117,17 @@ class OneForwardOneBackward:
             )
             where = f"{about}: {first} forward passes before the first backward; {wanted} were expected"
             require(first == wanted, f"{where}: the last stage goes backward after 1, the one before it after 2")
-            raise Wrong(
-                f"{about}: after the warm-up, one forward and one backward take turns; step {next(i for i, (a, b) in enumerate(zip(steps, expected, strict=True)) if a != b)} differs"
-            )
+
+    def judge_turns(evidence, cases):
+        """After the warm-up forward and backward in turn, then the rest."""
+        for case, found in zip(cases, evidence, strict=True):
+            about = "stage {} of {}, {} micro-batches".format(*case)
+            steps, expected = check_schedule(found, about, case[2]), one_f_one_b_order(*case)
+            differs = next((i for i, (a, b) in enumerate(zip(steps, expected, strict=True)) if a != b), None)
+            said = f"{about}: after the warm-up, one forward and one backward take turns; step {differs} differs"
+            require(differs is None, said)
+
+    parts = {"complete": (1, judge_complete), "warm-up": (1, judge_warm_up), "in turn": (1, judge_turns)}
 
 
 @task("8.3", "bubble")

@@ -57,11 +57,15 @@ class SaveCheckpoint:
 
                 return replace
 
-            fsync = os.fsync
+            syncs = [name for name in ("fsync", "fdatasync") if hasattr(os, name)]
+
+            def synced(sync):
+                return lambda handle: (events.append("fsync"), sync(handle))[1]
+
             with (
                 patch.object(os, "replace", noted("replace")),
                 patch.object(os, "rename", noted("rename")),
-                patch.object(os, "fsync", lambda handle: (events.append("fsync"), fsync(handle))[1]),
+                patch.multiple(os, **{name: synced(getattr(os, name)) for name in syncs}),
             ):
                 save_checkpoint(second, path)
             evidence |= {"events": events, "seen": seen, "second": contents(path)}
@@ -73,8 +77,8 @@ class SaveCheckpoint:
                 evidence["raised"] = True
             return {**evidence, "after": contents(path), "left": sorted(os.listdir(folder))}
 
-    def judge(evidence, first, second):
-        """Written beside, synced, then replaced; a full disk costs nothing old and is not kept quiet."""
+    def judge_saved(evidence, first, second):
+        """What was saved is found, under its name alone."""
         for name, state in (("written", first), ("second", second)):
             found = evidence[name]
             good = (
@@ -86,6 +90,10 @@ class SaveCheckpoint:
                 good,
                 f"torch.load does not find what was saved, but {found if isinstance(found, str) else 'another state'}",
             )
+        require(evidence["files"] == ["checkpoint.pt"], f"files are left behind: {evidence['files']}")
+
+    def judge_full(evidence, first, second):
+        """A full disk costs nothing old, leaves nothing behind, and is not kept quiet."""
         after = evidence["after"]
         kept = isinstance(after, dict) and after.get("step") == second["step"]
         require(
@@ -93,6 +101,10 @@ class SaveCheckpoint:
             "when the disk is full in the middle of writing, the old checkpoint is lost: write to another file, then os.replace",
         )
         require(evidence["raised"], "when the disk is full nobody is told: let the error out")
+        require(evidence["left"] == ["checkpoint.pt"], f"when writing fails a file is left behind: {evidence['left']}")
+
+    def judge_order(evidence, first, second):
+        """Written beside, synced, then replaced."""
         renames = [event for event in evidence["events"] if event != "fsync"]
         require(renames, "the file is not replaced in one step: os.replace puts the finished file in place")
         whole, beside = evidence["seen"][0]
@@ -108,8 +120,8 @@ class SaveCheckpoint:
             "fsync" in evidence["events"][:first_rename],
             "os.fsync comes before os.replace, or the name may reach the disk before the data",
         )
-        require(evidence["files"] == ["checkpoint.pt"], f"files are left behind: {evidence['files']}")
-        require(evidence["left"] == ["checkpoint.pt"], f"when writing fails a file is left behind: {evidence['left']}")
+
+    parts = {"saved": (1, judge_saved), "a full disk": (1, judge_full), "in one step": (1, judge_order)}
 
 
 def dropout_model(seed):
@@ -156,45 +168,56 @@ class ExactResume:
             runs.append({**start, "losses": train(again, fresh, batches[stop:]), "end": weights(again)})
         return {"original": original, "end": weights(model), "runs": runs}
 
-    def judge(evidence, seed, batches, stop):
-        """Weights, buffers, momentum, step and random state resume exactly, twice from the same capture."""
-        model, optimizer = dropout_model(seed)
-        train(model, optimizer, batches[:stop])
-        buffers = torch.cat([b.double().reshape(-1) for b in model.buffers()])
-        expected = train(model, optimizer, batches[stop:])
-        untouched = all(abs(a - b) < 1e-9 for a, b in zip(evidence["original"], expected, strict=True))
+    def judge_state(evidence, seed, batches, stop):
+        """Weights, buffers, momentum and the step are those that were captured."""
+        check_start("the resumed run", evidence["runs"][0], evidence["end"], until(seed, batches, stop), stop)
+
+    def judge_course(evidence, seed, batches, stop):
+        """The resumed run goes on exactly, its random numbers too."""
+        check_course("the resumed run", evidence["runs"][0], until(seed, batches, stop)["losses"])
+
+    def judge_twice(evidence, seed, batches, stop):
+        """Capturing only looks, and what was captured serves a second time."""
+        captured = until(seed, batches, stop)
+        untouched = all(abs(a - b) < 1e-9 for a, b in zip(evidence["original"], captured["losses"], strict=True))
         require(untouched, "capture changes the run that goes on: it must only look")
-        model, optimizer = dropout_model(seed)
-        train(model, optimizer, batches[:stop])
-        for name, run in zip(
-            ("the resumed run", "the second run from the same checkpoint"), evidence["runs"], strict=True
-        ):
-            later = same(run["weights"], evidence["end"], 1e-9)
-            require(
-                not later,
-                f"{name} starts with the weights of the end: the captured tensors went on changing (aliasing); copy them",
-            )
-            require(same(run["weights"], weights(model), 1e-12), f"{name} starts with other weights than were captured")
-            require(
-                same(run["buffers"], buffers, 1e-12),
-                f"{name} has other buffers (running means): use state_dict, not only parameters",
-            )
-            require(
-                type(run["step"]) is int,
-                f"{name}: resume returns {run['step']!r}; the number of the next step was expected",
-            )
-            require(
-                run["step"] == stop,
-                f"{name} goes on at step {run['step']}; {stop} steps were done, so the next one is number {stop}",
-            )
-            require(run["momenta"], f"{name} has lost the optimizer's state: its momentum starts from nothing")
-            first = abs(run["losses"][0] - expected[0]) < 1e-9
-            require(first, f"{name} draws other dropout masks: save and restore the random generator too")
-            equal = all(abs(a - b) < 1e-9 for a, b in zip(run["losses"], expected, strict=True))
-            require(
-                equal,
-                f"{name} drifts away from the second step on: the optimizer's state is not what was captured (aliasing?)",
-            )
+        again = "the second run from the same checkpoint"
+        check_start(again, evidence["runs"][1], evidence["end"], captured, stop)
+        check_course(again, evidence["runs"][1], captured["losses"])
+
+    parts = {"state": (1, judge_state), "goes on exactly": (1, judge_course), "twice": (1, judge_twice)}
+
+
+def until(seed, batches, stop):
+    """Weights and buffers after `stop` steps, and the losses of those that follow."""
+    model, optimizer = dropout_model(seed)
+    train(model, optimizer, batches[:stop])
+    buffers = torch.cat([b.double().reshape(-1) for b in model.buffers()])
+    return {"weights": weights(model), "buffers": buffers, "losses": train(model, optimizer, batches[stop:])}
+
+
+def check_start(name, run, end, captured, stop):
+    """A run begins with what was captured."""
+    later = same(run["weights"], end, 1e-9)
+    aliased = "the captured tensors went on changing (aliasing); copy them"
+    require(not later, f"{name} starts with the weights of the end: {aliased}")
+    right = same(run["weights"], captured["weights"], 1e-12)
+    require(right, f"{name} starts with other weights than were captured")
+    right = same(run["buffers"], captured["buffers"], 1e-12)
+    require(right, f"{name} has other buffers (running means): use state_dict, not only parameters")
+    step = run["step"]
+    require(type(step) is int, f"{name}: resume returns {step!r}; the number of the next step was expected")
+    require(step == stop, f"{name} goes on at step {step}; {stop} steps were done, so the next one is number {stop}")
+    require(run["momenta"], f"{name} has lost the optimizer's state: its momentum starts from nothing")
+
+
+def check_course(name, run, expected):
+    """A run's losses are those of the run that was never stopped."""
+    first = abs(run["losses"][0] - expected[0]) < 1e-9
+    require(first, f"{name} draws other dropout masks: save and restore the random generator too")
+    equal = all(abs(a - b) < 1e-9 for a, b in zip(run["losses"], expected, strict=True))
+    cause = "the optimizer's state is not what was captured (aliasing?)"
+    require(equal, f"{name} drifts away from the second step on: {cause}")
 
 
 ROOTS = (
