@@ -117,7 +117,7 @@ def test_every_test_module_mirrors_a_module_or_has_a_reason():
 ELSEWHERE = {  # modules without a test module of their own name, by the test module that holds them
     "commands/bench/test_bench_harness": "commands/bench/{devices,grade,launch,ring,sharded,simulator,training}",
     "commands/test_compare": "measuring/{comparison,recording} running/files",
-    "grading/test_exercises": "grading/{check_cell,examine} grading/tasks/{diagnose,forbidden}",
+    "grading/test_exercises": "grading/check_cell grading/tasks/{diagnose,forbidden}",
     "grading/test_grade_attacks": "grading/{grade,nbval_run,sandbox,service,submission,zygote}",
     "grading/test_grade_reports": "commands/grade grading/{plain,report}",
     "grading/test_sealed": "grading/{answering,examiner,frames,harness,probing}",
