@@ -54,10 +54,8 @@ def serve(control: socket.socket) -> None:
         ready, _, _ = select.select(watched, [], [], 0.02 if ended or (later and idle) else 1.0)
         if wakeup in ready:
             os.read(wakeup, 4096)
-        if control in ready:
-            load(later if idle else [])  # once, and not in each rank of this launch
-            if not answer(control, launches):
-                break
+        if control in ready and not answer(control, launches, later if idle else []):
+            break
         first_launch_over |= reap(launches, ended)
         if later and idle and not ready:  # never while a launch runs: its end would have to wait
             load(later[:1])
@@ -92,8 +90,8 @@ def wake_on_child() -> int:
     return wakeup
 
 
-def answer(control: socket.socket, launches: dict) -> bool:
-    """Carry out one request; False when the caller has closed the socket."""
+def answer(control: socket.socket, launches: dict, needed: list) -> bool:
+    """Carry out one request, a launch with the modules `needed` loaded; False when the caller has closed the socket."""
     request, descriptors, _, _ = socket.recv_fds(control, 9, 1)
     if not request:
         return False
@@ -104,6 +102,7 @@ def answer(control: socket.socket, launches: dict) -> bool:
                 kill_group(pid)
         return True
     launch = socket.socket(fileno=descriptors[0])
+    load(needed)  # once, and not in each of its ranks
     pid = os.fork()
     if pid == 0:
         control.close()

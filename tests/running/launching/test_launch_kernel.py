@@ -63,8 +63,7 @@ def test_the_stop_button(kernel, empty_seconds, world_size):
     assert len(kernel.descendants()) == 1, "only the launch server may be left"
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("ending", ["kill", "restart"])
+@pytest.mark.parametrize(("ending", "world_size"), [("kill", 4), ("restart", 2)])
 def test_every_rank_goes_with_the_kernel(ending, world_size):
     with running_kernel() as kernel:
         message = kernel.client.execute(HEADER + ENDLESS.format(world_size=world_size))
