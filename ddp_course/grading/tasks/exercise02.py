@@ -109,6 +109,9 @@ class Reduce:
             about = f"{count} replicas" + (
                 ", of which only the last has a gradient in the last layer" if frozen else ""
             )
+            pairs = zip(found[0], before[0], strict=True)
+            added = any(now is not None and (then is None or not same(now, then)) for now, then in pairs)
+            require(added or count == 1, f"{about}: nothing was added to the master's gradients")
             for rank in range(1, count):
                 for now, then in zip(found[rank], before[rank], strict=True):
                     kept = now is None if then is None else now is not None and same(now, then)
