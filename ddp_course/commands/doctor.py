@@ -4,6 +4,7 @@ import os
 import platform
 import shutil
 import sys
+import warnings
 from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -90,17 +91,23 @@ def torch_parts() -> Iterator[Finding]:
     try:
         import torch
         import torch.distributed as dist
+
+        from ..running.devices.placement import usable_gpus
     except ImportError as error:
         yield "torch", "missing", ("fatal", f"{error}; run: make setup")
         return
     yield "torch", torch.__version__, None
     gloo = dist.is_available() and dist.is_gloo_available()
     yield "gloo", "yes" if gloo else "no", None if gloo else ("fatal", "this torch has no gloo; install one from PyPI")
-    nccl = torch.cuda.is_available() and dist.is_nccl_available()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        count = usable_gpus()
+    nccl = count and dist.is_nccl_available()
     yield "NCCL", ".".join(map(str, torch.cuda.nccl.version())) if nccl else "no (needs NVIDIA GPUs and Linux)", None
-    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    gpus = [torch.cuda.get_device_name(index) for index in range(count)]
     yield "ranks", how_ranks_start(), None
-    yield "GPUs", ", ".join(gpus) or "none: ranks are processes on the CPU, and links are emulated", None
+    unusable = ("hint", str(caught[-1].message)) if caught else None
+    yield "GPUs", ", ".join(gpus) or "none: ranks are processes on the CPU, and links are emulated", unusable
 
 
 def links() -> list[Finding]:
@@ -123,9 +130,11 @@ def jupyter() -> Iterator[Finding]:
 
 def lessons(emulated: Iterable[Finding]) -> Iterator[tuple[str, str]]:
     """What each group of lessons uses on this machine, as (lessons, text); `emulated`: what `links` found."""
-    import torch
+    from ..running.devices.placement import usable_gpus
 
-    gpus = torch.cuda.device_count()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # said before
+        gpus = usable_gpus()
     ranks = f"4 ranks on {min(4, gpus)} GPU{'s' if gpus > 1 else ''}" if gpus else "4 ranks on the CPU with gloo"
     hosts = ("hosts", "yes", None) in emulated
     by = "virtual hosts" if hosts else "a throttled wire"

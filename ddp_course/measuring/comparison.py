@@ -19,13 +19,12 @@ link, and stages, a list of
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from tqdm.auto import tqdm
 
 from .. import ladder, problems
 from ..errors import NotFiniteError
@@ -101,8 +100,7 @@ def _measure_all(stages, job, device, link, nbytes, progress):
     wanted = [ladder.find(key) for key in dict.fromkeys(["1", *stages])]
     ideal_ms = ideals(wanted if isinstance(device, Device) else [], job, device, link, nbytes)
     single, alone_ms, entries = None, None, []
-    for stage in (bar := tqdm(wanted, unit="stage", disable=not progress)):
-        bar.set_description(stage.name)
+    for stage in shown(wanted) if progress else wanted:
         measured = _measure(stage, job, single, device, link)
         weights = measured.pop("weights")
         if stage.key == "1":
@@ -110,6 +108,15 @@ def _measure_all(stages, job, device, link, nbytes, progress):
         told = {"bytes_formula": formulas[stage.key], "ideal_ms": ideal_ms.get(stage.key), "device": str(device)}
         entries.append({**measured, **told, "speed_up": alone_ms / measured["step_ms"]})
     return [entry for entry in entries if entry["stage"] in stages]
+
+
+def shown(stages: list[Stage]) -> Iterator[Stage]:
+    """The `stages`, with a bar that names them."""
+    from tqdm.auto import tqdm  # here: who shows no bar can do without
+
+    for stage in (bar := tqdm(stages, unit="stage")):
+        bar.set_description(stage.name)
+        yield stage
 
 
 def described(link: Link | None, world_size: int) -> dict | None:

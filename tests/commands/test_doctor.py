@@ -1,5 +1,6 @@
 import re
 import sys
+import warnings
 from importlib.metadata import PackageNotFoundError
 
 import pytest
@@ -54,6 +55,25 @@ def test_who_may_use_all_cores_is_told_nothing(tmp_path, capsys, monkeypatch, wr
     monkeypatch.setattr(doctor, "CPU_SHARES", [(tmp_path, ("cpu.max",))])
     monkeypatch.setattr(doctor, "NEEDED_CORES", 1)
     assert doctor.main() == 0 and "set K = 2" not in capsys.readouterr().out
+
+
+def test_gpus_that_cuda_cannot_use_are_a_line_and_no_traceback(capsys, monkeypatch):
+    import torch
+
+    def broken():
+        warnings.warn("CUDA initialization: The NVIDIA driver on your system is too old", stacklevel=1)
+        return False
+
+    def named(index):
+        raise RuntimeError("The NVIDIA driver on your system is too old")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_available", broken)
+    monkeypatch.setattr(torch.cuda, "get_device_name", named)
+    assert doctor.main() == 0
+    printed = capsys.readouterr().out
+    assert "! this machine has 2 GPUs, but CUDA cannot use them (CUDA initialization: The NVIDIA" in printed
+    assert "4 ranks on the CPU with gloo" in printed
 
 
 def test_without_torch_the_report_ends_with_what_to_do(capsys, monkeypatch):

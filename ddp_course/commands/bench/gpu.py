@@ -2,8 +2,8 @@
 
 Is every stage right there, with races made likely? Does the preloaded server survive CUDA, do failures name the
 culprit, does nothing stay on the device? How long is a step of stage 6 beside torch's, and how much memory does it
-take? With `--device cpu` the same runs where there is no GPU, as far as it goes. Needs torch (2.10 or newer) and what
-a launch needs, no notebook: `PYTHONPATH=. python -m ddp_course.cli bench gpu`.
+take? With `--device cpu` the same runs where there is no GPU, as far as it goes. Needs torch (2.10 or newer)
+and numpy, nothing else: `PYTHONPATH=. python -m ddp_course.cli bench gpu`.
 """
 
 import argparse
@@ -19,6 +19,7 @@ from functools import partial
 from itertools import permutations
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,7 @@ from ... import ladder, problems
 from ...errors import CourseError, LaunchTimeout, RankError
 from ...measuring import comparison
 from ...running.devices import rank_device
-from ...running.devices.placement import usable_gpus
+from ...running.devices.placement import nccl_here, placement, usable_gpus
 from ...running.launching.launch import launch
 from ...running.torch_inside import busy_gpu
 from ...stage6_ddp import DistributedDataParallel
@@ -38,6 +39,13 @@ from .training import model_and_batch, step
 EXACT, EACH, STEP_RATIO, MEMORY_RATIO = 1e-12, 1.05, 1.02, 1.05
 LARGE = ("bytes", {"parameters": 100_000_000}, 8)
 SMALL = ("bytes", {"parameters": 1_000_000}, 8)  # for trying the command on a CPU
+VECTORS = {"parameters": 6 * 64**2, "width": 64, "samples": 256}  # needs no file of data
+NOT_ON_THE_CPU = {  # what a part has not looked at
+    "exactness": "Not looked at without a GPU: NCCL, streams, late gradients, a training stream of its own.",
+    "safety": "Not looked at without a GPU: CUDA in the caller, CUDA contexts of CPU ranks, processes left on a GPU.",
+    "steps": "Not looked at without a GPU: a GPU's step times and memory; these are a processor's.",
+    "own_tests": "Not looked at without a GPU: what these tests test; they are skipped.",
+}
 CYCLES = 2_000_000  # about a millisecond of a GPU's time
 
 
@@ -52,21 +60,31 @@ def world_sizes(device: str) -> list[int]:
 def exactness(args: argparse.Namespace) -> Part:
     """How far each stage's weights end from stage 1's in float64: K ranks on one device, and one a GPU."""
     rows = []
-    shared = "cpu" if args.device == "cpu" else "cuda:0"
-    for where, counts in ((shared, [2, 4]), (args.device, [] if args.device == "cpu" else world_sizes("cuda"))):
+    for where, counts, asked in placements(args.device):
         for world_size in counts:
-            far = launch(distances, world_size=world_size, device=where, timeout=180)
-            rows += [
-                {"device": where, "world_size": world_size, "stage": key, "distance": max(one[key] for one in far)}
-                for key in far[0]
-            ]
+            with patch.dict(os.environ, NCCL_MULTI_RANK_GPU_ENABLE=asked):
+                setting = {"device": where, "world_size": world_size}
+                named = {**setting, "backend": placement(where, world_size).backend}
+                far = launch(distances, **setting, timeout=180)
+            rows += [{**named, "stage": key, "distance": max(one[key] for one in far)} for key in far[0]]
     return Part(rows, [Promise("distance to one device's weights, largest", max(r["distance"] for r in rows), EXACT)])
+
+
+def placements(device: str) -> list[tuple[str, list[int], str]]:
+    """Devices, numbers of ranks, and whether NCCL is asked to let ranks share a GPU; gloo lets them do so anyway."""
+    if device == "cpu":
+        return [("cpu", [2, 4], "0")]
+    shared = [("cuda:0", [2, 4], "1")] if nccl_here() and torch.cuda.nccl.version() >= (2, 30) else []
+    return [("cuda:0", [2, 4], "0"), ("cuda", world_sizes("cuda"), "0"), *shared]
 
 
 def distances() -> dict[str, float]:
     """On each rank: train with every stage, the device kept busy in between; how far it ends from stage 1."""
     torch.use_deterministic_algorithms(True, warn_only=True)
-    problem, world_size = problems.make("digits", dtype=torch.float64, device=rank_device()), dist.get_world_size()
+    problem, world_size = (
+        problems.make("synthetic", dtype=torch.float64, device=rank_device(), **VECTORS),
+        dist.get_world_size(),
+    )
     single, found = problem.model(0), {}
     ladder.find("1").trainer({})(single, problem.batches(24, 3, 0, 0, 1), 0.1)
     for key, stage in ladder.STAGES.items():
@@ -102,20 +120,22 @@ def safety(args: argparse.Namespace) -> Part:
     """Failures and what they leave behind: seconds until each was told, and whether it was told as it should be."""
     device, mine = ("cpu" if args.device == "cpu" else "cuda:0"), processes_on_gpus()
     checks: dict[str, Callable[[], bool]] = {
-        "CUDA in the caller, then two launches": partial(after_cuda_in_the_caller, device),
         "out of memory in one rank": partial(told, RankError, "rank 1", out_of_memory, device),
         "a rank killed in mid-collective": partial(told, RankError, "killed: by SIGKILL", killed, device),
         "a rank that never comes": partial(told, LaunchTimeout, "", absent, device, timeout=8),
-        "CPU ranks open no CUDA context": no_context,
     }
+    if device != "cpu":
+        checks["CUDA in the caller, then two launches"] = partial(after_cuda_in_the_caller, device)
+        checks["CPU ranks open no CUDA context"] = no_context
     rows: list[Row] = []
     for name, check in checks.items():
         began = time.perf_counter()
         right = check()
         rows.append({"check": name, "as it should be": right, "seconds": time.perf_counter() - began})
-    time.sleep(1.0)  # the driver forgets a process a moment after its end
-    left = processes_on_gpus() - mine
-    rows.append({"check": "no process left on a GPU", "as it should be": not left, "seconds": 0.0})
+    if device != "cpu":
+        time.sleep(1.0)  # the driver forgets a process a moment after its end
+        left = processes_on_gpus() - mine
+        rows.append({"check": "no process left on a GPU", "as it should be": not left, "seconds": 0.0})
     wrong = sum(not row["as it should be"] for row in rows)
     return Part(rows, [Promise("checks that failed", wrong, at_most=0)])
 
@@ -183,7 +203,7 @@ def no_context() -> bool:
 
 def cuda_after_training() -> bool:
     """On each rank: whether CUDA was touched by a step of stage 5."""
-    problem = problems.make("digits")
+    problem = problems.make("synthetic", **VECTORS)
     batches = problem.batches(8, 2, 0, dist.get_rank(), dist.get_world_size())
     ladder.find("5").trainer({})(problem.model(0), batches, 0.1)
     return torch.cuda.is_initialized()
@@ -200,8 +220,10 @@ def steps(args: argparse.Namespace) -> Part:
         for order in permutations(("torch", "ours")):
             one = partial(launch, step_times, args.repeats, order, args.device, timeout=300)
             rows.append({**setting, "made first": order[0], **one(world_size=world_size, device=args.device)[0]})
-    promises = promises_of_ratios("step time, times torch's", [r["ours"] / r["torch"] for r in rows], STEP_RATIO, EACH)
+    promises = []
     if args.device != "cpu":
+        ratios = [row["ours"] / row["torch"] for row in rows]
+        promises = promises_of_ratios("step time, times torch's", ratios, STEP_RATIO, EACH)
         most = max(row["ours, GiB"] / row["torch, GiB"] for row in rows)
         promises.append(Promise("peak memory, times torch's, largest", most, MEMORY_RATIO))
     return Part(rows, promises)
@@ -252,7 +274,8 @@ def finished(function: Callable) -> None:
 def compared(args: argparse.Namespace) -> Part:
     """The comparison of all stages on the device, as `ddp-course compare` makes it."""
     ranks = 2 if args.device == "cpu" else max(2, *world_sizes(args.device))
-    results = comparison.run("digits", ranks, 24, stages="1,2,3,4,5,6,torch", device=args.device, timeout=180)
+    setting = {"parameters": 1_000_000, "device": args.device, "link": None, "timeout": 180}
+    results = comparison.run("synthetic", ranks, 24, stages="1,2,3,4,5,6,torch", **setting)
     columns = ("stage", "name", "step_ms", "communication_ms", "max_abs_diff_vs_single")
     rows = [{"world_size": ranks, **{name: stage[name] for name in columns}} for stage in results["stages"]]
     far = max(stage["max_abs_diff_vs_single"] for stage in results["stages"])
@@ -282,6 +305,8 @@ def on_device(part: Callable[[argparse.Namespace], Part]) -> Callable[[argparse.
         if args.device == "cuda" and not usable_gpus():
             raise ValueError("there is no GPU here that CUDA can use; --device cpu tries the command without one")
         found = part(args)
+        if args.device == "cpu":
+            print(NOT_ON_THE_CPU.get(part.__name__, NOT_ON_THE_CPU["steps"]))
         device = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
         count = usable_gpus() if args.device == "cuda" else 0
         return Part(found.rows, found.promises, found.table, {**found.also, "device": device, "GPUs": count})

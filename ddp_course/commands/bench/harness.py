@@ -11,6 +11,7 @@ import math
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -19,8 +20,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tabulate import tabulate
-from tqdm.auto import tqdm
 
 from ...running.files import replace_file, writable_folder
 
@@ -104,12 +103,26 @@ class Benchmark:
             promises = [promise.record() for promise in part.promises]
             repeats = {"repeats": args.repeats} if self.repeats else {}
             parts[name] = {**repeats, "rows": part.rows, "promises": promises, **part.also}
-            print(f"{name}\n{tabulate(part.table or part.rows, headers='keys', floatfmt='.4g')}\n", flush=True)
+            print(f"{name}\n{table(part.table or part.rows)}\n", flush=True)
             print("\n".join(map(verdict, promises)), flush=True)
             replace_file(file, (json.dumps(report, indent=1) + "\n").encode())
         for path in [file, *(self.finish(report, folder) if self.finish else [])]:
             print(f"wrote {path}")
         return 0 if all(promise["kept"] for part in parts.values() for promise in part["promises"]) else 1
+
+
+def table(rows: list[Row]) -> str:
+    """The `rows` in lines and columns, under their keys."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    lines = [names, *([cell(row.get(name, "")) for name in names] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    lines.insert(1, ["-" * width for width in widths])
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+
+
+def cell(value: Any) -> str:
+    """A value in a table, numbers to four digits."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def verdict(promise: Row) -> str:
@@ -150,7 +163,7 @@ def take_turns(
     The order rotates, and every second turn goes backwards: nobody always follows the same other one.
     """
     names, found = list(ways), {name: [] for name in ways}
-    for turn in tqdm(range(repeats + warm_up), unit="turn", leave=False, disable=None):
+    for turn in turns(repeats + warm_up):
         shift = turn // 2 % len(names)
         order = names[shift:] + names[:shift]
         for name in reversed(order) if turn % 2 else order:
@@ -158,6 +171,15 @@ def take_turns(
             if turn >= warm_up:
                 found[name].append(value)
     return found
+
+
+def turns(count: int) -> Iterable[int]:
+    """0, 1, 2 …, with a bar where somebody looks."""
+    if not sys.stderr.isatty():
+        return range(count)
+    from tqdm.auto import tqdm  # here: ranks can do without
+
+    return tqdm(range(count), unit="turn", leave=False)
 
 
 def medians(ways: Mapping[str, Callable[[], float]], repeats: int, warm_up: int = 2) -> dict[str, float]:

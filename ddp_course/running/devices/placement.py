@@ -21,9 +21,9 @@ class Placement:
 def placement(device: str, world_size: int) -> Placement:
     """Decide where `world_size` ranks run when asked for `device`: "auto", "cpu", "cuda", or one, such as "cuda:1".
 
-    One GPU a rank where there are enough: NCCL for tensors on GPUs, gloo for those on the CPU. Several ranks share
-    GPUs with gloo otherwise; gloo on the CPU without GPUs. Raises ValueError for a device that this machine does not
-    have.
+    One GPU a rank where there are enough: NCCL for tensors on GPUs, gloo for those on the CPU. Otherwise several ranks
+    share GPUs with gloo, or with NCCL where that is asked for; without GPUs it is gloo on the CPU. Raises ValueError
+    for a device that this machine does not have.
     """
     if world_size < 1:
         raise ValueError(f"world size is {world_size}; it must be 1 or more")
@@ -35,10 +35,9 @@ def placement(device: str, world_size: int) -> Placement:
         raise ValueError(f'device "{device}" was asked for, but this machine has {gpus} GPUs; try --device cpu')
     if kind == "cpu" or gpus == 0:
         return Placement("gloo", ["cpu"] * world_size)
-    if index:
-        return Placement(BOTH if world_size == 1 and nccl_here() else "gloo", [device] * world_size)
-    backend = BOTH if gpus >= world_size and nccl_here() else "gloo"
-    return Placement(backend, [f"cuda:{rank % gpus}" for rank in range(world_size)])
+    devices = [device if index else f"cuda:{rank % gpus}" for rank in range(world_size)]
+    one_each = len(set(devices)) == world_size or shared_by_nccl()
+    return Placement(BOTH if one_each and nccl_here() else "gloo", devices)
 
 
 def usable_gpus() -> int:
@@ -69,6 +68,12 @@ def nccl_here() -> bool:
     return torch.distributed.is_nccl_available()
 
 
+def shared_by_nccl() -> bool:
+    """Whether NCCL lets several ranks use one GPU: from 2.30 on, where the environment asks for it."""
+    asked = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+    return asked and nccl_here() and torch.cuda.nccl.version() >= (2, 30)
+
+
 def gpu_identity(device: str) -> str:
     """A name that only this very GPU has, whatever numbers processes give to it: host and UUID; "cpu" for the CPU."""
     if not device.startswith("cuda"):
@@ -77,9 +82,9 @@ def gpu_identity(device: str) -> str:
 
 
 def agreed_backend(identities: list[str]) -> str:
-    """The backend for ranks on the GPUs so named: NCCL wants one GPU a rank."""
-    one_each = len(set(identities)) == len(identities) and "cpu" not in identities
-    return BOTH if one_each and nccl_here() else "gloo"
+    """The backend for ranks on the GPUs so named: NCCL wants one GPU a rank, or to be asked."""
+    one_each = len(set(identities)) == len(identities) or shared_by_nccl()
+    return BOTH if one_each and "cpu" not in identities and nccl_here() else "gloo"
 
 
 def rank_device() -> torch.device:

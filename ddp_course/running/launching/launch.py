@@ -16,9 +16,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import IO, Any
 
-import cloudpickle
-
 from ...errors import CourseError, LinkError
+from . import pickling
 from .limits import check_world_size
 from .run import show_line
 from .setting import describe_launch, open_payload, start_method
@@ -104,7 +103,7 @@ def pack_call(fn: Callable, args: tuple, kwargs: dict) -> IO[bytes]:
     }
     packed_sources = pickle.dumps(sources)
     try:
-        packed_call = cloudpickle.dumps((fn, args, kwargs), protocol=5)
+        packed_call = pickling.dumps((fn, args, kwargs), protocol=5)
     except Exception as error:
         raise TypeError(f"{fn!r} or its arguments cannot be sent to other processes: {error}") from None
     payload = open_payload()

@@ -19,7 +19,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import torch
 import torch.distributed as dist
 
@@ -28,6 +27,7 @@ from ..devices import emulation_of
 from ..devices.placement import hide_gpus
 from .channel import write
 from .limits import PIPES_A_RANK, SHARED_PIPES
+from .pickling import Pickler
 from .progress import count_steps
 
 PR_SET_PDEATHSIG = 1
@@ -206,7 +206,7 @@ def pack_result(result: Any) -> bytes:
         ) from None
 
 
-class Packing(cloudpickle.Pickler):
+class Packing(Pickler):
     """Tensors on a GPU travel as tensors on the CPU: the caller need not have a GPU, nor use it."""
 
     def reducer_override(self, obj: Any) -> Any:

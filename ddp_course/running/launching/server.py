@@ -67,9 +67,10 @@ def serve(control: socket.socket) -> None:
 
 
 def load(names: list) -> None:
-    """Import modules; those that are here already cost nothing."""
+    """Import modules; those that are here already cost nothing, and cloudpickle is not on every machine."""
     for name in names:
-        importlib.import_module(name)
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module(name)
     remove_empty_cache()
 
 

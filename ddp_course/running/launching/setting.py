@@ -5,9 +5,8 @@ import sys
 import tempfile
 from typing import IO, Any
 
-import cloudpickle
-
 from ..devices import Device, for_ranks, placement, usable_cores
+from . import pickling
 
 
 def start_method() -> str:
@@ -33,8 +32,8 @@ def describe_launch(world_size: int, device: Any, timeout: float, link: Any, pro
         "devices": placed.devices,
         "timeout": timeout,
         "threads": max(1, usable_cores() // world_size),
-        "link": cloudpickle.dumps(link),
-        "emulated": cloudpickle.dumps(emulated),
+        "link": pickling.dumps(link),
+        "emulated": pickling.dumps(emulated),
         "progress": progress,
         "modules": [name for name in sys.modules if name.startswith(("ddp_course.stage", "ddp_course.collectives"))],
         "path": list(sys.path),

@@ -97,6 +97,17 @@ def test_ranks_agree_on_a_backend(gpus, monkeypatch, identities, backend):
     assert agreed_backend(identities) == "gloo"
 
 
+@pytest.mark.parametrize(
+    "asked, version, backend", [("1", (2, 30, 3), BOTH), ("1", (2, 29), "gloo"), ("0", (3, 0), "gloo")]
+)
+def test_ranks_share_a_gpu_over_nccl_where_it_can_and_is_asked(gpus, monkeypatch, asked, version, backend):
+    gpus(1)
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", asked)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
+    assert placement("auto", 3).backend == placement("cuda:0", 2).backend == backend
+    assert agreed_backend(["a/1", "a/1"]) == backend and agreed_backend(["a/1", "cpu"]) == "gloo"
+
+
 def test_slurms_one_gpu_a_task_is_nccl(gpus, monkeypatch):
     """Every task has a cuda:0 of its own, and four of them are on this host: by the count alone it would be gloo."""
     gpus(1)
