@@ -63,10 +63,10 @@ def exactness(args: argparse.Namespace) -> Part:
     for where, counts, asked in placements(args.device):
         for world_size in counts:
             with patch.dict(os.environ, NCCL_MULTI_RANK_GPU_ENABLE=asked):
-                setting = {"device": where, "world_size": world_size}
-                named = {**setting, "backend": placement(where, world_size).backend}
-                far = launch(distances, **setting, timeout=180)
-            rows += [{**named, "stage": key, "distance": max(one[key] for one in far)} for key in far[0]]
+                backend = placement(where, world_size).backend
+                far = launch(distances, world_size=world_size, device=where, timeout=180)
+            setting = {"device": where, "backend": backend, "world_size": world_size}
+            rows += [{**setting, "stage": key, "distance": max(one[key] for one in far)} for key in far[0]]
     return Part(rows, [Promise("distance to one device's weights, largest", max(r["distance"] for r in rows), EXACT)])
 
 
@@ -274,8 +274,10 @@ def finished(function: Callable) -> None:
 def compared(args: argparse.Namespace) -> Part:
     """The comparison of all stages on the device, as `ddp-course compare` makes it."""
     ranks = 2 if args.device == "cpu" else max(2, *world_sizes(args.device))
-    setting = {"parameters": 1_000_000, "device": args.device, "link": None, "timeout": 180}
-    results = comparison.run("synthetic", ranks, 24, stages="1,2,3,4,5,6,torch", **setting)
+    rate = 0.01  # with which rounding does not grow from step to step
+    results = comparison.run(
+        "synthetic", ranks, 24, "1,2,3,4,5,6,torch", args.device, link=None, parameters=200_000, lr=rate, timeout=180
+    )
     columns = ("stage", "name", "step_ms", "communication_ms", "max_abs_diff_vs_single")
     rows = [{"world_size": ranks, **{name: stage[name] for name in columns}} for stage in results["stages"]]
     far = max(stage["max_abs_diff_vs_single"] for stage in results["stages"])

@@ -1,5 +1,7 @@
 """What packs functions and results: cloudpickle, which can send what a cell defines; else what modules define."""
 
+from typing import Any
+
 try:
     from cloudpickle import Pickler, dumps
 except ImportError:  # a machine with torch and numpy only, which is enough for `ddp-course bench gpu`
@@ -9,7 +11,7 @@ except ImportError:  # a machine with torch and numpy only, which is enough for 
     class Pickler(Plain):  # type: ignore[no-redef]
         """pickle's own, with the method that cloudpickle's has."""
 
-        def reducer_override(self, obj: object) -> object:
+        def reducer_override(self, obj: object) -> Any:
             """Nothing is special."""
             return NotImplemented
 
