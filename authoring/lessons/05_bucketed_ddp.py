@@ -232,7 +232,7 @@ crossing = 1e-6 * 8 * 2 * (K - 1) / K * sum(sizes) / (backward / 1000)
 show.curves(
     {"ring, measured": (megabits, points["ring"], show.STAGE_COLOURS["4"]),
      "buckets, measured": (megabits, points["buckets"], show.STAGE_COLOURS["5"])},
-    "link (Mbit/s)", "a step (ms)", f"Buckets save most near {crossing:.0f} Mbit/s, where backward and all-reduce are equally long", log="x", ticks=megabits,
+    "link (Mbit/s)", "a step (ms)", f"Buckets save most near {crossing:.0f} Mbit/s, where backward equals all-reduce", log="x", ticks=megabits,
     theory={"no overlap": (megabits, [forward + backward + t for t in travel], show.STAGE_COLOURS["4"]),
             "all hidden that can be": (megabits, [forward + max(backward, t) for t in travel], show.STAGE_COLOURS["5"])},
     kind="measured; derived",
