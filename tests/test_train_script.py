@@ -29,7 +29,9 @@ def run(arguments, **changes):
     train.say = lambda text: None
     for name, function in changes.items():
         setattr(train, name, function)
-    return train.run(train.parse(arguments))
+    result = train.run(train.parse(arguments))
+    assert not torch.backends.cudnn.allow_tf32, "on a GPU convolutions would round to 10 bits"
+    return result
 
 
 def each_stage(stages, options):

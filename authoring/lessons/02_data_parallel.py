@@ -264,13 +264,17 @@ def with_threads(count):
 
 
 threads = {count: 1000 * max(launch(with_threads, count, world_size=K)) for count in (1, 2, 4, 8)}
-times = threads[8] / threads[1]
+worst = max(threads, key=threads.get)
+times = threads[worst] / threads[1]
 show.bars({f"{count} a rank": ms for count, ms in threads.items()}, "time for the same work (ms)", form="{:.0f}",
-          title=f"{K} ranks on this machine: 8 threads each take {times:.1f} times as long as 1")  # fmt: skip
+          title=f"{K} ranks on this machine: with {worst} threads each, {times:.1f} times as long as with 1")  # fmt: skip
 
 # %% [markdown]
 r"""
-That is why `torchrun` sets OMP_NUM_THREADS to 1, and `launch` gives each rank its share of the cores.
+More threads, no gain, and often a loss. The tallest bar is often that of one thread a core, torch's default: threads that
+have finished their part wait *spinning*, on cores that others need. OpenMP gives that up after a moment only where one
+process has more threads than there are cores. So `torchrun` sets OMP_NUM_THREADS to 1, and `launch` gives each rank its
+share of the cores.
 
 ## Is it the threads, then?
 

@@ -23,7 +23,6 @@ from ddp_course import (
     BucketedDDP, DistributedDataParallel, SyncBatchNorm, audit, claims, dist, errors, launch, problems,
     ring_all_reduce, script, show, stage5_bucketed, stage6_ddp, torch, wire,
 )  # fmt: skip
-from torch.nn.parallel.distributed import _MixedPrecision
 
 K = 4  # how many ranks; 2 works as well
 
@@ -141,7 +140,7 @@ gradients, optimizer and checkpoint stay float32. (torch's name for the option's
 
 # %% accumulate
 def bytes_sent(use_no_sync, dtype):
-    precision = _MixedPrecision(param_dtype=dtype, reduce_dtype=dtype)
+    precision = torch.nn.parallel.distributed._MixedPrecision(param_dtype=dtype, reduce_dtype=dtype)
     options = {"all_reduce": ring_all_reduce, "mixed_precision": precision}
     parallel = DistributedDataParallel(torch.nn.Linear(256, 256), **options)
     with wire.counting() as traffic:

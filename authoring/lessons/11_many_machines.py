@@ -133,7 +133,7 @@ srun --nodes=2 --ntasks-per-node=8 --gpus-per-task=1 python -m ddp_course.train 
 
 Files for both are in `deploy/`.
 
-A few machines of your own need no script at all: `launch` reaches them **from a cell**. Once, in terminals:
+A few machines of your own need no script at all: `launch` reaches them from a cell. Once, in terminals:
 
 ```bash
 pip install "ddp-course[hosts]"                                 # on every machine

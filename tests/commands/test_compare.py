@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import denied
 import pytest
+import torch
 import torch.distributed as dist
 
 from ddp_course import compare, ladder, stage3_paramserver
@@ -89,6 +90,12 @@ def without_division(model, batches, lr):
     return stage3_paramserver.train(model, batches, lr, total)
 
 
+def of_all_bits(model, batches, lr):
+    """Stage 3's loop, where nothing rounds to TF32."""
+    assert not torch.backends.cudnn.allow_tf32 and not torch.backends.cuda.matmul.allow_tf32
+    return stage3_paramserver.train(model, batches, lr)
+
+
 def imaginary(train):
     """A stage that nobody has heard of, with the loop `train`."""
     return ladder.Stage(
@@ -98,7 +105,7 @@ def imaginary(train):
 
 
 def test_a_new_stage_trains_and_is_drawn_with_no_other_file_touched(monkeypatch, tmp_path):
-    monkeypatch.setitem(ladder.STAGES, "9", imaginary(stage3_paramserver.train))
+    monkeypatch.setitem(ladder.STAGES, "9", imaginary(of_all_bits))
     results = compare.run("synthetic", 2, 3, "1,9", **RAW)
     stage = results["stages"][1]
     assert stage["name"] == "imaginary" and stage["max_abs_diff_vs_single"] < 1e-12

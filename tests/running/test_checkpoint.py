@@ -264,6 +264,18 @@ def test_the_random_state_of_every_rank_comes_back(tmp_path):
     assert ranks[0][2] == ranks[0][0] and ranks[1][2] != ranks[1][0]
 
 
+def test_of_all_gpus_only_the_state_of_this_ranks_is_kept(monkeypatch):
+    put = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: "of this rank's GPU")
+    monkeypatch.setattr(torch.cuda, "set_rng_state", put.append)
+    for other in ("get_rng_state_all", "set_rng_state_all"):  # they would make a context on every GPU
+        monkeypatch.setattr(torch.cuda, other, lambda *_: pytest.fail("touches all GPUs"))
+    states = checkpoint.random_states()
+    checkpoint.set_random_state(states)
+    assert put == [states[0]["cuda"]] == ["of this rank's GPU"]
+
+
 def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing():
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

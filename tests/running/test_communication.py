@@ -3,12 +3,15 @@
 import gc
 import threading
 import weakref
+from contextlib import nullcontext
 from datetime import timedelta
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from virtual_gpu import VirtualGPU
 
 from ddp_course import launch
 from ddp_course.errors import RankError
@@ -144,6 +147,26 @@ def patience_of_the_twin():
 
 def test_the_twin_has_the_groups_patience():
     assert launch(patience_of_the_twin, world_size=2) == [(7.0, [0, 1])] * 2
+
+
+def on_a_gpu_that_keeps_time(own):
+    """Where two jobs of two wrappers of one group are queued, and whether a third is, on a stream of the caller's."""
+    gpu, seen = VirtualGPU(), []
+    with gpu.in_place_of_cuda():
+        thread, device = communication_thread(), torch.device("cpu")
+        note = lambda group: seen.append((threading.current_thread().name, gpu.current_stream()))  # noqa: E731
+        with patch.object(communication, "working_on", communication.working_on if own else lambda _: nullcontext()):
+            for stream in (None, None, mine := torch.cuda.Stream()):
+                thread.start(note, device, stream)()
+    streams = [stream for _, stream in seen]
+    assert {name for name, _ in seen} == {"communication"} and gpu.current_stream() is gpu.default
+    return streams[0] is streams[1] is thread.streams[device], gpu.default in streams, streams[2] is mine
+
+
+def test_the_thread_works_on_one_stream_of_its_own_and_never_on_the_default_one():
+    """A thread begins on GPU 0 and its default stream, whatever its maker has chosen."""
+    assert launch(on_a_gpu_that_keeps_time, True, world_size=1) == [(True, False, True)]
+    assert launch(on_a_gpu_that_keeps_time, False, world_size=1)[0][1], "negative control"
 
 
 def threads_after_the_group():

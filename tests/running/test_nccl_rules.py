@@ -12,7 +12,18 @@ import torch.distributed as dist
 from oracles import rank_tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from ddp_course import collectives, ladder, launch, problems, stage4_ring, stage6_ddp, stage8_pipeline, wire
+from ddp_course import (
+    collectives,
+    ladder,
+    launch,
+    problems,
+    stage3_paramserver,
+    stage4_ring,
+    stage6_ddp,
+    stage8_pipeline,
+    wire,
+)  # fmt: skip
+from ddp_course.measuring import finite
 from ddp_course.running import communication
 
 STAGES = [key for key, stage in ladder.STAGES.items() if not stage.one_process and key != "torch"]
@@ -99,6 +110,56 @@ def beside_each_other():
 def test_hooks_join_and_the_models_own_collectives_beside_communication(world_size):
     for found in launch(beside_each_other, world_size=world_size, device="cpu", timeout=120):
         assert found.keys() == SETTINGS.keys() and max(found.values()) < 1e-12, found
+
+
+def communicators_of_a_broadcast(batched):
+    """The groups of ranks for which handing out the parameters makes communicators."""
+    with fake_nccl.imposed(patience=5.0) as nccl, ExitStack() as old:
+        if not batched:
+            old.enter_context(patch.object(wire, "on_nccl", lambda tensor, group=None: False))
+        stage3_paramserver.broadcast_parameters(problems.make("digits").model(dist.get_rank()))
+        return sorted(name.rpartition("/")[2] for name in nccl.communicators)
+
+
+def test_handing_out_the_parameters_makes_one_communicator():
+    assert launch(communicators_of_a_broadcast, True, world_size=3, device="cpu") == [["all"]] * 3
+    assert launch(communicators_of_a_broadcast, False, world_size=3, device="cpu")[0] == ["0-1", "0-2"], "as it was"
+
+
+WAITS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__")  # for them the host waits for the GPU
+
+
+def waits_of_the_host(what, size):
+    """How often a step asks a tensor for its value: with so many norms, parameters or micro-batches."""
+    torch.manual_seed(0)
+    asked, inputs = [], torch.randn(48, 8)
+    norms = [stage6_ddp.SyncBatchNorm(8) if what == "batch norm" else torch.nn.Linear(8, 8) for _ in range(size)]
+    model = torch.nn.Sequential(*norms, torch.nn.Linear(8, 8))
+    if what == "micro-batches":
+        halves = stage8_pipeline.split([torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)], 2)
+        pipeline = stage8_pipeline.Pipeline(torch.nn.Sequential(*halves[dist.get_rank()]), size)
+        step = lambda: pipeline.step(inputs, torch.zeros(48, dtype=torch.int64))  # noqa: E731
+    else:
+        parallel = stage6_ddp.DistributedDataParallel(model, find_unused_parameters=what == "bitmap")
+        later = finite.Later({parameter: name for name, parameter in model.named_parameters()})
+        if what == "finite":
+            [p.register_post_accumulate_grad_hook(later.note) for p in model.parameters()]
+        step = lambda: parallel(inputs).square().sum().backward()  # noqa: E731
+    step()  # the first one may ask: shapes, buckets
+    step()
+    with ExitStack() as counting:
+        for name in WAITS:
+            true = getattr(torch.Tensor, name)
+            counted = lambda *args, true=true, name=name, **more: asked.append(name) or true(*args, **more)  # noqa: E731
+            counting.enter_context(patch.object(torch.Tensor, name, counted))
+        step()
+    return asked
+
+
+@pytest.mark.parametrize("what, most", [("batch norm", 0), ("bitmap", 1), ("micro-batches", 1), ("finite", 1)])
+def test_the_host_waits_once_a_step_and_not_for_each_part(what, most):
+    few, many = (launch(waits_of_the_host, what, size, world_size=2, device="cpu") for size in (2, 6))
+    assert few == many and max(len(asked) for asked in few) <= most, (few, many)
 
 
 def as_before(defect):

@@ -1,6 +1,10 @@
 """The benchmark of GPUs where there is none: its checks can fail, and it says so in one line."""
 
 import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +15,20 @@ from ddp_course.errors import RankError
 from ddp_course.running.devices import rank_device
 
 CPU = argparse.Namespace(device="cpu", repeats=1)
+BARE = """
+import sys
+from importlib.machinery import PathFinder
+
+ABSENT = {"tabulate", "tqdm", "psutil", "cloudpickle", "sklearn", "scipy", "matplotlib", "IPython", "ipywidgets",
+          "nbformat", "pytest"}
+
+class Bare(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] in ABSENT else super().find_spec(name, path, target)
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = Bare
+"""
 
 
 def test_without_a_gpu_it_is_refused_in_one_line(monkeypatch):
@@ -40,3 +58,19 @@ def test_as_many_ranks_as_gpus(monkeypatch):
 def test_the_report_names_the_device():
     part = gpu.on_device(lambda args: gpu.Part([{"a": 1}]))(CPU)
     assert part.also == {"device": "cpu", "GPUs": 0} and rank_device() == torch.device("cpu")
+
+
+def test_it_needs_torch_numpy_and_the_package_only(tmp_path):
+    """All processes, the ranks too, are without what a borrowed machine may not have."""
+    (tmp_path / "sitecustomize.py").write_text(BARE)
+    command = [sys.executable, "-m", "ddp_course.cli", "bench", "gpu", "--only", "exactness", "--device", "cpu"]
+    ended = subprocess.run(
+        [*command, "--repeats", "1", "--out", str(tmp_path)], capture_output=True, text=True, timeout=300,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(gpu.__file__).parents[3]}"},
+    )  # fmt: skip
+    assert ended.returncode == 0 and (tmp_path / "gpu.json").exists(), ended.stderr
+    assert "Not looked at without a GPU: NCCL" in ended.stdout
+    assert "No module named 'tqdm'" in subprocess.run(
+        [sys.executable, "-c", "import tqdm"], env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True,
+        text=True, check=False,
+    ).stderr, "nothing was absent"  # fmt: skip

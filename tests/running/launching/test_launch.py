@@ -87,6 +87,13 @@ def test_nothing_of_cuda_and_no_thread_in_the_server():
     assert not [region.path for region in server.memory_maps() if "libcuda.so" in region.path]
 
 
+def test_ranks_are_never_forked_from_the_caller(monkeypatch):
+    """Whose CUDA may be initialised, as in a notebook on Colab: it would not survive in a fork."""
+    forked.use_server(None)
+    monkeypatch.setattr(os, "fork", lambda: pytest.fail("the caller forks"))
+    assert len(set(launch(pid_and_rank, world_size=2))) == 2
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_launch_from_a_parent_that_has_initialised_cuda():

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import nbformat
 import pytest
@@ -24,11 +25,21 @@ unsendable = (n for n in range(3))
 """
 
 
-@pytest.fixture(scope="module")
-def kernel():
-    """A kernel with the extension and a few names in it."""
-    with running_kernel() as kernel:
+@contextmanager
+def starting_by(method):
+    """Kernels that are started now launch their ranks in this way."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("DDP_COURSE_START", method)
+        yield
+
+
+@pytest.fixture(scope="module", params=["fork", "spawn"])
+def kernel(request):
+    """A kernel with the extension and a few names in it, whose ranks come to life in both ways."""
+    with starting_by(request.param), running_kernel() as kernel:
         assert not kernel.run(SETUP).error
+        asked = kernel.run("from ddp_course.running.launching.setting import start_method\nstart_method()")
+        assert asked.result == repr(request.param)
         yield kernel
 
 
