@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_course import compare, ladder, stage3_paramserver
+from ddp_course import Link, compare, ladder, stage3_paramserver
 from ddp_course.errors import NotFiniteError
 from ddp_course.measuring import comparison, recording
 from ddp_course.running import files
@@ -204,10 +204,10 @@ def on_devices():
     return compared()
 
 
-def compared(stages=ALL):
+def compared(stages=ALL, link="100Mbit"):
     """Two ranks, five steps on the clock; no speed is asserted."""
     with patch.object(comparison, "TIMED_STEPS", 5):
-        return compare.run("digits", 2, 6, stages, link="100Mbit", device_speed="3GFLOP/s", bucket_cap_mb=0.1)
+        return compare.run("digits", 2, 6, stages, link=link, device_speed="3GFLOP/s", bucket_cap_mb=0.1)
 
 
 def test_stages_are_held_against_their_ideals(on_devices):
@@ -222,6 +222,21 @@ def test_stages_are_held_against_their_ideals(on_devices):
         assert stage["speed_up"] == pytest.approx(on_devices["stages"][0]["step_ms"] / stage["step_ms"])
         assert stage["step_ms"] > 0.95 * stage["ideal_ms"], stage["name"]
         assert len(stage["loss"]) == 6 and stage["max_abs_diff_vs_single"] < 1e-4
+
+
+class NotSlowed(Link):
+    """A link that carries far more than it says."""
+
+    def prepare(self, world_size, folder=None):
+        """In the launch's agent: the caller, who derives the ideal, knows nothing of it."""
+        self.bandwidth = 1e10
+        super().prepare(world_size, folder)
+
+
+def test_a_link_that_is_not_slowed_is_found_out():
+    """The negative control of `step_ms > 0.95 * ideal_ms`; again where the machine was busy elsewhere."""
+    rings = (compared("1,4", NotSlowed("100Mbit"))["stages"][1] for _ in range(5))
+    assert any(ring["step_ms"] < 0.95 * ring["ideal_ms"] for ring in rings)
 
 
 def drawn(lane, *names):
