@@ -38,13 +38,14 @@ def lines(cell):
     return [line for line in cell.source.splitlines() if line.strip()]
 
 
-def run_nbval(paths, folder, without_namespaces=False, **environ):
+def run_nbval(paths, folder, without_namespaces=False, cell_seconds=180, **environ):
     """Run notebooks by nbval in `folder`, with a configuration of its own; returns the finished process."""
     ini = folder / "nbval.ini"
     ini.write_text("[pytest]\n")
     python = [sys.executable, *([denied.__file__] if without_namespaces else [])]
     command = [*python, "-m", "pytest", "-c", str(ini), "--rootdir", str(folder), "--noconftest", "-q",
-               "--nbval-lax", "--nbval-cell-timeout=400", "-p", "no:cacheprovider", *map(str, paths)]  # fmt: skip
+               "--nbval-lax", f"--nbval-cell-timeout={cell_seconds}", "-p", "no:cacheprovider",
+               *map(str, paths)]  # fmt: skip
     return subprocess.run(
         command, cwd=folder, capture_output=True, text=True, timeout=900, env={**os.environ, **environ}
     )
@@ -88,7 +89,7 @@ def test_lesson_runs_at_world_size_2_without_namespaces(stem, tmp_path):
 def test_lesson_runs_where_ranks_are_not_forked(path, tmp_path):
     """Lessons 00 to 06 on warm spares, as on macOS and Windows; links are the throttled wire there."""
     (tmp_path / path.name).write_bytes(path.read_bytes())
-    done = run_nbval([path.name], tmp_path, DDP_COURSE_START="spawn")
+    done = run_nbval([path.name], tmp_path, cell_seconds=400, DDP_COURSE_START="spawn")
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert "passed" in done.stdout and "skipped" not in done.stdout
 

@@ -167,7 +167,7 @@ class Exchanges(Messages):
 
 def connect(left: int, right: int, group: dist.ProcessGroup) -> tuple[socket.socket, socket.socket]:
     """Return the stream from rank `left` and that to rank `right`, with the process group's own timeout."""
-    seconds = timeout_of(group)
+    seconds = timeout_of(group).total_seconds()
     family, address = own_address()
     with socket.create_server((address, 0), family=family) as door:
         door.settimeout(seconds)

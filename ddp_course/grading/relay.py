@@ -133,9 +133,8 @@ class Group(torch_c10d.ProcessGroup):
 
     def __init__(self, options: Any):
         super().__init__(options.group_rank, options.group_size)
-        self.me, self.members, self.named = options.group_rank, options.global_ranks_in_group, options.group_id
-        self.members = self.members or list(range(options.group_size))
-
+        self.me, self.named = options.group_rank, options.group_id
+        self.members = options.global_ranks_in_group or list(range(options.group_size))
         self._timeout = options.timeout
 
     def getBackendName(self) -> str:

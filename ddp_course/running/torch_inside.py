@@ -6,6 +6,7 @@ do, because a lesson shows that line.) Whoever moves to another torch starts her
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -86,9 +87,9 @@ def is_backend(name: str) -> bool:
     return name in dist.Backend._plugins
 
 
-def timeout_of(group: dist.ProcessGroup) -> float:
-    """The seconds after which a collective of `group` gives up."""
-    return group._get_backend(group._device_types[0]).options._timeout.total_seconds()
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """How long a collective of `group` waits before it gives up."""
+    return group._get_backend(group._device_types[0]).options._timeout
 
 
 def twin(group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -105,7 +106,7 @@ def twin(group: dist.ProcessGroup) -> dist.ProcessGroup:
         distributed_c10d.Backend(dist.get_backend_config(group)),
         distributed_c10d._get_default_store(),
         distributed_c10d.GroupName(f"{group.group_name} communication"),
-        timeout=group._get_backend(group._device_types[0]).options._timeout,
+        timeout=timeout_of(group),
     )
     distributed_c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
     return made

@@ -1,7 +1,6 @@
 """Tree, halving-doubling, hierarchical and pipelined all-reduce: right everywhere, with the bytes they promise."""
 
 import functools
-import itertools
 import math
 import os
 from unittest.mock import patch
@@ -39,19 +38,14 @@ SHAPES = [(), (1,), (3,), (7, 5), (1000,), (0,)]
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.int64]
 
 
-def kinds(world_size):
-    """The (shape, dtype) pairs to try: all up to four ranks, beyond that each shape and each dtype."""
-    pairs = itertools.product(SHAPES, DTYPES)
-    return [(shape, dtype) for shape, dtype in pairs if world_size <= 4 or shape == (7, 5) or dtype == torch.float32]
-
-
 def all_sums():
     """Every algorithm on every shape and dtype; the pipelined ring with segments so small that there are many."""
     collectives.pipelined_ring.SEGMENT = 256
     return {
         (name, shape, dtype): algorithm(rank_tensor(dist.get_rank(), shape, dtype))
         for name, algorithm in ALGORITHMS.items()
-        for shape, dtype in kinds(dist.get_world_size())
+        for shape in SHAPES
+        for dtype in DTYPES
     }
 
 
@@ -63,10 +57,11 @@ def summed(world_size):
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 6, 7, 8])
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_sums(name, world_size):
-    for shape, dtype in kinds(world_size):
-        results = [rank[name, shape, dtype] for rank in summed(world_size)]
-        assert_all_equal_sum(results, world_size, shape, dtype)
-        assert all(torch.equal(result, results[0]) for result in results), "the ranks' bits differ"
+    for shape in SHAPES:
+        for dtype in DTYPES:
+            results = [rank[name, shape, dtype] for rank in summed(world_size)]
+            assert_all_equal_sum(results, world_size, shape, dtype)
+            assert all(torch.equal(result, results[0]) for result in results), "the ranks' bits differ"
 
 
 def strided_and_grouped():

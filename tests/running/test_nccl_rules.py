@@ -22,7 +22,7 @@ from ddp_course import (
     stage6_ddp,
     stage8_pipeline,
     wire,
-)  # fmt: skip
+)
 from ddp_course.measuring import finite
 from ddp_course.running import communication
 

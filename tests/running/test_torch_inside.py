@@ -1,6 +1,7 @@
 """What torch does not promise stands in one module, and does there what the rest of the package relies on."""
 
 import ast
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -106,8 +107,9 @@ def groups():
     dist.all_reduce(theirs, group=other)
     waiting.wait()
     same = dist.get_process_group_ranks(other) == dist.get_process_group_ranks(group)
-    seconds = torch_inside.timeout_of(group), torch_inside.timeout_of(other)
-    return group is dist.group.WORLD, other is group, same, seconds[0] == seconds[1] > 1, mine.item(), theirs.item()
+    one, another = torch_inside.timeout_of(group), torch_inside.timeout_of(other)
+    waits = one == another > timedelta(seconds=1)
+    return group is dist.group.WORLD, other is group, same, waits, mine.item(), theirs.item()
 
 
 def test_a_twin_has_the_same_ranks_and_timeout_and_messages_of_its_own():

@@ -29,7 +29,7 @@ from ... import ladder, problems
 from ...errors import CourseError, LaunchTimeout, RankError
 from ...measuring import comparison
 from ...running.devices import rank_device
-from ...running.devices.placement import nccl_here, placement, usable_gpus
+from ...running.devices.placement import nccl_can_share, placement, usable_gpus
 from ...running.launching.launch import launch
 from ...running.torch_inside import busy_gpu
 from ...stage6_ddp import DistributedDataParallel
@@ -74,17 +74,15 @@ def placements(device: str) -> list[tuple[str, list[int], str]]:
     """Devices, numbers of ranks, and whether NCCL is asked to let ranks share a GPU; gloo lets them do so anyway."""
     if device == "cpu":
         return [("cpu", [2, 4], "0")]
-    shared = [("cuda:0", [2, 4], "1")] if nccl_here() and torch.cuda.nccl.version() >= (2, 30) else []
+    shared = [("cuda:0", [2, 4], "1")] if nccl_can_share() else []
     return [("cuda:0", [2, 4], "0"), ("cuda", world_sizes("cuda"), "0"), *shared]
 
 
 def distances() -> dict[str, float]:
     """On each rank: train with every stage, the device kept busy in between; how far it ends from stage 1."""
     torch.use_deterministic_algorithms(True, warn_only=True)
-    problem, world_size = (
-        problems.make("synthetic", dtype=torch.float64, device=rank_device(), **VECTORS),
-        dist.get_world_size(),
-    )
+    problem = problems.make("synthetic", dtype=torch.float64, device=rank_device(), **VECTORS)
+    world_size = dist.get_world_size()
     single, found = problem.model(0), {}
     ladder.find("1").trainer({})(single, problem.batches(24, 3, 0, 0, 1), 0.1)
     for key, stage in ladder.STAGES.items():

@@ -113,16 +113,11 @@ class Benchmark:
 
 def table(rows: list[Row]) -> str:
     """The `rows` in lines and columns, under their keys."""
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    lines = [names, *([cell(row.get(name, "")) for name in names] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    lines.insert(1, ["-" * width for width in widths])
-    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
-
-
-def cell(value: Any) -> str:
-    """A value in a table, numbers to four digits."""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    try:
+        from tabulate import tabulate
+    except ImportError:  # a machine with torch and numpy only
+        return "\n".join(map(str, rows))
+    return tabulate(rows, headers="keys", floatfmt=".4g")
 
 
 def verdict(promise: Row) -> str:

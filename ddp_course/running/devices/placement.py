@@ -70,8 +70,12 @@ def nccl_here() -> bool:
 
 def shared_by_nccl() -> bool:
     """Whether NCCL lets several ranks use one GPU: from 2.30 on, where the environment asks for it."""
-    asked = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
-    return asked and nccl_here() and torch.cuda.nccl.version() >= (2, 30)
+    return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" and nccl_can_share()
+
+
+def nccl_can_share() -> bool:
+    """Whether this NCCL could, if it were asked."""
+    return nccl_here() and torch.cuda.nccl.version() >= (2, 30)
 
 
 def gpu_identity(device: str) -> str:

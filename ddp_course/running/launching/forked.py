@@ -150,7 +150,7 @@ class Server:
 
         A caller that has made an optimizer has loaded dynamo; its ranks will need it too.
         """
-        needed = [name for name in ("torch._dynamo",) if name in sys.modules]
+        needed = ["torch._dynamo"] if "torch._dynamo" in sys.modules else []
         return subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("server.py")), *needed],
             stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=self.complaints, start_new_session=True,

@@ -282,8 +282,7 @@ def time_everything():
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_everything_takes_at_least_as_long_as_the_formula(mode, world_size):
-    ranks = launch(time_everything, world_size=world_size, device="cpu", link=Link(BANDWIDTH, mode=mode))
-    slowest = {name: max(rank[name] for rank in ranks) / MESSAGE_SECONDS for name in ranks[0]}
+    """Never less, and on one of three attempts not much more: the processor may be busy elsewhere."""
     steps = world_size - 1
     expected = {
         "message": 1,
@@ -294,8 +293,14 @@ def test_everything_takes_at_least_as_long_as_the_formula(mode, world_size):
         "whole": steps,
         "ring": 2 * steps / world_size,
     }
-    for name, least in expected.items():
-        assert FASTER * least <= slowest[name] < 10 * least + 20, (name, slowest)  # above: it does not hang
+    for last in (False, False, True):
+        ranks = launch(time_everything, world_size=world_size, device="cpu", link=Link(BANDWIDTH, mode=mode))
+        slowest = {name: max(rank[name] for rank in ranks) / MESSAGE_SECONDS for name in ranks[0]}
+        assert all(FASTER * least <= slowest[name] for name, least in expected.items()), slowest
+        late = [name for name, least in expected.items() if slowest[name] >= 2 * least + 3]
+        if not late:
+            break
+        assert not last, (late, slowest)
     if mode == "hosts":
         assert slowest["torch"] >= FASTER * expected["ring"]
     else:
