@@ -186,7 +186,11 @@ def test_an_ordinary_user_can_have_virtual_hosts():
         python = python_of_nobody(options)
         if python is None:
             pytest.skip("an ordinary user cannot read this installation")
-        caller = start_caller(folder, "hosts", python, **options, stderr=subprocess.DEVNULL)
+        errors = Path(folder, "errors")
+        with errors.open("wb") as sink:
+            caller = start_caller(folder, "hosts", python, **options, stderr=sink)
+        assert wait_for(lambda: len(list(Path(folder).glob("?.json"))) == 2 or caller.poll() is not None)
+        assert caller.poll() is None, errors.read_text()
         ranks = ranks_up(folder, 2)
         assert psutil.Process(ranks[0]["rank"]).uids().effective == NOBODY
         assert len({rank["network"] for rank in ranks}) == 2
