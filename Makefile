@@ -26,11 +26,14 @@ $(VENV)/installed: requirements.lock pyproject.toml
 compare: setup  ## train with every strategy, print the table, write results/compare.png
 	$(BIN)/ddp-course compare $(ARGS)
 
-# All tests: three files at a time, the longest first, and then those by themselves that look at the clock.
+# All tests: three files at a time, the longest first, and then those by themselves that look at the clock. What failed is
+# tried once more with nothing beside it, and named twice: a fault fails again, a full machine does not.
 test: setup  ## all tests but the weekly ones, or make test ARGS=FILE
 ifeq ($(strip $(ARGS)),)
-	$(BIN)/python -m pytest -m "not alone and not weekly" $(BESIDE) --durations=20 $(LONGEST) tests; \
-	passed=$$?; $(BIN)/python -m pytest -m "alone and not weekly" --durations=20 && exit $$passed
+	@$(BIN)/python -m pytest --cache-clear -m "not alone and not weekly" $(BESIDE) --durations=20 $(LONGEST) tests; beside=$$?; \
+	$(BIN)/python -m pytest -m "alone and not weekly" --durations=20; alone=$$?; \
+	case $$beside$$alone in 00) ;; [01][01]) echo "Once more, one at a time, what has failed:"; \
+	$(BIN)/python -m pytest -m "not weekly" --last-failed --last-failed-no-failures none tests;; *) exit 2;; esac
 else
 	$(BIN)/python -m pytest $(ARGS)
 endif

@@ -19,7 +19,7 @@ from ..running.devices import Device, capacity, usable_cores
 from ..running.links import Link
 from ..running.links.link import parse_bandwidth
 
-STEP_SECONDS = 0.32  # of one device, for a whole batch: at 4 ranks ten times what Python needs
+STEP_SECONDS = 0.32  # of one device, for a whole batch: with 2 ranks a core ten times what Python needs
 SHARE = 0.085  # p/b of that step: 4 ranks then need a third of their step for a ring, and two thirds with a server
 FASTEST_LINK = 400e6  # bits a second that two cores carry between 4 virtual hosts, with time to spare
 SLACK = 6.0  # real arithmetic is to take a sixth of the emulated time: convolutions of the digits reach a third of the
@@ -86,8 +86,9 @@ def on_gpus(device: str) -> bool:
 def default_device(job: dict, gradient_bytes: int, bandwidth: float | None = None) -> Device:
     """A device whose step is long enough for this machine to time it, and for links of `bandwidth` (bits a second)."""
     _, flops = work_of(job, Device("1GFLOP/s"))
-    real = flops * max(1.0, job["world_size"] / usable_cores()) / capacity.of_core()[0]
-    seconds = max(STEP_SECONDS, SLACK * real, 8 * gradient_bytes / (SHARE * (bandwidth or FASTEST_LINK)))
+    ranks = job["world_size"] / usable_cores()  # on each core
+    python, real = STEP_SECONDS * max(1.0, ranks / 2), flops * max(1.0, ranks) / capacity.of_core()[0]
+    seconds = max(python, SLACK * real, 8 * gradient_bytes / (SHARE * (bandwidth or FASTEST_LINK)))
     return Device(f"{rounded(flops / seconds)}FLOP/s")
 
 
