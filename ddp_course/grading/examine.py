@@ -6,14 +6,17 @@ line of JSON an item, so that one bad answer costs the others nothing: the launc
 """
 
 import json
+import os
 import random
 import re
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,13 +24,13 @@ import torch.distributed as dist
 from ..errors import CourseError, LaunchTimeout, RankError
 from ..running.launching.launch import launch
 from .plain import pack, unpack
-from .probing import PATIENCE_SECONDS, load, own_share, patience_seconds, run_probe
+from .probing import PATIENCE_SECONDS, TOO_LONG, load, own_share, patience_seconds, run_probe
 from .tasks import CANNOT, RANKS, Part, Task, Wrong, find
 
 GAVE_UP = re.compile("timed out waiting|timeout|connection closed by peer|connection reset by peer", re.IGNORECASE)
 FIRST_ITEM_SECONDS, NEXT_ITEM_SECONDS = 12.0, 5.0
 NOT_OURS = re.compile(r"site-packages|dist-packages|[/\\]ddp_course[/\\]|[/\\]lib[/\\]python|<frozen|<string>|<task>")
-FRAME = re.compile(r'File "([^"]+)", line (\d+), in \S+(?:\n {4}(.*))?')
+FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)(?:\n {4}(.*))?')
 CELL = re.compile(r"answer-(\d+)-(\d+)$")
 
 
@@ -86,13 +89,27 @@ def run_items(items: Sequence[Item], folder: str, patience: float) -> None:
     torch.manual_seed(rank)
     tasks = [find(item.number) for item in items]
     dist.barrier()  # nobody waits in an answer for a rank that is still loading
-    with open(Path(folder) / f"rank{rank}", "w") as file:
+    with python_alone_prints(), open(Path(folder) / f"rank{rank}", "w") as file:
         for task, item in zip(tasks, items, strict=True):
             evidence = run_item(task, item, rank) if rank < task.ranks else None
             file.write(json.dumps(pack(evidence)) + "\n")
             file.flush()
             if task.ranks > 1:
                 dist.barrier()
+
+
+@contextmanager
+def python_alone_prints() -> Iterator[None]:
+    """Keep gloo's last words, as it ends a process ("terminate called …"), from a learner, who gets a message."""
+    kept, silent, stderr = os.dup(2), os.open(os.devnull, os.O_WRONLY), sys.stderr
+    os.dup2(silent, 2)
+    with os.fdopen(kept, "w", buffering=1, encoding="utf-8", errors="backslashreplace") as sys.stderr:
+        try:
+            yield
+        finally:
+            os.dup2(kept, 2)
+            os.close(silent)
+            sys.stderr = stderr
 
 
 def run_item(task: Task, item: Item, rank: int) -> Any:
@@ -176,29 +193,51 @@ def explain(error: CourseError, task: Task) -> str:
         return f"the ranks could not be run: {error}"
     where = place(error.traceback, task.number)
     if error.type_name == "Wrong" and error.message:
-        return error.message
+        return error.message + where
     if error.type_name == "NotImplementedError":
-        return f"not solved yet ({error.message})"
+        found = own_frame(error.traceback, task.number)
+        needs = (
+            found and found.task != task.number and f"it uses {found.function} of {found.task}, which does not run yet"
+        )
+        return f"{needs}: mend {found.task} first" if needs else f"not solved yet ({error.message})"
     if GAVE_UP.search(error.message):
         return f"the ranks wait for each other for ever{where}: {task.hang}"
     if error.type_name == "killed" and "SIGABRT" in error.message and task.ranks > 1:
-        return "a message was longer than the tensor it was received into: do both sides mean the same chunk?"
+        return TOO_LONG
     if "Pair is not connected" in error.message:
         return f"a rank sends to itself, or receives from itself{where}: the others are meant"
     if "modified by an inplace operation" in error.message:
         return f"weights changed between the forward and the backward pass{where}: step() comes after backward()"
     if error.type_name in ("killed", "exited", "ended"):
         return f"your code ended the process of rank {error.rank} ({error.type_name} {error.message})"
-    return f"your code raised {error.type_name}: {error.message[:300]}{where}"
+    unknown = "; is it spelt right, and defined or imported in a cell?" if error.type_name == "NameError" else ""
+    return f"your code raised {error.type_name}: {error.message[:300]}{where}{unknown}"
 
 
 def place(traceback: str, number: str) -> str:
     """The last line of the learner's own in a traceback, in brackets; of another task's answer, with its number."""
-    own = [(file, line, text) for file, line, text in FRAME.findall(traceback) if not NOT_OURS.search(file)]
-    if not own:
+    found = own_frame(traceback, number)
+    if not found:
         return ""
-    file, line, text = own[-1]
+    if found.task != number:
+        return f" (line {found.line} of {found.task}, {found.function}: {found.text}; mend {found.task} first)"
+    return f" (line {found.line} of your cell: {found.text})"
+
+
+class Frame(NamedTuple):
+    """A line of a learner's: the task whose answer it is in, its number there, its function, and its text."""
+
+    task: str
+    line: str
+    function: str
+    text: str
+
+
+def own_frame(traceback: str, number: str) -> Frame | None:
+    """The last line of the learner's own in a traceback of task `number`, if there is one."""
+    own = [found for found in FRAME.findall(traceback) if not NOT_OURS.search(found[0])]
+    if not own:
+        return None
+    file, line, function, text = own[-1]
     cell = CELL.match(file)
-    task = f"{cell[1]}.{cell[2]}" if cell else number
-    other = f" of your answer to {task}: {text.strip()}; mend {task} first" if task != number else ""
-    return f" (line {line}{other or f' of your cell: {text.strip()}'})"
+    return Frame(f"{cell[1]}.{cell[2]}" if cell else number, line, function, text.strip())

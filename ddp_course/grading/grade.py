@@ -24,6 +24,7 @@ from ..errors import GradingError
 from .examine import Verdict
 from .frames import ORDER, send_frame
 from .hints import asked_for
+from .probing import answer_cell
 from .results import Result, TaskResult, cut, result_of
 from .sandbox import Limits
 from .service import Service
@@ -144,7 +145,8 @@ class Grader:
         if waiting := [task for task in pristine.checks if task not in messages]:
             messages |= self.run_cells(notebook, pristine, waiting)
         waiting = [task for task in pristine.checks if task not in messages]
-        said = self.examine([(task, cells_for(task, notebook)) for task in waiting]) if waiting else []
+        items = [(task, cells_for(task, notebook)) for task in waiting]
+        said = self.examine(items) if waiting else []
         verdicts = dict(zip(waiting, said, strict=True))
         tasks, asked = [], asked_for(source for _, source in cells)
         for task, (_, points) in pristine.checks.items():
@@ -154,6 +156,7 @@ class Grader:
             one.suspicious = remarks_on(task, answers, pristine) if touched else []
             one.hints = asked.get(task, 0)
             tasks.append(one)
+        name_what_comes_first(tasks, items)
         return Result(learner, pristine.exercise, tasks)
 
     def run_cells(self, notebook: Any, pristine: Pristine, wanted: list[str]) -> dict[str, str]:
@@ -216,6 +219,16 @@ class Grader:
         words, limits = STOPPED.get(outcome, ""), self.limits
         said = words.format(seconds=limits.seconds, gib=limits.memory / 2**30, processes=limits.processes)
         return [line for line in lines if "outcome" not in line], said
+
+
+def name_what_comes_first(tasks: Sequence[TaskResult], items: Sequence[tuple[str, list]]) -> None:
+    """Add to the messages of tasks whose answers, in `items`, use another one that is not right, which one that is."""
+    unfinished = {answer_cell(one.id): one.id for one in tasks if one.points < one.possible}
+    used = {task: [unfinished[name] for name, _ in cells if name in unfinished] for task, cells in items}
+    for one in tasks:
+        first = next((task for task in used.get(one.id, ()) if task != one.id), "")
+        if one.message and first and f"mend {first} first" not in one.message:
+            one.message = cut(f"{one.message} (it uses {first}, which is not right yet: mend {first} first)")
 
 
 def verdict_from(line: dict[str, Any]) -> Verdict:

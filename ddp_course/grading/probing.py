@@ -20,6 +20,7 @@ import torch.distributed as dist
 from ..errors import Wrong
 
 PATIENCE_SECONDS = 5.0  # a receive that waits longer waits for ever
+TOO_LONG = "a message was longer than the tensor it was received into: do both sides mean the same chunk and dtype?"
 patience_seconds: ContextVar[float] = ContextVar("patience_seconds", default=PATIENCE_SECONDS)
 
 

@@ -22,13 +22,15 @@ import torch.distributed as dist
 from ..errors import Wrong
 from ..running.torch_inside import is_backend, torch_c10d
 from .frames import read_exactly
-from .probing import patience_seconds
+from .plain import DTYPES
+from .probing import TOO_LONG, patience_seconds
 
-ASK = struct.Struct("<BIIQQ")  # to the switch: what, number of the request, peer, channel, bytes
-TELL = struct.Struct("<IBQ")  # from it: number of the request, whether it went well, bytes that follow
+ASK = struct.Struct("<BIIQQB")  # to the switch: what, number of the request, peer, channel, bytes, dtype
+TELL = struct.Struct("<IBBQ")  # from it: number of the request, whether it fits, dtype of what was sent, bytes
 SEND, RECEIVE = range(2)
 MOST_BYTES = 64 << 20  # a message
-TOO_LONG = "a message was longer than the tensor it was received into: do both sides mean the same chunk?"
+KINDS = [*DTYPES.values()]  # a dtype travels as its place here, any other as their number
+ANOTHER_DTYPE = "a tensor of {} was sent, and received into one of {}: do both sides mean the same chunk and dtype?"
 _wires: list["Wire"] = []  # this rank's
 
 
@@ -42,8 +44,8 @@ class Switch:
 
     def take(self, rank: int, deadline: float) -> None:
         """Read one request of a rank and do what it makes possible; OSError, EOFError or ValueError ends that rank."""
-        what, number, peer, channel, length = ASK.unpack(read_exactly(self.sockets[rank], ASK.size, deadline))
-        if what not in (SEND, RECEIVE) or peer >= len(self.sockets) or length > MOST_BYTES:
+        what, number, peer, channel, length, kind = ASK.unpack(read_exactly(self.sockets[rank], ASK.size, deadline))
+        if what not in (SEND, RECEIVE) or peer >= len(self.sockets) or length > MOST_BYTES or kind > len(KINDS):
             raise ValueError("no message")
         pair = (rank, peer, channel) if what == SEND else (peer, rank, channel)
         content = read_exactly(self.sockets[rank], length, deadline) if what == SEND else length
@@ -51,19 +53,19 @@ class Switch:
             self.sent[rank][peer] += length
         others = self.waiting[(1 - what, *pair)]
         if not others:
-            self.waiting[(what, *pair)].append((number, content))
+            self.waiting[(what, *pair)].append((number, content, kind))
             return
-        one, other = (number, content), others.popleft()
+        one, other = (number, content, kind), others.popleft()
         self.deliver(pair, *((one, other) if what == SEND else (other, one)))
 
     def deliver(self, pair: tuple, leaving: tuple, arriving: tuple) -> None:
         """Tell both ends of a message that it has gone over."""
-        (sender, message), (receiver, room) = leaving, arriving
+        (sender, message, kind), (receiver, room, _) = leaving, arriving
         fits = len(message) <= room
         with suppress(OSError):  # a rank that has ended
-            self.sockets[pair[0]].sendall(TELL.pack(sender, True, 0))
+            self.sockets[pair[0]].sendall(TELL.pack(sender, True, kind, 0))
         with suppress(OSError):
-            self.sockets[pair[1]].sendall(TELL.pack(receiver, fits, len(message) if fits else 0))
+            self.sockets[pair[1]].sendall(TELL.pack(receiver, fits, kind, len(message) if fits else 0))
             self.sockets[pair[1]].sendall(message if fits else b"")
 
 
@@ -84,16 +86,17 @@ class Wire:
             self.count += 1
             self.open[self.count] = message
             size = tensor.numel() * tensor.element_size()
-            self.connection.sendall(ASK.pack(what, self.count, peer, channel, size) + content)
+            kind = KINDS.index(tensor.dtype) if tensor.dtype in KINDS else len(KINDS)
+            self.connection.sendall(ASK.pack(what, self.count, peer, channel, size, kind) + content)
         return message
 
     def listen(self) -> None:
         """Finish messages as the switch tells of them, until it hangs up."""
         with suppress(OSError, EOFError):
             while True:
-                number, fits, length = TELL.unpack(read_exactly(self.connection, TELL.size))
+                number, fits, kind, length = TELL.unpack(read_exactly(self.connection, TELL.size))
                 content = read_exactly(self.connection, length)
-                self.open.pop(number).finish(bool(fits), content)
+                self.open.pop(number).finish(bool(fits), [*KINDS, None][kind], content)
 
 
 class Message:
@@ -102,10 +105,11 @@ class Message:
     def __init__(self, what: int, peer: int, tensor: torch.Tensor, patience: float):
         self.what, self.peer, self.tensor, self.patience = what, peer, tensor, patience
         self.done, self.fits, self.content = threading.Event(), True, b""
+        self.sent: torch.dtype | None = tensor.dtype
 
-    def finish(self, fits: bool, content: bytes) -> None:
-        """The switch has passed it on."""
-        self.fits, self.content = fits, content
+    def finish(self, fits: bool, sent: torch.dtype | None, content: bytes) -> None:
+        """The switch has passed it on; what was `sent` had this dtype, if it is a usual one."""
+        self.fits, self.sent, self.content = fits, sent, content
         self.done.set()
 
     def is_completed(self) -> bool:
@@ -116,6 +120,8 @@ class Message:
         """Block until it has arrived, and put what was received into the tensor; RuntimeError after the patience."""
         if not self.done.wait(timeout.total_seconds() if timeout else self.patience):
             raise RuntimeError(f"Timed out waiting for {'send to' if self.what == SEND else 'recv from'} {self.peer}")
+        if self.sent != self.tensor.dtype and torch.uint8 not in (self.sent, self.tensor.dtype) and self.sent:
+            raise Wrong(ANOTHER_DTYPE.format(self.sent, self.tensor.dtype))
         if not self.fits:
             raise Wrong(TOO_LONG)
         if self.content:

@@ -125,7 +125,7 @@ CHEATS = {
     "frames made by hand": "from ddp_course.grading import relay\n"
     "    relay.ASK = type('Ask', (), {'pack': lambda *a: b''})\n    post(tensor, group); say_due(tensor, group)",
     "numbers that no message has": "import sys\n    relay = sys.modules['ddp_course.grading.relay']\n"
-    "    relay._wires[0].connection.sendall(relay.ASK.pack(7, 0, 99, 0, 1 << 60)); post(tensor, group)",
+    "    relay._wires[0].connection.sendall(relay.ASK.pack(7, 0, 99, 0, 1 << 60, 0)); post(tensor, group)",
     "its own packing of the evidence": "import sys\n    post(tensor, group)\n"
     "    sys.modules['ddp_course.grading.probing'].traffic_of = lambda t: {'bytes': due(tensor, group) // size}",
 } | {
@@ -240,19 +240,19 @@ def test_without_namespaces_a_fence_closes_the_other_ways(tmp_path):
 def test_the_switch_passes_on_what_two_ranks_agree_on_and_counts_it():
     ours, theirs = zip(*(socket.socketpair() for _ in range(2)), strict=True)
     switch, soon = Switch(ours), time.monotonic() + 5
-    theirs[0].sendall(ASK.pack(SEND, 1, 1, 7, 4) + b"abcd")
+    theirs[0].sendall(ASK.pack(SEND, 1, 1, 7, 4, 2) + b"abcd")
     switch.take(0, soon)
-    theirs[1].sendall(ASK.pack(RECEIVE, 1, 0, 8, 4) + ASK.pack(RECEIVE, 2, 0, 7, 3))
+    theirs[1].sendall(ASK.pack(RECEIVE, 1, 0, 8, 4, 2) + ASK.pack(RECEIVE, 2, 0, 7, 3, 2))
     switch.take(1, soon)
     theirs[0].settimeout(0.05)
     with pytest.raises(TimeoutError):  # nobody has asked for this channel: the message has not left
         theirs[0].recv(1)
     switch.take(1, soon)
-    assert TELL.unpack(theirs[0].recv(99)) == (1, True, 0)
-    assert TELL.unpack(theirs[1].recv(99)) == (2, False, 0), "too long for its tensor"
+    assert TELL.unpack(theirs[0].recv(99)) == (1, True, 2, 0)
+    assert TELL.unpack(theirs[1].recv(99)) == (2, False, 2, 0), "too long for its tensor"
     assert json.dumps(switch.sent) == "[[0, 4], [0, 0]]"
     with pytest.raises(ValueError, match="no message"):
-        theirs[1].sendall(ASK.pack(SEND, 1, 9, 7, 4))
+        theirs[1].sendall(ASK.pack(SEND, 1, 9, 7, 4, 2))
         switch.take(1, soon)
     for one in (*ours, *theirs):
         one.close()

@@ -215,5 +215,5 @@ def test_the_cell_at_fault_is_named():
     lines += (
         '  File "answer-4-2", line 6, in scatter_reduce\n    x[9]\n  File "/x/site-packages/torch/a.py", line 1, in f\n'
     )
-    assert place(lines, "4.4") == " (line 6 of your answer to 4.2: x[9]; mend 4.2 first)"
+    assert place(lines, "4.4") == " (line 6 of 4.2, scatter_reduce: x[9]; mend 4.2 first)"
     assert place(lines, "4.2") == " (line 6 of your cell: x[9])"

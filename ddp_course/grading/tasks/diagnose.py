@@ -20,7 +20,7 @@ def check_tensor(found, like, who):
     """`found` is a tensor with the dtype and the shape of `like`."""
     require(found is not None, f"{who} has no result: is there a `return`?")
     require(not isinstance(found, Odd), f"{who} has {found!r}; a plain torch.Tensor was expected")
-    require(isinstance(found, torch.Tensor), f"{who} has a {type(found).__name__}; a tensor was expected")
+    require(isinstance(found, torch.Tensor), f"{who} has {kind_of(found)}; a tensor was expected")
     require(found.shape == like.shape, f"{who} has shape {list(found.shape)}; {list(like.shape)} was expected")
     require(found.dtype == like.dtype, f"{who} has dtype {found.dtype}; {like.dtype} was expected")
 
@@ -63,11 +63,13 @@ def which_are_wrong(found, expected, wrong):
     """The wrong ranks, and the largest error among them."""
     gaps = {rank: (found[rank].double() - expected[rank].double()).abs().max().item() for rank in wrong}
     worst = max(gaps, key=gaps.get)
+    usual = max(1.0, expected[worst].double().abs().max().item())
+    odd = "; such numbers come up when bytes are read as another dtype, or when nobody has filled a buffer"
+    why = odd if gaps[worst] > 1e6 * usual else ""
     if len(wrong) == 1:
-        which = f"rank {wrong[0]} is"
-    else:
-        which = "all ranks are" if len(wrong) == len(found) else f"ranks {', '.join(map(str, wrong))} are"
-    return f"{which} wrong, rank {worst} by up to {gaps[worst]:.3g}"
+        return f"rank {worst} is wrong, by up to {gaps[worst]:.3g}{why}"
+    which = "all ranks are" if len(wrong) == len(found) else f"ranks {', '.join(map(str, wrong))} are"
+    return f"{which} wrong, rank {worst} by up to {gaps[worst]:.3g}{why}"
 
 
 def compare_numbers(found, expected, about, faults=(), unit=""):
@@ -90,8 +92,15 @@ def number(found, kind, what):
     """`found` is a plain number of `kind` (int, or float for either)."""
     require(found is not None, f"{what} is None: is there a `return`?")
     good = type(found) is int if kind is int else type(found) in (int, float)
-    name = type(found).__name__ if not isinstance(found, Odd) else found.type_name
-    require(good, f"{what} is a {name}; a plain {kind.__name__} was expected")
+    require(good, f"{what} is {kind_of(found)}; a plain {kind.__name__} was expected")
+
+
+def kind_of(found):
+    """What type of thing came back, with an article; nothing is said of `Odd`, which stands for what is not plain."""
+    name = found.type_name if isinstance(found, Odd) else type(found).__name__
+    if found is None:
+        return "None (is there a `return`?)"
+    return f"an {name}" if name[0] in "aeiouAEIOU" else f"a {name}"
 
 
 def close(found, expected):

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from . import Wrong, require, task
-from .diagnose import check_tensor, number, same, tensors
+from .diagnose import check_tensor, kind_of, number, same, tensors
 
 
 @task("2.1", "scatter", forbidden=("ddp_course.stage2_dataparallel.scatter",))
@@ -36,12 +36,10 @@ def check_shards(evidence, cases, even):
     for (tensor, devices), found in zip(cases, evidence, strict=True):
         if even == (len(tensor) % devices == 0):
             about = f"{len(tensor)} samples on {devices} devices"
-            require(
-                isinstance(found, list | tuple), f"{about}: a list of shards was expected, not {type(found).__name__}"
-            )
+            require(isinstance(found, list | tuple), f"{about}: a list of shards was expected, not {kind_of(found)}")
             expected = [shard for shard in tensor.tensor_split(devices) if len(shard)]
             for index, shard in enumerate(found):
-                require(isinstance(shard, torch.Tensor), f"{about}: shard {index} is a {type(shard).__name__}")
+                require(isinstance(shard, torch.Tensor), f"{about}: shard {index} is {kind_of(shard)}")
                 require(
                     shard.shape[1:] == tensor.shape[1:],
                     f"{about}: shard {index} is cut along the wrong dimension: samples are dimension 0",

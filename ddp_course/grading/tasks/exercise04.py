@@ -4,7 +4,7 @@ import torch
 
 from ...running import wire
 from ..probing import traffic_of, worlds
-from . import require, task
+from . import Wrong, require, task
 from .diagnose import check_line, close, compare_numbers, compare_ranks, number, tensors
 from .forbidden import COLLECTIVES, RING
 
@@ -48,11 +48,29 @@ def probe_chunks(function, lengths, values):
     evidence = {}
     for size, group in worlds(*lengths):
         rank = torch.distributed.get_rank()
+        if size == 3:
+            evidence["equal chunks"] = goes_to_the_right(function, [one[:4].clone() for one in values[rank][:3]], group)
         chunks = [values[rank][index][:length].clone() for index, length in enumerate(lengths[size])]
         with wire.counting() as traffic:
             returned = function(chunks, group)
         evidence[size] = {"chunks": chunks, "returned": type(returned).__name__, "traffic": traffic_of(traffic)}
     return evidence
+
+
+def goes_to_the_right(function, chunks, group):
+    """The traffic of a function with three equal chunks; Wrong if it all goes to the left.
+
+    With unequal ones all that is seen of a ring that turns the other way may be a message that does not fit.
+    """
+    _, _, left, _ = wire.neighbours(group)
+    events = []
+    with wire.counting() as traffic, wire.observing(events.append):
+        function(chunks, group)
+    if {event.peer for event in events if event.kind == "send"} == {left}:
+        raise Wrong(
+            "you send to the left, to rank - 1; this ring goes to the right, to rank + 1, and receives from the left"
+        )
+    return {"traffic": traffic_of(traffic)}
 
 
 def chunk_lengths(random):

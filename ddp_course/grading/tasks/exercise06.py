@@ -11,7 +11,7 @@ from ...running import wire
 from ...stage4_ring import ring_all_reduce
 from ..probing import traffic_of, worlds
 from . import require, task
-from .diagnose import compare_ranks, same, tensors
+from .diagnose import compare_ranks, kind_of, same, tensors
 from .exercise01 import batches_of, loss_of, small_model, weights
 from .forbidden import COLLECTIVES, RING, SERVER
 
@@ -278,7 +278,7 @@ class CompressedAverage:
             for rank, one in enumerate(found):
                 require(
                     isinstance(one, torch.Tensor),
-                    f"{about}: rank {rank} returns {type(one).__name__}; return the averaged gradient",
+                    f"{about}: rank {rank} returns {kind_of(one)}; return the averaged gradient",
                 )
                 require(one.dtype == torch.float32, f"{about}: the result is {one.dtype}; turn it back into float32")
                 require(
@@ -445,7 +445,7 @@ class FromSymptoms:
     def judge_named(evidence, runs, which=USUAL):
         """Every mistake by its word, and no other."""
         for found, (seen, wrong) in zip(evidence, runs, strict=True):
-            require(isinstance(found, list), f"a set of words was expected, not {type(found).__name__}")
+            require(isinstance(found, list), f"a set of words was expected, not {kind_of(found)}")
             strange = sorted(set(found) - set(USUAL))
             require(not strange, f"{strange[:1]} is none of {', '.join(USUAL)}")
             about = f"{len(seen[0])} ranks"

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from ...running import wire
 from ..probing import traffic_of, worlds
 from . import Wrong, require, task
-from .diagnose import compare_numbers, compare_ranks, tensors
+from .diagnose import compare_numbers, compare_ranks, kind_of, tensors
 from .forbidden import COLLECTIVES, RING, SERVER
 
 
@@ -37,9 +37,7 @@ class AssignOwners:
         """In order, each parameter to the rank that holds least so far, the lowest if several do."""
         for (sizes, world_size), found in zip(cases, evidence, strict=True):
             about = f"sizes {sizes} on {world_size} ranks"
-            require(
-                isinstance(found, list | tuple), f"{about}: a list of owners was expected, not {type(found).__name__}"
-            )
+            require(isinstance(found, list | tuple), f"{about}: a list of owners was expected, not {kind_of(found)}")
             require(len(found) == len(sizes), f"{about}: {len(found)} owners for {len(sizes)} parameters")
             good = all(type(owner) is int and 0 <= owner < world_size for owner in found)
             require(good, f"{about}: {list(found)}: owners are ranks, from 0 to {world_size - 1}")

@@ -1,7 +1,7 @@
 """Exercise 8: two pipeline schedules, their bubble, and the memory they need."""
 
 from . import require, task
-from .diagnose import compare_numbers, number
+from .diagnose import compare_numbers, kind_of, number
 
 
 def gpipe_order(stage, stages, micro_batches):
@@ -18,7 +18,7 @@ def one_f_one_b_order(stage, stages, micro_batches):
 
 def check_schedule(found, about, micro_batches):
     """Each micro-batch goes forward once and backward once, forward first, in order."""
-    require(isinstance(found, list | tuple), f"{about}: a list of steps was expected, not {type(found).__name__}")
+    require(isinstance(found, list | tuple), f"{about}: a list of steps was expected, not {kind_of(found)}")
     steps = [tuple(step) if isinstance(step, list | tuple) else step for step in found]
     good = all(
         isinstance(step, tuple) and len(step) == 2 and step[0] in ("F", "B") and type(step[1]) is int for step in steps

@@ -1,0 +1,163 @@
+"""What beginners write, handed in: each is told the cell that is at fault and the mistake in it, and nothing else.
+
+`tests/wrong_answers` has some hundreds more, which the checks find. Here what matters is how a message reaches the
+learner: by way of a whole notebook, whose other answers use the one that is wrong. An exercise that was solved where
+it lies is in `test_verdicts.py`, waste of a hundred megabytes in `test_sealed.py`.
+"""
+
+import json
+
+import nbformat
+import pytest
+from answers import solution, solutions
+
+from ddp_course import cli
+from ddp_course.grading import check
+
+LEFT = "you send to the left, to rank - 1; this ring goes to the right, to rank + 1"
+NOISE = ("terminate called", "gloo", "Odd", "Traceback", "object at 0x", "pair.cc")
+DTYPES = "a tensor of torch.float32 was sent, and received into one of torch.float64"
+
+
+def edited(task, *edits):
+    """The solution of a task with each (old, new) in it replaced."""
+    source = solution(task)
+    for old, new in edits:
+        assert source.count(old) == 1, f"{task}: {old}"
+        source = source.replace(old, new)
+    return source
+
+
+TURNED = ("outgoing, right, incoming, left", "outgoing, left, incoming, right")
+TURNED_RING = {
+    "4.2": edited("4.2", TURNED, ("(rank - step) %", "(rank + step) %"), ("(rank - step - 1)", "(rank + step + 1)")),
+    "4.3": edited("4.3", TURNED, ("(rank + 1 - step)", "(rank - 1 + step)"), ("(rank - step)", "(rank + step)")),
+}
+OWN = "import math as m\nimport numpy as np\n\ndef modulo(number, size):\n    return int(np.mod(number, m.floor(size)))"
+REMEMBERED = "from functools import lru_cache\n\n@lru_cache(maxsize=None)\n"
+FRACTION = f"from fractions import Fraction\n{edited('8.3', ('(stages - 1) / (', 'Fraction(stages - 1, '))}"
+SYNCED = edited("10.1", ("os.fsync(", "os.fdatasync("))
+TIDY = edited("4.4", ("    tensor.copy_(", "    import gc\n    gc.collect()\n    tensor.copy_("))
+# {mistake: ({task: its answer; "own": a cell of the learner's}, {task: words in its message})}; all else is right
+MISTAKES = {
+    "a colon forgotten": (
+        {"4.2": edited("4.2", ("world_size - 1):", "world_size - 1)"))},
+        {
+            "4.2": "line 4 is not Python (expected ':'): for step",
+            "4.4": "it uses scatter_reduce of 4.2, which does not",
+        },
+    ),
+    "a bracket left open": (
+        {"4.3": edited("4.3", ("left, group)", "left, group"))},
+        {"4.3": "line 7 is not Python ('(' was never closed)", "4.4": "it uses allgather of 4.3, which does not run"},
+    ),
+    "an index out of range": (
+        {"4.2": edited("4.2", ("(rank - step - 1) % world_size", "rank - step + 3"))},
+        {"4.2": "(line 6 of your cell: target", "4.4": "(line 6 of 4.2, scatter_reduce: target"},
+    ),
+    "a buffer of another dtype": (
+        {"4.2": edited("4.2", ("torch.empty_like(target)", "torch.empty(len(target), dtype=torch.float64)"))},
+        {"4.2": f"{DTYPES}: do both sides", "4.4": "mend 4.2 first"},
+    ),
+    "left for right": ({"4.3": edited("4.3", TURNED)}, {"4.3": LEFT, "4.4": "mend 4.3 first"}),
+    "a ring that turns the other way": (TURNED_RING, {"4.2": LEFT, "4.3": LEFT}),
+    "half a ring that turns the other way": (
+        {"4.2": TURNED_RING["4.2"]},
+        {"4.2": LEFT, "4.4": "(it uses 4.2, which is not right yet: mend 4.2 first)"},
+    ),
+    "another chunk on either side": (
+        {"4.2": edited("4.2", ("(rank - step - 1)", "(rank - step)"))},
+        {"4.2": "do both sides mean the same chunk and dtype? (line 8 of your cell", "4.4": "mend 4.2 first"},
+    ),
+    "a name misspelt": (
+        {"4.4": edited("4.4", ("scatter_reduce(chunks", "scatter_reduce(chunk"))},
+        {"4.4": "name 'chunk' is not defined (line 5 of your cell: scatter_reduce(chunk, group)); is it spelt right"},
+    ),
+    "a function renamed": (
+        {"4.2": edited("4.2", ("def scatter_reduce", "def scatter_and_reduce"))},
+        {"4.2": "the answer cell does not define scatter_reduce", "4.4": "'scatter_reduce' is not defined"},
+    ),
+    "a number of 500 digits": (
+        {"4.5": "def ring_seconds(world_size, parameters, bits_per_second, latency):\n    return 10**500"},
+        {"4.5": "the time is an int of more than 60 digits; a plain float was expected"},
+    ),
+    "a set for a list": (
+        {"8.1": 'def gpipe(stage, stages, micro_batches):\n    return {("F", 0), ("B", 0)}'},
+        {"8.1": "a list of steps was expected, not a set"},
+    ),
+    "no return": (
+        {"8.1": edited("8.1", ("return ", "steps = "))},
+        {"8.1": "a list of steps was expected, not None (is there a `return`?)"},
+    ),
+    "no mistake: imports and a function in a cell of one's own": (
+        {"own": OWN, "4.1": edited("4.1", ("(rank - step) % world_size", "modulo(rank - step, world_size)"))},
+        {},
+    ),
+    "no mistake: results remembered, memory tidied up": ({"4.1": REMEMBERED + solution("4.1"), "4.4": TIDY}, {}),
+    "no mistake: steps one by one, numbers of other kinds": (
+        {
+            "8.1": edited("8.1", ("return ", "yield from ")),
+            "8.3": FRACTION,
+            "8.4": f"import numpy as np\n{edited('8.4', ('return most', 'return np.int64(most)'))}",
+        },
+        {},
+    ),
+    "no mistake: the data alone on the disk": ({"10.1": SYNCED}, {}),
+}
+
+
+def hand_in(folder, edits):
+    """Write the solution notebook with these answers in it; its path."""
+    (number,) = {task.split(".")[0] for task in edits if task != "own"}
+    notebook = nbformat.reads(nbformat.writes(solutions(int(number))), as_version=4)
+    for cell in notebook.cells:
+        cell.source = edits.get(cell.id.removeprefix("answer-").replace("-", "."), cell.source)
+    if "own" in edits:
+        notebook.cells.insert(1, nbformat.v4.new_code_cell(edits["own"]))
+    folder.mkdir()
+    nbformat.write(notebook, folder / f"{int(number):02d}_mine.ipynb")
+    return folder / f"{int(number):02d}_mine.ipynb"
+
+
+@pytest.fixture(scope="module")
+def messages(tmp_path_factory):
+    """{mistake: {task: message}} of a class in which each learner makes one."""
+    folder = tmp_path_factory.mktemp("mistakes")
+    for name, (edits, _) in MISTAKES.items():
+        hand_in(folder / name.replace(":", ""), edits)
+    report = tmp_path_factory.mktemp("report") / "r.json"
+    cli.main(["grade", str(folder), "--json", str(report), "--seed", "7"])
+    found = {result["learner"]: result["tasks"] for result in json.loads(report.read_text())}
+    return {name: {task["id"]: task["message"] for task in found[name.replace(":", "")]} for name in MISTAKES}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_told_where_it_is(messages, name):
+    words = MISTAKES[name][1]
+    said = {task: message for task, message in messages[name].items() if message}
+    assert said.keys() == words.keys(), said
+    assert all(words[task] in message for task, message in said.items()), said
+    assert not [word for word in NOISE if word in str(said)], said
+
+
+def test_at_least_eleven_kinds_of_mistakes_are_handed_in():
+    assert sum(bool(words) for _, words in MISTAKES.values()) >= 11
+
+
+@pytest.mark.parametrize("name", ["a colon forgotten", "a ring that turns the other way"])
+def test_the_command_says_it_in_a_line_a_task(name, tmp_path, capsys):
+    edits, words = MISTAKES[name]
+    assert cli.main(["check", "4", "--notebook", str(hand_in(tmp_path / "anna", edits))]) == 1
+    lines = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines()[:-1])
+    assert all(words.get(task, "correct") in line for task, line in lines.items()) and len(lines) == 6, lines
+
+
+def test_a_check_prints_no_last_words_of_gloo(capfd):
+    space = {}
+    exec(
+        f"import torch\nfrom ddp_course.running import wire\n{MISTAKES['another chunk on either side'][0]['4.2']}",
+        space,
+    )
+    with pytest.raises(Exception, match="do both sides mean the same chunk"):
+        check("4.2", space["scatter_reduce"], seed=7)
+    assert "terminate" not in str(capfd.readouterr())
