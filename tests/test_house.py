@@ -71,6 +71,7 @@ REASONS = {  # of test modules that mirror no module of the package
     "grading/test_exercises": "all tasks against all wrong answers",
     "grading/test_grade_attacks": "the whole grader under attack",
     "grading/test_grade_reports": "the whole grader and its reports",
+    "grading/test_mistakes": "whole notebooks with a mistake each",
     "grading/test_sealed": "answers that look for what would answer",
     "grading/test_verdicts": "verdicts of all tasks",
     "running/launching/test_launch_kernel": "launch from a notebook's kernel",

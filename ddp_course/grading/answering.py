@@ -72,7 +72,7 @@ def run_task(peer: socket.socket, count: int, seconds: float, folder: str) -> No
         switch = Switch(wires)
         for kind, content in hear(ours, switch, pids, seconds):
             send_frame(peer, kind, content)
-        send_frame(peer, COUNTED, json.dumps(switch.sent).encode())
+        send_frame(peer, COUNTED, json.dumps([switch.sent, switch.nonsense]).encode())
     finally:
         end(pids)
         for one in (*ours, *wires):

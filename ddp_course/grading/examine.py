@@ -31,6 +31,7 @@ GAVE_UP = re.compile("timed out waiting|timeout|connection closed by peer|connec
 FIRST_ITEM_SECONDS, NEXT_ITEM_SECONDS = 12.0, 5.0
 NOT_OURS = re.compile(r"site-packages|dist-packages|[/\\]ddp_course[/\\]|[/\\]lib[/\\]python|<frozen|<string>|<task>")
 FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)(?:\n {4}(.*))?')
+TAMPERED = re.compile("your code replaces |is not for this task|ended the process|nothing that can be read came back")
 CELL = re.compile(r"answer-(\d+)-(\d+)$")
 
 
@@ -123,11 +124,15 @@ def run_item(task: Task, item: Item, rank: int) -> Any:
 
 @dataclass(frozen=True)
 class Verdict:
-    """`right` only if all the task's judges said so, from evidence; a `message` for all else; `parts` by property."""
+    """`right` only if all the task's judges said so, from evidence; a `message` for all else; `parts` by property.
+
+    `suspicious` are remarks for a person's eye about what was measured and not read in a source.
+    """
 
     right: bool
     message: str = ""
     parts: tuple = ()
+    suspicious: tuple = ()
 
 
 def verdict(task: Task, result: dict[str, Any], inputs: dict[str, Any], sent: Sequence = ()) -> Verdict:
@@ -141,20 +146,20 @@ def verdict(task: Task, result: dict[str, Any], inputs: dict[str, Any], sent: Se
         evidence = [unpack(packed) for packed in result["evidence"]]
     except Exception as error:
         said = str(error) if isinstance(error, Wrong) else f"nothing that can be read came back: {str(error)[:300]}"
-        return nothing(task, said)
+        return nothing(task, said, (said,) if TAMPERED.search(said) else ())
     odd = re.search(r"odd': '([^']*)", str(result))
     what = f"an object of type {odd[1]}" if odd else "something"
     parts = task.judged(evidence[0] if task.ranks == 1 else evidence, **inputs)
     parts = tuple(replace(part, message=part.message.replace(CANNOT, CANNOT.format(what))) for part in parts)
     wrong = [part.message for part in parts if part.message]
     if said := unlike(evidence, sent, task.aside):
-        return nothing(task, said)
-    return Verdict(not wrong, wrong[0] if wrong else "", parts)
+        return nothing(task, said, (said,))
+    return Verdict(not wrong, wrong[0] if wrong else "", parts, past_the_wire(evidence, sent, task.aside))
 
 
-def nothing(task: Task, said: str) -> Verdict:
+def nothing(task: Task, said: str, suspicious: tuple = ()) -> Verdict:
     """The `Verdict` on an answer that has no property."""
-    return Verdict(False, said, tuple(Part(name, weight, said) for name, (weight, _) in task.parts.items()))
+    return Verdict(False, said, tuple(Part(name, weight, said) for name, (weight, _) in task.parts.items()), suspicious)
 
 
 def unlike(evidence: Sequence, sent: Sequence[Sequence[int]], aside: int = 0) -> str:
@@ -175,6 +180,15 @@ def unlike(evidence: Sequence, sent: Sequence[Sequence[int]], aside: int = 0) ->
         for peer in (peer for peer, count in by_peer.items() if count != counted[peer]):
             return f"rank {rank} sent {counted[peer]} bytes to rank {peer}, and its wire was told of {by_peer[peer]}"
     return ""
+
+
+def past_the_wire(evidence: Sequence, sent: Sequence[Sequence[int]], aside: int = 0) -> tuple[str, ...]:
+    """A remark about the first rank that sent more than its wire was told of; none for a task that counts nothing."""
+    for rank, (found, counted) in enumerate(zip(evidence, sent, strict=False)):
+        told = [one["bytes"] for one in told_of(found)]
+        if told and sum(counted) > sum(told) + aside:
+            return (f"rank {rank} sent {sum(counted) - sum(told)} bytes past the wire's functions",)
+    return ()
 
 
 def told_of(evidence: Any) -> Iterator[dict]:

@@ -14,7 +14,7 @@ import socket
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib import import_module
 
 from ddp_course.errors import Failure, LaunchTimeout, RankError, TooSlow
@@ -74,7 +74,10 @@ def examine_task(host: socket.socket, task: Task, cells: list, order: dict) -> V
         of_rank = {**common, "inputs": own_share(inputs, task.private, rank)}
         send_frame(host, ORDER, json.dumps(pack(of_rank)).encode())
     said = [read_frame(host) for _ in range(task.ranks)]
-    return judged(task, said, inputs, json.loads(read_frame(host)[1]))
+    sent, nonsense = json.loads(read_frame(host)[1])
+    found = judged(task, said, inputs, sent)
+    odd = tuple(f"rank {rank} sent what is no message to the switch of its network" for rank in nonsense)
+    return replace(found, suspicious=(*found.suspicious, *odd))
 
 
 def judged(task: Task, said: list[tuple[int, bytes]], inputs: dict, sent: Sequence[Sequence[int]]) -> Verdict:

@@ -153,7 +153,8 @@ class Grader:
             one = result_of(task, points, verdicts.get(task), messages.get(task, ""))
             touched = answers.sources[task] != pristine.answer(task).source
             one.answer = answers.sources[task][:MOST_SHOWN] if touched else ""
-            one.suspicious = remarks_on(task, answers, pristine) if touched else []
+            measured = verdicts[task].suspicious if task in verdicts else ()
+            one.suspicious = [*remarks_on(task, answers, pristine), *map(cut, measured)] if touched else []
             one.hints = asked.get(task, 0)
             tasks.append(one)
         name_what_comes_first(tasks, items)
@@ -233,7 +234,8 @@ def name_what_comes_first(tasks: Sequence[TaskResult], items: Sequence[tuple[str
 
 def verdict_from(line: dict[str, Any]) -> Verdict:
     """A verdict as the examiner has written it down."""
-    return Verdict(line["right"] is True, line["message"], tuple(Part(**part) for part in line["parts"]))
+    parts = tuple(Part(**part) for part in line["parts"])
+    return Verdict(line["right"] is True, line["message"], parts, tuple(line["suspicious"]))
 
 
 def read_lines(connection: socket.socket, seconds: float) -> list[dict]:

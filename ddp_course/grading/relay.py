@@ -40,12 +40,14 @@ class Switch:
     def __init__(self, sockets: Sequence[socket.socket]):
         self.sockets = list(sockets)
         self.sent = [[0] * len(sockets) for _ in sockets]
+        self.nonsense: list[int] = []  # ranks that sent what is no request
         self.waiting: dict[tuple, deque] = defaultdict(deque)
 
     def take(self, rank: int, deadline: float) -> None:
         """Read one request of a rank and do what it makes possible; OSError, EOFError or ValueError ends that rank."""
         what, number, peer, channel, length, kind = ASK.unpack(read_exactly(self.sockets[rank], ASK.size, deadline))
         if what not in (SEND, RECEIVE) or peer >= len(self.sockets) or length > MOST_BYTES or kind > len(KINDS):
+            self.nonsense.append(rank)
             raise ValueError("no message")
         pair = (rank, peer, channel) if what == SEND else (peer, rank, channel)
         content = read_exactly(self.sockets[rank], length, deadline) if what == SEND else length

@@ -25,6 +25,7 @@ from .results import Result, TaskResult
 LEAST_NODES = 60  # of a tree: shorter answers are alike because there is one way to write them
 ALIKE = 0.95
 MOST_REMARKS = 6
+SAYS_ITSELF = {"__eq__", "__ne__", "__lt__", "__bool__", "__float__", "__len__", "__class__"}
 TELLING = ("solutions", "ddp_course", "order.json", "/proc", ".ipynb", "answer-")
 
 
@@ -36,7 +37,8 @@ def remarks(source: str, allowed: frozenset[str] = frozenset()) -> list[str]:
         return []
     refused = strange_import(tree, allowed) or strange_name(tree, allowed)
     found = [refused] if refused else []
-    return list(dict.fromkeys([*found, *odd_imports(tree, allowed), *odd_names(tree, allowed)]))[:MOST_REMARKS]
+    odd = [*odd_imports(tree, allowed), *odd_names(tree, allowed), *replaced(tree)]
+    return list(dict.fromkeys([*found, *odd]))[:MOST_REMARKS]
 
 
 def odd_imports(tree: ast.AST, allowed: frozenset[str]) -> Iterator[str]:
@@ -55,11 +57,35 @@ def odd_names(tree: ast.AST, allowed: frozenset[str]) -> Iterator[str]:
             yield f"line {getattr(node, 'lineno', '?')}: uses {name}"
         if isinstance(node, ast.Attribute) and node.attr in READERS - allowed:
             yield f"line {node.lineno}: reads with {node.attr}"
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "check":
+            yield f"line {node.lineno}: calls check, which is not for answers"
+        if names := SAYS_ITSELF & set(defined_by(node)):
+            yield f"line {getattr(node, 'lineno', '?')}: a class says by {min(names)} what it is equal to"
         if joined_name(node):
             yield f"line {getattr(node, 'lineno', '?')}: an attribute by a name that is put together"
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) < 200:
             for word in (word for word in TELLING if word in node.value):
                 yield f"line {node.lineno}: the text {node.value[:40]!r} names {word}"
+
+
+def defined_by(node: ast.AST) -> Iterator[str]:
+    """The names that the body of a class defines."""
+    for inner in node.body if isinstance(node, ast.ClassDef) else ():
+        if isinstance(inner, ast.FunctionDef):
+            yield inner.name
+        yield from (one.id for one in ast.walk(inner) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store))
+
+
+def replaced(tree: ast.AST) -> Iterator[str]:
+    """Attributes of imported modules that are given another value."""
+    modules = {
+        (alias.asname or alias.name).split(".")[0]
+        for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names
+    }  # fmt: skip
+    stored = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)]
+    for node in stored:
+        if isinstance(node.value, ast.Name) and node.value.id in modules:
+            yield f"line {node.lineno}: replaces {node.value.id}.{node.attr}"
 
 
 def joined_name(node: ast.AST) -> bool:

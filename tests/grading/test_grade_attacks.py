@@ -230,6 +230,9 @@ CASES = {
 }
 
 
+# Whoever does one of these does it on purpose.
+ATTACKS = ["forged_checks", "always_equal", "replaces_torch", "shadow_modules", "fork_bomb", "left_running", "vandal"]
+ATTACKS += ["os_exit", "os_exit_in_the_middle", "os_exit_later", "os_exit_plain"]
 # All others are not looked at before they run: what holds them then is the sandbox and the judge.
 LOOKED_AT = {"os_exit_plain", "script_magic", "unsolved"}
 
@@ -304,6 +307,12 @@ def test_points_are_earned(graded, name):
     assert any(words in message for message in messages), messages
     assert all(task.message for task in result.tasks if not task.points), "no points, and no word why"
     assert not any("Kernel dead" in message for message in messages), "that names no fault of the learner's"
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_an_attack_has_a_line_for_a_persons_eye(graded, name):
+    assert any(task.suspicious for task in graded[0][name].tasks)
+    assert not any(task.suspicious for task in graded[0]["honest"].tasks)
 
 
 @pytest.mark.parametrize(

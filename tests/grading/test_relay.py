@@ -1,22 +1,29 @@
 """Bytes are counted where no answer runs: whoever moves them another way, or says another number, is found out."""
 
+import csv
 import json
 import os
+import re
 import socket
 import sys
 import time
 from contextlib import suppress
 from pathlib import Path
 
+import nbformat
 import pytest
 import torch
-from answers import cells_with, solution
+from answers import cells_with, solution, solutions
 
+from ddp_course.grading import submission
 from ddp_course.grading.examine import unlike
-from ddp_course.grading.grade import Grader
+from ddp_course.grading.grade import Grader, exercises_folder, grade
 from ddp_course.grading.relay import ASK, RECEIVE, SEND, TELL, Switch
+from ddp_course.grading.report import as_csv
 from ddp_course.grading.results import result_of
 from ddp_course.grading.sandbox import landlock_version
+from ddp_course.grading.submission import Submission, load_exercises
+from ddp_course.grading.suspicion import remarks
 
 # Right sums by whole tensors to everyone, past the wire; `say` tells the wire of bytes that it never saw.
 PRELUDE = """
@@ -68,6 +75,7 @@ RING = "def ring_all_reduce(tensor, group):\n    size = dist.get_world_size(grou
 FILES = "def read(path):\n    data = open(path, 'rb').read()\n    assert data\n    return data\n"
 PLACES = {"the temporary folder": "/tmp", "shared memory": "/dev/shm", "the work folder": "."}
 UNSAID = "past the wire, and unsaid"
+USUAL = frozenset({"torch", "ddp_course.running.wire"})  # imports that tell nothing
 # {name: what a ring does instead of its work}
 CHEATS = {
     "sends past the wire, and says what is due": "post(tensor, group); say_due(tensor, group)",
@@ -162,6 +170,9 @@ OTHERS = {
 }  # fmt: skip
 
 
+IN_FRONT = len((PRELUDE + FILES + RING).splitlines())  # lines that all cheats have
+
+
 def ring(body):
     """An answer to 4.4 that cheats, and does nothing if the cheat raises."""
     return PRELUDE + FILES + RING + body
@@ -185,6 +196,27 @@ def test_traffic_cannot_be_hidden(said, name):
     assert said[f"honest {task}"].right, said[f"honest {task}"].message
     result = result_of(task, 3, said[name])
     assert result.points == 0 and all(part["message"] for part in result.parts), said[name]
+    source = SHARED + PRELUDE + OTHERS[name][1] if name in OTHERS else ring(CHEATS[name])
+    read = [one for one in remarks(source, USUAL) if int(re.search(r"line (\d+)", one)[1]) >= IN_FRONT]
+    assert said[name].suspicious or read, "no line for a person's eye that is about this cheat"
+
+
+def test_what_the_relay_has_counted_stands_in_the_report(tmp_path, monkeypatch):
+    monkeypatch.setattr(submission, "at_first_sight", lambda source, allowed: "")
+    path = handed_in(tmp_path / "04_mine.ipynb", ring(CHEATS["sends past the wire, and says what is due"]))
+    (result,) = grade([Submission("cheat", path)], load_exercises(exercises_folder()), seed=3)
+    (row,) = [row for row in csv.DictReader(as_csv([result]).splitlines()) if row["task"] == "4.4"]
+    assert row["points"] == "0" and "and its wire was told of" in row["suspicious"].split("; ")[-1], row
+    assert [task.id for task in result.tasks if task.points < task.possible] == ["4.4"]
+    assert not [task for task in result.tasks if task.suspicious and task.id != "4.4"]
+
+
+def handed_in(path, text):
+    """The solution of exercise 4 with another answer to 4.4."""
+    notebook = nbformat.reads(nbformat.writes(solutions(4)), as_version=4)
+    next(cell for cell in notebook.cells if cell.id == "answer-4-4").source = text
+    nbformat.write(notebook, path)
+    return path
 
 
 @pytest.mark.parametrize("name", ["sends past the wire, and says what is due", "a negative number"])
@@ -196,6 +228,13 @@ def test_a_lie_costs_the_whole_task_and_says_the_two_numbers(said, name):
 def test_who_goes_past_the_wire_without_a_lie_keeps_the_points_for_the_sums(said):
     kept = {part.name for part in said[UNSAID].parts if not part.message}
     assert kept == {"sums", "any shape"}
+    assert "bytes past the wire's functions" in said[UNSAID].suspicious[0]
+
+
+@pytest.mark.parametrize("name", ["frames made by hand", "numbers that no message has"])
+def test_frames_that_are_no_messages_are_named(said, name):
+    assert any("no message to the switch" in one for one in said[name].suspicious)
+    assert not said["honest 4.4"].suspicious
 
 
 def test_bytes_are_held_against_what_was_counted_by_rank_and_by_peer():

@@ -13,7 +13,8 @@ from ddp_course.grading.harness import cut_out
 from ddp_course.grading.plain import Odd, pack, unpack
 from ddp_course.grading.probing import own_share
 from ddp_course.grading.results import result_of
-from ddp_course.grading.submission import cells_for, fresh_notebook, load_exercises, take_answers
+from ddp_course.grading.submission import allowed_in, cells_for, fresh_notebook, load_exercises, take_answers
+from ddp_course.grading.suspicion import remarks
 from ddp_course.grading.tasks import exercises, find, of_exercise, task
 
 PRISTINE = load_exercises(exercises_folder())
@@ -77,8 +78,9 @@ LIES = {
     "def bubble(s, m): return 0.5",
     "a replaced float": "import builtins\nbuiltins.float = int\ndef bubble(s, m): return 0",
 }
+NO_CHEATS = {"an empty failure", "a dict for a list", "no number", "endless"}  # their message is enough
 WASTE = {
-    "100 MB": ("def bubble(s, m): return 'x' * (100 << 20)", "too large|not read|cannot be|plain float"),
+    "100 MB": ("def bubble(s, m): return 'x' * (100 << 20)", "too large|not read|cannot be|plain float|in time"),
     "nested too deep": (
         "def bubble(s, m):\n    deep = []\n    for _ in range(5000): deep = [deep]\n    return deep",
         "RecursionError|could not be read|cannot be compared|plain float",
@@ -117,6 +119,8 @@ def test_nothing_that_would_answer_is_within_reach(said, name):
     assert said["honest"].right, said["honest"]
     result = result_of("8.3", 2, said[name])
     assert result.points == 0 and result.message and all(part["message"] for part in result.parts), name
+    source = search(SEARCHES[name]) if name in SEARCHES else LIES[name]
+    assert name in NO_CHEATS or said[name].suspicious or remarks(source, allowed_in("8.3", PRISTINE[8])), name
 
 
 @pytest.mark.parametrize("name", WASTE)
