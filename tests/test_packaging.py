@@ -17,6 +17,9 @@ import yaml
 from packaging.requirements import Requirement
 
 from ddp_course import ladder
+from ddp_course.commands import doctor
+from ddp_course.commands.bench import gpu
+from ddp_course.running import torch_inside
 
 ROOT = Path(__file__).parents[1]
 LOCKED = dict(
@@ -42,6 +45,20 @@ def test_torch_is_pinned_and_everything_required_is_locked_in_range():
     for requirement in requirements():
         if requirement.marker is None or requirement.marker.evaluate({"extra": "dev"}):
             assert requirement.specifier.contains(locked[normal(requirement.name)]), requirement
+
+
+def test_the_torch_that_is_asked_for_is_one_that_was_tried():
+    """pyproject, doctor, the module for what differs, and the documents name the same oldest and newest versions."""
+    wanted = Requirement(re.search(r'"(torch>.*)"', (ROOT / "pyproject.toml").read_text())[1]).specifier
+    oldest, newest = re.search(r"Seen on ([\d.]+) and ([\d.]+)\.", torch_inside.__doc__).groups()
+    release, minor = map(int, oldest.split("."))
+    assert wanted.contains(f"{oldest}.0") and not wanted.contains(f"{release}.{minor - 1}.1")
+    assert LOCKED["torch"].startswith(f"{newest}.") and (release, minor) == doctor.OLDEST_TORCH
+    trouble = (ROOT / "docs" / "TROUBLESHOOTING.md").read_text()
+    assert f"**Which torch**: {oldest} or newer. Tried are {oldest} and {newest}, the one in the lock" in trouble
+    readme = (ROOT / "README.md").read_text()
+    assert f"The course brings torch {newest}; a torch that you have already may be {oldest} or newer." in readme
+    assert f"torch ({oldest} or newer)" in gpu.__doc__
 
 
 def test_every_line_of_the_lock_is_one_version():

@@ -13,6 +13,7 @@ from typing import Any
 GIB = 2**30
 NEEDED_MEMORY = 1.5 * GIB  # for a lesson with four ranks: docs/TROUBLESHOOTING.md says how it was measured
 NEEDED_CORES = 2
+OLDEST_TORCH = (2, 10)  # as in pyproject.toml
 CPU_SHARES = [  # microseconds that a container may compute in a period of so many, cgroup version 2 and 1
     (Path("/sys/fs/cgroup"), ("cpu.max",)),
     (Path("/sys/fs/cgroup/cpu"), ("cpu.cfs_quota_us", "cpu.cfs_period_us")),
@@ -96,7 +97,9 @@ def torch_parts() -> Iterator[Finding]:
     except ImportError as error:
         yield "torch", "missing", ("fatal", f"{error}; run: make setup")
         return
-    yield "torch", torch.__version__, None
+    old = tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST_TORCH
+    hint = ("hint", "the course was tried with torch {}.{} and newer".format(*OLDEST_TORCH)) if old else None
+    yield "torch", torch.__version__, hint
     gloo = dist.is_available() and dist.is_gloo_available()
     yield "gloo", "yes" if gloo else "no", None if gloo else ("fatal", "this torch has no gloo; install one from PyPI")
     with warnings.catch_warnings(record=True) as caught:

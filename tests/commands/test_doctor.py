@@ -19,6 +19,15 @@ def test_the_report_names_what_is_here(capsys):
     assert printed.rstrip().endswith("The course runs on this machine.")
 
 
+@pytest.mark.parametrize("version, told", [("2.9.1+cu128", True), ("2.10.0", False), ("3.0.0.dev20270101", False)])
+def test_an_old_torch_is_named(monkeypatch, version, told):
+    import torch
+
+    monkeypatch.setattr(torch, "__version__", version)
+    hints = {name: problem for name, _, problem in doctor.torch_parts()}
+    assert hints["torch"] == (("hint", "the course was tried with torch 2.10 and newer") if told else None)
+
+
 def test_a_missing_package_is_fatal_and_says_what_to_do(capsys, monkeypatch):
     def without_nbval(package):
         if package == "nbval":
