@@ -80,14 +80,15 @@ def placements(device: str) -> list[tuple[str, list[int], str]]:
 
 def distances() -> dict[str, float]:
     """On each rank: train with every stage, the device kept busy in between; how far it ends from stage 1."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or each rank warns that cuBLAS may not repeat itself
     torch.use_deterministic_algorithms(True, warn_only=True)
     problem = problems.make("synthetic", dtype=torch.float64, device=rank_device(), **VECTORS)
     world_size = dist.get_world_size()
     single, found = problem.model(0), {}
     ladder.find("1").trainer({})(single, problem.batches(24, 3, 0, 0, 1), 0.1)
     for key, stage in ladder.STAGES.items():
-        if stage.one_process or (key == "8" and world_size > 4):
-            continue
+        if stage.one_process or key == "torch" or (key == "8" and world_size > 4):
+            continue  # torch's class waits for gloo by a future, which knows no stream but the default one
         model, mine = problem.model(0), (dist.get_rank(), world_size) if stage.splits_batch else (0, 1)
         with races(model):
             stage.trainer({"bucket_cap_mb": 0.1})(model, problem.batches(24, 3, 0, *mine), 0.1)
@@ -116,7 +117,9 @@ def races(model: torch.nn.Module) -> Any:
 
 def safety(args: argparse.Namespace) -> Part:
     """Failures and what they leave behind: seconds until each was told, and whether it was told as it should be."""
-    device, mine = ("cpu" if args.device == "cpu" else "cuda:0"), processes_on_gpus()
+    device = "cpu" if args.device == "cpu" else "cuda:0"
+    torch.ones(1, device=device)  # this process is on the GPU, too, before others are looked for
+    mine = processes_on_gpus()
     checks: dict[str, Callable[[], bool]] = {
         "out of memory in one rank": partial(told, RankError, "rank 1", out_of_memory, device),
         "a rank killed in mid-collective": partial(told, RankError, "killed: by SIGKILL", killed, device),
@@ -139,19 +142,18 @@ def safety(args: argparse.Namespace) -> Part:
 
 
 def processes_on_gpus() -> set[str]:
-    """Process ids that nvidia-smi sees on GPUs; none where there is no such program."""
+    """Process ids that nvidia-smi sees on GPUs, which a container numbers anew; none where there is no such program."""
     try:
         asked = ["nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader"]
         printed = subprocess.run(asked, capture_output=True, text=True, timeout=30).stdout
     except (OSError, subprocess.TimeoutExpired):
         return set()
-    return set(printed.split()) - {str(os.getpid())}
+    return set(printed.split())
 
 
 def after_cuda_in_the_caller(device: str) -> bool:
     """Whether ranks start, and can use the device, when CUDA is already up in the process that launches them."""
-    if device != "cpu":
-        torch.ones(1, device=device)
+    torch.ones(1, device=device)
     totals = [launch(total, world_size=2, device=device, timeout=60) for _ in range(2)]
     return totals == [[3.0, 3.0]] * 2
 
@@ -231,32 +233,33 @@ def step_times(repeats: int, order: tuple[str, ...], device: str) -> Row:
     """On each rank: the median seconds of a step with each wrapper, and on a GPU the memory at its peak."""
     make, inputs, targets = model_and_batch(*(SMALL if device == "cpu" else LARGE))
     inputs, targets = inputs.to(rank_device()), targets.to(rank_device())
-    ways, memory = {}, {}
     wrappers: dict[str, Callable] = {"torch": TorchDDP, "ours": DistributedDataParallel}
-    for name in order:
-        free(reset=True)
-        parallel = wrappers[name](make().to(rank_device()))
+
+    def two_steps(wrap: Callable) -> Callable:
+        parallel = wrap(make().to(rank_device()))
         train = partial(step, parallel, torch.optim.SGD(parallel.parameters(), lr=0.01), inputs, targets)
+        train(), train()
+        return train
+
+    two_steps(lambda model: model)  # what CUDA's libraries keep for themselves is no wrapper's memory
+    ways, memory = {}, {}
+    for name in order:
+        before = allocated()
+        train = two_steps(wrappers[name])
         if rank_device().type == "cuda":
-            before = torch.cuda.memory_allocated() - weights(parallel)
-            train(), train()
             memory[f"{name}, GiB"] = (torch.cuda.max_memory_allocated() - before) / 2**30
         ways[name] = timed(finished, train)
     turns = take_turns(ways, repeats, warm_up=4)
     return {**{name: sorted(seconds)[len(seconds) // 2] for name, seconds in turns.items()}, **memory}
 
 
-def weights(module: torch.nn.Module) -> int:
-    """Bytes of all parameters."""
-    return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
-
-
-def free(reset: bool = False) -> None:
-    """Give cached memory back to the device, and count its peak anew."""
-    if rank_device().type == "cuda":
-        torch.cuda.empty_cache()
-        if reset:
-            torch.cuda.reset_peak_memory_stats()
+def allocated() -> int:
+    """Bytes of this rank's tensors on its GPU, 0 on the CPU; their peak is counted anew from here."""
+    if rank_device().type != "cuda":
+        return 0
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated()
 
 
 def finished(function: Callable) -> None:
@@ -299,12 +302,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def on_device(part: Callable[[argparse.Namespace], Part]) -> Callable[[argparse.Namespace], Part]:
-    """Refuse to measure a GPU that is not there; name the one that is."""
+    """Refuse to measure a GPU that is not there; name the one that is. A part that fails does not cost the others."""
 
     def measured(args: argparse.Namespace) -> Part:
         if args.device == "cuda" and not usable_gpus():
             raise ValueError("there is no GPU here that CUDA can use; --device cpu tries the command without one")
-        found = part(args)
+        try:
+            found = part(args)
+        except Exception as error:  # of any kind: nobody may have run this on such a machine before
+            found = Part([{"ended by": f"{type(error).__name__}: {error}"}], [Promise("errors", 1, at_most=0)])
         if args.device == "cpu":
             print(NOT_ON_THE_CPU.get(part.__name__, NOT_ON_THE_CPU["steps"]))
         device = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"

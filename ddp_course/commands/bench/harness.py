@@ -116,7 +116,8 @@ def table(rows: list[Row]) -> str:
     try:
         from tabulate import tabulate
     except ImportError:  # a machine with torch and numpy only
-        return "\n".join(map(str, rows))
+        written = lambda value: f"{value:.4g}" if isinstance(value, float) else str(value)  # noqa: E731
+        return "\n".join(", ".join(f"{key}: {written(value)}" for key, value in row.items()) for row in rows)
     return tabulate(rows, headers="keys", floatfmt=".4g")
 
 

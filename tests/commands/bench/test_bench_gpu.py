@@ -60,6 +60,15 @@ def test_the_report_names_the_device():
     assert part.also == {"device": "cpu", "GPUs": 0} and rank_device() == torch.device("cpu")
 
 
+def test_a_part_that_fails_does_not_cost_the_others():
+    def fails(args):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    part = gpu.on_device(fails)(CPU)
+    assert part.rows == [{"ended by": "RuntimeError: CUDA error: an illegal memory access was encountered"}]
+    assert [promise.record()["kept"] for promise in part.promises] == [False] and part.also["device"] == "cpu"
+
+
 def test_it_needs_torch_numpy_and_the_package_only(tmp_path):
     """All processes, the ranks too, are without what a borrowed machine may not have."""
     (tmp_path / "sitecustomize.py").write_text(BARE)

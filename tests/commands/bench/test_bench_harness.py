@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 import time
 from importlib import import_module
 from pathlib import Path
@@ -108,3 +109,9 @@ def test_the_report_of_every_benchmark_has_the_one_format(name):
         assert part["rows"] and all(isinstance(row, dict) for row in part["rows"])
         for promise in part["promises"]:
             assert promise.keys() == {"promise", "value", "at_least", "at_most", "kept"}
+
+
+def test_a_table_without_tabulate_is_readable(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tabulate", None)
+    rows = [{"stage": "4w", "seconds": 1 / 3}, {"kept": True}]
+    assert harness.table(rows) == "stage: 4w, seconds: 0.3333\nkept: True"
