@@ -30,7 +30,7 @@ from .stage4_ring import average_on_ring, ring_all_reduce
 
 def done(tensor: Tensor) -> torch.futures.Future[Tensor]:
     """What a hook returns when its bucket is ready: a future that already has the averaged gradients."""
-    future = torch.futures.Future()
+    future = torch.futures.Future(devices=[tensor.device] if tensor.is_cuda else None)  # whose streams wait for it
     future.set_result(tensor)
     return future
 
@@ -97,7 +97,8 @@ class LowRank:
 
     def start(self, matrix: Tensor) -> Tensor:
         """The first directions: random, the same on all ranks."""
-        return torch.randn(matrix.shape[1], self.rank, generator=torch.Generator().manual_seed(0), dtype=matrix.dtype)
+        generator = torch.Generator().manual_seed(0)  # of the CPU, whose numbers are the same everywhere
+        return torch.randn(matrix.shape[1], self.rank, generator=generator, dtype=matrix.dtype).to(matrix.device)
 
 
 def passed_around(tensors: list[Tensor], group: dist.ProcessGroup | None = None) -> list[list[Tensor]]:
@@ -148,7 +149,10 @@ def train_asynchronously(model: Module, batches: Iterable, lr: float) -> tuple[l
     """Rank 0 serves, all others train as fast as they can; returns (losses, staleness of every update on rank 0).
 
     Staleness counts the updates between the weights that a gradient was computed for and those it is applied to.
+    Raises ValueError with NCCL, which works through messages in the order in which they were asked for.
     """
+    if wire.on_nccl(next(model.parameters())):
+        raise ValueError("over NCCL a server cannot answer whoever comes first: keep the model on the CPU")
     broadcast_parameters(model)
     if dist.get_rank() == 0:
         steps = sum(1 for _ in batches)

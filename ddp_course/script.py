@@ -22,6 +22,8 @@ def main(folder: str, wrap: type = DistributedDataParallel, epochs: int = 3) -> 
     """Train on this rank's share, on its own GPU if there are any; rank 0 leaves a checkpoint in `folder`."""
     cuda, local_rank = torch.cuda.is_available(), int(os.environ["LOCAL_RANK"])
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)  # what is exchanged beside tensors goes by way of the current one
     dist.init_process_group("nccl" if cuda else "gloo")
     digits = problems.make("digits")
     data = TensorDataset(digits.inputs, digits.targets)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
@@ -25,6 +25,7 @@ from . import stage2_dataparallel, stage3_paramserver, stage4_ring, stage5_bucke
 from .running import wire
 from .running.communication import CommunicationThread, communication_thread
 from .running.devices import rank_device
+from .running.torch_inside import tree_map_only
 
 
 def train(
@@ -228,9 +229,8 @@ class Pipelined:
         mine = self.optimizer.state_dict()
         numbers = [self.place[parameter] for parameter in self.part.parameters()]
         everyone: list[dict[int, Any]] = [{}] * len(self.parts)
-        dist.all_gather_object(
-            everyone, {numbers[n]: entries for n, entries in mine["state"].items()}, group=self.group
-        )
+        own = {numbers[n]: tree_map_only(Tensor, Tensor.cpu, entries) for n, entries in mine["state"].items()}
+        dist.all_gather_object(everyone, own, group=self.group)  # of the CPU, or others would unpack them on our GPU
         merged = {number: entries for one in everyone for number, entries in sorted(one.items())}
         groups = [{**mine["param_groups"][0], "params": list(range(len(self.place)))}]
         return {"model": self.whole().state_dict(), "optimizer": {"state": merged, "param_groups": groups}}

@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-import torch
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 
 from .. import problems
 from ..errors import DeviceError
 from ..running.devices import Device, capacity, usable_cores
+from ..running.devices.placement import usable_gpus
 from ..running.links import Link
 from ..running.links.link import parse_bandwidth
 
@@ -80,7 +80,7 @@ def chosen(
 
 def on_gpus(device: str) -> bool:
     """Whether ranks would compute on GPUs if asked for `device`."""
-    return device.startswith("cuda") or (device == "auto" and torch.cuda.device_count() > 0)
+    return device.startswith("cuda") or (device == "auto" and usable_gpus() > 0)
 
 
 def default_device(job: dict, gradient_bytes: int, bandwidth: float | None = None) -> Device:

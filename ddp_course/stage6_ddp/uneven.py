@@ -56,4 +56,5 @@ def others_synchronise(ddp, mine):
 
 def active_ranks(work):
     """How many ranks still have data, from the all-reduce that announced this iteration."""
+    work.wait()  # on the current stream; gloo's future would not see to that
     return int(work.get_future().wait()[0].item())

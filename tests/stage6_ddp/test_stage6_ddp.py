@@ -10,7 +10,7 @@ import warnings
 import weakref
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import stage6_cases
@@ -27,6 +27,7 @@ from ddp_course.collectives import halving_doubling_all_reduce, hierarchical_all
 from ddp_course.errors import CourseError, MismatchError, RankError
 from ddp_course.running import wire
 from ddp_course.stage4_ring import ring_all_reduce
+from ddp_course.stage6_ddp import uneven
 from ddp_course.stage6_ddp.buckets import assign_buckets, size_limits
 from ddp_course.stage6_ddp.buffers import batches
 from ddp_course.stage6_ddp.checks import UNSUPPORTED
@@ -655,3 +656,11 @@ def test_files_are_in_reading_order_and_short():
         assert file.stem == "__init__" or f"\n    {file.stem}  " in stage6_ddp.__doc__, (
             f"{file.name} is not in the reading order"
         )
+
+
+def test_how_many_ranks_have_data_is_read_when_the_current_stream_has_waited():
+    """A future of gloo's would wait for the default stream only."""
+    work, order = Mock(), []
+    work.wait.side_effect = lambda: order.append("stream")
+    work.get_future.return_value.wait.side_effect = lambda: (order.append("value"), [torch.tensor([3.0])])[1]
+    assert uneven.active_ranks(work) == 3 and order == ["stream", "value"]
