@@ -109,9 +109,9 @@ def program(number):
         settings["bucket_cap_mb"], traits = None, traits - {"double", "two wrappers"}
         settings.pop("find_unused_parameters", None)
     operations = [operation(draw, traits, settings) for _ in range(draw.randint(2, 7))]
-    after = next((place for place, (what, _) in enumerate(operations) if what == "abandon"), len(operations))
-    for what, arguments in operations[after:]:  # a rank whose no_sync() makes up for the abandoned pass would go on and
-        arguments |= {"which": "ab"} if what == "no_sync" else {}  # wait for the others, who refuse: with torch as well
+    broken = [place for place, (what, _) in enumerate(operations) if what in ("abandon", "raise")]
+    for what, arguments in operations[min(broken, default=9) :]:  # a rank whose no_sync() makes up for a pass that was
+        arguments |= {"which": "ab"} if what == "no_sync" else {}  # left would wait for others, who refuse: torch's too
     if settings.get("static_graph"):  # torch's class needs a plain first pass, and another one after copying
         operations = [("train", ALL), *(one for one in operations if one[0] != "copy")]
     return traits, settings, hook, operations
