@@ -70,5 +70,5 @@ def gradient_bytes(model):
     ### END SOLUTION
 
 
-# %% check-1-3 points=1
+# %% check-1-3 points=2
 check("1.3", gradient_bytes)

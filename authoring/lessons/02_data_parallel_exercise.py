@@ -66,5 +66,5 @@ def master_sends(parameter_bytes, input_bytes, output_bytes, devices):
     ### END SOLUTION
 
 
-# %% check-2-3 points=1
+# %% check-2-3 points=2
 check("2.3", master_sends)

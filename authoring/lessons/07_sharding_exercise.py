@@ -32,7 +32,7 @@ def assign_owners(sizes, world_size):
     ### END SOLUTION
 
 
-# %% check-7-1 points=1
+# %% check-7-1 points=2
 check("7.1", assign_owners)
 
 
@@ -80,5 +80,5 @@ def bytes_per_rank(parameters, world_size, level):
     ### END SOLUTION
 
 
-# %% check-7-3 points=1
+# %% check-7-3 points=2
 check("7.3", bytes_per_rank)

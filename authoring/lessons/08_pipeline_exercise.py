@@ -22,7 +22,7 @@ def gpipe(stage, stages, micro_batches):
     ### END SOLUTION
 
 
-# %% check-8-1 points=1
+# %% check-8-1 points=2
 check("8.1", gpipe)
 
 
@@ -82,7 +82,7 @@ def most_held(steps):
     ### END SOLUTION
 
 
-# %% check-8-4 points=1
+# %% check-8-4 points=2
 check("8.4", most_held)
 
 

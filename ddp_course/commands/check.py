@@ -11,8 +11,9 @@ from typing import Any
 from ..errors import GradingError
 from ..grading import report
 from ..grading.grade import exercises_folder, grade
-from ..grading.results import Result
+from ..grading.results import Result, TaskResult
 from ..grading.submission import Submission, load_exercises
+from ..grading.tasks import SO_FAR
 from ..running.files import course_folder
 
 
@@ -51,11 +52,16 @@ def own_notebook(exercise: int) -> Path:
     raise GradingError(f"no notebook of exercise {exercise} here; name yours with --notebook FILE")
 
 
+def in_words(task: TaskResult) -> str:
+    """What became of a task, in a line, with the properties that are right if only some are."""
+    if task.points == task.possible:
+        return "correct"
+    holds = [part["name"] for part in task.parts if part["points"]]
+    return report.first_line(task.message) + (f" ({SO_FAR}{', '.join(holds)})" if holds else "")
+
+
 def summary(result: Result) -> str:
     """A line for each task, and the sum."""
-    lines = [
-        f"{task.id}  {report.first_line(task.message) if task.points < task.possible else 'correct'}"
-        for task in result.tasks
-    ]
+    lines = [f"{task.id}  {in_words(task)}" for task in result.tasks]
     lines += [report.clean(result.message)] if result.message else []
     return "\n".join([*lines, f"{result.points:g} of {result.possible:g} points"])

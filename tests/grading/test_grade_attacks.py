@@ -205,7 +205,7 @@ CASES = {
     "replaces_torch": (answer("8.1", CUNNING), {**ALL, "8.1": 0}, "replaces"),
     "shadow_modules": (in_front(SHADOW), {}, ""),
     "os_exit": (in_front(QUIT, SOLVED), {}, "died"),
-    "os_exit_in_the_middle": (answer("8.3", QUIT), {"8.1": 1, "8.2": 3}, "died"),
+    "os_exit_in_the_middle": (answer("8.3", QUIT), {"8.1": 2, "8.2": 3}, "died"),
     "os_exit_later": (answer("8.1", QUIT_LATER), {**ALL, "8.1": 0}, "ended the process"),
     "os_exit_plain": (answer("8.1", "import os\nos._exit(0)"), {**ALL, "8.1": 0}, "imports os"),
     "endless": (answer("8.1", WAIT), {}, "Timeout"),
@@ -464,7 +464,7 @@ def test_exit_codes(tmp_path, capsys, monkeypatch):
     assert (
         (tmp_path / "out" / "r.csv")
         .read_text()
-        .startswith("learner,exercise,task,points,possible,message,parts,suspicious,hints\n08_good,8,8.1,1,1,,")
+        .startswith("learner,exercise,task,points,possible,message,parts,suspicious,hints\n08_good,8,8.1,2,2,,")
     )
     assert (tmp_path / "out" / "html" / "08_good.html").exists()
     assert run(good, "--json", "/proc/nowhere/r.json") == 2

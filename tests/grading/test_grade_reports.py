@@ -287,9 +287,9 @@ def test_of_several_submissions_to_an_exercise_the_best_counts(tmp_path, monkeyp
 def test_a_notebook_that_cannot_be_read_counts_nothing_of_what_there_is(tmp_path):
     (tmp_path / "08_mine.ipynb").write_text("{")
     (result,) = grade([Submission("anna", tmp_path / "08_mine.ipynb")], load_exercises(exercises_folder()), seed=1)
-    assert (result.points, result.possible, result.passed) == (0, 12, False)
+    assert (result.points, result.possible, result.passed) == (0, 14, False)
     line, _ = report.table([result]).splitlines()
-    assert "0 of 12" in line and "not valid JSON" in line
+    assert "0 of 14" in line and "not valid JSON" in line
 
 
 def test_an_untouched_exercise_takes_one_line():

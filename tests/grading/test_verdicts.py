@@ -5,7 +5,8 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from answers import ROOT, full_verdicts, solution, tasks_of, verdicts
+from answers import ROOT, collection, full_verdicts, solution, tasks_of, verdicts
+from nbclient import NotebookClient
 
 from ddp_course import cli
 from ddp_course.commands import check
@@ -47,6 +48,77 @@ def test_half_an_answer_earns_its_half():
     assert result_of("4.2", 3, None, "the kernel died").points == 0
 
 
+# {task: {wrong answer: the properties that it keeps}}
+PARTIAL = {
+    "1.3": {"four bytes": ["trained only"], "frozen too": ["dtypes"], "buffers too": ["dtypes"], "numbers": []},
+    "2.3": {"no batch": ["the model"], "no model": ["the batch"], "model once": ["the batch"], "to itself too": []},
+    "7.1": {"highest of equals": ["fewest so far"], "largest first": [], "in turn": []},
+    "7.3": {"nothing sharded": ["unsharded"], "no state": [], "levels from 0": []},
+    "8.1": {"in turn": ["complete"], "backward in reverse": ["forward first"], "no backward": []},
+    "8.4": {"before the first backward": ["GPipe and 1F1B"], "peak minus one": []},
+    "10.3": {"first in the file": ["no consequence"], "consequences count": ["by the time"], "lowest rank": []},
+}
+
+
+def test_partial_answers_earn_partial_points():
+    kept = {(task, name): holds for task, answers in PARTIAL.items() for name, holds in answers.items()}
+    sources = {(one.task, one.name): one.source for task in PARTIAL for one in collection(int(task.split(".")[0]))}
+    found = full_verdicts([(task, sources[task, name]) for task, name in kept], seed=4)
+    assert {
+        key: [part.name for part in said.parts if not part.message] for key, said in zip(kept, found, strict=True)
+    } == kept
+    assert {key[0] for key, holds in kept.items() if len(holds) == 1} == PARTIAL.keys()
+
+
+def test_a_log_with_all_of_it_must_be_read_for_all_points():
+    both_but_not_together = (
+        "def culprit(log):\n    log = [line for line in log if not line.endswith('done')]\n"
+        "    causes = [line for line in log if not any(w in line for w in ('Connection', 'Broken'))]\n"
+        "    in_order = log == sorted(log, key=lambda line: float(line.split()[0]))\n"
+        "    chosen = causes if in_order else log\n"
+        "    first = min(chosen, key=lambda line: float(line.split()[0]))\n"
+        "    return int(first.split()[2].rstrip(':'))"
+    )
+    (said,) = full_verdicts([("10.3", both_but_not_together)], seed=4)
+    assert [part.name for part in said.parts if part.message] == ["by the time"]
+
+
+def half_right(folder):
+    """Exercise 8 with two answers that earn half of their points: the path."""
+    notebook = nbformat.read(ROOT / "solutions" / "08_pipeline.ipynb", as_version=4)
+    half = {("8.1", "in turn"), ("8.4", "before the first backward")}
+    sources = {
+        f"answer-{one.task.replace('.', '-')}": one.source for one in collection(8) if (one.task, one.name) in half
+    }
+    for cell in notebook.cells:
+        cell.source = sources.get(cell.id, cell.source)
+    nbformat.write(notebook, folder / "08_mine.ipynb")
+    return folder / "08_mine.ipynb"
+
+
+def test_check_cell_command_and_report_say_the_same_of_half_an_answer(tmp_path, capsys):
+    path = half_right(tmp_path)
+    notebook = nbformat.read(path, as_version=4)
+    NotebookClient(notebook, allow_errors=True, timeout=300, resources={"metadata": {"path": tmp_path}}).execute()
+    said = {
+        cell.metadata.ddp_course.task: cell.outputs[-1].get("evalue") or cell.outputs[-1].text
+        for cell in notebook.cells
+        if cell.metadata.get("ddp_course", {}).get("role") == "check"
+    }
+    (result,) = grade([Submission("anna", path)], load_exercises(exercises_folder()), seed=3)
+    assert cli.main(["check", "8", "--notebook", str(path)]) == 1
+    *lines, total = capsys.readouterr().out.splitlines()
+    assert total == "12 of 14 points" == f"{result.points} of {result.possible} points"
+    for task, line in zip(result.tasks, lines, strict=True):
+        holds = ", ".join(part["name"] for part in task.parts if not part["message"])
+        if task.points == task.possible:
+            assert "correct" in said[task.id] and line == f"{task.id}  correct"
+        else:
+            assert task.points == 1 and line == f"{task.id}  {task.message} (right so far: {holds})"
+            assert f"{task.message} (right so far: {holds}; inputs of seed=" in said[task.id]
+    assert [task.id for task in result.tasks if task.message] == ["8.1", "8.4"]
+
+
 def test_weights_add_up_to_the_points():
     for exercise, pristine in load_exercises(exercises_folder()).items():
         for task in of_exercise(exercise):
@@ -73,7 +145,7 @@ def test_an_exercise_may_be_solved_where_it_lies(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(check, "course_folder", lambda name: exercises)
     assert cli.main(["check", "8"]) == 0
-    assert "12 of 12 points" in capsys.readouterr().out
+    assert "14 of 14 points" in capsys.readouterr().out
     assert cli.main(["grade", str(exercises / "08_pipeline.ipynb")]) == 0
     assert not set(exercises_folder().parents) & {ROOT / "exercises", exercises}
 

@@ -50,7 +50,7 @@ def train_step(model, optimizer, inputs, targets):
 # %% 1.1 wrong: loss after the update | the loss is another one
 #- return loss.item()
 #+ return cross_entropy(model(inputs), targets).item()
-# %% 1.1 wrong: summed loss | not those of plain SGD
+# %% 1.1 wrong: summed loss | the loss is the mean over the samples
 #- cross_entropy(model(inputs), targets)
 #+ cross_entropy(model(inputs), targets, reduction="sum")
 # %% 1.2 right: whole batch in the mean

@@ -169,12 +169,12 @@ def culprit(lines):
     return guilty
 
 
-# %% 10.3 wrong: first in the file | first cause in the file
+# %% 10.3 wrong: first in the file | first failure in the file
 #- return min(failures)[1]
 #+ return failures[0][1]
 # %% 10.3 wrong: consequences count | a consequence of another rank's failure
 #-  and not what.endswith(consequences)
-# %% 10.3 wrong: first failure in the file | the first failure in the file
+# %% 10.3 wrong: first failure in the file | a consequence of another rank's failure
 #- return min(failures)[1]
 #+ return failures[0][1]
 #-  and not what.endswith(consequences)

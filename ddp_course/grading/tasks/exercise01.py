@@ -29,19 +29,19 @@ def batches_of(random, count, size):
     ]
 
 
-def loss_of(model, inputs, targets):
-    """The mean loss of a batch."""
-    return nn.functional.cross_entropy(model(inputs), targets)
+def loss_of(model, inputs, targets, times=1):
+    """The mean loss of a batch, so many times."""
+    return nn.functional.cross_entropy(model(inputs), targets) * times
 
 
 def reference_steps(seed, batches, zero=True):
     """Losses and weights after one SGD step a batch; with `zero` false gradients pile up."""
     model, optimizer = small_model(seed)
     losses = []
-    for inputs, targets in batches:
+    for batch in batches:
         if zero:
             optimizer.zero_grad()
-        loss = loss_of(model, inputs, targets)
+        loss = loss_of(model, *batch)
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
@@ -65,7 +65,13 @@ class TrainStep:
         """The weights are plain SGD's."""
         expected = reference_steps(seed, batches)[1]
         untouched, found = weights(small_model(seed)[0]), evidence["weights"]
-        require(not same(found, untouched), "the weights have not changed: is there a backward() and then a step()?")
+        asks = "is there a backward() and then a step(), and no zero_grad() between them?"
+        require(not same(found, untouched), f"the weights have not changed: {asks}")
+        summed = reference_steps(seed, [(*batch, len(batch[0])) for batch in batches])[1]
+        require(
+            not same(found, summed, 1e-9),
+            "the steps are too large: the loss is the mean over the samples, not their sum",
+        )
         piled = reference_steps(seed, batches, zero=False)[1]
         require(not same(found, piled, 1e-9), "gradients pile up from step to step: is there a zero_grad()?")
         late = [new for _, new in [reference_steps(seed, batches[: n + 1]) for n in range(len(batches))]]
@@ -179,28 +185,43 @@ class GradientBytes:
         """The answer for five or six models: dtypes, buffers, frozen and tied layers differ."""
         return [gradient_bytes(model) for model in sized_models(widths, tied).values()]
 
-    def judge(evidence, widths, tied):
-        """Bytes of the trainable parameters only, each once and by its own dtype."""
-        for (kind, model), found in zip(sized_models(widths, tied).items(), evidence, strict=True):
-            number(found, int, "the result")
-            trained = [p for p in model.parameters() if p.requires_grad]
-            expected = sum(p.numel() * p.element_size() for p in trained)
-            everything = [*model.parameters(), *model.buffers()]
-            faults = {
-                "those are numbers, not bytes: each takes element_size() bytes": sum(p.numel() for p in trained),
-                "that is the number of tensors": len(trained),
-                "frozen parameters (requires_grad=False) have no gradient": sum(
-                    p.numel() * p.element_size() for p in model.parameters()
-                ),
-                "buffers have no gradient": sum(b.numel() * b.element_size() for b in everything),
-                "weights that two layers share have one gradient": sum(
-                    p.numel() * p.element_size() for p in shared_twice(model) if p.requires_grad
-                ),
-                "not every parameter is float32: ask for element_size()": sum(p.numel() * 4 for p in trained),
-            }
-            for message, wrong in faults.items():
-                require(found != wrong or wrong == expected, f"{kind}: {found}; {message}")
-            require(found == expected, f"{kind}: {found}; {expected} bytes were expected")
+    def judge_dtypes(evidence, widths, tied):
+        """Bytes by each parameter's own dtype, where all are trained."""
+        check_bytes(evidence, widths, tied, lambda kind: "float" in kind)
+
+    def judge_trained(evidence, widths, tied):
+        """Of the trainable parameters only, each once."""
+        check_bytes(evidence, widths, tied, lambda kind: "float" not in kind)
+
+    parts = {"dtypes": (1, judge_dtypes), "trained only": (1, judge_trained)}
+
+
+def check_bytes(evidence, widths, tied, chosen):
+    """The bytes of those models whose kind is `chosen`."""
+    for (kind, model), found in zip(sized_models(widths, tied).items(), evidence, strict=True):
+        if not chosen(kind):
+            continue
+        number(found, int, "the result")
+        trained = [p for p in model.parameters() if p.requires_grad]
+        expected = sum(map(nbytes, trained))
+        faults = {
+            "those are numbers, not bytes: each takes element_size() bytes": sum(p.numel() for p in trained),
+            "that is the number of tensors": len(trained),
+            "frozen parameters (requires_grad=False) have no gradient": sum(map(nbytes, model.parameters())),
+            "buffers have no gradient": sum(map(nbytes, [*model.parameters(), *model.buffers()])),
+            "weights that two layers share have one gradient": sum(
+                nbytes(p) for p in shared_twice(model) if p.requires_grad
+            ),
+            "not every parameter is float32: ask for element_size()": sum(p.numel() * 4 for p in trained),
+        }
+        for message, wrong in faults.items():
+            require(found != wrong or wrong == expected, f"{kind}: {found}; {message}")
+        require(found == expected, f"{kind}: {found}; {expected} bytes were expected")
+
+
+def nbytes(tensor):
+    """Bytes of a tensor's numbers."""
+    return tensor.numel() * tensor.element_size()
 
 
 def shared_twice(model):

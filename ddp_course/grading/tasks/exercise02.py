@@ -178,27 +178,53 @@ class MasterSends:
         return {"cases": [(*of, k) for of, k in zip(sizes, (2, 4, 8, 1), strict=True)]}
 
     def probe(master_sends, cases):
-        """The answer in each case."""
-        return [master_sends(*case) for case in cases]
+        """The answer in each case: for all, without the batch, and without the model."""
+        return [
+            [master_sends(p, inputs, outputs, k), master_sends(p, 0, 0, k), master_sends(0, inputs, outputs, k)]
+            for p, inputs, outputs, k in cases
+        ]
 
-    def judge(evidence, cases):
-        """K-1 models, and the shards of inputs and output gradients that leave the master."""
-        for (parameters, inputs, outputs, devices), found in zip(cases, evidence, strict=True):
-            number(found, float, "the result")
-            others, share = devices - 1, (devices - 1) / devices
-            model, scattered = others * parameters, share * (inputs + outputs)
-            what = f"{devices} devices, p={parameters}, inputs={inputs}, outputs={outputs}: {found:.0f} bytes"
-            faults = {
-                "the master is a device too: it sends to K-1 others": devices * parameters + inputs + outputs,
-                "where is the gradient of the outputs, which the backward pass scatters?": model + share * inputs,
-                "the whole model goes to each of the others, in every step": parameters + scattered,
-                "the master keeps its own shard: (K-1)/K of the batch travels": model + inputs + outputs,
-                "where is the batch?": model,
-                "where is the model, which is copied in every step?": scattered,
-                "each other device gets one shard, not the whole batch": model + others * (inputs + outputs),
-                "gradients come back to the master: that is received, not sent": 2 * model + scattered,
-            }
-            expected = model + scattered
-            for message, wrong in faults.items():
-                require(abs(found - wrong) > 0.5 or abs(wrong - expected) < 1, f"{what}; {message}")
-            require(abs(found - expected) < 0.5, f"{what}; {expected:.0f} were expected")
+    def judge_model(evidence, cases):
+        """K-1 models leave the master."""
+        for (parameters, *_, devices), (whole, model, batch) in zip(cases, evidence, strict=True):
+            for one in (whole, model, batch):
+                number(one, float, "the result")
+            expected = (devices - 1) * parameters
+            if abs(model - expected) > 0.5 or abs(whole - batch - expected) > 0.5:
+                raise Wrong(wrongly_sent(cases, evidence))
+
+    def judge_batch(evidence, cases):
+        """The shards of the inputs and of the outputs' gradients leave the master."""
+        for (_, inputs, outputs, devices), (whole, model, batch) in zip(cases, evidence, strict=True):
+            for one in (whole, model, batch):
+                number(one, float, "the result")
+            expected = (devices - 1) / devices * (inputs + outputs)
+            if abs(batch - expected) > 0.5 or abs(whole - model - expected) > 0.5:
+                raise Wrong(wrongly_sent(cases, evidence))
+
+    parts = {"the model": (1, judge_model), "the batch": (1, judge_batch)}
+
+
+def wrongly_sent(cases, evidence):
+    """What is wrong with the first bytes that are."""
+    for (parameters, inputs, outputs, devices), (found, *_) in zip(cases, evidence, strict=True):
+        others, share = devices - 1, (devices - 1) / devices
+        model, scattered = others * parameters, share * (inputs + outputs)
+        what = f"{devices} devices, p={parameters}, inputs={inputs}, outputs={outputs}: {found:.0f} bytes"
+        faults = {
+            "the master is a device too: it sends to K-1 others": devices * parameters + inputs + outputs,
+            "where is the gradient of the outputs, which the backward pass scatters?": model + share * inputs,
+            "the whole model goes to each of the others, in every step": parameters + scattered,
+            "the master keeps its own shard: (K-1)/K of the batch travels": model + inputs + outputs,
+            "where is the batch?": model,
+            "where is the model, which is copied in every step?": scattered,
+            "each other device gets one shard, not the whole batch": model + others * (inputs + outputs),
+            "gradients come back to the master: that is received, not sent": 2 * model + scattered,
+        }
+        expected = model + scattered
+        for message, wrong in faults.items():
+            if abs(found - wrong) <= 0.5 and abs(wrong - expected) >= 1:
+                return f"{what}; {message}"
+        if not abs(found - expected) < 0.5:
+            return f"{what}; {expected:.0f} were expected"
+    return "without a batch, or without a model, it is another number than with both"

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from ...running import wire
 from ..probing import traffic_of, worlds
 from . import Wrong, require, task
-from .diagnose import compare_numbers, compare_ranks, kind_of, tensors
+from .diagnose import close, compare_numbers, compare_ranks, kind_of, number, tensors
 from .forbidden import COLLECTIVES, RING, SERVER
 
 
@@ -33,22 +33,43 @@ class AssignOwners:
         """The owners in each case."""
         return [assign_owners(list(sizes), world_size) for sizes, world_size in cases]
 
-    def judge(evidence, cases):
-        """In order, each parameter to the rank that holds least so far, the lowest if several do."""
-        for (sizes, world_size), found in zip(cases, evidence, strict=True):
-            about = f"sizes {sizes} on {world_size} ranks"
-            require(isinstance(found, list | tuple), f"{about}: a list of owners was expected, not {kind_of(found)}")
-            require(len(found) == len(sizes), f"{about}: {len(found)} owners for {len(sizes)} parameters")
-            good = all(type(owner) is int and 0 <= owner < world_size for owner in found)
-            require(good, f"{about}: {list(found)}: owners are ranks, from 0 to {world_size - 1}")
-            judge_owners(about, sizes, world_size, list(found))
+    def judge_fewest(evidence, cases):
+        """In order, each parameter to a rank that holds least so far."""
+        check_owners(evidence, cases, fills_evenly)
+
+    def judge_ties(evidence, cases):
+        """Of ranks that hold equally few, the lowest gets it."""
+        check_owners(evidence, cases, lambda sizes, world_size, found: found == greedy(sizes, world_size))
+
+    parts = {"fewest so far": (1, judge_fewest), "lowest of equals": (1, judge_ties)}
 
 
-def judge_owners(about, sizes, world_size, found):
+def fills_evenly(sizes, world_size, owners):
+    """Whether each parameter goes to one of the ranks that hold least so far."""
+    held = [0] * world_size
+    for size, owner in zip(sizes, owners, strict=True):
+        if held[owner] > min(held):
+            return False
+        held[owner] += size
+    return True
+
+
+def check_owners(evidence, cases, good):
+    """In each case a rank for each parameter, so that `good(sizes, world_size, owners)`."""
+    for (sizes, world_size), found in zip(cases, evidence, strict=True):
+        about = f"sizes {sizes} on {world_size} ranks"
+        require(isinstance(found, list | tuple), f"{about}: a list of owners was expected, not {kind_of(found)}")
+        each = "a rank for each parameter was expected"
+        require(len(found) == len(sizes), f"{about}: {len(found)} owners for {len(sizes)} parameters; {each}")
+        ranks = all(type(owner) is int and 0 <= owner < world_size for owner in found)
+        require(ranks, f"{about}: {list(found)}: owners are ranks, from 0 to {world_size - 1}")
+        if not good(sizes, world_size, list(found)):
+            raise_wrong_owners(about, sizes, world_size, list(found))
+
+
+def raise_wrong_owners(about, sizes, world_size, found):
     """Name what usually goes wrong with one case."""
     expected = greedy(sizes, world_size)
-    if found == expected:
-        return
     held = [sum(s for s, o in zip(sizes, found, strict=True) if o == rank) for rank in range(world_size)]
     got = f"{about}: {found} gives {held} numbers a rank; {expected} was expected"
     in_turn = [index % world_size for index in range(len(sizes))]
@@ -184,25 +205,40 @@ class BytesPerRank:
         """The answer in each case."""
         return [bytes_per_rank(*case) for case in cases]
 
-    def judge(evidence, cases):
-        """4 bytes of weight, 4 of gradient, 8 of Adam's state, each divided by K from its level on."""
+    def judge_whole(evidence, cases):
+        """4 bytes of weight, 4 of gradient, 8 of Adam's state, where nothing is sharded."""
+        check_memory(evidence, cases, {0})
 
-        def results(weights=4, gradients=4, state=8, shift=0):
-            made = []
-            for parameters, size, level in cases:
-                shares = [1 / size if level + shift > least else 1 for least in (2, 1, 0)]
-                made.append(parameters * sum(b * s for b, s in zip((weights, gradients, state), shares, strict=True)))
-            return made
+    def judge_sharded(evidence, cases):
+        """Each divided by K from its level on."""
+        check_memory(evidence, cases, {1, 2, 3})
 
-        faults = {
-            "Adam keeps two numbers a parameter: 8 bytes of state": results(state=4),
-            "where are the gradients?": results(gradients=0),
-            "where are the parameters themselves?": results(weights=0),
-            "float32 has four bytes": results(1, 1, 2),
-            "level 0 shards nothing, level 1 the optimizer's state": results(shift=1),
-            "nothing is sharded": [16 * parameters for parameters, _, _ in cases],
-            "everything is divided by K at every level": [16 * parameters / size for parameters, size, _ in cases],
-            "where is the optimizer's state?": results(state=0),
-        }
-        about = [f"{parameters} parameters, {size} ranks, level {level}" for parameters, size, level in cases]
-        compare_numbers(evidence, [float(one) for one in results()], about, faults, "bytes")
+    parts = {"unsharded": (1, judge_whole), "sharded": (1, judge_sharded)}
+
+
+def check_memory(evidence, cases, levels):
+    """The bytes a rank at these levels; what is wrong with them is told from all."""
+
+    def results(weights=4, gradients=4, state=8, shift=0):
+        made = []
+        for parameters, size, level in cases:
+            shares = [1 / size if level + shift > least else 1 for least in (2, 1, 0)]
+            made.append(parameters * sum(b * s for b, s in zip((weights, gradients, state), shares, strict=True)))
+        return made
+
+    faults = {
+        "Adam keeps two numbers a parameter: 8 bytes of state": results(state=4),
+        "where are the gradients?": results(gradients=0),
+        "where are the parameters themselves?": results(weights=0),
+        "float32 has four bytes": results(1, 1, 2),
+        "level 0 shards nothing, level 1 the optimizer's state": results(shift=1),
+        "nothing is sharded": [16 * parameters for parameters, _, _ in cases],
+        "everything is divided by K at every level": [16 * parameters / size for parameters, size, _ in cases],
+        "where is the optimizer's state?": results(state=0),
+    }
+    about = [f"{parameters} parameters, {size} ranks, level {level}" for parameters, size, level in cases]
+    expected = [float(one) for one in results()]
+    for found, right, what, (*_, level) in zip(evidence, expected, about, cases, strict=True):
+        number(found, float, f"{what}: the result")
+        if level in levels and not close(found, right):
+            compare_numbers(evidence, expected, about, faults, "bytes")

@@ -16,18 +16,25 @@ def one_f_one_b_order(stage, stages, micro_batches):
     return [("F", m) for m in range(warm)] + steady + [("B", m) for m in range(micro_batches - warm, micro_batches)]
 
 
-def check_schedule(found, about, micro_batches):
-    """Each micro-batch goes forward once and backward once, forward first, in order."""
+def steps_of(found, about):
+    """What was found as a list of pairs: the letter of a pass, and the number of a micro-batch."""
     require(isinstance(found, list | tuple), f"{about}: a list of steps was expected, not {kind_of(found)}")
     steps = [tuple(step) if isinstance(step, list | tuple) else step for step in found]
     good = all(
         isinstance(step, tuple) and len(step) == 2 and step[0] in ("F", "B") and type(step[1]) is int for step in steps
     )
     require(good, f'{about}: each step is a pair such as ("F", 0) or ("B", 0)')
+    return steps
+
+
+def check_schedule(found, about, micro_batches):
+    """Each micro-batch goes forward once and backward once, forward first, in order."""
+    steps = steps_of(found, about)
     for letter, what in (("F", "forward"), ("B", "backward")):
         done = [m for kind, m in steps if kind == letter]
         lost = sorted(set(range(micro_batches)) - set(done))
-        require(not lost, f"{about}: micro-batch {lost[:1]} never goes {what}")
+        counted = "; they are counted from 0" if lost == [0] and micro_batches in done else ""
+        require(not lost, f"{about}: micro-batch {lost[:1]} never goes {what}{counted}")
         require(
             len(done) == micro_batches,
             f"{about}: {len(done)} {what} passes; {micro_batches} micro-batches, counted from 0, were expected",
@@ -75,15 +82,22 @@ class GPipe:
         """The schedule of each stage."""
         return [gpipe(*case) for case in cases]
 
-    def judge(evidence, cases):
-        """All forward passes in order, then all backward passes."""
+    def judge_complete(evidence, cases):
+        """Each micro-batch once in each direction, in order."""
+        for case, found in zip(cases, evidence, strict=True):
+            check_schedule(found, "stage {} of {}, {} micro-batches".format(*case), case[2])
+
+    def judge_order(evidence, cases):
+        """All forward passes, then all backward passes."""
         for case, found in zip(cases, evidence, strict=True):
             about = "stage {} of {}, {} micro-batches".format(*case)
-            steps = check_schedule(found, about, case[2])
-            require(
-                steps == gpipe_order(*case),
-                f"{about}: a backward pass starts before the last forward pass: that is another schedule",
-            )
+            kinds = [kind for kind, _ in steps_of(found, about)]
+            whole = kinds.count("F") == kinds.count("B") == case[2]
+            require(whole, f"{about}: {len(kinds)} steps; each micro-batch goes forward once and backward once")
+            first = "a backward pass starts before the last forward pass: that is another schedule"
+            require(kinds == sorted(kinds, reverse=True), f"{about}: {first}")
+
+    parts = {"complete": (1, judge_complete), "forward first": (1, judge_order)}
 
 
 @task("8.2", "one_forward_one_backward")
@@ -173,31 +187,46 @@ class MostHeld:
         """The answer for each schedule."""
         return [most_held(list(order)) for order in orders]
 
-    def judge(evidence, orders):
-        """The most micro-batches at any time that went forward and not yet backward."""
-        finals = [sum(1 if kind == "F" else 0 for kind, _ in order) for order in orders]
-        after = []
-        for order in orders:
-            now, seen = 0, []
-            for kind, _ in order:
-                now += 1 if kind == "F" else -1
-                seen.append(now)
-            after.append(seen)
-        faults = {
-            "that is how many there are; those that went backward are released": finals,
-            "that is what is left at the end; the most at any time was asked for": [seen[-1] for seen in after],
-            "a backward pass releases its micro-batch when it is done, so the peak is before it": [
-                max(seen) - 1 for seen in after
-            ],
-            "forward passes before the first backward are not always the peak": [
-                next(i for i, (k, _) in enumerate(order) if k == "B") for order in orders
-            ],
-            "that counts passes; only forward passes that wait for their backward hold memory": [
-                len(order) for order in orders
-            ],
-        }
-        about = [" ".join(f"{kind}{m}" for kind, m in order) for order in orders]
-        compare_numbers(evidence, [held(order) for order in orders], about, faults)
+    def judge_usual(evidence, orders):
+        """The most micro-batches at any time that went forward and not yet backward, in GPipe and in 1F1B."""
+        check_held(evidence, orders, slice(-1))
+
+    def judge_any(evidence, orders):
+        """The same in a schedule of which the most comes late."""
+        check_held(evidence, orders, slice(-1, None))
+
+    parts = {"GPipe and 1F1B": (1, judge_usual), "any order": (1, judge_any)}
+
+
+def check_held(evidence, orders, chosen):
+    """The most micro-batches that are held in each of the `chosen` orders; what is wrong is told from all."""
+    finals = [sum(1 if kind == "F" else 0 for kind, _ in order) for order in orders]
+    after = []
+    for order in orders:
+        now, seen = 0, []
+        for kind, _ in order:
+            now += 1 if kind == "F" else -1
+            seen.append(now)
+        after.append(seen)
+    faults = {
+        "that is how many there are; those that went backward are released": finals,
+        "that is what is left at the end; the most at any time was asked for": [seen[-1] for seen in after],
+        "a backward pass releases its micro-batch when it is done, so the peak is before it": [
+            max(seen) - 1 for seen in after
+        ],
+        "forward passes before the first backward are not always the peak": [
+            next(i for i, (k, _) in enumerate(order) if k == "B") for order in orders
+        ],
+        "that counts passes; only forward passes that wait for their backward hold memory": [
+            len(order) for order in orders
+        ],
+    }
+    about = [" ".join(f"{kind}{m}" for kind, m in order) for order in orders]
+    expected = [held(order) for order in orders]
+    for found, what in zip(evidence, about, strict=True):
+        number(found, int, f"{what}: the result")
+    if evidence[chosen] != expected[chosen]:
+        compare_numbers(evidence, expected, about, faults)
 
 
 def needs(kind, micro_batch, stage, stages):

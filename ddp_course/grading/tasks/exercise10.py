@@ -233,6 +233,9 @@ AFTER = (
 )
 
 
+LATE = ((2, 4, 1), (11, 12, 1), (1, 6, 1))  # culprit, ranks, and that its line comes last
+
+
 def log_of(random, culprit, size, late, start=None):
     """Lines in the order in which they reached the log, which is not the order in time."""
     start = random.uniform(10, 90) if start is None else start
@@ -256,44 +259,72 @@ class Culprit:
     def draw(random, hidden):
         """Logs of 3 to 12 ranks with a known culprit, its line early or late; in one, if `hidden`, second 100 passes."""
         logs = [log_of(random, *of) for of in ((2, 4, 1), (1, 3, 0), (5, 12, 1), (11, 12, 0), (1, 6, 1))]
-        return {"logs": logs + [log_of(random, 3, 5, 1, start=97.505)] * hidden}
+        in_order = [sorted(log_of(random, *of), key=seconds_of) for of in ((3, 5, 1), (10, 12, 0))]
+        causes = [[line for line in log_of(random, *of) if not any(one in line for one in AFTER)] for of in LATE]
+        return {"logs": logs + [log_of(random, 3, 5, 1, start=97.505)] * hidden, "in_order": in_order, "causes": causes}
 
-    def probe(culprit, logs):
+    def probe(culprit, logs, in_order, causes):
         """The rank that is blamed in each log."""
-        return [culprit(list(log)) for log in logs]
+        return {name: [culprit(list(log)) for log in of] for name, of in
+                {"logs": logs, "in_order": in_order, "causes": causes}.items()}  # fmt: skip
 
-    def judge(evidence, logs):
-        """The earliest failure that is not a broken connection."""
+    def judge_cause(evidence, logs, in_order, causes):
+        """No broken connection, in logs whose lines are in the order of time."""
+        check_blamed(evidence["in_order"], in_order)
 
-        def rank(line):
-            return int(line.split()[2].rstrip(":"))
+    def judge_time(evidence, logs, in_order, causes):
+        """The earliest, in logs without a broken connection; and if those are found, in logs with all of it."""
+        check_blamed(evidence["causes"], causes)
+        if evidence["in_order"] == [true_culprit(log) for log in in_order]:
+            check_blamed(evidence["logs"], logs)
 
-        def seconds(line):
-            return float(line.split()[0])
+    parts = {"no consequence": (1, judge_cause), "by the time": (1, judge_time)}
 
-        failures = [[line for line in log if not line.endswith("done")] for log in logs]
-        causes = [[line for line in log if not any(after in line for after in AFTER)] for log in failures]
-        faults = {
-            "that is the first failure in the file; lines arrive late, so go by the time": [
-                rank(log[0]) for log in failures
-            ],
-            "a broken connection is a consequence of another rank's failure": [
-                rank(min(log, key=seconds)) for log in failures
-            ],
-            "that is the first cause in the file; lines arrive late, so go by the time": [
-                rank(log[0]) for log in causes
-            ],
-            "times are numbers: as text, 100.1 comes before 99.9": [rank(min(log)) for log in causes],
-            "that is the last one; which was first?": [rank(max(log, key=seconds)) for log in failures],
-            "that is the first line of all; only failures count": [rank(log[0]) for log in logs],
-            "that is the lowest rank that failed": [min(map(rank, log)) for log in failures],
-            "that is the line's number": [
-                log.index(min(cause, key=seconds)) for log, cause in zip(logs, causes, strict=True)
-            ],
-        }
-        expected = [rank(min(log, key=seconds)) for log in causes]
-        about = [f"a log of {len(log)} lines" for log in logs]
-        compare_numbers(evidence, expected, about, faults, "as the culprit")
+
+def rank_of(line):
+    """The rank that a line of a log is about."""
+    return int(line.split()[2].rstrip(":"))
+
+
+def seconds_of(line):
+    """The time that a line of a log begins with."""
+    return float(line.split()[0])
+
+
+def failures_of(log):
+    """The lines about failures, of all kinds, and those that are no consequence of another."""
+    failures = [line for line in log if not line.endswith("done")]
+    return failures, [line for line in failures if not any(after in line for after in AFTER)]
+
+
+def true_culprit(log):
+    """The rank whose failure came first, and was not a consequence."""
+    return rank_of(min(failures_of(log)[1], key=seconds_of))
+
+
+def check_blamed(evidence, logs):
+    """The earliest failure that is not a broken connection."""
+    failures, causes = zip(*map(failures_of, logs), strict=True)
+    faults = {
+        "a broken connection is a consequence of another rank's failure": [
+            rank_of(min(log, key=seconds_of)) for log in failures
+        ],
+        "that is the first failure in the file; lines arrive late, so go by the time": [
+            rank_of(log[0]) for log in failures
+        ],
+        "that is the first cause in the file; lines arrive late, so go by the time": [
+            rank_of(log[0]) for log in causes
+        ],
+        "times are numbers: as text, 100.1 comes before 99.9": [rank_of(min(log)) for log in causes],
+        "that is the last one; which was first?": [rank_of(max(log, key=seconds_of)) for log in failures],
+        "that is the first line of all; only failures count": [rank_of(log[0]) for log in logs],
+        "that is the lowest rank that failed": [min(map(rank_of, log)) for log in failures],
+        "that is the line's number": [
+            log.index(min(cause, key=seconds_of)) for log, cause in zip(logs, causes, strict=True)
+        ],
+    }
+    about = [f"a log of {len(log)} lines" for log in logs]
+    compare_numbers(evidence, [true_culprit(log) for log in logs], about, faults, "as the culprit")
 
 
 RUN_LINES = {
