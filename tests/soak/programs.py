@@ -110,8 +110,11 @@ def program(number):
         settings.pop("find_unused_parameters", None)
     operations = [operation(draw, traits, settings) for _ in range(draw.randint(2, 7))]
     broken = [place for place, (what, _) in enumerate(operations) if what in ("abandon", "raise")]
-    for what, arguments in operations[min(broken, default=9) :]:  # a rank whose no_sync() makes up for a pass that was
-        arguments |= {"which": "ab"} if what == "no_sync" else {}  # left would wait for others, who refuse: torch's too
+    for place in range(min(broken, default=9), len(operations)):  # a pass was left: a rank whose no_sync() makes up for
+        if operations[place][0] == "no_sync":  # it would wait for others, who refuse, with torch's class and with ours
+            operations[place][1]["which"] = "ab"
+        if operations[place][0] == "join":  # with torch's class a rank that joins may wait for ever
+            operations[place] = ("train", ALL)
     if settings.get("static_graph"):  # torch's class needs a plain first pass, and another one after copying
         operations = [("train", ALL), *(one for one in operations if one[0] != "copy")]
     return traits, settings, hook, operations
