@@ -38,8 +38,10 @@ def _arrow(axes, start, end, colour="#444444", bend=0.0, shrink=22):
 
 def star(world_size: int = 4) -> Picture:
     """The parameter server: every arrow passes through the server's one link."""
-    message = f"through the server's link: {world_size - 1} gradients in, {world_size - 1} averages out"
-    picture, axes = _blank(4.2, 3.6, f"A star: rank 0 in the middle, {world_size - 1} ranks around it", message)
+    others, s = world_size - 1, "s" if world_size > 2 else ""
+    message = f"through the server's link: {others} gradient{s} in, {others} average{s} out"
+    around = f"{others} ranks around it" if s else "one beside it"
+    picture, axes = _blank(4.2, 3.6, f"A star: rank 0 in the middle, {around}", message)
     with style():
         _node(axes, (0, 0), "0\nserver", STAGE_COLOURS["3"], 0.3)
         for rank, place in enumerate(_places(world_size - 1, 1.25), 1):

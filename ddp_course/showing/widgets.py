@@ -13,6 +13,7 @@ from IPython.display import display
 from matplotlib.patches import Patch
 from tqdm.auto import tqdm
 
+from ..running.units import rounded
 from . import recipes, sketches
 from .plots import SPAN_COLOURS, STAGE_COLOURS, Picture, binary_bytes, curves, draw_lane, logarithmic, panels, style
 
@@ -223,7 +224,8 @@ def _bucket_figure(steps, measured, cap):
         below.plot(list(measured), list(measured.values()), "o", color=STAGE_COLOURS["5"], label="measured")
         below.axvline(cap, color="#777777", linestyle=":")
         logarithmic(below, "x")
-        below.set(xlabel="bucket cap (MiB)", ylabel="step (ms)", ylim=(0, None))
+        highest = max(*measured.values(), *(1000 * one.step_s for one in steps.values()))
+        below.set(xlabel="bucket cap (MiB)", ylabel="step (ms)", ylim=(0, 1.1 * highest))
         below.legend(loc="lower left")
     return picture
 
@@ -257,8 +259,7 @@ def decision_figure(setting: dict[str, Any], chosen: Any, reason: str, plans: Se
             colours = ["#000000" if p == chosen else STAGE_COLOURS["6"] if p.fits else "#D9D9D9" for p in plans]
             panel.barh(range(len(plans)), values, color=colours, height=0.6)
             for row, value in enumerate(values):
-                text = f" {value:,.0f} {unit}" if value >= 10 else f" {value:.2g} {unit}"
-                panel.text(value, row, text, va="center", fontsize=9, bbox=PLAIN)
+                panel.text(value, row, f" {rounded(value)} {unit}", va="center", fontsize=9, bbox=PLAIN)
             logarithmic(panel, "x")
             panel.set_xlim(min(values) / 3, max(*values, memory_gb if unit == "GB" else 0) * 6)
             panel.grid(axis="y", visible=False)

@@ -188,6 +188,7 @@ def test_explorers_move_without_kernel_and_network(site, offline, width, scheme)
             slider.scroll_into_view_if_needed()
             before = picture(explorer)
             box = slider.bounding_box()
+            assert box["width"] >= 300, "too short to drag"
             to_the_left = int(slider.input_value()) > int(slider.get_attribute("max")) / 2
             page.mouse.move(box["x"] + box["width"] * (0.95 if to_the_left else 0.05), box["y"] + box["height"] / 2)
             page.mouse.down()
@@ -247,6 +248,26 @@ def test_pages_are_no_wider_than_the_screen(site, offline, width):
         assert offline.eval_on_selector_all("img", broken) == []
     offline.goto((site / RING).as_uri())
     assert offline.locator("math").count() >= 3 and offline.locator("math").first.bounding_box()["height"] > 5
+
+
+BROKEN = """() => [...document.querySelectorAll(".output td, .output th")].flatMap(cell => {
+    const text = cell.firstChild?.data ?? "", part = document.createRange();
+    return [...text.matchAll(/\\S+/g)].filter(word => {
+        part.setStart(cell.firstChild, word.index);
+        part.setEnd(cell.firstChild, word.index + word[0].length);
+        return part.getClientRects().length > 1;
+    }).map(String);
+})"""
+
+
+@pytest.mark.browser
+@pytest.mark.slow
+def test_the_tables_of_findings_are_not_broken_inside_words(site, offline):
+    for width in (1400, 390):
+        offline.set_viewport_size({"width": width, "height": 900})
+        offline.goto((site / "notebooks/09_batch_size_and_learning_rate.html").as_uri())
+        assert offline.locator(".output td").count() > 10
+        assert offline.evaluate(BROKEN) == []
 
 
 @pytest.mark.browser

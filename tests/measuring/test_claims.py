@@ -57,6 +57,7 @@ def test_a_finding_says_what_it_is_in_every_form():
     page = claims.test(14, 13)._repr_html_()
     assert page.count("<table>") == 2 and "measured" in page and "counted" in page and CLAIMS[13].text in page
     assert "measured: " in repr(finding) and "<b>" not in repr(finding)
+    assert "e-&NoBreak;0" in page and not re.search(r"e-\d", page), "a browser may break 3e-01 behind its minus"
     with pytest.raises(ValueError, match="one of measured, counted, simulated, derived"):
         Claim(99, "x", "guessed", {}, "holds", "why")
 

@@ -1,6 +1,7 @@
 """Figures, sketches, sources and widgets: what they show is right, can be read, and says so in words."""
 
 import io
+import re
 from itertools import combinations
 
 import numpy as np
@@ -79,6 +80,27 @@ def test_every_figure_can_be_read(name, picture):
     assert picture.message and "\n" not in picture.message, "the message is one line"
     assert picture.message in picture.alt and picture.kind in picture.alt, "the alternative text says less"
     assert overlapping(picture) == [], f"overlapping labels in {name}"
+
+
+@pytest.mark.parametrize("setting", [(7, 8, 1024, "100Mbit"), (400, 8, 16, "100Mbit")])
+def test_the_decision_chart_has_plain_numbers(setting):
+    picture = decision(*setting)
+    texts = [text.get_text() for text in picture.findobj(Text)]
+    assert any("GB" in text for text in texts) and not [text for text in texts if re.search(r"\de\+", text)]
+
+
+def test_the_bucket_figure_shows_every_point_whole():
+    layers = tuple(simulate.Layer(str(i), 0.002, 0.004, 100_000) for i in range(8))
+    network = simulate.Network(theory.Costs.of_link(2e8, 3e-4))
+    for slow in (30.0, 300.0):
+        below = widgets.bucket_figure(simulate.Profile(layers), 4, network, {0.1: slow}, 0.1).axes[1]
+        highest = max(height for line in below.lines[:2] for height in line.get_ydata())
+        assert highest >= slow and below.get_ylim()[1] > 1.05 * highest
+
+
+def test_a_star_of_two_is_told_in_the_singular():
+    assert sketches.star(2).message == "through the server's link: 1 gradient in, 1 average out"
+    assert "one beside it" in sketches.star(2).alt and "3 ranks around it" in sketches.star(4).alt
 
 
 def overlapping(picture):

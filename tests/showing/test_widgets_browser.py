@@ -100,7 +100,9 @@ def drag_every_slider(page, cell, name):
     for index in reversed(range(handles.count())):
         before = cell.locator("img").get_attribute("src")
         for last in (False, False, False, True):  # the page may still move between the look and the grasp
-            drag(page, settled(handles.nth(index)), settled(cell.locator(".noUi-target").nth(index)))
+            track = settled(cell.locator(".noUi-target").nth(index))
+            assert track["width"] >= 300, "too short to drag"
+            drag(page, settled(handles.nth(index)), track)
             with nullcontext() if last else suppress(NotInTime):
                 changed = "([cell, before]) => cell.querySelector('img').src !== before"
                 page.wait_for_function(changed, arg=[cell.element_handle(), before], timeout=30_000)

@@ -104,11 +104,16 @@ def verdict_on(outcomes: dict[str, Outcome]) -> str:
     return f"holds only if {' or '.join(true)}" if true else "false"
 
 
+def _unbroken(text):
+    """As HTML: no line ends inside 3e-01, behind whose minus a browser would break it."""
+    return re.sub(r"(?<=\de-)(?=\d)", "&NoBreak;", escape(text))
+
+
 def _html(finding):
     cell = '<td style="text-align:left;white-space:normal;vertical-align:top">{}</td>'
     head = '<th style="text-align:left">{}</th>'
     rows = [
-        "".join(cell.format(escape(text)) for text in (name, "yes" if outcome.holds else "no", outcome.number))
+        "".join(cell.format(_unbroken(text)) for text in (name, "yes" if outcome.holds else "no", outcome.number))
         for name, outcome in finding.outcomes.items()
     ]
     titles = "".join(head.format(text) for text in ("if", "holds", finding.claim.kind))

@@ -78,7 +78,7 @@ def static_saves_work(used: Any, needs_search: bool) -> Outcome:
     """Does declaring the graph static save a collective in each step?"""
     dynamic = on_cpu(calls_on_rank, used, {"find_unused_parameters": needs_search}, world_size=2)[0]
     static = on_cpu(calls_on_rank, used, {"static_graph": True}, world_size=2)[0]
-    return Outcome(static < dynamic, f"{dynamic} all-reduces a step, {static} with a static graph")
+    return Outcome(static < dynamic, f"all-reduces a step: {dynamic}, and {static} with a static graph")
 
 
 def memory_on_rank(how: str) -> int:
