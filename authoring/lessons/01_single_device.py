@@ -96,8 +96,9 @@ guess.reveal(f"{ratio:.1f} times", answers[show.widgets.nearest(ratio, answers)]
 
 # %% [markdown]
 r"""
-Remember the picture: gradients appear *during* the long backward pass, the last layer's first. Lesson 05 makes use
-of exactly that.
+Two results instead of one: about twice the operations, and the GPT takes about twice the time. That is no law: the digits'
+small convolutions may run backward as fast as forward. Remember the picture: gradients appear *during* the long backward
+pass, the last layer's first. Lesson 05 makes use of exactly that.
 
 ## The loss falls
 
@@ -270,7 +271,7 @@ large batch on a small device. Exercise 1 makes use of it.
 
 ## In three lines
 
-1. A step is forward, backward (about twice as long, measured) and update; gradients appear during backward.
+1. A step is forward, backward (about twice the operations) and update; gradients appear during backward.
 2. Time grows with the batch, the update does not; an operation is bound by computing or by memory.
 3. The gradient's noise falls as 1/√B, measured: that is what more devices buy.
 

@@ -222,8 +222,8 @@ r"""
 
 Data parallel training sends gradients: as many bytes as there are parameters, whatever the batch. A pipeline sends
 activations: as many as there are samples, times the *width* of the model, but not times its depth. Here is what the
-busiest rank sends in a step of our byte model, beside the ring's share of its gradients. (The middle ranks are the busiest:
-they send activations forward and gradients of activations back.)
+busiest rank sends in a step of our byte model, beside the ring's share of its gradients. (From three ranks on, those in the
+middle are the busiest: they send activations forward and gradients of activations back.)
 """
 
 
