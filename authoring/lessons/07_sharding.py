@@ -113,7 +113,7 @@ show.bars(measured, "kept on a rank (bytes a parameter)", f"On {K} ranks: from 1
 
 # %% reveal
 share = measured["fully sharded"] / measured["plain DDP"]
-guess.reveal(f"{share:.2f} of it on {K} ranks: 1/K, so a quarter on 4", "a quarter", kind="counted")
+guess.reveal(f"{share:.2f} of it on {K} ranks", "a quarter", kind="counted")
 
 # %% check-memory
 # NBVAL_CHECK_OUTPUT

@@ -96,13 +96,15 @@ print("two levels are not slower than the flat ring")
 
 # %% [markdown]
 r"""
-The dashes are bytes over bandwidth and nothing else. On virtual hosts with four ranks, two levels come close to theirs; the
-flat ring takes nearly half as long again. Latency is not the reason: the bar in the middle is the same ring, with as many bytes
-in as many steps, and it stands on its dash. What the formula leaves out is a question: **gloo asks before it sends**. The receiver says
-"ready" in a small message, and the sender waits for it. In a ring over two hosts this message must cross a cable on which the
-other stream's chunk is on its way, and queues up behind it. Measured with a message of 4 bytes: there and back takes 0.3 ms on an
-idle cable, 6 to 9 ms beside a chunk, which itself takes 10. The ring in the middle goes over plain TCP streams and asks nobody, because
-in a ring everybody knows what comes next. Two levels ask across the cable in two steps, the flat ring in 2(K-1).
+The dashes are bytes over bandwidth and nothing else. On virtual hosts the flat ring of four ranks takes up to half as
+long again as its dash, one time more, another time less. Latency is not the reason: the bar in the middle is the same
+ring, as many bytes in as many steps, and it stays at its dash. What the formula leaves out is a question: *gloo asks
+before it sends*. The receiver says "ready" in a small message, and the sender waits for it. In a ring over two hosts
+this message has to cross a cable on which the other stream's chunk is on its way, and queues up behind it: 6 to 9 ms
+there and back, measured with 4 bytes beside a chunk, where an idle cable takes 0.3 ms and the chunk itself 10. With
+all receives announced before the first send, gloo's ring takes 67 ms instead of 90 (measured). The ring in the middle
+goes over plain TCP streams and asks nobody, because in a ring everybody knows what comes next. Two levels ask across
+the cable in two steps, the flat ring in 2(K-1).
 
 With 8 devices on each of 16 hosts the difference is far larger, because in a flat ring over 128 devices all latencies
 add up, 254 of them; in two levels there are 30 between the hosts.
@@ -196,10 +198,11 @@ packs rings onto the wires by computer: 5 GPUs are slow again, because the fifth
 
 ## Eight A100s on your machine, in slow motion
 
-An emulated link can play any real one, slowed down. Here is NVLink by its datasheet, 1,000 times slower, with a message 64
-times smaller: the ratio of bandwidth to latency, and so the figure's shape, is the real link's, and measured times divided by
-1,000 estimate the real ones. Why so slow? Up to 16 ranks take turns on this machine's cores. The 480 messages of 16 ranks cost
-two cores 0.15 s of real work, which has to be little beside the 0.5 s that the emulated all-reduce takes.
+An emulated link can play any real one, slowed down. Here is NVLink by its datasheet, 1,000 times slower, with a
+message 64 times smaller: the ratio of bandwidth to latency, and so the figure's shape, is the real link's, and
+measured times divided by 1,000 estimate the real ones. Why so slow? Up to 16 ranks take turns on this machine's cores.
+The 480 messages of 16 ranks cost two cores 0.15 s of real work, which has to be little beside the 0.5 s that the
+emulated all-reduce takes.
 """
 
 # %% slow-motion
@@ -216,9 +219,9 @@ show.curves({"emulated, slow motion": (counts, played, "#009E73"), "A100, publis
 
 # %% [markdown]
 r"""
-Emulation and simulator agree, but for the work of this machine's cores that lifts 16 ranks a little above the line. The real
-thing is slower: no protocol carries all that a datasheet promises. That is why the section after the next figure does not begin with
-datasheets, but fits its numbers to measured step times.
+Emulation and simulator agree, but for the work of this machine's cores that lifts 16 ranks a little above the line.
+The real thing is slower: no protocol carries all that a datasheet promises. That is why the section after the next
+figure does not begin with datasheets, but fits its numbers to measured step times.
 
 That was the link alone. Now devices as well: A100s by their datasheet, joined by NVLink, both 300 times slower and for a
 model 1,000 times larger than the one that trains here (65 thousand weights stand for 65 million). Each has 256 samples,
@@ -264,10 +267,11 @@ show.curves({"A100, emulated": (counts, [100 * played[0] / seconds for seconds i
 
 # %% [markdown]
 r"""
-One step on the emulated machine is one on the real one, 300 times longer. What the small model lacks in size, `scale` gives
-back: bytes and flops, but not the latencies, which are what they are. The 300 has a reason. The arithmetic and the messages of 16
-ranks are real work, 0.45 s of two cores for each step (measured), and the emulated step must be longer than that: it takes 1.4
-s. Devices only 100 times slower would have to be through after 0.45 s, and the point at 16 would lie far below the line.
+One step on the emulated machine is one on the real one, 300 times longer. What the small model lacks in size, `scale`
+gives back: bytes and flops, but not the latencies, which are what they are. The 300 has a reason. The arithmetic and
+the messages of 16 ranks are real work, 0.45 s of two cores for each step (measured), and the emulated step must be
+longer than that: it takes 1.4 s. Devices only 100 times slower would have to be through after 0.45 s, and the point at
+16 would lie far below the line.
 
 ## Thousands of devices
 
