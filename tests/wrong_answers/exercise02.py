@@ -101,7 +101,7 @@ def reduce(module, replicas):
 # %% 2.2 wrong: skips what the master lacks | has no gradient
 #-                 parameter.grad = torch.zeros_like(parameter)
 #+                 continue
-# %% 2.2 wrong: first replica only | is not the sum
+# %% 2.2 wrong: first replica only | has the sum of 2 of 3 replicas
 #- replicas[1:]
 #+ replicas[1:2]
 # %% 2.2 wrong: package's own | your code calls stage2_dataparallel.reduce

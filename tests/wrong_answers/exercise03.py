@@ -161,7 +161,7 @@ def average(tensor, server=0, group=None):
 # %% 3.3 wrong: world size of the job | it was divided by 4
 #- dist.get_world_size(group)
 #+ dist.get_world_size()
-# %% 3.3 wrong: never sent back | ranks
+# %% 3.3 wrong: never sent back | has the sum come back
 #-     send_back(tensor, server, group)
 # %% 3.3 wrong: not in place | the mean must end up in the tensor itself
 #-     tensor /= dist.get_world_size(group)

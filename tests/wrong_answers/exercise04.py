@@ -127,7 +127,7 @@ def scatter_reduce(chunks, group=None):
     stage4_ring.scatter_reduce(chunks, group)
 
 
-# %% 4.2 wrong: divisible sizes only | wrong
+# %% 4.2 wrong: divisible sizes only | the last number of a longer chunk
 #- incoming = torch.empty_like(target)
 #+ incoming = torch.zeros_like(target)
 #- target += incoming
@@ -228,7 +228,7 @@ def ring_all_reduce(tensor, group=None):
     return tensor
 
 
-# %% 4.4 wrong: scatter-reduce only | wrong
+# %% 4.4 wrong: scatter-reduce only | allgather gives it to the others
 #-     allgather(chunks, group)
 # %% 4.4 wrong: mean | the division comes later
 #- tensor.copy_(flat.view(tensor.shape))
@@ -238,7 +238,7 @@ def ring_all_reduce(tensor, group=None):
 #+ tensor.view(-1)
 # %% 4.4 wrong: never copied back | in place
 #-     tensor.copy_(flat.view(tensor.shape))
-# %% 4.4 wrong: divisible sizes only | wrong
+# %% 4.4 wrong: divisible sizes only | so that none is left over
 def ring_all_reduce(tensor, group=None):
     flat = tensor.contiguous().view(-1)
     size = dist.get_world_size(group)

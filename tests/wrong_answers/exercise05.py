@@ -163,7 +163,7 @@ def average_in_background(flats, all_reduce, executor, world_size):
 
 # %% 5.3 wrong: no division | is there a division by K
 #-         flat /= world_size
-# %% 5.3 wrong: not in place | wrong
+# %% 5.3 wrong: not in place | must end up in it, in place
 #-         flat /= world_size
 #+         flat = flat / world_size
 # %% 5.3 wrong: waits for the last only, errors lost | an error in the communication thread is lost

@@ -110,7 +110,7 @@ def sharded_step(parameters, owners, optimizer, group=None):
 # %% 7.2 wrong: first other only | wait for each other
 #- in wire.others(owner, group):
 #+ in wire.others(owner, group)[:1]:
-# %% 7.2 wrong: gradients sent | wrong
+# %% 7.2 wrong: gradients sent | is its gradient
 #- wire.send(parameter.detach(), peer, group)
 #+ wire.send(parameter.grad, peer, group)
 # %% 7.2 wrong: every rank steps everything | K-1 others need them

@@ -22,7 +22,7 @@ def epoch_indices(dataset_size, rank, world_size, epoch, seed=0):
 # %% 9.1 wrong: epoch ignored | reshuffle with seed + epoch
 #- manual_seed(seed + epoch)
 #+ manual_seed(seed)
-# %% 9.1 wrong: rank in the seed | so no rank in the seed
+# %% 9.1 wrong: rank in the seed | seeded without the rank
 #- manual_seed(seed + epoch)
 #+ manual_seed(seed + epoch + rank)
 # %% 9.1 wrong: not shuffled | the samples are not shuffled
@@ -39,7 +39,7 @@ def epoch_indices(dataset_size, rank, world_size, epoch, seed=0):
 # %% 9.1 wrong: padded from the end | pad from the beginning
 #- order += order[: -dataset_size % world_size]
 #+ order += order[::-1][: -dataset_size % world_size]
-# %% 9.1 wrong: the global generator | no rank in the seed
+# %% 9.1 wrong: the global generator | from a generator of its own
 #- torch.randperm(dataset_size, generator=generator)
 #+ torch.randperm(dataset_size)
 # %% 9.1 wrong: package's own | your code calls problems.shard
@@ -132,7 +132,7 @@ def global_mean(mean, count, all_reduce):
     return mean.clone()
 
 
-# %% 9.3 wrong: divided by own count | ranks
+# %% 9.3 wrong: divided by own count | divided by the rank's own number
 #- both[0] / both[1]
 #+ both[0] / max(1, count)
 # %% 9.3 wrong: mean of means over K | weight each by its number of samples

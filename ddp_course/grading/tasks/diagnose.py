@@ -53,7 +53,9 @@ def compare_ranks(found, expected, about, guesses=(), tolerance=0.0, oracle="the
         size = len(found)
         divided = any(same(found[0] * factor, expected[0], 1e-6) for factor in (size, 1 / size, size * size))
         division = (
-            ": is there a division by K too few or too many?" if divided else f"; {size} equal results can be wrong"
+            ": is there a division by K too few or too many?"
+            if divided
+            else "; that they are equal does not make them right"
         )
         raise Wrong(f"{about}: your replicas agree with each other but not with {oracle}{division}")
     raise Wrong(f"{about}: {which_are_wrong(found, expected, wrong)}")

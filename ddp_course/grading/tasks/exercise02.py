@@ -162,6 +162,8 @@ def judge_sum(about, index, master, parts, total, own):
         f"{where} lost the master's own gradient: add to it, do not replace it",
     )
     require(not same(master, parts[-1]), f"{where} has the last replica's gradient only: add, do not replace")
+    some = [count for count in range(1, len(parts)) if same(master, sum(parts[:count]), 1e-12)]
+    require(not some, f"{where} has the sum of {(some or [0])[0]} of {len(parts)} replicas: all of them count")
     raise Wrong(f"{where} is not the sum of the replicas' gradients")
 
 

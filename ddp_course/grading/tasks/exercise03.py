@@ -139,6 +139,7 @@ class Average:
                 ("you have the sum: is there a division by K?", [total] * size),
                 ("it was divided by K twice", [total / size / size] * size),
                 ("it was divided by 4: K is the size of the group", [total / 4] * size),
+                ("the rank's own tensor was divided: has the sum come back from the server?", [o / size for o in own]),
             ]
             found = [evidence[rank][size]["tensor"] for rank in range(size)]
             compare_ranks(

@@ -101,7 +101,9 @@ class ScatterReduce:
             own = [values[rank][i][: of[i]] for rank, i in enumerate(finished)]
             came_in = [values[i][i][: of[i]] for i in finished]
             missing = [partial(values, of, i, rank, size) for rank, i in enumerate(finished)]
+            cut = [torch.cat([sums[i][: min(of)], values[rank][i][min(of) : of[i]]]) for rank, i in enumerate(finished)]
             guesses = [
+                ("the last number of a longer chunk is still the rank's own: chunks differ in length", cut),
                 ("it is still the rank's own: in each of K-1 steps, add what comes in to the chunk itself", own),
                 ("it was overwritten with what came in: add to it", came_in),
                 ("one rank's part is missing: are there K-1 steps?", missing),
@@ -252,9 +254,31 @@ def check_sums(evidence, values, names):
             guesses = [
                 ("the tensor has not changed: the sum must end up in the tensor itself, in place", turned),
                 ("you have the mean: this one is a sum, the division comes later", [sum(turned) / size] * size),
+                ("each rank has one finished chunk: allgather gives it to the others", half_way(turned)),
+                (
+                    "the last numbers are still the rank's own: cut the tensor so that none is left over",
+                    cut_short(turned),
+                ),
             ]
             about = f"{size} ranks, a tensor {name}"
             compare_ranks(found, [sum(turned)] * size, about, guesses, oracle="the sum")
+
+
+def half_way(tensors):
+    """What K tensors are after scatter-reduce: of chunk c, rank r has the sum from rank c to rank r."""
+    size, chunks = len(tensors), [one.contiguous().view(-1).tensor_split(len(tensors)) for one in tensors]
+    sums = [
+        [sum(chunks[(c + step) % size][c] for step in range((rank - c) % size + 1)) for c in range(size)]
+        for rank in range(size)
+    ]
+    return [torch.cat(of_rank).view(tensors[0].shape) for of_rank in sums]
+
+
+def cut_short(tensors):
+    """What K tensors are if K chunks of equal length are summed, and a rest is left as it was."""
+    flats = [one.contiguous().view(-1) for one in tensors]
+    kept = len(flats[0]) - len(flats[0]) % len(flats)
+    return [torch.cat([sum(flats)[:kept], one[kept:]]).view(tensors[0].shape) for one in flats]
 
 
 def check_all_reduce_traffic(evidence, size, name, tensor):

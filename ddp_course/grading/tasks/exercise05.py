@@ -227,6 +227,10 @@ class AverageInBackground:
                     ("it was divided by K twice", [total / size / size] * size),
                     ("it was divided, but not reduced", [values[rank][bucket] / size for rank in range(size)]),
                     ("it was divided by 4: K is world_size", [total / 4] * size),
+                    (
+                        "the bucket has not changed: the mean must end up in it, in place",
+                        [of[bucket] for of in values[:size]],
+                    ),
                 ]
                 about, flats = f"with {size} ranks, bucket {bucket}", [one["flats"][bucket] for one in found]
                 compare_ranks(flats, [total / size] * size, about, guesses, 1e-5, "the mean")

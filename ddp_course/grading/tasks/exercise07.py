@@ -156,7 +156,12 @@ class ShardedStep:
                     torch.cat([torch.full((v.numel(),), owner == rank) for v, owner in zip(values, of, strict=True)])
                     for rank in range(size)
                 ]
+                sent = (turn + 1) * torch.cat([gradient.reshape(-1) for gradient in gradients])
                 guesses = [
+                    (
+                        "where a parameter should be is its gradient: send the parameter itself, after the step",
+                        [torch.where(mask[r], expected, sent) for r in range(size)],
+                    ),
                     (
                         "each rank has stepped only its own parameters: send them to the others",
                         [torch.where(mask[r], expected, before) for r in range(size)],

@@ -85,7 +85,8 @@ def judge_shares(about, shares, size, world_size, epoch, seed):
     require(len(together) >= size, f"{about}: samples are dropped; pad with the first ones of the order instead")
     require(
         set(together) == set(range(size)),
-        f"{about}: some samples are in no share: the order must be the same on all ranks, so no rank in the seed",
+        f"{about}: some samples are in no share: all ranks must draw the same order, each from a generator of its own, "
+        "seeded without the rank",
     )
     raise Wrong(
         f"{about}: not the order that seed + epoch gives: use a generator of your own, seeded with it, and pad from the beginning"
@@ -219,6 +220,10 @@ def check_means(evidence, means, counts, which):
             (ranks_mean, as_tensors(sum(live) / len(live), size)),
             ("that is the sum over all samples: divide by their number", as_tensors(weighted, size)),
             ("that is divided by the ranks; divide by the number of all samples", as_tensors(weighted / size, size)),
+            (
+                "the sum is divided by the rank's own number: divide by that of all",
+                [torch.tensor(weighted / max(1, k), dtype=torch.float64) for k in n],
+            ),
             ("that is each rank's own mean", [torch.tensor(v, dtype=torch.float64) for v in m]),
         ]
         compare_ranks(found, as_tensors(weighted / sum(n), size), about, guesses, 1e-6, "the mean of all samples")
