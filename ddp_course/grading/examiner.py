@@ -20,7 +20,6 @@ from importlib import import_module
 from ddp_course.errors import Failure, LaunchTimeout, RankError, TooSlow
 from ddp_course.grading.examine import Verdict, draw, explain, verdict
 from ddp_course.grading.frames import EVIDENCE, FAILURE, ORDER, read_frame, send_frame
-from ddp_course.grading.harness import cut_out
 from ddp_course.grading.plain import pack
 from ddp_course.grading.probing import PATIENCE_SECONDS, own_share
 from ddp_course.grading.tasks import Task, exercises, find
@@ -67,7 +66,7 @@ def examine_task(host: socket.socket, task: Task, cells: list, order: dict) -> V
     common = {
         "number": task.number, "names": list(task.names), "cells": [tuple(cell) for cell in cells],
         "forbidden": list(task.forbidden), "modules": [name for name in task.imports if name.startswith("ddp_course.")],
-        "probe": cut_out(task.probe), "patience": PATIENCE_SECONDS,
+        "probe": order["probes"][task.number], "patience": PATIENCE_SECONDS,
     }  # fmt: skip
     send_frame(host, ORDER, json.dumps({"ranks": task.ranks, "seconds": TASK_SECONDS}).encode())
     for rank in range(task.ranks):

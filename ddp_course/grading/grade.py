@@ -23,6 +23,7 @@ import nbformat
 from ..errors import GradingError
 from .examine import Verdict
 from .frames import ORDER, send_frame
+from .harness import cut_out
 from .hints import asked_for
 from .probing import answer_cell
 from .results import Result, TaskResult, cut, result_of
@@ -39,7 +40,7 @@ from .submission import (
     remarks_on,
     take_answers,
 )
-from .tasks import Part
+from .tasks import Part, find
 
 CELL_SECONDS = 30.0
 GRACE_SECONDS = 15.0
@@ -185,7 +186,10 @@ class Grader:
 
     def examine(self, items: Sequence[tuple[str, list]]) -> list[Verdict]:
         """Have answers, as (task, cells), put to work on inputs drawn anew, and judged."""
-        order = {"items": items, "seed": self.seed, "hidden": self.hidden}
+        probes = {
+            task: cut_out(find(task).probe) for task, _ in items
+        }  # here, where it is done once for all submissions
+        order = {"items": items, "probes": probes, "seed": self.seed, "hidden": self.hidden}
         job = {"job": "ddp_course.grading.answering:host_answers"}
         host, examiners = socket.socketpair()
         ours, theirs = socket.socketpair()

@@ -9,6 +9,7 @@ import inspect
 import sys
 import textwrap
 from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 from importlib.util import resolve_name
 
@@ -16,6 +17,7 @@ TASKS = "ddp_course.grading.tasks"
 Found = dict[tuple[str, str], str]
 
 
+@cache
 def cut_out(probe: Callable) -> str:
     """Source that defines `probe` and all that it uses, in order; no relative imports, and nothing of the judge's.
 
