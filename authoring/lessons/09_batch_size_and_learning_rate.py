@@ -102,12 +102,8 @@ def final_loss(problem, samples, batch, lr, warm_up, seed):
 
 
 # %% rules
-rules = {
-    "same rate": lambda k: 1,
-    "square root": lambda k: k**0.5,
-    "linear": lambda k: k,
-    "linear, warm-up": lambda k: k,
-}
+rules = {"same rate": lambda k: 1, "square root": lambda k: k**0.5,
+         "linear": lambda k: k, "linear, warm-up": lambda k: k}  # fmt: skip
 factors = [1, 2, 4, 8, 16, 32]
 
 
