@@ -19,6 +19,8 @@ from answers import collection, solutions  # noqa: E402
 from ddp_course.grading.grade import exercises_folder, grade, usable_cores  # noqa: E402
 from ddp_course.grading.submission import find_submissions, load_exercises  # noqa: E402
 
+REFUSED = "an answer to this task may import"
+
 
 def hand_in(answer, number, folder):
     """Write the solution notebook with this answer in it."""
@@ -47,7 +49,8 @@ def main():
             for result in grade(find_submissions([made]), exercises, 21, args.jobs, hidden=True):
                 answer = answers[result.learner]
                 task = next(task for task in result.tasks if task.id == answer.task)
-                good = (task.points == task.possible) == answer.right and (answer.right or answer.words in task.message)
+                said = answer.words in task.message or REFUSED in task.message  # the grader looks at imports first
+                good = (task.points == task.possible) == answer.right and (answer.right or said)
                 count += 1
                 if not good:
                     wrong.append(f"{answer.task} {answer.name}: {task.points:g} points, {task.message!r}")
