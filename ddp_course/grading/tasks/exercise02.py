@@ -192,7 +192,7 @@ class MasterSends:
             for one in (whole, model, batch):
                 number(one, float, "the result")
             expected = (devices - 1) * parameters
-            if abs(model - expected) > 0.5 or abs(whole - batch - expected) > 0.5:
+            if not (abs(model - expected) < 0.5 and abs(whole - batch - expected) < 0.5):
                 raise Wrong(wrongly_sent(cases, evidence))
 
     def judge_batch(evidence, cases):
@@ -201,7 +201,7 @@ class MasterSends:
             for one in (whole, model, batch):
                 number(one, float, "the result")
             expected = (devices - 1) / devices * (inputs + outputs)
-            if abs(batch - expected) > 0.5 or abs(whole - model - expected) > 0.5:
+            if not (abs(batch - expected) < 0.5 and abs(whole - model - expected) < 0.5):
                 raise Wrong(wrongly_sent(cases, evidence))
 
     parts = {"the model": (1, judge_model), "the batch": (1, judge_batch)}
