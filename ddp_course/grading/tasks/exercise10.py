@@ -345,11 +345,12 @@ def small_net(seed):
     return model, torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.8)
 
 
-def scheduled(model, optimizer, batches, peak, steps, first=0):
-    """The losses of a run that was never stopped, or whose schedule begins anew at step `first`."""
+def scheduled(model, optimizer, batches, peak, steps, begins=(0,)):
+    """The losses of a run that was never stopped, or whose schedule begins anew at some steps."""
     losses = []
     for step in range(steps):
-        optimizer.param_groups[0]["lr"] = peak * (1 - (step - first * (step >= first)) / len(batches))
+        since = step - max(begin for begin in begins if begin <= step)
+        optimizer.param_groups[0]["lr"] = peak * (1 - since / len(batches))
         losses += train(model, optimizer, batches[step : step + 1])
     return losses
 
@@ -383,7 +384,7 @@ class FindTheBugInTheRun:
         """The losses of all parts, one after the other, and the weights at the end."""
         model, optimizer = small_net(seed)
         expected = scheduled(model, optimizer, batches, peak, len(batches))
-        anew = scheduled(*small_net(seed), batches, peak, len(batches), first=stops[0])
+        anew = scheduled(*small_net(seed), batches, peak, len(batches), begins=(0, *stops[:-1]))
         require(
             len(evidence["whole"]) == len(batches),
             f"a run in one has {len(evidence['whole'])} losses; {len(batches)} were expected",
