@@ -98,7 +98,7 @@ print("two levels are not slower than the flat ring")
 r"""
 The dashes are bytes over bandwidth and nothing else. On virtual hosts the flat ring of four ranks takes up to half as
 long again as its dash, one time more, another time less. Latency is not the reason: the bar in the middle is the same
-ring, as many bytes in as many steps, and it stays at its dash. What the formula leaves out is a question: *gloo asks
+ring, as many bytes in as many steps, within a tenth of its dash. What the formula leaves out is a question: *gloo asks
 before it sends*. The receiver says "ready" in a small message, and the sender waits for it. In a ring over two hosts
 this message has to cross a cable on which the other stream's chunk is on its way, and queues up behind it: 6 to 9 ms
 there and back, measured with 4 bytes beside a chunk, where an idle cable takes 0.3 ms and the chunk itself 10. With
