@@ -175,7 +175,7 @@ formulas = {"server": [2 * (k - 1) for k in ks], "whole-gradient ring": [k - 1 f
             "ring": [2 * (k - 1) / k for k in ks]}  # fmt: skip
 show.curves(
     {f"{name}, measured": (list(t), [1000 * s for s in t.values()], colours[name]) for name, t in seconds.items()},
-    "ranks K", "time to average 1 MiB (ms)", "The ring's time hardly grows with the number of ranks",
+    "ranks K", "time to average 1 MiB (ms)", "The ring's time levels off; the others' grow with every rank",
     theory={f"{name}, formula": (ks, [unit * y for y in ys], colours[name]) for name, ys in formulas.items()},
 )  # fmt: skip
 

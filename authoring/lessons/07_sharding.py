@@ -61,7 +61,7 @@ that is reduced (exercise 7.3 builds it). Level 3 gathers each block of layers j
 
 # %% predict
 guess = show.predict(
-    "Fully sharded over 4 ranks: how much memory does a rank keep between steps, compared with plain DDP?",
+    f"Fully sharded over {K} ranks: how much memory does a rank keep between steps, compared with plain DDP?",
     ["all of it", "half", "a quarter"],
 )
 guess
@@ -113,7 +113,7 @@ show.bars(measured, "kept on a rank (bytes a parameter)", f"On {K} ranks: from 1
 
 # %% reveal
 share = measured["fully sharded"] / measured["plain DDP"]
-guess.reveal(f"{share:.2f} of it on {K} ranks", "a quarter", kind="counted")
+guess.reveal(f"{share:.2f} of it on {K} ranks", guess.answers[K // 2], kind="counted")
 
 # %% check-memory
 # NBVAL_CHECK_OUTPUT

@@ -15,6 +15,8 @@ on all of the data. Only activations travel, from one rank to the next. The ques
 """
 
 # %% imports
+import itertools
+
 from ddp_course import (
     Device,
     dist,
@@ -125,20 +127,20 @@ print("the pipeline's losses are those of one device")
 r"""
 ## Measure the bubble
 
-Each rank gets an emulated device and the same work: a stack of layers, 48 samples. We measure the time of a batch for
-different numbers of micro-batches, 12 among them, and see how much of it a rank worked.
+Each rank gets an emulated device and the same work: a stack of layers, 48 samples. We measure the time of a batch with
+GPipe's schedule for different numbers of micro-batches, 12 among them, and see how much of it a rank worked.
 """
 
 
 # %% bubble
-def idle(microbatches, width=256, layers=4):
+def idle(microbatches, schedule=stage8_pipeline.gpipe, width=256, layers=4):
     stack = [torch.nn.Linear(width, width) for _ in range(layers)]
-    pipeline = stage8_pipeline.Pipeline(torch.nn.Sequential(*stack), microbatches)
-    batch = torch.randn(48, width), torch.zeros(48, dtype=torch.int64)
+    pipeline = stage8_pipeline.Pipeline(torch.nn.Sequential(*stack), microbatches, schedule)
+    inputs = torch.randn(48, width, requires_grad=True)  # else rank 0 would have less to do than the others
     seconds = []
     for _ in range(3):  # the first step also opens connections; the fastest was disturbed least
         with timing.stopwatch() as watch:
-            pipeline.step(*batch)
+            pipeline.step(inputs, torch.zeros(48, dtype=torch.int64))
         seconds.append(watch.seconds)
     return min(seconds)
 
@@ -170,29 +172,31 @@ print("no rank idles less than (K-1)/(M+K-1), and more micro-batches shrink the 
 
 # %% [markdown]
 r"""
-The points lie above the line, the more so the more micro-batches there are. Why? A guess: each micro-batch has a fixed
-cost, its messages and its small operations, which the formula leaves out. If so, a device half as fast loses as many
-milliseconds a micro-batch, out of twice as many. So once more with M = 16, on both devices:
+The points lie a little above the line, the more so the more micro-batches there are. Why? A guess: each micro-batch has a
+fixed cost, its messages and its small operations, which the formula leaves out. If so, a device twice as fast loses as
+many milliseconds a micro-batch, out of half as many. So once more with M = 16, on both devices and with both schedules:
 """
 
 
 # %% gap
-def lost_ms(rate):
+def lost_ms(schedule, rate):
     work = work_s * device.rate / rate
-    seconds = max(launch(idle, 16, world_size=K, device=Device(f"{rate}FLOP/s")))
+    seconds = max(launch(idle, 16, schedule, world_size=K, device=Device(f"{rate}FLOP/s")))
     return 1000 * (seconds - work * (16 + K - 1) / 16) / 16, 1 - work / seconds
 
 
-for rate in (300e6, 150e6):
-    lost, share = lost_ms(rate)
-    print(f"{rate / 1e6:.0f} MFLOP/s: idle {share:.0%}, formula {stage8_pipeline.bubble(K, 16):.0%}; "
+schedules = {"GPipe": stage8_pipeline.gpipe, "1F1B": stage8_pipeline.one_forward_one_backward}
+for name, rate in itertools.product(schedules, (300e6, 150e6)):
+    lost, share = lost_ms(schedules[name], rate)
+    print(f"{name}, {rate / 1e6:.0f} MFLOP/s: idle {share:.1%}, formula {stage8_pipeline.bubble(K, 16):.1%}; "
           f"beyond the formula {lost:.1f} ms a micro-batch (measured)")  # fmt: skip
 
 # %% [markdown]
 r"""
-Read it so: as many milliseconds on both, and half of the gap in per cent, mean a fixed cost of each micro-batch. More on the
-slower device means that the processor had no time left for the real arithmetic: this machine was busy with other things.
-Either way it speaks against ever more micro-batches: each must be large enough for its computing to be long beside its cost.
+Read it so: about as many milliseconds on both devices mean a fixed cost of each micro-batch. 1F1B pays more of it: it turns
+from its left neighbour to its right one and back with every micro-batch, and whoever is late by a moment holds up both,
+where GPipe waits in one direction at a time. Either way it speaks against ever more micro-batches: each must be large
+enough for its computing to be long beside its cost.
 
 ## Measure what is kept
 
