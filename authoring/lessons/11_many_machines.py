@@ -223,7 +223,7 @@ Emulation and simulator agree, but for the work of this machine's cores that lif
 The real thing is slower: no protocol carries all that a datasheet promises. That is why the section after the next
 figure does not begin with datasheets, but fits its numbers to measured step times.
 
-That was the link alone. Now devices as well: A100s by their datasheet, joined by NVLink, both 300 times slower and for a
+That was the link alone. Now devices as well: A100s by their datasheet, joined by NVLink, both 180 times slower and for a
 model 1,000 times larger than the one that trains here (65 thousand weights stand for 65 million). Each has 256 samples,
 however many there are. Beside them the simulator, which knows the same two datasheets, and what PyTorch published for
 ResNet-50 on V100s: another machine and model, so it says how such curves look, not where this one should lie.
@@ -231,7 +231,7 @@ ResNet-50 on V100s: another machine and model, so it says how such curves look, 
 
 
 # %% emulated-devices
-gpu, nvlink = (kind.like(name, slowed=300, scale=1000) for kind, name in ((Device, "A100"), (Link, "NVLink A100")))
+gpu, nvlink = (kind.like(name, slowed=180, scale=1000) for kind, name in ((Device, "A100"), (Link, "NVLink A100")))
 
 
 def training(ranks=1, rank=0):
@@ -267,10 +267,10 @@ show.curves({"A100, emulated": (counts, [100 * played[0] / seconds for seconds i
 
 # %% [markdown]
 r"""
-One step on the emulated machine is one on the real one, 300 times longer. What the small model lacks in size, `scale`
-gives back: bytes and flops, but not the latencies, which are what they are. The 300 has a reason. The arithmetic and
+One step on the emulated machine is one on the real one, 180 times longer. What the small model lacks in size, `scale`
+gives back: bytes and flops, but not the latencies, which are what they are. The 180 has a reason. The arithmetic and
 the messages of 16 ranks are real work, 0.45 s of two cores for each step (measured), and the emulated step must be
-longer than that: it takes 1.4 s. Devices only 100 times slower would have to be through after 0.45 s, and the point at
+longer than that: it takes 0.9 s. Devices only 100 times slower would have to be through after 0.45 s, and the point at
 16 would lie far below the line.
 
 ## Thousands of devices
