@@ -67,9 +67,12 @@ def serve(control: socket.socket) -> None:
 
 
 def load(names: list) -> None:
-    """Import modules; those that are here already cost nothing, and cloudpickle is not on every machine."""
+    """Import modules; those that are here already cost nothing, and cloudpickle is not on every machine.
+
+    Dynamo cannot be imported where its cache cannot be made, for one: only a rank that needs it is to hear of that.
+    """
     for name in names:
-        with contextlib.suppress(ModuleNotFoundError):
+        with contextlib.suppress(Exception):
             importlib.import_module(name)
     remove_empty_cache()
 

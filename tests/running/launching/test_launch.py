@@ -68,6 +68,10 @@ def test_threads_follow_cores_and_world_size():
         assert launch(torch.get_num_threads, world_size=world_size) == [expected] * world_size
 
 
+def rank_with_dynamo():
+    return "torch._dynamo" in sys.modules
+
+
 @pytest.mark.parametrize("caller_has_it", [False, True])
 def test_what_optimizers_load_is_loaded_once_and_not_in_every_rank(monkeypatch, caller_has_it):
     """By the server, before its second launch; before the first if the caller has made an optimizer."""
@@ -76,8 +80,19 @@ def test_what_optimizers_load_is_loaded_once_and_not_in_every_rank(monkeypatch, 
     with monkeypatch.context() as patched:
         if not caller_has_it:
             patched.delitem(sys.modules, "torch._dynamo")
-        found = [launch(lambda: "torch._dynamo" in sys.modules, world_size=1) for _ in range(2)]
+        found = [launch(rank_with_dynamo, world_size=1) for _ in range(2)]
     assert found == [[caller_has_it], [True]]
+
+
+def test_what_cannot_be_loaded_ahead_is_no_reason_to_refuse_a_launch(monkeypatch):
+    """As dynamo, where the folder of its cache belongs to somebody else."""
+    forked.use_server(None)
+    with monkeypatch.context() as patched:
+        patched.setenv("TORCHINDUCTOR_CACHE_DIR", "/dev/null/nowhere")
+        patched.delitem(sys.modules, "torch._dynamo", raising=False)
+        found = [(launch(rank_with_dynamo, world_size=1), forked.server_pid()) for _ in range(4)]
+    forked.use_server(None)
+    assert found == [([False], found[0][1])] * 4, "one server, which lived on"
 
 
 def test_nothing_of_cuda_and_no_thread_in_the_server():

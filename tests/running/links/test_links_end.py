@@ -182,6 +182,7 @@ def test_an_ordinary_user_can_have_virtual_hosts():
             "TMPDIR": folder,
             "PYTHONDONTWRITEBYTECODE": "1",
         }
+        environ.pop("TORCHINDUCTOR_CACHE_DIR", None)  # which torch sets for its own children, and which is ours
         options = {"user": NOBODY, "group": NOBODY, "extra_groups": [], "env": environ, "cwd": folder}
         python = python_of_nobody(options)
         if python is None:
