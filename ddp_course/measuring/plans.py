@@ -20,7 +20,7 @@ estimate, good for orders of magnitude: no latency, every layer alike.
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ..running.units import bits_per_second, rounded
+from ..running.units import bits_per_second, readable
 
 LOCAL_BITS_S = 2.4e12  # NVLink of an A100, each way: 300 GB/s (NVIDIA A100 datasheet, 2020)
 FLOPS = 120e12  # of an A100's 312e12 peak in bfloat16, what large models reach (Korthikanti et al. 2022)
@@ -100,7 +100,7 @@ def decide(
     fastest = min(plan.step_s for plan in fitting)
     chosen = next(plan for plan in fitting if plan.step_s <= SIMPLER * fastest)
     share = 100 * chosen.waiting_s / chosen.step_s
-    return chosen, f"{rounded(chosen.step_s)} s a step, {share:.0f} % of it waiting", plans
+    return chosen, f"{readable(chosen.step_s)} s a step, {share:.0f} % of it waiting", plans
 
 
 def ways(setting: Setting) -> Iterator[Plan]:

@@ -40,7 +40,7 @@ def bytes_per_second(text: str | int) -> float:
     return _parse(str(text).removesuffix("/s"), SIZES, "memory's bandwidth", "5GB/s (B/s, kB/s, MB/s, GB/s)")
 
 
-def rounded(value: float) -> str:
+def readable(value: float) -> str:
     """A number to read: two digits below 10, and whole from there on ("0.29", "5.2", "3,460"), never 3.5e+03."""
     return f"{value:,.0f}" if value >= 9.95 else f"{value:.2g}"
 

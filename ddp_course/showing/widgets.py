@@ -13,7 +13,7 @@ from IPython.display import display
 from matplotlib.patches import Patch
 from tqdm.auto import tqdm
 
-from ..running.units import rounded
+from ..running.units import readable
 from . import recipes, sketches
 from .plots import SPAN_COLOURS, STAGE_COLOURS, Picture, binary_bytes, curves, draw_lane, logarithmic, panels, style
 
@@ -259,7 +259,7 @@ def decision_figure(setting: dict[str, Any], chosen: Any, reason: str, plans: Se
             colours = ["#000000" if p == chosen else STAGE_COLOURS["6"] if p.fits else "#D9D9D9" for p in plans]
             panel.barh(range(len(plans)), values, color=colours, height=0.6)
             for row, value in enumerate(values):
-                panel.text(value, row, f" {rounded(value)} {unit}", va="center", fontsize=9, bbox=PLAIN)
+                panel.text(value, row, f" {readable(value)} {unit}", va="center", fontsize=9, bbox=PLAIN)
             logarithmic(panel, "x")
             panel.set_xlim(min(values) / 3, max(*values, memory_gb if unit == "GB" else 0) * 6)
             panel.grid(axis="y", visible=False)

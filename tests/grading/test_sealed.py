@@ -80,7 +80,7 @@ LIES = {
 }
 NO_CHEATS = {"an empty failure", "a dict for a list", "no number", "endless"}  # their message is enough
 WASTE = {
-    "100 MB": ("def bubble(s, m): return 'x' * (100 << 20)", "too large|not read|cannot be|plain float|in time"),
+    "100 MB": ("def bubble(s, m): return 'x' * (100 << 20)", "too large|not read|cannot be|plain float"),
     "nested too deep": (
         "def bubble(s, m):\n    deep = []\n    for _ in range(5000): deep = [deep]\n    return deep",
         "RecursionError|could not be read|cannot be compared|plain float",
@@ -123,6 +123,7 @@ def test_nothing_that_would_answer_is_within_reach(said, name):
     assert name in NO_CHEATS or said[name].suspicious or remarks(source, allowed_in("8.3", PRISTINE[8])), name
 
 
+@pytest.mark.alone  # 100 MB have to be through before the task's 20 s are over
 @pytest.mark.parametrize("name", WASTE)
 def test_waste_costs_only_the_answer_that_makes_it(said, name):
     assert said["honest"].right

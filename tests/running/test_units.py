@@ -25,8 +25,8 @@ def test_units_are_read(parse, text, value):
     assert parse(text) == pytest.approx(value, rel=1e-12)
 
 
-def test_numbers_are_rounded_to_be_read():
-    found = [units.rounded(value) for value in (0.0294, 2.94, 9.96, 184.0, 3460.0)]
+def test_numbers_are_readable():
+    found = [units.readable(value) for value in (0.0294, 2.94, 9.96, 184.0, 3460.0)]
     assert found == ["0.029", "2.9", "10", "184", "3,460"]
 
 

@@ -203,25 +203,20 @@ def check_bytes(evidence, widths, tied, chosen):
             continue
         number(found, int, "the result")
         trained = [p for p in model.parameters() if p.requires_grad]
-        expected = sum(map(nbytes, trained))
+        expected = sum(p.nbytes for p in trained)
         faults = {
             "those are numbers, not bytes: each takes element_size() bytes": sum(p.numel() for p in trained),
             "that is the number of tensors": len(trained),
-            "frozen parameters (requires_grad=False) have no gradient": sum(map(nbytes, model.parameters())),
-            "buffers have no gradient": sum(map(nbytes, [*model.parameters(), *model.buffers()])),
+            "frozen parameters (requires_grad=False) have no gradient": sum(p.nbytes for p in model.parameters()),
+            "buffers have no gradient": sum(t.nbytes for t in [*model.parameters(), *model.buffers()]),
             "weights that two layers share have one gradient": sum(
-                nbytes(p) for p in shared_twice(model) if p.requires_grad
+                p.nbytes for p in shared_twice(model) if p.requires_grad
             ),
             "not every parameter is float32: ask for element_size()": sum(p.numel() * 4 for p in trained),
         }
         for message, wrong in faults.items():
             require(found != wrong or wrong == expected, f"{kind}: {found}; {message}")
         require(found == expected, f"{kind}: {found}; {expected} bytes were expected")
-
-
-def nbytes(tensor):
-    """Bytes of a tensor's numbers."""
-    return tensor.numel() * tensor.element_size()
 
 
 def shared_twice(model):
