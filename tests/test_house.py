@@ -66,6 +66,34 @@ def test_no_function_is_longer_than_a_screen():
     assert not [path.relative_to(ROOT).as_posix() for path in MODULES if long_functions(path.read_text())]
 
 
+def defined(source, kind):
+    """Names of the classes or functions (`kind` of node) that `source` defines, at any depth."""
+    return [node.name for node in ast.walk(ast.parse(source)) if isinstance(node, kind)]
+
+
+TWICE = {  # classes that share a name
+    "Bucket": "gradients that travel together, in stage 5 and in stage 6",
+    "Part": "of a benchmark, and of a task",
+    "Switch": "what stands between the ranks, in the throttled wire and in the grader",
+}
+RUN = {  # who is called `run` beside the commands
+    "measuring/comparison.py": "trains with every stage: lessons call it",
+    "train.py": "trains with one stage: lessons call it",
+    "stage8_pipeline.py": "a rank's instructions for one batch",
+    "grading/tasks/exercise01.py": "a training loop as learners get it wrong",
+}
+
+
+def test_a_word_has_one_meaning():
+    """No two classes share a name, and what is called `run` is a command, or trains."""
+    assert defined("class A:\n    def run(self):\n        class B: ...", ast.ClassDef) == ["A", "B"]
+    sources = {path.relative_to(ROOT / "ddp_course").as_posix(): path.read_text() for path in MODULES}
+    classes = [name for source in sources.values() for name in set(defined(source, ast.ClassDef))]
+    assert {name for name in classes if classes.count(name) > 1} == set(TWICE)
+    runs = {module for module, source in sources.items() if "run" in defined(source, ast.FunctionDef)}
+    assert {module for module in runs if not module.startswith("commands/")} == set(RUN)
+
+
 REASONS = {  # of test modules that mirror no module of the package
     "authoring": "authoring/ is beside the package",
     "grading/test_exercises": "all tasks against all wrong answers",

@@ -54,7 +54,7 @@ class CommunicationThread:
         """
         own = self.stream(device)
         job, ready, stream = Future(), computed(device), stream or own
-        self.jobs.put((job, lambda: self.run(function, ready, stream)))
+        self.jobs.put((job, lambda: self.carry_out(function, ready, stream)))
 
         def wait():
             result, finished = job.result()
@@ -64,7 +64,7 @@ class CommunicationThread:
 
         return wait
 
-    def run(self, function: Callable[..., Any], ready: Any, stream: Any) -> tuple[Any, torch.cuda.Event | None]:
+    def carry_out(self, function: Callable[..., Any], ready: Any, stream: Any) -> tuple[Any, torch.cuda.Event | None]:
         """In the thread: one job; returns its result and, on CUDA, the event that marks its end."""
         if self.failure is not None:
             raise RuntimeError(
@@ -103,12 +103,12 @@ def keep_for_backward(owner: object, outputs: Any) -> Any:
 
 def work(jobs: Any) -> None:
     """The thread: no reference to its owner, so that it ends with it; a daemon, so that a rank that fails can end."""
-    for job, run in iter(jobs.get, None):
+    for job, call in iter(jobs.get, None):
         try:
-            job.set_result(run())
+            job.set_result(call())
         except BaseException as error:
             job.set_exception(error)
-        del job, run  # a thread that waits keeps nothing alive
+        del job, call  # a thread that waits keeps nothing alive
 
 
 def is_queued(device: torch.device) -> bool:

@@ -33,7 +33,7 @@ from ddp_course.measuring.simulate import (
     sweep,
 )
 from ddp_course.measuring.simulate.algorithms import gloo_ring, nccl_ring, ring
-from ddp_course.measuring.simulate.network import Pause, Receive, Send, Work
+from ddp_course.measuring.simulate.network import Computing, Pause, Receive, Send
 from ddp_course.measuring.simulate.step import on_hosts
 from ddp_course.measuring.theory import Costs
 from ddp_course.showing import simulator_plots
@@ -63,7 +63,7 @@ def run_processes(network, *processes):
     simulation = Simulation(network)
     for rank, process in enumerate(processes):
         simulation.start(rank, process(simulation))
-    return simulation.run()
+    return simulation.play()
 
 
 def test_two_senders_share_the_receivers_link():
@@ -99,7 +99,7 @@ def test_both_directions_at_once_and_rendezvous():
 
 def test_slowed_down_work_takes_longer_from_that_moment():
     def worker(simulation):
-        yield Work(4)
+        yield Computing(4)
 
     def brake(simulation):
         yield Pause(1)
@@ -364,10 +364,10 @@ def test_library_rings_send_exactly_what_a_ring_sends(program, monkeypatch):
         sent = {}
         original = Simulation.post
 
-        def counting(self, rank, operation, original=original, sent=sent):
-            if isinstance(operation, Send) and not operation.posted:
-                sent[rank] = sent.get(rank, 0) + operation.nbytes
-            return original(self, rank, operation)
+        def counting(self, rank, activity, original=original, sent=sent):
+            if isinstance(activity, Send) and not activity.posted:
+                sent[rank] = sent.get(rank, 0) + activity.nbytes
+            return original(self, rank, activity)
 
         with monkeypatch.context() as patch:
             patch.setattr(Simulation, "post", counting)
@@ -500,12 +500,12 @@ def test_full_simulation_of_ring_uses_every_rank():
     simulation = Simulation(LINK)
     for rank in range(4):
         simulation.start(rank, ring(rank, 4, 4e6, simulation))
-    assert simulation.run() == pytest.approx(theory.ring(4e6, 4, LINK.link))
+    assert simulation.play() == pytest.approx(theory.ring(4e6, 4, LINK.link))
     with pytest.raises(RuntimeError, match="deadlock"):
         partial = Simulation(LINK)
         for rank in range(3):
             partial.start(rank, ring(rank, 4, 4e6, partial))
-        partial.run()
+        partial.play()
 
 
 # ---- our own training ---------------------------------------------------------------------------------------------

@@ -44,9 +44,9 @@ def duplex_server(
             for peer in range(1, world_size):
                 yield Send(peer, piece)
 
-    def stream(operation):
+    def stream(activity):
         for _ in range(pieces):
-            yield operation()
+            yield activity()
 
     if rank == 0:
         yield collect(), send_back()

@@ -1,14 +1,14 @@
 """Discrete events: processes that send, receive and compute, and links that carry one message at a time.
 
-A process is a generator. It yields the operations it wants to wait for, together:
+A process is a generator. It yields the activities it wants to wait for, together:
 
     yield Send(right, nbytes), Receive(left)      both at once, go on when both are done
     yield Pause(0.001)                            a millisecond later
-    yield Work(0.001)                             a millisecond of computing, longer if the device is slowed down
+    yield Computing(0.001)                        a millisecond of computing, longer if the device is slowed down
     yield signal                                  until another process calls `simulation.fire(signal)`
-    yield other_process()                         a generator is an operation too: it runs beside this one
+    yield other_process()                         a generator is an activity too: it runs beside this one
 
-`simulation.post(rank, operation)` begins an operation without waiting; yield it later.
+`simulation.post(rank, activity)` begins an activity without waiting; yield it later.
 
 A message starts when sender and receiver are both there and the links are free: the sender's way out and the
 receiver's way in. It occupies them for beta n seconds and arrives alpha seconds later; the latency occupies
@@ -46,7 +46,7 @@ class Network(NamedTuple):
 
 
 @dataclass(eq=False)
-class Operation:
+class Activity:
     """Something that takes time. `done` when finished; until then `waiting` holds what to call."""
 
     done: bool = field(default=False, init=False)
@@ -55,7 +55,7 @@ class Operation:
 
 
 @dataclass(eq=False)
-class Send(Operation):
+class Send(Activity):
     """A message of `nbytes` to rank `target`; done when it has arrived. Equal tags meet in order."""
 
     target: int
@@ -64,7 +64,7 @@ class Send(Operation):
 
 
 @dataclass(eq=False)
-class Receive(Operation):
+class Receive(Activity):
     """The next message with this tag from rank `source`."""
 
     source: int
@@ -72,26 +72,26 @@ class Receive(Operation):
 
 
 @dataclass(eq=False)
-class Pause(Operation):
+class Pause(Activity):
     """Time that nothing can stretch."""
 
     seconds: float
 
 
 @dataclass(eq=False)
-class Work(Operation):
+class Computing(Activity):
     """Computing that would take `seconds` on an undisturbed device."""
 
     seconds: float
 
 
 @dataclass(eq=False)
-class Signal(Operation):
+class Signal(Activity):
     """Done when somebody fires it."""
 
 
 @dataclass(eq=False)
-class Message:
+class Delivery:
     """A message that both sides are ready for."""
 
     links: tuple
@@ -101,7 +101,7 @@ class Message:
 
 
 class Simulation:
-    """The clock, the links and all that is under way. `run()` plays until nothing is left to do."""
+    """The clock, the links and all that is under way. `play()` goes on until nothing is left to do."""
 
     def __init__(self, network):
         self.network, self.now = network, 0.0
@@ -111,15 +111,15 @@ class Simulation:
         self.speed, self.works = defaultdict(lambda: 1.0), {}
         self.unfinished = {}
 
-    def start(self, rank: int, process: Iterator[Any]) -> Operation:
-        """Let the generator `process` of `rank` begin now; returns an operation that is done when it ends."""
+    def start(self, rank: int, process: Iterator[Any]) -> Activity:
+        """Let the generator `process` of `rank` begin now; returns an activity that is done when it ends."""
         ended = Signal()
         ended.posted = True
         self.unfinished[ended] = rank
         self._resume(rank, process, ended)
         return ended
 
-    def run(self) -> float:
+    def play(self) -> float:
         """Play all events; returns the time of the last. RuntimeError if processes wait for each other for ever."""
         while self.agenda:
             time, _, call = heapq.heappop(self.agenda)
@@ -131,38 +131,38 @@ class Simulation:
             raise RuntimeError(f"deadlock after {self.now:.6g} s: ranks {ranks} wait for messages that nobody sends")
         return self.now
 
-    def post(self, rank: int, operation: Operation) -> Operation:
-        """Begin `operation` on behalf of `rank`; returns it."""
-        if not isinstance(operation, Operation):
-            return self.start(rank, operation)
-        if operation.posted:
-            return operation
-        operation.posted = True
-        if isinstance(operation, Pause):
-            self._at(self.now + operation.seconds, lambda: self.fire(operation))
-        elif isinstance(operation, Work):
-            self._work(rank, operation)
-        elif isinstance(operation, Send):
-            self.sends[rank, operation.target, operation.tag].append(operation)
-            self._match(rank, operation.target, operation.tag)
-        elif isinstance(operation, Receive):
-            self._announce(operation.source, rank, operation)
-        return operation
+    def post(self, rank: int, activity: Activity) -> Activity:
+        """Begin `activity` on behalf of `rank`; returns it."""
+        if not isinstance(activity, Activity):
+            return self.start(rank, activity)
+        if activity.posted:
+            return activity
+        activity.posted = True
+        if isinstance(activity, Pause):
+            self._at(self.now + activity.seconds, lambda: self.fire(activity))
+        elif isinstance(activity, Computing):
+            self._work(rank, activity)
+        elif isinstance(activity, Send):
+            self.sends[rank, activity.target, activity.tag].append(activity)
+            self._match(rank, activity.target, activity.tag)
+        elif isinstance(activity, Receive):
+            self._announce(activity.source, rank, activity)
+        return activity
 
-    def fire(self, operation: Operation) -> None:
-        """Mark `operation` as done and wake whoever waits for it."""
-        operation.posted = operation.done = True
-        for wake in operation.waiting:
+    def fire(self, activity: Activity) -> None:
+        """Mark `activity` as done and wake whoever waits for it."""
+        activity.posted = activity.done = True
+        for wake in activity.waiting:
             self._at(self.now, wake)
-        operation.waiting.clear()
+        activity.waiting.clear()
 
     def set_speed(self, rank: int, speed: float) -> None:
         """From now on `rank` computes at `speed` times its own pace, work under way included."""
         if rank in self.works:
-            operation, remaining, since, event = self.works[rank]
+            activity, remaining, since, event = self.works[rank]
             event[2] = None
             remaining -= (self.now - since) * self.speed[rank]
-            self._schedule_work(rank, operation, remaining, speed)
+            self._schedule_work(rank, activity, remaining, speed)
         self.speed[rank] = speed
 
     def _at(self, time, call):
@@ -177,8 +177,8 @@ class Simulation:
             del self.unfinished[ended]
             self.fire(ended)
             return
-        operations = [self.post(rank, each) for each in (wanted if isinstance(wanted, tuple) else (wanted,))]
-        missing = [operation for operation in operations if not operation.done]
+        activities = [self.post(rank, each) for each in (wanted if isinstance(wanted, tuple) else (wanted,))]
+        missing = [activity for activity in activities if not activity.done]
         left = [len(missing)]
 
         def one_done():
@@ -186,30 +186,30 @@ class Simulation:
             if not left[0]:
                 self._resume(rank, process, ended)
 
-        for operation in missing:
-            operation.waiting.append(one_done)
+        for activity in missing:
+            activity.waiting.append(one_done)
         if not missing:
             self._at(self.now, lambda: self._resume(rank, process, ended))
 
-    def _work(self, rank, operation):
+    def _work(self, rank, activity):
         if rank in self.works:
             raise RuntimeError(f"rank {rank} already computes: a device does one thing at a time")
-        self._schedule_work(rank, operation, operation.seconds, self.speed[rank])
+        self._schedule_work(rank, activity, activity.seconds, self.speed[rank])
 
-    def _schedule_work(self, rank, operation, remaining, speed):
+    def _schedule_work(self, rank, activity, remaining, speed):
         def finish():
             del self.works[rank]
-            self.fire(operation)
+            self.fire(activity)
 
         event = self._at(self.now + max(0.0, remaining) / speed, finish)
-        self.works[rank] = (operation, remaining, self.now, event)
+        self.works[rank] = (activity, remaining, self.now, event)
 
-    def _announce(self, source, target, operation):
+    def _announce(self, source, target, activity):
         """Make a posted receive known to the sender: at once, or after a ready message's latency."""
 
         def ready():
-            self.receives[source, target, operation.tag].append(operation)
-            self._match(source, target, operation.tag)
+            self.receives[source, target, activity.tag].append(activity)
+            self._match(source, target, activity.tag)
 
         if self.network.handshake:
             self._at(self.now + self.network.path(target, source)[0].alpha, ready)
@@ -224,7 +224,7 @@ class Simulation:
 
     def _transfer(self, source, target, nbytes, arrived):
         costs, links = self.network.path(source, target)
-        self.queue.append(Message(links, nbytes * costs.beta, costs.alpha, arrived))
+        self.queue.append(Delivery(links, nbytes * costs.beta, costs.alpha, arrived))
         self._start_transfers()
 
     def _start_transfers(self):

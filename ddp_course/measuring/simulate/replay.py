@@ -21,7 +21,7 @@ def replay(collective: Callable[..., Any], nbytes: int, world_size: int, network
     simulation = Simulation(network)
     for rank, events in enumerate(notes):
         simulation.start(rank, _again(rank, events, simulation))
-    return simulation.run()
+    return simulation.play()
 
 
 def _messages_on_rank(collective, nbytes):

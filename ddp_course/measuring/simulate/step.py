@@ -20,7 +20,7 @@ from .. import theory
 from ..timeline import Span
 from .algorithms import PROGRAMS
 from .model import Profile, assign_buckets, checked
-from .network import Network, Pause, Signal, Simulation, Work
+from .network import Computing, Network, Pause, Signal, Simulation
 
 CAPS_MB = tuple(2.0**k for k in range(-4, 9))
 
@@ -80,7 +80,7 @@ def simulate(
         sending = _communicate(rank, sizes, full, partial(program, rank, world_size), pace, overhead_s, record)
         reduced = simulation.start(rank, sending)
         simulation.start(rank, _compute(profile, buckets, full, reduced, simulation, record))
-    step_s = simulation.run()
+    step_s = simulation.play()
     communication_s = sum(span.seconds for span in spans[0] if span.name == "communication")
     compute_s = profile.compute_s * pace.slowdown(False)
     return Step(world_size, step_s, compute_s, communication_s, sizes, tuple(sorted(spans[0], key=_by_start)))
@@ -93,7 +93,7 @@ def play(algorithm: Any, nbytes: float, world_size: int, network: Network, **opt
     simulation = Simulation(network)
     for rank in range(world_size):
         simulation.start(rank, program(rank, world_size, nbytes, simulation, **options))
-    return simulation.run()
+    return simulation.play()
 
 
 def best_bucket_cap(
@@ -169,11 +169,11 @@ def _compute(profile, buckets, full, reduced, simulation, record):
     """What a device does: forward, backward with its full buckets announced, wait, update."""
     last = {bucket[-1]: signal for bucket, signal in zip(buckets, full, strict=True)}
     start = simulation.now
-    yield Work(sum(layer.forward_s for layer in profile.layers))
+    yield Computing(sum(layer.forward_s for layer in profile.layers))
     record("forward", start)
     start = simulation.now
     for index in reversed(range(len(profile.layers))):
-        yield Work(profile.layers[index].backward_s)
+        yield Computing(profile.layers[index].backward_s)
         if index in last:
             simulation.fire(last[index])
     record("backward", start)
@@ -181,7 +181,7 @@ def _compute(profile, buckets, full, reduced, simulation, record):
     yield reduced
     record("wait", start)
     start = simulation.now
-    yield Work(profile.update_s)
+    yield Computing(profile.update_s)
     record("update", start)
 
 

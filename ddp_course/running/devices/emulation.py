@@ -114,8 +114,8 @@ class Emulation:
         """Seconds that all emulated devices have worked, together."""
         return sum(clock.busy for clock in self.clocks.values())
 
-    def run(self, number: int, operation: Any, args: tuple, kwargs: dict) -> Any:
-        """Run one operation on emulated device `number`, and let the time pass that it takes there."""
+    def perform(self, number: int, operation: Any, args: tuple, kwargs: dict) -> Any:
+        """Perform one operation on emulated device `number`, and let the time pass that it takes there."""
         formula = roofline.flops_formula(operation)
         moves = roofline.has_traffic(operation)
         if not self.active:
@@ -196,7 +196,7 @@ class OnDevice(TorchDispatchMode):
         self.emulation, self.number = emulation, number
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return self.emulation.run(self.number, func, args, kwargs or {})
+        return self.emulation.perform(self.number, func, args, kwargs or {})
 
 
 TO_COPY = torch.ops.aten._to_copy.default

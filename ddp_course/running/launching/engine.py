@@ -20,7 +20,7 @@ import torch
 
 from ...errors import CourseError
 from .limits import check_world_size
-from .run import Run
+from .run import Launched
 from .setting import describe_launch, open_payload, start_method
 
 LEASE_SECONDS = 2.5  # how long a part lives on without being asked for news
@@ -72,7 +72,7 @@ def begin(number: int, request: dict, packed: bytes) -> None:
     setting["environ"]["GLOO_SOCKET_IFNAME"] = request["card"]
     setting |= {name: request[name] for name in ("world_size", "ranks", "store", "backend")}
     store, _ = _parts.pop(number, (None, None))
-    _parts[number] = store, Part(setting, packed)
+    _parts[number] = store, LocalRanks(setting, packed)
 
 
 def news(number: int) -> bytes:
@@ -93,7 +93,7 @@ def end(number: int) -> None:
         del _parts[number]
 
 
-class Part:
+class LocalRanks:
     """The ranks of one launch that live on this host."""
 
     def __init__(self, setting: dict, packed: bytes):
@@ -121,39 +121,40 @@ class Part:
     def carry_out(self) -> None:
         """In a thread: the whole life of this host's ranks."""
         try:
-            self.run_ranks()
+            self.start_and_watch()
         except BaseException as error:
             self.tell("broken", f"{type(error).__name__}: {error}")
         self.tell("over")
 
-    def run_ranks(self) -> None:
+    def start_and_watch(self) -> None:
         """Start the ranks, watch them, tell how it ended."""
-        run = self.new_run()
-        run.tick, run.stop, run.advance = TICK_SECONDS, self.given_up, lambda steps: self.tell("steps", steps)
-        run.hold = lambda: self.hold(run)
+        launched = self.new_launch()
+        launched.tick, launched.stop = TICK_SECONDS, self.given_up
+        launched.advance = lambda steps: self.tell("steps", steps)
+        launched.hold = lambda: self.hold(launched)
         try:
-            run.start(self.payload_file())
-            run.watch()
+            launched.start(self.payload_file())
+            launched.watch()
         finally:
-            run.close()
-        if run.states:
-            self.tell("states", run.states, run.calls, run.entered)
-        elif run.failures and not run.ended_from_outside:
+            launched.close()
+        if launched.states:
+            self.tell("states", launched.states, launched.calls, launched.entered)
+        elif launched.failures and not launched.ended_from_outside:
             now = time.monotonic()
-            self.tell("failures", [replace(each, time=each.time - now) for each in run.ordered_failures()])
+            self.tell("failures", [replace(each, time=each.time - now) for each in launched.ordered_failures()])
         elif not self.ending:
             try:
-                run.outcome()
+                launched.outcome()
             except (CourseError, ValueError) as error:
                 self.tell("broken", str(error))
 
-    def hold(self, run: Run) -> None:
+    def hold(self, launched: Launched) -> None:
         """All ranks here have their results: say so, and wait until all hosts have."""
-        self.tell("results", run.results)
-        while not (self.given_up() or run.failures or run.agent_gone):
-            run.step(TICK_SECONDS)
+        self.tell("results", launched.results)
+        while not (self.given_up() or launched.failures or launched.agent_gone):
+            launched.step(TICK_SECONDS)
 
-    def new_run(self) -> Run:
+    def new_launch(self) -> Launched:
         """A launch of this host's own kind."""
 
         def show(bar, rank, stream, text):

@@ -18,25 +18,25 @@ from typing import IO, Any
 
 from .channel import send, send_descriptors
 from .limits import PIPES_A_RANK, SHARED_PIPES
-from .run import ENDING_SECONDS, Mail, Run, Text
+from .run import ENDING_SECONDS, Launched, Mail, Text
 
 
 def run_forked(setting: dict, payload: IO[bytes], show: Callable) -> list:
     """Run one launch to its end; once more if the server was being killed before any rank came to life."""
     for last_try in (False, True):
-        run = Forked(setting, show)
+        launched = Forked(setting, show)
         try:
-            run.start(payload)
-            run.watch()
+            launched.start(payload)
+            launched.watch()
         finally:
-            run.close()
-        if last_try or not run.never_started():
-            return run.outcome(server_log())
+            launched.close()
+        if last_try or not launched.never_started():
+            return launched.outcome(server_log())
         wait_for_the_end_of_the_server()
     raise AssertionError("the last try returns or raises")
 
 
-class Forked(Run):
+class Forked(Launched):
     """A launch whose processes the server forks, and whose words come through pipes."""
 
     def __init__(self, setting: dict, show: Callable):

@@ -121,7 +121,7 @@ def read_some(file: io.RawIOBase) -> bytes | None:
     return None if count is None else bytes(buffer[:count])
 
 
-class Run(ABC):
+class Launched(ABC):
     """One launch: started, watched until its fate is known, closed, and then asked for its outcome."""
 
     quiet = QUIET_SECONDS

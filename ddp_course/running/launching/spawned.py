@@ -21,7 +21,7 @@ from typing import IO, Any
 import cloudpickle
 
 from ...errors import LaunchError
-from .run import ENDING_SECONDS, Run
+from .run import ENDING_SECONDS, Launched
 from .spares import kill_marked, refill, take_spares
 
 POLL_SECONDS = 0.005
@@ -31,19 +31,19 @@ FILES = ("report", "stdout", "stderr", "stacks")
 
 def run_spawned(setting: dict, payload: IO[bytes], show: Callable) -> list:
     """Run one launch to its end; `payload` is an open file with the packed call."""
-    run = Spawned(setting, show)
+    launched = Spawned(setting, show)
     try:
-        run.start(payload)
-        run.watch()
+        launched.start(payload)
+        launched.watch()
     finally:
-        run.close()
-        refill(len(run.ranks))
-    if run.log:
-        raise LaunchError(f"the ranks could not be started\n{run.log}".strip())
-    return run.outcome()
+        launched.close()
+        refill(len(launched.ranks))
+    if launched.log:
+        raise LaunchError(f"the ranks could not be started\n{launched.log}".strip())
+    return launched.outcome()
 
 
-class Spawned(Run):
+class Spawned(Launched):
     """A launch whose ranks were spares, and whose words come through files."""
 
     def __init__(self, setting: dict, show: Callable):
