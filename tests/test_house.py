@@ -159,6 +159,7 @@ ELSEWHERE = {  # modules without a test module of their own name, by the test mo
     "running/launching/test_launch": "running/launching/{agent,channel,forked,limits,progress,run,server,setting}",
     "running/launching/test_launch_spawn": "running/launching/{spare,spares,spawned}",
     "running/launching/test_magic": "running/launching/cell",
+    "running/links/test_links": "running/trial",
     "running/test_faults": "measuring/stragglers running/flight_recorder",
     "test_docs": "errors",
     "test_train_script": "train wrapping",

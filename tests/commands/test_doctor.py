@@ -1,4 +1,5 @@
 import re
+import subprocess
 import sys
 import warnings
 from importlib.metadata import PackageNotFoundError
@@ -91,3 +92,13 @@ def test_without_torch_the_report_ends_with_what_to_do(capsys, monkeypatch):
     assert doctor.main() == 1
     assert "run: make setup" in (printed := capsys.readouterr().out)
     assert "jupyterlab" in printed
+
+
+def test_hosts_are_tried_while_torch_is_imported(monkeypatch):
+    order = []
+    monkeypatch.setattr(doctor.trial, "begin", lambda: order.append("hosts"))
+    monkeypatch.setattr(doctor, "torch_parts", lambda: iter(order.append("torch") or ()))
+    doctor.main()
+    assert order == ["hosts", "torch"]
+    loaded = "import sys, ddp_course.commands.doctor; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", loaded], check=False).returncode == 0

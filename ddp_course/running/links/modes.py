@@ -7,15 +7,12 @@ master_address          where the agent's rendezvous store can be reached from t
 enter(rank)             in a rank, before it makes any socket
 """
 
-import json
-import subprocess
-import sys
-from functools import cache
 from pathlib import Path
 
 from ...errors import LinkError
 from .. import wire
 from ..launching.setting import start_method
+from ..trial import try_hosts
 from . import virtual_hosts
 
 SPAWNED = "ranks are not forked here, and a process that runs already cannot enter them"
@@ -93,18 +90,3 @@ def available() -> dict:
     """For each way of emulating links: None where this machine allows it, or one line about why not."""
     allowed = {name: mode.obstacle(0.0) for name, mode in MODES.items()}
     return {"hosts": allowed["hosts"], "hosts with latency": VirtualHosts.obstacle(1e-3), **allowed}
-
-
-@cache
-def try_hosts() -> dict:
-    """Build two virtual hosts in a small process of their own, once: namespaces need one without threads."""
-    if sys.platform != "linux":
-        return {"reason": "virtual hosts need Linux", "latency": False}
-    try:
-        tried = subprocess.run(
-            [sys.executable, str(Path(virtual_hosts.__file__))],
-            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60,
-        )  # fmt: skip
-        return json.loads(tried.stdout)
-    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
-        return {"reason": f"the attempt to build them failed ({error})", "latency": False}

@@ -4,6 +4,7 @@ A machine under load only ever makes things slower, so the bounds from below are
 """
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from oracles import assert_all_equal_sum, rank_tensor
 
 from ddp_course import launch, stage3_paramserver, stage4_ring
 from ddp_course.errors import LinkError
-from ddp_course.running import links, wire
+from ddp_course.running import links, trial, wire
 from ddp_course.running.links import LINKS, Link, calibration, capacity, link, modes, throttle
 
 MODES = [
@@ -123,6 +124,27 @@ def test_automatic_mode_takes_the_wire_where_hosts_are_forbidden(monkeypatch):
     assert links.available() == {"hosts": "AppArmor says no", "hosts with latency": "AppArmor says no", "wire": None}
     with pytest.raises(LinkError, match=r"AppArmor says no.*wire"):
         Link(mode="hosts")
+
+
+@pytest.fixture
+def tried_anew():
+    """What was tried before is forgotten, and so is what the test tries."""
+    found = trial.try_hosts.cache_clear, trial.begin.cache_clear
+    for forget in found:
+        forget()
+    yield
+    for forget in found:
+        forget()
+
+
+@pytest.mark.parametrize("script, why", [("print('yes')", "Expecting value"), ("import time; time.sleep(99)", "timed")])
+def test_an_attempt_that_tells_nothing_takes_the_wire(script, why, tried_anew, monkeypatch, tmp_path):
+    (tmp_path / "script.py").write_text(script)
+    monkeypatch.setattr(trial, "SCRIPT", tmp_path / "script.py")
+    monkeypatch.setattr(trial, "SECONDS", 3)
+    assert Link().mode == "wire"
+    assert re.search(rf"the attempt to build them failed \(.*{why}", links.available()["hosts"])
+    assert trial.begin().poll() is not None
 
 
 def test_latency_without_netem_takes_the_wire(monkeypatch):
