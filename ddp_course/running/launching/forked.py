@@ -135,6 +135,9 @@ class Forked(Launched):
         return self.agent_gone and not heard
 
 
+NEEDED_TOO = ("torch._dynamo", "pytest")  # optimizers load the one, whose functions stand in tests the other
+
+
 class Server:
     """The preloaded server process of this caller, and the socket over which it takes orders."""
 
@@ -148,9 +151,9 @@ class Server:
     def begin(self, theirs: socket.socket) -> subprocess.Popen:
         """Start the process, with its end of the socket; returns it, as `subprocess.Popen` does.
 
-        A caller that has made an optimizer has loaded dynamo; its ranks will need it too.
+        What takes long to import and the caller has loaded, its ranks will need too.
         """
-        needed = ["torch._dynamo"] if "torch._dynamo" in sys.modules else []
+        needed = [name for name in NEEDED_TOO if name in sys.modules]
         return subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("server.py")), *needed],
             stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=self.complaints, start_new_session=True,

@@ -20,6 +20,7 @@ sys.path[:] = [
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import pickle
 import select
@@ -70,10 +71,15 @@ def load(names: list) -> None:
     """Import modules; those that are here already cost nothing, and cloudpickle is not on every machine.
 
     Dynamo cannot be imported where its cache cannot be made, for one: only a rank that needs it is to hear of that.
+    What modules define is no garbage: not to look for any saves a fifth of the time, and frozen, it is not copied
+    into ranks that look.
     """
+    gc.disable()
     for name in names:
         with contextlib.suppress(Exception):
             importlib.import_module(name)
+    gc.freeze()
+    gc.enable()
     remove_empty_cache()
 
 

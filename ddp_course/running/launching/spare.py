@@ -14,6 +14,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != HERE]
 
 import atexit
+import gc
 import importlib
 import json
 import pickle
@@ -30,11 +31,13 @@ def main() -> None:
     words: queue.Queue = queue.Queue()
     threading.Thread(target=listen, args=(os.dup(0), words), daemon=True).start()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    gc.disable()  # what modules define is no garbage: a fifth of the time to import them
     for name in AT_ONCE:
         importlib.import_module(name)
     for name in WHEN_IDLE:
         if words.empty():
             importlib.import_module(name)
+    gc.enable()
     order = json.loads(words.get())
     folder, rank = order["folder"], order["rank"]
     with open(os.path.join(folder, "setting"), "rb") as file:

@@ -1,5 +1,6 @@
 """`launch` itself: results, arguments, limits, what ranks see, and what happens when its processes are killed."""
 
+import gc
 import importlib
 import math
 import os
@@ -82,6 +83,14 @@ def test_what_optimizers_load_is_loaded_once_and_not_in_every_rank(monkeypatch, 
             patched.delitem(sys.modules, "torch._dynamo")
         found = [launch(rank_with_dynamo, world_size=1) for _ in range(2)]
     assert found == [[caller_has_it], [True]]
+
+
+def test_ranks_find_what_takes_long_to_import_and_collect_only_their_own_garbage():
+    forked.use_server(None)
+    [(loaded, collects, frozen)] = launch(
+        lambda: ("pytest" in sys.modules, gc.isenabled(), gc.get_freeze_count()), world_size=1
+    )
+    assert loaded and collects and frozen > 100_000
 
 
 def test_what_cannot_be_loaded_ahead_is_no_reason_to_refuse_a_launch(monkeypatch):
