@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import psutil
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # as in many containers: every rank would compile the course anew
+sys.dont_write_bytecode = False
 
 
 def pytest_configure(config):
