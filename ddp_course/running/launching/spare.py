@@ -37,6 +37,7 @@ def main() -> None:
     for name in WHEN_IDLE:
         if words.empty():
             importlib.import_module(name)
+    gc.freeze()
     gc.enable()
     order = json.loads(words.get())
     folder, rank = order["folder"], order["rank"]
