@@ -7,6 +7,11 @@ A bucket is one flat tensor with a window, a *view*, for each gradient in it. Th
 
 Without views, the second copy can be saved if nobody is able to tell the difference: see `Bucket.lend`.
 
+A large gradient moves as soon as it is there, over 1/K in the same pass. To ask for the copy of a small one takes
+longer than the copy itself, so small ones wait, and move in one call for all of them:
+
+    small, small, small --wait--> one copy, and one multiplication by 1/K: while they are still in the cache
+
 The layout is the one that `torch.nn.parallel.DistributedDataParallel` computes, bucket for bucket: the tests compare
 with `torch.distributed._compute_bucket_assignment_by_size`.
 """
@@ -22,6 +27,8 @@ from ..running.torch_inside import users_of_storage
 MIB = 2**20
 FIRST_CAP = 1 * MIB  # the first bucket is small so that communication starts early
 DEFAULT_CAP = 25 * MIB
+SMALL = 16 * 2**10  # bytes; a gradient of at most that many waits for others,
+AT_ONCE = 64  # but no more than this many wait: 1 MiB of memory
 NO_LIMIT = 2**63  # one bucket for all: in the first pass, when nobody knows the order of the gradients yet
 HIGHER_ORDER = (
     "backward(create_graph=True) with DistributedDataParallel: gradients are averaged, but the averaging is no part of "
@@ -74,15 +81,17 @@ class Filling:
 class Bucket:
     """The flat tensor that is all-reduced, its views, and the parameters whose gradients it carries.
 
-    `missing` counts the gradients that this backward pass has not produced yet. With `lends` gradients may move in
-    (not on CUDA, where copies are fast and another stream may still be reading the memory that they left).
+    `missing` counts the gradients that this backward pass has not produced yet, `waiting` has the small ones that it
+    has, each with parameter and view. With `lends` large gradients may move in (not on CUDA, where copies are fast and
+    another stream may still be reading the memory that they left).
     """
 
     def __init__(self, index, parameters, as_view, lends, dtype=None):
         self.index, self.parameters, self.dtype = index, parameters, dtype or parameters[0].dtype
         self.as_view = as_view and self.dtype == parameters[0].dtype
         self.lends = lends and parameters[0].device.type == "cpu"
-        self.missing = len(parameters)
+        self.is_small = [p.numel() * p.element_size() <= SMALL for p in parameters]
+        self.missing, self.waiting = len(parameters), []
         self.allocate()
         if self.as_view:
             self.adopt()
@@ -93,7 +102,9 @@ class Bucket:
         self.flat = torch.empty(size, dtype=self.dtype, device=self.parameters[0].device)
         self.views = self.views_of(self.flat)
         if self.lends:
-            self.views = [own_storage(view) for view in self.views]
+            pairs = list(zip(self.views, self.is_small, strict=True))
+            self.views = [view if small else own_storage(view) for view, small in pairs]
+            self.lendable = [view for view, (_, small) in zip(self.views, pairs, strict=True) if not small]
 
     def views_of(self, flat):
         """The windows of `flat` in which the gradients lie, in their shapes."""
@@ -112,7 +123,7 @@ class Bucket:
 
         The division comes before the sum, as in torch: large gradients do not overflow, and the bits agree.
         """
-        if self.lends and self.missing == len(self.parameters) and any(is_lent(view) for view in self.views):
+        if self.lends and self.missing == len(self.parameters) and any(is_lent(view) for view in self.lendable):
             self.allocate()  # gradients of an earlier pass still live in the old memory: it is theirs now
         parameter, view = self.parameters[slot], self.views[slot]
         grad = parameter.grad
@@ -125,11 +136,29 @@ class Bucket:
             if grad.requires_grad:
                 warnings.warn(HIGHER_ORDER, stacklevel=2)
                 grad = grad.detach()
+            if self.is_small[slot] and grad.dtype is self.dtype:
+                self.waiting.append((parameter, view, grad))
+                if len(self.waiting) == AT_ONCE:
+                    self.fill(divisor)
+                return
             torch.mul(grad, 1 / divisor, out=view)  # divides while it copies: one pass over the memory
             if self.as_view:
                 parameter.grad = view
             elif self.lends:
                 self.lend(grad, view)
+
+    def fill(self, divisor):
+        """Copy the gradients that wait, over `divisor`, into the bucket: a full bucket must not leave without them."""
+        if not self.waiting:
+            return
+        parameters, views, grads = zip(*self.waiting, strict=True)
+        torch._foreach_copy_(views, grads)
+        if divisor != 1:
+            torch._foreach_mul_([self.flat] if len(views) == len(self.views) else views, 1 / divisor)
+        if self.as_view:
+            for parameter, view in zip(parameters, views, strict=True):
+                parameter.grad = view
+        self.waiting = []
 
     @staticmethod
     def lend(grad, view):
@@ -150,7 +179,7 @@ class Bucket:
         """Hand the averaged gradients back to the parameters, except to those `untouched` by any rank."""
         grads, averages = [], []
         for parameter, view in zip(self.parameters, self.views, strict=True):
-            if parameter in untouched:
+            if parameter.grad is view or parameter in untouched:
                 continue
             if parameter.grad is None:
                 parameter.grad = view if self.as_view else torch.empty_like(parameter, requires_grad=False)
@@ -177,6 +206,9 @@ class SparseBucket:
         """Keep the gradient, over `divisor`; a rank that did not use the parameter adds a tensor without entries."""
         grad = self.parameters[slot].grad
         self.flat = self.zeros() if grad is None else grad.detach() / divisor
+
+    def fill(self, divisor):
+        """Nothing waits."""
 
     def zeros(self):
         """A sparse tensor without entries."""

@@ -10,7 +10,6 @@ could add different buckets up. For the same reason it is rank 0's order that al
 """
 
 import weakref
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -71,10 +70,7 @@ class Reducer:
         with torch.enable_grad():
             self.accumulators = [p.view_as(p).grad_fn.next_functions[0][0] for p in self.parameters]
         this = weakref.ref(self)
-        hooks = [
-            accumulator.register_hook(partial(pass_on, this, index))
-            for index, accumulator in enumerate(self.accumulators)
-        ]
+        hooks = [node.register_hook(passing_on(this, index)) for index, node in enumerate(self.accumulators)]
         self.silence = weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
 
     def make_buckets(self, layout):
@@ -185,10 +181,11 @@ class Reducer:
             self.order.append(index)
             if self.link:
                 self.moments.append(self.clock.now(self.parameters[index].device))
-        bucket, slot = self.home[index]
-        bucket.take(slot, 1 if self.hooked else self.divisor)
+        (bucket, slot), divisor = self.home[index], 1 if self.hooked else self.divisor
+        bucket.take(slot, divisor)
         bucket.missing -= 1
         if not bucket.missing:
+            bucket.fill(divisor)
             self.send_off()
 
     def send_off(self):
@@ -235,7 +232,8 @@ class Reducer:
                 elif result.data_ptr() != bucket.flat.data_ptr():
                     bucket.flat.copy_(result.view(-1))
                 bucket.give(untouched)
-                in_backward.step([parameter for parameter in bucket.parameters if parameter in self.in_backward])
+                if self.in_backward:
+                    in_backward.step([parameter for parameter in bucket.parameters if parameter in self.in_backward])
             for future in post_backward:
                 future.wait()
 
@@ -264,8 +262,12 @@ class Reducer:
             self.moments = [0.0] * len(self.parameters)
 
 
-def pass_on(this, index, *_):
-    """Tell the reducer behind the weak reference `this`, if it still lives, that a gradient is ready."""
-    reducer = this()
-    if reducer is not None:
-        reducer.gradient_ready(index)
+def passing_on(this, index):
+    """A hook that tells the reducer behind the weak reference `this`, if it still lives, that a gradient is ready."""
+
+    def hook(gradients, nothing):
+        reducer = this()
+        if reducer is not None:
+            reducer.gradient_ready(index)
+
+    return hook

@@ -9,6 +9,7 @@ import traceback
 import warnings
 import weakref
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from unittest.mock import Mock, patch
 
@@ -27,7 +28,7 @@ from ddp_course.collectives import halving_doubling_all_reduce, hierarchical_all
 from ddp_course.errors import CourseError, MismatchError, RankError
 from ddp_course.running import wire
 from ddp_course.stage4_ring import ring_all_reduce
-from ddp_course.stage6_ddp import uneven
+from ddp_course.stage6_ddp import buckets, uneven
 from ddp_course.stage6_ddp.buckets import assign_buckets, size_limits
 from ddp_course.stage6_ddp.buffers import batches
 from ddp_course.stage6_ddp.checks import UNSUPPORTED
@@ -43,7 +44,13 @@ CLASSES = {"torch": TorchDDP, "ours": stage6_ddp.DistributedDataParallel}
 
 def attempt(names, kind):
     """Run cases on this rank; return {name: traceback or None}."""
-    return {name: failure(CASES[name], CLASSES[kind]) for name in names}
+    with small_on_odd_ranks():
+        return {name: failure(CASES[name], CLASSES[kind]) for name in names}
+
+
+def small_on_odd_ranks():
+    """A context in which no gradient counts as small on even ranks: the models here would have no large ones."""
+    return patch.object(buckets, "SMALL", buckets.SMALL * (dist.get_rank() % 2))
 
 
 def failure(case, kind):
@@ -397,6 +404,34 @@ class SharesStorage(WithBuckets):
         allocate()
 
 
+class LeavesUnfilled(WithBuckets):
+    """Small gradients wait for ever."""
+
+    def mutate(self, bucket):
+        bucket.fill = lambda divisor: bucket.waiting.clear()
+
+
+class DividesTheRestAgain(WithBuckets):
+    """Those that waited are divided together with all that was there before."""
+
+    def mutate(self, bucket):
+        fill = bucket.fill
+
+        def divide_all(divisor):
+            fill(1)
+            bucket.flat.div_(divisor)
+
+        bucket.fill = divide_all
+
+
+class GivesToThoseThatHave(WithBuckets):
+    """Who has no gradient at the end gets none."""
+
+    def mutate(self, bucket):
+        give = bucket.give
+        bucket.give = lambda untouched=(): give({p for p in bucket.parameters if p.grad is None})
+
+
 MUTANTS = [
     (NoDivision, "gradients_are_the_mean"),
     (NoDivision, "no_sync_accumulates"),
@@ -416,12 +451,16 @@ MUTANTS = [
     (LendsToAll, "gradients_stay_where_their_owner_laid_them"),
     (LendsAnotherTensor, "a_gradient_stays_the_same_object"),
     (SharesStorage, "gradients_are_views_or_not"),
+    (LeavesUnfilled, "many_small_gradients_beside_large_ones"),
+    (DividesTheRestAgain, "many_small_gradients_beside_large_ones"),
+    (GivesToThoseThatHave, "gradients_cleared_before_the_end"),
 ]
 
 
 def run_mutant(index):
     mutant, name = MUTANTS[index]
-    CASES[name](mutant)
+    with small_on_odd_ranks():
+        CASES[name](mutant)
 
 
 @pytest.mark.parametrize("index", range(len(MUTANTS)), ids=[f"{mutant.__name__}-{name}" for mutant, name in MUTANTS])
@@ -543,15 +582,16 @@ def nothing_left_behind(DDP):
 
 
 def lent_memory(DDP):
-    """The gradients of a pass live in its buckets, and the next pass uses the same memory if they are gone."""
-    model = stage6_cases.seeded(stage6_cases.Net)
+    """Large gradients of a pass live in its buckets, and the next pass uses the same memory if they are gone."""
+    model = stage6_cases.seeded(partial(stage6_cases.Net, buckets.SMALL))
     parallel, places, kept = DDP(model), [], []
     for step in range(5):
         model.zero_grad()
         stage6_cases.squared(parallel, dist.get_rank(), step).backward()
         (bucket,) = parallel.reducer.buckets
         inside = range(bucket.flat.data_ptr(), bucket.flat.data_ptr() + bucket.flat.nbytes)
-        assert all(p.grad.data_ptr() in inside for p in model.parameters()), "gradients were copied out"
+        large = [p for p in model.parameters() if p.nbytes > buckets.SMALL]
+        assert len(large) == 3 and all(p.grad.data_ptr() in inside for p in large), "gradients were copied out"
         places.append(bucket.flat.data_ptr())
         kept += [model.first.bias.grad] * (step == 3)
     assert places[1] == places[2] == places[3], "memory was free and not used again"

@@ -9,6 +9,7 @@ import inspect
 import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import pairwise, product
 
 import torch
 import torch.distributed as dist
@@ -453,6 +454,31 @@ def a_gradient_stays_the_same_object(DDP):
         squared(parallel, me(), step).backward()
         assert all(seen[p] is p.grad for p in model.parameters())
         assert_mean(model, lambda module, rank, step=step: squared(module, rank, step))
+
+
+@case
+def many_small_gradients_beside_large_ones(DDP):
+    """More than wait for each other at once, in buckets in which large ones lie between them."""
+    sizes = [5] * 30 + [5000] + [5] * 20
+
+    def make():
+        return nn.Sequential(*[nn.Linear(*size) for size in pairwise(sizes)])
+
+    for as_view, set_to_none in product((False, True), repeat=2):
+        train_and_check(DDP, make, gradient_as_bucket_view=as_view, set_to_none=set_to_none)
+
+
+@case
+def gradients_cleared_before_the_end(DDP):
+    """Somebody lets go of all gradients in the middle of backward: the parameters get the averages all the same."""
+    for as_view in (False, True):
+        model = seeded(Net)
+        parallel = DDP(model, gradient_as_bucket_view=as_view)
+        model.first.weight.register_hook(lambda grad, model=model: model.zero_grad())
+        for step in range(3):
+            model.zero_grad()
+            squared(parallel, me(), step).backward()
+            assert_mean(model, lambda module, rank, step=step: squared(module, rank, step))
 
 
 # 4. no_sync
