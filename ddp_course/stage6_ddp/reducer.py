@@ -265,7 +265,7 @@ class Reducer:
 def passing_on(this, index):
     """A hook that tells the reducer behind the weak reference `this`, if it still lives, that a gradient is ready."""
 
-    def hook(gradients, nothing):
+    def hook(nothing, gradients):
         reducer = this()
         if reducer is not None:
             reducer.gradient_ready(index)
