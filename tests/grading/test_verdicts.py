@@ -119,11 +119,21 @@ def test_check_cell_command_and_report_say_the_same_of_half_an_answer(tmp_path, 
     assert [task.id for task in result.tasks if task.message] == ["8.1", "8.4"]
 
 
-def test_weights_add_up_to_the_points():
+def test_each_task_has_two_parts_or_more_and_their_weights_add_up_to_the_points():
     for exercise, pristine in load_exercises(exercises_folder()).items():
         for task in of_exercise(exercise):
             weights = [weight for weight, _ in task.parts.values()]
-            assert len(weights) == 1 or sum(weights) == pristine.checks[task.number][1], task.number
+            assert len(weights) >= 2 and sum(weights) == pristine.checks[task.number][1], task.number
+
+
+@pytest.mark.parametrize("number", ["3.4", "4.1", "4.5", "8.3"])
+def test_each_part_of_a_closed_form_can_be_all_that_is_wrong(number):
+    wrong = [one for one in collection(find(number).exercise) if one.task == number and one.kind == "wrong"]
+    said = full_verdicts([(number, one.source) for one in wrong], seed=5)
+    lost = [[part.name for part in one.parts if part.message] for one in said]
+    assert all(lost)
+    for name in find(number).parts:
+        assert [name] in lost, f"{name} is never lost alone: {lost}"
 
 
 def test_a_loss_that_is_no_number_is_wrong():

@@ -27,6 +27,9 @@ def chunk_to_send(rank, step, world_size):
 # %% 4.1 wrong: no modulo | take it modulo the world size
 #- (rank - step) % world_size
 #+ rank - step
+# %% 4.1 wrong: K added, and never taken away | take it modulo the world size
+#- (rank - step) % world_size
+#+ rank - step + world_size
 # %% 4.1 wrong: the other way | the index falls with every step
 #- rank - step
 #+ rank + step

@@ -141,6 +141,14 @@ def bubble(stages, micro_batches):
 # %% 8.3 wrong: twice | not twice
 #- (stages - 1) / (micro_batches + stages - 1)
 #+ 2 * (stages - 1) / (micro_batches + 2 * (stages - 1))
+# %% 8.3 wrong: whatever the micro-batches | more micro-batches make it smaller
+#- (micro_batches + stages - 1)
+#+ stages
+# %% 8.3 wrong: one micro-batch taken for no pipeline | was expected
+#-     return
+#+     if micro_batches == 1:
+#+         return 0.0
+#+     return
 # %% 8.4 right: a set
 def most_held(steps):
     waiting, largest = set(), 0

@@ -22,7 +22,7 @@ class Part:
     """A property of an answer, such as "bytes": its weight among the task's points; `message` is "" if it holds."""
 
     name: str
-    weight: int
+    weight: float
     message: str = ""
 
 

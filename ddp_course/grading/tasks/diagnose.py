@@ -74,12 +74,17 @@ def which_are_wrong(found, expected, wrong):
     return f"{which} wrong, rank {worst} by up to {gaps[worst]:.3g}{why}"
 
 
-def compare_numbers(found, expected, about, faults=(), unit=""):
-    """Hold numbers against those expected; `about` describes each case; `faults` is {message: what it would give}."""
+def compare_numbers(found, expected, about, faults=(), unit="", chosen=None):
+    """Hold numbers against those expected; `about` describes each case; `faults` is {message: what it would give}.
+
+    Only the `chosen` cases, as bools, need be right, or all; what is wrong with them is told from all.
+    """
     kind = int if all(type(one) is int for one in expected) else float
     for one, case in zip(found, about, strict=True):
         number(one, kind, f"{case}: the result")
-    wrong = [index for index, (one, other) in enumerate(zip(found, expected, strict=True)) if not close(one, other)]
+    chosen = chosen or [True] * len(about)
+    cases = enumerate(zip(found, expected, chosen, strict=True))
+    wrong = [index for index, (one, other, counts) in cases if counts and not close(one, other)]
     if not wrong:
         return
     case = max(wrong, key=lambda index: abs(found[index] - expected[index]))

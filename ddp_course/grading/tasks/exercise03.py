@@ -6,7 +6,7 @@ import torch.distributed as dist
 from ...running import wire
 from ..probing import traffic_of, worlds
 from . import require, task
-from .diagnose import compare_numbers, compare_ranks, tensors
+from .diagnose import close, compare_numbers, compare_ranks, number, tensors
 from .forbidden import COLLECTIVES, RING, SERVER
 
 LENGTH = 17
@@ -159,29 +159,45 @@ class ServerSeconds:
     """The closed form 2 (K-1) p/b."""
 
     def draw(random, hidden):
-        """World sizes (1 among them), numbers of parameters, and bits per second."""
+        """Numbers of parameters and bits per second, each with two ranks and with another number (1 among them)."""
         sizes = [random.randrange(3, 65) for _ in range(4)] + [1]
-        return {"cases": [(k, random.randrange(1, 400) * 10**6, random.randrange(1, 100) * 10**8) for k in sizes]}
+        drawn = [(k, random.randrange(1, 400) * 10**6, random.randrange(1, 100) * 10**8) for k in sizes]
+        return {"cases": [(ranks, *link) for size, *link in drawn for ranks in (2, size)]}
 
     def probe(server_seconds, cases):
         """The answer in each case."""
         return [server_seconds(*case) for case in cases]
 
-    def judge(evidence, cases):
-        """2 (K-1) p/b, in seconds, with bytes and bits told apart."""
-        once = [parameters * 32 / bits for _, parameters, bits in cases]
-        sizes = [size for size, _, _ in cases]
-        expected = [2 * (size - 1) * seconds for size, seconds in zip(sizes, once, strict=True)]
-        faults = {
-            "the link carries bits, and a byte has eight": [one / 8 for one in expected],
-            "a float32 has four bytes": [one / 4 for one in expected],
-            "a float32 has four bytes, and a byte has eight bits": [one / 32 for one in expected],
-            "that is one way only: the sums travel back": [one / 2 for one in expected],
-            "the server does not send to itself: K-1, not K": [2 * k * s for k, s in zip(sizes, once, strict=True)],
-            "that is the ring's time; the server's link carries everything": [
-                one / size for one, size in zip(expected, sizes, strict=True)
-            ],
-            "that does not grow with K, but all tensors pass through the server's link": [2 * s for s in once],
-        }
-        about = [f"{k} ranks, {p:,} parameters, {b:,} bit/s" for k, p, b in cases]
-        compare_numbers(evidence, expected, about, faults, "s")
+    def judge_two(evidence, cases):
+        """2 p/b with two ranks: there and back, in seconds, with bytes and bits told apart."""
+        compare_seconds(evidence, cases, [size == 2 for size, _, _ in cases])
+
+    def judge_growth(evidence, cases):
+        """K-1 times as long as with two ranks, however long that is."""
+        for found in evidence:
+            number(found, float, "the time")
+        pairs = zip(evidence[::2], evidence[1::2], cases[1::2], strict=True)
+        grown = [two > 0 and close(more, (size - 1) * two) for two, more, (size, _, _) in pairs]
+        compare_seconds(evidence, cases, [chosen for one in grown for chosen in (False, not one)])
+
+    parts = {"two ranks": (0.5, judge_two), "growth with K": (0.5, judge_growth)}
+
+
+def compare_seconds(evidence, cases, chosen):
+    """2 (K-1) p/b in the `chosen` cases."""
+    once = [parameters * 32 / bits for _, parameters, bits in cases]
+    sizes = [size for size, _, _ in cases]
+    expected = [2 * (size - 1) * seconds for size, seconds in zip(sizes, once, strict=True)]
+    faults = {
+        "the link carries bits, and a byte has eight": [one / 8 for one in expected],
+        "a float32 has four bytes": [one / 4 for one in expected],
+        "a float32 has four bytes, and a byte has eight bits": [one / 32 for one in expected],
+        "that is one way only: the sums travel back": [one / 2 for one in expected],
+        "the server does not send to itself: K-1, not K": [2 * k * s for k, s in zip(sizes, once, strict=True)],
+        "that is the ring's time; the server's link carries everything": [
+            one / size for one, size in zip(expected, sizes, strict=True)
+        ],
+        "that does not grow with K, but all tensors pass through the server's link": [2 * s for s in once],
+    }
+    about = [f"{k} ranks, {p:,} parameters, {b:,} bit/s" for k, p, b in cases]
+    compare_numbers(evidence, expected, about, faults, "s", chosen)

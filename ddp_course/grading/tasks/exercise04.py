@@ -5,7 +5,7 @@ import torch
 from ...running import wire
 from ..probing import traffic_of, worlds
 from . import Wrong, require, task
-from .diagnose import check_line, close, compare_numbers, compare_ranks, number, tensors
+from .diagnose import check_line, compare_numbers, compare_ranks, number, tensors
 from .forbidden import COLLECTIVES, RING
 
 
@@ -14,33 +14,40 @@ class ChunkToSend:
     """Which chunk a rank sends in a step of scatter-reduce."""
 
     def draw(random, hidden):
-        """(rank, step, world size) for four world sizes up to 8."""
+        """(rank, step, world size) for four world sizes up to 8, and some that pass chunk 0 or stay above it."""
         sizes = random.sample(range(2, 9), 4)
-        return {
-            "cases": [(random.randrange(k), random.randrange(k - 1), k) for k in sizes for _ in range(3)] + [(0, 1, 3)]
-        }
+        drawn = [(random.randrange(k), random.randrange(k - 1), k) for k in sizes for _ in range(3)]
+        return {"cases": [*drawn, (0, 1, 3), (2, 1, 3), (1, 3, 5), (4, 2, 5)]}
 
     def probe(chunk_to_send, cases):
         """The answer in each case."""
         return [chunk_to_send(*case) for case in cases]
 
-    def judge(evidence, cases):
-        """(rank - step) mod K, a plain int."""
-        for (rank, step, size), found in zip(cases, evidence, strict=True):
-            number(found, int, "the index")
-            inside = (
-                f"rank {rank}, step {step}: {found}, but chunks go from 0 to {size - 1}: take it modulo the world size"
-            )
-            require(0 <= found < size, inside)
-        faults = {
-            "what came from the left is sent on, so the index falls with every step": [
-                (r + s) % k for r, s, k in cases
-            ],
-            "that is allgather; in scatter-reduce rank r starts with chunk r": [(r + 1 - s) % k for r, s, k in cases],
-            "a rank does not always send its own chunk: it passes on what came in": [r for r, _, _ in cases],
-        }
-        about = [f"rank {rank}, step {step}, {size} ranks" for rank, step, size in cases]
-        compare_numbers(evidence, [(r - s) % k for r, s, k in cases], about, faults, "as the chunk's index")
+    def judge_falling(evidence, cases):
+        """rank - step, a plain int, as long as that is a chunk."""
+        check_indices(evidence, cases, [step <= rank for rank, step, _ in cases])
+
+    def judge_round(evidence, cases):
+        """K more, where rank - step is less than 0."""
+        check_indices(evidence, cases, [step > rank for rank, step, _ in cases])
+
+    parts = {"down to chunk 0": (0.5, judge_falling), "past chunk 0": (0.5, judge_round)}
+
+
+def check_indices(evidence, cases, chosen):
+    """(rank - step) mod K in the `chosen` cases."""
+    for (rank, step, size), found, counts in zip(cases, evidence, chosen, strict=True):
+        number(found, int, "the index")
+        inside = f"rank {rank}, step {step}: {found}, but chunks go from 0 to {size - 1}: take it modulo the world size"
+        require(0 <= found < size or not counts, inside)
+    faults = {
+        "what came from the left is sent on, so the index falls with every step": [(r + s) % k for r, s, k in cases],
+        "that is allgather; in scatter-reduce rank r starts with chunk r": [(r + 1 - s) % k for r, s, k in cases],
+        "a rank does not always send its own chunk: it passes on what came in": [r for r, _, _ in cases],
+    }
+    about = [f"rank {rank}, step {step}, {size} ranks" for rank, step, size in cases]
+    expected = [(r - s) % k for r, s, k in cases]
+    compare_numbers(evidence, expected, about, faults, "as the chunk's index", chosen)
 
 
 def probe_chunks(function, lengths, values):
@@ -304,45 +311,62 @@ class RingSeconds:
     """The closed form: 2(K-1)/K p/b and 2(K-1) latencies."""
 
     def draw(random, hidden):
-        """World sizes (1 among them), numbers of parameters, bits per second, and latencies."""
-        return {
-            "cases": [
-                (
-                    random.randrange(2, 65),
-                    random.randrange(1, 400) * 10**6,
-                    random.randrange(1, 100) * 10**8,
-                    random.randrange(1, 90) * 1e-5,
-                )
-                for _ in range(5)
-            ]
-            + [(1, 10**6, 10**9, 1e-3)]
-        }
+        """World sizes (1 among them), numbers of parameters, bits per second, without a latency and with one."""
+        drawn = [
+            (
+                random.randrange(2, 65),
+                random.randrange(1, 400) * 10**6,
+                random.randrange(1, 100) * 10**8,
+                random.randrange(1, 90) * 1e-5,
+            )
+            for _ in range(5)
+        ]
+        drawn.append((1, 10**6, 10**9, 1e-3))
+        return {"cases": [(*link, latency) for *link, waits in drawn for latency in (0.0, waits)]}
 
     def probe(ring_seconds, cases):
         """The answer in each case."""
         return [ring_seconds(*case) for case in cases]
 
-    def judge(evidence, cases):
-        """2 (K-1)/K p/b and 2 (K-1) latencies, in seconds."""
-        for (size, parameters, bits, latency), found in zip(cases, evidence, strict=True):
+    def judge_transfer(evidence, cases):
+        """2 (K-1)/K p/b, in seconds, where no message waits."""
+        check_ring_seconds(evidence, cases, [latency == 0 for *_, latency in cases])
+
+    def judge_latencies(evidence, cases):
+        """2 (K-1) latencies more than without one, however long that takes."""
+        for found in evidence:
             number(found, float, "the time")
-            share, seconds = 2 * (size - 1) / size, parameters * 32 / bits
-            expected = share * seconds + 2 * (size - 1) * latency
-            what = f"{size} ranks, {parameters:,} parameters, {bits:,} bit/s, latency {latency:g} s: {found:.6g} s"
-            faults = {
-                "the link carries bits, and a byte has eight": share * seconds / 8 + 2 * (size - 1) * latency,
-                "a float32 has four bytes": share * seconds / 4 + 2 * (size - 1) * latency,
-                "where are the 2 (K-1) latencies?": share * seconds,
-                "every step pays a latency, and there are 2 (K-1) steps": share * seconds + latency,
-                "that is scatter-reduce alone; allgather comes after it": expected / 2,
-                "that is the whole-gradient ring: in each step only 1/K of the gradient travels": 2
-                * (size - 1)
-                * (seconds + latency),
-                "that is K steps a half; K-1 are enough": 2 * seconds + 2 * size * latency,
-            }
-            for message, wrong in faults.items():
-                require(not (close(found, wrong) and not close(wrong, expected)), f"{what}: {message}")
-            require(close(found, expected), f"{what}; {expected:.6g} s was expected")
+        added = [more - without for without, more in zip(evidence[::2], evidence[1::2], strict=True)]
+        due = [2 * (size - 1) * latency for size, _, _, latency in cases[1::2]]
+        good = [abs(one - other) <= 1e-7 for one, other in zip(added, due, strict=True)]
+        check_ring_seconds(evidence, cases, [chosen for one in good for chosen in (False, not one)])
+
+    parts = {"transfer": (0.5, judge_transfer), "latencies": (0.5, judge_latencies)}
+
+
+def check_ring_seconds(evidence, cases, chosen):
+    """2 (K-1)/K p/b and 2 (K-1) latencies in the `chosen` cases."""
+    for found in evidence:
+        number(found, float, "the time")
+    terms = [(2 * (k - 1) / k, p * 32 / b, 2 * (k - 1) * latency) for k, p, b, latency in cases]
+    expected = [share * seconds + waits for share, seconds, waits in terms]
+    faults = {
+        "the link carries bits, and a byte has eight": [share * s / 8 + waits for share, s, waits in terms],
+        "a float32 has four bytes": [share * s / 4 + waits for share, s, waits in terms],
+        "where are the 2 (K-1) latencies?": [share * s for share, s, _ in terms],
+        "every step pays a latency, and there are 2 (K-1) steps": [
+            share * s + latency for (share, s, _), (*_, latency) in zip(terms, cases, strict=True)
+        ],
+        "that is scatter-reduce alone; allgather comes after it": [one / 2 for one in expected],
+        "that is the whole-gradient ring: in each step only 1/K of the gradient travels": [
+            2 * (k - 1) * s + waits for (_, s, waits), (k, *_) in zip(terms, cases, strict=True)
+        ],
+        "that is K steps a half; K-1 are enough": [
+            2 * s + 2 * k * latency for (_, s, _), (k, *_, latency) in zip(terms, cases, strict=True)
+        ],
+    }
+    about = [f"{k} ranks, {p:,} parameters, {b:,} bit/s, latency {latency:g} s" for k, p, b, latency in cases]
+    compare_numbers(evidence, expected, about, faults, "s", chosen)
 
 
 RING_LINES = {

@@ -156,21 +156,34 @@ class Bubble:
         """The answer in each case."""
         return [bubble(*case) for case in cases]
 
-    def judge(evidence, cases):
-        """(S-1)/(M+S-1), the idle share of all time."""
-        expected = [(s - 1) / (m + s - 1) for s, m in cases]
-        faults = {
-            "that is idle time over busy time; the share of all time was asked for": [(s - 1) / m for s, m in cases],
-            "with S stages the pipeline takes S-1 steps to fill, not S": [s / (m + s) for s, m in cases],
-            "that is the share of busy time": [1 - one for one in expected],
-            "that is in per cent": [100 * one for one in expected],
-            "the time in all is M + S - 1 steps": [(s - 1) / (m + s) for s, m in cases],
-            "filling and draining overlap with other stages' work: S-1 steps in all, not twice": [
-                2 * (s - 1) / (m + 2 * (s - 1)) for s, m in cases
-            ],
-            "stages and micro-batches are swapped": [(m - 1) / (m + s - 1) for s, m in cases],
-        }
-        compare_numbers(evidence, expected, [f"{s} stages, {m} micro-batches" for s, m in cases], faults)
+    def judge_limits(evidence, cases):
+        """Nothing with one stage, and all stages but one with one micro-batch."""
+        check_bubble(evidence, cases, [1 in case for case in cases])
+
+    def judge_any(evidence, cases):
+        """(S-1)/(M+S-1), the idle share of all time, with more of both."""
+        check_bubble(evidence, cases, [1 not in case for case in cases])
+
+    parts = {"any pipeline": (0.5, judge_any), "one stage, one micro-batch": (0.5, judge_limits)}
+
+
+def check_bubble(evidence, cases, chosen):
+    """(S-1)/(M+S-1) in the `chosen` cases."""
+    expected = [(s - 1) / (m + s - 1) for s, m in cases]
+    faults = {
+        "that is idle time over busy time; the share of all time was asked for": [(s - 1) / m for s, m in cases],
+        "with S stages the pipeline takes S-1 steps to fill, not S": [s / (m + s) for s, m in cases],
+        "that is the share of busy time": [1 - one for one in expected],
+        "that is in per cent": [100 * one for one in expected],
+        "the time in all is M + S - 1 steps": [(s - 1) / (m + s) for s, m in cases],
+        "filling and draining overlap with other stages' work: S-1 steps in all, not twice": [
+            2 * (s - 1) / (m + 2 * (s - 1)) for s, m in cases
+        ],
+        "stages and micro-batches are swapped": [(m - 1) / (m + s - 1) for s, m in cases],
+        "more micro-batches make it smaller": [(s - 1) / s for s, _ in cases],
+    }
+    about = [f"{s} stages, {m} micro-batches" for s, m in cases]
+    compare_numbers(evidence, expected, about, faults, chosen=chosen)
 
 
 @task("8.4", "most_held")
