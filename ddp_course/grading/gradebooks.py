@@ -1,11 +1,12 @@
 """Points in the forms that gradebooks read: Canvas, Moodle, Gradescope.
 
-Canvas: `Student, ID, SIS User ID, SIS Login ID, Section` in this order, one of the first three filled at least, then a
-column an assignment, and a second row with the points possible.
-Sources: Canvas Instructor Guide, "How do I import grades in the Gradebook?"; and column by column
-https://teaching.resources.osu.edu/toolsets/carmencanvas/guides/calculating-final-grades/import-csv-file-carmen-grades
+Canvas: `Student, ID, SIS User ID, SIS Login ID, Section` in this order, then a column an assignment, found by its
+title, and a row whose first cell has "Points Possible". Who a row is about is told by ID, else SIS User ID, else SIS
+Login ID, else the name.
+Source: https://github.com/instructure/canvas-lms, lib/gradebook_importer.rb (what it reads) and gradebook_exporter.rb
 Moodle: "Email address" is mapped to useremail, or "ID number" to useridnumber; other columns to grade items. Feedback
-is only taken together with its grade, so both are there. Source: https://docs.moodle.org/en/Grade_import
+is only taken together with its grade, so both are there. A learner whom Moodle does not know ends the whole import.
+Sources: https://docs.moodle.org/en/Grade_import and https://github.com/moodle/moodle, grade/import/csv
 Gradescope: a `results.json` a submission, with score, output, visibility, and tests of name, number, score, max_score,
 status and output. Source: https://gradescope-autograders.readthedocs.io/en/latest/specs/
 """

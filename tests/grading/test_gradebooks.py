@@ -41,6 +41,40 @@ def test_canvas(roster):
     ]
 
 
+def read_by_canvas(text):
+    """What Canvas makes of a file: {assignment: points possible}, and for each row whom it finds, and the grades.
+
+    By the rules of lib/gradebook_importer.rb in https://github.com/instructure/canvas-lms.
+    """
+    header, *rows = rows_of(text)
+    assert len(header) > 3 and "Student" in header[0] and "ID" in header[1]
+    own = 3  # the learner's columns, of which the last must be the section
+    if "SIS Login ID" in header[2]:
+        own += 1
+    elif "SIS User ID" in header[2] and "SIS Login ID" in header[3]:
+        own += 2 + ("Integration ID" in header[4])
+        own += "Root Account" in header[own - 1]
+    assert "Section" in header[own - 1]
+    (possible,) = (row[own:] for row in rows if "Points Possible" in row[0])
+    learners = [row for row in rows if "Points Possible" not in row[0]]
+    keys = [(1, "ID"), (2, "SIS User ID"), (3, "SIS Login ID"), (0, "Student")]
+    found = [next((header[place], row[place]) for place, name in keys if row[place]) for row in learners]
+    assert all(header[place] == name for place, name in keys) and all(len(row) == len(header) for row in rows)
+    grades = [dict(zip(header[own:], row[own:], strict=True)) for row in learners]
+    return dict(zip(header[own:], possible, strict=True)), list(zip(found, grades, strict=True))
+
+
+def test_canvas_reads_what_is_written_for_it(roster):
+    roster.rows["dora"] = {"Student": "Dora", "SIS User ID": "d1"}
+    possible, rows = read_by_canvas(as_canvas([ANNA, BEN], roster))
+    assert possible == {"Exercise 4": "4", "Exercise 8": "1"}
+    assert [found for found, _ in rows] == [
+        ("ID", "12"), ("ID", "13"), ("SIS User ID", "d1"), ("SIS Login ID", "anna")
+    ]  # fmt: skip
+    assert rows[0][1] == {"Exercise 4": "", "Exercise 8": "1"}
+    assert rows[-1][1] == {"Exercise 4": "2.5", "Exercise 8": ""}
+
+
 def test_moodle(roster):
     header, ben, carl, anna = rows_of(as_moodle([ANNA, BEN], roster))
     exercises = ["Exercise 4", "Exercise 4 (feedback)", "Exercise 8", "Exercise 8 (feedback)"]
