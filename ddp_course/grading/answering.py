@@ -5,7 +5,8 @@
               seeds, all inputs      relays  the modules that its task may use
 
 The host runs no answer. It forks the ranks of a task, hands to each what the examiner sends for it, is the switch of
-their network (`relay.py`), and passes back what each says and what left it, as frames of JSON.
+their network (`relay.py`), and passes back what each says and what left it, as frames of JSON. What the probe prepares
+is done on all ranks before an answer is loaded on any; from then on each byte counts.
 """
 
 import json
@@ -15,6 +16,7 @@ import signal
 import socket
 import sys
 import time
+from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
@@ -24,7 +26,7 @@ from ..errors import Failure
 from ..running.launching import rank as ranks
 from ..running.launching.run import how_it_ended
 from . import harness, sandbox
-from .frames import COUNTED, EVIDENCE, FAILURE, LATE, read_frame, send_frame
+from .frames import COUNTED, EVIDENCE, FAILURE, LATE, READY, read_frame, send_frame
 from .plain import pack, unpack
 from .probing import load, patience_seconds, run_probe
 from .relay import Switch, join
@@ -82,6 +84,7 @@ def run_task(peer: socket.socket, count: int, seconds: float, folder: str) -> No
 def hear(ours: list[socket.socket], switch: Switch, pids: list[int], seconds: float) -> list[tuple[int, bytes]]:
     """What each rank says, as frames, passing on their messages; LATE for one that has not said anything in time."""
     said: dict[int, tuple[int, bytes]] = {}
+    preparing = set(range(len(ours)))
     deadline = time.monotonic() + seconds
     wires = {wire: number for number, wire in enumerate(switch.sockets)}
     while len(said) < len(ours):
@@ -96,15 +99,34 @@ def hear(ours: list[socket.socket], switch: Switch, pids: list[int], seconds: fl
                 del wires[wire]  # it has ended, or talks nonsense: nobody hears it any more
         for one in [one for one in ready if one in waiting]:
             number = waiting[one]
-            try:
-                said[number] = read_frame(one, MOST_EVIDENCE, deadline)
-            except (OSError, EOFError):
-                said[number] = failure(number, *how_it_ended(exit_code(pids, number)))
-            except ValueError as error:
-                said[number] = failure(number, "ValueError", f"the answer is too large: {error}")
-            if said[number][0] != EVIDENCE:
+            frame = heard(one, number, pids, deadline)
+            if frame[0] == READY and number in preparing:
+                preparing.remove(number)
+                if not preparing:
+                    let_go(ours, switch)
+                continue
+            said[number] = frame
+            if frame[0] != EVIDENCE:
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
     return [said.get(number, (LATE, b"")) for number in range(len(ours))]
+
+
+def heard(one: socket.socket, number: int, pids: list[int], deadline: float) -> tuple[int, bytes]:
+    """The frame that a rank has begun to send, or one about how it failed to."""
+    try:
+        return read_frame(one, MOST_EVIDENCE, deadline)
+    except (OSError, EOFError):
+        return failure(number, *how_it_ended(exit_code(pids, number)))
+    except ValueError as error:
+        return failure(number, "ValueError", f"the answer is too large: {error}")
+
+
+def let_go(ours: list[socket.socket], switch: Switch) -> None:
+    """All ranks are prepared, and none has an answer yet: count from here on, and let them load it."""
+    switch.start_counting()  # what they have sent has been received, so nothing is on its way
+    for one in ours:
+        with suppress(OSError):  # a rank that has ended
+            send_frame(one, READY, b"")
 
 
 def failure(number: int, type_name: str, message: str) -> tuple[int, bytes]:
@@ -140,7 +162,7 @@ def be_rank(connection: socket.socket, wire: socket.socket, number: int, count: 
         os.dup2(silent, descriptor)
     try:
         order = unpack(json.loads(read_frame(connection)[1]))
-        evidence = pack(answer_order(order, number, count, wire, folder))
+        evidence = pack(answer_order(order, number, count, connection, wire, folder))
         kind, content = EVIDENCE, json.dumps(evidence).encode()
     except BaseException as error:
         told: dict[str, Any] = {"rank": number, **ranks.describe(error)}
@@ -150,14 +172,16 @@ def be_rank(connection: socket.socket, wire: socket.socket, number: int, count: 
         signal.pause()  # the others may still need this rank; the host ends all together
 
 
-def answer_order(order: dict, number: int, count: int, wire: socket.socket, folder: str) -> Any:
+def answer_order(
+    order: dict, number: int, count: int, connection: socket.socket, wire: socket.socket, folder: str
+) -> Any:
     """Take what is allowed, close the door behind it, run the answer under its probe; the evidence."""
     scope: dict[str, Any] = {"__name__": "probe"}
     harness.run_imports(order["probe"], *(source for name, source in order["cells"] if name == "imports"))
     for name in order["modules"]:
         import_module(name)
     exec(compile(order["probe"], "<task>", "exec"), scope)
-    torch.manual_seed(number)
+    torch.default_generator.manual_seed(number)
     patience_seconds.set(order["patience"])
     ranks.choose_device({"devices": ["cpu"] * count, "ranks": list(range(count)), "threads": 1, "backend": ""}, number)
     if count > 1:
@@ -168,7 +192,11 @@ def answer_order(order: dict, number: int, count: int, wire: socket.socket, fold
     def answers():
         return load(order["number"], order["names"], order["cells"])
 
-    return run_probe(scope["probe"], answers, order["inputs"], order["forbidden"])
+    def all_ready():
+        send_frame(connection, READY, b"")
+        read_frame(connection)
+
+    return run_probe(scope["probe"], answers, order["inputs"], order["forbidden"], scope["prepare"], all_ready)
 
 
 class Gate:

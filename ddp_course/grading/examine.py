@@ -119,7 +119,7 @@ def run_item(task: Task, item: Item, rank: int) -> Any:
     def answers() -> Any:
         return load(task.number, task.names, item.cells) if item.cells else item.answers
 
-    return run_probe(task.probe, answers, own_share(item.inputs, task.private, rank), task.forbidden)
+    return run_probe(task.probe, answers, own_share(item.inputs, task.private, rank), task.forbidden, task.prepare)
 
 
 @dataclass(frozen=True)
@@ -152,9 +152,9 @@ def verdict(task: Task, result: dict[str, Any], inputs: dict[str, Any], sent: Se
     parts = task.judged(evidence[0] if task.ranks == 1 else evidence, **inputs)
     parts = tuple(replace(part, message=part.message.replace(CANNOT, CANNOT.format(what))) for part in parts)
     wrong = [part.message for part in parts if part.message]
-    if said := unlike(evidence, sent, task.aside):
+    if said := unlike(evidence, sent):
         return nothing(task, said, (said,))
-    return Verdict(not wrong, wrong[0] if wrong else "", parts, past_the_wire(evidence, sent, task.aside))
+    return Verdict(not wrong, wrong[0] if wrong else "", parts, past_the_wire(evidence, sent))
 
 
 def nothing(task: Task, said: str, suspicious: tuple = ()) -> Verdict:
@@ -162,7 +162,7 @@ def nothing(task: Task, said: str, suspicious: tuple = ()) -> Verdict:
     return Verdict(False, said, tuple(Part(name, weight, said) for name, (weight, _) in task.parts.items()), suspicious)
 
 
-def unlike(evidence: Sequence, sent: Sequence[Sequence[int]], aside: int = 0) -> str:
+def unlike(evidence: Sequence, sent: Sequence[Sequence[int]]) -> str:
     """Where the bytes that a rank's wire told of are not those that were counted outside of it, or "".
 
     If no wire was told of anything, nobody said what is not so: the bytes alone are wrong, and a judge says so.
@@ -174,7 +174,7 @@ def unlike(evidence: Sequence, sent: Sequence[Sequence[int]], aside: int = 0) ->
         for one in told:
             by_peer.update(one.get("to", {}))
         total = sum(one["bytes"] for one in told)
-        if told and not 0 <= sum(counted) - total <= aside:
+        if told and sum(counted) != total:
             rest = f"and its wire was told of {total}: all that travels goes through wire's functions"
             return f"rank {rank} sent {sum(counted)} bytes, {rest}"
         for peer in (peer for peer, count in by_peer.items() if count != counted[peer]):
@@ -182,11 +182,11 @@ def unlike(evidence: Sequence, sent: Sequence[Sequence[int]], aside: int = 0) ->
     return ""
 
 
-def past_the_wire(evidence: Sequence, sent: Sequence[Sequence[int]], aside: int = 0) -> tuple[str, ...]:
+def past_the_wire(evidence: Sequence, sent: Sequence[Sequence[int]]) -> tuple[str, ...]:
     """A remark about the first rank that sent more than its wire was told of; none for a task that counts nothing."""
     for rank, (found, counted) in enumerate(zip(evidence, sent, strict=False)):
         told = [one["bytes"] for one in told_of(found)]
-        if told and sum(counted) > sum(told) + aside:
+        if told and sum(counted) > sum(told):
             return (f"rank {rank} sent {sum(counted) - sum(told)} bytes past the wire's functions",)
     return ()
 

@@ -7,7 +7,7 @@ import sys
 import time
 
 HEAD = struct.Struct("<QB")
-ORDER, EVIDENCE, FAILURE, LATE, COUNTED = range(5)
+ORDER, EVIDENCE, FAILURE, LATE, COUNTED, READY = range(6)
 
 
 def send_frame(connection: socket.socket, kind: int, content: bytes) -> None:

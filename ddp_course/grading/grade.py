@@ -186,7 +186,8 @@ class Grader:
 
     def examine(self, items: Sequence[tuple[str, list]]) -> list[Verdict]:
         """Have answers, as (task, cells), put to work on inputs drawn anew, and judged."""
-        probes = {task: cut_out(find(task).probe) for task, _ in items}  # here, once for all submissions
+        tasks = [find(task) for task, _ in items]
+        probes = {one.number: cut_out(one.probe, one.prepare) for one in tasks}  # here, once for all submissions
         order = {"items": items, "probes": probes, "seed": self.seed, "hidden": self.hidden}
         job = {"job": "ddp_course.grading.answering:host_answers"}
         host, examiners = socket.socketpair()

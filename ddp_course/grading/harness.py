@@ -18,16 +18,18 @@ Found = dict[tuple[str, str], str]
 
 
 @cache
-def cut_out(probe: Callable) -> str:
-    """Source that defines `probe` and all that it uses, in order; no relative imports, and nothing of the judge's.
+def cut_out(probe: Callable, prepare: Callable | None = None) -> str:
+    """Source that defines `probe`, `prepare`, and all that they use; no relative imports, and nothing of the judge's.
 
-    ValueError if the probe uses a task's class, which has the judge in it.
+    ValueError if one uses a task's class, which has the judge in it.
     """
     found: Found = {}
-    source = textwrap.dedent(inspect.getsource(probe))
-    own = ast.parse(source).body[0]
-    take(names_used(own), probe.__module__, found)
-    return "\n".join([*found.values(), absolute(own, probe.__module__), f"probe = {probe.__name__}", ""])
+    last = [] if prepare else ["prepare = None"]
+    for function in filter(None, (prepare, probe)):
+        own = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+        take(names_used(own), function.__module__, found)
+        last.append(absolute(own, function.__module__))
+    return "\n".join([*found.values(), *last, f"probe = {probe.__name__}", ""])
 
 
 def names_used(tree: ast.AST) -> list[str]:

@@ -46,11 +46,24 @@ def load(number: str, names: Sequence[str], cells: Sequence[tuple[str, str]]) ->
     return [namespace[name] for name in names]
 
 
-def run_probe(probe: Callable, answers: Callable[[], Sequence], inputs: dict, forbidden: Sequence[str]) -> Any:
-    """What `probe(*answers(), **inputs)` returns, with the `forbidden` functions out of reach."""
+def run_probe(
+    probe: Callable,
+    answers: Callable[[], Sequence],
+    inputs: dict,
+    forbidden: Sequence[str],
+    prepare: Callable | None = None,
+    ready: Callable[[], None] = lambda: None,
+) -> Any:
+    """What `probe(*answers(), **inputs)` returns, with the `forbidden` functions out of reach.
+
+    What `prepare(**inputs)` returns, a dict, are inputs too. It is called, and `ready` after it, before there are
+    answers.
+    """
+    made = prepare(**inputs) if prepare else {}
+    ready()
     before = originals()
     with disarmed(forbidden):
-        evidence = probe(*answers(), **inputs)
+        evidence = probe(*answers(), **inputs, **made)
     replaced = restore(before)
     if replaced:
         raise Wrong(f"your code replaces {replaced[0]}; an answer leaves torch and the course as they are")

@@ -39,9 +39,13 @@ class Switch:
 
     def __init__(self, sockets: Sequence[socket.socket]):
         self.sockets = list(sockets)
-        self.sent = [[0] * len(sockets) for _ in sockets]
+        self.start_counting()
         self.nonsense: list[int] = []  # ranks that sent what is no request
         self.waiting: dict[tuple, deque] = defaultdict(deque)
+
+    def start_counting(self) -> None:
+        """Forget what has been sent so far."""
+        self.sent = [[0] * len(self.sockets) for _ in self.sockets]
 
     def take(self, rank: int, deadline: float) -> None:
         """Read one request of a rank and do what it makes possible; OSError, EOFError or ValueError ends that rank."""

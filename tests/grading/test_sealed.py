@@ -139,7 +139,7 @@ def test_a_search_that_finds_the_answer_would_be_seen():
 
 @pytest.mark.parametrize("number", [one.number for one in TASKS])
 def test_what_is_sent_along_has_no_judge(number):
-    source = cut_out(find(number).probe)
+    source = cut_out(find(number).probe, find(number).prepare)
     compile(source, "probe", "exec")
     assert "judge" not in source and "expected" not in source and "@task" not in source
     needed = set(re.findall(r"^\s*from (ddp_course[\w.]*) import", source, re.M))

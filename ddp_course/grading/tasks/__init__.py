@@ -31,12 +31,12 @@ class Task:
     """One task. `names` are what the answer cell defines; `ranks` is 1, or RANKS for tasks that communicate.
 
     `draw(random, hidden)` gives keyword arguments (a `random.Random` goes in; more and harder cases if `hidden`);
-    `probe(*answers, **inputs)` gives plain data of one rank; `parts` are {property: (weight, judge)}, where
+    `probe(*answers, **inputs)` gives plain data of one rank; `prepare(**inputs)`, if there is one, gives more inputs
+    for it, as a dict, and whatever it sends is not counted; `parts` are {property: (weight, judge)}, where
     `judge(evidence, **inputs)` raises Wrong: `evidence` is rank 0's data, or a list in rank order.
     `forbidden` are dotted names of functions that would be the answer; `imports` what an answer may import or name
     besides what only computes (`first_sight.COMPUTES`); `private` the
-    inputs that have an item a rank, of which each rank sees its own; `hang` is said when ranks wait for ever;
-    `aside` is the most bytes that a rank of the probe sends besides what it counts.
+    inputs that have an item a rank, of which each rank sees its own; `hang` is said when ranks wait for ever.
     """
 
     number: str
@@ -49,7 +49,7 @@ class Task:
     imports: tuple = ()
     private: tuple = ()
     hang: str = "does every receive have its send, and every send its receive, on all ranks?"
-    aside: int = 0
+    prepare: callable = None
 
     @property
     def exercise(self):
@@ -79,15 +79,16 @@ class Task:
 _tasks = {}
 
 
-def task(number, names, ranks=1, forbidden=(), imports=(), private=(), hang=Task.hang, aside=0):
-    """Decorate a class with `draw`, `probe`, and `judge` or `parts`: it becomes a task."""
+def task(number, names, ranks=1, forbidden=(), imports=(), private=(), hang=Task.hang):
+    """Decorate a class with `draw`, `probe`, and `judge` or `parts`, perhaps `prepare`: it becomes a task."""
 
     def register(definition):
         has = vars(definition)
         parts = has.get("parts") or {"result": (1, has["judge"])}
         names_of = (names,) if isinstance(names, str) else tuple(names)
         lists = tuple(forbidden), tuple(imports), tuple(private)
-        _tasks[number] = Task(number, names_of, ranks, has["draw"], has["probe"], parts, *lists, hang, aside)
+        made = number, names_of, ranks, has["draw"], has["probe"], parts
+        _tasks[number] = Task(*made, *lists, hang, has.get("prepare"))
         return definition
 
     return register

@@ -16,10 +16,9 @@ from .exercise01 import batches_of, loss_of, small_model, weights
 from .forbidden import COLLECTIVES, RING, SERVER
 
 SYNCHRONISE = "do all ranks synchronise in the same micro-batch?"
-DDP_ITSELF = 3500  # bytes a rank, to compare the models of two worlds and share their weights; a synchronisation is 528
 
 
-@task("6.1", "accumulate", ranks=4, private=("batches",), hang=SYNCHRONISE, aside=DDP_ITSELF)
+@task("6.1", "accumulate", ranks=4, private=("batches",), hang=SYNCHRONISE)
 class AccumulateUnsynchronised:
     """Several micro-batches, one synchronisation."""
 
@@ -28,28 +27,38 @@ class AccumulateUnsynchronised:
         count = random.randrange(3, 5)
         return {"seed": random.randrange(10**6), "batches": [batches_of(random, count, 4) for _ in range(4)]}
 
-    def probe(accumulate, seed, batches):
-        """Every rank's weights after one call, and bytes sent beside those of one backward pass."""
+    def prepare(seed, batches):
+        """A model in DDP and its optimizer, in worlds of 2 and 4, after a backward pass that was synchronised.
+
+        With it DDP has told all that it ever tells of itself: the models agree, their weights are shared, and the
+        buckets are those that they stay.
+        """
         from ...stage6_ddp import DistributedDataParallel
 
-        evidence = {}
+        made = {}
         for size, group in worlds(2, 4):
             model, optimizer = small_model(seed)
             parallel = DistributedDataParallel(model, process_group=group, all_reduce=ring_all_reduce)
-            with wire.counting() as once:
-                loss_of(parallel, *batches[dist.get_rank()][0]).backward()
+            loss_of(parallel, *batches[dist.get_rank()][0]).backward()
+            parallel.bucket_layout()  # else the next forward pass would tell of it
+            made[size] = parallel, optimizer
+        return {"made": made}
+
+    def probe(accumulate, seed, batches, made):
+        """Every rank's weights after one call, and the bytes that it sent."""
+        evidence = {}
+        for size, (parallel, optimizer) in made.items():
             with wire.counting() as traffic:
                 accumulate(parallel, optimizer, batches[dist.get_rank()])
-            sent = {"once": {"traffic": traffic_of(once)}, "traffic": traffic_of(traffic)}
-            evidence[size] = {"weights": weights(model), **sent}
+            evidence[size] = {"weights": weights(parallel.module), "traffic": traffic_of(traffic)}
         return evidence
 
     def judge_bytes(evidence, seed, batches):
-        """One synchronisation."""
+        """One synchronisation: 2 (K-1) p bytes in all."""
+        p = weights(small_model(seed)[0]).nbytes
         for size in (2, 4):
             about, count = f"with {size} ranks", len(batches[0])
-            found = [evidence[rank][size] for rank in range(size)]
-            syncs = found[0]["traffic"]["bytes"] / found[0]["once"]["traffic"]["bytes"]
+            syncs = sum(evidence[rank][size]["traffic"]["bytes"] for rank in range(size)) / (2 * (size - 1) * p)
             require(
                 syncs > 0, f"{about}: the gradients were never synchronised: the last micro-batch is outside no_sync"
             )
