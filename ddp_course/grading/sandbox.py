@@ -21,12 +21,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import psutil
+
+from .family import Family
 
 CLONE_NEWNS, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWIPC = 0x00020000, 0x10000000, 0x20000000, 0x08000000
 CLONE_NEWNET, SIOCSIFFLAGS, IFF_UP = 0x40000000, 0x8914, 1
@@ -123,7 +126,7 @@ def be_first(
 
 def watch(first: int, limits: Limits) -> str:
     """Wait for the first process; stop it if it and its descendants take more than their share."""
-    deadline = time.monotonic() + limits.seconds
+    deadline, family = time.monotonic() + limits.seconds, Family()
     gone = os.pidfd_open(first) if hasattr(os, "pidfd_open") else None
     while True:
         if gone is not None:
@@ -133,26 +136,26 @@ def watch(first: int, limits: Limits) -> str:
         pid, status = os.waitpid(first, os.WNOHANG)
         if pid:
             return "ok" if status == 0 else "ended"
-        excess = "time" if time.monotonic() > deadline else over(limits)
+        excess = "time" if time.monotonic() > deadline else over(limits, family)
         if excess:
             os.kill(first, signal.SIGKILL)
             return excess
 
 
-def over(limits: Limits) -> str | None:
+def over(limits: Limits, family: Family) -> str | None:
     """The limit that this process's descendants exceed together, or None."""
-    descendants = psutil.Process().children(recursive=True)
+    descendants = family.look()
     if len(descendants) > limits.processes:
         return "processes"
     return "memory" if sum(map(own_memory, descendants)) > limits.memory else None
 
 
-def own_memory(process: psutil.Process) -> int:
+def own_memory(pid: int) -> int:
     """Bytes that a process does not share with others, to a good approximation; 0 if it has gone."""
     try:
         if sys.platform != "linux":
-            return process.memory_info().rss
-        fields = Path(f"/proc/{process.pid}/statm").read_text().split()
+            return psutil.Process(pid).memory_info().rss
+        fields = Path(f"/proc/{pid}/statm").read_bytes().split()
         return (int(fields[1]) - int(fields[2])) * resource.getpagesize()
     except (psutil.Error, OSError):
         return 0
@@ -160,18 +163,17 @@ def own_memory(process: psutil.Process) -> int:
 
 def end_all() -> None:
     """Kill every descendant, again and again until none is left; orphans become ours, so none can hide."""
+    family = Family()
     while True:
-        for process in psutil.Process().children(recursive=True):
-            try:
-                process.kill()
-            except psutil.Error:
-                continue
         try:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
-            time.sleep(0.005)
         except ChildProcessError:
             return
+        for pid in family.look():
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.005)
 
 
 @cache
@@ -246,6 +248,7 @@ def shut_in(folder: str) -> None:
     os.chdir(folder)
 
 
+@cache
 def libraries() -> list[str]:
     """The paths that Python and its libraries need; the course itself may lie below one of them."""
     import torch  # here: the limits alone do without
@@ -357,10 +360,12 @@ def drop_privileges() -> None:
     """Give up, for this process and all that it starts, every capability; hide from debuggers."""
     if sys.platform != "linux":
         return
+    libc = ctypes.CDLL(None)
     for capability in range(64):
-        prctl(PR_CAPBSET_DROP, capability)
+        if libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0):
+            break  # there are no more
     header, nothing = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0), (ctypes.c_uint32 * 6)()
-    ctypes.CDLL(None).capset(header, nothing)
+    libc.capset(header, nothing)
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     prctl(PR_SET_DUMPABLE, 0)
 
