@@ -164,7 +164,7 @@ class Bubble:
         """(S-1)/(M+S-1), the idle share of all time, with more of both."""
         check_bubble(evidence, cases, [1 not in case for case in cases])
 
-    parts = {"any pipeline": (0.5, judge_any), "one stage, one micro-batch": (0.5, judge_limits)}
+    parts = {"any pipeline": (0.5, judge_any), "one stage or one micro-batch": (0.5, judge_limits)}
 
 
 def check_bubble(evidence, cases, chosen):
