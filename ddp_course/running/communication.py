@@ -94,9 +94,13 @@ def keep_for_backward(owner: object, outputs: Any) -> Any:
 
     Hooks on parameters must not keep a wrapper alive, or an old one would go on averaging when a model is wrapped anew.
     But in `BucketedDDP(model)(inputs).sum().backward()` nobody else holds it, and its gradients are still to come.
+    Every node of a graph has a place for what others want to leave there; a leaf has a hook.
     """
-    for tensor in tree_leaves(outputs):
-        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+    for tensor in [outputs] if isinstance(outputs, torch.Tensor) else tree_leaves(outputs):
+        if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+            kept: Any = tensor.grad_fn.metadata  # a dict, which the stubs of torch take for a function
+            kept.setdefault("owners", []).append(owner)
+        elif isinstance(tensor, torch.Tensor) and tensor.requires_grad:
             tensor.register_hook(lambda gradient, owner=owner: None)
     return outputs
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ..running import wire
 from ..running.communication import communication_thread
-from ..running.torch_inside import Future
+from ..running.torch_inside import Future, default_group
 
 
 class GradBucket:
@@ -54,11 +54,16 @@ class GradBucket:
 
 
 def by_backend(group=None):
-    """gloo's or NCCL's own all_reduce, in the backend's own thread or stream."""
+    """gloo's or NCCL's own all_reduce, in the backend's own thread or stream.
+
+    The group is asked itself: `dist.all_reduce` would check arguments anew each time, in the middle of backward.
+    """
+    options = dist.AllreduceOptions()
+    options.asyncOp = True
 
     def start(bucket):
         began, flat = wire.clock(), bucket.buffer()
-        work = dist.all_reduce(flat, group=group, async_op=True)
+        work = (group or default_group()).allreduce([torch.view_as_real(flat) if flat.is_complex() else flat], options)
         if wire.observed():
             work.get_future().then(lambda _: wire.ended("all_reduce", began, flat, group))
 
