@@ -25,7 +25,7 @@ from ..errors import CourseError, LaunchTimeout, RankError
 from ..running.launching.launch import launch
 from .plain import pack, unpack
 from .probing import PATIENCE_SECONDS, TOO_LONG, load, own_share, patience_seconds, run_probe
-from .tasks import CANNOT, RANKS, Part, Task, Wrong, find
+from .tasks import CANNOT, RANKS, Task, Wrong, find
 
 GAVE_UP = re.compile("timed out waiting|timeout|connection closed by peer|connection reset by peer", re.IGNORECASE)
 FIRST_ITEM_SECONDS, NEXT_ITEM_SECONDS = 12.0, 5.0
@@ -159,7 +159,7 @@ def verdict(task: Task, result: dict[str, Any], inputs: dict[str, Any], sent: Se
 
 def nothing(task: Task, said: str, suspicious: tuple = ()) -> Verdict:
     """The `Verdict` on an answer that has no property."""
-    return Verdict(False, said, tuple(Part(name, weight, said) for name, (weight, _) in task.parts.items()), suspicious)
+    return Verdict(False, said, task.lost(said), suspicious)
 
 
 def unlike(evidence: Sequence, sent: Sequence[Sequence[int]]) -> str:

@@ -134,7 +134,7 @@ class Grader:
         numbered = NUMBERED.match(submission.path.name) if submission.path else None
         exercise = exercise or (int(numbered[1]) if numbered else None)
         checks = self.exercises[exercise].checks if exercise in self.exercises else {}
-        tasks = [TaskResult(task, 0, points, cut(what)) for task, (_, points) in checks.items()]
+        tasks = [result_of(task, points, None, what) for task, (_, points) in checks.items()]
         files = [submission.file] if submission.file else []
         return Result(submission.learner, exercise if checks else None, tasks, cut(what), files=files)
 
@@ -205,7 +205,7 @@ class Grader:
                     said = []
                 _, stopped = self.hear(outcome)
         why = stopped or "its answer could not be examined: what it returned took too long to look at"
-        return [*said, *[Verdict(False, why, (Part("result", 1, why),))] * (len(items) - len(said))]
+        return [*said, *[Verdict(False, why, task.lost(why)) for task in tasks[len(said) :]]]
 
     def sandbox(self, order: dict[str, Any], folder: str, sockets: Sequence[socket.socket]) -> socket.socket:
         """Have the zygote do a job; return the socket through which its lines and its outcome come."""

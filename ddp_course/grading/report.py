@@ -213,7 +213,8 @@ def rows_of(task: TaskResult) -> str:
     rows = [(ROW, (task.message or "correct") + asked, bool(task.message), task.points, task.possible)]
     if len(task.parts) > 1:
         rows += [
-            (PART, part_in_words(part), bool(part["message"]), part["points"], part["possible"]) for part in task.parts
+            (PART, part_in_words(part, task.message), bool(part["message"]), part["points"], part["possible"])
+            for part in task.parts
         ]
     return "".join(
         row.format(id=escape(task.id), mark="wrong" if wrong else "right", points=points, possible=possible,
@@ -222,6 +223,7 @@ def rows_of(task: TaskResult) -> str:
     )  # fmt: skip
 
 
-def part_in_words(part: dict[str, Any]) -> str:
-    """A property and what is wrong with it, in one line."""
-    return f"{part['name']}: {part['message'] or 'right'}"
+def part_in_words(part: dict[str, Any], above: str) -> str:
+    """A property and what is wrong with it, in one line, unless the line `above` says so already."""
+    message = part["message"]
+    return f"{part['name']}: {'as above' if message and above.startswith(message) else message or 'right'}"

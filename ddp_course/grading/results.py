@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from .examine import Verdict
+from .tasks import find
 
 MOST_MESSAGE = 2000
 UNTOUCHED = "not solved yet"
@@ -98,7 +99,7 @@ def best_of(results: Sequence[Result]) -> list[Result]:
 
 def result_of(task: str, possible: float, verdict: Verdict | None, trouble: str = "") -> TaskResult:
     """The `TaskResult` of a task: by its verdict, or 0 points for the `trouble` before there could be one."""
-    parts = verdict.parts if verdict else ()
+    parts = verdict.parts if verdict else find(task).lost(trouble)
     whole = sum(part.weight for part in parts)
     worth = [tidy(possible * part.weight / whole) for part in parts]
     made = [

@@ -295,3 +295,19 @@ def test_a_notebook_that_cannot_be_read_counts_nothing_of_what_there_is(tmp_path
 def test_an_untouched_exercise_takes_one_line():
     untouched = Result("anna", 8, [TaskResult(f"8.{n}", 0, 1, "not solved yet") for n in range(1, 5)])
     assert len(report.table([untouched]).splitlines()) == 2
+
+
+def test_what_cannot_be_judged_is_worth_nothing_in_each_of_its_parts(tmp_path):
+    (tmp_path / "08_mine.ipynb").write_text("{")
+    handed_in = [
+        Submission("anna", tmp_path / "08_mine.ipynb"),
+        Submission("bert", exercises_folder() / "08_pipeline.ipynb"),
+    ]
+    results = grade(handed_in, load_exercises(exercises_folder()), seed=1)
+    for result, message in zip(results, ("not valid JSON", "not solved yet"), strict=True):
+        for task in result.tasks:
+            assert [part["name"] for part in task.parts] == list(find(task.id).parts)
+            assert sum(part["possible"] for part in task.parts) == pytest.approx(task.possible)
+            assert all(part["points"] == 0 and message in part["message"] for part in task.parts)
+    page = report.pages(results, seed=1)["bert.html"]
+    assert page.count("as above") == sum(len(task.parts) for task in results[1].tasks)

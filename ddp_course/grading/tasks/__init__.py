@@ -75,6 +75,10 @@ class Task:
                 found.append(Part(name, weight, said))
         return found
 
+    def lost(self, why):
+        """A `Part` for each property of an answer that has none of them, because of `why`."""
+        return tuple(Part(name, weight, why) for name, (weight, _) in self.parts.items())
+
 
 _tasks = {}
 
