@@ -8,6 +8,7 @@ import torch.distributed as dist
 from oracles import tiny_batches, tiny_model, trained_alone, weights
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from ddp_course import launch, stage5_bucketed
 from ddp_course.measuring import timeline
@@ -201,6 +202,18 @@ def test_an_error_in_the_communication_thread_leaves_through_backward():
     assert launch(failing_collective, world_size=2) == ["the network is down"] * 2
 
 
+class Twice(torch.nn.Linear):
+    """Computed anew in backward, in two parts, each of which has a gradient for the parameters."""
+
+    def __init__(self):
+        super().__init__(2, 2)
+
+    def forward(self, inputs):
+        for _ in range(2):
+            inputs = checkpoint(super().forward, inputs, use_reentrant=True)
+        return inputs
+
+
 def refusals():
     said = []
 
@@ -214,6 +227,8 @@ def refusals():
     model = torch.nn.Linear(2, 1)
     parallel = BucketedDDP(model)
     refused(lambda: parallel(torch.ones(1, 2)).pow(2).sum().backward(create_graph=True))
+    parallel_twice = BucketedDDP(torch.nn.Sequential(Twice(), torch.nn.Linear(2, 1)))
+    refused(parallel_twice(torch.ones(1, 2).requires_grad_()).sum().backward)
     refused(lambda: copy.deepcopy(parallel))
     refused(lambda: pickle.dumps(parallel))
     model.zero_grad()
@@ -222,9 +237,10 @@ def refusals():
 
 
 def test_what_it_cannot_do_is_refused_in_clear_words():
-    for (sparse, graph, copied, pickled), gradient in launch(refusals, world_size=2):
+    for (sparse, graph, twice, copied, pickled), gradient in launch(refusals, world_size=2):
         assert "neither sparse gradients nor those of create_graph=True" in sparse
         assert sparse == graph
+        assert "a gradient was computed twice in one backward pass" in twice
         assert "copy its `module` and wrap that" in copied
         assert copied == pickled
         assert gradient == [[1.0, 1.0]]

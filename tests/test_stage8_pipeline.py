@@ -75,8 +75,8 @@ F, B = (lambda m: Instruction("forward", m)), (lambda m: Instruction("backward",
 @pytest.mark.parametrize(
     "schedule, message",
     [
-        ([[F(0), B(0), F(1)]], "rank 0 runs forward on micro-batches"),
-        ([[F(0), F(1), B(1), B(0)]], "rank 0 runs backward on micro-batches"),
+        ([[F(0), B(0), F(1)]], r"rank 0 runs forward on micro-batches \[0, 1\], not on 0 to 0 in order"),
+        ([[F(0), F(1), B(1), B(0)]], r"rank 0 runs backward on micro-batches \[1, 0\], not on 0 to 1 in order"),
         ([[B(0), F(0)]], "backward before forward"),
         ([[F(0), B(0), F(1), B(1)], [F(0), F(1), B(0), B(1)]], "wait for each other in a circle"),
     ],
@@ -340,6 +340,8 @@ def test_split_is_even_and_leaves_no_rank_without_parameters():
 def test_models_that_cannot_be_split_are_refused():
     with pytest.raises(ValueError, match="5 layers with parameters cannot be split over 6 ranks"):
         split(list(deep_model()), 6)
+    with pytest.raises(ValueError, match="2 layers with parameters cannot be split over 3 ranks; use at most 2 ranks"):
+        split([torch.nn.PReLU(), torch.nn.Tanh(), torch.nn.PReLU()], 3)
     shared = torch.nn.Linear(3, 3)
     with pytest.raises(ValueError, match="share a parameter"):
         split([shared, torch.nn.Linear(3, 3), torch.nn.Sequential(shared)], 2)
@@ -382,6 +384,7 @@ def passed_on(odd):
     stages = {
         "a tuple": [Pair(3, 3), torch.nn.Linear(3, 3)],
         "numbers": [torch.nn.Sequential(torch.nn.Linear(3, 3), Rounded()), torch.nn.Linear(3, 3)],
+        "other shapes": [Wider(3, 3), Narrow(3, 3)],
     }
     Pipeline(stages[odd][rank], 2).step(torch.ones(4, 3), torch.zeros(4).long())
 
@@ -393,15 +396,37 @@ class Rounded(torch.nn.Module):
         return inputs.int()
 
 
+class Wider(torch.nn.Linear):
+    """Returns one column more each time."""
+
+    columns = 3
+
+    def forward(self, inputs):
+        self.columns += 1
+        return super().forward(inputs)[:, :1].expand(-1, self.columns)
+
+
+class Narrow(torch.nn.Linear):
+    """Needs three columns only."""
+
+    def forward(self, inputs):
+        return super().forward(inputs[:, :3])
+
+
 @pytest.mark.parametrize(
-    "odd, words", [("a tuple", "rank 0 returns a tuple, but one tensor"), ("numbers", "of torch.int32 can")]
+    "odd, words",
+    [
+        ("a tuple", "rank 0 returns a tuple, but one tensor"),
+        ("numbers", "of torch.int32 can"),
+        ("other shapes", "their shape must stay the same"),
+    ],
 )
 def test_what_cannot_be_passed_on_is_said(odd, words):
     with pytest.raises(RankError, match=words):
         launch(passed_on, odd, world_size=2)
 
 
-def frozen_and_in_place(schedule):
+def frozen_and_in_place(schedule, microbatches):
     """A frozen first stage, then a layer that overwrites its input: gradients, and those of one device."""
     torch.manual_seed(0)
     layers = [torch.nn.Linear(5, 5), torch.nn.ReLU(inplace=True), torch.nn.Linear(5, 5), torch.nn.Linear(5, 3)]
@@ -413,15 +438,16 @@ def frozen_and_in_place(schedule):
         parameter.grad = None
     parts = [torch.nn.Sequential(layers[0]), torch.nn.Sequential(*layers[1:3]), torch.nn.Sequential(layers[3])]
     part = parts[dist.get_rank()]
-    Pipeline(part, 4, schedule).step(inputs, targets)
+    Pipeline(part, microbatches, schedule).step(inputs, targets)
     stage8_pipeline.average_part(part, dist.new_subgroups(1)[0])
     mine = [2 * parts.index(part), 2 * parts.index(part) + 2]
     return [p.grad for p in part.parameters()], expected[slice(*mine)]
 
 
+@pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_frozen_stage_and_a_layer_that_works_in_place(schedule):
-    ranks = launch(frozen_and_in_place, schedule, world_size=3)
+def test_a_frozen_stage_and_a_layer_that_works_in_place(schedule, microbatches):
+    ranks = launch(frozen_and_in_place, schedule, microbatches, world_size=3)
     assert ranks[0] == ([None, None], [None, None])
     for ours, theirs in ranks[1:]:
         assert all(torch.allclose(a, b, atol=1e-6) and b.abs().max() > 0 for a, b in zip(ours, theirs, strict=True))
@@ -466,6 +492,45 @@ def test_no_receive_is_posted_before_what_its_sender_needs(schedule):
             before = everyone[peer][: everyone[peer].index(Instruction(action, number))]
             assert sent[peer] >= sum(one.action != action for one in before), f"rank {rank}: {events}"
     assert all(sum(name == "irecv" for name, *_ in events) == n for events, n in zip(ranks, (4, 8, 4), strict=True))
+
+
+def test_one_receive_is_posted_ahead_as_soon_as_that_is_allowed():
+    """The middle of three ranks: < from or to the rank before, > the rank behind."""
+    events = launch(posted, one_forward_one_backward, world_size=3)[1]
+    short = [f"{name[1]}{number}{'<' if peer == 0 else '>'}" for name, number, peer in events]
+    assert " ".join(short) == "r0< r1< s0> r0> r2< s1> r1> s0< r3< s2> r2> s1< s3> r3> s2< s3<"
+
+
+def test_not_all_gradients_are_kept_until_they_have_left():
+    for unsent in launch(gradients_on_their_way, world_size=2):
+        assert unsent <= 2
+
+
+def gradients_on_their_way():
+    pipeline = Pipeline(torch.nn.Linear(3, 3), 8, gpipe)
+    pipeline.step(torch.ones(8, 3), torch.zeros(8).long())
+    return len(pipeline.returning)
+
+
+def groups_of_both_directions():
+    """The groups in which activations and gradients leave this rank."""
+    activations, gradients = dist.new_group([0, 1, 2]), dist.new_group([0, 1, 2])
+    used, ordinary, rank = {"right": set(), "left": set()}, wire.isend, dist.get_rank()
+
+    def isend(tensor, peer, group=None):
+        used["right" if peer > rank else "left"].add({activations: "activations", gradients: "gradients"}.get(group))
+        return ordinary(tensor, peer, group)
+
+    wire.isend = isend
+    pipeline = Pipeline(torch.nn.Linear(3, 3), 2, group=activations, gradient_group=gradients)
+    pipeline.step(torch.ones(4, 3), torch.zeros(4).long())
+    return used
+
+
+def test_gradients_travel_in_the_group_that_is_theirs():
+    ranks = launch(groups_of_both_directions, world_size=3)
+    assert [rank["right"] for rank in ranks] == [{"activations"}, {"activations"}, set()]
+    assert [rank["left"] for rank in ranks] == [set(), {"gradients"}, {"gradients"}]
 
 
 def on_cuda():

@@ -153,7 +153,7 @@ class Trial:
         tempfile.tempdir, sys.path[0] = None, str(self.copied)
         if watched:
             watch(watched, self.reached)
-        serve_forked()
+        serve_forked(20 if watched else 1)  # a test may end its server, and the lines are to be noted in the next too
         code = pytest.main(["-q", "-x", "-p", "no:cacheprovider", *tests], plugins=[Teller(self.told)])
         import_module("ddp_course.running.launching.forked").stop_server()
         os._exit(int(code))
@@ -237,34 +237,40 @@ def watch(files, path):
     sys.settrace(enter)
 
 
-def serve_forked():
-    """The first server of this process will be a fork of it as it is now: with torch, without the course."""
-    ours, theirs = socket.socketpair()
-    pid = os.fork()
-    if pid == 0:
-        ours.close()
-        os.setsid()
-        _, (control,), _, _ = socket.recv_fds(theirs, 1, 1)  # nothing comes if no test ever launches
-        os.dup2(control, 0)
-        os.close(control)
-        theirs.close()
-        sys.argv = ["server.py"]
-        try:
-            runpy.run_path(str(Path.cwd() / "ddp_course/running/launching/server.py"), run_name="__main__")
-        finally:
-            os._exit(0)
-    theirs.close()
+def serve_forked(count):
+    """The first `count` servers of this process will be forks of it as it is now: with torch, without the course."""
+    waiting = [waiting_server() for _ in range(count)]
     forked = import_module("ddp_course.running.launching.forked")
-    ordinary, waiting = forked.Server.begin, [Fork(pid)]
+    ordinary = forked.Server.begin
 
     def begin(server, control):
         if not waiting:
             return ordinary(server, control)
-        socket.send_fds(ours, [b"."], [control.fileno()])
-        ours.close()
-        return waiting.pop()
+        socket_to_it, process = waiting.pop()
+        with socket_to_it:
+            socket.send_fds(socket_to_it, [b"."], [control.fileno()])
+        return process
 
     forked.Server.begin = begin
+
+
+def waiting_server():
+    """A fork that will be a server as soon as it is sent a control socket, and a socket to send it with."""
+    ours, theirs = socket.socketpair()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            ours.close()
+            os.setsid()
+            _, (control,), _, _ = socket.recv_fds(theirs, 1, 1)  # none comes if the tests launch nothing
+            os.dup2(control, 0)
+            os.close(control)
+            sys.argv = ["server.py"]
+            runpy.run_path(str(Path.cwd() / "ddp_course/running/launching/server.py"), run_name="__main__")
+        finally:
+            os._exit(0)
+    theirs.close()
+    return ours, Fork(pid)
 
 
 class Fork:
