@@ -50,8 +50,8 @@ TESTS = {
     ],
     "collectives": ["tests/collectives"],
 }
-COMMON = ["tests/running/test_communication.py", "tests/stage6_ddp/test_after_errors.py"]  # they look at several stages
-COMMON += ["tests/stage6_ddp/test_programs.py", "tests/running/test_nccl_rules.py", "tests/running/test_faults.py"]
+COMMON = ["tests/running/test_communication.py", "tests/stage6_ddp/test_after_errors.py"]  # at several stages
+COMMON += ["tests/stage6_ddp/test_programs.py", "tests/running/test_nccl_rules.py"]
 TOO_LONG, TIMES_AS_LONG = 25.0, 6.0  # a test hangs that has run so many seconds, and so many times its own
 TURNED = {ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Lt: ast.GtE, ast.GtE: ast.Lt, ast.Gt: ast.LtE, ast.LtE: ast.Gt}
 TURNED |= {ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.And: ast.Or, ast.Or: ast.And}
@@ -311,7 +311,7 @@ class Tests:
             time.sleep(0.1)
         if code:
             raise SystemExit(
-                f"{trial.output[-3000:]}\nthe tests of {stage} fail without any fault: nothing can be said"
+                f"{trial.output[-3000:]}\nwithout a fault the tests of {stage} end with {code}: no verdict"
             )
         self.seconds = {test: float(what) for _, what, test in trial.history if what not in ("began", "failed")}
         self.reaching, self.kills = defaultdict(set), Counter()
