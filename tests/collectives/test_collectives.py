@@ -1,4 +1,4 @@
-"""Tree, halving-doubling, hierarchical and pipelined all-reduce: right everywhere, with the bytes they promise."""
+"""Tree, halving-doubling, hierarchical and pipelined all-reduce, and a duplex server: right everywhere, with the bytes they promise."""
 
 import functools
 import math
@@ -12,6 +12,7 @@ from oracles import assert_all_equal_sum, rank_tensor
 
 from ddp_course import collectives, launch
 from ddp_course.collectives import (
+    duplex_server_all_reduce,
     halving_doubling_all_reduce,
     hierarchical_all_reduce,
     pipelined_ring_all_reduce,
@@ -33,6 +34,7 @@ ALGORITHMS = {
     "hierarchical": hierarchical_all_reduce,
     "pipelined ring": pipelined_ring_all_reduce,
     "pipelined ring, messages": without_streams,
+    "duplex server": duplex_server_all_reduce,
 }
 SHAPES = [(), (1,), (3,), (7, 5), (1000,), (0,)]
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.int64]
@@ -131,8 +133,15 @@ def test_bytes_and_messages(world_size):
         assert found["halving-doubling"] == (share, 2 * rounds)
         assert found["pipelined ring"] == found["hierarchical"] == (share, 2 * (world_size - 1))
         assert found["pipelined ring, messages"] == found["pipelined ring"]
+        peers = world_size - 1 if rank == 0 else 1
+        assert found["duplex server"] == (peers * size, peers * 16)
         assert found["tree"][1] <= 2 * rounds and found["tree"][0] == size * found["tree"][1], rank
     assert sum(found["tree"][1] for found in ranks) == 2 * (world_size - 1)
+
+
+def test_they_are_what_the_package_offers():
+    offered = {name: getattr(collectives, name) for name in collectives.__all__}
+    assert set(ALGORITHMS.values()) == {*offered.values(), without_streams}
 
 
 def many_segments():
