@@ -1,4 +1,4 @@
-"""Tree, halving-doubling, hierarchical and pipelined all-reduce, and a duplex server: right everywhere, with the bytes they promise."""
+"""Every all-reduce of the package: right everywhere, with the bytes it promises."""
 
 import functools
 import math
