@@ -46,7 +46,7 @@ WRAPPERS: dict[str, Callable[..., Any]] = {
     "ours, ring": partial(DistributedDataParallel, **RING),
 }
 ORDERS = list(permutations(WRAPPERS))  # the last is the first, backwards
-MEMORY_LAUNCHES = 9
+MEMORY_LAUNCHES, VIEW_LAUNCHES = 9, 5
 HOSTS_BANDWIDTH = "1Gbit"
 
 
@@ -107,11 +107,16 @@ def promised_steps(rows: list[Row]) -> list[Promise]:
 
 
 def views_into_buckets(args: argparse.Namespace) -> Part:
-    """The same with `gradient_as_bucket_view=True`, in both orders of making the wrappers, a row for each."""
-    rows = []
+    """The same with `gradient_as_bucket_view=True`, in both orders of making the wrappers, a row for each.
+
+    As above, a row has the geometric means of several launches' medians.
+    """
+    rows: list[Row] = []
     for model, world_size, order in product(VIEWS, WORLD_SIZES, permutations(("torch", "ours"))):
-        one = partial(on_cpu, wrappers_in_turn, model, args.repeats, order, True)
-        rows.append({"model": model, "world_size": world_size, "made first": order[0], **one(world_size=world_size)})
+        train = partial(on_cpu, wrappers_in_turn, model, args.repeats, order, True, world_size=world_size)
+        launches = [train() for _ in range(VIEW_LAUNCHES)]
+        seconds = {kind: statistics.geometric_mean([one[kind] for one in launches]) for kind in order}
+        rows.append({"model": model, "world_size": world_size, "made first": order[0], **seconds})
     ratio = [row["ours"] / row["torch"] for row in rows]
     promises = promises_of_ratios("step time with views, times torch's", ratio, GEOMETRIC_MEAN, EACH)
     return Part(rows, promises, [{"made first": row["made first"], **ratios(row)} for row in rows])
