@@ -1,6 +1,9 @@
 """Plain streams between neighbours: in order, closed after errors, replaced by messages where links are emulated."""
 
+import os
+import socket
 import time
+from contextlib import suppress
 from datetime import timedelta
 
 import pytest
@@ -87,3 +90,46 @@ def one_is_silent():
 
 def test_patience_ends_with_the_timeout_of_the_group():
     launch(one_is_silent, world_size=2)
+
+
+def sockets_of_a_stream():
+    with streams.to_neighbours(None, CPU) as links:
+        options = [one.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for one in (links.incoming, links.outgoing)]
+        return options, streams.own_address()[1], os.environ["MASTER_ADDR"]
+
+
+def test_small_tensors_leave_at_once_from_the_address_that_other_ranks_reach():
+    for options, address, master in launch(sockets_of_a_stream, world_size=2):
+        assert all(options), "small tensors would wait for more"
+        assert address == master, "all ranks are on one host"
+
+
+def one_does_not_connect():
+    """Rank 1 tells where it is to be found, but never comes to the door of rank 0."""
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
+    if dist.get_rank() == 1:
+        streams.socket.create_connection = lambda *_, **__: time.sleep(3)
+        with suppress(Exception), streams.to_neighbours(group, CPU):
+            pass
+        return
+    with pytest.raises(TimeoutError), streams.to_neighbours(group, CPU):
+        pass
+
+
+def test_nobody_waits_longer_at_the_door_than_the_group():
+    launch(one_does_not_connect, world_size=2, timeout=20)
+
+
+def many_at_once():
+    """Large tensors that leave while the neighbour does not read yet."""
+    rank, coming = dist.get_rank(), [torch.empty(1_000_000) for _ in range(6)]
+    with streams.to_neighbours(None, CPU) as links:
+        for number in range(6):
+            links.send(torch.full((1_000_000,), 10.0 * rank + number))
+        time.sleep(0.2)
+        return [(part.min().item(), part.max().item()) for part in links.received(coming)]
+
+
+def test_one_tensor_has_left_before_the_next_begins():
+    for rank, found in enumerate(launch(many_at_once, world_size=2)):
+        assert found == [(10.0 * (1 - rank) + number,) * 2 for number in range(6)]
