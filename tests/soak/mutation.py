@@ -327,8 +327,8 @@ class Tests:
     def of(self, mutant, budget):
         """The tests that reach a mutant, those that find most in the least time first, for `budget` seconds."""
         tests = set().union(*(self.reaching[mutant["file"], line] for line in mutant["lines"]))
-        if "" in tests:  # when the file is imported: whatever uses the file
-            tests = set().union(*(found for (file, _), found in self.reaching.items() if file == mutant["file"]))
+        if "" in tests:  # when the file is imported, which every test of the stage does
+            tests = set(self.seconds)
         by_function = defaultdict(list)
         for test in sorted(tests & self.seconds.keys(), key=lambda test: (self.seconds[test], test)):
             by_function[function(test)].append(test)

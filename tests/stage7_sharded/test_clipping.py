@@ -37,10 +37,11 @@ def clipped_training(way, max_norm, norm_type):
             clipper.step(inputs, targets)
         else:
             cross_entropy(forward(inputs), targets).backward()
+        kind = () if norm_type == 2.0 else (norm_type,)  # the default, as torch's
         if alone:
-            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type).item())
+            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm, *kind).item())
         else:
-            norms.append(clipper.clip_grad_norm_(max_norm, norm_type).item())
+            norms.append(clipper.clip_grad_norm_(max_norm, *kind).item())
         optimizer.step()
     return torch.tensor(norms), whole_weights(way, model, forward if way == "fully sharded" else None)
 
