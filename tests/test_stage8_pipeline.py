@@ -388,6 +388,7 @@ def passed_on(odd):
         "a tuple": [Pair(3, 3), torch.nn.Linear(3, 3)],
         "numbers": [torch.nn.Sequential(torch.nn.Linear(3, 3), Rounded()), torch.nn.Linear(3, 3)],
         "other shapes": [Wider(3, 3), Narrow(3, 3)],
+        "15 dimensions": [Folded(3, 3), torch.nn.Linear(3, 3)],
     }
     Pipeline(stages[odd][rank], 2).step(torch.ones(4, 3), torch.zeros(4).long())
 
@@ -409,6 +410,13 @@ class Wider(torch.nn.Linear):
         return super().forward(inputs)[:, :1].expand(-1, self.columns)
 
 
+class Folded(torch.nn.Linear):
+    """Returns 15 dimensions a sample."""
+
+    def forward(self, inputs):
+        return super().forward(inputs).view(-1, *[1] * 14, 3)
+
+
 class Narrow(torch.nn.Linear):
     """Needs three columns only."""
 
@@ -422,6 +430,7 @@ class Narrow(torch.nn.Linear):
         ("a tuple", "rank 0 returns a tuple, but one tensor"),
         ("numbers", "of torch.int32 can"),
         ("other shapes", "their shape must stay the same"),
+        ("15 dimensions", "cannot be passed on"),
     ],
 )
 def test_what_cannot_be_passed_on_is_said(odd, words):
