@@ -34,15 +34,21 @@ class Twice:
 
     def draw(random, hidden):
         """A number."""
-        return {"number": random.randrange(100)}
+        return {"number": random.randrange(1, 100)}
 
     def probe(twice, number):
         """The answer's result."""
         return twice(number)
 
-    def judge(evidence, number):
+    def judge_even(evidence, number):
+        """Twice a number is even."""
+        require(evidence % 2 == 0, "twice a number is even")
+
+    def judge_sum(evidence, number):
         """Compare with the sum."""
         require(evidence == number + number, "that is not twice the number")
+
+    parts = {"even": (0.5, judge_even), "twice": (0.5, judge_sum)}
 '''
 EXERCISE = '''# ---
 # title: Topic
@@ -159,7 +165,7 @@ def test_add_an_exercise(house):
     said = run(house, "-c", tried.format(2))
     assert "Double it." in said and "Exercise 13.1: correct." in said
     with pytest.raises(AssertionError, match="that is not twice the number"):
-        run(house, "-c", tried.format(3))
+        run(house, "-c", tried.format(4))
 
 
 def test_add_a_claim(house):

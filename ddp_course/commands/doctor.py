@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,8 @@ def run(args: argparse.Namespace) -> int:
 
 def main() -> int:
     """Print the report; return 1 if the course cannot run here, else 0."""
-    trial.begin()  # beside the import of torch, which takes longer
+    if find_spec("torch"):  # without it nobody would ask what came of it
+        trial.begin()  # beside the import of torch, which takes longer
     parts = {"Machine": [*machine()], "Torch": [*torch_parts()]}
     has_torch = len(parts["Torch"]) > 1
     parts |= {"Links": links() if has_torch else [], "Notebooks": [*jupyter()]}

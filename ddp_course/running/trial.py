@@ -13,21 +13,23 @@ SECONDS = 60
 
 
 @cache
-def begin() -> subprocess.Popen | None:
-    """Start building two hosts without waiting for it; None where no system could."""
+def begin() -> subprocess.Popen | OSError | None:
+    """Start building two hosts without waiting for it; the error if no process can be had, None if not on Linux."""
     if sys.platform != "linux":
         return None
     nothing, pipe = subprocess.DEVNULL, subprocess.PIPE
-    return subprocess.Popen([sys.executable, str(SCRIPT)], stdin=nothing, stdout=pipe, stderr=nothing)
+    try:
+        return subprocess.Popen([sys.executable, str(SCRIPT)], stdin=nothing, stdout=pipe, stderr=nothing)
+    except OSError as error:
+        return error
 
 
 @cache
 def try_hosts() -> dict:
     """What came of it: {"reason": None or one line about what forbids them, "latency": whether they can have it}."""
-    try:
-        building = begin()
-    except OSError as error:
-        return refused(error)
+    building = begin()
+    if isinstance(building, OSError):
+        return refused(building)
     if building is None:
         return {"reason": "virtual hosts need Linux", "latency": False}
     with building:

@@ -89,6 +89,7 @@ def test_gpus_that_cuda_cannot_use_are_a_line_and_no_traceback(capsys, monkeypat
 def test_without_torch_the_report_ends_with_what_to_do(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     monkeypatch.setattr(doctor, "links", lambda: pytest.fail("links need torch"))
+    monkeypatch.setattr(doctor.trial, "begin", lambda: pytest.fail("nobody would wait for it"))
     assert doctor.main() == 1
     assert "run: make setup" in (printed := capsys.readouterr().out)
     assert "jupyterlab" in printed

@@ -139,10 +139,7 @@ class Trial:
                 os._exit(70)
 
     def play(self, tests, watched):
-        """In the fork: run pytest, with the lines of the files `watched` noted, and a server that need not load torch.
-
-        A learner's environment as `python -m pytest` in the copy would have it.
-        """
+        """In the fork: run pytest, with the lines of the files `watched` noted, and a server that has torch already."""
         os.setsid()
         os.chdir(self.copied)
         for stream in (1, 2):

@@ -68,10 +68,14 @@ def step_times(args: argparse.Namespace) -> Part:
     for (network, link), model, world_size in product(networks().items(), STEPS, WORLD_SIZES):
         orders = ORDERS if link is None else (ORDERS[0], ORDERS[-1])  # slower, and more alike: two will do
         train = partial(on_cpu, wrappers_in_turn, model, args.repeats, world_size=world_size, link=link)
-        launches = [train(order) for order in orders]
-        seconds = {kind: statistics.geometric_mean([one[kind] for one in launches]) for kind in WRAPPERS}
+        seconds = means([train(order) for order in orders])
         rows.append({"network": network, "model": model, "world_size": world_size, **seconds})
     return Part(rows, promised_steps(rows), [ratios(row) for row in rows])
+
+
+def means(launches: list[dict[str, float]]) -> dict[str, float]:
+    """{wrapper: the geometric mean of its seconds} of several launches."""
+    return {kind: statistics.geometric_mean([one[kind] for one in launches]) for kind in launches[0]}
 
 
 def ratios(row: Row) -> Row:
@@ -114,8 +118,7 @@ def views_into_buckets(args: argparse.Namespace) -> Part:
     rows: list[Row] = []
     for model, world_size, order in product(VIEWS, WORLD_SIZES, permutations(("torch", "ours"))):
         train = partial(on_cpu, wrappers_in_turn, model, args.repeats, order, True, world_size=world_size)
-        launches = [train() for _ in range(VIEW_LAUNCHES)]
-        seconds = {kind: statistics.geometric_mean([one[kind] for one in launches]) for kind in order}
+        seconds = means([train() for _ in range(VIEW_LAUNCHES)])
         rows.append({"model": model, "world_size": world_size, "made first": order[0], **seconds})
     ratio = [row["ours"] / row["torch"] for row in rows]
     promises = promises_of_ratios("step time with views, times torch's", ratio, GEOMETRIC_MEAN, EACH)

@@ -56,11 +56,6 @@ class Task:
         """The number of the exercise that this task is a part of."""
         return int(self.number.split(".")[0])
 
-    def judge(self, evidence, **inputs):
-        """Raise Wrong for the first property that does not hold."""
-        for _, judge in self.parts.values():
-            judge(evidence, **inputs)
-
     def judged(self, evidence, **inputs):
         """A `Part` for each property; what a judge cannot compare is no honest answer's data, and does not hold."""
         found = []
@@ -84,14 +79,13 @@ _tasks = {}
 
 
 def task(number, names, ranks=1, forbidden=(), imports=(), private=(), hang=Task.hang):
-    """Decorate a class with `draw`, `probe`, and `judge` or `parts`, perhaps `prepare`: it becomes a task."""
+    """Decorate a class with `draw`, `probe` and `parts`, perhaps `prepare`: it becomes a task."""
 
     def register(definition):
         has = vars(definition)
-        parts = has.get("parts") or {"result": (1, has["judge"])}
         names_of = (names,) if isinstance(names, str) else tuple(names)
         lists = tuple(forbidden), tuple(imports), tuple(private)
-        made = number, names_of, ranks, has["draw"], has["probe"], parts
+        made = number, names_of, ranks, has["draw"], has["probe"], has["parts"]
         _tasks[number] = Task(*made, *lists, hang, has.get("prepare"))
         return definition
 

@@ -147,6 +147,13 @@ def test_an_attempt_that_tells_nothing_takes_the_wire(script, why, tried_anew, m
     assert trial.begin().poll() is not None
 
 
+def test_where_no_process_can_be_had_the_wire_is_taken(tried_anew, monkeypatch, tmp_path):
+    monkeypatch.setattr(trial, "SCRIPT", tmp_path)
+    monkeypatch.setattr(trial.sys, "executable", str(tmp_path / "nowhere"))
+    assert Link().mode == "wire"
+    assert "the attempt to build them failed (" in links.available()["hosts"]
+
+
 def test_latency_without_netem_takes_the_wire(monkeypatch):
     monkeypatch.setattr(modes, "try_hosts", lambda: {"reason": None, "latency": False})
     assert Link().mode == "hosts" and Link(latency="5ms").mode == "wire"
