@@ -7,7 +7,6 @@ the outcome, and for answers one to the examiner. It ends when its standard inpu
 What a warden leaves behind that was killed itself, becomes the zygote's, and is killed too.
 """
 
-import ctypes
 import gc
 import json
 import os
@@ -21,6 +20,7 @@ from pathlib import Path
 
 from ddp_course.grading import sandbox
 from ddp_course.grading.family import children
+from ddp_course.running.launching.server import take_large_pages
 
 PRELOAD = (
     "torch", "torch._dynamo", "torch.utils.data", "numpy", "pytest", "nbval.plugin", "nbformat.v4",
@@ -29,7 +29,6 @@ PRELOAD = (
     "ddp_course.grading.nbval_run", "ddp_course.grading.answering",
 )  # fmt: skip
 LONGEST_PATH = 1 << 12
-LARGE_PAGE, MADV_COLLAPSE = 2 << 20, 25
 
 
 def preload() -> None:
@@ -43,21 +42,6 @@ def preload() -> None:
     gc.collect()
     gc.freeze()
     take_large_pages()
-
-
-def take_large_pages() -> None:
-    """Move this process's memory to pages of 2 MiB, where Linux (6.1) has them to give.
-
-    A fork copies the table of all pages: with these it takes a tenth of the time. A child that writes to one has a
-    small page of its own all the same. Source: madvise(2), MADV_COLLAPSE.
-    """
-    if sys.platform != "linux":
-        return
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        span, rights, _, _, inode, *_ = line.split()
-        start, end = (int(address, 16) for address in span.split("-"))
-        if rights == "rw-p" and inode == "0" and end - start >= LARGE_PAGE:
-            ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), MADV_COLLAPSE)
 
 
 def serve(control: socket.socket) -> None:

@@ -1,12 +1,10 @@
-"""What makes forks cheap is right all the same: who descends from whom, what has been loaded, and where memory lies."""
+"""What makes forks cheap is right all the same: who descends from whom, and what has been loaded."""
 
 import os
-import platform
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -14,19 +12,6 @@ import pytest
 import ddp_course
 from ddp_course.grading import family
 from ddp_course.grading.probing import modules_below
-
-LARGE = """
-import re
-from pathlib import Path
-from ddp_course.grading.zygote import take_large_pages
-content = bytes(range(256)) * (1 << 17)
-def large():
-    return int(re.search(r"AnonHugePages: *([0-9]+)", Path("/proc/self/smaps_rollup").read_text())[1]) >> 10
-before = large()
-take_large_pages()
-assert content == bytes(range(256)) * (1 << 17)
-print(large() - before)
-"""
 
 
 @pytest.fixture
@@ -72,15 +57,3 @@ def test_all_that_is_loaded_of_the_course_is_found():
 
     names = {module.__name__ for module in modules_below(ddp_course)}
     assert names == {name for name, one in sys.modules.items() if name.split(".")[0] == "ddp_course" and one}
-
-
-@pytest.mark.skipif(
-    sys.platform != "linux"
-    or tuple(map(int, platform.release().split(".")[:2])) < (6, 1)
-    or not Path("/sys/kernel/mm/transparent_hugepage").exists(),
-    reason="large pages on demand are Linux 6.1's",
-)
-def test_memory_moves_to_large_pages_as_it_is():
-    done = subprocess.run([sys.executable, "-c", LARGE], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) >= 16, "MiB of the 32"

@@ -35,6 +35,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 REPORT = ROOT / "results" / "mutants.json"
+SERVER = "ddp_course/running/launching/server.py"
 PARTS = ["ddp_course", "tests", "authoring", "pyproject.toml", "docs", "requirements.lock"]
 LOADED = "torch torch.distributed torch.distributed.fsdp torch.multiprocessing torch.utils.data torch._dynamo torch.fx"
 LOADED += " torch.distributed.pipelining torch.distributed.optim torch.testing numpy cloudpickle psutil tabulate tqdm"
@@ -263,7 +264,7 @@ def waiting_server():
             os.dup2(control, 0)
             os.close(control)
             sys.argv = ["server.py"]
-            runpy.run_path(str(Path.cwd() / "ddp_course/running/launching/server.py"), run_name="__main__")
+            runpy.run_path(str(Path.cwd() / SERVER), run_name="__main__")
         finally:
             os._exit(0)
     theirs.close()
@@ -426,6 +427,7 @@ def main():
     report = json.loads(REPORT.read_text()) if REPORT.exists() else {}
     for name in LOADED.split():
         import_module(name)
+    runpy.run_path(str(ROOT / SERVER))["take_large_pages"]()
     with tempfile.TemporaryDirectory(prefix="mutation_") as folder:
         copies = [Path(folder, str(number)) for number in range(args.jobs)]
         for copied in copies:

@@ -4,6 +4,8 @@ import gc
 import importlib
 import math
 import os
+import platform
+import re
 import shutil
 import signal
 import subprocess
@@ -102,6 +104,39 @@ def test_what_cannot_be_loaded_ahead_is_no_reason_to_refuse_a_launch(monkeypatch
         found = [(launch(rank_with_dynamo, world_size=1), forked.server_pid()) for _ in range(4)]
     forked.use_server(None)
     assert found == [([False], found[0][1])] * 4, "one server, which lived on"
+
+
+CONTENT = """
+from ddp_course.running.launching.server import take_large_pages
+content = bytes(range(256)) * (1 << 17)
+take_large_pages()
+assert content == bytes(range(256)) * (1 << 17)
+print(open("/proc/self/smaps_rollup").read())
+"""
+
+
+def large_pages(smaps):
+    """How many MiB of a process lie in large pages."""
+    return int(re.search(r"AnonHugePages: *([0-9]+)", smaps)[1]) >> 10
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux"
+    or tuple(map(int, platform.release().split(".")[:2])) < (6, 1)
+    or not Path("/sys/kernel/mm/transparent_hugepage").exists(),
+    reason="large pages on demand are Linux 6.1's",
+)
+def test_what_the_server_has_loaded_moves_to_large_pages_and_keeps_its_contents():
+    done = subprocess.run([sys.executable, "-c", CONTENT], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert large_pages(done.stdout) >= 16, "MiB of the 32"
+    forked.use_server(None)
+    launch(pid_and_rank, world_size=1)
+    smaps, end = Path(f"/proc/{forked.server_pid()}/smaps_rollup"), time.monotonic() + 120
+    while large_pages(smaps.read_text()) < 50 and time.monotonic() < end:
+        time.sleep(0.1)  # it loads what is left first, piece by piece
+    assert large_pages(smaps.read_text()) >= 50, "MiB of 200"
+    assert [rank for _, rank in launch(pid_and_rank, world_size=2)] == [0, 1]
 
 
 def test_nothing_of_cuda_and_no_thread_in_the_server():
