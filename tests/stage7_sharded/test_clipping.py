@@ -1,6 +1,8 @@
 """The norm of gradients that no rank has whole: as on one device, and torch's own function refuses."""
 
+import copy
 import math
+import pickle
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from ddp_course import launch
 from ddp_course.stage7_sharded import FullyShardedDataParallel, ShardedOptimizer
+from ddp_course.stage7_sharded.clipping import LocalGradient, clip_grad_norm_
 from ddp_course.stage8_pipeline import Pipeline, split
 
 NORMS = [(0.3, 2.0), (0.05, math.inf), (2.0, 1.0), (1e6, 2.0)]
@@ -156,3 +159,32 @@ def test_gradients_that_were_averaged_and_dropped_do_not_come_back():
         assert (result - weights(expected)).abs().max() < 1e-14
     with pytest.raises(Exception, match="those clipped before have not been used"):
         launch(forgotten_gradients, True, world_size=2)
+
+
+def test_a_copy_of_a_guarded_gradient_is_guarded_too_and_a_file_has_an_ordinary_tensor():
+    gradient = LocalGradient.mark(torch.arange(3.0), world_size=2)
+    twin = copy.deepcopy(gradient)
+    assert type(twin) is LocalGradient and twin.data_ptr() != gradient.data_ptr() and twin.tolist() == [0, 1, 2]
+    loaded = pickle.loads(pickle.dumps(gradient))
+    assert type(loaded) is torch.Tensor and loaded.tolist() == [0, 1, 2]
+
+
+HUGE = [torch.full((2,), 3e25), torch.full((3,), 4e25 + 1e25j)]  # whose squares are too large for float32
+
+
+def norm_of_huge_gradients():
+    mine = torch.nn.Parameter(torch.zeros_like(HUGE[dist.get_rank()]))
+    mine.grad = HUGE[dist.get_rank()].clone()
+    return clip_grad_norm_([mine], 1.0).item(), mine.grad
+
+
+def test_squares_are_added_up_in_double_precision():
+    expected = math.sqrt(2 * 9e50 + 3 * (16e50 + 1e50))
+    for (norm, clipped), gradient in zip(launch(norm_of_huge_gradients, world_size=2), HUGE, strict=True):
+        assert abs(norm / expected - 1) < 1e-6 and torch.allclose(clipped, gradient / expected)
+
+
+@pytest.mark.parametrize("order", [0.0, -1.0, math.nan])
+def test_a_norm_of_no_positive_order_is_refused(order):
+    with pytest.raises(ValueError, match="it must be a positive number, or infinity"):
+        clip_grad_norm_([], 1.0, order)

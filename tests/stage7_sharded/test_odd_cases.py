@@ -14,7 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from ddp_course import launch
 from ddp_course.running import wire
+from ddp_course.stage4_ring import scatter_reduce
 from ddp_course.stage7_sharded import FullyShardedDataParallel, ShardedOptimizer
+from ddp_course.stage7_sharded.flat import sum_chunks
 
 
 def place():
@@ -162,6 +164,7 @@ def refusals():
     next(parallel.parameters()).requires_grad_(True)
     parallel.restore()
     said["restored"] = message_of(lambda: parallel(inputs))
+    said["loaded when restored"] = message_of(lambda: parallel.load_state_dict(state))
     return said, same
 
 
@@ -176,6 +179,7 @@ REFUSALS = {
     "stranger's optimizer": "ValueError: the optimizer has other parameters",
     "frozen later": "RuntimeError: requires_grad of 0.weight was changed after wrapping",
     "restored": r"RuntimeError: restore\(\) has made the module an ordinary one",
+    "loaded when restored": r"RuntimeError: restore\(\) has made the module an ordinary one",
 }
 
 
@@ -287,3 +291,158 @@ def test_beside_torchs_own_with_accumulation_clipping_and_schedules(name):
         for way, result in ways.items():
             assert (result - ways["zero"]).abs().max() < 1e-8, way
         assert (ways["7"] - weights(tiny_model())).abs().max() > 1e-3, "nothing was trained"
+
+
+class Branches(torch.nn.Module):
+    """One block of two layers, of which one is used on some ranks only."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.always, self.sometimes = torch.nn.Linear(3, 3).double(), torch.nn.Linear(3, 3).double()
+
+    def forward(self, inputs, both):
+        return self.always(inputs) + (self.sometimes(inputs) if both else 0)
+
+
+def used_on_the_last_rank(sharded):
+    model = Branches()
+    parallel = FullyShardedDataParallel(model, blocks=[]) if sharded else model
+    optimizer, after_each = torch.optim.SGD(parallel.parameters(), lr=1.0), []
+    for sign in (-1, 1):
+        (sign * parallel(torch.ones(2, 3).double(), dist.get_rank() == dist.get_world_size() - 1).sum()).backward()
+        if not sharded:
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= dist.get_world_size()
+        optimizer.step()
+        optimizer.zero_grad()
+        after_each.append(torch.cat([value.flatten() for value in parallel.state_dict().values()]))
+    return after_each
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_gradient_that_one_rank_alone_has_is_averaged_whatever_its_sign(world_size):
+    expected = launch(used_on_the_last_rank, False, world_size=world_size)
+    assert not torch.equal(expected[0][0], weights(Branches()))
+    for ours, right in zip(launch(used_on_the_last_rank, True, world_size=world_size), expected, strict=True):
+        for one, other in zip(ours, right, strict=True):
+            assert (one - other).abs().max() < 1e-14
+
+
+def used_outside_of_its_block():
+    """A weight whose block is not asked: an error; and what the next pass, which asks it, adds to the shards."""
+    model = tiny_model()
+    parallel = FullyShardedDataParallel(model, reshard_after_forward=False)
+    inputs, targets = next(tiny_batches())
+    parallel(inputs)
+    said = message_of(lambda: model[0].weight.sum().backward())
+    cross_entropy(parallel(inputs), targets).backward()
+    torch.optim.SGD(parallel.parameters(), lr=0.1).step()
+    return said, weights(parallel.restore())
+
+
+def test_a_weight_used_outside_of_its_block_is_named_and_leaves_nothing_behind():
+    model = tiny_model()
+    inputs, targets = next(tiny_batches())
+    cross_entropy(model(inputs), targets).backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    for said, result in launch(used_outside_of_its_block, world_size=2):
+        assert said.startswith("RuntimeError: 0.weight got a gradient, but not by way of what its block returned")
+        assert (result - weights(model)).abs().max() < 1e-14
+
+
+def summed_in_two_ways():
+    rank, world_size = place()
+    torch.manual_seed(rank)
+    ring = torch.randn(40)
+    ours = ring.clone().tensor_split(world_size)
+    sum_chunks(ours)
+    scatter_reduce(ring.tensor_split(world_size))
+    mine = (rank + 1) % world_size
+    return torch.equal(ours[mine], ring.tensor_split(world_size)[mine])
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 5])
+def test_chunks_are_added_in_the_order_of_the_ring(world_size):
+    """With three ranks there is one order only, and with four the bits tell."""
+    assert launch(summed_in_two_ways, world_size=world_size) == [True] * world_size
+
+
+def saved_after_a_pass_that_broke_off():
+    """Gradients, a forward pass that fails in the last block, an update; what is saved then, and what there is."""
+    parallel = FullyShardedDataParallel(tiny_model())
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+    inputs, targets = next(tiny_batches(*place()))
+    cross_entropy(parallel(inputs), targets).backward()
+    last = parallel.module[-1]
+    handle = last.register_forward_hook(fail)
+    said = message_of(lambda: parallel(inputs))
+    handle.remove()
+    optimizer.step()
+    saved = torch.cat([value.flatten() for value in parallel.state_dict().values()])
+    return said, saved, weights(parallel.restore())
+
+
+def fail(*_):
+    raise ArithmeticError("on purpose")
+
+
+def test_what_is_saved_after_a_pass_that_broke_off_are_the_weights_of_now():
+    for said, saved, now in launch(saved_after_a_pass_that_broke_off, world_size=2):
+        assert said == "ArithmeticError: on purpose" and torch.equal(saved, now)
+        assert not torch.equal(now, weights(tiny_model())), "nothing was updated, so the test proves nothing"
+
+
+def state_replaced():
+    """Momentum of all parameters, replaced by a state that knows of none."""
+    parallel = FullyShardedDataParallel(tiny_model())
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1, momentum=0.9)
+    fresh = parallel.optimizer_state_dict(optimizer)
+    inputs, targets = next(tiny_batches(*place()))
+    cross_entropy(parallel(inputs), targets).backward()
+    optimizer.step()
+    before = len(parallel.optimizer_state_dict(optimizer)["state"])
+    parallel.load_optimizer_state_dict(optimizer, fresh)
+    return before, len(parallel.optimizer_state_dict(optimizer)["state"])
+
+
+def test_a_loaded_optimizer_state_replaces_the_one_before():
+    assert launch(state_replaced, world_size=2) == [(6, 0)] * 2
+
+
+def bytes_left(parallel):
+    """Bytes of whole parameters that are still there."""
+    return sum(flat.full.untyped_storage().nbytes() for flat in parallel.flats)
+
+
+def what_stays_whole():
+    """Bytes after a step with a frozen block, after one without the block that was fetched ahead, after saving."""
+    model = tiny_model()
+    model[2].requires_grad_(False)
+    parallel, inputs = FullyShardedDataParallel(model), torch.ones(2, 13).double()
+    parallel(inputs).sum().backward()
+    left = [bytes_left(parallel)]
+    torch.nn.Sequential.forward = lambda self, x: self[0](x)  # in this rank only
+    with torch.no_grad():
+        parallel(inputs)
+    left.append(bytes_left(parallel))
+    parallel.state_dict()
+    return [*left, bytes_left(parallel)]
+
+
+def test_nothing_stays_whole():
+    assert launch(what_stays_whole, world_size=2) == [[0, 0, 0]] * 2
+
+
+def buffers_loaded():
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2))
+    parallel = FullyShardedDataParallel(model)
+    state = {name: torch.full_like(value, 7) for name, value in parallel.state_dict().items()}
+    parallel.load_state_dict(state)
+    return {value.flatten()[0].item() for value in parallel.restore().state_dict().values()}
+
+
+def test_buffers_are_loaded_too():
+    assert launch(buffers_loaded, world_size=2) == [{7}] * 2
