@@ -2,6 +2,7 @@
 
 import copy
 import re
+import time
 import warnings
 from functools import partial
 
@@ -164,6 +165,7 @@ def refusals():
     next(parallel.parameters()).requires_grad_(True)
     parallel.restore()
     said["restored"] = message_of(lambda: parallel(inputs))
+    said["saved when restored"] = message_of(parallel.state_dict)
     said["loaded when restored"] = message_of(lambda: parallel.load_state_dict(state))
     return said, same
 
@@ -179,6 +181,7 @@ REFUSALS = {
     "stranger's optimizer": "ValueError: the optimizer has other parameters",
     "frozen later": "RuntimeError: requires_grad of 0.weight was changed after wrapping",
     "restored": r"RuntimeError: restore\(\) has made the module an ordinary one",
+    "saved when restored": r"RuntimeError: restore\(\) has made the module an ordinary one",
     "loaded when restored": r"RuntimeError: restore\(\) has made the module an ordinary one",
 }
 
@@ -418,22 +421,27 @@ def bytes_left(parallel):
 
 
 def what_stays_whole():
-    """Bytes after a step with a frozen block, after one without the block that was fetched ahead, after saving."""
+    """Bytes after a step with a frozen block, after passes without the block that was fetched ahead, after saving."""
     model = tiny_model()
     model[2].requires_grad_(False)
-    parallel, inputs = FullyShardedDataParallel(model), torch.ones(2, 13).double()
-    parallel(inputs).sum().backward()
-    left = [bytes_left(parallel)]
+    wrappers = [FullyShardedDataParallel(copy.deepcopy(model), reshard_after_forward=again) for again in (True, False)]
+    left, inputs = [], torch.ones(2, 13).double()
+    for parallel in wrappers:
+        parallel(inputs).sum().backward()
+        left.append(bytes_left(parallel))
     torch.nn.Sequential.forward = lambda self, x: self[0](x)  # in this rank only
-    with torch.no_grad():
-        parallel(inputs)
-    left.append(bytes_left(parallel))
-    parallel.state_dict()
-    return [*left, bytes_left(parallel)]
+    wrappers[0](inputs)
+    left.append(bytes_left(wrappers[0]))
+    for parallel in wrappers:
+        with torch.no_grad():
+            parallel(inputs)
+        left.append(bytes_left(parallel))
+    wrappers[0].state_dict()
+    return [*left, bytes_left(wrappers[0])]
 
 
 def test_nothing_stays_whole():
-    assert launch(what_stays_whole, world_size=2) == [[0, 0, 0]] * 2
+    assert launch(what_stays_whole, world_size=2) == [[0] * 6] * 2
 
 
 def buffers_loaded():
@@ -446,3 +454,40 @@ def buffers_loaded():
 
 def test_buffers_are_loaded_too():
     assert launch(buffers_loaded, world_size=2) == [{7}] * 2
+
+
+def restored_and_changed():
+    parallel = FullyShardedDataParallel(torch.nn.Sequential(torch.nn.Linear(3, 2, bias=False)))
+    parallel(torch.ones(1, 3))
+    model = parallel.restore()
+    torch.nn.init.constant_(model[0].weight, 2.0)
+    model(torch.ones(1, 3)).sum().backward()
+    return model(torch.ones(1, 3)).tolist(), model[0].weight.grad.tolist()
+
+
+def test_a_restored_model_is_an_ordinary_one():
+    assert launch(restored_and_changed, world_size=2) == [([[6, 6]], [[1, 1, 1]] * 2)] * 2
+
+
+def broken_off_while_averages_wait(times):
+    """So many passes end with an exception while an average has not been computed yet; then a step must be right."""
+    model = tiny_model()
+    late = model[2].weight.register_hook(
+        lambda gradient: parallel.thread.start(lambda group: time.sleep(0.3), parallel.device) and None
+    )
+    broken = model[0].weight.register_hook(fail)
+    parallel = FullyShardedDataParallel(model)
+    inputs, targets = next(tiny_batches(*place()))
+    said = [message_of(cross_entropy(parallel(inputs), targets).backward) for _ in range(times)]
+    late.remove()
+    broken.remove()
+    cross_entropy(parallel(inputs), targets).backward()
+    torch.optim.SGD(parallel.parameters(), lr=0.1).step()
+    return said, weights(parallel.restore())
+
+
+def test_averages_that_were_on_their_way_when_a_pass_broke_off_are_waited_for():
+    expected = launch(broken_off_while_averages_wait, 0, world_size=1)[0][1]
+    for said, result in launch(broken_off_while_averages_wait, 2, world_size=1):
+        assert said == ["ArithmeticError: on purpose"] * 2
+        assert torch.equal(result, expected)
