@@ -1,6 +1,7 @@
 """What a sharded model must take, or refuse with one clear line."""
 
 import copy
+import gc
 import re
 import time
 import warnings
@@ -491,3 +492,39 @@ def test_averages_that_were_on_their_way_when_a_pass_broke_off_are_waited_for():
     for said, result in launch(broken_off_while_averages_wait, 2, world_size=1):
         assert said == ["ArithmeticError: on purpose"] * 2
         assert torch.equal(result, expected)
+
+
+def checkpointed_as_a_whole():
+    """The wrapper itself is computed again in backward."""
+    parallel = FullyShardedDataParallel(tiny_model())
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+    for inputs, targets in tiny_batches(*place()):
+        optimizer.zero_grad()
+        cross_entropy(checkpoint(parallel, inputs, use_reentrant=False), targets).backward()
+        optimizer.step()
+    return weights(parallel.restore())
+
+
+def test_the_wrapper_may_be_checkpointed_itself():
+    for result in launch(checkpointed_as_a_whole, world_size=2):
+        assert (result - alone(torch.optim.SGD, lr=0.1)).abs().max() < 1e-14
+
+
+def an_optimizer_comes_and_goes():
+    """What a model is after its ShardedOptimizer was made, and of what kind its gradients are after that is gone."""
+    model = torch.nn.Linear(3, 3)
+    torch.nn.init.constant_(model.weight, dist.get_rank())
+    torch.nn.init.constant_(model.bias, dist.get_rank())
+    optimizer = ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    started_from, kinds = weights(model).unique().tolist(), []
+    for _ in range(2):
+        model.zero_grad()
+        model(torch.ones(1, 3)).sum().backward()
+        kinds.append(type(model.weight.grad).__name__)
+        optimizer = None
+        gc.collect()
+    return started_from, kinds, optimizer
+
+
+def test_a_sharded_optimizer_starts_from_rank_0_and_leaves_no_guard_behind():
+    assert launch(an_optimizer_comes_and_goes, world_size=2) == [([0.0], ["LocalGradient", "Tensor"], None)] * 2
