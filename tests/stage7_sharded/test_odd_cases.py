@@ -528,3 +528,68 @@ def an_optimizer_comes_and_goes():
 
 def test_a_sharded_optimizer_starts_from_rank_0_and_leaves_no_guard_behind():
     assert launch(an_optimizer_comes_and_goes, world_size=2) == [([0.0], ["LocalGradient", "Tensor"], None)] * 2
+
+
+class Scaled(torch.nn.Module):
+    """One number, as some models have for a temperature."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.shift = torch.nn.Parameter(torch.tensor(2.0)), torch.nn.Parameter(torch.zeros(3))
+
+    def forward(self, inputs):
+        return inputs * self.scale + self.shift
+
+
+def continued_by(sharded):
+    """Two steps of Adam by one optimizer, two more by another that has loaded the first one's state; then no state."""
+    model, state, losses, kept = Scaled(), None, [], None
+    fresh = torch.optim.Adam(model.parameters(), lr=0.1).state_dict()
+    for _ in range(2):
+        if sharded:
+            optimizer = ShardedOptimizer(model.parameters(), torch.optim.Adam, lr=0.1)
+        else:
+            optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        if state:
+            kept = copy.deepcopy(state["state"])
+            optimizer.load_state_dict(state)
+        for _ in range(2):
+
+            def closure(optimizer=optimizer):
+                optimizer.zero_grad()
+                (loss := model(torch.ones(3)).square().sum()).backward()
+                return loss
+
+            losses.append(optimizer.step(closure).item())
+        if state and sharded:  # torch's own optimizers train on in the tensors that they are given
+            assert str(state["state"]) == str(kept), "the state that was loaded has changed"
+        state = optimizer.state_dict()
+    model(torch.ones(3)).sum().backward()
+    optimizer.zero_grad()
+    assert [parameter.grad for parameter in model.parameters()] == [None] * 2
+    optimizer.load_state_dict(fresh)
+    return weights(model), losses, optimizer.state_dict()["state"], optimizer.defaults
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_an_optimizer_goes_on_with_anothers_state_and_its_own_is_gone(world_size):
+    [(expected, losses, nothing, defaults)] = launch(continued_by, False, world_size=1)
+    assert len(set(losses)) == 4 and nothing == {}
+    for result, ours, left, known in launch(continued_by, True, world_size=world_size):
+        assert torch.equal(result, expected) and ours == losses and left == nothing
+        assert known == defaults, "schedulers look there for what an optimizer can do"
+
+
+def state_of_one_parameter(sharded):
+    model = torch.nn.Linear(4, 2, bias=False)
+    torch.nn.init.constant_(model.weight, 1.0)
+    optimizer = ShardedOptimizer(model.parameters(), torch.optim.Adam) if sharded else torch.optim.Adam([model.weight])
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    return optimizer.state_dict()["state"][0]["exp_avg"]
+
+
+def test_the_state_of_a_single_parameter_is_gathered():
+    [expected] = launch(state_of_one_parameter, False, world_size=1)
+    for result in launch(state_of_one_parameter, True, world_size=2):
+        assert torch.equal(result, expected)
