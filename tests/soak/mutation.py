@@ -7,6 +7,7 @@ ones first, for at most `--budget` seconds of them; what no test reaches has sur
 once, so a run goes on where the last one ended as long as the file is the same.
 
 What has survived goes to results/mutants.json, each file with the digest of its source; there is room to say why.
+With `--again` those are tried once more of which nobody has said it: after tests were added.
 So that thousands take hours and not days, this process loads torch once and forks for each mutant, and so does the
 launcher's server.
 """
@@ -371,7 +372,8 @@ def choose(file, report, args):
     if one.get("sources") != digest:
         report[name] = one = {"sources": digest, "of": len(everything), "tried": 0, "survivors": {}}
     if args.again:
-        return [mutant for mutant in everything if str(mutant["number"]) in one["survivors"]]
+        unexplained = {number for number, survivor in one["survivors"].items() if not survivor["why"]}
+        return [mutant for mutant in everything if str(mutant["number"]) in unexplained]
     chosen = everything[one["tried"] : None if args.count is None else one["tried"] + args.count]
     one["tried"] += len(chosen)
     return chosen
@@ -420,7 +422,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", default="", help="a part of the name of a stage")
     parser.add_argument("--count", type=int, help="so many more mutants of each stage; default: all")
-    parser.add_argument("--again", action="store_true", help="only what has survived, after tests were added")
+    parser.add_argument("--again", action="store_true", help="only what survived and nobody has explained")
     parser.add_argument("--jobs", type=int, default=1, help="mutants beside each other")
     parser.add_argument("--budget", type=float, default=60.0, help="seconds of tests that one mutant meets at most")
     args = parser.parse_args()
