@@ -156,7 +156,7 @@ ELSEWHERE = {  # modules without a test module of their own name, by the test mo
     "measuring/test_theory": "measuring/timing",
     "running/devices/test_device": "running/devices/{capacity,presets,roofline}",
     "running/launching/test_hosts": "commands/hosts running/launching/engine",
-    "running/launching/test_launch": "running/launching/{agent,channel,forked,limits,progress,run,server,setting}",
+    "running/launching/test_launch": "running/launching/{agent,channel,forked,launched,limits,progress,server,setting}",
     "running/launching/test_launch_spawn": "running/launching/{spare,spares,spawned}",
     "running/launching/test_magic": "running/launching/cell",
     "running/links/test_links": "running/trial",

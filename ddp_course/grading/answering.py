@@ -24,7 +24,7 @@ import torch
 
 from ..errors import Failure
 from ..running.launching import rank as ranks
-from ..running.launching.run import how_it_ended
+from ..running.launching.launched import how_it_ended
 from . import harness, sandbox
 from .frames import COUNTED, EVIDENCE, FAILURE, LATE, READY, read_frame, send_frame
 from .plain import pack, unpack

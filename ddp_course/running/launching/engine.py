@@ -19,8 +19,8 @@ import psutil
 import torch
 
 from ...errors import CourseError
+from .launched import Launched
 from .limits import check_world_size
-from .run import Launched
 from .setting import describe_launch, open_payload, start_method
 
 LEASE_SECONDS = 2.5  # how long a part lives on without being asked for news

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from .channel import send, send_descriptors
+from .launched import ENDING_SECONDS, Launched, Mail, Text
 from .limits import PIPES_A_RANK, SHARED_PIPES
-from .run import ENDING_SECONDS, Launched, Mail, Text
 
 
 def run_forked(setting: dict, payload: IO[bytes], show: Callable) -> list:

@@ -18,8 +18,8 @@ from typing import IO, Any
 
 from ...errors import CourseError, LinkError
 from . import pickling
+from .launched import show_line
 from .limits import check_world_size
-from .run import show_line
 from .setting import describe_launch, open_payload, start_method
 
 LONGEST_TIMEOUT = 1e7  # seconds

@@ -20,7 +20,7 @@ from IPython.core.magic_arguments import argument, magic_arguments, parse_argstr
 
 from .cell import PROVIDED, compile_cell, run_cell, used_names
 from .launch import EXPECTED, pack_call, plain, run_ranks
-from .run import show_line
+from .launched import show_line
 
 NOT_SENT = {*PROVIDED, "In", "Out", "get_ipython", "exit", "quit"}
 

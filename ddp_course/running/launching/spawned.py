@@ -21,7 +21,7 @@ from typing import IO, Any
 import cloudpickle
 
 from ...errors import LaunchError
-from .run import ENDING_SECONDS, Launched
+from .launched import ENDING_SECONDS, Launched
 from .spares import kill_marked, refill, take_spares
 
 POLL_SECONDS = 0.005

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from ddp_course import launch
 from ddp_course.errors import LaunchError, RankError
 from ddp_course.running.devices import usable_cores
-from ddp_course.running.launching import forked, limits, run
+from ddp_course.running.launching import forked, launched, limits
 
 SOAK = Path(__file__).parents[2] / "soak"
 
@@ -167,7 +167,7 @@ def test_libraries_keep_quiet(capfd):
 
 def test_the_greeting_of_older_gloo_is_left_out():
     shown = []
-    lines = run.Lines(None, shown.append)
+    lines = launched.Lines(None, shown.append)
     lines.feed(b"[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1\nhel")
     lines.feed(b"lo\n[Gloo] is what I say\n")
     assert shown == ["hello", "[Gloo] is what I say"]
