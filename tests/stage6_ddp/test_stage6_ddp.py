@@ -23,7 +23,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.parallel.distributed import _MixedPrecision
 
-from ddp_course import launch, stage6_ddp
+from ddp_course import launch, stage1_single, stage6_ddp
 from ddp_course.collectives import halving_doubling_all_reduce, hierarchical_all_reduce, tree_all_reduce
 from ddp_course.errors import CourseError, MismatchError, RankError
 from ddp_course.running import wire
@@ -648,8 +648,12 @@ def seen_on_the_timeline(DDP):
 
 def the_loop(DDP):
     model = tiny_model(seed=dist.get_rank())
-    stage6_ddp.train(model, tiny_batches(dist.get_rank(), dist.get_world_size()), 0.1)
+    losses = stage6_ddp.train(model, tiny_batches(dist.get_rank(), dist.get_world_size()), 0.1)
     assert (weights(model) - trained_alone()).abs().max() < 1e-14
+    mean = torch.tensor(losses, dtype=torch.float64) / dist.get_world_size()  # equal shares: K divides 24
+    dist.all_reduce(mean)
+    expected = stage1_single.train(tiny_model(), tiny_batches(), 0.1)
+    assert (mean - torch.tensor(expected, dtype=torch.float64)).abs().max() < 1e-12
 
 
 @functools.cache
