@@ -30,6 +30,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from importlib import import_module
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -143,6 +144,8 @@ class Trial:
     def play(self, tests, watched):
         """In the fork: run pytest, with the lines of the files `watched` noted, and a server that has torch already."""
         os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         os.chdir(self.copied)
         for stream in (1, 2):
             os.dup2(os.open(self.folder / "output", os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
@@ -171,9 +174,13 @@ class Trial:
         test = told[-1][2] if told and told[-1][1] == "began" else ""
         if time.time() - since < max(TOO_LONG, TIMES_AS_LONG * usual.get(test, 10.0)):
             return None
-        os.killpg(self.pid, signal.SIGKILL)  # the server ends with it, and every launch with the server
-        os.waitpid(self.pid, 0)
+        self.stop()
         return self.close("hung")
+
+    def stop(self):
+        """End it; the server ends with it, and every launch with the server."""
+        os.killpg(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
 
     def close(self, verdict):
         """Remember what was told, remove the folder, return `verdict`."""
@@ -356,12 +363,15 @@ def score(copies, stage, report, args):
     if not chosen:
         return
     found = verdicts(copies, Tests(copies[0], stage), chosen, args.budget)
-    for mutant, verdict in zip(chosen, found, strict=True):
+    for mutant, verdict in zip(chosen, found, strict=False):  # fewer, where it was stopped
+        report[mutant["file"]]["tried"] += not args.again
         survivors = report[mutant["file"]]["survivors"]
         known = survivors.pop(number := str(mutant["number"]), None)
         if verdict == "survived":
             survivors[number] = known or {"line": mutant["lines"][0], "what": mutant["what"], "why": ""}
     REPORT.write_text(json.dumps(report, indent=2) + "\n")
+    if len(found) < len(chosen):
+        raise SystemExit(f"stopped; {len(found)} verdicts are kept")
 
 
 def choose(file, report, args):
@@ -374,15 +384,19 @@ def choose(file, report, args):
     if args.again:
         unexplained = {number for number, survivor in one["survivors"].items() if not survivor["why"]}
         return [mutant for mutant in everything if str(mutant["number"]) in unexplained]
-    chosen = everything[one["tried"] : None if args.count is None else one["tried"] + args.count]
-    one["tried"] += len(chosen)
-    return chosen
+    return everything[one["tried"] : None if args.count is None else one["tried"] + args.count]
 
 
 def verdicts(copies, tests, chosen, budget):
-    """ "killed", "hung" or "survived" for each mutant, as many beside each other as there are copies."""
+    """ "killed", "hung" or "survived" for each mutant, as many beside each other as there are copies.
+
+    Stopped by ctrl-c or SIGTERM, for the first ones, up to one of which it is not known yet.
+    """
     found, running, free, waiting = [None] * len(chosen), {}, list(copies), list(enumerate(chosen))[::-1]
-    while waiting or running:
+    stopped = []
+    signal.signal(signal.SIGTERM, lambda *_: stopped.append(True))
+    signal.signal(signal.SIGINT, lambda *_: stopped.append(True))
+    while (waiting or running) and not stopped:
         while free and waiting:
             number, mutant = waiting.pop()
             if names := tests.of(mutant, budget):
@@ -406,7 +420,9 @@ def verdicts(copies, tests, chosen, budget):
             free.append(trial.copied)
             del running[number]
         time.sleep(0.02)
-    return found
+    for trial in running.values():
+        trial.stop()
+    return list(takewhile(bool, found))
 
 
 moments = iter(range(10**9, 2 * 10**9))  # each file written gets another, so that no compiled file is taken for its own
