@@ -320,6 +320,9 @@ class Tests:
                 f"{trial.output[-3000:]}\nwithout a fault the tests of {stage} end with {code}: no verdict"
             )
         self.seconds = {test: float(what) for _, what, test in trial.history if what not in ("began", "failed")}
+        self.cost = defaultdict(float)  # the first of the tests that share a launch takes all its time
+        for test, seconds in self.seconds.items():
+            self.cost[launch_of(test)] = max(seconds, self.cost[launch_of(test)])
         self.reaching, self.kills = defaultdict(set), Counter()
         for test, file, line in trial.notes:
             self.reaching[file, int(line)].add(test)
@@ -336,15 +339,26 @@ class Tests:
         if "" in tests:  # when the file is imported, which every test of the stage does
             tests = set(self.seconds)
         by_function = defaultdict(list)
-        for test in sorted(tests & self.seconds.keys(), key=lambda test: (self.seconds[test], test)):
+        for test in sorted(tests & self.seconds.keys(), key=lambda test: (self.cost[launch_of(test)], test)):
             by_function[function(test)].append(test)
         turn = {test: place for group in by_function.values() for place, test in enumerate(group)}
-        chosen, left = [], budget
-        for test in sorted(turn, key=lambda test: (turn[test], self.seconds[test] / (1 + self.kills[function(test)]))):
-            if self.seconds[test] <= left:
+        chosen, left, paid = [], budget, set()
+        for test in sorted(turn, key=lambda test: (turn[test], self.seconds_a_kill(test))):
+            price = self.seconds[test] if launch_of(test) in paid else self.cost[launch_of(test)]
+            if price <= left:
                 chosen.append(test)
-                left -= self.seconds[test]
+                left -= price
+                paid.add(launch_of(test))
         return chosen
+
+    def seconds_a_kill(self, test):
+        """What the tests of a function have taken for a mutant that they killed, roughly."""
+        return self.cost[launch_of(test)] / (1 + self.kills[function(test)])
+
+
+def launch_of(test):
+    """What tests may have in common: their function, and the world size that ends their name."""
+    return function(test), test.rstrip("]").rpartition("-")[2][-1:]
 
 
 def function(test):
