@@ -261,6 +261,8 @@ def test_many_buffers_travel_in_few_messages():
     tensors = [torch.zeros(size, dtype=kind) for size, kind in zip(sizes, kinds, strict=True)]
     messages = [[len(tensor) for tensor in batch] for batch in batches(tensors, limit=28)]
     assert sorted(messages) == [[2], [2], [3, 4], [9]]  # one dtype each, 28 bytes at most or a single tensor
+    full = [torch.zeros(size) for size in (7, 3, 4, 1)]
+    assert [[len(tensor) for tensor in batch] for batch in batches(full, limit=28)] == [[7], [3, 4], [1]]
 
 
 def test_size_limits():
@@ -268,8 +270,10 @@ def test_size_limits():
     assert size_limits(25) == [25 * 2**20], "only the default cap has a small first bucket"
     assert size_limits(None, [1, 2]) == [2**20, 2**21]
     for bad in (0, -1):
-        with pytest.raises(ValueError, match="bucket_cap_mb"):
+        with pytest.raises(ValueError, match=f"bucket_cap_mb is {bad}; it must be a positive number"):
             size_limits(bad)
+        with pytest.raises(ValueError, match=rf"bucket_cap_mb is \[1, {bad}\]; it must be"):
+            size_limits(None, [1, bad])
 
 
 # Negative controls: each mutant must fail a case
