@@ -436,6 +436,7 @@ def verdicts(copies, tests, chosen, budget):
         time.sleep(0.02)
     for trial in running.values():
         trial.stop()
+        trial.close("stopped")
     return list(takewhile(bool, found))
 
 

@@ -93,8 +93,8 @@ def take_large_pages() -> None:
     less of the processor. A child that writes to one has a small page of its own all the same. It takes 0.2 s, once.
     Source: madvise(2), MADV_COLLAPSE.
     """
-    if sys.platform != "linux":
-        return
+    if not os.path.exists("/proc/self/maps"):
+        return  # not Linux
     with open("/proc/self/maps") as maps:
         for line in maps.read().splitlines():
             span, rights, _, _, inode, *_ = line.split()
