@@ -1,5 +1,6 @@
 """A bucket by itself: what waits in it, when it is a view, and what it shows of a sparse gradient."""
 
+import pytest
 import torch
 
 from ddp_course.stage6_ddp.buckets import AT_ONCE, SMALL, Bucket, SparseBucket
@@ -47,3 +48,13 @@ def test_a_sparse_bucket_has_no_windows():
     assert bucket.views == [] == bucket.views_of(bucket.zeros())
     bucket.take(0, 2)
     assert bucket.flat.is_sparse and bucket.flat.shape == (4, 2) and bucket.flat._nnz() == 0
+
+
+def test_a_gradient_with_a_graph_is_taken_with_a_warning():
+    [parameter] = with_gradients(1, 3)
+    parameter.grad = torch.ones(3, requires_grad=True) * 4
+    bucket = Bucket(0, [parameter], as_view=False, lends=False)
+    with pytest.warns(UserWarning, match=r"backward\(create_graph=True\) with DistributedDataParallel"):
+        bucket.take(0, 2)
+    bucket.fill(2)
+    assert bucket.flat.tolist() == [2.0] * 3 and not bucket.flat.requires_grad
