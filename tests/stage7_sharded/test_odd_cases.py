@@ -81,6 +81,11 @@ def test_a_rank_without_a_shard_trains_along():
         assert torch.equal(zero1, ranks[0][0][0]) and abs(zero1[0].item() - 0.3995) < 1e-5  # decay and one step
 
 
+def bytes_left(parallel):
+    """Bytes of whole parameters that are still there."""
+    return sum(flat.full.untyped_storage().nbytes() for flat in parallel.flats)
+
+
 def traffic(reshard):
     parallel = FullyShardedDataParallel(tiny_model(), reshard_after_forward=reshard)
     optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
@@ -91,8 +96,7 @@ def traffic(reshard):
             cross_entropy(parallel(inputs), targets).backward()
         optimizer.step()
         sent += counted.bytes_sent
-    left = sum(flat.full.untyped_storage().nbytes() for flat in parallel.flats)
-    return sent, left, weights(parallel.restore())
+    return sent, bytes_left(parallel), weights(parallel.restore())
 
 
 @pytest.mark.parametrize("reshard, times", [(True, 3), (False, 2)])
@@ -297,6 +301,11 @@ def test_beside_torchs_own_with_accumulation_clipping_and_schedules(name):
         assert (ways["7"] - weights(tiny_model())).abs().max() > 1e-3, "nothing was trained"
 
 
+def saved_weights(parallel):
+    """What `state_dict` returns, as one vector."""
+    return torch.cat([value.flatten() for value in parallel.state_dict().values()])
+
+
 class Branches(torch.nn.Module):
     """One block of two layers, of which one is used on some ranks only."""
 
@@ -322,7 +331,7 @@ def used_on_the_last_rank(sharded):
                 parameter.grad /= dist.get_world_size()
         optimizer.step()
         optimizer.zero_grad()
-        after_each.append(torch.cat([value.flatten() for value in parallel.state_dict().values()]))
+        after_each.append(saved_weights(parallel))
     return after_each
 
 
@@ -385,7 +394,7 @@ def saved_after_a_pass_that_broke_off():
     said = message_of(lambda: parallel(inputs))
     handle.remove()
     optimizer.step()
-    saved = torch.cat([value.flatten() for value in parallel.state_dict().values()])
+    saved = saved_weights(parallel)
     return said, saved, weights(parallel.restore())
 
 
@@ -419,11 +428,6 @@ def state_replaced():
 
 def test_a_loaded_optimizer_state_replaces_the_one_before():
     assert launch(state_replaced, world_size=2) == [(6, 0)] * 2
-
-
-def bytes_left(parallel):
-    """Bytes of whole parameters that are still there."""
-    return sum(flat.full.untyped_storage().nbytes() for flat in parallel.flats)
 
 
 def what_stays_whole():
