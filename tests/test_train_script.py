@@ -17,7 +17,6 @@ from ddp_course import script as short_script
 from ddp_course.errors import RankError
 from ddp_course.running import checkpoint
 from ddp_course.running.join import first_node, from_slurm, tasks_on_node
-from ddp_course.stage6_ddp import DistributedDataParallel
 
 MODEL = ["--problem", "synthetic", "--parameters", "260000", "--dtype", "float64"]
 SYNTHETIC = [*MODEL, "--steps", "6", "--global-batch", "24", "--lr", "0.01"]
@@ -118,45 +117,6 @@ def test_stages_3_to_6_go_on_to_the_last_bit_on_real_problems(tmp_path, world_si
     whole = launch(each_real_case, 6, f"{tmp_path}/whole", world_size=world_size)[0]
     assert len(resumed) == 8 and {result["resumed"] for result in resumed.values()} == {3}
     assert {case for case, result in resumed.items() if apart(result, whole[case])} == set()
-
-
-def branches(rank):
-    """A model of several small buckets whose gradients become ready in another order on each rank."""
-    torch.manual_seed(0)
-    left, right = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
-
-    def forward(inputs):
-        order = (left, right) if rank else (right, left)
-        return sum(layer(inputs) for layer in order)
-
-    model = torch.nn.ModuleList([left, right])
-    model.forward = forward
-    return DistributedDataParallel(model, bucket_cap_mb=0.001)
-
-
-def layouts():
-    """Of one that trains: before and after its first pass, and which passes change it; of one that loads it."""
-    trained, loaded = branches(dist.get_rank()), branches(dist.get_rank())
-    seen = [trained.bucket_layout()]
-    for _ in range(2):
-        trained(torch.ones(1, 16)).sum().backward()
-        seen.append(trained.bucket_layout())
-    loaded.load_bucket_layout(None)
-    seen.append(loaded.bucket_layout())
-    loaded.load_bucket_layout(seen[1])
-    sizes = [bucket.flat.numel() for bucket in loaded.reducer.buckets]
-    loaded(torch.ones(1, 16)).sum().backward()
-    with pytest.raises(ValueError, match="of another model"):
-        loaded.load_bucket_layout([*seen[1], ["2.weight"]])
-    return seen, loaded.bucket_layout(), sizes
-
-
-def test_the_buckets_of_stage_6_are_saved_and_loaded():
-    ranks = launch(layouts, world_size=2)
-    for (before, first, second, untouched), loaded, sizes in ranks:
-        assert before is None and untouched is None and first == second == loaded == ranks[0][0][1]
-        names = sorted(name for bucket in first for name in bucket)
-        assert names == ["0.bias", "0.weight", "1.bias", "1.weight"] and len(sizes) == len(first) > 1
 
 
 def test_a_run_goes_on_sharded_unsharded_and_split(tmp_path):

@@ -105,7 +105,6 @@ class Reducer:
         elif outputs:
             used = used_by(outputs)
             self.unused_here = [index for index, p in enumerate(self.parameters) if p not in used]
-        return self.unused_here
 
     def check_finished(self):
         """Raise RuntimeError, naming parameters, if a backward pass began and not all buckets left."""

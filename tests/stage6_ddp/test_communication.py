@@ -1,0 +1,81 @@
+"""What a hook is given and may return, without ranks; and that the backend sums over the group that it was given."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ddp_course import launch
+from ddp_course.stage6_ddp.communication import GradBucket, by_backend, by_hook, check_hook
+
+
+def bucket(dtype=torch.float32):
+    """A bucket of two parameters with 1, 2, 3."""
+    flat = torch.tensor([1.0, 2.0, 3.0]).to(dtype)
+    return GradBucket(4, flat, [flat[:1], flat[1:]], ["weight", "bias"], is_last=True)
+
+
+def ready(value):
+    future = torch.futures.Future()
+    future.set_result(value)
+    return future
+
+
+def test_a_bucket_shows_what_torchs_shows_and_takes_another_buffer():
+    given = bucket()
+    assert (given.index(), given.parameters(), given.is_last()) == (4, ["weight", "bias"], True)
+    assert [view.tolist() for view in given.gradients()] == [[1], [2, 3]]
+    given.set_buffer(torch.zeros(3))
+    assert given.buffer().tolist() == [0, 0, 0]
+
+
+def test_a_hook_may_return_a_tensor_or_a_list_with_it():
+    first, second = torch.ones(3), torch.zeros(3)
+    for value in (first, [first], (first, second)):
+        assert by_hook(lambda state, bucket, value=value: ready(value), None)(bucket())() is first
+    seen, given = [], bucket()
+    by_hook(lambda *arguments: (seen.extend(arguments), ready(first))[1], "state")(given)
+    assert seen == ["state", given]
+
+
+def test_a_hook_that_returns_no_future_is_told_so():
+    with pytest.raises(TypeError, match=r"must return a torch.futures.Future, but .*hook.* returned None"):
+        by_hook(print_hook, None)(bucket())
+
+
+def print_hook(state, bucket):
+    """A hook that forgot what it is for."""
+
+
+def test_what_cannot_be_a_hook_is_refused():
+    def good(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        pass
+
+    def bad_bucket(state, bucket: int):
+        pass
+
+    def bad_result(state, bucket) -> int:
+        pass
+
+    check_hook(good)
+    check_hook(print_hook)
+    for hook, error, words in (
+        ("none", TypeError, "Communication hook must be callable"),
+        (bad_bucket, ValueError, "bucket annotation should be dist.GradBucket"),
+        (bad_result, ValueError, "return annotation should be"),
+    ):
+        with pytest.raises(error, match=words):
+            check_hook(hook)
+
+
+def summed():
+    """Sums by the backend over all ranks and over this one alone, and of complex numbers."""
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    ways = {"all": (None,), "named": (dist.group.WORLD,), "alone": (alone,), "complex": (None, torch.complex64)}
+    return {name: by_backend(group)(bucket(*dtype))().tolist() for name, (group, *dtype) in ways.items()}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_the_backend_sums_over_its_group(world_size):
+    total = [1 * world_size, 2 * world_size, 3 * world_size]
+    expected = {"all": total, "named": total, "alone": [1, 2, 3], "complex": total}
+    assert launch(summed, world_size=world_size) == [expected] * world_size

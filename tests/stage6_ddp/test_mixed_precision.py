@@ -1,0 +1,67 @@
+"""What is cast by `mixed_precision`, and what is not; bytes and gradients are looked at in test_stage6_ddp.py."""
+
+import torch
+from torch.nn.parallel.distributed import _MixedPrecision
+
+from ddp_course.stage6_ddp.mixed_precision import LowPrecision
+
+KEPT = {"kept.weight", "kept.bias", "kept_buffer"}
+
+
+class Mixed(torch.nn.Module):
+    """Layers, an integer parameter and buffers, some of which are to be left alone; it notes the dtypes it met."""
+
+    def __init__(self):
+        super().__init__()
+        self.cast, self.kept = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+        self.order = torch.nn.Parameter(torch.tensor([2, 0, 1]), requires_grad=False)
+        self.register_buffer("moving", torch.ones(3))
+        self.register_buffer("kept_buffer", torch.ones(3))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, inputs, *, places, scale):
+        self.met = [t.dtype for t in (inputs, places, scale, self.cast.weight, self.kept.weight, self.order)]
+        return self.kept(self.cast(inputs)[:, self.order].to(self.kept.weight.dtype)) * scale
+
+
+def run(**wanted):
+    """The model, and what it met."""
+    model = Mixed()
+    low = LowPrecision(_MixedPrecision(**wanted), model, KEPT)
+    low(torch.ones(2, 3), places=torch.arange(2), scale=torch.ones(1))
+    return model, low, model.met
+
+
+def test_floating_point_weights_and_inputs_are_cast():
+    low, full, whole = torch.bfloat16, torch.float32, torch.int64
+    assert run(param_dtype=low)[2] == [low, whole, low, low, full, whole]
+    assert run(reduce_dtype=low)[2] == [full, whole, full, full, full, whole]
+
+
+def test_weights_are_as_before_when_the_pass_is_over():
+    model, _, _ = run(param_dtype=torch.bfloat16)
+    kinds = {name: p.dtype for name, p in model.named_parameters()}
+    assert kinds.pop("order") == torch.int64 and set(kinds.values()) == {torch.float32}
+
+
+def test_buffers_are_cast_for_good():
+    for wanted, moving in ((torch.float64, torch.float64), (None, torch.float32)):
+        model, _, _ = run(param_dtype=torch.bfloat16, buffer_dtype=wanted)
+        assert model.moving.dtype == moving and model.moving.tolist() == [1, 1, 1]
+        assert (model.kept_buffer.dtype, model.count.dtype) == (torch.float32, torch.int64)
+
+
+def test_buckets_have_the_dtype_that_is_said_or_else_that_of_the_weights():
+    half, low = torch.float16, torch.bfloat16
+    for wanted, dtype in (((low, half), half), ((low, None), low), ((None, half), half), ((None, None), None)):
+        _, cast, _ = run(param_dtype=wanted[0], reduce_dtype=wanted[1])
+        assert cast.communicate == dtype
+
+
+def test_torchs_names_lead_to_the_weights():
+    """Between passes nothing is held in low precision."""
+    model, _, _ = run(param_dtype=torch.bfloat16)
+    weight = model.cast.weight
+    assert weight._fp_param.data_ptr() == weight.data_ptr() and weight._fp_param.dtype == torch.float32
+    assert weight._mp_param.dtype == torch.bfloat16 and weight._mp_param.numel() == 0
+    assert not hasattr(model.kept.weight, "_mp_param") and not hasattr(model.order, "_mp_param")
