@@ -96,7 +96,6 @@ class Reducer:
 
     def expect(self, outputs=None):
         """The next backward pass is to be synchronised; from the tensors `outputs` find what it will not reach."""
-        self.check_finished()
         self.start_over()
         self.expecting, self.order, self.moments = True, [], []
         if self.counts is not None:

@@ -1,11 +1,13 @@
 """The reducer's odd moments: one parameter only, passes that break off or never end, and who decides the layout."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from ddp_course import launch
-from ddp_course.stage6_ddp import DistributedDataParallel
+from ddp_course.stage6_ddp import DistributedDataParallel, reducer
 
 SETTINGS = {
     "default": {},
@@ -63,22 +65,104 @@ def test_a_model_of_one_parameter(broken):
     assert launch(passes, broken, world_size=2, timeout=60) == [{name: [0.5, 1.5, 2.5] for name in SETTINGS}] * 2
 
 
-def unfinished():
-    """The words of the layout and of the next pass, and whether the module ran in it, after a pass without an end."""
-    ran, model = [], torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
-    model.forward = lambda inputs: (ran.append("ran"), model[0](inputs))[1]
-    parallel = DistributedDataParallel(model)
-    parallel(torch.ones(1, 2)).sum().backward()
+class TwoOfThree(torch.nn.Module):
+    """Three layers of one weight each, of which a pass uses those that it names, in that order."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleDict({name: torch.nn.Linear(1, 1, bias=False) for name in "abc"})
+
+    def forward(self, inputs, names):
+        for name in names:
+            inputs = self.layers[name](inputs)
+        return inputs
+
+
+def unfinished(settings):
+    """What attempts to go on after a pass without an end were told, and how often the module ran."""
+    parallel, ran = DistributedDataParallel(TwoOfThree(), **settings), []
+    parallel.module.layers["a"].register_forward_hook(lambda *_: ran.append("ran"))
+    if settings:  # the first pass counts, and may leave layers out
+        parallel.module.layers["a"].weight.register_hook(explode)
+        with pytest.raises(ZeroDivisionError):
+            parallel(torch.ones(1, 1), "abc").sum().backward()
+    else:
+        parallel(torch.ones(1, 1), "ab").sum().backward()
     words = []
-    for attempt in (parallel.bucket_layout, lambda: parallel(torch.ones(1, 2))):
+    layout = [[f"layers.{name}.weight"] for name in "abc"]
+    for attempt in (
+        parallel.bucket_layout,
+        lambda: parallel.load_bucket_layout(layout),
+        lambda: parallel(torch.ones(1, 1), "ab"),
+    ):
         with pytest.raises(RuntimeError) as caught:
             attempt()
         words.append(str(caught.value))
-    return words, ran
+    return words, len(ran)
 
 
-def test_a_pass_without_an_end_is_told_before_the_next_computes():
-    for words, ran in launch(unfinished, world_size=2):
+@pytest.mark.parametrize("settings, missing", [({}, "layers.c"), ({"static_graph": True}, "layers.a")])
+def test_a_pass_without_an_end_is_told_before_anything_else(settings, missing):
+    for rank, (words, ran) in enumerate(launch(unfinished, settings, world_size=2)):
         assert all("Expected to have finished reduction in the prior iteration" in text for text in words)
-        assert all("1.weight, 1.bias" in text for text in words)
-        assert ran == ["ran"]
+        assert all(f"did not receive grad for rank {rank}: {missing}.weight\n" in text for text in words)
+        assert ran == 1, "it was told after the forward pass"
+
+
+def in_two_parts():
+    """A static graph's first iteration in two parts, then one more backward pass through the second of them."""
+    parallel = DistributedDataParallel(Scale(), static_graph=True)
+    mine, factor = dist.get_rank() + 1.0, parallel.module.factor
+    loss = parallel(torch.tensor([mine])).sum() + parallel(torch.tensor([mine])).sum()
+    loss.backward(retain_graph=True)
+    found = [factor.grad.item()]
+    loss.backward()
+    return [*found, factor.grad.item()]
+
+
+def test_the_first_pass_of_a_static_graph_may_have_parts_and_is_averaged_once():
+    """As with any graph, what a second backward pass adds stays on its rank."""
+    assert launch(in_two_parts, world_size=2) == [[3, 3 + 2], [3, 3 + 4]]
+
+
+def laid_out(limits):
+    """The sizes of the buckets that "auto" makes of `limits`, and the layout that was loaded, each after two passes."""
+    found = []
+    for layout in (None, [["layers.b.weight"], ["layers.c.weight", "layers.a.weight"]]):
+        parallel = DistributedDataParallel(TwoOfThree(), bucket_cap_mb="auto")
+        parallel.load_bucket_layout(layout)
+        with patch.object(reducer, "best_limits", lambda *_: limits[dist.get_rank()]):
+            for _ in range(2):
+                parallel(torch.ones(1, 1), "abc").sum().backward()
+        found.append(parallel.reducer.sizes if layout is None else parallel.bucket_layout())
+    return found
+
+
+def test_rank_0_says_how_large_buckets_are_and_a_layout_that_was_loaded_stays():
+    """Parameters have 4 bytes."""
+    for sizes, loaded in launch(laid_out, [[4, 8], [12, 12]], world_size=2):
+        assert sizes == [4, 8]
+        assert loaded == [["layers.b.weight"], ["layers.c.weight", "layers.a.weight"]]
+
+
+def without_data(settings, names):
+    """Gradients of a model of one parameter and one of three, where rank 0 alone has data; the weights of the latter."""
+    found = []
+    for model, arguments in ((Scale(), ()), (TwoOfThree(), (names,))):
+        parallel = DistributedDataParallel(model, **settings)
+        with parallel.join():
+            for step in range(0 if dist.get_rank() else 3):
+                parallel.zero_grad()
+                parallel(torch.full((1, 1), step + 1.0), *arguments).sum().backward()
+        found.append([None if p.grad is None else p.grad.item() for p in model.parameters()])
+    return found, [weight.item() for weight in model.parameters()]
+
+
+@pytest.mark.parametrize("settings", [{}, {"find_unused_parameters": True}, {"bucket_cap_mb": "auto"}])
+def test_a_rank_may_have_no_data_at_all(settings):
+    """It learns the buckets' order as the others do, and what nobody uses has no gradient."""
+    names = "ab" if "find_unused_parameters" in settings else "abc"
+    (one, three), (a, b, c) = launch(without_data, settings, names, world_size=2, timeout=60)[0]
+    assert one == [1.5]
+    expected = [1.5 * b, 1.5 * a, None] if names == "ab" else [1.5 * b * c, 1.5 * a * c, 1.5 * a * b]
+    assert three == [value if value is None else pytest.approx(value) for value in expected]

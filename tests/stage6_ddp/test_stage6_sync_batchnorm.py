@@ -10,6 +10,7 @@ from stage6_cases import assert_raises, assert_replicas_agree
 from ddp_course import launch
 from ddp_course.errors import RankError
 from ddp_course.stage6_ddp import DistributedDataParallel, SyncBatchNorm
+from ddp_course.stage6_ddp.sync_batchnorm import Normalise
 
 SHAPES = {"1d": (6,), "2d": (6, 3, 4), "3d": (6, 2, 3, 2)}
 SIZES = {"equal": (4, 4, 4, 4), "uneven": (5, 2, 3, 1), "one rank empty": (4, 0, 3, 2)}
@@ -149,6 +150,34 @@ def in_a_model():
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_in_a_model(world_size):
     assert max(launch(in_a_model, world_size=world_size)) < 1e-4
+
+
+def test_a_converted_layer_has_everything_of_the_one_before():
+    """Settings, the very parameters and buffers, and the group; what is synchronised already stays."""
+    for layer in (torch.nn.BatchNorm2d(3, 0.1, 0.2).eval(), torch.nn.BatchNorm1d(3, 0.1, None, False, False)):
+        tensors = {**layer._parameters, **layer._buffers}
+        inner = torch.nn.Sequential(layer, SyncBatchNorm(2))
+        model = SyncBatchNorm.convert_sync_batchnorm(torch.nn.Sequential(inner), "group")
+        twin, kept = model[0]
+        assert type(twin) is SyncBatchNorm and twin.process_group == "group" and kept.process_group is None
+        for name in ("num_features", "eps", "momentum", "affine", "track_running_stats", "training"):
+            assert getattr(twin, name) == getattr(layer, name), name
+        assert {**twin._parameters, **twin._buffers}.keys() == tensors.keys()
+        assert all({**twin._parameters, **twin._buffers}[name] is tensor for name, tensor in tensors.items())
+
+
+def one_value_each():
+    """The layer and BatchNorm on two values; and which of its results have a gradient."""
+    layer, whole = SyncBatchNorm(1), torch.nn.BatchNorm1d(1)
+    inputs = torch.tensor([[1.0], [4.0]])
+    found, expected = layer(inputs[dist.get_rank()][None]), whole(inputs)[dist.get_rank()][None]
+    graded = [t.requires_grad for t in Normalise.apply(torch.ones(2, 1, requires_grad=True), 1e-5, None)]
+    return torch.allclose(found, expected), layer.running_var.item(), whole.running_var.item(), graded
+
+
+def test_two_values_in_all_are_enough():
+    for same, found, expected, graded in launch(one_value_each, world_size=2):
+        assert same and found == pytest.approx(expected) and graded == [True, False, False, False]
 
 
 def uneven_with_batch_norm():

@@ -1,0 +1,148 @@
+"""What code written for torch's class finds here: old arguments, and names with an underscore."""
+
+import functools
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ddp_course import launch
+from ddp_course.stage6_ddp import DistributedDataParallel
+
+
+def model():
+    """A layer with buffers and one without, different on each rank."""
+    layers = torch.nn.Sequential(torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 1))
+    for tensor in layers.state_dict().values():
+        tensor.fill_(dist.get_rank() + 1)
+    return layers
+
+
+def said(act):
+    """The warnings of a call: (category, file, text)."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        act()
+    return [(w.category.__name__, w.filename, str(w.message)) for w in caught]
+
+
+def what_is_said():
+    small = lambda: torch.nn.Linear(1, 1)  # noqa: E731
+    wrap = DistributedDataParallel
+    static = wrap(small())
+    return {
+        "nothing": said(lambda: wrap(small(), forward_sync_buffers=True)),
+        "older": said(lambda: wrap(small(), broadcast_buffers=True)),
+        "both": said(lambda: wrap(small(), broadcast_buffers=True, forward_sync_buffers=False)),
+        "check": said(lambda: wrap(small(), check_reduction=True)),
+        "static": said(static._set_static_graph),
+        "static again": said(static._set_static_graph),
+    }
+
+
+@functools.cache
+def words():
+    return launch(what_is_said, world_size=1)[0]
+
+
+def test_older_arguments_are_named_with_what_to_write_instead():
+    assert words()["nothing"] == []
+    for name, ends in (("older", "at the beginning"), ("both", "forward_sync_buffers is given too, so it is ignored")):
+        [(category, file, text)] = words()[name]
+        assert category == "FutureWarning" and file == __file__, "it points to the line that has the argument"
+        assert text.startswith("broadcast_buffers is deprecated. Use forward_sync_buffers") and text.endswith(ends)
+    [(category, file, text)] = words()["check"]
+    assert (category, file) == ("FutureWarning", __file__) and text.startswith("check_reduction is deprecated")
+
+
+def test_a_static_graph_is_static_once():
+    assert words()["static"] == []
+    [(category, file, text)] = words()["static again"]
+    assert (category, file, text) == ("UserWarning", __file__, "static_graph is True already")
+
+
+def late():
+    parallel = DistributedDataParallel(torch.nn.Linear(1, 1))
+    parallel(torch.ones(1, 1))
+    parallel._set_static_graph()
+
+
+def test_a_static_graph_is_not_for_one_that_trains():
+    with pytest.raises(Exception, match="should be called before training loop starts"):
+        launch(late, world_size=1)
+
+
+def broadcast():
+    """The first element of all tensors of the model after each way to broadcast buffers, or other tensors."""
+    parallel = DistributedDataParallel(model(), init_sync=False)
+    tensors, seen = list(parallel.module.state_dict().values()), []
+    mine = torch.tensor([float(dist.get_rank())])
+    for arguments in ({}, {"authoritative_rank": 1}, {"bufs": [mine], "authoritative_rank": 1}):
+        for tensor in tensors:
+            tensor.fill_(dist.get_rank() + 1)
+        parallel._default_broadcast_coalesced(**arguments)
+        seen.append([int(tensor.reshape(-1)[0]) for tensor in tensors])
+    return seen, mine.item()
+
+
+def test_buffers_or_other_tensors_are_broadcast_from_the_rank_that_is_named():
+    """weight and bias, three buffers, weight and bias."""
+    for rank, (seen, other) in enumerate(launch(broadcast, world_size=2), start=1):
+        assert seen == [[rank, rank, source, source, source, rank, rank] for source in (1, 2, rank)]
+        assert other == 1
+
+
+def test_names_that_are_ignored_are_not_among_the_data_parallel_parameters():
+    layers = torch.nn.Linear(2, 1)
+    wrapper = DistributedDataParallel
+    assert [*wrapper._get_data_parallel_params(layers)] == [*layers.parameters()]
+    assert [*wrapper._get_data_parallel_params(layers, named_params=True)] == [*layers.named_parameters()]
+    wrapper._set_params_and_buffers_to_ignore_for_model(layers, ["weight"])
+    assert [*wrapper._get_data_parallel_params(layers, named_params=True)] == [("bias", layers.bias)]
+    [left] = wrapper._get_data_parallel_params(layers)
+    assert left is layers.bias
+
+
+def built_in():
+    """The average of 1/3 on two ranks by each of torch's built-in hooks; and what a second hook is told."""
+    found = []
+    for kind in (dist.BuiltinCommHookType.ALLREDUCE, dist.BuiltinCommHookType.FP16_COMPRESS):
+        parallel = DistributedDataParallel(torch.nn.Linear(1, 1, bias=False))
+        parallel._register_builtin_comm_hook(kind)
+        parallel(torch.full((1, 1), 1 / 3)).sum().backward()
+        found.append(parallel.module.weight.grad.item())
+        with pytest.raises(RuntimeError, match="register_comm_hook can only be called once"):
+            parallel._register_builtin_comm_hook(kind)
+    return found
+
+
+def test_built_in_hooks_send_what_they_say():
+    exact, half = torch.tensor(1 / 3).item(), torch.tensor(1 / 3).half().item()
+    assert exact != half
+    assert launch(built_in, world_size=2) == [[exact, half]] * 2
+
+
+def odds_and_ends():
+    """Bucket sizes as said, whether outputs are copies, and the gradient after the hooks were removed."""
+    sizes = [
+        DistributedDataParallel(torch.nn.Linear(1, 1), bucket_cap_mb_list=caps).bucket_bytes_cap_list
+        for caps in (None, [0.5, 2])
+    ]
+    copied = []
+    for clones in (None, False, True):
+        parallel = DistributedDataParallel(torch.nn.Linear(1, 1), find_unused_parameters=True)
+        if clones is not None:
+            parallel._set_ddp_sink_clone(clones)
+        made = []
+        parallel.module.register_forward_hook(lambda module, inputs, output, made=made: made.append(output.data_ptr()))
+        copied.append(parallel(torch.ones(1, 1)).data_ptr() not in made)
+    parallel = DistributedDataParallel(torch.nn.Linear(1, 1))
+    parallel._remove_autograd_hooks()
+    parallel(torch.full((1, 1), dist.get_rank() + 1.0)).sum().backward()
+    return sizes, copied, parallel.module.weight.grad.item()
+
+
+def test_odds_and_ends():
+    for rank, found in enumerate(launch(odds_and_ends, world_size=2)):
+        assert found == ([[], [2**19, 2**21]], [True, False, True], rank + 1)
