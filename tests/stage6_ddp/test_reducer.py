@@ -146,7 +146,7 @@ def test_rank_0_says_how_large_buckets_are_and_a_layout_that_was_loaded_stays():
 
 
 def without_data(settings, names):
-    """Gradients of a model of one parameter and one of three, where rank 0 alone has data, and weights of the latter."""
+    """Gradients of models of one and of three parameters, where only rank 0 has data; and the weights of the second."""
     found = []
     for model, arguments in ((Scale(), ()), (TwoOfThree(), (names,))):
         parallel = DistributedDataParallel(model, **settings)
