@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_course import launch
+from ddp_course.errors import RankError
 from ddp_course.stage6_ddp import DistributedDataParallel, reducer
 
 SETTINGS = {
@@ -109,9 +110,9 @@ def test_a_pass_without_an_end_is_told_before_anything_else(settings, missing):
         assert ran == 1, "it was told after the forward pass"
 
 
-def in_two_parts():
-    """A static graph's first iteration in two parts, then one more backward pass through the second of them."""
-    parallel = DistributedDataParallel(Scale(), static_graph=True)
+def in_two_parts(as_view):
+    """Gradients of a static graph's first iteration, of two parts, and of one more backward pass through both."""
+    parallel = DistributedDataParallel(Scale(), static_graph=True, gradient_as_bucket_view=as_view)
     mine, factor = dist.get_rank() + 1.0, parallel.module.factor
     loss = parallel(torch.tensor([mine])).sum() + parallel(torch.tensor([mine])).sum()
     loss.backward(retain_graph=True)
@@ -120,9 +121,41 @@ def in_two_parts():
     return [*found, factor.grad.item()]
 
 
-def test_the_first_pass_of_a_static_graph_may_have_parts_and_is_averaged_once():
+@pytest.mark.parametrize("as_view", [False, True])
+def test_the_first_pass_of_a_static_graph_may_have_parts_and_is_averaged_once(as_view):
     """As with any graph, what a second backward pass adds stays on its rank."""
-    assert launch(in_two_parts, world_size=2) == [[3, 3 + 2], [3, 3 + 4]]
+    assert launch(in_two_parts, as_view, world_size=2) == [[3, 3 + 2], [3, 3 + 4]]
+
+
+def changed():
+    """A static graph that reaches a weight for the first time in its third iteration."""
+    parallel = DistributedDataParallel(TwoOfThree(), static_graph=True)
+    for names in ("ab", "ab", "abc"):
+        parallel(torch.ones(1, 1), names).sum().backward()
+
+
+def test_a_weight_that_a_static_graph_has_not_used_before_is_named():
+    """Its gradient would be this rank's own."""
+    with pytest.raises(RankError, match=r"training graph has changed in this iteration.* It is layers.c.weight"):
+        launch(changed, world_size=2)
+
+
+def sparse_by_hook():
+    """The gradient of an embedding where a hook returns another tensor than it was given."""
+
+    def hook(state, bucket):
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer() * 3)
+        return future
+
+    parallel = DistributedDataParallel(torch.nn.Embedding(4, 1, sparse=True))
+    parallel.register_comm_hook(None, hook)
+    parallel(torch.tensor([2])).sum().backward()
+    return parallel.module.weight.grad.to_dense().reshape(-1).tolist()
+
+
+def test_what_a_hook_returns_is_taken_for_sparse_gradients_too():
+    assert launch(sparse_by_hook, world_size=2) == [[0, 0, 3, 0]] * 2
 
 
 def laid_out(limits):
