@@ -35,6 +35,19 @@ def test_a_link_without_a_price_a_byte_has_none_below_zero(monkeypatch):
     assert alpha == 0.0 and beta == pytest.approx(1e-9)
 
 
+def measured_bucket():
+    """What a way to communicate is given when it is timed."""
+    given = []
+    automatic.timed(lambda bucket: (given.append(bucket), lambda: None)[1], torch.ones(3))
+    [bucket] = given
+    return bucket.index(), bucket.buffer().tolist(), bucket.parameters(), bucket.is_last()
+
+
+def test_what_is_timed_is_one_bucket_and_the_last():
+    """A hook that keeps something for each bucket, or ends with the last one, finds what it expects."""
+    assert launch(measured_bucket, world_size=1) == [(0, [1, 1, 1], [], True)]
+
+
 def moments_of_a_measurement():
     """When this rank came to measure, and when its all-reduce began; one comes later than the others."""
     time.sleep(0.3 * dist.get_rank())

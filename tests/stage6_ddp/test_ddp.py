@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_course import launch
+from ddp_course import launch, stage6_ddp
 from ddp_course.stage6_ddp import DistributedDataParallel
 
 
@@ -59,6 +59,12 @@ class Noting(torch.nn.Module):
     def forward(self, first, *, others):
         self.met = [first.device.type, others["more"].device.type, others["name"]]
         return self.weight * 1
+
+
+def test_the_stage_says_what_it_offers():
+    for name in stage6_ddp.__all__:
+        assert getattr(stage6_ddp, name).__module__.startswith("ddp_course.stage6_ddp"), name
+    assert {"DistributedDataParallel", "GradBucket", "SyncBatchNorm", "train"} == set(stage6_ddp.__all__)
 
 
 def on_a_device():

@@ -1,6 +1,6 @@
 """What code written for torch's class finds here: old arguments, and names with an underscore."""
 
-import functools
+import linecache
 import warnings
 
 import pytest
@@ -20,46 +20,51 @@ def model():
 
 
 def said(act):
-    """The warnings of a call: (category, file, text)."""
+    """The warnings of a call: category, text, and the line of this file that each one points to."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         act()
-    return [(w.category.__name__, w.filename, str(w.message)) for w in caught]
+    return [(w.category.__name__, str(w.message), linecache.getline(w.filename, w.lineno)) for w in caught]
 
 
-def what_is_said():
-    small = lambda: torch.nn.Linear(1, 1)  # noqa: E731
-    wrap = DistributedDataParallel
-    static = wrap(small())
-    return {
-        "nothing": said(lambda: wrap(small(), forward_sync_buffers=True)),
-        "older": said(lambda: wrap(small(), broadcast_buffers=True)),
-        "both": said(lambda: wrap(small(), broadcast_buffers=True, forward_sync_buffers=False)),
-        "check": said(lambda: wrap(small(), check_reduction=True)),
-        "static": said(static._set_static_graph),
-        "static again": said(static._set_static_graph),
-    }
-
-
-@functools.cache
-def words():
-    return launch(what_is_said, world_size=1)[0]
+def said_of_arguments():
+    wrap, layer = DistributedDataParallel, torch.nn.Linear(1, 1)
+    return [
+        said(lambda: wrap(layer, forward_sync_buffers=True)),
+        said(lambda: wrap(layer, broadcast_buffers=True)),
+        said(lambda: wrap(layer, broadcast_buffers=True, forward_sync_buffers=False)),
+        said(lambda: wrap(layer, check_reduction=True)),
+    ]
 
 
 def test_older_arguments_are_named_with_what_to_write_instead():
-    assert words()["nothing"] == []
-    for name, ends in (("older", "at the beginning"), ("both", "forward_sync_buffers is given too, so it is ignored")):
-        [(category, file, text)] = words()[name]
-        assert category == "FutureWarning" and file == __file__, "it points to the line that has the argument"
-        assert text.startswith("broadcast_buffers is deprecated. Use forward_sync_buffers") and text.endswith(ends)
-    [(category, file, text)] = words()["check"]
-    assert (category, file) == ("FutureWarning", __file__) and text.startswith("check_reduction is deprecated")
+    """Where they stand: the warning points to the line that has the argument."""
+    [(nothing, *found)] = launch(said_of_arguments, world_size=1)
+    assert nothing == []
+    [buffers], [both], [check] = found
+    for (category, text, line), argument, begin, end in (
+        (
+            buffers,
+            "wrap(layer, broadcast_buffers=True))",
+            "broadcast_buffers is deprecated. Use forw",
+            "at the beginning",
+        ),
+        (both, "wrap(layer, broadcast_buffers=True, forw", "broadcast_buffers is deprecated", "so it is ignored"),
+        (check, "wrap(layer, check_reduction", "check_reduction is deprecated", "has no effect"),
+    ):
+        assert category == "FutureWarning" and argument in line
+        assert text.startswith(begin) and text.endswith(end)
+
+
+def said_of_static_graphs():
+    parallel = DistributedDataParallel(torch.nn.Linear(1, 1))
+    return [said(lambda: parallel._set_static_graph()) for _ in range(2)]
 
 
 def test_a_static_graph_is_static_once():
-    assert words()["static"] == []
-    [(category, file, text)] = words()["static again"]
-    assert (category, file, text) == ("UserWarning", __file__, "static_graph is True already")
+    [(first, [(category, text, line)])] = launch(said_of_static_graphs, world_size=1)
+    assert first == [] and (category, text) == ("UserWarning", "static_graph is True already")
+    assert "lambda: parallel._set_static_graph()" in line
 
 
 def late():

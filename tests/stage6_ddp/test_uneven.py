@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ddp_course import launch
 from ddp_course.stage6_ddp import DistributedDataParallel
+from ddp_course.stage6_ddp.uneven import Shadow
 
 CLASSES = {"torch": TorchDDP, "ours": DistributedDataParallel}
 
@@ -67,3 +68,20 @@ def kept():
 
 def test_after_a_join_a_pass_costs_what_it_cost_before():
     assert launch(kept, world_size=2) == [[(0, 0), (0, 1)]] * 2
+
+
+def divisors():
+    """By what a wrapper divides while others are out of data, as its hook for `Join` is asked for."""
+    parallel, found = DistributedDataParallel(torch.nn.Linear(1, 1)), []
+    for ask in (
+        parallel.join_hook,
+        lambda: parallel.join_hook(divide_by_initial_world_size=False),
+        lambda: Shadow(parallel),
+    ):
+        ask()
+        found.append(parallel.divides_by_initial_world_size)
+    return found
+
+
+def test_all_ranks_share_a_sum_unless_it_is_said_otherwise():
+    assert launch(divisors, world_size=1) == [[True, False, True]]

@@ -33,10 +33,10 @@ def test_tensors_are_found_wherever_torch_looks():
 def test_what_passes_the_entrance_keeps_its_structure():
     """Copies, unless they are not wanted; what has no graph does not pass, and stays the same object."""
     weight, plain = torch.nn.Parameter(torch.ones(2)), torch.zeros(2)
-    for clones in (True, False):
+    for clones, said in ((True, {}), (True, {"clones": True}), (False, {"clones": False})):
         entered, product = [], weight * 2
         outputs = {"product": product, "others": (plain, None)}
-        passed = behind_entrance(outputs, lambda entered=entered: entered.append("yes"), clones)
+        passed = behind_entrance(outputs, lambda entered=entered: entered.append("yes"), **said)
         assert list(passed) == ["product", "others"] and passed["others"][0] is plain and passed["others"][1] is None
         assert (passed["product"].data_ptr() != product.data_ptr()) is clones
         assert torch.equal(passed["product"], product) and not entered
