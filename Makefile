@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 ARGS ?=
-BESIDE := -n 4 --dist loadfile --no-loadscope-reorder
+BESIDE := -n 3 --dist loadfile --no-loadscope-reorder
 LONGEST := tests/test_notebooks.py tests/torch_suite tests/running/launching tests/running/test_faults.py tests/test_train_script.py
 
 .PHONY: help setup compare test test-quick lab gpu notebooks site lint clean
@@ -26,7 +26,7 @@ $(VENV)/installed: requirements.lock pyproject.toml
 compare: setup  ## train with every strategy, print the table, write results/compare.png
 	$(BIN)/ddp-course compare $(ARGS)
 
-# All tests: four files at a time, the longest first, and then those by themselves that look at the clock. What failed is
+# All tests: three files at a time, the longest first, and then those by themselves that look at the clock. What failed is
 # tried once more with nothing beside it, and named twice: a fault fails again, a full machine does not.
 test: setup  ## all tests but the weekly ones, or make test ARGS=FILE
 ifeq ($(strip $(ARGS)),)
