@@ -233,6 +233,7 @@ class NotSlowed(Link):
         super().prepare(world_size, folder)
 
 
+@pytest.mark.alone  # on a full machine the ring takes longer by itself
 def test_a_link_that_is_not_slowed_is_found_out():
     """The negative control of `step_ms > 0.95 * ideal_ms`; again where the machine was busy elsewhere."""
     rings = (compared("1,4", NotSlowed("100Mbit"))["stages"][1] for _ in range(5))

@@ -90,8 +90,9 @@ class Emulation:
         """From here on everything runs at full speed."""
         if self.active:
             self.active = False
-            self.thread.catch_up()
-            self.behind_s = self.thread.behind if self.sleep else 0.0
+            if self.sleep:
+                self.thread.catch_up()
+                self.behind_s = self.thread.behind
 
     def too_fast(self, world_size: int) -> float:
         """By what factor the device was too fast for the real arithmetic of `world_size` ranks; 0 if it was not."""
