@@ -1,13 +1,18 @@
 """The wrapper's own promises: buckets for checkpoints, inputs on their way to a device, what `Join` asks for."""
 
-import functools
-
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from ddp_course import launch, stage6_ddp
 from ddp_course.stage6_ddp import DistributedDataParallel
+
+
+def test_the_stage_says_what_it_offers():
+    for name in stage6_ddp.__all__:
+        assert getattr(stage6_ddp, name).__module__.startswith("ddp_course.stage6_ddp"), name
+    assert {"DistributedDataParallel", "GradBucket", "SyncBatchNorm", "train"} == set(stage6_ddp.__all__)
 
 
 def branches(rank):
@@ -59,12 +64,6 @@ class Noting(torch.nn.Module):
     def forward(self, first, *, others):
         self.met = [first.device.type, others["more"].device.type, others["name"]]
         return self.weight * 1
-
-
-def test_the_stage_says_what_it_offers():
-    for name in stage6_ddp.__all__:
-        assert getattr(stage6_ddp, name).__module__.startswith("ddp_course.stage6_ddp"), name
-    assert {"DistributedDataParallel", "GradBucket", "SyncBatchNorm", "train"} == set(stage6_ddp.__all__)
 
 
 def on_a_device():
@@ -146,17 +145,10 @@ def buffered(hook_returns, location=None):
     return told
 
 
-@functools.cache
-def with_buffer_hooks():
-    from torch.nn.parallel.distributed import _BufferCommHookLocation as Location
-
-    ways = [(False,), (True,), (True, Location.PRE_FORWARD)]
-    return launch(lambda: [buffered(*way) for way in ways], world_size=1)[0]
-
-
 def test_buffer_hooks_run_where_they_were_put_and_their_futures_are_waited_for():
     called = ("state", ["num_batches_tracked", "running_mean", "running_var"])
-    plain, waited, before = with_buffer_hooks()
+    ways = [(False,), (True,), (True, _BufferCommHookLocation.PRE_FORWARD)]
+    [(plain, waited, before)] = launch(lambda: [buffered(*way) for way in ways], world_size=1)
     assert plain == ["forward", called, "backward"] * 2
     assert waited == ["forward", called, "backward", "waited"] * 2
     assert before == [called, "forward", "backward", "waited"] * 2

@@ -20,7 +20,7 @@ def train(in_backward=(), before=True, steps=4):
     """
     model = tiny_model()
     chosen = [p for place in in_backward for p in model[place].parameters()]
-    others = [p for p in model.parameters() if not any(p is one for one in chosen)]
+    others = [p for p in model.parameters() if p not in set(chosen)]
     wrapped = None if before else DistributedDataParallel(model)
     for rate in (0.05, 0.02):  # two a parameter: both step
         _apply_optimizer_in_backward(torch.optim.SGD, chosen, {"lr": rate})

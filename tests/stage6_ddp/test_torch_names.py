@@ -11,14 +11,6 @@ from ddp_course import launch
 from ddp_course.stage6_ddp import DistributedDataParallel
 
 
-def model():
-    """A layer with buffers and one without, different on each rank."""
-    layers = torch.nn.Sequential(torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 1))
-    for tensor in layers.state_dict().values():
-        tensor.fill_(dist.get_rank() + 1)
-    return layers
-
-
 def said(act):
     """The warnings of a call: category, text, and the line of this file that each one points to."""
     with warnings.catch_warnings(record=True) as caught:
@@ -80,7 +72,8 @@ def test_a_static_graph_is_not_for_one_that_trains():
 
 def broadcast():
     """The first element of all tensors of the model after each way to broadcast buffers, or other tensors."""
-    parallel = DistributedDataParallel(model(), init_sync=False)
+    layers = torch.nn.Sequential(torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 1))
+    parallel = DistributedDataParallel(layers, init_sync=False)
     tensors, seen = list(parallel.module.state_dict().values()), []
     mine = torch.tensor([float(dist.get_rank())])
     for arguments in ({}, {"authoritative_rank": 1}, {"bufs": [mine], "authoritative_rank": 1}):

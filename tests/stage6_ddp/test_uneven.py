@@ -1,6 +1,5 @@
 """`join`, looked at from inside and from after: whose buffers go on, and what a wrapper keeps of it."""
 
-import functools
 from unittest.mock import patch
 
 import torch
@@ -38,16 +37,12 @@ def joined_twice(kind):
     return seen + train(parallel, 2)
 
 
-@functools.cache
-def means(world_size=2):
-    return launch(lambda: {kind: joined_twice(kind) for kind in CLASSES}, world_size=world_size, timeout=60)
-
-
 def test_the_buffers_that_go_on_are_those_that_go_on_with_torch():
     """A rank with data decides, then the last one, and where join is switched off rank 0; it shows in the values."""
-    for rank in means():
+    ranks = launch(lambda: {kind: joined_twice(kind) for kind in CLASSES}, world_size=2, timeout=60)
+    for rank in ranks:
         assert rank["ours"] == rank["torch"]
-    longer, shorter = (rank["ours"] for rank in means())
+    longer, shorter = (rank["ours"] for rank in ranks)
     assert len(longer) == 3 + 2 + 2 + 1 + 2 and len(shorter) == 1 + 2 + 2 + 2 + 2
     assert longer[0] != longer[1] != longer[2], "rank 0's own went on while rank 1 was out of data"
 
