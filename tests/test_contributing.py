@@ -23,12 +23,12 @@ def wrapped(model, optimizer):
     """Every rank for itself."""
     return wrapping.Replicated(model, optimizer(model.parameters()))
 '''
-TASK = '''"""Exercise 12: one task, to see that a recipe is complete."""
+TASK = '''"""Exercise 16: one task, to see that a recipe is complete."""
 
 from . import require, task
 
 
-@task("13.1", "twice")
+@task("16.1", "twice")
 class Twice:
     """Twice a number."""
 
@@ -55,7 +55,7 @@ EXERCISE = '''# ---
 # ---
 # %% [markdown]
 r"""
-# Exercise 12: topic
+# Exercise 16: topic
 
 Write `twice(number)`.
 """
@@ -63,18 +63,18 @@ Write `twice(number)`.
 # %% imports
 from ddp_course.grading import check
 
-# %% answer-13-1
+# %% answer-16-1
 def twice(number):
     """Twice a number."""
     ### BEGIN SOLUTION
     return 2 * number
     ### END SOLUTION
 
-# %% check-13-1 points=1
+# %% check-16-1 points=1
 # NBVAL_CHECK_OUTPUT
-check("13.1", twice)
+check("16.1", twice)
 '''
-HINTS = "## 13.1\n1. What is one more than one?\n2. Add it to itself.\n3. Double it.\n"
+HINTS = "## 16.1\n1. What is one more than one?\n2. Add it to itself.\n3. Double it.\n"
 CLAIM = '''"""A claim about nothing."""
 
 from .claim import Claim, Outcome
@@ -156,14 +156,14 @@ def test_add_a_stage(house):
 
 
 def test_add_an_exercise(house):
-    lesson, task = "authoring/lessons/13_topic_exercise.py", "ddp_course/grading/tasks/exercise13.py"
+    lesson, task = "authoring/lessons/16_topic_exercise.py", "ddp_course/grading/tasks/exercise16.py"
     hints = {"ddp_course/grading/hints.md": lambda path: path.write_text(path.read_text() + HINTS)}
     follow(house, "n exercise", {lesson: EXERCISE, task: TASK, **hints})
-    run(house, "authoring/build.py", "--only", "13")
-    assert "NotImplementedError" in (house / "exercises" / "13_topic.ipynb").read_text()
-    tried = "from ddp_course.grading import check, hint; hint('13.1', 3); check('13.1', lambda number: {} * number)"
+    run(house, "authoring/build.py", "--only", "16")
+    assert "NotImplementedError" in (house / "exercises" / "16_topic.ipynb").read_text()
+    tried = "from ddp_course.grading import check, hint; hint('16.1', 3); check('16.1', lambda number: {} * number)"
     said = run(house, "-c", tried.format(2))
-    assert "Double it." in said and "Exercise 13.1: correct." in said
+    assert "Double it." in said and "Exercise 16.1: correct." in said
     with pytest.raises(AssertionError, match="that is not twice the number"):
         run(house, "-c", tried.format(4))
 
@@ -192,7 +192,7 @@ def test_add_a_link_mode(house):
 
 
 def test_add_a_lesson(house):
-    lesson = '# %% [markdown]\nr"""\n# Lesson 12: topic\n"""\n\n# %% sum\nprint(1 + 1)\n'
-    follow(house, " lesson", {"authoring/lessons/13_topic.py": lesson})
-    run(house, "authoring/build.py", "--only", "13", "--execute")
-    assert '"2\\n"' in (house / "notebooks" / "13_topic.ipynb").read_text()
+    lesson = '# %% [markdown]\nr"""\n# Lesson 16: topic\n"""\n\n# %% sum\nprint(1 + 1)\n'
+    follow(house, " lesson", {"authoring/lessons/16_topic.py": lesson})
+    run(house, "authoring/build.py", "--only", "16", "--execute")
+    assert '"2\\n"' in (house / "notebooks" / "16_topic.ipynb").read_text()

@@ -242,7 +242,7 @@ r"""
 
 That is the bargain that data parallel training offers: K devices make the batch K times larger in about the same
 time, and the gradient $\sqrt K$ times less noisy. Whether the *learning* gets K times faster is another question:
-lesson 09.
+lesson 10.
 
 ## What torch does
 

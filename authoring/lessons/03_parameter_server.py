@@ -118,7 +118,7 @@ print("without averaging the replicas drift apart; with it they are equal to the
 r"""
 Some texts say that the *optimizer* must be created "with the same random seed" on all ranks. Equal weights and
 equal gradients are enough: plain SGD has no random part. And the same seed everywhere has a drawback: every rank
-then draws the same dropout masks. Lesson 09 tests this (claim 7).
+then draws the same dropout masks. Lesson 10 tests this (claim 7).
 
 ## Share the data
 
@@ -264,7 +264,7 @@ show.bars(dict(zip(names, [1000 * piece for piece in pieces])), "time of the slo
 
 # %% [markdown]
 r"""
-Faster links (NVLink inside a machine, InfiniBand between machines) shrink the middle bar only. Lesson 10 deals with the first.
+Faster links (NVLink inside a machine, InfiniBand between machines) shrink the middle bar only. Lesson 11 deals with the first.
 
 ## What changed
 

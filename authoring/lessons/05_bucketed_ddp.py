@@ -307,7 +307,7 @@ The last bucket is complete when backward ends, and takes 10 ms. If all others a
 445 ms; 500 MB of gradients, a link of 10 Gbit/s.
 <details><summary>Answer</summary>
 The all-reduce over two nodes takes 500 MB / (1.25 GB/s) = 400 ms, and backward hides 80 of them at most. The step is
-40 + 400 + 5 ms. Faster links, fewer bytes (lesson 12), or more computing per step (a larger batch, accumulation) would help.
+40 + 400 + 5 ms. Faster links, fewer bytes (lesson 14), or more computing per step (a larger batch, accumulation) would help.
 </details>
 
 ## In three lines

@@ -291,7 +291,7 @@ print("five mistakes planted, five found; the script itself has none")
 
 # %% [markdown]
 r"""
-Fewer bytes by a **communication hook**, which replaces the average of a bucket, are the subject of lesson 12.
+Fewer bytes by a **communication hook**, which replaces the average of a bucket, are the subject of lesson 14.
 
 ## Is it free on one device?
 """

@@ -241,7 +241,7 @@ def test_the_search_finds_the_lesson_first_and_the_reference_too(site, offline):
 @pytest.mark.parametrize("width", [390, 1400])
 def test_pages_are_no_wider_than_the_screen(site, offline, width):
     offline.set_viewport_size({"width": width, "height": 900})
-    for name in ("index", "docs/GRADING", "docs/GLOSSARY", "notebooks/11_many_machines", "reference/stages"):
+    for name in ("index", "docs/GRADING", "docs/GLOSSARY", "notebooks/12_many_machines", "reference/stages"):
         offline.goto((site / f"{name}.html").as_uri())
         assert offline.evaluate("document.documentElement.scrollWidth") <= width, name
         broken = "all => all.filter(image => image.complete && !image.naturalWidth).map(image => image.src)"
@@ -265,7 +265,7 @@ BROKEN = """() => [...document.querySelectorAll(".output td, .output th")].flatM
 def test_the_tables_of_findings_are_not_broken_inside_words(site, offline):
     for width in (1400, 390):
         offline.set_viewport_size({"width": width, "height": 900})
-        offline.goto((site / "notebooks/09_batch_size_and_learning_rate.html").as_uri())
+        offline.goto((site / "notebooks/10_batch_size_and_learning_rate.html").as_uri())
         assert offline.locator(".output td").count() > 10
         assert offline.evaluate(BROKEN) == []
 

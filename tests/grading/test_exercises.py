@@ -15,7 +15,7 @@ from ddp_course.grading.probing import function_named
 from ddp_course.grading.tasks import find, of_exercise
 
 ROOT = Path(__file__).parents[2]
-EXERCISES = range(1, 13)
+EXERCISES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 12, 14)
 SELDOM_WRONG = [answer for number in EXERCISES for answer in collection(number) if answer.kind == "hidden"]
 IMPATIENT = 1.0  # seconds that a rank waits for a message of a wrong answer
 

@@ -36,7 +36,7 @@ TURNED_RING = {
 OWN = "import math as m\nimport numpy as np\n\ndef modulo(number, size):\n    return int(np.mod(number, m.floor(size)))"
 REMEMBERED = "from functools import lru_cache\n\n@lru_cache(maxsize=None)\n"
 FRACTION = f"from fractions import Fraction\n{edited('8.3', ('(stages - 1) / (', 'Fraction(stages - 1, '))}"
-SYNCED = edited("10.1", ("os.fsync(", "os.fdatasync("))
+SYNCED = edited("11.1", ("os.fsync(", "os.fdatasync("))
 TIDY = edited("4.4", ("    tensor.copy_(", "    import gc\n    gc.collect()\n    tensor.copy_("))
 # {mistake: ({task: its answer; "own": a cell of the learner's}, {task: words in its message})}; all else is right
 MISTAKES = {
@@ -102,7 +102,7 @@ MISTAKES = {
         },
         {},
     ),
-    "no mistake: the data alone on the disk": ({"10.1": SYNCED}, {}),
+    "no mistake: the data alone on the disk": ({"11.1": SYNCED}, {}),
 }
 
 

@@ -170,8 +170,8 @@ OTHERS = {
         "        (nn.functional.cross_entropy(parallel(inputs), targets) / len(batches)).backward()\n"
         "    optimizer.step()\n    post(torch.zeros(1, dtype=torch.uint8), parallel.process_group)",
     ),
-    "11.1 another peer named": (
-        "11.1",
+    "12.1 another peer named": (
+        "12.1",
         "def two_levels(tensor, inside, between):\n    whole = 4 * tensor.numel()\n    post(tensor, None)\n"
         "    wire.tell('send', 'send', 0.0, whole // 2, (dist.get_rank() + 2) % 4)",
     ),
@@ -192,7 +192,7 @@ def said():
     items = {name: ("4.4", ring(body)) for name, body in CHEATS.items()}
     items |= {name: (task, SHARED + PRELUDE + text) for name, (task, text) in OTHERS.items()}
     items[UNSAID] = ("4.4", ring("post(tensor, group)"))
-    items |= {f"honest {task}": (task, solution(task)) for task in ("4.4", "3.1", "3.3", "6.1", "11.1")}
+    items |= {f"honest {task}": (task, solution(task)) for task in ("4.4", "3.1", "3.3", "6.1", "12.1")}
     with Grader({}, seed=3, timeout=400.0) as grader:
         found = grader.examine([(task, list(cells_with(task, text))) for task, text in items.values()])
     return dict(zip(items, found, strict=True))

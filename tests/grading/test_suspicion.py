@@ -17,7 +17,7 @@ def test_each_way_out_gets_a_remark(name):
     assert found and all(one.startswith("line ") for one in found), name
 
 
-@pytest.mark.parametrize("exercise", range(1, 13))
+@pytest.mark.parametrize("exercise", (1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 12, 14))
 def test_no_right_answer_gets_a_remark(exercise):
     right = [(task, solution(task)) for task in tasks_of(exercise)]
     right += [(answer.task, answer.source) for answer in collection(exercise) if answer.right]

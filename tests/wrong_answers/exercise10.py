@@ -1,233 +1,197 @@
 # %% [markdown]
 # Answers to exercise 10 as learners write them. tests/answers.py says how to read this.
 
-# %% 10.1 right: NamedTemporaryFile
-import tempfile
+# %% 10.1 right: a tensor
+def epoch_indices(dataset_size, rank, world_size, epoch, seed=0):
+    generator = torch.Generator()
+    generator.manual_seed(seed + epoch)
+    order = torch.randperm(dataset_size, generator=generator)
+    missing = (world_size - dataset_size % world_size) % world_size
+    return torch.cat([order, order[:missing]])[rank::world_size]
 
 
-def save_checkpoint(state, path):
-    with tempfile.NamedTemporaryFile(dir=os.path.dirname(path) or ".", delete=False) as file:
-        try:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        except Exception:
-            os.unlink(file.name)
-            raise
-    os.replace(file.name, path)
+# %% 10.1 right: torch's sampler
+def epoch_indices(dataset_size, rank, world_size, epoch, seed=0):
+    from torch.utils.data import DistributedSampler
+
+    sampler = DistributedSampler(range(dataset_size), world_size, rank, seed=seed)
+    sampler.set_epoch(epoch)
+    return list(sampler)
 
 
-# %% 10.1 right: bytes first
-import io
+# %% 10.1 wrong: epoch ignored | reshuffle with seed + epoch
+#- manual_seed(seed + epoch)
+#+ manual_seed(seed)
+# %% 10.1 wrong: rank in the seed | seeded without the rank
+#- manual_seed(seed + epoch)
+#+ manual_seed(seed + epoch + rank)
+# %% 10.1 wrong: not shuffled | the samples are not shuffled
+#- torch.randperm(dataset_size, generator=generator).tolist()
+#+ list(range(dataset_size))
+# %% 10.1 wrong: blocks | those are blocks
+#- order[rank::world_size]
+#+ order[rank * (len(order) // world_size) : (rank + 1) * (len(order) // world_size)]
+# %% 10.1 wrong: not padded | all ranks need equally many
+#-     order += order[: -dataset_size % world_size]
+# %% 10.1 wrong: dropped | samples are dropped
+#- order += order[: -dataset_size % world_size]
+#+ order = order[: dataset_size // world_size * world_size]
+# %% 10.1 wrong: padded from the end | pad from the beginning
+#- order += order[: -dataset_size % world_size]
+#+ order += order[::-1][: -dataset_size % world_size]
+# %% 10.1 wrong: the global generator | from a generator of its own
+#- torch.randperm(dataset_size, generator=generator)
+#+ torch.randperm(dataset_size)
+# %% 10.1 wrong: package's own | your code calls problems.shard
+def epoch_indices(dataset_size, rank, world_size, epoch, seed=0):
+    from ddp_course.problems import shard
+
+    return shard(dataset_size, rank, world_size, epoch, seed).tolist()
 
 
-def save_checkpoint(state, path):
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    handle = os.open(str(path) + ".tmp", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.write(handle, buffer.getvalue())
-    os.fsync(handle)
-    os.close(handle)
-    os.rename(str(path) + ".tmp", path)
+# %% 10.2 right: sine
+def learning_rate(step, warmup, total, peak):
+    if step >= total:
+        return 0.0
+    if step >= warmup:
+        return peak * math.cos(math.pi / 2 * (step - warmup) / (total - warmup)) ** 2
+    return (step + 1) * peak / warmup
 
 
-# %% 10.1 right: the data alone synced
-#- os.fsync(file.fileno())
-#+ getattr(os, "fdatasync", os.fsync)(file.fileno())
-# %% 10.1 wrong: straight into place | the old checkpoint is lost
-def save_checkpoint(state, path):
-    torch.save(state, path)
+# %% 10.2 right: min of both
+def learning_rate(step, warmup, total, peak):
+    rising = min(1.0, (step + 1) / warmup)
+    position = max(0, min(step, total) - warmup) / (total - warmup)
+    return peak * rising * 0.5 * (1.0 + math.cos(position * math.pi))
 
 
-# %% 10.1 wrong: removes the old one first | the old checkpoint is lost
-#-     temporary = f"{path}.new"
-#+     temporary = f"{path}.new"
-#+     if os.path.exists(path):
-#+         os.remove(path)
-# %% 10.1 wrong: temporary file elsewhere | is in another folder
-#-     temporary = f"{path}.new"
-#+     import tempfile
-#+
-#+     temporary = tempfile.mktemp()
-# %% 10.1 wrong: no fsync | Without os.fsync
-#-             os.fsync(file.fileno())
-# %% 10.1 wrong: fsync after | os.fsync comes before os.replace
-#-             os.fsync(file.fileno())
-#-         os.replace(temporary, path)
-#+         os.replace(temporary, path)
-#+         with open(path, "rb") as file:
-#+             os.fsync(file.fileno())
-# %% 10.1 wrong: in place before it is closed | it is not complete yet
-import io
+# %% 10.2 wrong: starts at zero | count from 1 in the warm-up
+#- (step + 1) / warmup
+#+ step / warmup
+# %% 10.2 wrong: no warm-up | there is no warm-up
+#-     if step < warmup:
+#-         return peak * (step + 1) / warmup
+#-     done = min(1.0, (step - warmup) / (total - warmup))
+#+     done = min(1.0, max(0.0, (step - warmup) / (total - warmup)))
+# %% 10.2 wrong: cosine from step 0 | the cosine starts after the warm-up
+#- (step - warmup) / (total - warmup)
+#+ step / total
+# %% 10.2 wrong: whole amplitude | half a wave
+#- (1 + math.cos(math.pi * done)) / 2
+#+ math.cos(math.pi * done)
+# %% 10.2 wrong: rises again | it does not rise again
+#- min(1.0, (step - warmup) / (total - warmup))
+#+ (step - warmup) / (total - warmup)
+# %% 10.2 wrong: straight line | a straight line
+#- (1 + math.cos(math.pi * done)) / 2
+#+ (1 - done)
+# %% 10.2 wrong: constant | the rate stays at the peak
+#- return peak * (1 + math.cos(math.pi * done)) / 2
+#+ return peak
+# %% 10.2 wrong: a factor | the peak is missing
+#- return peak * (step + 1) / warmup
+#+ return (step + 1) / warmup
+#- return peak * (1 + math.cos(math.pi * done)) / 2
+#+ return (1 + math.cos(math.pi * done)) / 2
+# %% 10.2 wrong: warm-up one longer | was expected
+#- if step < warmup:
+#+ if step <= warmup:
+# %% 10.3 right: nan_to_num
+def global_mean(mean, count, all_reduce):
+    pair = torch.stack([mean.nan_to_num() * count, torch.as_tensor(count, dtype=mean.dtype)])
+    all_reduce(pair)
+    return (pair[0] / pair[1]).item()
 
 
-def save_checkpoint(state, path):
-    buffer, temporary = io.BytesIO(), f"{path}.new"
-    torch.save(state, buffer)
-    with open(temporary, "wb") as file:
-        file.write(buffer.getvalue())
-        os.fsync(file.fileno())
-        os.replace(temporary, path)
+# %% 10.3 right: two messages
+def global_mean(mean, count, all_reduce):
+    total = torch.zeros(1, dtype=torch.float64)
+    if count > 0:
+        total += mean * count
+    number = torch.tensor([count])
+    all_reduce(number)
+    all_reduce(total)
+    return total.squeeze() / number.squeeze()
 
 
-# %% 10.1 wrong: left behind | when writing fails a file is left behind
-#-     except BaseException:
-#-         os.remove(temporary)
-#-         raise
-#+     finally:
-#+         pass
-# %% 10.1 wrong: error kept quiet | let the error out
-#-         raise
-# %% 10.1 wrong: copied into place | not replaced in one step
-#-         os.replace(temporary, path)
-#+         import shutil
-#+
-#+         shutil.copy(temporary, path)
-#+         os.remove(temporary)
-# %% 10.1 wrong: weights only | another state
-#- torch.save(state, file)
-#+ torch.save({key: value for key, value in state.items() if key != "step"}, file)
-# %% 10.2 right: bytes
-import io
+# %% 10.3 wrong: mean of means | weight each by its number of samples
+def global_mean(mean, count, all_reduce):
+    pair = torch.tensor([mean.item() if count else 0.0, 1.0 if count else 0.0], dtype=torch.float64)
+    all_reduce(pair)
+    return pair[0] / pair[1]
 
 
-def capture(model, optimizer, step):
-    buffer = io.BytesIO()
-    torch.save([model.state_dict(), optimizer.state_dict(), torch.get_rng_state(), step], buffer)
-    return buffer.getvalue()
+# %% 10.3 wrong: nan times zero | 0 times it does not cure
+#- mean.item() * count if count else 0.0
+#+ mean.item() * count
+# %% 10.3 wrong: sum | divide by their number
+#- return both[0] / both[1]
+#+ return both[0]
+# %% 10.3 wrong: own mean | all_reduce was not called
+def global_mean(mean, count, all_reduce):
+    return mean.clone()
 
 
-def resume(state, model, optimizer):
-    weights, moments, random, step = torch.load(io.BytesIO(state))
-    model.load_state_dict(weights)
-    optimizer.load_state_dict(moments)
-    torch.random.set_rng_state(random)
-    return step
+# %% 10.3 wrong: divided by own count | divided by the rank's own number
+#- both[0] / both[1]
+#+ both[0] / max(1, count)
+# %% 10.3 wrong: mean of means over K | weight each by its number of samples
+def global_mean(mean, count, all_reduce):
+    pair = torch.tensor([mean.item() if count else 0.0, 1.0], dtype=torch.float64)
+    all_reduce(pair)
+    return pair[0] / pair[1]
 
 
-# %% 10.2 right: clones
-def capture(model, optimizer, step):
-    weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-    return weights, copy.deepcopy(optimizer.state_dict()), torch.default_generator.get_state(), step
+# %% 10.3 wrong: input changed | the input was changed
+def global_mean(mean, count, all_reduce):
+    number = torch.tensor([float(count)], dtype=torch.float64)
+    mean.nan_to_num_().mul_(count)
+    total = mean.reshape(1)
+    all_reduce(total)
+    all_reduce(number)
+    return total / number
 
 
-def resume(state, model, optimizer):
-    with torch.no_grad():
-        for name, tensor in model.state_dict().items():
-            tensor.copy_(state[0][name])
-    optimizer.load_state_dict(copy.deepcopy(state[1]))
-    torch.default_generator.set_state(state[2])
-    return state[3]
+# %% 10.3 wrong: float32 count in the loss dtype lost | is there a `return`
+#-     return both[0] / both[1]
+# %% 10.4 right: positions
+def the_bug():
+    return 4
 
 
-# %% 10.2 wrong: not copied | the captured tensors went on changing
-#- copy.deepcopy(state) | {
-#+ state | {
-# %% 10.2 wrong: no optimizer state | its momentum starts from nothing
-#-     optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
-# %% 10.2 wrong: no random generator | other dropout masks
-#-     torch.set_rng_state(state["random"])
-# %% 10.2 wrong: seeded anew | other dropout masks
-#- torch.set_rng_state(state["random"])
-#+ torch.manual_seed(0)
-# %% 10.2 wrong: parameters only | other buffers
-#-     model.load_state_dict(state["model"])
-#+     names = {name for name, _ in model.named_parameters()}
-#+     model.load_state_dict({k: v for k, v in state["model"].items() if k in names}, strict=False)
-# %% 10.2 wrong: one step further | the next one is number
-#- return state["step"]
-#+ return state["step"] + 1
-# %% 10.2 wrong: serves once only | aliasing
-#- copy.deepcopy(state["optimizer"])
-#+ state["optimizer"]
-#- copy.deepcopy(state) | {"random": torch.get_rng_state()}
-#+ copy.deepcopy(state) | {"random": torch.get_rng_state()}
-# %% 10.2 wrong: returns nothing | the number of the next step was expected
-#-     return state["step"]
-# %% 10.2 wrong: weights not loaded | other weights than were captured
-#-     model.load_state_dict(state["model"])
-# %% 10.3 right: regular expression
-import re
+def rest_of_epoch(size, rank, world_size, epoch, seed, done):
+    order = torch.randperm(size, generator=torch.Generator().manual_seed(epoch + seed)).tolist()
+    count = -(-(size - done) // world_size)
+    positions = range(done + rank, done + rank + count * world_size, world_size)
+    return [order[p] if p < size else order[done + p - size] for p in positions]
 
 
-def culprit(lines):
-    found = [re.match(r"([\d.]+) rank (\d+): (.*)", line).groups() for line in lines]
-    causes = [(float(s), int(r)) for s, r, w in found if "done" not in w and not re.search("Connection|Broken", w)]
-    causes.sort()
-    return causes[0][1]
-
-
-# %% 10.3 right: a running minimum
-def culprit(lines):
-    first, guilty = float("inf"), None
-    for line in lines:
-        words = line.split()
-        if words[-1] == "done" or "closed by peer" in line or "reset by peer" in line or "Broken pipe" in line:
-            continue
-        if float(words[0]) < first:
-            first, guilty = float(words[0]), int(words[2][:-1])
-    return guilty
-
-
-# %% 10.3 wrong: first in the file | first failure in the file
-#- return min(failures)[1]
-#+ return failures[0][1]
-# %% 10.3 wrong: consequences count | a consequence of another rank's failure
-#-  and not what.endswith(consequences)
-# %% 10.3 wrong: first failure in the file | a consequence of another rank's failure
-#- return min(failures)[1]
-#+ return failures[0][1]
-#-  and not what.endswith(consequences)
-# %% 10.3 wrong: text, not a number | a plain int was expected
-#- return min(failures)[1]
-#+ return str(min(failures)[1])
-# %% 10.3 wrong: last one | which was first
-#- return min(failures)[1]
-#+ return max(failures)[1]
-# %% 10.3 wrong: one digit | was expected
-#- int(rank)))
-#+ int(rank.removeprefix("rank ")[:1])))
-# %% 10.3 wrong: steps count as failures | only failures count
-#- return min(failures)[1]
-#+ return int(lines[0].split()[2].rstrip(":"))
-# %% 10.3 wrong: lowest rank | the lowest rank that failed
-#- return min(failures)[1]
-#+ return min(rank for _, rank in failures)
-#-  and not what.endswith(consequences)
-# %% 10.3 hidden: times as text | as text, 100.1 comes before 99.9
-#- float(seconds)
-#+ seconds
-# %% 10.4 right: a rate by LambdaLR's formula
-#- peak * (1 - step / len(batches))
-#+ peak * (len(batches) - step) / len(batches)
-# %% 10.4 right: by counting on
-#- for step in range(start, stop):
-#-         inputs, targets = batches[step]
-#-         optimizer.param_groups[0]["lr"] = peak * (1 - step / len(batches))
-#+ for step, (inputs, targets) in list(enumerate(batches))[start:stop]:
-#+         for group in optimizer.param_groups:
-#+             group["lr"] = peak - peak * step / len(batches)
-# %% 10.4 wrong: unchanged | the rate is at its peak again
-#- (1 - step / len(batches))
-#+ (1 - (step - start) / len(batches))
-# %% 10.4 wrong: another line | is everything that an optimizer works with
-#- return 10
+# %% 10.4 right: del
+#- left = order[done:]
+#+ del order[:done]
+#+     left = order
+# %% 10.4 wrong: unchanged | are seen a second time
+#- order[done:]
+#+ order[done - done % world_size :]
+# %% 10.4 wrong: rounded up | are never seen
+#- order[done:]
+#+ order[done + -done % world_size :]
+# %% 10.4 wrong: another line | filling up is right
+#- return 4
 #+ return 5
-# %% 10.4 wrong: the step is blamed | where it stopped: right
-#- return 10
-#+ return 6
-# %% 10.4 wrong: a constant rate | which was right before
-#- peak * (1 - step / len(batches))
-#+ peak
-# %% 10.4 wrong: momentum is lost | from step
-#- optimizer.load_state_dict(state["optimizer"])
+# %% 10.4 wrong: the seed is blamed | seeded as it was before the stop
+#- return 4
+#+ return 2
+# %% 10.4 wrong: the whole epoch again | are seen a second time
+#- order[done:]
+#+ order[0:]
+# %% 10.4 wrong: not filled up | all ranks need equally many
+#- left += left[: -len(left) % world_size]
 #+ pass
-# %% 10.4 wrong: starts from the beginning | losses, not 10 in all
-#- start = state["step"]
-#+ start = 0
-# %% 10.4 wrong: one step later | losses, not 10 in all
-#- start = state["step"]
-#+ start = state["step"] + 1
-# %% 10.4 wrong: the state is not kept | from step
-#- model.load_state_dict(state["model"])
-#+ pass
+# %% 10.4 wrong: another order | second time
+#- manual_seed(seed + epoch)
+#+ manual_seed(seed + epoch + done)
+# %% 10.4 wrong: blocks | positions r, r+K
+#- return left[rank::world_size]
+#+ share = len(left) // world_size
+#+     return left[rank * share : (rank + 1) * share]

@@ -1,179 +1,147 @@
 # %% [markdown]
 # Answers to exercise 12 as learners write them. tests/support/answers.py says how to read this.
 
-# %% 12.1 right: sorted
-def compress(gradient, left, share):
-    whole = gradient.add(left)
-    count = max(1, round(share * whole.numel()))
-    order = sorted(range(len(whole)), key=lambda i: -abs(whole[i].item()))[:count]
-    places = torch.tensor(order)
-    rest = whole.clone()
-    rest[places] = 0
-    return whole[places], places, rest
+# %% 12.1 right: by index
+def two_levels(tensor, inside, between):
+    parts = list(torch.tensor_split(tensor, 2))
+    scatter_reduce(parts, inside)
+    mine = parts[1 - inside.rank()]
+    ring_all_reduce(mine, group=between)
+    allgather(parts, inside)
 
 
-# %% 12.1 right: a mask
-def compress(gradient, left, share):
-    total = gradient + left
-    places = total.abs().argsort(descending=True)[: max(1, round(share * len(total)))].to(torch.int32)
-    values = total[places.long()]
-    mask = torch.ones_like(total)
-    mask[places.long()] = 0
-    return values, places, total * mask
+# %% 12.1 right: a copy of the finished chunk
+def two_levels(tensor, inside, between):
+    size = inside.size()
+    chunks = list(tensor.chunk(size)) if len(tensor) % size == 0 else list(tensor.tensor_split(size))
+    scatter_reduce(chunks, inside)
+    place = (inside.rank() + 1) % size
+    total = chunks[place].clone()
+    ring_all_reduce(total, between)
+    chunks[place].copy_(total)
+    allgather(chunks, inside)
 
 
-# %% 12.1 wrong: not by magnitude | go by magnitude
-#- owed.abs().topk
-#+ owed.topk
-# %% 12.1 wrong: magnitudes travel | they have lost their sign
-#- return owed[places],
-#+ return owed.abs()[places],
-# %% 12.1 wrong: no feedback | one of the
-#- owed = gradient + left
-#+ owed = gradient
-# %% 12.1 wrong: nothing is kept | nothing is left
-#- owed.index_fill(0, places, 0.0)
-#+ torch.zeros_like(owed)
-# %% 12.1 wrong: keeps all | what was sent must be gone
-#- owed.index_fill(0, places, 0.0)
-#+ owed
-# %% 12.1 wrong: changes the gradient | the gradient was changed
-#- owed = gradient + left
-#+ owed = gradient.add_(left)
-# %% 12.1 wrong: a share of places | were expected
-#- max(1, round(share * len(owed)))
-#+ 1
-# %% 12.1 hidden: at least one is forgotten | were expected
-#- max(1, round(share * len(owed)))
-#+ round(share * len(owed))
-# %% 12.2 right: the mean first
-def meet(shared, own, velocity, all_reduce, world_size, rate, momentum):
-    mean = own.clone()
-    all_reduce(mean)
-    mean = mean / world_size
-    new = velocity.mul(momentum).add(shared - mean)
-    return shared.sub(new, alpha=rate), new
-
-
-# %% 12.2 right: weights in between
-def meet(shared, own, velocity, all_reduce, world_size, rate, momentum):
-    total = own - shared
-    all_reduce(total)
-    speed = velocity * momentum - total.div(world_size)
-    return torch.sub(shared, speed * rate), speed
-
-
-# %% 12.2 wrong: they do not meet | 0 all-reduces
-#- all_reduce(change)
+# %% 12.1 wrong: each host alone | that is the sum of each host
+#- ring_all_reduce(chunks[(rank + 1) % world_size], between)
 #+ pass
-# %% 12.2 wrong: the sum | that is the sum of the changes
-#- (shared - own) / world_size
-#+ shared - own
-# %% 12.2 wrong: the wrong way | they move away from the mean
-#- (shared - own) / world_size
-#+ (own - shared) / world_size
-# %% 12.2 wrong: no rate | the rate is missing
-#- shared - rate * velocity
-#+ shared - velocity
-# %% 12.2 wrong: no momentum | the momentum is missing
-#- velocity = momentum * velocity + change
-#+ velocity = change
-# %% 12.2 wrong: the old velocity | the velocity has not changed
-#- velocity = momentum * velocity + change
-#-     return shared - rate * velocity, velocity
-#+ new = momentum * velocity + change
-#+     return shared - rate * new, velocity
-# %% 12.2 wrong: only the weights | return a pair
-#- return shared - rate * velocity, velocity
-#+ return shared - rate * velocity
-# %% 12.3 right: sorting
-def the_bug():
-    return 6
+# %% 12.1 wrong: whole tensors between the hosts | scatter-reduce inside comes first
+def two_levels(tensor, inside, between):
+    ring_all_reduce(tensor, inside)
+    ring_all_reduce(tensor, between)
 
 
-def make_hook(share):
-    kept = {}
-
-    def hook(name, gradient):
-        owed = gradient + kept.get(name, 0.0)
-        count = max(1, round(share * owed.numel()))
-        places = owed.abs().argsort(descending=True)[:count]
-        sent = torch.zeros_like(owed).index_copy(0, places, owed[places])
-        kept[name] = owed - sent
-        return sent
-
-    return hook
+# %% 12.1 wrong: the other chunk | that is the sum of each host
+#- chunks[(rank + 1) % world_size], between
+#+ chunks[rank], between
+# %% 12.1 wrong: only between | inside them nothing was added up
+def two_levels(tensor, inside, between):
+    ring_all_reduce(tensor, between)
 
 
-# %% 12.3 right: squares
-#- owed.abs().topk
-#+ owed.square().topk
-# %% 12.3 wrong: unchanged | places were never sent in 40 steps, negative ones
-#- owed.abs().topk
-#+ owed.topk
-# %% 12.3 wrong: another line | was not sent is kept: right
-#- return 6
-#+ return 9
-# %% 12.3 wrong: names the feedback | this is the feedback, and it is right
-#- return 6
-#+ return 4
-# %% 12.3 wrong: no feedback | places were never sent in 40 steps
-#- owed = gradient + kept.get(name, 0.0)
-#+ owed = gradient
-# %% 12.3 wrong: sends all | values sent in a step
-#- sent[places] = owed[places]
-#+ sent = owed.clone()
-# %% 12.3 wrong: keeps what it sends | more was sent than there was
-#- kept[name] = owed - sent
-#+ kept[name] = owed
-# %% 12.3 wrong: one store for all | places were never sent
-#- kept[name] = owed - sent
-#+ kept["all"] = owed - sent
-# %% 12.3 wrong: the line's text | a plain int was expected
-#- return 6
-#+ return "places = owed.topk(count).indices"
-# %% 12.4 right: a loop
-def winner(ways, target, compute_s, bits):
-    best, found = None, None
-    for name, way in ways.items():
-        for step, loss in enumerate(way["losses"]):
-            if loss <= target:
-                seconds = (step + 1) * (compute_s + way["bytes"] * 8 / bits)
-                if best is None or seconds < best:
-                    best, found = seconds, name
-                break
-    return found
+# %% 12.1 wrong: a copy | the tensor has not changed
+#- list(tensor.tensor_split
+#+ list(tensor.clone().tensor_split
+# %% 12.1 wrong: the mean | you have the mean
+#-     allgather(chunks, inside)
+#+     allgather(chunks, inside)
+#+     tensor /= 4
+# %% 12.2 right: by two sizes
+def foresee(measure, size, nbytes):
+    two, four = measure(2, nbytes), measure(4, nbytes)  # 2a + w, 6a + 1.5 w
+    latency = (four - 1.5 * two) / 3
+    carried = two - 2 * latency
+    total = 2 * (size - 1) * latency + 2 * (size - 1) / size * carried
+    return total, ("bandwidth", "latency")[2 * (size - 1) * latency > total / 2]
 
 
-def break_even(plain, frugal, target, compute_s):
-    n = 1 + [loss <= target for loss in plain["losses"]].index(True)
-    m = 1 + [loss <= target for loss in frugal["losses"]].index(True)
-    seconds_a_bit = compute_s * (m - n) / (8 * (n * plain["bytes"] - m * frugal["bytes"]))
-    return 1 / seconds_a_bit
+# %% 12.2 right: an empty message
+def foresee(measure, size, nbytes):
+    latency = measure(2, 0) / 2
+    carried = (measure(2, nbytes) - 2 * latency) * 2 * (size - 1) / size
+    waiting = 2 * (size - 1) * latency
+    return [waiting + carried, "latency" if waiting > carried else "bandwidth"]
 
 
-# %% 12.4 right: in bytes
-#- return 8 * (n * plain["bytes"] - m * frugal["bytes"]) / (compute_s * (m - n))
-#+ bytes_saved = n * plain["bytes"] - m * frugal["bytes"]
-#+     return bytes_saved * 8 / compute_s / (m - n)
-# %% 12.4 wrong: the fewest steps | compare by time
-#- return steps * (compute_s + 8 * way["bytes"] / bits)
-#+ return steps
-# %% 12.4 wrong: the fewest bytes | never reaches a loss
-#- return steps * (compute_s + 8 * way["bytes"] / bits)
-#+ return way["bytes"]
-# %% 12.4 wrong: no computing | another one needs
-#- (compute_s + 8 * way["bytes"] / bits)
-#+ (8 * way["bytes"] / bits)
-# %% 12.4 wrong: bytes for bits | a byte has eight bits
-#- return 8 * (n
-#+ return (n
-# %% 12.4 wrong: as many steps | each way needs its own number of steps
-#- (n * plain["bytes"] - m * frugal["bytes"])
-#+ n * (plain["bytes"] - frugal["bytes"])
-# %% 12.4 wrong: turned over | turn it over
-#- return 8 * (n * plain["bytes"] - m * frugal["bytes"]) / (compute_s * (m - n))
-#+ return compute_s * (m - n) / (8 * (n * plain["bytes"] - m * frugal["bytes"]))
-# %% 12.4 wrong: the seconds | is none of
-#- return min(ways, key=lambda name: seconds(ways[name]))
-#+ return min(seconds(way) for way in ways.values())
+# %% 12.2 wrong: as with four | that is what 4 ranks take
+#- return latencies + carried,
+#+ return measure(4, nbytes),
+# %% 12.2 wrong: no latencies | the latencies are missing
+#- return latencies + carried,
+#+ return carried,
+# %% 12.2 wrong: whole messages | in each step travels a K-th
+#- 2 * (size - 1) / size * nbytes
+#+ 2 * (size - 1) * nbytes
+# %% 12.2 wrong: a straight line | in a straight line with K
+#- return latencies + carried,
+#+ two, four = measure(2, nbytes), measure(4, nbytes)
+#+     return two + (size - 2) * (four - two) / 2,
+# %% 12.2 wrong: measures there | you have four, so predict
+#- return latencies + carried,
+#+ return measure(size, nbytes),
+# %% 12.2 wrong: seconds only | return a pair
+#- return latencies + carried, "latency" if latencies > carried else "bandwidth"
+#+ return latencies + carried
+# %% 12.2 wrong: the causes swapped | of the time are latencies
+#- "latency" if latencies > carried else "bandwidth"
+#+ "bandwidth" if latencies > carried else "latency"
+# %% 12.2 wrong: one latency a rank | was measured on that many
+#- 2 * (size - 1) * latency
+#+ size * latency
+# %% 12.3 right: by means
+def why_no_faster(log):
+    def mean(nodes, name):
+        values = [float(line.split(f" {name}=")[1].split()[0]) for line in log if line.startswith(f"nodes={nodes}")]
+        return sum(values) / len(values), max(values)
+
+    if mean(1, "world_size") == mean(2, "world_size"):
+        return "apart"
+    if mean(2, "batch_per_rank")[0] < mean(1, "batch_per_rank")[0]:
+        return "small batch"
+    if mean(2, "data")[0] > 10 * mean(1, "data")[0]:
+        return "input"
+    average, most = mean(2, "compute")
+    return "straggler" if most > 1.4 * mean(1, "compute")[0] else "cable"
+
+
+# %% 12.3 right: the waits differ
+import re
+
+
+def why_no_faster(log):
+    rows = [dict(re.findall(r"(\w+)=([\d.]+)", line)) for line in log]
+    one, two = ([row for row in rows if row["nodes"] == n] for n in "12")
+    if len({row["rank"] for row in two}) < len(two):
+        return "apart"
+    if two[0]["batch_per_rank"] != one[0]["batch_per_rank"]:
+        return "small batch"
+    if float(two[0]["data"]) > 2 * float(one[0]["data"]):
+        return "input"
+    waits = [float(row["wait"]) for row in two]
+    return "straggler" if max(waits) > 2 * min(waits) else "cable"
+
+
+# %% 12.3 wrong: always the cable | is not it
+#- nodes = {1: [], 2: []}
+#+ return "cable"
+#+     nodes = {1: [], 2: []}
+# %% 12.3 wrong: forgets that jobs may be apart | how many ranks does each one think there are
+#- if both[0]["world_size"] < len(both):
+#+ if False:
+# %% 12.3 wrong: does not look at the batch | how many samples has each rank got
+#- if both[0]["batch_per_rank"] < alone["batch_per_rank"]:
+#+ if False:
+# %% 12.3 wrong: does not look at the input | before the computing begins
+#- if typical("data") > 3 * alone["data"]:
+#+ if False:
+# %% 12.3 wrong: waiting is always the cable | all but one wait
+#- if max(values["compute"] for values in both) > 1.5 * typical("compute"):
+#+ if False:
+# %% 12.3 wrong: another word | is none of
+#- return "cable"
+#+ return "network"
+# %% 12.3 wrong: returns nothing | is there a `return`
+#- return "apart"
+#+ pass
+#-     return "cable"
+#+     "cable"

@@ -1,415 +1,300 @@
-"""Exercise 10: checkpoints that survive, a resume that is exact, and who was to blame."""
+"""Exercise 10: a sampler with epochs, a learning-rate schedule, a mean over uneven shards."""
 
-import os
-import tempfile
-from pathlib import Path
-from unittest.mock import patch
+import math
 
 import torch
-from torch import nn
+import torch.distributed as dist
 
-from . import require, task
-from .diagnose import check_line, compare_numbers, same, tensors
-from .exercise01 import loss_of, weights
+from ...stage4_ring import ring_all_reduce
+from ..probing import worlds
+from . import Wrong, require, task
+from .diagnose import check_line, compare_numbers, compare_ranks, same
 
-FILES = ("errno", "glob", "load", "open", "os", "pathlib", "pickle", "shutil", "tempfile", "uuid")
-CHECKPOINT = tuple(f"ddp_course.running.checkpoint.{name}" for name in ("save", "load"))
-
-
-class Unwritable:
-    """Something in the middle of a checkpoint that cannot be written: the disk is full."""
-
-    def __reduce__(self):
-        raise OSError(28, "No space left on device")
+SHARD = ("ddp_course.problems.shard",)
 
 
-def contents(path):
-    """What `torch.load` finds, or how it fails."""
-    try:
-        return torch.load(path, weights_only=False)
-    except Exception as error:
-        return f"{type(error).__name__}"
+def order_of(size, epoch, seed):
+    """The epoch's order, the same on all ranks."""
+    return torch.randperm(size, generator=torch.Generator().manual_seed(seed + epoch)).tolist()
 
 
-@task("10.1", "save_checkpoint", imports=FILES)
-class SaveCheckpoint:
-    """The old checkpoint or the new one, at any moment."""
+def padded_share(order, rank, world_size):
+    """Positions rank, rank + K, … of the order, padded from its beginning."""
+    padded = order + order[: -len(order) % world_size]
+    return padded[rank::world_size]
+
+
+@task("10.1", "epoch_indices", forbidden=SHARD)
+class EpochIndices:
+    """A rank's share of one epoch."""
 
     def draw(random, hidden):
-        """Two states to save, one after the other."""
-        first, second = ({"step": step, "weights": tensors(random, 1, 30)[0]} for step in (1, 2))
-        return {"first": first, "second": second}
+        """Sizes that do and do not divide by the world size, three epochs each, and a seed."""
+        seed = random.randrange(1000)
+        shapes = [(24, 3), (25, 4), (10, 4), (7, 1), *([(103, 8)] if hidden else [])]
+        return {"cases": [(size, world_size, epoch, seed) for size, world_size in shapes for epoch in (0, 1, 5)]}
 
-    def probe(save_checkpoint, first, second):
-        """What the file holds at each moment, the order of sync and replace, and what a full disk does."""
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "checkpoint.pt"
-            save_checkpoint(first, path)
-            evidence = {"written": contents(path)}
-            seen, events = [], []
-            replaces = {name: getattr(os, name) for name in ("replace", "rename")}
+    def probe(epoch_indices, cases):
+        """The shares of all ranks, with the global generator in a state of its own."""
+        evidence = []
+        for size, world_size, epoch, seed in cases:
+            torch.manual_seed(epoch_indices.__hash__() % 1000)
+            shares = [epoch_indices(size, rank, world_size, epoch, seed) for rank in range(world_size)]
+            evidence.append([share.tolist() if isinstance(share, torch.Tensor) else share for share in shares])
+        return evidence
 
-            def noted(name):
-                def replace(source, *args, **kwargs):
-                    events.append(name)
-                    seen.append((contents(source), os.path.dirname(os.path.abspath(source)) == folder))
-                    return replaces[name](source, *args, **kwargs)
+    def judge_even(evidence, cases):
+        """The order of seed + epoch, positions r, r+K, … to rank r, where all ranks get equally many."""
+        check_shares(evidence, cases, even=True)
 
-                return replace
+    def judge_uneven(evidence, cases):
+        """And where they do not: padded from the beginning of the order."""
+        check_shares(evidence, cases, even=False)
 
-            syncs = [name for name in ("fsync", "fdatasync") if hasattr(os, name)]
-
-            def synced(sync):
-                return lambda handle: (events.append("fsync"), sync(handle))[1]
-
-            with (
-                patch.object(os, "replace", noted("replace")),
-                patch.object(os, "rename", noted("rename")),
-                patch.multiple(os, **{name: synced(getattr(os, name)) for name in syncs}),
-            ):
-                save_checkpoint(second, path)
-            evidence |= {"events": events, "seen": seen, "second": contents(path)}
-            evidence["files"] = sorted(os.listdir(folder))
-            try:
-                save_checkpoint({**first, "rest": [Unwritable()]}, path)
-                evidence["raised"] = False
-            except OSError:
-                evidence["raised"] = True
-            return {**evidence, "after": contents(path), "left": sorted(os.listdir(folder))}
-
-    def judge_saved(evidence, first, second):
-        """What was saved is found, under its name alone."""
-        for name, state in (("written", first), ("second", second)):
-            found = evidence[name]
-            good = (
-                isinstance(found, dict)
-                and found.get("step") == state["step"]
-                and same(found["weights"], state["weights"])
-            )
-            require(
-                good,
-                f"torch.load does not find what was saved, but {found if isinstance(found, str) else 'another state'}",
-            )
-        require(evidence["files"] == ["checkpoint.pt"], f"files are left behind: {evidence['files']}")
-
-    def judge_full(evidence, first, second):
-        """A full disk costs nothing old, leaves nothing behind, and is not kept quiet."""
-        after = evidence["after"]
-        kept = isinstance(after, dict) and after.get("step") == second["step"]
-        require(
-            kept,
-            "when the disk is full in the middle of writing, the old checkpoint is lost: write to another file, then os.replace",
-        )
-        require(evidence["raised"], "when the disk is full nobody is told: let the error out")
-        require(evidence["left"] == ["checkpoint.pt"], f"when writing fails a file is left behind: {evidence['left']}")
-
-    def judge_order(evidence, first, second):
-        """Written beside, synced, then replaced."""
-        renames = [event for event in evidence["events"] if event != "fsync"]
-        require(renames, "the file is not replaced in one step: os.replace puts the finished file in place")
-        whole, beside = evidence["seen"][0]
-        require(isinstance(whole, dict), "when the file is put in place it is not complete yet: close it first")
-        require(
-            beside, "the temporary file is in another folder, perhaps on another disk: make it beside the checkpoint"
-        )
-        require(
-            "fsync" in evidence["events"], "is it on the disk? Without os.fsync a power cut may leave an empty file"
-        )
-        first_rename = evidence["events"].index(renames[0])
-        require(
-            "fsync" in evidence["events"][:first_rename],
-            "os.fsync comes before os.replace, or the name may reach the disk before the data",
-        )
-
-    parts = {"saved": (1, judge_saved), "a full disk": (1, judge_full), "in one step": (1, judge_order)}
+    parts = {"even shares": (1, judge_even), "uneven sizes": (1, judge_uneven)}
 
 
-def dropout_model(seed):
-    """A net with dropout and buffers, and an optimizer with momentum."""
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(5, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 3)).double()
-    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+def check_shares(evidence, cases, even):
+    """The shares in those cases in which the samples can (or cannot) be shared evenly."""
+    for (size, world_size, epoch, seed), shares in zip(cases, evidence, strict=True):
+        if even == (size % world_size == 0):
+            about = f"{size} samples, {world_size} ranks, epoch {epoch}"
+            shares = [list(share) if isinstance(share, list | tuple) else None for share in shares]
+            require(None not in shares, f"{about}: a list of indices was expected")
+            judge_shares(about, shares, size, world_size, epoch, seed)
 
 
-def train(model, optimizer, batches):
-    """Some steps; the loss of each."""
-    losses = []
-    for inputs, targets in batches:
-        optimizer.zero_grad()
-        loss = loss_of(model, inputs, targets)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+def judge_shares(about, shares, size, world_size, epoch, seed):
+    """All ranks' shares of one epoch."""
+    order = order_of(size, epoch, seed)
+    if shares == [padded_share(order, rank, world_size) for rank in range(world_size)]:
+        return
+    lengths = [len(share) for share in shares]
+    together = [index for share in shares for index in share]
+    require(len(set(lengths)) == 1, f"{about}: shares of {lengths} samples; all ranks need equally many, so pad")
+    require(all(type(i) is int and 0 <= i < size for i in together), f"{about}: indices go from 0 to {size - 1}")
+    first = order_of(size, 0, seed)
+    frozen = epoch and shares == [padded_share(first, rank, world_size) for rank in range(world_size)]
+    require(not frozen, f"{about}: the order is that of epoch 0: reshuffle with seed + epoch")
+    plain = shares == [padded_share(list(range(size)), rank, world_size) for rank in range(world_size)]
+    require(not plain, f"{about}: the samples are not shuffled")
+    blocks = [
+        (order + order[: -size % world_size])[rank * lengths[0] : (rank + 1) * lengths[0]] for rank in range(world_size)
+    ]
+    require(shares != blocks or world_size == 1, f"{about}: those are blocks; rank r takes positions r, r+K, …")
+    require(len(together) >= size, f"{about}: samples are dropped; pad with the first ones of the order instead")
+    require(
+        set(together) == set(range(size)),
+        f"{about}: some samples are in no share: all ranks must draw the same order, each from a generator of its own, "
+        "seeded without the rank",
+    )
+    raise Wrong(
+        f"{about}: not the order that seed + epoch gives: use a generator of your own, seeded with it, and pad from the beginning"
+    )
 
 
-@task("10.2", ("capture", "resume"), imports=("load", "pickle"))
-class ExactResume:
-    """Stop, start again, and nobody can tell."""
+def warmup_cosine(step, warmup, total, peak):
+    """Linear to the peak, then half a cosine to zero."""
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    done = min(1.0, (step - warmup) / (total - warmup))
+    return peak * (1 + math.cos(math.pi * done)) / 2
+
+
+@task("10.2", "learning_rate")
+class LearningRate:
+    """Warm-up and cosine."""
 
     def draw(random, hidden):
-        """A seed, eight batches, and the step to stop at."""
-        inputs = tensors(random, 8, 6, 5, dtype=torch.float64)
-        batches = [(one, torch.tensor([random.randrange(3) for _ in range(6)])) for one in inputs]
-        return {"seed": random.randrange(10**6), "batches": batches, "stop": random.randrange(3, 6)}
+        """Warm-up, total and peak, with steps on both sides of every edge."""
+        warmup, total, peak = random.randrange(5, 20), random.randrange(60, 200), random.randrange(1, 60) / 10
+        steps = [0, 1, warmup - 1, warmup, warmup + 1, (warmup + total) // 2, total - 1, total, total + 10]
+        return {"cases": [(step, warmup, total, peak) for step in steps]}
 
-    def probe(capture, resume, seed, batches, stop):
-        """The original run to its end, and two runs resumed from what was captured."""
-        model, optimizer = dropout_model(seed)
-        train(model, optimizer, batches[:stop])
-        state = capture(model, optimizer, stop)
-        original = train(model, optimizer, batches[stop:])
-        runs = []
-        for attempt in range(2):
-            again, fresh = dropout_model(seed + 1 + attempt)
-            step = resume(state, again, fresh)
-            buffers = torch.cat([b.double().reshape(-1) for b in again.buffers()])
-            start = {"weights": weights(again), "buffers": buffers, "momenta": len(fresh.state), "step": step}
-            runs.append({**start, "losses": train(again, fresh, batches[stop:]), "end": weights(again)})
-        return {"original": original, "end": weights(model), "runs": runs}
+    def probe(learning_rate, cases):
+        """The answer for each step."""
+        return [learning_rate(*case) for case in cases]
 
-    def judge_state(evidence, seed, batches, stop):
-        """Weights, buffers, momentum and the step are those that were captured."""
-        check_start("the resumed run", evidence["runs"][0], evidence["end"], until(seed, batches, stop), stop)
+    def judge_warm_up(evidence, cases):
+        """Linear to the peak, from the first step on."""
+        check_rates(evidence, cases, lambda step, warmup: step <= warmup)
 
-    def judge_course(evidence, seed, batches, stop):
-        """The resumed run goes on exactly, its random numbers too."""
-        check_course("the resumed run", evidence["runs"][0], until(seed, batches, stop)["losses"])
+    def judge_cosine(evidence, cases):
+        """Half a cosine to zero, and zero from then on."""
+        check_rates(evidence, cases, lambda step, warmup: step > warmup)
 
-    def judge_twice(evidence, seed, batches, stop):
-        """Capturing only looks, and what was captured serves a second time."""
-        captured = until(seed, batches, stop)
-        untouched = all(abs(a - b) < 1e-9 for a, b in zip(evidence["original"], captured["losses"], strict=True))
-        require(untouched, "capture changes the run that goes on: it must only look")
-        again = "the second run from the same checkpoint"
-        check_start(again, evidence["runs"][1], evidence["end"], captured, stop)
-        check_course(again, evidence["runs"][1], captured["losses"])
-
-    parts = {"state": (1, judge_state), "goes on exactly": (1, judge_course), "twice": (1, judge_twice)}
+    parts = {"warm-up": (1, judge_warm_up), "cosine": (1, judge_cosine)}
 
 
-def until(seed, batches, stop):
-    """Weights and buffers after `stop` steps, and the losses of those that follow."""
-    model, optimizer = dropout_model(seed)
-    train(model, optimizer, batches[:stop])
-    buffers = torch.cat([b.double().reshape(-1) for b in model.buffers()])
-    return {"weights": weights(model), "buffers": buffers, "losses": train(model, optimizer, batches[stop:])}
+def after_warm_up(cool_down):
+    """A formula that is right in the warm-up, and `cool_down(step - warmup, total - warmup, peak)` after it."""
+    return lambda s, w, t, p: p * (s + 1) / w if s < w else cool_down(s - w, t - w, p)
 
 
-def check_start(name, run, end, captured, stop):
-    """A run begins with what was captured."""
-    later = same(run["weights"], end, 1e-9)
-    aliased = "the captured tensors went on changing (aliasing); copy them"
-    require(not later, f"{name} starts with the weights of the end: {aliased}")
-    right = same(run["weights"], captured["weights"], 1e-12)
-    require(right, f"{name} starts with other weights than were captured")
-    right = same(run["buffers"], captured["buffers"], 1e-12)
-    require(right, f"{name} has other buffers (running means): use state_dict, not only parameters")
-    step = run["step"]
-    require(type(step) is int, f"{name}: resume returns {step!r}; the number of the next step was expected")
-    require(step == stop, f"{name} goes on at step {step}; {stop} steps were done, so the next one is number {stop}")
-    require(run["momenta"], f"{name} has lost the optimizer's state: its momentum starts from nothing")
+def half_wave(done, whole, peak):
+    """Half a cosine, from the peak to zero, and zero from then on."""
+    return peak * (1 + math.cos(math.pi * min(1.0, max(0.0, done / whole)))) / 2
 
 
-def check_course(name, run, expected):
-    """A run's losses are those of the run that was never stopped."""
-    first = abs(run["losses"][0] - expected[0]) < 1e-9
-    require(first, f"{name} draws other dropout masks: save and restore the random generator too")
-    equal = all(abs(a - b) < 1e-9 for a, b in zip(run["losses"], expected, strict=True))
-    cause = "the optimizer's state is not what was captured (aliasing?)"
-    require(equal, f"{name} drifts away from the second step on: {cause}")
-
-
-ROOTS = (
-    "ValueError: shapes (3, 4) and (5,) do not match",
-    "MemoryError: out of memory",
-    "KeyError: 'labels'",
-    "killed by SIGKILL",
-)
-AFTER = (
-    "RuntimeError: Connection closed by peer",
-    "RuntimeError: Connection reset by peer",
-    "DistBackendError: Broken pipe",
-)
-
-
-LATE = ((2, 4, 1), (11, 12, 1), (1, 6, 1))  # culprit, ranks, and that its line comes last
-
-
-def log_of(random, culprit, size, late, start=None):
-    """Lines in the order in which they reached the log, which is not the order in time."""
-    start = random.uniform(10, 90) if start is None else start
-    lines = [f"{start + random.uniform(0, 1):.3f} rank {rank}: step {random.randrange(9)} done" for rank in range(size)]
-    ranks = random.sample([rank for rank in range(size) if rank != culprit], size - 1)
-    failed = start + 2 + random.uniform(0, 0.49)
-    early = f"{failed - 0.001:.3f} rank {ranks[0]}: RuntimeError: Connection closed by peer"
-    errors = [f"{failed:.3f} rank {culprit}: {random.choice(ROOTS)}", early]
-    errors += [f"{failed + 0.01 * (n + 1):.3f} rank {rank}: {random.choice(AFTER)}" for n, rank in enumerate(ranks[1:])]
-    errors.append(f"{failed + 0.5:.3f} rank {ranks[-1]}: {random.choice(ROOTS)}")
-    rest = errors[1:]
-    random.shuffle(rest)
-    rest.insert(len(rest) if late else 0, errors[0])
-    return random.sample(lines, size) + rest
-
-
-@task("10.3", "culprit")
-class Culprit:
-    """The rank whose failure came first, and was not a consequence."""
-
-    def draw(random, hidden):
-        """Logs of 3 to 12 ranks with a known culprit, its line early or late; in one, if `hidden`, second 100 passes."""
-        logs = [log_of(random, *of) for of in ((2, 4, 1), (1, 3, 0), (5, 12, 1), (11, 12, 0), (1, 6, 1))]
-        in_order = [sorted(log_of(random, *of), key=seconds_of) for of in ((3, 5, 1), (10, 12, 0))]
-        causes = [[line for line in log_of(random, *of) if not any(one in line for one in AFTER)] for of in LATE]
-        return {"logs": logs + [log_of(random, 3, 5, 1, start=97.505)] * hidden, "in_order": in_order, "causes": causes}
-
-    def probe(culprit, logs, in_order, causes):
-        """The rank that is blamed in each log."""
-        return {name: [culprit(list(log)) for log in of] for name, of in
-                {"logs": logs, "in_order": in_order, "causes": causes}.items()}  # fmt: skip
-
-    def judge_cause(evidence, logs, in_order, causes):
-        """No broken connection, in logs whose lines are in the order of time."""
-        check_blamed(evidence["in_order"], in_order)
-
-    def judge_time(evidence, logs, in_order, causes):
-        """The earliest, in logs without a broken connection; and if those are found, in logs with all of it."""
-        check_blamed(evidence["causes"], causes)
-        if evidence["in_order"] == [true_culprit(log) for log in in_order]:
-            check_blamed(evidence["logs"], logs)
-
-    parts = {"no consequence": (1, judge_cause), "by the time": (1, judge_time)}
-
-
-def rank_of(line):
-    """The rank that a line of a log is about."""
-    return int(line.split()[2].rstrip(":"))
-
-
-def seconds_of(line):
-    """The time that a line of a log begins with."""
-    return float(line.split()[0])
-
-
-def failures_of(log):
-    """The lines about failures, of all kinds, and those that are no consequence of another."""
-    failures = [line for line in log if not line.endswith("done")]
-    return failures, [line for line in failures if not any(after in line for after in AFTER)]
-
-
-def true_culprit(log):
-    """The rank whose failure came first, and was not a consequence."""
-    return rank_of(min(failures_of(log)[1], key=seconds_of))
-
-
-def check_blamed(evidence, logs):
-    """The earliest failure that is not a broken connection."""
-    failures, causes = zip(*map(failures_of, logs), strict=True)
-    faults = {
-        "a broken connection is a consequence of another rank's failure": [
-            rank_of(min(log, key=seconds_of)) for log in failures
-        ],
-        "that is the first failure in the file; lines arrive late, so go by the time": [
-            rank_of(log[0]) for log in failures
-        ],
-        "that is the first cause in the file; lines arrive late, so go by the time": [
-            rank_of(log[0]) for log in causes
-        ],
-        "times are numbers: as text, 100.1 comes before 99.9": [rank_of(min(log)) for log in causes],
-        "that is the last one; which was first?": [rank_of(max(log, key=seconds_of)) for log in failures],
-        "that is the first line of all; only failures count": [rank_of(log[0]) for log in logs],
-        "that is the lowest rank that failed": [min(map(rank_of, log)) for log in failures],
-        "that is the line's number": [
-            log.index(min(cause, key=seconds_of)) for log, cause in zip(logs, causes, strict=True)
-        ],
-    }
-    about = [f"a log of {len(log)} lines" for log in logs]
-    compare_numbers(evidence, [true_culprit(log) for log in logs], about, faults, "as the culprit")
-
-
-RUN_LINES = {
-    4: "the weights are those of the stop: right",
-    5: "momentum is restored: right. But is everything that an optimizer works with in its state?",
-    6: "the run goes on at the step where it stopped: right",
-    8: "steps are counted over the whole run: right. Who else counts?",
-    9: "the batch is that of the step: right",
-    16: "what is saved is enough to mend this",
-    17: "a copy is right, or the state would go on changing",
+RATE_FAULTS = {
+    "step 0 has a rate already: count from 1 in the warm-up": lambda s, w, t, p: (
+        p * s / w if s < w else half_wave(s - w, t - w, p)
+    ),
+    "there is no warm-up": lambda s, w, t, p: half_wave(s - w, t - w, p),
+    "the cosine starts after the warm-up, not at step 0": lambda s, w, t, p: (
+        p * (s + 1) / w if s < w else half_wave(s, t, p)
+    ),
+    "half a wave goes from 1 to 0: (1 + cos) / 2": after_warm_up(lambda n, m, p: 2 * half_wave(n, m, p) - p),
+    "after the last step the rate stays at 0; it does not rise again": after_warm_up(
+        lambda n, m, p: p * (1 + math.cos(math.pi * n / m)) / 2
+    ),
+    "the rate stays at the peak after the warm-up": after_warm_up(lambda n, m, p: p),
+    "that is a straight line down; half a cosine was asked for": after_warm_up(
+        lambda n, m, p: p * (1 - min(1.0, n / m))
+    ),
+    "the peak is missing: multiply by it": lambda s, w, t, p: warmup_cosine(s, w, t, 1.0),
 }
 
 
-def small_net(seed):
-    """A net and an optimizer with momentum."""
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(5, 12), nn.Tanh(), nn.Linear(12, 3)).double()
-    return model, torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.8)
+def check_rates(evidence, cases, which):
+    """The rates of those steps for which `which(step, warmup)` is true."""
+    pairs = [(found, case) for found, case in zip(evidence, cases, strict=True) if which(case[0], case[1])]
+    faults = {message: [float(formula(*case)) for _, case in pairs] for message, formula in RATE_FAULTS.items()}
+    expected = [float(warmup_cosine(*case)) for _, case in pairs]
+    about = ["step {}, warm-up {}, total {}, peak {}".format(*case) for _, case in pairs]
+    compare_numbers([found for found, _ in pairs], expected, about, faults)
 
 
-def scheduled(model, optimizer, batches, peak, steps, begins=(0,)):
-    """The losses of a run that was never stopped, or whose schedule begins anew at some steps."""
-    losses = []
-    for step in range(steps):
-        since = step - max(begin for begin in begins if begin <= step)
-        optimizer.param_groups[0]["lr"] = peak * (1 - since / len(batches))
-        losses += train(model, optimizer, batches[step : step + 1])
-    return losses
-
-
-@task("10.4", ("the_bug", "mended_run"))
-class FindTheBugInTheRun:
-    """A run in two or three parts is the same as one in one."""
+@task("10.3", "global_mean", ranks=4, private=("means", "counts"))
+class GlobalMean:
+    """The mean over all samples, from means over uneven shards."""
 
     def draw(random, hidden):
-        """A seed, ten batches, a peak rate, and where to stop (twice if `hidden`)."""
-        inputs = tensors(random, 10, 6, 5, dtype=torch.float64)
-        batches = [(one, torch.tensor([random.randrange(3) for _ in range(6)])) for one in inputs]
-        stops = [random.randrange(4, 6), *([7] if hidden else []), 10]
-        return {"seed": random.randrange(10**6), "batches": batches, "peak": 0.5, "stops": stops}
+        """Each rank's mean and number of samples; one rank has none (not always the same if `hidden`)."""
+        counts = [random.randrange(20, 40), random.randrange(1, 9), 0, random.randrange(9, 20)]
+        return {
+            "means": [random.uniform(0.5, 4.0) for _ in range(4)],
+            "counts": random.sample(counts, 4) if hidden else counts,
+        }
 
-    def probe(the_bug, mended_run, seed, batches, peak, stops):
-        """The line that is named, the losses of a run in one and of one in parts, and the weights at the end."""
-        whole, _ = mended_run(*small_net(seed), list(batches), peak, None, len(batches))
-        state, parts = None, []
-        for number, stop in enumerate(stops):
-            model, optimizer = small_net(seed + number)
-            losses, state = mended_run(model, optimizer, list(batches), peak, state, stop)
-            parts.append(list(losses))
-        return {"line": the_bug(), "whole": list(whole), "parts": parts, "weights": weights(model)}
+    def probe(global_mean, means, counts):
+        """Every rank's result, its input afterwards, and how often it called all_reduce."""
+        evidence = {}
+        for size, group in worlds(4, 3, 2):
+            rank, calls = dist.get_rank(), []
+            mean = torch.tensor(means[rank] if counts[rank] else float("nan"), dtype=torch.float64)
 
-    def judge_line(evidence, seed, batches, peak, stops):
-        """Line 10 begins the rate's schedule anew after a restart."""
-        check_line(evidence["line"], 10, RUN_LINES)
+            def all_reduce(tensor, group=group, calls=calls):
+                calls.append(tensor.numel())
+                return ring_all_reduce(tensor, group)
 
-    def judge_run(evidence, seed, batches, peak, stops):
-        """The losses of all parts, one after the other, and the weights at the end."""
-        model, optimizer = small_net(seed)
-        expected = scheduled(model, optimizer, batches, peak, len(batches))
-        anew = scheduled(*small_net(seed), batches, peak, len(batches), begins=(0, *stops[:-1]))
-        require(
-            len(evidence["whole"]) == len(batches),
-            f"a run in one has {len(evidence['whole'])} losses; {len(batches)} were expected",
-        )
-        require(level(evidence["whole"], expected), "a run that was never stopped has changed, which was right before")
-        found = [loss for part in evidence["parts"] for loss in part]
-        counts = [len(part) for part in evidence["parts"]]
-        about = f"stopped after {', '.join(map(str, stops[:-1]))} of {len(batches)} steps"
-        require(len(found) == len(batches), f"{about}: the parts have {counts} losses, not {len(batches)} in all")
-        require(
-            not level(found, anew), f"{about}: the rate is at its peak again after the restart, as if it were step 0"
-        )
-        wrong = next(
-            (step for step in range(len(found)) if not level(found[step : step + 1], expected[step : step + 1])), None
-        )
-        said = f"{about}: from step {wrong} on the loss is another one than without a stop"
-        require(wrong is None, said)
-        require(
-            same(evidence["weights"], weights(model), 1e-9),
-            f"{about}: the weights at the end are others than without a stop",
-        )
+            result = global_mean(mean, counts[rank], all_reduce)
+            evidence[size] = {"result": result, "calls": len(calls), "mean": mean}
+        return evidence
 
-    parts = {"the line": (1, judge_line), "mended": (1, judge_run)}
+    def judge_mean(evidence, means, counts):
+        """The mean over all samples on every rank, where each has some; inputs unchanged."""
+        check_means(evidence, means, counts, lambda counts: 0 not in counts)
+
+    def judge_empty(evidence, means, counts):
+        """The mean over all samples on every rank, also where one without any has the mean 0/0."""
+        check_means(evidence, means, counts, lambda counts: 0 in counts)
+
+    parts = {"mean": (1, judge_mean), "a rank without samples": (1, judge_empty)}
 
 
-def level(found, expected):
-    """Whether two rows of numbers are the same to rounding."""
-    return all(type(a) is float and abs(a - b) <= 1e-9 for a, b in zip(found, expected, strict=True))
+def check_means(evidence, means, counts, which):
+    """The means in those worlds for whose counts `which` is true."""
+    for size in [size for size in (4, 3, 2) if which(counts[:size])] or (4, 3, 2):
+        n, m, about = counts[:size], means[:size], f"with {size} ranks of {counts[:size]} samples"
+        found = [as_scalar(evidence[rank][size]["result"]) for rank in range(size)]
+        called = evidence[0][size]["calls"]
+        require(called, f"{about}: all_reduce was not called: every rank knows only its own shard")
+        odd = any(isinstance(one, torch.Tensor) and one.isnan().any() for one in found)
+        cure = "a rank without samples has the mean 0/0, which 0 times it does not cure"
+        require(not odd, f"{about}: the result is not a number: {cure}")
+        weighted, live = sum(k * v for k, v in zip(n, m, strict=True) if k), [v for k, v in zip(n, m, strict=True) if k]
+        ranks_mean = "that is the mean of the ranks' means: weight each by its number of samples"
+        guesses = [
+            (ranks_mean, as_tensors(sum(live) / size, size)),
+            (ranks_mean, as_tensors(sum(live) / len(live), size)),
+            ("that is the sum over all samples: divide by their number", as_tensors(weighted, size)),
+            ("that is divided by the ranks; divide by the number of all samples", as_tensors(weighted / size, size)),
+            (
+                "the sum is divided by the rank's own number: divide by that of all",
+                [torch.tensor(weighted / max(1, k), dtype=torch.float64) for k in n],
+            ),
+            ("that is each rank's own mean", [torch.tensor(v, dtype=torch.float64) for v in m]),
+        ]
+        compare_ranks(found, as_tensors(weighted / sum(n), size), about, guesses, 1e-6, "the mean of all samples")
+        kept = [same(evidence[r][size]["mean"], as_tensors(m[r], 1)[0]) for r in range(size) if n[r]]
+        require(all(kept), f"{about}: the input was changed (aliasing): work on a copy")
+
+
+def as_scalar(result):
+    """A plain number, or a tensor of one, as a float64 tensor without dimensions; all else as it is."""
+    if isinstance(result, torch.Tensor) and result.numel() == 1:
+        return result.reshape(()).double()
+    return torch.tensor(result, dtype=torch.float64) if type(result) in (int, float) else result
+
+
+def as_tensors(value, size):
+    """The same number for each of `size` ranks."""
+    return [torch.tensor(value, dtype=torch.float64)] * size
+
+
+SAMPLER_LINES = {
+    2: "the generator is seeded as it was before the stop, on all ranks alike: right",
+    3: "the order is that of the epoch: right, or nobody would know what was seen",
+    5: "filling up is right, for whatever is left",
+    6: "dealing out is right",
+}
+
+
+@task("10.4", ("the_bug", "rest_of_epoch"))
+class FindTheBugInTheSampler:
+    """An epoch goes on where it stopped, on any number of ranks."""
+
+    def draw(random, hidden):
+        """(size, ranks before, ranks now, steps done, epoch, seed): equally many ranks, fewer, more; a full epoch if `hidden`."""
+        seed = random.randrange(1000)
+        cases = [(48, 4, 4, 5, 1, seed), (50, 4, 3, 5, 0, seed), (61, 2, 4, 7, 3, seed), (40, 5, 2, 3, 2, seed)]
+        return {"cases": cases + [(30, 5, 4, 6, 1, seed)] * hidden}
+
+    def probe(the_bug, rest_of_epoch, cases):
+        """The line that is named, and all ranks' rests in each case."""
+        rests = [
+            [rest_of_epoch(size, rank, now, epoch, seed, before * steps) for rank in range(now)]
+            for size, before, now, steps, epoch, seed in cases
+        ]
+        return {"line": the_bug(), "rests": rests}
+
+    def judge_line(evidence, cases):
+        """Line 4 goes back to a multiple of the new number of ranks."""
+        check_line(evidence["line"], 4, SAMPLER_LINES)
+
+    def judge_rests(evidence, cases):
+        """Whatever was not seen is dealt out, in the order of the epoch, and filled up."""
+        for (size, before, now, steps, epoch, seed), found in zip(cases, evidence["rests"], strict=True):
+            done = before * steps
+            about = f"{size} samples, {done} seen by {before} ranks, {now} go on"
+            require(all(isinstance(one, list | tuple) for one in found), f"{about}: a list of indices was expected")
+            order = order_of(size, epoch, seed)
+            left = order[done:]
+            together = [index for one in found for index in one]
+            again = sorted(set(together) & set(order[:done]) - set(left))
+            require(not again, f"{about}: some are seen a second time: {again[:3]}")
+            require(
+                set(together) >= set(left), f"{about}: some are never seen: {sorted(set(left) - set(together))[:3]}"
+            )
+            require(
+                len(set(map(len, found))) <= 1,
+                f"{about}: shares of {list(map(len, found))}; all ranks need equally many",
+            )
+            expected = [(left + left[: -len(left) % now])[rank::now] for rank in range(now)]
+            require(
+                list(map(list, found)) == expected,
+                f"{about}: rank r takes positions r, r+K, … of what is left, in order",
+            )
+
+    parts = {"the line": (1, judge_line), "mended": (1, judge_rests)}

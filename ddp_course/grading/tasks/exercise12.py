@@ -1,292 +1,209 @@
-"""Exercise 12: send the largest, meet less often, find the hook that loses gradients, and bet on a winner."""
+"""Exercise 12: two levels, a prediction for more ranks, and why two nodes were no faster."""
 
-import torch
 import torch.distributed as dist
 
-from ...stage4_ring import ring_all_reduce
-from ..probing import worlds
+from ...running import wire
 from . import require, task
-from .diagnose import check_line, compare_numbers, compare_ranks, number, same, tensors
+from .diagnose import compare_ranks, number, tensors
+from .forbidden import COLLECTIVES
+
+HIERARCHICAL = tuple(
+    f"ddp_course.collectives.hierarchical.{name}"
+    for name in ("hierarchical_all_reduce", "scatter_reduce_among", "allgather_among")
+)
+HOSTS = {0: 0, 1: 0, 2: 1, 3: 1}  # rank -> host
 
 
-@task("12.1", "compress")
-class Compress:
-    """The largest values and their places, with error feedback."""
-
-    def draw(random, hidden):
-        """Five gradients in a row, with a share; shares of which nothing would be left, too, if `hidden`."""
-        cases = [(tensors(random, 5, 40), 0.1), (tensors(random, 5, 25), 0.2)]
-        return {"cases": cases + [(tensors(random, 5, 9), 0.01)] * hidden}
-
-    def probe(compress, cases):
-        """What is sent and what is left in each step, and the gradient afterwards."""
-        evidence = []
-        for gradients, share in cases:
-            left, steps = torch.zeros(len(gradients[0])), []
-            for gradient in gradients:
-                given = gradient.clone()
-                values, places, left = compress(given, left, share)
-                steps.append({"values": values, "places": places, "left": left, "given": given})
-            evidence.append(steps)
-        return evidence
-
-    def judge_largest(evidence, cases):
-        """In the first step, when nothing is left from before, the largest by magnitude travel, with their sign."""
-        for (gradients, share), steps in zip(cases, evidence, strict=True):
-            check_sent(steps[0], gradients[0], share, f"{len(gradients[0])} values, share {share:g}, step 1")
-
-    def judge_feedback(evidence, cases):
-        """What is not sent is added to the next gradient, and is left until it is sent."""
-        for (gradients, share), steps in zip(cases, evidence, strict=True):
-            owed = torch.zeros(len(gradients[0]))
-            for step, (gradient, one) in enumerate(zip(gradients, steps, strict=True), 1):
-                about = f"{len(gradient)} values, share {share:g}, step {step}"
-                owed = owed + gradient
-                places = check_sent(one, owed, share, about)
-                whole, owed = owed, owed.index_fill(0, places, 0.0)
-                guesses = [
-                    ("what was sent must be gone from what is left", [whole]),
-                    ("nothing is left: keep all that was not sent", [torch.zeros_like(owed)]),
-                    ("that is what was sent; what was not sent is to be kept", [whole - owed]),
-                    ("what was left before is missing", [gradient.index_fill(0, places, 0.0)]),
-                ]
-                compare_ranks([one["left"]], [owed], f"{about}, what is left", guesses, 1e-5, "what was not sent")
-                require(same(one["given"], gradient), f"{about}: the gradient was changed (aliasing): work on a copy")
-
-    parts = {"largest": (1, judge_largest), "feedback": (2, judge_feedback)}
-
-
-def check_sent(one, gradient, share, about):
-    """Values and places of the largest of `gradient`; returns the places."""
-    count, values, places = max(1, round(share * len(gradient))), one["values"], one["places"]
-    for thing, what in ((values, "values"), (places, "places")):
-        require(
-            isinstance(thing, torch.Tensor) and thing.dim() == 1, f"{about}: {what}: a tensor in one row was expected"
-        )
-    said = f"{about}: {len(values)} values and {len(places)} places; max(1, round(share * n)) = {count} were expected"
-    require(len(values) == len(places) == count, said)
-    require(not places.is_floating_point(), f"{about}: places are {places.dtype}; they are integers")
-    found, best = set(places.tolist()), gradient.abs().topk(count).indices.tolist()
-    signed = set(gradient.topk(count).indices.tolist())
-    require(found == set(best) or found != signed, f"{about}: large negative values are never sent: go by magnitude")
-    missing = f"place {min(set(best) - found, default='')} is missing, one of the {count} largest"
-    require(found == set(best), f"{about}: {missing} of gradient + left")
-    sent = gradient[places.long()]
-    guesses = [("they have lost their sign", [sent.abs()])]
-    compare_ranks([values], [sent], f"{about}, the values", guesses, 1e-5, "the values at these places")
-    return places.long()
-
-
-@task("12.2", "meet", ranks=4, private=("own",))
-class Meet:
-    """Local SGD's meeting, with DiLoCo's outer step."""
+@task("12.1", "two_levels", ranks=4, forbidden=COLLECTIVES + HIERARCHICAL, private=("values",))
+class TwoLevels:
+    """Two hosts of two ranks: scatter-reduce inside, all-reduce between, allgather inside."""
 
     def draw(random, hidden):
-        """Shared weights, each rank's own after some steps alone, a velocity, and pairs of rate and momentum."""
-        settings = [(1.0, 0.0), (0.7, 0.0), (0.5, 0.9)]
-        return {
-            "shared": tensors(random, 1, 30)[0],
-            "own": tensors(random, 4, 30),
-            "velocity": tensors(random, 1, 30)[0],
-            "settings": settings + [(random.uniform(0.1, 2), random.uniform(0.1, 0.9))] * hidden,
-        }
+        """Whole numbers in tensors of three lengths, one of them odd, and if `hidden` one of a single number."""
+        lengths = (12, 35, 64, *([1] if hidden else []))
+        return {"values": {f"{n} numbers": tensors(random, 4, n, whole=True) for n in lengths}}
 
-    def probe(meet, shared, own, velocity, settings):
-        """The new weights and velocity of every rank, and how much was reduced."""
-        evidence = {}
-        for size, group in worlds(2, 3):
-            for index, (rate, momentum) in enumerate(settings):
-                calls = []
-
-                def all_reduce(tensor, group=group, calls=calls):
-                    calls.append(tensor.numel())
-                    return ring_all_reduce(tensor, group)
-
-                mine, speed = own[dist.get_rank()].clone(), velocity.clone()
-                result = meet(shared.clone(), mine, speed, all_reduce, size, rate, momentum)
-                evidence[size, index] = {"result": result, "calls": calls}
+    def probe(two_levels, values):
+        """Every rank's tensor afterwards, and what it sent to the other host and to its own."""
+        rank, evidence = dist.get_rank(), []
+        groups = {ranks: dist.new_group(list(ranks)) for ranks in ((0, 1), (2, 3), (0, 2), (1, 3))}
+        inside, between = ((0, 1) if rank < 2 else (2, 3)), ((0, 2) if rank % 2 == 0 else (1, 3))
+        for of_ranks in values.values():
+            tensor, sent = of_ranks[rank].clone(), []
+            with wire.observing(lambda event, sent=sent: sent.append((event.kind, event.peer, event.bytes))):
+                two_levels(tensor, groups[inside], groups[between])
+            to = {peer: sum(n for kind, other, n in sent if (kind, other) == ("send", peer)) for peer in range(4)}
+            evidence.append({"tensor": tensor, "traffic": {"bytes": sum(to.values()), "to": to}})
         return evidence
 
-    def judge_local(evidence, shared, own, velocity, settings):
-        """Rate 1 without momentum: everybody goes on from the mean, after one all-reduce."""
-        check_meeting(evidence, shared, own, velocity, list(enumerate(settings))[:1])
-
-    def judge_outer(evidence, shared, own, velocity, settings):
-        """Other rates, and momentum: the mean change is a gradient, and the velocity comes back too."""
-        check_meeting(evidence, shared, own, velocity, list(enumerate(settings))[1:])
-
-    parts = {"local SGD": (1, judge_local), "outer step": (1, judge_outer)}
-
-
-def check_meeting(evidence, shared, own, velocity, settings):
-    """New weights and velocities on all ranks, for some of the settings."""
-    for size in (2, 3):
-        mean = sum(own[:size]) / size
-        for index, (rate, momentum) in settings:
-            about = f"with {size} ranks, rate {rate:g}, momentum {momentum:g}"
-            found = [evidence[rank][size, index] for rank in range(size)]
-            pairs = [isinstance(one["result"], tuple | list) and len(one["result"]) == 2 for one in found]
-            require(all(pairs), f"{about}: return a pair: (weights, velocity)")
-            calls = [len(one["calls"]) for one in found]
-            require(calls == [1] * size, f"{about}: {calls[0]} all-reduces; one is enough")
-            change = shared - mean
-            speed = momentum * velocity + change
-            weights = shared - rate * speed
+    def judge_sums(evidence, values):
+        """The sum over all four ranks, on all four, in place."""
+        for index, (length, of_ranks) in enumerate(values.items()):
+            host = [of_ranks[0] + of_ranks[1]] * 2 + [of_ranks[2] + of_ranks[3]] * 2
+            lanes = [of_ranks[0] + of_ranks[2], of_ranks[1] + of_ranks[3]] * 2
             guesses = [
-                ("that is each rank's own: they have not met", own[:size]),
-                ("the shared weights have not changed", [shared] * size),
-                ("they move away from the mean: the change is shared - mean", [shared + rate * speed] * size),
-                (
-                    "that is the sum of the changes: divide by K",
-                    [shared - rate * (momentum * velocity + size * change)] * size,
-                ),
-                ("the rate is missing", [shared - speed] * size),
-                ("the momentum is missing", [shared - rate * change] * size),
-                ("that is the mean itself: the outer step goes on from the shared weights", [mean] * size),
+                ("the tensor has not changed: the sum must end up in it, in place", of_ranks),
+                ("that is the sum of each host: its parts must still be added up between the hosts", host),
+                ("that is the sum between the hosts: inside them nothing was added up", lanes),
+                ("you have the mean: this one is a sum", [sum(of_ranks) / 4] * 4),
             ]
-            compare_ranks(
-                [one["result"][0] for one in found], [weights] * size, f"{about}, the weights", guesses, 1e-5, "all"
-            )
-            old = [("the velocity has not changed: return the new one", [velocity] * size)]
-            old += [("the velocity holds the rate already; it is applied to the weights only", [rate * speed] * size)]
-            compare_ranks(
-                [one["result"][1] for one in found], [speed] * size, f"{about}, the velocity", old, 1e-5, "all"
-            )
+            found = [evidence[rank][index]["tensor"] for rank in range(4)]
+            compare_ranks(found, [sum(of_ranks)] * 4, f"a tensor of {length}", guesses, oracle="the sum")
+
+    def judge_cable(evidence, values):
+        """Only p bytes cross the cable in each direction, half of them from each rank."""
+        for index, (length, of_ranks) in enumerate(values.items()):
+            p, about = 4 * len(of_ranks[0]), f"a tensor of {length}"
+            to = [evidence[rank][index]["traffic"]["to"] for rank in range(4)]
+            require(any(sum(one.values()) for one in to), f"{about}: nothing was sent over the wire")
+            for host in (0, 1):
+                across = sum(to[a][b] for a in range(4) for b in range(4) if HOSTS[a] == host != HOSTS[b])
+                whole = "each rank sends its whole tensor to the other host; scatter-reduce inside comes first"
+                require(across != 2 * p, f"{about}: {across} bytes cross the cable from host {host}: {whole}")
+                less = "2 (H-1)/H p, with H = 2 hosts, were expected"
+                require(across == p, f"{about}: {across} bytes cross the cable from host {host}; {less}: {p}")
+
+    parts = {"sums": (2, judge_sums), "bytes on the cable": (1, judge_cable)}
 
 
-LINES = {
-    1: "that line only names what it is given",
-    2: "what is kept begins empty, and that is right",
-    4: "this is the feedback, and it is right: what was kept is added",
-    5: "the number of values is right",
-    7: "this makes room for what is sent, and does",
-    8: "this takes the values at the places it is given: are they the right places?",
-    9: "what was not sent is kept: right. But some of it is kept for ever: why?",
-}
+def ring_seconds(size, nbytes, latency, bandwidth):
+    """The ring's closed form."""
+    return 2 * (size - 1) * latency + 2 * (size - 1) / size * nbytes / bandwidth
 
 
-@task("12.3", ("the_bug", "make_hook"))
-class FindTheLossyHook:
-    """A hook that never sends what is large and negative."""
-
-    def draw(random, hidden):
-        """Gradients of two parameters over 40 steps, mostly of one sign each."""
-        drifts = [tensors(random, 1, 24)[0] for _ in range(2)]
-        return {"drifts": drifts, "noise": [tensors(random, 40, 24) for _ in range(2)]}
-
-    def probe(the_bug, make_hook, drifts, noise):
-        """The line that is named, and per parameter what was sent in each step."""
-        hook, sent = make_hook(0.25), [[], []]
-        for step in range(40):
-            for number_of, drift in enumerate(drifts):
-                gradient = drift + 0.1 * noise[number_of][step]
-                sent[number_of].append(hook(f"layer{number_of}", gradient.clone()).clone())
-        return {"line": the_bug(), "sent": [torch.stack(steps) for steps in sent]}
-
-    def judge_line(evidence, drifts, noise):
-        """Line 6 picks the largest, but not by magnitude."""
-        check_line(evidence["line"], 6, LINES)
-
-    def judge_sent(evidence, drifts, noise):
-        """After 40 steps nearly all of every gradient has been sent, of either sign, a quarter a step."""
-        for number_of, drift in enumerate(drifts):
-            about, steps = f"parameter {number_of}", evidence["sent"][number_of]
-            counts = (steps != 0).sum(1)
-            require(
-                bool((counts <= 6).all()), f"{about}: {int(counts.max())} values sent in a step; 6 of 24 are a quarter"
-            )
-            owed = sum(drift + 0.1 * one for one in noise[number_of])
-            arrived = steps.sum(0)
-            more = (arrived.abs() > 1.5 * owed.abs() + 4).nonzero().flatten().tolist()
-            require(
-                not more, f"{about}: at place {more[:1]} more was sent than there was: what was sent must not be kept"
-            )
-            never = ((arrived == 0) & (owed.abs() > 4)).nonzero().flatten().tolist()
-            signs = "negative ones" if all(owed[i] < 0 for i in never) else "some"
-            require(
-                not never,
-                f"{about}: {len(never)} of 24 places were never sent in 40 steps, {signs}, however much is owed",
-            )
-            late = (owed - arrived).abs().max().item() / max(1.0, drift.abs().max().item())
-            require(
-                late < 12,
-                f"{about}: some place is {late:.0f} steps behind after 40: is what was not sent kept and added?",
-            )
-
-    parts = {"the line": (1, judge_line), "mended": (1, judge_sent)}
-
-
-def first_step(losses, target):
-    """The first step, counted from 1, after which the loss has reached the target."""
-    return next((step for step, loss in enumerate(losses, 1) if loss <= target), None)
-
-
-def seconds_to(way, target, compute_s, bits):
-    """Seconds until a way has reached the target; infinity if never."""
-    steps = first_step(way["losses"], target)
-    return float("inf") if steps is None else steps * (compute_s + 8 * way["bytes"] / bits)
-
-
-@task("12.4", ("winner", "break_even"))
-class Winner:
-    """Loss against time: who is first on a link, and from which link on the plain way wins."""
+@task("12.2", "foresee")
+class Foresee:
+    """From measurements on 2 to 4 ranks to any number."""
 
     def draw(random, hidden):
-        """Three ways with their losses by step and bytes a step, a target, and links slow and fast."""
-        ways = {}
-        for name, rate, nbytes in (("every step", 0.09, 4e6), ("local SGD", 0.07, 5e5), ("top 1 %", 0.05, 8e4)):
-            rate *= random.uniform(0.95, 1.05)
-            losses = [2 + 3 * 2.718 ** (-rate * step) + 0.01 * (step % 3) for step in range(1, 61)]
-            ways[name] = {"losses": losses, "bytes": int(nbytes * random.uniform(0.9, 1.1))}
-        ways["far too coarse"] = {"losses": [5 - 0.02 * step for step in range(1, 61)], "bytes": 1000}
-        links = [1e6, 2e7, 1e8, 1e9, 1e11, *([5e6, 5e8] if hidden else [])]
-        return {"ways": ways, "target": 2.6, "compute_s": random.uniform(0.02, 0.05), "links": links}
+        """Networks (latency, bytes a second), each with a message and a number of ranks to foresee."""
+        cases = [
+            (random.randrange(2, 60) * 1e-6, random.randrange(5, 200) * 1e8, random.randrange(1, 60) * 2**16, size)
+            for size in (8, 64, *([1024, 3] if hidden else []))
+        ]
+        return {"cases": [*cases, (5e-6, 2e10, 2**28, 16), (5e-5, 2e10, 2**12, 256)]}
 
-    def probe(winner, break_even, ways, target, compute_s, links):
-        """The winner on each link, and the link at which two ways are level."""
-        found = [winner({name: dict(way) for name, way in ways.items()}, target, compute_s, link) for link in links]
-        others = [name for name in ways if name not in ("every step", "far too coarse")]
-        level = [break_even(dict(ways["every step"]), dict(ways[name]), target, compute_s) for name in others]
-        return {"winners": found, "level": level}
+    def probe(foresee, cases):
+        """(seconds, "latency" or "bandwidth", how often it measured) in each case; None where it measured too large."""
+        evidence = []
+        for latency, bandwidth, nbytes, size in cases:
+            asked = []
 
-    def judge_winner(evidence, ways, target, compute_s, links):
-        """The way that reaches the target first on each link."""
-        for link, found in zip(links, evidence["winners"], strict=True):
-            times = {name: seconds_to(way, target, compute_s, link) for name, way in ways.items()}
-            best, about = min(times, key=times.get), f"on {link / 1e6:g} Mbit/s"
+            def measure(ranks, message, latency=latency, bandwidth=bandwidth, asked=asked):
+                asked.append(ranks)
+                return ring_seconds(ranks, message, latency, bandwidth)
+
+            evidence.append((foresee(measure, size, nbytes), max(asked, default=0), len(asked)))
+        return evidence
+
+    def judge_seconds(evidence, cases):
+        """2 (K-1) latencies and 2 (K-1)/K p/b, both found by measuring on at most 4 ranks."""
+        for (latency, bandwidth, nbytes, size), (found, largest, count) in zip(cases, evidence, strict=True):
+            about = f"{size} ranks, {nbytes:,} bytes"
+            require(isinstance(found, tuple | list) and len(found) == 2, f"{about}: return a pair: (seconds, cause)")
+            require(largest <= 4, f"{about}: measured on {largest} ranks; you have four, so predict from these")
+            require(1 < count <= 8, f"{about}: measured {count} times; two to eight measurements are enough")
+            number(found[0], float, f"{about}: the seconds")
+            expected = ring_seconds(size, nbytes, latency, bandwidth)
+            faults = {
+                "that is what 4 ranks take; both terms depend on K": ring_seconds(4, nbytes, latency, bandwidth),
+                "that is what 2 ranks take; both terms depend on K": ring_seconds(2, nbytes, latency, bandwidth),
+                "the latencies are missing: 2 (K-1) of them": ring_seconds(size, nbytes, 0, bandwidth),
+                "in each step travels a K-th of the message": 2 * (size - 1) * (latency + nbytes / bandwidth),
+                "that grows in a straight line with K": ring_seconds(2, nbytes, latency, bandwidth)
+                + (size - 2) * (ring_seconds(4, nbytes, latency, bandwidth) - ring_seconds(2, nbytes, latency, bandwidth)) / 2,
+            }  # fmt: skip
+            near = [message for message, wrong in faults.items() if abs(found[0] - wrong) <= 1e-6 * wrong]
+            right = abs(found[0] - expected) <= 1e-6 * expected
+            require(right or not near, f"{about}: {found[0]:.4g} s; {near[0] if near else ''}")
+            require(right, f"{about}: {found[0]:.4g} s; {expected:.4g} s was measured on that many")
+
+    def judge_cause(evidence, cases):
+        """Which of the two terms is the larger one."""
+        for (latency, bandwidth, nbytes, size), (found, _, _) in zip(cases, evidence, strict=True):
+            about = f"{size} ranks, {nbytes:,} bytes"
+            latencies = 2 * (size - 1) * latency
+            share = latencies / ring_seconds(size, nbytes, latency, bandwidth)
+            expected = "latency" if share > 0.5 else "bandwidth"
+            require(isinstance(found, tuple | list) and len(found) == 2, f"{about}: return a pair: (seconds, cause)")
+            said = f'the cause is "latency" or "bandwidth", not {str(found[1])[:40]!r}'
+            require(found[1] in ("latency", "bandwidth"), f"{about}: {said}")
             require(
-                isinstance(found, str) and found in ways, f"{about}: {str(found)[:40]!r} is none of {', '.join(ways)}"
-            )
-            require(times[found] < float("inf"), f'{about}: "{found}" never reaches a loss of {target:g}')
-            said = (
-                f'"{found}" needs {times[found]:.3g} s to a loss of {target:g}; another one needs {times[best]:.3g} s'
-            )
-            require(
-                times[found] <= times[best] * 1.000001, f"{about}: {said}: compare by time, not by steps or bytes alone"
+                found[1] == expected, f"{about}: {share:.0%} of the time are latencies, so the cause is the other one"
             )
 
-    def judge_level(evidence, ways, target, compute_s, links):
-        """The bits a second at which two ways reach the target after equally long."""
-        plain, others = (
-            ways["every step"],
-            [ways[name] for name in ways if name not in ("every step", "far too coarse")],
-        )
-        n = first_step(plain["losses"], target)
+    parts = {"seconds": (2, judge_seconds), "cause": (1, judge_cause)}
 
-        def each(formula):
-            return [formula(first_step(way["losses"], target), way["bytes"]) for way in others]
 
-        expected = each(lambda m, b: 8 * (n * plain["bytes"] - m * b) / (compute_s * (m - n)))
-        faults = {
-            "a byte has eight bits": [one / 8 for one in expected],
-            "each way needs its own number of steps": each(
-                lambda m, b: 8 * n * (plain["bytes"] - b) / (compute_s * (m - n))
-            ),
-            "that is bytes times seconds: turn it over": [1 / one for one in expected],
+CAUSES = ("apart", "cable", "input", "small batch", "straggler")
+
+
+def log_of(random, cause, ranks):
+    """Lines of a log: one node first, then two. Numbers differ a little from rank to rank, as they do."""
+    compute, data, wait = random.uniform(0.15, 0.4), random.uniform(0.002, 0.006), random.uniform(0.01, 0.02)
+    batch = random.choice((16, 32, 64))
+
+    def lines(nodes, world_size, batch, compute, data, wait, slow=0.0):
+        culprit = random.randrange(ranks * nodes)
+        for rank in range(ranks * nodes):
+            mine = compute + slow * (rank == culprit) + random.uniform(0, 0.004)
+            idle = wait + slow * (rank != culprit) + random.uniform(0, 0.002)
+            shown = rank % ranks if world_size < ranks * nodes else rank
+            yield (f"nodes={nodes} node={rank // ranks} rank={shown} world_size={world_size} batch_per_rank={batch} "
+                   f"data={data:.4f} compute={mine:.4f} wait={idle:.4f}")  # fmt: skip
+
+    before = list(lines(1, ranks, batch, compute, data, wait))
+    changed = {
+        "apart": {"world_size": ranks},
+        "cable": {"wait": wait + compute * random.uniform(0.8, 1.4)},
+        "input": {"data": data + compute * random.uniform(0.8, 1.4)},
+        "small batch": {"batch": batch // 2, "compute": compute * random.uniform(0.85, 0.95)},
+        "straggler": {"slow": compute * random.uniform(0.8, 1.4)},
+    }[cause]
+    usual = {"world_size": 2 * ranks, "batch": batch, "compute": compute, "data": data, "wait": wait}
+    after = list(lines(2, **{**usual, **changed}))
+    return before + random.sample(after, len(after))
+
+
+@task("12.3", "why_no_faster")
+class WhyNoFaster:
+    """A log of one node and of two; no speed-up; one cause."""
+
+    def draw(random, hidden):
+        """Two logs of each cause, shuffled; larger nodes if `hidden`."""
+        causes = random.sample(CAUSES * 2, 2 * len(CAUSES))
+        return {
+            "logs": [(log_of(random, cause, random.choice((2, 4, 8, *([16] * hidden)))), cause) for cause in causes]
         }
-        for one in evidence["level"]:
-            number(one, float, "the break-even link")
-        compare_numbers(evidence["level"], [float(x) for x in expected], ["every step and a way that sends less"] * 2, faults,
-                        "bit/s")  # fmt: skip
 
-    parts = {"winner": (1, judge_winner), "break-even": (1, judge_level)}
+    def probe(why_no_faster, logs):
+        """The cause that is named for each log."""
+        return [why_no_faster(list(log)) for log, _ in logs]
+
+    def judge_words(evidence, logs, which=CAUSES):
+        """Every cause by its word, for the logs that have it."""
+        for found, (log, cause) in zip(evidence, logs, strict=True):
+            if cause not in which:
+                continue
+            words = ", ".join(f'"{one}"' for one in CAUSES)
+            require(found is not None, "the result is None: is there a `return`?")
+            require(found in CAUSES, f"{str(found)[:40]!r} is none of {words}")
+            look = {
+                "apart": "how many ranks does each one think there are?",
+                "cable": "which number has grown on all ranks alike, and is no computing?",
+                "input": "look at the seconds before the computing begins",
+                "small batch": "how many samples has each rank got, before and after?",
+                "straggler": "all but one wait: for whom?",
+            }[cause]
+            size = log[0].split("world_size=")[1].split()[0]
+            require(found == cause, f'one node of {size} ranks, then two: "{found}" is not it; {look}')
+
+    def judge_setup(evidence, logs):
+        """What was started wrongly: jobs apart from each other, batches cut in half."""
+        WhyNoFaster.judge_words(evidence, logs, ("apart", "small batch"))
+
+    def judge_seconds(evidence, logs):
+        """Where the seconds of a step went: the cable, the input, one slow rank."""
+        WhyNoFaster.judge_words(evidence, logs, ("cable", "input", "straggler"))
+
+    parts = {"what was started": (1, judge_setup), "where the seconds go": (2, judge_seconds)}

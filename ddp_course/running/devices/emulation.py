@@ -96,7 +96,7 @@ class Emulation:
 
     def too_fast(self, world_size: int) -> float:
         """By what factor the device was too fast for the real arithmetic of `world_size` ranks; 0 if it was not."""
-        if not self.busy_s:  # it computed nothing, such as the server of lesson 12
+        if not self.busy_s:  # it computed nothing, such as the server of lesson 14
             return 0.0
         needed = self.thread.total * max(1.0, world_size / capacity.usable_cores()) / capacity.HALF
         return needed / self.busy_s if self.behind_s > LATE * self.busy_s and needed > self.busy_s else 0.0

@@ -363,6 +363,6 @@ samples, or evaluate without padding.
 2. A larger batch: the linear rule works below the critical batch size, measured on digits and bytes, and breaks beyond.
 3. Samplers, losses, dropout and clipping each hide a mistake that raises no error.
 
-**Exercise:** [9](../exercises/09_batch_size_and_learning_rate.ipynb), `exercises/09_batch_size_and_learning_rate.ipynb`.
-**Next:** [10, when things fail](10_when_things_fail.ipynb).
+**Exercise:** [10](../exercises/10_batch_size_and_learning_rate.ipynb), `exercises/10_batch_size_and_learning_rate.ipynb`.
+**Next:** [11, when things fail](11_when_things_fail.ipynb).
 """

@@ -1,10 +1,10 @@
 # %% [markdown]
-# # Exercise 11: many machines
+# # Exercise 12: many machines
 #
 # An all-reduce in two levels, a prediction for a cluster that you do not have, and a log to read.
 #
-# Stuck? `hint("11.1")` gives the first of three hints for a task, and
-# `hint("11.1", 2)` the next. Reports count them.
+# Stuck? `hint("12.1")` gives the first of three hints for a task, and
+# `hint("12.1", 2)` the next. Reports count them.
 # %% imports
 import torch
 
@@ -13,7 +13,7 @@ from ddp_course.stage4_ring import allgather, ring_all_reduce, scatter_reduce
 
 
 # %% [markdown]
-# ## 11.1 Two levels
+# ## 12.1 Two levels
 #
 # Four ranks on two hosts. `inside` is the group of this rank and its neighbour on the same host; `between` is the group of
 # this rank and the one in the same place on the other host. Add up `tensor` (one row) over all four ranks, in place, such
@@ -21,7 +21,7 @@ from ddp_course.stage4_ring import allgather, ring_all_reduce, scatter_reduce
 #
 # You have `scatter_reduce(chunks, group)`, after which rank r of the *group* holds the sum of chunk r+1 (mod K),
 # `allgather(chunks, group)`, which starts from there, and `ring_all_reduce(tensor, group)`.
-# %% answer-11-1
+# %% answer-12-1
 def two_levels(tensor, inside, between):
     """Sum `tensor` over all ranks of all hosts in place, for 2 (H-1)/H p bytes on the cable in each direction."""
     ### BEGIN SOLUTION
@@ -33,19 +33,19 @@ def two_levels(tensor, inside, between):
     ### END SOLUTION
 
 
-# %% check-11-1 points=3
-check("11.1", two_levels)
+# %% check-12-1 points=3
+check("12.1", two_levels)
 
 
 # %% [markdown]
-# ## 11.2 Predict, measure, explain
+# ## 12.2 Predict, measure, explain
 #
 # `measure(ranks, nbytes)` runs a ring all-reduce on 2 to 4 ranks, as many as you have, and tells its seconds. How long
 # would `size` ranks take for `nbytes`? And what would the larger part of that time be: `"latency"`, the 2 (K-1) messages
 # one after the other, or `"bandwidth"`, the bytes? Measure at most eight times. Nothing else disturbs these measurements.
 #
 # Write your guess down before you run it: 4 KiB on 256 ranks, latency or bandwidth?
-# %% answer-11-2
+# %% answer-12-2
 def foresee(measure, size, nbytes):
     """Return (seconds, "latency" or "bandwidth") of a ring over `size` ranks, from measurements on at most 4."""
     ### BEGIN SOLUTION
@@ -58,12 +58,12 @@ def foresee(measure, size, nbytes):
     ### END SOLUTION
 
 
-# %% check-11-2 points=3
-check("11.2", foresee)
+# %% check-12-2 points=3
+check("12.2", foresee)
 
 
 # %% [markdown]
-# ## 11.3 Two nodes gave me no speed-up: why?
+# ## 12.3 Two nodes gave me no speed-up: why?
 #
 # Each line of the log is one rank's mean over a minute of training, first on one node, then on two. Times are in seconds
 # a step: waiting for samples, computing, and waiting for the other ranks' gradients beyond what backward hides.
@@ -86,7 +86,7 @@ check("11.2", foresee)
 # | `"straggler"` | one rank is slow, and all others wait for it |
 #
 # This log's cause is the cable. Write what you looked at as a function.
-# %% answer-11-3
+# %% answer-12-3
 def why_no_faster(log):
     """Return the cause, one of the five words, from the lines of a log of one node and of two."""
     ### BEGIN SOLUTION
@@ -111,5 +111,5 @@ def why_no_faster(log):
     ### END SOLUTION
 
 
-# %% check-11-3 points=3
-check("11.3", why_no_faster)
+# %% check-12-3 points=3
+check("12.3", why_no_faster)

@@ -427,6 +427,6 @@ Least traffic, hidden behind backward, nothing to configure, and exactly the mat
 2. Scaling is linear up to a knee; where it lies follows from computing, bandwidth and latency, and inside a host from wires.
 3. Take the simplest way that fits and is not much slower: DDP, then sharding, then pipelines between hosts.
 
-**Exercise:** [11](../exercises/11_many_machines.ipynb), `exercises/11_many_machines.ipynb`. **Next:**
-[12, communicate less](12_communicate_less.ipynb): when the link is slow whatever you do.
+**Exercise:** [12](../exercises/12_many_machines.ipynb), `exercises/12_many_machines.ipynb`. **Next:**
+[14, communicate less](14_communicate_less.ipynb): when the link is slow whatever you do.
 """

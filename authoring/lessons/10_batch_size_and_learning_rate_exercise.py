@@ -1,10 +1,10 @@
 # %% [markdown]
-# # Exercise 9: training well
+# # Exercise 10: training well
 #
 # The data, the learning rate, and what to do when shards are not equal.
 #
-# Stuck? `hint("9.1")` gives the first of three hints for a task, and
-# `hint("9.1", 2)` the next. Reports count them.
+# Stuck? `hint("10.1")` gives the first of three hints for a task, and
+# `hint("10.1", 2)` the next. Reports count them.
 # %% imports
 import math
 
@@ -14,12 +14,12 @@ from ddp_course.grading import check, hint
 
 
 # %% [markdown]
-# ## 9.1 The share of an epoch
+# ## 10.1 The share of an epoch
 #
 # Each epoch has an order of its own, drawn by a generator seeded with `seed + epoch`, the same on all ranks:
 # `torch.randperm(dataset_size, generator=…)`. If K does not divide the samples, the first ones of the order come
 # once more at its end. Rank r takes positions r, r+K, r+2K, and so on.
-# %% answer-9-1
+# %% answer-10-1
 def epoch_indices(dataset_size, rank, world_size, epoch, seed=0):
     """Return the list of sample indices that `rank` trains on in `epoch`; equally many on all ranks."""
     ### BEGIN SOLUTION
@@ -30,17 +30,17 @@ def epoch_indices(dataset_size, rank, world_size, epoch, seed=0):
     ### END SOLUTION
 
 
-# %% check-9-1 points=2
-check("9.1", epoch_indices)
+# %% check-10-1 points=2
+check("10.1", epoch_indices)
 
 
 # %% [markdown]
-# ## 9.2 Warm up, then cool down
+# ## 10.2 Warm up, then cool down
 #
 # Large batches want a large learning rate, but not at once. In the first `warmup` steps it rises in equal parts to
 # `peak`, which it reaches in step `warmup - 1`. From step `warmup` it falls along half a cosine, from `peak` to 0 in
 # step `total`, and stays there. Steps count from 0.
-# %% answer-9-2
+# %% answer-10-2
 def learning_rate(step, warmup, total, peak):
     """Return the learning rate of a step."""
     ### BEGIN SOLUTION
@@ -51,16 +51,16 @@ def learning_rate(step, warmup, total, peak):
     ### END SOLUTION
 
 
-# %% check-9-2 points=2
-check("9.2", learning_rate)
+# %% check-10-2 points=2
+check("10.2", learning_rate)
 
 
 # %% [markdown]
-# ## 9.3 The mean over uneven shards
+# ## 10.3 The mean over uneven shards
 #
 # Rank r evaluated `count` samples and found the mean loss `mean`, a tensor of one float64. A rank without samples has
 # the mean `nan`. What is the mean over all samples of all ranks? `all_reduce(tensor)` sums over the ranks, in place.
-# %% answer-9-3
+# %% answer-10-3
 def global_mean(mean, count, all_reduce):
     """Return the mean over all samples of all ranks, the same on every rank; `mean` stays as it is."""
     ### BEGIN SOLUTION
@@ -71,17 +71,17 @@ def global_mean(mean, count, all_reduce):
     ### END SOLUTION
 
 
-# %% check-9-3 points=2
-check("9.3", global_mean)
+# %% check-10-3 points=2
+check("10.3", global_mean)
 
 
 # %% [markdown]
-# ## 9.4 Find the bug: a sampler that resumes
+# ## 10.4 Find the bug: a sampler that resumes
 #
 # Training stopped in the middle of an epoch, after `done` samples of all ranks together, and goes on, perhaps on another
 # number of ranks. This gives each rank its part of what is left. With the same number of ranks as before it is right. With
 # another one, some samples are seen twice. One line is wrong.
-# %% faulty-9-4
+# %% faulty-10-4
 def faulty_rest(size, rank, world_size, epoch, seed, done):  # line 1
     generator = torch.Generator().manual_seed(seed + epoch)  # line 2
     order = torch.randperm(size, generator=generator).tolist()  # line 3
@@ -92,7 +92,7 @@ def faulty_rest(size, rank, world_size, epoch, seed, done):  # line 1
 
 # %% [markdown]
 # Name the line and mend it.
-# %% answer-9-4
+# %% answer-10-4
 def the_bug():
     """Return the number of the faulty line."""
     ### BEGIN SOLUTION
@@ -111,5 +111,5 @@ def rest_of_epoch(size, rank, world_size, epoch, seed, done):
     ### END SOLUTION
 
 
-# %% check-9-4 points=2
-check("9.4", the_bug, rest_of_epoch)
+# %% check-10-4 points=2
+check("10.4", the_bug, rest_of_epoch)

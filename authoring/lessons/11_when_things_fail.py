@@ -399,6 +399,6 @@ Too often costs writing, too rarely costs repeated work. The optimum is about âˆ
 2. A slow rank or loader raises nothing: compare what each rank computes, and time the waiting for data apart.
 3. A checkpoint that is whole (weights, optimizer, position, random states) and atomic makes a run go on bit for bit.
 
-**Exercise:** [10](../exercises/10_when_things_fail.ipynb), `exercises/10_when_things_fail.ipynb`. **Next:**
-[11, many machines](11_many_machines.ipynb).
+**Exercise:** [11](../exercises/11_when_things_fail.ipynb), `exercises/11_when_things_fail.ipynb`. **Next:**
+[12, many machines](12_many_machines.ipynb).
 """

@@ -1,10 +1,10 @@
 # %% [markdown]
-# # Exercise 12: communicate less
+# # Exercise 14: communicate less
 #
 # Send the largest values, meet less often, find what a hook loses, and bet on the right way for a link.
 #
-# Stuck? `hint("12.1")` gives the first of three hints for a task, and
-# `hint("12.1", 2)` the next. Reports count them.
+# Stuck? `hint("14.1")` gives the first of three hints for a task, and
+# `hint("14.1", 2)` the next. Reports count them.
 # %% imports
 import torch
 
@@ -12,12 +12,12 @@ from ddp_course.grading import check, hint
 
 
 # %% [markdown]
-# ## 12.1 Send the largest
+# ## 14.1 Send the largest
 #
 # A rank sends only the largest values of its gradient, by magnitude, with their places: `max(1, round(share * n))` of n.
 # What is not sent is `left`, and is added to the next gradient before the largest are chosen. Change neither `gradient`
 # nor `left`; both are in one row.
-# %% answer-12-1
+# %% answer-14-1
 def compress(gradient, left, share):
     """Return (values, places, left): what to send of gradient + left, where it belongs, and what is left now."""
     ### BEGIN SOLUTION
@@ -27,12 +27,12 @@ def compress(gradient, left, share):
     ### END SOLUTION
 
 
-# %% check-12-1 points=3
-check("12.1", compress)
+# %% check-14-1 points=3
+check("14.1", compress)
 
 
 # %% [markdown]
-# ## 12.2 Meet
+# ## 14.2 Meet
 #
 # Each rank started from the `shared` weights and has trained alone; now it has its `own`. In DiLoCo the mean change is
 # taken for a gradient, on which an outer SGD with momentum makes a step:
@@ -40,7 +40,7 @@ check("12.1", compress)
 # $$g = \text{shared} - \text{mean of own} \qquad v \leftarrow \mu v + g \qquad \text{shared} \leftarrow \text{shared} - \eta v$$
 #
 # With η = 1 and μ = 0 that is local SGD. `all_reduce(tensor)` sums over the ranks, in place; call it once.
-# %% answer-12-2
+# %% answer-14-2
 def meet(shared, own, velocity, all_reduce, world_size, rate, momentum):
     """Return (weights, velocity) with which all ranks go on."""
     ### BEGIN SOLUTION
@@ -51,16 +51,16 @@ def meet(shared, own, velocity, all_reduce, world_size, rate, momentum):
     ### END SOLUTION
 
 
-# %% check-12-2 points=2
-check("12.2", meet)
+# %% check-14-2 points=2
+check("14.2", meet)
 
 
 # %% [markdown]
-# ## 12.3 Find the bug: a hook
+# ## 14.3 Find the bug: a hook
 #
 # This hook, called in every step for each parameter's gradient, sends a quarter of the values and keeps the rest. It looks
 # fine, training runs, and the loss falls, but slowly, and it stays higher than it should. One line is wrong.
-# %% faulty-12-3
+# %% faulty-14-3
 def faulty_hook(share):  # line 1
     kept = {}  # line 2
 
@@ -78,7 +78,7 @@ def faulty_hook(share):  # line 1
 
 # %% [markdown]
 # Feed it a few steps of a gradient that you know, and look at what it keeps. Then name the line and mend it.
-# %% answer-12-3
+# %% answer-14-3
 def the_bug():
     """Return the number of the faulty line."""
     ### BEGIN SOLUTION
@@ -104,18 +104,18 @@ def make_hook(share):
     ### END SOLUTION
 
 
-# %% check-12-3 points=2
-check("12.3", the_bug, make_hook)
+# %% check-14-3 points=2
+check("14.3", the_bug, make_hook)
 
 
 # %% [markdown]
-# ## 12.4 Bet on a winner
+# ## 14.4 Bet on a winner
 #
 # Several ways were tried. `ways[name]["losses"]` are the losses after step 1, 2, … and `ways[name]["bytes"]` what the
 # busiest rank sends in each step. A step takes `compute_s` seconds of computing and then the time to send on a link of
 # `bits` bits a second. Which way is the first to get down to `target`, in *time*? Some never do. And for two ways, on which
 # link do they get there after equally long?
-# %% answer-12-4
+# %% answer-14-4
 def winner(ways, target, compute_s, bits):
     """Return the name of the way that reaches a loss of `target` or less first."""
 
@@ -136,5 +136,5 @@ def break_even(plain, frugal, target, compute_s):
     ### END SOLUTION
 
 
-# %% check-12-4 points=2
-check("12.4", winner, break_even)
+# %% check-14-4 points=2
+check("14.4", winner, break_even)

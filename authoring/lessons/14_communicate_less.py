@@ -317,6 +317,6 @@ Seven updates: while one worker computes, each of the others delivers once. A sl
 2. What is not sent must be kept: error feedback turns "never" into "later".
 3. None of it is the training of one device any more: compare by loss against time, over several seeds.
 
-**Exercise:** [12](../exercises/12_communicate_less.ipynb), `exercises/12_communicate_less.ipynb`. This was the last
+**Exercise:** [14](../exercises/14_communicate_less.ipynb), `exercises/14_communicate_less.ipynb`. This was the last
 lesson. All claims once more: `ddp-course claims`.
 """

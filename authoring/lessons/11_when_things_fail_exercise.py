@@ -1,10 +1,10 @@
 # %% [markdown]
-# # Exercise 10: when things fail
+# # Exercise 11: when things fail
 #
 # Long runs fail. What counts is what is left, and who was to blame.
 #
-# Stuck? `hint("10.1")` gives the first of three hints for a task, and
-# `hint("10.1", 2)` the next. Reports count them.
+# Stuck? `hint("11.1")` gives the first of three hints for a task, and
+# `hint("11.1", 2)` the next. Reports count them.
 # %% imports
 import copy
 import os
@@ -16,12 +16,12 @@ from ddp_course.grading import check, hint
 
 
 # %% [markdown]
-# ## 10.1 An atomic checkpoint
+# ## 11.1 An atomic checkpoint
 #
 # The power may fail at any moment, and the disk may be full. At every moment `path` holds either the whole old
 # checkpoint or the whole new one. Write with `torch.save`. If writing fails, the error comes out, and no other file
 # stays behind.
-# %% answer-10-1
+# %% answer-11-1
 def save_checkpoint(state, path):
     """Write `state` to `path` so that at any moment the old or the new checkpoint is there, whole and on the disk."""
     ### BEGIN SOLUTION
@@ -38,17 +38,17 @@ def save_checkpoint(state, path):
     ### END SOLUTION
 
 
-# %% check-10-1 points=3
-check("10.1", save_checkpoint)
+# %% check-11-1 points=3
+check("11.1", save_checkpoint)
 
 
 # %% [markdown]
-# ## 10.2 An exact resume
+# ## 11.2 An exact resume
 #
 # `capture` takes everything that decides how the run goes on; the run itself goes on after it. `resume` puts it into
 # a new model and a new optimizer, and returns the number of the next step. The losses must be the very same, dropout
 # and momentum included, and the same state must serve twice.
-# %% answer-10-2
+# %% answer-11-2
 def capture(model, optimizer, step):
     """Return everything that decides how training goes on after `step` steps."""
     ### BEGIN SOLUTION
@@ -67,18 +67,18 @@ def resume(state, model, optimizer):
     ### END SOLUTION
 
 
-# %% check-10-2 points=3
-check("10.2", capture, resume)
+# %% check-11-2 points=3
+check("11.2", capture, resume)
 
 
 # %% [markdown]
-# ## 10.3 Who was it?
+# ## 11.3 Who was it?
 #
 # When one rank fails, the others lose their connections and fail too. A log has lines such as
 # `17.250 rank 3: ValueError: …`: seconds, rank, and what happened; some lines say that a step is done. Lines may
 # reach the log late, so they are not in order. Consequences say `Connection closed by peer`,
 # `Connection reset by peer` or `Broken pipe`. Which rank failed first, and not as a consequence?
-# %% answer-10-3
+# %% answer-11-3
 def culprit(lines):
     """Return the rank whose failure caused the others', as a number."""
     ### BEGIN SOLUTION
@@ -93,16 +93,16 @@ def culprit(lines):
     ### END SOLUTION
 
 
-# %% check-10-3 points=2
-check("10.3", culprit)
+# %% check-11-3 points=2
+check("11.3", culprit)
 
 
 # %% [markdown]
-# ## 10.4 Find the bug: a run that resumes
+# ## 11.4 Find the bug: a run that resumes
 #
 # `state` is None at the start of a run, or what an earlier run has left. After a restart nothing fails, and weights, momentum
 # and batches are right. But the loss jumps up, and the run ends elsewhere than one that was never stopped. One line is wrong.
-# %% faulty-10-4
+# %% faulty-11-4
 def faulty_run(model, optimizer, batches, peak, state, stop):  # line 1
     start = 0  # line 2
     if state is not None:  # line 3
@@ -124,7 +124,7 @@ def faulty_run(model, optimizer, batches, peak, state, stop):  # line 1
 
 # %% [markdown]
 # Name the line and mend it.
-# %% answer-10-4
+# %% answer-11-4
 def the_bug():
     """Return the number of the faulty line."""
     ### BEGIN SOLUTION
@@ -154,5 +154,5 @@ def mended_run(model, optimizer, batches, peak, state, stop):
     ### END SOLUTION
 
 
-# %% check-10-4 points=2
-check("10.4", the_bug, mended_run)
+# %% check-11-4 points=2
+check("11.4", the_bug, mended_run)
