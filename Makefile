@@ -7,7 +7,7 @@ ARGS ?=
 BESIDE := -n 3 --dist loadfile --no-loadscope-reorder
 LONGEST := tests/test_notebooks.py tests/torch_suite tests/running/launching tests/running/test_faults.py tests/test_train_script.py
 
-.PHONY: help setup compare test test-quick lab gpu notebooks site lint clean
+.PHONY: help setup compare test test-quick lab gpu bench notebooks site lint clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile
@@ -49,7 +49,15 @@ lab: setup  ## copy lessons and exercises to work/, where yours stay yours, and 
 	$(BIN)/ddp-course lab work $(ARGS)
 
 gpu: setup  ## what can only be seen on GPUs: right, safe, fast?
-	$(BIN)/ddp-course bench gpu $(ARGS)
+	$(BIN)/python -m benchmarks gpu $(ARGS)
+
+bench: setup  ## measure speed ratios side by side: make bench ring
+	$(BIN)/python -m benchmarks $(BENCHMARK) $(ARGS)
+
+BENCHMARK := $(and $(filter bench,$(firstword $(MAKECMDGOALS))),$(word 2,$(MAKECMDGOALS)))
+ifneq ($(BENCHMARK),)
+$(BENCHMARK):;@:  # the word after bench is a benchmark and no target
+endif
 
 notebooks: setup  ## build and run the notebooks from authoring/lessons
 	$(BIN)/python authoring/build.py --execute $(ARGS)

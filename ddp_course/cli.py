@@ -1,4 +1,4 @@
-"""The command `ddp-course`: doctor, compare, bench, grade and the rest.
+"""The command `ddp-course`: doctor, compare, grade and the rest.
 
 A bad setting ends with one line that says what to do and exit code 2; a failed run with exit code 1.
 """
@@ -6,6 +6,7 @@ A bad setting ends with one line that says what to do and exit code 2; a failed 
 import argparse
 import os
 import sys
+from collections.abc import Callable
 from importlib import import_module
 
 from .errors import CourseError
@@ -19,7 +20,6 @@ COMMANDS = {
     "grade": ("commands.grade", "grade exercises"),
     "check": ("commands.check", "check your own exercise"),
     "hosts": ("commands.hosts", "bring several machines together for launch(fn, hosts=...)"),
-    "bench": ("commands.bench", "measure speed ratios, side by side"),
 }
 
 
@@ -35,8 +35,13 @@ def main(arguments: list[str] | None = None) -> int:
         else:
             subparsers.add_parser(name, help=help_text)
     args = parser.parse_args(arguments)
+    return exit_code(lambda: args.run(args))
+
+
+def exit_code(command: Callable[[], int | None]) -> int:
+    """Run the command; return its exit code, with one line about what went wrong instead of a traceback."""
     try:
-        code = args.run(args) or 0
+        code = command() or 0
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # `ddp-course … | head`: whoever read has seen enough

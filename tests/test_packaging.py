@@ -16,9 +16,9 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
+from benchmarks import gpu
 from ddp_course import ladder
 from ddp_course.commands import doctor
-from ddp_course.commands.bench import gpu
 from ddp_course.running import torch_inside
 
 ROOT = Path(__file__).parents[1]
@@ -113,7 +113,7 @@ def test_the_pip_section_installs(tmp_path):
     assert "Would install" not in done.stdout.replace("Would install ddp-course", "")
 
 
-UNMAPPED = {"tasks", "simulate", "claims", "facts", "bench", "stage6_ddp", "stage7_sharded"}  # a folder is one entry
+UNMAPPED = {"tasks", "simulate", "claims", "facts", "stage6_ddp", "stage7_sharded"}  # a folder is one entry
 
 
 def mapped():

@@ -310,7 +310,7 @@ r"""
 
 The same, in C++. Two things are worth knowing about its speed: copying gradients into buckets costs time, unless
 `gradient_as_bucket_view=True`; and buckets are laid out anew after the first step, in the order in which gradients
-really became ready. `ddp-course bench ddp` measures ours against it, side by side.
+really became ready. `make bench ddp` measures ours against it, side by side.
 
 ## Check yourself
 

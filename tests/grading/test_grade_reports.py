@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from benchmarks import grade as bench
 from ddp_course import cli
-from ddp_course.commands.bench import grade as bench
 from ddp_course.grading import report
 from ddp_course.grading.examine import verdict
 from ddp_course.grading.grade import exercises_folder, grade

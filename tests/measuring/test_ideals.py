@@ -2,8 +2,8 @@
 
 import pytest
 
+from benchmarks import devices as bench_devices
 from ddp_course import Device, Link, ladder, simulate, stage8_pipeline, theory
-from ddp_course.commands.bench import devices as bench_devices
 from ddp_course.measuring import comparison, emulated, ideals
 from ddp_course.running.devices import capacity
 

@@ -13,8 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks import simulator
+from benchmarks.__main__ import main
 from ddp_course import cli, launch, problems, stage5_bucketed
-from ddp_course.commands.bench import simulator
 from ddp_course.commands.simulate import parse_devices
 from ddp_course.measuring import facts, theory
 from ddp_course.measuring.simulate import (
@@ -467,7 +468,7 @@ def test_devices_are_read_as_people_write_them():
 
 def test_bench_writes_predictions_with_the_agreed_keys(tmp_path, capsys, shaped, monkeypatch):
     monkeypatch.setattr(published, "shaped_links", lambda: shaped)  # two seconds once are enough
-    assert cli.main(["bench", "simulator", "--out", str(tmp_path)]) == 0
+    assert main(["simulator", "--out", str(tmp_path)]) == 0
     rows = json.loads((tmp_path / "simulator.json").read_text())
     keys = {"library", "K", "link_gbit_s", "link_delay_ms", "message_mib", "predicted_ms"}
     assert all(set(row) == keys and row["predicted_ms"] > 0 for row in rows)

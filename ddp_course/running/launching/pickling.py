@@ -4,7 +4,7 @@ from typing import Any
 
 try:
     from cloudpickle import Pickler, dumps
-except ImportError:  # a machine with torch and numpy only, which is enough for `ddp-course bench gpu`
+except ImportError:  # a machine with torch and numpy only, which is enough for `make gpu`
     from pickle import Pickler as Plain
     from pickle import dumps
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_course.commands.bench import gpu
+from benchmarks import gpu
 from ddp_course.errors import RankError
 from ddp_course.running.devices import rank_device
 
@@ -72,10 +72,10 @@ def test_a_part_that_fails_does_not_cost_the_others():
 def test_it_needs_torch_numpy_and_the_package_only(tmp_path):
     """All processes, the ranks too, are without what a borrowed machine may not have."""
     (tmp_path / "sitecustomize.py").write_text(BARE)
-    command = [sys.executable, "-m", "ddp_course.cli", "bench", "gpu", "--only", "exactness", "--device", "cpu"]
+    command = [sys.executable, "-m", "benchmarks", "gpu", "--only", "exactness", "--device", "cpu"]
     ended = subprocess.run(
         [*command, "--repeats", "1", "--out", str(tmp_path)], capture_output=True, text=True, timeout=300,
-        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(gpu.__file__).parents[3]}"},
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(gpu.__file__).parents[1]}"},
     )  # fmt: skip
     assert ended.returncode == 0 and (tmp_path / "gpu.json").exists(), ended.stderr
     assert "Not looked at without a GPU: NCCL" in ended.stdout

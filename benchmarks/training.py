@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from ... import problems
+from ddp_course import problems
 
 Model = tuple[str, dict[str, Any], int]  # a problem, its options, samples a rank
 

@@ -1,4 +1,4 @@
-"""`ddp-course bench sharded`: stages 7 and 8 beside torch's own, the cost of the NaN check, a hierarchical all-reduce.
+"""`python -m benchmarks sharded`: stages 7 and 8 beside torch's own, what the NaN check costs, a hierarchical sum.
 
 Ours and torch's train copies of one model in the same processes and take turns step by step. Everything runs on gloo
 and the CPU.
@@ -16,15 +16,16 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from torch.optim import Adam
 
-from ...collectives import hierarchical_all_reduce
-from ...measuring import finite
-from ...problems import Delay
-from ...running.launching.launch import launch
-from ...running.links import Link
-from ...stage4_ring import ring_all_reduce
-from ...stage5_bucketed import BucketedDDP
-from ...stage7_sharded import FullyShardedDataParallel, ShardedOptimizer
-from ...stage8_pipeline import Pipeline, bubble, gpipe, layers_of, one_forward_one_backward, split
+from ddp_course.collectives import hierarchical_all_reduce
+from ddp_course.measuring import finite
+from ddp_course.problems import Delay
+from ddp_course.running.launching.launch import launch
+from ddp_course.running.links import Link
+from ddp_course.stage4_ring import ring_all_reduce
+from ddp_course.stage5_bucketed import BucketedDDP
+from ddp_course.stage7_sharded import FullyShardedDataParallel, ShardedOptimizer
+from ddp_course.stage8_pipeline import Pipeline, bubble, gpipe, layers_of, one_forward_one_backward, split
+
 from .harness import Benchmark, Part, Promise, medians, slowest, take_turns, timed
 from .training import model_and_batch, step
 

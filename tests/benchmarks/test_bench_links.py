@@ -1,13 +1,13 @@
-"""`ddp-course bench links`: the rows that it writes, its verdicts, its table and its figure."""
+"""`python -m benchmarks links`: the rows that it writes, its verdicts, its table and its figure."""
 
 import json
 
 import pytest
 
-from ddp_course import cli
-from ddp_course.commands.bench import links as bench
+from benchmarks import links as bench
+from benchmarks.__main__ import main
+from benchmarks.link_figure import link_figure
 from ddp_course.running.links import modes
-from ddp_course.showing.link_plots import link_figure
 
 KEYS = {"mode", "algorithm", "world_size", "bytes", "bandwidth_bits_s", "measured_s", "theory_s", "ratio"}
 
@@ -76,7 +76,7 @@ def test_modes_that_are_forbidden_are_left_out_and_named(monkeypatch, capsys):
 
 def test_the_command_measures_and_writes(tmp_path, capsys):
     options = "--modes wire --bandwidths 100Mbit --world-sizes 2 --sizes 512KiB --repeats 1"
-    assert cli.main(["bench", "links", *options.split(), "--out", str(tmp_path)]) == 0
+    assert main(["links", *options.split(), "--out", str(tmp_path)]) == 0
     rows = json.loads((tmp_path / "bench_links.json").read_text())["parts"]["links"]["rows"]
     assert [measured["algorithm"] for measured in rows] == ["parameter_server", "whole_gradient_ring", "ring"]
     for measured in rows:

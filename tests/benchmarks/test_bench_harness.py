@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+import benchmarks
+from benchmarks import harness
+from benchmarks.harness import Benchmark, Part, Promise
 from ddp_course import launch
-from ddp_course.commands import bench
-from ddp_course.commands.bench import harness
-from ddp_course.commands.bench.harness import Benchmark, Part, Promise
 
 
 def report_of(name):
-    return Path(__file__).parents[3] / "results" / f"bench_{name}.json"
+    return Path(__file__).parents[2] / "results" / f"bench_{name}.json"
 
 
 def test_ways_take_turns_in_changing_order():
@@ -60,11 +60,8 @@ def measure(tmp_path):
 
     def run(*options, value=1.0):
         parts = {name: lambda args: Part([{"x": value}], [Promise("x", value, at_most=1.5)]) for name in "abc"}
-        parser = argparse.ArgumentParser()
         made_up = Benchmark("made_up", "a test", parts, repeats=4, on_request=("c",))
-        made_up.add_parser(parser.add_subparsers())
-        args = parser.parse_args(["made_up", "--out", str(tmp_path), *options])
-        code = args.run(args)
+        code = made_up.run(made_up.parser().parse_args(["--out", str(tmp_path), *options]))
         report = json.loads((tmp_path / "bench_made_up.json").read_text())
         assert report["benchmark"] == "made_up" and report["machine"]["cores"] > 0
         return code, {name: part["rows"][0]["x"] for name, part in report["parts"].items()}
@@ -98,13 +95,13 @@ def test_a_report_is_written_part_by_part(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in bench.BENCHMARKS if name not in ("gpu", "devices") or report_of(name).exists()]
+    "name", [name for name in benchmarks.BENCHMARKS if name not in ("gpu", "devices") or report_of(name).exists()]
 )
 def test_the_report_of_every_benchmark_has_the_one_format(name):
     report = json.loads(report_of(name).read_text())
     assert report.keys() == {"benchmark", "machine", "parts"} and report["benchmark"] == name
     assert report["machine"].keys() == harness.machine().keys()
-    assert set(report["parts"]) <= set(import_module(f"ddp_course.commands.bench.{name}").BENCHMARK.parts)
+    assert set(report["parts"]) <= set(import_module(f"benchmarks.{name}").BENCHMARK.parts)
     for part in report["parts"].values():
         assert part["rows"] and all(isinstance(row, dict) for row in part["rows"])
         for promise in part["promises"]:

@@ -1,4 +1,4 @@
-"""`ddp-course bench grade`: how many submissions a minute the grader gets through, and whether its memory stays.
+"""`python -m benchmarks grade`: how many submissions a minute the grader gets through, and whether its memory stays.
 
 The submissions are copies of one exercise's solution, of which some are unsolved and some wrong, in a folder of their
 own. The rate is for each core that is used, with as many submissions at a time as there are cores.
@@ -14,8 +14,9 @@ from typing import Any
 import nbformat
 import psutil
 
-from ...grading.grade import exercises_folder, grade, usable_cores
-from ...grading.submission import find_submissions, load_exercises
+from ddp_course.grading.grade import exercises_folder, grade, usable_cores
+from ddp_course.grading.submission import find_submissions, load_exercises
+
 from .harness import Benchmark, Part, Promise
 
 WANTED_A_MINUTE_A_CORE = 30.0
@@ -85,7 +86,7 @@ def is_right(number: int) -> bool:
 
 def make_submissions(folder: Path, exercise: int, count: int) -> None:
     """`count` learners: of each five one has handed in nothing, two something wrong, two the solution."""
-    (path,) = (Path(__file__).resolve().parents[3] / "solutions").glob(f"{exercise:02d}_*.ipynb")
+    (path,) = (Path(__file__).resolve().parents[1] / "solutions").glob(f"{exercise:02d}_*.ipynb")
     for number in range(count):
         kind = number % 5
         source = exercises_folder() / path.name if kind == 0 else path

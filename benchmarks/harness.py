@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...running.files import replace_file, writable_folder
+from ddp_course.running.files import replace_file, writable_folder
 
 Row = dict[str, Any]
 
@@ -78,9 +78,9 @@ class Benchmark:
     add_options: Callable[[argparse.ArgumentParser], None] | None = None
     finish: Callable[[Row, Path], Iterable[Path]] | None = None
 
-    def add_parser(self, subparsers: Any) -> None:
-        """Add the benchmark to `ddp-course bench`."""
-        parser = subparsers.add_parser(self.name, help=self.help)
+    def parser(self) -> argparse.ArgumentParser:
+        """The options of this benchmark on the command line."""
+        parser = argparse.ArgumentParser(prog=f"python -m benchmarks {self.name}", description=self.help)
         if self.repeats:
             parser.add_argument("--repeats", type=int, default=self.repeats, help="turns of each (default %(default)s)")
         if len(self.parts) > 1:
@@ -88,7 +88,7 @@ class Benchmark:
         parser.add_argument("--out", default="results", metavar="DIR", help="where the results go (default results)")
         if self.add_options:
             self.add_options(parser)
-        parser.set_defaults(run=self.run)
+        return parser
 
     def run(self, args: argparse.Namespace) -> int:
         """Measure, print tables and verdicts, write the report part by part; 1 if a promise is not kept, else 0."""

@@ -6,7 +6,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
-from .plots import STAGE_COLOURS, Picture, panels, style
+from ddp_course.showing.plots import STAGE_COLOURS, Picture, panels, style
 
 LOOKS = {
     "parameter_server": ("3", "parameter server, 2(K−1) p/b"),

@@ -1,4 +1,4 @@
-"""`ddp-course bench devices`: do emulated devices keep their time, and do simulator and emulation agree?
+"""`python -m benchmarks devices`: do emulated devices keep their time, and do simulator and emulation agree?
 
 "clock": a step without communication in a launch of 4 ranks, and what the emulation itself costs. "steps": the
 comparison's stages at 2 and 4 ranks, each beside its ideal. "simulator": stage 5 on random settings
@@ -15,14 +15,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ... import ladder, problems
-from ...measuring import comparison, emulated
-from ...measuring.recording import recording
-from ...measuring.simulate import Layer, Network, Profile, simulate
-from ...measuring.theory import Costs
-from ...running.devices import Device
-from ...running.launching.launch import launch
-from ...running.links import Link
+from ddp_course import ladder, problems
+from ddp_course.measuring import comparison, emulated
+from ddp_course.measuring.recording import recording
+from ddp_course.measuring.simulate import Layer, Network, Profile, simulate
+from ddp_course.measuring.theory import Costs
+from ddp_course.running.devices import Device
+from ddp_course.running.launching.launch import launch
+from ddp_course.running.links import Link
+
 from .harness import Benchmark, Part, Promise
 
 SETTINGS, SEED, STEPS = 30, 11, 8

@@ -1,4 +1,4 @@
-"""`ddp-course bench links`: do measured times over emulated links lie on the textbook formulas?
+"""`python -m benchmarks links`: do measured times over emulated links lie on the textbook formulas?
 
 For each mode, bandwidth and world size the link is calibrated by a ping-pong between two ranks (b, headers and
 all); then the parameter server, the whole-gradient ring and the ring average messages of several sizes, and each
@@ -15,13 +15,14 @@ import torch
 import torch.distributed as dist
 from tqdm.auto import tqdm
 
-from ... import stage3_paramserver, stage4_ring
-from ...measuring import theory
-from ...running import links, units
-from ...running.files import replace_file
-from ...running.launching.launch import launch
-from ...showing.link_plots import link_figure
+from ddp_course import stage3_paramserver, stage4_ring
+from ddp_course.measuring import theory
+from ddp_course.running import links, units
+from ddp_course.running.files import replace_file
+from ddp_course.running.launching.launch import launch
+
 from .harness import Benchmark, Part, Promise, Row, earlier_parts, slowest, take_turns, timed
+from .link_figure import link_figure
 
 ALGORITHMS = {
     "parameter_server": lambda tensor: stage3_paramserver.average_on_server([tensor]),

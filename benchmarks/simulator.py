@@ -1,4 +1,4 @@
-"""`ddp-course bench simulator`: the simulator against published tables and, with `--only own`, our own training."""
+"""`python -m benchmarks simulator`: the simulator against published tables and, with `--only own`, our own training."""
 
 import argparse
 import json
@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from time import perf_counter
 
-from ...measuring.simulate import Layer, Profile, published, simulate
-from ...measuring.simulate.network import Network
-from ...measuring.theory import Costs
-from ...running.files import replace_file
+from ddp_course.measuring.simulate import Layer, Profile, published, simulate
+from ddp_course.measuring.simulate.network import Network
+from ddp_course.measuring.theory import Costs
+from ddp_course.running.files import replace_file
+
 from .harness import Benchmark, Part, Promise, Row
 
 SHAPED, V100, SECONDS = {"gloo": 0.10, "nccl": 0.05}, 0.05, 2
@@ -58,7 +59,7 @@ def v100_steps(args: argparse.Namespace) -> Part:
 
 def own_training(args: argparse.Namespace) -> Part:
     """Our own training over virtual hosts, calibrated at K = 2."""
-    from ...measuring.simulate import measured
+    from ddp_course.measuring.simulate import measured
 
     found = measured.compare(args.link)
     table = [

@@ -1,9 +1,9 @@
-"""`ddp-course bench gpu`: what can only be seen on a machine with GPUs, in at most eight minutes on one of them.
+"""`python -m benchmarks gpu`: what can only be seen on a machine with GPUs, in at most eight minutes on one of them.
 
 Is every stage right there, with races made likely? Does the preloaded server survive CUDA, do failures name the
 culprit, does nothing stay on the device? How long is a step of stage 6 beside torch's, and how much memory does it
 take? With `--device cpu` the same runs where there is no GPU, as far as it goes. Needs torch (2.10 or newer)
-and numpy, nothing else: `PYTHONPATH=. python -m ddp_course.cli bench gpu`.
+and numpy, nothing else: `python -m benchmarks gpu` in the checkout.
 """
 
 import argparse
@@ -25,14 +25,15 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from ... import ladder, problems
-from ...errors import CourseError, LaunchTimeout, RankError
-from ...measuring import comparison
-from ...running.devices import rank_device
-from ...running.devices.placement import nccl_can_share, placement, usable_gpus
-from ...running.launching.launch import launch
-from ...running.torch_inside import busy_gpu
-from ...stage6_ddp import DistributedDataParallel
+from ddp_course import ladder, problems
+from ddp_course.errors import CourseError, LaunchTimeout, RankError
+from ddp_course.measuring import comparison
+from ddp_course.running.devices import rank_device
+from ddp_course.running.devices.placement import nccl_can_share, placement, usable_gpus
+from ddp_course.running.launching.launch import launch
+from ddp_course.running.torch_inside import busy_gpu
+from ddp_course.stage6_ddp import DistributedDataParallel
+
 from .harness import Benchmark, Part, Promise, Row, promises_of_ratios, take_turns, timed
 from .training import model_and_batch, step
 
@@ -287,7 +288,7 @@ def compared(args: argparse.Namespace) -> Part:
 
 def own_tests(args: argparse.Namespace) -> Part:
     """The project's tests that are marked `cuda`, where the checkout and pytest are there."""
-    root = Path(__file__).resolve().parents[3]
+    root = Path(__file__).resolve().parents[1]
     if importlib.util.find_spec("pytest") is None or not (root / "tests").is_dir():
         return Part([{"tests": "not run: they need pytest and the checkout"}])
     command = [sys.executable, "-m", "pytest", "-q", "-m", "cuda", "-p", "no:cacheprovider", "tests"]

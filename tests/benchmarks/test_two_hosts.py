@@ -1,10 +1,10 @@
-"""The part of `ddp-course bench launch` on two hosts: what it makes of its runs, and where it cannot run."""
+"""The part of `python -m benchmarks launch` on two hosts: what it makes of its runs, and where it cannot run."""
 
 import argparse
 
 import pytest
 
-from ddp_course.commands.bench import launch, two_hosts
+from benchmarks import launch, two_hosts
 
 ARGS = argparse.Namespace(repeats=3)
 

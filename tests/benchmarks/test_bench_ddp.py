@@ -1,12 +1,12 @@
-"""`ddp-course bench ddp` and `ring`: their promises can be broken, and the hidden share is what it says."""
+"""`python -m benchmarks ddp` and `ring`: their promises can be broken, and the hidden share is what it says."""
 
 from argparse import Namespace
 from dataclasses import dataclass
 
 import pytest
 
+from benchmarks import ddp, ring, training
 from ddp_course import launch
-from ddp_course.commands.bench import ddp, ring, training
 from ddp_course.errors import LinkError
 
 

@@ -1,4 +1,4 @@
-"""`ddp-course bench launch`: what it costs to bring K ranks to life.
+"""`python -m benchmarks launch`: what it costs to bring K ranks to life.
 
 Every way calls an empty function with the process group up (gloo, CPU): `launch` warm and cold,
 `torch.multiprocessing.spawn`, fork, and accelerate's `notebook_launcher` where it is installed. On two virtual hosts,
@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-from ...running.launching.launch import launch
+from ddp_course.running.launching.launch import launch
+
 from . import two_hosts
 from .harness import Benchmark, Part, Promise, take_turns, timed
 

@@ -1,4 +1,4 @@
-"""`ddp-course bench ddp`: stage 6 beside torch's own DistributedDataParallel, on gloo and the CPU.
+"""`python -m benchmarks ddp`: stage 6 beside torch's own DistributedDataParallel, on gloo and the CPU.
 
 Both train copies of the same model in the same processes and take turns step by step, so that whatever disturbs the
 machine disturbs both. Measured besides: what the Python hooks cost a parameter, memory, overlap, and "auto" buckets
@@ -19,12 +19,13 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.profiler import ProfilerActivity, profile
 
-from ... import problems
-from ...collectives import pipelined_ring_all_reduce
-from ...errors import LinkError
-from ...running.launching.launch import launch
-from ...running.links import Link
-from ...stage6_ddp import DistributedDataParallel
+from ddp_course import problems
+from ddp_course.collectives import pipelined_ring_all_reduce
+from ddp_course.errors import LinkError
+from ddp_course.running.launching.launch import launch
+from ddp_course.running.links import Link
+from ddp_course.stage6_ddp import DistributedDataParallel
+
 from .harness import Benchmark, Part, Promise, Row, medians, promises_of_ratios, take_turns, timed
 from .training import model_and_batch, step
 

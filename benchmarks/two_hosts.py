@@ -1,9 +1,9 @@
-"""A part of `ddp-course bench launch`: does a job take as long when a cell starts it as when torchrun does?
+"""A part of `python -m benchmarks launch`: does a job take as long when a cell starts it as when torchrun does?
 
 On two virtual hosts with cables of 1 Gbit/s, two ranks each, the ring averages the same tensor again and again: started
 by torchrun on each host, and by `launch(hosts=2)` on hosts that have joined. This file is also the program of a host:
 
-    python -m ddp_course.commands.bench.two_hosts torchrun|head|join FOLDER
+    python -m benchmarks.two_hosts torchrun|head|join FOLDER
 """
 
 import argparse
@@ -19,16 +19,17 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from ...running.join import join
-from ...running.launching import hosts
-from ...running.launching.launch import launch
-from ...running.links import available, virtual_hosts
-from ...stage4_ring import ring_all_reduce
+from ddp_course.running.join import join
+from ddp_course.running.launching import hosts
+from ddp_course.running.launching.launch import launch
+from ddp_course.running.links import available, virtual_hosts
+from ddp_course.stage4_ring import ring_all_reduce
+
 from .harness import Part, Promise, Row, slowest
 
 HOSTS, RANKS_A_HOST, WARM_UP, STEPS, FLOATS = 2, 2, 5, 40, 1 << 18
 AS_LONG, LONGEST_SECONDS = 1.10, 300
-NAME = "ddp_course.commands.bench.two_hosts"
+NAME = "benchmarks.two_hosts"
 THIS = [sys.executable, "-m", NAME]
 COURSE = [sys.executable, "-m", "ddp_course.cli"]
 TORCHRUN = [
