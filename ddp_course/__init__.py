@@ -24,7 +24,7 @@ _HOME = {
     "broadcast_parameters": "stage3_paramserver",
     "whole_gradient_ring": "stage4_ring",
     "ring_all_reduce": "stage4_ring",
-    "scatter_reduce": "stage4_ring",
+    "reduce_scatter": "stage4_ring",
     "allgather": "stage4_ring",
     "average_on_ring": "stage4_ring",
     "BucketedDDP": "stage5_bucketed",

@@ -73,7 +73,7 @@ def on_server(p: int, K: int, cuts: Sequence[int]) -> float:
 
 
 def on_ring(p: int, K: int, cuts: Sequence[int]) -> float:
-    """What each rank sends in an all-reduce around a ring: scatter-reduce and allgather."""
+    """What each rank sends in an all-reduce around a ring: reduce-scatter and allgather."""
     return 2 * (K - 1) * p / K
 
 
@@ -112,7 +112,7 @@ STAGES: dict[str, Stage] = {
             time="(K-1) p/b", counted=True, bytes_sent=on_server, all_reduce="whole_gradient_ring",
         ),
         Stage(
-            "4", "ring", "the chunked ring: scatter-reduce and allgather", "stage4_ring",
+            "4", "ring", "the chunked ring: reduce-scatter and allgather", "stage4_ring",
             wrap="wrapping:by_ring", train="stage4_ring:train", colour="#0072B2",
             time="2(K-1)/K p/b", counted=True, bytes_sent=on_ring, all_reduce="ring",
         ),

@@ -4,10 +4,10 @@ The whole-gradient ring passes complete gradients around, K-1 times: T = (K-1) p
 gradient into K chunks and passes one chunk a step, 2(K-1) times: T = 2(K-1)/K p/b, nearly independent of K.
 
     chunk sent by rank r    step 0   step 1   …   step s
-    scatter-reduce          r        r-1          r-s        (mod K), added by the receiver
+    reduce-scatter          r        r-1          r-s        (mod K), added by the receiver
     allgather               r+1      r            r+1-s      (mod K), kept by the receiver
 
-After scatter-reduce, rank r owns the finished chunk r+1. Each chunk is finished on one rank and copied from
+After reduce-scatter, rank r owns the finished chunk r+1. Each chunk is finished on one rank and copied from
 there, so all ranks end with the same bits. Source: Patarasuk and Yuan, J. Parallel Distrib. Comput. 69 (2009).
 """
 
@@ -43,14 +43,14 @@ def ring_all_reduce(tensor, group=None):
     """Sum `tensor` over the ranks of `group` in place; any shape and dtype, even fewer elements than ranks."""
     flat = tensor.contiguous().view(-1)
     chunks = flat.tensor_split(dist.get_world_size(group))
-    scatter_reduce(chunks, group)
+    reduce_scatter(chunks, group)
     allgather(chunks, group)
     if not tensor.is_contiguous():
         tensor.copy_(flat.view(tensor.shape))
     return tensor
 
 
-def scatter_reduce(chunks, group=None):
+def reduce_scatter(chunks, group=None):
     """K-1 steps: send a chunk right, add what comes from the left. Rank r ends up with the sum of chunk r+1."""
     rank, world_size, left, right = wire.neighbours(group)
     scratch = torch.empty_like(chunks[0])

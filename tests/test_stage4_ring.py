@@ -72,16 +72,16 @@ def test_only_the_chunked_ring_gives_all_ranks_the_same_bits():
     assert not all(torch.equal(whole, ranks[0][1]) for _, whole in ranks)
 
 
-def scatter_reduced():
+def reduce_scattered():
     rank, world_size = dist.get_rank(), dist.get_world_size()
     chunks = [rank_tensor(rank, (6,), torch.int64, seed) for seed in range(world_size)]
-    stage4_ring.scatter_reduce(chunks)
+    stage4_ring.reduce_scatter(chunks)
     return chunks
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_after_scatter_reduce_rank_r_owns_chunk_r_plus_1(world_size):
-    for rank, chunks in enumerate(launch(scatter_reduced, world_size=world_size)):
+def test_after_reduce_scatter_rank_r_owns_chunk_r_plus_1(world_size):
+    for rank, chunks in enumerate(launch(reduce_scattered, world_size=world_size)):
         owned = (rank + 1) % world_size
         expected = sum(rank_tensor(peer, (6,), torch.int64, owned) for peer in range(world_size))
         assert torch.equal(chunks[owned], expected)
@@ -147,11 +147,11 @@ def broken_ring(fault):
         off_by_one_chunk(chunks)
         stage4_ring.allgather(chunks)
     elif fault == "reversed chunks":
-        stage4_ring.scatter_reduce(chunks)
+        stage4_ring.reduce_scatter(chunks)
         stage4_ring.allgather(chunks)
         tensor.copy_(torch.cat(chunks[::-1]))
     elif fault == "no allgather":
-        stage4_ring.scatter_reduce(chunks)
+        stage4_ring.reduce_scatter(chunks)
     return tensor
 
 

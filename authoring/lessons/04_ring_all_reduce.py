@@ -53,8 +53,8 @@ time, but it still grows with K.
 Cut the gradient into K **chunks**. Then every rank can send *another* chunk at the same time, and nobody has to send
 everything.
 
-1. **Scatter-reduce**, K-1 steps: pass a chunk on, and the receiver adds its own part. At the end each rank holds
-   one chunk that is finished: the sum over all ranks.
+1. **Reduce-scatter**, K-1 steps: pass a chunk on, and the receiver adds its own part. At the end each rank holds
+   one chunk that is finished: the sum over all ranks. (Many articles write scatter-reduce.)
 2. **Allgather**, K-1 steps: pass the finished chunks on until all have all.
 
 ## Predict
@@ -98,7 +98,7 @@ than after the next cell.
 """
 
 # %% source-ring
-show.source(ring_all_reduce, stage4_ring.scatter_reduce, stage4_ring.allgather)
+show.source(ring_all_reduce, stage4_ring.reduce_scatter, stage4_ring.allgather)
 
 # %% [markdown]
 r"""

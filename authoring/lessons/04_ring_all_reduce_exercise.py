@@ -17,11 +17,11 @@ from ddp_course.running import wire
 # %% [markdown]
 # ## 4.1 Which chunk to send
 #
-# Each rank cuts its gradient into K chunks, numbered from 0. In step 0 of scatter-reduce, rank r sends chunk r to
+# Each rank cuts its gradient into K chunks, numbered from 0. In step 0 of reduce-scatter, rank r sends chunk r to
 # its right neighbour. In every later step it sends on the chunk that has just come in from the left.
 # %% answer-4-1
 def chunk_to_send(rank, step, world_size):
-    """Return the index of the chunk that `rank` sends in `step` (0 to world_size - 2) of scatter-reduce."""
+    """Return the index of the chunk that `rank` sends in `step` (0 to world_size - 2) of reduce-scatter."""
     ### BEGIN SOLUTION
     return (rank - step) % world_size
     ### END SOLUTION
@@ -32,14 +32,14 @@ check("4.1", chunk_to_send)
 
 
 # %% [markdown]
-# ## 4.2 Scatter-reduce
+# ## 4.2 Reduce-scatter
 #
 # `chunks` is a list of K tensors, which may differ in length by one. In each of K-1 steps, send one to the right and
 # add what comes from the left to the right chunk, in place. Rank r ends up with the sum of chunk r+1 (modulo K).
 # `wire.neighbours(group)` gives you `rank, world_size, left, right`, and
 # `wire.exchange(outgoing, right, incoming, left, group)` sends and receives at the same time.
 # %% answer-4-2
-def scatter_reduce(chunks, group=None):
+def reduce_scatter(chunks, group=None):
     """Sum chunk by chunk around the ring, in place: afterwards rank r has the whole sum of chunk r+1."""
     rank, world_size, left, right = wire.neighbours(group)
     ### BEGIN SOLUTION
@@ -53,7 +53,7 @@ def scatter_reduce(chunks, group=None):
 
 
 # %% check-4-2 points=3
-check("4.2", scatter_reduce)
+check("4.2", reduce_scatter)
 
 
 # %% [markdown]
@@ -87,7 +87,7 @@ def ring_all_reduce(tensor, group=None):
     ### BEGIN SOLUTION
     flat = tensor.contiguous().view(-1)
     chunks = flat.tensor_split(dist.get_world_size(group))
-    scatter_reduce(chunks, group)
+    reduce_scatter(chunks, group)
     allgather(chunks, group)
     tensor.copy_(flat.view(tensor.shape))
     ### END SOLUTION

@@ -52,7 +52,7 @@ The three levels of ZeRO (Rajbhandari et al., 2020) divide one row more each:
 | 2 | and of the gradients | 4 P + 12 P/K | 2(K-1)/K p |
 | 3, fully sharded, FSDP | and of the parameters | 16 P/K, plus the blocks in use | 3(K-1)/K p |
 
-Levels 1 and 2 send no more than DDP: its all-reduce *is* a scatter-reduce and an allgather, and the update fits between the
+Levels 1 and 2 send no more than DDP: its all-reduce *is* a reduce-scatter and an allgather, and the update fits between the
 two. In level 1 a rank keeps whole gradients until the step is over, in level 2 it drops what is not its own as soon as
 that is reduced (exercise 7.3 builds it). Level 3 gathers each block of layers just before it computes, and drops it after.
 
@@ -162,8 +162,8 @@ print("ZeRO-1: the same bits as unsharded; fully sharded: the same but for round
 r"""
 ## What it costs: traffic
 
-DDP's ring sends $2\frac{K-1}{K}p$: scatter-reduce, then allgather, of gradients. ZeRO-1 puts the update between the
-two: scatter-reduce of gradients, then allgather of updated parameters, as many bytes. Fully sharded training gathers
+DDP's ring sends $2\frac{K-1}{K}p$: reduce-scatter, then allgather, of gradients. ZeRO-1 puts the update between the
+two: reduce-scatter of gradients, then allgather of updated parameters, as many bytes. Fully sharded training gathers
 the parameters twice, for forward and for backward, and only scatters the gradients: $3\frac{K-1}{K}p$. Half as much
 again, for memory divided by K.
 

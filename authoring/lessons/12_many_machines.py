@@ -37,7 +37,7 @@ messages are fast; between the hosts all share one slow cable.
 In a flat ring every rank passes on $2\frac{K-1}{K}p$ bytes to the next, and one of these streams crosses the cable in each
 direction. In two levels:
 
-1. scatter-reduce **inside** each host: each of its R ranks owns a part of the host's sum,
+1. reduce-scatter **inside** each host: each of its R ranks owns a part of the host's sum,
 2. all-reduce of that part **between** the hosts,
 3. allgather inside each host.
 

@@ -9,7 +9,7 @@
 import torch
 
 from ddp_course.grading import check, hint
-from ddp_course.stage4_ring import allgather, ring_all_reduce, scatter_reduce
+from ddp_course.stage4_ring import allgather, ring_all_reduce, reduce_scatter
 
 
 # %% [markdown]
@@ -19,7 +19,7 @@ from ddp_course.stage4_ring import allgather, ring_all_reduce, scatter_reduce
 # this rank and the one in the same place on the other host. Add up `tensor` (one row) over all four ranks, in place, such
 # that only p bytes cross the cable in each direction.
 #
-# You have `scatter_reduce(chunks, group)`, after which rank r of the *group* holds the sum of chunk r+1 (mod K),
+# You have `reduce_scatter(chunks, group)`, after which rank r of the *group* holds the sum of chunk r+1 (mod K),
 # `allgather(chunks, group)`, which starts from there, and `ring_all_reduce(tensor, group)`.
 # %% answer-12-1
 def two_levels(tensor, inside, between):
@@ -27,7 +27,7 @@ def two_levels(tensor, inside, between):
     ### BEGIN SOLUTION
     world_size, rank = inside.size(), inside.rank()
     chunks = list(tensor.tensor_split(world_size))
-    scatter_reduce(chunks, inside)
+    reduce_scatter(chunks, inside)
     ring_all_reduce(chunks[(rank + 1) % world_size], between)
     allgather(chunks, inside)
     ### END SOLUTION

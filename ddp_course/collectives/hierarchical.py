@@ -15,7 +15,7 @@ from .flat import copied_back
 def hierarchical_all_reduce(
     tensor: torch.Tensor, group: dist.ProcessGroup | None = None, ranks_per_host: int | None = None
 ) -> torch.Tensor:
-    """Two levels: scatter-reduce inside each host, a ring of the hosts for each chunk, allgather inside each host.
+    """Two levels: reduce-scatter inside each host, a ring of the hosts for each chunk, allgather inside each host.
 
     Hosts are runs of `ranks_per_host` consecutive ranks (default: LOCAL_WORLD_SIZE, else all on one host); the number
     must divide K, or ValueError. Only 2(H-1)/H p/R bytes of a rank cross between the H hosts of R ranks.
@@ -29,18 +29,18 @@ def hierarchical_all_reduce(
     across = [i * size + place for i in range(world_size // size)]
     flat = tensor.contiguous().view(-1)
     chunks = flat.tensor_split(size)
-    finished = scatter_reduce_among(chunks, inside, group)
+    finished = reduce_scatter_among(chunks, inside, group)
     pieces = chunks[finished].tensor_split(len(across))
-    scatter_reduce_among(pieces, across, group)
+    reduce_scatter_among(pieces, across, group)
     allgather_among(pieces, across, group)
     allgather_among(chunks, inside, group)
     return copied_back(flat, tensor)
 
 
-def scatter_reduce_among(
+def reduce_scatter_among(
     chunks: Sequence[torch.Tensor], members: list[int], group: dist.ProcessGroup | None = None
 ) -> int:
-    """Stage 4's scatter-reduce in the ring of the ranks `members`; return the index of the chunk finished here."""
+    """Stage 4's reduce-scatter in the ring of the ranks `members`; return the index of the chunk finished here."""
     size, place = len(members), members.index(dist.get_rank(group))
     left, right = (wire.global_rank(members[(place + step) % size], group) for step in (-1, 1))
     scratch = torch.empty_like(chunks[0])

@@ -10,7 +10,7 @@ receives at the same time (full duplex), one message each. For p bytes on each o
     ring                 2 (K-1) (alpha + p/K beta) + (K-1) p/K gamma
     tree                 2 ceil(log2 K) (alpha + p beta) + ceil(log2 K) p gamma
     halving_doubling     2 log2 K alpha + 2 (K-1)/K p beta + (K-1)/K p gamma            K a power of two
-    hierarchical_ring    scatter-reduce in the host, a ring over the hosts for each shard, allgather in the host
+    hierarchical_ring    reduce-scatter in the host, a ring over the hosts for each shard, allgather in the host
 
 `ddp_course.measuring.simulate` plays the same algorithms message by message and arrives at the same seconds.
 
@@ -141,7 +141,7 @@ def hierarchical_ring(
 ) -> float:
     """Seconds of the two-level ring: D = `per_host` ranks a host with `local` costs, `costs` for the host's link.
 
-    Scatter-reduce inside the host, (D-1) (alpha' + p/D (beta' + gamma)); a ring over the H hosts for each of the D
+    Reduce-scatter inside the host, (D-1) (alpha' + p/D (beta' + gamma)); a ring over the H hosts for each of the D
     shards; allgather inside, (D-1) (alpha' + p/D beta'). The D rings take turns on the host's link: with messages
     of m = p/(DH) bytes a step takes max(D m beta, alpha + m (beta + gamma)), in the allgather without gamma, as
     the latency of one ring hides behind the others; the first message waits (D-1) m beta. For large p the middle

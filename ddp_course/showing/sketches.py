@@ -136,7 +136,7 @@ def buckets(model: nn.Module, bucket_cap_mb: float) -> Picture:
 def ring_states(world_size: int) -> list[Any]:
     """What each rank's chunks hold after every step: a list of `states[rank][chunk]`, the ranks added up so far.
 
-    It follows the schedule of `scatter_reduce` and `allgather`; the state of step 0 is before the first message.
+    It follows the schedule of `reduce_scatter` and `allgather`; the state of step 0 is before the first message.
     """
     state = [[frozenset([rank]) for _ in range(world_size)] for rank in range(world_size)]
     states = [state]
@@ -152,7 +152,7 @@ def ring_states(world_size: int) -> list[Any]:
 
 def ring_schedule(world_size: int) -> list[tuple[str, Callable[..., int]]]:
     """The 2(K-1) steps as (phase, function from a rank to the chunk it sends)."""
-    reduce = [("scatter-reduce", lambda rank, s=s: (rank - s) % world_size) for s in range(world_size - 1)]
+    reduce = [("reduce-scatter", lambda rank, s=s: (rank - s) % world_size) for s in range(world_size - 1)]
     gather = [("allgather", lambda rank, s=s: (rank + 1 - s) % world_size) for s in range(world_size - 1)]
     return reduce + gather
 

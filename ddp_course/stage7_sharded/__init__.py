@@ -2,12 +2,12 @@
 
 Training P float32 parameters with Adam takes 16 P bytes: 4 P of parameters, 4 P of gradients, 8 P of Adam's two
 moments. Data parallelism keeps all of it on every rank. Lay the parameters end to end and cut them into K chunks;
-after scatter-reduce, rank r owns chunk r+1 (stage 4), so let that chunk be its shard:
+after reduce-scatter, rank r owns chunk r+1 (stage 4), so let that chunk be its shard:
 
                             a rank's bytes        traffic of a step, each rank sends
-    stages 3 to 6           16 P                  2 (K-1)/K p      scatter-reduce + allgather of gradients
-    ShardedOptimizer        8 P + 8 P/K           2 (K-1)/K p      scatter-reduce of gradients, allgather of parameters
-    FullyShardedData…       16 P/K + two blocks   3 (K-1)/K p      allgather twice, scatter-reduce once
+    stages 3 to 6           16 P                  2 (K-1)/K p      reduce-scatter + allgather of gradients
+    ShardedOptimizer        8 P + 8 P/K           2 (K-1)/K p      reduce-scatter of gradients, allgather of parameters
+    FullyShardedData…       16 P/K + two blocks   3 (K-1)/K p      allgather twice, reduce-scatter once
 
 Fully sharded, block by block, with the next block's allgather under this block's compute:
 

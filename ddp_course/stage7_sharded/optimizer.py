@@ -1,6 +1,6 @@
 """ZeRO-1 is stage 4's ring with the update in the middle:
 
-    scatter-reduce    rank r ends up with the average of chunk r+1 of the gradients
+    reduce-scatter    rank r ends up with the average of chunk r+1 of the gradients
     update            of this chunk of the parameters, by an optimizer that keeps state for this chunk only
     allgather         of the updated chunks
 
@@ -14,7 +14,7 @@ import torch
 
 from ..running import wire
 from ..stage3_paramserver import broadcast_parameters
-from ..stage4_ring import allgather, scatter_reduce
+from ..stage4_ring import allgather, reduce_scatter
 from ..stage5_bucketed import assign_buckets
 from .clipping import LocalGradient, clip_grad_norm_
 from .flat import flats
@@ -88,7 +88,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def average(self):
-        """Scatter-reduce the gradients: the average of this rank's chunk goes to the shards."""
+        """Reduce-scatter the gradients: the average of this rank's chunk goes to the shards."""
         self.check_whole()
         if self.averaged and any(parameter.grad is not None for parameter in self.parameters()):
             raise RuntimeError(
@@ -158,7 +158,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return [parameter for members in self.param_groups for parameter in members["params"]]
 
 
-reduce_chunks = wire.collective(scatter_reduce)
+reduce_chunks = wire.collective(reduce_scatter)
 share_chunks = wire.collective(allgather)
 
 

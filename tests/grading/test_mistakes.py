@@ -44,7 +44,7 @@ MISTAKES = {
         {"4.2": edited("4.2", ("world_size - 1):", "world_size - 1)"))},
         {
             "4.2": "line 4 is not Python (expected ':'): for step",
-            "4.4": "it uses scatter_reduce of 4.2, which does not",
+            "4.4": "it uses reduce_scatter of 4.2, which does not",
         },
     ),
     "a bracket left open": (
@@ -53,7 +53,7 @@ MISTAKES = {
     ),
     "an index out of range": (
         {"4.2": edited("4.2", ("(rank - step - 1) % world_size", "rank - step + 3"))},
-        {"4.2": "(line 6 of your cell: target", "4.4": "(line 6 of 4.2, scatter_reduce: target"},
+        {"4.2": "(line 6 of your cell: target", "4.4": "(line 6 of 4.2, reduce_scatter: target"},
     ),
     "a buffer of another dtype": (
         {"4.2": edited("4.2", ("torch.empty_like(target)", "torch.empty(len(target), dtype=torch.float64)"))},
@@ -70,12 +70,12 @@ MISTAKES = {
         {"4.2": "do both sides mean the same chunk and dtype? (line 8 of your cell", "4.4": "mend 4.2 first"},
     ),
     "a name misspelt": (
-        {"4.4": edited("4.4", ("scatter_reduce(chunks", "scatter_reduce(chunk"))},
-        {"4.4": "name 'chunk' is not defined (line 5 of your cell: scatter_reduce(chunk, group)); is it spelt right"},
+        {"4.4": edited("4.4", ("reduce_scatter(chunks", "reduce_scatter(chunk"))},
+        {"4.4": "name 'chunk' is not defined (line 5 of your cell: reduce_scatter(chunk, group)); is it spelt right"},
     ),
     "a function renamed": (
-        {"4.2": edited("4.2", ("def scatter_reduce", "def scatter_and_reduce"))},
-        {"4.2": "the answer cell does not define scatter_reduce", "4.4": "'scatter_reduce' is not defined"},
+        {"4.2": edited("4.2", ("def reduce_scatter", "def scatter_and_reduce"))},
+        {"4.2": "the answer cell does not define reduce_scatter", "4.4": "'reduce_scatter' is not defined"},
     ),
     "a number of 500 digits": (
         {"4.5": "def ring_seconds(world_size, parameters, bits_per_second, latency):\n    return 10**500"},
@@ -159,5 +159,5 @@ def test_a_check_prints_no_last_words_of_gloo(capfd):
         space,
     )
     with pytest.raises(Exception, match="do both sides mean the same chunk"):
-        check("4.2", space["scatter_reduce"], seed=7)
+        check("4.2", space["reduce_scatter"], seed=7)
     assert "terminate" not in str(capfd.readouterr())

@@ -216,9 +216,9 @@ def test_a_helper_keeps_to_the_rules_of_the_answer_that_uses_it():
 
 
 def test_the_cell_at_fault_is_named():
-    lines = 'Traceback:\n  File "answer-4-4", line 5, in ring\n    scatter_reduce(x)\n'
+    lines = 'Traceback:\n  File "answer-4-4", line 5, in ring\n    reduce_scatter(x)\n'
     lines += (
-        '  File "answer-4-2", line 6, in scatter_reduce\n    x[9]\n  File "/x/site-packages/torch/a.py", line 1, in f\n'
+        '  File "answer-4-2", line 6, in reduce_scatter\n    x[9]\n  File "/x/site-packages/torch/a.py", line 1, in f\n'
     )
-    assert place(lines, "4.4") == " (line 6 of 4.2, scatter_reduce: x[9]; mend 4.2 first)"
+    assert place(lines, "4.4") == " (line 6 of 4.2, reduce_scatter: x[9]; mend 4.2 first)"
     assert place(lines, "4.2") == " (line 6 of your cell: x[9])"

@@ -213,7 +213,7 @@ def test_ring_states_end_complete_and_pass_through_one_chunk_a_rank(world_size):
 
 
 def test_ring_schedule_is_that_of_the_stage():
-    """Play the real scatter_reduce and allgather with a recording wire, and compare chunk by chunk."""
+    """Play the real reduce_scatter and allgather with a recording wire, and compare chunk by chunk."""
     from unittest.mock import patch
 
     for rank in range(4):
@@ -225,7 +225,7 @@ def test_ring_schedule_is_that_of_the_stage():
 
         ring = patch.object(stage4_ring.wire, "neighbours", return_value=(rank, 4, (rank - 1) % 4, (rank + 1) % 4))
         with ring, patch.object(stage4_ring.wire, "exchange", record):
-            stage4_ring.scatter_reduce(chunks)
+            stage4_ring.reduce_scatter(chunks)
             stage4_ring.allgather(chunks)
         assert sent == [chunk_of(rank) for _, chunk_of in sketches.ring_schedule(4)]
 

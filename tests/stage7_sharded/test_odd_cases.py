@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ddp_course import launch
 from ddp_course.running import wire
-from ddp_course.stage4_ring import scatter_reduce
+from ddp_course.stage4_ring import reduce_scatter
 from ddp_course.stage7_sharded import FullyShardedDataParallel, ShardedOptimizer
 from ddp_course.stage7_sharded.flat import sum_chunks
 
@@ -372,7 +372,7 @@ def summed_in_two_ways():
     ring = torch.randn(40)
     ours = ring.clone().tensor_split(world_size)
     sum_chunks(ours)
-    scatter_reduce(ring.tensor_split(world_size))
+    reduce_scatter(ring.tensor_split(world_size))
     mine = (rank + 1) % world_size
     return torch.equal(ours[mine], ring.tensor_split(world_size)[mine])
 

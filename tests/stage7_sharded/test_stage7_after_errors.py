@@ -107,7 +107,7 @@ def test_outside_launch_messages_of_two_blocks_do_not_mix(tagged):
 
 
 def update_fails(ranks):
-    """The update itself raises, between scatter-reduce and allgather; then another step, and a state dict."""
+    """The update itself raises, between reduce-scatter and allgather; then another step, and a state dict."""
     model = tiny_model()
     optimizer = ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
     said, right = [], optimizer.local.step

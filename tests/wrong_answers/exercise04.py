@@ -52,7 +52,7 @@ def chunk_to_send(rank, step, world_size):
 #- (rank - step) % world_size
 #+ (rank - step) % world_size * 1.0
 # %% 4.2 right: send and receive apart
-def scatter_reduce(chunks, group=None):
+def reduce_scatter(chunks, group=None):
     rank, size, left, right = wire.neighbours(group)
     for step in range(size - 1):
         into = chunks[(rank - 1 - step) % size]
@@ -65,7 +65,7 @@ def scatter_reduce(chunks, group=None):
 
 
 # %% 4.2 right: one buffer
-def scatter_reduce(chunks, group=None):
+def reduce_scatter(chunks, group=None):
     rank, world_size, left, right = wire.neighbours(group)
     scratch = torch.empty(max(len(chunk) for chunk in chunks), dtype=chunks[0].dtype)
     index = rank
@@ -105,7 +105,7 @@ def scatter_reduce(chunks, group=None):
 #- incoming, left, group
 #+ incoming, right, group
 # %% 4.2 wrong: whole tensors | whole tensors
-def scatter_reduce(chunks, group=None):
+def reduce_scatter(chunks, group=None):
     rank, size, left, right = wire.neighbours(group)
     outgoing = torch.cat(chunks)
     total, incoming = outgoing.clone(), torch.empty_like(outgoing)
@@ -118,16 +118,16 @@ def scatter_reduce(chunks, group=None):
 
 
 # %% 4.2 wrong: all_reduce | your code calls torch.distributed.all_reduce
-def scatter_reduce(chunks, group=None):
+def reduce_scatter(chunks, group=None):
     for chunk in chunks:
         dist.all_reduce(chunk, group=group)
 
 
-# %% 4.2 wrong: package's own | your code calls stage4_ring.scatter_reduce
-def scatter_reduce(chunks, group=None):
+# %% 4.2 wrong: package's own | your code calls stage4_ring.reduce_scatter
+def reduce_scatter(chunks, group=None):
     from ddp_course import stage4_ring
 
-    stage4_ring.scatter_reduce(chunks, group)
+    stage4_ring.reduce_scatter(chunks, group)
 
 
 # %% 4.2 wrong: divisible sizes only | the last number of a longer chunk
@@ -208,7 +208,7 @@ def ring_all_reduce(tensor, group=None):
     size = dist.get_world_size(group)
     flat = tensor.reshape(-1).clone()
     chunks = list(torch.tensor_split(flat, size))
-    scatter_reduce(chunks, group)
+    reduce_scatter(chunks, group)
     allgather(chunks, group)
     tensor.copy_(torch.cat(chunks).reshape(tensor.shape))
 
@@ -231,7 +231,7 @@ def ring_all_reduce(tensor, group=None):
     return tensor
 
 
-# %% 4.4 wrong: scatter-reduce only | allgather gives it to the others
+# %% 4.4 wrong: reduce-scatter only | allgather gives it to the others
 #-     allgather(chunks, group)
 # %% 4.4 wrong: mean | the division comes later
 #- tensor.copy_(flat.view(tensor.shape))
@@ -247,7 +247,7 @@ def ring_all_reduce(tensor, group=None):
     size = dist.get_world_size(group)
     length = flat.numel() // size
     chunks = [flat[index * length : (index + 1) * length] for index in range(size)]
-    scatter_reduce(chunks, group)
+    reduce_scatter(chunks, group)
     allgather(chunks, group)
     tensor.copy_(flat.view(tensor.shape))
 

@@ -4,7 +4,7 @@
 # %% 12.1 right: by index
 def two_levels(tensor, inside, between):
     parts = list(torch.tensor_split(tensor, 2))
-    scatter_reduce(parts, inside)
+    reduce_scatter(parts, inside)
     mine = parts[1 - inside.rank()]
     ring_all_reduce(mine, group=between)
     allgather(parts, inside)
@@ -14,7 +14,7 @@ def two_levels(tensor, inside, between):
 def two_levels(tensor, inside, between):
     size = inside.size()
     chunks = list(tensor.chunk(size)) if len(tensor) % size == 0 else list(tensor.tensor_split(size))
-    scatter_reduce(chunks, inside)
+    reduce_scatter(chunks, inside)
     place = (inside.rank() + 1) % size
     total = chunks[place].clone()
     ring_all_reduce(total, between)
@@ -25,7 +25,7 @@ def two_levels(tensor, inside, between):
 # %% 12.1 wrong: each host alone | that is the sum of each host
 #- ring_all_reduce(chunks[(rank + 1) % world_size], between)
 #+ pass
-# %% 12.1 wrong: whole tensors between the hosts | scatter-reduce inside comes first
+# %% 12.1 wrong: whole tensors between the hosts | reduce-scatter inside comes first
 def two_levels(tensor, inside, between):
     ring_all_reduce(tensor, inside)
     ring_all_reduce(tensor, between)

@@ -11,7 +11,7 @@ from .forbidden import COLLECTIVES, RING
 
 @task("4.1", "chunk_to_send")
 class ChunkToSend:
-    """Which chunk a rank sends in a step of scatter-reduce."""
+    """Which chunk a rank sends in a step of reduce-scatter."""
 
     def draw(random, hidden):
         """(rank, step, world size) for four world sizes up to 8, and some that pass chunk 0 or stay above it."""
@@ -42,7 +42,7 @@ def check_indices(evidence, cases, chosen):
         require(0 <= found < size or not counts, inside)
     faults = {
         "what came from the left is sent on, so the index falls with every step": [(r + s) % k for r, s, k in cases],
-        "that is allgather; in scatter-reduce rank r starts with chunk r": [(r + 1 - s) % k for r, s, k in cases],
+        "that is allgather; in reduce-scatter rank r starts with chunk r": [(r + 1 - s) % k for r, s, k in cases],
         "a rank does not always send its own chunk: it passes on what came in": [r for r, _, _ in cases],
     }
     about = [f"rank {rank}, step {step}, {size} ranks" for rank, step, size in cases]
@@ -86,17 +86,17 @@ def chunk_lengths(random):
     return {size: [len(chunk) for chunk in torch.arange(odd).tensor_split(size)] for size in (3, 4, 2)}
 
 
-@task("4.2", "scatter_reduce", ranks=4, forbidden=RING + COLLECTIVES, private=("values",))
-class ScatterReduce:
+@task("4.2", "reduce_scatter", ranks=4, forbidden=RING + COLLECTIVES, private=("values",))
+class ReduceScatter:
     """After K-1 steps rank r holds the sum of chunk r+1."""
 
     def draw(random, hidden):
         """Lengths of uneven chunks for 2, 3 and 4 ranks, and whole numbers to fill them with."""
         return {"lengths": chunk_lengths(random), "values": [tensors(random, 4, 16, whole=True) for _ in range(4)]}
 
-    def probe(scatter_reduce, lengths, values):
+    def probe(reduce_scatter, lengths, values):
         """Every rank's chunks after it, and what it sent."""
-        return probe_chunks(scatter_reduce, lengths, values)
+        return probe_chunks(reduce_scatter, lengths, values)
 
     def judge_sums(evidence, lengths, values):
         """Chunk r+1 is finished on rank r."""
@@ -127,7 +127,7 @@ class ScatterReduce:
     def judge_bytes(evidence, lengths, values):
         """K-1 messages of a chunk each."""
         for size, of in lengths.items():
-            check_ring_traffic(evidence, size, of, start=0, what="scatter-reduce")
+            check_ring_traffic(evidence, size, of, start=0, what="reduce-scatter")
 
     parts = {"sums": (2, judge_sums), "bytes": (1, judge_bytes)}
 
@@ -272,7 +272,7 @@ def check_sums(evidence, values, names):
 
 
 def half_way(tensors):
-    """What K tensors are after scatter-reduce: of chunk c, rank r has the sum from rank c to rank r."""
+    """What K tensors are after reduce-scatter: of chunk c, rank r has the sum from rank c to rank r."""
     size, chunks = len(tensors), [one.contiguous().view(-1).tensor_split(len(tensors)) for one in tensors]
     sums = [
         [sum(chunks[(c + step) % size][c] for step in range((rank - c) % size + 1)) for c in range(size)]
@@ -357,7 +357,7 @@ def check_ring_seconds(evidence, cases, chosen):
         "every step pays a latency, and there are 2 (K-1) steps": [
             share * s + latency for (share, s, _), (*_, latency) in zip(terms, cases, strict=True)
         ],
-        "that is scatter-reduce alone; allgather comes after it": [one / 2 for one in expected],
+        "that is reduce-scatter alone; allgather comes after it": [one / 2 for one in expected],
         "that is the whole-gradient ring: in each step only 1/K of the gradient travels": [
             2 * (k - 1) * s + waits for (_, s, waits), (k, *_) in zip(terms, cases, strict=True)
         ],

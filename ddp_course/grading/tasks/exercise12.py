@@ -9,14 +9,14 @@ from .forbidden import COLLECTIVES
 
 HIERARCHICAL = tuple(
     f"ddp_course.collectives.hierarchical.{name}"
-    for name in ("hierarchical_all_reduce", "scatter_reduce_among", "allgather_among")
+    for name in ("hierarchical_all_reduce", "reduce_scatter_among", "allgather_among")
 )
 HOSTS = {0: 0, 1: 0, 2: 1, 3: 1}  # rank -> host
 
 
 @task("12.1", "two_levels", ranks=4, forbidden=COLLECTIVES + HIERARCHICAL, private=("values",))
 class TwoLevels:
-    """Two hosts of two ranks: scatter-reduce inside, all-reduce between, allgather inside."""
+    """Two hosts of two ranks: reduce-scatter inside, all-reduce between, allgather inside."""
 
     def draw(random, hidden):
         """Whole numbers in tensors of three lengths, one of them odd, and if `hidden` one of a single number."""
@@ -58,7 +58,7 @@ class TwoLevels:
             require(any(sum(one.values()) for one in to), f"{about}: nothing was sent over the wire")
             for host in (0, 1):
                 across = sum(to[a][b] for a in range(4) for b in range(4) if HOSTS[a] == host != HOSTS[b])
-                whole = "each rank sends its whole tensor to the other host; scatter-reduce inside comes first"
+                whole = "each rank sends its whole tensor to the other host; reduce-scatter inside comes first"
                 require(across != 2 * p, f"{about}: {across} bytes cross the cable from host {host}: {whole}")
                 less = "2 (H-1)/H p, with H = 2 hosts, were expected"
                 require(across == p, f"{about}: {across} bytes cross the cable from host {host}; {less}: {p}")

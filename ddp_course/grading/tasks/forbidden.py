@@ -14,5 +14,5 @@ SERVER = tuple(
 )
 RING = tuple(
     f"ddp_course.stage4_ring.{name}"
-    for name in ("ring_all_reduce", "whole_gradient_ring", "scatter_reduce", "allgather", "average_on_ring")
+    for name in ("ring_all_reduce", "whole_gradient_ring", "reduce_scatter", "allgather", "average_on_ring")
 )

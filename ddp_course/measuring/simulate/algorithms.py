@@ -62,9 +62,9 @@ def whole_gradient_ring(rank: int, world_size: int, nbytes: float, simulation: S
 
 
 def ring(rank: int, world_size: int, nbytes: float, simulation: Simulation) -> Iterator[Any]:
-    """Scatter-reduce, then allgather, one chunk of K a step."""
+    """Reduce-scatter, then allgather, one chunk of K a step."""
     members = range(world_size)
-    yield from _scatter_reduce(rank, members, nbytes, simulation)
+    yield from _reduce_scatter(rank, members, nbytes, simulation)
     yield from _allgather(rank, members, nbytes)
 
 
@@ -110,14 +110,14 @@ def halving_doubling(rank: int, world_size: int, nbytes: float, simulation: Simu
 
 
 def hierarchical_ring(rank: int, world_size: int, nbytes: float, simulation: Simulation) -> Iterator[Any]:
-    """Scatter-reduce in the host, a ring over the hosts for each shard, allgather in the host."""
+    """Reduce-scatter in the host, a ring over the hosts for each shard, allgather in the host."""
     per_host = min(simulation.network.per_host, world_size)
     host_count(world_size, per_host)
     place = rank % per_host
     inside = range(rank - place, rank - place + per_host)
     across = range(place, world_size, per_host)
-    yield from _scatter_reduce(rank, inside, nbytes, simulation)
-    yield from _scatter_reduce(rank, across, nbytes / per_host, simulation)
+    yield from _reduce_scatter(rank, inside, nbytes, simulation)
+    yield from _reduce_scatter(rank, across, nbytes / per_host, simulation)
     yield from _allgather(rank, across, nbytes / per_host)
     yield from _allgather(rank, inside, nbytes)
 
@@ -138,7 +138,7 @@ def gloo_ring(
     segments = max(-(-int(nbytes) // segment_bytes), 2 * world_size)
     segments += -segments % world_size
     size, moved = nbytes / segments, segments - segments // world_size
-    for gamma in (_gamma(simulation), 0.0):  # scatter-reduce, then allgather
+    for gamma in (_gamma(simulation), 0.0):  # reduce-scatter, then allgather
         in_flight = deque()
         for step in range(moved + 2):
             if step >= 2:
@@ -184,7 +184,7 @@ def _nccl_channel(rank, world_size, nbytes, simulation, channel, chunk_bytes, sl
         yield last, *arriving
 
 
-def _scatter_reduce(rank, members, nbytes, simulation):
+def _reduce_scatter(rank, members, nbytes, simulation):
     chunk = nbytes / len(members)
     for _ in range(len(members) - 1):
         yield _pass_on(rank, members, chunk)
