@@ -29,16 +29,19 @@ r"""
 |---|---|---|
 | 01 | one device | forward, backward, update: where does the time go? |
 | 02 | DataParallel | split the batch, not the model; averages of gradients are gradients |
-| 03 | parameter server | one process a device; one of them collects and averages |
+| 03 | parameter server | one process per device; one of them collects and averages |
 | 04 | ring all-reduce | no server: everyone talks to a neighbour, all the time |
 | 05 | bucketed DDP | talk while you still compute |
 | 06 | complete DDP | everything that PyTorch's DDP can do, and why |
 | 07 | sharding | each rank keeps a part of the state only |
-| 08 | pipeline | split the model, not the data |
-| 09 | batch size and learning rate | what more devices do to learning |
-| 10 | when things fail | killed, hung, slow: read the error, go on exactly where you were |
-| 11 | many machines | from two hosts to thousands of devices |
-| 12 | communicate less | fewer bytes, less often, without waiting: time won, accuracy lost |
+| 08 | pipeline | split the model by layers, not the data |
+| 09 | tensor and mesh | split the layers too, and combine the ways |
+| 10 | batch size and learning rate | what more devices do to learning |
+| 11 | when things fail | killed, hung, slow: read the error, go on exactly where you were |
+| 12 | many machines | two hosts, rings inside and between them, torchrun and Slurm |
+| 13 | predict before you buy | one model of a step, held against what others measured |
+| 14 | communicate less | fewer bytes, less often, without waiting: time won, accuracy lost |
+| 15 | capstone | your own model and data, predicted, trained, measured |
 
 Lessons 01 to 05 are one story; read them in order. Each has its exercise in `exercises/`, with the same number.
 The [glossary](../docs/GLOSSARY.md) has every term.
@@ -96,10 +99,13 @@ print("one result from each rank, in rank order")
 r"""
 ## Predict
 
-Soon seven strategies train the same small network on the same handwritten digits. So that you see on any machine what you
-would see on a cluster, each rank computes on an **emulated device**, an accelerator made slow enough to be timed exactly,
-and the ranks are joined by **emulated links**. The arithmetic is real, and so are losses, weights and bytes; only time
-runs in slow motion. What will you build, and how much faster is it than one device?
+Soon seven strategies train the same small network on the same handwritten digits. Each rank computes on an **emulated
+device**, an accelerator made slow enough to be timed exactly, and the ranks are joined by **emulated links**. The
+arithmetic is real, and so are losses, weights and bytes; only time runs in slow motion.
+
+How much is won depends on one ratio, communication to computing. The course *chooses* it here: the links are so fast that
+a ring of four ranks needs about a third of a step, as on a cluster with ordinary network cables. Faster links would bring
+all strategies closer together, slower ones would drive them apart. What will you build, and how much faster is it than one device?
 """
 
 # %% predict
@@ -130,8 +136,12 @@ Read the panels one by one:
 2. **Step time** (measured; the marks are derived): the hatched part is waiting for gradients that travel. This is what
    the course fights, and each stage has less of it.
 3. **Bytes** (counted): what the busiest rank sends in a step; the dashes are the formula.
-4. **Timeline** (measured): one step of each, a row a rank. In the server's rows you see ranks that wait for their turn;
-   in lesson 05's rows communication runs *below* the backward pass, at the same time.
+4. **Timeline** (measured): one step of each, one row per rank. In the server's rows you see ranks that wait for their
+   turn; in lesson 05's rows communication runs *below* the backward pass, at the same time.
+
+The server's bar may be shorter than its mark and than its rows in the timeline. That is no mistake: a rank that has its
+average begins the next step while the server still answers the others. Steps of different ranks overlap, so the time *per
+step* is less than one step from its first to its last moment. The formula does not know of this head start.
 """
 
 # %% comparison-figure
@@ -208,6 +218,8 @@ piece. Lessons 03 and 04 turn this sentence into two formulas, and measure both.
 1. K ranks with a share each train the same weights as one device.
 2. What they wait for is communication: a server, a ring and buckets differ in how long.
 3. Every number here is measured, counted, simulated or derived, and says which.
+
+When you are done, *Kernel › Shut Down Kernel* gives its memory back.
 
 There is no exercise for this lesson. **Next:** [1, one device](01_single_device.ipynb) looks inside one step.
 """

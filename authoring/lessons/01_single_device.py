@@ -96,14 +96,16 @@ guess.reveal(f"{ratio:.1f} times", answers[show.widgets.nearest(ratio, answers)]
 
 # %% [markdown]
 r"""
-Two results instead of one: about twice the operations, and the GPT takes about twice the time. That is no law: the digits'
-small convolutions may run backward as fast as forward. Remember the picture: gradients appear *during* the long backward
+Two results instead of one, so twice the operations. The time is near that, not exactly that: the GPT's backward takes two
+to three times as long as its forward, for it also reads what forward stored; the digits' small convolutions may run
+backward as fast as forward. Remember the picture: gradients appear *during* the long backward
 pass, the last layer's first. Lesson 05 makes use of exactly that.
 
 ## The loss falls
 
 Both problems learn within seconds. The dashed lines are what a blind guess would cost: $\ln 10$ for ten digits,
-$\ln 256$ for bytes.
+$\ln 256$ for bytes. A single step may stick out: some batches of source text, such as a table of numbers, look like
+nothing the model has seen.
 """
 
 # %% train-both
@@ -162,10 +164,12 @@ show.curves({"": (sizes, per_sample)}, "batch size B (samples)", "time per sampl
 r"""
 ## What bounds a layer?
 
-A device has two limits: how many operations it computes a second (**flops**), and how many bytes its memory carries a
-second. An operation that does many flops a byte is bound by the first, one that does few by the second; their ratio is
-its **arithmetic intensity**. Drawn against it, the attainable speed is a slanted line, then a flat one: the **roofline**.
-Here are the operations of one step of the byte GPT on an A100, counted; the line is derived from the A100's two numbers.
+A device has two limits: how many operations it computes per second (**flops**), and how many bytes its memory carries
+per second. An operation that does many flops per byte is bound by the first, one that does few by the second; their ratio
+is its **arithmetic intensity**. Drawn against it, the highest possible speed is a slanted line, then a flat one: the
+**roofline**. Here are the operations of one step of the byte GPT, flops and bytes counted (in float32); the line is
+derived from the A100's two numbers (with bfloat16 products). The points lie *on* the line because an emulated device gives
+every operation exactly the roofline's time. A real one stays below.
 """
 
 # %% roofline
@@ -184,7 +188,7 @@ def points(operations):
 line = [(x, min(device.rate, x * device.memory) / 1e12) for x in (1, 10, device.rate / device.memory, 1000)]
 show.curves(
     {"an operation of the step": points(emulation.operations), "a product of 1024 x 1024": points(product.operations)},
-    "arithmetic intensity (flops a byte)", "speed (TFLOP/s)", "On an A100 this small model is bound by memory",
+    "arithmetic intensity (flops per byte)", "highest speed (TFLOP/s)", "By the roofline this small model is bound by memory",
     theory={"roofline": tuple(zip(*line))}, log="xy", kind="counted; derived",
 )  # fmt: skip
 
@@ -192,11 +196,19 @@ show.curves(
 share = {bound: 100 * sum(each.seconds for each in emulation.operations if each.bound == bound) / emulation.busy_s
          for bound in ("flops", "memory")}  # fmt: skip
 print(", ".join(f"bound by {bound}: {percent:.0f} % of the step's time" for bound, percent in share.items()))
+launches = len(emulation.operations)
+print(
+    f"the roofline's time: {1e6 * emulation.busy_s:.0f} µs; to start {launches} operations at 5 µs each: {5 * launches:,} µs (derived)"
+)
 
 # %% [markdown]
 r"""
 Large matrices have a high intensity; additions, norms and the optimizer's update have hardly any. That is why libraries
 fuse small operations, and why lower precision helps twice.
+
+The last line shows a third regime, which no roofline knows: **overhead**. Starting an operation on a GPU takes about 5 µs of
+Python, PyTorch and driver, however little it computes. A model as small as this one would leave a real A100 idle most of the
+time (Horace He, "Making Deep Learning Go Brrrr", 2022, tells the three regimes apart).
 
 ## What the batch size does to the gradient
 
@@ -260,7 +272,7 @@ depends on the model only.
 
 **2.** A step on 64 samples takes 8 ms, on 128 samples 14 ms. What would a step on 512 samples take, roughly?
 <details><summary>Answer</summary>
-Fixed part plus work: (14 - 8)/64 = 0.094 ms a sample, fixed part 2 ms. 2 + 512 · 0.094 = 50 ms.
+Fixed part plus work: (14 - 8)/64 = 0.094 ms per sample, fixed part 2 ms. 2 + 512 · 0.094 = 50 ms.
 </details>
 
 **3.** You forget `zero_grad()`. What happens to the gradient in step 3?
@@ -277,4 +289,6 @@ large batch on a small device. Exercise 1 makes use of it.
 
 **Exercise:** [1](../exercises/01_single_device.ipynb), `exercises/01_single_device.ipynb`. **Next:**
 [2, data parallel](02_data_parallel.ipynb): split the batch.
+
+When you are done, *Kernel › Shut Down Kernel* gives its memory back.
 """

@@ -18,6 +18,7 @@ one of them. Is the result still the same? And what does it cost?
 # %% imports
 import os
 import time
+from functools import partial
 
 from ddp_course import (
     DataParallel, claims, compare, launch, problems, show, stage1_single, stage2_dataparallel, timeline, timing, torch,
@@ -124,9 +125,8 @@ than after the next cell.
 """
 
 # %% source
-show.source(
-    stage2_dataparallel.scatter, stage2_dataparallel.replicate, stage2_dataparallel.gather, stage2_dataparallel.reduce
-)
+show.source(stage2_dataparallel.scatter, stage2_dataparallel.replicate, DataParallel.forward,
+            stage2_dataparallel.gather, stage2_dataparallel.reduce)  # fmt: skip
 
 # %% [markdown]
 r"""
@@ -156,9 +156,10 @@ print("one device and DataParallel: the same weights after 30 steps")
 r"""
 ## The master's load
 
-Who holds what? Halfway through a step, after forward, we count the bytes of the tensors on each device. The input
-of the whole batch and all outputs lie on the master. After backward the master also receives K-1 gradients and
-adds them up, one after another.
+Who holds what? Halfway through a step, after forward, we count the bytes of weights, inputs and outputs on each device.
+The input of the whole batch and all outputs lie on the master. Activations are not counted: every device keeps those of
+its own share, and in a large model they outweigh the rest (lesson 09), so the *ratio* is smaller there. After backward the
+master also receives K-1 gradients and adds them up, one after another.
 """
 
 
@@ -179,7 +180,7 @@ labels = ["master"] + [f"device {k}" for k in range(1, K)]
 times = held[0] / held[-1]
 show.bars(
     dict(zip(labels, [count / 2**20 for count in held])), "weights, inputs and outputs (MiB)",
-    f"The master holds {times:.1f} times what the others hold", colours={"master": show.STAGE_COLOURS["2"]},
+    f"Of weights, inputs and outputs the master holds {times:.1f} times as much", colours={"master": show.STAGE_COLOURS["2"]},
     kind="counted",
 )  # fmt: skip
 
@@ -190,7 +191,7 @@ print("the master holds more than any other device")
 
 # %% [markdown]
 r"""
-And with every step all weights are copied from the master to all others again: (K-1) p bytes out, and (K-1) p
+And in every step all weights are copied from the master to all others again: (K-1) p bytes out, and (K-1) p
 bytes of gradients back, for p bytes of weights, through the master's link.
 
 ## Claim: "a single process can use only one core"
@@ -212,7 +213,8 @@ finding
 r"""
 Between two steps of Python code the lock changes hands, every 5 ms. So two threads of Python code take turns, but never
 run at the same moment. How many cores do two threads keep busy? That is their **processor time over wall time**: 1 if
-they take turns, up to 2 if they run side by side (on a machine with two free cores). Each pair works for 0.3 s.
+they take turns, up to 2 if they run side by side (on a machine with two free cores). Each pair works for 0.3 s. The size of
+torch's operations matters: a large product runs for a while without the lock, a tiny one hands it back at once.
 """
 
 
@@ -222,10 +224,10 @@ def python_work(until):
         sum(number * number for number in range(1000))
 
 
-def torch_work(until):
-    matrix = torch.ones(500, 500)
+def torch_work(size, until):
+    matrix = torch.ones(size, size)
     while time.perf_counter() < until:
-        matrix = matrix @ matrix / 500
+        matrix = matrix @ matrix / size
 
 
 def cores(*works):
@@ -236,16 +238,20 @@ def cores(*works):
     return (sum(os.times()[:2]) - sum(busy[:2])) / wall.seconds
 
 
-pairs = {"both Python": (python_work, python_work), "Python and torch": (python_work, torch_work),
-         "both torch": (torch_work, torch_work)}  # fmt: skip
+large, tiny = partial(torch_work, 500), partial(torch_work, 4)
+pairs = {"both Python": (python_work, python_work), "Python and\nlarge products": (python_work, large),
+         "both tiny\nproducts": (tiny, tiny), "both large\nproducts": (large, large)}  # fmt: skip
 kept = {
     name: max(launch(cores, *works, world_size=1)[0] for _ in range(3)) for name, works in show.progress(pairs.items())
 }
-show.bars(kept, "processor time / wall time", f"Two threads of torch keep {kept['both torch']:.1f} cores busy")
+first, *_, tiny_kept, large_kept = kept.values()
+show.bars(kept, "processor time / wall time",
+          f"Large products: {large_kept:.1f} cores busy; tiny ones: {tiny_kept:.1f}; Python: {first:.1f}")  # fmt: skip
 
 # %% [markdown]
 r"""
-So threads do help where the work is torch's. And too many of them? torch itself uses threads inside its operations. If
+So threads help where torch's operations are large, and hardly where they are many and tiny: then most of the time is
+Python's, and a process per device is the way out. And too many threads? torch itself uses threads inside its operations. If
 every rank of K takes a thread for each core, there are K times as many threads as cores, and they push each other aside:
 **thrashing**. Here each of the K ranks computes the same matrix products with 1, 2, 4 or 8 threads.
 """
@@ -266,15 +272,13 @@ def with_threads(count):
 threads = {count: 1000 * max(launch(with_threads, count, world_size=K)) for count in (1, 2, 4, 8)}
 worst = max(threads, key=threads.get)
 times = threads[worst] / threads[1]
-show.bars({f"{count} a rank": ms for count, ms in threads.items()}, "time for the same work (ms)", form="{:.0f}",
+show.bars({f"{count} per rank": ms for count, ms in threads.items()}, "time for the same work (ms)", form="{:.0f}",
           title=f"{K} ranks on this machine: with {worst} threads each, {times:.1f} times as long as with 1")  # fmt: skip
 
 # %% [markdown]
 r"""
-More threads, no gain, and often a loss. The tallest bar is often that of one thread a core, torch's default: threads that
-have finished their part wait *spinning*, on cores that others need. OpenMP gives that up after a moment only where one
-process has more threads than there are cores. So `torchrun` sets OMP_NUM_THREADS to 1, and `launch` gives each rank its
-share of the cores.
+More threads, no gain, and often a loss: threads that have finished their part wait *spinning*, on cores that others need.
+So `torchrun` sets OMP_NUM_THREADS to 1, and `launch` gives each rank its share of the cores.
 
 ## Is it the threads, then?
 
@@ -331,8 +335,10 @@ No. Every device holds a whole copy, and the master holds even more. Lessons 07 
 
 1. The mean of equal shards' gradients *is* the batch's gradient, so the learning rate stays as it is.
 2. DataParallel copies weights out and gradients in through one device, the master, in every step.
-3. Threads do not hold torch back: it lets go of Python's lock. But more threads than cores push each other aside.
+3. Large operations of torch let go of Python's lock, tiny ones hardly do; more threads than cores push each other aside.
 
 **Exercise:** [2](../exercises/02_data_parallel.ipynb), `exercises/02_data_parallel.ipynb`. **Next:**
-[3, the parameter server](03_parameter_server.ipynb): a process a device.
+[3, the parameter server](03_parameter_server.ipynb): a process per device.
+
+When you are done, *Kernel › Shut Down Kernel* gives its memory back.
 """

@@ -55,6 +55,26 @@ launch(report, world_size=K)
 
 # %% [markdown]
 r"""
+`wire.send` and `wire.recv` are `torch.distributed.send` and `recv`, and count what passes. The same once more in torch's own
+words:
+"""
+
+
+# %% torchs-own-words
+def report_in_torch():
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if rank > 0:
+        return dist.send(torch.tensor([rank]), dst=0)
+    boxes = [torch.zeros(1, dtype=torch.int64) for _ in range(1, world_size)]
+    for peer, box in enumerate(boxes, 1):
+        dist.recv(box, src=peer)
+    return [box.item() for box in boxes]
+
+
+launch(report_in_torch, world_size=K)[0]
+
+# %% [markdown]
+r"""
 ## Start equal
 
 Each rank builds the model itself. With a random start of its own, each would train another model, and averaging
@@ -141,11 +161,22 @@ print("every sample once, no overlap")
 r"""
 ## The server
 
-All gradients go to rank 0 and the average comes back. The server's one link carries everything.
+All gradients go to rank 0 and the average comes back. The server's one link carries everything. (Our server only averages,
+and every rank updates its own copy of the weights. A real parameter server *holds* the weights: gradients come in, it
+updates, and weights go out. The bytes are the same.)
 """
 
 # %% sketch
 show.sketches.star(K)
+
+# %% [markdown]
+r"""
+## Predict
+"""
+
+# %% predict
+guess = show.predict("The time at 4 ranks is how many times the time at 2 ranks?", [1, 2, 3, 4])
+guess
 
 # %% [markdown]
 r"""
@@ -158,26 +189,17 @@ show.source(average_on_server, stage3_paramserver.collect_and_return)
 
 # %% [markdown]
 r"""
-Let p be the bytes of all gradients, and b the bytes a second that a link carries. The server receives K-1
+Let p be the bytes of all gradients, and b the bytes per second that a link carries. The server receives K-1
 gradients, one after another, and then sends K-1 averages:
 
 $$T = 2\,(K-1)\,\frac{p}{b}$$
 
-## Predict
-"""
-
-# %% predict
-guess = show.predict("The time at 4 ranks is how many times the time at 2 ranks?", [1, 2, 3, 4])
-guess
-
-# %% [markdown]
-r"""
 ## Run
 
-A real network would hide in your laptop's memory speed, so we **emulate links** of 200 Mbit/s: each rank gets its
-own network cable with a speed limit, at the sending and at the receiving end. Then one gradient of 1 MiB is
-averaged on 2, 3 and 4 ranks. The slowest rank's time counts, because everyone waits for it; and of five tries the
-best, because it was disturbed least.
+Inside one machine messages travel at the speed of memory, and the difference would be too small to see. So we **emulate
+links** of 200 Mbit/s: each rank gets its own network cable with a speed limit, at the sending and at the receiving end.
+Then a gradient of 1 MiB is averaged on 2, 3 and 4 ranks. The slowest rank's time counts, because everyone waits for it; and
+the best of five tries, because it was disturbed least.
 """
 
 # %% measure
@@ -233,9 +255,9 @@ print("server: (K-1) p in and (K-1) p out; everyone else: p out and p in")
 r"""
 ## Three things in one
 
-"Averaging gradients" is three things: **waiting** until all are there (synchronisation), **moving data** through the
-links, and **adding up** (collective computation). The same call, taken apart: a barrier before it tells how
-long it waits for the slowest rank, which here computes 20 ms longer; the additions are done once more without the wire.
+"Averaging gradients" is three things: **waiting** until all ranks are there (synchronisation), **moving data** through the
+links, and **adding up** (collective computation). Here is the same call, taken apart. One rank computes 20 ms longer; a
+barrier before the call measures how long the others wait for it. The additions are done once more without the wire.
 """
 
 
@@ -264,7 +286,7 @@ show.bars(dict(zip(names, [1000 * piece for piece in pieces])), "time of the slo
 
 # %% [markdown]
 r"""
-Faster links (NVLink inside a machine, InfiniBand between machines) shrink the middle bar only. Lesson 11 deals with the first.
+Faster links (NVLink inside a machine, InfiniBand between machines) shrink the middle bar only. Lesson 11 deals with the first bar.
 
 ## What changed
 
@@ -330,4 +352,6 @@ broadcast makes it certain instead of likely.
 
 **Exercise:** [3](../exercises/03_parameter_server.ipynb), `exercises/03_parameter_server.ipynb`. **Next:**
 [4, ring all-reduce](04_ring_all_reduce.ipynb): no server.
+
+When you are done, *Kernel › Shut Down Kernel* gives its memory back.
 """
