@@ -18,7 +18,7 @@ those of the first. Why not send them already, while backward still works on the
 # %% imports
 from ddp_course import (
     BucketedDDP, Device, Link, claims, dist, launch, problems, show, simulate,
-    stage1_single, stage4_ring, stage5_bucketed, theory, timeline, torch,
+    ring_all_reduce, stage1_single, stage4_ring, stage5_bucketed, theory, timeline, timing, torch,
 )  # fmt: skip
 
 K = 4  # how many ranks; 2 works as well
@@ -50,22 +50,22 @@ print("the last layer's gradients come first")
 r"""
 ## Buckets
 
-One all-reduce a parameter would be many small messages, each with its latency. One for all would have to wait for the
+One all-reduce per parameter would be many small messages, each with its latency. One for all would have to wait for the
 last gradient. So parameters are put into **buckets**, last layer first. A bucket is closed when it has reached the
-cap, and travels as one message when all of its gradients are there. In PyTorch the cap is 25 MiB; our model is
-small, so here it is 0.02 MiB.
+cap, and travels as one message when all of its gradients are there. In PyTorch the cap is 25 MiB; here are eight equal
+layers of 16 KiB and a cap of 0.03 MiB.
 """
 
 # %% bucket-sketch
-show.sketches.buckets(digits.model(), bucket_cap_mb=0.02)
+show.sketches.buckets(problems.make("synthetic", parameters=8 * 64**2, width=64).model(), bucket_cap_mb=0.03)
 
 # %% [markdown]
 r"""
 All ranks must reduce the buckets in the same order, or they would add up different parameters. Ranks do not
 finish their layers at the same moments, so it is not enough to send whatever is ready: bucket 1 waits for bucket 0.
 
-A parameter is never cut in two: a bucket ends with the parameter that fills it. So a large layer makes a bucket far
-larger than the cap, as the 306 KiB one above.
+A parameter is never cut in two: a bucket ends with the parameter that fills it. So a layer larger than the cap makes a
+bucket larger than the cap.
 
 ## Predict
 
@@ -131,7 +131,7 @@ def on_devices(train, link=link, **options):
 
 # %% run
 plain, overlapped = on_devices(stage4_ring.train), on_devices(stage5_bucketed.train, bucket_cap_mb=0.1)
-print(f"stage 4: {1000 * step_s(plain):.0f} ms a step; with buckets: {1000 * step_s(overlapped):.0f} ms")
+print(f"stage 4: {1000 * step_s(plain):.0f} ms per step; with buckets: {1000 * step_s(overlapped):.0f} ms")
 
 # %% [markdown]
 r"""
@@ -179,11 +179,13 @@ r"""
 ## The bucket cap
 
 Small buckets start early, but each pays its latencies. Large ones wait. We measure the step for several caps, and put the
-**simulator** beside it: it knows how long each layer takes, how large its gradient is, and what the link carries.
+**simulator** beside it. It knows how long each layer takes, how large its gradient is, what the link carries, and what one
+message costs however small it is, which we measure first: an all-reduce of 64 bytes is 2(K-1) latencies and nothing else.
 """
 
 # %% measure-caps
-caps = [0.02, 0.05, 0.1, 0.2, 0.5]
+caps = [0.001, 0.02, 0.05, 0.1, 0.2, 0.5]
+latency = timing.time_collective(ring_all_reduce, 64, K, link) / (2 * (K - 1))
 measured = {cap: 1000 * step_s(on_devices(stage5_bucketed.train, bucket_cap_mb=cap)) for cap in show.progress(caps)}
 
 # %% simulate
@@ -194,7 +196,7 @@ sizes = [4.0 * p.numel() for p in text.model().parameters()]
 unit = emulation.busy_s / sum(sizes)  # computing goes with the parameters: a third forward, the rest backward
 layers = [simulate.Layer(str(i), unit * size / 3, unit * size * 2 / 3, size) for i, size in enumerate(sizes)]
 profile = simulate.Profile(tuple(layers))
-network = simulate.Network(theory.Costs.of_link(40e6, latency=300e-6))
+network = simulate.Network(theory.Costs.of_link(40e6, latency=latency))
 
 # %% [markdown]
 r"""
@@ -210,7 +212,8 @@ r"""
 ## When does it pay?
 
 One number for the device: how long backward takes, C. One for the link: how long the all-reduce takes, T. Without overlap a
-step takes forward + C + T. With it the longer of the two wins: forward + max(C, T), and a last bucket. So there are three
+step takes forward + C + T. With it the longer of the two wins: forward + max(C, T), and one bucket more: if C is longer, the
+*last* bucket, which is complete only when backward ends; if T is longer, the *first*, before which nothing can travel. So there are three
 regimes. Link fast: nothing to save. T below C: all hidden. T above C: nothing left to hide behind, you pay T - C. The
 crossing, T = C, is predicted from the two numbers alone; then measured by a sweep over link speeds.
 """
@@ -227,12 +230,14 @@ points = {
 
 # %% regimes
 forward, backward = (1000 * emulation.busy_s * part for part in (1 / 3, 2 / 3))
-travel = [1000 * theory.seconds("ring", sum(sizes), K, theory.Costs.of_link(1e6 * speed, 3e-4)) for speed in megabits]
+travel = [
+    1000 * theory.seconds("ring", sum(sizes), K, theory.Costs.of_link(1e6 * speed, latency)) for speed in megabits
+]
 crossing = 1e-6 * 8 * 2 * (K - 1) / K * sum(sizes) / (backward / 1000)
 show.curves(
     {"ring, measured": (megabits, points["ring"], show.STAGE_COLOURS["4"]),
      "buckets, measured": (megabits, points["buckets"], show.STAGE_COLOURS["5"])},
-    "link (Mbit/s)", "a step (ms)", f"Buckets save most near {crossing:.0f} Mbit/s, where backward equals all-reduce", log="x", ticks=megabits,
+    "link (Mbit/s)", "time per step (ms)", f"Buckets save most near {crossing:.0f} Mbit/s, where backward equals all-reduce", log="x", ticks=megabits,
     theory={"no overlap": (megabits, [forward + backward + t for t in travel], show.STAGE_COLOURS["4"]),
             "all hidden that can be": (megabits, [forward + max(backward, t) for t in travel], show.STAGE_COLOURS["5"])},
     kind="measured; derived",
@@ -289,6 +294,9 @@ r"""
 of 1 MiB, views into the buckets if you ask for `gradient_as_bucket_view=True`. After the first step it rebuilds its
 buckets in the order in which gradients really appeared. Lesson 06 adds that, and everything else that is missing.
 
+How much does it gain on GPUs? On 32 of them, overlap saved 38.0 % of a step of ResNet-50 and 35.2 % of BERT's with NCCL, 26.8 % and
+21.5 % with gloo (published: Li et al., "PyTorch Distributed", VLDB 2020).
+
 ## Check yourself
 
 **1.** Why is the first bucket of torch's DDP smaller than the others?
@@ -313,9 +321,11 @@ The all-reduce over two nodes takes 500 MB / (1.25 GB/s) = 400 ms, and backward 
 ## In three lines
 
 1. Gradients appear last layer first, so buckets can travel while backward still computes.
-2. A step is forward + max(backward, all-reduce) and a last bucket: derived, simulated and measured alike.
+2. A step takes at least forward + max(backward, all-reduce) and one bucket more: derived and simulated; the measured step is somewhat longer.
 3. Overlap pays most where backward and all-reduce are equally long; the best cap lies between many latencies and waiting.
 
 **Exercise:** [5](../exercises/05_bucketed_ddp.ipynb), `exercises/05_bucketed_ddp.ipynb`. **Next:**
 [6, a complete DDP](06_complete_ddp.ipynb).
+
+When you are done, *Kernel › Shut Down Kernel* gives its memory back.
 """

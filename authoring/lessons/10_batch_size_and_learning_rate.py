@@ -1,6 +1,6 @@
 # %% [markdown]
 r"""
-# 9 · Batch size and learning rate
+# 10 · Batch size and learning rate
 
 K devices can mean two things. The same batch, cut into K shares: then nothing changes but the speed. Or a batch K
 times as large: then there are K times fewer updates in an epoch, and the question is what to do with the learning
@@ -143,8 +143,8 @@ print("batch times 4: linear is best and the same rate worst; batch times 32: li
 r"""
 The bands are the best and the worst of three seeds. Two things to see. Up to a point, linear scaling gives the small
 batch's result in a quarter of the steps, and leaving the rate alone does not. Beyond it every rule loses: the rate
-becomes too long for the landscape, and the steps too few. Warm-up makes no clear difference here, where the base
-rate is small; at full size, below, it does.
+becomes too long for the landscape, and the steps too few. Warm-up gains nothing here, where the base rate is small, and at
+16 times the batch it even loses: of the few steps that are left it makes some too short. At full size, below, it pays.
 
 **Where is the point?** Lesson 01 measured how noisy a gradient is. Averaging pays as long as noise is most of it. The
 batch at which noise and gradient are equally long is the **critical batch size** (McCandlish et al., "An Empirical Model
@@ -205,7 +205,7 @@ show.curves({f"batch {8 * k}": ([1440 * (e + 1) for e in range(4)], row) for k, 
 r"""
 ## How long until a loss is reached?
 
-So do more devices pay? Each device computes 8 samples a step, and the rate grows with the number of devices. First we
+So do more devices pay? Each device computes 8 samples per step, and the rate grows with the number of devices. First we
 count, on one device and from three seeds: after how many updates is the held-out loss below 0.9?
 """
 
@@ -231,7 +231,9 @@ needed
 # %% [markdown]
 r"""
 Then we measure what a step takes on 1 to 8 emulated devices, joined by emulated links, with the buckets of lesson 05. For
-16 and 32 we take the time on 8: a ring's hardly grows (lesson 04). Updates times step time is the time to the loss.
+16 and 32 we take the time on 8: a ring's hardly grows (lesson 04). Updates times step time is the time to the loss. (The
+held-out loss is looked at after every 128 samples, that is every 16 updates on one device and every single one on 16, so the
+counts are that coarse.)
 """
 
 
@@ -331,7 +333,7 @@ findings
 # %% [markdown]
 r"""
 Two more belong here and were tested in lesson 06: `no_sync` around backward only (claim 12), and BatchNorm, which
-sees the rank's share only (claim 15). With 8 samples a rank its statistics are noisy, however large the global batch is.
+sees the rank's share only (claim 15). With 8 samples per rank its statistics are noisy, however large the global batch is.
 
 ## What torch does
 
@@ -365,4 +367,6 @@ samples, or evaluate without padding.
 
 **Exercise:** [10](../exercises/10_batch_size_and_learning_rate.ipynb), `exercises/10_batch_size_and_learning_rate.ipynb`.
 **Next:** [11, when things fail](11_when_things_fail.ipynb).
+
+When you are done, *Kernel › Shut Down Kernel* gives its memory back.
 """

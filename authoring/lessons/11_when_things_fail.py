@@ -1,6 +1,6 @@
 # %% [markdown]
 r"""
-# 10 · When things fail
+# 11 · When things fail
 
 Four processes fail four times as often as one, and in new ways: one dies and the others wait for it; two disagree
 about what to do next; one is merely slow. This lesson breaks things on purpose, so that you know what it looks like.
@@ -373,7 +373,7 @@ torchrun --nnodes=1:3 --nproc-per-node=2 --rdzv-backend=c10d --rdzv-endpoint=HOS
 ## What torch does
 
 `torch.save` writes a file, and nothing more: rename and flush are up to you. `torch.distributed.checkpoint` writes one
-file a rank for sharded models. `torchrun` restarts, but does not checkpoint.
+file per rank for sharded models. `torchrun` restarts, but does not checkpoint.
 
 ## Check yourself
 

@@ -113,7 +113,7 @@ check("14.3", the_bug, make_hook)
 #
 # Several ways were tried. `ways[name]["losses"]` are the losses after step 1, 2, … and `ways[name]["bytes"]` what the
 # busiest rank sends in each step. A step takes `compute_s` seconds of computing and then the time to send on a link of
-# `bits` bits a second. Which way is the first to get down to `target`, in *time*? Some never do. And for two ways, on which
+# `bits` bits per second. Which way is the first to get down to `target`, in *time*? Some never do. And for two ways, on which
 # link do they get there after equally long?
 # %% answer-14-4
 def winner(ways, target, compute_s, bits):
@@ -129,7 +129,7 @@ def winner(ways, target, compute_s, bits):
 
 
 def break_even(plain, frugal, target, compute_s):
-    """Return the bits a second at which both ways reach `target` at the same time; `frugal` needs more steps."""
+    """Return the bits per second at which both ways reach `target` at the same time; `frugal` needs more steps."""
     ### BEGIN SOLUTION
     n, m = (next(step for step, loss in enumerate(way["losses"], 1) if loss <= target) for way in (plain, frugal))
     return 8 * (n * plain["bytes"] - m * frugal["bytes"]) / (compute_s * (m - n))

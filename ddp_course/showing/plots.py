@@ -353,7 +353,10 @@ def scale(axes: Axes, log: Sequence[str], ticks: Any) -> None:
         axes.xaxis.set_major_locator(
             MaxNLocator(integer=all(line.get_xdata().dtype.kind == "i" for line in axes.lines))
         )
-    if "y" not in log and axes.dataLim.ymin >= 0:
+    low, high = axes.dataLim.intervaly
+    if (
+        "y" not in log and 0 <= low < high / 3
+    ):  # from 0, unless that would squeeze all curves into the top of the figure
         axes.set_ylim(bottom=0)
 
 
