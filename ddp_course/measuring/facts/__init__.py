@@ -26,6 +26,47 @@ SOURCES = {
         "and 1.026 s on 32 (eth-easl/sailor, MIT). Llama 3.1 8B: 5,762 and 5,605 tokens a second (torchtitan, "
         "benchmarks/). ResNet-101 and VGG-16: Horovod, docs/benchmarks.rst."
     ),
+    "pipeline_schedules_a100": (
+        "Samples per GPU and second, and peak memory, of GPT-like models on A100s by pipeline schedule: 1F1B; "
+        "interleaved (1F1B-I); zero bubble with the memory of 1F1B (ZB-1p) and twice that (ZB-2p). Qi et al., 'Zero "
+        "Bubble Pipeline Parallelism', ICLR 2024 (arXiv 2401.10241), Table 4."
+    ),
+    "zero3_and_3d_parallel_a100": (
+        "TFLOP/s per GPU of ZeRO-3 and of tensor, pipeline and data parallelism together (PTD) on A100s of 80 GB, "
+        "8 x 200 Gbit/s per host. Narayanan et al., SC 2021 (arXiv 2104.04473), Table 2."
+    ),
+    "gpt_step_ms_a100_3d": (
+        "Milliseconds per iteration of GPT models on 64 to 512 A100s by tensor, data and pipeline parallelism. "
+        "VIA-Research/vTrain (MIT), data/ground_truth_multi.csv."
+    ),
+    "nccl_ring_a100x8_sizes": (
+        "NCCL's all-reduce on 8 A100s of one host, ring forced, microseconds by message. stas00/ml-engineering, "
+        "network/README.md (facts from a text under CC BY-SA 4.0)."
+    ),
+    "nccl_bus_bandwidth_h200_b200": (
+        "NCCL's all-reduce on 8 H200s, and on 1 and 4 hosts of 8 B200s, as bus bandwidth: 2(K-1)/K bytes over time, "
+        "GB/s. stas00/ml-engineering, network/README.md (facts from a text under CC BY-SA 4.0)."
+    ),
+    "llama3_interruptions": (
+        "Unexpected interruptions of 54 days of training on 16,384 H100s, by cause. 'The Llama 3 Herd of Models' "
+        "(arXiv 2407.21783), Table 5."
+    ),
+    "time_to_failure_a100": (
+        "Mean hours between failures of a job on A100s, by number of GPUs. Kokolis et al., 'Revisiting Reliability in "
+        "Large-Scale Machine Learning Research Clusters' (arXiv 2410.21680)."
+    ),
+    "diloco_perplexity": (
+        "Perplexity, communication, time and computing of eight replicas, by how often they talk. Douillard et al., "
+        "'DiLoCo' (arXiv 2311.08105), Table 2."
+    ),
+    "overlap_saves_32_gpus": (
+        "How much shorter a step of DDP is on 32 GPUs because communication overlaps with the backward pass. Li et "
+        "al., 'PyTorch Distributed', VLDB 2020."
+    ),
+    "gpipe_throughput": (
+        "Throughput of GPipe on TPUs by partitions and micro-batches, over that of 2 partitions and 1 micro-batch. "
+        "Huang et al., 'GPipe', NeurIPS 2019 (arXiv 1811.06965), Table 2; the batch was adjusted where memory ran out."
+    ),
 }
 
 
