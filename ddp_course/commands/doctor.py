@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from ..running import trial
@@ -19,10 +18,6 @@ GIB = 2**30
 NEEDED_MEMORY = 1.5 * GIB  # for a lesson with four ranks: docs/TROUBLESHOOTING.md says how it was measured
 NEEDED_CORES = 2
 OLDEST_TORCH = (2, 10)  # as in pyproject.toml
-CPU_SHARES = [  # microseconds that a container may compute in a period of so many, cgroup version 2 and 1
-    (Path("/sys/fs/cgroup"), ("cpu.max",)),
-    (Path("/sys/fs/cgroup/cpu"), ("cpu.cfs_quota_us", "cpu.cfs_period_us")),
-]
 
 Finding = tuple[str, str, tuple[str, str] | None]  # a name, what is there, and (kind of problem, what to do) if any
 
@@ -65,9 +60,9 @@ def machine() -> Iterator[Finding]:
     """Cores, memory, system and Python: what the machine has, or what a hub's container allows of it."""
     import psutil
 
-    from ..running.launching.limits import free_memory
+    from ..running.linux import free_memory, processor_share
 
-    memory, cores = free_memory(), allowed_cores()
+    memory, cores = free_memory(), processor_share()
     two = "set K = 2 in the first cell of each lesson, and give commands --world-size 2"
     small = ("hint", f"four ranks want {NEEDED_MEMORY / GIB:g} GiB; {two}") if memory < NEEDED_MEMORY else None
     slow = ("hint", f"four ranks want two cores; {two}") if cores < NEEDED_CORES else None
@@ -88,16 +83,6 @@ def how_ranks_start() -> str:
     if (os.environ.get("DDP_COURSE_START") or ("fork" if forks else "spawn")) == "fork":
         return f"forked from a server that has torch loaded{now}"
     return f"warm spares, {most_spares(MOST_SPARES)} at most, {SPARE_MEMORY / GIB:.1f} GiB each{now}"
-
-
-def allowed_cores() -> float:
-    """Cores that this process may use: those it may run on, or the share of time that its container gets."""
-    cores: float = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    for folder, names in CPU_SHARES:
-        words = " ".join(file.read_text() for name in names if (file := folder / name).is_file()).split()
-        if len(words) == 2 and words[0].isdigit():
-            cores = min(cores, int(words[0]) / int(words[1]))
-    return cores
 
 
 def torch_parts() -> Iterator[Finding]:

@@ -25,6 +25,7 @@ import torch
 from ..errors import Failure
 from ..running.launching import rank as ranks
 from ..running.launching.launched import how_it_ended
+from ..running.linux import die_with_parent
 from . import harness, sandbox
 from .frames import COUNTED, EVIDENCE, FAILURE, LATE, READY, read_frame, send_frame
 from .plain import pack, unpack
@@ -156,7 +157,7 @@ def end(pids: list[int]) -> None:
 
 def be_rank(connection: socket.socket, wire: socket.socket, number: int, count: int, folder: str) -> None:
     """In a forked process: one rank of one task. Never returns."""
-    ranks.die_with_parent()
+    die_with_parent()
     silent = os.open(os.devnull, os.O_RDWR)
     for descriptor in range(3):
         os.dup2(silent, descriptor)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from ddp_course.grading import sandbox
 from ddp_course.grading.family import children
-from ddp_course.running.launching.server import take_large_pages
+from ddp_course.running.linux import take_large_pages
 
 PRELOAD = (
     "torch", "torch._dynamo", "torch.utils.data", "numpy", "pytest", "nbval.plugin", "nbformat.v4",

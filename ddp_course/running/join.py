@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from .devices.placement import agreed_backend, gpu_identity, hide_gpus, placement
-from .launching.rank import die_with_parent
+from .linux import die_with_parent
 
 FIRST_PORT, PORTS = 20_000, 10_000  # where Slurm jobs meet: a port of its own for each job id
 CONNECT_SECONDS = 5.0

@@ -460,7 +460,7 @@ def main():
     report = json.loads(REPORT.read_text()) if REPORT.exists() else {}
     for name in LOADED.split():
         import_module(name)
-    runpy.run_path(str(ROOT / SERVER))["take_large_pages"]()
+    import_module("ddp_course.running.linux").take_large_pages()
     with tempfile.TemporaryDirectory(prefix="mutation_") as folder:
         copies = [Path(folder, str(number)) for number in range(args.jobs)]
         for copied in copies:

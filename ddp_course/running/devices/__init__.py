@@ -17,7 +17,7 @@ What `Link` is for cables, `Device` is for accelerators: the arithmetic is real,
 `full_speed()` inside a rank ends the emulation for the rest of the function.
 """
 
-from .capacity import usable_cores
+from ..linux import usable_cores
 from .device import Device, emulation_of, for_ranks
 from .emulation import Emulation, device_number, full_speed
 from .placement import Placement, placement, rank_device

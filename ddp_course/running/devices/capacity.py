@@ -1,12 +1,13 @@
 """What one core of this processor carries: an emulated device must leave it time for the real arithmetic."""
 
-import os
 import time
 from functools import cache
 from typing import Any
 
 import torch
 from torch.nn.functional import conv2d
+
+from ..linux import usable_cores
 
 HALF = 0.5  # of the emulated time: the other half is for communication, for Python, and for keeping time
 TRIES = 5
@@ -19,11 +20,6 @@ def fitting(device: Any, world_size: int) -> float:
     flops, nbytes = of_core()
     share = HALF * min(1.0, usable_cores() / world_size)
     return max(device.rate / (share * flops), (device.memory or 0.0) / (share * nbytes))
-
-
-def usable_cores() -> int:
-    """Processor cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @cache

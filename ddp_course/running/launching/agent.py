@@ -12,9 +12,9 @@ import pickle
 import socket
 from typing import Any
 
+from ..linux import die_with_parent
 from . import rank
 from .channel import receive_descriptors, send
-from .rank import die_with_parent
 
 
 def own_ranks(launch: socket.socket, setting: dict) -> None:

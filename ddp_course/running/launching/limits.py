@@ -2,18 +2,14 @@
 
 import os
 import sys
-from pathlib import Path
+
+from ..linux import free_memory
 
 MIB = 1 << 20
 RANK_MEMORY = 64 * MIB  # what an idle CPU rank has of its own, with a small model: measured 13 to 60 MiB
 GPU_RANK_MEMORY = 1024 * MIB  # host memory of a rank that has initialised CUDA
 PIPES_A_RANK, SHARED_PIPES = 4, 4
 SPARE_FILES = 64
-MEMORY = Path("/proc/meminfo")  # Linux: no library is needed
-CGROUPS = [  # the limit, the use and the details of this container's memory, cgroup version 2 and 1
-    ("memory.max", "memory.current", "inactive_file", Path("/sys/fs/cgroup")),
-    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", Path("/sys/fs/cgroup/memory")),
-]
 
 
 def check_world_size(world_size: int, argument_bytes: int, on_gpu: bool) -> None:
@@ -39,28 +35,6 @@ def check_world_size(world_size: int, argument_bytes: int, on_gpu: bool) -> None
 def largest(fits: int) -> str:
     """What the caller may ask for."""
     return f"the largest that fits is {fits}" if fits else "not even one rank fits"
-
-
-def free_memory() -> int:
-    """Bytes that new processes may use: what the machine has free, or what its container allows."""
-    free = available_memory()
-    for limit, used, reclaimable, folder in CGROUPS:
-        allowed = (folder / limit).read_text().strip() if (folder / limit).is_file() else ""
-        if allowed.isdigit():
-            details = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            taken = int((folder / used).read_text()) - int(details.get(reclaimable, 0))
-            free = min(free, int(allowed) - taken)
-    return max(0, free)
-
-
-def available_memory() -> int:
-    """Bytes that the machine has free, or would free at once for whoever asks."""
-    if MEMORY.is_file():
-        words = next(line for line in MEMORY.read_text().splitlines() if line.startswith("MemAvailable")).split()
-        return int(words[1]) * 1024
-    import psutil
-
-    return psutil.virtual_memory().available
 
 
 def free_files() -> int:

@@ -19,8 +19,9 @@ from IPython.core.magic import Magics, cell_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 
 from .cell import PROVIDED, compile_cell, run_cell, used_names
-from .launch import EXPECTED, pack_call, plain, run_ranks
+from .launch import EXPECTED, plain
 from .launched import show_line
+from .run import pack_call, run_ranks
 
 NOT_SENT = {*PROVIDED, "In", "Out", "get_ipython", "exit", "quit"}
 

@@ -1,6 +1,5 @@
 """What happens inside a rank: from the fork to the caller's function, and its result on the way back."""
 
-import ctypes
 import faulthandler
 import io
 import linecache
@@ -25,12 +24,12 @@ import torch.distributed as dist
 from .. import flight_recorder
 from ..devices import emulation_of
 from ..devices.placement import hide_gpus
+from ..linux import die_with_parent
 from .channel import write
 from .limits import PIPES_A_RANK, SHARED_PIPES
 from .pickling import Pickler
 from .progress import count_steps
 
-PR_SET_PDEATHSIG = 1
 HERE = Path(__file__).parent
 OWN_FILES = tuple(str(HERE / name) for name in ("rank.py", "cell.py", "spare.py"))  # not shown
 LIBRARIES = (str(HERE.parents[1]), str(Path(torch.__file__).parent))
@@ -73,9 +72,7 @@ def main(
     setting: dict, rank: int, link: Any, pipes: Pipes, launch: socket.socket, listener: socket.socket | None, agent: int
 ) -> None:
     """Be one rank, forked by `agent`: move to its place in the emulated network, take its pipes, do its work."""
-    die_with_parent()
-    if os.getppid() != agent:
-        os._exit(1)
+    die_with_parent(agent)
     if link is not None:
         link.enter(rank)  # before any socket: it may move this process into a network namespace of its own
     launch.close()
@@ -117,12 +114,6 @@ def work(
     sys.stdout.flush()
     sys.stderr.flush()
     write(report, answer)
-
-
-def die_with_parent() -> None:
-    """Have the system kill this process as soon as its parent ends; only Linux can."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def join_group(setting: dict, rank: int, listener: socket.socket | None) -> None:

@@ -14,12 +14,11 @@ and when that has ended, the server's.
 import os
 import sys
 
-sys.path[:] = [
-    entry for entry in sys.path if os.path.abspath(entry or ".") != os.path.dirname(os.path.abspath(__file__))
-]
+HERE = os.path.dirname(os.path.abspath(__file__))
+PACKAGES = os.path.abspath(f"{HERE}/../../..")
+sys.path[:] = [PACKAGES, *(path for path in sys.path if os.path.abspath(path or ".") != HERE)]
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import pickle
@@ -29,19 +28,16 @@ import socket
 import struct
 import time
 
+from ddp_course.running import linux
+
+for name in [name for name in sys.modules if name.startswith("ddp_course")]:
+    del sys.modules[name]  # every launch reads the package afresh
+
 AT_ONCE = ["torch.distributed", "torch.multiprocessing", "numpy", "cloudpickle"]
 LATER = [  # what every rank would import for more than a second with its first optimizer: dynamo
     *("mpmath", "sympy", "torch.fx.experimental.symbolic_shapes", "torch.distributed.fsdp", "torch._dynamo"),
     "torch.utils.data",
 ]  # when idle, in small steps, because a launch that comes meanwhile has to wait; and all before the second launch
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-LARGE_PAGE, MADV_COLLAPSE = 2 << 20, 25
-
-
-def prctl(option: int, value: int) -> None:
-    """Call Linux's prctl(2); other systems do without."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def serve(control: socket.socket) -> None:
@@ -49,7 +45,7 @@ def serve(control: socket.socket) -> None:
     launches, ended, later = {}, set(), list(LATER)  # launches: the agent's process id -> (number, launch socket)
     wakeup = wake_on_child()
     watched: list = [control, wakeup]
-    prctl(PR_SET_CHILD_SUBREAPER, 1)  # what an agent leaves behind becomes ours
+    linux.adopt_orphans()  # what an agent leaves behind becomes ours
     caller, first_launch_over = os.getppid(), False
     while os.getppid() == caller:
         idle = first_launch_over and not launches
@@ -63,7 +59,7 @@ def serve(control: socket.socket) -> None:
             load(later[:1])
             del later[0]
             if not later:
-                take_large_pages()
+                linux.take_large_pages()
     ended.update(launches)  # with the caller gone they are all to end
     while launches:
         reap(launches, ended)
@@ -84,21 +80,6 @@ def load(names: list) -> None:
     gc.freeze()
     gc.enable()
     remove_empty_cache()
-
-
-def take_large_pages() -> None:
-    """Move this process's memory to pages of 2 MiB, where Linux (6.1) has them to give.
-
-    A fork copies the table of all pages: with these it takes a tenth of the time, and a launch of four ranks a third
-    less of the processor. A child that writes to one has a small page of its own all the same. It takes 0.2 s, once.
-    Source: madvise(2), MADV_COLLAPSE.
-    """
-    with contextlib.suppress(FileNotFoundError), open("/proc/self/maps") as maps:  # other systems have none
-        for line in maps.read().splitlines():
-            span, rights, _, _, inode, *_ = line.split()
-            start, end = (int(address, 16) for address in span.split("-"))
-            if rights == "rw-p" and inode == "0" and end - start >= LARGE_PAGE:
-                ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), MADV_COLLAPSE)
 
 
 def remove_empty_cache() -> None:
@@ -146,8 +127,8 @@ def become_agent(launch: socket.socket) -> None:
     """In the forked child: take on the caller's folder, paths and environment, and own the ranks. Never returns."""
     try:
         os.setpgid(0, 0)  # one process group a launch: the agent, its ranks and theirs
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        prctl(PR_SET_CHILD_SUBREAPER, 1)
+        linux.die_with_parent()
+        linux.adopt_orphans()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_DFL)

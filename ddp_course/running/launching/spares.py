@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from .limits import free_memory
+from ..linux import free_memory
 
 MARK = "DDP_COURSE_SPARE"  # in the environment of a spare and of whatever it starts
 SPARE_MEMORY = 300 << 20  # bytes of its own, once it has imported all that ranks need: measured 260 MiB

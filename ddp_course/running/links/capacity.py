@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ...errors import LinkError
 from .. import wire
-from ..launching.launch import launch
+from ..launching.run import pack_call, run_ranks
 from .modes import ThrottledWire
 
 HEADROOM = 0.6  # of what the processor carries: the rest is for the model, and for keeping time
@@ -49,7 +49,7 @@ def capacity(unlimited: type, mode: Any, host_count: int, attempt: int = 0) -> f
 
     Every `attempt` is measured once: a processor that is busy with something else may do better next time.
     """
-    return HEADROOM * 8 * min(launch(full_speed, world_size=host_count, device="cpu", link=unlimited(mode)))
+    return HEADROOM * 8 * min(run_ranks(pack_call(full_speed, (), {}), host_count, link=unlimited(mode)))
 
 
 def full_speed(message_bytes: Any = 1 << 20, seconds: float = 0.2) -> float:

@@ -91,6 +91,7 @@ class Link:
         Raises LinkError if not, with the bandwidth that it can; in mode "auto" takes the wire where hosts fail, and
         says so. The caller of a launch does this; once in a process for each number of hosts.
         """
+        self.check(world_size)
         capacity.rehearse(self, Unlimited, self.host_count(world_size))
 
     def prepare(self, world_size: int, folder: str | Path | None = None) -> None:
@@ -125,9 +126,6 @@ class Unlimited(Link):
 
     def __init__(self, mode):
         super().__init__(f"{UNLIMITED}bit", mode=mode)
-
-    def rehearse(self, world_size: int) -> None:
-        """This is the rehearsal."""
 
 
 def parse_bandwidth(text: Any) -> float:

@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_course import launch
+from ddp_course import Device, Link, launch
 from ddp_course.errors import LaunchError, RankError
 from ddp_course.running.devices import usable_cores
 from ddp_course.running.launching import forked, launched, limits
@@ -106,16 +106,6 @@ def test_what_cannot_be_loaded_ahead_is_no_reason_to_refuse_a_launch(monkeypatch
     assert found == [([False], found[0][1])] * 4, "one server, which lived on"
 
 
-CONTENT = """
-from ddp_course.running.launching.server import take_large_pages
-content = bytes(range(256)) * (1 << 17)
-print(open("/proc/self/smaps_rollup").read())
-take_large_pages()
-assert content == bytes(range(256)) * (1 << 17)
-print(open("/proc/self/smaps_rollup").read())
-"""
-
-
 def large_pages(smaps):
     """How many MiB of a process lie in large pages, each time it was asked."""
     return [int(kib) >> 10 for kib in re.findall(r"AnonHugePages: *([0-9]+)", smaps)]
@@ -127,11 +117,7 @@ def large_pages(smaps):
     or not Path("/sys/kernel/mm/transparent_hugepage").exists(),
     reason="large pages on demand are Linux 6.1's",
 )
-def test_what_the_server_has_loaded_moves_to_large_pages_and_keeps_its_contents():
-    done = subprocess.run([sys.executable, "-c", CONTENT], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    before, after = large_pages(done.stdout)
-    assert after - before >= 16, "MiB of the 32"
+def test_what_the_server_has_loaded_moves_to_large_pages():
     forked.use_server(None)
     launch(pid_and_rank, world_size=1)
     smaps, end = Path(f"/proc/{forked.server_pid()}/smaps_rollup"), time.monotonic() + 120
@@ -206,6 +192,8 @@ def test_a_launch_inside_a_rank():
         ({"timeout": math.nan}, "timeout is nan"),
         ({"device": "tpu"}, 'unknown device "tpu"; choose'),
         ({"device": 3}, "device is 3; choose"),
+        ({"link": Link}, r"link is the class Link; it must be one made of it: Link\(…\)"),
+        ({"device": Device}, r"device is the class Device; it must be one made of it: Device\(…\)"),
         ({"link": "50Mbit"}, r"link is '50Mbit'; it must be a Link, such as Link\(bandwidth='50Mbit'\)"),
     ],
 )

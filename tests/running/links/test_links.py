@@ -91,7 +91,7 @@ def test_a_busy_moment_does_not_lead_to_a_refusal(monkeypatch):
 
 
 def test_checking_and_describing_a_link_launches_nothing_and_prints_nothing(monkeypatch, capsys):
-    monkeypatch.setattr(capacity, "launch", lambda *_, **__: pytest.fail("a launch"))
+    monkeypatch.setattr(capacity, "run_ranks", lambda *_, **__: pytest.fail("a launch"))
     monkeypatch.setattr(calibration, "launch", lambda *_, **__: pytest.fail("a launch"))
     made = Link("29Tbit", mode="wire")
     made.check(4)

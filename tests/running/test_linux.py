@@ -1,0 +1,81 @@
+"""What a container may use, by the control groups that it is in; large pages."""
+
+import platform
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ddp_course.running import linux
+
+GIB = 1 << 30
+VERSION_2 = {"memory.max": "max", "memory.current": GIB, "memory.stat": "anon 7\ninactive_file 0"}
+VERSION_1 = {
+    "memory/hub/memory.limit_in_bytes": 3 * GIB,
+    "memory/hub/memory.usage_in_bytes": 2 * GIB,
+    "memory/hub/memory.stat": f"inactive_file 1\ntotal_inactive_file {GIB}",
+    "memory/memory.limit_in_bytes": 9223372036854771712,
+    "memory/memory.usage_in_bytes": 2 * GIB,
+}
+
+
+@pytest.mark.parametrize(
+    "own, files, gib, cores",
+    [
+        ("0::/", VERSION_2, 100, 8),
+        ("0::/", {**VERSION_2, "memory.max": 4 * GIB, "cpu.max": "50000 100000"}, 3, 0.5),
+        ("0::/", {"cpu.max": "max 100000"}, 100, 8),
+        (  # the limit stands above the own group, as systemd sets it for a user
+            "0::/user.slice/session.scope",
+            {f"user.slice/{name}": value for name, value in {**VERSION_2, "memory.max": 2 * GIB}.items()}
+            | {"user.slice/session.scope/memory.max": "max", "user.slice/cpu.max": "200000 100000"},
+            1,
+            2,
+        ),
+        ("0::/unseen/by/this/container", {**VERSION_2, "memory.max": 4 * GIB}, 3, 8),
+        ("3:cpuset:/\n4:memory:/hub\n0::/", VERSION_1, 2, 8),
+        ("5:cpu,cpuacct:/hub", {"cpu/hub/cpu.cfs_quota_us": 150000, "cpu/hub/cpu.cfs_period_us": 100000}, 100, 1.5),
+        ("5:cpu,cpuacct:/", {"cpu/cpu.cfs_quota_us": -1, "cpu/cpu.cfs_period_us": 100000}, 100, 8),
+    ],
+)
+def test_what_a_container_may_use(tmp_path, monkeypatch, own, files, gib, cores):
+    for name, value in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{value}\n")
+    (tmp_path / "own").write_text(own + "\n")
+    monkeypatch.setattr(linux, "CGROUPS", tmp_path)
+    monkeypatch.setattr(linux, "OWN_CGROUPS", tmp_path / "own")
+    monkeypatch.setattr(linux, "available_memory", lambda: 100 * GIB)
+    monkeypatch.setattr(linux.os, "sched_getaffinity", lambda pid: range(8))
+    assert linux.free_memory() == gib * GIB
+    assert linux.processor_share() == cores and linux.usable_cores() == max(1, int(cores))
+
+
+def test_without_proc_the_machine_is_all_there_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(linux, "OWN_CGROUPS", tmp_path / "missing")
+    assert linux.cgroup_folders("memory") == [] and linux.free_memory() == pytest.approx(linux.available_memory(), 0.1)
+
+
+CONTENT = """
+from ddp_course.running.linux import take_large_pages
+content = bytes(range(256)) * (1 << 17)
+print(open("/proc/self/smaps_rollup").read())
+take_large_pages()
+assert content == bytes(range(256)) * (1 << 17)
+print(open("/proc/self/smaps_rollup").read())
+"""
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux"
+    or tuple(map(int, platform.release().split(".")[:2])) < (6, 1)
+    or not Path("/sys/kernel/mm/transparent_hugepage").exists(),
+    reason="large pages on demand are Linux 6.1's",
+)
+def test_memory_moves_to_large_pages_and_keeps_its_contents():
+    done = subprocess.run([sys.executable, "-c", CONTENT], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    before, after = (int(kib) >> 10 for kib in re.findall(r"AnonHugePages: *([0-9]+)", done.stdout))
+    assert after - before >= 16, "MiB of the 32"
