@@ -17,6 +17,7 @@ import tempfile
 from pathlib import Path
 
 import elsewhere
+from tqdm import tqdm
 from web import explorers, pages
 
 from ddp_course import ladder
@@ -38,6 +39,7 @@ def main(arguments=None):
         return 2
     with tempfile.TemporaryDirectory() as folder:
         nav = write_sources(Path(folder), args.pictures)
+        print("writing the pages, which takes about a minute", flush=True)
         generate(Path(folder), args.out.resolve(), nav)
     print(f"wrote {len(list(args.out.rglob('*.html')))} pages; open index.html in {args.out.name}/")
     return 0
@@ -65,7 +67,7 @@ def write_sources(folder, pictures):
 
 def draw(recipes, pictures):
     """{place: data} of all explorers. One after the other: a process forked beside torch's threads may never end."""
-    return {place: explorers.drawn(recipe, pictures) for place, recipe in recipes.items()}
+    return {place: explorers.drawn(recipe, pictures) for place, recipe in tqdm(recipes.items(), desc="explorers")}
 
 
 def write_page(folder, page, drawn):
@@ -113,7 +115,8 @@ def reference(folder):
     for title, names in rooms.items():
         page = f"{title.lower().replace(' ', '_')}.md"
         blocks = [f"## {name}\n\n::: ddp_course.{name}\n    options: {{show_root_heading: false}}" for name in names]
-        (folder / page).write_text("\n\n".join([f"# {title}: reference", *blocks, ""]), encoding="utf-8")
+        behind = "---\nsearch:\n  boost: 0.2\n---"  # lessons come first among what the search finds
+        (folder / page).write_text("\n\n".join([behind, f"# {title}: reference", *blocks, ""]), encoding="utf-8")
         nav.append({title: f"reference/{page}"})
     return nav
 

@@ -21,6 +21,7 @@ WIDGET = "application/vnd.jupyter.widget-view+json"
 FORMULA = re.compile(r"\$\$(.+?)\$\$|(?<![\\$\w])\$([^$\n`]+?(?:\n[^$\n`]+?)?)\$(?!\d)", re.DOTALL)
 CODE = re.compile(r"(^ *(?:```|~~~).*?^ *(?:```|~~~) *$|`[^`\n]*`)", re.DOTALL | re.MULTILINE)
 TERMINAL = re.compile(r"\x1b\[[0-9;]*m")
+PROGRESS = re.compile(r"\|.*\| \d+/\d+ \[|it/s\]")  # a bar that nothing moves any more
 STARTS_LIST = re.compile(r"( *)(?:[-*+]|1\.) +\S")
 LISTED = re.compile(r" *(?:[-*+]|\d+\.) +\S")
 
@@ -134,8 +135,12 @@ def fence(text: str, language: str) -> str:
 def shown(output, page: Page, predictions: list, language: str | None) -> str:
     """One output of a cell; `language` is that of a text which is code."""
     if "data" not in output:
-        return fence(output.get("text") or "\n".join(output.get("traceback", [])), "text")
+        text = output.get("text") or "\n".join(output.get("traceback", []))
+        lines = [line for line in text.splitlines() if not PROGRESS.search(line)]
+        return fence("\n".join(lines), "text") if lines else ""
     data, ours = output.data, output.data.get(MIME, {})
+    if PROGRESS.search(data.get("text/plain", "")):
+        return ""
     if "explorer" in ours:
         return explorer(output, page)
     if "right" in ours:

@@ -165,7 +165,10 @@ def ring_step(world_size: int = 4, step: int = 0) -> Picture:
     schedule, state = ring_schedule(world_size), ring_states(world_size)[step]
     done = sum(len(chunk) == world_size for chunks in state for chunk in chunks)
     message = f"after step {step} of {len(schedule)}: {done} of {world_size**2} chunks complete"
-    size: Any = {"width": 1.7 * world_size + 0.6, "height": 0.62 * world_size + 1.4}
+    size: Any = {
+        "width": max(5.6, 1.7 * world_size + 0.6),
+        "height": 0.62 * world_size + 1.4,
+    }
     picture, axes = panels(**size, message=message, seen="A grid of ranks and chunks")
     with style():
         axes.set_axis_off()
@@ -211,7 +214,7 @@ def _messages(axes, chunk_of, world_size):
 def whole_ring_step(world_size: int = 4, step: int = 0) -> Picture:
     """The whole-gradient ring after `step` of K-1 steps: which gradients each rank has added up."""
     message = f"after step {step} of {world_size - 1}: each rank has added {step + 1} of {world_size} gradients"
-    picture, axes = panels(width=1.7 * world_size + 0.6, height=1.9, message=message)
+    picture, axes = panels(width=max(5.6, 1.7 * world_size + 0.6), height=1.9, message=message)
     with style():
         axes.set_axis_off()
         for rank in range(world_size):
