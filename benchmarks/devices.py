@@ -15,8 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_course import ladder, problems
-from ddp_course.measuring import comparison, emulated
+from ddp_course import ladder
+from ddp_course.measuring import comparison
+from ddp_course.measuring.job import Job, Work, checked
 from ddp_course.measuring.recording import recording
 from ddp_course.measuring.simulate import Layer, Network, Profile, simulate
 from ddp_course.measuring.theory import Costs
@@ -38,13 +39,11 @@ FASTER = {"5": 3.2, "3": 1.2}  # than one device, at 4 ranks
 
 def clock(args: argparse.Namespace) -> Part:
     """Steps of 4 ranks that do not communicate, beside flops/rate; and processor time of the emulation an operation."""
-    job = {**job_of({"K": 4, "cap_mb": 25.0}), "alone": True}
-    _, flops = emulated.work_of(job, Device("1GFLOP/s"), 4)
-    device = Device(f"{flops / (4 * RANK_SECONDS)}FLOP/s")
-    derived = emulated.work_of(job, device, 4)[0].seconds
-    measured = statistics.median(
-        max(step) for step in zip(*launch(train, job, world_size=4, device=device), strict=True)
-    )
+    job = job_of({"K": 4, "cap_mb": 25.0})
+    device = Device(f"{job.work(Device('1GFLOP/s'), 4).flops / (4 * RANK_SECONDS)}FLOP/s")
+    derived = job.work(device, 4).seconds
+    ranks = launch(train, job, "1", world_size=4, device=device)
+    measured = statistics.median(max(step) for step in zip(*ranks, strict=True))
     with Device("100TFLOP/s").emulate():
         slowed = operation_us()
     overhead = slowed - operation_us()
@@ -100,24 +99,22 @@ def against_simulator(args: argparse.Namespace) -> Part:
 def both(setting: dict[str, Any], mode: str) -> dict[str, float]:
     """Milliseconds of a step in one setting, emulated and simulated, and by how much the first is longer."""
     job = job_of(setting)
-    _, flops = emulated.work_of(job, Device("1GFLOP/s"), setting["K"])
-    device = Device(f"{flops / setting['rank_s']}FLOP/s")
-    work, _ = emulated.work_of(job, device, setting["K"])
+    device = Device(f"{job.work(Device('1GFLOP/s'), setting['K']).flops / setting['rank_s']}FLOP/s")
+    work = job.work(device, setting["K"])
     link = Link(f"{setting['mbit']}Mbit", mode=mode)
     network = Network(Costs.of_link(link.bandwidth, link.latency))
     predicted = 1000 * simulate(profile_of(work), setting["K"], network, bucket_cap_mb=setting["cap_mb"]).step_s
-    ranks = launch(train, job, world_size=setting["K"], device=device, link=link)
+    ranks = launch(train, job, "5", world_size=setting["K"], device=device, link=link)
     measured = 1000 * statistics.median(max(step) for step in zip(*ranks, strict=True))
     return {"emulated_ms": measured, "simulated_ms": predicted, "difference": measured / predicted - 1}
 
 
-def job_of(setting: dict[str, Any]) -> dict[str, Any]:
+def job_of(setting: dict[str, Any]) -> Job:
     """The digits, in batches that any number of ranks can share."""
-    names = {"problem": "digits", "settings": {}, "seed": 0, "global_batch": 48 * setting["K"]}
-    return {**names, "world_size": setting["K"], "bucket_cap_mb": setting["cap_mb"]}
+    return checked("digits", setting["K"], STEPS, 48 * setting["K"], bucket_cap_mb=setting["cap_mb"])
 
 
-def profile_of(work: emulated.Work) -> Profile:
+def profile_of(work: Work) -> Profile:
     """What the simulator needs to know of a device's work: a layer for each parameter, in forward order."""
     layers, before = [], 0.0
     for parameter, ready in sorted(reversed(work.ready_s.items()), key=lambda pair: pair[1]):
@@ -128,14 +125,11 @@ def profile_of(work: emulated.Work) -> Profile:
     return Profile((first, *layers[::-1]), work.update_s)
 
 
-def train(job: dict[str, Any]) -> list[float]:
-    """On each rank: seconds of the steps of stage 5, or of stage 1 if each is `alone`."""
-    problem = problems.make(job["problem"])
-    batches = problem.batches(job["global_batch"], STEPS, job["seed"], dist.get_rank(), job["world_size"])
+def train(job: Job, stage: str) -> list[float]:
+    """On each rank: seconds of the steps of a stage, each rank on its share of the batch."""
     with recording() as record:
-        ladder.find("1" if job.get("alone") else "5").trainer(job)(
-            problem.model(job["seed"]), record.stamped(batches), 0.05
-        )
+        batches = record.stamped(job.batches(dist.get_rank(), job.world_size))
+        ladder.find(stage).trainer({"bucket_cap_mb": job.bucket_cap_mb})(job.model(), batches, job.lr)
     return record.report()["step_s"]
 
 

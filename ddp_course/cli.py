@@ -19,6 +19,7 @@ COMMANDS = {
     "claims": ("commands.claims", "put the claims of the course to the test"),
     "grade": ("commands.grade", "grade exercises"),
     "check": ("commands.check", "check your own exercise"),
+    "audit": ("commands.audit", "look for the usual mistakes in your own training script"),
     "hosts": ("commands.hosts", "bring several machines together for launch(fn, hosts=...)"),
 }
 

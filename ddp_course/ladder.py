@@ -6,7 +6,7 @@ To add a stage: write its module, append a `Stage`. It then trains in `ddp-cours
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -20,8 +20,8 @@ class Stage:
     loop of `wrapping` is used. `wrap(model, optimizer, …)` returns a `wrapping.Strategy`. Both get those settings of
     the job that `options` names.
 
-    `bytes_sent(p, K, cuts)` is what the busiest of K ranks sends in a step: p bytes of gradients; cuts has the bytes
-    of activations at each of the K-1 cuts of a pipeline. None where nothing is sent, or no wire of ours counts it.
+    `bytes_sent(job)` is what the busiest rank sends in a step of a `measuring.job.Job`; None where nothing is sent.
+    `step` says how a step goes on emulated devices: a name of `measuring.ideals.STEPS`, None where no formula is known.
     """
 
     key: str
@@ -36,9 +36,9 @@ class Stage:
     one_process: bool = False
     splits_batch: bool = True  # each rank gets a K-th of the global batch; otherwise all work on all of it
     counted: bool = False  # its bytes go over our own wire, where they are counted
-    bytes_sent: Callable[[int, int, list[int]], float] | None = None
+    bytes_sent: Callable[[Any], float] | None = None
     all_reduce: str | None = None  # the closed form of its averaging, a name of `measuring.theory`
-    overlaps: bool = False  # averages under the backward pass, bucket by bucket
+    step: str | None = None
 
     def trainer(self, settings: dict) -> Callable:
         """Return this stage's `train(model, batches, lr)` with those of the job's `settings` that it knows."""
@@ -67,23 +67,24 @@ def find(key: str) -> Stage:
     return STAGES[key]
 
 
-def on_server(p: int, K: int, cuts: Sequence[int]) -> float:
+def on_server(job: Any) -> float:
     """What the busiest rank sends when one collects all and sends back, or when all is passed around whole."""
-    return (K - 1) * p
+    return (job.world_size - 1) * job.gradient_bytes
 
 
-def on_ring(p: int, K: int, cuts: Sequence[int]) -> float:
+def on_ring(job: Any) -> float:
     """What each rank sends in an all-reduce around a ring: reduce-scatter and allgather."""
-    return 2 * (K - 1) * p / K
+    return 2 * (job.world_size - 1) * job.gradient_bytes / job.world_size
 
 
-def sharded(p: int, K: int, cuts: Sequence[int]) -> float:
+def sharded(job: Any) -> float:
     """What each rank sends if parameters are gathered for forward and backward, and gradients scattered."""
-    return 3 * (K - 1) * p / K
+    return 3 * (job.world_size - 1) * job.gradient_bytes / job.world_size
 
 
-def along_pipeline(p: int, K: int, cuts: Sequence[int]) -> float:
+def along_pipeline(job: Any) -> float:
     """What the busiest rank of a pipeline sends: activations to the right, their gradients to the left."""
+    cuts = job.activation_bytes
     return max(right + left for right, left in zip([*cuts, 0], [0, *cuts], strict=True))
 
 
@@ -94,59 +95,60 @@ STAGES: dict[str, Stage] = {
         Stage(
             "1", "single device", "forward, backward, update on one device", "stage1_single",
             wrap="wrapping:alone", train="stage1_single:train", colour="#A9A9A9",
-            time="0", one_process=True, splits_batch=False,
+            time="0", one_process=True, splits_batch=False, step="alone",
         ),
         Stage(
             "2", "DataParallel", "one process, K devices: scatter, replicate, gather, reduce", "stage2_dataparallel",
             wrap="wrapping:in_threads", train="stage2_dataparallel:train", options=("devices",), colour="#E69F00",
-            time="the master carries it all", one_process=True, splits_batch=False, all_reduce="parameter_server",
+            time="the master carries it all", one_process=True, splits_batch=False,
+            all_reduce="parameter_server", step="averaged",
         ),
         Stage(
             "3", "parameter server", "K processes; one collects, averages, sends back", "stage3_paramserver",
             wrap="wrapping:by_server", train="stage3_paramserver:train", colour="#D55E00",
-            time="2(K-1) p/b", counted=True, bytes_sent=on_server, all_reduce="parameter_server",
+            time="2(K-1) p/b", counted=True, bytes_sent=on_server, all_reduce="parameter_server", step="averaged",
         ),
         Stage(
             "4w", "whole-gradient ring", "no server: whole gradients around a ring", "stage4_ring",
             wrap="wrapping:by_whole_ring", train="wrapping:train_on_whole_ring", colour="#332288",
-            time="(K-1) p/b", counted=True, bytes_sent=on_server, all_reduce="whole_gradient_ring",
+            time="(K-1) p/b", counted=True, bytes_sent=on_server, all_reduce="whole_gradient_ring", step="averaged",
         ),
         Stage(
             "4", "ring", "the chunked ring: reduce-scatter and allgather", "stage4_ring",
             wrap="wrapping:by_ring", train="stage4_ring:train", colour="#0072B2",
-            time="2(K-1)/K p/b", counted=True, bytes_sent=on_ring, all_reduce="ring",
+            time="2(K-1)/K p/b", counted=True, bytes_sent=on_ring, all_reduce="ring", step="averaged",
         ),
         Stage(
             "5", "bucketed DDP", "buckets and hooks: communication under the backward pass", "stage5_bucketed",
             wrap="wrapping:in_buckets", train="stage5_bucketed:train", options=("bucket_cap_mb",), colour="#009E73",
-            time="hidden behind compute", counted=True, bytes_sent=on_ring, all_reduce="ring", overlaps=True,
+            time="hidden behind compute", counted=True, bytes_sent=on_ring, all_reduce="ring", step="overlapped",
         ),
         Stage(
             "6", "complete DDP", "everything a real one needs: a drop-in for torch's `DistributedDataParallel`",
             "stage6_ddp",
             wrap="wrapping:complete", train="stage6_ddp:train", options=("bucket_cap_mb", "all_reduce"),
             colour="#CC79A7",
-            time="as 5", bytes_sent=on_ring, all_reduce="ring", overlaps=True,
+            time="as 5", bytes_sent=on_ring, all_reduce="ring", step="overlapped",
         ),
         Stage(
             "7o", "sharded optimizer", "the optimizer's state split over the ranks", "stage7_sharded",
             wrap="wrapping:optimizer_sharded", colour="#117733",
-            time="as 4", counted=True, bytes_sent=on_ring, all_reduce="ring",
+            time="as 4", counted=True, bytes_sent=on_ring, all_reduce="ring", step="averaged",
         ),
         Stage(
             "7", "fully sharded", "parameters and gradients too: memory falls with K", "stage7_sharded",
             wrap="wrapping:FullySharded", train="stage7_sharded:train", colour="#56B4E9",
-            time="3(K-1)/K p/b", counted=True, bytes_sent=sharded,
+            time="3(K-1)/K p/b", counted=True, bytes_sent=sharded, step="gathered",
         ),
         Stage(
             "8", "pipeline", "the model is split, not the data", "stage8_pipeline",
             wrap="wrapping:Pipelined", train="stage8_pipeline:train", options=("stages",), colour="#882255",
-            time="activations only", splits_batch=False, counted=True, bytes_sent=along_pipeline,
+            time="activations only", splits_batch=False, counted=True, bytes_sent=along_pipeline, step="pipelined",
         ),
         Stage(
             "torch", "torch's DDP", "what you have built, as PyTorch ships it", "torch.nn.parallel",
             wrap="wrapping:torchs_own", options=("bucket_cap_mb",), colour="#000000",
-            time="as 5", bytes_sent=on_ring, all_reduce="ring", overlaps=True,
+            time="as 5", bytes_sent=on_ring, all_reduce="ring", step="overlapped",
         ),
     )
 }  # fmt: skip

@@ -1,6 +1,8 @@
 """`ddp-course lab DIR`: copy lessons, exercises and documents to DIR and open them in JupyterLab.
 
 What you changed there stays as it is, also when the course has been updated since; what you did not touch is renewed.
+A notebook counts as changed when the source of a cell is: opening, running and saving one changes nothing. Lessons come
+without outputs, so that no answer stands there before the guess.
 """
 
 import argparse
@@ -15,6 +17,8 @@ from ..running.files import course_folder, replace_file
 FOLDERS = ("notebooks", "exercises", "docs")
 FIRST = "notebooks/00_start_here.ipynb"
 RECORD = ".ddp-course.json"  # what was copied: {path: SHA-256 of the course's own}
+IDLE_SECONDS = 3600  # a kernel that nobody has used for so long ends, and gives back its memory
+SETTINGS = {"@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": False}}
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -22,7 +26,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser(
         "lab", help="lessons and exercises in JupyterLab", description=__doc__.split("\n")[0]
     )
-    parser.add_argument("folder", type=Path, metavar="DIR", help="where your copies are, or shall be")
+    parser.add_argument("folder", type=Path, metavar="DIR", nargs="?", help="where your copies are, or shall be")
     parser.add_argument("--no-open", action="store_true", help="copy only")
     parser.add_argument("options", nargs="*", metavar="OPTION", help="after --, for JupyterLab: -- --no-browser")
     parser.set_defaults(run=run)
@@ -30,6 +34,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """The command itself."""
+    if args.folder is None:
+        raise ValueError("say where your copies of lessons and exercises shall be: ddp-course lab work")
     folder = args.folder.resolve()
     for path in bring(folder):
         print(f"{path}: kept yours; the course has a newer one, which comes when you rename or delete yours")
@@ -38,12 +44,26 @@ def run(args: argparse.Namespace) -> int:
         return 0
     from jupyterlab.labapp import LabApp
 
+    prepare_environment(folder)
     as_root = ["--allow-root"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []
-    # without an address for news JupyterLab does not ask whether it may fetch any
-    fixed = [f"--ServerApp.root_dir={folder}", "--LabApp.news_url=None", *as_root]
+    culling = {"cull_idle_timeout": IDLE_SECONDS, "cull_interval": 300, "cull_connected": True}
+    fixed = [f"--MappingKernelManager.{name}={value}" for name, value in culling.items()]
+    fixed += [f"--ServerApp.root_dir={folder}", f"--LabApp.default_url=/lab/tree/{FIRST}", *as_root]
+    # Without an address for news JupyterLab does not ask whether it may fetch any.
     sys.argv = ["jupyter-lab"]  # its extensions look there too
-    LabApp.launch_instance([*fixed, *args.options, str(folder / FIRST)])
+    LabApp.launch_instance([*fixed, "--LabApp.news_url=None", *args.options])
     return 0
+
+
+def prepare_environment(folder: Path) -> None:
+    """Let terminals and kernels of JupyterLab find `ddp-course` and `torchrun`, and start in `folder`, without news."""
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    os.chdir(folder)
+    settings = folder / ".jupyter" / "labconfig" / "default_setting_overrides.json"
+    settings.parent.mkdir(parents=True, exist_ok=True)
+    settings.write_text(json.dumps(SETTINGS), encoding="utf-8")
+    others = os.environ.get("JUPYTER_CONFIG_PATH")
+    os.environ["JUPYTER_CONFIG_PATH"] = os.pathsep.join([str(settings.parents[1]), *([others] if others else [])])
 
 
 def bring(folder: Path) -> list[str]:
@@ -55,12 +75,12 @@ def bring(folder: Path) -> list[str]:
     record = json.loads(record_path.read_text(encoding="utf-8")) if record_path.exists() else {}
     try:
         for name, source in course_files().items():
-            text, there = source.read_bytes(), folder / name
-            mine, theirs = digest(there.read_bytes()) if there.exists() else None, digest(text)
+            content, there = source.read_bytes(), folder / name
+            mine, theirs = digest(there.read_bytes()) if there.exists() else None, digest(content)
             if mine in (None, theirs, record.get(name)):
                 there.parent.mkdir(parents=True, exist_ok=True)
                 if mine != theirs:
-                    replace_file(there, text)
+                    replace_file(there, without_outputs(content))
                 record[name] = theirs
             elif record.get(name) != theirs:
                 kept.append(name)
@@ -72,14 +92,32 @@ def bring(folder: Path) -> list[str]:
 
 def course_files() -> dict[str, Path]:
     """All files that a learner gets: {path in the course: where it is}."""
-    found = {}
+    files = {}
     for name in FOLDERS:
         top = course_folder(name)
-        files = (path for path in sorted(top.rglob("*")) if path.is_file() and ".ipynb_checkpoints" not in path.parts)
-        found |= {f"{name}/{path.relative_to(top).as_posix()}": path for path in files}
-    return found
+        paths = (path for path in sorted(top.rglob("*")) if path.is_file() and ".ipynb_checkpoints" not in path.parts)
+        files |= {f"{name}/{path.relative_to(top).as_posix()}": path for path in paths}
+    return files
+
+
+def cells_of(content: bytes) -> list[dict] | None:
+    """The cells of a notebook; None if `content` is something else."""
+    try:
+        return json.loads(content)["cells"]
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def without_outputs(content: bytes) -> bytes:
+    """A notebook before anybody ran it; other files as they are."""
+    if not (cells := cells_of(content)):
+        return content
+    bare = [cell | {"outputs": [], "execution_count": None} if cell["cell_type"] == "code" else cell for cell in cells]
+    return (json.dumps(json.loads(content) | {"cells": bare}, indent=1, ensure_ascii=False) + "\n").encode()
 
 
 def digest(content: bytes) -> str:
-    """What tells one version of a file from another."""
+    """What tells one version of a file from another: of a notebook the sources of its cells."""
+    if cells := cells_of(content):
+        content = json.dumps([[cell["cell_type"], "".join(cell["source"])] for cell in cells]).encode()
     return hashlib.sha256(content).hexdigest()

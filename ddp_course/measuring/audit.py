@@ -2,74 +2,135 @@
 
     audit(source)      -> [] for a script without them, else a line for each
 
-`source` is the text of a module with a function `main(folder)` that returns its model, like `ddp_course.script`.
+`source` is the text of a script for torchrun, like `ddp_course.script`. It is watched where every script passes by:
+what its DataLoaders yield, what `torch.save` is given, and the weights of the optimizer that steps.
 """
 
 import os
+import sys
 import tempfile
-from contextlib import ExitStack, redirect_stdout
+from collections.abc import Sequence
+from contextlib import redirect_stdout
 from io import StringIO
-from typing import Any
-from unittest.mock import patch
+from itertools import pairwise
+from typing import Any, NamedTuple
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, TensorDataset
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils import data
 
 from ..running.launching.launch import launch
 
+FOLDER = "FOLDER"  # among the arguments: a folder that is gone afterwards
 
-def audit(source: str, world_size: int = 2) -> list[str]:
-    """Run the script on `world_size` ranks and say what is wrong with it, mistake by mistake."""
+
+class Epoch(NamedTuple):
+    """One pass over a loader that was trained on: the samples that a rank saw, and whether set_epoch would shuffle."""
+
+    samples: list[int]
+    shuffles: bool
+
+
+class Seen(NamedTuple):
+    """What one rank did: its epochs, how often it saved, the names of the tensors saved, and its weights at the end."""
+
+    epochs: list[Epoch]
+    saves: int
+    names: list[str]
+    weights: torch.Tensor | None
+
+
+def audit(source: str, world_size: int = 2, arguments: Sequence[str] = (FOLDER,)) -> list[str]:
+    """Run the script on `world_size` ranks and say what is wrong with it, mistake by mistake, and what was not seen."""
     with tempfile.TemporaryDirectory() as folder:
-        ranks = launch(watched, source, folder, world_size=world_size, device="cpu")
-    epochs, saved, weights = zip(*ranks, strict=True)
-    writers = [rank for rank, names in enumerate(saved) if names]
-    found = {
+        arguments = [folder if argument == FOLDER else argument for argument in arguments]
+        ranks: list[Seen] = launch(watched, source, arguments, world_size=world_size, device="cpu")
+    writers = [rank for rank, seen in enumerate(ranks) if seen.saves]
+    weights = [seen.weights for seen in ranks]
+    epochs = [seen.epochs for seen in ranks]
+    messages = {
         "ranks train on the same samples: no DistributedSampler": shared_samples(epochs),
-        "every epoch has the same order: set_epoch is not called": any(len(e) > 1 and e[0] == e[1] for e in epochs),
+        "every epoch has the same order: set_epoch is not called": any(
+            first.shuffles and first.samples == second.samples
+            for rank in epochs
+            for first, second in pairwise(rank)
+        ),
         "the ranks' weights differ: the loss comes from the model, not from its wrapper": any(
-            not torch.equal(weights[0], other) for other in weights[1:]
+            one is not None and other is not None and not torch.equal(one, other)
+            for one, other in pairwise(weights)
         ),
         f"ranks {writers} all write the checkpoint: only rank 0 should": len(writers) > 1,
         "the checkpoint's names begin with \"module.\": it is the wrapper's, save the model's": any(
-            name.startswith("module.") for names in saved for name in names
+            name.startswith("module.") for seen in ranks for name in seen.names
+        ),
+        "not seen: which samples the ranks train on, for no DataLoader was trained on": not any(epochs),
+        "not seen: whether the ranks' weights stay equal, for no optimizer made a step": not any(
+            one is not None for one in weights
         ),
     }
-    return [message for message, true in found.items() if true]
+    return [message for message, true in messages.items() if true]
 
 
-def shared_samples(epochs: tuple[list[list[int]], ...]) -> bool:
+def shared_samples(epochs: list[list[Epoch]]) -> bool:
     """Whether two ranks saw the same samples in their first epoch, but for the few that fill up the last round."""
-    seen = [set(rank[0]) for rank in epochs]
+    seen = [set(rank[0].samples) if rank else set() for rank in epochs]
     return any(len(seen[0] & other) >= len(epochs) for other in seen[1:])
 
 
-def watched(source: str, folder: str) -> tuple[list[list[int]], list[str], torch.Tensor]:
-    """One rank: samples by epoch, names of the saved tensors, and the weights after the script has run."""
-    epochs, saved = [], []
-    begin, pick = DataLoader.__iter__, TensorDataset.__getitem__
+def watched(source: str, arguments: list[str]) -> Seen:
+    """Run the script as this rank's `__main__`, and watch. What is replaced here ends with the rank's process."""
+    epochs: list[tuple[Any, list[int]]] = []  # of every loader: (the loader, its samples)
+    trained, optimizers, states = [], [], []
+    begin, advance, save = data.DataLoader.__iter__, data.dataloader._BaseDataLoaderIter.__next__, torch.save
 
     def started(loader):
-        epochs.append([])
+        epochs.append((loader, []))
         return begin(loader)
 
-    def picked(data, index):
-        epochs[-1].append(int(index))
-        return pick(data, index)
+    def advanced(iterator):
+        batch = advance(iterator)
+        epochs[-1][1].extend(samples_of(batch))
+        return batch
 
-    with ExitStack() as stack:
-        for owner, name, stand_in in (
-            (DataLoader, "__iter__", started),
-            (TensorDataset, "__getitem__", picked),
-            (torch, "save", lambda state, path: saved.extend(map(str, state["model"]))),
-            (dist, "init_process_group", lambda *_, **__: None),  # the launch has made it, and will end it
-            (dist, "destroy_process_group", lambda *_, **__: None),
-        ):
-            stack.enter_context(patch.object(owner, name, stand_in))
-        stack.enter_context(redirect_stdout(StringIO()))  # what the script prints is not what is looked at
-        stack.enter_context(patch.dict(os.environ, LOCAL_RANK=str(dist.get_rank())))
-        module: dict[str, Any] = {"__name__": "script"}
-        exec(compile(source, "script", "exec"), module)
-        model = module["main"](folder)
-    return epochs, saved, torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+    def stepped(optimizer, *_):
+        optimizers[:] = [optimizer]
+        if epochs and epochs[-1] not in trained:
+            trained.append(epochs[-1])
+
+    data.DataLoader.__iter__, data.dataloader._BaseDataLoaderIter.__next__ = started, advanced
+    torch.save = lambda state, *_, **__: states.append(state)
+    dist.init_process_group = dist.destroy_process_group = lambda *_, **__: None  # the launch has made it, and ends it
+    register_optimizer_step_post_hook(stepped)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size)
+    )
+    sys.argv = ["script", *arguments]
+    try:
+        with redirect_stdout(StringIO()):  # what the script prints is not looked at
+            exec(compile(source, "script", "exec"), {"__name__": "__main__"})
+    finally:
+        torch.save = save  # the launch itself saves this rank's result
+    weights = [p.detach().reshape(-1) for one in optimizers for group in one.param_groups for p in group["params"]]
+    names = [name for state in states for name in names_of(state)]
+    seen = [Epoch(samples, getattr(loader.sampler, "shuffle", False)) for loader, samples in trained]
+    return Seen(seen, len(states), names, torch.cat(weights).double() if weights else None)
+
+
+def samples_of(batch: Any) -> list[int]:
+    """A number for each sample of a batch, by its content, however the data set and its sampler are made."""
+    tensors = [batch] if isinstance(batch, torch.Tensor) else list(batch.values() if isinstance(batch, dict) else batch)
+    rows = zip(*[tensor for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.dim()], strict=False)
+    return [crc32(b"".join(part.numpy(force=True).tobytes() for part in row)) for row in rows]
+
+
+def names_of(state: Any) -> list[str]:
+    """The names of all tensors in what was saved: a model, its state, or a dict that holds one."""
+    if isinstance(state, torch.nn.Module):
+        state = state.state_dict()
+    if not isinstance(state, dict):
+        return []
+    names = [str(name) for name, value in state.items() if isinstance(value, torch.Tensor)]
+    return names + [name for value in state.values() for name in names_of(value)]

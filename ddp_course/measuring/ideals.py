@@ -14,11 +14,9 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from typing import Any
 
 from torch.nn.functional import cross_entropy
 
-from .. import problems
 from ..ladder import Stage
 from ..running.devices import Device
 from ..running.links import Link
@@ -26,53 +24,60 @@ from ..stage5_bucketed import assign_buckets
 from ..stage7_sharded.blocks import assign_blocks, default_blocks
 from ..stage8_pipeline import layers_of, one_forward_one_backward, split
 from . import theory
-from .emulated import Work, work_of
+from .job import Job, Work
 
 MICROBATCHES = 4  # of stage 8, by default
 
 Event = tuple[float, str, int]  # seconds of work until a block's "forward" or "backward" pass, or until it is "done"
 
 
-def ideals(stages: list[Stage], job: dict, device: Any, link: Link | None, gradient_bytes: int) -> dict:
-    """{stage's key: milliseconds that its step should take on these devices and links}, None without a formula."""
-    if not stages:
-        return {}
-    single, _ = work_of(job, device)
-    share, _ = work_of(job, device, job["world_size"])
+def ideals(stages: list[Stage], job: Job, device: Device, link: Link | None) -> dict[str, float]:
+    """{stage's key: milliseconds that its step should take on these devices and links}, without those of no formula."""
     costs = theory.Costs.of_link(link.bandwidth, link.latency) if link else theory.Costs(0.0, 0.0)
-    found = {}
-    for stage in stages:
-        seconds = single.seconds if stage.key == "1" else ideal(stage, share, job, device, costs, gradient_bytes)
-        found[stage.key] = None if seconds is None else 1000 * seconds
-    return found
+    return {stage.key: 1000 * STEPS[stage.step](stage, job, device, costs) for stage in stages if stage.step}
 
 
-def ideal(
-    stage: Stage, work: Work, job: dict, device: Device, costs: theory.Costs, gradient_bytes: int
-) -> float | None:
-    """Seconds of a step of `stage` on devices that each do the `work` of one rank; None without a formula."""
-    if stage.key == "7":
-        events, sizes = events_of(job, device)
-        return fully_sharded(events, sizes, work, job["world_size"], costs)
-    if stage.key == "8":
-        return pipelined(*passes_of(job, device), costs) + work.update_s
-    if stage.all_reduce is None:
-        return None
-    if not stage.overlaps:
-        return work.seconds + theory.seconds(stage.all_reduce, gradient_bytes, job["world_size"], costs)
-    arrived = 0.0
-    for bucket in assign_buckets(list(work.ready_s), job["bucket_cap_mb"]):
+def alone(stage: Stage, job: Job, device: Device, costs: theory.Costs) -> float:
+    """Seconds of a step of one device that computes the whole batch."""
+    return job.work(device).seconds
+
+
+def averaged(stage: Stage, job: Job, device: Device, costs: theory.Costs) -> float:
+    """Seconds of a step in which communication follows the backward pass."""
+    nbytes, seconds = job.gradient_bytes, job.work(device, job.world_size).seconds
+    return seconds + theory.seconds(str(stage.all_reduce), nbytes, job.world_size, costs)
+
+
+def overlapped(stage: Stage, job: Job, device: Device, costs: theory.Costs) -> float:
+    """Seconds of a step whose buckets travel under the backward pass."""
+    work, arrived = job.work(device, job.world_size), 0.0
+    for bucket in assign_buckets(list(work.ready_s), job.bucket_cap_mb):
         nbytes = sum(parameter.numel() * parameter.element_size() for parameter in bucket)
         full = max(work.ready_s[parameter] for parameter in bucket)
-        arrived = max(arrived, full) + theory.seconds(stage.all_reduce, nbytes, job["world_size"], costs)
+        arrived = max(arrived, full) + theory.seconds(str(stage.all_reduce), nbytes, job.world_size, costs)
     return work.forward_s + max(work.backward_s, arrived) + work.update_s
 
 
-def events_of(job: dict, device: Device) -> tuple[list[Event], list[int]]:
+def gathered(stage: Stage, job: Job, device: Device, costs: theory.Costs) -> float:
+    """Seconds of a step whose parameters are gathered block by block."""
+    events, sizes = events_of(job, device)
+    return fully_sharded(events, sizes, job.work(device, job.world_size), job.world_size, costs)
+
+
+def in_parts(stage: Stage, job: Job, device: Device, costs: theory.Costs) -> float:
+    """Seconds of a step of a pipeline."""
+    return pipelined(*passes_of(job, device), costs) + job.work(device, job.world_size).update_s
+
+
+STEPS = {
+    "alone": alone, "averaged": averaged, "overlapped": overlapped, "gathered": gathered, "pipelined": in_parts,
+}  # fmt: skip
+
+
+def events_of(job: Job, device: Device) -> tuple[list[Event], list[int]]:
     """When a rank of stage 7 needs and is done with each block, by its device's clock; and the blocks' bytes."""
-    problem = problems.make(job["problem"], **job["settings"])
-    model = problem.model(job["seed"])
-    inputs, targets = next(problem.batches(job["global_batch"], 1, job["seed"], 0, job["world_size"]))
+    model = job.model()
+    inputs, targets = next(job.batches(0, job.world_size))
     blocks, events = assign_blocks(model, default_blocks(model)), []
     with device.emulate(sleep=False) as emulation:
 
@@ -120,12 +125,11 @@ def fully_sharded(events: list[Event], sizes: list[int], work: Work, world_size:
     return max(now + work.forward_s + work.backward_s - worked, free) + work.update_s / world_size
 
 
-def passes_of(job: dict, device: Device) -> tuple[list[tuple[float, float]], list[int]]:
+def passes_of(job: Job, device: Device) -> tuple[list[tuple[float, float]], list[int]]:
     """For each rank of stage 8 the seconds of a micro-batch's forward and backward pass; and the bytes at each cut."""
-    problem = problems.make(job["problem"], **job["settings"])
-    flowing, targets = next(problem.batches(job["global_batch"] // MICROBATCHES, 1, job["seed"]))
+    flowing, targets = next(job.problem.batches(job.global_batch // MICROBATCHES, 1, job.seed))
     passes, cuts = [], []
-    parts = split(layers_of(problem.model(job["seed"])), job["world_size"])
+    parts = split(layers_of(job.model()), job.world_size)
     with device.emulate(sleep=False) as emulation:
         for number, part in enumerate(parts):
             begin = emulation.busy_s

@@ -93,19 +93,22 @@ def summed_up(stage: Stage, ranks: list[dict]) -> dict:
     Timeline and communication are those of a typical step: the one whose time is nearest to the median. The timeline
     has a lane for each device, in rank order.
     """
-    timed, drawn = ([max(step) for step in zip(*(r[key] for r in ranks), strict=True)] for key in ("step_s", "drawn_s"))
+    measured, drawn = (
+        [max(step) for step in zip(*(r[key] for r in ranks), strict=True)] for key in ("step_s", "drawn_s")
+    )
     median = statistics.median(drawn)
     typical = min(range(len(drawn)), key=lambda step: abs(drawn[step] - median))
     exposed = max(rank["exposed_s"][typical] for rank in ranks)
     lanes = common_axis([rank["timelines"][typical] for rank in ranks], [rank["began_s"][typical] for rank in ranks])
-    told = stage.key != "2" or any(span[0] == "communication" for span in lanes[0])  # of copies between devices
+    # The copies between the threads of one process are timed on emulated devices only.
+    timed = not stage.all_reduce or any(span[0] == "communication" for span in lanes[0])
     traffic = [rank["traffic"] for rank in ranks]
     busiest = {key: max(one[key] for one in traffic) if stage.counted else None for key in traffic[0]}
     return {
         "stage": stage.key,
         "name": stage.name,
-        "step_ms": 1000 * statistics.median(timed),
-        "communication_ms": 1000 * exposed if told else None,
+        "step_ms": 1000 * statistics.median(measured),
+        "communication_ms": 1000 * exposed if timed else None,
         **busiest,
         "loss": [statistics.fmean(step) for step in zip(*(rank["loss"] for rank in ranks), strict=True)],
         "max_abs_diff_vs_single": max(rank["difference"] for rank in ranks),

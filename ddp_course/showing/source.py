@@ -11,8 +11,9 @@ from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonLexer
 
-_COLOURS = {"+": "background:#D9F2E3", "-": "background:#FBDDD0", " ": ""}
-_BLOCK = "font-family:monospace;font-size:0.9em;line-height:1.35;white-space:pre;overflow-x:auto;color:#111;"
+_COLOURS = {"+": "background:rgba(0,158,115,0.22)", "-": "background:rgba(213,94,0,0.22)", " ": ""}
+_BLOCK = "font-family:monospace;font-size:0.9em;line-height:1.35;white-space:pre-wrap;overflow-x:auto;"
+_THEMED = "color:var(--jp-content-font-color1, inherit);"  # of JupyterLab, light or dark; elsewhere the page's own
 
 
 def source(*things: Callable) -> Any:
@@ -31,7 +32,7 @@ class Source:
 
     def _repr_html_(self):
         coloured = highlight(self.text, PythonLexer(), HtmlFormatter(noclasses=True, nowrap=True))
-        return f'<div style="{_BLOCK}background:#F7F7F7;padding:0.4em 0.6em">{coloured}</div>'
+        return f'<div style="{_BLOCK}color:#111;background:#F7F7F7;padding:0.4em 0.6em">{coloured}</div>'
 
 
 def text(thing: Callable) -> str:
@@ -56,4 +57,4 @@ class Diff:
 
     def _repr_html_(self):
         rows = (f'<div style="{_COLOURS[line[0]]}">{escape(line) or " "}</div>' for line in self.lines)
-        return f'<div style="{_BLOCK}">{"".join(rows)}</div>'
+        return f'<div style="{_BLOCK}{_THEMED}">{"".join(rows)}</div>'

@@ -65,7 +65,8 @@ def test_times_and_timelines_are_there(results):
             assert {"forward", "backward", "update"} <= names
             assert ("communication" in names) == (stage["stage"] not in ("1", "2"))
     waiting = {stage["stage"]: stage["communication_ms"] for stage in results["stages"]}
-    assert waiting["1"] == 0 and waiting["2"] is None  # nobody tells what threads copy and waiting["3"] > 0
+    assert waiting["1"] == 0 and waiting["2"] is None  # the copies of threads are not timed
+    assert results["world_size"] == 1 or waiting["3"] > 0
 
 
 def test_results_are_saved_as_json_csv_and_figure(results, tmp_path):
@@ -184,7 +185,7 @@ def test_the_timeline_is_that_of_a_typical_step():
             **rank,
             "step_s": seconds,
             "drawn_s": seconds,
-            "timelines": [[[["forward", 0.0, second, "compute"]]] for second in seconds],
+            "timelines": [[[["forward", 0.0, s, "compute"], ["communication", s, s, "compute"]]] for s in seconds],
         }
         | {"drawn_s": seconds, "began_s": [10.0, late, 30.0], "exposed_s": [0.1, late / 1000, 0.3]}
         for late, seconds in ((20.0, [1.0, 5.0, 3.0]), (20.5, [2.0, 1.0, 9.0]))  # the slowest rank counts: 2, 5, 9

@@ -1,5 +1,10 @@
 """`ddp-course lab`: the learner's copies are kept, the untouched ones renewed."""
 
+import json
+import os
+import subprocess
+import sys
+
 import pytest
 
 from ddp_course import cli
@@ -39,6 +44,33 @@ def test_an_update_renews_what_nobody_touched_and_keeps_the_learners_work(course
     assert (mine / "notebooks" / "00_start_here.ipynb").read_text() == "first, mended"
     answered.rename(mine / "exercises" / "04_ring_mine.ipynb")
     assert lab.bring(mine) == [] and answered.read_text() == "exercise, mended"
+
+
+def test_a_lesson_comes_without_outputs_and_running_it_does_not_make_it_the_learners(course, tmp_path):
+    def lesson(source, output, **metadata):
+        outputs = [{"output_type": "stream", "name": "stdout", "text": output}]
+        cell = {"cell_type": "code", "source": source, "outputs": outputs, "execution_count": 1}
+        return json.dumps({"cells": [cell], "metadata": metadata})
+
+    original, mine = course / "notebooks" / "00_start_here.ipynb", tmp_path / "notebooks" / "00_start_here.ipynb"
+    original.write_text(lesson("1 + 1", "2"))
+    lab.bring(tmp_path)
+    assert json.loads(mine.read_text())["cells"][0]["outputs"] == []
+    mine.write_text(lesson(["1 ", "+ 1"], "2", language_info={"name": "python"}))  # opened, run and saved
+    original.write_text(lesson("1 + 2", "3"))
+    assert lab.bring(tmp_path) == [] and "1 + 2" in mine.read_text()
+
+
+def test_terminals_and_kernels_find_the_commands_of_the_course(tmp_path):
+    code = (
+        "import shutil, sys, pathlib; from ddp_course.commands import lab\n"
+        "lab.prepare_environment(pathlib.Path(sys.argv[1]))\n"
+        "print(shutil.which('ddp-course'), shutil.which('torchrun'), pathlib.Path.cwd())"
+    )
+    bare = {**os.environ, "PATH": "/usr/bin:/bin"}
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], env=bare, capture_output=True, text=True, check=True)
+    command, torchrun, folder = done.stdout.split()
+    assert command != "None" and torchrun != "None" and folder == str(tmp_path)
 
 
 def test_what_was_there_before_is_not_overwritten(course, tmp_path):

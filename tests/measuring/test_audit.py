@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 
-from ddp_course import script
+from ddp_course import cli, script
 from ddp_course.measuring.audit import audit
 
 SOURCE = inspect.getsource(script)
@@ -27,6 +27,57 @@ def test_a_planted_mistake_is_found_and_no_other(words):
     assert SOURCE.count(right) == 1
     found = audit(SOURCE.replace(right, wrong))
     assert len(found) == 1 and words in found[0], found
+
+
+OWN_DATA = """
+class Own(Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        return {"x": torch.full((4,), float(index)), "y": torch.tensor(index % 2)}
+"""
+OWN_SCRIPT = """
+import torch, torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
+dist.init_process_group("gloo")
+%s
+data = Own()
+%s
+model = torch.nn.Linear(4, 2)
+parallel = torch.nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for epoch in range(2):
+    for batch in loader:
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(parallel(batch["x"]), batch["y"]).backward()
+        optimizer.step()
+    for batch in DataLoader(data, batch_size=32):  # validation, on all ranks
+        model(batch["x"])
+if dist.get_rank() == 0:
+    torch.save(model.state_dict(), "never-written.pt")
+"""
+BY_HAND = "loader = DataLoader(Subset(data, range(dist.get_rank(), 64, 2)), batch_size=8)"
+IN_ORDER = "loader = DataLoader(data, batch_size=8, sampler=DistributedSampler(data, shuffle=False))"
+SHUFFLED = "loader = DataLoader(data, batch_size=8, sampler=DistributedSampler(data), num_workers=1)"
+ALL = "loader = DataLoader(data, batch_size=8)"
+
+
+@pytest.mark.parametrize(
+    "loader, words",
+    [(BY_HAND, None), (IN_ORDER, None), (SHUFFLED, "set_epoch is not called"), (ALL, "no DistributedSampler")],
+)
+def test_an_own_script_may_share_its_own_data_in_its_own_way(loader, words, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(OWN_SCRIPT % (OWN_DATA, loader))
+    assert cli.main(["audit", "train.py"]) == (1 if words else 0)
+    assert (words or "none of the five") in capsys.readouterr().out
+    assert not (tmp_path / "never-written.pt").exists()
+
+
+def test_what_was_not_seen_is_said():
+    messages = audit("model = None")
+    assert len(messages) == 2 and all(message.startswith("not seen") for message in messages)
 
 
 @pytest.mark.parametrize("words", ["", "ours"])

@@ -7,7 +7,8 @@ import torch
 
 from ddp_course import Device, Link
 from ddp_course.errors import DeviceError
-from ddp_course.measuring import comparison, emulated
+from ddp_course.measuring import emulated
+from ddp_course.measuring.job import checked
 from ddp_course.running.devices import capacity
 
 FLOPS = 783_834_624  # of a step of the digits on 192 samples, forward and backward
@@ -15,7 +16,7 @@ BYTES = 4 * 88_092
 
 
 def job_of(world_size=4, cap_mb=0.1):
-    return comparison._job("digits", world_size, 1, dtype="float32", bucket_cap_mb=cap_mb)
+    return checked("digits", world_size, 1, bucket_cap_mb=cap_mb)
 
 
 @pytest.fixture(autouse=True)
@@ -26,42 +27,42 @@ def steady_processor(monkeypatch):
 
 
 def test_the_work_of_a_step():
-    work, flops = emulated.work_of(job_of(), Device("2GFLOP/s"))
-    assert flops == FLOPS and work.seconds == pytest.approx(FLOPS / 2e9)
+    work = job_of().work(Device("2GFLOP/s"))
+    assert work.flops == FLOPS and work.seconds == pytest.approx(FLOPS / 2e9)
     ready = list(work.ready_s.values())
     assert ready[0] == max(ready) <= work.backward_s and work.update_s == 0.0
-    share, _ = emulated.work_of(job_of(), Device("2GFLOP/s"), 4)
+    share = job_of().work(Device("2GFLOP/s"), 4)
     assert share.seconds == pytest.approx(work.seconds / 4)
 
 
 def test_the_default_is_a_third_of_a_second_and_links_in_proportion():
-    device = emulated.default_device(job_of(), BYTES)
+    device = emulated.default_device(job_of())
     assert FLOPS / device.rate == pytest.approx(emulated.STEP_SECONDS, rel=0.05)
-    share = 8 * BYTES / emulated.default_bandwidth(job_of(), device, BYTES) / emulated.STEP_SECONDS
+    share = 8 * BYTES / emulated.default_bandwidth(job_of(), device) / emulated.STEP_SECONDS
     assert share == pytest.approx(emulated.SHARE, rel=0.1)
 
 
 def test_a_slow_machine_and_a_large_model_make_slower_devices(monkeypatch):
-    usual = emulated.default_device(job_of(), BYTES).rate
-    assert emulated.default_device(job_of(), 50 * BYTES).rate < 0.5 * usual
+    usual = emulated.default_device(job_of()).rate
+    assert emulated.default_device(checked("synthetic", 4, 1, parameters=50 * BYTES // 4)).rate < 0.5 * usual
     monkeypatch.setattr(capacity, "of_core", lambda: (10e9, 50e9))
-    assert emulated.default_device(job_of(), BYTES).rate < 0.5 * usual
+    assert emulated.default_device(job_of()).rate < 0.5 * usual
 
 
 def test_one_core_and_many_ranks_make_slower_devices_and_more_cores_do_not_make_faster_ones(monkeypatch):
     job = job_of(world_size=4)
     monkeypatch.setattr(emulated, "usable_cores", lambda: 4)
-    usual = emulated.default_device(job, BYTES).rate
+    usual = emulated.default_device(job).rate
     for cores, factor in ((8, 1), (2, 1), (1, 2)):
         monkeypatch.setattr(emulated, "usable_cores", lambda cores=cores: cores)
-        assert emulated.default_device(job, BYTES).rate == pytest.approx(usual / factor, rel=0.05)
+        assert emulated.default_device(job).rate == pytest.approx(usual / factor, rel=0.05)
 
 
 def test_what_is_chosen():
-    job, sizes = job_of(), {"gradient_bytes": BYTES}
+    job = job_of()
 
     def chosen(device="auto", speed="auto", link="auto"):
-        return emulated.chosen(job, sizes, device, speed, link, "0ms", "wire")
+        return emulated.chosen(job, device, speed, link, "0ms", "wire")
 
     device, link = chosen()
     assert isinstance(device, Device) and isinstance(link, Link)
@@ -74,17 +75,17 @@ def test_what_is_chosen():
 
 def test_spawned_ranks_have_devices_and_links_too(monkeypatch):
     monkeypatch.setenv("DDP_COURSE_START", "spawn")
-    device, link = emulated.chosen(job_of(), {"gradient_bytes": BYTES}, "auto", "auto", "auto", "0ms", "auto")
+    device, link = emulated.chosen(job_of(), "auto", "auto", "auto", "0ms", "auto")
     assert isinstance(device, Device) and link.mode == "wire"
 
 
 def test_gpus_are_not_slowed(monkeypatch):
     monkeypatch.setattr(emulated, "on_gpus", lambda device: device != "cpu")
-    job, sizes = job_of(), {"gradient_bytes": BYTES}
-    assert emulated.chosen(job, sizes, "auto", "auto", "auto", "0ms", "wire") == ("auto", None)
+    job = job_of()
+    assert emulated.chosen(job, "auto", "auto", "auto", "0ms", "wire") == ("auto", None)
     with pytest.raises(DeviceError, match="GPUs have a speed of their own"):
-        emulated.chosen(job, sizes, "cuda", "2GFLOP/s", "auto", "0ms", "wire")
-    assert isinstance(emulated.chosen(job, sizes, "cpu", "2GFLOP/s", "auto", "0ms", "wire")[0], Device)
+        emulated.chosen(job, "cuda", "2GFLOP/s", "auto", "0ms", "wire")
+    assert isinstance(emulated.chosen(job, "cpu", "2GFLOP/s", "auto", "0ms", "wire")[0], Device)
 
 
 def test_gpus_that_cuda_cannot_use_are_none(monkeypatch):

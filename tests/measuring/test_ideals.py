@@ -4,7 +4,8 @@ import pytest
 
 from benchmarks import devices as bench_devices
 from ddp_course import Device, Link, ladder, simulate, stage8_pipeline, theory
-from ddp_course.measuring import comparison, emulated, ideals
+from ddp_course.measuring import emulated, ideals
+from ddp_course.measuring.job import Work, checked
 from ddp_course.running.devices import capacity
 
 BYTES = 4 * 88_092
@@ -12,7 +13,7 @@ DEVICE = Device("2GFLOP/s")
 
 
 def job_of(world_size=4, cap_mb=0.1, problem="digits"):
-    return comparison._job(problem, world_size, 1, dtype="float32", bucket_cap_mb=cap_mb)
+    return checked(problem, world_size, 1, bucket_cap_mb=cap_mb)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -20,10 +21,10 @@ def test_by_the_ideals_each_rung_is_a_tenth_faster_than_the_last(world_size, mon
     monkeypatch.setattr(capacity, "of_core", lambda: (100e9, 50e9))
     monkeypatch.setattr(emulated, "usable_cores", lambda: 2)
     job = job_of(world_size, 0.25)
-    device = emulated.default_device(job, BYTES)
-    link = Link(f"{emulated.default_bandwidth(job, device, BYTES)}bit", mode="wire")
+    device = emulated.default_device(job)
+    link = Link(f"{emulated.default_bandwidth(job, device)}bit", mode="wire")
     stages = [ladder.find(key) for key in ("1", "2", "3", "4", "5", "6", "torch")]
-    found = ideals.ideals(stages, job, device, link, BYTES)
+    found = ideals.ideals(stages, job, device, link)
     assert found["1"] > 1.1 * found["3"] > 1.1**2 * found["4"] > 1.1**3 * found["5"]
     assert found["2"] == found["3"] and found["6"] == found["torch"] == found["5"]
 
@@ -32,8 +33,8 @@ def test_by_the_ideals_each_rung_is_a_tenth_faster_than_the_last(world_size, mon
 @pytest.mark.parametrize("mbit", [20, 100, 1000])
 def test_the_ideal_of_buckets_is_what_the_simulator_says(cap_mb, mbit):
     job, costs = job_of(4, cap_mb), theory.Costs.of_link(mbit * 1e6)
-    work, _ = emulated.work_of(job, Device("2GFLOP/s"), 4)
-    ideal = ideals.ideal(ladder.find("5"), work, job, DEVICE, costs, BYTES)
+    work = job.work(DEVICE, 4)
+    ideal = ideals.overlapped(ladder.find("5"), job, DEVICE, costs)
     profile = bench_devices.profile_of(work)
     step = simulate.simulate(profile, 4, simulate.Network(costs), bucket_cap_mb=cap_mb)
     assert ideal == pytest.approx(step.step_s, rel=1e-9)
@@ -44,10 +45,10 @@ def test_the_ideal_of_buckets_is_what_the_simulator_says(cap_mb, mbit):
 @pytest.mark.parametrize("problem", ["digits", "bytes"])
 def test_fully_sharded_takes_its_compute_or_its_traffic_or_something_in_between(problem):
     job = job_of(problem=problem)
-    work, _ = emulated.work_of(job, DEVICE, 4)
+    work = job.work(DEVICE, 4)
     events, sizes = ideals.events_of(job, DEVICE)
     p = sum(sizes)
-    assert len(events) == 3 * len(sizes) and p == comparison._size_of(job)["gradient_bytes"]
+    assert len(events) == 3 * len(sizes) and p == job.gradient_bytes
 
     def seconds(bits_per_second):
         return ideals.fully_sharded(events, sizes, work, 4, theory.Costs.of_link(bits_per_second))
@@ -64,7 +65,7 @@ def test_prefetch_hides_gathers_but_for_the_first_of_each_pass():
     events = [(0.0, "forward", 0), (1.0, "forward", 1), (2.0, "forward", 2)]
     events += [(3.0, "backward", 2), (5.0, "done", 2), (5.0, "backward", 1), (7.0, "done", 1), (7.0, "backward", 0)]
     events += [(9.0, "done", 0)]
-    work = emulated.Work(3.0, 6.0, 0.0, {})
+    work = Work(3.0, 6.0, 0.0, {})
     taken = ideals.fully_sharded(events, [2, 2, 2], work, 2, theory.Costs(0.0, 1.0))
     assert taken == 1 + 3 + 1 + 6 + 1  # a gather, forward, a gather, backward, a sum
 
@@ -84,6 +85,6 @@ def test_messages_make_a_pipeline_longer_by_their_way_there_and_back():
 def test_the_parts_of_a_pipeline_do_the_work_of_the_batch():
     job = job_of()
     passes, cuts = ideals.passes_of(job, DEVICE)
-    work, _ = emulated.work_of(job, DEVICE)
+    work = job.work(DEVICE)
     assert ideals.MICROBATCHES * sum(map(sum, passes)) == pytest.approx(work.seconds)
-    assert [ideals.MICROBATCHES * cut for cut in cuts] == comparison._activation_bytes(job)
+    assert [ideals.MICROBATCHES * cut for cut in cuts] == job.activation_bytes

@@ -1,0 +1,31 @@
+"""`ddp-course audit FILE`: run a training script on two ranks, and say which of the usual mistakes it makes."""
+
+import argparse
+from pathlib import Path
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Add `audit` to the command line."""
+    parser = subparsers.add_parser(
+        "audit", help="look for the usual mistakes in your own training script", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("file", type=Path, metavar="FILE", help="a script that torchrun could start")
+    parser.add_argument(
+        "arguments",
+        nargs="*",
+        metavar="ARGUMENT",
+        help="after --, for the script; FOLDER stands for a temporary folder",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """The command itself; exit code 1 if something is wrong."""
+    from ..measuring.audit import audit
+
+    messages = audit(args.file.read_text(encoding="utf-8"), arguments=args.arguments)
+    print(
+        "\n".join(messages)
+        or "none of the five usual mistakes: samples, epochs, weights and checkpoint are as they should be"
+    )
+    return int(any(not message.startswith("not seen") for message in messages))

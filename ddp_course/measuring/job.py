@@ -1,0 +1,169 @@
+"""A job: what every stage of a comparison trains, checked before anything starts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.functional import cross_entropy
+from torch.optim import SGD
+
+from .. import problems
+from ..running.devices import Device
+from ..stage8_pipeline import layers_of, split
+
+
+class Work(NamedTuple):
+    """Seconds of a step on an emulated device, and for each trainable parameter when backward is done with it."""
+
+    forward_s: float
+    backward_s: float
+    update_s: float
+    ready_s: dict
+    flops: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """The whole step."""
+        return self.forward_s + self.backward_s + self.update_s
+
+
+@dataclass(frozen=True)
+class Job:
+    """A problem, and how it is trained. What follows from it is worked out once, when somebody asks.
+
+    `dtype` is a name; `parameters` is the size of the models of bytes and synthetic, None for the problem's own;
+    `timeout` is in seconds per launch. Data and models lie on the `device`, which a rank replaces by its own.
+    """
+
+    problem_name: str
+    world_size: int
+    steps: int
+    global_batch: int
+    lr: float
+    seed: int = 0
+    dtype: str = "float32"
+    parameters: int | None = None
+    bucket_cap_mb: float = 0.25
+    timeout: float = 300.0
+    device: str = "cpu"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The ranks get the settings, and make data and models of their own."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @cached_property
+    def problem(self) -> problems.Problem:
+        """The data, and what trains on them."""
+        size = {} if self.parameters is None else {"parameters": self.parameters}
+        return problems.make(self.problem_name, dtype=getattr(torch, self.dtype), device=self.device, **size)
+
+    def model(self) -> torch.nn.Module:
+        """A new model with the job's weights."""
+        return self.problem.model(self.seed)
+
+    def batches(self, rank: int = 0, world_size: int = 1) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The (inputs, targets) of all steps: one of `world_size` equal shares of each global batch."""
+        return self.problem.batches(self.global_batch, self.steps, self.seed, rank, world_size)
+
+    @cached_property
+    def parameter_count(self) -> int:
+        """Trainable parameters of the model; ValueError if it has none."""
+        count = sum(parameter.numel() for parameter in self.model().parameters() if parameter.requires_grad)
+        if not count:
+            raise ValueError("the model has no trainable parameters: nothing to average, nothing to train")
+        return count
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of all gradients."""
+        return self.parameter_count * getattr(torch, self.dtype).itemsize
+
+    @cached_property
+    def activation_bytes(self) -> list[int]:
+        """Bytes of one batch's activations at each cut of a pipeline over all ranks."""
+        flowing, _ = next(self.batches())
+        sizes = []
+        with torch.no_grad():
+            for part in split(layers_of(self.model()), self.world_size)[:-1]:
+                flowing = part(flowing)
+                sizes.append(flowing.numel() * flowing.element_size())
+        return sizes
+
+    def work(self, device: Device, ranks: int = 1) -> Work:
+        """The `Work` of one of `ranks` shares of a batch on such a device."""
+        if (device, ranks) not in self._work:
+            self._work[device, ranks] = played(self, device, ranks)
+        return self._work[device, ranks]
+
+    @cached_property
+    def _work(self) -> dict[tuple[Device, int], Work]:
+        return {}
+
+
+def checked(
+    problem: str,
+    world_size: int,
+    steps: int | None = None,
+    global_batch: int | None = None,
+    lr: float | None = None,
+    dtype: str = "float32",
+    parameters: int | None = None,
+    bucket_cap_mb: float = 0.25,
+    **settings: Any,
+) -> Job:
+    """The job with these settings; None for steps, batch and learning rate are the problem's own.
+
+    Raises ValueError for a setting that cannot work.
+    """
+    refuse(problem, world_size, steps, dtype, lr, parameters, bucket_cap_mb)
+    if global_batch is not None:
+        problems.share(global_batch, world_size)
+    own = problems.make(problem, **({} if parameters is None else {"parameters": parameters}))
+    job = Job(
+        problem, world_size, own.steps if steps is None else steps,
+        global_batch or max(world_size, own.global_batch // world_size * world_size),
+        own.learning_rate if lr is None else lr,
+        dtype=dtype, parameters=parameters, bucket_cap_mb=bucket_cap_mb, **settings,
+    )  # fmt: skip
+    next(job.batches())  # refuses a batch that is larger than the data
+    return job
+
+
+def refuse(
+    problem: str, world_size: int, steps: int | None, dtype: str, lr: float | None, parameters: int | None, cap: float
+) -> None:
+    """Raise ValueError for a setting that cannot work."""
+    if world_size < 1:
+        raise ValueError(f"world size is {world_size}; it must be 1 or more")
+    if dtype not in ("float32", "float64"):
+        raise ValueError(f'dtype is "{dtype}"; choose float32 or float64')
+    if parameters is not None and problem == "digits":
+        raise ValueError("the model of digits has one size; choose --problem bytes or synthetic with --parameters")
+    if lr is not None and not (math.isfinite(lr) and lr > 0):
+        raise ValueError(f"lr is {lr}; it must be a positive number, such as 0.1")
+    if not cap > 0:
+        raise ValueError(f"bucket_cap_mb is {cap}; it must be a positive number of MiB, such as 25")
+    if steps is not None and steps < 1:
+        raise ValueError(f"steps is {steps}; it must be 1 or more")
+
+
+def played(job: Job, device: Device, ranks: int) -> Work:
+    """Compute one step on the emulated device, whose clock runs without anybody waiting for it."""
+    model, ready, forward = job.model(), {}, 0.0
+    inputs, targets = next(job.batches(0, ranks))
+    optimizer = SGD(model.parameters(), lr=0.0)
+    with device.emulate(sleep=False) as emulation:
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda p: ready.update({p: emulation.busy_s - forward}))
+        loss = cross_entropy(model(inputs), targets)
+        forward = emulation.busy_s
+        loss.backward()
+        backward = emulation.busy_s - forward
+        optimizer.step()
+    in_order = {parameter: ready[parameter] for parameter in model.parameters() if parameter in ready}
+    return Work(forward, backward, emulation.busy_s - forward - backward, in_order, emulation.flops)
