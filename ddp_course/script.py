@@ -9,6 +9,11 @@
 import os
 import sys
 
+from ddp_course.running.parent import end_with_torchrun
+
+if __name__ == "__main__":
+    end_with_torchrun()  # before torch is imported, which takes seconds
+
 import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy

@@ -9,6 +9,11 @@ same bits. (To within rounding only, with more than two ranks: `--stage torch`, 
 `4w`, whose ranks differ in the last bits, while a checkpoint has one model.) A finished run ends at once.
 """
 
+from .running.parent import end_with_torchrun
+
+if __name__ == "__main__":
+    end_with_torchrun()  # before torch is imported, which takes seconds
+
 import argparse
 import math
 import os
@@ -16,8 +21,8 @@ import random
 import statistics
 import sys
 import traceback
-from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -39,6 +44,7 @@ OPTIMIZERS: dict[str, Any] = {
     "adamw": torch.optim.AdamW,
 }
 MUST_MATCH = ("problem", "seed", "global_batch", "parameters", "dropout", "dtype", "lr", "optimizer", "schedule")
+WRITTEN = ("settings", "world_size", "step", "losses", "model", "optimizer", "scheduler", "random")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -103,7 +109,12 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     options, ValueError for options that cannot work.
     """
     torch.backends.cudnn.allow_tf32 = False  # so that all devices compute in the dtype that was asked for
-    check_folders(options)
+    with held_folders(options):
+        return run_from_checkpoint(options)
+
+
+def run_from_checkpoint(options: argparse.Namespace) -> dict[str, Any]:
+    """The same, in folders that no other run writes to."""
     saved = newest_checkpoint(options)
     problem = make_problem(options, rank_device())
     options.global_batch = global_batch(options, problem, saved)
@@ -125,19 +136,27 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def check_folders(options: argparse.Namespace) -> None:
-    """Raise ValueError on all ranks unless rank 0 can write where the options say: before training, not after."""
+@contextmanager
+def held_folders(options: argparse.Namespace) -> Iterator[None]:
+    """Keep other runs from this run's checkpoints, from its first step to its last.
+
+    Raises on all ranks, before training, if rank 0 cannot write where the options say.
+    """
     complaint: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            for option in ("checkpoint", "results"):
-                if getattr(options, option):
-                    writable_folder(getattr(options, option), f"--{option}")
-        except ValueError as error:
-            complaint[0] = str(error)
-    dist.broadcast_object_list(complaint, src=0)
-    if complaint[0]:
-        raise ValueError(complaint[0])
+    with ExitStack() as held:
+        if dist.get_rank() == 0:
+            try:
+                if options.checkpoint:
+                    writable_folder(options.checkpoint, "--checkpoint")
+                    held.enter_context(checkpoint.writing_to(options.checkpoint))
+                if options.results:
+                    writable_folder(options.results, "--results")
+            except (ValueError, CheckpointError) as error:
+                complaint[0] = error
+        dist.broadcast_object_list(complaint, src=0)
+        if complaint[0]:
+            raise complaint[0]
+        yield
 
 
 def train_steps(
@@ -194,7 +213,7 @@ def newest_checkpoint(options: argparse.Namespace) -> dict[str, Any] | None:
     found: list[Any] = [None, None]
     if dist.get_rank() == 0 and checkpoint.checkpoints(options.checkpoint):
         try:
-            found[0] = checkpoint.load(options.checkpoint)
+            found[0] = loaded(options.checkpoint)
         except CheckpointError as error:
             found[1] = str(error)
     dist.broadcast_object_list(found, src=0)
@@ -206,6 +225,18 @@ def newest_checkpoint(options: argparse.Namespace) -> dict[str, Any] | None:
             "it goes on with the same batches; dropout masks and the last bits of sums will differ"
         )
     return found[0]
+
+
+def loaded(folder: str) -> dict[str, Any]:
+    """The newest checkpoint in the folder; CheckpointError if it was not written by this program."""
+    saved = checkpoint.load(folder)
+    missing = [name for name in WRITTEN if not isinstance(saved, dict) or name not in saved]
+    if missing:
+        raise CheckpointError(
+            f'the checkpoint in "{folder}" is not one of ddp_course.train: it has no "{missing[0]}". '
+            "Choose another folder with --checkpoint."
+        )
+    return saved
 
 
 def global_batch(options: argparse.Namespace, problem: Any, saved: Any) -> int:
@@ -224,9 +255,9 @@ def check_settings(saved: Any, options: argparse.Namespace) -> None:
     Steps may be added, but not with a schedule that ends with the steps; and no step can be taken back.
     """
     settings = saved["settings"]
-    other = [name for name in MUST_MATCH if settings[name] != getattr(options, name)]
+    other = [name for name in MUST_MATCH if settings.get(name) != getattr(options, name)]
     if other:
-        pairs = (f"--{n.replace('_', '-')} {settings[n]} (now {getattr(options, n)})" for n in other)
+        pairs = (f"--{n.replace('_', '-')} {settings.get(n)} (now {getattr(options, n)})" for n in other)
         raise CheckpointError(
             f'the checkpoint in "{options.checkpoint}" was made with {", ".join(pairs)}. '
             "Use the same options, or another folder."

@@ -147,13 +147,16 @@ def test_another_world_size_goes_on_with_the_same_batches(tmp_path):
 def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path):
     options = [*SYNTHETIC, "--stage", "4", "--checkpoint", str(tmp_path)]
     launch(run, options, world_size=1)
-    before = sorted(file.read_bytes() for file in tmp_path.iterdir())
+    before = sorted(file.read_bytes() for file in tmp_path.glob("*.pt"))
     with pytest.raises(RankError, match=r"CheckpointError: .*--seed 0 .now 5., --lr 0.01 .now 0.5."):
         launch(run, [*options, "--seed", "5", "--lr", "0.5"], world_size=1)
-    assert sorted(file.read_bytes() for file in tmp_path.iterdir()) == before
-    for file in tmp_path.iterdir():
+    assert sorted(file.read_bytes() for file in tmp_path.glob("*.pt")) == before
+    for file in tmp_path.glob("*.pt"):
         file.write_bytes(b"broken")
     with pytest.raises(RankError, match="are damaged"):
+        launch(run, options, world_size=2)
+    checkpoint.save(tmp_path, {"model": {}, "step": 3})
+    with pytest.raises(RankError, match='is not one of ddp_course.train: it has no "settings"'):
         launch(run, options, world_size=2)
 
 

@@ -13,10 +13,10 @@ import io
 import os
 import random
 import re
-import tempfile
 import warnings
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +26,25 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import CheckpointError
+from . import files
 
 MAGIC = b"ddp-course checkpoint 1\n"
 PLAIN = {type(None), bool, int, float, complex, str, bytes, torch.Tensor, torch.nn.Parameter}
 FILE_NAME = re.compile(r"checkpoint-(\d{8})\.pt")
+LOCK, PATIENCE_SECONDS = ".writer", 3.0
+OWNER_ONLY = 0o600
+NOT_WRITTEN = (
+    'no checkpoint could be written to "{}": {}. Those before are untouched; free some space, or choose another folder.'
+)
+_held: set[Path] = set()  # the folders that this process writes to for longer than one checkpoint
 
 
 def save(path: str | Path, state: Any, keep: int = 2) -> Path | None:
     """Write `state` as the newest checkpoint in the folder `path`, and keep the `keep` newest.
 
     `state` is a dict of tensors and plain data (numbers, text, lists, dicts). With a process group, rank 0 writes
-    and the other ranks return at once. Returns the new file's path (None on the other ranks). Raises
-    CheckpointError if it cannot be written, for instance on a full disk; the checkpoints before stay as they are.
+    and the other ranks return at once. Returns the new file's path (None on the other ranks). Raises CheckpointError if
+    it cannot be written, on a full disk say, or if another run writes there; the checkpoints before stay as they are.
     """
     if keep < 1:
         raise ValueError(f"keep is {keep}; at least 1 checkpoint must stay")
@@ -45,19 +52,49 @@ def save(path: str | Path, state: Any, keep: int = 2) -> Path | None:
         return None
     check_plain(state)
     folder = Path(path)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(folder)
-        number = max([number for number, _ in checkpoints(folder)], default=0) + 1
-        file = write(folder / f"checkpoint-{number:08}.pt", packed(state))
-        for _, old in checkpoints(folder)[keep:]:
-            old.unlink()
-    except OSError as error:
-        raise CheckpointError(
-            f'no checkpoint could be written to "{path}": {error.strerror}. '
-            "Those before are untouched; free some space, or choose another folder."
-        ) from error
+    with writing_to(folder):
+        try:
+            remove_leftovers(folder)
+            number = max([number for number, _ in checkpoints(folder)], default=0) + 1
+            file = files.write_whole(folder / f"checkpoint-{number:08}.pt", packed(state), OWNER_ONLY)
+        except OSError as error:
+            raise CheckpointError(NOT_WRITTEN.format(path, error.strerror)) from error
+        delete_old(folder, keep)
     return file
+
+
+@contextmanager
+def writing_to(path: str | Path) -> Iterator[None]:
+    """Keep other processes from writing to the folder `path`, which is made if need be, during this block.
+
+    A run that saves many times holds its folder all the while; `save` does so for one checkpoint. CheckpointError,
+    naming the process that writes there, if it does not end within a few seconds.
+    """
+    folder = Path(path)
+    with ExitStack() as stack:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            place = folder.resolve()
+            if place not in _held:
+                stack.enter_context(files.claimed(folder / LOCK, PATIENCE_SECONDS))
+                stack.callback(_held.remove, place)
+                _held.add(place)
+        except BlockingIOError as error:
+            raise CheckpointError(
+                f'another run writes its checkpoints to "{path}" ({error}); wait for its end or choose another folder'
+            ) from None
+        except OSError as error:
+            raise CheckpointError(NOT_WRITTEN.format(path, error.strerror)) from error
+        yield
+
+
+def delete_old(folder: Path, keep: int) -> None:
+    """Keep the `keep` newest checkpoints; a warning tells of one that cannot be deleted."""
+    for _, old in checkpoints(folder)[keep:]:
+        try:
+            old.unlink(missing_ok=True)
+        except OSError as error:
+            warnings.warn(f"the old checkpoint {old} could not be deleted: {error.strerror}", stacklevel=3)
 
 
 def check_plain(value: Any, where: str = "state") -> None:
@@ -121,27 +158,6 @@ def unpacked(content: bytes) -> Any:
         return torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True)
     except Exception as error:  # of many kinds: what a file may hold is not ours to list
         raise ValueError(f"it holds what no checkpoint may hold: {str(error).splitlines()[0]}") from error
-
-
-def write(file: Path, content: bytes) -> Path:
-    """Put `content` (bytes) at the path `file`, whole or not at all, even if the power fails."""
-    handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=".", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())  # the contents are on the disk before the name is
-        os.replace(temporary, file)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    if os.name == "posix":
-        folder = os.open(file.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)  # and now the name
-        finally:
-            os.close(folder)
-    return file
 
 
 def remove_leftovers(folder: Path) -> None:

@@ -4,18 +4,16 @@ import os
 import re
 import socket
 import sys
-import threading
 import time
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 
 from .devices.placement import agreed_backend, gpu_identity, hide_gpus, placement
-from .linux import die_with_parent
+from .parent import end_with_torchrun
 
 FIRST_PORT, PORTS = 20_000, 10_000  # where Slurm jobs meet: a port of its own for each job id
 CONNECT_SECONDS = 5.0
@@ -29,8 +27,7 @@ def join(device: str = "auto", timeout: float = 1800.0) -> tuple:
     process is the only rank. A process group that is up already is left alone. The process ends with its torchrun.
     """
     if not dist.is_initialized():
-        if "TORCHELASTIC_RUN_ID" in os.environ:
-            end_with_parent()
+        end_with_torchrun()
         environment = {} if "RANK" in os.environ else from_slurm(os.environ) or alone()
         os.environ.update(environment)
         world_size, local = (int(os.environ.get(name, 1)) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
@@ -42,18 +39,10 @@ def join(device: str = "auto", timeout: float = 1800.0) -> tuple:
             hide_gpus()
         if local == world_size and sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all on this machine, whatever its name resolves to
-        meeting = fresh_store(timeout)
+        meeting = fresh_store(timeout, local == world_size)
         backend = common_backend(meeting["store"], meeting["rank"], world_size, mine)
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout), **meeting)
     return dist.get_rank(), dist.get_world_size()
-
-
-def end_with_parent() -> None:
-    """Have this process end as soon as its parent does: ranks whose torchrun was killed would live on for ever."""
-    parent = os.getppid()
-    die_with_parent()
-    if sys.platform != "linux":
-        threading.Thread(target=lambda: (psutil.Process(parent).wait(), os._exit(1)), daemon=True).start()
 
 
 def common_backend(store: dist.Store, rank: int, world_size: int, device: str) -> str:
@@ -65,35 +54,53 @@ def common_backend(store: dist.Store, rank: int, world_size: int, device: str) -
     return agreed_backend([store.get(f"ddp_course/gpu/{other}").decode() for other in range(world_size)])
 
 
-def fresh_store(timeout: float) -> dict[str, Any]:
+def fresh_store(timeout: float, one_machine: bool) -> dict[str, Any]:
     """The key-value store, rank and world size for `init_process_group`, as its keywords.
 
     torchrun of torch 2.13 keeps one store over all restarts, with the addresses of ranks that are gone: started
     again, ranks would now and then call those. So rank 0 opens a store of its own and leaves its address in the old
-    one; whoever finds an old address there is refused, and looks again.
+    one; a rank that reads an old address there is refused, and looks again.
+
+    Whoever reaches a store can write into it: where all ranks are on one machine it listens on the loopback only.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    host, patience = os.environ["MASTER_ADDR"], timedelta(seconds=timeout)
+    patience = timedelta(seconds=timeout)
+    host, port = "127.0.0.1" if one_machine else os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        store, rank, world_size = next(dist.rendezvous("env://", timeout=patience))
-        return {"store": store, "rank": rank, "world_size": world_size}
-    old = dist.TCPStore(host, int(os.environ["MASTER_PORT"]), is_master=False, timeout=patience)
-    if rank == 0:
-        store = dist.TCPStore(host, 0, is_master=True, timeout=patience, wait_for_workers=False)
-        old.set("ddp_course/store", str(store.port))
+        store = open_store(host, port, one_machine, patience) if rank == 0 else connect(host, port, patience)
     else:
-        store = look_up(old, host, patience)
+        old = connect(os.environ["MASTER_ADDR"], port, patience)
+        if rank == 0:
+            store = open_store(host, 0, one_machine, patience)
+            old.set("ddp_course/store", str(store.port))
+        else:
+            store = look_up(old, host, patience)
     return {"store": store, "rank": rank, "world_size": world_size}
 
 
-def look_up(old: dist.Store, host: str, patience: timedelta) -> dist.Store:
+def open_store(host: str, port: int, only_here: bool, patience: timedelta) -> dist.TCPStore:
+    """Serve a store at `port` (0: any), for this machine alone or for every machine that reaches this one."""
+    settings: dict[str, Any] = {"is_master": True, "timeout": patience, "wait_for_workers": False}
+    if only_here:
+        listener = socket.create_server((host, port), backlog=1024)
+        port = listener.getsockname()[1]
+        settings["master_listen_fd"] = listener.detach()
+    return dist.TCPStore(host, port, **settings)
+
+
+def connect(host: str, port: int, patience: timedelta) -> dist.TCPStore:
+    """The store that somebody serves, or will serve soon, at this address."""
+    return dist.TCPStore(host, port, is_master=False, timeout=patience)
+
+
+def look_up(old: dist.Store, host: str, patience: timedelta) -> dist.TCPStore:
     """Connect to the store whose port is in the store `old`, as soon as somebody answers there."""
     end = time.monotonic() + patience.total_seconds()
     while True:
         port = int(old.get("ddp_course/store"))
         try:
             socket.create_connection((host, port), CONNECT_SECONDS).close()
-            store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=CONNECT_SECONDS))
+            store = connect(host, port, timedelta(seconds=CONNECT_SECONDS))
             store.set_timeout(patience)
             return store
         except (OSError, dist.DistError):

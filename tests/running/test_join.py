@@ -1,38 +1,62 @@
-"""Ranks that joined a job of torchrun's end with it."""
+"""Ranks that joined a job of torchrun's: they end with it, and their store is for this machine alone."""
 
 import os
 import signal
 import subprocess
 import sys
+import time
 
 import psutil
 import pytest
 
-RANK = """
-import os, time
+JOINS_LATE = """
+import time
+time.sleep(3)  # as if torch were imported from a cold disk
 from ddp_course.running.join import join
-rank, _ = join("cpu")
-print("pid", os.getpid(), flush=True)
+join("cpu")
+open("joined", "w").close()
 time.sleep(300)
+"""
+LISTENS = """
+import psutil
+from ddp_course.running.join import join
+join("cpu")
+print("LISTENS", *{c.laddr.ip for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN})
 """
 
 
+def torchrun(folder, *program):
+    """The process of a torchrun with two ranks on this machine, and its environment."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *program]
+    environ = {**os.environ, "TMPDIR": str(folder)}  # a killed torchrun cannot tidy up
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environ, cwd=folder)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="the system kills them on Linux; a thread does elsewhere")
-def test_ranks_end_when_their_torchrun_is_killed(tmp_path):
-    script = tmp_path / "rank.py"
-    script.write_text(RANK)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    environ = {**os.environ, "TMPDIR": str(tmp_path)}  # a killed torchrun cannot tidy up
-    torchrun = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environ)
+@pytest.mark.parametrize(
+    "program, seconds",
+    [("-m ddp_course.script runs", 0), ("-m ddp_course.train --steps 100000", 6), ("late.py", 0)],
+    ids=["while they import", "in training", "before they ask for it"],
+)
+def test_ranks_end_when_their_torchrun_is_killed(tmp_path, program, seconds):
+    (tmp_path / "late.py").write_text(JOINS_LATE)
+    job = torchrun(tmp_path, *program.split())
     ranks = []
     while len(ranks) < 2:
-        line = torchrun.stdout.readline()
-        assert line, "torchrun ended"
-        ranks += [psutil.Process(int(line.split()[1]))] if line.startswith("pid ") else []
-    os.kill(torchrun.pid, signal.SIGKILL)
-    torchrun.wait()
-    _, alive = psutil.wait_procs(ranks, timeout=10)
-    torchrun.stdout.close()
+        assert job.poll() is None, "torchrun ended"
+        ranks = psutil.Process(job.pid).children()
+    time.sleep(seconds)
+    os.kill(job.pid, signal.SIGKILL)
+    job.wait()
+    _, alive = psutil.wait_procs(ranks, timeout=20)
+    job.stdout.close()
     for rank in alive:
         rank.kill()
     assert not alive
+    assert seconds or not (tmp_path / "joined").exists(), "it joined a job that had ended"
+
+
+def test_the_store_of_a_single_machine_is_not_reached_from_others(tmp_path):
+    (tmp_path / "listens.py").write_text(LISTENS)
+    printed, _ = torchrun(tmp_path, "listens.py").communicate(timeout=120)
+    assert printed.decode().split("LISTENS")[1:] == [" 127.0.0.1\n"] * 2

@@ -16,7 +16,6 @@ if it had been woken in time, and waits the shorter for it.
 
 import mmap
 import multiprocessing
-import sys
 import threading
 import time
 import zlib
@@ -25,6 +24,8 @@ from typing import Any
 
 import numpy as np
 import torch.distributed as dist
+
+from ..files import FileLock
 
 CHANNELS = 4  # the default group, and three for all others, by their names
 DEPTH = 512  # messages between two ranks that may be under way at once
@@ -116,37 +117,6 @@ def named_memory(folder: str | Path, numbers: Any) -> Any:
     with open(Path(folder) / "switch", "a+b") as file:
         file.truncate(8 * numbers)
         return FileLock(Path(folder) / "lock"), np.frombuffer(mmap.mmap(file.fileno(), 8 * numbers))
-
-
-class FileLock:
-    """A lock for all threads of all processes that name the same file."""
-
-    def __init__(self, path):
-        self.file, self.threads = open(path, "a+b"), threading.Lock()  # noqa: SIM115 (open for as long as the switch)
-
-    def __enter__(self):
-        self.threads.acquire()
-        if sys.platform == "win32":
-            import msvcrt
-
-            self.file.seek(0)
-            msvcrt.locking(self.file.fileno(), msvcrt.LK_LOCK, 1)
-        else:
-            import fcntl
-
-            fcntl.flock(self.file, fcntl.LOCK_EX)
-
-    def __exit__(self, *_):
-        if sys.platform == "win32":
-            import msvcrt
-
-            self.file.seek(0)
-            msvcrt.locking(self.file.fileno(), msvcrt.LK_UNLCK, 1)
-        else:
-            import fcntl
-
-            fcntl.flock(self.file, fcntl.LOCK_UN)
-        self.threads.release()
 
 
 def channel(group: dist.ProcessGroup | None) -> int:

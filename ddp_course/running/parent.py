@@ -1,0 +1,48 @@
+"""Ranks of torchrun end with it: one that lived on would join the next job that takes the same port.
+
+torch takes seconds to import, and torchrun may be killed meanwhile. So a program that torchrun starts calls
+`end_with_torchrun` before it imports torch; this module imports nothing that takes long.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+
+PR_SET_PDEATHSIG = 1
+JOB = "TORCHELASTIC_RUN_ID"
+
+
+def end_with_torchrun() -> None:
+    """Have this process end as soon as the torchrun that started it does; without torchrun nothing happens."""
+    if JOB not in os.environ:
+        return
+    parent = os.getppid()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent or not may_be_torchrun(parent):
+        os._exit(1)
+    if sys.platform != "linux":
+        threading.Thread(target=lambda: (wait_for(parent), os._exit(1)), daemon=True).start()
+
+
+def may_be_torchrun(parent: int) -> bool:
+    """Whether the process `parent` started this rank; if torchrun had ended before, init or the like adopted it.
+
+    torchrun runs in the same Python as its ranks. A shell between the two has the job's name in its environment.
+    """
+    import psutil
+
+    try:
+        process = psutil.Process(parent)
+        return process.exe() == psutil.Process().exe() or process.environ().get(JOB) == os.environ[JOB]
+    except psutil.Error:
+        return False
+
+
+def wait_for(process: int) -> None:
+    """Return when the process with this number has ended."""
+    import psutil
+
+    psutil.Process(process).wait()
