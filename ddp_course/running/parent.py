@@ -4,13 +4,12 @@ torch takes seconds to import, and torchrun may be killed meanwhile. So a progra
 `end_with_torchrun` before it imports torch; this module imports nothing that takes long.
 """
 
-import ctypes
 import os
-import signal
 import sys
 import threading
 
-PR_SET_PDEATHSIG = 1
+from .linux import die_with_parent
+
 JOB = "TORCHELASTIC_RUN_ID"
 
 
@@ -19,9 +18,8 @@ def end_with_torchrun() -> None:
     if JOB not in os.environ:
         return
     parent = os.getppid()
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent or not may_be_torchrun(parent):
+    die_with_parent(parent)
+    if not may_be_torchrun(parent):
         os._exit(1)
     if sys.platform != "linux":
         threading.Thread(target=lambda: (wait_for(parent), os._exit(1)), daemon=True).start()
