@@ -156,7 +156,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path):
     with pytest.raises(RankError, match="are damaged"):
         launch(run, options, world_size=2)
     checkpoint.save(tmp_path, {"model": {}, "step": 3})
-    with pytest.raises(RankError, match='is not one of ddp_course.train: it has no "settings"'):
+    with pytest.raises(RankError, match=r'is not one of ddp_course[.]train: it has no "settings"'):
         launch(run, options, world_size=2)
 
 
