@@ -17,6 +17,7 @@ one of them. Is the result still the same? And what does it cost?
 
 # %% imports
 import os
+import threading
 import time
 from functools import partial
 
@@ -82,26 +83,54 @@ print(f"unequal shards, plain mean:   {unequal:.0e}")
 print(f"unequal shards, weighted:     {weighted:.0e}")
 guess.reveal(f"off by {unequal:.0e}", "no")
 
-# %% check-averaging
+# %% claim-14
 # NBVAL_CHECK_OUTPUT
-assert equal < 1e-12 and weighted < 1e-12 and unequal > 1e-6
-print("equal shards: the mean is exact; unequal shards: weight each by its number of samples")
+assert weighted < 1e-12
+claims.decide(
+    14, "The mean of the devices' means is the mean of the batch.", "measured",
+    {"all shards are equally large": equal < 1e-12, "shards differ in size": unequal < 1e-12},
+    "A sample in a small shard counts more in a plain mean: weight each shard by its number of samples.",
+)  # fmt: skip
 
 # %% [markdown]
 r"""
+This was the first of the course's twenty **claims**: sentences that one reads about distributed training, each put to the
+test where it belongs. The cell decides under each condition, prints the verdict, and says why.
+
 So K devices with B/K samples each do *the same step* as one device with B samples, at the same learning rate. You
 will read that the rate has to be multiplied by K "because the gradient is divided by K". Here is the experiment:
-train four ranks and one device, and compare the weights at the end. The experiment is done twice: with the mean of
-the losses, which is what everyone uses, and with their sum, for which the sentence is right.
+train with the gradients of four shards averaged, and on whole batches, and compare the weights at the end. It is done
+twice: with the mean of the losses, which is what everyone uses, and with their sum.
 """
+
+
+# %% rates
+def weights(shards, rate, reduction):
+    model = digits.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    for inputs, targets in digits.batches(global_batch=24, steps=8):
+        pairs = zip(inputs.chunk(shards), targets.chunk(shards))
+        losses = [torch.nn.functional.cross_entropy(model(x), y, reduction=reduction) for x, y in pairs]
+        optimizer.zero_grad()
+        (sum(losses) / shards).backward()
+        optimizer.step()
+    return torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+rates, off = {"mean": 0.02, "sum": 0.02 / 24}, {}
+for reduction, rate in rates.items():
+    for factor in (1, 4):
+        difference = weights(4, factor * rate, reduction) - weights(1, rate, reduction)
+        off[reduction, factor] = float(difference.abs().max())
+        print(f"{reduction} of the losses, rate times {factor}: weights differ by {off[reduction, factor]:.0e}")
 
 # %% claim-1
 # NBVAL_CHECK_OUTPUT
-finding = claims.test(1)
-print(finding.line)
-
-# %% claim-1-numbers
-finding
+claims.decide(
+    1, "Averaging over N devices divides the gradient by N, so the learning rate must be multiplied by N.", "measured",
+    {f"the loss is a {name}": off[name, 4] < 1e-12 < off[name, 1] for name in rates},
+    "The mean of the shards' means is the mean of the batch: the same rate makes the same step. Only a summed loss loses a factor of N.",
+)  # fmt: skip
 
 # %% [markdown]
 r"""
@@ -201,13 +230,40 @@ code at a time. But most of a training step is not Python code. The experiment m
 a third of a second, and asks whether another thread gets a turn *during* that one call.
 """
 
+
+# %% turns
+def turns_of_another(work):
+    turns, over = [], threading.Event()
+
+    def watch():
+        while not over.wait(0.001):
+            turns.append(time.perf_counter())
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    start = time.perf_counter()
+    work()
+    quarter = (time.perf_counter() - start) / 4
+    over.set()
+    watching.join()
+    return sum(start + quarter < turn < start + 3 * quarter for turn in turns)  # in the middle half of the call
+
+
+# %% turns-counted
+big = torch.ones(2000, 2000)
+turns = {
+    "Python's own": turns_of_another(lambda: sum(range(20_000_000))),
+    "torch's": turns_of_another(lambda: big @ big),
+}
+print(f"turns of another thread during one call: {turns}")
+
 # %% claim-5
 # NBVAL_CHECK_OUTPUT
-finding = claims.test(5)
-print(finding.line)
-
-# %% claim-5-numbers
-finding
+claims.decide(
+    5, "A single Python process can use only one core.", "measured",
+    {f"the work is {whose}": count <= 1 for whose, count in turns.items()},
+    "Python keeps its lock during a call of its own; torch lets go of it inside its operations, forward and backward.",
+)  # fmt: skip
 
 # %% [markdown]
 r"""

@@ -22,8 +22,8 @@ way: send them all to one rank.
 import time
 
 from ddp_course import (
-    Link, average_on_server, broadcast_parameters, claims, dist, launch, problems, show,
-    stage2_dataparallel, stage3_paramserver, timing, torch, wire,
+    Link, average_on_server, broadcast_parameters, claims, collectives, dist, launch, problems, show, simulate,
+    stage2_dataparallel, stage3_paramserver, theory, timing, torch, wire,
 )  # fmt: skip
 
 K = 4  # how many ranks; 2 works as well
@@ -136,9 +136,39 @@ print("without averaging the replicas drift apart; with it they are equal to the
 
 # %% [markdown]
 r"""
-Some texts say that the *optimizer* must be created "with the same random seed" on all ranks. Equal weights and
-equal gradients are enough: plain SGD has no random part. And the same seed everywhere has a drawback: every rank
-then draws the same dropout masks. Lesson 10 tests this (claim 7).
+Some texts say that all ranks must start "with the same random seed". Here ranks draw their weights with a seed of
+their own or with the same one, and then rank 0 broadcasts or does not. Every rank also draws a dropout mask.
+"""
+
+
+# %% seeds
+def weights_and_mask(same_seed, broadcast):
+    torch.manual_seed(0 if same_seed else dist.get_rank())
+    model = torch.nn.Linear(8, 8)
+    if broadcast:
+        broadcast_parameters(model)
+    return model.weight.detach(), torch.nn.functional.dropout(torch.ones(64))
+
+
+def equal(same_seed, broadcast):
+    first, second = launch(weights_and_mask, same_seed, broadcast, world_size=2)
+    return tuple(map(torch.equal, first, second))
+
+
+found = {(seed, way): equal(seed, way) for seed in (False, True) for way in (False, True)}
+for (same_seed, broadcast), (weights, masks) in found.items():
+    print(f"same seed: {same_seed!s:5}  broadcast: {broadcast!s:5}  equal weights: {weights!s:5}  equal masks: {masks}")
+
+# %% claim-7
+# NBVAL_CHECK_OUTPUT
+claims.decide(
+    7, "All ranks must start with the same random seed.", "measured",
+    {"rank 0 broadcasts": not found[False, True][0], "nobody broadcasts": not found[False, False][0]},
+    "The broadcast makes the weights equal. The same seed everywhere gives all ranks the same dropout mask, which is worse.",
+)  # fmt: skip
+
+# %% [markdown]
+r"""
 
 ## Share the data
 
@@ -306,13 +336,26 @@ comes in, because a cable has two directions. So let a server cut the gradient i
 pieces and do both at once. The simulator plays the messages of both servers.
 """
 
+
+# %% two-servers
+def one_way(gradient):
+    average_on_server([gradient])
+
+
+p, cable = 2**20, theory.Costs.of_link(100e6)
+servers = {"it collects everything before it sends": one_way,
+           "it sends while it still collects": collectives.duplex_server_all_reduce}  # fmt: skip
+ratios = {}
+for name, server in servers.items():
+    ratios[name] = simulate.replay(server, p, 3, simulate.Network(cable)) / (2 * (3 - 1) * p * cable.beta)
+    print(f"{name}: {ratios[name]:.2f} of the formula")
+
 # %% claim-4
 # NBVAL_CHECK_OUTPUT
-finding = claims.test(4)
-print(finding.line)
-
-# %% claim-4-numbers
-finding
+claims.decide(
+    4, "A parameter server takes 2(K-1) p/b.", "simulated", {name: 0.95 < ratio < 1.05 for name, ratio in ratios.items()},
+    "A cable carries both directions at once: a server that works in pieces needs little more than (K-1) p/b.",
+)  # fmt: skip
 
 # %% [markdown]
 r"""

@@ -32,3 +32,9 @@ def test(number: int, *more: int, only: list[str] | None = None) -> Finding | Ta
             raise ValueError(f"there is no claim {each}; choose 1 to {max(claims)}")
     findings = [claims[each].test(only) for each in (number, *more)]
     return Table(findings) if more else findings[0]
+
+
+def decide(number: int, text: str, kind: str, outcomes: dict[str, bool], why: str) -> None:
+    """Print a claim, the verdict that follows from its outcome under each condition, and why."""
+    verdict = verdict_on({name: Outcome(holds, "") for name, holds in outcomes.items()})
+    print(f"“{text}”\nClaim {number} ({kind}): {verdict}\n{why}")
