@@ -8,6 +8,7 @@ import argparse
 import atexit
 import contextlib
 import json
+import math
 import os
 import shlex
 import shutil
@@ -17,14 +18,20 @@ import sys
 import tempfile
 import threading
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from ..errors import LaunchError
-from ..running.launching.hosts import connection_folder
+from ..running import files, linux
+from ..running.files import connection_folder
 
 REGISTRATION_SECONDS = 15
+MISSED_HEARTBEATS = 4  # an engine hears one a second, and gives up sooner than the controller, which waits for 10
+REJOIN_SECONDS = 120  # how long an engine tries to come back
+LOST, NOT_LET_IN = 75, 76  # exit codes of an engine
 OWNER_ONLY = 0o700
+ENDINGS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
 def add_parser(subparsers: Any) -> None:
@@ -43,31 +50,52 @@ def add_parser(subparsers: Any) -> None:
 
 
 def begin(args: argparse.Namespace) -> int:
-    """Run the controller until it is interrupted, and the engines that were asked for."""
+    """Run the controller until it is interrupted, and the engines that were asked for; one controller for a folder."""
     folder = connection_folder()
     folder.mkdir(parents=True, exist_ok=True, mode=OWNER_ONLY)
     folder.chmod(OWNER_ONLY)
-    for old in folder.glob("ipcontroller-*.json"):
-        old.unlink()
-    controller = start_controller(folder, args.ip)
-    engines: list = []
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for name in ENDINGS:
+        signal.signal(name, signal.default_int_handler)
     try:
-        file = wait_for_files(folder, controller, args.engines)
-        print(f"The controller runs on {args.ip}. On every machine that is to have ranks, with this file copied there:")
-        print(f"\n    ddp-course hosts join {shlex.quote(str(file))}\n", flush=True)
-        engines = start_engines(file, args.ssh.split(",") if args.ssh else [], args.slurm)
-        print('Then, in a cell here: launch(fn, hosts="all", world_size=...). Ctrl-C ends it all.', flush=True)
-        return controller.wait()
+        with files.claimed(folder / "controller.lock"):
+            return serve(folder, args)
+    except BlockingIOError as error:
+        raise LaunchError(
+            f'"hosts start" runs already ({error}); end it there with Ctrl-C, '
+            "or have a second one beside it: set DDP_COURSE_HOSTS to another folder for it and its notebook"
+        ) from None
     except KeyboardInterrupt:
         return 0
+
+
+def serve(folder: Path, args: argparse.Namespace) -> int:
+    """Run controller and engines; at the end stop them, and delete the keys in `folder`."""
+    delete_keys(folder)
+    processes = [start_controller(folder, args.ip)]
+    try:
+        file = wait_for_files(folder, processes[0], args.engines)
+        print(f"The controller runs on {args.ip}. On every machine that is to have ranks, with this file copied there:")
+        print(f"\n    ddp-course hosts join {shlex.quote(str(file))}\n", flush=True)
+        processes += start_engines(file, args.ssh.split(",") if args.ssh else [], args.slurm)
+        print('Then, in a cell here: launch(fn, hosts="all", world_size=...). Ctrl-C ends it all.', flush=True)
+        return processes[0].wait()
     finally:
-        for process in [*engines, controller]:
+        for process in processes:
             process.terminate()
-        for process in [*engines, controller]:
+        for process in processes:
             process.wait()
-        for old in folder.glob("ipcontroller-*.json"):
-            old.unlink()
+        delete_keys(folder)
+
+
+def delete_keys(folder: Path) -> None:
+    """Delete the files with which heads and engines connect, and the list of hosts."""
+    for file in folder.glob("*.json"):
+        file.unlink()
+
+
+def end_with_us() -> None:
+    """In a child process: let it end in good order when this program ends, however it does."""
+    linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def start_controller(folder: Path, address: str) -> subprocess.Popen:
@@ -77,7 +105,8 @@ def start_controller(folder: Path, address: str) -> subprocess.Popen:
     options += [f"--IPController.{who}_json_file={folder}/ipcontroller-{who}.json" for who in ("client", "engine")]
     with open(folder / "controller.log", "wb") as log:
         command = [sys.executable, "-m", "ipyparallel.controller", *options]
-        return subprocess.Popen(command, umask=0o077, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        quiet: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+        return subprocess.Popen(command, umask=0o077, preexec_fn=end_with_us, **quiet)
 
 
 def wait_for_files(folder: Path, controller: subprocess.Popen, copy_to: str | None) -> Path:
@@ -90,11 +119,7 @@ def wait_for_files(folder: Path, controller: subprocess.Popen, copy_to: str | No
         time.sleep(0.05)
     if copy_to is None:
         return file
-    handle = os.open(copy_to, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(handle, "wb") as copy:
-        os.fchmod(handle, 0o600)
-        copy.write(file.read_bytes())
-    return Path(copy_to).absolute()
+    return files.replace_file(Path(copy_to).absolute(), file.read_bytes(), "--engines", 0o600)
 
 
 def start_engines(file: Path, names: list, slurm: bool) -> list:
@@ -110,42 +135,100 @@ def start_engines(file: Path, names: list, slurm: bool) -> list:
     if slurm:
         if "SLURM_JOB_ID" not in os.environ:
             raise LaunchError("--slurm works inside an allocation; get one with: salloc --nodes=2")
-        started.append(subprocess.Popen(["srun", "--ntasks-per-node=1", "--overlap", *join, str(file)]))
+        srun = ["srun", "--ntasks-per-node=1", "--overlap", *join, str(file)]
+        started.append(subprocess.Popen(srun, preexec_fn=end_with_us))
     return started
 
 
-def take_part(file: str) -> int:
-    """Be an engine until the controller is gone."""
+def take_part(name: str) -> int:
+    """Keep an engine on this machine: a new one whenever the way to the controller was cut, until it stays away.
+
+    The engine is a process of its own, as ipyparallel's cannot begin anew.
+    """
+    if find_spec("ipyparallel") is None:
+        raise LaunchError('joining needs the package ipyparallel; run: pip install "ddp-course[hosts]"')
+    file = put_down(connection(name)) if name == "-" else name
+    connection(file)
+    for ending in ENDINGS:
+        signal.signal(ending, lambda *_: sys.exit(0))
+    if name == "-":
+        threading.Thread(target=end_with_standard_input, daemon=True).start()
+    code, deadline = run_engine(file), -math.inf
+    while code == LOST or (code == NOT_LET_IN and time.monotonic() < deadline):
+        if code == LOST:
+            deadline = time.monotonic() + REJOIN_SECONDS
+            print("ddp-course: the controller is not heard any more; joining again", file=sys.stderr, flush=True)
+        code = run_engine(file)
+    if code == NOT_LET_IN:
+        raise LaunchError(
+            f"the controller of {name} did not let this machine in: it has ended, cannot be reached, or the file is of "
+            "another one; copy it anew"
+        )
+    if code:
+        raise LaunchError(f"this machine's engine ended with code {code}; join again. Its last words: {engine_log()}")
+    return 0
+
+
+def end_with_standard_input() -> None:
+    """In a thread: what started this over ssh has ended when its end of the input is closed."""
+    sys.stdin.read()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def engine_log() -> Path:
+    """Where an engine leaves what it has to say."""
+    return connection_folder() / "engine.log"
+
+
+def connection(name: str) -> str:
+    """The text of a connection file, "-" for standard input; LaunchError if that is something else."""
+    if name != "-" and not Path(name).is_file():
+        raise FileNotFoundError(f'there is no file "{name}"; copy it from the machine where "hosts start" runs')
+    text = read_object(sys.stdin) if name == "-" else Path(name).read_text(errors="replace")
     try:
-        from ipyparallel.engine.app import IPEngine
-    except ImportError:
-        raise LaunchError('joining needs the package ipyparallel; run: pip install "ddp-course[hosts]"') from None
-    if file == "-":
-        text = read_object(sys.stdin)
-        threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
-        file = put_down(text)
-    if not Path(file).is_file():
-        raise FileNotFoundError(f'there is no file "{file}"; copy it from the machine where "hosts start" runs')
+        whole = {"registration", "interface", "location", "curve_serverkey"} <= json.loads(text).keys()
+    except (ValueError, AttributeError):
+        whole = False
+    if not whole:
+        what = "the standard input" if name == "-" else name
+        raise LaunchError(f'{what} is not what "hosts start" has written; copy the file anew from that machine')
+    return text
+
+
+def run_engine(file: str) -> int:
+    """Run one engine, a process of its own that ends with this one; returns its exit code."""
+    command = [sys.executable, "-m", "ddp_course.commands.hosts", file]
+    log = engine_log()
+    log.parent.mkdir(parents=True, exist_ok=True, mode=OWNER_ONLY)
+    with open(log, "wb") as words:
+        quiet: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": words, "stderr": words}
+        with subprocess.Popen(command, preexec_fn=end_with_us, **quiet) as engine:
+            try:
+                return engine.wait()
+            except KeyboardInterrupt:
+                return 0
+            finally:
+                engine.terminate()
+
+
+def be_engine(file: str) -> None:
+    """Be an engine until the controller is gone; exits with LOST then, with NOT_LET_IN if it was never let in."""
+    from ipyparallel.engine.app import IPEngine
 
     class Engine(IPEngine):
-        """ipyparallel's engine, with one line for what goes wrong."""
+        """ipyparallel's engine; the process that started it says what went wrong."""
 
         def abort(self) -> None:
             """No answer, or none that could be decrypted."""
-            print(
-                f"ddp-course: the controller of {file} did not let this machine in within {self.timeout:g} s: it has "
-                "ended, cannot be reached, or the file is of another one; copy it anew",
-                file=sys.stderr, flush=True,
-            )  # fmt: skip
-            os._exit(1)
+            os._exit(NOT_LET_IN)
 
     profile = connection_folder() / "engine"
-    profile.mkdir(parents=True, exist_ok=True, mode=OWNER_ONLY)
+    profile.mkdir(exist_ok=True, mode=OWNER_ONLY)
     options = [f"--file={file}", f"--timeout={REGISTRATION_SECONDS}", "--log-level=CRITICAL"]
-    options += ["--IPEngine.max_heartbeat_misses=10", f"--profile-dir={profile}"]
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    Engine.launch_instance(argv=options)
-    return 0
+    options += [f"--IPEngine.max_heartbeat_misses={MISSED_HEARTBEATS}", f"--profile-dir={profile}"]
+    with contextlib.suppress(RuntimeError):  # its loop was stopped, as it does when heartbeats fail to come
+        Engine.launch_instance(argv=options)
+    os._exit(LOST)
 
 
 def read_object(stream: Any) -> str:
@@ -166,3 +249,7 @@ def put_down(text: str) -> str:
     file = Path(folder) / "ipcontroller-engine.json"
     file.write_text(text)
     return str(file)
+
+
+if __name__ == "__main__":
+    be_engine(sys.argv[1])

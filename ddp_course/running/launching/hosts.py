@@ -8,16 +8,15 @@ torch.distributed does the training: nothing of ours moves a gradient from host 
 """
 
 import json
-import os
 import pickle
 import secrets
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import IO, Any
 
 from ...errors import LaunchError, LaunchTimeout, RankError
+from ..files import connection_folder, replace_file
 from . import engine, stacks
 from .progress import Bar
 
@@ -27,11 +26,7 @@ JOIN_SECONDS = 10.0  # for hosts that are still joining
 GRACE_SECONDS = 0.5  # after the first failure, for others to report theirs
 STATES_SECONDS = 5.0  # for all hosts to say where their ranks were
 POLL_SECONDS = 0.005
-
-
-def connection_folder() -> Path:
-    """Where `ddp-course hosts start` leaves the files with which heads and engines connect."""
-    return Path(os.environ.get("DDP_COURSE_HOSTS") or Path.home() / ".ddp_course" / "hosts")
+HOSTS_BEFORE = "hosts.json"  # beside the keys: the names of hosts that have answered
 
 
 def run_on_hosts(
@@ -75,18 +70,26 @@ def connect() -> Any:
 def survey_all(client: Any, hosts: str | int | list) -> list:
     """All engines that answer, by the name of their host: engine ids only say who joined first.
 
-    Waits a moment while fewer have joined than were asked for.
+    Waits a moment while there are fewer than were asked for, or than there were before.
     """
     deadline = time.monotonic() + JOIN_SECONDS
+    expected = set(hosts) if isinstance(hosts, (list, tuple)) else hosts_before() if hosts == "all" else set()
     while True:
-        asked = {number: client[number].apply_async(engine.survey, head_address()) for number in client.ids}
-        found = [{"engine": number, **told} for number, reply in asked.items() if (told := who_answers(number, reply))]
-        names = [member["host"] for member in found]
-        enough = set(hosts) <= set(names) if isinstance(hosts, (list, tuple)) else len(names) >= (
-            hosts if isinstance(hosts, int) else 1)  # fmt: skip
+        replies = {number: client[number].apply_async(engine.survey, head_address()) for number in client.ids}
+        answers = {number: who_answers(number, reply) for number, reply in replies.items()}
+        members = [{"engine": number, **answer} for number, answer in answers.items() if answer]
+        names = {member["host"] for member in members}
+        enough = expected <= names and len(members) >= (hosts if isinstance(hosts, int) else 1)
         if enough or time.monotonic() > deadline:
-            return sorted(found, key=lambda member: (member["host"], member["engine"]))
+            replace_file(connection_folder() / HOSTS_BEFORE, json.dumps(sorted(names | hosts_before())).encode())
+            return sorted(members, key=lambda member: (member["host"], member["engine"]))
         time.sleep(0.2)
+
+
+def hosts_before() -> set:
+    """The names of all hosts that have answered since the controller was started."""
+    file = connection_folder() / HOSTS_BEFORE
+    return set(json.loads(file.read_text())) if file.is_file() else set()
 
 
 def who_answers(number: int, reply: Any) -> dict | None:
@@ -106,21 +109,23 @@ def head_address() -> str:
     return settings["location"] if listening in ("*", "0.0.0.0") else listening
 
 
-def choose(hosts: str | int | list, found: list) -> list:
-    """Those of the hosts found that were asked for; LaunchError if some are missing, or are not like this machine."""
-    names = [member["host"] for member in found]
+def choose(hosts: str | int | list, members: list) -> list:
+    """Those of the members that were asked for; LaunchError if some are missing, or are not like this machine."""
+    names = [member["host"] for member in members]
     if not isinstance(hosts, (int, list, tuple)) and hosts != "all":
         raise ValueError(f'hosts is {hosts!r}; choose "all", a number of hosts, or a list of their names')
-    if isinstance(hosts, (list, tuple)):
-        missing = [name for name in hosts if name not in names]
-        chosen = [member for member in found if member["host"] in hosts]
+    if isinstance(hosts, int):
+        short = max(hosts, 1) - len(members)
+        missing, chosen = [f"{short} more"] * (short > 0), members[:hosts]
+    elif isinstance(hosts, str):
+        missing, chosen = sorted(hosts_before() - set(names)) or ["1 more"] * (not members), members
     else:
-        count = len(found) if isinstance(hosts, str) else hosts
-        short = max(count, 1) - len(found)
-        missing, chosen = [f"{short} more"] * (short > 0), found[:count]
+        missing = [name for name in hosts if name not in names]
+        chosen = [member for member in members if member["host"] in hosts]
     if missing:
         here = f"here are {', '.join(names)}" if names else "none has joined"
-        raise LaunchError(f"missing: {', '.join(missing)}; {here}. On each host: ddp-course hosts join FILE")
+        without = f"; or launch without: hosts={names}" if names and hosts == "all" else ""
+        raise LaunchError(f"missing: {', '.join(missing)}; {here}. On each host: ddp-course hosts join FILE{without}")
     ours = engine.versions()
     for member in chosen:
         for name, value in ours.items():

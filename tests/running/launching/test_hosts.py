@@ -164,6 +164,10 @@ ask("join-2")
 wait_for_three()
 attempt("joined late", name, hosts=["host1", "host2", "host3"], world_size=3)
 in_an_accident("unplug-3")
+attempt("all without 3", name)
+ask("plug-3")
+wait_for_three()
+attempt("all again", name)
 tell("end", True)
 """
 
@@ -264,6 +268,14 @@ def test_an_accident_is_told_and_leaves_nothing(found, accident, error, words):
 def test_the_others_go_on_and_a_host_may_join_late(found):
     assert found["two are left"][0] == "none", found["two are left"]
     assert found["joined late"][:2] == ["none", "['host1', 'host2', 'host3']"]
+
+
+def test_a_host_that_was_cut_off_is_named_and_comes_back(found):
+    """Its cable was out for as long as the accident and the launch after it: more than 10 s."""
+    error, message, _ = found["all without 3"]
+    assert error == "LaunchError" and "missing: host3; here are host1, host2. On each host:" in message
+    assert "or launch without: hosts=['host1', 'host2']" in message
+    assert found["all again"][:2] == ["none", str(["host1", "host1", "host2", "host2", "host3", "host3"])]
     assert found["end"]
 
 
