@@ -1,19 +1,15 @@
-"""`python -m benchmarks simulator`: the simulator against published tables and, with `--only own`, our own training."""
+"""`python -m benchmarks simulator`: the simulator's speed and, with `--only own`, our own training predicted."""
 
 import argparse
-import json
-from collections.abc import Iterator
-from pathlib import Path
 from time import perf_counter
 
-from ddp_course.measuring.simulate import Layer, Profile, published, simulate
+from ddp_course.measuring.simulate import Layer, Profile, simulate
 from ddp_course.measuring.simulate.network import Network
 from ddp_course.measuring.theory import Costs
-from ddp_course.running.files import replace_file
 
 from .harness import Benchmark, Part, Promise, Row
 
-SHAPED, V100, SECONDS = {"gloo": 0.10, "nccl": 0.05}, 0.05, 2
+SECONDS = 2
 OWN_MEDIAN, OWN_LARGEST = 0.10, 0.20
 
 
@@ -22,46 +18,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--link", default="200Mbit", help="bandwidth of the virtual hosts' links, for --only own")
 
 
-def shaped_links(args: argparse.Namespace) -> Part:
-    """All-reduces of 128 MiB over shaped links, calibrated at K = 4."""
-    found = published.shaped_links()
-    rows = found["compared"]
-    table = [
-        {"library": row["library"], "K": row["K"], "Gbit/s": row["link_gbit_s"], "delay, ms": row["link_delay_ms"]}
-        | {"published, ms": row["measured_ms"], "simulated, ms": row["predicted_ms"], "error": percent(row["error"])}
-        | {"formula's": percent(row["by_formula_ms"] / row["measured_ms"] - 1), "": kind(row)}
-        for row in rows
-    ]
-    errors = {
-        name: [abs(row["error"]) for row in rows if row["held_out"] and row["library"] == name] for name in SHAPED
-    }
-    promises = [Promise(f"{name}, largest error held out", max(errors[name]), most) for name, most in SHAPED.items()]
-    also = {name: found[name] for name in ("parameters", "predictions")}
-    return Part(rows, promises, table, also)
-
-
-def v100_steps(args: argparse.Namespace) -> Part:
-    """Steps of torch's DDP on V100, calibrated at 1 and 2 GPUs; beside them the error of a constant predictor."""
-    found = published.v100_steps()
-    table = [
-        {"model": row["model"], "K": row["K"], "published, s": row["measured_s"], "simulated, s": row["predicted_s"]}
-        | {"error": percent(row["error"]), "constant predictor's": percent(row["constant_error"])}
-        for row in found["compared"]
-    ]
-    table += [
-        {"model": f"{size} error", "error": percent(found["error"][size])}
-        | {"constant predictor's": percent(found["constant_error"][size])}
-        for size in ("mean", "largest")
-    ]
-    also = {name: found[name] for name in ("parameters", "error", "constant_error")}
-    return Part(found["compared"], [Promise("V100 steps, largest error", found["error"]["largest"], V100)], table, also)
-
-
 def own_training(args: argparse.Namespace) -> Part:
     """Our own training over virtual hosts, calibrated at K = 2."""
-    from ddp_course.measuring.simulate import measured
+    from . import own_training as own
 
-    found = measured.compare(args.link)
+    found = own.compare(args.link)
     table = [
         {"model": row["model"], "by": row["implementation"], "K": row["K"], "cap, MiB": row["bucket_cap_mb"]}
         | {"measured, ms": row["measured_ms"], "simulated, ms": row["predicted_ms"], "error": percent(row["error"])}
@@ -99,20 +60,11 @@ def kind(row: Row) -> str:
     return "held out" if row["held_out"] else "calibration"
 
 
-def predictions(report: Row, folder: Path) -> Iterator[Path]:
-    """Write simulator.json: what is predicted for numbers of ranks that nobody has published."""
-    if "shaped links" in report["parts"]:
-        content = json.dumps(report["parts"]["shaped links"]["predictions"], indent=1) + "\n"
-        replace_file(folder / "simulator.json", content.encode())
-        yield folder / "simulator.json"
-
-
-PARTS = {"shaped links": shaped_links, "V100 steps": v100_steps, "speed": speed, "own": own_training}
+PARTS = {"speed": speed, "own": own_training}
 BENCHMARK = Benchmark(
     "simulator",
-    "the simulator against published tables, and against our own training",
+    "how fast the simulator is, and how well it knows our own training",
     PARTS,
     on_request=("own",),
     add_options=add_options,
-    finish=predictions,
 )

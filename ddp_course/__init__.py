@@ -50,6 +50,7 @@ _ELSEWHERE = {  # so that a notebook needs one line of imports
     "train": "ddp_course.train",
     "facts": "ddp_course.measuring.facts",
     "plans": "ddp_course.measuring.plans",
+    "predict": "ddp_course.measuring.predict",
     "audit": "ddp_course.measuring.audit",
     "script": "ddp_course.script",
     "one_host": "ddp_course.measuring.simulate.one_host",

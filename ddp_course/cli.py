@@ -16,6 +16,7 @@ COMMANDS = {
     "doctor": ("commands.doctor", "what this machine has, and what each lesson will use"),
     "compare": ("commands.compare", "train with every stage on the same batches and compare"),
     "simulate": ("commands.simulate", "bucketed DDP on thousands of simulated devices"),
+    "predict": ("commands.predict", "published runs, predicted and measured"),
     "claims": ("commands.claims", "put the claims of the course to the test"),
     "grade": ("commands.grade", "grade exercises"),
     "check": ("commands.check", "check your own exercise"),

@@ -21,8 +21,8 @@ do I use?
 from itertools import pairwise
 
 from ddp_course import (
-    Device, Link, claims, collectives, dist, facts, launch, one_host, plans, problems, published, ring_all_reduce, show,
-    simulate, stage1_single, stage5_bucketed, theory, timeline, timing, torch,
+    Device, Link, claims, collectives, dist, facts, launch, one_host, plans, predict, problems, published,
+    ring_all_reduce, show, simulate, stage1_single, stage5_bucketed, theory, timeline, timing, torch,
 )  # fmt: skip
 
 K = 4  # how many ranks, on two hosts; 2 works as well
@@ -282,16 +282,15 @@ link; in two levels eight GPUs send at the same time and share the four cables:
 """
 
 # %% simulate
-tested = published.v100_steps()
-found = tested["parameters"]
-wire = theory.Costs(found["latency_s"], 1 / found["bandwidth_bytes_s"])
+bandwidth, interference = published.calibrate_v100(facts.rows("ddp_step_seconds_v100"))
+wire = theory.Costs(published.GPU_LATENCY, 1 / bandwidth)
 profile = simulate.resnets.profile("resnet50", 0.097)
 devices = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096]
 steps = {}
 for name, streams in (("ring", 1), ("hierarchical_ring", 8)):  # that cross between two hosts at once
     between = theory.Costs(2 * wire.alpha, max(published.HOST_LINK, wire.beta / streams))
     hosts = simulate.Network(between, wire, per_host=8)
-    steps[name] = [simulate.simulate(profile, k, hosts, name, interference=found["interference"]) for k in devices]
+    steps[name] = [simulate.simulate(profile, k, hosts, name, interference=interference) for k in devices]
 show.scaling_figure(steps, title="ResNet-50: two levels hold where the flat ring falls")
 
 # %% check-scaling
@@ -320,12 +319,15 @@ predictions for 4, 8 and 16 GPUs. And a second predictor, dotted, which knows no
 
 # %% published
 gpus, measured, lines = [1, 2, 4, 8, 16], {}, {}
+tested = [step for step in predict.v100_steps().rows if not step["calibrated"]]
 for row, colour in zip(facts.rows("ddp_step_seconds_v100"), ["#0072B2", "#D55E00", "#009E73", "#CC79A7"]):
     model, alone = row["model"], row["no_ddp"]
-    steps_s = {one["K"]: one["predicted_s"] for one in tested["compared"] if one["model"] == model}
+    steps_s = {step["gpus"]: step["predicted"] for step in tested if step["model"] == model}
     measured[model] = (gpus, [100 * alone / row[f"gpus_{k}"] for k in gpus], colour)
     lines[f"{model}, simulated"] = (list(steps_s), [100 * alone / s for s in steps_s.values()], colour)
-errors = [tested[predictor]["mean"] for predictor in ("error", "constant_error")]
+at_two = {row["model"]: row["gpus_2"] for row in facts.rows("ddp_step_seconds_v100")}
+errors = [sum(abs(step["error"]) for step in tested) / len(tested),
+          sum(abs(at_two[step["model"]] / step["measured"] - 1) for step in tested) / len(tested)]  # fmt: skip
 picture = show.curves(measured, "GPUs", "efficiency (%)", "Mean error: simulator {:.1%}, constant {:.1%}".format(*errors),
                       theory=lines, log="x", ticks=gpus, kind="published; simulated")  # fmt: skip
 for _, percent, colour in measured.values():

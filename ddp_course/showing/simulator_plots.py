@@ -23,6 +23,7 @@ ALGORITHM_COLOURS = {
     "hierarchical_ring": "#56B4E9",
 }
 CONTENDERS = ("parameter_server", "ring", "tree", "halving_doubling")
+EDGE = 2.5  # of the figure of predictions
 RANKS = sorted([2**k for k in range(1, 13)] + [3 * 2**k for k in range(11)])  # 2, 3, 4, 6, 8, 12, …, 4096
 
 
@@ -120,6 +121,39 @@ def draw_winners(
     handles = [Patch(color=ALGORITHM_COLOURS[name], label=label(name)) for name in names]
     axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=4, handlelength=1.2)
     return names
+
+
+def predictions_figure(rows: Sequence[dict[str, Any]]) -> Picture:
+    """Predicted over measured, a point per row of the scoreboard, by table; hollow where the fit saw the row."""
+    tables = list(dict.fromkeys(row["table"] for row in rows if row["measured"] is not None))
+    known = {name: [row for row in rows if row["table"] == name and row["measured"] is not None] for name in tables}
+    picture, axes = panels(width=9.6, height=0.9 + 0.5 * len(tables), kind="published; derived", seen="Points by table")
+    with style():
+        picture.label(axes)
+        for place, name in enumerate(tables):
+            colour = list(ALGORITHM_COLOURS.values())[place % len(ALGORITHM_COLOURS)]
+            for index, row in enumerate(known[name]):
+                height = place + 0.5 * ((index + 0.5) / len(known[name]) - 0.5)
+                face = "none" if row["calibrated"] else colour
+                ratio, mark = min(1 + row["error"], EDGE), ">" if 1 + row["error"] > EDGE else "o"
+                axes.plot(ratio, height, mark, ms=4.5, markeredgecolor=colour, markerfacecolor=face)
+        axes.axvline(1, color="black", linewidth=1)
+        axes.set_xscale("log", base=2)
+        ticks = [0.5, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2]
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axes.minorticks_off()
+        label = f"predicted / measured (hollow: the fit saw this row; arrow: more than {EDGE:g})"
+        axes.set(xlim=(0.45, 1.05 * EDGE), ylim=(len(tables) - 0.5, -0.5), xlabel=label)
+        axes.set_yticks(range(len(tables)), [f"{name}\n{_errors_text(known[name])}" for name in tables])
+        new = [abs(row["error"]) for name in tables for row in known[name] if not row["calibrated"]]
+        picture.message = f"median error of {len(new)} rows that no fit saw: {np.median(new):.1%}, worst {max(new):.0%}"
+        axes.set_title(picture.message[0].upper() + picture.message[1:])
+    return picture
+
+
+def _errors_text(rows):
+    sizes = [abs(row["error"]) for row in rows]
+    return f"median {np.median(sizes):.1%}, worst {max(sizes):.0%}"
 
 
 def simulation_figure(steps: dict[str, Any], caps: dict[str, Any], costs: Any, title: str) -> Picture:

@@ -1,7 +1,6 @@
 """The simulator: one rank against all ranks, schedules worked out by hand, published tables, a real model."""
 
 import csv
-import json
 import math
 import time
 from itertools import pairwise
@@ -13,9 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks import simulator
-from benchmarks.__main__ import main
-from ddp_course import cli, launch, problems, stage5_bucketed
+from ddp_course import cli, problems, stage5_bucketed
 from ddp_course.commands.simulate import parse_devices
 from ddp_course.measuring import facts, theory
 from ddp_course.measuring.simulate import (
@@ -25,7 +22,6 @@ from ddp_course.measuring.simulate import (
     Simulation,
     assign_buckets,
     best_bucket_cap,
-    measured,
     play,
     profile,
     published,
@@ -316,30 +312,7 @@ def test_resnets_have_their_published_sizes():
 # ---- published tables ---------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def shaped():
-    return published.shaped_links()
-
-
-def test_all_reduce_at_8_is_predicted_from_4(shaped):
-    held_out = [row for row in shaped["compared"] if row["held_out"]]
-    assert {(row["library"], row["K"]) for row in held_out} == {("gloo", 8), ("nccl", 8)} and len(held_out) == 6
-    assert max(abs(row["error"]) for row in held_out if row["library"] == "gloo") <= 0.10
-    assert max(abs(row["error"]) for row in held_out if row["library"] == "nccl") <= 0.05
-
-
-def test_calibration_never_sees_what_it_predicts(shaped, monkeypatch):
-    """Nonsense at K = 8 changes no parameter and no prediction."""
-    table = facts.rows("allreduce_on_shaped_links")
-    spoilt = [row if row["K"] == 4 else row | {"gloo_ms": 1.0, "nccl_ms": 1.0} for row in table]
-    monkeypatch.setattr(facts, "rows", lambda name: spoilt)
-    again = published.shaped_links(ranks=(8,))
-    assert again["parameters"] == shaped["parameters"]
-    assert again["predictions"] == [row for row in shaped["predictions"] if row["K"] == 8]
-    assert max(abs(row["error"]) for row in again["compared"] if row["held_out"]) > 100
-
-
-def test_gloo_and_nccl_are_different_algorithms(shaped):
+def test_gloo_and_nccl_are_different_algorithms():
     """Control: each library's times are missed by far with the other's algorithm, fitted in the same way."""
     table = facts.rows("allreduce_on_shaped_links")
     swapped = [row | {"gloo_ms": row["nccl_ms"], "nccl_ms": row["gloo_ms"]} for row in table]
@@ -381,16 +354,6 @@ def test_gloo_cuts_even_a_short_message_into_two_segments_a_chunk():
     latency = Costs(1e-3, 0.0)
     short, long = (play(gloo_ring, nbytes, 4, Network(latency)) for nbytes in (1000, 8 * MIB))
     assert short == pytest.approx(long) and short > 0, "2 K segments, as many as 8 MiB have of 1 MiB each"
-
-
-def test_v100_steps_are_predicted_from_1_and_2():
-    result = published.v100_steps()
-    assert [row["K"] for row in result["compared"]] == [4, 8, 16] * 4
-    assert result["error"]["largest"] <= 0.05
-    table = {row["model"]: row for row in facts.rows("ddp_step_seconds_v100")}
-    for row in result["compared"]:
-        constant = table[row["model"]]["gpus_2"] / row["measured_s"] - 1
-        assert row["constant_error"] == pytest.approx(constant, abs=1e-4)
 
 
 def test_facts_are_shipped_whole_with_their_sources():
@@ -466,24 +429,6 @@ def test_devices_are_read_as_people_write_them():
     assert parse_devices("3..20") == [3, 6, 12] and parse_devices("6") == [6] and parse_devices("4, 2") == [2, 4]
 
 
-def test_bench_writes_predictions_with_the_agreed_keys(tmp_path, capsys, shaped, monkeypatch):
-    monkeypatch.setattr(published, "shaped_links", lambda: shaped)  # two seconds once are enough
-    assert main(["simulator", "--out", str(tmp_path)]) == 0
-    rows = json.loads((tmp_path / "simulator.json").read_text())
-    keys = {"library", "K", "link_gbit_s", "link_delay_ms", "message_mib", "predicted_ms"}
-    assert all(set(row) == keys and row["predicted_ms"] > 0 for row in rows)
-    assert {(row["library"], row["K"]) for row in rows} >= {(lib, K) for lib in ("gloo", "nccl") for K in (16, 32)}
-    assert "constant predictor's" in capsys.readouterr().out
-    parts = json.loads((tmp_path / "bench_simulator.json").read_text())["parts"]
-    assert all(promise["kept"] for part in parts.values() for promise in part["promises"])
-
-
-@pytest.mark.parametrize("median, largest, kept", [(0.09, 0.19, True), (0.11, 0.19, False), (0.09, 0.21, False)])
-def test_errors_of_our_own_training_are_judged(median, largest, kept):
-    promises = simulator.promised_of_own({"median": median, "largest": largest})
-    assert all(promise.record()["kept"] for promise in promises) == kept
-
-
 def test_figures_say_what_they_show():
     steps = sweep.by_devices(even_profile(), [1, 2, 4, 8, 256], LINK, bucket_cap_mb=1)
     scaling = simulator_plots.scaling_figure({"ring": steps})
@@ -507,35 +452,3 @@ def test_full_simulation_of_ring_uses_every_rank():
         for rank in range(3):
             partial.start(rank, ring(rank, 4, 4e6, partial))
         partial.play()
-
-
-# ---- our own training ---------------------------------------------------------------------------------------------
-
-
-def made_up_rows(profiles, costs, unseen):
-    """Step times as the simulator itself would have them."""
-    settings = [
-        (m, k, K, cap) for m in profiles for k in measured.IMPLEMENTATIONS for K in (2, 3, 4) for cap in (0.25, 1)
-    ]
-    rows = [dict(zip(("model", "implementation", "K", "bucket_cap_mb"), setting, strict=True)) for setting in settings]
-    times = [measured.predict(row, profiles, costs[row["implementation"]], 2, unseen) for row in rows]
-    return [row | {"measured_ms": 1e3 * seconds} for row, seconds in zip(rows, times, strict=True)]
-
-
-def test_what_cannot_be_seen_is_found_at_two_ranks_and_carried_to_four():
-    profiles = {"deep": even_profile(16, 4e-3, 8e-3, MIB / 8), "wide": even_profile(4, 1e-3, 2e-3, MIB)}
-    costs = dict.fromkeys(measured.IMPLEMENTATIONS, Costs(1e-4, 4e-8))
-    truth = measured.Unseen(1.5, 0.3, 2e-3)
-    rows = made_up_rows(profiles, costs, truth)
-    result = measured.predict_rows(rows, profiles, costs, 2)
-    assert result["held_out_error"]["largest"] < 0.02
-    spoilt = [row if row["K"] == 2 else row | {"measured_ms": 1.0} for row in rows]
-    again = measured.predict_rows(spoilt, profiles, costs, 2)
-    assert again["calibration"] == result["calibration"] and again["held_out_error"]["median"] > 10
-    blind = measured.predict_rows(rows, profiles, costs, cores=8)  # control: as if each rank had a core of its own
-    assert blind["held_out_error"]["largest"] > 0.1
-
-
-def test_training_is_timed_in_every_setting():
-    seconds = launch(measured.time_setting, "synthetic", "stage 5", 1.0, world_size=2, device="cpu")
-    assert all(len(rank) == measured.STEPS and min(rank) > 0 for rank in seconds)

@@ -1,18 +1,21 @@
-"""The simulator held against two tables that others have published: calibrated on the small, asked for the large.
+"""The models, each fitted to a table that others have published: few numbers, each with a meaning.
 
-All-reduce over shaped links: gloo and NCCL are different algorithms on the same links, and the message-level
-programs say why gloo suffers more from a delay: a segment is not sent before its receiver has said that it is
-ready, and only two segments are under way. Two numbers per library are fitted to K = 4 and kept for all other K.
+    all-reduce over shaped links   share of the link that TCP reaches; gloo's processor time per segment, NCCL's start
+    DDP steps on V100              bandwidth per GPU; how much a collective slows computing down
+    GPT steps, 3D parallel         five numbers of a `Machine`
+    ZeRO-3 against 3D parallel     how much slower than that machine; the ring of ZeRO-3, and the part that shows
+    pipeline schedules             a rate per model; what layers do besides products; three costs of the schedules
+    NCCL in one host, by size      latency and rate of each of three protocols
 
-DDP step times on V100: what the links and the interference of collectives with computing cost is fitted to 1 and
-2 GPUs of all four networks; growth from 2 to 16 GPUs is predicted. A predictor that never changes its answer is
-shown beside it: the published times grow so little that it is hard to beat, which is what overlap is for.
+gloo and NCCL are different algorithms on the same links, and the message-level programs say why gloo suffers more from
+a delay: a segment is not sent before its receiver has said that it is ready, and only two segments are under way.
 """
 
 from collections.abc import Sequence
-from statistics import mean
+from functools import cache
 from typing import Any
 
+import numpy as np
 from scipy.optimize import least_squares
 
 from .. import facts
@@ -21,10 +24,13 @@ from . import resnets
 from .algorithms import gloo_ring, nccl_ring
 from .network import Network
 from .step import play, simulate
+from .transformers import Machine, Shape, Sharding, Split, fit, fully_sharded_s, idle_stages, step_s
 
 MIB = 2**20
 PER_HOST, HOST_LINK, GPU_LATENCY = 8, 8 / 400e9, 1e-5  # 4 x 100 Gbit/s; 10 us a message are assumed, not fitted
-MORE_RANKS = (8, 16, 32)
+Row = dict[str, Any]
+
+# --- all-reduce over shaped links ---
 
 
 def shaped_link_ms(library: str, parameters: Sequence[float], row: dict[str, Any], ranks: int | None = None) -> float:
@@ -54,44 +60,7 @@ def calibrate_shaped_links(library: str, rows: list[dict[str, Any]]) -> tuple[fl
     return tuple(least_squares(errors, (0.95, 1.0), bounds=((0.1, 0.0), (1.0, 100.0)), diff_step=1e-3).x.tolist())
 
 
-def shaped_links(calibrate_at: int = 4, ranks: Sequence[int] = MORE_RANKS) -> dict[str, Any]:
-    """Hold both libraries against the table: calibrated at one K, compared at all others, predicted for `ranks`.
-
-    Returns a dict: "parameters" by library; "compared" (rows with measured_ms, predicted_ms, error, held_out, and
-    by_formula_ms: the K = 4 timing scaled by (K-1)/K); "predictions" as in results/simulator.json.
-    """
-    table = facts.rows("allreduce_on_shaped_links")
-    known = [row for row in table if row["K"] == calibrate_at]
-    parameters = {library: calibrate_shaped_links(library, known) for library in ("gloo", "nccl")}
-    compared = [_compared(lib, parameters[lib], row, known) for lib in parameters for row in table]
-    predictions = [
-        {
-            "library": library,
-            "K": count,
-            **{key: _short(row[key]) for key in ("link_gbit_s", "link_delay_ms", "message_mib")},
-            "predicted_ms": round(shaped_link_ms(library, parameters[library], row, count), 1),
-        }
-        for library in parameters
-        for row in known
-        for count in ranks
-    ]
-    return {"parameters": parameters, "compared": compared, "predictions": predictions}
-
-
-def _compared(library, parameters, row, known):
-    measured, predicted = row[f"{library}_ms"], shaped_link_ms(library, parameters, row)
-    same_link = next(other for other in known if other["link_gbit_s"] == row["link_gbit_s"])
-    moved = [(r["K"] - 1) / r["K"] for r in (row, same_link)]
-    return {
-        "library": library,
-        "K": int(row["K"]),
-        **{key: _short(row[key]) for key in ("link_gbit_s", "link_delay_ms", "message_mib")},
-        "measured_ms": measured,
-        "predicted_ms": round(predicted, 1),
-        "error": round(predicted / measured - 1, 4),
-        "by_formula_ms": round(same_link[f"{library}_ms"] * moved[0] / moved[1], 1),
-        "held_out": row not in known,
-    }
+# --- DDP steps on V100 ---
 
 
 def v100_step_s(model: str, one_gpu_s: float, ranks: int, bandwidth: float, interference: float) -> float:
@@ -105,49 +74,166 @@ def calibrate_v100(rows: list[dict[str, Any]]) -> tuple[float, float]:
     """(bytes a second, interference) that explain best how 2 GPUs are slower than 1, over all networks."""
 
     def errors(unknowns):
-        return [_v100(row, 2, 10 ** unknowns[0], unknowns[1]) / row["gpus_2"] - 1 for row in rows]
+        return [
+            v100_step_s(row["model"], row["gpus_1"], 2, 10 ** unknowns[0], unknowns[1]) / row["gpus_2"] - 1
+            for row in rows
+        ]
 
-    found = least_squares(errors, (10.3, 0.5), bounds=((8, 0), (12, 10)), diff_step=1e-2).x
-    return 10 ** found[0].item(), found[1].item()
+    bandwidth, interference = least_squares(errors, (10.3, 0.5), bounds=((8, 0), (12, 10)), diff_step=1e-2).x.tolist()
+    return 10**bandwidth, interference
 
 
-def v100_steps(ranks: Sequence[int] = (4, 8, 16)) -> dict[str, Any]:
-    """Hold the step against the table: calibrated at 1 and 2 GPUs, compared at 4, 8 and 16.
+# --- GPT steps by tensor, data and pipeline parallelism ---
 
-    A network's own time at 2 GPUs times the simulated growth from 2 to K is the prediction; the constant predictor
-    says that growth is none. Returns a dict: "parameters", "compared" (one row a network and K), and the mean
-    and largest absolute error of both predictors.
+GPT = "gpt_step_ms_a100_3d"
+GPT_COLUMNS = {
+    "tensor": "tensor parallelism", "data": "data parallelism", "pipeline": "pipeline parallelism",
+    "micro_batch": "micro batch", "layers": "# layers", "width": "hidden size", "context": "sequence length",
+    "batch": "global batch", "gpus": "# GPUs",
+}  # fmt: skip
+GPT_MS = "iteration time (ms)"
+
+
+def gpt_ms(row: Row, machine: Machine) -> float:
+    """Milliseconds of the step in a `row` with the columns of the published table; ValueError for what cannot be."""
+    n = {name: whole(row, column) for name, column in GPT_COLUMNS.items()}
+    split = Split(n["tensor"], n["data"], n["pipeline"], n["micro_batch"])
+    if split.gpus != n["gpus"]:
+        raise ValueError(
+            f"{split.tensor} x {split.data} x {split.pipeline} ways are {split.gpus} GPUs, not {n['gpus']}"
+        )
+    return 1e3 * step_s(Shape(n["layers"], n["width"], n["context"]), split, machine, n["batch"])
+
+
+def whole(row: Row, column: str) -> int:
+    """The whole number in a column of `row`; ValueError if there is none."""
+    try:
+        number = float(row[column])
+    except KeyError:
+        raise ValueError(f'there is no column "{column}"; the columns are those of facts.rows("{GPT}")') from None
+    except (TypeError, ValueError):
+        number = np.nan
+    if number < 1 or number != int(number if number == number else 0):
+        raise ValueError(f'{column} is "{row[column]}"; it must be a whole number, 1 or more')
+    return int(number)
+
+
+def fit_machine(rows: Sequence[Row]) -> Machine:
+    """The five numbers of a `Machine` that explain the steps of `rows` best."""
+
+    def errors(numbers):
+        return [np.log(gpt_ms(row, Machine(*numbers)) / row[GPT_MS]) for row in rows]
+
+    return Machine(*fit(errors, (0.7, 1000.0, 2e-3, 150e9, 100e9)).tolist())
+
+
+@cache
+def machine() -> Machine:
+    """The machine of all published GPT steps: A100s, 8 per host, 4 x 200 Gbit/s."""
+    return fit_machine(facts.rows(GPT))
+
+
+# --- ZeRO-3 against 3D parallelism ---
+
+ZERO3 = "zero3_and_3d_parallel_a100"
+MEGATRON = {"174.6B": (Shape(96, 12_288), 12), "529.6B": (Shape(105, 20_480), 35)}  # shape, stages; 8 tensor ways
+LINKS = 2.0  # 8 x 200 Gbit/s per host, where the machine of the GPT steps has 4 x 200
+
+
+def global_batch(row: Row) -> int:
+    """Sequences of a step: 1,536 or 2,240, and 2,560 where 640 GPUs have 4 each (Narayanan et al., Table 2)."""
+    return {"174.6B": 1536, "529.6B": 2560 if row["gpus"] == 640 else 2240}[row["parameters"]]
+
+
+def megatron_tflops(row: Row, slower: float, sharding: Sharding) -> float:
+    """TFLOP/s per GPU, by the authors' count of operations, of a row of their table."""
+    shape, stages = MEGATRON[row["parameters"]]
+    gpus, batch, here = int(row["gpus"]), global_batch(row), machine().slower(slower, LINKS)
+    if row["plan"] == "ZeRO-3":
+        seconds = fully_sharded_s(shape, gpus, here, sharding, batch)
+    else:
+        seconds = step_s(shape, Split(8, gpus // (8 * stages), stages), here, batch)
+    return shape.flops(batch) / seconds / gpus / 1e12
+
+
+@cache
+def megatron() -> tuple[float, Sharding]:
+    """(how much slower than the machine of the GPT steps, what ZeRO-3 reaches there), fitted to the published rows."""
+    rows = facts.rows(ZERO3)
+    split, sharded = ([row for row in rows if row["plan"] == plan] for plan in ("PTD", "ZeRO-3"))
+
+    def errors(of, numbers):
+        slower, sharding = numbers[0], Sharding(*numbers[1:])
+        return [np.log(megatron_tflops(row, slower, sharding) / row["tflops_per_gpu"]) for row in of]
+
+    slower = float(fit(lambda numbers: errors(split, [*numbers, 1e10, 0.1]), (1.0,))[0])
+    return slower, Sharding(*fit(lambda numbers: errors(sharded, [slower, *numbers]), (2e10, 0.2)).tolist())
+
+
+# --- pipeline schedules ---
+
+SCHEDULES = "pipeline_schedules_a100"
+ORDERS = ("1F1B", "1F1B-I", "ZB-1p", "ZB-2p")
+QI = {
+    "1.5B": Shape(22, 2304, 1024),
+    "6.2B": Shape(30, 4096, 1024),
+    "14.6B": Shape(46, 5120, 1024),
+    "28.3B": Shape(62, 6144, 1024),
+}  # Qi et al. 2024, Table 3
+
+
+def samples_per_s(
+    row: Row, rate: float, other: float, left_over: float, interleaving: float, postponing: float
+) -> float:
+    """Samples per GPU and second of a row: `rate` without idling, less what the schedule idles and costs.
+
+    `other` is what a layer computes besides products with weights, in operations per token and unit of width;
+    `interleaving` and `postponing` are the speeds that 1F1B-I and the zero-bubble schedules keep.
     """
-    table = facts.rows("ddp_step_seconds_v100")
-    bandwidth, interference = calibrate_v100(table)
-    compared = []
-    for row in table:
-        at_two = _v100(row, 2, bandwidth, interference)
-        for count in ranks:
-            growth = _v100(row, count, bandwidth, interference) / at_two
-            measured = row[f"gpus_{count}"]
-            predicted = row["gpus_2"] * growth
-            compared.append(
-                {
-                    "model": row["model"],
-                    "K": count,
-                    "measured_s": measured,
-                    "predicted_s": round(predicted, 4),
-                    "error": round(predicted / measured - 1, 4),
-                    "constant_error": round(row["gpus_2"] / measured - 1, 4),
-                }
-            )
-    summary = {}
-    for name in ("error", "constant_error"):
-        sizes = [abs(row[name]) for row in compared]
-        summary[name] = {"mean": round(mean(sizes), 4), "largest": round(max(sizes), 4)}
-    parameters = {"bandwidth_bytes_s": bandwidth, "interference": interference, "latency_s": GPU_LATENCY}
-    return {"parameters": parameters, "compared": compared, **summary}
+    shape, schedule, batches = QI[row["model"]], row["schedule"], row["micro_batches"]
+    products = 24 * shape.width
+    weights = products / (3 * products + 12 * shape.context + other)
+    stages = int(row["stages"])
+    idle = idle_stages(schedule, stages, (shape.layers + 2) / stages, weights, left_over)
+    kept = {"1F1B": 1.0, "1F1B-I": interleaving}.get(schedule, postponing)
+    return rate * kept * batches / (batches + idle)
 
 
-def _v100(row, ranks, bandwidth, interference):
-    return v100_step_s(row["model"], row["gpus_1"], ranks, bandwidth, interference)
+def fit_schedules(rows: Sequence[Row]) -> tuple[dict[str, float], tuple[float, ...]]:
+    """({model: samples per GPU and second without idling}, the four other numbers of `samples_per_s`)."""
+    models = sorted({row["model"] for row in rows})
+
+    def errors(numbers):
+        rates = dict(zip(models, numbers[4:], strict=True))
+        return [
+            np.log(samples_per_s(row, rates[row["model"]], *numbers[:4]) / row["samples_per_gpu_per_s"]) for row in rows
+        ]
+
+    highest = [max(row["samples_per_gpu_per_s"] for row in rows if row["model"] == model) for model in models]
+    numbers = fit(errors, (8e4, 0.4, 0.95, 0.99, *highest)).tolist()
+    return dict(zip(models, numbers[4:], strict=True)), tuple(numbers[:4])
 
 
-def _short(number):
-    return int(number) if number == int(number) else number
+# --- NCCL in one host, by size ---
+
+SIZES = "nccl_ring_a100x8_sizes"
+PROTOCOLS = ("LL", "LL128", "Simple")
+
+
+def protocol_us(kib: float, numbers: Sequence[float]) -> float:
+    """Microseconds of an all-reduce by the fastest protocol; `numbers`: three latencies (µs), three rates (µs/KiB)."""
+    return min(latency + rate * kib for latency, rate in zip(numbers[:3], numbers[3:], strict=True))
+
+
+def fit_protocols(pairs: Sequence[tuple[float, float]]) -> tuple[float, ...]:
+    """Latencies and rates of the three protocols from (KiB, microseconds).
+
+    LL sends a flag with every 4 bytes, LL128 with every 120, Simple none; so the lines are steep, flatter, flattest.
+    """
+
+    def errors(numbers):
+        return [np.log(protocol_us(kib, numbers) / us) for kib, us in pairs]
+
+    latency, rate = min(us for _, us in pairs), pairs[-1][1] / pairs[-1][0]
+    start = (0.9 * latency, 1.7 * latency, 5 * latency, 10 * rate, 1.2 * rate, rate)
+    return tuple(fit(errors, start).tolist())

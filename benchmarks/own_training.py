@@ -24,17 +24,15 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from ... import problems
-from ...running.devices import usable_cores
-from ...running.launching.launch import launch
-from ...running.links import Link
-from ...stage4_ring import ring_all_reduce
-from ...stage5_bucketed import BucketedDDP
-from .. import theory
-from ..theory import Costs
-from .model import Layer, Profile, profile
-from .network import Network
-from .step import simulate
+from ddp_course import problems
+from ddp_course.measuring import theory
+from ddp_course.measuring.simulate import Layer, Network, Profile, profile, simulate
+from ddp_course.measuring.theory import Costs
+from ddp_course.running.devices import usable_cores
+from ddp_course.running.launching.launch import launch
+from ddp_course.running.links import Link
+from ddp_course.stage4_ring import ring_all_reduce
+from ddp_course.stage5_bucketed import BucketedDDP
 
 MODELS = {
     "synthetic": ({"parameters": 2**20}, 256),  # options of the problem, samples a rank: sending takes longer

@@ -1,0 +1,88 @@
+"""The command `ddp-course predict`: what our models say of published runs, and of a table of yours."""
+
+import argparse
+import csv
+import io
+import json
+import sys
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from tabulate import tabulate
+
+from ..measuring import predict
+from ..measuring.simulate import published
+from ..running import files
+
+COLUMN = "predicted iteration time (ms)"
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add `predict` to the command line."""
+    parser = subparsers.add_parser("predict", help="published runs, predicted and measured; or GPT steps of your own")
+    parser.add_argument("what", nargs="?", choices=["all", "gpt"], default="all", help="gpt: the settings in --csv")
+    parser.add_argument("--csv", type=Path, help=f"settings with the columns of {published.GPT}.csv")
+    parser.add_argument("--out", help="folder of predictions.json, .md and .png (default: results); for gpt a file")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the scoreboard, or fill a column for the settings in a file; returns 0."""
+    if args.what == "gpt":
+        return gpt(args.csv, args.out)
+    if args.csv:
+        raise ValueError("--csv belongs to: ddp-course predict gpt --csv FILE")
+    from ..showing.simulator_plots import predictions_figure
+
+    folder, tables = files.writable_folder(args.out or "results"), predict.scoreboard()
+    rows = [row for table in tables for row in table.rows]
+    content = "[\n" + ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n]\n"
+    files.replace_file(folder / "predictions.json", content.encode())
+    files.replace_file(folder / "predictions.md", predict.page(tables).encode())
+    files.replace_file(folder / "predictions.png", predictions_figure(rows).png())
+    print(overview(tables))
+    print(f"{len(rows)} rows: {folder / 'predictions.json'}; page: {folder / 'predictions.md'}")
+    return 0
+
+
+def overview(tables: list[predict.Table]) -> str:
+    """The errors of all tables as lines of text, in percent."""
+    lines = []
+    for table in tables:
+        errors = predict.summary(table)
+        cells = [predict.percents(errors[kind]) for kind in ("calibrated", "predicted")]
+        lines.append([table.name, *cells, predict.percents([table.left_out]), errors["held back"]])
+    titles = ["median / worst error in", "calibrated rows", "predicted rows", "left out", "held back"]
+    return tabulate(lines, titles, "plain", colalign=["left"] + ["right"] * 4, disable_numparse=True)
+
+
+def gpt(source: Path | None, target: str | None) -> int:
+    """Predict the step of every line of a CSV file; returns 0. ValueError names the line that cannot be."""
+    if source is None:
+        raise ValueError(
+            f"give the settings: ddp-course predict gpt --csv FILE, with the columns of {published.GPT}.csv"
+        )
+    with source.open(newline="", encoding="utf-8-sig") as file:
+        reader = csv.DictReader(file)
+        rows = list(reader)
+    if not rows:
+        raise ValueError(f"{source} has no lines below its titles; write one line per setting")
+    machine = published.machine()
+    for number, row in enumerate(rows, 2):
+        try:
+            row[COLUMN] = f"{published.gpt_ms(row, machine):.1f}"
+        except ValueError as error:
+            raise ValueError(f"{source}, line {number}: {error}") from None
+    text = io.StringIO()
+    writer = csv.DictWriter(text, [*(reader.fieldnames or ()), COLUMN], extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    if target:
+        files.replace_file(Path(target), text.getvalue().encode())
+    else:
+        sys.stdout.write(text.getvalue())
+    errors = [abs(float(row[COLUMN]) / float(row[published.GPT_MS]) - 1) for row in rows if row.get(published.GPT_MS)]
+    if errors:
+        print(f"median error of {len(errors)} lines: {median(errors):.1%}, worst {max(errors):.1%}", file=sys.stderr)
+    return 0
