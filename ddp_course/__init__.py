@@ -8,6 +8,7 @@
     stage6_ddp           everything a real one needs
     stage7_sharded       each rank keeps a part of the state only
     stage8_pipeline      the model is split, not the data
+    stage9_tensor        layers are split too, and a mesh combines the ways
 
 `launch` brings K ranks to life from a script or a notebook cell.
 """

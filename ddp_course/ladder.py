@@ -146,6 +146,11 @@ STAGES: dict[str, Stage] = {
             time="activations only", splits_batch=False, counted=True, bytes_sent=along_pipeline, step="pipelined",
         ),
         Stage(
+            "9", "tensor parallel", "layers are split too, and a mesh combines the ways", "stage9_tensor",
+            wrap="wrapping:TensorParallel", train="stage9_tensor:train", options=("tensor",), colour="#999933",
+            time="two all-reduces of activations per block and pass", splits_batch=False, counted=True,
+        ),
+        Stage(
             "torch", "torch's DDP", "what you have built, as PyTorch ships it", "torch.nn.parallel",
             wrap="wrapping:torchs_own", options=("bucket_cap_mb",), colour="#000000",
             time="as 5", bytes_sent=on_ring, all_reduce="ring", step="overlapped",
@@ -161,7 +166,7 @@ def rungs() -> list[tuple[str, str, str, str]]:
     for module in MODULES:
         steps = [stage for stage in STAGES.values() if stage.module == module]
         ideas, times = (dict.fromkeys(getattr(step, field) for step in steps) for field in ("idea", "time"))
-        found.append((module[5], module, ", then ".join(ideas), ", then ".join(times)))
+        found.append((module.split("_")[0].removeprefix("stage"), module, ", then ".join(ideas), ", then ".join(times)))
     return found
 
 

@@ -239,7 +239,7 @@ class TransformerBlock(nn.Module):
 
     def __init__(self, width, heads, dropout):
         super().__init__()
-        self.heads = heads
+        self.head_width = width // heads
         self.before_attention, self.before_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
@@ -252,10 +252,10 @@ class TransformerBlock(nn.Module):
 
     def attend(self, x: torch.Tensor) -> torch.Tensor:
         """Every position looks at itself and the positions before it."""
-        samples, length, width = x.shape
-        query, key, value = self.qkv(x).view(samples, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        samples, length, _ = x.shape
+        query, key, value = self.qkv(x).view(samples, length, 3, -1, self.head_width).permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return self.out(mixed.transpose(1, 2).reshape(samples, length, width))
+        return self.out(mixed.transpose(1, 2).flatten(2))
 
 
 class ByteGPT(nn.Module):

@@ -66,6 +66,7 @@ def parser() -> argparse.ArgumentParser:
     add("--lr", type=float, help="learning rate (default: the problem's)")
     add("--schedule", default="constant", choices=("constant", "cosine"), help="of the learning rate")
     add("--pipeline", type=int, metavar="S", help="stage 8: ranks that form a pipeline (default: all)")
+    add("--tensor", type=int, metavar="T", help="stage 9: ranks that share each layer (default: all)")
     add("--results", metavar="DIR", help="write times and traffic here, for ddp-course compare --read DIR")
     add("--device", default="auto", help="auto, cpu, cuda, or one GPU such as cuda:0")
     return options
@@ -196,13 +197,13 @@ def prepare(options: argparse.Namespace, problem: Any, saved: Any) -> tuple[Any,
     stage = ladder.find(options.stage)
     if stage.one_process and dist.get_world_size() > 1:
         raise ValueError(f"stage {stage.key} is a single process, but {dist.get_world_size()} ranks were started")
-    strategy = stage.wrapped(model, optimizer, stages=options.pipeline)
+    seed_this_rank(options.seed, saved)
+    strategy = stage.wrapped(model, optimizer, stages=options.pipeline, tensor=options.tensor)
     scheduler = make_scheduler(strategy.optimizer, options)
     if saved:
         strategy.load(saved)
         if scheduler:
             scheduler.load_state_dict(saved["scheduler"])
-    seed_this_rank(options.seed, saved)
     return strategy, scheduler
 
 

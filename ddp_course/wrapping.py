@@ -21,7 +21,15 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from . import stage2_dataparallel, stage3_paramserver, stage4_ring, stage5_bucketed, stage7_sharded, stage8_pipeline
+from . import (
+    stage2_dataparallel,
+    stage3_paramserver,
+    stage4_ring,
+    stage5_bucketed,
+    stage7_sharded,
+    stage8_pipeline,
+    stage9_tensor,
+)
 from .running import wire
 from .running.communication import CommunicationThread, communication_thread
 from .running.devices import rank_device
@@ -247,3 +255,50 @@ class Pipelined:
         for stage, part in enumerate(self.parts):
             stage3_paramserver.broadcast_parameters(part, src=stage, group=self.group)
         return self.model
+
+
+class TensorParallel(Replicated):
+    """Stage 9: each rank has slices of the layers; with fewer ranks to a layer than there are, several replicas."""
+
+    def __init__(self, model, optimizer, tensor=None):
+        tensor = tensor or dist.get_world_size()
+        groups = stage9_tensor.mesh(data=dist.get_world_size() // tensor, tensor=tensor)
+        self.data_group = groups["data"]
+        stage3_paramserver.broadcast_parameters(model)
+        stage9_tensor.parallelize(model, groups["tensor"])
+        super().__init__(model, optimizer(model.parameters()), after_backward=self.average)
+        self.cuts = [getattr(parameter, "cut", None) for parameter in model.parameters()]
+
+    def average(self) -> None:
+        """Average the gradients over the ranks that hold the same slices."""
+        stage4_ring.average_on_ring(stage3_paramserver.gradients(self.model), group=self.data_group)
+
+    def share(self) -> tuple[int, int]:
+        """Which share of each global batch the ranks that share this rank's layers work on."""
+        return dist.get_rank(self.data_group), dist.get_world_size(self.data_group)
+
+    def state(self) -> dict[str, Any]:
+        """The state dicts of the whole model and of one optimizer for it; all ranks call this."""
+        model = self.model.state_dict()
+        for (name, parameter), cut in zip(self.model.named_parameters(), self.cuts, strict=True):
+            model[name] = parameter.detach() if cut is None else cut.whole(parameter)
+        return {"model": model, "optimizer": self.converted(self.optimizer.state_dict(), stage9_tensor.Cut.whole)}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Take this rank's slices out of the optimizer's state dict in `state`."""
+        self.optimizer.load_state_dict(self.converted(state["optimizer"], stage9_tensor.Cut.of))
+
+    def converted(self, state: dict[str, Any], convert: Callable[..., Tensor]) -> dict[str, Any]:
+        """The optimizer's `state` dict with `convert(cut, tensor)` in place of what goes with a slice's elements."""
+
+        def entry(number, value):
+            cut = self.cuts[number]
+            sliced = cut is not None and isinstance(value, Tensor) and value.dim() == len(cut.shape)
+            return convert(cut, value) if sliced else value
+
+        entries = {n: {key: entry(n, value) for key, value in kept.items()} for n, kept in state["state"].items()}
+        return {**state, "state": entries}
+
+    def whole(self) -> nn.Module:
+        """The trained model, whole on every rank; the strategy is at its end."""
+        return stage9_tensor.restore(self.model)

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 RECIPES = (ROOT / "docs" / "CONTRIBUTING.md").read_text().split("<!-- recipes -->")[1]
 
-STAGE = '''"""Stage 9: no communication at all."""
+STAGE = '''"""Stage 16: no communication at all."""
 
 from . import stage1_single, wrapping
 
@@ -129,30 +129,30 @@ def follow(house, recipe, contents):
             (house / name).write_text(content)
 
 
-LAST_STAGE = '    "wrapping | communicate_less",\n    "stage8'  # where the layers of the stages begin
+LAST_STAGE = '    "wrapping | communicate_less",\n    "stage9'  # where the layers of the stages begin
 
 
 def test_add_a_stage(house):
     entry = """        Stage(
-            "9", "nobody", "no communication at all", "stage9_topic",
-            wrap="stage9_topic:wrapped", train="stage9_topic:train", colour="#000001", time="0",
+            "16", "nobody", "no communication at all", "stage16_topic",
+            wrap="stage16_topic:wrapped", train="stage16_topic:train", colour="#000001", time="0",
         ),
 """
     follow(
         house,
         " stage",
         {
-            "ddp_course/stage9_topic.py": STAGE,
+            "ddp_course/stage16_topic.py": STAGE,
             "ddp_course/ladder.py": lambda path: insert(path, '        Stage(\n            "torch"', entry),
-            "pyproject.toml": lambda path: insert(path, LAST_STAGE, '    "stage9_topic",\n'),
+            "pyproject.toml": lambda path: insert(path, LAST_STAGE, '    "stage16_topic",\n'),
         },
     )
-    options = "--stages 1,9 --world-size 2 --steps 2 --link none --problem synthetic --parameters 5000 --out results"
+    options = "--stages 1,16 --world-size 2 --steps 2 --link none --problem synthetic --parameters 5000 --out results"
     table = run(house, "-m", "ddp_course.cli", "compare", *options.split())
-    assert re.search(r"^9 +nobody", table, re.M) and "compare.png" in table
+    assert re.search(r"^16 +nobody", table, re.M) and "compare.png" in table
     run(house, "-c", "from importlinter.cli import lint_imports_command as lint; lint()", "--no-cache")
     run(house, "authoring/build.py")
-    assert "| 9 | `stage9_topic` | no communication at all | 0 |" in (house / "README.md").read_text()
+    assert "| 16 | `stage16_topic` | no communication at all | 0 |" in (house / "README.md").read_text()
 
 
 def test_add_an_exercise(house):

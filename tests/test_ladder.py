@@ -49,9 +49,9 @@ def test_every_rung_is_whole_and_what_it_names_is_there():
         assert stage.key == key and stage.name and stage.idea and stage.time
         assert callable(ladder.loaded(stage.wrap)) and (stage.train is None or callable(ladder.loaded(stage.train)))
     assert len({stage.colour for stage in ladder.STAGES.values()}) == len(ladder.STAGES)
-    assert {f"stage{number}" for number in range(1, 9)} == {module.split("_")[0] for module in ladder.MODULES}
-    with pytest.raises(ValueError, match="unknown stage '9'; choose among 1, 2, 3"):
-        ladder.find("9")
+    assert {f"stage{number}" for number in range(1, 10)} == {module.split("_")[0] for module in ladder.MODULES}
+    with pytest.raises(ValueError, match="unknown stage '10'; choose among 1, 2, 3"):
+        ladder.find("10")
 
 
 def test_all_public_functions_of_the_stages_have_docstrings():

@@ -56,14 +56,15 @@ def alone():
 def test_every_stage_trains_the_same_model(alone, world_size):
     options, expected = alone
     assert apart(expected["1"], expected["2"]) < 1e-11
-    stages = ["3", "4w", "4", "5", "6", "7o", "7", "torch"] + (["8"] if world_size == 2 else [])
+    stages = ["3", "4w", "4", "5", "6", "7o", "7", "9", "torch"] + (["8"] if world_size == 2 else [])
     for rank in launch(each_stage, stages, options, world_size=world_size):
         assert {stage for stage in stages if apart(rank[stage], expected["1"]) > 1e-11} == set()
 
 
-def test_pipelines_side_by_side():
+@pytest.mark.parametrize("options", [("--stage", "8", "--pipeline", "2"), ("--stage", "9", "--tensor", "2")])
+def test_split_models_side_by_side(options):
     expected = launch(run, [*SYNTHETIC, "--stage", "1"], world_size=1)[0]
-    for rank in launch(run, [*SYNTHETIC, "--stage", "8", "--pipeline", "2"], world_size=4):
+    for rank in launch(run, [*SYNTHETIC, *options], world_size=4):
         assert apart(rank, expected) < 1e-11
 
 
@@ -80,7 +81,7 @@ def stopped_and_resumed(cases, folder, options):
 
 
 def test_a_stopped_run_goes_on_to_the_last_bit(tmp_path):
-    cases = [(stage, stage, "adamw") for stage in ("7o", "7", "8")] + [("7", "7", "momentum")]
+    cases = [(stage, stage, "adamw") for stage in ("7o", "7", "8", "9")] + [("7", "7", "momentum")]
     ranks = launch(stopped_and_resumed, cases, str(tmp_path), BYTES, world_size=2)
     for rank in ranks:
         for case, (resumed, whole, again) in rank.items():
@@ -120,7 +121,9 @@ def test_stages_3_to_6_go_on_to_the_last_bit_on_real_problems(tmp_path, world_si
 
 
 def test_a_run_goes_on_sharded_unsharded_and_split(tmp_path):
-    cases = [(*stages, "adamw") for stages in [("6", "7"), ("7", "3"), ("7o", "8"), ("8", "7o")]]
+    cases = [
+        (*stages, "adamw") for stages in [("6", "7"), ("7", "3"), ("7o", "8"), ("8", "7o"), ("9", "6"), ("6", "9")]
+    ]
     options = [*MODEL, "--global-batch", "24", "--lr", "0.01"]
     for rank in launch(stopped_and_resumed, cases, str(tmp_path), options, world_size=2):
         for case, (resumed, whole, _) in rank.items():

@@ -37,8 +37,8 @@ class LocalGradient(torch.Tensor):
         if function in MISLEADING:
             raise RuntimeError(
                 "this rank has a part of the gradient only, and the norm of a part is not the norm of the whole: "
-                "call clip_grad_norm_(max_norm) of FullyShardedDataParallel, ShardedOptimizer or Pipeline instead "
-                "of torch.nn.utils.clip_grad_norm_"
+                "call clip_grad_norm_ of FullyShardedDataParallel, ShardedOptimizer, Pipeline or stage9_tensor "
+                "instead of torch.nn.utils.clip_grad_norm_"
             )
         with as_plain_tensors():
             return function(*args, **(kwargs or {}))
