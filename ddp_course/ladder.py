@@ -88,6 +88,11 @@ def along_pipeline(job: Any) -> float:
     return max(right + left for right, left in zip([*cuts, 0], [0, *cuts], strict=True))
 
 
+def within_layers(job: Any) -> float:
+    """What each rank sends if layers are split over all ranks: all-reduces of activations and their gradients."""
+    return 2 * (job.world_size - 1) * sum(job.reduced_bytes) / job.world_size
+
+
 # Colours: Okabe and Ito's, which people with any kind of colour vision can tell apart, and three more.
 STAGES: dict[str, Stage] = {
     stage.key: stage
@@ -149,6 +154,7 @@ STAGES: dict[str, Stage] = {
             "9", "tensor parallel", "layers are split too, and a mesh combines the ways", "stage9_tensor",
             wrap="wrapping:TensorParallel", train="stage9_tensor:train", options=("tensor",), colour="#999933",
             time="two all-reduces of activations per block and pass", splits_batch=False, counted=True,
+            bytes_sent=within_layers, step="split",
         ),
         Stage(
             "torch", "torch's DDP", "what you have built, as PyTorch ships it", "torch.nn.parallel",

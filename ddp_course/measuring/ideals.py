@@ -7,6 +7,7 @@ overlapping     forward + max(backward, end of the last bucket), where a bucket 
                 one before has arrived
 fully sharded   C/K, block by block: each waits until it has been gathered, while the next and the sums are on
                 their way, one after the other
+layers split    C of the slices of one rank + the closed form of each all-reduce of activations
 pipeline        micro-batches through K parts: a pass begins when its rank is free and its message has arrived
 """
 
@@ -24,7 +25,7 @@ from ..stage5_bucketed import assign_buckets
 from ..stage7_sharded.blocks import assign_blocks, default_blocks
 from ..stage8_pipeline import layers_of, one_forward_one_backward, split
 from . import theory
-from .job import Job, Work
+from .job import Job, Work, played
 
 MICROBATCHES = 4  # of stage 8, by default
 
@@ -69,8 +70,15 @@ def in_parts(stage: Stage, job: Job, device: Device, costs: theory.Costs) -> flo
     return pipelined(*passes_of(job, device), costs) + job.work(device, job.world_size).update_s
 
 
+def in_slices(stage: Stage, job: Job, device: Device, costs: theory.Costs) -> float:
+    """Seconds of a step whose layers are split over all ranks."""
+    seconds = played(job, job.slice_of_model([]), device).seconds
+    return seconds + sum(theory.seconds("ring", nbytes, job.world_size, costs) for nbytes in job.reduced_bytes)
+
+
 STEPS = {
     "alone": alone, "averaged": averaged, "overlapped": overlapped, "gathered": gathered, "pipelined": in_parts,
+    "split": in_slices,
 }  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from torch.optim import SGD
 from .. import problems
 from ..running.devices import Device
 from ..stage8_pipeline import layers_of, split
+from ..stage9_tensor import split as split_layers
 
 
 class Work(NamedTuple):
@@ -94,10 +95,27 @@ class Job:
                 sizes.append(flowing.numel() * flowing.element_size())
         return sizes
 
+    @cached_property
+    def reduced_bytes(self) -> list[int]:
+        """Bytes of each all-reduce of activations in a step, if layers are split over all ranks."""
+        sizes: list[int] = []
+        inputs, targets = next(self.batches())
+        cross_entropy(self.slice_of_model(sizes)(inputs), targets).backward()
+        return sizes
+
+    def slice_of_model(self, sizes: list[int]) -> torch.nn.Module:
+        """A model with one rank's slices of the layers, which notes the bytes of its all-reduces and sends nothing."""
+
+        def note(tensor):
+            sizes.append(tensor.nbytes)
+            return tensor
+
+        return split_layers(self.model(), 0, self.world_size, note)
+
     def work(self, device: Device, ranks: int = 1) -> Work:
         """The `Work` of one of `ranks` shares of a batch on such a device."""
         if (device, ranks) not in self._work:
-            self._work[device, ranks] = played(self, device, ranks)
+            self._work[device, ranks] = played(self, self.model(), device, ranks)
         return self._work[device, ranks]
 
     @cached_property
@@ -152,9 +170,9 @@ def refuse(
         raise ValueError(f"steps is {steps}; it must be 1 or more")
 
 
-def played(job: Job, device: Device, ranks: int) -> Work:
+def played(job: Job, model: torch.nn.Module, device: Device, ranks: int = 1) -> Work:
     """Compute one step on the emulated device, whose clock runs without anybody waiting for it."""
-    model, ready, forward = job.model(), {}, 0.0
+    ready, forward = {}, 0.0
     inputs, targets = next(job.batches(0, ranks))
     optimizer = SGD(model.parameters(), lr=0.0)
     with device.emulate(sleep=False) as emulation:
