@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 from ..running import wire
-from .flat import copied_back
+from .flat import copied_back, flattened
 
 
 @wire.collective
@@ -13,7 +13,7 @@ def duplex_server_all_reduce(
     tensor: torch.Tensor, group: dist.ProcessGroup | None = None, pieces: int = 16
 ) -> torch.Tensor:
     """Sum by way of the group's first rank: it sends one piece of the sum back while the next one comes in."""
-    flat = tensor.contiguous().view(-1)
+    flat = flattened(tensor)
     parts, serving = flat.tensor_split(pieces), dist.get_rank(group) == 0
     peers = wire.others(0, group) if serving else [wire.global_rank(0, group)]
     for coming in range(pieces + 1):  # to the server; the piece before it is on its way back

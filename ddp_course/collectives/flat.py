@@ -3,6 +3,11 @@
 import torch
 
 
+def flattened(tensor: torch.Tensor) -> torch.Tensor:
+    """The values of `tensor` as flat memory: its own, or a copy if it has gaps or is a conjugated or negated view."""
+    return tensor.resolve_conj().resolve_neg().contiguous().view(-1)
+
+
 def copied_back(flat: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Return `tensor` with the values of `flat`, which is its own memory already if it is contiguous."""
-    return tensor if tensor.is_contiguous() else tensor.copy_(flat.view(tensor.shape))
+    """Return `tensor` with the values of `flat`, which may be its own memory."""
+    return tensor if flat.data_ptr() == tensor.data_ptr() else tensor.copy_(flat.view(tensor.shape))

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 from ..running import wire
-from .flat import copied_back
+from .flat import copied_back, flattened
 
 
 @wire.collective
@@ -15,7 +15,7 @@ def halving_doubling_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup |
     Partners are neighbours first, then at distance 2, 4 …. Where K is not a power of two, the first ranks are folded
     together in twos until it is: the odd one of each two hands its tensor over and waits.
     """
-    flat = tensor.contiguous().view(-1)
+    flat = flattened(tensor)
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     power = 2 ** (world_size.bit_length() - 1)
     folded = 2 * (world_size - power)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from ..running import wire
-from .flat import copied_back
+from .flat import copied_back, flattened
 
 
 @wire.collective
@@ -27,7 +27,7 @@ def hierarchical_all_reduce(
     host, place = divmod(rank, size)
     inside = [host * size + i for i in range(size)]
     across = [i * size + place for i in range(world_size // size)]
-    flat = tensor.contiguous().view(-1)
+    flat = flattened(tensor)
     chunks = flat.tensor_split(size)
     finished = reduce_scatter_among(chunks, inside, group)
     pieces = chunks[finished].tensor_split(len(across))

@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 from ..running import wire
 from . import streams
-from .flat import copied_back
+from .flat import copied_back, flattened
 
 SEGMENT = 2**20  # bytes: small enough to stay in the processor's cache until added
 
@@ -17,7 +17,7 @@ def pipelined_ring_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | N
 
     A segment is passed on as soon as it is added, while the next one is still on its way.
     """
-    flat = tensor.contiguous().view(-1)
+    flat = flattened(tensor)
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     if world_size == 1:
         return tensor
@@ -26,7 +26,7 @@ def pipelined_ring_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | N
     steps = range(2 * (world_size - 1))
     arriving = [segment for s in steps for segment in chunks[(rank - 1 - s) % world_size].tensor_split(parts)]
     to_add = len(arriving) // 2  # those of the reduce-scatter; those of the allgather are kept as they come
-    with streams.to_neighbours(group, tensor.device) as links:
+    with streams.to_neighbours(group, flat) as links:
         scratch = flat.new_empty(links.ahead, max(map(len, arriving)))
         places = [scratch[n % links.ahead, : len(s)] if n < to_add else s for n, s in enumerate(arriving)]
         for segment in chunks[rank].tensor_split(parts):

@@ -4,7 +4,7 @@ gloo sends messages: it asks the receiver for every one whether it is ready, and
 it, which is dear when there are more threads than cores. In a ring nobody needs to ask, because everybody knows what
 comes next. So a plain TCP stream will do: one thread writes, the caller reads, and nothing but the tensors travels.
 
-    with streams.to_neighbours(group, device) as links:
+    with streams.to_neighbours(group, whole) as links:
         links.send(tensor)                          # returns at once; leave `tensor` alone until the end of the block
         for tensor in links.received(tensors):      # in the order in which the left neighbour sends them
             ...
@@ -13,7 +13,9 @@ Where a plain stream cannot be had (on a GPU, over a throttled wire), `Messages`
 """
 
 import os
+import secrets
 import socket
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -27,28 +29,30 @@ import torch.distributed as dist
 from ..running import wire
 from ..running.torch_inside import timeout_of
 
-ADDRESS_BYTES = 64
+ADDRESS_BYTES, PASSWORD_BYTES, SIZE_BYTES = 128, 16, 8
+STRANGER_SECONDS = 5.0  # to give the password
 _open: WeakKeyDictionary = WeakKeyDictionary()  # the streams of each process group
 
 
 @contextmanager
-def to_neighbours(group: dist.ProcessGroup | None, device: torch.device) -> Iterator[Any]:
-    """The links of this rank in the ring of `group`, for tensors on `device`; all that was sent has left at the end.
+def to_neighbours(group: dist.ProcessGroup | None, whole: torch.Tensor) -> Iterator[Any]:
+    """The links of this rank in the ring of `group`, for pieces of a flat tensor `whole`; at the end all have left.
 
-    All ranks must enter together: the first time they connect. After an error the streams are closed, because nobody
-    knows how much of a tensor is still in them, and the neighbours get a ConnectionError. Ranks that all go on
-    nevertheless connect anew.
+    All ranks must enter together: the first time they connect. A ValueError says that the left neighbour's tensor has
+    another size. After an error the streams are closed, because nobody knows how much of a tensor is still in them,
+    and the neighbours get a ConnectionError. Ranks that all go on nevertheless connect anew.
     """
     group = group or dist.group.WORLD
-    if wire.on_nccl(torch.empty(0, device=device), group):
+    if wire.on_nccl(whole, group):
         links: Streams | Messages = Exchanges(group)
-    elif device.type != "cpu" or wire.throttle is not None or "MASTER_ADDR" not in os.environ:
+    elif whole.device.type != "cpu" or wire.throttle is not None or "MASTER_ADDR" not in os.environ:
         links = Messages(group)
     elif group in _open:
         links = _open[group]
     else:
         links = _open[group] = Streams(group)
     try:
+        links.agree(whole.nbytes)
         yield links
         links.finish()
     except BaseException:
@@ -67,6 +71,17 @@ class Streams:
         self.incoming, self.outgoing = connect(self.left, self.right, group)
         self.writer, self.leaving = ThreadPoolExecutor(1, "send"), []
 
+    def agree(self, nbytes: int) -> None:
+        """Raise ValueError if the left neighbour is about to sum another number of bytes.
+
+        A stream has no ends of messages by which that would show.
+        """
+        self.leaving.append(self.writer.submit(self.outgoing.sendall, nbytes.to_bytes(SIZE_BYTES, "little")))
+        theirs = bytearray(SIZE_BYTES)
+        self.fill(memoryview(theirs))
+        if (other := int.from_bytes(theirs, "little")) != nbytes:
+            raise ValueError(f"rank {self.left} sums a tensor of {other} bytes, this rank one of {nbytes}")
+
     def send(self, tensor: torch.Tensor) -> None:
         """Send a flat `tensor` as soon as those before it have left."""
         self.leaving.append(self.writer.submit(self.write, tensor))
@@ -76,7 +91,7 @@ class Streams:
         start = perf_counter()
         try:
             self.outgoing.sendall(bytes_of(tensor))
-        except OSError:
+        except BaseException:
             self.close()  # wakes up the reader: what it waits for may never come
             raise
         told("send", tensor, start, self.right)
@@ -84,11 +99,15 @@ class Streams:
     def received(self, tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
         """Fill the flat `tensors` one after the other; yield each when it is full."""
         for tensor in tensors:
-            start, rest = perf_counter(), bytes_of(tensor)
-            while rest:
-                rest = rest[self.read_into(rest) :]
+            start = perf_counter()
+            self.fill(bytes_of(tensor))
             told("recv", tensor, start, self.left)
             yield tensor
+
+    def fill(self, rest: memoryview) -> None:
+        """Read until all the bytes of `rest` have come."""
+        while rest:
+            rest = rest[self.read_into(rest) :]
 
     def read_into(self, rest: memoryview) -> int:
         """Read what has come, at most as much as fits into the bytes `rest`; return how much that was."""
@@ -122,6 +141,9 @@ class Messages:
     def __init__(self, group):
         self.group, self.leaving = group, []
         _, _, self.left, self.right = wire.neighbours(group)
+
+    def agree(self, nbytes: int) -> None:
+        """Nothing to do: gloo's messages have a size each."""
 
     def send(self, tensor: torch.Tensor) -> None:
         """Send `tensor`."""
@@ -169,21 +191,34 @@ def connect(left: int, right: int, group: dist.ProcessGroup) -> tuple[socket.soc
     """Return the stream from rank `left` and that to rank `right`, with the process group's own timeout."""
     seconds = timeout_of(group).total_seconds()
     family, address = own_address()
+    password = secrets.token_bytes(PASSWORD_BYTES)
     with socket.create_server((address, 0), family=family) as door:
-        door.settimeout(seconds)
-        text = f"{address} {door.getsockname()[1]}".encode().ljust(ADDRESS_BYTES)
+        text = f"{address} {door.getsockname()[1]} {password.hex()}".encode().ljust(ADDRESS_BYTES)
         mine = torch.tensor(list(text), dtype=torch.uint8)
         theirs = torch.empty_like(mine)
         arriving, leaving = dist.irecv(theirs, right, group), dist.isend(mine, left, group)
         arriving.wait()
-        host, port = bytes(theirs.tolist()).decode().split()
+        host, port, their_password = bytes(theirs.tolist()).decode().split()
         outgoing = socket.create_connection((host, int(port)), timeout=seconds)
-        incoming, _ = door.accept()
+        outgoing.sendall(bytes.fromhex(their_password))
+        incoming = let_in(door, password, time.monotonic() + seconds)
         leaving.wait()
     incoming.settimeout(seconds)
     for stream in (incoming, outgoing):
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return incoming, outgoing
+
+
+def let_in(door: socket.socket, password: bytes, deadline: float) -> socket.socket:
+    """The connection of whoever knows the password, which only the left neighbour was told; all others are closed."""
+    while True:
+        door.settimeout(max(deadline - time.monotonic(), 0.001))
+        stream, _ = door.accept()
+        stream.settimeout(STRANGER_SECONDS)
+        with suppress(OSError):
+            if secrets.compare_digest(stream.recv(PASSWORD_BYTES, socket.MSG_WAITALL), password):
+                return stream
+        stream.close()
 
 
 def own_address() -> tuple[socket.AddressFamily, str]:

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 from ..running import wire
-from .flat import copied_back
+from .flat import copied_back, flattened
 
 
 @wire.collective
@@ -14,7 +14,7 @@ def tree_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = None
 
     In round d = 1, 2, 4, … every rank that is an odd multiple of d sends all it has to the rank d below.
     """
-    flat = tensor.contiguous().view(-1)
+    flat = flattened(tensor)
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     incoming, distances = torch.empty_like(flat), [2**i for i in range(max(1, world_size - 1).bit_length())]
     for distance in distances:

@@ -53,13 +53,10 @@ def audit(source: str, world_size: int = 2, arguments: Sequence[str] = (FOLDER,)
     messages = {
         "ranks train on the same samples: no DistributedSampler": shared_samples(epochs),
         "every epoch has the same order: set_epoch is not called": any(
-            first.shuffles and first.samples == second.samples
-            for rank in epochs
-            for first, second in pairwise(rank)
+            first.shuffles and first.samples == second.samples for rank in epochs for first, second in pairwise(rank)
         ),
         "the ranks' weights differ: the loss comes from the model, not from its wrapper": any(
-            one is not None and other is not None and not torch.equal(one, other)
-            for one, other in pairwise(weights)
+            one is not None and other is not None and not torch.equal(one, other) for one, other in pairwise(weights)
         ),
         f"ranks {writers} all write the checkpoint: only rank 0 should": len(writers) > 1,
         "the checkpoint's names begin with \"module.\": it is the wrapper's, save the model's": any(

@@ -1,6 +1,5 @@
 """Plain streams between neighbours: in order, closed after errors, replaced by messages where links are emulated."""
 
-import os
 import socket
 import time
 from contextlib import suppress
@@ -13,8 +12,9 @@ from oracles import assert_all_equal_sum, rank_tensor
 
 from ddp_course import Link, launch
 from ddp_course.collectives import pipelined_ring_all_reduce, streams
+from ddp_course.errors import RankError
 
-CPU = torch.device("cpu")
+WHOLE = torch.empty(100)
 
 
 def passed_on():
@@ -22,7 +22,7 @@ def passed_on():
     rank, sent = dist.get_rank(), [rank_tensor(dist.get_rank(), (n,)) for n in (5, 0, 300_000)]
     coming = [torch.empty_like(tensor) for tensor in sent]
     found = []
-    with streams.to_neighbours(None, CPU) as links:
+    with streams.to_neighbours(None, WHOLE) as links:
         for tensor in sent:
             links.send(tensor)
         for tensor in links.received(coming):
@@ -45,7 +45,7 @@ def same_streams():
     pair = dist.new_group([0, 1])
     found = []
     for group in (None, dist.group.WORLD, pair):
-        with streams.to_neighbours(group, CPU) as links:
+        with streams.to_neighbours(group, WHOLE) as links:
             found.append(links)
     return [links is found[0] for links in found]
 
@@ -60,7 +60,7 @@ def one_fails():
     pipelined_ring_all_reduce(tensor)
     error = None
     try:
-        with streams.to_neighbours(None, CPU) as links:
+        with streams.to_neighbours(None, WHOLE) as links:
             if dist.get_rank() == 1:
                 raise ZeroDivisionError
             for _ in links.received([tensor]):
@@ -80,7 +80,7 @@ def test_a_failure_reaches_the_neighbours_and_leaves_nothing_behind():
 def one_is_silent():
     """Rank 1 takes part, but sends nothing until the other has lost patience."""
     group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
-    with streams.to_neighbours(group, CPU) as links:
+    with streams.to_neighbours(group, WHOLE) as links:
         if dist.get_rank() == 1:
             time.sleep(2)
             return
@@ -92,27 +92,15 @@ def test_patience_ends_with_the_timeout_of_the_group():
     launch(one_is_silent, world_size=2)
 
 
-def sockets_of_a_stream():
-    with streams.to_neighbours(None, CPU) as links:
-        options = [one.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for one in (links.incoming, links.outgoing)]
-        return options, streams.own_address()[1], os.environ["MASTER_ADDR"]
-
-
-def test_small_tensors_leave_at_once_from_the_address_that_other_ranks_reach():
-    for options, address, master in launch(sockets_of_a_stream, world_size=2):
-        assert all(options), "small tensors would wait for more"
-        assert address == master, "all ranks are on one host"
-
-
 def one_does_not_connect():
     """Rank 1 tells where it is to be found, but never comes to the door of rank 0."""
     group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
     if dist.get_rank() == 1:
         streams.socket.create_connection = lambda *_, **__: time.sleep(3)
-        with suppress(Exception), streams.to_neighbours(group, CPU):
+        with suppress(Exception), streams.to_neighbours(group, WHOLE):
             pass
         return
-    with pytest.raises(TimeoutError), streams.to_neighbours(group, CPU):
+    with pytest.raises(TimeoutError), streams.to_neighbours(group, WHOLE):
         pass
 
 
@@ -123,7 +111,7 @@ def test_nobody_waits_longer_at_the_door_than_the_group():
 def many_at_once():
     """Large tensors that leave while the neighbour does not read yet."""
     rank, coming = dist.get_rank(), [torch.empty(1_000_000) for _ in range(6)]
-    with streams.to_neighbours(None, CPU) as links:
+    with streams.to_neighbours(None, WHOLE) as links:
         for number in range(6):
             links.send(torch.full((1_000_000,), 10.0 * rank + number))
         time.sleep(0.2)
@@ -133,3 +121,29 @@ def many_at_once():
 def test_one_tensor_has_left_before_the_next_begins():
     for rank, found in enumerate(launch(many_at_once, world_size=2)):
         assert found == [(10.0 * (1 - rank) + number,) * 2 for number in range(6)]
+
+
+def unequal(size_of_rank_1, conjugated):
+    """What a ring without the flight recorder does with tensors of two sizes, or of conjugated numbers."""
+    tensor = torch.ones(size_of_rank_1 if dist.get_rank() == 1 else 8, dtype=torch.complex64) * 1j
+    ring = pipelined_ring_all_reduce.__wrapped__
+    return ring(tensor.conj() if conjugated else tensor).tolist()
+
+
+def test_tensors_of_two_sizes_are_refused_and_conjugated_ones_summed():
+    with pytest.raises(RankError, match=r"ValueError: rank [01] sums a tensor of (64|32) bytes, this rank one of"):
+        launch(unequal, 4, False, world_size=2)
+    assert launch(unequal, 8, True, world_size=2) == [[-2j] * 8] * 2
+
+
+def test_a_stranger_is_not_let_in():
+    """Whoever finds the door open must know what only the neighbour was told."""
+    password = bytes(range(streams.PASSWORD_BYTES))
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        stranger, neighbour = (socket.create_connection(door.getsockname()) for _ in range(2))
+        stranger.sendall(password[::-1])
+        neighbour.sendall(password)
+        with streams.let_in(door, password, time.monotonic() + 30) as stream:
+            assert stream.getpeername() == neighbour.getsockname()
+        assert stranger.recv(1) == b"", "its connection is closed"
+        stranger.close(), neighbour.close()
