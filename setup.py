@@ -17,7 +17,7 @@ class WithCourse(build_py):
         if not self.editable_mode:
             course = Path(self.build_lib) / "ddp_course" / "course"
             shutil.rmtree(course, ignore_errors=True)
-            for name in ("notebooks", "exercises", "docs"):
+            for name in ("notebooks", "exercises", "solutions", "docs"):
                 shutil.copytree(HERE / name, course / name, ignore=shutil.ignore_patterns(".*"))
 
 

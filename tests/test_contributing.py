@@ -23,37 +23,28 @@ def wrapped(model, optimizer):
     """Every rank for itself."""
     return wrapping.Replicated(model, optimizer(model.parameters()))
 '''
-TASK = '''"""Exercise 16: one task, to see that a recipe is complete."""
+TASK = '''"""Exercise 16: twice."""
 
-from . import require, task
+from ddp_course.grading.checks import task
 
 
-@task("16.1", "twice")
+@task("16.1", "twice", {"small": 0.5, "large": 0.5})
 class Twice:
     """Twice a number."""
 
     def draw(random, hidden):
         """A number."""
-        return {"number": random.randrange(1, 100)}
+        return {"number": random.randrange(10)}
 
     def probe(twice, number):
-        """The answer's result."""
-        return twice(number)
-
-    def judge_even(evidence, number):
-        """Twice a number is even."""
-        require(evidence % 2 == 0, "twice a number is even")
-
-    def judge_sum(evidence, number):
-        """Compare with the sum."""
-        require(evidence == number + number, "that is not twice the number")
-
-    parts = {"even": (0.5, judge_even), "twice": (0.5, judge_sum)}
+        """The answer's result for a small and for a large number."""
+        return {"small": {str(number): twice(number)}, "large": {str(number + 100): twice(number + 100)}}
 '''
-EXERCISE = '''# ---
-# title: Topic
-# ---
-# %% [markdown]
+ANSWERS = '''# %% 16.1 wrong: four times | that is four times the number
+#- 2 * number
+#+ 4 * number
+'''
+EXERCISE = '''# %% [markdown]
 r"""
 # Exercise 16: topic
 
@@ -156,15 +147,16 @@ def test_add_a_stage(house):
 
 
 def test_add_an_exercise(house):
-    lesson, task = "authoring/lessons/16_topic_exercise.py", "ddp_course/grading/tasks/exercise16.py"
+    lesson, task = "authoring/lessons/16_topic_exercise.py", "exercises/checks/16.py"
     hints = {"ddp_course/grading/hints.md": lambda path: path.write_text(path.read_text() + HINTS)}
-    follow(house, "n exercise", {lesson: EXERCISE, task: TASK, **hints})
+    answers = {"exercises/answers/16.py": ANSWERS}
+    follow(house, "n exercise", {lesson: EXERCISE, task: TASK, **answers, **hints})
     run(house, "authoring/build.py", "--only", "16")
     assert "NotImplementedError" in (house / "exercises" / "16_topic.ipynb").read_text()
     tried = "from ddp_course.grading import check, hint; hint('16.1', 3); check('16.1', lambda number: {} * number)"
     said = run(house, "-c", tried.format(2))
     assert "Double it." in said and "Exercise 16.1: correct." in said
-    with pytest.raises(AssertionError, match="that is not twice the number"):
+    with pytest.raises(AssertionError, match="that is four times the number"):
         run(house, "-c", tried.format(4))
 
 

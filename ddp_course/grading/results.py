@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from .examine import Verdict
 from .tasks import find
 
 MOST_MESSAGE = 2000
@@ -97,7 +96,7 @@ def best_of(results: Sequence[Result]) -> list[Result]:
     return best
 
 
-def result_of(task: str, possible: float, verdict: Verdict | None, trouble: str = "") -> TaskResult:
+def result_of(task: str, possible: float, verdict: Any, trouble: str = "") -> TaskResult:
     """The `TaskResult` of a task: by its verdict, or 0 points for the `trouble` before there could be one."""
     parts = verdict.parts if verdict else find(task).lost(trouble)
     whole = sum(part.weight for part in parts)

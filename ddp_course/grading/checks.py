@@ -1,0 +1,186 @@
+"""What stands beside an exercise: `checks/NN.py`, how its tasks are tried, and `answers/NN.py`, known answers to them.
+
+A task draws inputs from a seed (`draw`), tries an answer on some rank (`probe`, which gives evidence: plain data), and
+names its parts with their points. Right is what has the evidence of the course's own solution. How both files are
+written is told in docs/CONTRIBUTING.md.
+"""
+
+import json
+import random
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+from ..errors import Wrong
+from ..running.files import course_folder
+
+HEADER = re.compile(r"# %% (\d+\.\d+) (right|wrong|told|hidden): (.+?)(?: \| (.+))?$")
+EDIT = re.compile(r"((?:^#- ?.*\n?)+)((?:^#\+ ?.*\n?)*)", re.MULTILINE)
+HANG = "does every receive have its send, and every send its receive, on all ranks?"
+
+
+@dataclass
+class Task:
+    """One task. `names` are what its answer cell defines; `parts` are {property: its weight among the task's points}.
+
+    `draw(random, hidden)` gives keyword arguments (more and harder cases if `hidden`). `probe(*answers, **inputs)` runs
+    on each of `ranks` ranks and gives {part: {case: value}}. `together(evidence, **inputs)`, if there is one, makes
+    of a list of these, one for each rank, what is compared. `judges` are {part: judge(evidence, **inputs)} for what
+    cannot be compared with the solution's; a judge raises Wrong. Numbers may differ by `bound` times the largest
+    expected. `forbidden` are dotted names of functions that would be the answer; `hang` is said when ranks wait for
+    ever.
+    """
+
+    number: str
+    names: tuple
+    parts: dict[str, float]
+    draw: Callable
+    probe: Callable
+    ranks: int = 1
+    together: Callable | None = None
+    judges: dict[str, Callable] = field(default_factory=dict)
+    bound: float = 1e-6
+    forbidden: tuple = ()
+    hang: str = HANG
+
+    @property
+    def exercise(self) -> int:
+        """The number of the exercise that this task is a part of."""
+        return int(self.number.split(".")[0])
+
+    def inputs(self, seed: int, hidden: bool = False) -> dict[str, Any]:
+        """What is drawn from a seed."""
+        return self.draw(random.Random(f"{seed} {self.number}"), hidden)
+
+
+_tasks: dict[str, Task] = {}
+
+
+def task(number: str, names: str | tuple, parts: dict[str, float], **settings: Any) -> Callable:
+    """Decorate a class with `draw` and `probe`, perhaps `together` and `judges`: it becomes a task."""
+
+    def register(definition: type) -> type:
+        has = vars(definition)
+        functions = {name: has[name] for name in ("draw", "probe", "together", "judges") if name in has}
+        names_of = (names,) if isinstance(names, str) else tuple(names)
+        _tasks[number] = Task(number, names_of, parts, **functions, **settings)
+        return definition
+
+    return register
+
+
+def require(condition: Any, message: str) -> None:
+    """Raise Wrong with `message` unless `condition` holds."""
+    if not condition:
+        raise Wrong(message)
+
+
+def checks_file(exercise: int) -> Path:
+    """Where the tasks of an exercise are."""
+    return course_folder("exercises") / "checks" / f"{exercise:02d}.py"
+
+
+@cache
+def load_tasks(exercise: int) -> None:
+    """Run the file of an exercise's tasks, once a process."""
+    name, path = f"exercise_checks_{exercise:02d}", checks_file(exercise)
+    spec = spec_from_file_location(name, path)
+    if not path.exists() or spec is None or spec.loader is None:
+        return
+    sys.modules[name] = module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[name])
+
+
+def find(number: str) -> Task:
+    """The task with this number, such as "4.2"; ValueError if there is none."""
+    exercise = str(number).split(".")[0]
+    if exercise.isdigit():
+        load_tasks(int(exercise))
+    if number not in _tasks:
+        raise ValueError(f"there is no task {number}")
+    return _tasks[number]
+
+
+def of_exercise(exercise: int) -> list[Task]:
+    """All tasks of an exercise, in order."""
+    load_tasks(exercise)
+    chosen = [one for one in _tasks.values() if one.exercise == exercise]
+    return sorted(chosen, key=lambda one: int(one.number.split(".")[1]))
+
+
+def exercises() -> list[int]:
+    """The numbers of all exercises that have checks, in order."""
+    return sorted(int(path.stem) for path in checks_file(0).parent.glob("[0-9][0-9].py"))
+
+
+@dataclass(frozen=True)
+class Known:
+    """A known answer to a task: "right"; "wrong", and `said` is the diagnosis of all with the same evidence.
+
+    What is "told" is wrong, but no diagnosis of others: it raises, waits for ever, or has the wrong type. What is
+    "hidden" is wrong on hidden inputs only. Of both `said` is a piece of what the learner is told.
+    """
+
+    task: str
+    kind: str
+    name: str
+    said: str
+    source: str
+
+
+@cache
+def known_answers(exercise: int) -> list[Known]:
+    """All of `answers/NN.py`: cells with a header, and a body that is an answer or edits of the solution."""
+    path = course_folder("exercises") / "answers" / f"{exercise:02d}.py"
+    found = []
+    for cell in re.split(r"^(?=# %% )", path.read_text(encoding="utf-8"), flags=re.MULTILINE) if path.exists() else ():
+        header, _, body = cell.partition("\n")
+        if match := HEADER.match(header):
+            number, kind, name, said = match.groups()
+            if (said is None) != (kind == "right"):
+                raise ValueError(f"{path.name}: {number} {name}: what is not right has a message after |")
+            found.append(Known(number, kind, name, said or "", edited(solution(number), body.strip("\n") + "\n", name)))
+        elif header and not header.startswith("# %% [markdown]"):
+            raise ValueError(f"{path.name}: {header!r} is no header of a known answer")
+    return found
+
+
+def edited(source: str, body: str, name: str) -> str:
+    """The body itself, or the solution with the body's edits (lines `#- old`, then `#+ new`) made."""
+    edits = EDIT.findall(body)
+    for old, new in edits:
+        old, new = (re.sub(r"^#[-+] ?", "", text, flags=re.MULTILINE).rstrip("\n") for text in (old, new))
+        if source.count(old) != 1:
+            raise ValueError(f"{name}: {old!r} is {source.count(old)} times in the solution")
+        source = source.replace(old, new)
+    return source if edits else body
+
+
+@cache
+def solved_cells(exercise: int) -> list[dict]:
+    """The code cells of an exercise's solution, as the notebook has them."""
+    (path,) = course_folder("solutions").glob(f"{exercise:02d}_*.ipynb")
+    return [cell for cell in json.loads(path.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
+
+
+def cell_of(number: str) -> str:
+    """The id of the answer cell of a task, such as "answer-4-2"."""
+    return f"answer-{number.replace('.', '-')}"
+
+
+def solution(number: str) -> str:
+    """The source of the solution of a task."""
+    cells = solved_cells(int(number.split(".")[0]))
+    return next("".join(cell["source"]) for cell in cells if cell["id"] == cell_of(number))
+
+
+def cells_with(number: str, source: str) -> Iterator[tuple[str, str]]:
+    """(id, source) of what an answer needs to run: the solved exercise without its checks, with this answer in it."""
+    for cell in solved_cells(int(number.split(".")[0])):
+        if cell["metadata"].get("ddp_course", {}).get("role") != "check":
+            yield cell["id"], source if cell["id"] == cell_of(number) else "".join(cell["source"])

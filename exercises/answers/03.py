@@ -1,0 +1,217 @@
+# %% [markdown]
+# Answers to exercise 3 as learners write them. docs/CONTRIBUTING.md says how to read this.
+
+# %% 3.1 right: all receives at once
+def collect(tensor, server=0, group=None):
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    if rank == server:
+        buffers = [torch.empty_like(tensor) for _ in range(size - 1)]
+        others = [peer for peer in range(size) if peer != server]
+        transfers = [wire.irecv(buffer, peer, group) for buffer, peer in zip(buffers, others)]
+        for transfer, buffer in zip(transfers, buffers):
+            transfer.wait()
+            tensor.add_(buffer)
+    else:
+        wire.isend(tensor, server, group).wait()
+
+
+# %% 3.1 right: last peer first
+def collect(tensor, server=0, group=None):
+    if dist.get_rank(group) == server:
+        for peer in reversed(wire.others(server, group)):
+            part = tensor.new_empty(tensor.shape)
+            wire.recv(part, peer, group)
+            tensor.copy_(tensor + part)
+    else:
+        wire.send(tensor.clone(), server, group)
+
+
+# %% 3.1 wrong: not in place | the server has only its own tensor: add what it receives to it, in place
+#- tensor += incoming
+#+ tensor = tensor + incoming
+# %% 3.1 wrong: overwrites | the server has only what came last: add, do not overwrite
+#- tensor += incoming
+#+ tensor.copy_(incoming)
+# %% 3.1 told: server is always rank 0 | a rank sends to itself
+#- != server:
+#+ != 0:
+# %% 3.1 wrong: does not wait | the server adds up one tensor several times: wait for each before adding it
+def collect(tensor, server=0, group=None):
+    if dist.get_rank(group) != server:
+        return wire.send(tensor, server, group)
+    incoming = torch.empty_like(tensor)
+    for peer in wire.others(server, group):
+        transfer = wire.irecv(incoming, peer, group)
+        transfer.wait()
+    for _ in wire.others(server, group):
+        tensor += incoming
+
+
+# %% 3.1 told: works for two ranks only | wait for each other
+#- wire.others(server, group):
+#+ wire.others(server, group)[:1]:
+# %% 3.1 wrong: divides already | the server has the mean: here it only adds up, the division comes later
+#-         tensor += incoming
+#+         tensor += incoming
+#+     tensor /= dist.get_world_size(group)
+# %% 3.1 told: dist.reduce | your code calls torch.distributed.reduce
+def collect(tensor, server=0, group=None):
+    dist.reduce(tensor, server, group=group)
+
+
+# %% 3.1 told: receives from itself too | wait for each other
+#- for peer in wire.others(server, group):
+#+ for peer in range(dist.get_world_size(group)):
+#+         if peer == server and dist.get_world_size(group) == 1:
+#+             continue
+#+         peer = (peer + 1) % 2 if peer == server else peer
+# %% 3.1 hidden: works for float32 only | do both sides mean the same
+#- torch.empty_like(tensor)
+#+ torch.empty(tensor.shape)
+# %% 3.2 right: all sends at once
+def send_back(tensor, server=0, group=None):
+    if dist.get_rank(group) == server:
+        for transfer in [wire.isend(tensor, peer, group) for peer in wire.others(server, group)]:
+            transfer.wait()
+    else:
+        wire.irecv(tensor, server, group).wait()
+
+
+# %% 3.2 right: receive and copy
+def send_back(tensor, server=0, group=None):
+    if dist.get_rank(group) == server:
+        for peer in range(dist.get_world_size(group) - 1, -1, -1):
+            if peer != server:
+                wire.send(tensor, peer, group)
+    else:
+        arrived = torch.zeros_like(tensor)
+        wire.recv(arrived, server, group)
+        tensor[:] = arrived
+
+
+# %% 3.2 wrong: adds | they added what came from the server: it is finished, so it replaces theirs
+#-         wire.recv(tensor, server, group)
+#+         arrived = torch.empty_like(tensor)
+#+         wire.recv(arrived, server, group)
+#+         tensor += arrived
+# %% 3.2 wrong: not in place | they still have their own tensor: receive into the tensor itself, in place
+#-         wire.recv(tensor, server, group)
+#+         tensor = torch.empty_like(tensor)
+#+         wire.recv(tensor, server, group)
+# %% 3.2 told: rank 0 is the server | receives from itself
+#- != server:
+#+ != 0:
+# %% 3.2 wrong: from rank 0 | they have rank 0's tensor, but the server is another rank
+def send_back(tensor, server=0, group=None):
+    if dist.get_rank(group) == 0:
+        for peer in wire.others(0, group):
+            wire.send(tensor, peer, group)
+    else:
+        wire.recv(tensor, 0, group)
+
+
+# %% 3.2 told: first peer only | wait for each other
+#- in wire.others(server, group):
+#+ in wire.others(server, group)[:1]:
+# %% 3.2 told: never sends | wait for each other
+#-         wire.send(tensor, peer, group)
+#+         pass
+# %% 3.2 wrong: nothing at all | they still have their own tensor: receive into the tensor itself, in place
+def send_back(tensor, server=0, group=None):
+    return tensor
+
+
+# %% 3.2 told: dist.broadcast | your code calls torch.distributed.broadcast
+def send_back(tensor, server=0, group=None):
+    dist.broadcast(tensor, server, group=group)
+
+
+# %% 3.3 right: divide at the end
+def average(tensor, server=0, group=None):
+    collect(tensor, server, group)
+    send_back(tensor, server, group)
+    tensor.div_(dist.get_world_size(group))
+
+
+# %% 3.3 right: the server divides
+def average(tensor, server=0, group=None):
+    collect(tensor, server, group)
+    if dist.get_rank(group) == server:
+        tensor *= 1 / dist.get_world_size(group)
+    send_back(tensor, server, group)
+
+
+# %% 3.3 wrong: no division | you have the sum: is there a division by K?
+#-     tensor /= dist.get_world_size(group)
+# %% 3.3 wrong: divided twice | it was divided by K twice
+#-     send_back(tensor, server, group)
+#+     send_back(tensor, server, group)
+#+     tensor /= dist.get_world_size(group)
+# %% 3.3 wrong: only rank 0 divides at the end | you have the sum: is there a division by K?
+def average(tensor, server=0, group=None):
+    collect(tensor, server, group)
+    send_back(tensor, server, group)
+    if dist.get_rank(group) == 0:
+        tensor /= dist.get_world_size(group)
+
+
+# %% 3.3 wrong: K is 4 | it was divided by 4: K is the size of the group
+#- dist.get_world_size(group)
+#+ 4
+# %% 3.3 wrong: world size of the job | it was divided by 4: K is the size of the group
+#- dist.get_world_size(group)
+#+ dist.get_world_size()
+# %% 3.3 wrong: never sent back | the rank's own tensor was divided: has the sum come back from the server?
+#-     send_back(tensor, server, group)
+# %% 3.3 wrong: not in place | the tensors have not changed: the mean must end up in the tensor itself, in place
+#-     tensor /= dist.get_world_size(group)
+#+     tensor = tensor / dist.get_world_size(group)
+# %% 3.3 told: all_reduce | your code calls torch.distributed.all_reduce
+def average(tensor, server=0, group=None):
+    dist.all_reduce(tensor, group=group)
+    tensor /= dist.get_world_size(group)
+
+
+# %% 3.3 told: package's own | your code calls stage3_paramserver.average_on_server
+def average(tensor, server=0, group=None):
+    from ddp_course import average_on_server
+
+    average_on_server([tensor], server, group)
+
+
+# %% 3.4 right: step by step
+def server_seconds(world_size, parameters, bits_per_second):
+    bits = 32 * parameters
+    one_way = (world_size - 1) * bits / bits_per_second
+    return one_way + one_way
+
+
+# %% 3.4 right: a loop
+def server_seconds(world_size, parameters, bits_per_second):
+    seconds = 0.0
+    for _worker in range(1, world_size):
+        seconds += 2 * (parameters * 4) / (bits_per_second / 8)
+    return seconds
+
+
+# %% 3.4 wrong: bytes for bits | the link carries bits, and a byte has eight
+#-  * 8 / bits
+#+  / bits
+# %% 3.4 wrong: numbers for bytes | a float32 has four bytes
+#- parameters * 4
+#+ parameters
+# %% 3.4 wrong: numbers for bits | a float32 has four bytes, and a byte has eight bits
+#- parameters * 4 * 8
+#+ parameters
+# %% 3.4 wrong: one way | that is one way only: the sums travel back
+#- 2 * (world_size - 1)
+#+ (world_size - 1)
+# %% 3.4 wrong: K for K-1 | the server does not send to itself: K-1, not K
+#- (world_size - 1)
+#+ world_size
+# %% 3.4 wrong: the ring's time | that is the ring's time; the server's link carries everything
+#- (world_size - 1)
+#+ (world_size - 1) / world_size
+# %% 3.4 wrong: independent of K | that does not grow with K, but all tensors pass through the server's link
+#- 2 * (world_size - 1)
+#+ 2

@@ -1,0 +1,425 @@
+# %% [markdown]
+# Answers to exercise 4 as learners write them. docs/CONTRIBUTING.md says how to read this.
+
+# %% 4.1 right: adds K first
+def chunk_to_send(rank, step, world_size):
+    return (rank + world_size - step) % world_size
+
+
+# %% 4.1 right: remembered, and tidied up
+import gc
+from functools import lru_cache
+
+
+@lru_cache(maxsize=None)
+def chunk_to_send(rank, step, world_size):
+    gc.collect()
+    return rank if step == 0 else (chunk_to_send(rank, step - 1, world_size) - 1) % world_size
+
+
+# %% 4.1 right: walks
+def chunk_to_send(rank, step, world_size):
+    for _ in range(step):
+        rank = rank - 1 if rank > 0 else world_size - 1
+    return rank
+
+
+# %% 4.1 wrong: no modulo | chunks go from 0 to K-1: take it modulo the world size
+#- (rank - step) % world_size
+#+ rank - step
+# %% 4.1 wrong: K added, and never taken away | chunks go from 0 to K-1: take it modulo the world size
+#- (rank - step) % world_size
+#+ rank - step + world_size
+# %% 4.1 wrong: the other way | what came from the left is sent on, so the index falls with every step
+#- rank - step
+#+ rank + step
+# %% 4.1 wrong: one further | that is allgather; in reduce-scatter rank r starts with chunk r
+#- rank - step
+#+ rank + 1 - step
+# %% 4.1 wrong: always its own | a rank does not always send its own chunk: it passes on what came in
+#- (rank - step) % world_size
+#+ rank
+# %% 4.1 wrong: by step only | each rank starts with a chunk of its own, so the rank counts as well as the step
+#- (rank - step) % world_size
+#+ step
+# %% 4.1 wrong: modulo K-1 | there are K chunks: take it modulo K, not K-1
+#- % world_size
+#+ % max(1, world_size - 1)
+# %% 4.1 told: returns nothing | is there a `return`
+#- return (rank
+#+ (rank
+# %% 4.1 told: a float | a plain int was expected
+#- (rank - step) % world_size
+#+ (rank - step) % world_size * 1.0
+# %% 4.2 right: send and receive apart
+def reduce_scatter(chunks, group=None):
+    rank, size, left, right = wire.neighbours(group)
+    for step in range(size - 1):
+        into = chunks[(rank - 1 - step) % size]
+        buffer = torch.zeros(len(into), dtype=into.dtype)
+        arriving = wire.irecv(buffer, left, group)
+        leaving = wire.isend(chunks[chunk_to_send(rank, step, size)], right, group)
+        arriving.wait()
+        leaving.wait()
+        into.add_(buffer)
+
+
+# %% 4.2 right: one buffer
+def reduce_scatter(chunks, group=None):
+    rank, world_size, left, right = wire.neighbours(group)
+    scratch = torch.empty(max(len(chunk) for chunk in chunks), dtype=chunks[0].dtype)
+    index = rank
+    for _ in range(world_size - 1):
+        outgoing, index = chunks[index], (index - 1) % world_size
+        incoming = scratch[: len(chunks[index])]
+        wire.exchange(outgoing, right, incoming, left, group)
+        chunks[index] += incoming
+
+
+# %% 4.2 wrong: one step too few | it is still the rank's own: in each of K-1 steps, add what comes in to the chunk itself
+#- range(world_size - 1)
+#+ range(world_size - 2)
+# %% 4.2 wrong: one step too many | that is one step too many: K-1 messages make the sum of K
+#- range(world_size - 1)
+#+ range(world_size)
+# %% 4.2 wrong: chunks reversed | the chunks go round from another start or the other way
+#- chunks[(rank - step) % world_size]
+#+ chunks[(-rank + step) % world_size]
+#- chunks[(rank - step - 1) % world_size]
+#+ chunks[(-rank + step + 1) % world_size]
+# %% 4.2 wrong: another start | the chunks go round from another start or the other way
+#- (rank - step) %
+#+ (rank + 1 - step) %
+#- (rank - step - 1) %
+#+ (rank - step) %
+# %% 4.2 wrong: another start, further on | the chunks go round from another start or the other way
+#- (rank - step) %
+#+ (rank - 1 - step) %
+#- (rank - step - 1) %
+#+ (rank - step - 2) %
+# %% 4.2 wrong: replaces the list's items | it is still the rank's own: in each of K-1 steps, add what comes in to the chunk itself
+#- target += incoming
+#+ chunks[(rank - step - 1) % world_size] = target + incoming
+# %% 4.2 wrong: zeroed first | it was overwritten with what came in: add to it
+#- target += incoming
+#+ target.zero_()
+#+         target += incoming
+# %% 4.2 wrong: overwrites | it was overwritten with what came in: add to it
+#- target += incoming
+#+ target.copy_(incoming)
+# %% 4.2 wrong: not in place | it is still the rank's own: in each of K-1 steps, add what comes in to the chunk itself
+#- target += incoming
+#+ target = target + incoming
+# %% 4.2 told: off by one chunk | do both sides mean the same chunk
+#- (rank - step - 1) %
+#+ (rank - step) %
+# %% 4.2 told: the right neighbour twice | wait for each other
+#- incoming, left, group
+#+ incoming, right, group
+# %% 4.2 wrong: whole tensors | reduce-scatter sends whole tensors: in each step only one chunk travels
+def reduce_scatter(chunks, group=None):
+    rank, size, left, right = wire.neighbours(group)
+    outgoing = torch.cat(chunks)
+    total, incoming = outgoing.clone(), torch.empty_like(outgoing)
+    for _ in range(size - 1):
+        wire.exchange(outgoing, right, incoming, left, group)
+        total += incoming
+        outgoing, incoming = incoming, outgoing
+    for chunk, piece in zip(chunks, total.split([len(chunk) for chunk in chunks])):
+        chunk.copy_(piece)
+
+
+# %% 4.2 told: all_reduce | your code calls torch.distributed.all_reduce
+def reduce_scatter(chunks, group=None):
+    for chunk in chunks:
+        dist.all_reduce(chunk, group=group)
+
+
+# %% 4.2 told: package's own | your code calls stage4_ring.reduce_scatter
+def reduce_scatter(chunks, group=None):
+    from ddp_course import stage4_ring
+
+    stage4_ring.reduce_scatter(chunks, group)
+
+
+# %% 4.2 wrong: divisible sizes only | the last number of a longer chunk is still the rank's own: chunks differ in length
+#- incoming = torch.empty_like(target)
+#+ incoming = torch.zeros_like(target)
+#- target += incoming
+#+ short = min(len(chunk) for chunk in chunks)
+#+         target[:short] += incoming[:short]
+# %% 4.3 right: buffers and copies
+def allgather(chunks, group=None):
+    rank, size, left, right = wire.neighbours(group)
+    have = (rank + 1) % size
+    for _ in range(size - 1):
+        comes = (have - 1) % size
+        arrived = torch.empty_like(chunks[comes])
+        wire.exchange(chunks[have].clone(), right, arrived, left, group)
+        chunks[comes].copy_(arrived)
+        have = comes
+
+
+# %% 4.3 right: steps counted from one
+def allgather(chunks, group=None):
+    rank, size, left, right = wire.neighbours(group)
+    for step in range(1, size):
+        arriving = wire.irecv(chunks[(rank + 1 - step) % size], left, group)
+        wire.send(chunks[(rank + 2 - step) % size], right, group)
+        arriving.wait()
+
+
+# %% 4.3 wrong: starts with its own | chunk r was taken from rank r, but rank r has finished chunk r+1
+#- (rank + 1 - step) %
+#+ (rank - step) %
+#- incoming = chunks[(rank - step) % world_size]
+#+ incoming = chunks[(rank - step - 1) % world_size]
+# %% 4.3 told: its own chunk every time | every message was your own chunk
+#- chunks[(rank + 1 - step) % world_size]
+#+ chunks[(rank + 1) % world_size]
+# %% 4.3 wrong: adds | they were added up: what comes in is finished, so keep it as it is
+#-         wire.exchange(outgoing, right, incoming, left, group)
+#+         arrived = torch.empty_like(incoming)
+#+         wire.exchange(outgoing, right, arrived, left, group)
+#+         incoming += arrived
+# %% 4.3 wrong: one step too few | one chunk is still the rank's own: are there K-1 steps?
+#- range(world_size - 1)
+#+ range(world_size - 2)
+# %% 4.3 wrong: not kept | nothing has changed: what comes in must be kept, in place
+#- incoming = chunks[(rank - step) % world_size]
+#+ incoming = torch.empty_like(chunks[(rank - step) % world_size])
+# %% 4.3 wrong: the other way round | nothing has changed: what comes in must be kept, in place
+#- (rank + 1 - step) %
+#+ (rank + 1 + step) %
+#- incoming = chunks[(rank - step) % world_size]
+#+ incoming = torch.empty_like(chunks[(rank + step) % world_size])
+# %% 4.3 wrong: replaces the list's items | nothing has changed: what comes in must be kept, in place
+#- incoming = chunks[(rank - step) % world_size]
+#+ incoming = torch.empty_like(chunks[(rank - step) % world_size])
+#- left, group)
+#+ left, group)
+#+         chunks = [*chunks[: (rank - step) % world_size], incoming, *chunks[(rank - step) % world_size + 1 :]]
+# %% 4.3 wrong: everything in one go | allgather goes round the ring: each message goes to the right neighbour, K-1 of them
+def allgather(chunks, group=None):
+    rank, size, left, right = wire.neighbours(group)
+    mine = (rank + 1) % size
+    for other in range(size):
+        if other != rank:
+            arriving = wire.irecv(chunks[(other + 1) % size], wire.global_rank(other, group), group)
+            wire.send(
+                torch.cat([chunks[mine], chunks[mine]])[: len(chunks[mine])], wire.global_rank(other, group), group
+            )
+            arriving.wait()
+
+
+# %% 4.3 told: all_gather | your code calls torch.distributed.all_gather
+def allgather(chunks, group=None):
+    rank, size, left, right = wire.neighbours(group)
+    longest = max(len(chunk) for chunk in chunks)
+    padded = torch.zeros(longest)
+    dist.all_gather([torch.zeros(longest) for _ in range(size)], padded, group=group)
+
+
+# %% 4.4 right: pads
+def ring_all_reduce(tensor, group=None):
+    size = dist.get_world_size(group)
+    flat = tensor.reshape(-1).clone()
+    chunks = list(torch.tensor_split(flat, size))
+    reduce_scatter(chunks, group)
+    allgather(chunks, group)
+    tensor.copy_(torch.cat(chunks).reshape(tensor.shape))
+
+
+# %% 4.4 right: in one function
+def ring_all_reduce(tensor, group=None):
+    rank, size, left, right = wire.neighbours(group)
+    work = tensor.flatten() if tensor.is_contiguous() else tensor.contiguous().flatten()
+    edges = [work.numel() * i // size for i in range(size + 1)]
+    chunks = [work[a:b] for a, b in zip(edges, edges[1:])]
+    for step in range(2 * (size - 1)):
+        sent, got = chunks[(rank - step) % size], chunks[(rank - step - 1) % size]
+        if step < size - 1:
+            arrived = torch.empty_like(got)
+            wire.exchange(sent, right, arrived, left, group)
+            got += arrived
+        else:
+            wire.exchange(sent, right, got, left, group)
+    tensor.copy_(work.view(tensor.shape))
+    return tensor
+
+
+# %% 4.4 wrong: reduce-scatter only | each rank has one finished chunk: allgather gives it to the others
+#-     allgather(chunks, group)
+# %% 4.4 wrong: mean | you have the mean: this one is a sum, the division comes later
+#- tensor.copy_(flat.view(tensor.shape))
+#+ tensor.copy_(flat.view(tensor.shape) / dist.get_world_size(group))
+# %% 4.4 told: view without contiguous | RuntimeError
+#- tensor.contiguous().view(-1)
+#+ tensor.view(-1)
+# %% 4.4 wrong: never copied back | the tensor has not changed: the sum must end up in the tensor itself, in place
+#-     tensor.copy_(flat.view(tensor.shape))
+# %% 4.4 wrong: divisible sizes only | the last numbers are still the rank's own: cut the tensor so that none is left over
+def ring_all_reduce(tensor, group=None):
+    flat = tensor.contiguous().view(-1)
+    size = dist.get_world_size(group)
+    length = flat.numel() // size
+    chunks = [flat[index * length : (index + 1) * length] for index in range(size)]
+    reduce_scatter(chunks, group)
+    allgather(chunks, group)
+    tensor.copy_(flat.view(tensor.shape))
+
+
+# %% 4.4 wrong: whole tensors around | whole tensors travel; cut them into K chunks
+def ring_all_reduce(tensor, group=None):
+    rank, size, left, right = wire.neighbours(group)
+    outgoing = tensor.contiguous().clone()
+    incoming = torch.empty_like(outgoing)
+    for _ in range(size - 1):
+        wire.exchange(outgoing, right, incoming, left, group)
+        tensor += incoming
+        outgoing, incoming = incoming, outgoing
+
+
+# %% 4.4 wrong: returns instead | the tensor has not changed: the sum must end up in the tensor itself, in place
+#- tensor.copy_(flat.view(tensor.shape))
+#+ return flat.view(tensor.shape)
+#- tensor.contiguous().view(-1)
+#+ tensor.reshape(-1).clone()
+# %% 4.4 wrong: by way of rank 0 | one rank sends nearly everything: in a ring all send alike, 2 (K-1) chunks each
+def ring_all_reduce(tensor, group=None):
+    rank, size, left, right = wire.neighbours(group)
+    work = tensor.contiguous()
+    if rank:
+        wire.send(work, wire.global_rank(0, group), group)
+        wire.recv(work, wire.global_rank(0, group), group)
+    else:
+        for peer in wire.others(0, group):
+            arrived = torch.empty_like(work)
+            wire.recv(arrived, peer, group)
+            work += arrived
+        for peer in wire.others(0, group):
+            wire.send(work, peer, group)
+    tensor.copy_(work)
+
+
+# %% 4.4 told: past the wire | your code calls torch's own
+def ring_all_reduce(tensor, group=None):
+    group = group or dist.group.WORLD
+    work = tensor.contiguous()
+    group.allreduce([work]).wait()
+    tensor.copy_(work)
+
+
+# %% 4.4 told: all_reduce | your code calls torch.distributed.all_reduce
+def ring_all_reduce(tensor, group=None):
+    torch.distributed.all_reduce(tensor, group=group)
+
+
+# %% 4.4 told: package's own | your code calls stage4_ring.ring_all_reduce
+from ddp_course import ring_all_reduce as ready
+
+
+def ring_all_reduce(tensor, group=None):
+    return ready(tensor, group)
+
+
+# %% 4.4 hidden: works for float32 only | do both sides mean the same
+def ring_all_reduce(tensor, group=None):
+    rank, size, left, right = wire.neighbours(group)
+    work = tensor.flatten()
+    chunks = work.tensor_split(size)
+    for step in range(2 * (size - 1)):
+        arrived = torch.zeros(len(chunks[(rank - step - 1) % size]))
+        wire.exchange(chunks[(rank - step) % size], right, arrived, left, group)
+        if step < size - 1:
+            chunks[(rank - step - 1) % size].add_(arrived)
+        else:
+            chunks[(rank - step - 1) % size].copy_(arrived)
+    tensor.copy_(work.view(tensor.shape))
+
+
+# %% 4.5 right: per step
+def ring_seconds(world_size, parameters, bits_per_second, latency):
+    steps = 2 * (world_size - 1)
+    return steps * (latency + parameters * 32 / world_size / bits_per_second)
+
+
+# %% 4.5 right: a loop
+def ring_seconds(world_size, parameters, bits_per_second, latency):
+    total = 0.0
+    for _half in range(2):
+        for _step in range(world_size - 1):
+            total += latency + 4 * parameters / world_size * 8 / bits_per_second
+    return total
+
+
+# %% 4.5 wrong: bytes for bits | the link carries bits, and a byte has eight
+#- 4 * parameters * 8
+#+ 4 * parameters
+# %% 4.5 wrong: numbers for bytes | a float32 has four bytes
+#- 4 * parameters * 8
+#+ parameters * 8
+# %% 4.5 wrong: no latency | where are the 2 (K-1) latencies?
+#-  + 2 * (world_size - 1) * latency
+# %% 4.5 wrong: one latency | every step pays a latency, and there are 2 (K-1) steps
+#-  + 2 * (world_size - 1) * latency
+#+  + latency
+# %% 4.5 wrong: half of it | that is reduce-scatter alone; allgather comes after it
+#- return 2 * (world_size - 1) / world_size * seconds + 2 * (world_size - 1) * latency
+#+ return (world_size - 1) / world_size * seconds + (world_size - 1) * latency
+# %% 4.5 wrong: whole gradients | that is the whole-gradient ring: in each step only 1/K of the gradient travels
+#-  / world_size * seconds
+#+  * seconds
+# %% 4.5 wrong: K steps | that is K steps a half; K-1 are enough
+#- return 2 * (world_size - 1) / world_size * seconds + 2 * (world_size - 1) * latency
+#+ return 2 * seconds + 2 * world_size * latency
+# %% 4.6 right: the last chunk takes the rest
+#- chunks = list(tensor.tensor_split(size))
+#+ n = len(tensor) // size
+#+     chunks = [tensor[i * n : (i + 1) * n if i < size - 1 else None] for i in range(size)]
+# %% 4.6 right: rounded edges
+#- chunks = list(tensor.tensor_split(size))
+#+ edges = [len(tensor) * i // size for i in range(size + 1)]
+#+     chunks = [tensor[start:end] for start, end in zip(edges, edges[1:])]
+# %% 4.6 wrong: unchanged | the last numbers are still the rank's own
+#- chunks = list(tensor.tensor_split(size))
+#+ chunks = [tensor[i * (len(tensor) // size) : (i + 1) * (len(tensor) // size)] for i in range(size)]
+# %% 4.6 wrong: another line | the second half sends the right chunks
+#- return 3
+#+ return 10
+# %% 4.6 wrong: the buffer is blamed | the buffer is as long as the longest chunk: right
+#- return 3
+#+ return 4
+# %% 4.6 wrong: counts from zero | that line only asks who the neighbours are
+#- return 3
+#+ return 2
+# %% 4.6 wrong: the second half changed | your replicas agree with each other but not with the sum: the second half sends finished chunks
+#- chunks[(rank + 1 - step) % size], chunks[(rank - step) % size]
+#+ chunks[(rank - step) % size], chunks[(rank - step - 1) % size]
+# %% 4.6 wrong: works on a copy | the tensor has not changed
+#- list(tensor.tensor_split(size))
+#+ list(tensor.clone().tensor_split(size))
+# %% 4.6 told: a name | a plain int was expected
+#- return 3
+#+ return "chunks"
+# %% 4.6 wrong: line 6 | the first half sends the right chunks
+#- return 3
+#+ return 6
+# %% 4.6 wrong: line 7 | only as much of the buffer is used as the chunk needs: right
+#- return 3
+#+ return 7
+# %% 4.6 wrong: line 8 | adding is right here
+#- return 3
+#+ return 8
+# %% 4.6 wrong: line 11 | a finished chunk is kept as it is: right
+#- return 3
+#+ return 11
+# %% 4.6 wrong: line 1 | the def itself is right: which line does something with numbers that it should not?
+#- return 3
+#+ return 1
+# %% 4.6 wrong: line 5 | K-1 steps are right
+#- return 3
+#+ return 5
+# %% 4.6 wrong: line 9 | K-1 steps are right
+#- return 3
+#+ return 9
