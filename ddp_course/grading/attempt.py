@@ -78,10 +78,10 @@ def remember(sources: dict[str, str]) -> None:
     linecache.cache.update({name: (len(text), None, text.splitlines(True), name) for name, text in sources.items()})
 
 
-def attempt(task: Task, answers: Any, inputs: dict) -> Any:
+def attempt(task: Task, answers: Sequence, inputs: dict) -> Any:
     """The evidence of one answer on this rank, with the task's forbidden functions out of reach."""
     with disarmed(task.forbidden), counted() as past:
-        evidence = task.probe(*load(task, answers), **inputs)
+        evidence = task.probe(*answers, **inputs)
     if set(COLLECTIVES) <= set(task.forbidden) and (told := past.told()):
         raise Wrong(told)
     return evidence

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from ..errors import CourseError, LaunchTimeout, RankError
 from ..running.launching.launch import launch
-from .attempt import attempt, make_groups
+from .attempt import attempt, load, make_groups
 from .checks import Task, find, of_exercise
 from .guard import enter
 from .plain import pack, unpack
@@ -113,15 +113,15 @@ def make_attempts(attempts: Sequence[Attempt], folder: str, patience: float, wor
     tasks = [find(one.number) for one in attempts]
     if ranks > 1:
         make_groups(range(1, ranks + 1), timedelta(seconds=patience))
-        dist.barrier()  # nobody waits in an answer for a rank that is still loading
     with python_alone_prints(), open(Path(folder) / f"rank{rank}", "w") as file:
         if work:
             enter(work)
         for task, one in zip(tasks, attempts, strict=True):
-            file.write(json.dumps(pack(attempt(task, one.answers, one.inputs))) + "\n")
-            file.flush()
+            answers = load(task, one.answers)
             if ranks > 1:
-                dist.barrier()
+                dist.barrier()  # nobody waits in an answer for a rank that is still loading
+            file.write(json.dumps(pack(attempt(task, answers, one.inputs))) + "\n")
+            file.flush()
 
 
 @contextmanager

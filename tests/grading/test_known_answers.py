@@ -10,7 +10,7 @@ from ddp_course.grading.diagnosis import same, verdict
 from ddp_course.grading.evidence import Attempt, gather
 
 EXERCISES = exercises()
-PATIENCE_SECONDS = 2.0  # that a rank waits for a message of a wrong answer
+PATIENCE_SECONDS = 3.0  # that a rank waits for a message of a wrong answer
 
 
 def tried(task, answers, seed, hidden=False):
