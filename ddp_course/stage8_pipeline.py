@@ -1,118 +1,216 @@
 """Stage 8: the model is split, not the data. Each rank holds a few layers, and micro-batches stream through.
 
-Rank s computes stage s of the model. With one batch at a time, all ranks but one would wait; cut into M
-micro-batches, the ranks work on different ones at once. Two schedules, here for K = 3 and M = 4, with a backward
-pass (B) twice as long as a forward pass (F):
+Rank r computes stage r of the model. With one batch at a time, all ranks but one would wait; cut into M
+micro-batches, the ranks work on different ones at once. What a rank does, and in which order, is a schedule: data.
+Three schedules, here for K = 3 and M = 4, with a backward pass (B) twice as long as a forward pass (F). The last one
+splits it: B computes the gradient of the stage's input, for which the rank before waits, and W that of the weights.
 
-    GPipe   rank 0   F0 F1 F2 F3 .  .  .  .  .  .  B0 B0 B1 B1 B2 B2 B3 B3
-            rank 1   .  F0 F1 F2 F3 .  .  .  B0 B0 B1 B1 B2 B2 B3 B3
-            rank 2   .  .  F0 F1 F2 F3 B0 B0 B1 B1 B2 B2 B3 B3
-    1F1B    rank 0   F0 F1 F2 .  .  .  .  B0 B0 F3 B1 B1 .  B2 B2 .  B3 B3
-            rank 1   .  F0 F1 .  .  B0 B0 F2 B1 B1 F3 B2 B2 .  B3 B3
-            rank 2   .  .  F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3
+    GPipe          F0 F1 F2 F3 .  .  .  .  .  .  B0 B0 B1 B1 B2 B2 B3 B3
+                   .  F0 F1 F2 F3 .  .  .  B0 B0 B1 B1 B2 B2 B3 B3
+                   .  .  F0 F1 F2 F3 B0 B0 B1 B1 B2 B2 B3 B3
+    1F1B           F0 F1 F2 .  .  .  .  B0 B0 F3 B1 B1 .  B2 B2 .  B3 B3
+                   .  F0 F1 .  .  B0 B0 F2 B1 B1 F3 B2 B2 .  B3 B3
+                   .  .  F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3
+    zero bubble    F0 F1 F2 .  .  B0 W0 F3 B1 W1 B2 W2 B3 W3
+                   .  F0 F1 .  B0 F2 B1 W0 F3 B2 W1 B3 W2 W3
+                   .  .  F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3
 
-In both a rank idles for (K-1)/(M+K-1) of the time, the bubble. GPipe keeps the activations of M micro-batches
-until their backward pass, 1F1B (one forward, one backward) those of at most K-s. Only activations and their
-gradients travel, to the neighbours. The gradients of all micro-batches add up to those of the whole batch.
+In GPipe and 1F1B (one forward, one backward) a rank idles for (K-1)/(M+K-1) of the time, the bubble; zero bubble's is a
+third of that, (K-1)/(3M+K-1) of the time. GPipe keeps the activations of M micro-batches, 1F1B those of at most K-r,
+zero bubble those of at most K. The interleaved schedule gives every rank several thin stages, r, r+K, r+2K…: with two
+the bubble is half as long, and twice as many messages travel. Only activations and their gradients do. The gradients
+of all micro-batches add up to those of the whole batch.
 
-Sources: Huang et al., GPipe, NeurIPS 2019; Narayanan et al., PipeDream, SOSP 2019, and Megatron-LM, SC 2021.
+Sources: Huang et al., GPipe, NeurIPS 2019; Narayanan et al., PipeDream, SOSP 2019, and Megatron-LM, SC 2021
+(interleaved); Qi et al., Zero bubble pipeline parallelism, ICLR 2024.
 """
 
-from collections import deque
+from collections import Counter, defaultdict, deque
+from functools import partial
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import GradientEdge
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 
 from .running import wire
+from .running.torch_inside import twin
 from .stage3_paramserver import broadcast_parameters, gradients
 from .stage4_ring import average_on_ring
 from .stage7_sharded.clipping import LocalGradient, clip_grad_norm_
 
 broken: WeakKeyDictionary = WeakKeyDictionary()  # the groups in which a step broke off, and by what
+lanes: WeakKeyDictionary = WeakKeyDictionary()  # for each group its twins of two ranks, with NCCL
+WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "BucketedDDP")
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 class Instruction(NamedTuple):
-    """One thing for a rank to do: run the "forward" or the "backward" pass of a micro-batch (0 to M-1)."""
+    """One thing for a rank to do with a micro-batch (0 to M-1) at a `stage` (0 to the number of stages - 1).
+
+    `action` is "forward" or "backward"; or, for a backward pass in two parts, "input" and later "weight".
+    """
 
     action: str
     microbatch: int
+    stage: int
 
 
-def gpipe(stages, microbatches):
+class Result(NamedTuple):
+    """What an instruction computes: the "activation", "gradient" (of the input) or "weights" of a micro-batch."""
+
+    kind: str
+    microbatch: int
+    stage: int
+
+    @property
+    def user(self):
+        """The stage beside it that needs it."""
+        return {"activation": self.stage + 1, "gradient": self.stage - 1}.get(self.kind)
+
+    @property
+    def cut(self):
+        """The stage before the cut over which it goes; a gradient looks like the activation that went there."""
+        return self.stage - (self.kind == "gradient")
+
+
+def gpipe(ranks, microbatches):
     """The GPipe schedule, a list of instructions for each rank: all forward passes, then all backward passes."""
-    everything = [Instruction("forward", m) for m in range(microbatches)]
-    everything += [Instruction("backward", m) for m in range(microbatches)]
-    return [list(everything) for _ in range(stages)]
+    passes = [(action, m) for action in ("forward", "backward") for m in range(microbatches)]
+    return [[Instruction(*each, rank) for each in passes] for rank in range(ranks)]
 
 
-def one_forward_one_backward(stages, microbatches):
+def one_forward_one_backward(ranks, microbatches):
     """The 1F1B schedule, a list of instructions for each rank: as few forward passes ahead as keep all ranks busy."""
     schedule = []
-    for stage in range(stages):
-        ahead = min(stages - 1 - stage, microbatches)  # the forward passes before the first backward pass
-        instructions = [Instruction("forward", m) for m in range(ahead)]
-        for m in range(microbatches - ahead):
-            instructions += [Instruction("forward", ahead + m), Instruction("backward", m)]
-        instructions += [Instruction("backward", m) for m in range(microbatches - ahead, microbatches)]
-        schedule.append(instructions)
+    for rank in range(ranks):
+        forward = [Instruction("forward", m, rank) for m in range(microbatches)]
+        backward = [Instruction("backward", m, rank) for m in range(microbatches)]
+        schedule.append(alternate(forward, backward, ahead=ranks - 1 - rank))
     return schedule
 
 
-def bubble(stages, microbatches):
-    """The share (0 to 1) of the time that a rank idles in either schedule: (K-1)/(M+K-1)."""
-    return (stages - 1) / (microbatches + stages - 1)
+def interleaved(ranks, microbatches, chunks=2):
+    """1F1B with `chunks` stages on every rank: groups of K micro-batches go around all the ranks once for each chunk.
 
-
-def timetable(schedule, forward=1.0, backward=2.0):
-    """When each rank does what, if messages took no time: a list of (instruction, start, end) for each rank.
-
-    `forward` and `backward` are the times of one pass, in any unit. Raises ValueError for a schedule in which the
-    ranks wait for each other in a circle, or a micro-batch lacks a pass.
+    Raises ValueError unless the number of micro-batches is a multiple of K.
     """
-    check_schedule(schedule)
-    done, rows, left = {}, [[] for _ in schedule], [deque(instructions) for instructions in schedule]
-    while any(left):
-        heads = [(stage, queue[0]) for stage, queue in enumerate(left) if queue]
-        ready = [stage for stage, head in heads if _before(stage, head, len(schedule)) <= done.keys()]
-        if not ready:
-            raise ValueError("the ranks of this schedule wait for each other in a circle")
-        for stage in ready:
-            instruction = left[stage].popleft()
-            needed = [done[key] for key in _before(stage, instruction, len(schedule))]
-            start = max([row[2] for row in rows[stage][-1:]] + needed + [0.0])
-            end = start + (forward if instruction.action == "forward" else backward)
-            done[stage, instruction] = end
-            rows[stage].append((instruction, start, end))
+    if microbatches % ranks:
+        raise ValueError(f"{microbatches} micro-batches cannot go around {ranks} ranks; use a multiple of {ranks}")
+    groups = range(0, microbatches, ranks)
+    order = [(first + m, chunk) for first in groups for chunk in range(chunks) for m in range(ranks)]
+    schedule = []
+    for rank in range(ranks):
+        forward = [Instruction("forward", m, rank + ranks * chunk) for m, chunk in order]
+        backward = [Instruction("backward", m, rank + ranks * (chunks - 1 - chunk)) for m, chunk in order]
+        schedule.append(alternate(forward, backward, ahead=2 * (ranks - 1 - rank) + ranks * (chunks - 1)))
+    return schedule
+
+
+def alternate(forward, backward, ahead):
+    """The first `ahead` forward passes, then one forward and one backward pass in turn, then what is left."""
+    rest = len(forward) - min(ahead, len(forward))
+    pairs = zip(forward[len(forward) - rest :], backward[:rest], strict=True)
+    return forward[: len(forward) - rest] + [each for pair in pairs for each in pair] + backward[rest:]
+
+
+def zero_bubble(ranks, microbatches, schedule=one_forward_one_backward):
+    """`schedule` with its backward passes split: rank r computes the weights' gradients r micro-batches later.
+
+    The time in which it would wait for a gradient is filled so. With 1F1B this is ZB-H1 of the paper.
+    """
+    everyone = []
+    for rank, whole in enumerate(schedule(ranks, microbatches)):
+        instructions, later = [], deque()
+        for action, microbatch, stage in whole:
+            instructions.append(Instruction("input" if action == "backward" else action, microbatch, stage))
+            if action == "backward":
+                later.append(Instruction("weight", microbatch, stage))
+                instructions += [later.popleft()] if len(later) > rank else []
+        everyone.append([*instructions, *later])
+    return everyone
+
+
+def bubble(ranks, microbatches, chunks=1):
+    """The share (0 to 1) of the time that a rank idles, in GPipe and 1F1B, and interleaved with so many chunks."""
+    return (ranks - 1) / (chunks * microbatches + ranks - 1)
+
+
+def timetable(schedule, forward=1.0, backward=2.0, weight=1.0, message=0.0):
+    """When each rank does what: a list of (instruction, start, end) for each rank.
+
+    `forward` and `backward` are the times of a pass, in any unit; "weight" takes `weight` of the latter and "input" the
+    rest. `message` is the time of a message to another rank; one travels after the other. All may be lists: by stage,
+    and of messages by the stage before the cut. Raises ValueError for a schedule that cannot work.
+    """
+    homes = home_ranks(schedule)
+    waiting, rows = [deque(instructions) for instructions in schedule], [[] for _ in schedule]
+    known, links = {}, defaultdict(float)  # known[result, rank]: since when; links: until when they are busy
+    while any(waiting):
+        left = sum(map(len, waiting))
+        for rank, queue in enumerate(waiting):
+            while queue and all((need, rank) in known for need in needs(queue[0], homes)):
+                instruction = queue.popleft()
+                ready = [known[need, rank] for need in needs(instruction, homes)]
+                start = max([end for _, _, end in rows[rank][-1:]] + ready + [0.0])
+                end = start + duration(instruction, forward, backward, weight)
+                rows[rank].append((instruction, start, end))
+                result = result_of(instruction)
+                peer, known[result, rank] = homes.get(result.user, rank), end
+                if peer != rank:
+                    known[result, peer] = links[rank, peer] = max(links[rank, peer], end) + at(message, result.cut)
+        if left == sum(map(len, waiting)):
+            heads = [f"rank {rank} at {tuple(queue[0])}" for rank, queue in enumerate(waiting) if queue]
+            raise ValueError(f"the ranks of this schedule wait for each other in a circle: {', '.join(heads)}")
     return rows
 
 
-def check_schedule(schedule):
-    """Raise ValueError unless every rank runs each micro-batch forward once and then backward once, in order."""
-    count = len(schedule[0]) // 2
-    for stage, instructions in enumerate(schedule):
-        for action in ("forward", "backward"):
-            order = [instruction.microbatch for instruction in instructions if instruction.action == action]
-            if order != list(range(count)):
-                raise ValueError(
-                    f"rank {stage} runs {action} on micro-batches {order}, not on 0 to {count - 1} in order"
-                )
-        for m in range(count):
-            if instructions.index(Instruction("backward", m)) < instructions.index(Instruction("forward", m)):
-                raise ValueError(f"rank {stage} runs micro-batch {m} backward before forward")
+def at(times, stage):
+    """The time of one stage, where `times` is a number or has one for each."""
+    return times if isinstance(times, int | float) else times[stage]
 
 
-def _before(stage, instruction, stages):
-    """The (stage, instruction) pairs that must be over before this one can start."""
-    action, m = instruction
+def duration(instruction, forward, backward, weight):
+    """The time of an instruction."""
+    whole, late = at(backward, instruction.stage), at(weight, instruction.stage)
+    times = {"forward": at(forward, instruction.stage), "backward": whole, "input": whole - late, "weight": late}
+    return times[instruction.action]
+
+
+def result_of(instruction):
+    """What an instruction computes."""
+    kinds = {"forward": "activation", "weight": "weights"}
+    return Result(kinds.get(instruction.action, "gradient"), instruction.microbatch, instruction.stage)
+
+
+def needs(instruction, stages):
+    """The results that must be there before an instruction can start; `stages` is a container of all stages."""
+    action, m, stage = instruction
     if action == "forward":
-        return {(stage - 1, instruction)} if stage > 0 else set()
-    own = {(stage, Instruction("forward", m))}
-    return own | ({(stage + 1, instruction)} if stage < stages - 1 else set())
+        needed = [Result("activation", m, stage - 1)]
+    elif action == "weight":
+        needed = [Result("gradient", m, stage)]
+    else:
+        needed = [Result("activation", m, stage), Result("gradient", m, stage + 1)]
+    return [result for result in needed if result.stage in stages]
+
+
+def home_ranks(schedule):
+    """The rank of every stage: {stage: rank}. Raises ValueError unless each micro-batch runs once at every stage."""
+    homes = {stage: rank for rank, instructions in enumerate(schedule) for _, _, stage in instructions}
+    done = {(m, stage): [] for m in {each.microbatch for each in schedule[0]} for stage in range(max(homes) + 1)}
+    for action, *place in (instruction for instructions in schedule for instruction in instructions):
+        done.setdefault(tuple(place), []).append(action)
+    for (microbatch, stage), actions in done.items():
+        if sorted(actions) not in (["backward", "forward"], ["forward", "input", "weight"]):
+            raise ValueError(
+                f"micro-batch {microbatch} runs {' and '.join(actions) or 'nothing'} at stage {stage}; it must run "
+                "forward and backward once, or forward, input and weight"
+            )
+    return dict(sorted(homes.items()))
 
 
 def layers_of(model):
@@ -130,7 +228,7 @@ def layers_of(model):
 def split(layers, stages):
     """Cut `layers` into `stages` Sequentials with parameters in all of them, as evenly as can be (least squares).
 
-    Raises ValueError if there are too few layers with parameters, or if two stages would share a parameter.
+    Raises ValueError if there are too few layers with parameters, or if two stages would share one, or a buffer.
     """
     sizes = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
     best = {0: (0, [])}  # layers used -> (sum of squared sizes, where each stage starts)
@@ -145,112 +243,151 @@ def split(layers, stages):
         raise ValueError(f"{most} layers with parameters cannot be split over {stages} ranks; use at most {most} ranks")
     cuts = best[len(layers)][1]
     parts = [torch.nn.Sequential(*layers[start:end]) for start, end in zip(cuts, [*cuts[1:], len(layers)], strict=True)]
-    if sum(len(list(part.parameters())) for part in parts) > len(list(torch.nn.ModuleList(layers).parameters())):
-        raise ValueError("two stages would share a parameter; a pipeline cannot keep it the same on both")
+    owners = Counter(tensor for part in parts for tensor in {*part.parameters(), *part.buffers()})
+    if any(count > 1 for count in owners.values()):
+        raise ValueError("two stages would share a parameter or a buffer; a pipeline cannot keep it the same on both")
     return parts
 
 
-def answers_before(instructions, action):
-    """How many of our messages a neighbour with these `instructions` needs before each of its own.
-
-    Its `action` m ("forward" or "backward") sends us message m; the other action needs one of ours.
-    """
-    answers, needed = 0, []
-    for instruction in instructions:
-        if instruction.action == action:
-            needed.append(answers)
-        else:
-            answers += 1
-    return needed
-
-
 class Inbox:
-    """Messages of known shapes from one neighbour, in order, with one receive posted ahead where that can do no harm.
+    """Messages from `rank`, in the order in which it sends them; the receive of one of them is posted ahead."""
 
-    NCCL works through messages in the order in which they were posted, so a receive must not be posted before the
-    messages that its sender waits for: `needed[m]` of ours before its message m.
-    """
-
-    def __init__(self, src, shapes, dtype, device, needed, group=None):
-        self.src, self.shapes, self.dtype, self.device, self.group = src, deque(shapes), dtype, device, group
-        self.needed, self.posted = deque(needed), deque()
+    def __init__(self, pipeline, rank, expected):
+        self.pipeline, self.rank, self.expected, self.posted = pipeline, rank, deque(expected), {}
 
     def post(self):
-        """Post the receive of the next message."""
-        self.needed.popleft()
-        room = torch.empty(self.shapes.popleft(), dtype=self.dtype, device=self.device)
-        self.posted.append(wire.irecv(room, self.src, self.group))
+        """Post the receive of the next message; before the first one over a cut, hear what it looks like."""
+        result = self.expected.popleft()
+        if result.cut not in self.pipeline.forms:
+            self.pipeline.hear(result.cut, self.rank)
+        self.posted[result] = wire.irecv(self.pipeline.room(result), *self.pipeline.lane(self.rank))
 
-    def look_ahead(self, sent):
-        """Post the next receive, unless one is posted, or its sender needs more than the `sent` messages so far."""
-        if not self.posted and self.needed and sent >= self.needed[0]:
+    def take(self, result):
+        """Wait for a message and return it."""
+        while result not in self.posted:
             self.post()
-
-    def take(self, sent):
-        """Wait for the next message and return it; we have sent `sent` messages to its sender."""
-        if not self.posted:
+        arriving = self.posted.pop(result)
+        if self.expected and not self.posted and self.expected[0].cut in self.pipeline.forms:
             self.post()
-        arriving = self.posted.popleft()
-        self.look_ahead(sent)
         with wire.span("wait"):
             arriving.wait()
         return arriving.tensor
 
 
 class Received(torch.autograd.Function):
-    """Where the part of the graph on this rank begins: its output is what came in, its gradient is left in `letter`."""
+    """Where the graph of a stage begins: its output is what came in, its gradient goes to `start`."""
 
     @staticmethod
-    def forward(ctx, letter, start):
-        """`letter` holds the tensor; `start` requires a gradient, so that backward comes here."""
-        ctx.letter = letter
+    def forward(ctx, start, letter):
+        """`letter` holds what came in, as a list: layers that work in place may overwrite it."""
         return letter.pop()
 
     @staticmethod
     def backward(ctx, gradient):
-        """Keep the gradient for the rank before."""
-        ctx.letter.append(gradient)
-        return None, None
+        """The gradient as it is."""
+        return gradient, None
+
+
+class Pass:
+    """The graph of a micro-batch from `start` to `outputs`, and the way back: whole, or in two parts.
+
+    `input()` goes to `start` only, `weight()` to the parameters. Functions on the way to `start` that lead to
+    parameters as well are met by both. The gradients that come in there are kept, and from there the second part goes
+    on. A parameter that several of them lead to, because layers share it, gets its gradient in the first part.
+    """
+
+    def __init__(self, start, outputs):
+        self.start, self.outputs = start, outputs
+
+    def backward(self, gradient):
+        """Compute all gradients from that of the outputs; if the first stages are frozen, there are none."""
+        if self.outputs.requires_grad:
+            self.outputs.backward(gradient)
+
+    def input(self, gradient):
+        """Compute the gradient of `start` from that of the outputs."""
+        self.gradient, self.kept, graph = gradient, {}, self.outputs.grad_fn
+        self.beside = {} if graph is None or self.start is None else parameters_beside(graph, self.start)
+        times = Counter(parameter for parameters in self.beside.values() for parameter in parameters)
+        self.shared = {parameter for parameter in times if times[parameter] > 1}
+        if self.beside:
+            keep = [node.register_prehook(partial(self.kept.__setitem__, node)) for node in self.beside]
+            torch.autograd.backward(self.outputs, gradient, retain_graph=True, inputs=[self.start, *self.shared])
+            for handle in keep:
+                handle.remove()
+
+    def weight(self):
+        """Add up the gradients of the parameters."""
+        if not self.beside:  # nothing needed the first part
+            self.backward(self.gradient)
+        for node, incoming in self.kept.items():
+            own = [parameter for parameter in self.beside[node] if parameter not in self.shared]
+            edges = [(GradientEdge(node, n), gradient) for n, gradient in enumerate(incoming) if gradient is not None]
+            if own and edges:
+                torch.autograd.backward(*zip(*edges, strict=True), inputs=own)
+
+
+def parameters_beside(root, start):
+    """For each function between `root` and the tensor `start`: the parameters it leads to by other ways."""
+    nodes, users = [root], defaultdict(list)
+    for node in nodes:  # the list grows meanwhile
+        for child, _ in node.next_functions:
+            if child is not None:
+                nodes += [] if child in users else [child]
+                users[child].append(node)
+    between = [node for node in nodes if getattr(node, "variable", None) is start]
+    for node in between:
+        between += [user for user in dict.fromkeys(users[node]) if user not in between]
+    return {node: leaves_below(node, set(between)) for node in between[1:]}
+
+
+def leaves_below(root, between):
+    """The parameters that the function `root` leads to, not by way of a function in `between`."""
+    nodes, leaves = [root], []
+    for node in nodes:  # the list grows meanwhile
+        for child, _ in node.next_functions:
+            if hasattr(child, "variable"):
+                leaves += [] if child in between else [child.variable]
+            elif child is not None and child not in between and child not in nodes:
+                nodes.append(child)
+    return list(dict.fromkeys(leaves))
 
 
 class Pipeline:
-    """Runs batches through the stages of a model, of which this rank (of `group`) holds one, the module `stage`.
+    """Runs batches through the stages of a model, of which this rank (of `group`) holds some.
 
-    `loss(outputs, targets)` must be a mean over samples. Activations, one tensor, may have any shape that only differs
-    in the first dimension, the samples. `most_kept` is the greatest number of micro-batches whose activations this
-    rank held at once. With NCCL the gradients need a `gradient_group` of their own, so that the two directions do not
-    wait for each other. Raises ValueError for a schedule that cannot work.
+    `stages` is this rank's module, or a list of them where the schedule has several stages on a rank. `loss(outputs,
+    targets)` must be a mean over samples. Activations, one tensor, may have any shape whose first dimension is the
+    samples. `most_kept` is the greatest number of micro-batches whose activations this rank held at once, counted at
+    each stage. Raises ValueError for a schedule that cannot work, or modules that do not belong to it.
     """
 
-    def __init__(
-        self,
-        stage,
-        microbatches=4,
-        schedule=one_forward_one_backward,
-        loss=cross_entropy,
-        group=None,
-        gradient_group=None,
-    ):
+    def __init__(self, stages, microbatches=4, schedule=one_forward_one_backward, loss=cross_entropy, group=None):
         if microbatches < 1:
             raise ValueError(f"microbatches is {microbatches}; it must be 1 or more")
-        self.stage, self.microbatches, self.loss = stage, microbatches, loss
-        self.group, self.gradient_group = group, gradient_group or group
-        self.rank, self.world_size, self.left, self.right = wire.neighbours(group)
-        self.first, self.last = self.rank == 0, self.rank == self.world_size - 1
-        everyone = schedule(self.world_size, microbatches)
-        timetable(everyone)  # raises if it cannot work
-        self.instructions = everyone[self.rank]
-        self.needed_by_left = [] if self.first else answers_before(everyone[self.rank - 1], "forward")
-        self.needed_by_right = [] if self.last else answers_before(everyone[self.rank + 1], "backward")
-        self.form_in = self.form_out = None  # (dtype, shape of one sample) of what comes in and goes out
-        self.most_kept = 0
+        self.microbatches, self.loss, self.group = microbatches, loss, group
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self.schedule = schedule(self.world_size, microbatches)
+        timetable(self.schedule)  # raises if it cannot work
+        self.homes = home_ranks(self.schedule)
+        own = [stage for stage, rank in self.homes.items() if rank == self.rank]
+        self.module = torch.nn.ModuleList([stages] if isinstance(stages, torch.nn.Module) else stages)
+        if len(self.module) != len(own):
+            raise ValueError(f"rank {self.rank} has stages {own} in this schedule, but {len(self.module)} modules")
+        for module in self.module.modules():
+            if type(module).__name__ in WRAPPERS:
+                raise ValueError(
+                    f"a stage contains {type(module).__name__}, which would average after each micro-batch, in the "
+                    "middle of a step; leave it out, and call average_part() after step()"
+                )
+        self.stages, self.last, self.most_kept = dict(zip(own, self.module, strict=True)), max(self.homes), 0
 
     def step(self, inputs, targets):
-        """Add the gradients of one batch to the parameters of this stage; return the loss, None but on the last rank.
+        """Add the gradients of one batch to the parameters of this rank; return the loss where the last stage is.
 
-        Every rank is given the same batch: the first works with its inputs, the last with its targets. After an
-        exception in the middle of a step there is no other, of this pipeline or of another on the same group: messages
-        of the broken step would be taken for its own.
+        Every rank is given the same batch: the first stage works with its inputs, the last with its targets; the other
+        ranks return None. After an exception in the middle of a step there is no other, of this pipeline or of another
+        on the same group: messages of the broken step would be taken for its own.
         """
         group = self.group or dist.group.WORLD
         if group in broken:
@@ -258,131 +395,171 @@ class Pipeline:
                 f"an earlier step of a pipeline of these ranks ended with {broken[group]} while messages were on their "
                 "way, and the other ranks still wait for theirs: start the ranks again"
             )
+        if len(inputs) != len(targets):
+            raise ValueError(f"the batch has {len(inputs)} inputs, but {len(targets)} targets")
         if len(targets) < self.microbatches:
             raise ValueError(f"a batch of {len(targets)} cannot be cut into {self.microbatches} micro-batches")
+        self.samples, self.device, self.total = len(inputs), inputs.device, 0
         self.inputs, self.targets = inputs.tensor_split(self.microbatches), targets.tensor_split(self.microbatches)
-        self.kept, self.leaving, self.returning = {}, {}, deque()
-        self.total, self.sent_right, self.sent_left = 0, 0, 0
+        self.lanes = self.make_lanes(group) if wire.on_nccl(inputs, group) else {}
         try:
             self.run()
         except BaseException as error:
             broken[group] = f"{type(error).__name__}: {error}"
             raise
-        self.guard_gradients()
-        return float(self.total) if self.last else None
+        for parameter in self.module.parameters():
+            if parameter.grad is not None:
+                parameter.grad = LocalGradient.mark(parameter.grad, self.world_size)
+        return float(self.total) if self.last in self.stages else None
 
     def run(self):
         """Go through the instructions of this rank."""
-        if not self.first:
-            self.activations = self.inbox(self.left, self.incoming_form(), self.needed_by_left, self.group)
-        for action, microbatch in self.instructions:
-            (self.forward if action == "forward" else self.backward)(microbatch)
+        self.kept, self.here, self.forms, self.leaving = {}, {}, {}, {}
+        self.inboxes = {rank: Inbox(self, rank, self.expected(rank)) for rank in range(self.world_size)}
+        for action, microbatch, stage in self.schedule[self.rank]:
+            getattr(self, action)(microbatch, stage)
             self.most_kept = max(self.most_kept, len(self.kept))
-            if not self.first:
-                self.activations.look_ahead(self.sent_left)
-            if not self.last:
-                self.gradients.look_ahead(self.sent_right)
-        for transfer in self.returning:
+        for transfer in self.leaving.values():
             transfer.wait()
 
-    def inbox(self, src, form, needed, group):
-        """The messages of one batch from a neighbour: one a micro-batch."""
-        dtype, shape = form
-        shapes = [(len(part), *shape) for part in self.targets]
-        return Inbox(src, shapes, dtype, self.inputs[0].device, needed, group)
+    def expected(self, rank):
+        """The results that `rank` sends to this rank, in that order."""
+        results = [result_of(instruction) for instruction in self.schedule[rank] if rank != self.rank]
+        return [result for result in results if self.homes.get(result.user) == self.rank]
 
-    def forward(self, microbatch):
-        """Receive the activations, compute, send the result on. The last rank computes the loss instead."""
-        if self.first:
-            letter, inputs = None, self.inputs[microbatch]
-        else:
-            letter = [self.activations.take(self.sent_left)]
-            inputs = Received.apply(letter, torch.empty(0, requires_grad=True))
-        outputs = self.stage(inputs)
-        if self.last:
-            part = self.targets[microbatch]
-            outputs = self.loss(outputs, part) * (len(part) / sum(map(len, self.targets)))
+    def forward(self, microbatch, stage):
+        """Compute from the activations of the stage before, and send the result on. The last one computes the loss."""
+        start, inputs = None, self.inputs[microbatch]
+        if stage > 0:
+            letter = [self.take(Result("activation", microbatch, stage - 1))]
+            start = letter[0].new_empty(()).expand_as(letter[0]).requires_grad_()
+            inputs = Received.apply(start, letter)
+        outputs = self.stages[stage](inputs)
+        if stage == self.last:
+            outputs = self.loss(outputs, self.targets[microbatch]) * (len(self.targets[microbatch]) / self.samples)
             self.total += outputs.detach()
         else:
-            self.send_on(outputs, microbatch)
-        self.kept[microbatch] = letter, inputs.shape, outputs
+            self.check_activations(outputs, stage)
+            self.send(Result("activation", microbatch, stage), outputs.detach().contiguous())
+        self.kept[microbatch, stage] = Pass(start, outputs)
 
-    def send_on(self, outputs, microbatch):
-        """Send activations to the next rank, and expect their gradients from it."""
+    def backward(self, microbatch, stage):
+        """Compute the gradients of the weights and of what came in, from the gradient of what went out."""
+        self.go_back(self.kept[microbatch, stage].backward, microbatch, stage)
+        del self.kept[microbatch, stage]
+
+    def input(self, microbatch, stage):
+        """The first part of a backward pass: the gradient of what came in."""
+        self.go_back(self.kept[microbatch, stage].input, microbatch, stage)
+
+    def weight(self, microbatch, stage):
+        """The second part of a backward pass: the gradients of the weights."""
+        self.kept.pop((microbatch, stage)).weight()
+
+    def go_back(self, compute, microbatch, stage):
+        """`compute` from the gradient of what went out, and send that of what came in: zeros if nothing needs it."""
+        compute(None if stage == self.last else self.take(Result("gradient", microbatch, stage + 1)))
+        result, start = Result("gradient", microbatch, stage), self.kept[microbatch, stage].start
+        if stage > 0:
+            self.send(result, self.room(result).zero_() if start.grad is None else start.grad.contiguous())
+
+    def take(self, result):
+        """Return what another instruction computed."""
+        rank = self.homes[result.stage]
+        tensor = self.here.pop(result) if rank == self.rank else self.inboxes[rank].take(result)
+        if sent := self.leaving.pop(result._replace(kind="activation", stage=result.cut), None):
+            sent.wait()  # its gradient is here, so it has arrived
+        return tensor
+
+    def send(self, result, tensor):
+        """Give a result to the instruction that needs it, on this rank or another."""
+        rank = self.homes[result.user]
+        if result.cut not in self.forms:
+            self.forms[result.cut] = tensor.dtype, tensor.shape[1:]
+            if rank != self.rank:
+                self.announce(tensor, rank)
+        if rank == self.rank:
+            self.here[result] = tensor
+        else:
+            self.leaving[result] = wire.isend(tensor, *self.lane(rank, leaving=True))
+
+    def check_activations(self, outputs, stage):
+        """Raise ValueError unless `outputs` can be passed on."""
         if not isinstance(outputs, torch.Tensor):
             raise ValueError(
-                f"the stage on rank {self.rank} returns a {type(outputs).__name__}, but one tensor can be passed on: "
-                "cut the model where a single tensor goes from layer to layer"
+                f"stage {stage} on rank {self.rank} returns a {type(outputs).__name__}, but one tensor can be passed "
+                "on: cut the model where a single tensor goes from layer to layer"
             )
-        message = outputs.detach().contiguous()
-        self.announce_form(message)
-        self.leaving[microbatch] = wire.isend(message, self.right, self.group)
-        self.sent_right += 1
-        if self.sent_right == 1:
-            self.gradients = self.inbox(self.right, self.form_out, self.needed_by_right, self.gradient_group)
+        form = outputs.dtype, outputs.shape[1:]
+        if outputs.dtype not in DTYPES:
+            raise ValueError(f"activations of {outputs.dtype} cannot be passed on; choose one of {DTYPES}")
+        if form != self.forms.get(stage, form):
+            raise ValueError(
+                f"activations of {form} after those of {self.forms[stage]}: their shape must stay the same"
+            )
 
-    def backward(self, microbatch):
-        """Receive the gradient of the activations sent, go backward from it, send the gradient of those received."""
-        gradient = None
-        if not self.last:
-            gradient = self.gradients.take(self.sent_right)
-            self.leaving.pop(microbatch).wait()  # what has come back has also arrived
-        letter, shape, outputs = self.kept.pop(microbatch)
-        if outputs.requires_grad:  # not if the first stages are frozen
-            outputs.backward(gradient)
-        if not self.first:
-            returned = letter[0] if letter else torch.zeros(shape, dtype=self.form_in[0], device=self.inputs[0].device)
-            self.returning.append(wire.isend(returned.contiguous(), self.left, self.gradient_group))
-            self.sent_left += 1
-            if len(self.returning) > self.world_size:
-                self.returning.popleft().wait()
+    def room(self, result):
+        """Memory for a message."""
+        dtype, shape = self.forms[result.cut]
+        return torch.empty(len(self.inputs[result.microbatch]), *shape, dtype=dtype, device=self.device)
 
-    def guard_gradients(self):
-        """The norm of these gradients is not that of the model's: who asks for it is told to use `clip_grad_norm_`."""
-        for parameter in self.stage.parameters():
-            if parameter.grad is not None:
-                parameter.grad = LocalGradient.mark(parameter.grad, self.world_size)
+    def announce(self, tensor, rank):
+        """Tell `rank` of how many samples this step's batch is, and what activations will look like."""
+        header = torch.zeros(16, dtype=torch.int64)
+        header[: 2 + tensor.dim()] = torch.tensor(
+            [self.samples, DTYPES.index(tensor.dtype), tensor.dim() - 1, *tensor.shape[1:]]
+        )
+        wire.send(header.to(self.device), *self.lane(rank, leaving=True))
+
+    def hear(self, stage, rank):
+        """Receive what `rank` announces of the activations of `stage`."""
+        header = torch.zeros(16, dtype=torch.int64, device=self.device)
+        wire.recv(header, *self.lane(rank))
+        samples, kind, dimensions, *shape = header.tolist()
+        if samples != self.samples:
+            raise ValueError(
+                f"rank {rank} was given a batch of {samples} samples, rank {self.rank} one of {self.samples}; all "
+                "ranks of a pipeline need the same batch"
+            )
+        self.forms[stage] = DTYPES[kind], tuple(shape[:dimensions])
+
+    def lane(self, peer, leaving=False):
+        """The global rank of `peer`, and the group for messages to it (`leaving`) or from it.
+
+        NCCL works through what a group was given one after the other, so a message that is waited for would hold up all
+        others. With it, two ranks have a group of their own for each direction.
+        """
+        group = self.group or dist.group.WORLD
+        ends = (self.rank, peer) if leaving else (peer, self.rank)
+        return wire.global_rank(peer, self.group), self.lanes.get(ends, group)
+
+    def make_lanes(self, group):
+        """The groups of two ranks, in an order in which all make them; those that `group` has are used again."""
+        made = lanes.setdefault(group, {})
+        pairs = {frozenset((self.homes[stage], self.homes[stage + 1])) for stage in range(self.last)}
+        for pair in sorted(sorted(pair) for pair in pairs if self.rank in pair and len(pair) == 2):
+            for ends in (tuple(pair), tuple(pair[::-1])):
+                if ends not in made:
+                    made[ends] = twin(group, ends)
+        return made
 
     def clip_grad_norm_(self, max_norm, norm_type=2.0):
         """Scale the gradients of all stages so that their norm is at most `max_norm`; return it. All ranks call it."""
-        return clip_grad_norm_(self.stage.parameters(), max_norm, norm_type, self.group, self.inputs[0].device)
-
-    def announce_form(self, message):
-        """Before the very first message, tell the next rank what it will look like; later ones must look the same."""
-        form = message.dtype, tuple(message.shape[1:])
-        if self.form_out is None:
-            if form[0] not in DTYPES or len(form[1]) > 14:
-                raise ValueError(f"activations of {form[0]} cannot be passed on; choose one of {DTYPES}")
-            self.form_out = form
-            header = torch.zeros(16, dtype=torch.int64, device=message.device)
-            header[: 2 + len(form[1])] = torch.tensor([DTYPES.index(form[0]), len(form[1]), *form[1]])
-            wire.send(header, self.right, self.group)
-        if form != self.form_out:
-            raise ValueError(f"activations of {form} after those of {self.form_out}: their shape must stay the same")
-
-    def incoming_form(self):
-        """What the messages of the rank before look like, asked for once."""
-        if self.form_in is None:
-            header = torch.zeros(16, dtype=torch.int64, device=self.inputs[0].device)
-            wire.recv(header, self.left, self.group)
-            kind, dimensions, *shape = header.tolist()
-            self.form_in = DTYPES[kind], tuple(shape[:dimensions])
-        return self.form_in
+        return clip_grad_norm_(self.module.parameters(), max_norm, norm_type, self.group, self.device)
 
 
 def grid(stages):
     """Arrange all ranks as pipelines of `stages` ranks beside each other: rank = replica x stages + stage.
 
-    Returns three groups of this rank: its pipeline, the same again for the gradients, and the ranks of all replicas
-    that hold the same stage. Raises ValueError unless `stages` divides the world size.
+    Returns two groups of this rank: its pipeline, and the ranks of all replicas that hold the same stage. Raises
+    ValueError unless `stages` divides the world size.
     """
     world_size = dist.get_world_size()
     if stages < 1 or world_size % stages:
         raise ValueError(f"{world_size} ranks cannot form pipelines of {stages}; choose a divisor of {world_size}")
     pipelines = [list(range(start, start + stages)) for start in range(0, world_size, stages)]
     same_stage = [list(range(stage, world_size, stages)) for stage in range(stages)]
-    made = [dist.new_subgroups_by_enumeration(ranks)[0] for ranks in (pipelines, pipelines, same_stage)]
-    return tuple(made)
+    return tuple(dist.new_subgroups_by_enumeration(ranks)[0] for ranks in (pipelines, same_stage))
 
 
 def average_part(part, group):
@@ -391,29 +568,29 @@ def average_part(part, group):
         average_on_ring(gradients(part), group=group)
 
 
-def share_parts(parts, losses, group):
-    """Give every rank of a pipeline all trained parts and the losses, which only the last rank knows."""
+def share_parts(parts, homes, losses, group):
+    """Give every rank of a pipeline all trained parts, and the losses, which only the rank of the last stage knows."""
     for stage, part in enumerate(parts):
-        broadcast_parameters(part, src=stage, group=group)
-    record = torch.nn.Module()
-    known = dist.get_rank(group) == len(parts) - 1
-    numbers = torch.tensor(losses if known else [0.0] * len(losses), dtype=torch.float64)
+        broadcast_parameters(part, src=homes[stage], group=group)
+    record, last = torch.nn.Module(), homes[len(parts) - 1]
+    numbers = torch.tensor(losses if dist.get_rank(group) == last else [0.0] * len(losses), dtype=torch.float64)
     record.register_buffer("losses", numbers.to(next(parts[0].parameters()).device))
-    broadcast_parameters(record, src=len(parts) - 1, group=group)
+    broadcast_parameters(record, src=last, group=group)
     return record.losses.tolist()
 
 
 def train(model, batches, lr, stages=None, microbatches=4, schedule=one_forward_one_backward):
-    """Train `model` in place as a pipeline of `stages` ranks (default: all); return the loss of every step.
+    """Train `model` in place as a pipeline over `stages` ranks (default: all); return the loss of every step.
 
     Each rank trains its part, and at the end all ranks have the whole model. With fewer stages than ranks there are
     several pipelines side by side, and `batches` are the share of this rank's pipeline.
     """
-    pipeline_group, gradient_group, data_group = grid(stages or dist.get_world_size())
+    pipeline_group, data_group = grid(stages or dist.get_world_size())
     broadcast_parameters(model)
-    parts = split(layers_of(model), dist.get_world_size(pipeline_group))
-    part = parts[dist.get_rank(pipeline_group)]
-    pipeline = Pipeline(part, microbatches, schedule, group=pipeline_group, gradient_group=gradient_group)
+    homes = home_ranks(schedule(dist.get_world_size(pipeline_group), microbatches))
+    parts = split(layers_of(model), len(homes))
+    part = torch.nn.ModuleList(parts[stage] for stage, rank in homes.items() if rank == dist.get_rank(pipeline_group))
+    pipeline = Pipeline(part.children(), microbatches, schedule, group=pipeline_group)
     optimizer = SGD(part.parameters(), lr=lr)
     losses = []
     for inputs, targets in batches:
@@ -422,4 +599,4 @@ def train(model, batches, lr, stages=None, microbatches=4, schedule=one_forward_
         average_part(part, data_group)
         optimizer.step()
         losses.append(loss)
-    return share_parts(parts, losses, pipeline_group)
+    return share_parts(parts, homes, losses, pipeline_group)

@@ -213,12 +213,12 @@ class Pipelined:
     """Stage 8: each rank has a part of the layers; with fewer stages than ranks, several pipelines side by side."""
 
     def __init__(self, model, optimizer, stages=None):
-        self.group, gradient_group, self.data_group = stage8_pipeline.grid(stages or dist.get_world_size())
+        self.group, self.data_group = stage8_pipeline.grid(stages or dist.get_world_size())
         stage3_paramserver.broadcast_parameters(model)
         self.model = model
         self.parts = stage8_pipeline.split(stage8_pipeline.layers_of(model), dist.get_world_size(self.group))
         self.part = self.parts[dist.get_rank(self.group)]
-        self.pipeline = stage8_pipeline.Pipeline(self.part, group=self.group, gradient_group=gradient_group)
+        self.pipeline = stage8_pipeline.Pipeline(self.part, group=self.group)
         self.optimizer = optimizer(self.part.parameters())
         self.place = {parameter: number for number, parameter in enumerate(model.parameters())}
 

@@ -13,7 +13,7 @@ pipeline        micro-batches through K parts: a pass begins when its rank is fr
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Sequence
 
 from torch.nn.functional import cross_entropy
@@ -23,7 +23,7 @@ from ..running.devices import Device
 from ..running.links import Link
 from ..stage5_bucketed import assign_buckets
 from ..stage7_sharded.blocks import assign_blocks, default_blocks
-from ..stage8_pipeline import layers_of, one_forward_one_backward, split
+from ..stage8_pipeline import layers_of, one_forward_one_backward, split, timetable
 from . import theory
 from .job import Job, Work, played
 
@@ -156,21 +156,7 @@ def pipelined(
     passes: Sequence[tuple[float, float]], cuts: Sequence[int], costs: theory.Costs, microbatches: int = MICROBATCHES
 ) -> float:
     """Seconds until a pipeline of ranks with these `passes` has sent `microbatches` through, with `cuts` bytes each."""
-    ranks = range(len(passes))
-    queues = [deque(instructions) for instructions in one_forward_one_backward(len(passes), microbatches)]
-    free, links, arrived = [0.0] * len(passes), defaultdict(float), {}
-    while any(queues):
-        for rank, queue in enumerate(queues):
-            while queue:
-                action, number = queue[0]
-                forward = action == "forward"
-                before, after = (rank - 1, rank + 1) if forward else (rank + 1, rank - 1)
-                if before in ranks and (action, rank, number) not in arrived:
-                    break
-                queue.popleft()
-                free[rank] = max(free[rank], arrived.get((action, rank, number), 0.0)) + passes[rank][not forward]
-                if after in ranks:
-                    message = theory.message(cuts[min(rank, after)], 2, costs)
-                    links[rank, after] = max(links[rank, after], free[rank]) + message
-                    arrived[action, after, number] = links[rank, after]
-    return max(free)
+    forward, backward = zip(*passes, strict=True)
+    messages = [theory.message(nbytes, 2, costs) for nbytes in cuts]
+    schedule = one_forward_one_backward(len(passes), microbatches)
+    return max(row[-1][2] for row in timetable(schedule, forward, backward, message=messages))

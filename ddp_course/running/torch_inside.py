@@ -92,20 +92,23 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
     return group._get_backend(group._device_types[0]).options._timeout
 
 
-def twin(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A process group with the ranks, backend and timeout of `group`; made by its members alone, all of them together.
+def twin(group: dist.ProcessGroup, members: Sequence[int] | None = None) -> dist.ProcessGroup:
+    """A process group with the backend and timeout of `group` and its ranks, or only those ranks of it in `members`.
 
-    `dist.new_group` would have to be called by every rank of the job; with `use_local_synchronization` it makes up a
-    name from how many groups a rank is in, which need not be the same on all. So this takes its inner part.
+    Made by these alone, all of them together: `dist.new_group` would have to be called by every rank of the job; with
+    `use_local_synchronization` it makes up a name from how many groups a rank is in, which need not be the same on all.
+    So this takes its inner part.
     """
-    ranks = dist.get_process_group_ranks(group)
+    everyone = dist.get_process_group_ranks(group)
+    members = range(len(everyone)) if members is None else members
+    ranks = [everyone[member] for member in members]
     made, _ = distributed_c10d._new_process_group_helper(
         len(ranks),
-        dist.get_rank(group),
+        list(members).index(dist.get_rank(group)),
         ranks,
         distributed_c10d.Backend(dist.get_backend_config(group)),
         distributed_c10d._get_default_store(),
-        distributed_c10d.GroupName(f"{group.group_name} communication"),
+        distributed_c10d.GroupName(f"{group.group_name} communication {list(members)}"),
         timeout=timeout_of(group),
     )
     distributed_c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}

@@ -228,6 +228,14 @@ def whole_ring_step(world_size: int = 4, step: int = 0) -> Picture:
     return picture
 
 
+PASSES = {  # of a pipeline: letter and colour
+    "forward": ("F", SPAN_COLOURS["forward"]),
+    "backward": ("B", SPAN_COLOURS["backward"]),
+    "input": ("B", SPAN_COLOURS["backward"]),
+    "weight": ("W", "#5B8C5A"),
+}
+
+
 def schedule(rows: Sequence[Any], title: str) -> Picture:
     """A pipeline's timetable (rows of (instruction, start, end) from `stage8_pipeline.timetable`), a lane a rank."""
     end = max(finish for row in rows for _, _, finish in row)
@@ -238,12 +246,12 @@ def schedule(rows: Sequence[Any], title: str) -> Picture:
     with style():
         picture.label(axes)
         for rank, row in enumerate(rows):
-            for (action, microbatch), start, finish in row:
-                colour = SPAN_COLOURS[action]
+            for instruction, start, finish in row:
+                letter, colour = PASSES[instruction.action]
                 axes.broken_barh([(start, finish - start)], (rank - 0.4, 0.8), facecolors=colour, edgecolor="white")
                 if end < 45:
-                    shade = "black" if action == "forward" else "white"
-                    text = f"{'F' if action == 'forward' else 'B'}{microbatch}"
+                    shade = "black" if letter == "F" else "white"
+                    text = f"{letter}{instruction.microbatch}"
                     axes.text((start + finish) / 2, rank, text, ha="center", va="center", color=shade, fontsize=9)
         axes.set_yticks(range(len(rows)), [f"rank {rank}" for rank in range(len(rows))])
         axes.set(ylim=(len(rows) - 0.5, -0.5), xlim=(0, end), xlabel="time (forward passes of a micro-batch)")

@@ -282,12 +282,15 @@ def decision_figure(setting: dict[str, Any], chosen: Any, reason: str, plans: Se
     return picture
 
 
+SCHEDULES = {"gpipe": "GPipe", "one_forward_one_backward": "1F1B", "zero_bubble": "Zero bubble"}
+
+
 @recipes.explorer
 def pipeline_explorer(world_size: int = 4, microbatches: int = 8) -> Any:
     """A pipeline's timetable, and how long the ranks idle: sliders for schedule, ranks and micro-batches."""
     return Explorer(
         pipeline_figure,
-        schedule=choice("schedule", "gpipe", [("GPipe", "gpipe"), ("1F1B", "one_forward_one_backward")]),
+        schedule=choice("schedule", "gpipe", [(name, function) for function, name in SCHEDULES.items()]),
         world_size=whole("ranks K", world_size, 2, 8),
         microbatches=choice("micro-batches M", microbatches, [1, 2, 4, 8, 12, 16]),
     )
@@ -298,8 +301,7 @@ def pipeline_figure(schedule: str = "gpipe", world_size: int = 4, microbatches: 
     from .. import stage8_pipeline
 
     rows = stage8_pipeline.timetable(getattr(stage8_pipeline, schedule)(world_size, microbatches))
-    name = {"gpipe": "GPipe", "one_forward_one_backward": "1F1B"}[schedule]
-    return sketches.schedule(rows, f"{name}, {world_size} ranks, {microbatches} micro-batches")
+    return sketches.schedule(rows, f"{SCHEDULES[schedule]}, {world_size} ranks, {microbatches} micro-batches")
 
 
 @recipes.explorer

@@ -123,7 +123,7 @@ def test_nobody_takes_the_norm_of_a_part_for_that_of_the_whole(way):
 def refused_in_a_pipeline():
     pipeline = Pipeline(torch.nn.Linear(3, 3))
     pipeline.step(torch.ones(4, 3), torch.zeros(4).long())
-    torch.nn.utils.clip_grad_norm_(pipeline.stage.parameters(), 1.0)
+    torch.nn.utils.clip_grad_norm_(pipeline.module.parameters(), 1.0)
 
 
 def test_a_stage_of_a_pipeline_has_no_norm_of_its_own():
