@@ -141,7 +141,7 @@ def torchs_own(model: nn.Module, optimizer: Callable[..., torch.optim.Optimizer]
     """torch's own DistributedDataParallel, its all-reduces shown to the observers; over a throttled wire, on ours."""
     devices = [rank_device()] if rank_device().type == "cuda" else None
     parallel = DistributedDataParallel(model, device_ids=devices, **settings)
-    if wire.throttle is None:
+    if wire.card.throttle is None:
         parallel.register_comm_hook(None, observed_all_reduce)
     else:
         parallel.register_comm_hook(communication_thread(), all_reduce_on_our_wire)
@@ -165,7 +165,7 @@ def all_reduce_on_our_wire(thread: CommunicationThread, bucket: dist.GradBucket)
 
 def observed_all_reduce(state: dict[str, Any], bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """torch's default averaging of one bucket, as a hook that also tells when it began and ended."""
-    start = wire.clock()
+    start = wire.now()
     flat = bucket.buffer().mul_(1 / dist.get_world_size())
 
     def done(future):

@@ -40,10 +40,10 @@ class Twice:
         """The answer's result for a small and for a large number."""
         return {"small": {str(number): twice(number)}, "large": {str(number + 100): twice(number + 100)}}
 '''
-ANSWERS = '''# %% 16.1 wrong: four times | that is four times the number
+ANSWERS = """# %% 16.1 wrong: four times | that is four times the number
 #- 2 * number
 #+ 4 * number
-'''
+"""
 EXERCISE = '''# %% [markdown]
 r"""
 # Exercise 16: topic

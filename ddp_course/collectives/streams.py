@@ -45,7 +45,7 @@ def to_neighbours(group: dist.ProcessGroup | None, whole: torch.Tensor) -> Itera
     group = group or dist.group.WORLD
     if wire.on_nccl(whole, group):
         links: Streams | Messages = Exchanges(group)
-    elif whole.device.type != "cpu" or wire.throttle is not None or "MASTER_ADDR" not in os.environ:
+    elif whole.device.type != "cpu" or wire.card.throttle is not None or "MASTER_ADDR" not in os.environ:
         links = Messages(group)
     elif group in _open:
         links = _open[group]

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from unittest.mock import patch
 
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -19,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ..running import wire
 from ..running.devices import device_number
 from ..running.event_clock import EventClock
+from ..running.torch_inside import around
 
 BLOCKING = ("communication", "wait")  # in the lane of the device: nobody computes meanwhile
 ON_TOP = (*BLOCKING, "update", "backward", "forward")  # what counts where spans of one device overlap
@@ -55,10 +55,10 @@ def recording() -> Iterator[list[Span]]:
     clock = EventClock() if torch.cuda.is_initialized() else None
     with ExitStack() as stack:
         if clock:
-            stack.enter_context(patch.object(wire, "clock", clock.now))
+            stack.enter_context(wire.clocked_by(clock.now))
         for hook in _module_hooks(spans) + _optimizer_hooks(spans):
             stack.callback(hook.remove)
-        stack.enter_context(patch.object(torch.autograd, "backward", _timed_backward(spans)))
+        stack.enter_context(around(torch.autograd, "backward", _timed_backward(spans)))
         stack.enter_context(wire.observing(_communication(spans)))
         yield spans
     if clock:
@@ -148,7 +148,7 @@ def _module_hooks(spans):
 def _now(tensors):
     """This moment on the GPU of `tensors`, if they are on one."""
     first = next(iter(tensors), None)
-    return wire.clock(first.device if first is not None and first.is_cuda else None)
+    return wire.now(first.device if first is not None and first.is_cuda else None)
 
 
 def _device(tensors, main_thread):
@@ -158,25 +158,25 @@ def _device(tensors, main_thread):
 
 
 def _optimizer_hooks(spans):
-    started = [wire.clock()]
+    started = [wire.now()]
 
     def before(optimizer, args, kwargs):
-        started[0] = wire.clock()
+        started[0] = wire.now()
 
     def after(optimizer, args, kwargs):
-        spans.append(Span("update", started[0], wire.clock()))
+        spans.append(Span("update", started[0], wire.now()))
 
     return [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
 
 
 def _timed_backward(spans):
-    original, me = torch.autograd.backward, threading.get_ident()
+    me = threading.get_ident()
 
-    def backward(tensors, *args, **kwargs):
+    def backward(run, tensors, *args, **kwargs):
         outputs = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         start = _now(outputs)
         try:
-            return original(outputs, *args, **kwargs)
+            return run(outputs, *args, **kwargs)
         finally:
             spans.append(Span("backward", start, _now(outputs), device=_device(outputs, me)))
 

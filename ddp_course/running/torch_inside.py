@@ -4,9 +4,10 @@ No other module names a private part of torch; a test sees to it. (Stage 5 queue
 do, because a lesson shows that line.) Whoever moves to another torch starts here, and with the tests.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from functools import wraps
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ __all__ = [
     "OpOverload",
     "TorchDispatchMode",
     "after_backward",
+    "around",
     "as_plain_tensors",
     "backward_pass",
     "busy_gpu",
@@ -45,6 +47,25 @@ __all__ = [
 
 torch_c10d: Any = torch._C._distributed_c10d  # the stubs of it know nothing of groups that Python defines
 UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_  # what a gradient scaler calls
+
+
+@contextmanager
+def around(owner: Any, name: str, hook: Callable) -> Iterator[None]:
+    """Within this block `owner.name(…)` is `hook(run, …)`, with `run` the function itself.
+
+    torch has hooks before and after a module's call, but none around it, and none at a backward pass.
+    """
+    run = getattr(owner, name)
+
+    @wraps(run)
+    def hooked(*args, **kwargs):
+        return hook(run, *args, **kwargs)
+
+    setattr(owner, name, hooked)
+    try:
+        yield
+    finally:
+        setattr(owner, name, run)
 
 
 def backward_pass() -> int:

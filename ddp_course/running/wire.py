@@ -2,7 +2,7 @@
 
 All algorithms of the course send through here, never through `torch.distributed` directly. That gives three
 things for free: traffic can be counted and held against a formula, spans can be drawn on a timeline, and a
-slower link can be emulated. A process has one network card, so the observers live at module level.
+slower link can be emulated: all three are settings of the one `card` that a process has.
 """
 
 import threading
@@ -21,22 +21,11 @@ import torch.distributed as dist
 from . import flight_recorder
 
 
-def host_seconds(device: torch.device | None = None) -> float:
-    """Now, in seconds; on the CPU that is when work is done, too."""
-    return perf_counter()
-
-
-clock: Callable[..., Any] = host_seconds  # what edges of messages and spans are told in; marks, where a GPU is recorded
-throttle: Any = None  # this rank's throttle.Throttle, set by `links`; None sends at full speed
-_observers: list[Callable] = []
-_warm: WeakSet = WeakSet()  # the groups whose ranks NCCL has connected
-
-
 @dataclass(frozen=True)
 class Event:
     """Something that happened on the wire: a "send", a "recv", or a named "span" around several of them.
 
-    `start` and `end` are seconds of `time.perf_counter`, or what `clock` marks; `bytes` is 0 and `peer` None for spans.
+    `start` and `end` are seconds of `time.perf_counter`, or marks of the card's clock; spans have 0 `bytes`, no `peer`.
     """
 
     kind: str
@@ -67,14 +56,47 @@ class Traffic:
             self.messages_received += 1
 
 
+def host_seconds(device: torch.device | None = None) -> float:
+    """Now, in seconds: on the CPU, work is done when the call that does it returns."""
+    return perf_counter()
+
+
+class Card:
+    """The network card of a process; a launch over a throttled wire gives its ranks one with a throttle."""
+
+    def __init__(self, throttle: Any = None):
+        self.throttle = throttle  # a links.throttle.Throttle; without one, messages leave at full speed
+        self.clock: Callable[..., Any] = host_seconds  # the time of an edge; marks, while a GPU is recorded
+        self.observers: list[Callable[[Event], None]] = []
+
+
+card = Card()
+_connected: WeakSet = WeakSet()  # the groups whose ranks NCCL has connected
+
+
+def now(device: torch.device | None = None) -> Any:
+    """This moment by the card's clock: on a GPU, when `device` will have done what it was given so far."""
+    return card.clock(device)
+
+
 @contextmanager
-def observing(callback: Callable[[Event], None]) -> Iterator[None]:
-    """Call `callback(event)` after every finished message and span of this process, from any thread."""
-    _observers.append(callback)
+def clocked_by(clock: Callable[..., Any]) -> Iterator[None]:
+    """Within this block events are marked by `clock(device)`."""
+    before, card.clock = card.clock, clock
     try:
         yield
     finally:
-        _observers.remove(callback)
+        card.clock = before
+
+
+@contextmanager
+def observing(callback: Callable[[Event], None]) -> Iterator[None]:
+    """Call `callback(event)` after every finished message and span of this process, from any thread."""
+    card.observers.append(callback)
+    try:
+        yield
+    finally:
+        card.observers.remove(callback)
 
 
 @contextmanager
@@ -88,7 +110,7 @@ def counting() -> Iterator[Traffic]:
 @contextmanager
 def span(name: str) -> Iterator[None]:
     """Tell the observers when the block began and ended."""
-    start = clock()
+    start = now()
     try:
         yield
     finally:
@@ -96,24 +118,24 @@ def span(name: str) -> Iterator[None]:
 
 
 def observed() -> bool:
-    """Whether anyone listens, so that it is worth reporting what happens outside of our own code."""
-    return bool(_observers)
+    """Whether there are observers, so that it is worth telling what happens outside of our own code."""
+    return bool(card.observers)
 
 
 def ended(name: str, start: Any, tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
-    """Tell the observers that a backend's collective on `tensor`, begun at `start` (by `clock`), has ended now.
+    """Tell the observers that a backend's collective on `tensor`, which began at `start` (by `now`), has just ended.
 
-    Whoever waits may be the first to notice, but it did not happen in that thread. gloo works in a thread of its own,
-    on the processor, even where the tensor is on a GPU: what that GPU has been given meanwhile does not matter.
+    It ran in a thread of the backend, not in the one that noticed its end. gloo computes on the processor, even where
+    the tensor is on a GPU: what that GPU has been given meanwhile does not matter.
     """
     tell("span", name, start, thread="communication", end=None if on_nccl(tensor, group) else host_seconds())
 
 
 def collective(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate an algorithm in which all ranks of a `group` take part; its first argument is what it works on.
+    """Decorate an algorithm in which all ranks of a `group` take part; its first argument is a tensor or several.
 
-    Each call becomes a span for the timeline and an entry of the flight recorder, which is how mismatched
-    shapes and hangs can be reported with the names of the ranks.
+    Each call becomes a span for the timeline and an entry of the flight recorder, by which mismatched shapes and hangs
+    are reported with the names of the ranks.
     """
     parameters = signature(function)
 
@@ -134,8 +156,9 @@ class Transfer:
     def __init__(self, kind: str, tensor: torch.Tensor, peer: int, group: dist.ProcessGroup | None = None):
         self.kind, self.tensor, self.peer = kind, tensor, peer
         self.staged = _host_copy(kind, tensor, group)
-        self.start = clock()
-        self.ticket = throttle.post(kind, self.nbytes, peer, group) if throttle is not None and tensor.numel() else None
+        self.start = now()
+        self.throttle = card.throttle if tensor.numel() else None
+        self.ticket = self.throttle and self.throttle.post(kind, self.nbytes, peer, group)
         self.work = self._post(group) if tensor.numel() else None
 
     @property
@@ -155,8 +178,8 @@ class Transfer:
             return
         self.work.wait()
         self.work = None
-        if self.ticket is not None:
-            throttle.finish(self.ticket)
+        if self.throttle:
+            self.throttle.finish(self.ticket)
         if self.kind == "recv" and self.staged is not self.tensor:
             self.tensor.copy_(self.staged)
         tell(self.kind, self.kind, self.start, self.nbytes, self.peer)
@@ -220,8 +243,8 @@ def warm_up(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> Non
     they would wait for the others. So a first sum of nothing makes the connections. With gloo nothing happens.
     """
     group = group or dist.group.WORLD
-    if group not in _warm and on_nccl(tensor, group):
-        _warm.add(group)
+    if group not in _connected and on_nccl(tensor, group):
+        _connected.add(group)
         dist.all_reduce(tensor.detach().new_zeros(1), group=group)
 
 
@@ -246,7 +269,7 @@ def _exchange_nccl(outgoing, incoming, group):
     """NCCL wants both directions in one group call, or two neighbours that send first would deadlock."""
     pairs = [(dist.irecv, *message, "recv") for message in incoming] + [(dist.isend, *m, "send") for m in outgoing]
     pairs = [pair for pair in pairs if pair[1].numel()]
-    start = clock()
+    start = now()
     operations = [dist.P2POp(post, tensor, peer, group) for post, tensor, peer, _ in pairs]
     for work in dist.batch_isend_irecv(operations) if operations else []:
         work.wait()
@@ -266,9 +289,9 @@ def tell(
     kind: str, name: str, start: Any, nbytes: int = 0, peer: int | None = None, thread: str | None = None,
     end: Any = None,
 ) -> None:  # fmt: skip
-    """Tell the observers of something that began at `start` (by `clock`) and ends at `end` or now, in this `thread`."""
-    if _observers:
+    """Tell the observers of something that began at `start` (by `now`) and ends at `end` or now, in this `thread`."""
+    if card.observers:
         where = thread or threading.current_thread().name
-        event = Event(kind, name, start, clock() if end is None else end, nbytes, peer, where)
-        for callback in list(_observers):
+        event = Event(kind, name, start, now() if end is None else end, nbytes, peer, where)
+        for callback in list(card.observers):
             callback(event)

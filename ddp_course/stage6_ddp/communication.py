@@ -62,7 +62,7 @@ def by_backend(group=None):
     options.asyncOp = True
 
     def start(bucket):
-        began, flat = wire.clock(), bucket.buffer()
+        began, flat = wire.now(), bucket.buffer()
         work = (group or default_group()).allreduce([torch.view_as_real(flat) if flat.is_complex() else flat], options)
         if wire.observed():
             work.get_future().then(lambda _: wire.ended("all_reduce", began, flat, group))

@@ -69,7 +69,6 @@ CHEATS = {
     "a process of its own": "import multiprocessing",
     "the network": "import socket",
     "a debugger": "import threading\nthreading.settrace(print)",
-    "the counter's observers": "wire._observers.clear()",
     "the builtin's module": "module = print.__self__",
     "the end of the process": "import os\nos._exit(0)",
 }  # fmt: skip

@@ -43,7 +43,7 @@ def due(tensor, group):
     return 2 * (dist.get_world_size(group) - 1) * tensor.numel() * tensor.element_size()
 
 def say(nbytes):
-    wire.tell("send", "send", wire.clock(), nbytes, 0)
+    wire.tell("send", "send", wire.now(), nbytes, 0)
 
 def say_due(tensor, group):
     dist.get_rank(group) == 0 and say(due(tensor, group))
@@ -82,8 +82,8 @@ CHEATS = {
     "sends past the wire, and what is due over it": "junk(tensor, group); post(tensor, group)",
     "a negative number": "post(tensor, group, wire.isend, wire.irecv)\n"
     "    dist.get_rank(group) == 0 and say(due(tensor, group) - size * due(tensor, group) // 2)",
-    "observers sent away": "kept = wire._observers[:]; wire._observers.clear()\n"
-    "    post(tensor, group, wire.isend, wire.irecv); wire._observers.extend(kept); say_due(tensor, group)",
+    "observers sent away": "kept = wire.card.observers[:]; wire.card.observers.clear()\n"
+    "    post(tensor, group, wire.isend, wire.irecv); wire.card.observers.extend(kept); say_due(tensor, group)",
     "a number written into the counter": "import gc\n    post(tensor, group)\n"
     "    for one in gc.get_objects():\n"
     "        if type(one).__name__ == 'Traffic': one.bytes_sent = due(tensor, group) * (dist.get_rank() == 0)",

@@ -15,16 +15,14 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import wraps
 from typing import Any, NamedTuple
-from unittest.mock import patch
 from weakref import WeakKeyDictionary
 
 import torch
 
 from ...errors import DeviceError
 from .. import wire
-from ..torch_inside import TorchDispatchMode, dispatch_modes
+from ..torch_inside import TorchDispatchMode, around, dispatch_modes
 from . import capacity, roofline
 from .clock import Clock, ThreadClock
 
@@ -74,8 +72,7 @@ class Emulation:
             (torch.nn.Module, "__call__", self.number_of_module),
             (torch.autograd, "_engine_run_backward", self.number_of_outputs),
         ):
-            wrapped = self.on_its_device(getattr(owner, name), number_of)
-            self.stack.enter_context(patch.object(owner, name, wrapped))
+            self.stack.enter_context(around(owner, name, self.on_its_device(number_of)))
         self.threads = threading.local()
         self.stack.enter_context(OnDevice(self, 0))
         self.active, Emulation.current = True, self
@@ -167,17 +164,16 @@ class Emulation:
         else:
             self.thread.now = moment
 
-    def on_its_device(self, function: Callable, number_of: Callable) -> Callable:
-        """`function`, which in a thread that has no device yet runs on device `number_of(its first argument)`."""
+    def on_its_device(self, number_of: Callable) -> Callable:
+        """A hook around calls: in a thread that has no device yet they run on device `number_of(first argument)`."""
 
-        @wraps(function)
-        def entered(first, *args, **kwargs):
+        def hook(run, first, *args, **kwargs):
             if not self.active or any(isinstance(mode, OnDevice) for mode in dispatch_modes()):
-                return function(first, *args, **kwargs)
+                return run(first, *args, **kwargs)
             with OnDevice(self, number_of(first)):
-                return function(first, *args, **kwargs)
+                return run(first, *args, **kwargs)
 
-        return entered
+        return hook
 
     def number_of_module(self, module: torch.nn.Module) -> int:
         """The emulated device on which a module's first parameter lives."""

@@ -63,7 +63,7 @@ class ThrottledWire:
         """Put the throttle on this rank's wire."""
         from .throttle import Throttle
 
-        wire.throttle = Throttle(self.switch, rank)
+        wire.card = wire.Card(Throttle(self.switch, rank))
 
     @staticmethod
     def obstacle(latency: float) -> str | None:
