@@ -61,8 +61,6 @@ show.curves(
 # NBVAL_CHECK_OUTPUT
 assert max(abs(a - b) for a, b in zip(one, mean)) < 1e-12
 print("K ranks with B/K samples each learn exactly what one device learns with B, at the same rate")
-
-# %% reveal-rate
 guess.reveal("1: the mean of the ranks' means is the mean of the batch", "1")
 
 # %% [markdown]
@@ -321,7 +319,8 @@ be clipped by the norm of the average, not one by one in a hook, before they are
 """
 
 
-# %% orders
+# %% claim-13
+# NBVAL_CHECK_OUTPUT
 def orders(set_epoch):
     sampler = torch.utils.data.DistributedSampler(range(100), num_replicas=2, rank=0)
     for epoch in range(2):
@@ -330,8 +329,6 @@ def orders(set_epoch):
         yield list(sampler)
 
 
-# %% claim-13
-# NBVAL_CHECK_OUTPUT
 same = {name: first == second for name, (first, second) in {"called": orders(True), "forgotten": orders(False)}.items()}
 claims.decide(
     13, "DistributedSampler shuffles anew in each epoch by itself.", "counted",
