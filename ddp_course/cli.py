@@ -17,7 +17,7 @@ COMMANDS = {
     "compare": ("commands.compare", "train with every stage on the same batches and compare"),
     "simulate": ("commands.simulate", "bucketed DDP on thousands of simulated devices"),
     "predict": ("commands.predict", "published runs, predicted and measured"),
-    "claims": ("commands.claims", "put the claims of the course to the test"),
+    "claims": ("commands.claims", "what people say, and the verdicts of the lessons"),
     "grade": ("commands.grade", "grade exercises"),
     "check": ("commands.check", "check your own exercise"),
     "audit": ("commands.audit", "look for the usual mistakes in your own training script"),

@@ -66,12 +66,6 @@ def twice(number):
 check("16.1", twice)
 '''
 HINTS = "## 16.1\n1. What is one more than one?\n2. Add it to itself.\n3. Double it.\n"
-CLAIM = '''"""A claim about nothing."""
-
-from .claim import Claim, Outcome
-
-CLAIMS = [Claim(99, "Four is even.", "derived", {"always": lambda: Outcome(True, "4/2 = 2")}, "holds", "By halves.")]
-'''
 
 
 def files_of(recipe):
@@ -158,11 +152,6 @@ def test_add_an_exercise(house):
     assert "Double it." in said and "Exercise 16.1: correct." in said
     with pytest.raises(AssertionError, match="that is four times the number"):
         run(house, "-c", tried.format(4))
-
-
-def test_add_a_claim(house):
-    follow(house, " claim", {"ddp_course/measuring/claims/topic.py": CLAIM})
-    assert "Four is even." in run(house, "-m", "ddp_course.cli", "claims", "99")
 
 
 def test_add_a_link_mode(house):

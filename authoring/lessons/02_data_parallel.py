@@ -94,7 +94,7 @@ claims.decide(
 
 # %% [markdown]
 r"""
-This was the first of the course's twenty **claims**: sentences that one reads about distributed training, each put to the
+This was the first of the course's twenty *claims*: sentences that one reads about distributed training, each put to the
 test where it belongs. The cell decides under each condition, prints the verdict, and says why.
 
 So K devices with B/K samples each do *the same step* as one device with B samples, at the same learning rate. You

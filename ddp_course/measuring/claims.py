@@ -1,0 +1,61 @@
+"""Claims: what people say about distributed training, each put to the test in a cell of a lesson.
+
+claims.decide(3, "…", "simulated", {"the message is large": True, "the message is small": False}, "…")
+    in a lesson prints the claim, the verdict that follows ("holds only if the message is large"), and why
+claims.decided()
+    returns all of them, read from the lessons' outputs; `ddp-course claims` prints the table
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from ..running.files import course_folder
+
+KINDS = ("measured", "counted", "simulated", "derived")
+PRINTED = re.compile(rf"“(.*)”\nClaim (\d+) \(({'|'.join(KINDS)})\): (.*)\n(.*)")
+
+
+class Decision(NamedTuple):
+    """A claim as a lesson has decided it. `kind` says where the numbers come from."""
+
+    number: int
+    text: str
+    kind: str
+    verdict: str
+    why: str
+    lesson: str
+
+
+def decide(number: int, text: str, kind: str, outcomes: dict[str, bool], why: str) -> None:
+    """Print claim `number`, the verdict that follows from whether it held under each condition, and why.
+
+    The lines are the same in every run: numbers that differ from run to run are printed elsewhere.
+    """
+    if kind not in KINDS:
+        raise ValueError(f'claim {number} is "{kind}"; choose one of {", ".join(KINDS)}')
+    print(f"“{text}”\nClaim {number} ({kind}): {verdict(outcomes)}\n{why}")
+
+
+def verdict(outcomes: dict[str, bool]) -> str:
+    """The verdict on outcomes by condition; conditions "K = 2", "K = 16", … are a scale with an end."""
+    true = [name for name, holds in outcomes.items() if holds]
+    if len(true) == len(outcomes):
+        return "holds"
+    scale = all(re.fullmatch(r"K = \d+", name) for name in outcomes)
+    if scale and len(true) > 1 and true == list(outcomes)[: len(true)]:
+        return f"holds up to {true[-1]}"
+    return f"holds only if {' or '.join(true)}" if true else "false"
+
+
+def decided() -> list[Decision]:
+    """All claims by number, as the lessons' stored outputs tell them."""
+    return sorted(decision for path in sorted(course_folder("notebooks").glob("*.ipynb")) for decision in _in(path))
+
+
+def _in(path) -> Iterator[Decision]:
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        printed = "".join("".join(output.get("text", "")) for output in cell.get("outputs", ()))
+        for text, number, kind, found, why in PRINTED.findall(printed):
+            yield Decision(int(number), text, kind, found, why, path.stem)
