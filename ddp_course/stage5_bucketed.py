@@ -38,8 +38,8 @@ class Bucket:
 
     def take(self, parameter):
         """Note that the gradient of `parameter` is ready, and make it a view into the bucket."""
-        if parameter.grad.is_sparse or parameter.grad.requires_grad:
-            raise RuntimeError("stage 5 averages neither sparse gradients nor those of create_graph=True; stage 6 does")
+        if parameter.grad is None or parameter.grad.is_sparse or parameter.grad.requires_grad:
+            raise RuntimeError("stage 5 averages no sparse gradient, none with a graph, and none that a hook dropped")
         if parameter not in self.missing:
             raise RuntimeError("a gradient was computed twice in one backward pass; stage 6 has static_graph for that")
         view = self.views[parameter]
@@ -70,8 +70,9 @@ def assign_buckets(parameters, bucket_cap_mb=DEFAULT_CAP_MB):
 class BucketedDDP(torch.nn.Module):
     """Data parallel training in which gradients are averaged by the time `backward()` returns.
 
-    Every parameter must take part in every backward pass. `all_reduce(tensor, group=…)` sums in place:
-    `ring_all_reduce` or `torch.distributed.all_reduce`. Raises ValueError if nothing is trainable.
+    Every parameter must take part in every backward pass. Gradients are views of the buckets: each pass overwrites
+    those of the last. `all_reduce(tensor, group=…)` sums in place: `ring_all_reduce` or `torch.distributed.all_reduce`.
+    Raises ValueError if nothing is trainable or models differ between ranks.
     """
 
     def __init__(self, module, bucket_cap_mb=DEFAULT_CAP_MB, process_group=None, all_reduce=ring_all_reduce):
@@ -79,6 +80,12 @@ class BucketedDDP(torch.nn.Module):
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         if not parameters:
             raise ValueError("the model has no trainable parameters: nothing to average, nothing to train")
+        if any(isinstance(layer, BucketedDDP) for layer in module.modules()):
+            raise ValueError("a part of the model is wrapped already: wrap the whole model once")
+        everyone = [None] * dist.get_world_size(process_group)
+        dist.all_gather_object(everyone, [parameter.shape for parameter in parameters], group=process_group)
+        if any(shapes != everyone[0] for shapes in everyone):
+            raise ValueError("the ranks' models have parameters of different shapes")
         broadcast_parameters(module, group=process_group)
         self.module, self.process_group, self.all_reduce = module, process_group, all_reduce
         self.buckets = [Bucket(members) for members in assign_buckets(parameters, bucket_cap_mb)]
@@ -90,12 +97,13 @@ class BucketedDDP(torch.nn.Module):
             parameter.register_post_accumulate_grad_hook(lambda ready: this() and this().gradient_ready(ready))
 
     def forward(self, *args, **kwargs):
-        """Run the module. Refuse it with RuntimeError if an exception left the ranks at different points."""
+        """Run the module. RuntimeError after an exception in backward, and when parameters were frozen or unfrozen."""
         if self.waits:
             raise RuntimeError(
-                "the last backward pass was cut short by an exception after some gradients had left: other ranks may "
-                "wait for the rest. Start the ranks again"
+                "the last backward pass was cut short by an exception: other ranks may wait for it. Start all again"
             )
+        if {p for p in self.module.parameters() if p.requires_grad} != self.bucket_of.keys():
+            raise RuntimeError("parameters were frozen, unfrozen or replaced after wrapping: wrap the model anew")
         self.start_over()
         return keep_for_backward(self, self.module(*args, **kwargs))
 

@@ -35,8 +35,8 @@ def trained(cap, name):
     return ours, train_with(DistributedDataParallel)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("cap, name", [(25.0, "ring"), (25.0, "gloo"), (0.001, "ring"), (0.001, "gloo")])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("cap, name", [(25.0, "ring"), (0.001, "ring"), (0.001, "gloo")])
 def test_training_equals_one_device_and_torch(world_size, cap, name):
     ranks = launch(trained, cap, name, world_size=world_size)
     for ours, theirs in ranks:
@@ -81,17 +81,10 @@ def test_buckets_are_torchs(cap, sizes):
     parameters = mib(*sizes) + mib(*sizes, dtype=torch.float64)
     limits = [2**20, int(cap * 2**20)] if cap == 25.0 else [int(cap * 2**20)]
     backwards = parameters[::-1]
-    backwards = parameters[::-1]
     place = {id(parameter): index for index, parameter in enumerate(backwards)}
     theirs, _ = dist._compute_bucket_assignment_by_size(backwards, limits)
     ours = [[place[id(member)] for member in bucket] for bucket in assign_buckets(parameters, cap)]
     assert sorted(ours) == sorted(theirs)
-
-
-def test_the_first_bucket_closes_at_one_mib():
-    buckets = assign_buckets(mib(10, 10, 10, 0.5, 0.5))
-    assert [sum(p.numel() * 4 for p in bucket) / 2**20 for bucket in buckets] == [1.0, 30.0]
-    assert [len(bucket) for bucket in assign_buckets(mib(10, 10, 10, 0.5, 0.5), 15.0)] == [4, 1]
 
 
 def test_a_cap_must_be_positive():
@@ -215,34 +208,57 @@ class Twice(torch.nn.Linear):
 
 
 def refusals():
-    said = []
+    """The words of each refusal, and a gradient afterwards."""
+    said = {}
 
-    def refused(call):
-        with pytest.raises((RuntimeError, TypeError)) as caught:
+    def refused(name, call, kind=RuntimeError):
+        with pytest.raises(kind) as caught:
             call()
-        said.append(str(caught.value))
+        said[name] = str(caught.value)
 
     words = BucketedDDP(torch.nn.Embedding(5, 2, sparse=True))
-    refused(words(torch.arange(3)).sum().backward)
+    refused("sparse", words(torch.arange(3)).sum().backward)
     model = torch.nn.Linear(2, 1)
     parallel = BucketedDDP(model)
-    refused(lambda: parallel(torch.ones(1, 2)).pow(2).sum().backward(create_graph=True))
-    parallel_twice = BucketedDDP(torch.nn.Sequential(Twice(), torch.nn.Linear(2, 1)))
-    refused(parallel_twice(torch.ones(1, 2).requires_grad_()).sum().backward)
-    refused(lambda: copy.deepcopy(parallel))
-    refused(lambda: pickle.dumps(parallel))
+    refused("graph", lambda: parallel(torch.ones(1, 2)).pow(2).sum().backward(create_graph=True))
+    twice = BucketedDDP(torch.nn.Sequential(Twice(), torch.nn.Linear(2, 1)))
+    refused("twice", twice(torch.ones(1, 2).requires_grad_()).sum().backward)
+    dropping = torch.nn.Linear(2, 1)
+    dropping.weight.register_post_accumulate_grad_hook(lambda weight: setattr(weight, "grad", None))
+    refused("dropped", BucketedDDP(dropping)(torch.ones(1, 2)).sum().backward)
+    refused("nested", lambda: BucketedDDP(torch.nn.Sequential(parallel, torch.nn.Linear(1, 1))), ValueError)
+    refused("nothing to train", lambda: BucketedDDP(torch.nn.Linear(2, 2).requires_grad_(False)), ValueError)
+    refused("another shape", lambda: BucketedDDP(torch.nn.Linear(2, 1 + dist.get_rank())), ValueError)
+    partly = torch.nn.Linear(2, 1)
+    partly.bias.requires_grad_(False)
+    unfrozen = BucketedDDP(partly)
+    partly.bias.requires_grad_(True)
+    refused("unfrozen", lambda: unfrozen(torch.ones(1, 2)))
+    refused("copied", lambda: copy.deepcopy(parallel), TypeError)
+    refused("pickled", lambda: pickle.dumps(parallel), TypeError)
     model.zero_grad()
     parallel(torch.ones(1, 2)).sum().backward()  # and afterwards it works
     return said, model.weight.grad.tolist()
 
 
+REFUSED = {
+    "sparse": "no sparse gradient",
+    "graph": "none with a graph",
+    "dropped": "none that a hook dropped",
+    "twice": "a gradient was computed twice in one backward pass",
+    "nested": "a part of the model is wrapped already",
+    "nothing to train": "no trainable parameters",
+    "another shape": "parameters of different shapes",
+    "unfrozen": "frozen, unfrozen or replaced after wrapping",
+    "copied": "copy its `module` and wrap that",
+    "pickled": "copy its `module` and wrap that",
+}
+
+
 def test_what_it_cannot_do_is_refused_in_clear_words():
-    for (sparse, graph, twice, copied, pickled), gradient in launch(refusals, world_size=2):
-        assert "neither sparse gradients nor those of create_graph=True" in sparse
-        assert sparse == graph
-        assert "a gradient was computed twice in one backward pass" in twice
-        assert "copy its `module` and wrap that" in copied
-        assert copied == pickled
+    for said, gradient in launch(refusals, world_size=2):
+        assert said.keys() == REFUSED.keys()
+        assert {name: text for name, text in said.items() if REFUSED[name] not in text} == {}
         assert gradient == [[1.0, 1.0]]
 
 
@@ -260,11 +276,6 @@ def wrapped_again():
 def test_a_model_can_be_wrapped_again():
     for sent, payload in launch(wrapped_again, world_size=2):
         assert sent == payload  # once, 2 (K-1)/K p at K=2
-
-
-def test_nothing_trainable_is_refused():
-    with pytest.raises(ValueError, match="no trainable parameters"):
-        BucketedDDP(torch.nn.Linear(2, 2).requires_grad_(False))
 
 
 @pytest.mark.cuda

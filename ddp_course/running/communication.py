@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary, finalize
 import torch
 import torch.distributed as dist
 
-from .torch_inside import tree_leaves, twin
+from .torch_inside import after_backward, tree_leaves, twin
 
 _threads: WeakKeyDictionary = WeakKeyDictionary()  # one for each process group
 
@@ -94,15 +94,24 @@ def keep_for_backward(owner: object, outputs: Any) -> Any:
 
     Hooks on parameters must not keep a wrapper alive, or an old one would go on averaging when a model is wrapped anew.
     But in `BucketedDDP(model)(inputs).sum().backward()` nobody else holds it, and its gradients are still to come.
-    Every node of a graph has a place for what others want to leave there; a leaf has a hook.
+    Every node of a graph has a dict for such things. A parameter that is returned as it is gets a hook until then.
     """
     for tensor in [outputs] if isinstance(outputs, torch.Tensor) else tree_leaves(outputs):
         if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
             kept: Any = tensor.grad_fn.metadata  # a dict, which the stubs of torch take for a function
             kept.setdefault("owners", []).append(owner)
         elif isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-            tensor.register_hook(lambda gradient, owner=owner: None)
+            keep_until_backward(owner, tensor)
     return outputs
+
+
+def keep_until_backward(owner: object, leaf: torch.Tensor) -> None:
+    """Let `owner` live until a backward pass that reaches `leaf` is over."""
+
+    def let_go(owner: object = owner) -> None:
+        handle.remove()
+
+    handle = leaf.register_hook(lambda gradient: after_backward(let_go))
 
 
 def work(jobs: Any) -> None:

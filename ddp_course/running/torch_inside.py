@@ -42,7 +42,6 @@ __all__ = [
     "tree_unflatten",
     "twin",
     "unnoticed_by_autograd",
-    "users_of_storage",
 ]
 
 torch_c10d: Any = torch._C._distributed_c10d  # the stubs of it know nothing of groups that Python defines
@@ -81,11 +80,6 @@ def after_backward(function: Callable[[], None]) -> None:
 def unnoticed_by_autograd(tensors: Sequence[torch.Tensor]) -> AbstractContextManager:
     """Within this block autograd does not notice that `tensors` are overwritten."""
     return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
-
-
-def users_of_storage(tensor: torch.Tensor) -> int:
-    """How many references there are to the memory of `tensor`, this function's own included."""
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 def as_plain_tensors() -> AbstractContextManager:

@@ -1,21 +1,21 @@
 """Stage 6: everything a real one needs, a drop-in for `torch.nn.parallel.DistributedDataParallel`.
 
 Stage 5 assumed that all goes well: every parameter gets a gradient in every pass, all ranks have the same model and
-the same amount of data, nobody accumulates. One file a feature, in reading order:
+the same amount of data, and gradients are not accumulated. One file per feature, in reading order:
 
     checks           are all ranks about to train the same model?
-    buckets          which gradients travel together, and how they get in and out
-    communication    how a bucket is summed: by the backend, by our own algorithms, by a hook
+    buckets          gradients that travel together, and how they get in and out
+    communication    sums of a bucket: by the backend, by our own algorithms, by a hook
+    reducer          when each bucket leaves, and in which order: the heart of the stage
     unused           parameters that get no gradient
-    reducer          when each bucket leaves, and in which order: the heart of it
-    buffers          what is broadcast: parameters once, buffers before every forward pass
+    graphs           reducers for find_unused_parameters and static_graph
+    buffers          parameters are broadcast once, buffers before every forward pass
     sync_batchnorm   batch normalisation over the whole batch
     uneven           ranks that run out of data early
     automatic        bucket_cap_mb="auto"
     mixed_precision  compute and communicate in half precision
     in_backward      optimizers that step inside backward
-    torch_names      what code written for torch's class asks for
-    ddp              the class that puts it together
+    ddp              the class that puts everything together
 
 Source: Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB 2020.
 """

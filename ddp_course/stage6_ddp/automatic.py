@@ -18,7 +18,7 @@ CANDIDATES = [MIB // 8 * 2**exponent for exponent in range(11)]  # 1/8 to 128 Mi
 
 
 def calibrate(start, device, group=None, repetitions=3):
-    """Measure an all-reduce: return alpha (seconds a message) and beta (seconds a byte), best of `repetitions`."""
+    """Measure an all-reduce: return alpha (seconds per message) and beta (seconds per byte), best of `repetitions`."""
     seconds = {}
     for size in (SMALL, LARGE):
         buffer = torch.zeros(size // 4, device=device)
@@ -32,7 +32,7 @@ def timed(start, buffer, group=None):
     dist.barrier(group=group)
     clock = clock_of(buffer.device)
     began = clock.now(buffer.device)
-    start(GradBucket(0, buffer, [], [], True))()
+    start(GradBucket(0, buffer, [], True))()
     ended = clock.now(buffer.device)
     clock.finish()
     return clock.seconds(ended) - clock.seconds(began)

@@ -1,8 +1,10 @@
-"""Before the first step: what can be trained, and are all ranks about to train the same model?
+"""Checks before the first step: what can be trained, and are all ranks about to train the same model?
 
 A rank with one parameter more, or with another shape, would add gradients up that do not belong together, or
-hang. Both are found here, once, with names.
+hang. These checks find both, once, with names.
 """
+
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -11,6 +13,7 @@ from ..errors import MismatchError
 from ..running.torch_inside import default_group
 
 UNSUPPORTED = "delay_all_reduce_named_params", "param_to_hook_all_reduce"
+SHARDED = {"FullyShardedDataParallel", "FSDPModule"}  # stage 7's class and torch's two, of which none is known here
 
 
 def refuse_unsupported(*values):
@@ -18,6 +21,20 @@ def refuse_unsupported(*values):
     for name, value in zip(UNSUPPORTED, values, strict=True):
         if value is not None:
             raise NotImplementedError(f"{name} is not supported by stage 6; leave it out")
+
+
+def warn_of_old_names(broadcast_buffers, forward_sync_buffers, check_reduction):
+    """Say what to write instead of arguments that torch is about to drop."""
+    if broadcast_buffers is not None:
+        ignored = "; forward_sync_buffers is given too, so it is ignored" if forward_sync_buffers is not None else ""
+        warnings.warn(
+            "broadcast_buffers is deprecated. Use forward_sync_buffers, which differs in one thing: when False, "
+            f"buffers are still made equal once, at the beginning{ignored}",
+            FutureWarning,
+            stacklevel=3,
+        )
+    if check_reduction:
+        warnings.warn("check_reduction is deprecated and has no effect", FutureWarning, stacklevel=3)
 
 
 def trainable(module, ignored):
@@ -31,12 +48,12 @@ def trainable(module, ignored):
     kinds = {parameter.device.type for parameter in managed.values()}
     if len(kinds) > 1:
         raise ValueError(f"the model's parameters are on different types of device: {', '.join(sorted(kinds))}")
-    found = {name: parameter for name, parameter in managed.items() if parameter.requires_grad}
-    if not found:
+    parameters = {name: parameter for name, parameter in managed.items() if parameter.requires_grad}
+    if not parameters:
         raise RuntimeError(
             "DistributedDataParallel is not needed: the module has no parameter that requires a gradient"
         )
-    return found
+    return parameters
 
 
 def sparse_parameters(module):
@@ -64,16 +81,16 @@ def empty_strides(parameter):
     return torch.empty_like(parameter, device="meta").stride()
 
 
-def first_difference(expected, found, rank):
+def first_difference(expected, actual, rank):
     """Say where rank `rank`'s parameters differ from rank 0's; None if they do not."""
-    for index, (theirs, ours) in enumerate(zip(expected, found, strict=False)):
+    for index, (theirs, ours) in enumerate(zip(expected, actual, strict=False)):
         for what, a, b in zip(("shape", "dtype", "strides"), theirs[1:], ours[1:], strict=True):
             if a != b:
                 return f"parameter {index} ({theirs[0]}) has {what} {a} on rank 0, and ({ours[0]}) {b} on rank {rank}"
-    if len(expected) != len(found):
-        longer = max(expected, found, key=len)
-        extra = ", ".join(name for name, *_ in longer[min(len(expected), len(found)) :])
-        return f"rank 0 has {len(expected)} parameters and rank {rank} has {len(found)}; only one of them has {extra}"
+    if len(expected) != len(actual):
+        longer = max(expected, actual, key=len)
+        extra = ", ".join(name for name, *_ in longer[min(len(expected), len(actual)) :])
+        return f"rank 0 has {len(expected)} parameters and rank {rank} has {len(actual)}; only one of them has {extra}"
     return None
 
 
@@ -103,8 +120,14 @@ def devices_of(parameters, device_ids, output_device):
     return (list(device_ids), first_given(output_device, device_ids[0])) if device_ids else (None, None)
 
 
-def refuse_gpu_batchnorm(module, device_type):
-    """torch's SyncBatchNorm does not run on the CPU: say so before the first step does."""
+def refuse_modules(module, device_type):
+    """Raise ValueError for a layer whose parameters are sharded, and for torch's SyncBatchNorm on the CPU."""
+    kinds = {kind.__name__ for layer in module.modules() for kind in type(layer).__mro__}
+    if kinds & SHARDED:
+        raise ValueError(
+            "the model contains a FullyShardedDataParallel: every rank has other parameters, and that wrapper "
+            "averages their gradients already; train with it alone"
+        )
     if device_type == "cpu" and any(isinstance(layer, torch.nn.SyncBatchNorm) for layer in module.modules()):
         raise ValueError(
             "SyncBatchNorm layers only work with GPU modules; ddp_course.stage6_ddp.SyncBatchNorm runs anywhere"

@@ -1,6 +1,6 @@
-"""How a full bucket is summed over the ranks: by the backend, by one of our own algorithms, or by a hook of yours.
+"""Three ways to sum a full bucket over the ranks: by the backend, by one of our own algorithms, by a hook of yours.
 
-All three look alike to the reducer. `start(bucket)` begins the communication and returns at once; the function that
+The reducer treats all three alike. `start(bucket)` begins the communication and returns at once; the function that
 it returns waits for the end, and returns the tensor with the result:
 
     wait = start(bucket)      # the backward pass goes on
@@ -19,14 +19,13 @@ from ..running.torch_inside import Future, default_group
 
 
 class GradBucket:
-    """What a communication hook gets to see, with the interface of `torch.distributed.GradBucket`.
+    """A bucket as a communication hook sees it, with the interface of `torch.distributed.GradBucket`.
 
-    torch's own class has no constructor that Python could call, and its hooks do not ask for the type.
+    Python cannot construct torch's own class, and torch's hooks do not ask for the type.
     """
 
-    def __init__(self, index, buffer, gradients, parameters, is_last):
-        self._index, self._buffer, self._is_last = index, buffer, is_last
-        self._gradients, self._parameters = gradients, parameters
+    def __init__(self, index, buffer, parameters, is_last):
+        self._index, self._buffer, self._parameters, self._is_last = index, buffer, parameters, is_last
 
     def index(self):
         """Position of the bucket in the order of communication, from 0."""
@@ -37,8 +36,11 @@ class GradBucket:
         return self._buffer
 
     def gradients(self):
-        """The same memory, a tensor of the parameter's shape for each parameter."""
-        return self._gradients
+        """Windows of the buffer that is set now, packed, a tensor of the parameter's shape for each parameter."""
+        if self._buffer.is_sparse:
+            return [self._buffer]
+        pieces = self._buffer.split([parameter.numel() for parameter in self._parameters])
+        return [piece.view(parameter.shape) for piece, parameter in zip(pieces, self._parameters, strict=True)]
 
     def parameters(self):
         """The parameters in the bucket."""
@@ -56,7 +58,7 @@ class GradBucket:
 def by_backend(group=None):
     """gloo's or NCCL's own all_reduce, in the backend's own thread or stream.
 
-    The group is asked itself: `dist.all_reduce` would check arguments anew each time, in the middle of backward.
+    It calls the group directly: `dist.all_reduce` would check its arguments anew for every bucket of every pass.
     """
     options = dist.AllreduceOptions()
     options.asyncOp = True
@@ -77,7 +79,7 @@ def by_backend(group=None):
 
 
 def by_algorithm(all_reduce, group=None):
-    """One of our own, such as `ring_all_reduce`, in the communication thread; sparse gradients go to the backend."""
+    """Our own `all_reduce`, such as a ring, in the communication thread; the backend sums sparse gradients."""
     thread, backend = communication_thread(group), by_backend(group)
 
     def start(bucket):
@@ -113,7 +115,7 @@ def by_hook(hook, state):
 
 
 def check_hook(hook):
-    """Refuse what cannot be a communication hook: the same errors as torch's."""
+    """Raise torch's errors for a `hook` that cannot be a communication hook."""
     if not callable(hook):
         raise TypeError("Communication hook must be callable.")
     signature = inspect.signature(hook)

@@ -1,7 +1,8 @@
-"""The wrapper: everything from the files before, behind the interface of torch's own."""
+"""The wrapper: puts the other files together, behind the interface of torch's own."""
 
 import copy
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -9,29 +10,19 @@ from torch.distributed.algorithms.join import Join, Joinable
 
 from ..running.communication import keep_for_backward
 from ..running.torch_inside import tree_map_only
-from . import automatic, in_backward
-from .buckets import NO_LIMIT, size_limits
+from . import checks, in_backward
+from .automatic import calibrate
+from .buckets import size_limits
 from .buffers import broadcast_buffers as broadcast_named_buffers
 from .buffers import broadcast_tensors
-from .checks import (
-    devices_of,
-    first_given,
-    group_of,
-    refuse_gpu_batchnorm,
-    refuse_unsupported,
-    same_on_all_ranks,
-    sparse_parameters,
-    trainable,
-)
 from .communication import by_algorithm, by_backend, by_hook, check_hook
+from .graphs import FindUnused, StaticGraph
 from .mixed_precision import LowPrecision
 from .reducer import Reducer
-from .torch_names import TorchNames, warn_of_old_names
 from .uneven import Shadow, active_ranks, common_rank, others_synchronise
-from .unused import behind_entrance, tensors_in
 
 
-class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
+class DistributedDataParallel(torch.nn.Module, Joinable):
     """A drop-in for `torch.nn.parallel.DistributedDataParallel` on gloo and NCCL, in Python.
 
     Gradients are averaged over `process_group` by the time `backward()` returns. Arguments as torch's:
@@ -54,7 +45,8 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
     NotImplementedError: delay_all_reduce_named_params, param_to_hook_all_reduce.
 
     Raises RuntimeError if nothing is trainable or (MismatchError) models differ between ranks, ValueError for
-    impossible settings. Source: Li et al., PyTorch Distributed, VLDB 2020, and the documented behaviour of torch 2.13.
+    impossible settings and for models whose parameters are sharded. Source: Li et al., PyTorch Distributed, VLDB 2020,
+    and the documented behaviour of torch 2.13.
     """
 
     def __init__(
@@ -64,27 +56,25 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
         param_to_hook_all_reduce=None, mixed_precision=None, device_mesh=None, skip_all_reduce_unused_params=False,
         bucket_cap_mb_list=None, batched_grad_copy=False, forward_sync_buffers=None, all_reduce=None,
     ):  # fmt: skip
-        refuse_unsupported(delay_all_reduce_named_params, param_to_hook_all_reduce)
-        warn_of_old_names(broadcast_buffers, forward_sync_buffers, check_reduction)
+        checks.refuse_unsupported(delay_all_reduce_named_params, param_to_hook_all_reduce)
+        checks.warn_of_old_names(broadcast_buffers, forward_sync_buffers, check_reduction)
         super().__init__()
         Joinable.__init__(self)
-        self.process_group, self.device_mesh = group_of(process_group, device_mesh), device_mesh
+        self.process_group, self.device_mesh = checks.group_of(process_group, device_mesh), device_mesh
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        parameters = trainable(module, self.parameters_to_ignore)
-        self.module, self.dim, self.device = module, dim, next(iter(parameters.values())).device
-        self.device_type = self.device.type
-        self.device_ids, self.output_device = devices_of(parameters, device_ids, output_device)
-        refuse_gpu_batchnorm(module, self.device_type)
+        parameters = checks.trainable(module, self.parameters_to_ignore)
+        self.module, self.device = module, next(iter(parameters.values())).device
+        self.device_ids, self.output_device = checks.devices_of(parameters, device_ids, output_device)
+        checks.refuse_modules(module, self.device.type)
         self.bucket_cap_mb, self.bucket_cap_mb_list, self.static_graph = bucket_cap_mb, bucket_cap_mb_list, static_graph
         self.gradient_as_bucket_view, self.find_unused_parameters = gradient_as_bucket_view, find_unused_parameters
-        self.all_reduce, self.comm_hook, self.buffer_hook = all_reduce, None, None
+        self.all_reduce, self.comm_hook = all_reduce, None
         self.require_backward_grad_sync = self.require_forward_param_sync = True
-        self.forward_sync_buffers = first_given(forward_sync_buffers, broadcast_buffers, True)
+        self.forward_sync_buffers = checks.first_given(forward_sync_buffers, broadcast_buffers, True)
         if init_sync:
-            same_on_all_ranks(parameters, self.process_group)
+            checks.same_on_all_ranks(parameters, self.process_group)
             self.sync_model(0, forward_sync_buffers is not None or broadcast_buffers is not False)
-        self.started, self.joins, self.buffers_from = False, False, 0
-        self.clones_outputs, self.mixed_precision = True, mixed_precision
+        self.started, self.buffers_from = False, 0
         self.low = LowPrecision(mixed_precision, module, self.parameters_to_ignore) if mixed_precision else None
         self.make_reducer()
 
@@ -92,25 +82,21 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
         """Lay out the buckets and listen to the gradients; also after unpickling."""
         self.has_buffers = bool(self.named_buffers_in_sync())
         group, automatically = self.process_group, self.bucket_cap_mb == "auto"
-        limits = size_limits(None if automatically else self.bucket_cap_mb, self.bucket_cap_mb_list)
-        order_is_known = self.bucket_cap_mb_list or (self.find_unused_parameters and not self.static_graph)
         start = by_algorithm(self.all_reduce, group) if self.all_reduce else by_backend(group)
-        self.reducer = Reducer(
-            trainable(self.module, self.parameters_to_ignore),
+        kind = StaticGraph if self.static_graph else FindUnused if self.find_unused_parameters else Reducer
+        self.reducer = kind(
+            checks.trainable(self.module, self.parameters_to_ignore),
             group,
-            (limits if order_is_known else [NO_LIMIT], limits),
+            size_limits(None if automatically else self.bucket_cap_mb, self.bucket_cap_mb_list),
             start,
-            sparse=sparse_parameters(self.module),
+            sparse=checks.sparse_parameters(self.module),
             as_view=self.gradient_as_bucket_view,
             dtype=self.low and self.low.communicate,
-            find_unused=self.find_unused_parameters,
-            static_graph=self.static_graph,
+            calibrate=partial(calibrate, start, self.device, group) if automatically else None,
+            order_is_known=bool(self.bucket_cap_mb_list),
         )
         if self.comm_hook:
             self.use_comm_hook()
-        self.first_sizes = self.reducer.sizes
-        if automatically:
-            self.reducer.measure(*automatic.calibrate(start, self.device, group))
 
     # Forward
 
@@ -122,10 +108,8 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
             move = lambda tensor: tensor.to(self.device, non_blocking=True)  # noqa: E731
             inputs, kwargs = tree_map_only(torch.Tensor, move, (inputs, kwargs))
         outputs = (self.low or self.module)(*inputs, **kwargs)
-        if self.syncs_buffers("POST_FORWARD"):
-            self.sync_buffers()
         self.require_forward_param_sync = synchronising
-        return keep_for_backward(self, self.before_backward(outputs)) if synchronising else outputs
+        return keep_for_backward(self, self.reducer.expect(outputs)) if synchronising else outputs
 
     def before_forward(self):
         """The collectives at the beginning of an iteration, in the order that shadowing ranks follow."""
@@ -136,20 +120,10 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
         self.reducer.divisor = active_ranks(announced) if by_active else dist.get_world_size(self.process_group)
         if torch.is_grad_enabled():
             self.reducer.rebuild()
-        if self.syncs_buffers("PRE_FORWARD"):
+        if self.syncs_buffers():
             self.sync_buffers()
         if self._join_config.enable:
             others_synchronise(self, self.require_backward_grad_sync)
-
-    def before_backward(self, outputs):
-        """Tell the reducer what to expect; outputs pass through an `Entrance` where the end needs to be found."""
-        reducer = self.reducer
-        reducer.expect(tensors_in(outputs) if reducer.keeps_layout else None)
-        if reducer.keeps_layout:
-            return behind_entrance(outputs, lambda: None, self.clones_outputs)
-        if self.static_graph and reducer.counts is None:
-            return behind_entrance(outputs, reducer.first_backward, self.clones_outputs)
-        return outputs
 
     @contextmanager
     def no_sync(self):
@@ -176,26 +150,15 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
         """{name: buffer}; looked up each time, because modules may replace their buffers."""
         return {name: b for name, b in self.module.named_buffers() if name not in self.parameters_to_ignore}
 
-    def syncs_buffers(self, location):
-        """Whether buffers are synchronised at `location`, "PRE_FORWARD" or "POST_FORWARD", of this iteration."""
-        due = self.buffer_hook[2] if self.buffer_hook else "PRE_FORWARD"
-        wanted = self.forward_sync_buffers and self.require_forward_param_sync
-        return due == location and wanted and self.has_buffers
+    def syncs_buffers(self):
+        """Whether buffers are broadcast before this forward pass."""
+        return self.forward_sync_buffers and self.require_forward_param_sync and self.has_buffers
 
     def sync_buffers(self, src=None):
-        """Broadcast the buffers of `src`, or let the hook do it.
-
-        None: rank 0; in `join` a rank with data; after it the last rank.
-        """
-        buffers = self.named_buffers_in_sync()
-        if self.buffer_hook:
-            hook, state, _ = self.buffer_hook
-            futures = hook(state, buffers)
-            self.reducer.post_backward += [] if futures is None else futures
-            return
+        """Broadcast the buffers of `src`; None is rank 0, in `join` a rank with data, after it the last rank."""
         if src is None:
             src = common_rank(self, True) if self._join_config.enable else self.buffers_from
-        broadcast_named_buffers(buffers, src, self.process_group)
+        broadcast_named_buffers(self.named_buffers_in_sync(), src, self.process_group)
 
     # Buckets, for checkpoints
 
@@ -234,13 +197,10 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
         """Have the registered hook communicate; it divides by itself."""
         self.reducer.start, self.reducer.hooked = by_hook(*self.comm_hook), True
 
-    def _register_buffer_comm_hook(self, state, hook, comm_hook_location=None):
-        """Let `hook(state, {name: buffer})` synchronise the buffers; by default after the forward pass.
-
-        It may return a list of futures, which are waited for at the end of backward.
-        """
-        location = comm_hook_location.name if comm_hook_location else "POST_FORWARD"
-        self.buffer_hook = hook, state, location
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(module, params_and_buffers_to_ignore):
+        """Leave these names out of everything; call it before wrapping `module`. torch's only way to say so."""
+        module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore
 
     # Uneven inputs
 
@@ -274,12 +234,11 @@ class DistributedDataParallel(TorchNames, torch.nn.Module, Joinable):
         if self.process_group != dist.group.WORLD:
             raise RuntimeError("DDP can be pickled with the default process group only; this one has its own")
         state = copy.copy(self.__dict__)
-        for name in ("process_group", "reducer", "comm_hook", "buffer_hook"):
+        for name in ("process_group", "reducer", "comm_hook"):
             del state[name]
         return state
 
     def __setstate__(self, state):
         super().__setstate__(state)
-        self.process_group = dist.group.WORLD
-        self.comm_hook = self.buffer_hook = None
+        self.process_group, self.comm_hook = dist.group.WORLD, None
         self.make_reducer()

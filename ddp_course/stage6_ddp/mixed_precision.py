@@ -29,8 +29,6 @@ class LowPrecision:
         for name, buffer in module.named_buffers():
             if name not in ignored and buffer.is_floating_point() and wanted.buffer_dtype:
                 buffer.data = buffer.to(wanted.buffer_dtype)
-        for parameter in self.weights().values():  # torch's names for the two, for code that asks for them
-            parameter._fp_param, parameter._mp_param = parameter.data, parameter.detach()[:0].to(self.compute)
 
     def weights(self):
         """{name: parameter} of all that are cast."""

@@ -37,16 +37,17 @@ class SyncBatchNorm(BatchNorm):
             raise ValueError(f"expected inputs of shape (N, {self.num_features}, …), got {tuple(inputs.shape)}")
 
     def forward(self, inputs):
-        """Normalise each channel, then scale and shift it by `weight` and `bias`."""
+        """Normalise each channel, then scale and shift it by `weight` and `bias`, all in float32 at least."""
         self._check_input_dim(inputs)
-        if not (self.training or self.running_mean is None):
+        if not self.training:
             return super().forward(inputs)
-        normalised, mean, variance, count = Normalise.apply(inputs, self.eps, self.process_group)
-        if self.training and self.track_running_stats:
+        wide = inputs.to(torch.promote_types(inputs.dtype, torch.float32))
+        outputs, mean, variance, count = Normalise.apply(wide, self.eps, self.process_group)
+        if self.track_running_stats:
             self.update_averages(mean, variance * (count / (count - 1).clamp(min=1)))
-        if not self.affine:
-            return normalised
-        return normalised * per_channel(self.weight, inputs) + per_channel(self.bias, inputs)
+        if self.affine:
+            outputs = outputs * per_channel(self.weight, inputs) + per_channel(self.bias, inputs)
+        return outputs.to(inputs.dtype)
 
     @torch.no_grad()
     def update_averages(self, mean, variance):
@@ -81,8 +82,8 @@ class Normalise(Function):
     @staticmethod
     def forward(ctx, inputs, eps, group):
         mean, variance, count = whole_batch_statistics(inputs, group)
-        scale = (variance + eps).rsqrt().to(inputs.dtype)
-        normalised = (inputs - per_channel(mean.to(inputs.dtype), inputs)) * per_channel(scale, inputs)
+        scale = (variance + eps).rsqrt()
+        normalised = (inputs - per_channel(mean, inputs)) * per_channel(scale, inputs)
         ctx.save_for_backward(normalised, scale, count)
         ctx.group = group
         ctx.mark_non_differentiable(mean, variance, count)
@@ -95,22 +96,22 @@ class Normalise(Function):
         axes = [axis for axis in range(gradient.dim()) if axis != 1]
         sums = torch.stack([gradient.sum(axes), (gradient * normalised).sum(axes)])
         dist.all_reduce(sums, group=ctx.group)
-        of_gradient, of_product = (per_channel(total, gradient) for total in (sums / count).to(gradient.dtype))
+        of_gradient, of_product = (per_channel(total, gradient) for total in sums / count)
         return (gradient - of_gradient - normalised * of_product) * per_channel(scale, gradient), None, None
 
 
 def whole_batch_statistics(inputs, group=None):
-    """Mean and biased variance of each channel over all ranks' inputs, and N; in float32 at least. One collective."""
-    wide = inputs.detach().to(torch.promote_types(inputs.dtype, torch.float32)).transpose(0, 1).flatten(1)
-    count = wide.shape[1]
-    mean = wide.mean(1) if count else wide.new_zeros(len(wide))
-    deviations = (wide - mean[:, None]).square().sum(1)
+    """Mean and biased variance of each channel over all ranks' inputs, and N. One collective."""
+    channels = inputs.transpose(0, 1).flatten(1)
+    count = channels.shape[1]
+    mean = channels.mean(1) if count else channels.new_zeros(len(channels))
+    deviations = (channels - mean[:, None]).square().sum(1)
     mine = torch.cat([mean, deviations, mean.new_full((1,), count)])
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyone, mine, group=group)
     means, deviations, counts = torch.stack(everyone).split([len(mean), len(mean), 1], dim=1)
     total = counts.sum()
-    if count <= 1 and total <= 1:  # the first spares a GPU the wait for its queue: who has 2 need not ask
+    if count <= 1 and total <= 1:  # a rank with 2 values does not look at `total`, for which a GPU would wait
         raise ValueError(f"training needs more than 1 value per channel over all ranks together, got {int(total)}")
     mean = (counts * means).sum(0) / total
     return mean, (deviations + counts * (means - mean).square()).sum(0) / total, total

@@ -19,14 +19,13 @@ class Shadow(JoinHook):
 
     def __init__(self, ddp, divide_by_initial_world_size=True):
         super().__init__()
-        self.ddp, ddp.divides_by_initial_world_size, ddp.joins = ddp, divide_by_initial_world_size, True
-        ddp.buffers_from = 0
+        self.ddp, ddp.divides_by_initial_world_size, ddp.buffers_from = ddp, divide_by_initial_world_size, 0
 
     def main_hook(self):
         """Shadow one iteration: rebuilding, buffers, and if the others synchronise in it, all buckets."""
         ddp, reducer = self.ddp, self.ddp.reducer
         reducer.rebuild()
-        if ddp.syncs_buffers("PRE_FORWARD"):
+        if ddp.syncs_buffers():
             ddp.sync_buffers(common_rank(ddp, False))
         ddp.require_forward_param_sync = others_synchronise(ddp, False)
         if ddp.require_forward_param_sync:
@@ -34,8 +33,7 @@ class Shadow(JoinHook):
 
     def post_hook(self, is_last_joiner):
         """All are done: the rank that trained last has the newest buffers, so its model goes to all."""
-        self.ddp._authoritative_rank = common_rank(self.ddp, is_last_joiner)
-        self.ddp.sync_model(self.ddp._authoritative_rank, self.ddp.forward_sync_buffers)
+        self.ddp.sync_model(common_rank(self.ddp, is_last_joiner), self.ddp.forward_sync_buffers)
         self.ddp._join_config = type(self.ddp._join_config).construct_disabled_join_config()
         self.ddp.buffers_from = dist.get_world_size(self.ddp.process_group) - 1  # as torch, which stays in join mode
 

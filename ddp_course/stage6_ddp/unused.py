@@ -1,10 +1,10 @@
-"""Parameters that get no gradient: which they are, and what to tell people who did not expect it.
+"""Parameters that get no gradient: how they are found, and what the user is told who did not expect them.
 
 A bucket leaves when all its gradients are there. If the model skips a layer, that moment never comes. With
 `find_unused_parameters=True` every forward pass ends with a walk over the autograd graph, from the outputs down
-to the parameters; those that it does not meet are marked ready at once, with zeros.
+to the parameters; a parameter that the walk does not meet is marked ready at once, with zeros.
 
-Others may have used them, so the ranks add up a bitmap as well: 1 for used here. Where the sum is 0, nobody used
+Other ranks may have used it, so the ranks add up a bitmap as well: 1 for used here. Where the sum is 0, nobody used
 the parameter and its gradient stays as it was, even None; everywhere else it gets the average.
 """
 
@@ -21,7 +21,7 @@ def used_by(outputs):
     seen, used = set(waiting), {tensor for tensor in outputs if tensor.is_leaf}
     while waiting:
         node = waiting.pop()
-        if hasattr(node, "variable"):  # an AccumulateGrad node: the end of the road
+        if type(node).__name__ == "AccumulateGrad":  # other nodes may have an attribute `variable` too
             used.add(node.variable)
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
@@ -31,7 +31,7 @@ def used_by(outputs):
 
 
 def tensors_in(outputs):
-    """All tensors in what a forward pass returned: in lists, tuples, dicts and dataclasses."""
+    """All tensors in the result of a forward pass: in lists, tuples, dicts and dataclasses."""
     if isinstance(outputs, torch.Tensor):
         return [outputs]
     if hasattr(outputs, "__dataclass_fields__"):
@@ -40,8 +40,8 @@ def tensors_in(outputs):
     return [t for child in children for t in tensors_in(child)] if isinstance(outputs, (dict, list, tuple)) else []
 
 
-def used_anywhere(used_here, device, group=None):
-    """Add the ranks' bitmaps up: start it here, and get a function that returns a list of counts, one a parameter."""
+def count_users(used_here, device, group=None):
+    """Start to add up the ranks' bitmaps; return a function that waits and returns each parameter's number of users."""
     counts = torch.tensor(used_here, dtype=torch.int32).to(device)
     work = dist.all_reduce(counts, group=group, async_op=True)
 
@@ -56,31 +56,34 @@ class Entrance(Function):
     """The identity, placed between the outputs and the loss: `entered()` is called when backward begins.
 
     As all outputs pass through this one node, an output that the loss does not use still gets a gradient, an
-    undefined one, which travels down to the parameters and sets off their hooks.
+    undefined one, which travels down to the parameters and sets off their hooks. Outputs are copied, because autograd
+    refuses in-place operations on an input that a function returns as it is.
     """
 
     @staticmethod
-    def forward(ctx, entered, clones, *tensors):
+    def forward(ctx, entered, *tensors):
         ctx.set_materialize_grads(False)
         ctx.entered = entered
-        return tuple(tensor.clone() for tensor in tensors) if clones else tensors
+        return tuple(tensor.clone() for tensor in tensors)
 
     @staticmethod
     def backward(ctx, *gradients):
         ctx.entered()
-        return None, None, *gradients
+        return None, *gradients
 
 
-def behind_entrance(outputs, entered, clones=True):
+def behind_entrance(outputs, entered):
     """Return `outputs`, in the same structure, with every tensor that has a graph passed through one `Entrance`."""
     leaves, structure = tree_flatten(outputs)
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
     if places:
-        passed = Entrance.apply(entered, clones, *(leaves[place] for place in places))
+        passed = Entrance.apply(entered, *(leaves[place] for place in places))
         for place, tensor in zip(places, passed, strict=True):
             leaves[place] = tensor
     return tree_unflatten(leaves, structure)
 
+
+# The words of the messages are torch's, because people search the web for them.
 
 UNUSED = (
     "This error indicates that your module has parameters that were not used in producing loss. You can enable unused "
@@ -102,12 +105,8 @@ DEBUG_MODE = (
 )
 
 
-def not_finished(missing, rank, static_graph, find_unused):
-    """What to tell when the next iteration begins and the parameters {index: name} still have no gradient.
-
-    The words are torch's, because people search the web for them.
-    """
-    reason = CHANGED if static_graph else UNUSED_ALTHOUGH_SEARCHED if find_unused else UNUSED
+def not_finished(missing, rank, reason):
+    """The error when the next iteration begins and the parameters `missing`, {index: name}, still have no gradient."""
     indices, names = " ".join(map(str, missing)), ", ".join(missing.values())
     return (
         f"Expected to have finished reduction in the prior iteration before starting a new one. {reason}\n"
@@ -117,7 +116,7 @@ def not_finished(missing, rank, static_graph, find_unused):
 
 
 def used_anew(name):
-    """What to tell when a static graph's backward pass reaches a parameter that the first one did not."""
+    """The error when a static graph's backward pass reaches a parameter more often than the first one did."""
     return (
         "Your training graph has changed in this iteration, e.g., one parameter is unused in first iteration, but then "
         f"got used in the second iteration. this is not compatible with static_graph set to True. It is {name}."
@@ -125,7 +124,7 @@ def used_anew(name):
 
 
 def ready_twice(name):
-    """What to tell when a gradient becomes ready a second time in one backward pass."""
+    """The error when a gradient becomes ready a second time in one backward pass."""
     return (
         f"Expected to mark a variable ready only once, but parameter {name} became ready twice in one backward pass. "
         "Either it is used outside of the module's `forward`, or a layer is checkpointed several times with "

@@ -164,9 +164,9 @@ def test_the_automatic_bucket_size_measures_the_model_on_the_gpu(gpu, monkeypatc
     seen = []
     monkeypatch.setattr(reducer, "best_limits", lambda *args: (seen.extend(args[3]), [1])[1])
     model = torch.nn.Sequential(*(Working(gpu) for _ in range(3)))
-    listener = reducer.Reducer(dict(model.named_parameters()), None, ([1e9], [1e9]), lambda b: b.buffer)
-    listener.measure(0.0, 0.0)
-    listener.expect()
+    settings = {"limits": [1e9], "start": lambda bucket: bucket.buffer, "calibrate": lambda: (0.0, 0.0)}
+    listener = reducer.Reducer(dict(model.named_parameters()), None, **settings)
+    listener.expect(None)
     model(torch.ones(3)).sum().backward()
     before = gpu.waited
     listener.rebuild()

@@ -77,15 +77,6 @@ def test_a_backward_pass_has_a_number_and_calls_back_at_its_end():
     assert seen[1:] == [True]
 
 
-def test_memory_is_shared_by_as_many_as_use_it():
-    tensor = torch.ones(3)
-    alone = torch_inside.users_of_storage(tensor)
-    view = tensor[1:]
-    assert torch_inside.users_of_storage(tensor) == alone + 1
-    del view
-    assert torch_inside.users_of_storage(tensor) == alone
-
-
 def test_autograd_does_not_notice_what_is_kept_from_it():
     factor, weight = torch.ones(3), torch.ones(3, requires_grad=True)
     product = weight * factor

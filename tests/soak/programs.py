@@ -32,7 +32,7 @@ from ddp_course import collectives, launch  # noqa: E402
 from ddp_course.errors import CourseError  # noqa: E402
 from ddp_course.stage4_ring import ring_all_reduce, whole_gradient_ring  # noqa: E402
 from ddp_course.stage5_bucketed import BucketedDDP  # noqa: E402
-from ddp_course.stage6_ddp import DistributedDataParallel, buckets  # noqa: E402
+from ddp_course.stage6_ddp import DistributedDataParallel  # noqa: E402
 
 CLASSES = {"torch": TorchDDP, "ours": DistributedDataParallel}
 TRAITS = [
@@ -148,7 +148,6 @@ class Player:
     def __init__(self, kind, number):
         self.kind, self.number = kind, number
         self.traits, self.settings, self.hook, self.operations = program(number)
-        buckets.SMALL = [0, 60, 2**14][number % 3]  # of these tiny models no gradient is small, the biases are, all are
         torch.manual_seed(number)
         self.models = [Model(self.traits) for _ in range(2 if "two wrappers" in self.traits else 1)]
         self.wrapped = [CLASSES[kind](model, **self.settings) for model in self.models]

@@ -1,57 +1,64 @@
 """What is refused before the first step, function by function; devices are played by "meta", which needs no GPU."""
 
+import warnings
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
-from ddp_course.stage6_ddp import checks
+from ddp_course import launch
+from ddp_course.stage6_ddp import DistributedDataParallel, checks
 
 
 def parameters(device="cpu"):
-    return dict(torch.nn.Linear(3, 2, device=device).named_parameters())
+    return dict(nn.Linear(3, 2, device=device).named_parameters())
 
 
-def test_a_group_comes_from_one_argument():
+SPREAD = {**parameters(), "other": torch.empty(1, device="meta")}
+MIXED = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, device="meta"))
+ONE_GPU = "only work with modules on a single GPU"
+REFUSED = [
+    (partial(checks.group_of, "group", SimpleNamespace(ndim=1)), RuntimeError, "Cannot specify both process_group"),
+    (partial(checks.group_of, None, SimpleNamespace(ndim=2)), RuntimeError, "Only 1D device mesh is supported"),
+    (partial(checks.devices_of, parameters("meta"), [0, 1], None), ValueError, "None or contain a single element"),
+    (partial(checks.devices_of, parameters(), [0], None), ValueError, ONE_GPU),
+    (partial(checks.devices_of, parameters(), None, 1), ValueError, ONE_GPU),
+    (partial(checks.devices_of, SPREAD, [0], None), ValueError, ONE_GPU),
+    (partial(checks.refuse_modules, nn.Sequential(nn.SyncBatchNorm(3)), "cpu"), ValueError, "SyncBatchNorm runs anywh"),
+    (partial(checks.refuse_unsupported, [], None), NotImplementedError, "delay_all_reduce_named_params is not support"),
+    (partial(checks.refuse_unsupported, None, []), NotImplementedError, "param_to_hook_all_reduce is not supported"),
+    (partial(checks.trainable, nn.Linear(1, 1).requires_grad_(False), ()), RuntimeError, "requires a gradient"),
+    (partial(checks.trainable, nn.Sequential(nn.LazyLinear(2)), ()), RuntimeError, r"0\.weight is not initialised yet"),
+    (partial(checks.trainable, MIXED, ()), ValueError, "different types of device: cpu, meta"),
+]
+
+
+@pytest.mark.parametrize("check, kind, words", REFUSED, ids=[words for _, _, words in REFUSED])
+def test_refused(check, kind, words):
+    with pytest.raises(kind, match=words):
+        check()
+
+
+def test_accepted():
     mesh = SimpleNamespace(ndim=1, get_group=lambda mesh_dim: ["group of dimension", mesh_dim])
     assert checks.group_of("group", None) == "group"
     assert checks.group_of(None, mesh) == ["group of dimension", 0]
-    with pytest.raises(RuntimeError, match="Cannot specify both process_group and device_mesh"):
-        checks.group_of("group", mesh)
-    with pytest.raises(RuntimeError, match="Only 1D device mesh is supported"):
-        checks.group_of(None, SimpleNamespace(ndim=2))
-
-
-def test_devices_are_those_of_a_module_on_one_gpu():
-    assert checks.devices_of(parameters(), None, None) == (None, None)
-    assert checks.devices_of(parameters("meta"), None, None) == (None, None)
     assert checks.devices_of(parameters("meta"), [3], None) == ([3], 3)
     assert checks.devices_of(parameters("meta"), [3], 1) == ([3], 1)
-    with pytest.raises(ValueError, match="can only be None or contain a single element"):
-        checks.devices_of(parameters("meta"), [0, 1], None)
-    for ids, output in (([0], None), (None, 1)):
-        with pytest.raises(ValueError, match="only work with modules on a single GPU"):
-            checks.devices_of(parameters(), ids, output)
-    spread = {**parameters(), "other": torch.empty(1, device="meta")}
-    assert checks.devices_of(spread, None, None) == (None, None)
-    with pytest.raises(ValueError, match="only work with modules on a single GPU"):
-        checks.devices_of(spread, [0], None)
-
-
-def test_torchs_batch_statistics_are_refused_on_the_cpu_only():
-    module = torch.nn.Sequential(torch.nn.SyncBatchNorm(3))
-    checks.refuse_gpu_batchnorm(module, "cuda")
-    checks.refuse_gpu_batchnorm(torch.nn.Linear(1, 1), "cpu")
-    with pytest.raises(ValueError, match=r"ddp_course.stage6_ddp.SyncBatchNorm runs anywhere"):
-        checks.refuse_gpu_batchnorm(module, "cpu")
+    assert checks.devices_of(SPREAD, None, None) == checks.devices_of(parameters(), None, None) == (None, None)
+    checks.refuse_modules(nn.Sequential(nn.SyncBatchNorm(3)), "cuda")
+    checks.trainable(MIXED, {"1.weight", "1.bias"})
+    frozen = nn.Linear(3, 2)
+    frozen.bias.requires_grad_(False)
+    assert list(checks.trainable(frozen, ())) == ["weight"]
 
 
 def test_strides_are_those_of_the_gradient():
-    image = torch.empty(2, 3, 4, 4)
-    assert checks.empty_strides(image) == image.stride()
-    last = image.to(memory_format=torch.channels_last)
-    assert checks.empty_strides(last) == last.stride() != image.stride()
-    assert checks.empty_strides(image[:, ::2]) == (32, 16, 4, 1), "a gradient is packed"
+    last = torch.empty(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    assert checks.empty_strides(last) == last.stride()
+    assert checks.empty_strides(last.contiguous()[:, ::2]) == (32, 16, 4, 1), "a gradient is packed"
 
 
 def test_a_difference_is_told_with_both_names():
@@ -66,22 +73,17 @@ def test_a_difference_is_told_with_both_names():
     assert checks.first_difference(ours[:1], ours, 1) == said
 
 
-@pytest.mark.parametrize("what", checks.UNSUPPORTED)
-def test_what_is_not_supported_is_named(what):
-    checks.refuse_unsupported(None, None)
-    with pytest.raises(NotImplementedError, match=f"{what} is not supported"):
-        checks.refuse_unsupported(*(1 if name == what else None for name in checks.UNSUPPORTED))
+def warnings_of(**settings):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        DistributedDataParallel(nn.Linear(1, 1), **settings)
+    return [f"{warning.category.__name__}: {warning.message}" for warning in caught]
 
 
-def test_what_can_be_trained():
-    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2))
-    model[0].bias.requires_grad_(False)
-    assert list(checks.trainable(model, {"1.bias"})) == ["0.weight", "1.weight"]
-    with pytest.raises(RuntimeError, match="no parameter that requires a gradient"):
-        checks.trainable(model.requires_grad_(False), ())
-    with pytest.raises(RuntimeError, match=r"parameter 0\.weight is not initialised yet"):
-        checks.trainable(torch.nn.Sequential(torch.nn.LazyLinear(2)), ())
-    mixed = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1, device="meta"))
-    with pytest.raises(ValueError, match="different types of device: cpu, meta"):
-        checks.trainable(mixed, ())
-    checks.trainable(mixed, {"1.weight", "1.bias"})
+def test_older_arguments_are_named_with_what_to_write_instead():
+    both = {"broadcast_buffers": True, "forward_sync_buffers": False}
+    ways = [{"forward_sync_buffers": True}, {"broadcast_buffers": True}, both, {"check_reduction": True}]
+    [(nothing, [buffers], [two], [check])] = launch(lambda: [warnings_of(**way) for way in ways], world_size=1)
+    assert nothing == [] and buffers.startswith("FutureWarning: broadcast_buffers is deprecated. Use forward_sync_buff")
+    assert "so it is ignored" in two and "so it is ignored" not in buffers
+    assert check == "FutureWarning: check_reduction is deprecated and has no effect"

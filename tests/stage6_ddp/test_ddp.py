@@ -3,16 +3,9 @@
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn.parallel.distributed import _BufferCommHookLocation
 
-from ddp_course import launch, stage6_ddp
+from ddp_course import launch
 from ddp_course.stage6_ddp import DistributedDataParallel
-
-
-def test_the_stage_says_what_it_offers():
-    for name in stage6_ddp.__all__:
-        assert getattr(stage6_ddp, name).__module__.startswith("ddp_course.stage6_ddp"), name
-    assert {"DistributedDataParallel", "GradBucket", "SyncBatchNorm", "train"} == set(stage6_ddp.__all__)
 
 
 def branches(rank):
@@ -82,17 +75,6 @@ def test_inputs_move_to_the_device_of_the_module():
     assert arrived == [["cpu", "cpu", "kept"], ["meta", "meta", "kept"]]
 
 
-def on_a_part():
-    """What `Join` is told by a wrapper on a group of its own."""
-    group = dist.new_group([0, 1])
-    parallel = DistributedDataParallel(torch.nn.Linear(2, 2), process_group=group)
-    return parallel.join_process_group is group, str(parallel.join_device)
-
-
-def test_join_learns_the_device_and_the_group():
-    assert launch(on_a_part, world_size=2) == [(True, "cpu")] * 2
-
-
 def started():
     """How a wrapper begins: rank 0's weights, and buffers unless the older name says no."""
     found = {}
@@ -121,34 +103,3 @@ def test_rank_0_is_copied_in_the_beginning():
             "older": (5, 7 + rank),
             "none": (5 + rank, 7 + rank),
         }
-
-
-def buffered(hook_returns, location=None):
-    """How often a buffer hook ran by each point of a pass, and which of its futures were waited for."""
-    parallel = DistributedDataParallel(torch.nn.BatchNorm1d(2))
-    told = []
-
-    class Waited(list):
-        def wait(self):
-            told.append("waited")
-
-    def hook(state, buffers):
-        told.append((state, sorted(buffers)))
-        return [Waited()] if hook_returns else None
-
-    parallel._register_buffer_comm_hook("state", hook, location)
-    parallel.module.register_forward_hook(lambda *_: told.append("forward"))
-    for _ in range(2):
-        outputs = parallel(torch.randn(3, 2))
-        told.append("backward")
-        outputs.sum().backward()
-    return told
-
-
-def test_buffer_hooks_run_where_they_were_put_and_their_futures_are_waited_for():
-    called = ("state", ["num_batches_tracked", "running_mean", "running_var"])
-    ways = [(False,), (True,), (True, _BufferCommHookLocation.PRE_FORWARD)]
-    [(plain, waited, before)] = launch(lambda: [buffered(*way) for way in ways], world_size=1)
-    assert plain == ["forward", called, "backward"] * 2
-    assert waited == ["forward", called, "backward", "waited"] * 2
-    assert before == [called, "forward", "backward", "waited"] * 2

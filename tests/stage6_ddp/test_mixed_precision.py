@@ -56,12 +56,3 @@ def test_buckets_have_the_dtype_that_is_said_or_else_that_of_the_weights():
     for wanted, dtype in (((low, half), half), ((low, None), low), ((None, half), half), ((None, None), None)):
         _, cast, _ = run(param_dtype=wanted[0], reduce_dtype=wanted[1])
         assert cast.communicate == dtype
-
-
-def test_torchs_names_lead_to_the_weights():
-    """Between passes nothing is held in low precision."""
-    model, _, _ = run(param_dtype=torch.bfloat16)
-    weight = model.cast.weight
-    assert weight._fp_param.data_ptr() == weight.data_ptr() and weight._fp_param.dtype == torch.float32
-    assert weight._mp_param.dtype == torch.bfloat16 and weight._mp_param.numel() == 0
-    assert not hasattr(model.kept.weight, "_mp_param") and not hasattr(model.order, "_mp_param")

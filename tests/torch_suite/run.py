@@ -160,7 +160,7 @@ def run_all(args, top):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ddp", default="ddp_course.stage6_ddp.DistributedDataParallel", help="dotted name of a class")
+    parser.add_argument("--ddp", default="adapter.WithPrivateNames", help="dotted name of a class")
     parser.add_argument("--world-size", type=int, default=2, choices=[2, 3])
     parser.add_argument("--only", default="", help="regular expression on the names of tests")
     parser.add_argument("--patience", type=float, default=90.0, help="seconds for a test, and 20 times the control's")

@@ -21,7 +21,7 @@ HARD = "no_sync_grad_is_view|hook_parity_allreduce$|hook_parity_powerSGD|2D_Inpu
 
 
 @functools.cache
-def results(ddp="ddp_course.stage6_ddp.DistributedDataParallel", only=""):
+def results(ddp="adapter.WithPrivateNames", only=""):
     """{test: why it failed, or ""} of one run of the suite, in a process without threads, which can fork ranks."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "results.json"

@@ -1,0 +1,114 @@
+"""Reducers for models in which a pass does not compute each gradient exactly once.
+
+find_unused_parameters    a parameter may get no gradient, another one in each pass and on each rank
+static_graph              it may get none, or several parts, but the same number in every pass
+"""
+
+from ..running.torch_inside import after_backward
+from .reducer import Reducer
+from .unused import CHANGED, UNUSED_ALTHOUGH_SEARCHED, behind_entrance, count_users, tensors_in, used_anew, used_by
+
+
+class FindUnused(Reducer):
+    """Finds the unused parameters after every forward pass; the order may change, so buckets stay as they are."""
+
+    reason = UNUSED_ALTHOUGH_SEARCHED
+
+    def __init__(self, parameters, *settings, **named):
+        self.unused = []  # not yet marked ready in this pass
+        self.used = [0] * len(parameters)  # since the last synchronised pass, on this rank
+        self.users = [0] * len(parameters)  # the number of ranks that used a parameter, in the last bitmap
+        super().__init__(parameters, *settings, **named | {"order_is_known": True})
+
+    def expect(self, outputs):
+        """As in every reducer; also look for the parameters that are not behind `outputs`."""
+        super().expect(outputs)
+        tensors = tensors_in(outputs)
+        used = used_by(tensors) if tensors else set(self.parameters)
+        self.unused = [index for index, parameter in enumerate(self.parameters) if parameter not in used]
+        return behind_entrance(outputs, lambda: None)
+
+    def rebuild(self):
+        """Keep the buckets; raise RuntimeError if the last pass has no end."""
+        self.check_finished()
+
+    def gradient_ready(self, index):
+        """As in every reducer; also note the use, in a `no_sync` pass too: its gradient will be averaged later."""
+        if self.parameters[index].grad is not None:
+            self.used[index] = 1
+        super().gradient_ready(index)
+
+    def completed_by(self, index):
+        """With the first gradient of a pass all unused parameters too."""
+        while self.unused:
+            yield self.unused.pop(0)
+        yield index
+
+    def all_sent(self):
+        """Send the bitmap after the last bucket."""
+        self.counting = count_users(self.used, self.parameters[0].device, self.group)
+
+    def untouched(self):
+        """The parameters that are 0 in the sum of the bitmaps."""
+        self.users, self.used = self.counting(), [0] * len(self.parameters)
+        return {parameter for parameter, count in zip(self.parameters, self.users, strict=True) if count == 0}
+
+    def all_shadowed(self):
+        """Repeat the last bitmap, as torch does: a parameter that was used remains in use."""
+        self.users = count_users(self.users, self.parameters[0].device, self.group)()
+
+
+class StaticGraph(Reducer):
+    """Counts the parts of each gradient in the first pass, and reduces at its end; later passes expect the same."""
+
+    reason = CHANGED
+
+    def __init__(self, parameters, *settings, **named):
+        self.counts, self.counted = [0] * len(parameters), False
+        self.idle = None  # the parameters that no rank used in the first pass
+        super().__init__(parameters, *settings, **named)
+
+    def start_over(self):
+        """As in every reducer; also expect all parts of all gradients."""
+        super().start_over()
+        self.end_is_queued, self.remaining = False, list(self.counts)
+        self.unused = [index for index, count in enumerate(self.counts) if count == 0]
+
+    def expect(self, outputs):
+        """As in every reducer; in the first pass, outputs go through an entrance that finds the end of backward."""
+        super().expect(outputs)
+        return outputs if self.counted else behind_entrance(outputs, self.first_backward)
+
+    def first_backward(self):
+        """The first backward pass begins: all gradients are reduced at its end, once."""
+        if self.expecting and not self.end_is_queued:
+            self.end_is_queued = True
+            after_backward(self.reduce_all)
+
+    def completed_by(self, index):
+        """Nothing in the first pass; later the parameter, when this was the last part of its gradient."""
+        if not self.counted:
+            self.ready.add(index)
+            self.counts[index] += 1
+            return
+        while self.unused:
+            yield self.unused.pop(0)
+        self.remaining[index] -= 1
+        if self.remaining[index] < 0:
+            raise RuntimeError(used_anew(self.names[index]))
+        if self.remaining[index] == 0:
+            yield index
+
+    def reduce_all(self):
+        """The end of the first pass: all gradients are there, in however many parts they came."""
+        self.counted, self.ready = True, set()
+        self.counting = count_users(self.counts, self.parameters[0].device, self.group)
+        for index in range(len(self.parameters)):
+            self.mark_ready(index)
+        self.order = []  # the next pass shows in which order gradients become ready
+
+    def untouched(self):
+        """The parameters that no rank used in the first pass: asked once."""
+        if self.idle is None:
+            self.idle = {p for p, count in zip(self.parameters, self.counting(), strict=True) if count == 0}
+        return self.idle
