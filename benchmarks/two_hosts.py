@@ -19,10 +19,11 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
+from ddp_course.running import virtual_hosts
 from ddp_course.running.join import join
 from ddp_course.running.launching import hosts
 from ddp_course.running.launching.launch import launch
-from ddp_course.running.links import available, virtual_hosts
+from ddp_course.running.links import available
 from ddp_course.stage4_ring import ring_all_reduce
 
 from .harness import Part, Promise, Row, slowest

@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
-from ..running import trial
+from ..running import virtual_hosts
 
 GIB = 2**30
 NEEDED_MEMORY = 1.5 * GIB  # for a lesson with four ranks: docs/TROUBLESHOOTING.md says how it was measured
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
 def main() -> int:
     """Print the report; return 1 if the course cannot run here, else 0."""
     if find_spec("torch"):  # without it nobody would ask what came of it
-        trial.begin()  # beside the import of torch, which takes longer
+        virtual_hosts.begin_attempt()  # beside the import of torch, which takes longer
     parts = {"Machine": [*machine()], "Torch": [*torch_parts()]}
     has_torch = len(parts["Torch"]) > 1
     parts |= {"Links": links() if has_torch else [], "Notebooks": [*jupyter()]}

@@ -74,7 +74,7 @@ def test_gpus_that_cuda_cannot_use_are_a_line_and_no_traceback(capsys, monkeypat
 def test_without_torch_the_report_ends_with_what_to_do(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     monkeypatch.setattr(doctor, "links", lambda: pytest.fail("links need torch"))
-    monkeypatch.setattr(doctor.trial, "begin", lambda: pytest.fail("nobody would wait for it"))
+    monkeypatch.setattr(doctor.virtual_hosts, "begin_attempt", lambda: pytest.fail("nobody would wait for it"))
     assert doctor.main() == 1
     assert "run: make setup" in (printed := capsys.readouterr().out)
     assert "jupyterlab" in printed
@@ -82,7 +82,7 @@ def test_without_torch_the_report_ends_with_what_to_do(capsys, monkeypatch):
 
 def test_hosts_are_tried_while_torch_is_imported(monkeypatch):
     order = []
-    monkeypatch.setattr(doctor.trial, "begin", lambda: order.append("hosts"))
+    monkeypatch.setattr(doctor.virtual_hosts, "begin_attempt", lambda: order.append("hosts"))
     monkeypatch.setattr(doctor, "torch_parts", lambda: iter(order.append("torch") or ()))
     doctor.main()
     assert order == ["hosts", "torch"]

@@ -15,7 +15,8 @@ from pathlib import Path
 import psutil
 from pyroute2 import IPRoute
 
-from ddp_course.running.links import on_hosts, virtual_hosts
+from ddp_course.running import virtual_hosts
+from ddp_course.running.links import on_hosts
 
 HOSTS = 4
 SSHD = """

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import LinkError
-from .. import units
-from . import capacity, modes, virtual_hosts
+from .. import units, virtual_hosts
+from . import capacity, modes
 from .presets import LINKS
 
 SLOWEST = 1e6  # bits a second: below that, the ranks would need minutes to find each other

@@ -10,10 +10,8 @@ enter(rank)             in a rank, before it makes any socket
 from pathlib import Path
 
 from ...errors import LinkError
-from .. import wire
+from .. import virtual_hosts, wire
 from ..launching.setting import start_method
-from ..trial import try_hosts
-from . import virtual_hosts
 
 SPAWNED = "ranks are not forked here, and a process that runs already cannot enter them"
 
@@ -43,7 +41,7 @@ class VirtualHosts:
         """What stands in the way of virtual hosts with this latency."""
         if start_method() == "spawn":
             return SPAWNED
-        tried = try_hosts()
+        tried = virtual_hosts.allowed()
         without_netem = "this kernel has no netem; the wire has latency"
         return tried["reason"] or (without_netem if latency and not tried["latency"] else None)
 

@@ -16,10 +16,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .. import units
-from . import virtual_hosts
-
-PR_SET_PDEATHSIG, CLONE_NEWPID = 1, 0x20000000
+from .. import linux, units, virtual_hosts
 
 
 def start(
@@ -39,7 +36,7 @@ def start(
     if child:
         return child
     try:
-        end_with_parent()
+        linux.die_with_parent()
         virtual_hosts.enter(hosts, number)
         if output is not None:
             os.dup2(output, 1)
@@ -58,20 +55,15 @@ def become(command: list[str]) -> Any:
 
     It sees its own processes under /proc (their numbers differ from the machine's), unless mounting is forbidden.
     """
-    virtual_hosts.check(virtual_hosts.libc().unshare(CLONE_NEWPID | virtual_hosts.CLONE_NEWNS), "unshare")
+    linux.unshare(linux.CLONE_NEWPID | linux.CLONE_NEWNS)
     first = os.fork()
     if first == 0:
-        end_with_parent()
+        linux.die_with_parent()
         with contextlib.suppress(OSError):
-            virtual_hosts.mount(None, "/", None, virtual_hosts.MS_REC | virtual_hosts.MS_PRIVATE)
-            virtual_hosts.mount("proc", "/proc", "proc", 0)
+            linux.mount(None, "/", None, linux.MS_REC | linux.MS_PRIVATE)
+            linux.mount("proc", "/proc", "proc", 0)
         os.execvp(command[0], command)
     os._exit(os.waitstatus_to_exitcode(os.waitpid(first, 0)[1]) % 256)
-
-
-def end_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends."""
-    virtual_hosts.libc().prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def stop(child: int) -> None:

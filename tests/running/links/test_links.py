@@ -19,8 +19,8 @@ from oracles import assert_all_equal_sum, rank_tensor
 
 from ddp_course import launch, stage3_paramserver, stage4_ring
 from ddp_course.errors import LinkError
-from ddp_course.running import links, trial, wire
-from ddp_course.running.links import LINKS, Link, calibration, capacity, link, modes, throttle
+from ddp_course.running import links, virtual_hosts, wire
+from ddp_course.running.links import LINKS, Link, capacity, link, throttle
 
 MODES = [
     pytest.param("hosts", marks=pytest.mark.skipif(bool(links.available()["hosts"]), reason="no virtual hosts here")),
@@ -36,35 +36,29 @@ FASTER = 0.95  # a token bucket lets the first few kB of a message pass at once
 
 
 @pytest.mark.parametrize(
-    "text, bits", [("200Mbit", 2e8), ("1.5Gbit/s", 1.5e9), ("5000 kbit", 5e6), ("3.6tbit", 3.6e12), ("1000kbit", 1e6)]
+    "parse, values",
+    [
+        (link.parse_bandwidth, {"200Mbit": 2e8, "1.5Gbit/s": 1.5e9, "5000 kbit": 5e6, "3.6tbit": 3.6e12}),
+        (link.parse_latency, {"0ms": 0, "5ms": 5e-3, "100us": 1e-4, "1 s": 1}),
+    ],
 )
-def test_bandwidth(text, bits):
-    assert link.parse_bandwidth(text) == pytest.approx(bits)
+def test_what_is_accepted(parse, values):
+    assert {text: parse(text) for text in values} == pytest.approx(values)
 
 
 @pytest.mark.parametrize(
-    "text", ["", "fast", "200", "Mbit", "0Mbit", "-5Mbit", "1e400Mbit", "5ms", "900kbit", None, 200, "nanMbit"]
+    "option, values, words",
+    [
+        ("bandwidth", ["", "fast", "200", "Mbit", "0Mbit", "-5Mbit", "1e400Mbit", "5ms", "900kbit", None], "bandwidth"),
+        ("latency", ["", "soon", "5", "-1ms", "11s", "200Mbit", None], "time|latency"),
+        ("hosts", [0, 1.5], "hosts"),
+        ("mode", ["x"], "unknown mode 'x'"),
+    ],
 )
-def test_impossible_bandwidth(text):
-    with pytest.raises(LinkError, match="bandwidth"):
-        Link(text, mode="wire")
-
-
-@pytest.mark.parametrize("text, seconds", [("0ms", 0), ("5ms", 5e-3), ("100us", 1e-4), ("1 s", 1)])
-def test_latency(text, seconds):
-    assert link.parse_latency(text) == pytest.approx(seconds)
-
-
-@pytest.mark.parametrize("text", ["", "soon", "5", "-1ms", "11s", "200Mbit", None])
-def test_impossible_latency(text):
-    with pytest.raises(LinkError, match=r"time|latency"):
-        Link("200Mbit", text, mode="wire")
-
-
-@pytest.mark.parametrize("options, pattern", [({"hosts": 0}, "hosts"), ({"hosts": 1.5}, "hosts"), ({"mode": "x"}, "x")])
-def test_impossible_link(options, pattern):
-    with pytest.raises(LinkError, match=pattern):
-        Link("200Mbit", **options)
+def test_what_is_refused(option, values, words):
+    for value in values:
+        with pytest.raises(LinkError, match=words):
+            Link(**{"mode": "wire", option: value})
 
 
 def test_more_hosts_than_ranks_and_nccl_are_refused():
@@ -90,18 +84,6 @@ def test_a_busy_moment_does_not_lead_to_a_refusal(monkeypatch):
     Link("400Mbit", hosts=1, mode="wire").rehearse(1)
 
 
-def test_checking_and_describing_a_link_launches_nothing_and_prints_nothing(monkeypatch, capsys):
-    monkeypatch.setattr(capacity, "run_ranks", lambda *_, **__: pytest.fail("a launch"))
-    monkeypatch.setattr(calibration, "launch", lambda *_, **__: pytest.fail("a launch"))
-    made = Link("29Tbit", mode="wire")
-    made.check(4)
-    assert made.describe()["bandwidth_bits_s"] == 29e12
-    assert capsys.readouterr() == ("", "")
-    with pytest.raises(pytest.fail.Exception):  # the negative control
-        capacity.capacity.cache_clear()
-        made.rehearse(4)
-
-
 def test_known_links_in_slow_motion():
     made = Link.like("NVLink A100", slowed=1000, scale=20, mode="wire")
     assert made.bandwidth == pytest.approx(2.4e12 / 20_000) and made.latency == pytest.approx(3.4e-3)
@@ -114,48 +96,29 @@ def test_known_links_in_slow_motion():
         Link.like("PCIe 4", scale=-2)
 
 
-def test_round_down():
-    assert [capacity.round_down(bits) for bits in (955e6, 1.23e9, 99.99e6)] == pytest.approx([950e6, 1.2e9, 99e6])
-
-
 def test_automatic_mode_takes_the_wire_where_hosts_are_forbidden(monkeypatch):
-    monkeypatch.setattr(modes, "try_hosts", lambda: {"reason": "AppArmor says no", "latency": False})
+    monkeypatch.setattr(virtual_hosts, "allowed", lambda: {"reason": "AppArmor says no", "latency": False})
     assert Link().mode == "wire" and "throttled wire" in str(Link())
     assert links.available() == {"hosts": "AppArmor says no", "hosts with latency": "AppArmor says no", "wire": None}
     with pytest.raises(LinkError, match=r"AppArmor says no.*wire"):
         Link(mode="hosts")
 
 
-@pytest.fixture
-def tried_anew():
-    """What was tried before is forgotten, and so is what the test tries."""
-    found = trial.try_hosts.cache_clear, trial.begin.cache_clear
-    for forget in found:
-        forget()
-    yield
-    for forget in found:
-        forget()
-
-
-@pytest.mark.parametrize("script, why", [("print('yes')", "Expecting value"), ("import time; time.sleep(99)", "timed")])
-def test_an_attempt_that_tells_nothing_takes_the_wire(script, why, tried_anew, monkeypatch, tmp_path):
-    (tmp_path / "script.py").write_text(script)
-    monkeypatch.setattr(trial, "SCRIPT", tmp_path / "script.py")
-    monkeypatch.setattr(trial, "SECONDS", 3)
-    assert Link().mode == "wire"
-    assert re.search(rf"the attempt to build them failed \(.*{why}", links.available()["hosts"])
-    assert trial.begin().poll() is not None
-
-
-def test_where_no_process_can_be_had_the_wire_is_taken(tried_anew, monkeypatch, tmp_path):
-    monkeypatch.setattr(trial, "SCRIPT", tmp_path)
-    monkeypatch.setattr(trial.sys, "executable", str(tmp_path / "nowhere"))
-    assert Link().mode == "wire"
-    assert "the attempt to build them failed (" in links.available()["hosts"]
+@pytest.mark.parametrize(
+    "program, why",
+    [("print('yes')", "Expecting value"), ("import time; time.sleep(99)", "timed"), (None, "No such file")],
+)
+def test_an_attempt_that_fails_takes_the_wire(program, why, monkeypatch):
+    begun = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) if program else OSError(why)
+    monkeypatch.setattr(virtual_hosts, "begin_attempt", lambda: begun)
+    monkeypatch.setattr(virtual_hosts, "ATTEMPT_SECONDS", 3)
+    monkeypatch.setattr(virtual_hosts, "allowed", virtual_hosts.allowed.__wrapped__)
+    assert re.search(rf"the attempt to build them failed \(.*{why}", virtual_hosts.allowed()["reason"])
+    assert program is None or begun.poll() is not None
 
 
 def test_latency_without_netem_takes_the_wire(monkeypatch):
-    monkeypatch.setattr(modes, "try_hosts", lambda: {"reason": None, "latency": False})
+    monkeypatch.setattr(virtual_hosts, "allowed", lambda: {"reason": None, "latency": False})
     assert Link().mode == "hosts" and Link(latency="5ms").mode == "wire"
     with pytest.raises(LinkError, match="netem"):
         Link(latency="5ms", mode="hosts")
@@ -167,7 +130,7 @@ def test_hosts_that_fail_later_become_a_wire_and_say_so(monkeypatch, capsys):
             raise LinkError("virtual hosts could not be built: no space left")
         return 1e12
 
-    monkeypatch.setattr(modes, "try_hosts", lambda: {"reason": None, "latency": False})
+    monkeypatch.setattr(virtual_hosts, "allowed", lambda: {"reason": None, "latency": False})
     monkeypatch.setattr(capacity, "capacity", carried)
     link = Link()
     assert launch(socket.gethostname, world_size=2, device="cpu", link=link) == [socket.gethostname()] * 2
@@ -201,29 +164,21 @@ def deliver(switch, sender, receiver, nbytes):
     return switch.clock.slept[:]
 
 
-def test_a_message_takes_its_bytes_and_arrives_after_the_latency(switch):
-    assert deliver(switch, 0, 2, 2000) == [2.0, 2.5]
-
-
-def test_messages_queue_on_the_senders_link(switch):
-    deliver(switch, 0, 2, 2000)
-    assert deliver(switch, 0, 3, 1000) == [3.0, 3.5]
-
-
-def test_messages_queue_on_the_receivers_link(switch):
-    deliver(switch, 0, 2, 2000)
-    assert deliver(switch, 3, 2, 1000) == [1.0, 3.5]
-
-
-def test_both_directions_are_free_of_each_other(switch):
-    deliver(switch, 0, 2, 2000)
-    assert deliver(switch, 2, 0, 2000) == [2.0, 2.5]
-
-
-def test_ranks_of_one_host_share_its_link_but_not_among_themselves(switch):
-    assert deliver(switch, 0, 1, 5000) == []
-    deliver(switch, 0, 2, 2000)
-    assert deliver(switch, 1, 3, 1000) == [3.0, 3.5]
+@pytest.mark.parametrize(
+    "before, message, waits",
+    [
+        (None, (0, 2, 2000), [2.0, 2.5]),  # its bytes, and the latency
+        ((0, 2, 2000), (0, 3, 1000), [3.0, 3.5]),  # they queue on the sender's link
+        ((0, 2, 2000), (3, 2, 1000), [1.0, 3.5]),  # they queue on the receiver's link
+        ((0, 2, 2000), (2, 0, 2000), [2.0, 2.5]),  # both directions are free of each other
+        (None, (0, 1, 5000), []),  # inside a host there is no link
+        ((0, 2, 2000), (1, 3, 1000), [3.0, 3.5]),  # the ranks of a host share its link
+    ],
+)
+def test_when_sender_and_receiver_go_on(switch, before, message, waits):
+    if before:
+        deliver(switch, *before)
+    assert deliver(switch, *message) == waits
 
 
 def test_time_counts_from_the_moment_when_both_are_ready(switch):
@@ -237,16 +192,6 @@ def test_time_counts_from_the_moment_when_both_are_ready(switch):
         assert switch.clock.slept == [expected]
 
 
-def test_messages_under_way_keep_their_own_times(switch):
-    sender, receiver = throttle.Throttle(switch, 0), throttle.Throttle(switch, 2)
-    sent = [sender.post("send", 1000, 2) for _ in range(3)]
-    received = [receiver.post("recv", 1000, 0) for _ in range(3)]
-    switch.clock.slept.clear()
-    for ticket in (*sent, *received):
-        sender.finish(ticket)
-    assert switch.clock.slept == [1.0, 2.0, 3.0, 1.5, 2.5, 3.5]
-
-
 @pytest.mark.parametrize("pause, late", [(0.001, 0.0), (1.0, 0.003)])
 def test_a_rank_that_was_woken_late_and_goes_on_at_once_makes_up_for_it(switch, monkeypatch, pause, late):
     monkeypatch.setattr(throttle.time, "sleep", lambda seconds: setattr(switch.clock, "now", 101.503))
@@ -257,16 +202,6 @@ def test_a_rank_that_was_woken_late_and_goes_on_at_once_makes_up_for_it(switch, 
     switch.clock.now += pause
     second.post("send", 1000, 0)
     assert answer[throttle.DEPARTS] == pytest.approx(101.5 + late + pause + 1.0)
-
-
-def test_groups_have_channels_of_their_own(switch):
-    groups = [SimpleNamespace(group_name=name) for name in "abc"]
-    channels = [throttle.channel(group) for group in groups]
-    assert throttle.channel(None) == 0 and all(0 < channel < throttle.CHANNELS for channel in channels)
-    sender, receiver = throttle.Throttle(switch, 0), throttle.Throttle(switch, 2)
-    sender.post("send", 1000, 2)
-    ticket = receiver.post("recv", 1000, 0, groups[0])
-    assert ticket[0][throttle.ARRIVES] == 0.0  # its partner has not come: that message was another group's
 
 
 # Between real ranks
@@ -408,23 +343,6 @@ def two_threads():
     for thread in threads:
         thread.join()
     return [tensor.mean().item() for tensor in tensors]
-
-
-def names_and_control():
-    """The addresses behind the hosts' names, and how TCP between them reacts to a full queue."""
-    names = ["host0", "host1", "switch", "localhost"]
-    listener = socket.create_server(("", 7000))
-    dist.barrier()
-    with socket.create_connection((names[1 - dist.get_rank()], 7000)) as connection, listener:
-        control = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
-        dist.barrier()
-    return [socket.gethostbyname(name) for name in names], control.rstrip(b"\0")
-
-
-@pytest.mark.parametrize("mode", MODES[:1])
-def test_hosts_know_each_other_by_name_and_use_reno(mode):
-    expected = ["10.77.0.1", "10.77.0.2", "10.77.255.254", "127.0.0.1"], b"reno"
-    assert launch(names_and_control, world_size=2, device="cpu", link=Link(mode=mode)) == [expected] * 2
 
 
 TRAIN = """

@@ -11,29 +11,32 @@ TCP runs over it: gloo, torch's own DDP and torchrun need no change. The namespa
 only processes and open descriptors hold them, so the kernel removes them when the last process ends, however
 it ends. Root unshares them directly; anyone else first becomes root in a user namespace of their own.
 
-This file imports nothing of the course, so that it can be tried out in a small process: `attempt` below.
+Whether this machine allows all that is tried once, in a small process: namespaces want one without threads. So this
+module imports nothing that takes long.
 Sources: network_namespaces(7), user_namespaces(7), tc-tbf(8).
 """
 
-import ctypes
 import errno
 import json
 import os
 import socket
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any
 
-CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWUSER, CLONE_NEWNET = 0x00020000, 0x04000000, 0x10000000, 0x40000000
-MS_REC, MS_PRIVATE, MS_BIND, MNT_DETACH = 0x4000, 0x40000, 0x1000, 2
+from . import linux
+
 SWITCH_ADDRESS, PREFIX = "10.77.255.254", 16
 MAX_HOSTS = 250
 HEADER = 1514  # an Ethernet frame with 1,500 bytes of payload
 BURST_SECONDS = 0.0008  # what may pass at full speed after a pause: as little as the timers allow
 QUEUE_SECONDS = 0.2  # how much a switch port holds back before it drops
-TIMEOUT_SECONDS, TRIAL_LATENCY = 10, 0.02
+TIMEOUT_SECONDS, ATTEMPT_SECONDS, TRIAL_LATENCY = 10, 60, 0.02
 
 
 def build(host_count: int, bits_per_second: float, latency_seconds: float = 0.0) -> list[int]:
@@ -41,26 +44,26 @@ def build(host_count: int, bits_per_second: float, latency_seconds: float = 0.0)
 
     The process must have one thread only. Raises OSError, or pyroute2's NetlinkError, where it is not allowed.
     """
-    unshare_all()
+    linux.unshare_as_anyone(linux.CLONE_NEWNET | linux.CLONE_NEWNS | linux.CLONE_NEWUTS)
     home = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     hosts = [new_network() for _ in range(host_count)]
-    setns(home)
+    linux.setns(home)
     name_hosts(host_count)
     build_switch(hosts, bits_per_second, latency_seconds)
     for number, host in enumerate(hosts):
-        setns(host)
+        linux.setns(host)
         plug_in(number, bits_per_second)
-    setns(home)
+    linux.setns(home)
     os.close(home)
     return hosts
 
 
 def enter(hosts: Sequence[int], number: int) -> None:
     """Move this process into host `number` of the descriptors that `build` returned, for good."""
-    setns(hosts[number])
+    linux.setns(hosts[number])
     for host in hosts:
         os.close(host)
-    check(libc().unshare(CLONE_NEWUTS), "unshare")
+    linux.unshare(linux.CLONE_NEWUTS)
     socket.sethostname(f"host{number}")
     os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
 
@@ -70,22 +73,9 @@ def address(number: int) -> str:
     return f"10.77.0.{number + 1}"
 
 
-def unshare_all() -> None:
-    """Leave the machine's network, mounts and host name; by way of a user namespace if that is forbidden."""
-    wanted = CLONE_NEWNET | CLONE_NEWNS | CLONE_NEWUTS
-    try:
-        check(libc().unshare(wanted), "unshare")
-    except PermissionError:
-        user, group = os.geteuid(), os.getegid()
-        check(libc().unshare(wanted | CLONE_NEWUSER), "unshare")
-        for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
-            with open(f"/proc/self/{name}", "w") as file:
-                file.write(text)
-
-
 def new_network() -> int:
     """Enter a new network namespace and return a descriptor that keeps it alive."""
-    check(libc().unshare(CLONE_NEWNET), "unshare")
+    linux.unshare(linux.CLONE_NEWNET)
     return os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
 
 
@@ -94,13 +84,13 @@ def name_hosts(host_count: int) -> None:
     lines = ["127.0.0.1 localhost", f"{SWITCH_ADDRESS} switch"]
     lines += [f"{address(number)} host{number}" for number in range(host_count)]
     folder = tempfile.gettempdir()
-    mount(None, "/", None, MS_REC | MS_PRIVATE)
-    mount("tmpfs", folder, "tmpfs", 0)
+    linux.mount(None, "/", None, linux.MS_REC | linux.MS_PRIVATE)
+    linux.mount("tmpfs", folder, "tmpfs", 0)
     names = os.path.join(folder, "hosts")
     with open(names, "w") as file:
         file.write("\n".join(lines) + "\n")
-    mount(names, "/etc/hosts", None, MS_BIND)
-    check(libc().umount2(folder.encode(), MNT_DETACH), "umount")
+    linux.mount(names, "/etc/hosts", None, linux.MS_BIND)
+    linux.unmount(folder)
 
 
 def build_switch(hosts: Sequence[int], bits_per_second: float, latency_seconds: float) -> None:
@@ -165,27 +155,36 @@ def index_of(ip: Any, name: str) -> int:
     return ip.link_lookup(ifname=name)[0]
 
 
-def libc() -> Any:
-    """The C library: Python has no unshare and mount of its own (os.unshare came with 3.12)."""
-    return ctypes.CDLL(None, use_errno=True)
+@cache
+def begin_attempt() -> subprocess.Popen | OSError | None:
+    """Start `attempt` in a process, without waiting for it; the error if none can be had, None if not on Linux."""
+    if sys.platform != "linux":
+        return None
+    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    nothing, pipe = subprocess.DEVNULL, subprocess.PIPE
+    command, environ = [sys.executable, "-m", __name__], {**os.environ, "PYTHONPATH": path}
+    try:
+        return subprocess.Popen(command, stdin=nothing, stdout=pipe, stderr=nothing, env=environ)
+    except OSError as error:
+        return error
 
 
-def setns(descriptor: int) -> None:
-    """Move this process into the namespace that the descriptor stands for."""
-    check(libc().setns(descriptor, 0), "setns")
-
-
-def mount(source: str | None, target: str, kind: str | None, flags: int) -> None:
-    """mount(2)."""
-    coded = [text and text.encode() for text in (source, target, kind)]
-    check(libc().mount(*coded, ctypes.c_ulong(flags), None), f"mount {target}")
-
-
-def check(returned: int, what: str) -> None:
-    """Raise what errno says if a call of the C library failed."""
-    if returned:
-        number = ctypes.get_errno()
-        raise OSError(number, f"{what}: {os.strerror(number)}")
+@cache
+def allowed() -> dict[str, Any]:
+    """What `attempt` found out, once: {"reason": None or one line about what forbids hosts, "latency": bool}."""
+    process = begin_attempt()
+    if process is None:
+        return {"reason": "virtual hosts need Linux", "latency": False}
+    try:
+        if isinstance(process, OSError):
+            raise process
+        with process:
+            try:
+                return json.loads(process.communicate(timeout=ATTEMPT_SECONDS)[0])
+            finally:
+                process.kill()
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        return {"reason": f"the attempt to build them failed ({error})", "latency": False}
 
 
 def attempt() -> dict[str, Any]:
@@ -205,10 +204,10 @@ def crossing(latency_seconds: float) -> float:
     """Seconds until a byte from host 1 of a new network is at host 0: three times the latency, with the handshake."""
     hosts = build(2, 1e9, latency_seconds)
     switch = os.open("/proc/self/ns/net", os.O_RDONLY)  # keeps it alive while this process is in a host
-    setns(hosts[0])
+    linux.setns(hosts[0])
     listener = socket.create_server((address(0), 0))
     listener.settimeout(TIMEOUT_SECONDS)
-    setns(hosts[1])
+    linux.setns(hosts[1])
     start = time.monotonic()
     with socket.create_connection(listener.getsockname(), TIMEOUT_SECONDS) as connection:
         connection.sendall(b"!")
@@ -233,5 +232,4 @@ def explain(error: BaseException) -> str:
 
 
 if __name__ == "__main__":
-    sys.path.pop(0)  # this folder, whose modules are not meant to be found by name
     json.dump(attempt(), sys.stdout)
