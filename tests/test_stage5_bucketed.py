@@ -140,31 +140,6 @@ def test_communication_starts_before_backward_ends():
         assert traffic.bytes_sent == payload  # 2 (K-1)/K p at K=2
 
 
-def gradients_there_at_the_first_ring(bucket_cap_mb):
-    model, arrived, there = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4))), [], []
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(arrived.append)  # before the hooks that fill the buckets
-    first_ring_has_begun = threading.Event()
-
-    def ring(flat, group=None):
-        there.append(len(arrived))
-        first_ring_has_begun.set()
-        ring_all_reduce(flat, group)
-
-    parallel = BucketedDDP(model, bucket_cap_mb, all_reduce=ring)
-    if len(parallel.buckets) > 1:  # before its last gradient, backward waits for the ring that should have begun
-        next(model.parameters()).register_hook(lambda _: first_ring_has_begun.wait(20) and None)
-    parallel(torch.randn(8, 64)).sum().backward()
-    return there[0], len(list(model.parameters()))
-
-
-def test_a_single_bucket_hides_nothing():
-    for there, parameters in launch(gradients_there_at_the_first_ring, 100.0, world_size=2):
-        assert there == parameters, "its ring cannot begin before the last gradient is there"
-    for there, parameters in launch(gradients_there_at_the_first_ring, 0.02, world_size=2):
-        assert there < parameters, "a small bucket's ring need not wait for all gradients"
-
-
 def unused_parameter():
     model = torch.nn.ModuleDict({"used": torch.nn.Linear(2, 2), "unused": torch.nn.Linear(2, 2)})
     parallel = BucketedDDP(model)

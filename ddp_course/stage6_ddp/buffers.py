@@ -7,8 +7,6 @@ updates its own from its own share of the batch. So rank 0's are broadcast, and 
 import torch
 import torch.distributed as dist
 
-from ..running.torch_inside import unnoticed_by_autograd
-
 MESSAGE = 250 * 2**20  # bytes in one broadcast at most: the flat copy takes memory
 
 
@@ -35,13 +33,3 @@ def batches(tensors, limit=MESSAGE):
         filling[key] = [*batch, tensor], so_far + size
     for batch, _ in filling.values():
         yield batch
-
-
-def broadcast_buffers(buffers, src=0, group=None):
-    """Overwrite {name: buffer} with rank `src`'s, unnoticed by autograd.
-
-    A first forward pass may have saved a buffer for its backward; the broadcast of the second pass must not make
-    autograd believe that the value was tampered with.
-    """
-    with unnoticed_by_autograd(buffers.values()):
-        broadcast_tensors(buffers.values(), src, group)

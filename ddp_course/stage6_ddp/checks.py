@@ -12,15 +12,7 @@ import torch.distributed as dist
 from ..errors import MismatchError
 from ..running.torch_inside import default_group
 
-UNSUPPORTED = "delay_all_reduce_named_params", "param_to_hook_all_reduce"
 SHARDED = {"FullyShardedDataParallel", "FSDPModule"}  # stage 7's class and torch's two, of which none is known here
-
-
-def refuse_unsupported(*values):
-    """Raise NotImplementedError if an argument is given that this DDP cannot honour."""
-    for name, value in zip(UNSUPPORTED, values, strict=True):
-        if value is not None:
-            raise NotImplementedError(f"{name} is not supported by stage 6; leave it out")
 
 
 def warn_of_old_names(broadcast_buffers, forward_sync_buffers, check_reduction):
@@ -28,8 +20,7 @@ def warn_of_old_names(broadcast_buffers, forward_sync_buffers, check_reduction):
     if broadcast_buffers is not None:
         ignored = "; forward_sync_buffers is given too, so it is ignored" if forward_sync_buffers is not None else ""
         warnings.warn(
-            "broadcast_buffers is deprecated. Use forward_sync_buffers, which differs in one thing: when False, "
-            f"buffers are still made equal once, at the beginning{ignored}",
+            f"broadcast_buffers is deprecated. Use forward_sync_buffers, with which buffers start equal{ignored}",
             FutureWarning,
             stacklevel=3,
         )
@@ -50,9 +41,7 @@ def trainable(module, ignored):
         raise ValueError(f"the model's parameters are on different types of device: {', '.join(sorted(kinds))}")
     parameters = {name: parameter for name, parameter in managed.items() if parameter.requires_grad}
     if not parameters:
-        raise RuntimeError(
-            "DistributedDataParallel is not needed: the module has no parameter that requires a gradient"
-        )
+        raise RuntimeError("DistributedDataParallel has nothing to do: no parameter of the module requires a gradient")
     return parameters
 
 

@@ -9,11 +9,10 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable
 
 from ..running.communication import keep_for_backward
-from ..running.torch_inside import tree_map_only
+from ..running.torch_inside import tree_map_only, unnoticed_by_autograd
 from . import checks, in_backward
 from .automatic import calibrate
 from .buckets import size_limits
-from .buffers import broadcast_buffers as broadcast_named_buffers
 from .buffers import broadcast_tensors
 from .communication import by_algorithm, by_backend, by_hook, check_hook
 from .graphs import FindUnused, StaticGraph
@@ -56,7 +55,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         param_to_hook_all_reduce=None, mixed_precision=None, device_mesh=None, skip_all_reduce_unused_params=False,
         bucket_cap_mb_list=None, batched_grad_copy=False, forward_sync_buffers=None, all_reduce=None,
     ):  # fmt: skip
-        checks.refuse_unsupported(delay_all_reduce_named_params, param_to_hook_all_reduce)
+        if (delay_all_reduce_named_params, param_to_hook_all_reduce) != (None, None):
+            raise NotImplementedError("delay_all_reduce_named_params and param_to_hook_all_reduce are not supported")
         checks.warn_of_old_names(broadcast_buffers, forward_sync_buffers, check_reduction)
         super().__init__()
         Joinable.__init__(self)
@@ -158,7 +158,9 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         """Broadcast the buffers of `src`; None is rank 0, in `join` a rank with data, after it the last rank."""
         if src is None:
             src = common_rank(self, True) if self._join_config.enable else self.buffers_from
-        broadcast_named_buffers(self.named_buffers_in_sync(), src, self.process_group)
+        buffers = self.named_buffers_in_sync().values()
+        with unnoticed_by_autograd(buffers):  # an earlier forward pass may have saved one for its backward pass
+            broadcast_tensors(buffers, src, self.process_group)
 
     # Buckets, for checkpoints
 
@@ -210,9 +212,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         With `throw_on_early_termination` all ranks raise RuntimeError as soon as one is out of data: needed where the
         model has collectives of its own, such as SyncBatchNorm, which cannot be shadowed.
         """
-        return Join(
-            [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
-        )
+        divide = {"divide_by_initial_world_size": divide_by_initial_world_size}
+        return Join([self], enable, throw_on_early_termination, **divide)
 
     def join_hook(self, **kwargs):
         """What a rank without data does in every iteration of the others."""
@@ -228,7 +229,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         """The ranks that wait for each other."""
         return self.process_group
 
-    # Pickling, and what else torch's class offers
+    # Pickling
 
     def __getstate__(self):
         if self.process_group != dist.group.WORLD:

@@ -53,8 +53,9 @@ class FindUnused(Reducer):
         self.users, self.used = self.counting(), [0] * len(self.parameters)
         return {parameter for parameter, count in zip(self.parameters, self.users, strict=True) if count == 0}
 
-    def all_shadowed(self):
-        """Repeat the last bitmap, as torch does: a parameter that was used remains in use."""
+    def shadow(self):
+        """As in every reducer; also repeat the last bitmap, as torch does: a parameter that was used remains in use."""
+        super().shadow()
         self.users = count_users(self.users, self.parameters[0].device, self.group)()
 
 

@@ -58,7 +58,10 @@ class Reducer:
         with torch.enable_grad():
             self.accumulators = [p.view_as(p).grad_fn.next_functions[0][0] for p in self.parameters]
         this = weakref.ref(self)
-        hooks = [node.register_hook(passing_on(this, index)) for index, node in enumerate(self.accumulators)]
+        hooks = [
+            node.register_hook(lambda *_, index=index: this() and this().gradient_ready(index))
+            for index, node in enumerate(self.accumulators)
+        ]
         self.silence = weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
 
     def make_buckets(self, layout):
@@ -164,7 +167,7 @@ class Reducer:
         return GradBucket(bucket.index, flat, bucket.parameters, bucket.index == len(self.buckets) - 1)
 
     def all_sent(self):
-        """The last bucket has left."""
+        """Called when the last bucket has left."""
 
     @torch.no_grad()
     def finish(self):
@@ -187,23 +190,8 @@ class Reducer:
     def shadow(self):
         """Take part in the collectives of one backward pass of the others, with zeros."""
         waits = [self.start(self.as_grad_bucket(bucket, bucket.zeros())) for bucket in self.buckets]
-        self.all_shadowed()
         for wait in waits:
             wait()
         if not self.rebuilt:
             self.order = list(range(len(self.parameters)))
             self.moments = [0.0] * len(self.parameters)
-
-    def all_shadowed(self):
-        """The zeros for the last bucket have left."""
-
-
-def passing_on(this, index):
-    """A hook that tells the reducer behind the weak reference `this`, if it still lives, that a gradient is ready."""
-
-    def hook(nothing, gradients):
-        reducer = this()
-        if reducer is not None:
-            reducer.gradient_ready(index)
-
-    return hook

@@ -59,21 +59,11 @@ class SyncBatchNorm(BatchNorm):
 
     @classmethod
     def convert_sync_batchnorm(cls, module, process_group=None):
-        """Return `module` with all its BatchNorm layers replaced; parameters and buffers are shared with them."""
-        if isinstance(module, BatchNorm) and not isinstance(module, cls):
-            return cls.like(module, process_group)
-        for name, child in module.named_children():
-            setattr(module, name, cls.convert_sync_batchnorm(child, process_group))
+        """Return `module`, all of whose BatchNorm layers have become synchronised ones, with everything they own."""
+        for layer in module.modules():
+            if isinstance(layer, BatchNorm) and not isinstance(layer, cls):
+                layer.__class__, layer.process_group = cls, process_group
         return module
-
-    @classmethod
-    def like(cls, layer, process_group=None):
-        """A synchronised layer with the settings, parameters and buffers of `layer`."""
-        settings = layer.eps, layer.momentum, layer.affine, layer.track_running_stats, process_group
-        twin = cls(layer.num_features, *settings).train(layer.training)
-        twin._parameters.update(layer._parameters)
-        twin._buffers.update(layer._buffers)
-        return twin
 
 
 class Normalise(Function):

@@ -126,8 +126,7 @@ def used_anew(name):
 def ready_twice(name):
     """The error when a gradient becomes ready a second time in one backward pass."""
     return (
-        f"Expected to mark a variable ready only once, but parameter {name} became ready twice in one backward pass. "
-        "Either it is used outside of the module's `forward`, or a layer is checkpointed several times with "
-        "use_reentrant=True, or find_unused_parameters=True took it for unused because the graph was hidden from it. "
-        "static_graph=True can handle all three as long as every iteration does the same."
+        f"Expected to mark a variable ready only once, but parameter {name} became ready twice in one backward pass: "
+        "used outside of `forward`, checkpointed several times with use_reentrant=True, or hidden from "
+        "find_unused_parameters=True. static_graph=True can handle that if every iteration does the same."
     )

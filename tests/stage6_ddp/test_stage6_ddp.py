@@ -16,7 +16,7 @@ import stage6_cases
 import torch
 import torch.distributed as dist
 from oracles import tiny_batches, tiny_model, trained_alone, weights
-from stage6_cases import CASES, KNOWN_TO_TORCH, TORCH_FAILS, assert_replicas_agree, train_and_check
+from stage6_cases import CASES, KNOWN_TO_TORCH, TORCH_FAILS, train_and_check
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -28,7 +28,6 @@ from ddp_course.errors import CourseError, RankError
 from ddp_course.running import wire
 from ddp_course.stage4_ring import ring_all_reduce
 from ddp_course.stage6_ddp.buckets import assign_buckets, size_limits
-from ddp_course.stage6_ddp.buffers import batches
 
 ALL_REDUCES = {
     "ring": ring_all_reduce,
@@ -181,15 +180,6 @@ def test_assignment_is_torchs_for_any_tensors():
         assert ours == [list(bucket) for bucket in theirs], f"seed {seed}"
 
 
-def test_many_buffers_travel_in_few_messages():
-    sizes, kinds = (3, 4, 9, 2, 2), (torch.float32, torch.float32, torch.float32, torch.int64, torch.float32)
-    tensors = [torch.zeros(size, dtype=kind) for size, kind in zip(sizes, kinds, strict=True)]
-    messages = [[len(tensor) for tensor in batch] for batch in batches(tensors, limit=28)]
-    assert sorted(messages) == [[2], [2], [3, 4], [9]]  # one dtype each, 28 bytes at most or a single tensor
-    full = [torch.zeros(size) for size in (7, 3, 4, 1)]
-    assert [[len(tensor) for tensor in batch] for batch in batches(full, limit=28)] == [[7], [3, 4], [1]]
-
-
 def test_size_limits():
     assert size_limits(None) == [2**20, 25 * 2**20]
     assert size_limits(25) == [25 * 2**20], "only the default cap has a small first bucket"
@@ -325,19 +315,6 @@ def half_the_bytes(DDP):
     assert sent["both"] == sent["buckets"] == sent["float32"] / 2 and sent["computing"] == sent["float32"], sent
 
 
-def automatic_cap(DDP):
-    model = torch.nn.Sequential(*[torch.nn.Linear(128, 128) for _ in range(8)])
-    parallel = DDP(model, bucket_cap_mb="auto", all_reduce=ring_all_reduce)
-    for _ in range(3):
-        parallel.zero_grad()
-        parallel(torch.randn(64, 128)).square().sum().backward()
-    layout = [bucket.parameters for bucket in parallel.reducer.buckets]
-    assert parallel.reducer.rebuilt and len(layout) >= 1
-    sizes = stage6_cases.gathered([len(bucket) for bucket in layout])
-    assert sizes.count(sizes[0]) == len(sizes), "ranks chose different buckets"
-    assert_replicas_agree([parameter.grad for parameter in model.parameters()])
-
-
 def nothing_left_behind(DDP):
     """The wrapper leaves no hooks on the module, and can be collected."""
     model = stage6_cases.Net()
@@ -443,7 +420,7 @@ def static_graph_after_no_sync(DDP):
 SPECIALS = {
     function.__name__: function
     for function in (
-        bf16_hook, half_the_bytes, automatic_cap, nothing_left_behind, sparse, another_grad_dtype, seen_on_the_timeline,
+        bf16_hook, half_the_bytes, nothing_left_behind, sparse, another_grad_dtype, seen_on_the_timeline,
         the_loop, channels_last_after_wrapping, static_graph_after_no_sync,
     )
 }  # fmt: skip

@@ -167,33 +167,12 @@ def test_in_a_model():
 
 
 def test_a_converted_layer_has_everything_of_the_one_before():
-    """Settings, the very parameters and buffers, and the group; what is synchronised already stays."""
     for layer in (torch.nn.BatchNorm2d(3, 0.1, 0.2).eval(), torch.nn.BatchNorm1d(3, 0.1, None, False, False)):
-        tensors = {**layer._parameters, **layer._buffers}
+        owned = {name: value for name, value in vars(layer).items() if name != "process_group"}
         inner = torch.nn.Sequential(layer, SyncBatchNorm(2))
-        model = SyncBatchNorm.convert_sync_batchnorm(torch.nn.Sequential(inner), "group")
-        twin, kept = model[0]
+        twin, kept = SyncBatchNorm.convert_sync_batchnorm(torch.nn.Sequential(inner), "group")[0]
         assert type(twin) is SyncBatchNorm and twin.process_group == "group" and kept.process_group is None
-        for name in ("num_features", "eps", "momentum", "affine", "track_running_stats", "training"):
-            assert getattr(twin, name) == getattr(layer, name), name
-        assert {**twin._parameters, **twin._buffers}.keys() == tensors.keys()
-        assert all({**twin._parameters, **twin._buffers}[name] is tensor for name, tensor in tensors.items())
-
-
-def uneven_with_batch_norm():
-    parallel = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(3, 3), SyncBatchNorm(3)))
-    done = 0
-    try:
-        with parallel.join(throw_on_early_termination=True):
-            for _ in range(2 + dist.get_rank()):
-                parallel(torch.randn(4, 3)).square().sum().backward()
-                done += 1
-    except RuntimeError as error:
-        return done, "exhausted" in str(error)
-
-
-def test_join_throws_early_on_all_ranks():
-    assert launch(uneven_with_batch_norm, world_size=3) == [(2, True)] * 3
+        assert {name: vars(twin)[name] for name in owned} == owned
 
 
 def bad_input():

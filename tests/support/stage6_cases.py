@@ -6,7 +6,6 @@ ranks would compute alone, within the bound on rounding.
 
 import copy
 import inspect
-import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -21,14 +20,6 @@ from torch.utils.checkpoint import checkpoint
 CASES = {}
 TORCH_FAILS = {"models_of_different_shape_are_refused": "torch raises on one rank only, and the others wait"}
 KNOWN_TO_TORCH = inspect.signature(DistributedDataParallel).parameters  # torch 2.10 lacks two of 2.13's arguments
-if "forward_sync_buffers" not in KNOWN_TO_TORCH:
-    lacks = dict.fromkeys(
-        ["buffers_are_left_alone_when_asked", "join_ends_with_equal_models"],
-        f"torch {torch.__version__} has no forward_sync_buffers",
-    )
-    TORCH_FAILS |= lacks | {
-        "two_forward_passes_with_buffers": f"in torch {torch.__version__} the second pass spoils the first one's graph"
-    }
 
 
 def case(function):
@@ -172,20 +163,6 @@ def models_of_different_shape_are_refused(DDP):
 
 def is_torch(DDP):
     return DDP.__module__.startswith("torch.")
-
-
-@case
-def ignored_parameters_and_buffers_are_left_alone(DDP):
-    model = seeded(lambda: nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)), seed=me())
-    mine = model[2].weight.detach().clone()
-    model[1].running_mean.fill_(me() + 1.0)
-    DDP._set_params_and_buffers_to_ignore_for_model(model, ["2.weight", "1.running_mean"])
-    parallel = DDP(model)
-    assert torch.equal(model[2].weight, mine) and (model[1].running_mean == me() + 1).all()
-    parallel(data(me())).square().sum().backward()
-    grads = gathered(model[2].weight.grad)
-    assert not torch.equal(grads[0], grads[1]), "the ignored parameter was averaged"
-    assert_replicas_agree([model[0].weight.grad, model[2].bias.grad])
 
 
 class Words(nn.Module):
@@ -427,24 +404,6 @@ def unused_without_the_flag_is_a_helpful_error(DDP):
 
 
 @case
-def an_output_that_the_loss_does_not_use(DDP):
-    class TwoHeads(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body, self.left, self.right = nn.Linear(5, 5), nn.Linear(5, 2), nn.Linear(5, 2)
-
-        def forward(self, x):
-            x = self.body(x)
-            return {"left": self.left(x), "more": (self.right(x), "text")}
-
-    def loss(module, rank, step):
-        out = module(data(rank, step))
-        return out["left"].square().sum() if step % 2 else (out["left"] * out["more"][0]).sum()
-
-    train_and_check(DDP, TwoHeads, loss=loss, find_unused_parameters=True)
-
-
-@case
 def static_graph_with_unused_parameters(DDP):
     choose = lambda rank, step: ("a", "b")[rank % 2]  # noqa: E731
     for as_view in (False, True):
@@ -485,18 +444,6 @@ def buffers_come_from_rank_0(DDP):
 
 
 @case
-def buffers_are_left_alone_when_asked(DDP):
-    model = seeded(Normed)
-    model.norm.running_mean.fill_(me())
-    parallel = DDP(model, forward_sync_buffers=False)
-    assert (model.norm.running_mean == 0).all(), "the first synchronisation includes buffers"
-    model.norm.running_mean.fill_(me())
-    parallel.eval()
-    parallel(data(me()))
-    assert (model.norm.running_mean == me()).all()
-
-
-@case
 def replaced_buffers_are_found(DDP):
     model = seeded(Normed)
     parallel = DDP(model)
@@ -504,17 +451,6 @@ def replaced_buffers_are_found(DDP):
     parallel.eval()
     parallel(data(me()))
     assert (model.norm.running_mean == 5).all()
-
-
-@case
-def two_forward_passes_with_buffers(DDP):
-    model = seeded(Normed)
-    parallel = DDP(model)
-    loss = lambda module, rank: (module(data(rank, 0)) * module(data(rank, 1))).sum()  # noqa: E731
-    for _ in range(2):
-        model.zero_grad()
-        loss(parallel, me()).backward()
-        assert_mean(model, loss, slack=20)
 
 
 # 7. Uneven inputs
@@ -542,21 +478,6 @@ def join_divides_by_all_or_by_the_active(DDP):
         dist.barrier()
 
 
-@case
-def join_ends_with_equal_models(DDP):
-    for settings in ({}, {"find_unused_parameters": True}, {"forward_sync_buffers": False}):
-        model = seeded(Normed, seed=me())
-        parallel = DDP(model, **settings)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with parallel.join():
-            for step in range(uneven_steps(-me()) if me() < 2 else 4):
-                optimizer.zero_grad()
-                parallel(data(me(), step)).square().sum().backward()
-                optimizer.step()
-        synced = list(model.parameters()) + ([] if "forward_sync_buffers" in settings else list(model.buffers()))
-        assert_replicas_agree(synced)
-
-
 # 8. Communication hooks
 
 
@@ -568,14 +489,6 @@ def hooked_gradients(DDP, state, hook, steps=1, make=Net):
         parallel.zero_grad()
         squared(parallel, me(), step).backward()
     return model
-
-
-@case
-def fp16_hook(DDP):
-    model = hooked_gradients(DDP, None, default_hooks.fp16_compress_hook)
-    assert_mean(model, squared, slack=2**13)
-    exact = hooked_gradients(DDP, None, default_hooks.allreduce_hook).first.weight.grad
-    assert not torch.equal(model.first.weight.grad, exact), "nothing was compressed"
 
 
 @case
@@ -593,18 +506,6 @@ def futures_are_honoured(DDP):
 
 
 @case
-def a_hook_that_does_nothing_leaves_local_gradients(DDP):
-    def noop(state, bucket):
-        future = torch.futures.Future()
-        future.set_result(bucket.buffer())
-        return future
-
-    model = hooked_gradients(DDP, None, noop, steps=2)
-    mine = alone(model, lambda module, rank: squared(module, rank, 1), me())
-    assert all(torch.equal(mine[name], p.grad) for name, p in model.named_parameters()), "hooks divide by themselves"
-
-
-@case
 def a_hook_that_raises_ends_backward(DDP):
     def broken(state, bucket):
         raise ZeroDivisionError("in the hook")
@@ -613,29 +514,6 @@ def a_hook_that_raises_ends_backward(DDP):
 
 
 # 9. With the rest of torch
-
-
-@case
-def autocast_and_grad_scaler(DDP):
-    model = seeded(Net)
-    parallel = DDP(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
-    for step in range(3):
-        optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = squared(parallel, me(), step)
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            shares = [alone(model, lambda m, r, step=step: squared(m, r, step), r) for r in ranks()]
-        exact = torch.stack([share["first.weight"] for share in shares]).mean(0)
-        assert (model.first.weight.grad - exact).abs().max() <= 1e-5 * exact.abs().max()
-        before = model.first.weight.detach().clone()
-        scaler.step(optimizer)
-        scaler.update()
-        assert not torch.equal(before, model.first.weight)
-        assert_replicas_agree(list(model.parameters()))
 
 
 @case
@@ -705,18 +583,6 @@ def backward_in_two_halves(DDP):
 
 
 @case
-def higher_order_gradients_are_not_synchronised(DDP):
-    """backward(create_graph=True) works and averages; what is computed from these gradients stays local."""
-    model = seeded(lambda: nn.Linear(5, 1, bias=False))
-    parallel = DDP(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        parallel(data(me())).pow(3).sum().backward(create_graph=True)
-    assert_mean(model, lambda module, rank: module(data(rank)).pow(3).sum())
-    assert model.weight.grad.requires_grad
-
-
-@case
 def state_dict_and_attributes(DDP):
     model = seeded(Net)
     model.note = "mine"
@@ -775,13 +641,3 @@ def a_module_can_be_wrapped_again(DDP):
         squared(parallel, me()).backward()
         assert_mean(model, squared)
         del parallel
-
-
-@case
-def a_compiled_module(DDP):
-    train_and_check(DDP, lambda: torch.compile(Net(), backend="aot_eager"), steps=3, loss=compiled_loss)
-
-
-def compiled_loss(module, rank, step):
-    """deepcopy of a compiled module is the eager one's business: compare with the module inside."""
-    return squared(getattr(module, "_orig_mod", module) if not hasattr(module, "reducer") else module, rank, step)
