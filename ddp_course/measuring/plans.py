@@ -1,75 +1,91 @@
-"""Which way of training for which model and machine: memory and step time of each, by closed forms, and a choice.
+"""Which way of training for which transformer and machine: memory and step time of each, and the simplest fast one.
 
-A transformer of P parameters has L layers of width w with P = 12 L w² and, as published models have it, w = 128 L.
-Parameters, gradients and Adam's state are float32, 16 P bytes; activations bfloat16, 34 w bytes a token and layer
-(Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022). A step computes 6 P
-operations a token, two thirds of them backward. Gradients are p = 4 P bytes; K devices, D of them on each host.
+Times are those of `simulate.transformers`, with the numbers fitted to published steps (`simulate.published`): one model
+for the scoreboard and for this choice. Kept are 16 bytes per parameter (weights and gradients in bfloat16, 4 each for
+a float32 copy and Adam's two); and per token and layer 34 h bytes of activations, or 2 h where they are recomputed
+(Korthikanti et al. 2022). K devices, D of them on each host, T x P x R ways of tensor, pipeline and data parallelism:
 
-    way                  kept of 16 P      sent by a device                          hidden under
-    DDP                  16 P              2(K-1)/K p                                backward
-    ZeRO-1               8 P + 8 P/K       2(K-1)/K p                                backward
-    fully sharded        16 P/K + 2 layers 3(K-1)/K p                                forward and backward
-    sharded in a host    16 P/D + 2 layers 3(D-1)/D p inside, 2(H-1)/H p/D outside   forward and backward
-    S-stage pipelines    16 P/S            activations; 2(R-1)/R p/S, R = K/S        (S-1)/(M+S-1) of the step idles
+    way                  kept of 16 bytes      sent by a device, 2 bytes per parameter       hidden under
+    DDP                  16                    2(K-1)/K                                      backward
+    ZeRO-1               4 + 12/K              2(K-1)/K                                      backward
+    fully sharded        16/K + 2 layers       3(K-1)/K, over one NIC                        all but a fitted part
+    sharded in a host    16/D + 2 layers       3(D-1)/D inside, 2(H-1)/H /D outside          as fully sharded; backward
+    T x P x R            16/(T P)              activations; 2(R-1)/R /(T P)                  nothing
 
-Where that is too much, activations are recomputed (gradient checkpointing): only every layer's input is kept, 2 w bytes
-a token, for a third more computing. The devices of a host share its link. An
-estimate, good for orders of magnitude: no latency, every layer alike.
+Of a plan's complexity: 0 for DDP, 1 for one wrapper, 2 for another layout of the model or of the ranks, 3 for both.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import sqrt
 from typing import NamedTuple
 
 from ..running.units import bits_per_second, readable
+from .simulate import published
+from .simulate.transformers import LATENCY_S, Machine, Shape, Sharding, Split, fully_sharded_s, layer_s, step_s, words_s
 
-LOCAL_BITS_S = 2.4e12  # NVLink of an A100, each way: 300 GB/s (NVIDIA A100 datasheet, 2020)
-FLOPS = 120e12  # of an A100's 312e12 peak in bfloat16, what large models reach (Korthikanti et al. 2022)
 SIMPLER = 1.1  # a more complicated way must be that much faster
-MICROBATCHES = 4  # times the stages of a pipeline
+VOCABULARY = 51_200
+CHECKED = {"A100": (3.6, 175, 768), "H100": (8, 8, 128), "V100": (0.02, 0.1, 16)}  # billions from, to; devices
+ASSUMED = (
+    "Assumed: 16-bit products and traffic, attention without stored scores, 10 µs per message, equal layers, no "
+    "stragglers, no congestion; GPUs and links reach the share of their datasheets that published runs reached.\n"
+    "Checked: A100s, 3.6 to 175 billion parameters on 64 to 768; H100s, 8 billion fully sharded on 8 to 128.\n"
+    "Never checked: NICs below 200 Gbit/s, convolutions, other GPUs, memory."
+)
 
 
-class Setting(NamedTuple):
-    """Model and machine: parameters, GB of a device, devices, bits a second of a host's link, devices a host."""
+@dataclass(frozen=True)
+class Setting:
+    """Model and machine: bytes per second of one NIC, NICs per host, sequences of a device in a step."""
 
     parameters: float
     memory_gb: float
     devices: int
-    bits_s: float
+    nic: float
+    nics: int
     per_host: int
     samples: int
     context: int
+    gpu: str
     recompute: bool = False
 
-    @property
-    def layers(self) -> float:
-        """Layers of a model whose width is 128 times their number."""
-        return (self.parameters / (12 * 128**2)) ** (1 / 3)
+    @cached_property
+    def shape(self) -> Shape:
+        """A model of so many parameters whose width is 128 times its layers, as published ones have it."""
+        layers = max(1, round((self.parameters / (12 * 128**2)) ** (1 / 3)))
+        a, b = 12 * layers, VOCABULARY
+        return Shape(layers, (sqrt(b * b + 4 * a * self.parameters) - b) / (2 * a), self.context, VOCABULARY)
+
+    @cached_property
+    def machine(self) -> Machine:
+        """The published machine with this GPU, and links that reach the same share of these NICs."""
+        fitted = published.machine().slower(published.megatron()[0]).on(self.gpu)
+        share = fitted.host_link / (4 * published.NIC)
+        return fitted._replace(host_link=share * self.nics * self.nic, per_host=self.per_host)
+
+    @cached_property
+    def sharding(self) -> Sharding:
+        """What fully sharded training reaches here: ZeRO-3 of 2021 on A100s and before, FSDP of 2024 on H100s."""
+        fitted = published.sharding_of_today() if self.gpu == "H100" else published.megatron()[1]
+        return fitted._replace(ring=published.megatron()[1].ring * self.nic / published.NIC)
 
     @property
-    def activation_bytes(self) -> float:
-        """Bytes that a device's samples leave behind in all layers; when recomputing, whole in one layer only."""
-        each = 2 + 34 / self.layers if self.recompute else 34
-        return each * 128 * self.layers**2 * self.samples * self.context
-
-    @property
-    def compute_s(self) -> float:
-        """Seconds that a device computes in a step."""
-        return (8 if self.recompute else 6) * self.parameters * self.samples * self.context / FLOPS
-
-    def all_reduce_s(self, nbytes: float, ranks: int, sharing: int = 1) -> float:
-        """Seconds of a ring over `ranks` devices, inside one host if they fit; `sharing` rings use a host's link."""
-        moved = 2 * (ranks - 1) / ranks * nbytes * 8
-        return moved / LOCAL_BITS_S if ranks <= self.per_host and sharing == 1 else moved * sharing / self.bits_s
+    def batch(self) -> int:
+        """Sequences of a step."""
+        return self.samples * self.devices
 
 
 class Plan(NamedTuple):
-    """One way: memory of a device (GB), seconds of a step, and those of them in which the device waits or idles."""
+    """One way: memory of a device (GB), seconds of a step, and those of them in which a device does not compute."""
 
     name: str
     memory_gb: float
     step_s: float
     waiting_s: float
     fits: bool
+    complexity: int
 
 
 def decide(
@@ -80,74 +96,137 @@ def decide(
     per_host: int = 8,
     samples: int = 4,
     context: int = 2048,
+    nics: int = 1,
+    gpu: str = "A100",
 ) -> tuple[Plan | None, str, list[Plan]]:
-    """(the plan to take or None, why in a few words, all plans): the simplest that is within 10 % of the fastest.
+    """(the plan to take or None, why in a few words, all plans): the simplest within 10 % of the fastest.
 
-    `bandwidth` is that of a host's link ("100Gbit"), `samples` are those of a device in a step, `context` their tokens.
-    Raises ValueError where hosts of `per_host` cannot be filled.
+    Of equally simple ones the one that needs the least memory counts. `bandwidth` is that of one NIC ("200Gbit"), of
+    which a host has `nics`; a device has `samples` sequences of `context` tokens in a step; `gpu` is in `DATASHEETS`.
+    Raises ValueError for numbers that cannot be, and where hosts of `per_host` cannot be filled.
     """
+    for name, number in locals().copy().items():
+        if not isinstance(number, str) and not number > 0:
+            raise ValueError(f"{name.replace('_', ' ')} is {number}; it must be more than 0")
     if devices > per_host and devices % per_host:
         raise ValueError(f"{devices} devices do not fill hosts of {per_host}; choose a multiple of {per_host}")
     setting = Setting(
-        1e9 * billions, memory_gb, devices, bits_per_second(bandwidth), min(per_host, devices), samples, context
-    )
-    pairs = zip(ways(setting), ways(setting._replace(recompute=True)), strict=True)
+        1e9 * billions, memory_gb, devices, bits_per_second(bandwidth) / 8, nics, min(per_host, devices), samples,
+        context, gpu,
+    )  # fmt: skip
+    pairs = zip(ways(setting), ways(replace(setting, recompute=True)), strict=True)
     plans = [frugal if frugal.fits and not plain.fits else plain for plain, frugal in pairs]
     fitting = [plan for plan in plans if plan.fits]
     if not fitting:
         least = min(plan.memory_gb for plan in plans)
-        return None, f"even split over all of them it needs {least:,.0f} GB a device", plans
+        return None, f"even split over all of them it needs {least:,.0f} GB per device; take more devices", plans
     fastest = min(plan.step_s for plan in fitting)
-    chosen = next(plan for plan in fitting if plan.step_s <= SIMPLER * fastest)
+    near = [plan for plan in fitting if plan.step_s <= SIMPLER * fastest]
+    chosen = min(near, key=lambda plan: (plan.complexity, plan.memory_gb))
     share = 100 * chosen.waiting_s / chosen.step_s
-    return chosen, f"{readable(chosen.step_s)} s a step, {share:.0f} % of it waiting", plans
+    return chosen, f"{readable(chosen.step_s)} s a step, {share:.0f} % of it waiting{unchecked(setting)}", plans
+
+
+def unchecked(setting: Setting) -> str:
+    """A few words where the setting lies beyond what was checked, else nothing."""
+    low, high, devices = CHECKED[setting.gpu]
+    billions = setting.parameters / 1e9
+    if low <= billions <= high and setting.devices <= devices:
+        return ""
+    return f"; beyond what was checked: {low:g} to {high:g} billion on up to {devices} {setting.gpu}s"
 
 
 def ways(setting: Setting) -> Iterator[Plan]:
-    """All plans for a setting, the simplest first."""
-    devices, per_host, p = setting.devices, setting.per_host, 4 * setting.parameters
-    hosts, state = devices // per_host, 16 * setting.parameters
-    two_layers = 2 * p / setting.layers
+    """All plans for a setting, the simplest first; of tensor and pipeline ways the fastest of each kind."""
+    devices, per_host = setting.devices, setting.per_host
     if devices == 1:
-        yield plan(setting, "one device", state, 0.0, 0.0)
+        yield plan(setting, "one device", 16, 0.0, 0)
         return
-    average_s = setting.all_reduce_s(p, devices)
-    backward_s, compute_s = setting.compute_s * 2 / 3, setting.compute_s
-    yield plan(setting, "DDP", state, average_s, backward_s)
-    yield plan(setting, "ZeRO-1", state / 2 + state / 2 / devices, average_s, backward_s)
-    yield plan(setting, "fully sharded", state / devices + two_layers, 1.5 * average_s, compute_s)
-    if hosts > 1 and per_host > 1:
-        inside, between = setting.all_reduce_s(p, per_host), setting.all_reduce_s(p / per_host, hosts, per_host)
-        kept = state / per_host + two_layers
-        yield plan(setting, "sharded in a host, DDP between", kept, 1.5 * inside + between, compute_s)
-    stages = 2
-    while stages <= devices and stages <= setting.layers:
-        if devices % stages == 0:
-            yield pipeline(setting, stages)
-        stages *= 2
+    exposed_s = max(0.0, average_s(setting) - backward_s(setting))
+    yield plan(setting, "DDP", 16, exposed_s, 0)
+    yield plan(setting, "ZeRO-1", 4 + 12 / devices, exposed_s, 1)
+    sharded_s = fully_sharded_s(
+        setting.shape, devices, setting.machine, setting.sharding, setting.batch, setting.recompute
+    )
+    two_layers = 4 / setting.shape.layers
+    yield plan(setting, "fully sharded", 16 / devices + two_layers, sharded_s - compute_s(setting), 1)
+    if devices > per_host > 1:
+        inside = replace(setting, devices=per_host)
+        inside_s = fully_sharded_s(
+            setting.shape, per_host, setting.machine, setting.sharding, inside.batch, setting.recompute
+        )
+        waiting_s = inside_s - compute_s(setting) + exposed_s
+        yield plan(setting, "sharded in a host, DDP between", 16 / per_host + two_layers, waiting_s, 2)
+    splits = list(all_splits(setting))
+    for wanted in ((True, False), (False, True), (True, True)):
+        kind = [plan for split, plan in splits if (split.tensor > 1, split.pipeline > 1) == wanted]
+        if kind:
+            yield min(kind, key=lambda plan: (not plan.fits, plan.step_s if plan.fits else plan.memory_gb))
 
 
-def pipeline(setting: Setting, stages: int) -> Plan:
-    """Pipelines of `stages` devices, through the hosts one after the other; copies of them average their gradients."""
-    replicas, microbatches = setting.devices // stages, MICROBATCHES * stages
-    bubble_s = setting.compute_s * (stages - 1) / microbatches
-    crossing = 2 * 128 * setting.layers * setting.samples * stages * setting.context  # bytes forward, as many backward
-    links = min(setting.per_host, replicas)  # pipelines that share a host's link
-    outside = setting.devices > setting.per_host
-    activations_s = 8 * crossing * links / setting.bits_s if outside else 8 * crossing / LOCAL_BITS_S
-    average_s = setting.all_reduce_s(4 * setting.parameters / stages, replicas)
-    sent_s = max(0.0, activations_s - setting.compute_s) + average_s
-    kept = 16 * setting.parameters / stages + setting.activation_bytes / MICROBATCHES
-    name = f"{stages}-stage pipeline" + (f" x {replicas} replicas" if replicas > 1 else "")
-    return made(setting, name, kept, bubble_s + sent_s)
+def all_splits(setting: Setting) -> Iterator[tuple[Split, Plan]]:
+    """Every way to split by tensor inside a host, pipeline and data, with micro-batches of 1, 2, 4, …; and its plan."""
+    for tensor in (1, 2, 4, 8):
+        if tensor > setting.per_host or setting.per_host % tensor:
+            continue
+        rest = setting.devices // tensor
+        for stages in range(1, min(rest, setting.shape.layers) + 1):
+            if rest % stages or tensor * stages == 1:
+                continue
+            for size in (1, 2, 4, 8):
+                if setting.samples * tensor * stages % size == 0:
+                    split = Split(tensor, rest // stages, stages, size)
+                    yield split, split_plan(setting, split)
 
 
-def plan(setting: Setting, name: str, state: float, sent_s: float, hidden_s: float) -> Plan:
-    """A plan that keeps `state` bytes and all activations, and sends for `sent_s`, `hidden_s` of it under computing."""
-    return made(setting, name, state + setting.activation_bytes, max(0.0, sent_s - hidden_s))
+def split_plan(setting: Setting, split: Split) -> Plan:
+    """The plan of tensor, pipeline and data parallelism together."""
+    seconds = step_s(setting.shape, split, setting.machine, setting.batch, setting.recompute)
+    in_flight = min(split.pipeline, setting.samples * split.tensor * split.pipeline // split.micro_batch)
+    kept = activations(setting, split.micro_batch, split.tensor, in_flight / split.pipeline)
+    kept += 16 * setting.parameters / split.tensor / split.pipeline
+    ways = [(split.tensor, "tensor"), (split.pipeline, "pipeline"), (split.data, "data")]
+    name = " x ".join(f"{number} {way}" for number, way in ways if number > 1)
+    complexity = 2 + (split.tensor > 1 and split.pipeline > 1)
+    return made(setting, name, kept, seconds, seconds - compute_s(setting), complexity)
 
 
-def made(setting: Setting, name: str, kept: float, waiting_s: float) -> Plan:
-    """The plan that keeps `kept` bytes and waits for `waiting_s` seconds."""
+def plan(setting: Setting, name: str, per_parameter: float, waiting_s: float, complexity: int) -> Plan:
+    """A plan in which each device has the whole model, keeps so many bytes per parameter, and waits for `waiting_s`."""
+    kept = per_parameter * setting.parameters + activations(setting, setting.samples)
+    return made(setting, name, kept, compute_s(setting) + waiting_s, waiting_s, complexity)
+
+
+def made(setting: Setting, name: str, kept: float, seconds: float, waiting_s: float, complexity: int) -> Plan:
+    """The plan that keeps `kept` bytes."""
     name += ", recomputing" if setting.recompute else ""
-    return Plan(name, kept / 1e9, setting.compute_s + waiting_s, waiting_s, kept / 1e9 <= setting.memory_gb)
+    return Plan(name, kept / 1e9, seconds, max(0.0, waiting_s), kept / 1e9 <= setting.memory_gb, complexity)
+
+
+def activations(setting: Setting, sequences: float, tensor: int = 1, share: float = 1.0) -> float:
+    """Bytes that micro-batches leave behind: in a `share` of all layers, whole in one layer when recomputing."""
+    shape = setting.shape
+    values = sequences * shape.context * shape.width
+    whole = (10 + 24 / tensor) * values
+    words = 4 * sequences * shape.context * shape.vocabulary / tensor
+    return words + (whole + 2 * values * shape.layers * share if setting.recompute else whole * shape.layers * share)
+
+
+def compute_s(setting: Setting) -> float:
+    """Seconds that a device computes in a step, all its samples at once."""
+    split = Split(1, setting.devices, 1, setting.samples)
+    layers_s = setting.shape.layers * layer_s(setting.shape, split, setting.machine, setting.recompute)
+    return layers_s + words_s(setting.shape, split, setting.machine)
+
+
+def backward_s(setting: Setting) -> float:
+    """Seconds of the backward pass, under which an all-reduce hides: 2 of 3 passes, or 3 of 4 when recomputing."""
+    return compute_s(setting) * (3 / 4 if setting.recompute else 2 / 3)
+
+
+def average_s(setting: Setting) -> float:
+    """Seconds of the gradients' all-reduce in two levels: rings share a host's NICs, messages follow each other."""
+    hosts = setting.devices // setting.per_host
+    rate = setting.machine.inside if hosts == 1 else min(setting.machine.inside, setting.machine.host_link)
+    latencies = 2 * (hosts - 1) + 2 * (setting.per_host - 1)
+    return 2 * (setting.devices - 1) / setting.devices * 2 * setting.parameters / rate + latencies * LATENCY_S

@@ -154,6 +154,19 @@ def zero3_and_3d() -> Table:
     return Table(name, rows, words)
 
 
+def fsdp() -> Table:
+    """Llama 3.1 8B on H100s: the speed by what A100s reach of their datasheet, the loss from 8 to 128 GPUs fitted."""
+    name, sharding = published.FSDP, published.sharding_of_today()
+    rows = []
+    for row in facts.rows(name):
+        predicted = published.fsdp_tokens_per_s(int(row["gpus"]), sharding)
+        measured = row["tokens_per_gpu_per_s"]
+        rows.append(entry(name, {"gpus": row["gpus"]}, "tokens_per_gpu_per_s", measured, predicted, row["gpus"] > 8))
+    return Table(
+        name, rows, f"{sharding.shows:.0%} of the shorter of computing and sending shows, from 128 over 8 GPUs"
+    )
+
+
 def gpt_steps() -> Table:
     """GPT steps by tensor, data and pipeline parallelism."""
     name, table = published.GPT, facts.rows(published.GPT)
@@ -191,7 +204,8 @@ def bus_bandwidth() -> Table:
 
 
 TABLES: tuple[Callable[[], Table], ...] = (
-    shaped_links, v100_steps, nccl_in_one_host, nccl_sizes, bus_bandwidth, schedules, zero3_and_3d, gpt_steps,
+    shaped_links, v100_steps, nccl_in_one_host, nccl_sizes, bus_bandwidth, schedules, zero3_and_3d, fsdp,
+    gpt_steps,
 )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from .plots import SPAN_COLOURS, STAGE_COLOURS, Picture, binary_bytes, curves, d
 
 _LAYOUT = ipywidgets.Layout(width="560px", max_width="100%")
 _WIDE = {"description_width": "160px"}
-BANDWIDTHS = ["100Mbit", "1Gbit", "10Gbit", "100Gbit", "400Gbit"]
+BANDWIDTHS = ["100Mbit", "1Gbit", "10Gbit", "100Gbit", "200Gbit", "400Gbit"]
 CAPS = (0.06, 0.12, 0.18, 0.25, 0.31, 0.37, 0.5)
 PLAIN = {"facecolor": "white", "edgecolor": "none", "pad": 1}
 SIMULATED_DEVICES = [2, 8, 32, 64, 256, 1024, 4096]
@@ -249,11 +249,12 @@ def decision_chart(
     return Explorer(
         lambda **setting: decision_figure(setting, *decide(**setting)),
         billions=choice("parameters (billions)", billions, [0.1, 0.3, 1, 3, 7, 13, 30, 70, 180, 400]),
-        memory_gb=choice("memory a device (GB)", memory_gb, [8, 16, 24, 40, 80, 141, 192]),
+        memory_gb=choice("memory per device (GB)", memory_gb, [8, 16, 24, 40, 80, 141, 192]),
         devices=choice("devices", devices, [1, 2, 4, 8, 16, 64, 256, 1024]),
-        per_host=choice("devices a host", min(8, devices), [1, 2, 4, 8]),
-        bandwidth=choice("link of a host", bandwidth, BANDWIDTHS),
-        samples=choice("samples a device", 4, [1, 2, 4, 8, 16]),
+        per_host=choice("devices per host", min(8, devices), [1, 2, 4, 8]),
+        bandwidth=choice("link (one NIC)", bandwidth, BANDWIDTHS),
+        nics=choice("NICs per host", 1, [1, 4, 8]),
+        samples=choice("samples per device", 4, [1, 2, 4, 8, 16]),
     )
 
 
@@ -275,7 +276,7 @@ def decision_figure(setting: dict[str, Any], chosen: Any, reason: str, plans: Se
             panel.set_xlim(min(values) / 3, max(*values, memory_gb if unit == "GB" else 0) * 6)
             panel.grid(axis="y", visible=False)
         axes[0].axvline(memory_gb, color="black", linestyle="--")
-        axes[0].set(xlabel="memory a device (GB); dashed: what it has", ylim=(len(plans) - 0.4, -0.6))
+        axes[0].set(xlabel="memory per device (GB); dashed: what it has", ylim=(len(plans) - 0.4, -0.6))
         axes[0].set_yticks(range(len(plans)), [p.name for p in plans])
         axes[1].set(xlabel="time of a step (s, derived)")
         picture.suptitle(f"{chosen.name if chosen else 'More devices'}: {reason}", fontsize=10.5, fontweight="bold")

@@ -26,6 +26,10 @@ SOURCES = {
         "and 1.026 s on 32 (eth-easl/sailor, MIT). Llama 3.1 8B: 5,762 and 5,605 tokens a second (torchtitan, "
         "benchmarks/). ResNet-101 and VGG-16: Horovod, docs/benchmarks.rst."
     ),
+    "fsdp_llama3_8b_h100": (
+        "Tokens per GPU and second of fully sharded training of Llama 3.1 8B on H100s, 8 per host, 2 sequences of "
+        "8,192 tokens each. torchtitan, benchmarks/."
+    ),
     "pipeline_schedules_a100": (
         "Samples per GPU and second, and peak memory, of GPT-like models on A100s by pipeline schedule: 1F1B; "
         "interleaved (1F1B-I); zero bubble with the memory of 1F1B (ZB-1p) and twice that (ZB-2p). Qi et al., 'Zero "

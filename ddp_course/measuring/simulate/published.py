@@ -137,7 +137,8 @@ def machine() -> Machine:
 
 ZERO3 = "zero3_and_3d_parallel_a100"
 MEGATRON = {"174.6B": (Shape(96, 12_288), 12), "529.6B": (Shape(105, 20_480), 35)}  # shape, stages; 8 tensor ways
-LINKS = 2.0  # 8 x 200 Gbit/s per host, where the machine of the GPT steps has 4 x 200
+NIC = 25e9  # bytes per second of 200 Gbit/s: 8 of them per host, where the machine of the GPT steps has 4
+LINKS = 2.0
 
 
 def global_batch(row: Row) -> int:
@@ -168,6 +169,32 @@ def megatron() -> tuple[float, Sharding]:
 
     slower = float(fit(lambda numbers: errors(split, [*numbers, 1e10, 0.1]), (1.0,))[0])
     return slower, Sharding(*fit(lambda numbers: errors(sharded, [slower, *numbers]), (2e10, 0.2)).tolist())
+
+
+# --- fully sharded training of today ---
+
+
+FSDP = "fsdp_llama3_8b_h100"
+LLAMA = Shape(32, 4096, 8192, 128_256)
+
+
+def fsdp_tokens_per_s(gpus: int, sharding: Sharding) -> float:
+    """Tokens per GPU and second of Llama 3.1 8B, fully sharded over H100s, by what A100s reach of their datasheet."""
+    here = machine().slower(megatron()[0]).on("H100")
+    return 2 * LLAMA.context / fully_sharded_s(LLAMA, gpus, here, sharding, 2 * gpus)
+
+
+@cache
+def sharding_of_today() -> Sharding:
+    """What FSDP reaches on H100s: ZeRO-3's share of a NIC of 400 Gbit/s, and the part that shows by one efficiency."""
+    ring = 2 * megatron()[1].ring
+    few, many = (row["tokens_per_gpu_per_s"] for row in facts.rows(FSDP))
+
+    def errors(shows):
+        tokens = [fsdp_tokens_per_s(gpus, Sharding(ring, shows[0])) for gpus in (8, 128)]
+        return [np.log(tokens[1] / tokens[0] / (many / few))]
+
+    return Sharding(ring, float(fit(errors, (0.1,))[0]))
 
 
 # --- pipeline schedules ---

@@ -23,7 +23,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.optimize import least_squares
 
-A100_FLOPS, A100_MEMORY = 312e12, 2.0e12  # flops per second in bfloat16, bytes per second: datasheet of the 80 GB A100
+LATENCY_S = 1e-5  # of a message between GPUs: assumed, not fitted
+A100_FLOPS, A100_MEMORY = 312e12, 2.0e12  # flops per second in bfloat16, bytes per second
+DATASHEETS = {  # in 16 bits, of the memory, of NVLink each way; by NVIDIA, 2017, 2020 and 2022
+    "V100": (125e12, 0.9e12, 150e9),
+    "A100": (A100_FLOPS, A100_MEMORY, 300e9),
+    "H100": (989e12, 3.35e12, 450e9),
+}
 
 
 class Shape(NamedTuple):
@@ -84,6 +90,13 @@ class Machine(NamedTuple):
             host_link=self.host_link * links / factor,
         )
 
+    def on(self, gpu: str) -> "Machine":
+        """The same shares of another GPU's datasheet; ValueError for a GPU that is not in DATASHEETS."""
+        if gpu not in DATASHEETS:
+            raise ValueError(f'there is no datasheet of "{gpu}"; choose one of {", ".join(DATASHEETS)}')
+        flops, memory, wires = (mine / a100 for mine, a100 in zip(DATASHEETS[gpu], DATASHEETS["A100"], strict=True))
+        return self._replace(matmul=self.matmul * flops, touched=self.touched / memory, inside=self.inside * wires)
+
 
 class Sharding(NamedTuple):
     """Of fully sharded training, fitted: bytes per second of its ring, and the part of the shorter that shows."""
@@ -96,12 +109,12 @@ def step_s(shape: Shape, split: Split, machine: Machine, global_batch: int, reco
     """Seconds of a step on `global_batch` sequences; ValueError where the split cannot be."""
     micro_batches = check(shape, split, global_batch)
     weights = shape.parameters / split.tensor / split.pipeline
-    average_s = 2 * (split.data - 1) / split.data * 2 * weights / averaging_rate(split, machine)
+    average_s = 2 * (split.data - 1) * (2 * weights / split.data / averaging_rate(split, machine) + LATENCY_S)
     stage_s = ceil(shape.layers / split.pipeline) * layer_s(shape, split, machine, recompute)
     if split.pipeline > 1:
         outside = split.gpus > machine.per_host
         rate = machine.host_link / machine.per_host if outside else machine.inside
-        stage_s += 2 * 2 * split.micro_batch * shape.context * shape.width / split.tensor / rate
+        stage_s += 2 * (2 * split.micro_batch * shape.context * shape.width / split.tensor / rate + LATENCY_S)
     slots = micro_batches + split.pipeline - 1
     return slots * stage_s + micro_batches * words_s(shape, split, machine) + average_s
 
@@ -138,7 +151,7 @@ def fully_sharded_s(
     check(shape, split, global_batch)
     compute_s = shape.layers * layer_s(shape, split, machine, recompute) + words_s(shape, split, machine)
     rate = machine.inside if gpus <= machine.per_host else sharding.ring
-    sent_s = 3 * (gpus - 1) / gpus * 2 * shape.parameters / rate
+    sent_s = 3 * (gpus - 1) * (2 * shape.parameters / gpus / rate + shape.layers * LATENCY_S)
     return max(compute_s, sent_s) + sharding.shows * min(compute_s, sent_s)
 
 
