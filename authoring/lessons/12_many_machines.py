@@ -1,28 +1,24 @@
 # %% [markdown]
 r"""
-# 11 · Many machines
+# 12 · Many machines
 
 Inside a machine, devices talk over fast links; between machines the links are ten to a hundred times slower, and
-all devices of a machine share them. This lesson crosses that border: first with two emulated hosts, then with `torchrun`,
-then in the simulator, up to 4,096 devices. And it ends with the question that everyone asks first: which of all these
-do I use?
+all devices of a machine share them. This lesson crosses that border: with two emulated hosts, with `torchrun`, and with
+timings that others have published, of wires inside a host and of several network cards between hosts.
 
 **After this lesson you can**
 
 - explain why an all-reduce in two levels beats a flat ring on several hosts, and by how much,
 - start the same training on several machines,
-- read a scaling curve and find its knee,
-- choose between DDP, sharding and pipelines.
+- tell from how a host is wired what its all-reduce takes,
+- say what a second network card (NIC) is good for, and when it is not.
 
-*35 minutes, under a minute of computing.*
+*25 minutes, under a minute of computing.*
 """
 
 # %% imports
-from itertools import pairwise
-
 from ddp_course import (
-    Device, Link, claims, collectives, dist, facts, launch, one_host, plans, predict, problems, published,
-    ring_all_reduce, show, simulate, stage1_single, stage5_bucketed, theory, timeline, timing, torch,
+    Link, collectives, facts, launch, one_host, ring_all_reduce, show, simulate, theory, timing, torch,
 )  # fmt: skip
 
 K = 4  # how many ranks, on two hosts; 2 works as well
@@ -134,7 +130,7 @@ On two real machines, on both of them, with the first one's name and a free port
 torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=FIRST:29400 -m ddp_course.train --stage 6
 ```
 
-Under **Slurm**, a scheduler for clusters, one line a rank is enough; rank and world size come from its environment:
+Under **Slurm**, a scheduler for clusters, one line per rank is enough; rank and world size come from its environment:
 
 ```bash
 srun --nodes=2 --ntasks-per-node=8 --gpus-per-task=1 python -m ddp_course.train --stage 6
@@ -200,14 +196,12 @@ packs rings onto the wires by computer: 5 GPUs are slow again, because the fifth
 
 An emulated link can play any real one, slowed down. Here is NVLink by its datasheet, 1,000 times slower, with a
 message 64 times smaller: the ratio of bandwidth to latency, and so the figure's shape, is the real link's, and
-measured times divided by 1,000 estimate the real ones. Why so slow? Up to 16 ranks take turns on this machine's cores.
-The 480 messages of 16 ranks cost two cores 0.15 s of real work, which has to be little beside the 0.5 s that the
-emulated all-reduce takes.
+measured times divided by 1,000 estimate the real ones.
 """
 
 # %% slow-motion
-slowed, scale, counts = 1000, 64, [2, 4, 8, 16]
-cable = Link.like("NVLink A100", slowed=slowed, scale=scale)
+slowed, counts = 1000, [2, 4, 8]
+cable = Link.like("NVLink A100", slowed=slowed, scale=64)
 network = simulate.Network(theory.Costs.of_link(cable.bandwidth, cable.latency))
 played = [1000 * timing.time_collective(ring_all_reduce, 2**20, k, cable, repeats=3) / slowed for k in counts]
 simulated = [1000 * simulate.play("ring", 2**20, k, network) / slowed for k in counts]
@@ -219,149 +213,47 @@ show.curves({"emulated, slow motion": (counts, played, "#009E73"), "A100, publis
 
 # %% [markdown]
 r"""
-Emulation and simulator agree, but for the work of this machine's cores that lifts 16 ranks a little above the line.
-The real thing is slower: no protocol carries all that a datasheet promises. That is why the section after the next
-figure does not begin with datasheets, but fits its numbers to measured step times.
+The real thing is slower than its datasheet: no protocol carries all that a cable promises. That is why the next lesson
+does not begin with datasheets, but fits its numbers to published times.
 
-That was the link alone. Now devices as well: A100s by their datasheet, joined by NVLink, both 180 times slower and for a
-model 1,000 times larger than the one that trains here (65 thousand weights stand for 65 million). Each has 256 samples,
-however many there are. Beside them the simulator, which knows the same two datasheets, and what PyTorch published for
-ResNet-50 on V100s: another machine and model, so it says how such curves look, not where this one should lie.
+## Several network cards
+
+A flat ring is *one* stream between two hosts, and one stream leaves a host through one card. Hosts for training have
+several, eight as a rule, one beside each GPU. Two levels use them all: the eight parts of the host's sum travel at the
+same time, each through its own card. NCCL does the same with eight rings, each of which crosses elsewhere.
+
+Four hosts of 8 B200 GPUs, 400 Gbit/s per card. The unit is **bus bandwidth**, $2\frac{K-1}{K}p$ over the time: on a ring
+it is what each link carries.
 """
 
 
-# %% emulated-devices
-gpu, nvlink = (kind.like(name, slowed=180, scale=1000) for kind, name in ((Device, "A100"), (Link, "NVLink A100")))
+# %% several-nics
+def bus(machine):
+    rows = [row for row in facts.rows("nccl_bus_bandwidth_h200_b200") if row["machine"] == machine]
+    return [row["KiB"] / 1024 for row in rows], [row["busbw_GBps"] for row in rows]
 
 
-def training(ranks=1, rank=0):
-    problem = problems.make("synthetic", parameters=4 * 128**2, width=128)
-    return problem.model(), list(problem.batches(256 * ranks, 3, rank=rank, world_size=ranks)), 0.01
+hosts = {"1 host": (*bus("B200 1 host"), "#0072B2"), "4 hosts": (*bus("B200 4 hosts"), "#D55E00")}
+sizes, card = hosts["1 host"][0], 50  # GB/s of 400 Gbit/s
+lines = {"eight cards": (sizes, [8 * card] * len(sizes), "#777777"), "one card": (sizes, [card] * len(sizes), "#BBBBBB")}
+most = hosts["4 hosts"][1][-1]
+show.curves(hosts, "message (MiB)", "bus bandwidth (GB/s)", f"4 hosts reach {most:.0f} of the 400 GB/s of eight cards",
+            theory=lines, log="xy", kind="published; lines derived")  # fmt: skip
 
-
-def shortest_step():
-    with timeline.recording() as spans:
-        stage5_bucketed.train(*training(dist.get_world_size(), dist.get_rank()), bucket_cap_mb=0.1)
-    begins = [span.start for span in spans if span.name == "forward"]
-    return min(after - before for before, after in pairwise(begins))
-
-
-counts = [1, 2, 4, 8, 16]
-played = [max(launch(shortest_step, world_size=k, device=gpu, link=nvlink)) for k in show.progress(counts)]
-
-# %% emulated-devices-figure
-model, batches, rate = training()
-with gpu.emulate(record=True, sleep=False) as emulation:
-    stage1_single.train(model, batches[:1], rate)
-sizes = [4.0 * parameter.numel() for parameter in model.parameters()]
-unit = emulation.busy_s / sum(sizes)  # computing goes with the parameters: a third forward, the rest backward
-layers = tuple(simulate.Layer("", unit * size / 3, unit * size * 2 / 3, size) for size in sizes)
-network = simulate.Network(theory.Costs.of_link(nvlink.bandwidth, nvlink.latency))
-steps = [simulate.simulate(simulate.Profile(layers), k, network, bucket_cap_mb=0.1) for k in counts]
-row = facts.rows("ddp_step_seconds_v100")[0]
-show.curves({"A100, emulated": (counts, [100 * played[0] / seconds for seconds in played], "#009E73"),
-             "V100, ResNet-50, published": (counts, [100 * row["gpus_1"] / row[f"gpus_{k}"] for k in counts], colours["V100"])},
-            "GPUs", "efficiency (%)", f"8 emulated A100s are {8 * played[0] / played[3]:.1f} times as fast as one",
-            theory={"A100, simulated": (counts, [100 * step.efficiency for step in steps], "#009E73")}, log="x", ticks=counts,
-            kind="measured; published; simulated")  # fmt: skip
-
-# %% [markdown]
-r"""
-One step on the emulated machine is one on the real one, 180 times longer. What the small model lacks in size, `scale`
-gives back: bytes and flops, but not the latencies, which are what they are. The 180 has a reason. The arithmetic and
-the messages of 16 ranks are real work, 0.45 s of two cores for each step (measured), and the emulated step must be
-longer than that: it takes 0.9 s. Devices only 100 times slower would have to be through after 0.45 s, and the point at
-16 would lie far below the line.
-
-## Thousands of devices
-
-The simulator plays a step message by message. Its numbers come from a **calibration**: what a V100's link carries, and
-how much a running all-reduce slows computing down, are fitted to published step times on 1 and 2 GPUs. ResNet-50, 8 V100
-to a host, 4 x 100 Gbit/s between hosts. The flat ring is one stream between two hosts, which is no faster than one GPU's
-link; in two levels eight GPUs send at the same time and share the four cables:
-"""
-
-# %% simulate
-bandwidth, interference = published.calibrate_v100(facts.rows("ddp_step_seconds_v100"))
-wire = theory.Costs(published.GPU_LATENCY, 1 / bandwidth)
-profile = simulate.resnets.profile("resnet50", 0.097)
-devices = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096]
-steps = {}
-for name, streams in (("ring", 1), ("hierarchical_ring", 8)):  # that cross between two hosts at once
-    between = theory.Costs(2 * wire.alpha, max(published.HOST_LINK, wire.beta / streams))
-    hosts = simulate.Network(between, wire, per_host=8)
-    steps[name] = [simulate.simulate(profile, k, hosts, name, interference=interference) for k in devices]
-show.scaling_figure(steps, title="ResNet-50: two levels hold where the flat ring falls")
-
-# %% check-scaling
+# %% check-nics
 # NBVAL_CHECK_OUTPUT
-efficiency = {name: [step.efficiency for step in row] for name, row in steps.items()}
-assert efficiency["ring"][-1] < 0.5 < efficiency["hierarchical_ring"][-1]
-print("at 4,096 devices the flat ring has collapsed, the two levels have not")
+assert card < most <= 8 * card
+print(f"large messages use {most / card:.1f} of 8 cards")
 
 # %% [markdown]
 r"""
-The **knee** is where efficiency falls below 90 %. Up to there, communication hides behind the backward pass; then the
-latencies of the ring, twice K-1 of them for each bucket, stick out. In two levels there are few, and the curve goes on. (Up to 32
-devices the two are nearly alike: as many bytes, and latencies to spare.) Find the knee for other cables, with one device
-to a host: a faster cable moves it to the right, larger buckets too, until one bucket holds everything and nothing can hide.
-"""
+Two things to read off. A large message fills nearly all eight cards: a flat ring through one of them would be eight
+times slower. And 1 MiB on 4 hosts does not even fill one: 0.38 ms, nearly all of it latency. More cards help large
+messages only; small ones want fewer steps, or to travel together in a bucket.
 
-# %% explorer
-show.widgets.simulator_explorer(profile, bandwidth="100Gbit")
+## Which all-reduce is the fastest?
 
-# %% [markdown]
-r"""
-
-How far can one believe a simulator? Published step times (PyTorch's own benchmark) are points. The lines are its
-predictions for 4, 8 and 16 GPUs. And a second predictor, dotted, which knows nothing: "as on 2 GPUs, always".
-"""
-
-# %% published
-gpus, measured, lines = [1, 2, 4, 8, 16], {}, {}
-tested = [step for step in predict.v100_steps().rows if not step["calibrated"]]
-for row, colour in zip(facts.rows("ddp_step_seconds_v100"), ["#0072B2", "#D55E00", "#009E73", "#CC79A7"]):
-    model, alone = row["model"], row["no_ddp"]
-    steps_s = {step["gpus"]: step["predicted"] for step in tested if step["model"] == model}
-    measured[model] = (gpus, [100 * alone / row[f"gpus_{k}"] for k in gpus], colour)
-    lines[f"{model}, simulated"] = (list(steps_s), [100 * alone / s for s in steps_s.values()], colour)
-at_two = {row["model"]: row["gpus_2"] for row in facts.rows("ddp_step_seconds_v100")}
-errors = [sum(abs(step["error"]) for step in tested) / len(tested),
-          sum(abs(at_two[step["model"]] / step["measured"] - 1) for step in tested) / len(tested)]  # fmt: skip
-picture = show.curves(measured, "GPUs", "efficiency (%)", "Mean error: simulator {:.1%}, constant {:.1%}".format(*errors),
-                      theory=lines, log="x", ticks=gpus, kind="published; simulated")  # fmt: skip
-for _, percent, colour in measured.values():
-    picture.axes[0].plot([2, 16], [percent[1]] * 2, ":", color=colour, linewidth=1.2)
-picture.axes[0].set_ylim(80, 101)
-picture.axes[0].legend(ncols=2, loc="lower left")
-picture
-
-# %% [markdown]
-r"""
-Look closely: the one that knows nothing does as well. From 2 to 16 GPUs the times hardly grow, since backward hides the
-communication; a table without a knee cannot tell a good simulator from none. What it says about 4,096 is a derivation.
-Others have measured larger runs:
-"""
-
-# %% larger
-for row in facts.rows("published_scaling"):
-    print("{training}: {efficiency_percent:g} % on {devices:g} devices, compared with {compared_with:g}".format(**row))
-
-# %% claim-9
-# NBVAL_CHECK_OUTPUT
-resnet, network = (
-    published.resnets.profile("resnet50", 0.097),
-    simulate.Network(theory.Costs.of_link(100e9, latency=10e-6)),
-)
-efficient = {f"K = {k}": simulate.simulate(resnet, k, network).efficiency >= 0.9 for k in (2, 16, 128, 1024, 4096)}
-claims.decide(
-    9, "Speed-up is linear: K devices are K times as fast.", "simulated", efficient,
-    "At 90 % of linear or more. 2(K-1) latencies per bucket grow with K, until the backward pass cannot hide them.",
-)  # fmt: skip
-
-# %% [markdown]
-r"""
-Which all-reduce is the fastest depends on the message and on K. The map, for links of 100 Gbit/s with 10 µs, if every
+That depends on the message and on K. The map, for links of 100 Gbit/s with 10 µs, if every
 rank has a cable of its own and nothing is pipelined: on shared cables halving-doubling can lose ground (lesson 04). The
 stripes come from the K that are no powers of two, where it must first fold the surplus ranks in, with whole messages.
 """
@@ -371,43 +263,11 @@ show.winners_figure(theory.Costs.of_link(100e9, 10e-6))
 
 # %% [markdown]
 r"""
-## Which do I use?
-
-Choose your model and your machines. Grey bars do not fit, the black one is the recommendation: the *simplest* way within
-a tenth of the fastest. Everything here is derived: 16 bytes a parameter for float32 and Adam, activations from samples and
-context, a step's time from what a device computes and a link carries, communication hidden where it can be.
-"""
-
-# %% decision-chart
-show.widgets.decision_chart(plans.decide)
-
-# %% [markdown]
-r"""
-As a plain figure, for a model of 30 billion parameters on 64 devices of 80 GB:
-"""
-
-# %% decision-figure
-setting = {"billions": 30, "memory_gb": 80, "devices": 64, "bandwidth": "100Gbit"}
-show.widgets.decision_figure(setting, *plans.decide(**setting))
-
-# %% check-decision
-# NBVAL_CHECK_OUTPUT
-cases = [(0.3, 24, 8, "100Gbit"), (3, 80, 8, "1Gbit", 1), (3, 40, 8, "100Gbit"), (7, 80, 64, "100Gbit"),
-         (30, 80, 64, "1Gbit"), (400, 24, 8, "100Gbit")]  # fmt: skip
-for case in cases:
-    chosen, _, _ = plans.decide(*case)
-    print(case, "->", chosen.name if chosen else "more devices")
-
-# %% [markdown]
-r"""
-The second case is worth a look: three billion parameters would fit on each of the eight devices, but over links of 1
-Gbit/s a single all-reduce takes 168 s. A pipeline sends activations only.
-
 ## What torch does
 
 The same all-reduce call uses NCCL's own topology search: rings or trees over NVLink inside a machine, InfiniBand or
-Ethernet between. `torch.distributed.device_mesh` names the levels, such as `("replicate", "shard")`: shard inside a host,
-replicate between hosts.
+Ethernet between, one ring per card. `torch.distributed.device_mesh` names the levels, such as
+`("replicate", "shard")`: shard inside a host, replicate between hosts.
 
 ## Check yourself
 
@@ -416,23 +276,22 @@ replicate between hosts.
 2(H-1)/H · 1 GB = 1 GB in each direction, an eighth of it from each GPU.
 </details>
 
-**2.** Efficiency is 60 % at 512 GPUs. Which three things could help?
+**2.** Your hosts have eight cards, but `NCCL_SOCKET_IFNAME` names one. What do you see?
 <details><summary>Answer</summary>
-A larger batch a GPU (more computing per byte), two-level or tree all-reduce (fewer latencies), fewer bytes
-(half-precision gradients).
+Large all-reduces take eight times as long. Small ones take as long as before.
 </details>
 
-**3.** Why does everyone use DDP as long as the model fits?
+**3.** Five V100s of one host are slower than four. Which number would have told you before you bought them?
 <details><summary>Answer</summary>
-Least traffic, hidden behind backward, nothing to configure, and exactly the mathematics of one device.
+How many rings fit on the wires among these five: fewer than among four.
 </details>
 
 ## In three lines
 
 1. Two levels send less between hosts and pay fewer latencies: 30 instead of 254 on 16 hosts of 8.
-2. Scaling is linear up to a knee; where it lies follows from computing, bandwidth and latency, and inside a host from wires.
-3. Take the simplest way that fits and is not much slower: DDP, then sharding, then pipelines between hosts.
+2. Inside a host the wiring decides: V100s have rings along wires only, A100s hang on switches.
+3. Several cards multiply bandwidth if several streams leave the host; they do nothing for latency.
 
 **Exercise:** [12](../exercises/12_many_machines.ipynb), `exercises/12_many_machines.ipynb`. **Next:**
-[14, communicate less](14_communicate_less.ipynb): when the link is slow whatever you do.
+[13, predict before you buy](13_predict_before_you_buy.ipynb): how long would it take on machines that you do not have?
 """

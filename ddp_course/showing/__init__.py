@@ -18,6 +18,7 @@ _HOME = {
     "scaling_figure": "simulator_plots",
     "winners_figure": "simulator_plots",
     "bucket_cap_figure": "simulator_plots",
+    "predictions_figure": "simulator_plots",
 }
 _MODULES = {"plots", "sketches", "widgets"}
 __all__ = sorted([*_HOME, *_MODULES, "diff", "source"])
