@@ -15,6 +15,7 @@ from pathlib import Path
 from ..running.files import course_folder, replace_file
 
 FOLDERS = ("notebooks", "exercises", "docs")
+NOT_COPIED = {".ipynb_checkpoints", "__pycache__", "checks", "answers"}
 FIRST = "notebooks/00_start_here.ipynb"
 RECORD = ".ddp-course.json"  # what was copied: {path: SHA-256 of the course's own}
 IDLE_SECONDS = 3600  # a kernel that nobody has used for so long ends, and gives back its memory
@@ -95,7 +96,7 @@ def course_files() -> dict[str, Path]:
     files = {}
     for name in FOLDERS:
         top = course_folder(name)
-        paths = (path for path in sorted(top.rglob("*")) if path.is_file() and ".ipynb_checkpoints" not in path.parts)
+        paths = (path for path in sorted(top.rglob("*")) if path.is_file() and not NOT_COPIED & {*path.parts})
         files |= {f"{name}/{path.relative_to(top).as_posix()}": path for path in paths}
     return files
 

@@ -32,8 +32,8 @@ class Task:
     on each of `ranks` ranks and gives {part: {case: value}}. `together(evidence, **inputs)`, if there is one, makes
     of a list of these, one for each rank, what is compared. `judges` are {part: judge(evidence, **inputs)} for what
     cannot be compared with the solution's; a judge raises Wrong. Numbers may differ by `bound` times the largest
-    expected. `forbidden` are dotted names of functions that would be the answer; `hang` is said when ranks wait for
-    ever.
+    expected. `forbidden` are dotted names of functions that would be the answer; what is expected in `secret` parts is
+    not told; `hang` is said when ranks wait for ever, and an attempt may take so many `seconds`.
     """
 
     number: str
@@ -46,7 +46,9 @@ class Task:
     judges: dict[str, Callable] = field(default_factory=dict)
     bound: float = 1e-6
     forbidden: tuple = ()
+    secret: tuple = ()
     hang: str = HANG
+    seconds: float = 5.0
 
     @property
     def exercise(self) -> int:

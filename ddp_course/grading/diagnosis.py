@@ -157,12 +157,21 @@ def compared(task: Task, part: str, evidence: Evidence, book: Book, whole: Seque
     values = values_of(part, evidence, book.solution, book.still())
     wrong = [one for one in values if not same(one.found, one.expected, task.bound)]
     first, known = wrong[0], whole[0] if whole else known_fault(part, values, wrong, book)
-    number = f"{shown(first.found)}; " if type(first.found) in (int, float) else ""
     if known:
-        return f"{first.case}: {number}{known}{others(values, wrong)}"
+        return f"{first.case}: {in_short(first)}{known}{others(values, wrong)}"
+    if part in task.secret:
+        return f"{first.case}: {unlike_type(first.found, first.expected) or f'{shown(first.found)} is not it'}"
     who = "" if first.rank is None else f"rank {first.rank}: "
     said = f"{first.case}: {who}{difference(first)}{relation(values, wrong)}"
     return f"{said}{others(values, wrong)}{right_ones(values, wrong)}"
+
+
+def in_short(one: Value) -> str:
+    """A number that was found, or a short list beside what was expected."""
+    if type(one.found) in (int, float):
+        return f"{shown(one.found)}; "
+    short = isinstance(one.found, list | tuple) and len(repr(one.found)) + len(repr(one.expected)) < 100
+    return f"{list(one.found)}; {list(one.expected)} was expected: " if short else ""
 
 
 def known_fault(part: str, values: Sequence[Value], wrong: Sequence[Value], book: Book) -> str:
@@ -218,9 +227,16 @@ def unlike(found: Any, expected: Any, what: str) -> str:
             keys = sorted(map(str, found)) if isinstance(found, dict) else kind_of(found)
             return f"{what} has {keys}; {sorted(map(str, expected))} was expected"
         return next(filter(None, (unlike(found[key], one, f"{key} in {what}") for key, one in expected.items())), "")
-    if type(expected) in (int, float) and not (type(found) is int or type(found) is type(expected)):
-        return f"{what} is {kind_of(found)}; a plain {type(expected).__name__} was expected"
+    if wrong_type := unlike_type(found, expected):
+        return f"{what} is {wrong_type}"
     return "" if same(found, expected) else f"{what} is {shown(found)}; {shown(expected)} was expected"
+
+
+def unlike_type(found: Any, expected: Any) -> str:
+    """What is found where a plain number is expected, "" if it is one."""
+    if type(expected) not in (int, float) or type(found) in (int, type(expected)):
+        return ""
+    return f"{kind_of(found)}; a plain {type(expected).__name__} was expected"
 
 
 def unlike_tensor(found: Any, expected: torch.Tensor, what: str) -> str:
@@ -329,7 +345,9 @@ def shifted(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> str:
         return f"all are {(x - y)[0].item():+.6g} off"
     if len(x) > 1 and near(x.sort().values, y.sort().values):
         return "these are the right numbers, in another order"
-    digits = [n for n in range(7) if bool((x == torch.tensor([round(one, n) for one in y.tolist()]).double()).all())]
+    digits = [
+        n for n in range(7) if bool((x == torch.tensor([round(one, n) for one in y.tolist()], dtype=x.dtype)).all())
+    ]
     return f"it is rounded to {digits[0]} digits: return it as it is" if digits and not near(x, y) else ""
 
 

@@ -27,7 +27,7 @@ from .guard import enter
 from .plain import pack, unpack
 
 PATIENCE_SECONDS = 5.0  # a receive that waits longer waits for ever
-FIRST_SECONDS, NEXT_SECONDS = 12.0, 5.0
+START_SECONDS = 7.0
 TOO_LONG = "a message was longer than the tensor it was received into: do both sides mean the same chunk and dtype?"
 BOTH_SEND = "; two ranks that both send first wait for ever: wire.exchange sends and receives at once"
 GAVE_UP = re.compile("timed out waiting|timeout|connection closed by peer|connection reset by peer", re.IGNORECASE)
@@ -60,7 +60,8 @@ def gather(attempts: Sequence[Attempt], patience: float = PATIENCE_SECONDS, work
     waiting = list(attempts)
     while waiting:
         with tempfile.TemporaryDirectory(prefix="ddp_course_") as folder:
-            ranks, timeout = find(waiting[0].number).ranks, FIRST_SECONDS + NEXT_SECONDS * (len(waiting) - 1)
+            task = find(waiting[0].number)
+            ranks, timeout = task.ranks, START_SECONDS + task.seconds * len(waiting)
             failure: CourseError | None = None
             try:
                 launch(make_attempts, waiting, folder, patience, work, world_size=ranks, device="cpu", timeout=timeout)

@@ -82,17 +82,17 @@ def reduce_scatter(chunks, group=None):
 # %% 4.2 wrong: one step too many | that is one step too many: K-1 messages make the sum of K
 #- range(world_size - 1)
 #+ range(world_size)
-# %% 4.2 wrong: chunks reversed | the chunks go round from another start or the other way
+# %% 4.2 wrong: chunks reversed | chunk (rank + 1) mod K is not finished, but another one is: the chunks go round from another start or the other way
 #- chunks[(rank - step) % world_size]
 #+ chunks[(-rank + step) % world_size]
 #- chunks[(rank - step - 1) % world_size]
 #+ chunks[(-rank + step + 1) % world_size]
-# %% 4.2 wrong: another start | the chunks go round from another start or the other way
+# %% 4.2 wrong: another start | chunk (rank + 1) mod K is not finished, but another one is: the chunks go round from another start or the other way
 #- (rank - step) %
 #+ (rank + 1 - step) %
 #- (rank - step - 1) %
 #+ (rank - step) %
-# %% 4.2 wrong: another start, further on | the chunks go round from another start or the other way
+# %% 4.2 wrong: another start, further on | chunk (rank + 1) mod K is not finished, but another one is: the chunks go round from another start or the other way
 #- (rank - step) %
 #+ (rank - 1 - step) %
 #- (rank - step - 1) %

@@ -168,7 +168,7 @@ class RingSeconds:
         return {"transfer": transfer, "latencies": latencies}
 
 
-@task("4.6", ("the_bug", "mended_ring"), {"the line": 1, "mended": 1}, **LOOP)
+@task("4.6", ("the_bug", "mended_ring"), {"the line": 1, "mended": 1}, secret=("the line",), **LOOP)
 class FindTheBugInTheRing:
     """A ring that loses the remainder: line 3 cuts the tensor into chunks, and drops what is left over."""
 

@@ -1,5 +1,5 @@
 # %% [markdown]
-# Answers to exercise 1 as learners write them. tests/answers.py says how to read this.
+# Answers to exercise 1 as learners write them. docs/CONTRIBUTING.md says how to read this.
 
 # %% 1.1 right: zero_grad at the end
 def train_step(model, optimizer, inputs, targets):
@@ -22,18 +22,18 @@ def train_step(model, optimizer, inputs, targets):
     return value.detach().item()
 
 
-# %% 1.1 wrong: no zero_grad | is there a zero_grad()
+# %% 1.1 wrong: no zero_grad | gradients pile up from step to step: is there a zero_grad()?
 #- optimizer.zero_grad()
-# %% 1.1 wrong: no step | is there a backward() and then a step()
+# %% 1.1 wrong: no step | the weights have not changed: is there a backward() and then a step(), and no zero_grad() between them?
 #-     optimizer.step()
-# %% 1.1 wrong: zero_grad after backward | is there a backward() and then a step()
+# %% 1.1 wrong: zero_grad after backward | the weights have not changed: is there a backward() and then a step(), and no zero_grad() between them?
 #-     optimizer.zero_grad()
 #-     loss = cross_entropy(model(inputs), targets)
 #-     loss.backward()
 #+     loss = cross_entropy(model(inputs), targets)
 #+     loss.backward()
 #+     optimizer.zero_grad()
-# %% 1.1 wrong: step before backward | step() comes after backward()
+# %% 1.1 told: step before backward | step() comes after backward()
 def train_step(model, optimizer, inputs, targets):
     loss = cross_entropy(model(inputs), targets)
     optimizer.step()
@@ -42,17 +42,43 @@ def train_step(model, optimizer, inputs, targets):
     return loss.item()
 
 
-# %% 1.1 wrong: returns a tensor | the loss is a tensor
+# %% 1.1 wrong: returns a tensor | the loss is a tensor; return loss.item(), a plain number
 #- loss.item()
 #+ loss
-# %% 1.1 wrong: returns nothing | is there a `return`
+# %% 1.1 told: returns nothing | is there a `return`?
 #-     return loss.item()
-# %% 1.1 wrong: loss after the update | the loss is another one
+# %% 1.1 wrong: loss after the update | the loss is another one: return the mean loss before the update
 #- return loss.item()
 #+ return cross_entropy(model(inputs), targets).item()
-# %% 1.1 wrong: summed loss | the loss is the mean over the samples
+# %% 1.1 wrong: summed loss | the steps are too large: the loss is the mean over the samples, not their sum
 #- cross_entropy(model(inputs), targets)
 #+ cross_entropy(model(inputs), targets, reduction="sum")
+# %% 1.1 wrong: the update is a step late | the update is one step late: backward() comes before step()
+def train_step(model, optimizer, inputs, targets):
+    optimizer.step()
+    optimizer.zero_grad()
+    loss = cross_entropy(model(inputs), targets)
+    loss.backward()
+    return loss.item()
+
+
+# %% 1.1 told: rounded | it is rounded to 3 digits
+#- loss.item()
+#+ round(loss.item(), 3)
+# %% 1.1 told: rounded, as text | a plain float was expected
+#- loss.item()
+#+ f"{loss.item():.4f}"
+# %% 1.2 wrong: divided by samples | the loss is a mean over samples already: divide it by the number of micro-batches
+#- / len(micro_batches)
+#+ / len(targets)
+# %% 1.2 wrong: cleared each time, undivided | only the last micro-batch counts, and undivided: zero_grad() belongs before the first one
+#- loss = cross_entropy(model(inputs), targets) / len(micro_batches)
+#+ loss = cross_entropy(model(inputs), targets)
+#- loss.backward()
+#+ optimizer.zero_grad()
+#+         loss.backward()
+#- return total
+#+ return total / len(micro_batches)
 # %% 1.2 right: whole batch in the mean
 def accumulate(model, optimizer, micro_batches):
     optimizer.zero_grad()
@@ -78,19 +104,19 @@ def accumulate(model, optimizer, micro_batches):
     return (sum(losses) / len(losses)).item()
 
 
-# %% 1.2 wrong: no division | divide each loss by the number of micro-batches
+# %% 1.2 wrong: no division | the gradients add up to too much: divide each loss by the number of micro-batches
 #- cross_entropy(model(inputs), targets) / len(micro_batches)
 #+ cross_entropy(model(inputs), targets)
-# %% 1.2 wrong: update in the loop | there is an update after every micro-batch
+# %% 1.2 wrong: update in the loop | there is an update after every micro-batch; all together give one update
 #-     optimizer.step()
 #+         optimizer.step()
-# %% 1.2 wrong: zero_grad in the loop | zero_grad() belongs before the first one
+# %% 1.2 wrong: zero_grad in the loop | only the last micro-batch counts: zero_grad() belongs before the first one, not before each
 #- loss.backward()
 #+ optimizer.zero_grad()
 #+         loss.backward()
-# %% 1.2 wrong: never cleared | gradients pile up from call to call
+# %% 1.2 wrong: never cleared | gradients pile up from call to call: is there a zero_grad()?
 #-     optimizer.zero_grad()
-# %% 1.2 wrong: divided by samples too | the gradients are divided twice
+# %% 1.2 wrong: divided by samples too | the gradients are divided twice: the loss is a mean over samples already
 #- / len(micro_batches)
 #+ / len(micro_batches) / len(targets)
 # %% 1.2 wrong: sum of the losses | return the mean over all samples
@@ -99,10 +125,10 @@ def accumulate(model, optimizer, micro_batches):
 # %% 1.2 wrong: last one left out | the last micro-batch is left out
 #- in micro_batches:
 #+ in micro_batches[:-1]:
-# %% 1.2 wrong: loss is a tensor | the loss is a tensor
+# %% 1.2 wrong: loss is a tensor | the loss is a tensor; return a plain number
 #- total += loss.item()
 #+ total += loss
-# %% 1.2 wrong: no update | each call makes one
+# %% 1.2 wrong: no update | no updates: each call makes one, at its end
 #-     optimizer.step()
 # %% 1.3 right: a loop
 def gradient_bytes(model):
@@ -118,13 +144,19 @@ def gradient_bytes(model):
     return sum(torch.zeros_like(p).untyped_storage().nbytes() for p in model.parameters() if p.requires_grad)
 
 
-# %% 1.3 wrong: numbers | those are numbers, not bytes
+# %% 1.3 wrong: numbers | those are numbers, not bytes: each takes element_size() bytes
 #- p.numel() * p.element_size()
 #+ p.numel()
-# %% 1.3 wrong: four bytes | not every parameter is float32
+# %% 1.3 wrong: four bytes | not every parameter is float32: ask for element_size()
 #- p.element_size()
 #+ 4
-# %% 1.3 wrong: frozen too | frozen parameters
+# %% 1.3 wrong: the first parameter's size for all | not all parameters are of one dtype: ask each for its element_size()
+def gradient_bytes(model):
+    size = next(model.parameters()).element_size()
+    return sum(p.numel() * size for p in model.parameters() if p.requires_grad)
+
+
+# %% 1.3 wrong: frozen too | frozen parameters (requires_grad=False) have no gradient
 #-  if p.requires_grad
 # %% 1.3 wrong: buffers too | buffers have no gradient
 def gradient_bytes(model):
@@ -132,13 +164,13 @@ def gradient_bytes(model):
     return trained + sum(b.nbytes for b in model.buffers())
 
 
-# %% 1.3 wrong: number of tensors | the number of tensors
+# %% 1.3 wrong: number of tensors | that is the number of tensors
 #- sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
 #+ len([p for p in model.parameters() if p.requires_grad])
-# %% 1.3 wrong: size of the tensor object | bytes were expected
+# %% 1.3 told: size of the tensor object | was expected
 #- p.numel() * p.element_size()
 #+ p.shape[0] * p.element_size()
-# %% 1.3 wrong: megabytes | a plain int was expected
+# %% 1.3 told: megabytes | a plain int was expected
 #-  if p.requires_grad)
 #+  if p.requires_grad) / 2**20
 # %% 1.3 hidden: layer by layer | weights that two layers share have one gradient

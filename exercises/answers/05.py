@@ -1,5 +1,5 @@
 # %% [markdown]
-# Answers to exercise 5 as learners write them. tests/answers.py says how to read this.
+# Answers to exercise 5 as learners write them. docs/CONTRIBUTING.md says how to read this.
 
 # %% 5.1 right: sizes kept
 def assign_buckets(parameters, cap_bytes):
@@ -31,19 +31,19 @@ def assign_buckets(parameters, cap_bytes):
     return sorted(closed, key=lambda bucket: position[id(bucket[-1])]) + rest
 
 
-# %% 5.1 wrong: forward order | backward finishes the last parameters first
+# %% 5.1 wrong: forward order | parameter 0 comes first; backward finishes the last parameters first
 #- reversed(parameters)
 #+ parameters
-# %% 5.1 wrong: ignores the cap | the cap is ignored
+# %% 5.1 wrong: ignores the cap | everything is in one bucket: the cap is ignored
 #- >= cap_bytes
 #+ >= float("inf")
 # %% 5.1 wrong: one bucket a parameter | every parameter has a bucket of its own
 #- return closed + list(filling.values())
 #+ return [[p] for p in reversed(parameters)]
-# %% 5.1 wrong: numbers for bytes | counted in bytes
+# %% 5.1 wrong: numbers for bytes | a bucket closes when it has reached the cap, counted in bytes, with the parameter that fills it
 #- q.numel() * q.element_size()
 #+ q.numel()
-# %% 5.1 wrong: cap never exceeded | with the parameter that fills it
+# %% 5.1 wrong: cap never exceeded | a bucket closes when it has reached the cap, counted in bytes, with the parameter that fills it
 def assign_buckets(parameters, cap_bytes):
     filling, closed = {}, []
     for p in reversed(parameters):
@@ -55,21 +55,21 @@ def assign_buckets(parameters, cap_bytes):
     return closed + list(filling.values())
 
 
-# %% 5.1 wrong: last bucket lost | is the last bucket, which never fills, kept
+# %% 5.1 wrong: last bucket lost | parameters are in no bucket: is the last bucket, which never fills, kept?
 #- return closed + list(filling.values())
 #+ return closed
-# %% 5.1 wrong: dtypes mixed | a bucket holds two dtypes
+# %% 5.1 wrong: dtypes mixed | a bucket holds two dtypes; one message has one dtype
 #- filling.setdefault(p.dtype, [])
 #+ filling.setdefault("all", [])
 #- filling.pop(p.dtype)
 #+ filling.pop("all")
-# %% 5.1 wrong: greater, not equal | with the parameter that fills it
+# %% 5.1 wrong: greater, not equal | a bucket closes when it has reached the cap, counted in bytes, with the parameter that fills it
 #- >= cap_bytes
 #+ > cap_bytes
-# %% 5.1 wrong: buckets in reverse | not in the order in which they fill
+# %% 5.1 wrong: buckets in reverse | the buckets are right, but not in the order in which they fill
 #- return closed + list(filling.values())
 #+ return list(filling.values()) + closed[::-1]
-# %% 5.1 wrong: package's own | your code calls stage5_bucketed.assign_buckets
+# %% 5.1 told: package's own | your code calls stage5_bucketed.assign_buckets
 def assign_buckets(parameters, cap_bytes):
     from ddp_course import stage5_bucketed
 
@@ -106,28 +106,28 @@ def tell_when_ready(parameters, ready):
     ready.accumulators = keep
 
 
-# %% 5.2 wrong: hook before accumulation | has no gradient yet
+# %% 5.2 wrong: hook before accumulation | a parameter has no gradient yet: which hook runs after it is accumulated?
 #- parameter.register_post_accumulate_grad_hook(ready)
 #+ parameter.register_hook(lambda gradient, parameter=parameter: ready(parameter))
-# %% 5.2 wrong: late binding | always gets the same parameter
+# %% 5.2 wrong: late binding | ready always gets the same parameter: a function made in a loop sees the loop's last value
 #- parameter.register_post_accumulate_grad_hook(ready)
 #+ parameter.register_post_accumulate_grad_hook(lambda _: ready(parameter))
-# %% 5.2 wrong: gradient handed over | hand it the parameter, not its gradient
+# %% 5.2 wrong: gradient handed over | ready gets something that is not a parameter: hand it the parameter, not its gradient
 #- parameter.register_post_accumulate_grad_hook(ready)
 #+ parameter.register_hook(ready)
-# %% 5.2 wrong: frozen not expected | RuntimeError
+# %% 5.2 told: frozen not expected | RuntimeError
 #-         if parameter.requires_grad:
 #-             parameter.register
 #+         parameter.register
-# %% 5.2 wrong: once only | a hook stays for all passes
+# %% 5.2 wrong: once only | ready was not called; a hook stays for all passes
 #-             parameter.register_post_accumulate_grad_hook(ready)
 #+             handles = []
 #+             hook = lambda p, handles=handles: [handles[0].remove(), ready(p)] and None
 #+             handles.append(parameter.register_post_accumulate_grad_hook(hook))
-# %% 5.2 wrong: called at once | give the hook a function
+# %% 5.2 wrong: called at once | ready is called before any backward pass: give the hook a function, do not call it
 #- register_post_accumulate_grad_hook(ready)
 #+ register_post_accumulate_grad_hook(ready(parameter) or ready)
-# %% 5.2 wrong: matrices only | are trainable
+# %% 5.2 wrong: matrices only | 0, 1, 2 and 3 are trainable, whatever their shape
 #- if parameter.requires_grad:
 #+ if parameter.requires_grad and parameter.dim() > 1:
 # %% 5.2 wrong: no hook | ready was never called
@@ -150,38 +150,52 @@ def average_in_background(flats, all_reduce, executor, world_size):
     list(executor.map(job, flats))
 
 
-# %% 5.3 wrong: never waits | wait for all of them
+# %% 5.3 wrong: never waits | it returned after no bucket was done: wait for all of them
 #-     for future in futures:
 #-         future.result()
 #+     return futures
-# %% 5.3 wrong: waits after each | submit all, then wait for all
+# %% 5.3 wrong: waits after each | the second bucket is submitted only when the first is done: submit all, then wait for all
 def average_in_background(flats, all_reduce, executor, world_size):
     for flat in flats:
         flat /= world_size
         executor.submit(all_reduce, flat).result()
 
 
-# %% 5.3 wrong: no division | is there a division by K
+# %% 5.3 wrong: no division | you have the sum: is there a division by K?
 #-         flat /= world_size
-# %% 5.3 wrong: not in place | must end up in it, in place
+# %% 5.3 wrong: asks the last only | ask every future for its result(): an error in another one is lost
+#-     for future in futures:
+#-         future.result()
+#+     futures[-1].result()
+# %% 5.3 wrong: divides while reducing | divide before you submit, or after you have waited
+def average_in_background(flats, all_reduce, executor, world_size):
+    futures = []
+    for flat in flats:
+        futures.append(executor.submit(all_reduce, flat))
+        flat /= world_size
+    for future in futures:
+        future.result()
+
+
+# %% 5.3 wrong: not in place | the bucket has not changed: the mean must end up in it, in place
 #-         flat /= world_size
 #+         flat = flat / world_size
-# %% 5.3 wrong: waits for the last only, errors lost | an error in the communication thread is lost
+# %% 5.3 wrong: waits for the last only, errors lost | an error in the communication thread is lost: ask every future for its result()
 #-     for future in futures:
 #-         future.result()
 #+     from concurrent.futures import wait
 #+
 #+     wait(futures)
-# %% 5.3 wrong: in the training thread | submit it to the executor
+# %% 5.3 wrong: in the training thread | all_reduce runs in the thread that trains; submit it to the executor
 #- futures.append(executor.submit(all_reduce, flat))
 #+ all_reduce(flat)
 # %% 5.3 wrong: last bucket first | all ranks must take them by index
 #- for flat in flats:
 #+ for flat in reversed(flats):
-# %% 5.3 wrong: K is 4 | it was divided by 4
+# %% 5.3 wrong: K is 4 | it was divided by 4: K is world_size
 #- flat /= world_size
 #+ flat /= 4
-# %% 5.3 wrong: first bucket not waited for | returned after
+# %% 5.3 wrong: first bucket not waited for | it returned after some buckets were done: wait for all of them
 #- for future in futures:
 #+ for future in futures[:1]:
 # %% 5.4 right: a pointer
@@ -212,25 +226,25 @@ def departures(buckets, ready):
     return left
 
 
-# %% 5.4 wrong: unchanged | all ranks must take buckets by index
+# %% 5.4 wrong: unchanged | all ranks must take buckets by index, or they add up different ones
 #- number == len(left):
 #+ number not in [gone for _, gone in left]:
-# %% 5.4 wrong: another line | is it this bucket's turn
+# %% 5.4 wrong: another line | this notes what leaves; but is it this bucket's turn?
 #- return 7
 #+ return 8
 # %% 5.4 wrong: blames the discard | that a gradient is no longer missing is right
 #- return 7
 #+ return 6
-# %% 5.4 wrong: all at the end | gradients; after
+# %% 5.4 wrong: all at the end | a bucket leaves as soon as its gradients are there and it is its turn
 #- left.append((count, number))
 #+ left.append((len(ready), number))
-# %% 5.4 wrong: one a gradient | each leaves once
+# %% 5.4 wrong: one a gradient | each leaves once, and all of them leave
 #- if not waiting and number == len(left):
 #+ if not waiting and number == len(left) and count < len(ready):
-# %% 5.4 wrong: buckets only | each departure is a pair
+# %% 5.4 wrong: buckets only | each departure is a pair (gradients that are ready, bucket)
 #- left.append((count, number))
 #+ left.append(number)
-# %% 5.4 wrong: without waiting | without gradient
+# %% 5.4 wrong: without waiting | a bucket leaves without gradients of its own
 #- if not waiting and number == len(left):
 #+ if number == len(left):
 # %% 5.5 right: a counter a bucket
@@ -293,7 +307,7 @@ class Bucketed:
             self.waiting.pop(0).result()
 
 
-# %% 5.5 wrong: after backward | that could hide behind backward do not
+# %% 5.5 told: after backward | 2 of 3 rings that could hide behind backward do not
 class Bucketed:
     """All buckets when backward is over."""
 
@@ -309,20 +323,20 @@ class Bucketed:
                 p.grad = piece.view_as(p)
 
 
-# %% 5.5 wrong: nobody puts them back | put the bucket's pieces back into .grad
+# %% 5.5 wrong: nobody puts them back | each rank has its own gradient: after the sum, put the bucket's pieces back into .grad
 #- parameter.grad = piece.view_as(parameter)
 #+ pass
-# %% 5.5 wrong: the sum | that is the sum
+# %% 5.5 wrong: the sum | that is the sum: divide by the number of ranks
 #- for p in bucket]) / self.world_size
 #+ for p in bucket])
-# %% 5.5 wrong: in the thread that trains | submit it to the executor
+# %% 5.5 told: in the thread that trains | submit it to the executor
 #- self.leaving.append((bucket, flat, self.executor.submit(self.all_reduce, flat)))
 #+ self.all_reduce(flat)
 #+             self.leaving.append((bucket, flat, self.executor.submit(int)))
-# %% 5.5 wrong: one pass only | backward pass 2
+# %% 5.5 wrong: one pass only | your replicas agree with each other but not with the mean: in the second pass nobody averages
 #- self.missing, self.leaving = [set(bucket) for bucket in self.buckets], []
 #+ self.missing, self.leaving = [set(bucket) for bucket in self.buckets], getattr(self, "leaving", [])
-# %% 5.5 wrong: one ring for each gradient | pack a bucket into one tensor
+# %% 5.5 told: one ring for each gradient | pack a bucket into one tensor
 class Bucketed:
     """Every gradient on its own."""
 
@@ -340,7 +354,7 @@ class Bucketed:
         self.jobs.clear()
 
 
-# %% 5.5 wrong: one bucket for all | messages for 3 buckets: one a bucket
+# %% 5.5 told: one bucket for all | 1 messages for 3 buckets
 #- self.buckets, self.all_reduce, self.executor, self.world_size = buckets, all_reduce, executor, world_size
 #+ buckets = [[p for bucket in buckets for p in bucket]]
 #+         self.buckets, self.all_reduce, self.executor, self.world_size = buckets, all_reduce, executor, world_size
@@ -367,25 +381,25 @@ def setting_of(timeline):
     return "hidden" if max(gaps) > 2 else "slow link"
 
 
-# %% 5.6 wrong: one bucket by its start only | does not look like that
+# %% 5.6 told: one bucket by its start only | "one bucket" does not look like that
 #- if len(rings) == 1:
 #+ if rings[0][0] > ends - 5:
-# %% 5.6 wrong: exactly | does not look like that
+# %% 5.6 told: exactly | "slow link" does not look like that
 #- rings[0][0] > ends - 5
 #+ rings[0][0] >= ends
-# %% 5.6 wrong: any overlap is hidden | does not look like that
+# %% 5.6 told: any overlap is hidden | "hidden" does not look like that
 #- return "hidden" if pauses else "slow link"
 #+ return "hidden"
-# %% 5.6 wrong: as they come | does not look like that
+# %% 5.6 told: as they come | "each on its own" does not look like that
 #- sorted((start, end) for name, start, end in timeline if name == "communication")
 #+ [(start, end) for name, start, end in timeline if name == "communication"]
-# %% 5.6 wrong: the last ring decides | does not look like that
+# %% 5.6 told: the last ring decides | "slow link" does not look like that
 #- return "hidden" if pauses else "slow link"
 #+ return "slow link" if rings[-1][1] > ends else "hidden"
-# %% 5.6 wrong: a word of one's own | is none of
+# %% 5.6 told: a word of one's own | is none of
 #- return "one bucket"
 #+ return "single bucket"
-# %% 5.6 wrong: prints | is there a `return`
+# %% 5.6 told: prints | is there a `return`
 #- return "hidden" if pauses else "slow link"
 #+ print("hidden" if pauses else "slow link")
 # %% 5.7 right: doubling first
@@ -418,26 +432,38 @@ def when_it_hides(measure, ring):
     return [max(predicted, 1), found, "computing" if share < 0.6 else ("memory" if share > 0.75 else "both")]
 
 
-# %% 5.7 wrong: predicted for measured | was predicted, not measured
+# %% 5.7 wrong: predicted for measured | that was predicted, not measured: with so many samples backward is not yet, or long since, there
 #- return predicted, high,
 #+ return predicted, predicted,
-# %% 5.7 wrong: in proportion | the line gives
+# %% 5.7 wrong: in proportion | the line goes through both measurements: in proportion to one of them is another line
 #- max(1, math.ceil(64 + (ring - near) / slope))
 #+ max(1, math.ceil(64 * ring / near))
-# %% 5.7 wrong: one before | is the first number that is enough
+# %% 5.7 wrong: below one | at least one sample: the line may meet the ring below
+#- max(1, math.ceil(64 + (ring - near) / slope))
+#+ math.ceil(64 + (ring - near) / slope)
+# %% 5.7 wrong: one before | one more is the first number that is enough
 #- return predicted, high,
 #+ return predicted, low,
-# %% 5.7 wrong: always computing | of the time; that is not
+# %% 5.7 told: always computing | is not it
 #- "computing" if share < 0.6 else "memory" if share > 0.75 else "both"
 #+ "computing"
-# %% 5.7 wrong: one by one | halve the range
+# %% 5.7 told: one by one | halve the range each time, and a dozen are enough
 #- while high - low > 1:
 #+ for samples in range(1, 200):
 #+         measure(samples)
 #+     while high - low > 1:
-# %% 5.7 wrong: a fraction | a plain int was expected
+# %% 5.7 told: a fraction | a plain int was expected
 #- max(1, math.ceil(64 + (ring - near) / slope))
 #+ 64 + (ring - near) / slope
-# %% 5.7 wrong: only the measured number | return three things
+# %% 5.7 told: only the measured number | return three things
 #- return predicted, high, "computing" if share < 0.6 else "memory" if share > 0.75 else "both"
 #+ return high
+# %% 5.4 wrong: line 2 | what each bucket waits for is right
+#- return 7
+#+ return 2
+# %% 5.4 wrong: line 4 | counting the gradients is right
+#- return 7
+#+ return 4
+# %% 5.4 wrong: line 9 | the list is right if what goes in is
+#- return 7
+#+ return 9

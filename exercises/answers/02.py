@@ -1,5 +1,5 @@
 # %% [markdown]
-# Answers to exercise 2 as learners write them. tests/answers.py says how to read this.
+# Answers to exercise 2 as learners write them. docs/CONTRIBUTING.md says how to read this.
 
 # %% 2.1 right: divmod
 def scatter(tensor, devices):
@@ -28,16 +28,16 @@ def scatter(tensor, devices):
 # %% 2.1 wrong: remainder lost | samples are lost
 #- tensor.tensor_split(len(devices))
 #+ tensor[: len(tensor) // len(devices) * len(devices)].tensor_split(len(devices))
-# %% 2.1 wrong: everyone gets all | not all of them
+# %% 2.1 wrong: everyone gets all | each device gets its own samples, not all of them
 #- tensor.tensor_split(len(devices))
 #+ [tensor for _ in devices]
-# %% 2.1 wrong: every K-th sample | not in their order
+# %% 2.1 wrong: every K-th sample | the samples are not in their order: device 0 gets the first ones
 def scatter(tensor, devices):
     shards = [tensor[index :: len(devices)] for index in range(len(devices))]
     return [shard.to(device) for shard, device in zip(shards, devices) if len(shard)]
 
 
-# %% 2.1 wrong: wrong dimension | along the wrong dimension
+# %% 2.1 wrong: wrong dimension | a shard is cut along the wrong dimension: samples are dimension 0
 #- tensor.tensor_split(len(devices))
 #+ tensor.tensor_split(len(devices), dim=1)
 # %% 2.1 wrong: two devices only | sizes differ by one at most
@@ -50,7 +50,10 @@ def scatter(tensor, devices):
 #-     return [shard
 #+     shards = [tensor[len(tensor) * i // len(devices) : len(tensor) * (i + 1) // len(devices)] for i in range(len(devices))]
 #+     return [shard
-# %% 2.1 wrong: package's own | your code calls stage2_dataparallel.scatter
+# %% 2.1 wrong: all on one device | each shard goes to its own device: .to(device)
+#- [shard.to(device) for shard
+#+ [shard for shard
+# %% 2.1 told: package's own | your code calls stage2_dataparallel.scatter
 def scatter(tensor, devices):
     from ddp_course.stage2_dataparallel import scatter as ready
 
@@ -73,21 +76,21 @@ def reduce(module, replicas):
                 mine.grad = theirs.grad.clone() if mine.grad is None else mine.grad + theirs.grad
 
 
-# %% 2.2 wrong: mean | so the sum is right
+# %% 2.2 wrong: mean | it has the mean: the loss was taken over the whole batch, so the sum is right
 #-             parameter.grad += copy.grad
 #+             parameter.grad += copy.grad
 #+     for parameter in module.parameters():
 #+         parameter.grad /= len(replicas)
-# %% 2.2 wrong: replaced | last replica's gradient only
+# %% 2.2 wrong: replaced | it has the last replica's gradient only: add, do not replace
 #- parameter.grad += copy.grad
 #+ parameter.grad = copy.grad.clone()
-# %% 2.2 wrong: None not expected | TypeError
+# %% 2.2 told: None not expected | TypeError
 #-             if copy.grad is None:
 #-                 continue
-# %% 2.2 wrong: master twice | counts the master twice
+# %% 2.2 wrong: master twice | it counts the master twice: replicas[0] is the module itself
 #- replicas[1:]
 #+ replicas
-# %% 2.2 wrong: aliasing | aliasing
+# %% 2.2 wrong: aliasing | the gradients of a replica have changed: did the master take over its tensor (aliasing)? Copy it
 def reduce(module, replicas):
     for replica in replicas[1:]:
         for parameter, copy in zip(module.parameters(), replica.parameters()):
@@ -95,16 +98,20 @@ def reduce(module, replicas):
                 parameter.grad = copy.grad if parameter.grad is None else copy.grad.add_(parameter.grad)
 
 
-# %% 2.2 wrong: adds nothing | nothing was added
+# %% 2.2 wrong: adds nothing | it has the master's own gradient only: nothing was added
 #- parameter.grad += copy.grad
 #+ parameter.grad + copy.grad
-# %% 2.2 wrong: skips what the master lacks | has no gradient
+# %% 2.2 wrong: skips what the master lacks | it has no gradient where the master had none: a replica's counts all the same
 #-                 parameter.grad = torch.zeros_like(parameter)
 #+                 continue
-# %% 2.2 wrong: first replica only | has the sum of 2 of 3 replicas
+# %% 2.2 wrong: first replica only | it has the sum of some replicas only: all of them count
 #- replicas[1:]
 #+ replicas[1:2]
-# %% 2.2 wrong: package's own | your code calls stage2_dataparallel.reduce
+# %% 2.2 wrong: takes over what the master lacks | the master takes over a replica's tensor: both would change together; copy it
+#- parameter.grad = torch.zeros_like(parameter)
+#+ parameter.grad = copy.grad
+#+                 continue
+# %% 2.2 told: package's own | your code calls stage2_dataparallel.reduce
 def reduce(module, replicas):
     import ddp_course.stage2_dataparallel as stage2
 
@@ -124,24 +131,24 @@ def master_sends(parameter_bytes, input_bytes, output_bytes, devices):
     return total
 
 
-# %% 2.3 wrong: to itself too | it sends to K-1 others
+# %% 2.3 wrong: to itself too | the master is a device too: it sends to K-1 others
 #-     shared = (devices - 1) / devices
 #-     return (devices - 1) * parameter_bytes + shared * (input_bytes + output_bytes)
 #+     return devices * parameter_bytes + input_bytes + output_bytes
-# %% 2.3 wrong: no gradient of the outputs | where is the gradient of the outputs
+# %% 2.3 wrong: no gradient of the outputs | where is the gradient of the outputs, which the backward pass scatters?
 #- (input_bytes + output_bytes)
 #+ input_bytes
-# %% 2.3 wrong: model once | the whole model goes to each of the others
+# %% 2.3 wrong: model once | the whole model goes to each of the others, in every step
 #- (devices - 1) * parameter_bytes
 #+ parameter_bytes
-# %% 2.3 wrong: whole batch | the master keeps its own shard
+# %% 2.3 wrong: whole batch | the master keeps its own shard: (K-1)/K of the batch travels
 #- shared * (input
 #+ (input
-# %% 2.3 wrong: no batch | where is the batch
+# %% 2.3 wrong: no batch | where is the batch?
 #-  + shared * (input_bytes + output_bytes)
-# %% 2.3 wrong: no model | where is the model
+# %% 2.3 wrong: no model | where is the model, which is copied in every step?
 #- (devices - 1) * parameter_bytes + shared
 #+ shared
-# %% 2.3 wrong: gradients too | that is received, not sent
+# %% 2.3 wrong: gradients too | gradients come back to the master: that is received, not sent
 #- (devices - 1) * parameter_bytes
 #+ 2 * (devices - 1) * parameter_bytes

@@ -1,0 +1,97 @@
+"""Exercise 1: one training step, accumulation, and the size of a gradient."""
+
+import torch
+from torch import nn
+
+from ddp_course.grading.attempt import tensors
+from ddp_course.grading.checks import task
+
+
+def small_model(seed):
+    """A little net in float64, and its plain SGD optimizer."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def weights(model):
+    """All parameters as one vector."""
+    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+
+
+def batches_of(random, count, size):
+    """`count` batches of (inputs, targets) for the little net."""
+    return [
+        (inputs, torch.tensor([random.randrange(3) for _ in range(size)]))
+        for inputs in tensors(random, count, size, 5, dtype=torch.float64)
+    ]
+
+
+@task("1.1", "train_step", {"weights": 1, "loss": 1}, bound=1e-9)
+class TrainStep:
+    """Forward, backward, update: the weights are plain SGD's, the losses plain numbers from before each update."""
+
+    def draw(random, hidden):
+        """A seed for the net, and three batches (five if `hidden`)."""
+        return {"seed": random.randrange(10**6), "batches": batches_of(random, 3 + 2 * hidden, 8)}
+
+    def probe(train_step, seed, batches):
+        """The loss of each step, and the weights after it."""
+        model, optimizer = small_model(seed)
+        evidence = {"weights": {}, "loss": {}}
+        for step, batch in enumerate(batches, 1):
+            evidence["loss"][f"step {step}, the loss"] = train_step(model, optimizer, *batch)
+            evidence["weights"][f"after step {step}, the weights"] = weights(model)
+        return evidence
+
+
+@task("1.2", "accumulate", {"weights": 1, "loss": 1}, bound=1e-9)
+class Accumulate:
+    """Several micro-batches, one update: the weights and the loss of the whole batch at once."""
+
+    def draw(random, hidden):
+        """A seed for the net, and two rounds of 3 to 5 micro-batches of 6 (three rounds if `hidden`)."""
+        count = random.randrange(3, 6)
+        return {"seed": random.randrange(10**6), "rounds": [batches_of(random, count, 6) for _ in range(2 + hidden)]}
+
+    def probe(accumulate, seed, rounds):
+        """One call a round: how often the optimizer stepped, the weights, and the loss."""
+        model, optimizer = small_model(seed)
+        evidence, steps, step = {"weights": {}, "loss": {}}, [], optimizer.step
+        optimizer.step = lambda *args, **kwargs: (steps.append(1), step(*args, **kwargs))[1]
+        for number, micro_batches in enumerate(rounds, 1):
+            evidence["loss"][f"call {number}, the loss"] = accumulate(model, optimizer, micro_batches)
+            evidence["weights"][f"call {number}, updates so far"] = len(steps)
+            evidence["weights"][f"call {number}, the weights after it"] = weights(model)
+        return evidence
+
+
+@task("1.3", "gradient_bytes", {"dtypes": 1, "trained only": 1})
+class GradientBytes:
+    """Bytes that all gradients of a model take: by each parameter's own dtype, trainable ones only, each once."""
+
+    def draw(random, hidden):
+        """Widths of the layers; if `hidden` two layers of one more model share their weights."""
+        return {"widths": [random.randrange(3, 40) for _ in range(3)], "tied": hidden}
+
+    def probe(gradient_bytes, widths, tied):
+        """The answer for models whose dtypes, buffers, frozen and tied layers differ."""
+        one, two, three = widths
+        frozen = nn.Sequential(nn.Linear(one, two), nn.Linear(two, three))
+        frozen[0].requires_grad_(False)
+        shared = nn.Sequential(nn.Linear(two, two), nn.Linear(two, two))
+        shared[1].weight = shared[0].weight
+        dtypes = {
+            "a float32 model": nn.Linear(one, two),
+            "a float64 model": nn.Linear(two, three).double(),
+            "a bfloat16 model": nn.Linear(three, one).bfloat16(),
+            "a model of two dtypes": nn.Sequential(nn.Linear(one, two), nn.Linear(two, three).double()),
+        }
+        trained = {
+            "a model with buffers": nn.Sequential(nn.Linear(one, three), nn.BatchNorm1d(three)),
+            "a model with a frozen layer": frozen,
+            **({"a model with tied layers": shared} if tied else {}),
+        }
+        parts = {"dtypes": dtypes, "trained only": trained}
+        return {part: {kind: gradient_bytes(model) for kind, model in of.items()} for part, of in parts.items()}

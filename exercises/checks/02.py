@@ -1,0 +1,118 @@
+"""Exercise 2: scatter, reduce, and what passes through the master."""
+
+import torch
+from torch import nn
+
+from ddp_course.grading.attempt import tensors
+from ddp_course.grading.checks import task
+
+
+@task("2.1", "scatter", {"uneven sizes": 1, "even sizes": 1}, forbidden=("ddp_course.stage2_dataparallel.scatter",))
+class Scatter:
+    """Cut a batch into shards, as equal as can be: nothing lost or twice, in order, the longer first, no empty ones."""
+
+    def draw(random, hidden):
+        """Batches that do and do not divide by the number of devices, one of them smaller than it."""
+        sizes = [(8, 2), (10, 4), (7, 3), (3, 4), (5, 1), (random.randrange(9, 30), 8 if hidden else 5)]
+        return {"cases": [(tensors(random, 1, rows, 3)[0], devices) for rows, devices in sizes]}
+
+    def probe(scatter, cases):
+        """The shards of every batch, how long they are, and on which device; "meta" is one that has no memory."""
+        evidence = {"uneven sizes": {}, "even sizes": {}}
+        for tensor, devices in cases:
+            found = evidence["uneven sizes" if len(tensor) % devices else "even sizes"]
+            about, shards = f"{len(tensor)} samples on {devices} devices", scatter(tensor, ["cpu"] * devices)
+            if isinstance(shards, list | tuple):
+                found[f"{about}, shards of"] = [len(shard) if shard.ndim else 0 for shard in shards]
+            found[f"{about}, the shards"] = shards
+            if isinstance(shards, list | tuple):
+                on_meta = scatter(tensor, ["meta"] * devices)
+                found[f'{about} called "meta", where the shards are'] = [str(shard.device) for shard in on_meta]
+        return evidence
+
+
+def replicas_of(seed, count, frozen):
+    """A model and its copies, each with gradients of its own; if `frozen`, the last layer of only the last has one."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        models = [nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double() for _ in range(count)]
+        for index, model in enumerate(models):
+            for name, parameter in model.named_parameters():
+                if not (frozen and name.startswith("1") and index != count - 1):
+                    parameter.grad = torch.randn_like(parameter)
+    return models
+
+
+def gradients(model):
+    """All gradients as a list, None where there is none."""
+    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+def same(some, others):
+    """Whether two lists of gradients are equal."""
+    pairs = zip(some, others, strict=True)
+    return all(one is other if one is None or other is None else one.equal(other) for one, other in pairs)
+
+
+PARTS = {"sums": 1, "missing gradients": 1, "replicas kept": 1}
+
+
+@task("2.2", "reduce", PARTS, bound=1e-12, forbidden=("ddp_course.stage2_dataparallel.reduce",))
+class Reduce:
+    """The master's gradients become the sum; the replicas' own stay theirs."""
+
+    def draw(random, hidden):
+        """A seed for the replicas, and how many there are."""
+        return {"seed": random.randrange(10**6), "counts": (3, 1, 2, 5) if hidden else (3, 1, 2)}
+
+    def probe(reduce, seed, counts):
+        """The master's gradients, and whether the replicas' are as they were and shared with nobody."""
+        evidence = {part: {} for part in PARTS}
+        for count in counts:
+            for frozen in (False, True):
+                models = replicas_of(seed, count, frozen)
+                before = [gradients(model) for model in models]
+                reduce(models[0], models)
+                after = [gradients(model) for model in models]
+                about = f"{count} replicas" + (", of which only the last has a gradient in the last layer" * frozen)
+                for index, gradient in enumerate(after[0]):
+                    part = "missing gradients" if frozen else "sums"
+                    evidence[part][f"{about}: the master's gradient of parameter {index}"] = gradient
+                own = {p.grad.data_ptr() for p in models[0].parameters() if p.grad is not None}
+                taken = {p.grad.data_ptr() for model in models[1:] for p in model.parameters() if p.grad is not None}
+                evidence["replicas kept"] |= {
+                    f"{about}: something was added to the master's gradients": count == 1
+                    or not same(before[0], after[0]),
+                    f"{about}: the replicas' gradients are as they were": all(map(same, before[1:], after[1:])),
+                    f"{about}: the master's gradients are tensors of its own": not own & taken,
+                }
+        return evidence
+
+
+@task("2.3", "master_sends", {"the model": 1, "the batch": 1})
+class MasterSends:
+    """Bytes that leave the master in one step: K-1 models, and all shards but its own."""
+
+    def draw(random, hidden):
+        """Bytes of parameters, inputs and outputs, on 1 to 8 devices."""
+        sizes = [
+            (random.randrange(10**5, 10**8), 840 * random.randrange(10, 9999), 840 * random.randrange(1, 99))
+            for _ in range(4)
+        ]
+        return {"cases": [(*of, k) for of, k in zip(sizes, (2, 4, 8, 1), strict=True)]}
+
+    def probe(master_sends, cases):
+        """The bytes without a batch and without a model, and what each adds to the other."""
+        evidence = {"the model": {}, "the batch": {}}
+        for p, inputs, outputs, k in cases:
+            about, numbers = f"{k} devices, p={p}, inputs={inputs}, outputs={outputs}", (int, float)
+            whole, model, batch = (
+                master_sends(*of, k) for of in ((p, inputs, outputs), (p, 0, 0), (0, inputs, outputs))
+            )
+            if all(type(found) in numbers for found in (whole, model, batch)):
+                for part, alone, other in (("the model", model, batch), ("the batch", batch, model)):
+                    evidence[part][f"{about}: bytes for {part} alone"] = round(alone)
+                    evidence[part][f"{about}: bytes that {part} adds"] = round(whole - other)
+            else:
+                evidence["the model"][about] = evidence["the batch"][about] = whole
+        return evidence
