@@ -1,0 +1,35 @@
+"""Patient 7: the loss is NaN on all ranks before the first epoch is over.
+
+torchrun --standalone --nproc-per-node=3 exercises/clinic/patient_07.py
+"""
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from ddp_course import problems
+
+dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+rank = dist.get_rank()
+digits = problems.make("digits")
+digits.inputs[1000] = 0.0  # a black image, as data sets have them
+data = TensorDataset(digits.inputs, digits.targets)
+sampler = DistributedSampler(data)
+loader = DataLoader(data, batch_size=64, sampler=sampler)
+model = digits.model()
+parallel = DistributedDataParallel(model)
+optimizer = torch.optim.SGD(parallel.parameters(), lr=0.05)
+for epoch in range(3):
+    sampler.set_epoch(epoch)
+    for inputs, targets in loader:
+        optimizer.zero_grad()
+        inputs = inputs / inputs.amax(dim=(1, 2, 3), keepdim=True)
+        loss = cross_entropy(parallel(inputs), targets)
+        loss.backward()
+        optimizer.step()
+    print(f"rank {rank}, epoch {epoch}: loss {loss.item():.3f}", flush=True)
+dist.destroy_process_group()
