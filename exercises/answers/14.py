@@ -1,5 +1,5 @@
 # %% [markdown]
-# Answers to exercise 14 as learners write them. tests/support/answers.py says how to read this.
+# Answers to exercise 14 as learners write them. docs/CONTRIBUTING.md says how to read this.
 
 # %% 14.1 right: sorted
 def compress(gradient, left, share):
@@ -22,28 +22,31 @@ def compress(gradient, left, share):
     return values, places, total * mask
 
 
-# %% 14.1 wrong: not by magnitude | go by magnitude
+# %% 14.1 wrong: not by magnitude | large negative values are never sent: go by magnitude
 #- owed.abs().topk
 #+ owed.topk
 # %% 14.1 wrong: magnitudes travel | they have lost their sign
 #- return owed[places],
 #+ return owed.abs()[places],
-# %% 14.1 wrong: no feedback | one of the
+# %% 14.1 wrong: no feedback | what was left before is missing: the largest of gradient + left are sent
 #- owed = gradient + left
 #+ owed = gradient
-# %% 14.1 wrong: nothing is kept | nothing is left
+# %% 14.1 wrong: nothing is kept | nothing is left: keep all that was not sent
 #- owed.index_fill(0, places, 0.0)
 #+ torch.zeros_like(owed)
-# %% 14.1 wrong: keeps all | what was sent must be gone
+# %% 14.1 wrong: keeps all | what was sent must be gone from what is left
 #- owed.index_fill(0, places, 0.0)
 #+ owed
-# %% 14.1 wrong: changes the gradient | the gradient was changed
+# %% 14.1 wrong: changes the gradient | the gradient was changed (aliasing): work on a copy
 #- owed = gradient + left
 #+ owed = gradient.add_(left)
-# %% 14.1 wrong: a share of places | were expected
+# %% 14.1 wrong: a share of places | a single value travels; max(1, round(share * n)) were expected
 #- max(1, round(share * len(owed)))
 #+ 1
-# %% 14.1 hidden: at least one is forgotten | were expected
+# %% 14.1 wrong: rounds down | one value is missing: round(share * n), not int
+#- round(share * len(owed))
+#+ int(share * len(owed))
+# %% 14.1 hidden: at least one is forgotten | 1 was expected
 #- max(1, round(share * len(owed)))
 #+ round(share * len(owed))
 # %% 14.2 right: the mean first
@@ -63,13 +66,13 @@ def meet(shared, own, velocity, all_reduce, world_size, rate, momentum):
     return torch.sub(shared, speed * rate), speed
 
 
-# %% 14.2 wrong: they do not meet | 0 all-reduces
+# %% 14.2 wrong: they do not meet | no all-reduces; one is enough
 #- all_reduce(change)
 #+ pass
-# %% 14.2 wrong: the sum | that is the sum of the changes
+# %% 14.2 wrong: the sum | that is the sum of the changes: divide by K
 #- (shared - own) / world_size
 #+ shared - own
-# %% 14.2 wrong: the wrong way | they move away from the mean
+# %% 14.2 wrong: the wrong way | they move away from the mean: the change is shared - mean
 #- (shared - own) / world_size
 #+ (own - shared) / world_size
 # %% 14.2 wrong: no rate | the rate is missing
@@ -78,12 +81,12 @@ def meet(shared, own, velocity, all_reduce, world_size, rate, momentum):
 # %% 14.2 wrong: no momentum | the momentum is missing
 #- velocity = momentum * velocity + change
 #+ velocity = change
-# %% 14.2 wrong: the old velocity | the velocity has not changed
+# %% 14.2 wrong: the old velocity | the velocity has not changed: return the new one
 #- velocity = momentum * velocity + change
 #-     return shared - rate * velocity, velocity
 #+ new = momentum * velocity + change
 #+     return shared - rate * new, velocity
-# %% 14.2 wrong: only the weights | return a pair
+# %% 14.2 told: only the weights | return a pair: (weights, velocity)
 #- return shared - rate * velocity, velocity
 #+ return shared - rate * velocity
 # %% 14.3 right: sorting
@@ -108,28 +111,54 @@ def make_hook(share):
 # %% 14.3 right: squares
 #- owed.abs().topk
 #+ owed.square().topk
-# %% 14.3 wrong: unchanged | places were never sent in 40 steps, negative ones
+# %% 14.3 told: unchanged | negative places that were never sent, however much is owed
 #- owed.abs().topk
 #+ owed.topk
-# %% 14.3 wrong: another line | was not sent is kept: right
+# %% 14.3 wrong: another line | what was not sent is kept: right. But some of it is kept for ever: why?
 #- return 6
 #+ return 9
-# %% 14.3 wrong: names the feedback | this is the feedback, and it is right
+# %% 14.3 wrong: line 1 | that line only names what it is given
 #- return 6
-#+ return 4
-# %% 14.3 wrong: no feedback | places were never sent in 40 steps
-#- owed = gradient + kept.get(name, 0.0)
-#+ owed = gradient
-# %% 14.3 wrong: sends all | values sent in a step
-#- sent[places] = owed[places]
-#+ sent = owed.clone()
-# %% 14.3 wrong: keeps what it sends | more was sent than there was
-#- kept[name] = owed - sent
-#+ kept[name] = owed
-# %% 14.3 wrong: one store for all | places were never sent
+#+ return 1
+# %% 14.3 wrong: line 2 | what is kept begins empty, and that is right
+#- return 6
+#+ return 2
+# %% 14.3 wrong: line 3 | that one does what it should; where do its values come from?
+#- return 6
+#+ return 3
+# %% 14.3 wrong: line 5 | the number of values is right
+#- return 6
+#+ return 5
+# %% 14.3 wrong: line 7 | this makes room for what is sent, and does
+#- return 6
+#+ return 7
+# %% 14.3 wrong: line 8 | this takes the values at the places it is given: are they the right places?
+#- return 6
+#+ return 8
+# %% 14.3 told: one memory for all names | was expected
+#- gradient + kept.get(name, 0.0)
+#+ gradient + kept.get("all", 0.0)
 #- kept[name] = owed - sent
 #+ kept["all"] = owed - sent
-# %% 14.3 wrong: the line's text | a plain int was expected
+# %% 14.3 told: magnitudes travel | was expected
+#- sent[places] = owed[places]
+#+ sent[places] = owed[places].abs()
+# %% 14.3 wrong: names the feedback | this is the feedback, and it is right: what was kept is added
+#- return 6
+#+ return 4
+# %% 14.3 told: no feedback | never sent, however much is owed
+#- owed = gradient + kept.get(name, 0.0)
+#+ owed = gradient
+# %% 14.3 told: sends all | 6 of 24 are a quarter
+#- sent[places] = owed[places]
+#+ sent = owed.clone()
+# %% 14.3 wrong: keeps what it sends | more was sent than there was: what was sent must not be kept
+#- kept[name] = owed - sent
+#+ kept[name] = owed
+# %% 14.3 told: one store for all | never sent, however much is owed
+#- kept[name] = owed - sent
+#+ kept["all"] = owed - sent
+# %% 14.3 told: the line's text | a plain int was expected
 #- return 6
 #+ return "places = owed.topk(count).indices"
 # %% 14.4 right: a loop
@@ -156,13 +185,13 @@ def break_even(plain, frugal, target, compute_s):
 #- return 8 * (n * plain["bytes"] - m * frugal["bytes"]) / (compute_s * (m - n))
 #+ bytes_saved = n * plain["bytes"] - m * frugal["bytes"]
 #+     return bytes_saved * 8 / compute_s / (m - n)
-# %% 14.4 wrong: the fewest steps | compare by time
+# %% 14.4 told: the fewest steps | "every step" needs
 #- return steps * (compute_s + 8 * way["bytes"] / bits)
 #+ return steps
-# %% 14.4 wrong: the fewest bytes | never reaches a loss
+# %% 14.4 told: the fewest bytes | "far too coarse" never reaches that loss
 #- return steps * (compute_s + 8 * way["bytes"] / bits)
 #+ return way["bytes"]
-# %% 14.4 wrong: no computing | another one needs
+# %% 14.4 told: no computing | "top 1 %" needs
 #- (compute_s + 8 * way["bytes"] / bits)
 #+ (8 * way["bytes"] / bits)
 # %% 14.4 wrong: bytes for bits | a byte has eight bits
@@ -171,9 +200,9 @@ def break_even(plain, frugal, target, compute_s):
 # %% 14.4 wrong: as many steps | each way needs its own number of steps
 #- (n * plain["bytes"] - m * frugal["bytes"])
 #+ n * (plain["bytes"] - frugal["bytes"])
-# %% 14.4 wrong: turned over | turn it over
+# %% 14.4 wrong: turned over | that is bytes times seconds: turn it over
 #- return 8 * (n * plain["bytes"] - m * frugal["bytes"]) / (compute_s * (m - n))
 #+ return compute_s * (m - n) / (8 * (n * plain["bytes"] - m * frugal["bytes"]))
-# %% 14.4 wrong: the seconds | is none of
+# %% 14.4 told: the seconds | is none of every step, local SGD, top 1 %, far too coarse
 #- return min(ways, key=lambda name: seconds(ways[name]))
 #+ return min(seconds(way) for way in ways.values())

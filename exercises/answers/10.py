@@ -1,5 +1,5 @@
 # %% [markdown]
-# Answers to exercise 10 as learners write them. tests/answers.py says how to read this.
+# Answers to exercise 10 as learners write them. docs/CONTRIBUTING.md says how to read this.
 
 # %% 10.1 right: a tensor
 def epoch_indices(dataset_size, rank, world_size, epoch, seed=0):
@@ -19,30 +19,30 @@ def epoch_indices(dataset_size, rank, world_size, epoch, seed=0):
     return list(sampler)
 
 
-# %% 10.1 wrong: epoch ignored | reshuffle with seed + epoch
+# %% 10.1 wrong: epoch ignored | the order is that of epoch 0: reshuffle with seed + epoch
 #- manual_seed(seed + epoch)
 #+ manual_seed(seed)
-# %% 10.1 wrong: rank in the seed | seeded without the rank
+# %% 10.1 wrong: rank in the seed | some samples are in no share: all ranks must draw the same order, each from a generator of its own, seeded without the rank
 #- manual_seed(seed + epoch)
 #+ manual_seed(seed + epoch + rank)
 # %% 10.1 wrong: not shuffled | the samples are not shuffled
 #- torch.randperm(dataset_size, generator=generator).tolist()
 #+ list(range(dataset_size))
-# %% 10.1 wrong: blocks | those are blocks
+# %% 10.1 wrong: blocks | those are blocks; rank r takes positions r, r+K, …
 #- order[rank::world_size]
 #+ order[rank * (len(order) // world_size) : (rank + 1) * (len(order) // world_size)]
-# %% 10.1 wrong: not padded | all ranks need equally many
+# %% 10.1 wrong: not padded | the ranks' shares differ in length; all ranks need equally many, so pad
 #-     order += order[: -dataset_size % world_size]
-# %% 10.1 wrong: dropped | samples are dropped
+# %% 10.1 wrong: dropped | samples are dropped; pad with the first ones of the order instead
 #- order += order[: -dataset_size % world_size]
 #+ order = order[: dataset_size // world_size * world_size]
-# %% 10.1 wrong: padded from the end | pad from the beginning
+# %% 10.1 wrong: padded from the end | not the order that seed + epoch gives: use a generator of your own, seeded with it, and pad from the beginning
 #- order += order[: -dataset_size % world_size]
 #+ order += order[::-1][: -dataset_size % world_size]
-# %% 10.1 wrong: the global generator | from a generator of its own
+# %% 10.1 wrong: the global generator | some samples are in no share: all ranks must draw the same order, each from a generator of its own, seeded without the rank
 #- torch.randperm(dataset_size, generator=generator)
 #+ torch.randperm(dataset_size)
-# %% 10.1 wrong: package's own | your code calls problems.shard
+# %% 10.1 told: package's own | your code calls problems.shard
 def epoch_indices(dataset_size, rank, world_size, epoch, seed=0):
     from ddp_course.problems import shard
 
@@ -65,7 +65,7 @@ def learning_rate(step, warmup, total, peak):
     return peak * rising * 0.5 * (1.0 + math.cos(position * math.pi))
 
 
-# %% 10.2 wrong: starts at zero | count from 1 in the warm-up
+# %% 10.2 wrong: starts at zero | step 0 has a rate already: count from 1 in the warm-up
 #- (step + 1) / warmup
 #+ step / warmup
 # %% 10.2 wrong: no warm-up | there is no warm-up
@@ -73,27 +73,27 @@ def learning_rate(step, warmup, total, peak):
 #-         return peak * (step + 1) / warmup
 #-     done = min(1.0, (step - warmup) / (total - warmup))
 #+     done = min(1.0, max(0.0, (step - warmup) / (total - warmup)))
-# %% 10.2 wrong: cosine from step 0 | the cosine starts after the warm-up
+# %% 10.2 wrong: cosine from step 0 | the cosine starts after the warm-up, not at step 0
 #- (step - warmup) / (total - warmup)
 #+ step / total
-# %% 10.2 wrong: whole amplitude | half a wave
+# %% 10.2 wrong: whole amplitude | half a wave goes from 1 to 0: (1 + cos) / 2
 #- (1 + math.cos(math.pi * done)) / 2
 #+ math.cos(math.pi * done)
-# %% 10.2 wrong: rises again | it does not rise again
+# %% 10.2 wrong: rises again | after the last step the rate stays at 0; it does not rise again
 #- min(1.0, (step - warmup) / (total - warmup))
 #+ (step - warmup) / (total - warmup)
-# %% 10.2 wrong: straight line | a straight line
+# %% 10.2 wrong: straight line | that is a straight line down; half a cosine was asked for
 #- (1 + math.cos(math.pi * done)) / 2
 #+ (1 - done)
-# %% 10.2 wrong: constant | the rate stays at the peak
+# %% 10.2 wrong: constant | the rate stays at the peak after the warm-up
 #- return peak * (1 + math.cos(math.pi * done)) / 2
 #+ return peak
-# %% 10.2 wrong: a factor | the peak is missing
+# %% 10.2 wrong: a factor | the peak is missing: multiply by it
 #- return peak * (step + 1) / warmup
 #+ return (step + 1) / warmup
 #- return peak * (1 + math.cos(math.pi * done)) / 2
 #+ return (1 + math.cos(math.pi * done)) / 2
-# %% 10.2 wrong: warm-up one longer | was expected
+# %% 10.2 told: warm-up one longer | was expected
 #- if step < warmup:
 #+ if step <= warmup:
 # %% 10.3 right: nan_to_num
@@ -114,35 +114,35 @@ def global_mean(mean, count, all_reduce):
     return total.squeeze() / number.squeeze()
 
 
-# %% 10.3 wrong: mean of means | weight each by its number of samples
+# %% 10.3 wrong: mean of means | that is the mean of the ranks' means: weight each by its number of samples
 def global_mean(mean, count, all_reduce):
     pair = torch.tensor([mean.item() if count else 0.0, 1.0 if count else 0.0], dtype=torch.float64)
     all_reduce(pair)
     return pair[0] / pair[1]
 
 
-# %% 10.3 wrong: nan times zero | 0 times it does not cure
+# %% 10.3 wrong: nan times zero | the result is not a number: a rank without samples has the mean 0/0, which 0 times it does not cure
 #- mean.item() * count if count else 0.0
 #+ mean.item() * count
-# %% 10.3 wrong: sum | divide by their number
+# %% 10.3 wrong: sum | that is the sum over all samples: divide by their number
 #- return both[0] / both[1]
 #+ return both[0]
-# %% 10.3 wrong: own mean | all_reduce was not called
+# %% 10.3 wrong: own mean | all_reduce was not called: every rank knows only its own shard
 def global_mean(mean, count, all_reduce):
     return mean.clone()
 
 
-# %% 10.3 wrong: divided by own count | divided by the rank's own number
+# %% 10.3 wrong: divided by own count | the sum is divided by the rank's own number: divide by that of all
 #- both[0] / both[1]
 #+ both[0] / max(1, count)
-# %% 10.3 wrong: mean of means over K | weight each by its number of samples
+# %% 10.3 wrong: mean of means over K | that is the mean of the ranks' means: weight each by its number of samples
 def global_mean(mean, count, all_reduce):
     pair = torch.tensor([mean.item() if count else 0.0, 1.0], dtype=torch.float64)
     all_reduce(pair)
     return pair[0] / pair[1]
 
 
-# %% 10.3 wrong: input changed | the input was changed
+# %% 10.3 wrong: input changed | the input was changed (aliasing): work on a copy
 def global_mean(mean, count, all_reduce):
     number = torch.tensor([float(count)], dtype=torch.float64)
     mean.nan_to_num_().mul_(count)
@@ -152,7 +152,7 @@ def global_mean(mean, count, all_reduce):
     return total / number
 
 
-# %% 10.3 wrong: float32 count in the loss dtype lost | is there a `return`
+# %% 10.3 told: returns nothing | is there a `return`?
 #-     return both[0] / both[1]
 # %% 10.4 right: positions
 def the_bug():
@@ -170,28 +170,40 @@ def rest_of_epoch(size, rank, world_size, epoch, seed, done):
 #- left = order[done:]
 #+ del order[:done]
 #+     left = order
-# %% 10.4 wrong: unchanged | are seen a second time
+# %% 10.4 wrong: unchanged | some are seen a second time: what is done is done, also where the new number of ranks does not divide it
 #- order[done:]
 #+ order[done - done % world_size :]
-# %% 10.4 wrong: rounded up | are never seen
+# %% 10.4 wrong: rounded up | some are never seen: begin right after what is done
 #- order[done:]
 #+ order[done + -done % world_size :]
-# %% 10.4 wrong: another line | filling up is right
+# %% 10.4 wrong: another line | filling up is right, for whatever is left
 #- return 4
 #+ return 5
-# %% 10.4 wrong: the seed is blamed | seeded as it was before the stop
+# %% 10.4 wrong: the seed is blamed | the generator is seeded as it was before the stop, on all ranks alike: right
 #- return 4
 #+ return 2
-# %% 10.4 wrong: the whole epoch again | are seen a second time
+# %% 10.4 wrong: line 1 | that line only names what it is given
+#- return 4
+#+ return 1
+# %% 10.4 wrong: line 3 | the order is that of the epoch: right, or nobody would know what was seen
+#- return 4
+#+ return 3
+# %% 10.4 wrong: line 6 | dealing out is right
+#- return 4
+#+ return 6
+# %% 10.4 wrong: line 7 | that one does what it should; where do its values come from?
+#- return 4
+#+ return 7
+# %% 10.4 wrong: the whole epoch again | all are seen a second time: leave out what is done
 #- order[done:]
 #+ order[0:]
-# %% 10.4 wrong: not filled up | all ranks need equally many
+# %% 10.4 wrong: not filled up | shares of different lengths; all ranks need equally many
 #- left += left[: -len(left) % world_size]
 #+ pass
-# %% 10.4 wrong: another order | second time
+# %% 10.4 wrong: another order | some are seen a second time: the order must be that of the epoch, seed + epoch
 #- manual_seed(seed + epoch)
 #+ manual_seed(seed + epoch + done)
-# %% 10.4 wrong: blocks | positions r, r+K
+# %% 10.4 wrong: blocks | rank r takes positions r, r+K, … of what is left, in order
 #- return left[rank::world_size]
 #+ share = len(left) // world_size
 #+     return left[rank * share : (rank + 1) * share]

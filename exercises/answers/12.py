@@ -1,5 +1,5 @@
 # %% [markdown]
-# Answers to exercise 12 as learners write them. tests/support/answers.py says how to read this.
+# Answers to exercise 12 as learners write them. docs/CONTRIBUTING.md says how to read this.
 
 # %% 12.1 right: by index
 def two_levels(tensor, inside, between):
@@ -22,27 +22,27 @@ def two_levels(tensor, inside, between):
     allgather(chunks, inside)
 
 
-# %% 12.1 wrong: each host alone | that is the sum of each host
+# %% 12.1 wrong: each host alone | that is the sum of each host: its parts must still be added up between the hosts
 #- ring_all_reduce(chunks[(rank + 1) % world_size], between)
 #+ pass
-# %% 12.1 wrong: whole tensors between the hosts | reduce-scatter inside comes first
+# %% 12.1 wrong: whole tensors between the hosts | each rank sends its whole tensor to the other host; reduce-scatter inside comes first
 def two_levels(tensor, inside, between):
     ring_all_reduce(tensor, inside)
     ring_all_reduce(tensor, between)
 
 
-# %% 12.1 wrong: the other chunk | that is the sum of each host
+# %% 12.1 wrong: the other chunk | that is the sum of each host: its parts must still be added up between the hosts
 #- chunks[(rank + 1) % world_size], between
 #+ chunks[rank], between
-# %% 12.1 wrong: only between | inside them nothing was added up
+# %% 12.1 wrong: only between | that is the sum between the hosts: inside them nothing was added up
 def two_levels(tensor, inside, between):
     ring_all_reduce(tensor, between)
 
 
-# %% 12.1 wrong: a copy | the tensor has not changed
+# %% 12.1 wrong: a copy | the tensor has not changed: the sum must end up in it, in place
 #- list(tensor.tensor_split
 #+ list(tensor.clone().tensor_split
-# %% 12.1 wrong: the mean | you have the mean
+# %% 12.1 wrong: the mean | you have the mean: this one is a sum
 #-     allgather(chunks, inside)
 #+     allgather(chunks, inside)
 #+     tensor /= 4
@@ -63,29 +63,29 @@ def foresee(measure, size, nbytes):
     return [waiting + carried, "latency" if waiting > carried else "bandwidth"]
 
 
-# %% 12.2 wrong: as with four | that is what 4 ranks take
+# %% 12.2 wrong: as with four | that is what 4 ranks take; both terms depend on K
 #- return latencies + carried,
 #+ return measure(4, nbytes),
-# %% 12.2 wrong: no latencies | the latencies are missing
+# %% 12.2 wrong: no latencies | the latencies are missing: 2 (K-1) of them
 #- return latencies + carried,
 #+ return carried,
-# %% 12.2 wrong: whole messages | in each step travels a K-th
+# %% 12.2 wrong: whole messages | in each step travels a K-th of the message
 #- 2 * (size - 1) / size * nbytes
 #+ 2 * (size - 1) * nbytes
-# %% 12.2 wrong: a straight line | in a straight line with K
+# %% 12.2 wrong: a straight line | that grows in a straight line with K
 #- return latencies + carried,
 #+ two, four = measure(2, nbytes), measure(4, nbytes)
 #+     return two + (size - 2) * (four - two) / 2,
-# %% 12.2 wrong: measures there | you have four, so predict
+# %% 12.2 told: measures there | you have four, so predict from these
 #- return latencies + carried,
 #+ return measure(size, nbytes),
-# %% 12.2 wrong: seconds only | return a pair
+# %% 12.2 told: seconds only | return a pair: (seconds, cause)
 #- return latencies + carried, "latency" if latencies > carried else "bandwidth"
 #+ return latencies + carried
-# %% 12.2 wrong: the causes swapped | of the time are latencies
+# %% 12.2 wrong: the causes swapped | the cause is the other one
 #- "latency" if latencies > carried else "bandwidth"
 #+ "bandwidth" if latencies > carried else "latency"
-# %% 12.2 wrong: one latency a rank | was measured on that many
+# %% 12.2 told: one latency per rank | was expected
 #- 2 * (size - 1) * latency
 #+ size * latency
 # %% 12.3 right: by means
@@ -121,26 +121,26 @@ def why_no_faster(log):
     return "straggler" if max(waits) > 2 * min(waits) else "cable"
 
 
-# %% 12.3 wrong: always the cable | is not it
+# %% 12.3 told: always the cable | how many ranks does each one think there are?
 #- nodes = {1: [], 2: []}
 #+ return "cable"
 #+     nodes = {1: [], 2: []}
-# %% 12.3 wrong: forgets that jobs may be apart | how many ranks does each one think there are
+# %% 12.3 told: forgets that jobs may be apart | how many ranks does each one think there are?
 #- if both[0]["world_size"] < len(both):
 #+ if False:
-# %% 12.3 wrong: does not look at the batch | how many samples has each rank got
+# %% 12.3 told: does not look at the batch | how many samples has each rank got, before and after?
 #- if both[0]["batch_per_rank"] < alone["batch_per_rank"]:
 #+ if False:
-# %% 12.3 wrong: does not look at the input | before the computing begins
+# %% 12.3 told: does not look at the input | look at the seconds before the computing begins
 #- if typical("data") > 3 * alone["data"]:
 #+ if False:
-# %% 12.3 wrong: waiting is always the cable | all but one wait
+# %% 12.3 told: waiting is always the cable | all but one wait: for whom?
 #- if max(values["compute"] for values in both) > 1.5 * typical("compute"):
 #+ if False:
-# %% 12.3 wrong: another word | is none of
+# %% 12.3 told: another word | is none of
 #- return "cable"
 #+ return "network"
-# %% 12.3 wrong: returns nothing | is there a `return`
+# %% 12.3 told: returns nothing | is there a `return`?
 #- return "apart"
 #+ pass
 #-     return "cable"

@@ -1,0 +1,148 @@
+"""Exercise 12: two levels, a prediction for more ranks, and why two nodes were no faster."""
+
+import torch.distributed as dist
+
+from ddp_course.grading.attempt import COLLECTIVES, tensors
+from ddp_course.grading.checks import require, task
+from ddp_course.running import wire
+
+HIERARCHICAL = tuple(
+    f"ddp_course.collectives.hierarchical.{name}"
+    for name in ("hierarchical_all_reduce", "reduce_scatter_among", "allgather_among")
+)
+
+
+@task("12.1", "two_levels", {"sums": 2, "bytes on the cable": 1}, ranks=4, forbidden=COLLECTIVES + HIERARCHICAL)
+class TwoLevels:
+    """Two hosts of two ranks: reduce-scatter inside, all-reduce between, allgather inside."""
+
+    def draw(random, hidden):
+        """Whole numbers in tensors of three lengths, one of them odd, and if `hidden` one of a single number."""
+        lengths = (12, 35, 64, *([1] if hidden else []))
+        return {"values": {f"a tensor of {n} numbers": tensors(random, 4, n, whole=True) for n in lengths}}
+
+    def probe(two_levels, values):
+        """Every rank's tensor afterwards, and the bytes that it sent to the other host."""
+        rank, evidence = dist.get_rank(), {"sums": {}, "across": {}}
+        groups = {ranks: dist.new_group(list(ranks)) for ranks in ((0, 1), (2, 3), (0, 2), (1, 3))}
+        inside, between = ((0, 1) if rank < 2 else (2, 3)), ((0, 2) if rank % 2 == 0 else (1, 3))
+        for case, of_ranks in values.items():
+            tensor, sent = of_ranks[rank].clone(), []
+            with wire.observing(sent.append):
+                two_levels(tensor, groups[inside], groups[between])
+            evidence["sums"][case] = tensor
+            away = [event.bytes for event in sent if event.kind == "send" and event.peer not in inside]
+            evidence["across"][case] = sum(away)
+        return evidence
+
+    def together(ranks, values):
+        """The sums by rank; of the bytes those that cross the cable from each host, however its ranks share them."""
+        made = {"sums": {}, "bytes on the cable": {}}
+        for case in values:
+            made["sums"][case] = {rank: evidence["sums"][case] for rank, evidence in enumerate(ranks)}
+            for host, members in enumerate(((0, 1), (2, 3))):
+                across = sum(ranks[rank]["across"][case] for rank in members)
+                made["bytes on the cable"][f"{case}, bytes across the cable from host {host}"] = across
+        return made
+
+
+def ring_seconds(size, nbytes, latency, bandwidth):
+    """The ring's closed form."""
+    return 2 * (size - 1) * latency + 2 * (size - 1) / size * nbytes / bandwidth
+
+
+@task("12.2", "foresee", {"seconds": 2, "cause": 1})
+class Foresee:
+    """From measurements on 2 to 4 ranks to any number, and which of the two terms is the larger one."""
+
+    def draw(random, hidden):
+        """Networks (latency, bytes per second), each with a message and a number of ranks to foresee."""
+        cases = [
+            (random.randrange(2, 60) * 1e-6, random.randrange(5, 200) * 1e8, random.randrange(1, 60) * 2**16, size)
+            for size in (8, 64, *([1024, 3] if hidden else []))
+        ]
+        return {"cases": [*cases, (5e-6, 2e10, 2**28, 16), (5e-5, 2e10, 2**12, 256)]}
+
+    def probe(foresee, cases):
+        """The seconds to six digits and the cause in each case; it may measure two to eight times, on up to 4 ranks."""
+        evidence = {"seconds": {}, "cause": {}}
+        for latency, bandwidth, nbytes, size in cases:
+            asked, about = [], f"{size} ranks, {nbytes:,} bytes"
+
+            def measure(ranks, message, latency=latency, bandwidth=bandwidth, asked=asked):
+                asked.append(ranks)
+                return ring_seconds(ranks, message, latency, bandwidth)
+
+            answer = foresee(measure, size, nbytes)
+            require(isinstance(answer, tuple | list) and len(answer) == 2, f"{about}: return a pair: (seconds, cause)")
+            largest, count = max(asked, default=0), len(asked)
+            seconds, cause = answer
+            part, share = evidence["seconds"], 2 * (size - 1) * latency / ring_seconds(size, nbytes, latency, bandwidth)
+            part[f"{about}, the most ranks measured on; you have four, so predict from these"] = max(largest, 4)
+            part[f"{about}, measurements; two to eight are enough"] = 2 if 1 < count <= 8 else count
+            part[f"{about}, seconds"] = float(f"{seconds:.6g}") if type(seconds) is float else seconds
+            evidence["cause"][f"{about}: {share:.0%} of the time are latencies"] = cause
+        return evidence
+
+
+CAUSES = ("apart", "cable", "input", "small batch", "straggler")
+
+
+def log_of(random, cause, ranks):
+    """Lines of a log: one node first, then two. Numbers differ a little from rank to rank, as they do."""
+    compute, data, wait = random.uniform(0.15, 0.4), random.uniform(0.002, 0.006), random.uniform(0.01, 0.02)
+    batch = random.choice((16, 32, 64))
+
+    def lines(nodes, world_size, batch, compute, data, wait, slow=0.0):
+        culprit = random.randrange(ranks * nodes)
+        for rank in range(ranks * nodes):
+            mine = compute + slow * (rank == culprit) + random.uniform(0, 0.004)
+            idle = wait + slow * (rank != culprit) + random.uniform(0, 0.002)
+            shown = rank % ranks if world_size < ranks * nodes else rank
+            yield (f"nodes={nodes} node={rank // ranks} rank={shown} world_size={world_size} batch_per_rank={batch} "
+                   f"data={data:.4f} compute={mine:.4f} wait={idle:.4f}")  # fmt: skip
+
+    before = list(lines(1, ranks, batch, compute, data, wait))
+    changed = {
+        "apart": {"world_size": ranks},
+        "cable": {"wait": wait + compute * random.uniform(0.8, 1.4)},
+        "input": {"data": data + compute * random.uniform(0.8, 1.4)},
+        "small batch": {"batch": batch // 2, "compute": compute * random.uniform(0.85, 0.95)},
+        "straggler": {"slow": compute * random.uniform(0.8, 1.4)},
+    }[cause]
+    usual = {"world_size": 2 * ranks, "batch": batch, "compute": compute, "data": data, "wait": wait}
+    after = list(lines(2, **{**usual, **changed}))
+    return before + random.sample(after, len(after))
+
+
+LOOK = {
+    "apart": "how many ranks does each one think there are?",
+    "cable": "which number has grown on all ranks alike, and is no computing?",
+    "input": "look at the seconds before the computing begins",
+    "small batch": "how many samples has each rank got, before and after?",
+    "straggler": "all but one wait: for whom?",
+}
+
+
+@task("12.3", "why_no_faster", {"what was started": 1, "where the seconds go": 2})
+class WhyNoFaster:
+    """A log of one node and of two; no speed-up; one cause."""
+
+    def draw(random, hidden):
+        """Two logs of each cause, shuffled; larger nodes if `hidden`."""
+        causes = random.sample(CAUSES * 2, 2 * len(CAUSES))
+        sizes = (2, 4, 8, *([16] * hidden))
+        return {"logs": [(log_of(random, cause, random.choice(sizes)), cause) for cause in causes]}
+
+    def probe(why_no_faster, logs):
+        """The cause that is named for each log, by what the log shows."""
+        evidence = {"what was started": {}, "where the seconds go": {}}
+        words = ", ".join(f'"{cause}"' for cause in CAUSES)
+        for number, (log, cause) in enumerate(logs):
+            named = why_no_faster(list(log))
+            part = "what was started" if cause in ("apart", "small batch") else "where the seconds go"
+            size = log[0].split("world_size=")[1].split()[0]
+            about = f"log {number}, one node of {size} ranks, then two; {LOOK[cause]}"
+            wrong = f'"{named}" is not it' if named in CAUSES else f"{str(named)[:40]!r} is none of {words}"
+            evidence[part][about] = "the cause" if named == cause else named if named is None else wrong
+        return evidence

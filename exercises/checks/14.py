@@ -1,0 +1,173 @@
+"""Exercise 14: send the largest, meet less often, find the hook that loses gradients, and bet on a winner."""
+
+import torch
+import torch.distributed as dist
+
+from ddp_course.grading.attempt import tensors, worlds
+from ddp_course.grading.checks import require, task
+from ddp_course.stage4_ring import ring_all_reduce
+
+
+@task("14.1", "compress", {"largest": 1, "feedback": 2}, bound=1e-5)
+class Compress:
+    """The largest values by magnitude and their places; what is not sent is added to the next gradient."""
+
+    def draw(random, hidden):
+        """Five gradients in a row, with a share; also shares of which nothing would be left, if `hidden`."""
+        cases = [(tensors(random, 5, 40), 0.1), (tensors(random, 5, 25), 0.2), (tensors(random, 5, 19), 0.14)]
+        return {"cases": cases + [(tensors(random, 5, 9), 0.01)] * hidden}
+
+    def probe(compress, cases):
+        """What is sent, as a whole row with zeros, and what is left in each step, and the gradient afterwards."""
+        evidence = {"largest": {}, "feedback": {}}
+        for gradients, share in cases:
+            left, size = torch.zeros(len(gradients[0])), len(gradients[0])
+            for step, gradient in enumerate(gradients, 1):
+                given, about = gradient.clone(), f"{size} values, share {share:g}, step {step}"
+                answer = compress(given, left, share)
+                require(
+                    isinstance(answer, tuple | list) and len(answer) == 3, f"{about}: return (values, places, left)"
+                )
+                values, places, left = answer
+                part = evidence["largest" if step == 1 else "feedback"]
+                part[f"{about}, how many values; max(1, round(share * n)) are"] = lengths(values, places)
+                part[f"{about}, what was sent"] = row(values, places, size)
+                evidence["feedback"][f"{about}, what is left"] = left
+                evidence["feedback"][f"{about}, the gradient afterwards"] = given
+        return evidence
+
+
+def lengths(values, places):
+    """How many values were sent; a word where values and places do not belong together."""
+    for thing, what in ((values, "values"), (places, "places")):
+        require(isinstance(thing, torch.Tensor) and thing.dim() == 1, f"{what}: a tensor in one row was expected")
+    require(not places.is_floating_point(), f"places are {places.dtype}; they are integers")
+    return len(values) if len(values) == len(places) else f"{len(values)} values and {len(places)} places"
+
+
+def row(values, places, size):
+    """The values at their places, zeros elsewhere: whatever their order, it is the same."""
+    whole = torch.zeros(size)
+    count = min(len(values), len(places))
+    return whole.index_add(0, places[:count].long(), values[:count].to(whole.dtype))
+
+
+@task("14.2", "meet", {"local SGD": 1, "outer step": 1}, ranks=4, bound=1e-5)
+class Meet:
+    """Local SGD's meeting, with DiLoCo's outer step: the mean change is a gradient, and the velocity comes back too."""
+
+    def draw(random, hidden):
+        """Shared weights, each rank's own after some steps alone, a velocity, and pairs of rate and momentum."""
+        settings = [(1.0, 0.0), (0.7, 0.0), (0.5, 0.9)]
+        more = [(round(random.uniform(0.1, 2), 2), round(random.uniform(0.1, 0.9), 2))] * hidden
+        (shared, velocity), own = tensors(random, 2, 30), tensors(random, 4, 30)
+        return {"shared": shared, "own": own, "velocity": velocity, "settings": settings + more}
+
+    def probe(meet, shared, own, velocity, settings):
+        """The new weights and velocity of every rank, and how often it called all_reduce, in worlds of 2 and 3."""
+        evidence = {"local SGD": {}, "outer step": {}}
+        for size, group in worlds(2, 3):
+            for index, (rate, momentum) in enumerate(settings):
+                calls, about = [], f"with {size} ranks, rate {rate:g}, momentum {momentum:g}"
+
+                def all_reduce(tensor, group=group, calls=calls):
+                    calls.append(tensor.numel())
+                    return ring_all_reduce(tensor, group)
+
+                mine = own[dist.get_rank()].clone()
+                answer = meet(shared.clone(), mine, velocity.clone(), all_reduce, size, rate, momentum)
+                pair = isinstance(answer, tuple | list) and len(answer) == 2
+                require(pair, f"{about}: return a pair: (weights, velocity)")
+                part = evidence["outer step" if index else "local SGD"]
+                part[f"{about}, all-reduces"] = len(calls)
+                part[f"{about}, the weights"], part[f"{about}, the velocity"] = answer
+        return evidence
+
+
+@task("14.3", ("the_bug", "make_hook"), {"the line": 1, "mended": 1})
+class FindTheLossyHook:
+    """A hook that never sends what is large and negative: line 6 picks the largest, but not by magnitude."""
+
+    def draw(random, hidden):
+        """Gradients of two parameters over 40 steps, mostly of one sign each."""
+        drifts = [tensors(random, 1, 24)[0] for _ in range(2)]
+        return {"drifts": drifts, "noise": [tensors(random, 40, 24) for _ in range(2)]}
+
+    def probe(the_bug, make_hook, drifts, noise):
+        """The line that is named, and per parameter what holds of all that was sent in 40 steps."""
+        hook, sent = make_hook(0.25), [[], []]
+        for step in range(40):
+            for number, drift in enumerate(drifts):
+                sent[number].append(hook(f"layer{number}", drift + 0.1 * noise[number][step]).clone())
+        evidence = {"the line": {"the faulty line": the_bug()}, "mended": {}}
+        for number, drift in enumerate(drifts):
+            owed = sum(drift + 0.1 * each for each in noise[number])
+            evidence["mended"] |= kept_promises(f"parameter {number}", torch.stack(sent[number]), owed, drift)
+        return evidence
+
+
+def kept_promises(about, steps, owed, drift):
+    """At most a quarter per step; never more than there was; of either sign; nearly all of it in the end."""
+    arrived, most = steps.sum(0), int((steps != 0).sum(1).max())
+    never = (arrived == 0) & (owed.abs() > 4)
+    more = int((arrived.abs() > 1.5 * owed.abs() + 4).sum())
+    late = (owed - arrived).abs().max().item() / max(1.0, drift.abs().max().item())
+    return {
+        f"{about}, values sent in a step, when 6 of 24 are a quarter": max(6, most),
+        f"{about}, places at which more was sent than there was": more,
+        f"{about}, negative places that were never sent, however much is owed": int((never & (owed < 0)).sum()),
+        f"{about}, positive places that were never sent, however much is owed": int((never & (owed > 0)).sum()),
+        f"{about}, steps that some place is behind after 40, if more than 12": round(late) if late >= 12 else 0,
+    }
+
+
+def first_step(losses, target):
+    """The first step, counted from 1, after which the loss has reached the target."""
+    return next((step for step, loss in enumerate(losses, 1) if loss <= target), None)
+
+
+def seconds_to(way, target, compute_s, bits):
+    """Seconds until a way has reached the target; infinity if never."""
+    steps = first_step(way["losses"], target)
+    return float("inf") if steps is None else steps * (compute_s + 8 * way["bytes"] / bits)
+
+
+@task("14.4", ("winner", "break_even"), {"winner": 1, "break-even": 1})
+class Winner:
+    """Loss against time: who is first on a link, and from which link on the plain way wins."""
+
+    def draw(random, hidden):
+        """Three ways with their losses by step and bytes per step, a target, and links slow and fast."""
+        ways = {}
+        for name, rate, nbytes in (("every step", 0.09, 4e6), ("local SGD", 0.07, 5e5), ("top 1 %", 0.05, 8e4)):
+            rate *= random.uniform(0.95, 1.05)
+            losses = [2 + 3 * 2.718 ** (-rate * step) + 0.01 * (step % 3) for step in range(1, 61)]
+            ways[name] = {"losses": losses, "bytes": int(nbytes * random.uniform(0.9, 1.1))}
+        ways["far too coarse"] = {"losses": [5 - 0.02 * step for step in range(1, 61)], "bytes": 1000}
+        links = [1e6, 2e7, 1e8, 1e9, 1e11, *([5e6, 5e8] if hidden else [])]
+        return {"ways": ways, "target": 2.6, "compute_s": random.uniform(0.02, 0.05), "links": links}
+
+    def probe(winner, break_even, ways, target, compute_s, links):
+        """How the named way does on each link, and the link (to six digits) at which two ways are level."""
+        evidence = {"winner": {}, "break-even": {}}
+        for link in links:
+            named = winner({name: dict(way) for name, way in ways.items()}, target, compute_s, link)
+            times = {name: seconds_to(way, target, compute_s, link) for name, way in ways.items()}
+            about = f"on {link / 1e6:g} Mbit/s, by the time to a loss of {target:g}, not by steps or bytes alone"
+            evidence["winner"][about] = how_it_does(named, times)
+        for name in ("local SGD", "top 1 %"):
+            level = break_even(dict(ways["every step"]), dict(ways[name]), target, compute_s)
+            case = f"every step and {name}, in bit/s"
+            evidence["break-even"][case] = float(f"{level:.6g}") if type(level) in (int, float) else level
+        return evidence
+
+
+def how_it_does(named, times):
+    """In words: the first, or how much later."""
+    if not isinstance(named, str) or named not in times:
+        return f"{str(named)[:40]!r} is none of {', '.join(times)}"
+    if times[named] <= min(times.values()) * 1.000001:
+        return "the first to get there"
+    if times[named] == float("inf"):
+        return f'"{named}" never reaches that loss'
+    return f'"{named}" needs {times[named]:.3g} s; another one needs {min(times.values()):.3g} s'
