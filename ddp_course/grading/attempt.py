@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import Wrong
 from ..running import wire
+from ..running.torch_inside import TorchDispatchMode
 from .checks import Task, cell_of
 
 SENDERS = ("torch.distributed.", "ddp_course.stage3", "ddp_course.stage4", "ddp_course.collectives")

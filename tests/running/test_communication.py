@@ -2,22 +2,16 @@
 
 import gc
 import threading
-import time
 import weakref
-from contextlib import nullcontext
-from datetime import timedelta
-from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from virtual_gpu import VirtualGPU
 
 from ddp_course import launch
-from ddp_course.errors import RankError
 from ddp_course.running import communication
-from ddp_course.running.communication import CommunicationThread, communication_thread
+from ddp_course.running.communication import communication_thread
 from ddp_course.stage4_ring import ring_all_reduce
 from ddp_course.stage5_bucketed import BucketedDDP
 from ddp_course.stage6_ddp import DistributedDataParallel, SyncBatchNorm
@@ -52,10 +46,8 @@ def inputs(rank, step):
 ARRANGED = {"nested": lambda a, b, x: b(a(x)), "side by side": lambda a, b, x: a(x) + b(x)}
 
 
-def two_wrappers(name, arranged, steps=4, own_threads=False):
+def two_wrappers(name, arranged, steps=4):
     """How far the gradients of two models, each wrapped, are from those of both together on the whole batch."""
-    if own_threads:
-        give_each_wrapper_a_thread()
     torch.manual_seed(0)
     pair = layers(40), layers(30)
     wrapped = [WRAPS[name](module) for module in pair]
@@ -67,21 +59,6 @@ def two_wrappers(name, arranged, steps=4, own_threads=False):
         mine = torch.cat([p.grad.reshape(-1) for module in pair for p in module.parameters()])
         errors.append(((mine - whole_batch(pair, arranged, step)).abs().max() / mine.abs().max()).item())
     return max(errors)
-
-
-def give_each_wrapper_a_thread():
-    """The negative control: a thread a wrapper, all of them on the model's own group; on rank 0 the first is late."""
-    communication.twin = lambda group: group
-    communication._threads = type("Forgetful", (dict,), {"__contains__": lambda *_: False})()
-    carry_out, at_work = communication.CommunicationThread.carry_out, []
-
-    def late(thread, *job):
-        at_work.append(thread)
-        if dist.get_rank() == 0 and thread is at_work[0]:
-            time.sleep(0.02)
-        return carry_out(thread, *job)
-
-    communication.CommunicationThread.carry_out = late
 
 
 def whole_batch(pair, arranged, step):
@@ -102,12 +79,6 @@ def whole_batch(pair, arranged, step):
 def test_two_wrappers_and_the_models_own_collectives_in_one_backward_pass(name, arranged, world_size):
     for error in launch(two_wrappers, name, arranged, world_size=world_size, timeout=60):
         assert error < 1e-12
-
-
-@pytest.mark.parametrize("name", ["5", "6"])
-def test_without_the_shared_thread_they_mix(name):
-    with pytest.raises(RankError, match=r"MismatchError: collective number \d is ring_all_reduce of float64"):
-        launch(two_wrappers, name, "nested", 8, True, world_size=2, timeout=15)
 
 
 def in_overlapping_groups():
@@ -149,37 +120,6 @@ def test_after_a_failed_job_the_others_fail_too():
         assert "has failed before (OSError: the network is down)" in second and "start the ranks again" in second
 
 
-def patience_of_the_twin():
-    group = dist.new_group(timeout=timedelta(seconds=7))
-    thread = CommunicationThread(group)
-    options = thread.group._get_backend(torch.device("cpu")).options
-    return options._timeout.total_seconds(), dist.get_process_group_ranks(thread.group)
-
-
-def test_the_twin_has_the_groups_patience():
-    assert launch(patience_of_the_twin, world_size=2) == [(7.0, [0, 1])] * 2
-
-
-def on_a_gpu_that_keeps_time(own):
-    """Where two jobs of two wrappers of one group are queued, and whether a third is, on a stream of the caller's."""
-    gpu, seen = VirtualGPU(), []
-    with gpu.in_place_of_cuda():
-        thread, device = communication_thread(), torch.device("cpu")
-        note = lambda group: seen.append((threading.current_thread().name, gpu.current_stream()))  # noqa: E731
-        with patch.object(communication, "working_on", communication.working_on if own else lambda _: nullcontext()):
-            for stream in (None, None, mine := torch.cuda.Stream()):
-                thread.start(note, device, stream)()
-    streams = [stream for _, stream in seen]
-    assert {name for name, _ in seen} == {"communication"} and gpu.current_stream() is gpu.default
-    return streams[0] is streams[1] is thread.streams[device], gpu.default in streams, streams[2] is mine
-
-
-def test_the_thread_works_on_one_stream_of_its_own_and_never_on_the_default_one():
-    """A thread begins on GPU 0 and its default stream, whatever its maker has chosen."""
-    assert launch(on_a_gpu_that_keeps_time, True, world_size=1) == [(True, False, True)]
-    assert launch(on_a_gpu_that_keeps_time, False, world_size=1)[0][1], "negative control"
-
-
 def threads_after_the_group():
     counts = []
     for _ in range(2):
@@ -196,14 +136,6 @@ def threads_after_the_group():
 
 def test_two_wrappers_one_after_the_other_use_one_thread_that_ends_with_its_group():
     assert launch(threads_after_the_group, world_size=2) == [([1, 1], 0)] * 2
-
-
-def test_an_exception_in_a_job_reaches_the_caller_of_launch():
-    def run():
-        communication_thread().start(lambda group: 1 / 0, torch.device("cpu"))()
-
-    with pytest.raises(RankError, match="ZeroDivisionError"):
-        launch(run, world_size=2)
 
 
 def wrapped_for_one_pass(wrapper):

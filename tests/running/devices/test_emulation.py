@@ -3,20 +3,16 @@
 import threading
 import time
 from functools import partial
-from itertools import product
 
 import pytest
 import torch
 import torch.distributed as dist
 from oracles import tiny_batches, tiny_model, weights
-from torch.nn.functional import cross_entropy
-from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from ddp_course import (
     Device,
     Link,
-    communicate_less,
     launch,
     problems,
     stage1_single,
@@ -29,7 +25,7 @@ from ddp_course import (
     stage8_pipeline,
 )
 from ddp_course.errors import DeviceError
-from ddp_course.running.devices import capacity, clock, emulation, full_speed
+from ddp_course.running.devices import capacity, emulation, full_speed
 
 PARAMETERS = weights(tiny_model()).numel()
 
@@ -126,12 +122,6 @@ def early_hooks():
 
 def test_hooks_fire_when_the_device_has_finished_and_no_earlier():
     assert early_hooks() == (0, 10)
-
-
-def test_hooks_of_a_device_that_does_not_wait_are_early(monkeypatch):
-    """The negative control."""
-    monkeypatch.setattr(clock.ThreadClock, "reach", lambda self, moment: setattr(self, "now", moment))
-    assert early_hooks()[0] > 5
 
 
 def test_threads_that_only_communicate_are_not_slowed():
@@ -259,49 +249,6 @@ def test_every_stage_computes_the_same_bits_on_emulated_devices(stage):
         assert nothing is None and flops > 1e4
 
 
-def hooked(parallel):
-    parallel.register_comm_hook(None, communicate_less.fp16_hook)
-
-
-def accumulating(parallel, inputs, targets):
-    first, second = zip(inputs.chunk(2), targets.chunk(2), strict=True)
-    with parallel.no_sync():
-        cross_entropy(parallel(first[0]), first[1]).backward()
-    cross_entropy(parallel(second[0]), second[1]).backward()
-
-
-class Recomputed(torch.nn.Sequential):
-    def forward(self, inputs):
-        return checkpoint(super().forward, inputs, use_reentrant=False)
-
-
-WRAPPERS = (stage6_ddp.DistributedDataParallel, torch.nn.parallel.DistributedDataParallel)
-
-
-def with_what_real_training_uses():
-    """A communication hook, accumulation without synchronising, and activations that are computed twice."""
-    found, ways = [], ((hooked, torch.nn.Sequential), (lambda parallel: None, Recomputed))
-    for wrap, (prepare, blocks) in product(WRAPPERS, ways):
-        model = torch.nn.Sequential(blocks(*tiny_model()))
-        parallel = wrap(model)
-        prepare(parallel)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for inputs, targets in tiny_batches(dist.get_rank(), dist.get_world_size(), steps=2):
-            optimizer.zero_grad()
-            accumulating(parallel, inputs, targets)
-            optimizer.step()
-        found.append(weights(model))
-    return found, emulation.Emulation.current and emulation.Emulation.current.flops
-
-
-def test_hooks_accumulation_and_checkpointing_are_the_same_on_emulated_devices():
-    plain = launch(with_what_real_training_uses, world_size=2, device="cpu")
-    emulated = launch(with_what_real_training_uses, world_size=2, device=Device("50MFLOP/s", memory="1GB/s"))
-    for (trained, _), (same, flops) in zip(plain, emulated, strict=True):
-        assert all(torch.equal(one, other) for one, other in zip(trained, same, strict=True)) and flops > 1e4
-        assert not torch.equal(trained[0], trained[1]) and not torch.equal(trained[2], trained[3])  # hooks round
-
-
 def busy_on_rank():
     train_on_rank("3")
     current = emulation.Emulation.current
@@ -315,22 +262,9 @@ def test_every_rank_has_a_device_of_its_own():
     assert ranks[1][1] == pytest.approx(2 * ranks[0][1])
 
 
-def test_spawned_ranks_have_devices_too(monkeypatch):
-    monkeypatch.setenv("DDP_COURSE_START", "spawn")
-    [(rate, busy, flops)] = launch(busy_on_rank, world_size=1, device=Device("40MFLOP/s"))
-    assert rate == 40e6 and flops > 0 and busy == pytest.approx(flops / rate)
-
-
 def test_a_device_that_turns_out_too_fast_is_told(monkeypatch, capfd):
     monkeypatch.setattr(capacity, "fitting", lambda *_: 0.0)
     launch(train_on_rank, "3", world_size=2, device=Device("900TFLOP/s"))
     assert "too fast for this machine" in capfd.readouterr().err
     launch(train_on_rank, "3", world_size=2, device=Device("2MFLOP/s"))
     assert capfd.readouterr().err == ""
-
-
-def test_a_rank_that_computes_nothing_is_no_reason_to_complain():
-    with Device("2MFLOP/s").emulate() as idle:
-        torch.ones(1000) + 1  # no product, no time on a device without a memory
-    idle.behind_s = 1.0  # it waited for others, and woke up late
-    assert idle.busy_s == 0 and idle.too_fast(4) == 0
