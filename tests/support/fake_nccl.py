@@ -83,13 +83,14 @@ class Communicator:
         self.pending, self.queue, self.lock = [], SimpleQueue(), threading.Lock()
         threading.Thread(target=self.run, name=f"nccl {name}", daemon=True).start()
 
+    @torch.no_grad()
     def run(self):
-        """One piece of work after the other."""
+        """One piece of work after the other; a GPU knows nothing of gradients."""
         while True:
             work, function = self.queue.get()
             try:
                 function()
-            except Exception as error:  # told to who waits for it
+            except Exception as error:  # raised where the work is waited for
                 work.error = error
             work.finished.set()
 
