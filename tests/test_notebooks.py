@@ -176,7 +176,7 @@ def test_lesson_figures_have_alt_text_and_widgets_have_a_fallback(path):
 
 
 DRAWN = {"01/digits", "02/sketch", "03/sketch", "04/sketch", "04/whole-ring", "04/stepper", "04/half-way",
-         "05/bucket-sketch"}  # fmt: skip
+         "05/bucket-sketch", "09/mesh", "09/all-ways"}  # fmt: skip
 
 
 @pytest.mark.parametrize("path", LESSONS, ids=NAMES)

@@ -321,5 +321,5 @@ to one neighbour. So pipelines are what one uses between machines.
 3. What travels grows with samples and width, not with depth: pipelines suit slow links between hosts.
 
 **Exercise:** [8](../exercises/08_pipeline.ipynb), `exercises/08_pipeline.ipynb`. **Next:**
-[10, batch size and learning rate](10_batch_size_and_learning_rate.ipynb).
+[9, tensor parallelism and the mesh](09_tensor_and_mesh.ipynb).
 """

@@ -258,3 +258,51 @@ def schedule(rows: Sequence[Any], title: str) -> Picture:
         axes.set_title(message)
         axes.grid(axis="y", visible=False)
     return picture
+
+
+def mesh(data: int = 2, pipeline: int = 1, tensor: int = 2) -> Picture:
+    """Ranks in a mesh: a row per share of the samples, a box (a host) per part of the layers, a node per slice."""
+    sizes = {"shares of the samples": data, "parts of the model": pipeline, "slices of each layer": tensor}
+    message = f"{data * pipeline * tensor} ranks: " + " × ".join(f"{n} {what}" for what, n in sizes.items() if n > 1)
+    width = pipeline * (tensor + 0.6)
+    picture, axes = _blank(1.1 * width + 2.6, 1.4 * data + 1.4, "A mesh of ranks, hosts as boxes", message)
+    with style():
+        for replica in range(data):
+            y = -1.7 * replica
+            axes.text(-0.6, y, f"samples\n{replica + 1}/{data}", ha="right", va="center", fontsize=9)
+            for part in range(pipeline):
+                left = part * (tensor + 0.6)
+                layers = f", layers {part + 1}/{pipeline}" if pipeline > 1 else ""
+                look: Any = {"color": "#555555", "fontsize": 7.5, "ha": "center"}
+                axes.text(left + tensor / 2 - 0.5, y + 0.66, f"host {replica * pipeline + part}{layers}", **look)
+                _host(axes, (replica * pipeline + part) * tensor, left, y, tensor)
+                if part + 1 < pipeline:
+                    _joined(axes, (left + tensor - 0.52, y), (left + tensor + 0.12, y), STAGE_COLOURS["8"])
+                for slot in range(tensor if replica + 1 < data else 0):
+                    _joined(axes, (left + slot, y - 0.34), (left + slot, y - 1.2), STAGE_COLOURS["4"])
+        names = [("9", "activations, added up", tensor), ("8", "activations, passed on", pipeline)]
+        names.append(("4", "gradients, averaged", data))
+        bottom = -1.7 * (data - 1) - 0.75
+        for line, (key, name) in enumerate((key, name) for key, name, size in names if size > 1):
+            look = {"color": STAGE_COLOURS[key], "fontsize": 9, "fontweight": "bold", "va": "center"}
+            axes.text(-0.42, bottom - 0.3 * line, f"↔ {name}", **look)
+        axes.set(xlim=(-1.5, width - 0.9), ylim=(bottom - 0.8, 0.9))
+        axes.set_title(message, loc="center")
+    return picture
+
+
+def _host(axes, first, x, y, tensor):
+    """One host with `tensor` ranks from number `first` on, each with its slice."""
+    look = {"facecolor": "#F4F4F4", "edgecolor": "#BBBBBB", "boxstyle": "round,pad=0.05"}
+    axes.add_patch(FancyBboxPatch((x - 0.42, y - 0.4), tensor - 0.16, 0.95, **look))
+    for slot in range(tensor):
+        _node(axes, (x + slot, y - 0.04), str(first + slot), "#5F5F5F", 0.26)
+        axes.text(x + slot, y + 0.4, f"slice {slot + 1}/{tensor}", ha="center", va="center", fontsize=7.5)
+        if slot + 1 < tensor:
+            _joined(axes, (x + slot + 0.26, y - 0.04), (x + slot + 0.74, y - 0.04), STAGE_COLOURS["9"], 3.0)
+
+
+def _joined(axes, start, end, colour, width=1.8):
+    """A double arrow from edge to edge."""
+    options = {"arrowstyle": "<|-|>", "mutation_scale": 10, "linewidth": width, "color": colour, "zorder": 2}
+    axes.add_patch(FancyArrowPatch(start, end, shrinkA=1, shrinkB=1, **options))

@@ -1,0 +1,364 @@
+# %% [markdown]
+r"""
+# 9 · Tensor parallelism and the mesh
+
+Sharding keeps the model whole while it computes, a pipeline cuts it between layers. What if a single layer is too
+large, or the activations are? Then the layers themselves are split: several ranks work on the same samples, each with a
+slice of every matrix. And then all ways are combined on one mesh of ranks.
+
+**After this lesson you can**
+
+- say what the memory of training is made of, activations included, and what makes each part smaller,
+- split a pair of linear layers so that one all-reduce per pass is enough,
+- lay a mesh of ranks over hosts and explain which way of splitting belongs on which link.
+
+*40 minutes, under a minute of computing.*
+"""
+
+# %% imports
+from functools import partial
+from importlib import import_module
+
+from ddp_course import (
+    Device, Link, dist, launch, problems, ring_all_reduce, show, stage4_ring, stage8_pipeline, stage9_tensor, timing,
+    torch, wire,
+)  # fmt: skip
+
+K = 4  # how many ranks; 2 works as well
+cross_entropy = torch.nn.functional.cross_entropy
+
+# %% [markdown]
+r"""
+## What memory is made of
+
+Per parameter, with Adam:
+
+| bytes per parameter | parameters | gradients | optimizer's state | in all |
+|---|---|---|---|---|
+| float32 | 4 | 4 | 8: two running means | 16 |
+| mixed precision, parameters in bfloat16 | 2 | 2 | 12: a float32 copy and two running means | 16 |
+
+Mixed precision does not make this part smaller: it computes faster and halves what travels. Beside it there is a part
+that grows with the samples: the **activations**, which the forward pass keeps until the backward pass needs them.
+
+## Predict
+"""
+
+# %% predict
+guess = show.predict(
+    "A GPT of 4 layers, width 128, and 16 texts of 64 bytes, float32: what takes the most memory?",
+    ["the parameters", "the optimizer's state", "the activations"],
+)
+guess
+
+# %% [markdown]
+r"""
+## Run
+
+Autograd tells which tensors it keeps. We add up their bytes: as it is, in bfloat16 by autocast, and with **activation
+checkpointing** (Chen et al., 2016): only the inputs of each block are kept, and the backward pass
+computes the rest again, as far as it needs it. A second forward pass would be a third more computing.
+"""
+
+
+# %% activations
+def stored_mb(forward):
+    stored = {}
+
+    def keep(tensor):
+        memory = tensor.untyped_storage()
+        stored[memory.data_ptr()] = memory.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = forward()
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    return sum(nbytes for place, nbytes in stored.items() if place not in own) / 1e6, loss
+
+
+# %% forward
+def forward(recompute):
+    x = model.bytes(tokens[:, :-1]) + model.positions.weight
+    for block in model.blocks:
+        x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False) if recompute else block(x)
+    return cross_entropy(model.head(model.norm(x)).transpose(1, 2), tokens[:, 1:])
+
+
+def kept(recompute=False, dtype=torch.float32):
+    with torch.utils.flop_counter.FlopCounterMode(display=False) as flops:
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            megabytes, loss = stored_mb(partial(forward, recompute))
+        loss.backward()
+    return megabytes, flops.get_total_flops()
+
+
+model, tokens = problems.ByteGPT(4, 128, 64), torch.randint(256, (16, 65))
+p = 4e-6 * sum(parameter.numel() for parameter in model.parameters())
+(plain, flops), (few, more), (half, _) = kept(), kept(recompute=True), kept(dtype=torch.bfloat16)
+
+# %% memory-figure
+parts = {"parameters": p, "gradients": p, "Adam's state": 2 * p, "activations": plain,
+         "in bfloat16": half, "checkpointed": few}  # fmt: skip
+guess.reveal(f"activations {plain:.0f} MB, everything else {4 * p:.0f} MB", "the activations", kind="counted")
+show.bars(parts, "memory (MB)", f"Activations take {plain / (4 * p):.1f} times as much as all the rest; "
+          f"checkpointing leaves {few / plain:.0%} of them", kind="counted",
+          colours=dict.fromkeys(["activations", "in bfloat16", "checkpointed"], show.STAGE_COLOURS["9"]))  # fmt: skip
+
+# %% check-memory
+# NBVAL_CHECK_OUTPUT
+assert plain > 4 * p and half < 0.75 * plain and few < 0.25 * plain and 1.15 < more / flops < 1.34, (parts, more / flops)
+print("counted: checkpointing keeps less than a quarter of the activations, for a fifth more flops")
+
+# %% [markdown]
+r"""
+## Two ways to split a linear layer
+
+A linear layer computes $y = x W^T$. Cut W **column-split**, by its outputs: every rank needs all of x and computes some of
+y. Cut it **row-split**, by its inputs: every rank needs some of x and computes one of T terms of y, which an all-reduce adds
+up. (The names are those of $W^T$.) One after the other they fit together: what the first leaves split is just what the
+second needs. Between them stands an activation that works on each element alone.
+
+Backward it is the mirror image: the gradient of y is the same for every term, and the gradient of x is the sum of what
+all ranks' outputs say about it. So each pass needs one all-reduce, forward at the end, backward at the beginning. As
+autograd functions (Megatron-LM's *f* and *g*):
+"""
+
+
+# %% enter-and-leave
+class Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ring_all_reduce(gradient.clone())
+
+
+class Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, term):
+        return ring_all_reduce(term.clone())
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+# %% [markdown]
+r"""
+An MLP of two layers on T ranks is then three lines. Each rank takes its slices of the same weights; the result and the
+gradient of x are held against those of the whole MLP.
+"""
+
+
+# %% split-mlp
+def split_mlp(enter, leave):
+    torch.manual_seed(0)
+    x, up, down = (torch.randn(*shape, dtype=torch.float64) for shape in ((8, 16), (64, 16), (16, 64)))
+    whole, split = x.clone().requires_grad_(), x.clone().requires_grad_()
+    y = torch.relu(whole @ up.T) @ down.T
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    hidden = torch.relu(enter(split) @ up.chunk(ranks)[rank].T)  # column-split: some of the outputs
+    ours = leave(hidden @ down.chunk(ranks, dim=1)[rank].T)  # row-split: one of the terms
+    for output in (y, ours):
+        output.square().sum().backward()
+    return max((y - ours).abs().max().item(), (whole.grad - split.grad).abs().max().item() / whole.grad.abs().max().item())
+
+
+# %% check-mlp
+# NBVAL_CHECK_OUTPUT
+assert max(launch(split_mlp, Enter.apply, Leave.apply, world_size=K)) < 1e-12
+assert min(launch(split_mlp, lambda x: x, Leave.apply, world_size=K)) > 0.1
+print("split over all ranks, outputs and gradients are those of the whole; without the backward sum they are not")
+
+# %% [markdown]
+r"""
+Attention splits the same way. Its unit is the *head*: a rank has the queries, keys and values of some heads
+(column-split), and the matrix after them is row-split. So a transformer block has two such pairs, and **four all-reduces per
+step**: two forward, two backward. `stage9_tensor` finds the pairs in a model and puts its slices in their places. What ours
+adds to the cells above: biases, any number of ranks and heads, making the model whole again, clipping by the norm of all
+slices, the same dropout on all ranks of a layer. Its row-split layer, for example:
+"""
+
+# %% source
+show.source(stage9_tensor.RowLinear)
+
+# %% [markdown]
+r"""
+## A mesh
+
+Usually T is small, and there are more ranks. They form a **mesh** of D × T: ranks of a row share the layers and work on the
+same samples, ranks of a column hold the same slices and average their gradients, with the ring of lesson 04.
+"""
+
+# %% mesh
+show.sketches.mesh(data=2, tensor=2)
+
+# %% [markdown]
+r"""
+The loop is that of the ring but for the mesh: the average goes over one axis of it, the split over the other.
+"""
+
+# %% diff
+show.diff(stage4_ring.train, stage9_tensor.train)
+
+
+# %% same-training
+def weights(tensor):
+    problem = problems.make("synthetic", parameters=4 * 64**2, width=64, dtype=torch.float64)
+    model, row, rows = problem.model(), dist.get_rank() // tensor, dist.get_world_size() // tensor
+    stage9_tensor.train(model, problem.batches(48, 5, rank=row, world_size=rows), lr=0.1, tensor=tensor)
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+# %% check-same
+# NBVAL_CHECK_OUTPUT
+alone = launch(weights, 1, world_size=1)[0]
+for tensor in (K, K // 2, 1):
+    assert all((ours - alone).abs().max() < 1e-12 for ours in launch(weights, tensor, world_size=K)), tensor
+print("on every mesh the same weights as on one device")
+
+# %% [markdown]
+r"""
+## What travels, and on which link
+
+DDP sends gradients: 2(K-1)/K p per step, whatever the batch. Tensor parallelism sends activations: with a bytes of them, four
+times 2(T-1)/T a per block, and nothing of it can hide: the next layer waits for the sum. A batch of 1,024 bytes
+of text in a GPT of width 64 has a = 262 kB.
+
+Which axis of the mesh belongs inside a host? Two hosts with two ranks each, fast links inside, 15 Mbit/s between.
+The last axis of a mesh joins neighbouring ranks, those of one host; so swapping the axes swaps the links. And instead of T
+ranks per layer a pipeline of two ranks, in both ways. Emulated devices; what crosses between the hosts is counted.
+"""
+
+
+# %% timed-steps
+def training(axes):
+    groups, model = stage9_tensor.mesh(**axes), problems.ByteGPT(2, 64, 64)
+    if "tensor" in axes:
+        stage9_tensor.parallelize(model, groups["tensor"])
+        return model, groups, lambda inputs, targets: cross_entropy(model(inputs), targets).backward()
+    parts = stage8_pipeline.split(model.layers(), dist.get_world_size(groups["pipeline"]))
+    part = parts[dist.get_rank(groups["pipeline"])]
+    return part, groups, stage8_pipeline.Pipeline(part, group=groups["pipeline"]).step
+
+
+def steps(axes):
+    (model, groups, step), seconds, tokens = training(axes), [], torch.randint(256, (16, 65))
+    with wire.observing(lambda event: crossing.append(event)):
+        for _ in range(2):  # the first also opens connections
+            crossing = []
+            with timing.stopwatch() as watch:
+                step(tokens[:, :-1], tokens[:, 1:])
+                stage4_ring.average_on_ring(stage4_ring.gradients(model), group=groups["data"])
+            seconds.append(watch.seconds)
+    elsewhere = [e.bytes for e in crossing if e.kind == "send" and e.peer * 2 // K != dist.get_rank() * 2 // K]
+    return 1000 * min(seconds), sum(elsewhere) / 1e6
+
+
+# %% timed-figure
+meshes = {
+    "tensor inside,\ndata between": dict(data=K // 2, tensor=2),
+    "data inside,\ntensor between": dict(tensor=2, data=K // 2),
+    "pipeline inside,\ndata between": dict(data=K // 2, pipeline=2),
+    "data inside,\npipeline between": dict(pipeline=2, data=K // 2),
+}
+setting = {"world_size": K, "device": Device("4GFLOP/s"), "link": Link("15Mbit", hosts=2)}
+ranks = {name: launch(steps, axes, **setting) for name, axes in show.progress(meshes.items())}
+step_ms, crossed_mb = ({name: max(rank[n] for rank in ranks[name]) for name in meshes} for n in (0, 1))
+(good, bad, *_), names = step_ms.values(), {name: f"{name}\n{crossed_mb[name]:.2f} MB" for name in meshes}
+show.bars({names[name]: ms for name, ms in step_ms.items()}, "a step (ms)",
+          f"Tensor parallelism between hosts takes {bad / good:.1f} times as long as inside", form="{:.0f}",
+          theory={names[name]: 1000 * K / 2 * mb / 1.875 for name, mb in crossed_mb.items()},  # 15 Mbit/s are 1.875 MB/s
+          colours={names[name]: show.STAGE_COLOURS["9" if "tensor" in name else "8"] for name in meshes},
+          kind="measured; MB per rank counted; dashes derived")  # fmt: skip
+
+# %% check-timed
+# NBVAL_CHECK_OUTPUT
+assert K == 2 or bad > 1.2 * good, step_ms
+print("the sums of activations belong inside a host")
+
+# %% [markdown]
+r"""
+How to read this: under each bar stands what a rank sends to the other host in a step, and the dash is the time that the
+cable needs for it, for all ranks of a host. Tensor parallelism between the hosts waits for the cable in every layer, twice
+per pass. Gradients cross once per step, and only those of this rank's slices. A pipeline sends least, so on a cable as
+slow as this one it wins; its price is the bubble. That is why the largest models combine all three: **tensor parallel**
+inside a host, pipelines between hosts, data parallel around it all. On 8 ranks:
+"""
+
+# %% all-ways
+show.sketches.mesh(data=2, pipeline=2, tensor=2)
+
+# %% [markdown]
+r"""
+Memory falls along the axes like this: parameters, gradients and state by T and by the number of pipeline stages (and, if
+they are sharded too, by D); activations by D, since each row has a part of the samples, and inside the pairs by T. What
+is whole on every rank, the inputs of the blocks, is what *sequence parallelism* (Korthikanti et al., 2022) splits next.
+
+## What torch does
+
+`torch.distributed.tensor.parallel.parallelize_module` does it by a plan: which layer is split in which way, over one
+axis of a `DeviceMesh`. In a cell, on the MLP of a block, next to ours; same weights, same inputs:
+"""
+
+
+# %% torchs-own
+def torchs_own():
+    parallel = import_module("torch.distributed.tensor.parallel")
+    shape, names = (dist.get_world_size() // 2, 2), ("data", "tensor")
+    devices = torch.distributed.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=names)
+    torch.manual_seed(0)
+    ours, theirs = (problems.TransformerBlock(64, 2, 0.0).mlp.double() for _ in range(2))
+    theirs.load_state_dict(ours.state_dict())
+    plan = {"0": parallel.ColwiseParallel(), "2": parallel.RowwiseParallel()}
+    parallel.parallelize_module(theirs, devices["tensor"], plan)
+    stage9_tensor.parallelize(ours, devices.get_group("tensor"))
+    x = torch.randn(8, 64, dtype=torch.float64)
+    for mlp in (ours, theirs):
+        mlp(x).square().sum().backward()
+    pairs = zip(ours.parameters(), theirs.parameters())
+    return max((a.grad - b.grad.to_local()).abs().max().item() for a, b in pairs)
+
+
+# %% check-torch
+# NBVAL_CHECK_OUTPUT
+assert max(launch(torchs_own, world_size=K)) < 1e-9
+print("parallelize_module on a DeviceMesh: the same gradients, slice by slice")
+
+# %% [markdown]
+r"""
+Where this is in PyTorch: `torch/distributed/tensor/parallel/style.py` has `ColwiseParallel` and `RowwiseParallel`; their
+tensors are *DTensors*, which know their placement on the mesh (`Shard(0)`, `Shard(1)`, `Replicate()`, `Partial()`) and insert
+the collectives themselves. `torch/distributed/device_mesh.py` makes the groups. The idea is from Megatron-LM (Shoeybi et
+al., 2019), the mesh of three axes from Narayanan et al. (2021), where T is at most the number of GPUs in a host.
+
+## Check yourself
+
+**1.** Why is the first layer of an MLP split by columns and the second by rows, and not the other way round?
+<details><summary>Answer</summary>
+A row-split first layer would have to add up its terms before the activation, since ReLU of a sum is not the sum of
+ReLUs. Then a column-split second layer leaves y in pieces, which have to be gathered. Two collectives per pass instead of one.
+</details>
+
+**2.** You double the batch. What happens to the traffic of data parallel training, and of tensor parallelism?
+<details><summary>Answer</summary>
+Gradients are as many bytes as before. Activations are twice as many, and so are the bytes of tensor parallelism.
+</details>
+
+**3.** LayerNorms are whole on every rank of a row. Why do their gradients need no sum over the row?
+<details><summary>Answer</summary>
+All ranks of the row compute them from the same numbers: the activations after <code>Leave</code> are equal, and the
+gradients before <code>Enter</code> are summed up already. Averaging over the wrong axis is the classic mistake here.
+</details>
+
+## In three lines
+
+1. Beside 16 bytes per parameter there are activations; checkpointing trades most of them for a fifth more flops (counted).
+2. Column-split, then row-split: one all-reduce per pair and pass, the same numbers as one device.
+3. Sums of activations belong on the fastest links, gradients may cross the slow ones (measured): that orders the mesh.
+
+**Exercise:** [9](../exercises/09_tensor_and_mesh.ipynb), `exercises/09_tensor_and_mesh.ipynb`. **Next:**
+[10, batch size and learning rate](10_batch_size_and_learning_rate.ipynb).
+"""

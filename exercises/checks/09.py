@@ -1,0 +1,131 @@
+"""Exercise 9: slices of a gated MLP, the functions around split layers, a mesh to mend, a plan for a machine."""
+
+import torch
+
+from ddp_course.grading.checks import require, task
+
+RANKS = 3  # as many as the sums of 9.2 pretend to be over
+
+
+@task("9.1", "my_slices", {"sum": 2, "sizes": 1})
+class MySlices:
+    """Rows of both halves and columns that belong together, shared out evenly."""
+
+    def draw(random, hidden):
+        """Matrices whose H the ranks can share equally, and others."""
+        shapes = [(8, 4, 2), (12, 5, 4), (random.randrange(5, 20) * 2 + 1, 6, random.choice((2, 4))), (7, 3, 1)]
+        generator = torch.Generator().manual_seed(random.randrange(2**31))
+        made = []
+        for hidden_width, width, ranks in shapes:
+            sizes = (2 * hidden_width, width), (width, hidden_width), (3, width)
+            made.append((*(torch.randn(*size, generator=generator, dtype=torch.float64) for size in sizes), ranks))
+        return {"cases": made}
+
+    def probe(my_slices, cases):
+        """What the ranks' terms add up to, and how many numbers each rank has, largest first."""
+        evidence = {"sum": {}, "sizes": {}}
+        for gate_and_up, down, x, ranks in cases:
+            total, sizes = 0, []
+            for rank in range(ranks):
+                fused, back = my_slices(gate_and_up.clone(), down.clone(), rank, ranks)
+                gate, up = (x @ fused.T).chunk(2, dim=-1)
+                total = total + (torch.nn.functional.silu(gate) * up) @ back.T
+                sizes.append(fused.numel() + back.numel())
+            case = f"H = {down.shape[1]}, {ranks} ranks: "
+            evidence["sum"][case + "the sum of all ranks' y"] = total
+            evidence["sizes"][case + "numbers on each rank, most first"] = sorted(sizes, reverse=True)
+        return evidence
+
+
+@task("9.2", ("Enter", "Leave"), {"Enter": 1, "Leave": 1})
+class EnterAndLeave:
+    """Nothing forward and a sum backward; a sum forward and nothing backward."""
+
+    def draw(random, hidden):
+        """What goes in, and the gradient that comes back."""
+        generator = torch.Generator().manual_seed(random.randrange(2**31))
+        return {"x": torch.randn(4, 5, generator=generator), "gradient": torch.randn(4, 5, generator=generator)}
+
+    def probe(Enter, Leave, x, gradient):
+        """Outputs, gradients, what changed, and the all-reduces of each pass, when all ranks have the same."""
+        evidence = {}
+        for name, function in (("Enter", Enter), ("Leave", Leave)):
+            calls = []
+
+            def all_reduce(tensor, calls=calls):
+                calls.append(tensor)
+                return tensor.mul_(RANKS)
+
+            given, back = x.clone().requires_grad_(), gradient.clone()
+            inside = given * 1
+            output = function.apply(inside, all_reduce)
+            forward = len(calls)
+            (found,) = torch.autograd.grad(output, given, back)
+            evidence[name] = {
+                f"{name}, forward: the output": output.detach(),
+                f"{name}, forward: all-reduces": forward,
+                f"{name}, backward: the gradient of x": found,
+                f"{name}, backward: all-reduces": len(calls) - forward,
+                f"{name}, forward: x afterwards": inside.detach(),
+                f"{name}, backward: the gradient that came in, afterwards": back,
+            }
+        return evidence
+
+
+@task("9.3", ("the_bug", "mended_groups"), {"the line": 1, "mended": 2})
+class MeshToMend:
+    """Line 9 lets t run instead of d: gradients are averaged over the ranks that share a layer."""
+
+    def draw(random, hidden):
+        """Meshes of one, two and three axes."""
+        sizes = [(2, 1, 2), (4, 1, 1), (1, 3, 2), (3, 2, 4), tuple(random.randrange(1, 5) for _ in range(3))]
+        return {"sizes": sizes}
+
+    def probe(the_bug, mended_groups, sizes):
+        """The line that is named, and the groups of every rank."""
+        evidence = {"the line": {"the faulty line": the_bug()}, "mended": {}}
+        for data, pipeline, tensor in sizes:
+            for rank in range(data * pipeline * tensor):
+                groups = mended_groups(rank, data, pipeline, tensor)
+                for axis in ("tensor", "pipeline", "data"):
+                    case = f'data={data}, pipeline={pipeline}, tensor={tensor}, rank {rank}: the ranks of "{axis}"'
+                    evidence["mended"][case] = [int(member) for member in groups[axis]]
+        return evidence
+
+
+@task("9.4", "plan", {"fits": 1, "seconds": 3})
+class Plan:
+    """The shortest step of all plans that fit."""
+
+    def draw(random, hidden):
+        """Machines of one or more hosts, and models of which some plan fits."""
+        jobs = []
+        for gpus in (8, 16, 32, 64, 64, 128):
+            jobs.append({
+                "gpus": gpus, "per_host": 8, "memory": 80e9, "parameters": random.randrange(8, 20) / 10 * gpus * 1e9,
+                "activations": random.randrange(4, 10) * gpus * 1e9, "summed": random.randrange(10, 40) * gpus * 1e9,
+                "compute": random.randrange(20, 60) * gpus / 10, "microbatches": random.choice((8, 16, 32)),
+                "fast": 300e9, "slow": random.choice((10e9, 25e9, 50e9)),
+            })  # fmt: skip
+        return {"jobs": jobs}
+
+    def probe(plan, jobs):
+        """Whether each plan fits, and the seconds of its step."""
+        evidence = {"fits": {}, "seconds": {}}
+        for job in jobs:
+            data, tensor, pipeline = plan(dict(job))
+            about = f"{job['gpus']} GPUs, {job['parameters'] / 1e9:.0f} billion parameters: "
+            require(
+                data * tensor * pipeline == job["gpus"] and min(data, tensor, pipeline) > 0,
+                f"{about}{data} x {tensor} x {pipeline} is not {job['gpus']}",
+            )
+            share = job["parameters"] / (tensor * pipeline)
+            needed = 16 * share + job["activations"] / (data * tensor)
+            evidence["fits"][f"{about}the plan fits into {job['memory'] / 1e9:.0f} GB"] = needed <= job["memory"]
+            seconds = job["compute"] / job["gpus"] * (1 + (pipeline - 1) / job["microbatches"])
+            link = job["fast"] if tensor <= job["per_host"] else job["slow"]
+            seconds += 2 * (tensor - 1) / tensor * job["summed"] / (data * pipeline) / link
+            link = job["fast"] if job["gpus"] <= job["per_host"] else job["slow"]
+            seconds += 2 * (data - 1) / data * 4 * share / link
+            evidence["seconds"][f"{about}seconds of a step"] = round(seconds, 6)
+        return evidence
