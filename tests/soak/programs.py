@@ -41,7 +41,8 @@ TRAITS = [
     "double",
     "buffers",
     "two wrappers",
-]  # sparse gradients: torch 2.13 gets dense ones beside them wrong
+]  # not "sparse": torch 2.13 spoils dense ones beside
+NEIGHBOURS = ["reads", "scales", "flat", "field"]  # others who look at the gradients, and a function with a field
 PLACES = ["forward", "backward", "gradient hook"]
 OPERATIONS = ["train"] * 6 + ["no_sync"] * 2 + ["abandon", "without gradients", "evaluate", "replace", "load", "copy"]
 OPERATIONS += ["raise", "two forwards", "two backwards", "clip", "join"]
@@ -65,6 +66,19 @@ class Bomb(torch.autograd.Function):
         raise Explosion("backward")
 
 
+class Field(torch.autograd.Function):
+    """The identity, with a field of the name that autograd gives to parameters."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.variable = ["not", "hashable"]
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
 class Model(nn.Module):
     """Two branches and a layer that always takes part; `which` says what does, `bomb` where it explodes."""
 
@@ -80,6 +94,21 @@ class Model(nn.Module):
             self.last.double()
         if "buffers" in traits:
             self.norm = nn.BatchNorm1d(5)
+        self.seen = []
+        if traits & {"reads", "scales"}:
+            self.a.register_full_backward_hook(self.look)
+        if "flat" in traits:
+            for parameter in self.parameters():
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(partial(lay, torch.zeros_like(parameter)))
+
+    def look(self, *_):
+        """A hook of one layer that reads or scales the gradient of a later one."""
+        gradient = self.last.weight.grad
+        if gradient is not None and "scales" in self.traits:
+            gradient.mul_(2)
+        elif gradient is not None:
+            self.seen.append(gradient.detach().clone())
 
     def forward(self, x, which, bomb=None):
         x = x.to(self.a.weight.dtype)
@@ -89,7 +118,14 @@ class Model(nn.Module):
             raise Explosion("forward")
         x = Bomb.apply(x) if bomb == "backward" else x
         x = self.b(x).tanh() if "b" in which else x
-        return self.last(x.to(self.last.weight.dtype))
+        x = self.last(x.to(self.last.weight.dtype))
+        return Field.apply(x) if "field" in self.traits else x
+
+
+def lay(place, parameter):
+    """Move a gradient to the place that its owner keeps for it."""
+    place.data.copy_(parameter.grad)
+    parameter.grad = place
 
 
 def program(number):
@@ -116,7 +152,10 @@ def program(number):
         if operations[place][0] == "join":  # with torch's class a rank that joins may wait for ever
             operations[place] = ("train", ALL)
     if settings.get("static_graph"):  # torch's class needs a plain first pass, and another one after copying
-        operations = [("train", ALL), *(one for one in operations if one[0] != "copy")]
+        operations = [("train", ALL), *(step for step in operations if step[0] != "copy")]
+    traits |= {trait for trait in NEIGHBOURS if draw.random() < 0.2}
+    if settings.get("gradient_as_bucket_view"):  # a gradient in flight must not be touched
+        traits -= {"reads", "scales"}
     return traits, settings, hook, operations
 
 
@@ -190,6 +229,7 @@ class Player:
                 found[f"{index}.{name}.grad"] = p.grad if p.grad is None else p.grad.detach().clone()
                 found[f"{index}.{name}"] = p.detach().clone()
             found |= {f"{index}.{name}": buffer.clone() for name, buffer in model.named_buffers()}
+            found |= {f"{index}.seen.{number}": gradient for number, gradient in enumerate(model.seen)}
         return found
 
     def loss(self, which, bomb=None):

@@ -6,14 +6,19 @@ from soak import programs
 from ddp_course.stage6_ddp import DistributedDataParallel
 
 
-@pytest.mark.parametrize("world_size, count", [(2, 16), (3, 6)])
-def test_torchs_class_and_ours_play_random_programs_alike(world_size, count):
-    assert programs.run(programs.differences, 0, count, world_size, batch=count) == {}
+def test_torchs_class_and_ours_play_random_programs_alike():
+    assert programs.run(programs.differences, 0, 8, world_size=2, batch=8) == {}
 
 
-@pytest.mark.parametrize("world_size, count", [(2, 10), (3, 6)])
-def test_stage_5_and_the_collectives_in_random_programs(world_size, count):
-    assert programs.run(programs.other_differences, 0, count, world_size, batch=count) == {}
+def test_stage_5_and_the_collectives_in_random_programs():
+    assert programs.run(programs.other_differences, 0, 8, world_size=2, batch=8) == {}
+
+
+@pytest.mark.weekly
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("play", [programs.differences, programs.other_differences])
+def test_a_thousand_random_programs(play, world_size):
+    assert programs.run(play, 0, 1000, world_size) == {}
 
 
 class ForgetsTheLastBucket(DistributedDataParallel):
