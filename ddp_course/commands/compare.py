@@ -13,7 +13,7 @@ from .. import ladder
 from ..measuring.comparison import DEFAULT_STAGES, read, run
 from ..running.files import replace_file, writable_folder
 from ..running.links import MODES
-from ..showing.plots import compare_figure
+from ..showing.plots import BUSY, compare_figure
 
 __all__ = ["add_parser", "read", "run", "save", "table"]
 
@@ -79,7 +79,7 @@ def table(results: dict) -> str:
             [
                 stage["stage"],
                 stage["name"],
-                f"{stage['step_ms']:.1f}",
+                f"{stage['step_ms']:.1f}" + ("*" if stage.get("busy") else " "),
                 "–" if stage.get("ideal_ms") is None else f"{stage['ideal_ms']:.1f}",
                 f"{stage['speed_up']:.2f}" if stage.get("speed_up") else "–",
                 "–" if waiting is None else f"{waiting:.1f}",
@@ -89,7 +89,8 @@ def table(results: dict) -> str:
                 f"{stage['max_abs_diff_vs_single']:.1e}",
             ]
         )
-    return tabulate(rows, titles, "plain", disable_numparse=True)
+    note = f"\n* {BUSY}" if any(stage.get("busy") for stage in results["stages"]) else ""
+    return tabulate(rows, titles, "plain", disable_numparse=True) + note
 
 
 def save(results: dict, folder: str | Path) -> list[Path]:

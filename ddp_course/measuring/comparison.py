@@ -11,6 +11,7 @@ link, and stages, a list of
     communication_ms        what the backward pass did not hide
     bytes_sent_max, bytes_received_max, messages_max
                             a step's, the busiest rank's; null where torch or threads do the sending
+    busy                    whether its ranks had to wait for a processor that others used, on emulated devices
     bytes_formula           what the busiest rank should send
     loss                    of the global batch, each step
     max_abs_diff_vs_single, timeline, evaluation
@@ -42,6 +43,7 @@ from .recording import flat_weights, recording, summed_up
 
 TIMED_STEPS = 10  # on emulated devices: enough for a median
 LEARNED = ("loss", "difference", "evaluation", "weights")  # the same bits with and without the emulation
+BUSY = 0.25  # of a step in line for a processor: emulated devices leave it idle for five sixths of the time
 DEFAULT_STAGES = ("1", "2", "3", "4", "5", "6", "torch")
 
 
@@ -209,7 +211,9 @@ def measured(stage: Stage, job: Job, place: Place, reference: torch.Tensor | Non
     refuse_divergence(stage, ranks)
     link = None if stage.one_process else place.link
     ours = bool(link) and not stage.counted and not link.carries_torch  # else it would seem to have no link at all
-    return {**summed_up(stage, ranks), "emulated": bool(link), "on_our_wire": ours, "weights": ranks[0]["weights"]}
+    entry = summed_up(stage, ranks)
+    busy = entry.pop("queued") > BUSY and isinstance(place.device, Device)
+    return {**entry, "busy": busy, "emulated": bool(link), "on_our_wire": ours, "weights": ranks[0]["weights"]}
 
 
 def refuse_divergence(stage: Stage, ranks: list[dict]) -> None:

@@ -19,6 +19,7 @@ import torch
 from ..ladder import Stage
 from ..running import wire
 from ..running.devices import rank_device
+from ..running.devices.clock import ThreadClock
 from . import timeline
 
 WARM_UP = 2  # steps in which caches fill, connections open and DDP lays its buckets out; they are not timed
@@ -43,10 +44,11 @@ class Recording:
 
     def __init__(self):
         self.spans, self.began, self.traffic, self.on_gpu = [], [], [wire.Traffic()], False
+        self.in_line, self.queued = ThreadClock().in_line, []
 
     def stamped(self, batches: Iterable) -> Iterator:
         """Yield the batches, noting when each was asked for, and when the last step was over."""
-        self.began.append(time.perf_counter())
+        self.note()
         for number, batch in enumerate(batches, 1):
             self.traffic.append(wire.Traffic())
             drawn = self.on_gpu and number % 2 == 0
@@ -54,18 +56,28 @@ class Recording:
             with step as spans:
                 yield batch
             self.spans += spans
-            self.began.append(time.perf_counter())
+            self.note()
         self.traffic.append(wire.Traffic())  # of what comes after the last step
 
+    def note(self) -> None:
+        """A step begins here; how long has this thread stood in line for a processor so far?"""
+        self.began.append(time.perf_counter())
+        self.queued.append(self.in_line())
+
     def report(self) -> dict:
-        """Seconds of each step; exposed communication and timeline of those recorded; the traffic of the last one."""
+        """Seconds of each step; exposed communication and timeline of those recorded; the traffic of the last one.
+
+        "queued": the share of its time that this rank stood in line for a processor, in the median of the steps.
+        """
         steps = list(pairwise(self.began))
         traffic = self.traffic[len(steps)]
         numbers = range(min(WARM_UP, len(steps) - 1), len(steps))
         drawn = [steps[n] for n in numbers if not self.on_gpu or n % 2 == 1] or steps[-1:]
         timed = [steps[n] for n in numbers if not self.on_gpu or n % 2 == 0] or steps[-1:]
         by_step = [[span for span in self.spans if start <= span.start < end] for start, end in drawn]
+        shares = [(self.queued[n + 1] - self.queued[n]) / (steps[n][1] - steps[n][0]) for n in numbers]
         return {
+            "queued": statistics.median(shares),
             "step_s": [end - start for start, end in timed],
             "drawn_s": [end - start for start, end in drawn],
             "exposed_s": [timeline.exposed(inside) for inside in by_step],
@@ -109,6 +121,7 @@ def summed_up(stage: Stage, ranks: list[dict]) -> dict:
         "name": stage.name,
         "step_ms": 1000 * statistics.median(measured),
         "communication_ms": 1000 * exposed if timed else None,
+        "queued": max(rank["queued"] for rank in ranks),
         **busiest,
         "loss": [statistics.fmean(step) for step in zip(*(rank["loss"] for rank in ranks), strict=True)],
         "max_abs_diff_vs_single": max(rank["difference"] for rank in ranks),

@@ -179,7 +179,7 @@ def test_an_unwritable_folder_is_refused(tmp_path):
 
 def test_the_timeline_is_that_of_a_typical_step():
     traffic = {"bytes_sent_max": 0, "bytes_received_max": 0, "messages_max": 0}
-    rank = {"exposed_s": [0.0] * 3, "traffic": traffic, "loss": [0.0] * 3, "difference": 0.0, "evaluation": None}
+    rank = {"queued": 0.0, "exposed_s": [0.0] * 3, "traffic": traffic, "loss": [0.0] * 3, "difference": 0.0, "evaluation": None}
     ranks = [
         {
             **rank,
@@ -276,6 +276,26 @@ def differing(results):
         if not (apart and same and busiest == pytest.approx(stage["step_ms"], rel=0.05)):
             found.append(stage["stage"])
     return found
+
+
+def test_a_busy_machine_is_named_in_table_and_figure(results):
+    """A rank that stands in line for a processor loses time that the emulated device does not."""
+    assert "busy" not in compare.table(results) + compare_figure(results).message
+    stages = [{**stage, "busy": stage["stage"] == "5"} for stage in results["stages"]]
+    table = compare.table({**results, "stages": stages})
+    assert "* the machine was busy; run again" in table and table.count("*") == 2
+    picture = compare_figure({**results, "stages": stages})
+    assert "machine was busy" in picture.message
+    assert sum("machine busy" in text.get_text() for text in picture.axes[1].texts) == 1
+
+
+def test_a_rank_that_stands_in_line_is_noticed(monkeypatch):
+    clock = iter([0.0, 0.0, 0.0, 0.4, 0.9, 1.4])
+    record = recording.Recording()
+    record.in_line, now = (lambda: next(clock)), iter(range(6))
+    monkeypatch.setattr(recording.time, "perf_counter", lambda: float(next(now)))
+    list(record.stamped(range(5)))
+    assert record.report()["queued"] == pytest.approx(0.5)  # of the steps after the first two
 
 
 WITHOUT_NAMESPACES = """
