@@ -3,6 +3,7 @@
     authoring/lessons/NN_topic.py            ->  notebooks/NN_topic.ipynb
     authoring/lessons/NN_topic_exercise.py   ->  exercises/NN_topic.ipynb and solutions/NN_topic.ipynb
     ddp_course/ladder.py                     ->  the table of stages in README.md
+    docs/figures/compare.json                ->  the caption of the figure in README.md
 
 Sources are jupytext's py:percent. A cell is named in its first line (`# %% ring-animation`), or else after its first
 words, and its id is made of the name, so that a rebuild is the same to the byte. Outputs of cells whose source did
@@ -19,6 +20,7 @@ import os
 import re
 import sys
 import tempfile
+import textwrap
 import time
 from pathlib import Path
 
@@ -28,6 +30,7 @@ import nbformat
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from ddp_course import ladder
+from ddp_course.showing.plots import link_text
 
 ROOT = Path(__file__).resolve().parents[1]
 PRISTINE = "ddp_course/grading/pristine"
@@ -252,9 +255,26 @@ def without_outputs(path):
 
 
 def readme(root):
-    """The text of README.md with the table of `ladder.py` between its two marks."""
-    before, _, after = (root / "README.md").read_text().split("<!-- ladder -->")
-    return f"{before}<!-- ladder -->\n\n{ladder.markdown()}\n\n<!-- ladder -->{after}"
+    """The text of README.md with the caption of its figure and the table of `ladder.py`, each between its two marks."""
+    text = (root / "README.md").read_text()
+    for mark, part in {"caption": caption(root), "ladder": ladder.markdown()}.items():
+        before, _, after = text.split(f"<!-- {mark} -->")
+        text = f"{before}<!-- {mark} -->\n\n{part}\n\n<!-- {mark} -->{after}"
+    return text
+
+
+def caption(root):
+    """What the figure of the README shows, from the results that it was drawn from."""
+    results = json.loads((root / "docs" / "figures" / "compare.json").read_text())
+    faster = {stage["stage"]: f"{stage['speed_up']:.1f}" for stage in results["stages"]}
+    devices = results["world_size"]
+    return textwrap.fill(
+        f"*`make compare` on two CPU cores: {devices} emulated devices of "
+        f"{results['emulated_device']['text']}, joined by {link_text(results)}. All end with the same weights. "
+        f"A server makes {devices} devices {faster['3']} times as fast as one, a ring {faster['4']} times, "
+        f"buckets {faster['5']} times.*",
+        120,
+    )
 
 
 def report_differences(root, built, complete):
@@ -267,7 +287,7 @@ def report_differences(root, built, complete):
             wrong.append(f"{path.parent.name}/{path.name} differs from its source")
     if complete:
         if (root / "README.md").exists() and readme(root) != (root / "README.md").read_text():
-            wrong.append("the table in README.md differs from ddp_course/ladder.py")
+            wrong.append("README.md differs from ddp_course/ladder.py or docs/figures/compare.json")
         for folder in ("notebooks", "exercises", "solutions", PRISTINE):
             strays = set((root / folder).glob("*.ipynb")) - built.keys()
             wrong += [f"{folder}/{path.name} has no source in authoring/lessons" for path in sorted(strays)]

@@ -9,9 +9,11 @@ from statistics import geometric_mean
 
 import build
 import pytest
+from PIL import Image
 
 from ddp_course import errors
 from ddp_course.commands import doctor
+from ddp_course.showing.plots import comparison_message
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
@@ -52,6 +54,14 @@ def test_memory_is_said_once_and_doctor_knows_it():
     assert {name: found for name, found in said.items() if found} == {
         "TROUBLESHOOTING.md": [f"{doctor.NEEDED_MEMORY / 2**30:g}"]
     }
+
+
+def test_the_readmes_figure_and_its_caption_are_of_one_run():
+    results = json.loads((ROOT / "docs" / "figures" / "compare.json").read_text())
+    drawn = Image.open(ROOT / "docs" / "figures" / "compare.png").text["Description"]
+    assert drawn == comparison_message(results)
+    [server] = [stage["speed_up"] for stage in results["stages"] if stage["stage"] == "3"]
+    assert f"A server makes 4 devices {server:.1f} times as fast as one" in README and f"server {server:.1f}" in drawn
 
 
 def test_the_table_of_stages_is_the_ladder():

@@ -121,7 +121,9 @@ is used.
 known = {row["KiB"]: row["time_us"] for row in facts.rows("nccl_ring_a100x8_sizes")}
 numbers = published.fit_protocols(list(known.items()))
 sizes = [2**k for k in range(5, 24)]
-lines = {name: (sizes, [numbers[i] + numbers[3 + i] * kib for kib in sizes]) for i, name in enumerate(published.PROTOCOLS)}
+lines = {
+    name: (sizes, [numbers[i] + numbers[3 + i] * kib for kib in sizes]) for i, name in enumerate(published.PROTOCOLS)
+}
 picture = show.curves({"published": (list(known), list(known.values()), "#000000")}, "message (KiB)", "all-reduce (µs)",
                       "Three protocols, each the fastest somewhere", theory=lines, log="xy", kind="published; lines fitted")  # fmt: skip
 picture.axes[0].set_ylim(30, 1e5)
@@ -184,7 +186,9 @@ show.predictions_figure([row for table in tables for row in table.rows])
 # %% scoreboard-numbers
 for table in tables:
     errors = predict.summary(table)
-    print(f"{table.name:29} unseen {predict.percents(errors['predicted']):>16}   left out {predict.percents([table.left_out]):>5}")
+    print(
+        f"{table.name:29} unseen {predict.percents(errors['predicted']):>16}   left out {predict.percents([table.left_out]):>5}"
+    )
 
 # %% check-scoreboard
 # NBVAL_CHECK_OUTPUT
@@ -212,7 +216,9 @@ for row in facts.rows("gpipe_throughput"):
     if row["model"] == "Transformer":
         batches = row["micro_batches"]
         off = {p: p * batches / (batches + p - 1) / row[f"partitions_{p}"] - 1 for p in (2, 4, 8)}
-        print(f"M = {batches:2.0f}: formula over table " + ", ".join(f"P = {p}: {error:+.0%}" for p, error in off.items()))
+        print(
+            f"M = {batches:2.0f}: formula over table " + ", ".join(f"P = {p}: {error:+.0%}" for p, error in off.items())
+        )
 
 # %% [markdown]
 r"""

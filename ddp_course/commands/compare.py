@@ -97,7 +97,8 @@ def save(results: dict, folder: str | Path) -> list[Path]:
     """Write compare.json, .csv and .png into `folder`, each replaced in one go; return their paths."""
     written = writable_folder(folder)
     picture = io.BytesIO()
-    compare_figure(results).savefig(picture, format="png", dpi=120)
+    figure = compare_figure(results)
+    figure.savefig(picture, format="png", dpi=120, metadata={"Description": figure.message})
     contents = {
         "compare.json": json.dumps(results, indent=1, allow_nan=False).encode(),
         "compare.csv": _csv(results).encode(),

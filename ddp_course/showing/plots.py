@@ -138,7 +138,7 @@ def compare_figure(results: dict[str, Any]) -> Picture:
         emulated = results.get("emulated_device")
         device = f"emulated devices of {emulated['text']}" if emulated else results["device"]
         where = f"{results['problem']}, {results['world_size']} ranks, {device}, {link_text(results)}"
-        picture.suptitle(f"{where}\n{message}", fontsize=11, fontweight="bold")
+        picture.suptitle(f"{where}\n{textwrap.fill(message, 110)}", fontsize=11, fontweight="bold")
     return picture
 
 

@@ -179,7 +179,14 @@ def test_an_unwritable_folder_is_refused(tmp_path):
 
 def test_the_timeline_is_that_of_a_typical_step():
     traffic = {"bytes_sent_max": 0, "bytes_received_max": 0, "messages_max": 0}
-    rank = {"queued": 0.0, "exposed_s": [0.0] * 3, "traffic": traffic, "loss": [0.0] * 3, "difference": 0.0, "evaluation": None}
+    rank = {
+        "queued": 0.0,
+        "exposed_s": [0.0] * 3,
+        "traffic": traffic,
+        "loss": [0.0] * 3,
+        "difference": 0.0,
+        "evaluation": None,
+    }
     ranks = [
         {
             **rank,
