@@ -106,7 +106,10 @@ show.bars(parts, "memory (MB)", f"Activations take {plain / (4 * p):.1f} times a
 
 # %% check-memory
 # NBVAL_CHECK_OUTPUT
-assert plain > 4 * p and half < 0.75 * plain and few < 0.25 * plain and 1.15 < more / flops < 1.34, (parts, more / flops)
+assert plain > 4 * p and half < 0.75 * plain and few < 0.25 * plain and 1.15 < more / flops < 1.34, (
+    parts,
+    more / flops,
+)
 print("counted: checkpointing keeps less than a quarter of the activations, for a fifth more flops")
 
 # %% [markdown]
@@ -163,7 +166,9 @@ def split_mlp(enter, leave):
     ours = leave(hidden @ down.chunk(ranks, dim=1)[rank].T)  # row-split: one of the terms
     for output in (y, ours):
         output.square().sum().backward()
-    return max((y - ours).abs().max().item(), (whole.grad - split.grad).abs().max().item() / whole.grad.abs().max().item())
+    return max(
+        (y - ours).abs().max().item(), (whole.grad - split.grad).abs().max().item() / whole.grad.abs().max().item()
+    )
 
 
 # %% check-mlp
