@@ -1,5 +1,5 @@
 # %% [markdown]
-# Answers to exercise 11 as learners write them. tests/answers.py says how to read this.
+# Answers to exercise 11 as learners write them. docs/CONTRIBUTING.md says how to read this.
 
 # %% 11.1 right: NamedTemporaryFile
 import tempfile
@@ -34,30 +34,40 @@ def save_checkpoint(state, path):
 # %% 11.1 right: the data alone synced
 #- os.fsync(file.fileno())
 #+ getattr(os, "fdatasync", os.fsync)(file.fileno())
-# %% 11.1 wrong: straight into place | the old checkpoint is lost
+# %% 11.1 right: imported by name
+#-         os.replace(temporary, path)
+#+         from os import replace
+#+
+#+         replace(temporary, path)
+# %% 11.1 wrong: straight into place | when the disk is full in the middle of writing, the old checkpoint is lost: write to another file, then os.replace
 def save_checkpoint(state, path):
     torch.save(state, path)
 
 
-# %% 11.1 wrong: removes the old one first | the old checkpoint is lost
+# %% 11.1 wrong: removes the old one first | when the disk is full in the middle of writing, the old checkpoint is lost: write to another file, then os.replace
 #-     temporary = f"{path}.new"
 #+     temporary = f"{path}.new"
 #+     if os.path.exists(path):
 #+         os.remove(path)
-# %% 11.1 wrong: temporary file elsewhere | is in another folder
+# %% 11.1 wrong: removes the old one at the last moment | until the new one takes its name the old one must be there: os.replace needs no room made
+#-         os.replace(temporary, path)
+#+         if os.path.exists(path):
+#+             os.remove(path)
+#+         os.replace(temporary, path)
+# %% 11.1 wrong: temporary file elsewhere | the temporary file is in another folder, perhaps on another disk: make it beside the checkpoint
 #-     temporary = f"{path}.new"
 #+     import tempfile
 #+
 #+     temporary = tempfile.mktemp()
-# %% 11.1 wrong: no fsync | Without os.fsync
+# %% 11.1 wrong: no fsync | is it on the disk? Without os.fsync a power cut may leave an empty file
 #-             os.fsync(file.fileno())
-# %% 11.1 wrong: fsync after | os.fsync comes before os.replace
+# %% 11.1 wrong: fsync after | os.fsync comes before os.replace, or the name may reach the disk before the data
 #-             os.fsync(file.fileno())
 #-         os.replace(temporary, path)
 #+         os.replace(temporary, path)
 #+         with open(path, "rb") as file:
 #+             os.fsync(file.fileno())
-# %% 11.1 wrong: in place before it is closed | it is not complete yet
+# %% 11.1 wrong: in place before it is closed | when the file is put in place it is not complete yet: close it first
 import io
 
 
@@ -76,15 +86,15 @@ def save_checkpoint(state, path):
 #-         raise
 #+     finally:
 #+         pass
-# %% 11.1 wrong: error kept quiet | let the error out
+# %% 11.1 wrong: error kept quiet | when the disk is full nobody is told: let the error out
 #-         raise
-# %% 11.1 wrong: copied into place | not replaced in one step
+# %% 11.1 wrong: copied into place | the file is not replaced in one step: os.replace puts the finished file in place
 #-         os.replace(temporary, path)
 #+         import shutil
 #+
 #+         shutil.copy(temporary, path)
 #+         os.remove(temporary)
-# %% 11.1 wrong: weights only | another state
+# %% 11.1 told: weights only | was expected
 #- torch.save(state, file)
 #+ torch.save({key: value for key, value in state.items() if key != "step"}, file)
 # %% 11.2 right: bytes
@@ -120,29 +130,29 @@ def resume(state, model, optimizer):
     return state[3]
 
 
-# %% 11.2 wrong: not copied | the captured tensors went on changing
+# %% 11.2 wrong: not copied | those are the weights of the end: the captured tensors went on changing (aliasing); copy them
 #- copy.deepcopy(state) | {
 #+ state | {
-# %% 11.2 wrong: no optimizer state | its momentum starts from nothing
+# %% 11.2 wrong: no optimizer state | the optimizer's state is lost: its momentum starts from nothing
 #-     optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
-# %% 11.2 wrong: no random generator | other dropout masks
+# %% 11.2 wrong: no random generator | it draws other dropout masks: save and restore the random generator too
 #-     torch.set_rng_state(state["random"])
-# %% 11.2 wrong: seeded anew | other dropout masks
+# %% 11.2 wrong: seeded anew | it draws other dropout masks: save and restore the random generator too
 #- torch.set_rng_state(state["random"])
 #+ torch.manual_seed(0)
-# %% 11.2 wrong: parameters only | other buffers
+# %% 11.2 wrong: parameters only | other buffers (running means): use state_dict, not only parameters
 #-     model.load_state_dict(state["model"])
 #+     names = {name for name, _ in model.named_parameters()}
 #+     model.load_state_dict({k: v for k, v in state["model"].items() if k in names}, strict=False)
-# %% 11.2 wrong: one step further | the next one is number
+# %% 11.2 wrong: one step further | that is one step too far: after 3 steps, counted from 0, the next one is number 3
 #- return state["step"]
 #+ return state["step"] + 1
-# %% 11.2 wrong: serves once only | aliasing
+# %% 11.2 wrong: serves once only | it drifts away from the second step on: the optimizer's state is not what was captured (aliasing?)
 #- copy.deepcopy(state["optimizer"])
 #+ state["optimizer"]
 #- copy.deepcopy(state) | {"random": torch.get_rng_state()}
 #+ copy.deepcopy(state) | {"random": torch.get_rng_state()}
-# %% 11.2 wrong: returns nothing | the number of the next step was expected
+# %% 11.2 told: returns nothing | is None: is there a `return`?
 #-     return state["step"]
 # %% 11.2 wrong: weights not loaded | other weights than were captured
 #-     model.load_state_dict(state["model"])
@@ -169,32 +179,35 @@ def culprit(lines):
     return guilty
 
 
-# %% 11.3 wrong: first in the file | first failure in the file
+# %% 11.3 wrong: first in the file | that is the first failure in the file; lines arrive late, so go by the time
 #- return min(failures)[1]
 #+ return failures[0][1]
-# %% 11.3 wrong: consequences count | a consequence of another rank's failure
+# %% 11.3 wrong: consequences count | a broken connection is a consequence of another rank's failure
 #-  and not what.endswith(consequences)
-# %% 11.3 wrong: first failure in the file | a consequence of another rank's failure
+# %% 11.3 wrong: first failure in the file | a broken connection is a consequence of another rank's failure
 #- return min(failures)[1]
 #+ return failures[0][1]
 #-  and not what.endswith(consequences)
-# %% 11.3 wrong: text, not a number | a plain int was expected
+# %% 11.3 told: text, not a number | a plain int was expected
 #- return min(failures)[1]
 #+ return str(min(failures)[1])
-# %% 11.3 wrong: last one | which was first
+# %% 11.3 wrong: last one | that is the last one; which was first?
 #- return min(failures)[1]
 #+ return max(failures)[1]
-# %% 11.3 wrong: one digit | was expected
+# %% 11.3 told: one digit | was expected
 #- int(rank)))
 #+ int(rank.removeprefix("rank ")[:1])))
-# %% 11.3 wrong: steps count as failures | only failures count
+# %% 11.3 wrong: steps count as failures | that is the first line of all; only failures count
 #- return min(failures)[1]
 #+ return int(lines[0].split()[2].rstrip(":"))
-# %% 11.3 wrong: lowest rank | the lowest rank that failed
+# %% 11.3 wrong: knows one consequence only | a reset connection and a broken pipe are consequences too
+#- ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+#+ ("Connection closed by peer",)
+# %% 11.3 wrong: lowest rank | that is the lowest rank that failed
 #- return min(failures)[1]
 #+ return min(rank for _, rank in failures)
 #-  and not what.endswith(consequences)
-# %% 11.3 hidden: times as text | as text, 100.1 comes before 99.9
+# %% 11.3 hidden: times as text | go by the time
 #- float(seconds)
 #+ seconds
 # %% 11.4 right: a rate by LambdaLR's formula
@@ -207,27 +220,69 @@ def culprit(lines):
 #+ for step, (inputs, targets) in list(enumerate(batches))[start:stop]:
 #+         for group in optimizer.param_groups:
 #+             group["lr"] = peak - peak * step / len(batches)
-# %% 11.4 wrong: unchanged | the rate is at its peak again
+# %% 11.4 wrong: unchanged | the rate is at its peak again after the restart, as if it were step 0
 #- (1 - step / len(batches))
 #+ (1 - (step - start) / len(batches))
-# %% 11.4 wrong: another line | is everything that an optimizer works with
+# %% 11.4 wrong: another line | momentum is restored: right. But is everything that an optimizer works with in its state?
 #- return 10
 #+ return 5
-# %% 11.4 wrong: the step is blamed | where it stopped: right
+# %% 11.4 wrong: line 1 | that one does what it should; where do its values come from?
+#- return 10
+#+ return 1
+# %% 11.4 wrong: line 2 | that one does what it should; where do its values come from?
+#- return 10
+#+ return 2
+# %% 11.4 wrong: line 3 | that one does what it should; where do its values come from?
+#- return 10
+#+ return 3
+# %% 11.4 wrong: line 4 | the weights are those of the stop: right
+#- return 10
+#+ return 4
+# %% 11.4 wrong: line 7 | that one does what it should; where do its values come from?
+#- return 10
+#+ return 7
+# %% 11.4 wrong: line 8 | steps are counted over the whole run: right. Who else counts?
+#- return 10
+#+ return 8
+# %% 11.4 wrong: line 9 | the batch is that of the step: right
+#- return 10
+#+ return 9
+# %% 11.4 wrong: line 11 | that one does what it should; where do its values come from?
+#- return 10
+#+ return 11
+# %% 11.4 wrong: line 12 | that one does what it should; where do its values come from?
+#- return 10
+#+ return 12
+# %% 11.4 wrong: line 13 | that one does what it should; where do its values come from?
+#- return 10
+#+ return 13
+# %% 11.4 wrong: line 14 | that one does what it should; where do its values come from?
+#- return 10
+#+ return 14
+# %% 11.4 wrong: line 15 | that one does what it should; where do its values come from?
+#- return 10
+#+ return 15
+# %% 11.4 wrong: line 16 | what is saved is enough to mend this
+#- return 10
+#+ return 16
+# %% 11.4 wrong: line 17 | a copy is right, or the state would go on changing
+#- return 10
+#+ return 17
+# %% 11.4 wrong: the step is blamed | the run goes on at the step where it stopped: right
 #- return 10
 #+ return 6
-# %% 11.4 wrong: a constant rate | which was right before
+# %% 11.4 wrong: a constant rate | a run that was never stopped has changed, which was right before
 #- peak * (1 - step / len(batches))
 #+ peak
-# %% 11.4 wrong: momentum is lost | from step
+# %% 11.4 wrong: momentum is lost | the momentum is lost: from the second step after the restart on the losses are others
 #- optimizer.load_state_dict(state["optimizer"])
 #+ pass
-# %% 11.4 wrong: starts from the beginning | losses, not 10 in all
+# %% 11.4 wrong: starts from the beginning | the second part goes on where the first one stopped, not at the beginning
 #- start = state["step"]
 #+ start = 0
-# %% 11.4 wrong: one step later | losses, not 10 in all
+# %% 11.4 wrong: one step later | one step is left out
 #- start = state["step"]
 #+ start = state["step"] + 1
-# %% 11.4 wrong: the state is not kept | from step
+# %% 11.4 told: the state is not kept | was expected
 #- model.load_state_dict(state["model"])
 #+ pass
