@@ -58,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
     add("--checkpoint", metavar="DIR", help="save here, and go on from the newest checkpoint that is there")
     add("--every", type=int, default=10, metavar="N", help="steps between checkpoints (default 10)")
     add("--keep", type=int, default=2, metavar="N", help="checkpoints to keep (default 2)")
-    add("--global-batch", type=int, metavar="B", help="samples a step over all ranks together")
+    add("--global-batch", type=int, metavar="B", help="samples per step, over all ranks together")
     add("--parameters", type=int, metavar="P", help="size of the model of bytes and synthetic")
     add("--dropout", type=float, default=0.0, help="share of activations dropped in training (default 0)")
     add("--dtype", default="float32", choices=("float32", "float64"), help="default float32")
@@ -85,11 +85,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         raise ValueError("--results are for the comparison with one device: no dropout, plain sgd, a constant rate")
     if options.every < 1 or options.keep < 1:
         raise ValueError("--every and --keep must be 1 or more")
-    made = make_problem(options)
-    options.steps = made.steps if options.steps is None else options.steps
-    options.lr = made.learning_rate if options.lr is None else options.lr
+    problem = make_problem(options)
+    options.steps = problem.steps if options.steps is None else options.steps
+    options.lr = problem.learning_rate if options.lr is None else options.lr
     if not 0 < options.lr < math.inf:
-        raise ValueError(f"lr is {options.lr}; a learning rate is a positive number, such as {made.learning_rate}")
+        raise ValueError(f"lr is {options.lr}; a learning rate is a positive number, such as {problem.learning_rate}")
     if options.steps < 1:
         raise ValueError(f"steps is {options.steps}; it must be 1 or more")
     return options
@@ -97,8 +97,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def make_problem(options: argparse.Namespace, device: Any = "cpu") -> Any:
     """The problem that the options ask for."""
-    asked = {"parameters": options.parameters, "dropout": options.dropout or None}
-    settings = {key: value for key, value in asked.items() if value is not None}
+    settings = {"parameters": options.parameters, "dropout": options.dropout or None}
+    settings = {key: value for key, value in settings.items() if value is not None}
     return problems.make(options.problem, dtype=getattr(torch, options.dtype), device=device, **settings)
 
 
@@ -211,21 +211,22 @@ def newest_checkpoint(options: argparse.Namespace) -> dict[str, Any] | None:
     """What rank 0 finds in the folder, the same on all ranks; None if there is nothing yet, or no folder is named."""
     if not options.checkpoint:
         return None
-    found: list[Any] = [None, None]
+    answer: list[Any] = [None, None]  # the checkpoint, or what is wrong with it
     if dist.get_rank() == 0 and checkpoint.checkpoints(options.checkpoint):
         try:
-            found[0] = loaded(options.checkpoint)
+            answer[0] = loaded(options.checkpoint)
         except CheckpointError as error:
-            found[1] = str(error)
-    dist.broadcast_object_list(found, src=0)
-    if found[1]:
-        raise CheckpointError(found[1])
-    if found[0] and found[0]["world_size"] != dist.get_world_size():
+            answer[1] = str(error)
+    dist.broadcast_object_list(answer, src=0)
+    saved, complaint = answer
+    if complaint:
+        raise CheckpointError(complaint)
+    if saved and saved["world_size"] != dist.get_world_size():
         say(
-            f"the checkpoint was written by {found[0]['world_size']} ranks, this run has {dist.get_world_size()}: "
+            f"the checkpoint was written by {saved['world_size']} ranks, this run has {dist.get_world_size()}: "
             "it goes on with the same batches; dropout masks and the last bits of sums will differ"
         )
-    return found[0]
+    return saved
 
 
 def loaded(folder: str) -> dict[str, Any]:
@@ -241,7 +242,7 @@ def loaded(folder: str) -> dict[str, Any]:
 
 
 def global_batch(options: argparse.Namespace, problem: Any, saved: Any) -> int:
-    """Samples a step: what was asked for, or what the checkpoint says, or near the problem's own what K ranks share."""
+    """Samples per step: the option's, else the checkpoint's, else the problem's own, rounded to a multiple of K."""
     world_size = dist.get_world_size()
     if options.global_batch is None and saved:
         return saved["settings"]["global_batch"]

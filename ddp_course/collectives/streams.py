@@ -1,7 +1,7 @@
 """The two links of a rank in a ring: tensors go out to the right neighbour and come in from the left one, in order.
 
 gloo sends messages: it asks the receiver for every one whether it is ready, and wakes up a thread of its own to move
-it, which is dear when there are more threads than cores. In a ring nobody needs to ask, because everybody knows what
+it, which is dear when there are more threads than cores. In a ring no rank needs to ask, because each knows what
 comes next. So a plain TCP stream will do: one thread writes, the caller reads, and nothing but the tensors travels.
 
     with streams.to_neighbours(group, whole) as links:
@@ -39,7 +39,7 @@ def to_neighbours(group: dist.ProcessGroup | None, whole: torch.Tensor) -> Itera
     """The links of this rank in the ring of `group`, for pieces of a flat tensor `whole`; at the end all have left.
 
     All ranks must enter together: the first time they connect. A ValueError says that the left neighbour's tensor has
-    another size. After an error the streams are closed, because nobody knows how much of a tensor is still in them,
+    another size. After an error the streams are closed, because parts of a tensor may still be in them,
     and the neighbours get a ConnectionError. Ranks that all go on nevertheless connect anew.
     """
     group = group or dist.group.WORLD
@@ -94,14 +94,14 @@ class Streams:
         except BaseException:
             self.close()  # wakes up the reader: what it waits for may never come
             raise
-        told("send", tensor, start, self.right)
+        report("send", tensor, start, self.right)
 
     def received(self, tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
         """Fill the flat `tensors` one after the other; yield each when it is full."""
         for tensor in tensors:
             start = perf_counter()
             self.fill(bytes_of(tensor))
-            told("recv", tensor, start, self.left)
+            report("recv", tensor, start, self.left)
             yield tensor
 
     def fill(self, rest: memoryview) -> None:
@@ -168,7 +168,7 @@ class Messages:
 
 
 class Exchanges(Messages):
-    """The same over NCCL, which does one thing after the other: if all ranks sent first, nobody would ever receive.
+    """The same over NCCL, which does one thing after the other: if all ranks sent first, none would ever receive.
 
     As many tensors go out as come in, so each is sent together with the receiving of one.
     """
@@ -210,7 +210,7 @@ def connect(left: int, right: int, group: dist.ProcessGroup) -> tuple[socket.soc
 
 
 def let_in(door: socket.socket, password: bytes, deadline: float) -> socket.socket:
-    """The connection of whoever knows the password, which only the left neighbour was told; all others are closed."""
+    """The first connection that begins with the password, which only the left neighbour has; others are closed."""
     while True:
         door.settimeout(max(deadline - time.monotonic(), 0.001))
         stream, _ = door.accept()
@@ -235,7 +235,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(array)
 
 
-def told(kind: str, tensor: torch.Tensor, start: float, peer: int) -> None:
+def report(kind: str, tensor: torch.Tensor, start: float, peer: int) -> None:
     """Tell the observers of the wire of one message; an empty tensor is none."""
     if tensor.numel():
         wire.tell(kind, kind, start, tensor.numel() * tensor.element_size(), peer)

@@ -1,7 +1,7 @@
 """`ddp-course hosts`: bring several machines together for `launch(fn, hosts=…)`.
 
 `start` runs the controller on this machine, `join` an engine on each machine that is to have ranks. All that goes
-between them is encrypted (CurveZMQ), and only who has the file that `start` writes can join.
+between them is encrypted (CurveZMQ), and only a machine with the file that `start` writes can join.
 """
 
 import argparse
@@ -102,7 +102,7 @@ def start_controller(folder: Path, address: str) -> subprocess.Popen:
     """ipyparallel's controller on this address, with encryption, its files in `folder`, and quiet."""
     options = [f"--ip={address}", f"--location={address}", "--IPController.enable_curve=True", "--nodb", "--ping=1000"]
     options += [f"--profile-dir={folder / 'profile'}", "--log-level=ERROR"]
-    options += [f"--IPController.{who}_json_file={folder}/ipcontroller-{who}.json" for who in ("client", "engine")]
+    options += [f"--IPController.{peer}_json_file={folder}/ipcontroller-{peer}.json" for peer in ("client", "engine")]
     with open(folder / "controller.log", "wb") as log:
         command = [sys.executable, "-m", "ipyparallel.controller", *options]
         quiet: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
@@ -110,7 +110,7 @@ def start_controller(folder: Path, address: str) -> subprocess.Popen:
 
 
 def wait_for_files(folder: Path, controller: subprocess.Popen, copy_to: str | None) -> Path:
-    """The file for engines, once the controller has written it; copied to where it was wanted, for the owner only."""
+    """The file for engines, once the controller has written it; copied to the path `copy_to`, for the owner only."""
     file = folder / "ipcontroller-engine.json"
     while not (file.is_file() and (folder / "ipcontroller-client.json").is_file()):
         if controller.poll() is not None:

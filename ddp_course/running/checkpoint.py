@@ -121,14 +121,14 @@ def load(path: str | Path) -> Any:
     A damaged one is skipped with a warning. Only tensors and plain data are read (`weights_only=True`): a file
     from a stranger cannot run code. Raises CheckpointError if there is nothing to load.
     """
-    found = checkpoints(path)
-    for _, file in found:
+    saved = checkpoints(path)
+    for _, file in saved:
         try:
             return unpacked(file.read_bytes())
         except (ValueError, OSError) as error:
             warnings.warn(f"skipped the checkpoint {file.name}: {error}", stacklevel=2)
-    if found:
-        raise CheckpointError(f'all {len(found)} checkpoints in "{path}" are damaged; start anew in another folder')
+    if saved:
+        raise CheckpointError(f'all {len(saved)} checkpoints in "{path}" are damaged; start anew in another folder')
     raise CheckpointError(f'there is no checkpoint in "{path}"; is this the folder that --checkpoint named?')
 
 

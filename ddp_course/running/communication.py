@@ -4,8 +4,8 @@
     communication thread            | ring 0   | ring 1   | ring 2 |
 
 Messages carry no address but their order, so two things must never mix. Two wrappers in one backward pass share the
-thread of their process group: whoever queues first communicates first, and as backward walks the same graph on every
-rank, that order is the same everywhere. What the model itself communicates (batch statistics, say) is not in this
+thread of their process group: the first to queue is the first to communicate, and as backward walks the same graph on
+every rank, that order is the same everywhere. What the model itself communicates (batch statistics, say) is not in this
 order, so it keeps the process group, and the thread has a twin of it: same ranks, other connections.
 """
 
@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from .torch_inside import after_backward, tree_leaves, twin
 
-_threads: WeakKeyDictionary = WeakKeyDictionary()  # one for each process group
+_threads: WeakKeyDictionary = WeakKeyDictionary()  # by process group
 
 
 def communication_thread(group: dist.ProcessGroup | None = None) -> "CommunicationThread":
@@ -36,8 +36,8 @@ def communication_thread(group: dist.ProcessGroup | None = None) -> "Communicati
 class CommunicationThread:
     """Works through what `start` is given, one job after the other, with messages on `group`, a twin of the caller's.
 
-    After an exception in one job all others fail too: nobody knows how far the other ranks have come, and a rank that
-    sent its next message into their last collective would make them add up what does not belong together.
+    After an exception in one job all later ones fail too: the other ranks may be in another collective, and this
+    rank's next message would be added to a tensor where it does not belong.
     """
 
     def __init__(self, group):
@@ -49,8 +49,8 @@ class CommunicationThread:
     def start(self, function: Callable, device: torch.device, stream: torch.cuda.Stream | None = None) -> Callable:
         """Queue `function(group)`, without gradients; return a function that waits for its result, or raises its error.
 
-        On CUDA it works on `stream`, or else on the thread's own, after all that the caller's stream has been given so
-        far; and whoever waits makes the stream that is current then wait, not the processor.
+        On CUDA it works on `stream`, or else on the thread's own, after all that the caller's stream holds so far;
+        waiting for it holds up the caller's current stream, not the processor.
         """
         own = self.stream(device)
         job, ready, stream = Future(), computed(device), stream or own
@@ -115,7 +115,7 @@ def keep_until_backward(owner: object, leaf: torch.Tensor) -> None:
 
 
 def work(jobs: Any) -> None:
-    """The thread: no reference to its owner, so that it ends with it; a daemon, so that a rank that fails can end."""
+    """The thread. It has no reference to its owner, so that it ends with it; a daemon lets a rank that fails end."""
     for job, call in iter(jobs.get, None):
         try:
             job.set_result(call())

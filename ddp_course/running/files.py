@@ -64,7 +64,7 @@ def write_whole(path: Path, content: bytes, mode: int) -> Path:
 class FileLock:
     """A lock for all threads of all processes that name the same file; it opens when its process ends, however it ends.
 
-    On a file system without locks everybody gets it.
+    On a file system without locks it keeps no process out.
     """
 
     def __init__(self, path: str | Path):
@@ -114,7 +114,7 @@ class FileLock:
 
 @contextmanager
 def claimed(path: Path, patience: float = 0.0) -> Iterator[None]:
-    """Keep other processes from this block with the same `path`, a file that says who is in it.
+    """Keep other processes from this block with the same `path`, a file that names the process in it.
 
     BlockingIOError, with the holder in its text, if another process stays in it for longer than `patience` seconds.
     """

@@ -1,4 +1,4 @@
-"""Joining the job that torchrun or Slurm has started, or one of a single rank if nobody has."""
+"""Joining the job that torchrun or Slurm has started, or a job of a single rank where there is none."""
 
 import os
 import re
@@ -61,7 +61,7 @@ def fresh_store(timeout: float, one_machine: bool) -> dict[str, Any]:
     again, ranks would now and then call those. So rank 0 opens a store of its own and leaves its address in the old
     one; a rank that reads an old address there is refused, and looks again.
 
-    Whoever reaches a store can write into it: where all ranks are on one machine it listens on the loopback only.
+    Any process that reaches a store can write into it: where all ranks are on one machine, it listens on the loopback.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     patience = timedelta(seconds=timeout)
@@ -89,12 +89,12 @@ def open_store(host: str, port: int, only_here: bool, patience: timedelta) -> di
 
 
 def connect(host: str, port: int, patience: timedelta) -> dist.TCPStore:
-    """The store that somebody serves, or will serve soon, at this address."""
+    """The store at this address, as soon as another process serves it."""
     return dist.TCPStore(host, port, is_master=False, timeout=patience)
 
 
 def look_up(old: dist.Store, host: str, patience: timedelta) -> dist.TCPStore:
-    """Connect to the store whose port is in the store `old`, as soon as somebody answers there."""
+    """Connect to the store whose port is in the store `old`, as soon as it answers."""
     end = time.monotonic() + patience.total_seconds()
     while True:
         port = int(old.get("ddp_course/store"))

@@ -1,7 +1,7 @@
 """Whatever of torch is not promised, and so may differ between its versions: behind one module. Seen on 2.10 and 2.13.
 
 No other module names a private part of torch; a test sees to it. (Stage 5 queues its callback as torch's own tutorials
-do, because a lesson shows that line.) Whoever moves to another torch starts here, and with the tests.
+do, because a lesson shows that line.) A move to another torch starts here, and with the tests.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -117,7 +117,7 @@ def twin(group: dist.ProcessGroup, members: Sequence[int] | None = None) -> dist
     everyone = dist.get_process_group_ranks(group)
     members = range(len(everyone)) if members is None else members
     ranks = [everyone[member] for member in members]
-    made, _ = distributed_c10d._new_process_group_helper(
+    group_of_own, _ = distributed_c10d._new_process_group_helper(
         len(ranks),
         list(members).index(dist.get_rank(group)),
         ranks,
@@ -126,5 +126,5 @@ def twin(group: dist.ProcessGroup, members: Sequence[int] | None = None) -> dist
         distributed_c10d.GroupName(f"{group.group_name} communication {list(members)}"),
         timeout=timeout_of(group),
     )
-    distributed_c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
-    return made
+    distributed_c10d._world.pg_group_ranks[group_of_own] = {rank: place for place, rank in enumerate(ranks)}
+    return group_of_own

@@ -9,9 +9,9 @@ SIZES = {"b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib
 
 
 def bits_per_second(text: str | int) -> float:
-    """Parse a bandwidth such as "200Mbit", "3.6Tbit" or "1.5Gbit/s" into bits a second; ValueError otherwise."""
+    """Parse a bandwidth such as "200Mbit", "3.6Tbit" or "1.5Gbit/s" into bits per second; ValueError otherwise."""
     return _parse(
-        str(text).removesuffix("/s"), BANDWIDTHS, "bandwidth", "200Mbit (bit, kbit, Mbit, Gbit or Tbit a second)"
+        str(text).removesuffix("/s"), BANDWIDTHS, "bandwidth", "200Mbit (bit, kbit, Mbit, Gbit or Tbit per second)"
     )
 
 
@@ -29,14 +29,14 @@ def nbytes(text: str | int) -> int:
 
 
 def flops_per_second(text: str | int) -> float:
-    """Parse a rate of computing such as "2GFLOP/s" into floating-point operations a second; ValueError otherwise."""
+    """Parse a rate of computing such as "2GFLOP/s" into floating-point operations per second; ValueError otherwise."""
     return _parse(
         str(text).removesuffix("/s"), RATES, "rate", "2GFLOP/s (FLOP/s, kFLOP/s, MFLOP/s, GFLOP/s or TFLOP/s)"
     )
 
 
 def bytes_per_second(text: str | int) -> float:
-    """Parse a memory's bandwidth such as "5GB/s" into bytes a second; ValueError otherwise."""
+    """Parse a memory's bandwidth such as "5GB/s" into bytes per second; ValueError otherwise."""
     return _parse(str(text).removesuffix("/s"), SIZES, "memory's bandwidth", "5GB/s (B/s, kB/s, MB/s, GB/s)")
 
 

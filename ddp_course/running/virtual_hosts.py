@@ -11,8 +11,8 @@ TCP runs over it: gloo, torch's own DDP and torchrun need no change. The namespa
 only processes and open descriptors hold them, so the kernel removes them when the last process ends, however
 it ends. Root unshares them directly; anyone else first becomes root in a user namespace of their own.
 
-Whether this machine allows all that is tried once, in a small process: namespaces want one without threads. So this
-module imports nothing that takes long.
+`allowed` says whether this machine permits that. It is tried once, in a small process, because namespaces want one
+without threads; so this module imports nothing that takes long.
 Sources: network_namespaces(7), user_namespaces(7), tc-tbf(8).
 """
 
@@ -171,7 +171,7 @@ def begin_attempt() -> subprocess.Popen | OSError | None:
 
 @cache
 def allowed() -> dict[str, Any]:
-    """What `attempt` found out, once: {"reason": None or one line about what forbids hosts, "latency": bool}."""
+    """The result of `attempt`, made once: {"reason": None or one line about what forbids hosts, "latency": bool}."""
     process = begin_attempt()
     if process is None:
         return {"reason": "virtual hosts need Linux", "latency": False}

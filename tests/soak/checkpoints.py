@@ -20,19 +20,8 @@ from ddp_course import launch
 from ddp_course.errors import RankError
 
 PROBLEMS = {
-    "digits": ["--problem", "digits", "--dropout", "0.3", "--steps", "24", "--global-batch", "24"],
-    "bytes": [
-        "--problem",
-        "bytes",
-        "--parameters",
-        "30000",
-        "--dropout",
-        "0.2",
-        "--steps",
-        "12",
-        "--global-batch",
-        "8",
-    ],
+    "digits": ["--problem=digits", "--dropout=0.3", "--steps=24", "--global-batch=24"],
+    "bytes": ["--problem=bytes", "--parameters=30000", "--dropout=0.2", "--steps=12", "--global-batch=8"],
 }
 CASES = list(product(("3", "4", "5", "6"), (2, 4), PROBLEMS))
 

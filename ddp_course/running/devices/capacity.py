@@ -24,7 +24,7 @@ def fitting(device: Any, world_size: int) -> float:
 
 @cache
 def of_core() -> tuple[float, float]:
-    """Floating-point operations and bytes a second on one core, each at its best of several tries.
+    """Floating-point operations and bytes per second on one core, each at its best of several tries.
 
     Counted in the thread's own processor time, so that it does not matter what else runs on the machine.
     """
@@ -37,7 +37,7 @@ def of_core() -> tuple[float, float]:
 
 
 def convolving() -> float:
-    """Floating-point operations a second of a convolution."""
+    """Floating-point operations per second of a convolution."""
     images, kernels = torch.randn(SAMPLES, CHANNELS, SIDE, SIDE), torch.randn(CHANNELS, CHANNELS, 3, 3)
     start = time.thread_time()
     for _ in range(TRIES):
@@ -46,7 +46,7 @@ def convolving() -> float:
 
 
 def adding() -> float:
-    """Bytes a second that an addition in place reads and writes."""
+    """Bytes per second that an addition in place reads and writes."""
     total, term = torch.zeros(2, VALUES)
     start = time.thread_time()
     for _ in range(TRIES):

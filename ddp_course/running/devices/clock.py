@@ -1,13 +1,13 @@
-"""Whose time is it? The clock of an emulated device, and of the thread that feeds it.
+"""The clock of an emulated device, and the clock of the thread that feeds it.
 
     device   | conv 1 | conv 2 |                     | conv 3 |
     thread   | queues, sleeps  | waits for a message | queues, sleeps
 
 An operation begins when the thread has come to it and the device is free. The thread's own clock stands still
-while the processor does the real arithmetic, or is busy with others: what was lost so is caught up by sleeping less,
-as an accelerator's queue would hide it. It goes on while the thread waits for a message or a lock, and while Python
-works for longer than a queue would hide. Which is which the system knows: it counts for every thread the seconds of
-computing and those in line for a processor.
+while the processor does the real arithmetic, or runs another thread: the thread makes up for that by sleeping less, as
+an accelerator's queue would hide it. It goes on while the thread waits for a message or a lock, and while Python
+works for longer than a queue would hide. The system tells them apart: it counts every thread's seconds of computing,
+and those in line for a processor.
 """
 
 import os
@@ -16,8 +16,8 @@ from collections.abc import Callable
 from typing import Any
 
 SCHEDSTAT = "/proc/thread-self/schedstat"  # of Linux: nanoseconds computed, nanoseconds in line for a processor
-SHORT = 0.002  # seconds: who has waited for longer has waited for others, and is at their time, not at an earlier one
-HIDDEN = 0.003  # seconds of Python between two operations that a queue of operations hides
+SHORT = 0.002  # seconds: a longer wait is one for another rank, and sets this thread's clock to the wall's
+HIDDEN = 0.003  # seconds: as much Python between two operations is hidden by a queue of operations
 
 
 class Clock:
@@ -34,7 +34,7 @@ class Clock:
 
 
 class ThreadClock:
-    """The time `now` at which the thread that made it would be if it always had a processor of its own."""
+    """The time `now` at which its thread would be if it always had a processor of its own."""
 
     __slots__ = ("arithmetic", "computed", "line", "now", "queued", "total", "wall")
 
@@ -44,13 +44,9 @@ class ThreadClock:
         self.look()
 
     def look(self) -> None:
-        """From here on seconds are counted."""
-        self.wall, self.computed, self.queued, self.arithmetic = (
-            time.perf_counter(),
-            time.thread_time(),
-            self.in_line(),
-            0.0,
-        )
+        """Count seconds from here on."""
+        self.wall, self.computed, self.queued = time.perf_counter(), time.thread_time(), self.in_line()
+        self.arithmetic = 0.0
 
     def in_line(self) -> float:
         """Seconds that this thread has stood in line for a processor so far; 0 where the system does not tell."""
@@ -60,9 +56,9 @@ class ThreadClock:
         """Call a function that does real arithmetic, whose time is the processor's and not the device's."""
         before = time.thread_time()
         result = function(*args, **kwargs)
-        taken = time.thread_time() - before
-        self.arithmetic += taken
-        self.total += taken
+        seconds = time.thread_time() - before
+        self.arithmetic += seconds
+        self.total += seconds
         return result
 
     def catch_up(self) -> None:

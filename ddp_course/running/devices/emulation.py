@@ -50,7 +50,7 @@ class Emulation:
     """A context in which the operations of this process take the time of `device`, and copies that of `bus`.
 
     `bus` is (bits a second, seconds of latency) or None for copies that take no time. With `record`, `operations` is
-    the list of all `Operation`s. With `sleep=False` the clocks go on, but nobody waits for them: what would it take?
+    the list of all `Operation`s. With `sleep=False` the clocks go on without waiting: they say what it would take.
     """
 
     current: "Emulation | None" = None  # that of this process

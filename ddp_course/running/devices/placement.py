@@ -21,7 +21,7 @@ class Placement:
 def placement(device: str, world_size: int) -> Placement:
     """Decide where `world_size` ranks run when asked for `device`: "auto", "cpu", "cuda", or one, such as "cuda:1".
 
-    One GPU a rank where there are enough: NCCL for tensors on GPUs, gloo for those on the CPU. Otherwise several ranks
+    One GPU per rank where there are enough: NCCL for tensors on GPUs, gloo for those on the CPU. Otherwise ranks
     share GPUs with gloo, or with NCCL where that is asked for; without GPUs it is gloo on the CPU. Raises ValueError
     for a device that this machine does not have.
     """
@@ -74,7 +74,7 @@ def shared_by_nccl() -> bool:
 
 
 def nccl_can_share() -> bool:
-    """Whether this NCCL could, if it were asked."""
+    """Whether this NCCL is new enough for several ranks on one GPU."""
     return nccl_here() and torch.cuda.nccl.version() >= (2, 30)
 
 
@@ -86,7 +86,7 @@ def gpu_identity(device: str) -> str:
 
 
 def agreed_backend(identities: list[str]) -> str:
-    """The backend for ranks on the GPUs so named: NCCL wants one GPU a rank, or to be asked."""
+    """The backend for ranks on the GPUs so named: NCCL wants one GPU per rank, unless it was asked to share."""
     one_each = len(set(identities)) == len(identities) or shared_by_nccl()
     return BOTH if one_each and "cpu" not in identities and nccl_here() else "gloo"
 

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 
 class Accelerator(NamedTuple):
-    """`rate` in floating-point operations a second, `memory` in bytes a second, and where the numbers stand."""
+    """`rate` in floating-point operations per second, `memory` in bytes per second, and where the numbers stand."""
 
     rate: float
     memory: float

@@ -23,7 +23,7 @@ from .launched import Launched
 from .limits import check_world_size
 from .setting import describe_launch, open_payload, start_method
 
-LEASE_SECONDS = 2.5  # how long a part lives on without being asked for news
+LEASE_SECONDS = 2.5  # a part ends its ranks when it was not asked for news for so long
 NEWS_SECONDS = 0.4  # how long an engine waits for something to tell
 TICK_SECONDS = 0.05
 
@@ -78,10 +78,10 @@ def begin(number: int, request: dict, packed: bytes) -> None:
 def news(number: int) -> bytes:
     """What the ranks of a launch have said and done since, pickled: a list of (kind, …); waits a moment for it."""
     _, part = _parts[number]
-    told = part.news(NEWS_SECONDS if sum(other is not None for _, other in _parts.values()) == 1 else TICK_SECONDS)
-    if told and told[-1][0] == "over":
+    messages = part.news(NEWS_SECONDS if sum(other is not None for _, other in _parts.values()) == 1 else TICK_SECONDS)
+    if messages and messages[-1][0] == "over":
         del _parts[number]
-    return cloudpickle.dumps(told)
+    return cloudpickle.dumps(messages)
 
 
 def end(number: int) -> None:
@@ -98,15 +98,15 @@ class LocalRanks:
 
     def __init__(self, setting: dict, packed: bytes):
         self.setting, self.payload = setting, io.BytesIO(packed)
-        self.ending, self.asked, self.waiting, self.changed = False, time.monotonic(), [], threading.Condition()
+        self.ending, self.asked_at, self.waiting, self.changed = False, time.monotonic(), [], threading.Condition()
         threading.Thread(target=self.carry_out, daemon=True).start()
 
     def news(self, patience: float) -> list:
         """What has happened since the last time; waits for it up to `patience` seconds."""
         with self.changed:
             self.changed.wait_for(lambda: self.waiting, patience)
-            told, self.waiting, self.asked = self.waiting, [], time.monotonic()
-        return told
+            messages, self.waiting, self.asked_at = self.waiting, [], time.monotonic()
+        return messages
 
     def tell(self, *event: Any) -> None:
         """Put down an event for the head."""
@@ -116,7 +116,7 @@ class LocalRanks:
 
     def given_up(self) -> bool:
         """Whether the head wants no more of it, or is gone."""
-        return self.ending or time.monotonic() > self.asked + LEASE_SECONDS
+        return self.ending or time.monotonic() > self.asked_at + LEASE_SECONDS
 
     def carry_out(self) -> None:
         """In a thread: the whole life of this host's ranks."""

@@ -23,7 +23,7 @@ from .progress import Bar
 SILENCE_SECONDS = 2.5  # an engine that has not answered for so long is gone
 SURVEY_SECONDS = 20.0  # the first call to an engine imports torch there
 JOIN_SECONDS = 10.0  # for hosts that are still joining
-GRACE_SECONDS = 0.5  # after the first failure, for others to report theirs
+GRACE_SECONDS = 0.5  # after the first failure, for other ranks to report theirs
 STATES_SECONDS = 5.0  # for all hosts to say where their ranks were
 POLL_SECONDS = 0.005
 HOSTS_BEFORE = "hosts.json"  # beside the keys: the names of hosts that have answered
@@ -42,13 +42,13 @@ def run_on_hosts(
         members = choose(hosts, survey_all(client, hosts))
         if len(members) > world_size:
             members = members[:world_size]
-        gang = Gang(client, members, world_size, timeout, show, progress)
+        launched = LaunchOnHosts(client, members, world_size, timeout, show, progress)
         try:
-            gang.begin(packed, device, timeout, progress)
-            gang.watch()
+            launched.begin(packed, device, timeout, progress)
+            launched.watch()
         finally:
-            gang.close()
-        return gang.outcome()
+            launched.close()
+        return launched.outcome()
 
 
 def connect() -> Any:
@@ -70,7 +70,7 @@ def connect() -> Any:
 def survey_all(client: Any, hosts: str | int | list) -> list:
     """All engines that answer, by the name of their host: engine ids only say who joined first.
 
-    Waits a moment while there are fewer than were asked for, or than there were before.
+    Waits a moment while hosts are missing: of those asked for, or of those that answered before.
     """
     deadline = time.monotonic() + JOIN_SECONDS
     expected = set(hosts) if isinstance(hosts, (list, tuple)) else hosts_before() if hosts == "all" else set()
@@ -134,8 +134,8 @@ def choose(hosts: str | int | list, members: list) -> list:
     return chosen
 
 
-class Gang:
-    """The hosts of one launch, asked for news until its fate is known."""
+class LaunchOnHosts:
+    """One launch over several hosts: their engines are asked for news until its fate is known."""
 
     def __init__(
         self, client: Any, members: list, world_size: int, timeout: float, show: Callable, progress: bool | int
@@ -148,7 +148,7 @@ class Gang:
         self.ranks = [[r for r in range(world_size) if r * count // world_size == index] for index in range(count)]
         self.results, self.failures, self.broken, self.lost, self.over = {}, {}, {}, [], set()
         self.states, self.calls, self.entered = [], {}, {}
-        self.asked: dict = {}
+        self.requests: dict = {}  # to each engine, for news: the reply to come, and since when
 
     def call(self, index: int, function: Callable, *arguments: Any) -> Any:
         """Call a function in the engine of one host; returns at once, with what will be its answer."""
@@ -160,7 +160,7 @@ class Gang:
         return [self.answer(index, reply, SURVEY_SECONDS) for index, reply in enumerate(replies)]
 
     def answer(self, index: int, reply: Any, seconds: float) -> Any:
-        """What an engine has answered; an error of its own is told with the name of the host."""
+        """The answer of an engine; LaunchError, with the name of its host, for an exception there."""
         try:
             return reply.get(timeout=seconds)
         except Exception as error:
@@ -183,7 +183,12 @@ class Gang:
             for ranks, member in zip(self.ranks, self.members, strict=True)
         ]
         self.call_all(engine.begin, [self.number] * count, requests, [packed] * count)
-        self.asked = {index: (self.call(index, engine.news, self.number), time.monotonic()) for index in range(count)}
+        for index in range(count):
+            self.ask(index)
+
+    def ask(self, index: int) -> None:
+        """Ask one host for news."""
+        self.requests[index] = self.call(index, engine.news, self.number), time.monotonic()
 
     def watch(self) -> None:
         """Take news until all results are in, or something failed, or a host is gone."""
@@ -214,28 +219,28 @@ class Gang:
     def take(self) -> bool:
         """Take what engines have answered by now, and ask them again; False if nothing came."""
         came = False
-        for index, (reply, since) in list(self.asked.items()):
+        for index, (reply, since) in list(self.requests.items()):
             if not reply.ready():
                 if time.monotonic() > since + SILENCE_SECONDS:
                     self.lose(index)
                 continue
             came = True
             try:
-                told = pickle.loads(reply.get(timeout=0))
+                messages = pickle.loads(reply.get(timeout=0))
             except Exception:  # the engine died: ipyparallel has no common base for what it then raises
                 self.lose(index)
                 continue
-            for kind, *what in told:
+            for kind, *what in messages:
                 getattr(self, f"take_{kind}")(index, *what)
             if index in self.over:
-                del self.asked[index]
+                del self.requests[index]
             else:
-                self.asked[index] = self.call(index, engine.news, self.number), time.monotonic()
+                self.ask(index)
         return came
 
     def lose(self, index: int) -> None:
         """A host is gone."""
-        del self.asked[index]
+        del self.requests[index]
         self.lost.append(self.members[index]["host"])
 
     def take_line(self, index: int, rank: int, stream: str, text: str) -> None:
@@ -259,7 +264,7 @@ class Gang:
     def take_states(self, index: int, states: list, calls: dict, entered: dict) -> None:
         """Time is up on a host: where its ranks were."""
         self.states += [replace(state, host=self.host_of[state.rank]) for state in states]
-        self.calls |= {rank: made for rank, made in calls.items() if rank in self.ranks[index]}
+        self.calls |= {rank: count for rank, count in calls.items() if rank in self.ranks[index]}
         self.entered |= entered
 
     def take_broken(self, index: int, words: str) -> None:
@@ -275,13 +280,13 @@ class Gang:
         for index in range(len(self.members)):
             if self.members[index]["host"] not in self.lost and index not in self.over:
                 self.call(index, engine.end, self.number)
-        self.take_until(SILENCE_SECONDS + GRACE_SECONDS, lambda: not self.asked)
+        self.take_until(SILENCE_SECONDS + GRACE_SECONDS, lambda: not self.requests)
         self.bar.close()
 
     def outcome(self) -> list:
         """The results in rank order, or the error that says best what happened."""
-        told = [each for each in self.failures.values() if not each.consequence]
-        if self.lost and not told:
+        causes = [failure for failure in self.failures.values() if not failure.consequence]
+        if self.lost and not causes:
             raise LaunchError(f"lost {' and '.join(sorted(self.lost))} in mid-launch; all other ranks were ended")
         if self.failures:
             ordered = sorted(self.failures.values(), key=lambda failure: (failure.consequence, failure.time))

@@ -45,7 +45,7 @@ def rehearse(link: Any, unlimited: type, host_count: int) -> None:
 
 @cache
 def capacity(unlimited: type, mode: Any, host_count: int, attempt: int = 0) -> float:
-    """The highest bandwidth (bits a second) at which this processor keeps all hosts' links busy at once.
+    """The highest bandwidth (bits per second) at which this processor keeps all hosts' links busy at once.
 
     Every `attempt` is measured once: a processor that is busy with something else may do better next time.
     """
@@ -53,7 +53,7 @@ def capacity(unlimited: type, mode: Any, host_count: int, attempt: int = 0) -> f
 
 
 def full_speed(message_bytes: Any = 1 << 20, seconds: float = 0.2) -> float:
-    """Everyone sends to the right and receives from the left; returns bytes a second, in each direction."""
+    """Send to the right and receive from the left, on all ranks; returns bytes per second, in each direction."""
     _, _, left, right = wire.neighbours()
     outgoing, incoming = torch.zeros(2, message_bytes, dtype=torch.uint8)
     wire.exchange(outgoing, right, incoming, left)

@@ -1,4 +1,4 @@
-"""What a link is told, how its ranks spread over hosts, and what it refuses."""
+"""The bandwidth and latency of a link, how ranks spread over its hosts, and which links are refused."""
 
 import math
 from pathlib import Path
@@ -9,9 +9,9 @@ from .. import units, virtual_hosts
 from . import capacity, modes
 from .presets import LINKS
 
-SLOWEST = 1e6  # bits a second: below that, the ranks would need minutes to find each other
+SLOWEST = 1e6  # bits per second: below that, the ranks would need minutes to find each other
 LONGEST_LATENCY = 10.0
-UNLIMITED = 30e9  # bits a second, more than any processor carries between virtual hosts
+UNLIMITED = 30e9  # bits per second, more than any processor carries between virtual hosts
 
 
 class Link:
@@ -25,7 +25,7 @@ class Link:
     def __init__(self, bandwidth="200Mbit", latency="0ms", hosts=None, mode="auto"):
         self.bandwidth, self.latency = parse_bandwidth(bandwidth), parse_latency(latency)
         if hosts is not None and (not isinstance(hosts, int) or hosts < 1):
-            raise LinkError(f"hosts is {hosts!r}; it must be a whole number, 1 or more, or None for one a rank")
+            raise LinkError(f"hosts is {hosts!r}; it must be a whole number, 1 or more, or None for one per rank")
         self.hosts, self.automatic = hosts, mode == "auto"
         self.kind = modes.choose(mode, self.latency)
 
@@ -73,7 +73,7 @@ class Link:
         return world_size if self.hosts is None else self.hosts
 
     def check(self, world_size: int, backend: str = "gloo") -> None:
-        """Raise LinkError if a launch of `world_size` ranks cannot have this link, as far as that can be told."""
+        """Raise LinkError if a launch of `world_size` ranks cannot have this link, as far as one can say beforehand."""
         count = self.host_count(world_size)
         if count > world_size:
             raise LinkError(f"{count} hosts for {world_size} ranks; there can be as many hosts as ranks, not more")
@@ -99,8 +99,8 @@ class Link:
 
         Ranks that are not forked find their part of it in `folder`.
         """
-        placed = [self.host_of(rank, world_size) for rank in range(world_size)]
-        self.network = self.kind(placed, self.bandwidth, self.latency, folder)
+        hosts = [self.host_of(rank, world_size) for rank in range(world_size)]
+        self.network = self.kind(hosts, self.bandwidth, self.latency, folder)
 
     def enter(self, rank: int) -> None:
         """In a rank, before it makes any socket: move to its host, or put the throttle on the wire."""
@@ -111,7 +111,7 @@ class Link:
         return self.kind.master_address
 
     def describe(self) -> dict:
-        """Ready for JSON: mode, bandwidth (bits a second), latency (seconds), hosts, whether torch feels it."""
+        """Ready for JSON: mode, bandwidth (bits per second), latency (seconds), hosts, whether torch feels it."""
         return {
             "mode": self.mode,
             "bandwidth_bits_s": self.bandwidth,
@@ -129,7 +129,7 @@ class Unlimited(Link):
 
 
 def parse_bandwidth(text: Any) -> float:
-    """Bits a second of "200Mbit", "1Gbit" and the like; LinkError for what does not parse, is 0 or less."""
+    """Bits per second of "200Mbit", "1Gbit" and the like; LinkError for what does not parse, is 0 or less."""
     try:
         value = units.bits_per_second(text)
     except ValueError as error:

@@ -1,7 +1,7 @@
 """The two ways of emulating links, behind one interface:
 
 obstacle(latency)       what stands in the way on this machine, in one line, or None
-Mode(placed, …)         in the launch's agent, before the ranks are forked: build the network; `placed` is the
+Mode(hosts, …)          in the launch's agent, before the ranks are forked: build the network; `hosts` is the
                         host of each rank, `folder` where ranks that are not forked find their part of it
 master_address          where the agent's rendezvous store can be reached from the ranks
 enter(rank)             in a rank, before it makes any socket
@@ -22,28 +22,28 @@ class VirtualHosts:
     name, title, carries_torch = "hosts", "virtual hosts", True
     master_address = virtual_hosts.SWITCH_ADDRESS
 
-    def __init__(self, placed: list[int], bits_per_second: float, latency: float, folder: Path | None = None):
-        self.placed = placed
+    def __init__(self, hosts: list[int], bits_per_second: float, latency: float, folder: Path | None = None):
+        self.hosts = hosts
         if folder is not None:
             raise LinkError(f'virtual hosts cannot be had here: {SPAWNED}; use mode="wire"')
         try:
-            self.namespaces = virtual_hosts.build(max(placed) + 1, bits_per_second, latency)
+            self.namespaces = virtual_hosts.build(max(hosts) + 1, bits_per_second, latency)
         except Exception as error:
             reason = virtual_hosts.explain(error)
             raise LinkError(f"virtual hosts could not be built: {reason}") from error
 
     def enter(self, rank: int) -> None:
         """Move this rank to its host."""
-        virtual_hosts.enter(self.namespaces, self.placed[rank])
+        virtual_hosts.enter(self.namespaces, self.hosts[rank])
 
     @staticmethod
     def obstacle(latency: float) -> str | None:
         """What stands in the way of virtual hosts with this latency."""
         if start_method() == "spawn":
             return SPAWNED
-        tried = virtual_hosts.allowed()
+        hosts = virtual_hosts.allowed()
         without_netem = "this kernel has no netem; the wire has latency"
-        return tried["reason"] or (without_netem if latency and not tried["latency"] else None)
+        return hosts["reason"] or (without_netem if latency and not hosts["latency"] else None)
 
 
 class ThrottledWire:
@@ -52,10 +52,10 @@ class ThrottledWire:
     name, title, carries_torch = "wire", "throttled wire", False
     master_address = "127.0.0.1"
 
-    def __init__(self, placed: list[int], bits_per_second: float, latency: float, folder: Path | None = None):
+    def __init__(self, hosts: list[int], bits_per_second: float, latency: float, folder: Path | None = None):
         from .throttle import Switch
 
-        self.switch = Switch(placed, bits_per_second, latency, folder)
+        self.switch = Switch(hosts, bits_per_second, latency, folder)
 
     def enter(self, rank: int) -> None:
         """Put the throttle on this rank's wire."""

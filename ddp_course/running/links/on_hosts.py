@@ -30,7 +30,7 @@ def start(
 
     Returns a process id for `stop` and `os.waitpid`. The command ends with this process. What it prints goes to the
     file descriptor `output`. Programs of this Python's own environment (torchrun, ddp-course) come before others of
-    their name: who starts a notebook by its path has not put them on the search path.
+    their name: a notebook server that was started by its path does not have them on the search path.
     """
     child = os.fork()
     if child:

@@ -1,4 +1,4 @@
-"""Links as they are published: bits a second in each direction, and seconds of latency a message.
+"""Links as they are published: bits per second in each direction, and seconds of latency per message.
 
 Latencies are those that NCCL reckons with for one step of a ring with its protocol for large messages (file
 src/graph/tuning.cc, table hwLat, version 2.19): 3.4 us over NVLink, 5.7 over PCIe, 14 over a network.
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class KnownLink(NamedTuple):
-    """`bandwidth` in bits a second, each way; `latency` in seconds; `source` of the bandwidth."""
+    """`bandwidth` in bits per second, each way; `latency` in seconds; `source` of the bandwidth."""
 
     bandwidth: float
     latency: float
