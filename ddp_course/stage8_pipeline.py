@@ -40,7 +40,7 @@ from .running import wire
 from .running.torch_inside import twin
 from .stage3_paramserver import broadcast_parameters, gradients
 from .stage4_ring import average_on_ring
-from .stage7_sharded.clipping import LocalGradient, clip_grad_norm_
+from .stage7_sharded.clipping import Part, clip_grad_norm_
 
 broken: WeakKeyDictionary = WeakKeyDictionary()  # the groups in which a step broke off, and by what
 lanes: WeakKeyDictionary = WeakKeyDictionary()  # for each group its twins of two ranks, with NCCL
@@ -409,7 +409,7 @@ class Pipeline:
             raise
         for parameter in self.module.parameters():
             if parameter.grad is not None:
-                parameter.grad = LocalGradient.mark(parameter.grad, self.world_size)
+                parameter.grad = Part.mark(parameter.grad, self.world_size)
         return float(self.total) if self.last in self.stages else None
 
     def run(self):

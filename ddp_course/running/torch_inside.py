@@ -41,10 +41,12 @@ __all__ = [
     "tree_map_only",
     "tree_unflatten",
     "twin",
+    "uncompiled",
     "unnoticed_by_autograd",
 ]
 
 torch_c10d: Any = torch._C._distributed_c10d  # the stubs of it know nothing of groups that Python defines
+uncompiled = torch._disable_dynamo  # a decorator: what torch.compile leaves as it is
 UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_  # what a gradient scaler calls
 
 

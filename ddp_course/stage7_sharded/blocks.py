@@ -5,7 +5,43 @@ from contextlib import suppress
 import torch
 
 from ..running import communication, flight_recorder
+from ..running.torch_inside import as_plain_tensors, tree_leaves
 from .flat import Flat, flats, gather_chunks, sum_chunks
+
+
+class Sharded(torch.nn.Parameter):
+    """What a parameter is while its block does not compute: only its shape and kind are here. All else is refused.
+
+    A parameter turns into this and back as `torch.nn.UninitializedParameter` turns into one: its class is exchanged.
+    """
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        answer = ANSWERS.get(function)
+        if answer:
+            return answer(args[0].whole_shape, *args[1:])
+        if function in HARMLESS:
+            with as_plain_tensors():
+                return function(*args, **(kwargs or {}))
+        shape = next(tuple(each.whole_shape) for each in tree_leaves((args, kwargs)) if isinstance(each, cls))
+        raise RuntimeError(
+            f"this parameter, of shape {shape}, is sharded, and whole only while its block computes. Make an optimizer "
+            "from parameters() of FullyShardedDataParallel, after wrapping; its state_dict() and load_state_dict() "
+            "have the whole weights, and restore() an ordinary model; initialise, freeze, add hooks before wrapping. "
+            "If this happens in forward(), a block is used by its parts: name those that are called in `blocks`"
+        )
+
+
+ANSWERS = {  # of all that asks for the shape
+    torch.Tensor.shape.__get__: lambda shape, *_: shape,
+    torch.Tensor.size: lambda shape, dim=None: shape if dim is None else shape[dim],
+    torch.Tensor.ndim.__get__: lambda shape, *_: len(shape),
+    torch.Tensor.dim: len,
+    torch.Tensor.numel: torch.Size.numel,
+    torch.Tensor.__repr__: lambda shape, **_: f"a sharded parameter of shape {tuple(shape)}",
+}
+HARMLESS = {getattr(torch.Tensor, name).__get__ for name in ("device", "dtype", "is_cuda", "is_leaf", "requires_grad")}
+HARMLESS |= {torch.Tensor.is_floating_point, torch.Tensor.is_complex, torch.is_floating_point, torch.is_complex}
 
 
 class FreeableFlat(Flat):
@@ -18,7 +54,9 @@ class FreeableFlat(Flat):
     def __init__(self, parameters, group=None):
         super().__init__(parameters, group)
         self.whole, self.bytes = self.views(self.full), self.full.untyped_storage().nbytes()
-        self.free()
+        self.kinds = [type(parameter) for parameter in parameters]
+        for parameter, shape in zip(parameters, self.shapes, strict=True):
+            parameter.whole_shape = shape
 
     def kept(self):
         """The memory of the shards: a copy of the chunk, which stays when the chunk goes."""
@@ -27,7 +65,8 @@ class FreeableFlat(Flat):
     def make_room(self):
         """Bring the memory of the whole parameters into being, with nothing in it yet."""
         self.full.untyped_storage().resize_(self.bytes)
-        for parameter, view in zip(self.parameters, self.whole, strict=True):
+        for parameter, view, kind in zip(self.parameters, self.whole, self.kinds, strict=True):
+            parameter.__class__ = kind
             parameter.data = view
 
     def gather(self, group=None):
@@ -36,9 +75,11 @@ class FreeableFlat(Flat):
         gather_chunks(self.chunks, group=group)
 
     def free(self):
-        """Let go of the whole parameters; whoever looks at one now finds it empty, not memory that is gone."""
+        """Let go of the whole parameters: from now on they are `Sharded`."""
         for parameter in self.parameters:
-            parameter.data = self.full.new_empty(0)
+            if not isinstance(parameter, Sharded):
+                parameter.data = self.full.new_empty(0)
+                parameter.__class__ = Sharded
         self.full.untyped_storage().resize_(0)
 
 
@@ -95,8 +136,8 @@ class Block:
             with suppress(Exception):  # whoever needed them has been told
                 self.gathering()
             self.gathering = None
-            for flat in self.flats:
-                flat.free()
+        for flat in self.flats:
+            flat.free()
 
     def start_over(self):
         """Forget a pass that broke off."""
@@ -104,16 +145,6 @@ class Block:
         self.missing = None
         for flat in self.trainable:
             flat.forget()
-
-
-def homes(module):
-    """Return {parameter: [(module it is in, its name there, its full name), …]}; a shared one has several homes."""
-    places = {}
-    for path, owner in module.named_modules(remove_duplicate=False):  # one module may have several names
-        for name, parameter in owner._parameters.items():
-            if parameter is not None:
-                places.setdefault(parameter, []).append((owner, name, f"{path}.{name}" if path else name))
-    return places
 
 
 def default_blocks(module):

@@ -1,53 +1,83 @@
-"""The norm of all gradients together, when no rank has all of them; and a guard where one rank's would be taken for it.
+"""Gradients of which a rank has a part only: what may be computed from one, and the norm of all parts together.
 
-`torch.nn.utils.clip_grad_norm_` on shards would scale each shard by a norm of its own. Nothing would fail, and the
-model would be trained with gradients that point elsewhere.
+Element by element, a part is as good as the whole. What mixes elements, such as a norm or an optimizer's view of a
+whole matrix, would be another number on every rank. Nothing would fail, and the model would be trained with gradients
+that point elsewhere. So it is refused, by one rule: what is computed from a part must have the shape of the part.
 """
 
 import torch
 import torch.distributed as dist
 
 from ..running import wire
-from ..running.torch_inside import UNSCALE, as_plain_tensors
+from ..running.torch_inside import UNSCALE, as_plain_tensors, tree_leaves, tree_map_only
 
-MISLEADING = {
-    torch.norm,
-    torch.Tensor.norm,
-    torch.linalg.norm,
-    torch.linalg.vector_norm,
-    torch.linalg.matrix_norm,
-    torch._foreach_norm,
-    UNSCALE,  # a gradient scaler would skip the step on one rank only
+MIXING = {UNSCALE, torch.renorm, torch.Tensor.renorm, torch.Tensor.renorm_}  # although they keep the shape
+LINEAR = {  # what may be done to gradients before they are averaged
+    *("__get__", "__set__", "__getitem__", "__repr__", "__format__", "__len__", "clone", "detach", "detach_", "to"),
+    *("to_dense", "requires_grad_", "zeros_like", "zero_", "add", "add_", "sub", "sub_", "neg", "mul", "mul_", "div"),
+    *("div_", "__add__", "__iadd__", "__radd__", "__sub__", "__isub__", "__mul__", "__imul__", "__rmul__"),
+    *("__truediv__", "__itruediv__", "_foreach_add_", "_foreach_mul_", "_foreach_div_", "_foreach_zero_"),
 }
 
 
-class LocalGradient(torch.Tensor):
-    """A gradient of which other ranks have other parts, or their own: an ordinary tensor, but it tells nobody its norm.
+class Part(torch.Tensor):
+    """A gradient of which other ranks have other parts: an ordinary tensor for all that works element by element.
 
-    What is computed from it is an ordinary tensor again.
+    What is computed from it is a `Part` again; `part.as_subclass(torch.Tensor)` is the same memory without the rule.
     """
 
     @classmethod
     def mark(cls, gradient, world_size):
-        """The same memory as a `LocalGradient`; with one rank there is nothing to guard."""
+        """The same memory as a `Part`; with one rank there is nothing to guard."""
         return gradient.as_subclass(cls) if world_size > 1 else gradient
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
-        if function in MISLEADING:
-            raise RuntimeError(
-                "this rank has a part of the gradient only, and the norm of a part is not the norm of the whole: "
-                "call clip_grad_norm_ of FullyShardedDataParallel, ShardedOptimizer, Pipeline or stage9_tensor "
-                "instead of torch.nn.utils.clip_grad_norm_"
-            )
+        name, parts = getattr(function, "__name__", ""), [each for each in tree_leaves(args) if isinstance(each, Part)]
+        for part in parts:
+            part.check(function, name, len(parts))
         with as_plain_tensors():
-            return function(*args, **(kwargs or {}))
+            result, shapes = function(*args, **(kwargs or {})), {part.shape for part in parts}
+        made = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
+        with as_plain_tensors():
+            mixed = any(each.shape not in shapes for each in made)
+        if mixed and name != "__getitem__" and not name.startswith("new_"):
+            raise RuntimeError(f"{name} looks at more than single elements; {REFUSAL}")
+        return tree_map_only(
+            torch.Tensor, lambda each: each if isinstance(each, Part) else each.as_subclass(cls), result
+        )
+
+    def check(self, function, name, count):
+        """Raise RuntimeError if the function, of `count` parts, mixes elements without a change of the shape."""
+        if function in MIXING:
+            raise RuntimeError(f"{name} looks at more than single elements; {REFUSAL}")
 
     def __reduce_ex__(self, protocol):
         return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo):
         return self.as_subclass(torch.Tensor).clone().as_subclass(type(self))
+
+
+REFUSAL = (
+    "this rank has a part of the gradient only, so each rank would get another number. To clip, call "
+    "clip_grad_norm_(max_norm) of FullyShardedDataParallel, ShardedOptimizer or Pipeline; optimizers must work "
+    "element by element, as SGD, Adam and AdamW do; to look at the part, gradient.as_subclass(torch.Tensor)"
+)
+
+
+class OwnGradient(Part):
+    """A gradient before the average: whole, but of this rank's samples. Only what is linear may come before the sum."""
+
+    def check(self, function, name, count):
+        """Raise RuntimeError unless the function is linear; a product of two such gradients is not."""
+        product = "mul" in name or "div" in name
+        if name not in LINEAR or (product and count > 1 and not name.startswith("_foreach")):
+            raise RuntimeError(
+                f"{name} would come before the gradients are averaged, on every rank for itself. To clip, call "
+                "clip_grad_norm_(max_norm) of ShardedOptimizer; for all else take FullyShardedDataParallel, or stage 6 "
+                "and an ordinary optimizer, where gradients are averages after backward()"
+            )
 
 
 @torch.no_grad()

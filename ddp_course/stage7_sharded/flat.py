@@ -5,7 +5,8 @@ from itertools import accumulate
 import torch
 
 from ..running import wire
-from .clipping import LocalGradient
+from ..running.torch_inside import as_plain_tensors
+from .clipping import Part
 
 
 class Flat:
@@ -13,7 +14,7 @@ class Flat:
 
     The parameters become views into `full`. `pieces[p]` is a pair of slices: the part of parameter p that lies in
     this rank's chunk, as a range of p's elements and as a range of the chunk, both empty if there is none.
-    `shards[p]` is that part as a parameter of its own, for an optimizer.
+    `shards[p]` is that part as a parameter of its own, for an optimizer, with as many dimensions as p.
     """
 
     def __init__(self, parameters, group=None):
@@ -28,7 +29,7 @@ class Flat:
             parameter.data = view
         self.pieces, self.shard = self.cut(), self.kept()
         self.shards = {
-            parameter: torch.nn.Parameter(self.shard[inside], requires_grad=parameter.requires_grad)
+            parameter: torch.nn.Parameter(like(self.shard[inside], parameter), requires_grad=parameter.requires_grad)
             for parameter, (_, inside) in self.pieces.items()
         }
         self.gradient, self.averages, self.places = None, None, {}
@@ -60,6 +61,21 @@ class Flat:
             pieces[parameter] = inside if first < last else (slice(0, 0), slice(0, 0))
         return pieces
 
+    def settle(self):
+        """Go on with values that the parameters were given in other memory since, as by `.data = …` for an average.
+
+        Raises RuntimeError for another dtype or device.
+        """
+        for parameter, view in zip(self.parameters, self.views(self.full), strict=True):
+            if (parameter.dtype, parameter.device) != (view.dtype, view.device):
+                raise RuntimeError(
+                    f"a parameter is {parameter.dtype} on {parameter.device} now, was {view.dtype} on {view.device} "
+                    "when its optimizer was made; convert and move a model before that"
+                )
+            if parameter.data_ptr() != view.data_ptr():
+                view.copy_(parameter.detach())
+                parameter.data = view
+
     # Gradients: from the parameters, divided by K, into one message; from the sum of the messages to the shards
 
     def collect(self):
@@ -74,7 +90,9 @@ class Flat:
         It is added to zero, which changes one thing only: there is no negative zero in it any more.
         """
         zero = self.gradient.new_zeros(())
-        torch.add(zero, parameter.grad.to_dense(), alpha=1 / len(self.chunks), out=self.places.pop(parameter))
+        gradient = parameter.grad
+        gradient = gradient.to_dense() if gradient.is_sparse else gradient.as_subclass(torch.Tensor)
+        torch.add(zero, gradient, alpha=1 / len(self.chunks), out=self.places.pop(parameter))
         parameter.grad = None
 
     def average(self, reduce, group=None):
@@ -96,15 +114,21 @@ class Flat:
         for parameter, (_, inside) in self.pieces.items():
             if not (inside.start == inside.stop or (parameter in self.places and negative_zero(mine[inside.start]))):
                 shard = self.shards[parameter]
-                gradient = LocalGradient.mark(mine[inside], len(self.chunks))
+                gradient = Part.mark(like(mine[inside], shard), len(self.chunks))
                 shard.grad = gradient if shard.grad is None else shard.grad.add_(gradient)
         self.forget()
 
     def forget(self):
         """Drop the gradients that are on their way, if there are any."""
         self.gradient, self.averages, self.places = None, None, {}
-        for parameter in self.parameters:
-            parameter.grad = None
+        with as_plain_tensors():
+            for parameter in self.parameters:
+                parameter.grad = None
+
+
+def like(piece, tensor):
+    """A view of the vector `piece` with as many dimensions as `tensor`, for those who let weights of matrices decay."""
+    return piece.view(-1, *[1] * (tensor.dim() - 1))
 
 
 def negative_zero(number):

@@ -6,17 +6,20 @@ training thread, and whoever is given the memory next waits for a moment that wa
 blocks at most are whole, and two gradients, however far ahead the processor is.
 """
 
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 
 import torch
 
 from ..running import communication, wire
-from ..running.torch_inside import after_backward, backward_pass, tree_leaves
+from ..running.torch_inside import after_backward, backward_pass, uncompiled
 from ..stage3_paramserver import broadcast_parameters
-from .blocks import Block, assign_blocks, default_blocks, homes
+from ..stage6_ddp.checks import same_on_all_ranks
+from .blocks import Block, Sharded, assign_blocks, default_blocks
 from .clipping import clip_grad_norm_
-from .state import gathered_state, local_state
+from .flat import like
+from .state import gathered_state, local_state, meet
 
 
 class FullyShardedDataParallel(torch.nn.Module):
@@ -32,39 +35,49 @@ class FullyShardedDataParallel(torch.nn.Module):
 
     def __init__(self, module, blocks=None, process_group=None, prefetch=True, reshard_after_forward=True):
         super().__init__()
-        if any(isinstance(inside, FullyShardedDataParallel) for inside in module.modules()):
-            raise ValueError("a part of the model is fully sharded already; name the parts as blocks of one wrapper")
-        if not any(parameter.requires_grad for parameter in module.parameters()):
-            raise ValueError("the model has no trainable parameters: nothing to average, nothing to train")
-        members = assign_blocks(module, default_blocks(module) if blocks is None else blocks)
+        named = dict(module.named_parameters())
+        check_wrappable(module, named)
+        same_on_all_ranks(named, process_group)
         broadcast_parameters(module, group=process_group)
+        members = assign_blocks(module, default_blocks(module) if blocks is None else blocks)
         self.module, self.group, self.prefetch, self.reshard = module, process_group, prefetch, reshard_after_forward
-        self.names, self.homes = list(module.state_dict()), homes(module)
-        for owner, name, _ in (home for places in self.homes.values() for home in places):
-            if name in owner._parameters:  # not yet under another name of the same module
-                owner.__dict__[name] = owner._parameters.pop(name)  # still an attribute, no longer registered
+        self.names = {parameter: name for name, parameter in named.items()}
         self.blocks = [Block(number, *member, process_group) for number, member in enumerate(members)]
         self.flats = [flat for block in self.blocks for flat in block.flats]
         self.shards = {parameter: shard for flat in self.flats for parameter, shard in flat.shards.items()}
-        for parameter, places in self.homes.items():
-            self._parameters[places[0][2]] = self.shards[parameter]
+        for name, parameter in named.items():
+            self._parameters[name] = shard = self.shards[parameter]
+            shard.is_shard, shard.register_hook, shard.register_post_accumulate_grad_hook = True, refuse, refuse
+        self._ddp_params_and_buffers_to_ignore = list(named)  # torch's DDP around this refuses: nothing is left for it
         self.thread, self.device = communication.communication_thread(process_group), self.flats[0].full.device
         self.gathers = torch.cuda.Stream(self.device) if communication.is_queued(self.device) else None
-        self.latest, self.reducing, self.backward_pass, self.passes = None, [], None, 0
+        self.latest, self.reducing, self.backward_pass, self.passes, self.graphs = None, [], None, 0, True
         self.handles = [handle for block in self.blocks for handle in self.watch(block)]
+        self.free_all()
+
+    def named_modules(self, memo=None, prefix="", remove_duplicate=True):
+        """The wrapper alone: who asks for parameters, of it or of a model around it, finds the shards."""
+        memo = set() if memo is None else memo
+        if self not in memo:
+            memo.add(self)
+            yield prefix, self
 
     def watch(self, block):
-        """Register the hooks that gather, free and reduce `block` at the right moments."""
-        yield block.module.register_forward_pre_hook(lambda *_: self.before_forward(block))
+        """Register the hooks that gather, free and reduce `block` at the right moments: first before, last behind."""
+        yield block.module.register_forward_pre_hook(lambda *_: self.before_forward(block), prepend=True)
         yield block.module.register_forward_hook(lambda module, inputs, outputs: self.after_forward(block, outputs))
         for parameter in block.flat_of:
             yield parameter.register_post_accumulate_grad_hook(lambda ready: self.gradient_ready(block, ready))
 
+    @uncompiled
     def forward(self, *args, **kwargs):
         """What the module returns; its blocks are gathered one after the other."""
         self.check_usable()
         if recomputing():
             return self.module(*args, **kwargs)
+        if torch.is_grad_enabled() != self.graphs:  # an evaluation begins, or ends
+            meet("a forward pass of a sharded model", self.group)
+            self.graphs = not self.graphs
         self.start_over()  # a pass before may have ended with an exception
         self.passes += 1
         outputs = self.module(*args, **kwargs)
@@ -76,7 +89,7 @@ class FullyShardedDataParallel(torch.nn.Module):
         """Raise RuntimeError if the wrapper is at its end, or parameters were frozen or unfrozen behind its back."""
         if not self.handles:
             raise RuntimeError("restore() has made the module an ordinary one again; use that, or wrap it anew")
-        changed = [places[0][2] for p, places in self.homes.items() if p.requires_grad != self.shards[p].requires_grad]
+        changed = [name for p, name in self.names.items() if p.requires_grad != self.shards[p].requires_grad]
         if changed:
             raise RuntimeError(f"requires_grad of {changed[0]} was changed after wrapping; freeze parameters before")
 
@@ -123,8 +136,8 @@ class FullyShardedDataParallel(torch.nn.Module):
     def after_forward(self, block, outputs):
         """Free the block after its forward pass, and be told when backward reaches its outputs."""
         version = block.version
-        for tensor in tree_leaves(outputs):
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+        for tensor in tensors_in(outputs):
+            if tensor.requires_grad:
                 tensor.register_hook(lambda gradient: self.before_backward(block, version))
         if not recomputing() and (self.reshard or not torch.is_grad_enabled()):
             block.free()
@@ -163,9 +176,9 @@ class FullyShardedDataParallel(torch.nn.Module):
     def gradient_ready(self, block, parameter):
         """The hook: once the last gradient of the block is complete, average them while backward goes on."""
         if block.missing is None:
-            name = self.homes[parameter][0][2]
             raise RuntimeError(
-                f"{name} got a gradient, but not by way of what its block returned: is it used elsewhere?"
+                f"{self.names[parameter]} got a gradient, but not by way of what its block returned: is it used "
+                "elsewhere?"
             )
         block.flat_of[parameter].take(parameter)
         block.missing.discard(parameter)
@@ -205,19 +218,27 @@ class FullyShardedDataParallel(torch.nn.Module):
 
     @torch.no_grad()
     def state_dict(self, *, destination=None, prefix="", keep_vars=False):
-        """Return the state dict of the whole model, copies on the CPU; gathered block by block, all ranks alike."""
+        """Return the state dict of the whole model, copies on the CPU; gathered block by block, all ranks alike.
+
+        Buffers become those of rank 0 on all ranks, as in torch's DDP.
+        """
         self.check_usable()
+        meet("state_dict() of a sharded model", self.group)
         self.start_over()
-        state = {name: copied(value) for name, value in self.module.state_dict().items()}
+        buffers = torch.nn.Module()
+        for number, buffer in enumerate(self.module.buffers()):
+            buffers.register_buffer(str(number), buffer)
+        broadcast_parameters(buffers, group=self.group)
+        state, whole = self.module.state_dict(keep_vars=True), {}
         for block in self.blocks:
             self.request(block)()
-            for parameter in (parameter for flat in block.flats for parameter in flat.parameters):
-                whole = copied(parameter)
-                state.update((name, whole) for _, _, name in self.homes[parameter])
+            whole.update((parameter, copied(parameter)) for flat in block.flats for parameter in flat.parameters)
             block.free()
-        whole = {} if destination is None else destination
-        whole.update((prefix + name, state[name]) for name in self.names)
-        return whole
+        destination = {} if destination is None else destination
+        destination.update(
+            (prefix + name, whole[value] if value in self.shards else copied(value)) for name, value in state.items()
+        )
+        return destination
 
     @torch.no_grad()
     def load_state_dict(self, state):
@@ -226,25 +247,25 @@ class FullyShardedDataParallel(torch.nn.Module):
         Raises RuntimeError, with nothing changed, unless it has the names and shapes of this model.
         """
         self.check_usable()
-        self.check_fits(state)
+        own = self.module.state_dict(keep_vars=True)
+        self.check_fits(state, own)
         self.start_over()
-        for flat in self.flats:
-            for parameter, (outside, _) in flat.pieces.items():
-                flat.shards[parameter].copy_(state[self.homes[parameter][0][2]].reshape(-1)[outside])
-        self.module.load_state_dict({name: state[name] for name in self.module.state_dict()})
+        flat_of = {parameter: flat for flat in self.flats for parameter in flat.parameters}
+        for name, parameter in own.items():
+            if parameter in flat_of:
+                piece = state[name].reshape(-1)[flat_of[parameter].pieces[parameter][0]]
+                self.shards[parameter].copy_(like(piece, parameter))
+        buffers = {name: state[name] for name, value in own.items() if value not in flat_of}
+        self.module.load_state_dict(buffers, strict=False)
 
-    def check_fits(self, state):
-        """Raise RuntimeError, in torch's words, unless `state` has the names and shapes of this model."""
-        shapes = {name: value.shape for name, value in self.module.state_dict().items() if hasattr(value, "shape")}
-        for flat in self.flats:
-            for parameter, shape in zip(flat.parameters, flat.shapes, strict=True):
-                shapes.update((name, shape) for _, _, name in self.homes[parameter])
-        wrong = [f'Missing key(s) in state_dict: "{name}".' for name in self.names if name not in state]
-        wrong += [f'Unexpected key(s) in state_dict: "{name}".' for name in state if name not in self.names]
+    def check_fits(self, state, own):
+        """Raise RuntimeError, in torch's words, unless `state` has the names and shapes of this model's `own`."""
+        wrong = [f'Missing key(s) in state_dict: "{name}".' for name in own if name not in state]
+        wrong += [f'Unexpected key(s) in state_dict: "{name}".' for name in state if name not in own]
         wrong += [
-            f"size mismatch for {name}: {tuple(state[name].shape)} in the state dict, {tuple(shape)} in this model."
-            for name, shape in shapes.items()
-            if name in state and state[name].shape != shape
+            f"size mismatch for {name}: {tuple(state[name].shape)} in the state dict, {tuple(value.shape)} in the model"
+            for name, value in own.items()
+            if name in state and hasattr(value, "shape") and state[name].shape != value.shape
         ]
         if wrong:
             raise RuntimeError("\n\t".join(["the state dict is of another model:", *wrong]))
@@ -282,10 +303,11 @@ class FullyShardedDataParallel(torch.nn.Module):
         for handle in self.handles:
             handle.remove()
         self.handles = []
-        for parameter, places in self.homes.items():
-            parameter.data = whole[places[0][2]].to(parameter.device)
-            for owner, name, _ in places:
-                owner._parameters[name] = owner.__dict__.pop(name, parameter)
+        for block in self.blocks:
+            block.make_room()
+        names = {value: name for name, value in self.module.state_dict(keep_vars=True).items() if value in self.shards}
+        for parameter, name in names.items():
+            parameter.data = whole[name].to(parameter.device)
         return self.module
 
     def _apply(self, fn, recurse=True):
@@ -298,6 +320,32 @@ class FullyShardedDataParallel(torch.nn.Module):
 def recomputing():
     """Whether a forward pass runs inside a backward pass: activation checkpointing computes it again."""
     return backward_pass() != -1
+
+
+def check_wrappable(module, named):
+    """Raise ValueError if there is nothing to train, or somebody else has a hand in the parameters."""
+    if any(isinstance(parameter, Sharded) or hasattr(parameter, "is_shard") for parameter in named.values()):
+        raise ValueError("a part of the model is fully sharded already; name the parts as blocks of one wrapper")
+    if any(type(each).__name__ == "OptimizedModule" or each._compiled_call_impl for each in module.modules()):
+        raise ValueError("the model, or a part of it, is compiled already; wrap it first")
+    if not any(parameter.requires_grad for parameter in named.values()):
+        raise ValueError("the model has no trainable parameters: nothing to average, nothing to train")
+
+
+def refuse(*_, **__):
+    """Instead of adding a hook to a shard, of which autograd knows nothing."""
+    raise RuntimeError("hooks on shards would never be called; add them to the model's parameters before wrapping")
+
+
+def tensors_in(value):
+    """All tensors in what a block returns: in lists, mappings and objects, however deep."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        value = value.values()
+    elif not isinstance(value, list | tuple | set):
+        value = vars(value).values() if hasattr(value, "__dict__") else ()
+    return [tensor for each in value for tensor in tensors_in(each)]
 
 
 def copied(value):

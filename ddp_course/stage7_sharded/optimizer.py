@@ -16,11 +16,10 @@ from ..running import wire
 from ..stage3_paramserver import broadcast_parameters
 from ..stage4_ring import allgather, reduce_scatter
 from ..stage5_bucketed import assign_buckets
-from .clipping import LocalGradient, clip_grad_norm_
+from ..stage6_ddp.checks import same_on_all_ranks
+from .clipping import OwnGradient, Part, clip_grad_norm_
 from .flat import flats
 from .state import gathered_state, local_state
-
-WHOLE_TENSOR_OPTIMIZERS = ("LBFGS", "Adafactor", "Muon", "SparseAdam")
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -34,9 +33,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, params, optimizer_cls, group=None, **kwargs):
-        name = getattr(optimizer_cls, "func", optimizer_cls).__name__  # a functools.partial has the class in `func`
-        if name in WHOLE_TENSOR_OPTIMIZERS:
-            raise ValueError(f"{name} looks at whole tensors, so it cannot work on shards; try AdamW")
+        check_elementwise(optimizer_cls, kwargs)
         self.group, self.flats, self.shards, self.local = group, [], {}, None
         self.averaged, self.broken = False, None
         super().__init__(params, kwargs)
@@ -48,7 +45,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def lay_out(self, parameters):
         """Cut `parameters` into shards, bucket by bucket, and guard their gradients, which are not averages yet."""
+        if any(hasattr(parameter, "is_shard") for parameter in parameters):
+            raise ValueError("these are shards of FullyShardedDataParallel; give them to an ordinary optimizer")
+        same_on_all_ranks({f"parameter {n}": parameter for n, parameter in enumerate(parameters)}, self.group)
         broadcast_parameters(torch.nn.ParameterList(parameters), group=self.group)
+        for parameter in parameters:
+            parameter.optimizer = weakref.ref(self)
         made = [flat for bucket in assign_buckets(parameters) for flat in flats(bucket, self.group)]
         self.flats += made
         self.shards.update({parameter: shard for flat in made for parameter, shard in flat.shards.items()})
@@ -69,7 +71,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.local.add_param_group(self.sharded(self.param_groups[-1]))
 
     def check_whole(self):
-        """Raise RuntimeError if an earlier call broke off."""
+        """Raise RuntimeError if an earlier call broke off, or another optimizer has laid the parameters out anew."""
+        if any(parameter.optimizer() is not self for parameter in self.parameters()):
+            raise RuntimeError("another ShardedOptimizer was made for these parameters since; use that one alone")
         if self.broken:
             raise RuntimeError(
                 f"an earlier call ended in the middle of what the ranks do together, with {self.broken}; "
@@ -90,6 +94,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def average(self):
         """Reduce-scatter the gradients: the average of this rank's chunk goes to the shards."""
         self.check_whole()
+        for flat in self.flats:
+            flat.settle()
         if self.averaged and any(parameter.grad is not None for parameter in self.parameters()):
             raise RuntimeError(
                 "there are new gradients, but those clipped before have not been used: after clip_grad_norm_ call "
@@ -162,6 +168,17 @@ reduce_chunks = wire.collective(reduce_scatter)
 share_chunks = wire.collective(allgather)
 
 
+def check_elementwise(optimizer_cls, kwargs):
+    """Try the optimizer on a part of a matrix; ValueError if it needs the whole."""
+    trial = torch.nn.Parameter(torch.ones(2, 1))
+    trial.grad = torch.ones(2, 1).as_subclass(Part)
+    try:
+        optimizer_cls([trial], **kwargs).step()
+    except Exception as error:
+        raise ValueError(f"{optimizer_cls} cannot work on shards; try AdamW. It ends with: {error}") from error
+
+
 def guard(parameter):
     """The hook: a gradient that has just been computed is this rank's own, not the average."""
-    parameter.grad = parameter.grad.as_subclass(LocalGradient)
+    if not parameter.grad.is_sparse:  # sparse tensors have no subclasses
+        parameter.grad = parameter.grad.as_subclass(OwnGradient)

@@ -1,11 +1,25 @@
 """An optimizer's state between two forms: pieces on every rank, and whole as one device would have it."""
 
 from copy import deepcopy
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from .flat import gather_chunks
+from ..running.torch_inside import timeout_of
+from .flat import gather_chunks, like
+
+PATIENCE = timedelta(seconds=120)  # for ranks that have not come to a call that needs all of them
+
+
+def meet(what, group=None):
+    """Wait until all ranks of `group` have come to this call; RuntimeError names those that have not in two minutes."""
+    group = group or dist.group.WORLD
+    if "gloo" in dist.get_backend_config(group):
+        try:
+            dist.monitored_barrier(group, min(PATIENCE, timeout_of(group)), wait_all_ranks=True)
+        except RuntimeError as error:
+            raise RuntimeError(f"{what} needs all ranks together: {error}") from None
 
 
 @torch.no_grad()
@@ -33,10 +47,10 @@ def known_state(flat, states, group=None):
     """What any rank knows of the state: {parameter's number: {key: value, or the dtype of a tensor in pieces}}."""
     mine = {}
     for number, parameter in enumerate(flat.parameters):
-        length = flat.pieces[parameter][1].stop - flat.pieces[parameter][1].start
-        if length and states.get(parameter):
+        shard = flat.shards[parameter]
+        if shard.numel() and states.get(parameter):
             mine[number] = {
-                key: value.dtype if isinstance(value, torch.Tensor) and value.shape == (length,) else value
+                key: value.dtype if isinstance(value, torch.Tensor) and value.shape == shard.shape else value
                 for key, value in states[parameter].items()
             }
     everyone = [None] * len(flat.chunks)
@@ -50,7 +64,7 @@ def gathered_entry(flat, states, key, dtype, group=None):
     chunks = whole.tensor_split(len(flat.chunks))
     for parameter, (_, inside) in flat.pieces.items():
         if inside.start < inside.stop and key in states.get(parameter, {}):
-            chunks[flat.index][inside] = states[parameter][key]
+            chunks[flat.index][inside] = states[parameter][key].as_subclass(torch.Tensor).reshape(-1)
     gather_chunks(chunks, group=group)
     return flat.views(whole)
 
@@ -91,7 +105,6 @@ def piece(flat, parameter, entries, number):
                 f'"{key}" of parameter {number} has {value.numel()} elements in the state dict, but the parameter '
                 f"has {length}: it was made for another model"
             )
-        kept[key] = (
-            value.reshape(-1)[outside].to(parameter.device, parameter.dtype, copy=True) if whole else deepcopy(value)
-        )
+        part = like(value.reshape(-1)[outside], parameter) if whole else value
+        kept[key] = part.to(parameter.device, parameter.dtype, copy=True) if whole else deepcopy(value)
     return kept

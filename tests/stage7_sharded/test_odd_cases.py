@@ -536,7 +536,7 @@ def an_optimizer_comes_and_goes():
 
 
 def test_a_sharded_optimizer_starts_from_rank_0_and_leaves_no_guard_behind():
-    assert launch(an_optimizer_comes_and_goes, world_size=2) == [([0.0], ["LocalGradient", "Tensor"], None)] * 2
+    assert launch(an_optimizer_comes_and_goes, world_size=2) == [([0.0], ["OwnGradient", "Tensor"], None)] * 2
 
 
 class Scaled(torch.nn.Module):

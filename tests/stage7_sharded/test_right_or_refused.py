@@ -1,0 +1,254 @@
+"""What people do to a sharded model: it ends where one device ends, or is refused in plain words."""
+
+import dataclasses
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from oracles import tiny_model
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn import Linear, Sequential, Tanh, utils
+
+from ddp_course import launch
+from ddp_course.stage6_ddp import DistributedDataParallel
+from ddp_course.stage7_sharded import FullyShardedDataParallel, ShardedOptimizer
+
+
+@dataclasses.dataclass
+class Output:
+    """What a block returns that is no tensor."""
+
+    logits: torch.Tensor
+
+
+class ReturnsAnObject(Linear):
+    def forward(self, inputs):
+        return Output(super().forward(getattr(inputs, "logits", inputs)))
+
+
+class Embeds(torch.nn.Module):
+    """A sparse embedding in front of a layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = torch.nn.Embedding(7, 5, padding_idx=0, sparse=True), Linear(5, 5)
+
+    def forward(self, inputs):
+        return self.head(self.embedding((10 * inputs[:, 0].abs()).long() % 7))
+
+
+MODELS = {
+    "a block that returns an object": lambda: Sequential(ReturnsAnObject(5, 5), ReturnsAnObject(5, 5)),
+    "weight norm": lambda: Sequential(utils.parametrizations.weight_norm(Linear(5, 5)), Tanh(), Linear(5, 5)),
+    "weight norm of old": lambda: Sequential(utils.weight_norm(Linear(5, 5)), Tanh(), utils.weight_norm(Linear(5, 5))),
+    "spectral norm": lambda: Sequential(utils.parametrizations.spectral_norm(Linear(5, 5)), Linear(5, 5)),
+    "spectral norm of old": lambda: Sequential(utils.spectral_norm(Linear(5, 5)), Linear(5, 5)),
+    "checkpointed blocks": lambda: Sequential(
+        checkpoint_wrapper(Linear(5, 5)), Tanh(), checkpoint_wrapper(Linear(5, 5))
+    ),
+    "a sparse embedding": Embeds,
+    "compiled": lambda: Sequential(Linear(5, 5), Tanh(), Linear(5, 5)),
+    "decay of matrices alone": lambda: Sequential(Linear(5, 5), Tanh(), Linear(5, 5)),
+}
+
+
+def trained(name, sharded):
+    """The state dict after three steps, loaded into a wrapper again on the way."""
+    torch.manual_seed(0)
+    model = MODELS[name]().double()
+    forward = wrapper = FullyShardedDataParallel(model) if sharded else model
+    if name == "compiled":
+        forward = torch.compile(wrapper, backend="eager")
+    groups = [
+        {"params": [p for p in wrapper.parameters() if p.ndim > 1], "weight_decay": 0.1 * (name.startswith("decay"))},
+        {"params": [p for p in wrapper.parameters() if p.ndim <= 1]},
+    ]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    for inputs in torch.randn(3, 8, 5, generator=torch.Generator().manual_seed(1)).double():
+        outputs = forward(inputs[dist.get_rank() :: dist.get_world_size()] if sharded else inputs)
+        getattr(outputs, "logits", outputs).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        wrapper.load_state_dict(wrapper.state_dict())
+    return {key: value.clone() for key, value in wrapper.state_dict().items()}
+
+
+def all_trained():
+    apart = {}
+    for name in MODELS:
+        one, ours = trained(name, False), trained(name, True)
+        assert list(one) == list(ours), name
+        apart[name] = max((one[key] - ours[key]).abs().max().item() for key in one)
+    return apart
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_sharded_model_ends_where_one_device_ends():
+    for apart in launch(all_trained, world_size=2):
+        assert max(apart.values()) < 1e-14, apart
+
+
+class ByItsParts(torch.nn.Module):
+    """Calls the layers of a block, not the block."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([Sequential(Linear(5, 5), Tanh())])
+
+    def forward(self, inputs):
+        return self.blocks[0][0](inputs)
+
+
+INPUTS = torch.ones(2, 5)
+
+
+def sharded(model=None):
+    """A small sharded model with gradients."""
+    parallel = FullyShardedDataParallel(model or Sequential(Linear(5, 5), Tanh(), Linear(5, 5)))
+    parallel(INPUTS).sum().backward()
+    return parallel
+
+
+def by_optimizer(kind):
+    parallel = sharded(Sequential(Linear(5, 5, bias=False)))
+    kind(parallel.parameters()).step(lambda: parallel(INPUTS).sum())
+
+
+def made_too_early():
+    model = Sequential(Linear(5, 5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sharded(model)
+    return optimizer
+
+
+def first(parallel):
+    return parallel.module[0].weight
+
+
+ELSEWHERE, PART = "is sharded, and whole only while its block computes", "this rank has a part of the gradient only"
+REFUSED = {
+    "an optimizer from before": (ELSEWHERE, lambda: made_too_early().step()),
+    "its zero_grad": (ELSEWHERE, lambda: made_too_early().zero_grad()),
+    "vector_to_parameters": (ELSEWHERE, lambda: utils.vector_to_parameters(INPUTS, sharded().module.parameters())),
+    "other data": (ELSEWHERE, lambda: setattr(first(sharded()), "data", torch.ones(5, 5))),
+    "apply": (ELSEWHERE, lambda: sharded().apply(lambda layer: getattr(layer, "weight", INPUTS).fill_(1.0))),
+    "the model's state": (ELSEWHERE, lambda: sharded().module.state_dict()),
+    "loading into the model": (
+        ELSEWHERE, lambda: sharded().module.load_state_dict({"0.weight": torch.ones(5, 5)}, strict=False),
+    ),
+    "clipping the model": (ELSEWHERE, lambda: utils.clip_grad_norm_(sharded().module.parameters(), 1.0)),
+    "freezing": (ELSEWHERE, lambda: sharded().module[0].requires_grad_(False)),
+    "a hook before ours": (
+        ELSEWHERE,
+        lambda: [
+            (parallel := sharded()).module[0].register_forward_pre_hook(lambda m, _: m.weight.sum(), prepend=True),
+            parallel(INPUTS),
+        ],
+    ),
+    "a block by its parts": (ELSEWHERE, lambda: sharded(ByItsParts())),
+    "a hook on a shard": ("never be called", lambda: next(sharded().parameters()).register_hook(print)),
+    "a shared layer": ("sharded already", lambda: sharded(Sequential(sharded().module[0], Linear(5, 5)))),
+    "ZeRO-1 of shards": ("are shards", lambda: ShardedOptimizer(sharded().parameters(), torch.optim.SGD)),
+    "stage 6 around it": ("not needed", lambda: DistributedDataParallel(sharded())),
+    "torch's DDP around it": ("not needed", lambda: torch.nn.parallel.DistributedDataParallel(sharded())),
+    "compiled before": ("compiled already", lambda: sharded(Sequential(torch.compile(Linear(5, 5), backend="eager")))),
+    "LBFGS": (PART, lambda: by_optimizer(torch.optim.LBFGS)),
+    "Adafactor": (PART, lambda: by_optimizer(torch.optim.Adafactor)),
+    "Muon": (PART, lambda: by_optimizer(torch.optim.Muon)),
+    "ZeRO-1 of LBFGS": ("cannot work on shards", lambda: ShardedOptimizer([Linear(5, 5).weight], torch.optim.LBFGS)),
+    "ZeRO-1 of Muon": ("cannot work on shards", lambda: ShardedOptimizer([Linear(5, 5).weight], torch.optim.Muon)),
+    "other shapes": (
+        "all ranks must have the same model", lambda: sharded(Sequential(Linear(5, 5 + dist.get_rank()))),
+    ),
+    "ZeRO-1 of other shapes": (
+        "all ranks must have the same model",
+        lambda: ShardedOptimizer(Linear(5, 5 + dist.get_rank()).parameters(), torch.optim.SGD),
+    ),
+}  # fmt: skip
+
+
+def all_refused():
+    messages = {}
+    for name, (_, refused) in REFUSED.items():
+        try:
+            refused()
+            messages[name] = "nothing"
+        except (RuntimeError, ValueError) as error:
+            messages[name] = str(error)
+    return messages
+
+
+def test_what_would_train_nothing_or_something_else_is_refused():
+    for messages in launch(all_refused, world_size=2):
+        assert {name: m for name, m in messages.items() if REFUSED[name][0] not in m} == {}
+
+
+def alone(what):
+    """Rank 0 comes by itself to something that all ranks do together."""
+    parallel = FullyShardedDataParallel(Linear(5, 5), process_group=dist.new_group(timeout=timedelta(seconds=2)))
+    if dist.get_rank() == 0:
+        try:
+            with torch.no_grad():
+                parallel.state_dict() if what == "state_dict" else parallel(INPUTS)
+        except RuntimeError as error:
+            return str(error)
+    return None
+
+
+@pytest.mark.parametrize("what", ["state_dict", "evaluation"])
+def test_who_comes_alone_is_told_who_is_missing(what):
+    message = launch(alone, what, world_size=3)[0]
+    assert "needs all ranks together" in message and "Ranks 1, 2 failed" in message, message
+
+
+def buffers():
+    """Statistics of each rank's own samples, and what is saved of them."""
+    parallel = FullyShardedDataParallel(Sequential(torch.nn.BatchNorm1d(5)))
+    parallel(torch.randn(8, 5, generator=torch.Generator().manual_seed(dist.get_rank()))).sum().backward()
+    return parallel.state_dict()["0.running_mean"]
+
+
+def test_all_ranks_save_the_same_buffers():
+    one, other = launch(buffers, world_size=2)
+    assert torch.equal(one, other) and one.abs().max() > 0
+
+
+def other_memory(what, sharded):
+    """A model whose parameters come to lie elsewhere between two steps of ZeRO-1, or what refuses it."""
+    model = tiny_model()
+    kind = ShardedOptimizer if sharded else lambda parameters, kind, **options: kind(parameters, **options)
+    optimizer = kind(model.parameters(), torch.optim.AdamW, lr=0.1)
+    for step in range(3):
+        model(torch.ones(2, 13).double()).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 0 and what == "there and back":
+            model.float().double()
+        if step == 0 and what == "vector_to_parameters":
+            utils.vector_to_parameters(utils.parameters_to_vector(model.parameters()) / 2, model.parameters())
+        if step == 0 and what == "an average":
+            for parameter in model.parameters():
+                parameter.data = 0.9 * parameter.data
+        if step == 0 and what == "converted":
+            model.float()
+            model = torch.nn.Sequential(model, torch.nn.Identity())
+            model[0].register_forward_pre_hook(lambda _, inputs: inputs[0].float())
+        if step == 0 and what == "another optimizer":
+            kind(model.parameters(), torch.optim.AdamW, lr=0.1)
+    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+
+
+@pytest.mark.parametrize("what", ["there and back", "vector_to_parameters", "an average"])
+def test_zero_1_goes_on_with_parameters_that_lie_elsewhere(what):
+    expected = other_memory(what, False)
+    for result in launch(other_memory, what, True, world_size=2):
+        assert (result - expected).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize(
+    "what, words", [("converted", "convert and move"), ("another optimizer", "use that one alone")]
+)
+def test_zero_1_refuses_what_it_cannot_update(what, words):
+    with pytest.raises(Exception, match=words):
+        launch(other_memory, what, True, world_size=2)
