@@ -32,15 +32,20 @@ class Sharded(torch.nn.Parameter):
         )
 
 
-ANSWERS = {  # of all that asks for the shape
-    torch.Tensor.shape.__get__: lambda shape, *_: shape,
+def getter(name):
+    """What torch passes on when a tensor is asked for this attribute."""
+    return getattr(torch.Tensor, name).__get__
+
+
+ANSWERS = {  # to all that asks for the shape
+    getter("shape"): lambda shape, *_: shape,
+    getter("ndim"): lambda shape, *_: len(shape),
     torch.Tensor.size: lambda shape, dim=None: shape if dim is None else shape[dim],
-    torch.Tensor.ndim.__get__: lambda shape, *_: len(shape),
     torch.Tensor.dim: len,
     torch.Tensor.numel: torch.Size.numel,
     torch.Tensor.__repr__: lambda shape, **_: f"a sharded parameter of shape {tuple(shape)}",
 }
-HARMLESS = {getattr(torch.Tensor, name).__get__ for name in ("device", "dtype", "is_cuda", "is_leaf", "requires_grad")}
+HARMLESS = {getter(name) for name in ("device", "dtype", "is_cuda", "is_leaf", "requires_grad")}
 HARMLESS |= {torch.Tensor.is_floating_point, torch.Tensor.is_complex, torch.is_floating_point, torch.is_complex}
 
 
