@@ -44,7 +44,8 @@ def exit_code(command: Callable[[], int | None]) -> int:
     """Run the command; return its exit code, with one line about what went wrong instead of a traceback."""
     try:
         code = command() or 0
-        sys.stdout.flush()
+        if sys.stdout is not None:  # the caller has closed it: >&-
+            sys.stdout.flush()
         return code
     except BrokenPipeError:  # `ddp-course … | head`: whoever read has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor complain when Python ends

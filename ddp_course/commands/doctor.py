@@ -58,8 +58,6 @@ def main() -> int:
 
 def machine() -> Iterator[Finding]:
     """Cores, memory, system and Python: what the machine has, or what a hub's container allows of it."""
-    import psutil
-
     from ..running.linux import free_memory, processor_share
 
     memory, cores = free_memory(), processor_share()
@@ -70,14 +68,14 @@ def machine() -> Iterator[Finding]:
     yield "system", f"{platform.system()} {platform.release()} {platform.machine()}", None
     yield "Python", platform.python_version(), old
     yield "cores", f"{cores:g}", slow
-    yield "memory", f"{psutil.virtual_memory().total / GIB:.1f} GiB, {memory / GIB:.1f} GiB free", small
+    yield "memory", f"{memory / GIB:.1f} GiB free", small
 
 
 def how_ranks_start() -> str:
     """Forked or from warm spares; of the spares, how many may wait, and what those that wait now take."""
     from ..running.launching.spares import MOST_SPARES, SPARE_MEMORY, all_spares, most_spares
 
-    waiting = all_spares()
+    waiting = [] if sys.platform == "linux" and not os.path.isdir("/proc/self") else all_spares()
     now = f"; {len(waiting)} run now with {sum(waiting) / GIB:.1f} GiB" if waiting else ""
     forks = hasattr(os, "fork") and sys.platform != "darwin"
     if (os.environ.get("DDP_COURSE_START") or ("fork" if forks else "spawn")) == "fork":
@@ -107,8 +105,27 @@ def torch_parts() -> Iterator[Finding]:
     yield "NCCL", ".".join(map(str, torch.cuda.nccl.version())) if nccl else "no (needs NVIDIA GPUs and Linux)", None
     gpus = [torch.cuda.get_device_name(index) for index in range(count)]
     yield "ranks", how_ranks_start(), None
+    yield "two ranks", *two_ranks()
     unusable = ("hint", str(caught[-1].message)) if caught else None
     yield "GPUs", ", ".join(gpus) or "none: ranks are processes on the CPU, and links are emulated", unusable
+
+
+def two_ranks() -> tuple[str, tuple[str, str] | None]:
+    """Whether two ranks can be launched here: whatever forbids it, the launch itself says it best."""
+    from ..running.launching.launch import launch
+
+    try:
+        launch(agree, world_size=2, timeout=60)
+    except Exception as error:
+        return "no", ("fatal", f"two ranks cannot be launched: {str(error).splitlines()[0]}")
+    return "were launched, and agree", None
+
+
+def agree() -> None:
+    """What the two ranks do."""
+    import torch.distributed as dist
+
+    dist.barrier()
 
 
 def links() -> list[Finding]:

@@ -85,6 +85,11 @@ def entry(
         _inside.tag = 0
 
 
+def has_entries() -> bool:
+    """Whether this rank has entered any collective of ours."""
+    return bool(_sequences)
+
+
 def tag() -> int:
     """A number that stands for the collective that this thread is in, the same on all ranks; 0 outside of any."""
     return getattr(_inside, "tag", 0)

@@ -152,6 +152,8 @@ def available_memory() -> int:
     available = next((line.split()[1] for line in lines if line.startswith("MemAvailable")), None)
     if available:
         return int(available) * 1024
+    if sys.platform == "linux":  # without /proc
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     import psutil  # here: on Linux no library is needed
 
     return psutil.virtual_memory().available

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from textwrap import dedent, indent
 
 HEADER = """
-import ctypes, os, resource, signal, sys, threading, time
+import contextlib, ctypes, os, resource, signal, sys, threading, time
 import numpy, psutil, torch
 import torch.distributed as dist
 from ddp_course import launch, ring_all_reduce
@@ -141,6 +141,30 @@ FAULTS = [
         "import subprocess\nsubprocess.Popen(['sleep', '300'], start_new_session=True)\nraise ValueError('left')",
         "RankError",
         "rank {culprit}: ValueError: left",
+    ),
+    Fault(
+        "a report that something else wrote over",
+        "for file in range(3, 60):\n    with contextlib.suppress(OSError): os.write(file, b'damaged!' * 4)",
+        "RankError",
+        "rank {culprit}: TypeError: its result cannot be read here",
+    ),
+    Fault(
+        "a child that the rank forked returns",
+        "if os.fork() == 0: return 'child'\ntime.sleep(0.3)\nraise ValueError('parent')",
+        "RankError",
+        "rank {culprit}: ValueError: parent",
+    ),
+    Fault(
+        "breakpoint",
+        "breakpoint()",
+        "RankError",
+        "rank {culprit}: CourseError: breakpoint.*nobody can type.*Debug a rank",
+    ),
+    Fault(
+        "a second process group",
+        "dist.init_process_group('gloo')",
+        "RankError",
+        "rank {culprit}: ValueError: launch has brought the process group up already",
     ),
     Fault(
         "mismatched shapes",

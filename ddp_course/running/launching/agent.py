@@ -12,9 +12,12 @@ import pickle
 import socket
 from typing import Any
 
+from ...errors import LaunchError
 from ..linux import die_with_parent
 from . import rank
 from .channel import receive_descriptors, send
+
+LOOPBACK = "127.0.0.1"
 
 
 def own_ranks(launch: socket.socket, setting: dict) -> None:
@@ -39,7 +42,12 @@ def own_ranks(launch: socket.socket, setting: dict) -> None:
 def lay_link(link: Any, world_size: int) -> str:
     """Make the emulated link ready, if there is one, and return the address where the ranks find the store."""
     if link is None:
-        return "127.0.0.1"
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            if probe.connect_ex((LOOPBACK, 9)):  # sends nothing: it only looks for a way
+                raise LaunchError(
+                    "ranks meet on 127.0.0.1, but this machine's loopback is down; run: ip link set lo up"
+                )
+        return LOOPBACK
     link.prepare(world_size)  # before any thread or socket: it may enter new namespaces
     die_with_parent()  # once more: Linux forgets it when a process changes its credentials
     return link.master_address()

@@ -10,6 +10,9 @@ from ..devices import rank_device
 
 PROVIDED = ("rank", "world_size", "dist", "torch", "device")
 
+_names: dict = {}  # the global names of cells: one dict, for all that run on this rank
+_sent: dict = {}  # what the notebook has last given to each
+
 
 def compile_cell(source: str, filename: str) -> tuple:
     """Compile a cell: its statements, and its last expression if it ends with one that is not silenced by ";"."""
@@ -28,16 +31,22 @@ def used_names(source: str) -> set:
 
 
 def run_cell(source: str, filename: str, given: dict, pull: list) -> dict:
-    """Run a cell on this rank with the names in `given`; print its last expression; return rank 0's `pull`ed names."""
+    """Run a cell on this rank with the names in `given`; print its last expression; return rank 0's `pull`ed names.
+
+    A name that an earlier cell has assigned on ranks that stayed is theirs; all others come with each cell.
+    """
     statements, last = compile_cell(source, filename)
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    names = {"__name__": "__main__", **given}
-    names |= dict(zip(PROVIDED, (rank, world_size, dist, torch, rank_device()), strict=True))
-    exec(statements, names)
-    shown = eval(last, names) if last else None
+    given = {"__name__": "__main__", **given}
+    given |= dict(zip(PROVIDED, (rank, world_size, dist, torch, rank_device()), strict=True))
+    assigned_here = {name for name, value in _names.items() if value is not _sent.get(name, _sent)}
+    _sent.update({name: value for name, value in given.items() if name not in assigned_here})
+    _names.update({name: value for name, value in _sent.items() if name not in assigned_here})
+    exec(statements, _names)
+    shown = eval(last, _names) if last else None
     if shown is not None:
         print(repr(shown))
-    return {name: to_host(pulled(names, name)) for name in pull} if rank == 0 else {}
+    return {name: to_host(pulled(_names, name)) for name in pull} if rank == 0 else {}
 
 
 def pulled(names: dict, name: str) -> Any:

@@ -21,7 +21,8 @@ import torch
 from ...errors import CourseError
 from .launched import Launched
 from .limits import check_world_size
-from .setting import describe_launch, open_payload, start_method
+from .run import new_launch
+from .setting import describe_launch, open_memory
 
 LEASE_SECONDS = 2.5  # a part ends its ranks when it was not asked for news for so long
 NEWS_SECONDS = 0.4  # how long an engine waits for something to tell
@@ -128,7 +129,7 @@ class LocalRanks:
 
     def start_and_watch(self) -> None:
         """Start the ranks, watch them, tell how it ended."""
-        launched = self.new_launch()
+        launched = new_launch(self.setting, lambda bar, *line: self.tell("line", *line))
         launched.tick, launched.stop = TICK_SECONDS, self.given_up
         launched.advance = lambda steps: self.tell("steps", steps)
         launched.hold = lambda: self.hold(launched)
@@ -154,23 +155,9 @@ class LocalRanks:
         while not (self.given_up() or launched.failures or launched.agent_gone):
             launched.step(TICK_SECONDS)
 
-    def new_launch(self) -> Launched:
-        """A launch of this host's own kind."""
-
-        def show(bar, rank, stream, text):
-            self.tell("line", rank, stream, text)
-
-        if start_method() == "spawn":
-            from .spawned import Spawned
-
-            return Spawned(self.setting, show)
-        from .forked import Forked
-
-        return Forked(self.setting, show)
-
     def payload_file(self) -> IO[bytes]:
         """The packed call as an open file that ranks can map."""
-        file = open_payload()
+        file = open_memory("call")
         file.write(self.payload.getvalue())
         file.flush()
         return file

@@ -6,6 +6,7 @@ import os
 import pickle
 import secrets
 import selectors
+import signal
 import socket
 import subprocess
 import sys
@@ -14,54 +15,46 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
+from . import stacks
 from .channel import send, send_descriptors
-from .launched import ENDING_SECONDS, Launched, Mail, Text
-from .limits import PIPES_A_RANK, SHARED_PIPES
-
-
-def run_forked(setting: dict, payload: IO[bytes], show: Callable) -> list:
-    """Run one launch to its end; once more if the server was being killed before any rank came to life."""
-    for last_try in (False, True):
-        launched = Forked(setting, show)
-        try:
-            launched.start(payload)
-            launched.watch()
-        finally:
-            launched.close()
-        if last_try or not launched.never_started():
-            return launched.outcome(server_log())
-        wait_for_the_end_of_the_server()
-    raise AssertionError("the last try returns or raises")
+from .launched import ENDING_SECONDS, Launched, how_it_ended, kill_marked
+from .limits import PIPES_PER_RANK, SHARED_PIPES
+from .readers import Mail, Text
+from .setting import short_environment
 
 
 class Forked(Launched):
     """A launch whose processes the server forks, and whose words come through pipes."""
+
+    tick = 1.0
 
     def __init__(self, setting: dict, show: Callable):
         super().__init__(setting, show)
         self.number = secrets.randbits(64)
         self.selector, self.files = selectors.DefaultSelector(), []
         self.connection: Any = None
-        self.leaving: Any = None
+        self.server: Server | None = None
+        self.agent_code: int | None = None
+        self.groups: set = set()  # the process groups of ranks that have come to life: one, the agent's
 
     def start(self, payload: IO[bytes]) -> None:
-        """Have the server fork an agent; hand it the call, and the writing ends of all pipes."""
+        """Have the server fork an agent; hand it the call, and the far ends of all pipes."""
         self.connection, theirs = socket.socketpair()
-        waiting, leave = os.pipe()
-        self.leaving = open(leave, "wb", buffering=0)
         with theirs:
-            order(b"L", self.number, [theirs.fileno()])
+            self.server = order(b"L", self.number, [theirs.fileno()])
         try:
-            send(self.connection, {**self.setting, "descriptors": SHARED_PIPES + PIPES_A_RANK * len(self.ranks)})
-            with self.pipes(Text) as (opened, log), open(waiting, "rb", buffering=0):
+            send(self.connection, {**self.setting, "descriptors": SHARED_PIPES + PIPES_PER_RANK * len(self.ranks)})
+            with self.pipes(Text) as (opened, log):
                 self.agent_log = opened[0]
-                send_descriptors(self.connection, [*log, payload.fileno(), self.recorder.fileno(), waiting])
+                send_descriptors(self.connection, [*log, payload.fileno(), self.recorder.fileno()])
             for rank in self.ranks:
-                with self.pipes(*self.readers(rank)) as (opened, given):
+                reading, writing = os.pipe()
+                self.orders[rank] = open(writing, "wb")
+                with open(reading, "rb") as orders, self.pipes(*self.readers(rank)) as (opened, given):
                     self.stacks[rank] = opened[-1]
-                    send_descriptors(self.connection, given)
+                    send_descriptors(self.connection, [orders.fileno(), *given])
         except (BrokenPipeError, ConnectionResetError):
             self.agent_gone = True
         self.connection.setblocking(False)
@@ -86,13 +79,22 @@ class Forked(Launched):
         self.selector.register(descriptor, selectors.EVENT_READ, reader)
         return reader
 
-    def from_agent(self, pickled: bytes) -> None:
-        """The agent could not set up the link, or says how a rank has ended."""
-        kind, value = pickle.loads(pickled)
+    def from_agent(self, pickled: bytes | None) -> None:
+        """The agent could not set up the link, or a rank has ended, or the agent itself, as the server says."""
+        kind, value = pickle.loads(pickled) if pickled else ("", cast(Any, None))
         if kind == "refused":
             self.refusal = value
-        else:
+        elif kind == "ended":
             self.rank_exited(*value)
+        elif kind == "agent":
+            self.agent_code = value
+
+    def from_rank(self, rank: int, pickled: bytes | None) -> None:
+        """As for every launch; and once, to which process group the ranks belong."""
+        super().from_rank(rank, pickled)
+        if not self.groups and rank in self.pids:
+            with suppress(ProcessLookupError):
+                self.groups.add(os.getpgid(self.pids[rank]))
 
     def agent_ended(self) -> None:
         """The launch socket ended: agent and ranks are gone."""
@@ -106,33 +108,47 @@ class Forked(Launched):
             if key.data.ended:
                 self.selector.unregister(key.fileobj)
                 key.data.close()
+        if not ready and not self.pids and self.server and not self.server.usable():
+            self.agent_gone = True  # a server that was stopped by a signal forks no agent
         return bool(ready)
 
-    def leave(self) -> None:
-        """Let the ranks end: all have their results."""
-        self.leaving.close()
-
     def end(self) -> None:
-        """Have the server kill what still runs, and wait until it has."""
+        """Have the server kill what still runs, and wait until it has; without a server, do it here."""
         if self.connection is not None and not self.agent_gone:
             order(b"K", self.number)
             self.read_for(ENDING_SECONDS, lambda: self.agent_gone)
+        if self.pids and self.server_code() is not None:
+            for group in self.groups:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(group, signal.SIGKILL)
+            kill_marked(self.mark)
 
     def release(self) -> None:
         """Close all pipes."""
         for key in list(self.selector.get_map().values()):
             key.data.close()
         self.selector.close()
-        for file in self.files:
-            file.close()
-        for held in (self.connection, self.leaving):
-            if held is not None:
-                held.close()
+        for file in [*self.files, *self.orders.values(), self.connection]:
+            with suppress(OSError):
+                if file is not None:
+                    file.close()
+
+    def server_code(self) -> int | None:
+        """The exit code of the server that this launch belongs to, None while it runs."""
+        return self.server.exit_code(patience=1.0 if self.agent_gone else 0.0) if self.server else None
 
     def never_started(self) -> bool:
         """Whether the server was gone before any rank came to life, so that the launch may be tried again."""
-        heard = self.pids or self.refusal or self.agent_log.bytes or self.exit_codes
-        return self.agent_gone and not heard
+        heard = self.pids or self.refusal or self.agent_log.bytes or self.exit_codes or self.agent_code is not None
+        return self.agent_gone and not heard and not (self.server and self.server.usable())
+
+    def explain(self) -> str:
+        """Whether the server or the agent has ended, and how."""
+        for name, code in (("the launch server", self.server_code()), ("their agent", self.agent_code)):
+            if code is not None:
+                kind, words = how_it_ended(code)
+                return f"{name} was {kind} {words}\n{self.server.log() if self.server else ''}".rstrip()
+        return ""
 
 
 NEEDED_TOO = ("torch._dynamo", "pytest")  # optimizers load the one, whose functions stand in tests the other
@@ -157,12 +173,19 @@ class Server:
         return subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("server.py")), *needed],
             stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=self.complaints, start_new_session=True,
-            env={**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR", "OPENBLAS_NUM_THREADS": "1"},
+            env=short_environment(),
         )  # fmt: skip
 
     def usable(self) -> bool:
-        """Whether the server still runs, and belongs to this process and not to the one that we were forked from."""
-        return self.owner == os.getpid() and self.process.poll() is None
+        """Whether the server runs, not stopped by a signal, and belongs to this process, not to one that forked us."""
+        alive = self.owner == os.getpid() and self.process.poll() is None
+        return alive and stacks.status_of(self.process.pid) != stacks.STATUS["stopped"]
+
+    def exit_code(self, patience: float) -> int | None:
+        """How the server ended, None if it has not within so many seconds."""
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(patience)
+        return self.process.returncode
 
     def take_order(self, letter: bytes, number: int, descriptors: Sequence = ()) -> None:
         """Send one order: "L" (a new launch, with its socket) or "K" (kill that launch)."""
@@ -174,7 +197,9 @@ class Server:
 
     def log(self) -> str:
         """What the server wrote on its standard error: nothing, unless it could not start."""
-        return os.pread(self.complaints.fileno(), 1 << 16, 0).decode("utf-8", "replace")
+        return (
+            "" if self.complaints.closed else os.pread(self.complaints.fileno(), 1 << 16, 0).decode("utf-8", "replace")
+        )
 
     def close(self) -> None:
         """End the server, and with it all launches that still run."""
@@ -201,28 +226,17 @@ def server_pid() -> int | None:
     return _servers[0].process.pid if _servers else None
 
 
-def server_log() -> str:
-    """What the server had to complain of."""
-    return _servers[0].log() if _servers else ""
-
-
-def wait_for_the_end_of_the_server() -> None:
-    """It was being killed; give it a second, so that the next launch starts a new one."""
-    with suppress(subprocess.TimeoutExpired):
-        if _servers:
-            _servers[0].process.wait(1)
-
-
-def order(letter: bytes, number: int, descriptors: Sequence = ()) -> None:
-    """Give the server an order; for a new launch, start a server if there is none, or if the last one was killed."""
+def order(letter: bytes, number: int, descriptors: Sequence = ()) -> Server | None:
+    """Give the server an order; for a new launch, start one if there is none, or none that answers. Returns it."""
     with _server_lock:
         usable = bool(_servers) and _servers[0].usable()
         if letter == b"K" and not usable:
-            return  # its launches have ended with it
+            return None  # its launches have ended with it
         if not usable:
             use_server(Server())
         with suppress(BrokenPipeError, ConnectionResetError):  # it dies right now: the launch notices, and tries again
             _servers[0].take_order(letter, number, descriptors)
+        return _servers[0]
 
 
 @atexit.register

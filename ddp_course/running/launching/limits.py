@@ -8,7 +8,7 @@ from ..linux import free_memory
 MIB = 1 << 20
 RANK_MEMORY = 64 * MIB  # what an idle CPU rank has of its own, with a small model: measured 13 to 60 MiB
 GPU_RANK_MEMORY = 1024 * MIB  # host memory of a rank that has initialised CUDA
-PIPES_A_RANK, SHARED_PIPES = 4, 4
+PIPES_PER_RANK, SHARED_PIPES = 5, 3
 SPARE_FILES = 64
 
 
@@ -25,10 +25,10 @@ def check_world_size(world_size: int, argument_bytes: int, on_gpu: bool) -> None
             f"{free / MIB:,.0f} MiB are free; {largest(free // needed)}"
         )
     files = free_files()
-    if world_size * PIPES_A_RANK > files:
+    if world_size * PIPES_PER_RANK > files:
         raise ValueError(
-            f"world size {world_size} does not fit: each rank needs {PIPES_A_RANK} open files and this process may "
-            f"open {files or 'no'} more (see `ulimit -n`); {largest(files // PIPES_A_RANK)}"
+            f"world size {world_size} does not fit: each rank needs {PIPES_PER_RANK} open files and this process may "
+            f"open {files or 'no'} more (see `ulimit -n`); {largest(files // PIPES_PER_RANK)}"
         )
 
 
@@ -44,5 +44,5 @@ def free_files() -> int:
     import resource
 
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    open_now = len(os.listdir("/dev/fd"))
+    open_now = len(os.listdir("/dev/fd")) if os.path.isdir("/dev/fd") else 0
     return sys.maxsize if most == resource.RLIM_INFINITY else max(0, most - open_now - SPARE_FILES)

@@ -9,21 +9,24 @@ total
 """
 
 import linecache
+import sys
 from collections import defaultdict
 from hashlib import blake2b
 from typing import IO, Any
 
-import cloudpickle
 from IPython.core.error import UsageError
-from IPython.core.magic import Magics, cell_magic, magics_class
+from IPython.core.magic import Magics, line_cell_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 
 from .cell import PROVIDED, compile_cell, run_cell, used_names
+from .kept import KeptRanks
 from .launch import EXPECTED, plain
 from .launched import show_line
+from .pickling import unsendable
 from .run import pack_call, run_ranks
 
 NOT_SENT = {*PROVIDED, "In", "Out", "get_ipython", "exit", "quit"}
+ENDED = "The kept ranks have ended, and their variables with them; %%ranks --keep starts new ones."
 
 
 def load_ipython_extension(ipython: Any) -> None:
@@ -35,43 +38,90 @@ def load_ipython_extension(ipython: Any) -> None:
 class RanksMagic(Magics):
     """Holds `%%ranks`, as IPython wants it."""
 
+    kept: KeptRanks | None = None
+
     @magic_arguments()
-    @argument("world_size", nargs="?", type=int, default=4, help="number of ranks (4)")
+    @argument("world_size", nargs="?", help="number of ranks (4, or as many as are kept); %%ranks stop ends kept ones")
+    @argument("--keep", action="store_true", help="leave the ranks and their variables alive for the next cells")
     @argument("--pull", default="", help="names to bring back from rank 0, separated by commas")
     @argument("--device", default="auto", help="auto, cpu, cuda, or one GPU such as cuda:0")
     @argument("--hosts", help="machines that have joined: all, a number of them, or names separated by commas")
     @argument("--timeout", type=float, default=300.0, help="seconds (300)")
-    @cell_magic
-    def ranks(self, line: str, cell: str) -> None:
+    @argument("--help", action="store_true", help="show this")
+    @line_cell_magic
+    def ranks(self, line: str, cell: str | None = None) -> None:
         """Run the cell on several ranks, with rank, world_size, dist, torch and device at hand.
 
         The names that the cell uses from the notebook are sent along. What the ranks print is shown rank by rank,
-        with the value of each rank's last expression.
+        with the value of each rank's last expression. Each cell starts anew, unless the ranks are kept: then what
+        cells assign on the ranks stays there for the next %%ranks cells, until %ranks stop.
         """
         options = parse_argstring(self.ranks, line)
+        if options.help:
+            print(self.ranks.__doc__)
+        elif cell is None:
+            self.stop(options.world_size)
+        else:
+            try:
+                self.run(options, cell)
+            except EXPECTED as error:
+                raise plain(error) from None
+
+    def stop(self, word: str | None) -> None:
+        """`%ranks stop`: end the ranks that were kept."""
+        if word != "stop":
+            raise UsageError("%ranks takes stop or --help; to run a cell on the ranks, begin it with %%ranks")
+        if self.kept is None:
+            print("no ranks are kept")
+        else:
+            self.kept.stop()
+        self.kept = None
+
+    def run(self, options: Any, cell: str) -> None:
+        """`%%ranks`: run a cell on new ranks, or on those that are kept."""
         pull = [name.strip() for name in options.pull.split(",") if name.strip()]
         if not all(name.isidentifier() for name in pull):
             raise UsageError(f"--pull takes names separated by commas and without spaces, not {options.pull!r}")
+        world_size = self.world_size(options)
         filename = f"<ranks {blake2b(cell.encode(), digest_size=4).hexdigest()}>"
         linecache.cache[filename] = (len(cell), None, cell.splitlines(True), filename)
         compile_cell(cell, filename)  # a syntax error is shown before anything starts
+        call = pack_call(run_cell, (cell, filename, given_names(cell, self.shell.user_ns), pull), {})
+        if options.keep and self.kept is None:
+            self.kept = KeptRanks(world_size, options.device)
         try:
-            arguments = (cell, filename, given_names(cell, self.shell.user_ns), pull)
-            results = run_grouped(pack_call(run_cell, arguments, {}), options)
-        except EXPECTED as error:
-            raise plain(error) from None
+            results = run_grouped(call, world_size, options, self.kept)
+        finally:
+            if self.kept is not None and self.kept.ended:
+                self.kept = None
+                print(ENDED, file=sys.stderr)
         self.shell.push(results[0])
 
+    def world_size(self, options: Any) -> int:
+        """How many ranks are asked for; UsageError if that is no number, or others are kept."""
+        text = options.world_size or str(self.kept.world_size if self.kept else 4)
+        if not text.lstrip("-").isdigit():
+            raise UsageError(f"world_size is {text!r}; it must be a whole number, such as %%ranks 4")
+        if options.hosts and (self.kept or options.keep):
+            raise UsageError("ranks on other hosts cannot be kept; leave out --keep or --hosts, or run %ranks stop")
+        if self.kept and int(text) != self.kept.world_size:
+            raise UsageError(f"{self.kept.world_size} ranks are kept; end them with %ranks stop before others start")
+        return int(text)
 
-def run_grouped(call: IO[bytes], options: Any) -> list:
+
+def run_grouped(call: IO[bytes], world_size: int, options: Any, kept: KeptRanks | None) -> list:
     """Run a packed call on all ranks, and show what they printed rank by rank, whatever the outcome."""
     printed = defaultdict(list)
+
+    def show(bar, rank, stream, text):
+        printed[rank].append((bar, rank, stream, text))
+
     try:
-        return run_ranks(
-            call, options.world_size, options.device, options.timeout, link=None, progress=False,
-            hosts=parse_hosts(options.hosts),
-            show=lambda bar, rank, stream, text: printed[rank].append((bar, rank, stream, text)),
-        )  # fmt: skip
+        if kept is not None:
+            with call:
+                return kept.call(call, options.timeout, show)
+        hosts = parse_hosts(options.hosts)
+        return run_ranks(call, world_size, options.device, options.timeout, show=show, hosts=hosts)
     finally:
         for rank in sorted(printed, key=lambda rank: int(str(rank).split()[0])):
             for line in printed[rank]:
@@ -88,9 +138,7 @@ def parse_hosts(text: str | None) -> str | int | list | None:
 def given_names(cell: str, notebook: dict) -> dict:
     """The values of those of the notebook's names that the cell uses; TypeError for one that cannot be sent."""
     names = {name: notebook[name] for name in used_names(cell) - NOT_SENT if name in notebook}
-    for name, value in names.items():
-        try:
-            cloudpickle.dumps(value)
-        except Exception as error:
-            raise TypeError(f'"{name}" is used in the cell, but cannot be sent to the ranks: {error}') from None
+    if culprit := unsendable(names):
+        name, reason = culprit
+        raise TypeError(f'"{name}" is used in the cell, but cannot be sent to the ranks: {reason}')
     return names

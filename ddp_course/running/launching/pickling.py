@@ -1,10 +1,12 @@
 """What packs functions and results: cloudpickle, which can send what a cell defines; else what modules define."""
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 try:
     from cloudpickle import Pickler, dumps
-except ImportError:  # a machine with torch and numpy only, which is enough for `make gpu`
+except ImportError:  # a machine with torch and numpy only, which is enough for `make bench gpu`
     from pickle import Pickler as Plain
     from pickle import dumps
 
@@ -16,4 +18,24 @@ except ImportError:  # a machine with torch and numpy only, which is enough for 
             return NotImplemented
 
 
-__all__ = ["Pickler", "dumps"]
+__all__ = ["Pickler", "dumps", "unsendable", "used_by"]
+
+
+def unsendable(names: dict) -> tuple[str, str] | None:
+    """The first of these variables (by name) that cannot be sent to another process, and why; None if all can."""
+    for name, value in names.items():
+        try:
+            dumps(value, protocol=5)
+        except Exception as error:
+            return name, str(error)
+    return None
+
+
+def used_by(function: Callable, args: tuple, kwargs: dict) -> dict:
+    """The variables that are sent along with a call, by name: its arguments, and what the function finds outside."""
+    try:
+        given = inspect.signature(function).bind(*args, **kwargs).arguments
+        found = inspect.getclosurevars(function)
+    except (TypeError, ValueError):  # not written in Python, or called as it cannot be
+        return {}
+    return {**given, **found.nonlocals, **found.globals}

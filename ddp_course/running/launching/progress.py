@@ -2,36 +2,46 @@
 
 import sys
 import time
-from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from typing import Any, cast
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from .. import flight_recorder, torch_inside
 from .channel import write
 
 SECONDS_BETWEEN = 0.1
 
 
-def count_steps(report: int) -> Callable:
-    """In rank 0: report optimizer steps on the pipe `report`, ten times a second at most; returns the last report.
+class Steps:
+    """What a rank's optimizers do: the steps are counted and told on the pipe `report`, if there is one.
 
-    Without any step nothing is reported, so that no dead bar is drawn.
+    Without any step nothing is told, so that no dead bar is drawn.
     """
-    done, told = 0, 0.0
 
-    def tell():
-        if done:
-            write(report, ("steps", done))
+    def __init__(self, report: int | None):
+        self.report, self.done, self.told, self.optimizer = report, 0, 0.0, cast(Any, None)
+        register_optimizer_step_post_hook(self.count)
 
-    def stepped(*_):
-        nonlocal done, told
-        done += 1
-        if time.monotonic() - told > SECONDS_BETWEEN:
-            told = time.monotonic()
-            tell()
+    def count(self, optimizer: Any, *_: Any) -> None:
+        """One more step; told ten times a second at most."""
+        self.done += 1
+        self.optimizer = optimizer
+        if self.report is not None and time.monotonic() - self.told > SECONDS_BETWEEN:
+            self.tell()
 
-    register_optimizer_step_post_hook(stepped)
-    return tell
+    def tell(self) -> None:
+        """Report how many steps there have been."""
+        if self.report is not None and self.done:
+            self.told = time.monotonic()
+            write(self.report, ("steps", self.done))
+
+    def unconnected_model(self) -> float | None:
+        """The sum of what was trained, if it was trained without a word to any other rank; else None."""
+        if self.optimizer is None or torch_inside.messages() or flight_recorder.has_entries():
+            return None
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        return sum(p.detach().double().sum().item() for p in parameters)
 
 
 class Bar:
@@ -42,19 +52,22 @@ class Bar:
 
     def advance_to(self, steps: int) -> None:
         """Show that rank 0 has done `steps` optimizer steps."""
-        if self.bar is None:
+        if self.bar is None and sys.stderr is not None:
             from tqdm.auto import tqdm  # here: it loads the notebook's widgets, which ranks do not need
 
             self.bar = tqdm(total=self.total, desc="rank 0", unit="step")
-        self.bar.update(steps - self.bar.n)
+        if self.bar is not None:
+            self.bar.update(steps - self.bar.n)
 
     def print(self, text: str, stream: str) -> None:
-        """Print a line above the bar."""
-        if self.bar is None:
-            getattr(sys, stream).write(text)
-            return
-        with self.bar.external_write_mode(file=getattr(sys, stream)):
-            getattr(sys, stream).write(text)
+        """Print a line above the bar. A stream that is closed or cannot show a character costs no result."""
+        file = getattr(sys, stream)
+        above = nullcontext() if self.bar is None else self.bar.external_write_mode(file=file)
+        with suppress(OSError, ValueError, AttributeError), above:  # AttributeError: the stream is None
+            try:
+                file.write(text)
+            except UnicodeEncodeError:
+                file.write(text.encode(file.encoding, "backslashreplace").decode(file.encoding))
 
     def close(self) -> None:
         """Leave the bar as it is."""

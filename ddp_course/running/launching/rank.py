@@ -9,26 +9,28 @@ import pickle
 import signal
 import socket
 import sys
-import threading
 import time
 import traceback
-from contextlib import AbstractContextManager
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ...errors import CourseError
 from .. import flight_recorder
 from ..devices import emulation_of
 from ..devices.placement import hide_gpus
 from ..linux import die_with_parent
-from .channel import write
-from .limits import PIPES_A_RANK, SHARED_PIPES
+from .channel import read_frame, write
+from .limits import PIPES_PER_RANK, SHARED_PIPES
 from .pickling import Pickler
-from .progress import count_steps
+from .progress import Steps
 
 HERE = Path(__file__).parent
 OWN_FILES = tuple(str(HERE / name) for name in ("rank.py", "cell.py", "spare.py"))  # not shown
@@ -44,19 +46,18 @@ ELASTIC = "TORCHELASTIC_"  # variables of a torchrun that this launch may be par
 
 @dataclass
 class Pipes:
-    """Open files that came from the caller: shared ones, and each rank's report, stdout, stderr and stacks."""
+    """Open files that came from the caller: shared ones, and each rank's orders, report, stdout, stderr and stacks."""
 
     agent_log: int
     payload: int
     recorder: int
-    leave: int
     ranks: dict
 
     @classmethod
     def unpack(cls, descriptors: list, ranks: list) -> "Pipes":
         """Give the descriptors their names, in the order in which the caller sent them."""
         shared, rest = descriptors[:SHARED_PIPES], descriptors[SHARED_PIPES:]
-        per_rank = {rank: rest[PIPES_A_RANK * i :][:PIPES_A_RANK] for i, rank in enumerate(ranks)}
+        per_rank = {rank: rest[PIPES_PER_RANK * i :][:PIPES_PER_RANK] for i, rank in enumerate(ranks)}
         return cls(*[*shared, per_rank])
 
     def close(self, keep: int | None = None) -> None:
@@ -77,43 +78,77 @@ def main(
         link.enter(rank)  # before any socket: it may move this process into a network namespace of its own
     launch.close()
     pipes.close(keep=rank)
-    work(setting, rank, link, listener, pipes.payload, pipes.recorder, *pipes.ranks[rank])
-    os.read(pipes.leave, 1)  # until the caller closes its end: all have their results
+    orders, *own = pipes.ranks[rank]
+    work(
+        setting, rank, link, listener, partial(read_frame, orders, setting["idle"]), pipes.payload, pipes.recorder, *own
+    )
     leave_nccl()
 
 
 def work(
-    setting: dict, rank: int, link: Any, listener: socket.socket | None,
+    setting: dict, rank: int, link: Any, listener: socket.socket | None, next_call: Callable[[], bytes],
     payload: int, recorder: int, report: int, out: int, err: int, stacks: int,
 ) -> None:  # fmt: skip
     """Reach the caller's function with the process group up, and report what became of it; all files are open ones.
 
-    Returns only after success; the rank must not end before the others have, which may still be looking for it. A
-    rank that failed waits to be killed: if it ended by itself, the others would fail too, with a broken connection,
-    and hide the cause.
+    Then waits for what `next_call()` returns: another packed call; or b"", when all ranks have their results and this
+    one may leave. A rank that failed waits as well, until it is killed: if it ended by itself, the others would fail
+    too, with a broken connection, and hide the cause.
     """
     write(report, ("started", os.getpid()))
-    if hasattr(faulthandler, "register"):
-        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)  # asked for when time runs out
-    else:
-        faulthandler.dump_traceback_later(setting["timeout"], file=stacks)
-    faulthandler.enable(file=stacks, all_threads=False)  # segmentation faults and the like
-    try:
+    write_stacks_to(stacks, setting["timeout"])
+    steps = Steps(report if setting["progress"] and rank == 0 else None)
+
+    def first_call():
         join_group(setting, rank, listener)
         flight_recorder.attach(recorder, rank, setting["world_size"])
         redirect_output(out, err)
-        tell_steps = count_steps(report) if setting["progress"] and rank == 0 else None
-        answer = pack_result(call(payload, emulation_of(setting, rank, link)))
-        if tell_steps:
-            tell_steps()
+        with mmap.mmap(payload, 0, access=mmap.ACCESS_READ) as packed:
+            function = unpack(packed)
+        result = call(function)
+        if (model := steps.unconnected_model()) is not None:
+            write(report, ("unconnected", model))
+        return result
+
+    def later_call(packed):
+        return call(unpack(packed))
+
+    def call(function):
+        with emulation_of(setting, rank, link):
+            result = function()
+        steps.tell()
+        return result
+
+    write(report, answer(first_call))
+    with suppress(TimeoutError):  # nobody has wanted anything for so long: this rank may leave as well
+        while packed := next_call():
+            write(report, answer(partial(later_call, packed)))
+
+
+def answer(function: Callable[[], Any]) -> bytes:
+    """The message about what `function` returned or raised; a child that it forked, and that comes here, ends."""
+    own = os.getpid()
+    try:
+        message = pack_result(function())
     except BaseException as error:
-        failure = describe(error)
-        sys.stdout.flush()
-        write(report, ("failed", failure))
-        threading.Event().wait()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    write(report, answer)
+        if os.getpid() != own and not isinstance(error, SystemExit):
+            traceback.print_exc()
+        message = pickle.dumps(("failed", describe(error)))
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):  # the function may have closed it, or put something else in its place
+            stream.flush()
+    if os.getpid() != own:
+        os._exit(0)
+    return message
+
+
+def write_stacks_to(stacks: int, timeout: float) -> None:
+    """Have stacks written when time runs out, by the signal that asks for them, and at a segmentation fault."""
+    if hasattr(faulthandler, "register"):
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    else:
+        faulthandler.dump_traceback_later(timeout, file=stacks)
+    faulthandler.enable(file=stacks, all_threads=False)
 
 
 def join_group(setting: dict, rank: int, listener: socket.socket | None) -> None:
@@ -131,12 +166,10 @@ def join_group(setting: dict, rank: int, listener: socket.socket | None) -> None
 
 
 def choose_device(setting: dict, rank: int) -> None:
-    """Set this rank's device, its number of threads, and the network card that gloo uses."""
+    """Set this rank's device and its number of threads."""
     os.environ["DDP_COURSE_DEVICE"] = device = setting["devices"][setting["ranks"].index(rank)]
     os.environ["OMP_NUM_THREADS"] = str(setting["threads"])
     torch.set_num_threads(setting["threads"])
-    if "gloo" in setting["backend"] and sys.platform != "win32":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     if device.startswith("cuda"):
         for name, value in QUIET_NCCL.items():
             os.environ.setdefault(name, value)
@@ -159,11 +192,20 @@ def join_store(
 
 
 def redirect_output(out: int, err: int) -> None:
-    """From here on, what this rank prints goes to the caller, line by line."""
+    """From here on, what this rank prints goes to the caller, line by line; there is nobody to type anything."""
     os.dup2(out, 1)
     os.dup2(err, 2)
     sys.stdout = os.fdopen(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+    sys.breakpointhook = refuse_breakpoint
+
+
+def refuse_breakpoint(*args: Any, **kwargs: Any) -> None:
+    """What `breakpoint()` does in a rank."""
+    raise CourseError(
+        "breakpoint() cannot be used in a rank: nobody can type there. Print instead, or call the function in this "
+        'process with one rank: docs/TROUBLESHOOTING.md, "Debug a rank"'
+    )
 
 
 def leave_nccl() -> None:
@@ -172,16 +214,14 @@ def leave_nccl() -> None:
         dist.destroy_process_group()
 
 
-def call(payload: int, emulation: AbstractContextManager) -> Any:
-    """Unpickle the caller's function with its arguments and the source of its cells, and call it in `emulation`."""
-    with mmap.mmap(payload, 0, access=mmap.ACCESS_READ) as packed:
-        length = int.from_bytes(packed[:8], "little")
-        sources = pickle.loads(packed[8 : 8 + length])
-        linecache.cache.update({name: (len(text), None, text.splitlines(True), name) for name, text in sources.items()})
-        with memoryview(packed) as view:
-            function, args, kwargs = pickle.loads(view[8 + length :])
-    with emulation:
-        return function(*args, **kwargs)
+def unpack(packed: Any) -> Callable[[], Any]:
+    """Unpickle the caller's function with its arguments and the source of its cells."""
+    length = int.from_bytes(packed[:8], "little")
+    sources = pickle.loads(packed[8 : 8 + length])
+    linecache.cache.update({name: (len(text), None, text.splitlines(True), name) for name, text in sources.items()})
+    with memoryview(packed) as view:
+        function, args, kwargs = pickle.loads(view[8 + length :])
+    return partial(function, *args, **kwargs)
 
 
 def pack_result(result: Any) -> bytes:
@@ -219,6 +259,8 @@ def describe(error: BaseException) -> dict:
         message = str(error)
     except Exception:
         message = "(its message could not be made)"
+    if "initialize the default process group twice" in message:
+        message = "launch has brought the process group up already: leave out dist.init_process_group"
     if isinstance(error, SystemExit):
         message = f"sys.exit was called with {error.code!r}"
     return {

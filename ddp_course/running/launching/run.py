@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import IO, Any
 
 from . import pickling
-from .launched import show_line
+from .launched import Launched, show_line
 from .limits import check_world_size
-from .setting import describe_launch, open_payload, start_method
+from .setting import describe_launch, open_memory, start_method
 
 LONGEST_TIMEOUT = 1e7  # seconds
 
@@ -30,13 +30,32 @@ def run_ranks(
         check_world_size(world_size, nbytes, on_gpu=False)
         setting = describe_launch(world_size, device, timeout, link, progress)
         check_world_size(world_size, nbytes, on_gpu=setting["devices"][0] != "cpu")
-        if start_method() == "spawn":
-            from .spawned import run_spawned  # here: where processes can be forked it is never needed
+        return run_here(setting, payload, show)
 
-            return run_spawned(setting, payload, show)
-        from .forked import run_forked  # here: it needs what only systems with fork have
 
-        return run_forked(setting, payload, show)
+def run_here(setting: dict, payload: IO[bytes], show: Callable) -> list:
+    """Run one launch to its end; once more if it came to nothing because the server was just ending."""
+    for last_try in (False, True):
+        launched = new_launch(setting, show)
+        try:
+            launched.start(payload)
+            launched.watch()
+        finally:
+            launched.close()
+        if last_try or not launched.never_started():
+            return launched.outcome()
+    raise AssertionError("the last try returns or raises")
+
+
+def new_launch(setting: dict, show: Callable) -> Launched:
+    """A launch whose ranks come to life as this system allows."""
+    if start_method() == "spawn":
+        from .spawned import Spawned  # here: where processes can be forked it is never needed
+
+        return Spawned(setting, show)
+    from .forked import Forked  # here: it needs what only systems with fork have
+
+    return Forked(setting, show)
 
 
 def check_request(world_size: Any, device: Any, timeout: Any, link: Any) -> int:
@@ -69,11 +88,14 @@ def pack_call(fn: Callable, args: tuple, kwargs: dict) -> IO[bytes]:
         if len(entry) == 4 and not os.path.exists(name)
     }
     packed_sources = pickle.dumps(sources)
+    if not callable(fn):
+        raise TypeError(f"launch takes the function itself, as in launch(train, …), not what it returned: {fn!r:.100}")
     try:
         packed_call = pickling.dumps((fn, args, kwargs), protocol=5)
     except Exception as error:
-        raise TypeError(f"{fn!r} or its arguments cannot be sent to other processes: {error}") from None
-    payload = open_payload()
+        name, reason = pickling.unsendable(pickling.used_by(fn, args, kwargs)) or (repr(fn), error)
+        raise TypeError(f"{name} cannot be sent to other processes: {reason}") from None
+    payload = open_memory("call")
     payload.write(len(packed_sources).to_bytes(8, "little"))
     payload.write(packed_sources)
     payload.write(packed_call)

@@ -38,16 +38,17 @@ LATER = [  # what every rank would import for more than a second with its first 
     *("mpmath", "sympy", "torch.fx.experimental.symbolic_shapes", "torch.distributed.fsdp", "torch._dynamo"),
     "torch.utils.data",
 ]  # when idle, in small steps, because a launch that comes meanwhile has to wait; and all before the second launch
+IDLE_SECONDS = float(os.environ.get("DDP_COURSE_IDLE") or 900)  # then the server ends; the next launch starts one
 
 
 def serve(control: socket.socket) -> None:
-    """Fork an agent for each request, reap what has ended, until the caller is gone."""
-    launches, ended, later = {}, set(), list(LATER)  # launches: the agent's process id -> (number, launch socket)
+    """Fork an agent for each request, reap what has ended, until the caller is gone, or wants nothing for long."""
+    launches, ended, later = {}, {}, list(LATER)  # launches: by the agent's process id, its number and launch socket
     wakeup = wake_on_child()
     watched: list = [control, wakeup]
     linux.adopt_orphans()  # what an agent leaves behind becomes ours
-    caller, first_launch_over = os.getppid(), False
-    while os.getppid() == caller:
+    caller, first_launch_over, last_use = os.getppid(), False, time.monotonic()
+    while os.getppid() == caller and time.monotonic() < last_use + IDLE_SECONDS:
         idle = first_launch_over and not launches
         ready, _, _ = select.select(watched, [], [], 0.02 if ended or (later and idle) else 1.0)
         if wakeup in ready:
@@ -55,12 +56,14 @@ def serve(control: socket.socket) -> None:
         if control in ready and not answer(control, launches, later if idle else []):
             break
         first_launch_over |= reap(launches, ended)
+        if launches or control in ready:
+            last_use = time.monotonic()
         if later and idle and not ready:  # never while a launch runs: its end would have to wait
             load(later[:1])
             del later[0]
             if not later:
                 linux.take_large_pages()
-    ended.update(launches)  # with the caller gone they are all to end
+    ended.update(dict.fromkeys(launches, 0))  # with the caller gone they are all to end
     while launches:
         reap(launches, ended)
         time.sleep(0.002)
@@ -146,21 +149,29 @@ def become_agent(launch: socket.socket) -> None:
         os._exit(1)
 
 
-def reap(launches: dict, ended: set) -> bool:
-    """Collect ended children; close the sockets of launches of which nothing is left. Whether one came to its end."""
+def reap(launches: dict, ended: dict) -> bool:
+    """Collect ended children; close the sockets of launches of which nothing is left. Whether one came to its end.
+
+    `ended`: the wait status of each agent that has ended.
+    """
     pid = -1
     while pid:
         try:
-            pid, _ = os.waitpid(-1, os.WNOHANG)
+            pid, status = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
             break
-        ended.update({pid} & launches.keys())
+        if pid in launches:
+            ended[pid] = status
     over = [agent for agent in ended if not kill_group(agent)]
     if not over or kill_strays(launches):
         return False
     for agent in over:
-        ended.discard(agent)
-        launches.pop(agent)[1].close()
+        _, launch = launches.pop(agent)
+        if status := ended.pop(agent):
+            words = pickle.dumps(("agent", os.waitstatus_to_exitcode(status)))
+            with contextlib.suppress(OSError):  # the caller may be gone
+                launch.sendall(struct.pack("<Q", len(words)) + words)
+        launch.close()
     return True
 
 

@@ -8,6 +8,8 @@ from typing import IO, Any
 from ..devices import Device, for_ranks, placement, usable_cores
 from . import pickling
 
+SHORT = 100_000  # bytes: Linux starts no program with a longer variable in its environment
+
 
 def start_method() -> str:
     """How ranks come to life: "fork" from the preloaded server where that is safe, else "spawn", from warm spares."""
@@ -38,10 +40,23 @@ def describe_launch(world_size: int, device: Any, timeout: float, link: Any, pro
         "path": list(sys.path),
         "argv": list(sys.argv),
         "folder": os.getcwd(),
-        "environ": dict(os.environ),
+        "environ": {**os.environ, **network_card()},
+        "idle": None,  # seconds that ranks which stay after their call wait for another one
     }
 
 
-def open_payload() -> IO[bytes]:
-    """A new file with no name, in memory where the system can do that."""
-    return tempfile.TemporaryFile() if not hasattr(os, "memfd_create") else open(os.memfd_create("call"), "w+b")
+def short_environment() -> dict:
+    """What the environment of a process that preloads torch must be; ranks get all of the caller's later."""
+    short = {name: value for name, value in os.environ.items() if len(value) < SHORT}
+    return {**short, "TORCH_CPP_LOG_LEVEL": "ERROR", "OPENBLAS_NUM_THREADS": "1"}
+
+
+def network_card() -> dict:
+    """The environment variable by which gloo takes the loopback, whatever card somebody has set for other machines."""
+    cards = {"linux": "lo", "darwin": "lo0"}
+    return {"GLOO_SOCKET_IFNAME": cards[sys.platform]} if sys.platform in cards else {}
+
+
+def open_memory(name: str) -> IO[bytes]:
+    """A new file that no folder lists, in memory where the system can do that: a full disk is no obstacle."""
+    return tempfile.TemporaryFile() if not hasattr(os, "memfd_create") else open(os.memfd_create(name), "w+b")

@@ -1,9 +1,9 @@
 """A warm spare: a process that has imported torch and waits to become one rank of one launch.
 
 A script, not a part of the package, like the server: it imports nothing of the course and nothing of the learner's
-until it is needed, so that every launch reads both afresh. Its standard input brings one line of JSON with the
-launch's folder and the number of the rank, later an empty line when all ranks may leave. When the input ends, so does
-this process: its caller is gone.
+until it is needed, so that every launch reads both afresh. Its standard input brings messages as in `channel`: first
+the launch's folder, the number of the rank and the setting; later further calls, or an empty message when all ranks may
+leave. When the input ends, so does this process: its caller is gone.
 """
 
 # ruff: noqa: E402 (the folder of this script must leave the path before anything else is imported)
@@ -16,48 +16,52 @@ sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != H
 import atexit
 import gc
 import importlib
-import json
 import pickle
 import queue
+import shutil
+import struct
 import threading
 
-MARK = "DDP_COURSE_SPARE"  # as in `spares`: whatever this process starts bears it
+MARK = "DDP_COURSE_LAUNCH"  # as in `launched`: whatever this process starts bears it
 AT_ONCE = ["torch.distributed", "torch.multiprocessing", "numpy", "cloudpickle", "psutil"]
 WHEN_IDLE = ["torch._dynamo", "torch.utils.data"]  # what ranks would import with their first optimizer
+IDLE_SECONDS = float(os.environ.get("DDP_COURSE_IDLE") or 900)
 
 
 def main() -> None:
-    """Import, wait, become a rank."""
-    words: queue.Queue = queue.Queue()
-    threading.Thread(target=listen, args=(os.dup(0), words), daemon=True).start()
+    """Import, wait, become a rank; end if nobody wants one for long."""
+    orders: queue.Queue = queue.Queue()
+    folders: list = []
+    threading.Thread(target=listen, args=(os.dup(0), orders, folders), daemon=True).start()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     gc.disable()  # what modules define is no garbage: a fifth of the time to import them
     for name in AT_ONCE:
         importlib.import_module(name)
     for name in WHEN_IDLE:
-        if words.empty():
+        if orders.empty():
             importlib.import_module(name)
     gc.freeze()
     gc.enable()
-    order = json.loads(words.get())
-    folder, rank = order["folder"], order["rank"]
-    with open(os.path.join(folder, "setting"), "rb") as file:
-        setting = pickle.load(file)
+    try:
+        order = pickle.loads(orders.get(timeout=IDLE_SECONDS))
+    except queue.Empty:
+        return
+    folder, rank, setting = order["folder"], order["rank"], order["setting"]
+    folders.append(folder)
     sys.path[:], sys.argv[:] = setting["path"], setting["argv"]
     os.environ.update({name: value for name, value in setting["environ"].items() if name != MARK})
     if os.path.isdir(setting["folder"]):
         os.chdir(setting["folder"])
-    be_rank(folder, rank, setting)
-    words.get()  # the others may still be looking for this rank
+    be_rank(folder, rank, setting, orders)
     importlib.import_module("ddp_course.running.launching.rank").leave_nccl()
     atexit.register(os._exit, 0)  # when its threads have ended, but before gloo's would be torn down
 
 
-def listen(descriptor: int, words: queue.Queue) -> None:
-    """In a thread: pass on every line; when the caller is gone, end this process and all that it started."""
-    with os.fdopen(descriptor) as lines:
-        for line in lines:
-            words.put(line)
+def listen(descriptor: int, orders: queue.Queue, folders: list) -> None:
+    """In a thread: pass on every order; when the caller is gone, end this process and leave nothing behind."""
+    with os.fdopen(descriptor, "rb") as messages:
+        while header := messages.read(8):
+            orders.put(messages.read(struct.unpack("<Q", header)[0]))
     import psutil
 
     for process in psutil.Process().children(recursive=True):
@@ -65,10 +69,12 @@ def listen(descriptor: int, words: queue.Queue) -> None:
             process.kill()
         except psutil.NoSuchProcess:
             continue
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 
 
-def be_rank(folder: str, number: int, setting: dict) -> None:
+def be_rank(folder: str, number: int, setting: dict, orders: queue.Queue) -> None:
     """The same as `rank.main`, with files instead of pipes."""
     ranks = importlib.import_module("ddp_course.running.launching.rank")
     binary = getattr(os, "O_BINARY", 0)
@@ -76,11 +82,18 @@ def be_rank(folder: str, number: int, setting: dict) -> None:
     def shared(name, flags):
         return os.open(os.path.join(folder, name), flags | binary)
 
+    def next_call():
+        try:
+            return orders.get(timeout=setting["idle"])
+        except queue.Empty:
+            raise TimeoutError from None
+
     own = [shared(f"{name}-{number}", os.O_WRONLY | os.O_APPEND) for name in ("report", "stdout", "stderr", "stacks")]
     link = pickle.loads(setting["link"])
     if link is not None:
         link.enter(number)
-    ranks.work(setting, number, link, None, shared("call", os.O_RDONLY), shared("recorder", os.O_RDWR), *own)
+    payload, recorder = shared("call", os.O_RDONLY), shared("recorder", os.O_RDWR)
+    ranks.work(setting, number, link, None, next_call, payload, recorder, *own)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 # ruff: noqa: SIM115 (the files opened here outlive the function that opens them)
 import atexit
-import json
 import os
 import secrets
 import subprocess
@@ -15,8 +14,9 @@ from pathlib import Path
 import psutil
 
 from ..linux import free_memory
+from .launched import MARK
+from .setting import short_environment
 
-MARK = "DDP_COURSE_SPARE"  # in the environment of a spare and of whatever it starts
 SPARE_MEMORY = 300 << 20  # bytes of its own, once it has imported all that ranks need: measured 260 MiB
 MOST_SPARES = 16
 
@@ -34,19 +34,9 @@ class Spare:
         self.process = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("spare.py"))],
             stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=self.complaints,
-            env={**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR", "OPENBLAS_NUM_THREADS": "1", MARK: self.mark},
+            env={**short_environment(), MARK: self.mark},
             **own_group,
         )  # fmt: skip
-
-    def tell(self, order: dict) -> None:
-        """Give it its rank: the launch's folder, and the rank's number."""
-        self.write(json.dumps(order))
-
-    def write(self, line: str) -> None:
-        """Send one line; it may have ended."""
-        with suppress(OSError):
-            self.process.stdin.write(line.encode() + b"\n")
-            self.process.stdin.flush()
 
     def exit_code(self) -> int | None:
         """How it ended, None while it runs."""
@@ -114,14 +104,6 @@ def all_spares() -> list:
             if str(Path(__file__).with_name("spare.py")) in (process.info["cmdline"] or []):
                 taken.append(process.memory_full_info().uss)
     return taken
-
-
-def kill_marked(marks: set) -> None:
-    """Kill all processes that bear one of these marks."""
-    for process in psutil.process_iter():
-        with suppress(psutil.Error, OSError):
-            if process.environ().get(MARK) in marks:
-                process.kill()
 
 
 @atexit.register

@@ -21,26 +21,13 @@ from typing import IO, Any
 import cloudpickle
 
 from ...errors import LaunchError
-from .launched import ENDING_SECONDS, Launched
-from .spares import kill_marked, refill, take_spares
+from .channel import put
+from .launched import ENDING_SECONDS, Launched, kill_marked
+from .spares import refill, take_spares
 
 POLL_SECONDS = 0.005
 LATE_STACK_SECONDS = 1.5  # without SIGUSR1, ranks write their stacks by their own clocks
 FILES = ("report", "stdout", "stderr", "stacks")
-
-
-def run_spawned(setting: dict, payload: IO[bytes], show: Callable) -> list:
-    """Run one launch to its end; `payload` is an open file with the packed call."""
-    launched = Spawned(setting, show)
-    try:
-        launched.start(payload)
-        launched.watch()
-    finally:
-        launched.close()
-        refill(len(launched.ranks))
-    if launched.log:
-        raise LaunchError(f"the ranks could not be started\n{launched.log}".strip())
-    return launched.outcome()
 
 
 class Spawned(Launched):
@@ -49,7 +36,7 @@ class Spawned(Launched):
     def __init__(self, setting: dict, show: Callable):
         self.folder = tempfile.TemporaryDirectory(prefix="ddp_course_", ignore_cleanup_errors=True)
         super().__init__({**setting}, show)
-        self.readers_of, self.spares, self.store, self.files, self.log = {}, {}, None, [], ""
+        self.readers_of, self.spares, self.store, self.files, self.complaints = {}, {}, None, [], ""
 
     def make_recorder(self) -> IO[bytes]:
         """The flight recorder's memory: a file that the ranks open by its name."""
@@ -66,7 +53,6 @@ class Spawned(Launched):
             self.setting["link"] = cloudpickle.dumps(link)
         if not self.setting["store"]:
             self.store, self.setting["store"] = open_store()
-        (folder / "setting").write_bytes(pickle.dumps(self.setting))
         for rank in self.ranks:
             opened = [self.growing(folder / f"{name}-{rank}") for name in FILES]
             self.readers_of[rank] = [make(file) for make, file in zip(self.readers(rank), opened, strict=True)]
@@ -74,7 +60,8 @@ class Spawned(Launched):
         taken = take_spares(len(self.ranks))
         self.spares = dict(zip(self.ranks, taken, strict=True))
         for rank, spare in self.spares.items():
-            spare.tell({"folder": self.folder.name, "rank": rank})
+            self.orders[rank] = spare.process.stdin
+            put(spare.process.stdin, {"folder": self.folder.name, "rank": rank, "setting": self.setting})
 
     def growing(self, path: Path) -> "GrowingFile":
         """A new file that a rank will append to, opened for reading."""
@@ -115,19 +102,14 @@ class Spawned(Launched):
     def rank_exited(self, rank: int, code: int) -> None:
         """A rank's process has ended; if it never came as far as being one, with what it complained of."""
         if rank not in self.pids:
-            self.log += self.spares[rank].log()
+            self.complaints += self.spares[rank].log()
         super().rank_exited(rank, code)
-
-    def leave(self) -> None:
-        """Let the ranks end: all have their results."""
-        for spare in self.spares.values():
-            spare.write("")
 
     def end(self) -> None:
         """Kill what still runs, and whatever the ranks have started, wherever it has gone."""
         for spare in self.spares.values():
             spare.kill()
-        kill_marked({spare.mark for spare in self.spares.values()})
+            kill_marked(spare.mark)
         self.read_for(ENDING_SECONDS, lambda: self.agent_gone or not self.spares)
 
     def release(self) -> None:
@@ -140,6 +122,13 @@ class Spawned(Launched):
                 file.close()
         self.store = None
         self.folder.cleanup()
+        refill(len(self.ranks))
+
+    def outcome(self) -> list:
+        """As for every launch; spares that came to nothing say why."""
+        if self.complaints:
+            raise LaunchError(f"the ranks could not be started\n{self.complaints}".strip())
+        return super().outcome()
 
 
 class GrowingFile(io.RawIOBase):

@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+import io
 import math
 import os
 import platform
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from ddp_course import Device, Link, launch
 from ddp_course.errors import LaunchError, RankError
 from ddp_course.running.devices import usable_cores
-from ddp_course.running.launching import forked, launched, limits
+from ddp_course.running.launching import forked, limits, readers
 
 SOAK = Path(__file__).parents[2] / "soak"
 
@@ -155,7 +156,7 @@ def test_libraries_keep_quiet(capfd):
 
 def test_the_greeting_of_older_gloo_is_left_out():
     shown = []
-    lines = launched.Lines(None, shown.append)
+    lines = readers.Lines(None, shown.append)
     lines.feed(b"[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1\nhel")
     lines.feed(b"lo\n[Gloo] is what I say\n")
     assert shown == ["hello", "[Gloo] is what I say"]
@@ -211,9 +212,90 @@ def test_no_room_for_a_single_rank(monkeypatch):
         launch(pid_and_rank, world_size=2)
 
 
-def test_what_cannot_be_sent_is_named():
-    with pytest.raises(TypeError, match="cannot be sent"):
-        launch(lambda lock: None, threading.Lock())
+LOCK = threading.Lock()
+
+
+def uses_a_lock():
+    return LOCK
+
+
+@pytest.mark.parametrize(
+    "call, words",
+    [
+        (lambda: launch(lambda guard: None, threading.Lock()), "^guard cannot be sent"),
+        (lambda: launch(uses_a_lock.__class__(uses_a_lock.__code__, {"LOCK": LOCK})), "^LOCK cannot be sent"),
+        (lambda: launch(pid_and_rank()), r"launch takes the function itself.*not what it returned: \("),
+        (lambda: launch(pid_and_rank, 4), "pid_and_rank does not take the argument 4; for 4 ranks write world_size=4"),
+    ],
+)
+def test_a_call_that_cannot_work_is_refused_before_anything_starts(call, words, monkeypatch):
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    with pytest.raises(TypeError, match=words):
+        call()
+
+
+def train_alone(lr=0.1, together=False):
+    """One step of a model that differs from rank to rank."""
+    model = torch.nn.Linear(3, 1)
+    with torch.no_grad():
+        model.weight.fill_(dist.get_rank())
+    optimizer = torch.optim.SGD(model.parameters(), lr)
+    model(torch.ones(2, 3)).sum().backward()
+    if together:
+        dist.all_reduce(model.weight.grad)
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "args, size, words",
+    [
+        ((), {"world_size": 2}, "launch: no collective ran, so these are 2 models"),
+        ((0.1, True), {"world_size": 2}, None),
+        ((), {"world_size": 1}, None),
+        ((1,), {}, "launch: 1 is the lr of train_alone; for 1 ranks write world_size=1"),
+    ],
+)
+def test_what_looks_like_success_and_is_none_is_told(args, size, words, capfd):
+    launch(train_alone, *args, **size)
+    assert (words or "") in capfd.readouterr().err if words else capfd.readouterr() == ("", "")
+
+
+class Narrow(io.StringIO):
+    """A stream that shows ASCII only, as an old terminal."""
+
+    encoding = "ascii"
+
+    def write(self, text):
+        return super().write(text.encode("ascii").decode())
+
+
+@pytest.mark.parametrize(
+    "stream, shown", [(Narrow(), "[rank 0] \\xe9\n"), (None, None), (io.StringIO(), "[rank 0] é\n")]
+)
+def test_what_a_rank_prints_never_costs_the_result(monkeypatch, stream, shown):
+    monkeypatch.setattr(sys, "stdout", stream)
+    assert launch(lambda: print("é") or 7, world_size=1) == [7]
+    assert stream is None or stream.getvalue() == shown
+
+
+def test_output_without_line_ends_is_shown_in_pieces():
+    shown, piece = [], b"x" * (1 << 16)
+    lines = readers.Lines(None, shown.append)
+    for _ in range(160):
+        lines.feed(piece)
+    lines.feed(b"end\n")
+    assert sum(map(len, shown)) == 160 * len(piece) + 3 and len(shown) == 10
+
+
+def test_a_variable_too_long_for_a_program_reaches_the_ranks(monkeypatch):
+    forked.use_server(None)
+    monkeypatch.setenv("DDP_COURSE_LONG", "x" * 200_000)
+    assert launch(lambda: len(os.environ["DDP_COURSE_LONG"]), world_size=1) == [200_000]
+
+
+def test_a_card_that_is_not_there_is_no_obstacle(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth99")
+    assert [rank for _, rank in launch(pid_and_rank, world_size=2)] == [0, 1]
 
 
 def test_a_world_too_large_is_refused_with_the_largest_that_fits(monkeypatch):
@@ -275,12 +357,51 @@ def test_every_rank_goes_with_the_agent_and_with_the_server(victim):
     assert seconds < 10
 
 
-def test_the_server_is_started_anew_when_it_was_killed():
+@pytest.mark.parametrize("end", ["SIGKILL", "SIGSTOP", "idle"])
+def test_a_server_that_was_killed_or_stopped_or_left_idle_is_replaced(end, monkeypatch):
+    forked.use_server(None)
+    monkeypatch.setenv("DDP_COURSE_IDLE", "1" if end == "idle" else "900")
     launch(pid_and_rank, world_size=2)
-    first = forked.server_pid()
-    os.kill(first, signal.SIGKILL)
+    first = psutil.Process(forked.server_pid())
+    if end == "idle":
+        _, alive = psutil.wait_procs([first], timeout=30)
+        assert not alive
+    else:
+        first.send_signal(getattr(signal, end))
+    monkeypatch.setenv("DDP_COURSE_IDLE", "900")
     assert [rank for _, rank in launch(pid_and_rank, world_size=2)] == [0, 1]
-    assert forked.server_pid() != first
+    assert forked.server_pid() != first.pid
+
+
+def leave_children():
+    """A child in the rank's process group, one in a session of its own, and one that runs no other program."""
+    children = [subprocess.Popen(["sleep", "300"], start_new_session=own).pid for own in (False, True)]
+    child = os.fork()
+    if child == 0:
+        time.sleep(300)
+        os._exit(0)
+    print("children", *children, child, flush=True)
+    time.sleep(300)
+
+
+def test_children_of_ranks_go_with_the_server(capfd):
+    launch(pid_and_rank, world_size=1)
+
+    def attack():
+        while len(printed := re.findall(r"children (\d+) (\d+) (\d+)", capfd.readouterr().out)) < 1:
+            time.sleep(0.05)
+        pids.extend(map(int, printed[0]))
+        os.kill(forked.server_pid(), signal.SIGKILL)
+
+    pids = []
+    attacker = threading.Thread(target=attack)
+    attacker.start()
+    with pytest.raises(LaunchError, match=r"the launch server was killed by SIGKILL.*memory"):
+        launch(leave_children, world_size=1)
+    attacker.join()
+    assert len(pids) == 3
+    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=5)
+    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
 
 def test_edited_package_files_are_seen(tmp_path):
