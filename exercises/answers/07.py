@@ -1,5 +1,5 @@
 # %% [markdown]
-# Answers to exercise 7 as learners write them. tests/answers.py says how to read this.
+# Answers to exercise 7 as learners write them. docs/CONTRIBUTING.md says how to read this.
 
 # %% 7.1 right: min with key
 def assign_owners(sizes, world_size):
@@ -26,21 +26,21 @@ def assign_owners(sizes, world_size):
     return owners
 
 
-# %% 7.1 wrong: in turn | they are dealt out in turn
+# %% 7.1 wrong: in turn | they are dealt out in turn; look at how many numbers each rank has
 #- held.index(min(held))
 #+ len(owners) % world_size
-# %% 7.1 wrong: counts parameters | they are dealt out in turn
+# %% 7.1 wrong: counts parameters | they are dealt out in turn; look at how many numbers each rank has
 #- held[owner] += size
 #+ held[owner] += 1
-# %% 7.1 wrong: highest of equals | the lowest comes first
+# %% 7.1 wrong: highest of equals | of ranks that have equally few, the lowest comes first
 #- held.index(min(held))
 #+ max(rank for rank in range(world_size) if held[rank] == min(held))
 # %% 7.1 wrong: all to rank 0 | rank 0 owns everything
 #-         held[owner] += size
-# %% 7.1 wrong: neighbours together | neighbours were kept together
+# %% 7.1 wrong: neighbours together | neighbours were kept together; each goes to the rank that has least so far
 #- held.index(min(held))
 #+ len(owners) * world_size // len(sizes)
-# %% 7.1 wrong: largest first | in their own order
+# %% 7.1 wrong: largest first | the parameters come in their own order, not the largest first
 def assign_owners(sizes, world_size):
     held, owners = [0] * world_size, [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
@@ -49,7 +49,7 @@ def assign_owners(sizes, world_size):
     return owners
 
 
-# %% 7.1 wrong: lists of parameters | owners
+# %% 7.1 told: lists of parameters | a rank for each parameter was expected
 def assign_owners(sizes, world_size):
     return [list(range(rank, len(sizes), world_size)) for rank in range(world_size)]
 
@@ -85,12 +85,12 @@ def sharded_step(parameters, owners, optimizer, group=None):
             parameters[index].copy_(fresh)
 
 
-# %% 7.2 wrong: nothing sent | send them to the others
+# %% 7.2 wrong: nothing sent | each rank has stepped only its own parameters: after the step, send them to the others, which keep what comes in
 #-     for parameter, owner in zip(parameters, owners):
 #+     for parameter, owner in []:
-# %% 7.2 wrong: no step | is there a step()
+# %% 7.2 wrong: no step | the parameters have not changed: is there a step()?
 #-     optimizer.step()
-# %% 7.2 wrong: sent before the step | send
+# %% 7.2 wrong: sent before the step | each rank has stepped only its own parameters: after the step, send them to the others, which keep what comes in
 def sharded_step(parameters, owners, optimizer, group=None):
     for parameter, owner in zip(parameters, owners):
         if dist.get_rank(group) == owner:
@@ -101,25 +101,25 @@ def sharded_step(parameters, owners, optimizer, group=None):
     optimizer.step()
 
 
-# %% 7.2 wrong: rank 0 is the owner | receives from itself
+# %% 7.2 told: rank 0 is the owner | receives from itself
 #- == owner:
 #+ == 0:
-# %% 7.2 wrong: not kept | each rank has stepped only its own
+# %% 7.2 wrong: not kept | each rank has stepped only its own parameters: after the step, send them to the others, which keep what comes in
 #- wire.recv(parameter.detach(), owner, group)
 #+ wire.recv(parameter.detach().clone(), owner, group)
-# %% 7.2 wrong: first other only | wait for each other
+# %% 7.2 told: first other only | wait for each other
 #- in wire.others(owner, group):
 #+ in wire.others(owner, group)[:1]:
-# %% 7.2 wrong: gradients sent | is its gradient
+# %% 7.2 wrong: gradients sent | where a parameter should be is its gradient: send the parameter itself, after the step
 #- wire.send(parameter.detach(), peer, group)
 #+ wire.send(parameter.grad, peer, group)
-# %% 7.2 wrong: every rank steps everything | K-1 others need them
+# %% 7.2 wrong: every rank steps everything | nothing is sent: each rank steps all parameters, so none of the state is split
 def sharded_step(parameters, owners, optimizer, group=None):
     everything = optimizer.__dict__.setdefault("whole", torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
     everything.step()
 
 
-# %% 7.2 wrong: dist.broadcast | your code calls torch.distributed.broadcast
+# %% 7.2 told: dist.broadcast | your code calls torch.distributed.broadcast
 def sharded_step(parameters, owners, optimizer, group=None):
     optimizer.step()
     for parameter, owner in zip(parameters, owners):
@@ -138,16 +138,16 @@ def bytes_per_rank(parameters, world_size, level):
     return (kept + split / world_size) * parameters
 
 
-# %% 7.3 wrong: one moment | Adam keeps two numbers
+# %% 7.3 wrong: one moment | Adam keeps two numbers per parameter: 8 bytes of state
 #- 8 * parameters
 #+ 4 * parameters
-# %% 7.3 wrong: no gradients | where are the gradients
+# %% 7.3 wrong: no gradients | where are the gradients?
 #- return weights + gradients + state
 #+ return weights + state
 # %% 7.3 wrong: numbers | float32 has four bytes
 #- 4 * parameters, 4 * parameters, 8 * parameters
 #+ parameters, parameters, 2 * parameters
-# %% 7.3 wrong: levels from 0 | level 0 shards nothing
+# %% 7.3 wrong: levels from 0 | level 0 shards nothing, level 1 the optimizer's state
 #- level >= 1
 #+ level >= 0
 #- level >= 2
@@ -157,9 +157,9 @@ def bytes_per_rank(parameters, world_size, level):
 # %% 7.3 wrong: nothing sharded | nothing is sharded
 #- return weights + gradients + state
 #+ return 16 * parameters
-# %% 7.3 wrong: everything sharded | everything is divided by K
+# %% 7.3 wrong: everything sharded | everything is divided by K at every level
 #- return weights + gradients + state
 #+ return 16 * parameters / world_size
-# %% 7.3 wrong: no state | where is the optimizer's state
+# %% 7.3 wrong: no state | where is the optimizer's state?
 #- return weights + gradients + state
 #+ return weights + gradients
