@@ -182,7 +182,7 @@ class Bytes(Problem):
             return ByteGPT(layers, width, self.context, self.dropout).to(self.device, self.dtype)
 
     def loss(self, model: nn.Module) -> float:
-        """Mean loss in nats a byte on 128 held-out windows."""
+        """Mean loss in nats per byte on 128 held-out windows."""
         inputs, targets = self._split(self.test_windows[:: max(1, len(self.test_windows) // 128)][:128])
         return _in_evaluation(model, lambda: functional.cross_entropy(model(inputs), targets))
 

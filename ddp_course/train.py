@@ -287,7 +287,7 @@ def seed_this_rank(seed: int, saved: Any) -> None:
     """Put the random generators where the checkpoint had them, or at a beginning of this rank's own."""
     mine = 1000 * seed + dist.get_rank()  # dropout masks must differ between ranks
     if saved:
-        mine += 1_000_000 * saved["step"]  # a rank that the checkpoint does not know must not start over
+        mine += 1_000_000 * saved["step"]  # a new rank must not draw what the first steps have drawn
     torch.manual_seed(mine)
     np.random.seed(mine % 2**32)
     random.seed(mine)
@@ -363,7 +363,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # at once: a communication thread may still wait for a rank that has gone
+    os._exit(code)  # Python would wait for the communication thread, and that for a rank that has gone
 
 
 if __name__ == "__main__":

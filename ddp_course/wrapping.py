@@ -164,7 +164,7 @@ def all_reduce_on_our_wire(thread: CommunicationThread, bucket: dist.GradBucket)
 
 
 def observed_all_reduce(state: dict[str, Any], bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """torch's default averaging of one bucket, as a hook that also tells when it began and ended."""
+    """torch's default averaging of one bucket, as a hook that also reports when it began and ended."""
     start = wire.now()
     flat = bucket.buffer().mul_(1 / dist.get_world_size())
 
@@ -239,7 +239,7 @@ class Pipelined:
         everyone: list[dict[int, Any]] = [{}] * len(self.parts)
         own = {numbers[n]: tree_map_only(Tensor, Tensor.cpu, entries) for n, entries in mine["state"].items()}
         dist.all_gather_object(everyone, own, group=self.group)  # of the CPU, or others would unpack them on our GPU
-        merged = {number: entries for one in everyone for number, entries in sorted(one.items())}
+        merged = {number: entries for part in everyone for number, entries in sorted(part.items())}
         groups = [{**mine["param_groups"][0], "params": list(range(len(self.place)))}]
         return {"model": self.whole().state_dict(), "optimizer": {"state": merged, "param_groups": groups}}
 

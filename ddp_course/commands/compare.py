@@ -35,9 +35,9 @@ def add_parser(subparsers: Any) -> None:
         "the processor as it is: on few cores four ranks are then slower than one (default: by the problem)",
     )
     parser.add_argument("--dtype", default="float32", help="float32 or float64")
-    parser.add_argument("--global-batch", type=int, metavar="B", help="samples a step over all ranks together")
+    parser.add_argument("--global-batch", type=int, metavar="B", help="samples per step over all ranks together")
     parser.add_argument("--parameters", type=int, metavar="P", help="size of the model of bytes and synthetic")
-    parser.add_argument("--bucket-cap-mb", type=float, default=0.25, metavar="M", help="MiB a bucket (default 0.25)")
+    parser.add_argument("--bucket-cap-mb", type=float, default=0.25, metavar="M", help="MiB per bucket (default 0.25)")
     parser.add_argument("--lr", type=float, help="learning rate (default: the problem's)")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and batches (default 0)")
     parser.add_argument("--link", default="auto", help="bandwidth such as 100Mbit, or none (default: by the problem)")
@@ -69,7 +69,7 @@ def train(args: argparse.Namespace) -> dict:
 
 
 def table(results: dict) -> str:
-    """The results as text: a line a stage."""
+    """The results as text, a line per stage."""
     titles = ["stage", "name", "step ms", "ideal ms", "speed-up", "comm. ms", "sent by busiest", "messages"]
     titles += ["last loss", "max diff to 1"]
     rows = []

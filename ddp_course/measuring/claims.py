@@ -9,6 +9,7 @@ claims.decided()
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 from ..running.files import course_folder
@@ -54,7 +55,7 @@ def decided() -> list[Decision]:
     return sorted(decision for path in sorted(course_folder("notebooks").glob("*.ipynb")) for decision in _in(path))
 
 
-def _in(path) -> Iterator[Decision]:
+def _in(path: Path) -> Iterator[Decision]:
     for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
         printed = "".join("".join(output.get("text", "")) for output in cell.get("outputs", ()))
         for text, number, kind, found, why in PRINTED.findall(printed):

@@ -10,7 +10,7 @@ link, and stages, a list of
     speed_up                over one device
     communication_ms        what the backward pass did not hide
     bytes_sent_max, bytes_received_max, messages_max
-                            a step's, the busiest rank's; null where torch or threads do the sending
+                            per step, of the busiest rank; null where torch or threads do the sending
     busy                    whether its ranks had to wait for a processor that others used, on emulated devices
     bytes_formula           what the busiest rank should send
     loss                    of the global batch, each step
@@ -43,7 +43,7 @@ from .recording import flat_weights, recording, summed_up
 
 TIMED_STEPS = 10  # on emulated devices: enough for a median
 LEARNED = ("loss", "difference", "evaluation", "weights")  # the same bits with and without the emulation
-BUSY = 0.25  # of a step in line for a processor: emulated devices leave it idle for five sixths of the time
+BUSY = 0.25  # share of a step; emulated devices leave the processor idle for five sixths of the time
 DEFAULT_STAGES = ("1", "2", "3", "4", "5", "6", "torch")
 
 
@@ -80,7 +80,7 @@ def run(
     about, and none on GPUs, which have their own. On emulated devices the first steps are timed, and what is learned
     comes from a run of all steps without devices and links. `options`: `global_batch` (samples), `lr`, `seed`,
     `bucket_cap_mb` (of stages 5 and 6 and of torch's DDP, default 0.25: small enough that the default model fills
-    several), `parameters` (of bytes and synthetic), `timeout` (seconds a launch). `progress` shows a bar. Raises
+    several), `parameters` (of bytes and synthetic), `timeout` (seconds per launch). `progress` shows a bar. Raises
     ValueError for a setting that cannot work.
     """
     keys, job = check_stages(stages), checked(problem, world_size, steps, dtype=dtype, **options)
@@ -120,7 +120,7 @@ def calibrated(link: Link | None, world_size: int) -> dict | None:
 
 
 def measure_all(keys: list[str], job: Job, place: Place, progress: bool) -> list[dict]:
-    """The entries of all stages, each beside what it should be; one device trains first, for the others' sake."""
+    """The entries of all stages, each beside its prediction; one device trains first, to compare with."""
     stages = [ladder.find(key) for key in dict.fromkeys(["1", *keys])]
     ideal_ms = ideals(stages, job, place.device, place.link) if isinstance(place.device, Device) else {}
     single, alone_ms, entries = None, None, []
@@ -161,7 +161,7 @@ def read(folder: str | Path) -> dict:
     jobs = [run["job"] for run in runs]
     if any(job != jobs[0] for job in jobs):
         differing = sorted({key for job in jobs for key in job if job[key] != jobs[0][key]})
-        raise ValueError(f'the runs in "{folder}" differ in {", ".join(differing)}; keep one job to a folder')
+        raise ValueError(f'the runs in "{folder}" differ in {", ".join(differing)}; keep one job per folder')
     names = ("problem", "world_size", "steps", "dtype", "global_batch", "lr", "seed")
     job = checked(**{name: jobs[0][name] for name in names}, **jobs[0]["settings"])
     single = measured(ladder.find("1"), job, Place("cpu", None), None)
@@ -253,7 +253,7 @@ def train_and_measure(stage: Stage, job: Job, settings: dict, reference: torch.T
     job = replace(job, device=str(rank_device()))
     share = (dist.get_rank(), job.world_size) if stage.splits_batch else (0, 1)
     model = job.model()
-    torch.set_num_threads(1)  # a device of the CPU is one core, for all stages alike
+    torch.set_num_threads(1)  # on the CPU a device is one core in every stage
     torch.backends.cudnn.allow_tf32 = False  # 10 bits of mantissa would be a difference between the stages
     with recording() as record:
         losses = stage.trainer(settings)(model, record.stamped(job.batches(*share)), job.lr)

@@ -15,7 +15,7 @@ from ..running.links import Link
 from ..running.links.link import parse_bandwidth
 from .job import Job
 
-STEP_SECONDS = 0.32  # of one device, for a whole batch: with 2 ranks a core ten times what Python needs
+STEP_SECONDS = 0.32  # of one device, for a whole batch: with 2 ranks per core ten times what Python needs
 SHARE = 0.085  # p/b of that step: 4 ranks then need a third of their step for a ring, and two thirds with a server
 FASTEST_LINK = 400e6  # bits per second that two cores carry between 4 virtual hosts, with time to spare
 SLACK = 6.0  # real arithmetic is to take a sixth of the emulated time: convolutions of the digits reach a third of the

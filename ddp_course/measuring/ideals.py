@@ -1,6 +1,6 @@
 """What a step of each stage should take on emulated devices: its compute, and the closed form of its communication.
 
-ideal of        C seconds of compute on one device, p bytes, K ranks, links of b bytes a second
+ideal of        C seconds of compute on one device, p bytes, K ranks, links of b bytes per second
 single          C
 averaged        C/K + the closed form of its all-reduce (`theory`): 2(K-1) p/b, 2(K-1)/K p/b …
 overlapping     forward + max(backward, end of the last bucket), where a bucket travels when it is full and the
@@ -110,7 +110,7 @@ def events_of(job: Job, device: Device) -> tuple[list[Event], list[int]]:
         for number, (module, parameters) in enumerate(blocks):
             watch(number, module, parameters)
         cross_entropy(model(inputs), targets).backward()
-    return events, [sum(one.numel() * one.element_size() for one in parameters) for _, parameters in blocks]
+    return events, [sum(p.numel() * p.element_size() for p in parameters) for _, parameters in blocks]
 
 
 def fully_sharded(events: list[Event], sizes: list[int], work: Work, world_size: int, costs: theory.Costs) -> float:

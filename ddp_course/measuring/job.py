@@ -35,7 +35,7 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """A problem, and how it is trained. What follows from it is worked out once, when somebody asks.
+    """A problem, and how it is trained. Data, sizes and work are made once, when they are asked for.
 
     `dtype` is a name; `parameters` is the size of the models of bytes and synthetic, None for the problem's own;
     `timeout` is in seconds per launch. Data and models lie on the `device`, which a rank replaces by its own.
@@ -171,7 +171,7 @@ def refuse(
 
 
 def played(job: Job, model: torch.nn.Module, device: Device, ranks: int = 1) -> Work:
-    """Compute one step on the emulated device, whose clock runs without anybody waiting for it."""
+    """Compute one step on the emulated device, whose clock runs ahead of the wall's."""
     ready, forward = {}, 0.0
     inputs, targets = next(job.batches(0, ranks))
     optimizer = SGD(model.parameters(), lr=0.0)

@@ -60,14 +60,14 @@ class Recording:
         self.traffic.append(wire.Traffic())  # of what comes after the last step
 
     def note(self) -> None:
-        """A step begins here; how long has this thread stood in line for a processor so far?"""
+        """Note when a step begins, and for how long this thread has waited for a processor so far."""
         self.began.append(time.perf_counter())
         self.queued.append(self.in_line())
 
     def report(self) -> dict:
         """Seconds of each step; exposed communication and timeline of those recorded; the traffic of the last one.
 
-        "queued": the share of its time that this rank stood in line for a processor, in the median of the steps.
+        "queued": the share of a step for which this rank waited for a processor that others used; the median.
         """
         steps = list(pairwise(self.began))
         traffic = self.traffic[len(steps)]
@@ -115,7 +115,7 @@ def summed_up(stage: Stage, ranks: list[dict]) -> dict:
     # The copies between the threads of one process are timed on emulated devices only.
     timed = not stage.all_reduce or any(span[0] == "communication" for span in lanes[0])
     traffic = [rank["traffic"] for rank in ranks]
-    busiest = {key: max(one[key] for one in traffic) if stage.counted else None for key in traffic[0]}
+    busiest = {key: max(counts[key] for counts in traffic) if stage.counted else None for key in traffic[0]}
     return {
         "stage": stage.key,
         "name": stage.name,

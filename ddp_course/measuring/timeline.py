@@ -20,7 +20,7 @@ from ..running.devices import device_number
 from ..running.event_clock import EventClock
 from ..running.torch_inside import around
 
-BLOCKING = ("communication", "wait")  # in the lane of the device: nobody computes meanwhile
+BLOCKING = ("communication", "wait")  # in the lane of the device: the device computes nothing meanwhile
 ON_TOP = (*BLOCKING, "update", "backward", "forward")  # what counts where spans of one device overlap
 
 
@@ -67,7 +67,7 @@ def recording() -> Iterator[list[Span]]:
 
 
 def laid_out(spans: Iterable[Span]) -> list[list[Span]]:
-    """The spans of one step as lanes to draw, one a device, in which nothing is drawn twice and no wait is missing.
+    """The spans of one step as lanes to draw, one per device, in which nothing is drawn twice and no wait is missing.
 
     Where spans of a device overlap, communication counts before waiting, and both before the pass that they lie in.
     torch's DDP waits in C++: there the wait begins when the last gradient is done, with the last bucket's departure.
@@ -92,11 +92,11 @@ def exposed(spans: Iterable[Span]) -> float:
 
 
 def _with_waits(spans):
-    """The spans, and the wait at the end of a backward pass under which others communicate, if nobody told of it."""
+    """The spans, and the wait at the end of a backward pass under which buckets travel, if it was not recorded."""
     passes = [span for span in spans if span.name == "backward" and span.device == 0]
     away = [span.start for span in spans if span.name == "communication" and span.lane == "network"]
-    told = any(span.name in BLOCKING and span.lane == "compute" for span in spans)
-    if told or not passes or not away or not passes[-1].start < max(away) < passes[-1].end:
+    recorded = any(span.name in BLOCKING and span.lane == "compute" for span in spans)
+    if recorded or not passes or not away or not passes[-1].start < max(away) < passes[-1].end:
         return spans
     return [*spans, Span("wait", max(away), passes[-1].end)]
 

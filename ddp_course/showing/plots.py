@@ -171,7 +171,7 @@ def draw_losses(axes: Axes, stages: list[dict[str, Any]]) -> None:
 
 
 def draw_step_times(axes: Axes, stages: list[dict[str, Any]]) -> None:
-    """A bar a stage: compute, then communication that was not hidden; a mark across it is the prediction."""
+    """A bar per stage: compute, then communication that was not hidden; a mark across it is the prediction."""
     longest = max(stage["step_ms"] for stage in stages)
     for position, stage in enumerate(stages):
         waiting = stage["communication_ms"] or 0.0
@@ -230,7 +230,7 @@ def draw_traffic(axes: Axes, results: dict[str, Any]) -> None:
     axes.set_ylim(0, max([*heights, *theory]) * 1.22 or 1)
     axes.set_xlim(-0.6, len(counted) - 0.4)
     axes.grid(axis="x", visible=False)
-    axes.set_ylabel("MB a step")
+    axes.set_ylabel("MB per step")
     axes.legend(loc="upper right")
 
 
@@ -240,7 +240,7 @@ def _stacked(label):
 
 
 def draw_stage_timelines(axes: Axes, stages: list[dict[str, Any]]) -> None:
-    """One step of every stage, a lane a rank; the lower half of a lane is its communication thread."""
+    """One step of every stage, a lane per rank; the lower half of a lane is its communication thread."""
     row, ticks = 0.0, []
     for stage in stages:
         lanes = stage.get("timeline") or [[]]
@@ -252,7 +252,7 @@ def draw_stage_timelines(axes: Axes, stages: list[dict[str, Any]]) -> None:
     axes.set_ylim(row - 0.4, -0.8)
     axes.set_xlim(left=0)
     axes.grid(axis="y", visible=False)
-    axes.set(xlabel="time in the step (ms)", title="One step of every stage, a lane a rank (measured)")
+    axes.set(xlabel="time in the step (ms)", title="One step of every stage, a lane per rank (measured)")
     handles = [Patch(color=colour) for colour in SPAN_COLOURS.values()]
     axes.legend(handles, list(SPAN_COLOURS), loc="upper center", bbox_to_anchor=(0.4, -0.13), ncols=5, handlelength=1.2)
 
@@ -270,7 +270,7 @@ def draw_lane(axes: Axes, row: float, spans: Iterable[Any], height: float = 0.84
 def timeline_figure(
     lanes: Sequence[Any],
     labels: Sequence[str] | None = None,
-    title: str = "One step, a lane a rank",
+    title: str = "One step, a lane per rank",
     message: str = "",
     align: bool = False,
     kind: str = "measured",

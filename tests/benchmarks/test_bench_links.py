@@ -7,7 +7,7 @@ import pytest
 from benchmarks import links as bench
 from benchmarks.__main__ import main
 from benchmarks.link_figure import link_figure
-from ddp_course.running.links import modes
+from ddp_course.running import virtual_hosts
 
 KEYS = {"mode", "algorithm", "world_size", "bytes", "bandwidth_bits_s", "measured_s", "theory_s", "ratio"}
 
@@ -69,7 +69,7 @@ def test_figure_draws_every_point_and_formula():
 
 
 def test_modes_that_are_forbidden_are_left_out_and_named(monkeypatch, capsys):
-    monkeypatch.setattr(modes, "try_hosts", lambda: {"reason": "not on this island", "latency": False})
+    monkeypatch.setattr(virtual_hosts, "allowed", lambda: {"reason": "not on this island", "latency": False})
     assert list(bench.usable_modes(["hosts", "wire"])) == ["wire"]
     assert "virtual hosts left out: not on this island" in capsys.readouterr().out
 
