@@ -23,6 +23,7 @@ from ddp_course import (
     stage6_ddp,
     stage7_sharded,
     stage8_pipeline,
+    stage9_tensor,
 )
 from ddp_course.errors import DeviceError
 from ddp_course.running.devices import capacity, emulation, full_speed
@@ -224,12 +225,13 @@ TRAINERS = {
     "6": partial(stage6_ddp.train, bucket_cap_mb=0.002),
     "7": stage7_sharded.train,
     "8": stage8_pipeline.train,
+    "9": stage9_tensor.train,
 }
 
 
 def train_on_rank(stage):
     model = tiny_model()
-    rank, world_size = (0, 1) if stage == "8" else (dist.get_rank(), dist.get_world_size())
+    rank, world_size = (0, 1) if stage in "89" else (dist.get_rank(), dist.get_world_size())
     batches = tiny_batches(rank, world_size, steps=3)
     if stage == "torch":
         parallel = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.002)
