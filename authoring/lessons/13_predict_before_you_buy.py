@@ -121,9 +121,8 @@ is used.
 known = {row["KiB"]: row["time_us"] for row in facts.rows("nccl_ring_a100x8_sizes")}
 numbers = published.fit_protocols(list(known.items()))
 sizes = [2**k for k in range(5, 24)]
-lines = {
-    name: (sizes, [numbers[i] + numbers[3 + i] * kib for kib in sizes]) for i, name in enumerate(published.PROTOCOLS)
-}
+protocols = zip(published.PROTOCOLS, numbers[:3], numbers[3:], strict=True)
+lines = {name: (sizes, [latency + rate * kib for kib in sizes]) for name, latency, rate in protocols}
 picture = show.curves({"published": (list(known), list(known.values()), "#000000")}, "message (KiB)", "all-reduce (µs)",
                       "Three protocols, each the fastest somewhere", theory=lines, log="xy", kind="published; lines fitted")  # fmt: skip
 picture.axes[0].set_ylim(30, 1e5)
@@ -186,9 +185,8 @@ show.predictions_figure([row for table in tables for row in table.rows])
 # %% scoreboard-numbers
 for table in tables:
     errors = predict.summary(table)
-    print(
-        f"{table.name:29} unseen {predict.percents(errors['predicted']):>16}   left out {predict.percents([table.left_out]):>5}"
-    )
+    unseen, left_out = predict.percents(errors["predicted"]), predict.percents([table.left_out])
+    print(f"{table.name:29} unseen {unseen:>16}   left out {left_out:>5}")
 
 # %% check-scoreboard
 # NBVAL_CHECK_OUTPUT
@@ -215,10 +213,9 @@ throughput over that of P = 2, M = 1. Does it fit?
 for row in facts.rows("gpipe_throughput"):
     if row["model"] == "Transformer":
         batches = row["micro_batches"]
-        off = {p: p * batches / (batches + p - 1) / row[f"partitions_{p}"] - 1 for p in (2, 4, 8)}
-        print(
-            f"M = {batches:2.0f}: formula over table " + ", ".join(f"P = {p}: {error:+.0%}" for p, error in off.items())
-        )
+        ideal = {p: p * batches / (batches + p - 1) for p in (2, 4, 8)}
+        off = ", ".join(f"P = {p}: {ideal[p] / row[f'partitions_{p}'] - 1:+.0%}" for p in ideal)
+        print(f"M = {batches:2.0f}: formula over table {off}")
 
 # %% [markdown]
 r"""

@@ -10,10 +10,10 @@ from tabulate import tabulate
 from ..measuring import theory
 from ..measuring.simulate import Profile, resnets
 from ..measuring.simulate.network import Network
-from ..measuring.simulate.step import Step
-from ..measuring.simulate.sweep import KNEE, by_bucket_cap, by_devices, knee
+from ..measuring.simulate.step import KNEE, Step, knee, simulate
 from ..running import files, units
 
+CAPS_MB = tuple(2.0**k for k in range(-4, 9))
 MODELS = ("bytes", "digits", "synthetic", *resnets.SHAPES)
 
 
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     folder = files.writable_folder(args.out)
     profile, origin = _profile(args)
     options = {"bucket_cap_mb": args.bucket_cap, "interference": args.interference}
-    steps = by_devices(profile, devices, network, algorithm, **options)
+    steps = [simulate(profile, count, network, algorithm, **options) for count in devices]
     print(f"{args.model}: {profile.gradient_bytes / 1e6:.4g} MB of gradients, {origin}")
     print(
         f"{algorithm.replace('_', ' ')}, {args.per_host} devices a host, link {args.link}, in a host {args.local_link}"
@@ -122,10 +122,13 @@ def _write_figure(folder, args, profile, devices, network, algorithm, steps, opt
     lines = {algorithm: steps}
     for other in ("ring", "hierarchical_ring", "parameter_server"):
         if other not in lines and all(count <= args.per_host or count % args.per_host == 0 for count in devices):
-            lines[other] = by_devices(profile, devices, network, other, **options)
+            lines[other] = [simulate(profile, count, network, other, **options) for count in devices]
     chosen = {devices[-1], devices[len(devices) // 2]}
     rest = {"algorithm": algorithm, "interference": args.interference}
-    caps = {f"K = {count}": by_bucket_cap(profile, count, network, **rest) for count in sorted(chosen)}
+    caps = {
+        f"K = {count}": [(cap, simulate(profile, count, network, bucket_cap_mb=cap, **rest)) for cap in CAPS_MB]
+        for count in sorted(chosen)
+    }
     title = f"{args.model}, link {args.link}, {args.per_host} devices a host at {args.local_link}"
     picture = simulation_figure(lines, caps, network.link, title)
     return files.replace_file(folder / "simulate.png", picture.png())

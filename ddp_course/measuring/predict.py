@@ -6,6 +6,7 @@ saw every row, `left_out` says how well the model does on others: its median err
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import product
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -61,13 +62,15 @@ def v100_steps() -> Table:
 
 def nccl_in_one_host() -> Table:
     """NCCL on 2 to 8 GPUs of a host, from how they are wired."""
-    name, found = "nccl_all_reduce_in_one_host", one_host.predictions((2, 3, 4, 5, 6, 7, 8))
-    measured = {(row["gpu"], row["K"], row["message_mib"]): row["microseconds"] for row in facts.rows(name)}
-    rows = []
-    for row in found["rows"]:
-        keys = {key: row[key] for key in ("gpu", "K", "message_mib")}
-        known = measured.get(tuple(keys.values()))
-        rows.append(entry(name, keys, "microseconds", known, row["predicted_us"], known is not None))
+    name, rows = "nccl_all_reduce_in_one_host", []
+    known = {(row["gpu"], row["K"], row["message_mib"]): row["microseconds"] for row in facts.rows(name)}
+    for gpu in one_host.GPUS:
+        numbers = one_host.fit_host(gpu)
+        for count, mib in product(range(2, 9), sorted({mib for *_, mib in known})):
+            measured = known.get((gpu, count, mib))
+            predicted = one_host.all_reduce_us(gpu, numbers, count, mib)
+            keys = {"gpu": gpu, "K": count, "message_mib": mib}
+            rows.append(entry(name, keys, "microseconds", measured, predicted))
     return Table(name, rows, "per machine: start, latency, rate of a wire, rate of the memory; at K = 2, 3 and 4")
 
 
@@ -77,9 +80,7 @@ def nccl_sizes() -> Table:
     known = {row["KiB"]: row["time_us"] for row in facts.rows(name)}
     numbers = published.fit_protocols(list(known.items()))
     sizes = [2**power for power in range(5, 25)]
-    rows = [
-        entry(name, {"KiB": k}, "time_us", known.get(k), published.protocol_us(k, numbers), k in known) for k in sizes
-    ]
+    rows = [entry(name, {"KiB": k}, "time_us", known.get(k), published.protocol_us(k, numbers)) for k in sizes]
     words = ", ".join(
         f"{protocol} {us:.0f} µs and {1.024 / rate:.3g} GB/s"
         for protocol, us, rate in zip(published.PROTOCOLS, numbers[:3], numbers[3:], strict=True)
@@ -103,15 +104,14 @@ def schedules() -> Table:
     known = {(r["model"], r["micro_batches"], r["schedule"]): r["samples_per_gpu_per_s"] for r in table}
     rates, numbers = published.fit_schedules(table)
     batches = {"1.5B": (24, 32, 64), "6.2B": (24, 32, 64), "14.6B": (48, 64, 128), "28.3B": (96, 128, 256)}
+    settings = [(model, *pair) for model in batches for pair in product(batches[model], published.ORDERS)]
     rows = []
-    for model, counts in batches.items():
-        stages = int(next(row["stages"] for row in table if row["model"] == model))
-        for count in counts:
-            for order in published.ORDERS:
-                keys = {"model": model, "stages": stages, "micro_batches": count, "schedule": order}
-                measured = known.get((model, count, order))
-                predicted = published.samples_per_s(keys, rates[model], *numbers)
-                rows.append(entry(name, keys, "samples_per_gpu_per_s", measured, predicted, measured is not None))
+    for model, count, order in settings:
+        stages = {"14.6B": 16, "28.3B": 32}.get(model, 8)
+        keys = {"model": model, "stages": stages, "micro_batches": count, "schedule": order}
+        measured = known.get((model, count, order))
+        predicted = published.samples_per_s(keys, rates[model], *numbers)
+        rows.append(entry(name, keys, "samples_per_gpu_per_s", measured, predicted))
     other, left_over, interleaving, postponing = numbers
     words = (
         f"a rate per model; {other:.0f} operations per token and unit of width that are no products with weights; "
@@ -146,7 +146,7 @@ def zero3_and_3d() -> Table:
                 keys = {"plan": plan, "parameters": parameters, "gpus": gpus}
                 measured = known.get((plan, gpus)) if parameters == "174.6B" else None
                 predicted = published.megatron_tflops(keys, slower, sharding)
-                rows.append(entry(name, keys, "tflops_per_gpu", measured, predicted, measured is not None))
+                rows.append(entry(name, keys, "tflops_per_gpu", measured, predicted))
     words = (
         f"{slower:.3f} times the seconds of the GPT steps' machine with twice its links; ZeRO-3's ring "
         f"{sharding.ring / 1e9:.3g} GB/s, and {sharding.shows:.0%} of the shorter of computing and sending shows"
@@ -174,7 +174,7 @@ def gpt_steps() -> Table:
     rows = []
     for row in table:
         keys = {key: value for key, value in row.items() if key != published.GPT_MS}
-        rows.append(entry(name, keys, published.GPT_MS, row[published.GPT_MS], published.gpt_ms(row, numbers), True))
+        rows.append(entry(name, keys, published.GPT_MS, row[published.GPT_MS], published.gpt_ms(row, numbers)))
     words = (
         f"{numbers.matmul:.0%} of the A100's flops in products, {numbers.touched:.0f} bytes per value of an "
         f"activation, {1e3 * numbers.launch_s:.2f} ms per layer and micro-batch, "
@@ -209,8 +209,11 @@ TABLES: tuple[Callable[[], Table], ...] = (
 )  # fmt: skip
 
 
-def entry(table: str, keys: Row, quantity: str, measured: float | None, predicted: float, calibrated: bool) -> Row:
-    """One row of the scoreboard, its numbers short enough to read."""
+def entry(
+    table: str, keys: Row, quantity: str, measured: float | None, predicted: float, calibrated: bool | None = None
+) -> Row:
+    """One row of the scoreboard; unless told otherwise, what was measured was used to calibrate."""
+    calibrated = measured is not None if calibrated is None else calibrated
     keys = {
         key: int(value) if isinstance(value, float) and value == int(value) else value for key, value in keys.items()
     }

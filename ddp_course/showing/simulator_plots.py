@@ -10,7 +10,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter
 
 from ..measuring import theory
-from ..measuring.simulate.sweep import KNEE, knee
+from ..measuring.simulate.step import KNEE, knee
 from .plots import Picture, binary_bytes, panels, style
 
 ALGORITHM_COLOURS = {

@@ -7,10 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from ddp_course import cli
+from ddp_course import cli, stage8_pipeline
 from ddp_course.measuring import facts, predict
 from ddp_course.measuring.simulate import published
-from ddp_course.measuring.simulate.transformers import Machine, Shape, Sharding, Split, fully_sharded_s, step_s
+from ddp_course.measuring.simulate.transformers import (
+    Machine,
+    Shape,
+    Sharding,
+    Split,
+    fully_sharded_s,
+    idle_stages,
+    step_s,
+)
 from ddp_course.showing.simulator_plots import predictions_figure
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
@@ -87,6 +95,21 @@ def test_a_step_of_a_gpt_worked_out_by_hand():
     sent = 3 * 15 * (2 * shape.parameters / 16 / 1e9 + 4 * 1e-5)
     sharded = fully_sharded_s(shape, 16, MACHINE, Sharding(1e9, 0.25), 16)
     assert sharded == pytest.approx(sent + 0.25 * (4 * layer + words))
+
+
+@pytest.mark.parametrize("ranks, micro_batches", [(4, 8), (8, 24)])
+def test_what_schedules_idle_is_what_stage_8_plays(ranks, micro_batches):
+    """A pass forward takes 1, backward 2, half of it gradients of weights; messages nothing."""
+    plain = stage8_pipeline.one_forward_one_backward(ranks, micro_batches)
+    schedules = {
+        "1F1B": (plain, 1),
+        "1F1B-I": (stage8_pipeline.interleaved(ranks, micro_batches, 2), 2),
+        "ZB-1p": (stage8_pipeline.zero_bubble(ranks, micro_batches), 1),
+    }
+    for order, (schedule, chunks) in schedules.items():
+        rows = stage8_pipeline.timetable(schedule, 1 / chunks, 2 / chunks, 1 / chunks)
+        idle = max(row[-1][2] for row in rows) / 3 - micro_batches
+        assert idle == pytest.approx(idle_stages(order, ranks, chunks, 1 / 3, 1.0)), order
 
 
 def test_zero_bubble_schedules_idle_less_and_cost_more_memory_or_speed():

@@ -63,37 +63,6 @@ def test_textbook_numbers():
     assert found == pytest.approx(expected, rel=1e-12)
 
 
-def test_gamma_is_paid_for_every_byte_added():
-    free, dear = Costs(0, 1e-8), Costs(0, 1e-8, 1e-8)
-    added = {
-        name: theory.seconds(name, 8e6, 4, dear) - theory.seconds(name, 8e6, 4, free) for name in theory.ALL_REDUCE
-    }
-    p = 8e6 * 1e-8
-    assert added == pytest.approx(
-        {
-            "parameter_server": 3 * p,
-            "duplex_server": 3 * p,
-            "whole_gradient_ring": 3 * p,
-            "ring": 0.75 * p,
-            "tree": 2 * p,
-            "halving_doubling": 0.75 * p,
-            "hierarchical_ring": 0.75 * p,
-        },
-        rel=1e-9,
-    )
-
-
-@names
-@settings(max_examples=30, deadline=None)
-@given(world_size=st.integers(2, 64), nbytes=bytes_strategy, costs=costs_strategy)
-def test_more_bytes_or_slower_links_never_take_less_time(name, world_size, nbytes, costs):
-    base = theory.seconds(name, nbytes, world_size, costs)
-    assert base > 0
-    assert theory.seconds(name, nbytes * 1.5, world_size, costs) >= base
-    for slower in (costs._replace(alpha=costs.alpha * 2), costs._replace(beta=costs.beta * 2)):
-        assert theory.seconds(name, nbytes, world_size, slower) >= base
-
-
 @names
 @settings(max_examples=30, deadline=None)
 @given(world_size=st.integers(2, 64), nbytes=bytes_strategy, costs=costs_strategy)

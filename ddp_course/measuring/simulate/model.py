@@ -57,14 +57,8 @@ def checked(profile: Profile) -> Profile:
     return profile
 
 
-def assign_buckets(profile: Profile, bucket_cap_mb: float = 25.0, small_first: bool = True) -> list[list[int]]:
-    """Stage 5's `assign_buckets` for the gradients of `profile`'s layers; returns lists of their indices.
-
-    With the default cap of 25 MiB the first bucket closes at 1 MiB, unless not `small_first`: torch's DDP is so where
-    the cap was given by hand. ValueError for a cap that is not positive.
-    """
-    if not small_first:
-        bucket_cap_mb *= 1 + 1e-12  # no longer the default, which alone has a smaller first bucket
+def assign_buckets(profile: Profile, bucket_cap_mb: float = 25.0) -> list[list[int]]:
+    """Stage 5's `assign_buckets` for the gradients of `profile`'s layers; returns lists of their indices."""
     places, gradients = {}, []
     for index, layer in enumerate(profile.layers):
         if layer.gradient_bytes:

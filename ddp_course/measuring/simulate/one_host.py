@@ -12,9 +12,9 @@ Wires of the V100 host (DGX-1, as `nvidia-smi topo -m` prints it): NVIDIA, "NVID
 Architecture", 2017, figure 4.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import pairwise, permutations, product
-from typing import Any
 
 import numpy as np
 from scipy.optimize import LinearConstraint, least_squares, milp
@@ -23,7 +23,6 @@ from .. import facts
 
 MIB = 2**20
 GPUS = ("A100", "V100")
-NUMBERS = ("start_us", "step_us", "wire_us_mib", "once_us_mib")
 V100_WIRES = {
     (0, 1): 1, (0, 2): 1, (0, 3): 2, (0, 4): 2, (1, 2): 2, (1, 3): 1, (1, 5): 2, (2, 3): 2,
     (2, 6): 1, (3, 7): 1, (4, 5): 1, (4, 6): 1, (4, 7): 2, (5, 6): 2, (5, 7): 1, (6, 7): 2,
@@ -57,35 +56,26 @@ def cycles(gpus: int, free: dict, through: bool) -> Iterator[list[tuple[int, int
             yield [way for step in chosen for way in step]
 
 
-def all_reduce_us(gpu: str, numbers: tuple, gpus: int, mib: float, rings: int = 1) -> float:
+def all_reduce_us(gpu: str, numbers: Sequence[float], gpus: int, mib: float) -> float:
     """Microseconds of an all-reduce of `mib` MiB; `numbers` are c, a (µs), 1/b and d (µs a MiB)."""
     start, step, wire, once = numbers
     moved = 2 * (gpus - 1) / gpus * mib * wire
-    return start + 2 * (gpus - 1) * step + (moved / rings if gpu == "V100" else moved + mib * once)
+    return start + 2 * (gpus - 1) * step + (moved / rings(gpus) if gpu == "V100" else moved + mib * once)
 
 
-def predictions(gpus: tuple = (5, 6, 7, 8)) -> dict:
-    """Fit to the published K = 2, 3, 4, then predict: "parameters", "rings", largest "error" of the fit, "rows".
+@cache
+def rings(gpus: int) -> int:
+    """How many rings share a message on `gpus` V100s of one host."""
+    return most_rings(gpus)
 
-    Rows are as in results/nccl_in_one_host.json: gpu, K, message_mib, predicted_us.
-    """
-    table = facts.rows("nccl_all_reduce_in_one_host")
-    sizes = sorted({row["message_mib"] for row in table})
-    rings = {count: most_rings(count) for count in (2, 3, 4, *gpus)}
-    found: dict[str, Any] = {"rings": rings, "parameters": {}, "error": {}, "rows": []}
-    for gpu in GPUS:
-        known = [row for row in table if row["gpu"] == gpu]
 
-        def errors(numbers, gpu=gpu, known=known):
-            times = [all_reduce_us(gpu, numbers, int(r["K"]), r["message_mib"], rings[int(r["K"])]) for r in known]
-            return [time / row["microseconds"] - 1 for time, row in zip(times, known, strict=True)]
+def fit_host(gpu: str) -> tuple[float, ...]:
+    """The four numbers that explain the published times of "A100" or "V100" at K = 2, 3 and 4 best."""
+    known = [row for row in facts.rows("nccl_all_reduce_in_one_host") if row["gpu"] == gpu]
 
-        numbers = least_squares(errors, (30.0, 3.0, 5.0, 1.0), bounds=(0, 1e4)).x
-        found["parameters"][gpu] = dict(zip(NUMBERS, numbers.tolist(), strict=True))
-        found["error"][gpu] = float(max(map(abs, errors(numbers))))
-        found["rows"] += [
-            {"gpu": gpu, "K": k, "message_mib": int(mib),
-             "predicted_us": round(float(all_reduce_us(gpu, numbers, k, mib, rings[k])), 1)}
-            for k in gpus for mib in sizes
-        ]  # fmt: skip
-    return found
+    def errors(numbers):
+        counts = [int(row["K"]) for row in known]
+        times = [all_reduce_us(gpu, numbers, k, r["message_mib"]) for k, r in zip(counts, known, strict=True)]
+        return [time / row["microseconds"] - 1 for time, row in zip(times, known, strict=True)]
+
+    return tuple(least_squares(errors, (30.0, 3.0, 5.0, 1.0), bounds=(0, 1e4)).x.tolist())

@@ -10,7 +10,7 @@ for halving-doubling; for the server and the tree the short way is an upper boun
 and may begin on the next bucket.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from math import isfinite
@@ -22,7 +22,7 @@ from .algorithms import PROGRAMS
 from .model import Profile, assign_buckets, checked
 from .network import Computing, Network, Pause, Signal, Simulation
 
-CAPS_MB = tuple(2.0**k for k in range(-4, 9))
+KNEE = 0.9  # the efficiency below which we say that scaling has ended
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class Step:
 
 def simulate(
     profile: Profile, world_size: int, network: Network, algorithm: Any = "ring", bucket_cap_mb: float = 25.0,
-    small_first: bool = True, interference: float = 0.0, cores: int | None = None, overhead_s: float = 0.0,
-    every_rank: bool = False, program: Any = None,
+    interference: float = 0.0, cores: int | None = None, overhead_s: float = 0.0,
+    every_rank: bool = False,
 ) -> Step:  # fmt: skip
     """Simulate one step of `world_size` devices that each do the work of `profile`; returns a `Step`.
 
@@ -61,16 +61,16 @@ def simulate(
     `bucket_cap_mb` is in MiB, infinity for one message after the backward pass. While a collective runs, it takes
     `interference` of a device's computing (0: it has engines of its own). `cores` is for emulated hosts: all
     ranks share that many cores of one machine. `overhead_s` is added to every bucket. `every_rank` plays all ranks
-    and messages; `program` replaces the algorithm's messages, and then all ranks are played.
+    and messages.
     Raises ValueError for sizes, times or names that cannot be.
     """
     _check(world_size, network, interference, cores, overhead_s)
-    buckets = assign_buckets(checked(profile), bucket_cap_mb, small_first)
+    buckets = assign_buckets(checked(profile), bucket_cap_mb)
     sizes = tuple(sum(profile.layers[index].gradient_bytes for index in bucket) for bucket in buckets)
     simulation = Simulation(network)
     pace = _Pace(simulation, world_size, interference, cores)
-    if every_rank or program:
-        played, program = range(world_size), program or PROGRAMS[theory.form(algorithm).__name__]
+    if every_rank:
+        played, program = range(world_size), PROGRAMS[theory.form(algorithm).__name__]
     else:
         played, program = range(1), _closed_form(algorithm)
     spans = {rank: [] for rank in played}
@@ -96,21 +96,21 @@ def play(algorithm: Any, nbytes: float, world_size: int, network: Network, **opt
     return simulation.play()
 
 
-def best_bucket_cap(
-    profile: Profile, world_size: int, network: Network, caps_mb: Sequence[float] = CAPS_MB, **options: Any
-) -> tuple[float, Step]:
-    """The cap in MiB, among `caps_mb`, with the shortest step (the largest of equals), and that `Step`."""
-    steps = [(simulate(profile, world_size, network, bucket_cap_mb=cap, **options), cap) for cap in caps_mb]
-    step, cap = min(steps, key=lambda pair: (pair[0].step_s, -pair[1]))
-    return cap, step
+def knee(steps: Iterable[Step]) -> int | None:
+    """The largest K up to which every step is at least 90 % efficient, None if the first is not."""
+    reached = None
+    for step in sorted(steps, key=lambda step: step.world_size):
+        if step.efficiency < KNEE:
+            break
+        reached = step.world_size
+    return reached
 
 
 def on_hosts(algorithm: Any, nbytes: float, world_size: int, network: Network) -> float:
     """Seconds of an all-reduce over a `Network` in which ranks share hosts; by closed form, never rank by rank.
 
-    Inside one host the local links count. Across hosts a ring goes at the pace of the slowest link; server and tree
-    add up local and remote messages; in halving-doubling the ranks of a host take turns on its link. Tree and
-    halving-doubling need hosts of 2, 4, 8, … ranks. ValueError where ranks do not fill hosts evenly.
+    Inside one host the local links count. Across hosts a ring goes at the pace of the slowest link, and a server adds
+    up local and remote messages. ValueError where ranks do not fill hosts evenly, and for other algorithms.
     """
     link, local, per_host = network.link, network.local or network.link, min(network.per_host, world_size)
     theory.form(algorithm)
@@ -128,25 +128,7 @@ def on_hosts(algorithm: Any, nbytes: float, world_size: int, network: Network) -
         outside = (world_size - per_host) / (world_size - 1)
         costs = [theory.seconds(algorithm, nbytes, world_size, costs) for costs in (link, local)]
         return outside * costs[0] + (1 - outside) * costs[1]
-    if algorithm == "tree" and _power_of_two(per_host):
-        return theory.tree(nbytes, per_host, local) + theory.tree(nbytes, hosts, link)
-    if algorithm == "halving_doubling" and _power_of_two(per_host) and _power_of_two(hosts):
-        inside = theory.halving_doubling(nbytes, per_host, local)
-        return inside + _halving_between(nbytes / per_host, hosts, per_host, link)
     raise ValueError(f"no formula for {algorithm} on {hosts} hosts of {per_host}; choose ring or hierarchical_ring")
-
-
-def _halving_between(nbytes, hosts, sharing, link):
-    """Halving-doubling between hosts, for `sharing` ranks that take turns on each host's link."""
-    halving = [(nbytes / 2 ** (k + 1), link.gamma) for k in range(hosts.bit_length() - 1)]
-    ready, free, end = [0.0] * sharing, 0.0, 0.0
-    for size, gamma in halving + [(size, 0.0) for size, _ in reversed(halving)]:
-        after = []
-        for begin in sorted(ready):
-            free = max(begin, free) + size * link.beta
-            after.append(free + link.alpha + size * gamma)
-        ready, end = after, after[-1]
-    return end
 
 
 class _Pace:
@@ -217,10 +199,6 @@ def _recorder(simulation, spans):
             spans.append(Span(name, start, simulation.now, lane))
 
     return record
-
-
-def _power_of_two(number):
-    return number & (number - 1) == 0
 
 
 def _check(world_size, network, interference, cores, overhead_s):

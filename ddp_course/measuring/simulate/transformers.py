@@ -173,7 +173,7 @@ def idle_stages(schedule: str, stages: int, chunks: float, weights: float, left_
 
     `chunks` per stage of the interleaved schedule; `weights` is the share of a micro-batch's time that gradients of
     weights take, which zero-bubble schedules may postpone; `left_over` is the fitted share of ZB-2p's formula that
-    its search for a better order leaves.
+    its search for a better order leaves. The first three are what `stage8_pipeline.timetable` plays.
     """
     share = {
         "1F1B": 1.0,
