@@ -1,9 +1,9 @@
 """`bucket_cap_mb="auto"`: the bucket size that would have been best in the first backward pass.
 
-Small buckets leave early, but each costs a latency; large ones leave late, and the last one is exposed. Which wins
-depends on the link and on the model, and both are measured: the link with a few all-reduces, alpha + beta * bytes,
-and the model with the moments at which the first pass had its gradients ready. Then every cap is tried on paper.
-On a GPU it is the GPU's time that counts: when work was queued says nothing about either.
+Small buckets leave early, but each costs a latency; large ones leave late, and nothing hides the last one. The better
+size depends on the link and on the model, so both are measured: the link with a few all-reduces, alpha + beta * bytes,
+the model by the moments at which the first pass had its gradients ready. Then every cap is played on paper.
+On a GPU the GPU's own time counts, because work is queued long before it is done.
 """
 
 import torch

@@ -1,7 +1,7 @@
-"""What else must be equal on all ranks: the parameters at the start, the buffers before every forward pass.
+"""Parameters must be equal on all ranks at the start, buffers before every forward pass.
 
 Buffers, such as the running averages of batch normalisation, have no gradients that could keep them equal: each rank
-updates its own from its own share of the batch. So rank 0's are broadcast, and what the others saw is lost.
+updates its own from its own share of the batch. So rank 0's are broadcast, and those of the others are lost.
 """
 
 import torch

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ..errors import MismatchError
 from ..running.torch_inside import default_group
 
-SHARDED = {"FullyShardedDataParallel", "FSDPModule"}  # stage 7's class and torch's two, of which none is known here
+SHARDED = {"FullyShardedDataParallel", "FSDPModule"}  # stage 7's class, which this stage cannot import, and torch's two
 
 
 def warn_of_old_names(broadcast_buffers, forward_sync_buffers, check_reduction):
@@ -33,9 +33,7 @@ def trainable(module, ignored):
     managed = {name: parameter for name, parameter in module.named_parameters() if name not in ignored}
     for name, parameter in managed.items():
         if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
-            raise RuntimeError(
-                f"parameter {name} is not initialised yet; run one batch through the model before wrapping it"
-            )
+            raise RuntimeError(f"parameter {name} is not initialised yet; run one batch through the model first")
     kinds = {parameter.device.type for parameter in managed.values()}
     if len(kinds) > 1:
         raise ValueError(f"the model's parameters are on different types of device: {', '.join(sorted(kinds))}")
@@ -71,7 +69,7 @@ def empty_strides(parameter):
 
 
 def first_difference(expected, actual, rank):
-    """Say where rank `rank`'s parameters differ from rank 0's; None if they do not."""
+    """The words for how rank `rank`'s parameters differ from rank 0's; None if they do not."""
     for index, (theirs, ours) in enumerate(zip(expected, actual, strict=False)):
         for what, a, b in zip(("shape", "dtype", "strides"), theirs[1:], ours[1:], strict=True):
             if a != b:
@@ -101,10 +99,7 @@ def devices_of(parameters, device_ids, output_device):
         raise ValueError("device_ids can only be None or contain a single element.")
     if len(devices) > 1 or devices.pop().type == "cpu":
         if device_ids or output_device:
-            raise ValueError(
-                "device_ids and output_device only work with modules on a single GPU, but got "
-                f"device_ids {device_ids} and output_device {output_device}; leave them out"
-            )
+            raise ValueError("device_ids and output_device only work with modules on a single GPU; leave them out")
         return None, None
     return (list(device_ids), first_given(output_device, device_ids[0])) if device_ids else (None, None)
 
@@ -113,14 +108,9 @@ def refuse_modules(module, device_type):
     """Raise ValueError for a layer whose parameters are sharded, and for torch's SyncBatchNorm on the CPU."""
     kinds = {kind.__name__ for layer in module.modules() for kind in type(layer).__mro__}
     if kinds & SHARDED:
-        raise ValueError(
-            "the model contains a FullyShardedDataParallel: every rank has other parameters, and that wrapper "
-            "averages their gradients already; train with it alone"
-        )
+        raise ValueError("the model contains a FullyShardedDataParallel, which averages gradients itself; use it alone")
     if device_type == "cpu" and any(isinstance(layer, torch.nn.SyncBatchNorm) for layer in module.modules()):
-        raise ValueError(
-            "SyncBatchNorm layers only work with GPU modules; ddp_course.stage6_ddp.SyncBatchNorm runs anywhere"
-        )
+        raise ValueError("SyncBatchNorm layers only work with GPU modules; stage6_ddp.SyncBatchNorm runs anywhere")
 
 
 def first_given(*values):

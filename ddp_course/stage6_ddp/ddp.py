@@ -98,10 +98,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         if self.comm_hook:
             self.use_comm_hook()
 
-    # Forward
-
     def forward(self, *inputs, **kwargs):
-        """Run the module; then see to it that the coming backward pass is synchronised, unless in `no_sync`."""
+        """Run the module and prepare the synchronisation of its backward pass, unless in `no_sync`."""
         synchronising = torch.is_grad_enabled() and self.require_backward_grad_sync
         self.before_forward()
         if self.device_ids:
@@ -138,13 +136,11 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         finally:
             self.require_backward_grad_sync = before
 
-    # Parameters and buffers
-
     def sync_model(self, src, with_buffers):
         """Overwrite parameters, and buffers too if wanted, with those of rank `src`."""
-        kept = [p for name, p in self.module.named_parameters() if name not in self.parameters_to_ignore]
+        parameters = [p for name, p in self.module.named_parameters() if name not in self.parameters_to_ignore]
         buffers = list(self.named_buffers_in_sync().values()) if with_buffers else []
-        broadcast_tensors(kept + buffers, src, self.process_group)
+        broadcast_tensors(parameters + buffers, src, self.process_group)
 
     def named_buffers_in_sync(self):
         """{name: buffer}; looked up each time, because modules may replace their buffers."""
@@ -162,13 +158,11 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         with unnoticed_by_autograd(buffers):  # an earlier forward pass may have saved one for its backward pass
             broadcast_tensors(buffers, src, self.process_group)
 
-    # Buckets, for checkpoints
-
     def bucket_layout(self):
         """Return the names of the parameters in each bucket, or None as long as they are those of the first pass.
 
-        What lies where decides in which order more than two ranks add up, so a resume that is exact to the last bit
-        needs it: save it with a checkpoint. It is the same on every rank; all ranks must call this, between passes.
+        The place of a gradient decides in which order more than two ranks add up, so save the layout with a checkpoint
+        for a resume that is exact to the last bit. All ranks must call this, between passes, and get the same.
         """
         self.reducer.rebuild()
         return self.reducer.layout if self.reducer.rebuilt else None
@@ -180,8 +174,6 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         """
         if layout is not None:
             self.reducer.lay_out(layout)
-
-    # Hooks
 
     def register_comm_hook(self, state, hook):
         """Let `hook(state, bucket)` average each bucket in place of the default; it returns a `torch.futures.Future`.
@@ -201,10 +193,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(module, params_and_buffers_to_ignore):
-        """Leave these names out of everything; call it before wrapping `module`. torch's only way to say so."""
+        """Leave parameters and buffers with these names alone; call it before wrapping. torch has no public name."""
         module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore
-
-    # Uneven inputs
 
     def join(self, divide_by_initial_world_size=True, enable=True, throw_on_early_termination=False):
         """Context manager around a training loop in which ranks may run out of data at different times; see `uneven`.
@@ -216,20 +206,11 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         return Join([self], enable, throw_on_early_termination, **divide)
 
     def join_hook(self, **kwargs):
-        """What a rank without data does in every iteration of the others."""
+        """The part of a rank without data in every iteration of the others."""
         return Shadow(self, kwargs.get("divide_by_initial_world_size", True))
 
-    @property
-    def join_device(self):
-        """Where the join context keeps its counters."""
-        return self.device
-
-    @property
-    def join_process_group(self):
-        """The ranks that wait for each other."""
-        return self.process_group
-
-    # Pickling
+    join_device = property(lambda self: self.device)  # for the counters of the join context
+    join_process_group = property(lambda self: self.process_group)
 
     def __getstate__(self):
         if self.process_group != dist.group.WORLD:

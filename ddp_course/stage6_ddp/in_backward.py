@@ -6,7 +6,7 @@ as its gradient is there. With data parallelism that is too early: the gradient 
 
 
 def take_over(parameters):
-    """Stop the optimizers of `parameters` from running on local gradients; return those that have any."""
+    """Stop the optimizers of `parameters` from running on local gradients; return the parameters that have one."""
     chosen = {parameter for parameter in parameters if hasattr(parameter, "_in_backward_optimizers")}
     if not chosen:
         return chosen
@@ -19,7 +19,7 @@ def take_over(parameters):
 
 
 def step(parameters):
-    """Update `parameters`, whose gradients are averages now, and let go of these."""
+    """Update `parameters`, whose gradients are averages now, and drop the gradients."""
     for parameter in parameters:
         for optimizer in parameter._in_backward_optimizers:
             optimizer.step()

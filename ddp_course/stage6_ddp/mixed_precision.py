@@ -17,7 +17,7 @@ from ..running.torch_inside import tree_map_only
 
 
 class LowPrecision:
-    """What `mixed_precision` asks for; it has the fields of torch's `_MixedPrecision`, each a dtype or None.
+    """A module that computes in few bits. `wanted` has the fields of torch's `_MixedPrecision`, a dtype or None each:
 
     param_dtype: of weights and inputs in forward. reduce_dtype: of the buckets; without one, param_dtype.
     buffer_dtype: of the module's floating-point buffers, from now on.

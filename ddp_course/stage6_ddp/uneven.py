@@ -11,7 +11,7 @@ from torch.distributed.algorithms.join import JoinHook
 
 
 class Shadow(JoinHook):
-    """What a rank without data does. `divide_by_initial_world_size` decides by what the others' sum is divided:
+    """The part of a rank without data. `divide_by_initial_world_size` chooses the divisor of the others' sum:
 
     True: by K, as if the missing shares were zero, so every sample of the epoch weighs the same.
     False: by the number of ranks that still have data, so the late samples weigh more.
@@ -35,7 +35,7 @@ class Shadow(JoinHook):
         """All are done: the rank that trained last has the newest buffers, so its model goes to all."""
         self.ddp.sync_model(common_rank(self.ddp, is_last_joiner), self.ddp.forward_sync_buffers)
         self.ddp._join_config = type(self.ddp._join_config).construct_disabled_join_config()
-        self.ddp.buffers_from = dist.get_world_size(self.ddp.process_group) - 1  # as torch, which stays in join mode
+        self.ddp.buffers_from = dist.get_world_size(self.ddp.process_group) - 1  # torch stays in join mode too
 
 
 def common_rank(ddp, candidate):
@@ -53,6 +53,6 @@ def others_synchronise(ddp, mine):
 
 
 def active_ranks(work):
-    """How many ranks still have data, from the all-reduce that announced this iteration."""
-    work.wait()  # on the current stream; gloo's future would not see to that
+    """The number of ranks that still have data, from the all-reduce that announced this iteration."""
+    work.wait()  # makes the current stream wait; gloo's future would not
     return int(work.get_future().wait()[0].item())

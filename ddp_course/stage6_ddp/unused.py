@@ -99,10 +99,6 @@ CHANGED = (
     "This error indicates that your training graph has changed in this iteration, e.g., one parameter is used in first "
     "iteration, but then got unused in the second iteration. this is not compatible with static_graph set to True."
 )
-DEBUG_MODE = (
-    "(torch's own class tells the names only if you set the environment variable TORCH_DISTRIBUTED_DEBUG to either "
-    "INFO or DETAIL.)"
-)
 
 
 def not_finished(missing, rank, reason):
@@ -111,7 +107,9 @@ def not_finished(missing, rank, reason):
     return (
         f"Expected to have finished reduction in the prior iteration before starting a new one. {reason}\n"
         f"Parameter indices which did not receive grad for rank {rank}: {indices}\n"
-        f"Parameters which did not receive grad for rank {rank}: {names}\n{DEBUG_MODE}"
+        f"Parameters which did not receive grad for rank {rank}: {names}\n"
+        "(torch's own class tells the names only if you set the environment variable TORCH_DISTRIBUTED_DEBUG to either "
+        "INFO or DETAIL.)"
     )
 
 
