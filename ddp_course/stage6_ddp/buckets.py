@@ -108,14 +108,14 @@ class Bucket:
             if divisor != 1:
                 view.div_(divisor)
         else:
-            torch.mul(self.without_graph(grad), reciprocal(divisor), out=view)  # divides and copies in one pass
+            if grad.requires_grad:
+                grad = self.without_graph(grad)
+            torch.mul(grad, reciprocal(divisor, grad.dtype), out=view)  # divides and copies in one pass over the memory
             if self.as_view:
                 parameter.grad = view
 
     def without_graph(self, grad):
         """`grad`, detached. Raise RuntimeError where torch does: for a graph behind more than a single gradient."""
-        if not grad.requires_grad:
-            return grad
         if len(self.parameters) > 1:
             raise RuntimeError(HIGHER_ORDER)
         warnings.warn(HIGHER_ORDER, stacklevel=2)
@@ -167,9 +167,9 @@ class SparseBucket:
 
 
 @cache
-def reciprocal(divisor):
-    """1 / `divisor` as a tensor: torch would make one of a number in each call, which takes as long as a small copy."""
-    return torch.tensor(1 / divisor, dtype=torch.float64)
+def reciprocal(divisor, dtype):
+    """1 / `divisor` as a tensor, for gradients of `dtype`: to convert a number takes five times as long as the copy."""
+    return torch.tensor(1 / divisor, dtype=torch.promote_types(dtype, torch.float32))
 
 
 def view_at(flat, offset, parameter):
