@@ -1,4 +1,4 @@
-"""The command `ddp-course simulate`: a table and a figure of training on devices that nobody has at hand."""
+"""The command `ddp-course simulate`: a table and a figure of training on devices that are not at hand."""
 
 import argparse
 import re
@@ -22,7 +22,7 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("simulate", help="bucketed DDP on thousands of simulated devices")
     parser.add_argument("--model", default="bytes", choices=MODELS, help="measured here, or one of the four networks")
     parser.add_argument("--parameters", type=int, help="size of the bytes or synthetic model")
-    parser.add_argument("--batch", type=int, default=8, help="samples a device (measured models)")
+    parser.add_argument("--batch", type=int, default=8, help="samples per device (measured models)")
     parser.add_argument("--step-time", help="computing of a step, such as 100ms; without it, as measured here")
     parser.add_argument("--devices", default="1..4096", help="1..4096 (doubling), 6, or 2,4,6")
     parser.add_argument("--per-host", type=int, default=8, help="devices on a host")
@@ -48,9 +48,8 @@ def run(args: argparse.Namespace) -> int:
     options = {"bucket_cap_mb": args.bucket_cap, "interference": args.interference}
     steps = [simulate(profile, count, network, algorithm, **options) for count in devices]
     print(f"{args.model}: {profile.gradient_bytes / 1e6:.4g} MB of gradients, {origin}")
-    print(
-        f"{algorithm.replace('_', ' ')}, {args.per_host} devices a host, link {args.link}, in a host {args.local_link}"
-    )
+    hosts = f"{args.per_host} devices per host, link {args.link}, in a host {args.local_link}"
+    print(f"{algorithm.replace('_', ' ')}, {hosts}")
     print(table(steps))
     at = knee(steps)
     print(f"at least {KNEE:.0%} efficient up to {at} devices" if at else f"never {KNEE:.0%} efficient")
@@ -86,7 +85,7 @@ def parse_devices(text: str) -> list[int]:
 
 def _network(args):
     if args.per_host < 1:
-        raise ValueError(f"{args.per_host} devices a host: give at least 1")
+        raise ValueError(f"{args.per_host} devices per host: give at least 1")
     links = [(args.link, args.latency), (args.local_link, args.local_latency)]
     between, within = (theory.Costs.of_link(units.bits_per_second(speed), units.seconds(lag)) for speed, lag in links)
     return Network(between, within, args.per_host)
@@ -129,6 +128,6 @@ def _write_figure(folder, args, profile, devices, network, algorithm, steps, opt
         f"K = {count}": [(cap, simulate(profile, count, network, bucket_cap_mb=cap, **rest)) for cap in CAPS_MB]
         for count in sorted(chosen)
     }
-    title = f"{args.model}, link {args.link}, {args.per_host} devices a host at {args.local_link}"
+    title = f"{args.model}, link {args.link}, {args.per_host} devices per host at {args.local_link}"
     picture = simulation_figure(lines, caps, network.link, title)
     return files.replace_file(folder / "simulate.png", picture.png())

@@ -124,7 +124,7 @@ def decide(
     near = [plan for plan in fitting if plan.step_s <= SIMPLER * fastest]
     chosen = min(near, key=lambda plan: (plan.complexity, plan.memory_gb))
     share = 100 * chosen.waiting_s / chosen.step_s
-    return chosen, f"{readable(chosen.step_s)} s a step, {share:.0f} % of it waiting{unchecked(setting)}", plans
+    return chosen, f"{readable(chosen.step_s)} s per step, {share:.0f} % of it waiting{unchecked(setting)}", plans
 
 
 def unchecked(setting: Setting) -> str:

@@ -1,7 +1,7 @@
 """How long an all-reduce takes, in closed form.
 
-Hockney's model: a message of n bytes takes alpha + beta n seconds, alpha being the latency (seconds a message)
-and beta the inverse of the bandwidth (seconds a byte). Adding up costs gamma seconds a byte. A rank sends and
+Hockney's model: a message of n bytes takes alpha + beta n seconds, alpha being the latency (seconds per message)
+and beta the inverse of the bandwidth (seconds per byte). Adding up costs gamma seconds per byte. A rank sends and
 receives at the same time (full duplex), one message each. For p bytes on each of K ranks:
 
     parameter_server     2 (K-1) (alpha + p beta) + (K-1) p gamma
@@ -29,7 +29,7 @@ PIECES = 16  # of a message in the full-duplex server: enough to come within 1/1
 
 
 class Costs(NamedTuple):
-    """`alpha` in seconds a message, `beta` in seconds a byte sent, `gamma` in seconds a byte added up."""
+    """`alpha` in seconds per message, `beta` in seconds per byte sent, `gamma` in seconds per byte added up."""
 
     alpha: float
     beta: float
@@ -37,9 +37,9 @@ class Costs(NamedTuple):
 
     @classmethod
     def of_link(cls, bits_per_second: float, latency: float = 0.0, gamma: float = 0.0) -> "Costs":
-        """The costs of a link with this bandwidth (bits a second) and latency (seconds)."""
+        """The costs of a link with this bandwidth (bits per second) and latency (seconds)."""
         if not bits_per_second > 0:
-            raise ValueError(f"the bandwidth is {bits_per_second} bits a second; it must be more than 0")
+            raise ValueError(f"the bandwidth is {bits_per_second} bits per second; it must be more than 0")
         return cls(latency, 8 / bits_per_second, gamma)
 
 
@@ -53,7 +53,7 @@ class Measurement(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """What `fit` found: alpha (s a message), beta (s a byte), gamma (s a byte added), each with its standard error."""
+    """The result of `fit`: alpha (s per message), beta (s per byte), gamma (s per byte added), and standard errors."""
 
     alpha: float
     beta: float
@@ -139,7 +139,7 @@ def halving_doubling(nbytes: float, world_size: int, costs: Costs) -> float:
 def hierarchical_ring(
     nbytes: float, world_size: int, costs: Costs, local: Costs | None = None, per_host: int = 1
 ) -> float:
-    """Seconds of the two-level ring: D = `per_host` ranks a host with `local` costs, `costs` for the host's link.
+    """Seconds of the two-level ring: D = `per_host` ranks per host with `local` costs, `costs` for the host's link.
 
     Reduce-scatter inside the host, (D-1) (alpha' + p/D (beta' + gamma)); a ring over the H hosts for each of the D
     shards; allgather inside, (D-1) (alpha' + p/D beta'). The D rings take turns on the host's link: with messages
@@ -177,7 +177,7 @@ def seconds(algorithm: str, nbytes: float, world_size: int, costs: Costs, **opti
     """Seconds that `algorithm` (a name from the table above) takes for `nbytes` bytes on each of `world_size` ranks.
 
     Options go to the formula: `pieces` for duplex_server, `local` and `per_host` for hierarchical_ring. One rank
-    has nobody to talk to: 0. Raises ValueError for an unknown name, negative bytes, or fewer than one rank.
+    has no partner: 0. Raises ValueError for an unknown name, negative bytes, or fewer than one rank.
     """
     formula = form(algorithm)
     check_sizes(nbytes, world_size)
@@ -188,7 +188,7 @@ def fit(measurements: Iterable[Measurement], gamma: float | str | None = None) -
     """Find alpha and beta from timings, by least squares of the relative errors; returns a `Fit`.
 
     `measurements` are `Measurement`s or tuples (algorithm, bytes, world size, seconds), of any mix of algorithms:
-    each formula is linear in alpha, beta and gamma. `gamma` (s a byte) is taken as given, 0 when None; "fit" finds
+    each formula is linear in alpha, beta and gamma. `gamma` (s per byte) is taken as given, 0 when None; "fit" finds
     it too. Standard errors need more timings than unknowns and are infinite otherwise. Raises ValueError if the
     timings cannot tell the unknowns apart, or if time does not grow with size.
     """

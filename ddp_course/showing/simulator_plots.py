@@ -33,7 +33,7 @@ def label(algorithm: str) -> str:
 
 
 def scaling_figure(steps: dict[str, Any], title: str = "Scaling efficiency") -> Picture:
-    """Efficiency against K, a line an algorithm, the knee marked; `steps`: {algorithm: [Step, …]}."""
+    """Efficiency against K, a line per algorithm, the knee marked; `steps`: {algorithm: [Step, …]}."""
     knees = {name: knee(row) for name, row in steps.items()}
     message = "; ".join(f"{label(name)}: {_knee_text(knees[name])}" for name in steps)
     picture, axes = panels(message=message, kind="simulated")

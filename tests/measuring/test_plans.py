@@ -43,7 +43,7 @@ def test_resnet_50_takes_ddp(gpus):
 def test_choices(case, expected):
     chosen, reason, every = plans.decide(*case)
     assert chosen.name == expected, [(plan.name, plan.memory_gb, plan.step_s) for plan in every]
-    assert chosen.fits and "s a step" in reason
+    assert chosen.fits and "s per step" in reason
 
 
 def test_scoreboard_and_chart_have_one_number_for_one_question():

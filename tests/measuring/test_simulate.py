@@ -386,7 +386,7 @@ def test_bad_input_in_python_says_what_is_wrong():
         (lambda: simulate(Profile((Layer("a", -1, 0, 1),)), 2, LINK), "seconds"),
         (lambda: simulate(Profile((Layer("a", 0, 0, math.nan),)), 2, LINK), "bytes"),
         (lambda: simulate(model, 2, LINK, bucket_cap_mb=-1), "MiB"),
-        (lambda: simulate(model, 2, Network(Costs(-1, 1))), "seconds a message"),
+        (lambda: simulate(model, 2, Network(Costs(-1, 1))), "seconds per message"),
         (lambda: simulate(model, 2, LINK, cores=0), "cores"),
         (lambda: simulate(model, 6, Network(Costs(0, 1), None, 4)), "do not fill"),
         (lambda: simulate(model, 12, Network(Costs(0, 1), None, 4), "halving_doubling"), "no formula"),

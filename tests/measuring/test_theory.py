@@ -120,7 +120,7 @@ def test_standard_errors_grow_with_the_noise_and_cover_the_truth():
         (lambda: theory.seconds("ring", 1, -3, Costs(0, 1)), "world size is -3"),
         (lambda: theory.seconds("ring", 1, 2.5, Costs(0, 1)), "world size is 2.5"),
         (lambda: theory.seconds("hierarchical_ring", 1, 6, Costs(0, 1), per_host=4), "do not fill hosts of 4"),
-        (lambda: Costs.of_link(0), "bits a second"),
+        (lambda: Costs.of_link(0), "bits per second"),
         (lambda: theory.fit([]), "cannot tell 2 unknowns apart"),
         (lambda: theory.fit([("ring", 1e6, 2, 0.1)] * 5), "vary the bytes"),
         (lambda: theory.fit([("ring", 1e6, 2, 0.2), ("ring", 2e6, 2, 0.1)]), "do not grow"),

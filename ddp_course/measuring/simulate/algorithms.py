@@ -13,7 +13,7 @@ from .network import Pause, Receive, Send, Signal, Simulation
 
 
 def parameter_server(rank: int, world_size: int, nbytes: float, simulation: Simulation) -> Iterator[Any]:
-    """Rank 0 receives from everybody, one by one, then sends to everybody, one by one."""
+    """Rank 0 receives from all others, one by one, then sends to all, one by one."""
     if rank:
         yield Send(0, nbytes)
         yield Receive(0)
@@ -160,7 +160,7 @@ def nccl_ring(
 ) -> Iterator[Any]:
     """NCCL's ring: chunks of 2 MiB a channel, passed on slice by slice as they come in, without asking first.
 
-    Rounds of K chunks a channel follow one another until all is sent; the last one is smaller if need be. Source:
+    Rounds of K chunks per channel follow one another until all is sent; the last one is smaller if need be. Source:
     NCCL's all_reduce.h, protocol Simple: 8 buffer steps of 512 KiB, four to a chunk, two to a slice.
     """
     yield tuple(

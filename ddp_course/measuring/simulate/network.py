@@ -12,8 +12,8 @@ A process is a generator. It yields the activities it wants to wait for, togethe
 
 A message starts when sender and receiver are both there and the links are free: the sender's way out and the
 receiver's way in. It occupies them for beta n seconds and arrives alpha seconds later; the latency occupies
-nothing. Who has waited longest goes first. Ranks of one host talk over local links, one each; all traffic of a
-host to others shares that host's one link, both ways at once.
+nothing. The message that has waited longest goes first. Ranks of one host talk over local links, one each; all traffic
+of a host to others shares that host's one link, both ways at once.
 """
 
 import heapq
@@ -87,7 +87,7 @@ class Computing(Activity):
 
 @dataclass(eq=False)
 class Signal(Activity):
-    """Done when somebody fires it."""
+    """Done when a process fires it."""
 
 
 @dataclass(eq=False)
@@ -150,7 +150,7 @@ class Simulation:
         return activity
 
     def fire(self, activity: Activity) -> None:
-        """Mark `activity` as done and wake whoever waits for it."""
+        """Mark `activity` as done and wake the processes that wait for it."""
         activity.posted = activity.done = True
         for wake in activity.waiting:
             self._at(self.now, wake)

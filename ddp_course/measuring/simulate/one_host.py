@@ -57,7 +57,7 @@ def cycles(gpus: int, free: dict, through: bool) -> Iterator[list[tuple[int, int
 
 
 def all_reduce_us(gpu: str, numbers: Sequence[float], gpus: int, mib: float) -> float:
-    """Microseconds of an all-reduce of `mib` MiB; `numbers` are c, a (µs), 1/b and d (µs a MiB)."""
+    """Microseconds of an all-reduce of `mib` MiB; `numbers` are c, a (µs), 1/b and d (µs per MiB)."""
     start, step, wire, once = numbers
     moved = 2 * (gpus - 1) / gpus * mib * wire
     return start + 2 * (gpus - 1) * step + (moved / rings(gpus) if gpu == "V100" else moved + mib * once)

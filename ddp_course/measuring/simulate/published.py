@@ -27,7 +27,7 @@ from .step import play, simulate
 from .transformers import Machine, Shape, Sharding, Split, fit, fully_sharded_s, idle_stages, step_s
 
 MIB = 2**20
-PER_HOST, HOST_LINK, GPU_LATENCY = 8, 8 / 400e9, 1e-5  # 4 x 100 Gbit/s; 10 us a message are assumed, not fitted
+PER_HOST, HOST_LINK, GPU_LATENCY = 8, 8 / 400e9, 1e-5  # 4 x 100 Gbit/s; 10 us per message are assumed, not fitted
 Row = dict[str, Any]
 
 # --- all-reduce over shaped links ---
@@ -64,14 +64,14 @@ def calibrate_shaped_links(library: str, rows: list[dict[str, Any]]) -> tuple[fl
 
 
 def v100_step_s(model: str, one_gpu_s: float, ranks: int, bandwidth: float, interference: float) -> float:
-    """Seconds of a DDP step of `model` on `ranks` V100s; bandwidth of a GPU's link in bytes a second."""
+    """Seconds of a DDP step of `model` on `ranks` V100s; bandwidth of a GPU's link in bytes per second."""
     link = Costs(2 * GPU_LATENCY, max(HOST_LINK, 1 / bandwidth))
     network = Network(link, Costs(GPU_LATENCY, 1 / bandwidth), PER_HOST)
     return simulate(resnets.profile(model, one_gpu_s), ranks, network, interference=interference).step_s
 
 
 def calibrate_v100(rows: list[dict[str, Any]]) -> tuple[float, float]:
-    """(bytes a second, interference) that explain best how 2 GPUs are slower than 1, over all networks."""
+    """(bytes per second, interference) that explain best how 2 GPUs are slower than 1, over all networks."""
 
     def errors(unknowns):
         return [

@@ -18,7 +18,7 @@ SHAPES = {  # blocks of each stage, groups, width of a group at the first stage
 
 
 def layers(name: str) -> Iterator[tuple[str, int, int]]:
-    """Yield (name, parameters, multiplications a picture) for each layer of the network, in forward order.
+    """Yield (name, parameters, multiplications per picture) for each layer of the network, in forward order.
 
     A convolution counts with its batch normalisation. The names are those of SHAPES.
     """

@@ -206,11 +206,11 @@ def _check(world_size, network, interference, cores, overhead_s):
     for name, costs in (("link", network.link), ("local link", network.local)):
         if costs is not None and not all(isfinite(cost) and cost >= 0 for cost in costs):
             raise ValueError(
-                f"the {name} is {costs}: seconds a message, seconds a byte, seconds a byte added, none below 0"
+                f"the {name} is {costs}: seconds per message, seconds per byte, seconds per byte added, none below 0"
             )
     if not (isfinite(interference) and interference >= 0):
         raise ValueError(f"interference is {interference}; it is a share of the device, 0 or more")
     if cores is not None and not cores > 0:
         raise ValueError(f"{cores} cores cannot compute; give the number that all ranks share")
     if not (isfinite(overhead_s) and overhead_s >= 0):
-        raise ValueError(f"the overhead is {overhead_s} seconds a bucket; it must be 0 or more")
+        raise ValueError(f"the overhead is {overhead_s} seconds per bucket; it must be 0 or more")
