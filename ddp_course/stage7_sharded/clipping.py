@@ -2,7 +2,7 @@
 
 Element by element, a part is as good as the whole. What mixes elements, such as a norm or an optimizer's view of a
 whole matrix, would be another number on every rank. Nothing would fail, and the model would be trained with gradients
-that point elsewhere. So it is refused, by one rule: what is computed from a part must have the shape of the part.
+that point elsewhere. So it is refused, by one rule: what is computed from a part has its shape, or the same elements.
 """
 
 import torch
@@ -12,6 +12,10 @@ from ..running import wire
 from ..running.torch_inside import UNSCALE, as_plain_tensors, tree_leaves, tree_map_only
 
 MIXING = {UNSCALE, torch.renorm, torch.Tensor.renorm, torch.Tensor.renorm_}  # although they keep the shape
+REARRANGING = {  # the same elements in other places
+    *("__getitem__", "reshape", "view", "view_as", "flatten", "cat", "split", "tensor_split"),
+    *("new_empty", "new_zeros"),
+}
 LINEAR = {  # what may be done to gradients before they are averaged
     *("__get__", "__set__", "__getitem__", "__repr__", "__format__", "__len__", "clone", "detach", "detach_", "to"),
     *("to_dense", "requires_grad_", "zeros_like", "zero_", "add", "add_", "sub", "sub_", "neg", "mul", "mul_", "div"),
@@ -41,7 +45,7 @@ class Part(torch.Tensor):
         made = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
         with as_plain_tensors():
             mixed = any(each.shape not in shapes for each in made)
-        if mixed and name != "__getitem__" and not name.startswith("new_"):
+        if mixed and name not in REARRANGING:
             raise RuntimeError(f"{name} looks at more than single elements; {REFUSAL}")
         return tree_map_only(
             torch.Tensor, lambda each: each if isinstance(each, Part) else each.as_subclass(cls), result
@@ -60,9 +64,9 @@ class Part(torch.Tensor):
 
 
 REFUSAL = (
-    "this rank has a part of the gradient only, so each rank would get another number. To clip, call "
-    "clip_grad_norm_(max_norm) of FullyShardedDataParallel, ShardedOptimizer or Pipeline; optimizers must work "
-    "element by element, as SGD, Adam and AdamW do; to look at the part, gradient.as_subclass(torch.Tensor)"
+    "this rank has a part of the gradient only, so each rank would get another number. To clip, call clip_grad_norm_ of "
+    "FullyShardedDataParallel, ShardedOptimizer, Pipeline or stage9_tensor instead; optimizers must work element by "
+    "element, as SGD, Adam and AdamW do; to look at the part, take gradient.as_subclass(torch.Tensor)"
 )
 
 
