@@ -64,8 +64,8 @@ class Part(torch.Tensor):
 
 
 REFUSAL = (
-    "this rank has a part of the gradient only, so each rank would get another number. To clip, call clip_grad_norm_ of "
-    "FullyShardedDataParallel, ShardedOptimizer, Pipeline or stage9_tensor instead; optimizers must work element by "
+    "this rank has a part of the gradient only, so each rank would get another number. To clip, call clip_grad_norm_ "
+    "of FullyShardedDataParallel, ShardedOptimizer, Pipeline or stage9_tensor instead; optimizers must work element by "
     "element, as SGD, Adam and AdamW do; to look at the part, take gradient.as_subclass(torch.Tensor)"
 )
 
