@@ -96,9 +96,11 @@ def watched(source: str, arguments: list[str]) -> Seen:
         if epochs and epochs[-1] not in trained:
             trained.append(epochs[-1])
 
-    data.DataLoader.__iter__, data.dataloader._BaseDataLoaderIter.__next__ = started, advanced
+    data.DataLoader.__iter__ = started  # type: ignore[method-assign]
+    data.dataloader._BaseDataLoaderIter.__next__ = advanced  # type: ignore[method-assign]
     torch.save = lambda state, *_, **__: states.append(state)
-    dist.init_process_group = dist.destroy_process_group = lambda *_, **__: None  # the launch has made it, and ends it
+    # The launch has made the process group, and ends it.
+    dist.init_process_group = dist.destroy_process_group = lambda *_, **__: None  # type: ignore[assignment]
     register_optimizer_step_post_hook(stepped)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     os.environ.update(
