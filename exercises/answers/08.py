@@ -1,5 +1,5 @@
 # %% [markdown]
-# Answers to exercise 8 as learners write them. tests/answers.py says how to read this.
+# Answers to exercise 8 as learners write them. docs/CONTRIBUTING.md says how to read this.
 
 # %% 8.1 right: two loops
 def gpipe(stage, stages, micro_batches):
@@ -22,24 +22,24 @@ def gpipe(stage, stages, micro_batches):
     return sorted(every, key=lambda step: (step[0] == "B", step[1]))
 
 
-# %% 8.1 wrong: in turn | a backward pass starts before the last forward pass
+# %% 8.1 wrong: in turn | a backward pass starts before the last forward pass: that is another schedule
 #- [("F", m) for m in range(micro_batches)] + [("B", m) for m in range(micro_batches)]
 #+ [(kind, m) for m in range(micro_batches) for kind in "FB"]
-# %% 8.1 wrong: backward in reverse | micro-batch 0 comes first
+# %% 8.1 told: backward in reverse | micro-batch 0 comes first
 #- [("B", m) for m in range(micro_batches)]
 #+ [("B", m) for m in reversed(range(micro_batches))]
-# %% 8.1 wrong: no backward | never goes backward
+# %% 8.1 told: no backward | never goes backward
 #-  + [("B", m) for m in range(micro_batches)]
-# %% 8.1 wrong: counts from one | never goes forward
+# %% 8.1 told: counts from one | never goes forward; they are counted from 0
 #- [("F", m) for m in range(micro_batches)]
 #+ [("F", m) for m in range(1, micro_batches + 1)]
-# %% 8.1 wrong: one too many | were expected
+# %% 8.1 told: one too many | were expected
 #- [("B", m) for m in range(micro_batches)]
 #+ [("B", m) for m in range(micro_batches + 1)]
-# %% 8.1 wrong: backward first | before it went forward
+# %% 8.1 told: backward first | goes backward before it went forward
 #- [("F", m) for m in range(micro_batches)] + [("B", m) for m in range(micro_batches)]
 #+ [("B", m) for m in range(micro_batches)] + [("F", m) for m in range(micro_batches)]
-# %% 8.1 wrong: as words | each step is a pair
+# %% 8.1 told: as words | each step is a pair such as ("F", 0)
 #- ("B", m)
 #+ f"B{m}"
 # %% 8.2 right: counters
@@ -67,28 +67,28 @@ def one_forward_one_backward(stage, stages, micro_batches):
     return steps
 
 
-# %% 8.2 wrong: that is GPipe | that is GPipe
+# %% 8.2 wrong: that is GPipe | all forward passes come first: that is GPipe
 #- warm_up = min(stages - 1 - stage, micro_batches)
 #+ warm_up = micro_batches
-# %% 8.2 wrong: no warm-up | forward passes before the first backward
+# %% 8.2 wrong: no warm-up | the last stage goes backward after 1, the one before it after 2
 #- min(stages - 1 - stage, micro_batches)
 #+ 0
-# %% 8.2 wrong: warm-up by stage | forward passes before the first backward
+# %% 8.2 wrong: warm-up by stage | the last stage goes backward after 1, the one before it after 2
 #- stages - 1 - stage
 #+ stage
-# %% 8.2 wrong: one more | forward passes before the first backward
+# %% 8.2 wrong: one more | the last stage goes backward after 1, the one before it after 2
 #- stages - 1 - stage
 #+ stages - stage
-# %% 8.2 wrong: no cool-down | never goes backward
+# %% 8.2 told: no cool-down | never goes backward
 #- return steps + [("B", m) for m in range(micro_batches - warm_up, micro_batches)]
 #+ return steps
-# %% 8.2 wrong: few micro-batches not expected | micro-batches, counted from 0
+# %% 8.2 told: few micro-batches not expected | were expected
 #- min(stages - 1 - stage, micro_batches)
 #+ stages - 1 - stage
-# %% 8.2 wrong: backward of the newest | micro-batch
+# %% 8.2 told: backward of the newest | never goes backward
 #- ("B", m - warm_up)
 #+ ("B", m)
-# %% 8.2 wrong: same for all stages | forward passes before the first backward
+# %% 8.2 wrong: same for all stages | the last stage goes backward after 1, the one before it after 2
 #- stages - 1 - stage
 #+ stages - 1
 # %% 8.3 right: one minus busy
@@ -120,35 +120,35 @@ def bubble(stages, micro_batches):
     return idle / sum(map(len, slots))
 
 
-# %% 8.3 wrong: over busy time | idle time over busy time
+# %% 8.3 wrong: one micro-batch taken for no pipeline | with one micro-batch all stages but one are idle
+#-     return
+#+     if micro_batches == 1:
+#+         return 0.0
+#+     return
+# %% 8.3 wrong: over busy time | that is idle time over busy time; the share of all time was asked for
 #- (micro_batches + stages - 1)
 #+ micro_batches
-# %% 8.3 wrong: S instead of S-1 | S-1 steps to fill
+# %% 8.3 wrong: S instead of S-1 | with S stages the pipeline takes S-1 steps to fill, not S
 #- (stages - 1) / (micro_batches + stages - 1)
 #+ stages / (micro_batches + stages)
-# %% 8.3 wrong: busy share | share of busy time
+# %% 8.3 wrong: busy share | that is the share of busy time
 #- (stages - 1) /
 #+ micro_batches /
-# %% 8.3 wrong: per cent | per cent
+# %% 8.3 wrong: per cent | that is in per cent
 #- return (stages
 #+ return 100 * (stages
-# %% 8.3 wrong: one step too many | M + S - 1
+# %% 8.3 wrong: one step too many | the time in all is M + S - 1 steps
 #- (micro_batches + stages - 1)
 #+ (micro_batches + stages)
-# %% 8.3 wrong: swapped | swapped
+# %% 8.3 wrong: swapped | stages and micro-batches are swapped
 #- (stages - 1) /
 #+ (micro_batches - 1) /
-# %% 8.3 wrong: twice | not twice
+# %% 8.3 wrong: twice | filling and draining overlap with other stages' work: S-1 steps in all, not twice
 #- (stages - 1) / (micro_batches + stages - 1)
 #+ 2 * (stages - 1) / (micro_batches + 2 * (stages - 1))
 # %% 8.3 wrong: whatever the micro-batches | more micro-batches make it smaller
 #- (micro_batches + stages - 1)
 #+ stages
-# %% 8.3 wrong: one micro-batch taken for no pipeline | was expected
-#-     return
-#+     if micro_batches == 1:
-#+         return 0.0
-#+     return
 # %% 8.4 right: a set
 def most_held(steps):
     waiting, largest = set(), 0
@@ -169,25 +169,39 @@ def most_held(steps):
     return max(accumulate(1 if step[0] == "F" else -1 for step in steps))
 
 
-# %% 8.4 wrong: all forward passes | those that went backward are released
+# %% 8.4 wrong: all forward passes | that is how many there are; those that went backward are released
 #- return most
 #+ return sum(kind == "F" for kind, _ in steps)
-# %% 8.4 wrong: at the end | the most at any time
+# %% 8.4 wrong: at the end | that is what is left at the end; the most at any time was asked for
 #- return most
 #+ return held
-# %% 8.4 wrong: never released | those that went backward are released
+# %% 8.4 wrong: never released | that is how many there are; those that went backward are released
 #- else -1
 #+ else 0
-# %% 8.4 wrong: before the first backward | not always the peak
+# %% 8.4 wrong: before the first backward | forward passes before the first backward are not always the peak
 #- return most
 #+ return [kind for kind, _ in steps].index("B")
-# %% 8.4 wrong: all steps | that counts passes
+# %% 8.4 wrong: all steps | that counts passes; only forward passes that wait for their backward hold memory
 #- return most
 #+ return len(steps)
-# %% 8.4 wrong: peak minus one | the peak is before it
+# %% 8.4 wrong: peak minus one | a backward pass releases its micro-batch when it is done, so the peak is before it
 #- return most
 #+ return most - 1
-# %% 8.4 wrong: returns nothing | is there a `return`
+# %% 8.4 told: the longest run of forward passes | was expected
+#- held += 1 if kind == "F" else -1
+#+ held = held + 1 if kind == "F" else 0
+# %% 8.4 told: the difference of numbers | was expected
+def most_held(steps):
+    last, most = -1, 0
+    for kind, m in steps:
+        if kind == "B":
+            last = m
+        else:
+            most = max(most, m - last)
+    return most
+
+
+# %% 8.4 told: returns nothing | is there a `return`?
 #-     return most
 # %% 8.5 right: by simulation of the ticks
 def schedule(stages, micro_batches):
@@ -213,29 +227,29 @@ def schedule(stages, micro_batches):
 # %% 8.5 right: as tuples
 #- return orders
 #+ return tuple(tuple(map(list, steps)) for steps in orders)
-# %% 8.5 wrong: 1F1B | so let W wait
+# %% 8.5 told: 1F1B | 1F1B needs
 #- if m >= stage:  # the later the stage, the longer its W can wait
 #+ if True:
-# %% 8.5 wrong: all W at the end | only W releases one
+# %% 8.5 told: all W at the end | only W releases one
 #- if m >= stage:  # the later the stage, the longer its W can wait
 #+ if False:
-# %% 8.5 wrong: W waits the wrong way round | only W releases one
+# %% 8.5 told: W waits the wrong way round | only W releases one
 #- if m >= stage:  # the later the stage, the longer its W can wait
 #+ if m >= stages - 1 - stage:
-# %% 8.5 wrong: no W | never does
+# %% 8.5 told: no W | never does
 #- orders.append(steps + [("W", m) for m in range(done, micro_batches)])
 #+ orders.append(steps)
-# %% 8.5 wrong: W before its B | wait for each other for ever
+# %% 8.5 told: W before its B | wait for each other for ever
 #- steps = [("F", m) for m in range(warm_up)]
 #+ steps = [("F", m) for m in range(warm_up)] + [("W", 0)]
 #- for m in range(done, micro_batches)]
 #+ for m in range(done, micro_batches) if m]
 #- if m >= stage:  # the later the stage, the longer its W can wait
 #+ if 1 <= stage <= m and done:
-# %% 8.5 wrong: one stage only | a list of steps for each stage
+# %% 8.5 told: one stage only | a list of steps for each stage was expected
 #- return orders
 #+ return orders[0]
-# %% 8.5 wrong: no warm-up | wait for each other for ever
+# %% 8.5 told: no warm-up | wait for each other for ever
 #- warm_up, done = stages - 1 - stage, 0
 #+ warm_up, done = -1, 0
 #- steps = [("F", m) for m in range(warm_up)]
@@ -261,24 +275,24 @@ def read(timeline):
 # %% 8.6 right: by the shortest wait
 #- slow = max(took, key=took.get)
 #+ slow = sorted(took.items(), key=lambda pair: -pair[1])[0][0]
-# %% 8.6 wrong: by the end | not at when it ends
+# %% 8.6 told: by the end | look at how long its own steps take
 #- slow = max(took, key=took.get)
 #+ slow = max(timeline, key=lambda span: span[4])[0]
-# %% 8.6 wrong: always the last | not at when it ends
+# %% 8.6 told: always the last | look at how long its own steps take
 #- slow = max(took, key=took.get)
 #+ slow = max(took)
-# %% 8.6 wrong: counts from one | stage
+# %% 8.6 told: counts from one | look at how long its own steps take
 #- slow = max(took, key=took.get)
 #+ slow = max(took, key=took.get) + 1
-# %% 8.6 wrong: never one at a time | does not look like that
+# %% 8.6 told: never one at a time | "1F1B" does not look like that
 #- if first[1][0] == "B":
 #+ if False:
-# %% 8.6 wrong: the first stage decides | does not look like that
+# %% 8.6 told: the first stage decides | "GPipe" does not look like that
 #- "1F1B" if last[1][0] == "B" else "GPipe"
 #+ "1F1B" if first[1][0] == "B" else "GPipe"
-# %% 8.6 wrong: only the schedule | return a pair
+# %% 8.6 told: only the schedule | return a pair: (schedule, slow stage)
 #- return ("1F1B" if last[1][0] == "B" else "GPipe"), slow
 #+ return "1F1B" if last[1][0] == "B" else "GPipe"
-# %% 8.6 wrong: words of one's own | is none of
+# %% 8.6 told: words of one's own | is none of GPipe, 1F1B, one at a time
 #- return "one at a time", slow
 #+ return "sequential", slow

@@ -1,0 +1,298 @@
+"""Exercise 8: pipeline schedules, their bubble, and the memory they need."""
+
+from collections.abc import Iterable
+from numbers import Real
+
+from ddp_course.grading.checks import require, task
+
+COMPLETE = "each micro-batch goes forward once and backward once, in order"
+
+
+def steps_of(steps, about):
+    """A schedule as a list of pairs: the letter of a pass, and the number of a micro-batch."""
+    steps = list(steps) if isinstance(steps, Iterable) else steps
+    require(isinstance(steps, list), f"{about}: a list of steps was expected, not {type(steps).__name__}")
+    pairs = [tuple(step) if isinstance(step, list | tuple) else (step,) for step in steps]
+    good = all(len(pair) == 2 and pair[0] in ("F", "B") and type(pair[1]) is int for pair in pairs)
+    require(good, f'{about}: each step is a pair such as ("F", 0) or ("B", 0)')
+    return pairs
+
+
+def completeness(steps, micro_batches):
+    """In words, whether each micro-batch goes forward and backward once, forward first, in order; or what is wrong."""
+    for letter, what in (("F", "forward"), ("B", "backward")):
+        done = [m for kind, m in steps if kind == letter]
+        if lost := sorted(set(range(micro_batches)) - set(done)):
+            counted = "; they are counted from 0" if lost == [0] and micro_batches in done else ""
+            return f"micro-batch {lost[0]} never goes {what}{counted}"
+        if len(done) != micro_batches:
+            return f"{len(done)} {what} passes; {micro_batches} micro-batches, counted from 0, were expected"
+        if done != sorted(done):
+            return f"{what} passes run in the order {done}; micro-batch 0 comes first"
+    early = [m for m in range(micro_batches) if steps.index(("B", m)) < steps.index(("F", m))]
+    return f"micro-batch {early[0]} goes backward before it went forward" if early else COMPLETE
+
+
+def draw_stages(random, hidden):
+    """(stage, stages, micro-batches) for every stage of some pipelines, one of eight stages among them if `hidden`."""
+    shapes = [(4, 8), (3, 3), (2, random.randrange(3, 7)), (4, 2), (1, 3), *[(8, random.randrange(8, 20))] * hidden]
+    return {"cases": [(stage, stages, m) for stages, m in shapes for stage in range(stages)]}
+
+
+@task("8.1", "gpipe", {"complete": 1, "forward first": 1})
+class GPipe:
+    """Forward all, then backward all."""
+
+    draw = draw_stages
+
+    def probe(gpipe, cases):
+        """Of each stage's schedule, whether it is complete, and whether all forward passes come first."""
+        evidence = {"complete": {}, "forward first": {}}
+        for stage, stages, micro_batches in cases:
+            about = f"stage {stage} of {stages}, {micro_batches} micro-batches"
+            steps = steps_of(gpipe(stage, stages, micro_batches), about)
+            kinds = "".join(kind for kind, _ in steps)
+            evidence["complete"][about] = completeness(steps, micro_batches)
+            evidence["forward first"][f"{about}, in the order of time"] = kinds
+        return evidence
+
+
+@task("8.2", "one_forward_one_backward", {"complete": 1, "warm-up": 1, "in turn": 1})
+class OneForwardOneBackward:
+    """S-1-s forward passes to warm up, then one forward and one backward in turn, then the rest."""
+
+    draw = draw_stages
+
+    def probe(one_forward_one_backward, cases):
+        """Of each stage's schedule, whether it is complete, the passes before the first backward, and their order."""
+        evidence = {"complete": {}, "warm-up": {}, "in turn": {}}
+        for stage, stages, micro_batches in cases:
+            about = f"stage {stage} of {stages}, {micro_batches} micro-batches"
+            steps = steps_of(one_forward_one_backward(stage, stages, micro_batches), about)
+            kinds = "".join(kind for kind, _ in steps)
+            evidence["complete"][about] = completeness(steps, micro_batches)
+            evidence["warm-up"][f"{about}, forward passes before the first backward"] = (kinds + "B").index("B")
+            evidence["in turn"][f"{about}, in the order of time"] = " ".join(f"{kind}{m}" for kind, m in steps)
+        return evidence
+
+
+@task("8.3", "bubble", {"any pipeline": 0.5, "one stage or one micro-batch": 0.5})
+class Bubble:
+    """The share of the time in which a stage is idle: (S-1)/(M+S-1)."""
+
+    def draw(random, hidden):
+        """Numbers of stages and micro-batches, one of each among them."""
+        return {"cases": [(random.randrange(2, 17), random.randrange(2, 65)) for _ in range(5)] + [(1, 4), (4, 1)]}
+
+    def probe(bubble, cases):
+        """The share in each case, as a plain number."""
+        evidence = {"any pipeline": {}, "one stage or one micro-batch": {}}
+        for stages, micro_batches in cases:
+            share = bubble(stages, micro_batches)
+            part = "one stage or one micro-batch" if 1 in (stages, micro_batches) else "any pipeline"
+            case = f"{stages} stages, {micro_batches} micro-batches"
+            evidence[part][case] = float(share) if isinstance(share, Real) else share
+        return evidence
+
+
+def gpipe_order(stage, stages, micro_batches):
+    """All forward passes, then all backward passes."""
+    return [(kind, m) for kind in "FB" for m in range(micro_batches)]
+
+
+def one_f_one_b_order(stage, stages, micro_batches):
+    """Warm-up, then one forward and one backward in turn, then the rest."""
+    warm = min(stages - 1 - stage, micro_batches)
+    steady = [step for m in range(micro_batches - warm) for step in (("F", warm + m), ("B", m))]
+    return [("F", m) for m in range(warm)] + steady + [("B", m) for m in range(micro_batches - warm, micro_batches)]
+
+
+@task("8.4", "most_held", {"GPipe and 1F1B": 1, "any order": 1})
+class MostHeld:
+    """The most micro-batches at any time that went forward and not yet backward."""
+
+    def draw(random, hidden):
+        """Schedules of several pipelines, and some that are neither GPipe nor 1F1B, of which the most comes late."""
+        cases = draw_stages(random, hidden)["cases"]
+        usual = [order(*case) for case in cases[::2] for order in (gpipe_order, one_f_one_b_order)]
+        fixed = [("F", 0), ("B", 0), ("F", 1), ("F", 2), ("B", 1), ("F", 3), ("B", 2), ("B", 3)]
+        return {"usual": usual, "other": [fixed, any_order(random, 6), any_order(random, 9)]}
+
+    def probe(most_held, usual, other):
+        """The number for each schedule."""
+        kinds = {"GPipe and 1F1B": usual, "any order": other}
+        return {part: {" ".join(f"{kind}{m}" for kind, m in order): most_held(list(order)) for order in orders}
+                for part, orders in kinds.items()}  # fmt: skip
+
+
+def any_order(random, count):
+    """A schedule in which any micro-batch that went forward may go backward next."""
+    waiting, begun, order = [], 0, []
+    while len(order) < 2 * count:
+        if begun < count and (not waiting or random.random() < 0.6):
+            waiting.append(begun)
+            order.append(("F", begun))
+            begun += 1
+        else:
+            order.append(("B", waiting.pop(random.randrange(len(waiting)))))
+    return order
+
+
+def needs(kind, micro_batch, stage, stages):
+    """The steps (kind, micro-batch, stage) that must be done before this one, in 8.5."""
+    if kind == "F":
+        return [("F", micro_batch, stage - 1)] if stage else []
+    own = ("F" if kind == "B" else "B", micro_batch, stage)
+    return [own] + ([("B", micro_batch, stage + 1)] if kind == "B" and stage < stages - 1 else [])
+
+
+def ticks(orders):
+    """How long the stages take for their orders, each step as early as it can be; None if they wait for ever."""
+    done, at, free = {}, [0] * len(orders), [0] * len(orders)
+    moved = True
+    while moved:
+        moved = False
+        for stage, order in enumerate(orders):
+            while at[stage] < len(order):
+                before = needs(*order[at[stage]], stage, len(orders))
+                if not all(step in done for step in before):
+                    break
+                free[stage] = max([free[stage], *(done[step] for step in before)]) + 1
+                done[(*order[at[stage]], stage)] = free[stage]
+                at[stage] += 1
+                moved = True
+    return max(free) if all(place == len(order) for place, order in zip(at, orders, strict=True)) else None
+
+
+def validity(orders, stages, count):
+    """In words, whether every stage does F, B and W once for each micro-batch and nobody waits for ever."""
+    if len(orders) != stages or not all(isinstance(order, list) for order in orders):
+        return "a list of steps for each stage was expected"
+    wanted = {(kind, m) for kind in "FBW" for m in range(count)}
+    for stage, order in enumerate(orders):
+        if not all(isinstance(step, tuple) and len(step) == 2 for step in order):
+            return f'stage {stage}: each step is a pair such as ("F", 0)'
+        if missing := sorted(wanted - set(order)):
+            return f"stage {stage} never does {missing[0]}"
+        if len(order) != len(wanted):
+            return f"stage {stage} has {len(order)} steps; 3 for each micro-batch were expected"
+    if ticks(orders) is None:
+        return ("the stages wait for each other for ever: a step stands before one that it needs, on its own stage or "
+                "by way of a neighbour")  # fmt: skip
+    return "valid"
+
+
+def peak(order):
+    """The most micro-batches that a stage holds, from their F to their W."""
+    held = most = 0
+    for kind, _ in order:
+        held += (kind == "F") - (kind == "W")
+        most = max(most, held)
+    return most
+
+
+@task("8.5", "schedule", {"valid": 1, "memory": 1, "1F1B beaten": 1, "the best": 1})
+class Schedule:
+    """Forward, backward, and weights whenever there is time: a schedule with a score, 3 M + S - 1 ticks at best."""
+
+    def draw(random, hidden):
+        """Numbers of stages and micro-batches, never fewer of these; eight stages if `hidden`."""
+        return {"cases": [(2, 4), (4, 8), (3, random.randrange(3, 12)), (4, 4), *([(8, 16)] if hidden else [])]}
+
+    def probe(schedule, cases):
+        """What holds of the orders in each case, in words; a schedule that is not valid is nothing else either."""
+        evidence = {"valid": {}, "memory": {}, "1F1B beaten": {}, "the best": {}}
+        for stages, count in cases:
+            about, orders = f"{stages} stages, {count} micro-batches", schedule(stages, count)
+            orders = [list(map(as_pair, order)) if isinstance(order, list | tuple) else order for order in orders]
+            evidence["valid"][about] = said = validity(orders, stages, count)
+            plain = [one_f_one_b_order(stage, stages, count) for stage in range(stages)]
+            plain = ticks([[step for k, m in order for step in ([(k, m), ("W", m)] if k == "B" else [(k, m)])]
+                           for order in plain])  # fmt: skip
+            took, best = (ticks(orders), 3 * count + stages - 1) if said == "valid" else (None, None)
+            full = {stage: peak(order) for stage, order in enumerate(orders)} if took else {}
+            over = next((f"stage {s} holds {n}; only W releases one" for s, n in full.items() if n > stages), "")
+            allowed = f"at most {stages} are held"
+            evidence["memory"][f"{about}, memory"] = (over or allowed) if took else said
+            late = f"{took} ticks; 1F1B needs {plain}, so let W wait"
+            evidence["1F1B beaten"][f"{about}, beside 1F1B"] = (late if took >= plain else "faster") if took else said
+            idle = f"{took} ticks; {best} is possible: which stage is idle while it has a W to do?"
+            evidence["the best"][f"{about}, beside the best"] = (
+                over or (idle if took > best else "as fast as can be") if took else said
+            )
+        return evidence
+
+
+def as_pair(step):
+    """A step as a tuple, if it is a row of two."""
+    return (str(step[0]), int(step[1])) if isinstance(step, list | tuple) and len(step) == 2 else step
+
+
+SCHEDULES = ("GPipe", "1F1B", "one at a time")
+
+
+def played(random, name, stages, count, slow):
+    """The timeline of a schedule in which stage `slow` takes longer for everything."""
+    orders = {
+        "GPipe": gpipe_order,
+        "1F1B": one_f_one_b_order,
+        "one at a time": lambda stage, stages, count: [(kind, m) for m in range(count) for kind in "FB"],
+    }[name]
+    pending, done, free, spans = [list(orders(s, stages, count)) for s in range(stages)], {}, [0.0] * stages, []
+    while any(pending):
+        for stage in range(stages):
+            while pending[stage]:
+                kind, m = pending[stage][0]
+                before = needs(kind, m, stage, stages)
+                if not all(step in done for step in before):
+                    break
+                start = max([free[stage], *(done[step] for step in before)])
+                if name == "one at a time" and kind == "F" and stage == 0 and m:
+                    start = done["B", m - 1, 0]
+                end = start + (1.0 + 1.0 * (kind == "B")) * (1.5 if stage == slow else random.uniform(0.95, 1.05))
+                free[stage] = done[kind, m, stage] = end
+                spans.append((stage, kind, m, round(start, 3), round(end, 3)))
+                pending[stage].pop(0)
+    return random.sample(spans, len(spans))
+
+
+@task("8.6", "read", {"schedule": 1, "slow stage": 1})
+class WhichSchedule:
+    """Three schedules and a slow stage, read from their timelines."""
+
+    def draw(random, hidden):
+        """Timelines of each schedule, with the slow stage anywhere; twice as many if `hidden`."""
+        cases = []
+        for name in random.sample(SCHEDULES * (2 + 2 * hidden), len(SCHEDULES) * (2 + 2 * hidden)):
+            stages = random.randrange(3, 6)
+            slow = random.randrange(stages)
+            cases.append((played(random, name, stages, random.randrange(stages, stages + 4), slow), name, slow))
+        return {"cases": cases}
+
+    def probe(read, cases):
+        """What is read from each timeline, in words if it is not what the timeline shows."""
+        evidence = {"schedule": {}, "slow stage": {}}
+        for number, (timeline, name, slow) in enumerate(cases):
+            answer = read(list(timeline))
+            require(isinstance(answer, list | tuple) and len(answer) == 2, "return a pair: (schedule, slow stage)")
+            schedule, stage = answer
+            in_time = sorted(timeline, key=lambda span: span[3])
+            first, last = ("".join(span[1] for span in in_time if span[0] == one) for one in (0, max(in_time)[0]))
+            wrong = f'"{schedule}" does not look like that'
+            if schedule not in SCHEDULES:
+                wrong = f"{str(schedule)[:40]!r} is none of {', '.join(SCHEDULES)}"
+            case = f"timeline {number}: the first stage does {first}, the last {last}"
+            evidence["schedule"][case] = "that schedule" if schedule == name else wrong
+            evidence["slow stage"][f"timeline {number}, the slow stage"] = stage if type(stage) is not int else (
+                "that stage" if stage == slow else slower(timeline, stage, slow))  # fmt: skip
+        return evidence
+
+
+def slower(timeline, stage, slow):
+    """In words, how long two stages take for a forward pass."""
+    took = {s: [end - start for one, kind, _, start, end in timeline if (one, kind) == (s, "F")] for s in (stage, slow)}
+    if not took[stage]:
+        return f"there is no stage {stage}: they count from 0"
+    mine, other = (sum(took[s]) / len(took[s]) for s in (stage, slow))
+    return (f"stage {stage} takes {mine:.2f} for a forward pass, another one {other:.2f}: look at how long its own steps "
+            "take, not at when it ends or how long it waits")  # fmt: skip
