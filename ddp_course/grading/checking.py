@@ -1,4 +1,4 @@
-"""The check cell of an exercise: `check("4.2", scatter_reduce)`."""
+"""The check cell of an exercise: `check("4.2", reduce_scatter)`."""
 
 import secrets
 from collections.abc import Sequence
