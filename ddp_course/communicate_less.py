@@ -13,6 +13,7 @@ al., "PowerSGD", 2019; Karimireddy et al., "Error feedback fixes SignSGD", 2019;
 deep networks", 2012 (Downpour SGD).
 """
 
+import math
 import threading
 from collections.abc import Callable, Iterable
 
@@ -26,6 +27,7 @@ from torch.optim import SGD, Optimizer
 from .running import wire
 from .stage3_paramserver import broadcast_parameters, gradients
 from .stage4_ring import average_on_ring, ring_all_reduce
+from .stage7_sharded.clipping import share_numbers
 
 
 def done(tensor: Tensor) -> torch.futures.Future[Tensor]:
@@ -48,18 +50,22 @@ class TopK:
     """
 
     def __init__(self, share, feedback=True):
-        self.share, self.feedback, self.left = share, feedback, {}
+        self.share, self.feedback, self.left = share, feedback, {}  # by parameter: DDP lays its buckets out anew
+        self.__name__ = self.__qualname__ = "TopK"  # torch's DDP asks a hook for its names
 
     def __call__(self, group, bucket):
         """The mean of what all ranks sent, written into the bucket."""
         flat, world_size = bucket.buffer(), dist.get_world_size(group)
-        layout = tuple(map(id, bucket.parameters()))  # DDP lays its buckets out anew after the first step
-        flat += self.left.get(layout, 0.0)
-        count = max(1, round(self.share * flat.numel()))
+        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            gradient += self.left.get(parameter, 0.0)
+        count = min(flat.numel(), max(1, round(self.share * flat.numel())))
         places = flat.abs().topk(count).indices.to(torch.int32)
         values = flat[places]
+        flat.index_fill_(0, places.long(), 0.0)
         if self.feedback:
-            self.left[layout] = flat.clone().index_fill_(0, places.long(), 0.0)
+            self.left.update(
+                zip(bucket.parameters(), [gradient.clone() for gradient in bucket.gradients()], strict=True)
+            )
         flat.zero_()
         for value, place in passed_around([values, places], group):  # in one order, so that replicas stay equal
             flat.index_add_(0, place, value, alpha=1 / world_size)
@@ -74,15 +80,17 @@ class LowRank:
 
     def __init__(self, rank):
         self.rank, self.left, self.directions = rank, {}, {}  # by parameter
+        self.__name__ = self.__qualname__ = "LowRank"
 
     def __call__(self, group, bucket):
         """The rank-r approximation of the mean gradient, written into the bucket, in two all-reduces."""
-        whole, keys, matrices = [], [], []
-        for key, gradient in zip(map(id, bucket.parameters()), bucket.gradients(), strict=True):
-            matrix = gradient.view(len(gradient), -1) if gradient.dim() > 1 else gradient[:, None]
+        whole, keys, targets, matrices = [], [], [], []
+        for key, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            matrix = gradient.flatten(1) if gradient.dim() > 1 else gradient.reshape(-1, 1)
             if self.rank * sum(matrix.shape) < matrix.numel():
                 keys.append(key)
-                matrices.append(matrix.add_(self.left.get(key, 0.0)))
+                targets.append(gradient)
+                matrices.append(exact(matrix) + self.left.get(key, 0.0))
             else:
                 whole.append(gradient)
         columns = [m @ self.directions.get(key, self.start(m)) for key, m in zip(keys, matrices, strict=True)]
@@ -90,15 +98,20 @@ class LowRank:
         columns = [torch.linalg.qr(each).Q for each in columns]
         rows = [m.T @ each for m, each in zip(matrices, columns, strict=True)]
         average_on_ring(rows, group)
-        for key, matrix, left, right in zip(keys, matrices, columns, rows, strict=True):
+        for key, gradient, matrix, left, right in zip(keys, targets, matrices, columns, rows, strict=True):
             self.left[key], self.directions[key] = matrix - left @ right.T, right
-            matrix.copy_(left @ right.T)
+            gradient.copy_((left @ right.T).view(gradient.shape))
         return done(bucket.buffer())
 
     def start(self, matrix: Tensor) -> Tensor:
         """The first directions: random, the same on all ranks."""
         generator = torch.Generator().manual_seed(0)  # of the CPU, whose numbers are the same everywhere
         return torch.randn(matrix.shape[1], self.rank, generator=generator, dtype=matrix.dtype).to(matrix.device)
+
+
+def exact(matrix: Tensor) -> Tensor:
+    """The matrix in a dtype that has a QR decomposition: half-precision ones in float32."""
+    return matrix if matrix.dtype in (torch.float32, torch.float64) else matrix.float()
 
 
 def passed_around(tensors: list[Tensor], group: dist.ProcessGroup | None = None) -> list[list[Tensor]]:
@@ -120,8 +133,9 @@ def train_local(model: Module, batches: Iterable, lr: float, every: int, outer: 
     `SGD(…, lr=0.7, momentum=0.9, nesterov=True)`. Plain local SGD is an outer SGD with rate 1.
     """
     broadcast_parameters(model)
-    inner, losses = SGD(model.parameters(), lr=lr), []
-    shared = [parameter.detach().clone() for parameter in model.parameters()]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    inner, losses = SGD(trained, lr=lr), []
+    shared = [parameter.detach().clone() for parameter in trained]
     outer_optimizer = outer(shared) if outer else SGD(shared, lr=1.0)
     for step, (inputs, targets) in enumerate(batches, 1):
         inner.zero_grad()
@@ -130,18 +144,32 @@ def train_local(model: Module, batches: Iterable, lr: float, every: int, outer: 
         inner.step()
         losses.append(loss.item())
         if step % every == 0:
+            same_on_all_ranks(step, shared[0].device)
             meet(model, shared, outer_optimizer)
+    same_on_all_ranks(math.inf, shared[0].device)  # nobody meets any more
     return losses
+
+
+def same_on_all_ranks(step: float, device: torch.device) -> None:
+    """Raise ValueError unless all ranks meet after the same step; infinity stands for the end of the batches."""
+    steps = torch.zeros(dist.get_world_size(), dtype=torch.float64, device=device)
+    steps[dist.get_rank()] = step
+    share_numbers(steps)
+    if steps.unique().numel() > 1:
+        early = [rank for rank, each in enumerate(steps.tolist()) if math.isinf(each)]
+        raise ValueError(f"ranks {early} have no more batches, and the others do; give all ranks equally many")
 
 
 @torch.no_grad()
 def meet(model: Module, shared: list[Tensor], outer: Optimizer) -> None:
-    """Move the `shared` weights by the mean change of all ranks, and go on from there."""
-    for start, parameter in zip(shared, model.parameters(), strict=True):
+    """Move the `shared` weights by the mean change of all ranks, and go on from there; so do running statistics."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for start, parameter in zip(shared, trained, strict=True):
         start.grad = start - parameter
-    average_on_ring([start.grad for start in shared])
+    statistics = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+    average_on_ring([start.grad for start in shared] + statistics)
     outer.step()
-    for start, parameter in zip(shared, model.parameters(), strict=True):
+    for start, parameter in zip(shared, trained, strict=True):
         parameter.copy_(start)
 
 
@@ -149,39 +177,58 @@ def train_asynchronously(model: Module, batches: Iterable, lr: float) -> tuple[l
     """Rank 0 serves, all others train as fast as they can; returns (losses, staleness of every update on rank 0).
 
     Staleness counts the updates between the weights that a gradient was computed for and those it is applied to.
-    Raises ValueError with NCCL, which works through messages in the order in which they were asked for.
+    Workers may have any number of batches. Raises ValueError on one rank, and with NCCL, which works through messages
+    in the order in which they were asked for.
     """
     if wire.on_nccl(next(model.parameters())):
         raise ValueError("over NCCL a server cannot answer whoever comes first: keep the model on the CPU")
+    if dist.get_world_size() == 1:
+        raise ValueError("rank 0 only serves, so one rank would train nothing; use at least two")
     broadcast_parameters(model)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    weights = end_to_end([parameter.detach() for parameter in trained])
     if dist.get_rank() == 0:
-        steps = sum(1 for _ in batches)
-        return [], serve(model, steps, lr)
-    losses, flat = [], torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+        staleness = serve(weights, lr)
+        lay_out(weights, trained)
+        return [], staleness
+    losses = []
     for inputs, targets in batches:
-        torch.nn.utils.vector_to_parameters(flat, model.parameters())
         model.zero_grad()
         loss = cross_entropy(model(inputs), targets)
         loss.backward()
-        wire.send(torch.cat([gradient.reshape(-1) for gradient in gradients(model)]), 0)
-        wire.recv(flat, 0)
+        wire.send(end_to_end([*gradients(model), weights.new_ones(1)]), 0)  # 1: this is a gradient
+        wire.recv(weights, 0)
+        lay_out(weights, trained)
         losses.append(loss.item())
-    torch.nn.utils.vector_to_parameters(flat, model.parameters())
+    wire.send(weights.new_zeros(len(weights) + 1), 0)  # 0: there is none any more
     return losses, []
 
 
-def serve(model: Module, steps: int, lr: float) -> list[int]:
+def end_to_end(tensors: list[Tensor]) -> Tensor:
+    """One vector of all elements, in the widest dtype among them."""
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+@torch.no_grad()
+def lay_out(flat: Tensor, parameters: list[Tensor]) -> None:
+    """Copy a vector back into the parameters that it was made of."""
+    for piece, parameter in zip(flat.split([p.numel() for p in parameters]), parameters, strict=True):
+        parameter.copy_(piece.view(parameter.shape))
+
+
+def serve(weights: Tensor, lr: float) -> list[int]:
     """The server: a thread for each rank, which applies its gradients as they come and sends the newest weights."""
-    weights = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
     lock, staleness = threading.Lock(), []
 
     def attend(peer):
-        gradient, seen = torch.empty_like(weights), 0
-        for _ in range(steps):
-            wire.recv(gradient, peer)
+        message, seen = weights.new_empty(len(weights) + 1), 0
+        while True:
+            wire.recv(message, peer)
+            if not message[-1]:
+                return
             with lock:
                 staleness.append(len(staleness) - seen)
-                weights.add_(gradient, alpha=-lr)
+                weights.add_(message[:-1], alpha=-lr)
                 answer, seen = weights.clone(), len(staleness)
             wire.send(answer, peer)
 
@@ -190,5 +237,4 @@ def serve(model: Module, steps: int, lr: float) -> list[int]:
         thread.start()
     for thread in threads:
         thread.join()
-    torch.nn.utils.vector_to_parameters(weights, model.parameters())
     return staleness

@@ -100,7 +100,7 @@ def test_replicas_that_have_not_met_yet_differ():
     weights, sent = run(local(STEPS + 1))
     assert not torch.equal(weights[0], weights[1])
     start = flat(made().model())
-    assert sent == 3 * start.numel() * 8, "nothing but the broadcast of rank 0"
+    assert sent == 3 * start.numel() * 8 + 3 * 8, "nothing but the broadcast of rank 0, and that this is the end"
 
 
 def test_bytes_are_those_of_the_formulas():
@@ -116,7 +116,7 @@ def test_bytes_are_those_of_the_formulas():
     assert sent(hooked(communicate_less.TopK(0.1))) == 3 * (world_size - 1) * kept * (8 + 4)
     thin = 3 * 2 * (32 + 32) * 8  # three matrices, two columns each way
     assert sent(hooked(communicate_less.LowRank(2))) == 3 * 2 * (world_size - 1) / world_size * thin
-    assert sent(local(3)) == ring_bytes
+    assert sent(local(3)) == ring_bytes + 3 * 8, "and which step it is, to each of the others"
 
 
 def test_what_is_left_out_is_sent_later():
@@ -164,3 +164,74 @@ def test_a_server_that_never_waits_refuses_nccl(monkeypatch):
     monkeypatch.setattr(wire, "on_nccl", lambda tensor, group=None: True)
     with pytest.raises(ValueError, match="keep the model on the CPU"):
         communicate_less.train_asynchronously(made().model(), [], RATE)
+
+
+class Awkward(torch.nn.Module):
+    """A frozen layer, two dtypes, statistics, a scalar, a channels_last kernel in bfloat16."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.frozen, self.norm = torch.nn.Linear(4, 4).requires_grad_(False), torch.nn.BatchNorm1d(4)
+        self.scale, self.head = torch.nn.Parameter(torch.tensor(2.0)), torch.nn.Linear(4, 3).double()
+        kernel = torch.nn.Conv2d(8, 16, 3, dtype=torch.bfloat16).to(memory_format=torch.channels_last)
+        self.kernel = kernel
+
+    def forward(self, inputs):
+        image = inputs[:, :1, None, None].to(torch.bfloat16).expand(-1, 8, 3, 3)
+        return self.head((self.norm(self.frozen(inputs)) * self.scale).double()) + self.kernel(image).double().mean()
+
+
+def awkward(way, uneven=0):
+    rank = dist.get_rank()
+    generator = torch.Generator().manual_seed(rank)
+    batches = [(torch.randn(6, 4, generator=generator), torch.arange(6) % 3) for _ in range(4 + uneven * rank)]
+    model = Awkward()
+    if way == "local":
+        communicate_less.train_local(model, batches, 0.1, 2)
+    elif way == "asynchronous":
+        communicate_less.train_asynchronously(model, batches, 0.1)
+    else:
+        hook = communicate_less.TopK(0.1) if way == "TopK" else communicate_less.LowRank(1)
+        parallel = torch.nn.parallel.DistributedDataParallel(model, broadcast_buffers=True)
+        parallel.register_comm_hook(None, hook)
+        optimizer = SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        for inputs, targets in batches:
+            optimizer.zero_grad()
+            cross_entropy(parallel(inputs), targets).backward()
+            optimizer.step()
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("way, uneven", [("local", 0), ("asynchronous", 1), ("TopK", 0), ("LowRank", 0)])
+def test_awkward_models_train_to_one_result(way, uneven):
+    first, second = launch(awkward, way, uneven, world_size=2, device="cpu")
+    start = Awkward().state_dict()
+    assert torch.equal(first["frozen.weight"], start["frozen.weight"])
+    assert not torch.equal(first["head.weight"], start["head.weight"])
+    names = [
+        name for name in first if way == "local" or not name.startswith("norm.") or name.endswith(("weight", "bias"))
+    ]
+    assert all(torch.equal(first[name], second[name]) for name in names if name != "norm.num_batches_tracked")
+
+
+def test_ranks_with_more_batches_than_others_are_told():
+    with pytest.raises(Exception, match=r"ranks \[0\] have no more batches"):
+        launch(awkward, "local", 2, world_size=2, device="cpu")
+    with pytest.raises(Exception, match="use at least two"):
+        launch(awkward, "asynchronous", world_size=1, device="cpu")
+
+
+def kept_after_one_step():
+    """DDP lays its buckets out anew after the first step: what was left out of that must not be lost."""
+    model = torch.nn.Linear(30, 10, bias=False)
+    torch.nn.init.zeros_(model.weight)
+    parallel = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(model, torch.nn.Linear(10, 1)))
+    parallel.register_comm_hook(None, hook := communicate_less.TopK(0.01))
+    for _ in range(2):
+        parallel(torch.ones(2, 30)).sum().backward()
+    return len(hook.left), {type(key).__name__ for key in hook.left}
+
+
+def test_what_is_left_belongs_to_parameters_not_to_buckets():
+    assert launch(kept_after_one_step, world_size=2, device="cpu")[0] == (3, {"Parameter"})
