@@ -106,6 +106,9 @@ def torch_parts() -> Iterator[Finding]:
     gpus = [torch.cuda.get_device_name(index) for index in range(count)]
     yield "ranks", how_ranks_start(), None
     yield "two ranks", *two_ranks()
+    private = os.environ.get("DDP_COURSE_NETWORK") == "private"
+    common = "this machine's loopback, open to its other users (docs/WORKSHOP.md says how to change that)"
+    yield "ranks meet on", "a loopback of their own" if private else common, None
     unusable = ("hint", str(caught[-1].message)) if caught else None
     yield "GPUs", ", ".join(gpus) or "none: ranks are processes on the CPU, and links are emulated", unusable
 

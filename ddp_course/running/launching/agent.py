@@ -13,7 +13,7 @@ import socket
 from typing import Any
 
 from ...errors import LaunchError
-from ..linux import die_with_parent
+from .. import linux
 from . import rank
 from .channel import receive_descriptors, send
 
@@ -28,6 +28,8 @@ def own_ranks(launch: socket.socket, setting: dict) -> None:
     os.dup2(pipes.agent_log, 2)
     try:
         link = pickle.loads(setting["link"])
+        if setting["private"] and link is None and not setting["store"]:
+            leave_the_common_network()
         master = lay_link(link, setting["world_size"])
     except Exception as error:
         send(launch, ("refused", error))
@@ -37,6 +39,16 @@ def own_ranks(launch: socket.socket, setting: dict) -> None:
             importlib.import_module(name)  # afresh for this launch, but once for all its ranks
     wait_for(start_ranks(setting, link, master, pipes, launch), launch)
     os._exit(0)
+
+
+def leave_the_common_network() -> None:
+    """Enter a network that has nothing but a loopback of its own, where nobody else can reach the ranks."""
+    try:
+        linux.unshare_as_anyone(linux.CLONE_NEWNET)
+        linux.raise_loopback()
+    except OSError as error:
+        raise LaunchError(f"DDP_COURSE_NETWORK is private, which this system forbids ({error.strerror})") from None
+    linux.die_with_parent()  # once more: Linux forgets it when a process changes its credentials
 
 
 def lay_link(link: Any, world_size: int) -> str:
@@ -49,7 +61,7 @@ def lay_link(link: Any, world_size: int) -> str:
                 )
         return LOOPBACK
     link.prepare(world_size)  # before any thread or socket: it may enter new namespaces
-    die_with_parent()  # once more: Linux forgets it when a process changes its credentials
+    linux.die_with_parent()  # once more: Linux forgets it when a process changes its credentials
     return link.master_address()
 
 

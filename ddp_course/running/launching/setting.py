@@ -41,6 +41,7 @@ def describe_launch(world_size: int, device: Any, timeout: float, link: Any, pro
         "argv": list(sys.argv),
         "folder": os.getcwd(),
         "environ": {**os.environ, **network_card()},
+        "private": os.environ.get("DDP_COURSE_NETWORK") == "private",  # a network without anybody else in it
         "idle": None,  # seconds that ranks which stay after their call wait for another one
     }
 

@@ -31,21 +31,22 @@ def kernel():
 @pytest.fixture(scope="module")
 def empty_seconds(kernel):
     """How long an empty launch takes right now: the measure for "at once" on a busy machine."""
-    return max(kernel.run(f"launch(lambda: None, world_size={k})").seconds for k in (2, 4, 2))
+    return max(kernel.run(f"launch(lambda: None, world_size={k})").seconds for k in (2, 2))
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-def test_fault_in_a_cell(kernel, empty_seconds, fault, world_size):
-    output = kernel.run(fault.cell(world_size))
+IN_CELLS = ("exception", "killed in all-reduce", "segmentation fault", "one rank does not call")  # of each kind one
+
+
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault.name in IN_CELLS], ids=lambda fault: fault.name)
+def test_fault_in_a_cell(kernel, empty_seconds, fault):
+    output = kernel.run(fault.cell(2))
     assert output.error == fault.error, output
-    assert re.search(fault.pattern.replace("{culprit}", str(world_size - 1)), output.message), output.message
+    assert re.search(fault.pattern.replace("{culprit}", "1"), output.message), output.message
     allowed = fault.timeout + 5 if fault.error == "LaunchTimeout" else 2
     assert output.seconds < allowed + 5 * empty_seconds
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_the_stop_button(kernel, empty_seconds, world_size):
+def test_the_stop_button(kernel, empty_seconds):
     pressed = []
 
     def press(text):
@@ -55,7 +56,7 @@ def test_the_stop_button(kernel, empty_seconds, world_size):
 
     handlers = "[signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)]"
     before = kernel.run(handlers).result
-    output = kernel.run(ENDLESS.format(world_size=world_size), on_stdout=press)
+    output = kernel.run(ENDLESS.format(world_size=2), on_stdout=press)
     assert output.error == "KeyboardInterrupt"
     assert time.monotonic() - pressed[0] < 2 + 5 * empty_seconds
     assert kernel.run("launch(lambda x: x * dist.get_rank(), 3, world_size=2)").result == "[0, 3]"
@@ -64,9 +65,8 @@ def test_the_stop_button(kernel, empty_seconds, world_size):
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("ending", ["kill", "restart"])
-def test_every_rank_goes_with_the_kernel(ending, world_size):
+def test_every_rank_goes_with_the_kernel(ending, world_size=2):
     with running_kernel() as kernel:
         message = kernel.client.execute(HEADER + ENDLESS.format(world_size=world_size))
         ranks = wait_for_ranks(kernel.client, message, world_size)

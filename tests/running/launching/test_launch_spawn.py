@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 
 import psutil
@@ -42,19 +41,6 @@ def children():
     return {process.pid for process in psutil.Process().children(recursive=True)} - set(spares.waiting_spares())
 
 
-def test_results_and_prints(capsys):
-    offset = 10
-
-    def summed():
-        tensor = torch.full((3,), float(dist.get_rank() + offset))
-        ring_all_reduce(tensor)
-        print("sum is ready")
-        return tensor.tolist()
-
-    assert launch(summed, world_size=2) == [[21.0] * 3] * 2
-    assert sorted(capsys.readouterr().out.splitlines()) == ["[rank 0] sum is ready", "[rank 1] sum is ready"]
-
-
 def test_a_throttled_wire_between_spares():
     """The same bookings as between forked ranks: a ring of 2 sends each half once, twice over."""
 
@@ -76,16 +62,6 @@ def test_links_say_what_they_are():
     assert Link("20Mbit").mode == "wire" and not Link("20Mbit").carries_torch
     with pytest.raises(LinkError, match=r"ranks are not forked here.*use mode="):
         Link("20Mbit", mode="hosts")
-
-
-def test_progress_of_spares(capfd):
-    def train(steps):
-        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
-        for _ in range(steps):
-            optimizer.step()
-
-    launch(train, 30, world_size=2, progress=30)
-    assert "30/30" in capfd.readouterr().err
 
 
 def test_the_pool_refills_within_its_bounds_and_takes_what_it_has(monkeypatch):
@@ -153,18 +129,6 @@ def test_spares_that_cannot_start_are_told(monkeypatch, tmp_path):
     with pytest.raises(LaunchError, match=r"(?s)could not be started.*this torch is broken"):
         launch(os.getpid, world_size=2)
     spares.stop_spares()
-
-
-def test_launches_from_two_threads_at_once():
-    results = {}
-    threads = [
-        threading.Thread(target=lambda n=n: results.update({n: launch(lambda: n, world_size=2)})) for n in range(2)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == {n: [n, n] for n in range(2)}
 
 
 @pytest.mark.parametrize(

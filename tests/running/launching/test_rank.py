@@ -47,11 +47,6 @@ def test_results_on_a_gpu_arrive_on_the_cpu():
     assert type(result["tensor"]) is torch.Tensor and result["tensor"].tolist() == [0, 1, 2]
 
 
-def test_what_cannot_be_sent_is_named():
-    with pytest.raises(TypeError, match="the result is a generator, which cannot be sent"):
-        rank.pack_result(number for number in range(3))
-
-
 def test_the_watchdog_of_nccl_leaves_the_process_alone(monkeypatch):
     for name in rank.QUIET_NCCL:
         monkeypatch.delenv(name, raising=False)
@@ -66,16 +61,6 @@ def test_the_watchdog_of_nccl_leaves_the_process_alone(monkeypatch):
     assert settings == {**rank.QUIET_NCCL, "TORCH_NCCL_ENABLE_MONITORING": "1"} and chosen == ["cuda:1"]
     for name in rank.QUIET_NCCL:
         os.environ.pop(name)
-
-
-@pytest.mark.parametrize("backend, ended", [("gloo", False), ("cpu:gloo,cuda:nccl", True)])
-def test_only_nccl_is_ended_before_the_process(backend, ended, monkeypatch):
-    calls = []
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_backend_config", lambda: backend)
-    monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append("ended"))
-    rank.leave_nccl()
-    assert bool(calls) == ended
 
 
 def test_a_collective_on_a_gpu_was_launched_not_finished():
