@@ -15,7 +15,7 @@ deep networks", 2012 (Downpour SGD).
 
 import math
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -210,7 +210,7 @@ def end_to_end(tensors: list[Tensor]) -> Tensor:
 
 
 @torch.no_grad()
-def lay_out(flat: Tensor, parameters: list[Tensor]) -> None:
+def lay_out(flat: Tensor, parameters: Sequence[Tensor]) -> None:
     """Copy a vector back into the parameters that it was made of."""
     for piece, parameter in zip(flat.split([p.numel() for p in parameters]), parameters, strict=True):
         parameter.copy_(piece.view(parameter.shape))
