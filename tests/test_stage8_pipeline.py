@@ -595,6 +595,11 @@ def lbfgs():
     optimizer.step(lambda: pipeline.step(torch.ones(4, 3), torch.zeros(4).long()) or 0.0)
 
 
+def test_an_optimizer_that_looks_at_all_gradients_is_refused():
+    with pytest.raises(RankError, match="this rank has a part of the gradient only"):
+        launch(lbfgs, world_size=2)
+
+
 def shapes_from_step_to_step():
     """Batches of other sizes and sequence lengths, one after the other, the same for all ranks."""
     pipeline = Pipeline(torch.nn.Linear(3, 3), 2, loss=lambda outputs, targets: outputs.mean())
