@@ -14,8 +14,8 @@ from typing import Any
 import nbformat
 import psutil
 
-from ddp_course.grading.grade import exercises_folder, grade, usable_cores
-from ddp_course.grading.submission import find_submissions, load_exercises
+from ddp_course.grading.grader import exercises_folder, grade, usable_cores
+from ddp_course.grading.submissions import find_submissions, load_exercises
 
 from .harness import Benchmark, Part, Promise
 

@@ -4,17 +4,20 @@ From a cell: `!ddp-course check 4`. Save the notebook first: what counts is the 
 """
 
 import argparse
+import secrets
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 from ..errors import GradingError
 from ..grading import report
-from ..grading.grade import exercises_folder, grade
+from ..grading.checking import SO_FAR
+from ..grading.grader import exercises_folder, grade
 from ..grading.results import Result, TaskResult
-from ..grading.submission import Submission, load_exercises
-from ..grading.tasks import SO_FAR
-from ..running.files import course_folder
+from ..grading.submissions import Submission, load_exercises
+
+FOLDERS = (".", "work/exercises", "work", "exercises")  # where a learner's notebook is looked for, in this order
 
 
 def add_parser(subparsers: Any) -> None:
@@ -28,40 +31,55 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """The command itself: 0 if all points were earned, 1 if not, 2 if it could not be checked."""
+    seed = secrets.randbelow(100_000)
     try:
         exercises = load_exercises(exercises_folder())
-        path = args.notebook or own_notebook(args.exercise)
         if args.exercise not in exercises:
-            raise GradingError(f"there is no exercise {args.exercise}; there are {min(exercises)} to {max(exercises)}")
-        result = grade([Submission("you", path)], exercises, seed=None, timeout=args.timeout)[0]
+            numbers = ", ".join(map(str, exercises))
+            raise GradingError(f"there is no exercise {args.exercise}; there are {numbers}")
+        path = args.notebook or own_notebook(args.exercise)
+        print(f"{path}{saved(path)}", flush=True)
+        (result,) = grade([Submission("you", path)], exercises, seed, timeout=args.timeout, each=show)
         if result.exercise not in (None, args.exercise):
             raise GradingError(f'"{path}" is exercise {result.exercise}, not {args.exercise}')
     except (GradingError, OSError) as error:
         print(f"ddp-course: {error}", file=sys.stderr)
         return 2
-    print(summary(result))
+    print(total(result, seed))
     return 0 if result.passed else 1
 
 
 def own_notebook(exercise: int) -> Path:
-    """The learner's notebook of an exercise: in this folder, in exercises/ below it, or in the course's own."""
-    for folder in (Path.cwd(), Path.cwd() / "exercises", course_folder("exercises")):
+    """The learner's notebook of an exercise: here, in work/, or in exercises/."""
+    for folder in map(Path, FOLDERS):
         found = sorted(folder.glob(f"{exercise:02d}_*.ipynb"))
-        if found and folder.name != "notebooks":
+        if found and folder.resolve().name not in ("notebooks", "solutions"):
             return found[0]
     raise GradingError(f"no notebook of exercise {exercise} here; name yours with --notebook FILE")
 
 
+def saved(path: Path) -> str:
+    """When a file was saved, for whoever has forgotten to."""
+    return (
+        f", saved {time.strftime('%H:%M:%S on %d %B', time.localtime(path.stat().st_mtime))}" if path.is_file() else ""
+    )
+
+
+def show(task: TaskResult) -> None:
+    """Print a line on a task as soon as it is done."""
+    print(f"{task.id}  {in_words(task)}", flush=True)
+
+
 def in_words(task: TaskResult) -> str:
-    """What became of a task, in a line, with the properties that are right if only some are."""
+    """What became of a task, with the properties that are right if only some are."""
     if task.points == task.possible:
         return "correct"
     holds = [part["name"] for part in task.parts if part["points"]]
-    return report.first_line(task.message) + (f" ({SO_FAR}{', '.join(holds)})" if holds else "")
+    return report.clean(task.message) + (f" ({SO_FAR}{', '.join(holds)})" if holds else "")
 
 
-def summary(result: Result) -> str:
-    """A line for each task, and the sum."""
-    lines = [f"{task.id}  {in_words(task)}" for task in result.tasks]
-    lines += [report.clean(result.message)] if result.message else []
-    return "\n".join([*lines, f"{result.points:g} of {result.possible:g} points"])
+def total(result: Result, seed: int) -> str:
+    """The sum, what is wrong with the file, and how to have the same inputs again."""
+    lines = [report.clean(result.message)] if result.message else []
+    again = "" if result.passed or result.message else f"; the same inputs again in a cell: check(…, seed={seed})"
+    return "\n".join([*lines, f"{result.points:g} of {result.possible:g} points{again}"])

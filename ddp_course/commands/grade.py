@@ -12,11 +12,10 @@ from typing import Any
 
 from ..errors import GradingError
 from ..grading import gradebooks, report
-from ..grading.grade import exercises_folder, grade, usable_cores
+from ..grading.grader import exercises_folder, grade, usable_cores
+from ..grading.remarks import note_likeness
 from ..grading.results import Result, best_of, from_dict
-from ..grading.sandbox import landlock_version, namespaces_allowed
-from ..grading.submission import Pristine, Submission, find_submissions, load_exercises
-from ..grading.suspicion import note_likeness
+from ..grading.submissions import Pristine, Submission, find_submissions, load_exercises
 from ..running.files import replace_file
 
 
@@ -49,9 +48,8 @@ def run(args: argparse.Namespace) -> int:
         seed = secrets.randbelow(100_000) if args.seed is None else args.seed
         report.check_writable(args)
         earlier = earlier_results(args.json) if args.resume else []
-        done = {(result.learner, file) for result in earlier for file in result.files}
+        done = {(result.learner, file) for result in earlier for file in result.files or [""]}
         waiting = [one for one in submissions if (one.learner, one.file) not in done]
-        warn_of_weak_sandbox()
         if skipped:
             names = ", ".join(report.clean(path.name) for path in skipped)
             print(f"no notebooks, so skipped: {names}", file=sys.stderr)
@@ -127,14 +125,6 @@ def write_grades(results: Sequence[Result], roster: gradebooks.Roster, args: arg
             replace_file(path, content.encode())
     elif args.format:
         replace_file(Path(args.grades), gradebooks.WHOLE_CLASS[args.format](results, roster).encode())
-
-
-def warn_of_weak_sandbox() -> None:
-    """Say on standard error what does not hold on this machine."""
-    if not namespaces_allowed():
-        guard = "Landlock" if landlock_version() else "the rights of your account alone"
-        weaker = "it is weaker (docs/GRADING.md says how); for strangers' code use a container"
-        print(f"no user namespaces here: the sandbox guards files by {guard}, and {weaker}", file=sys.stderr)
 
 
 def show_progress(result: Result) -> None:

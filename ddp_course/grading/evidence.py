@@ -117,6 +117,7 @@ def make_attempts(attempts: Sequence[Attempt], folder: str, patience: float, wor
     with python_alone_prints(), open(Path(folder) / f"rank{rank}", "w") as file:
         if work:
             enter(work)
+            sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (a submission's floods, until the rank ends)
         for task, one in zip(tasks, attempts, strict=True):
             answers = load(task, one.answers)
             if ranks > 1:

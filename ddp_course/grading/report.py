@@ -12,7 +12,8 @@ from typing import Any
 
 from ..errors import GradingError
 from ..running.files import replace_file
-from .results import UNTOUCHED, Result, TaskResult
+from .laying import UNTOUCHED
+from .results import Result, TaskResult
 
 STYLE = """<meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">

@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from .tasks import find
+from .diagnosis import Verdict
 
 MOST_MESSAGE = 2000
-UNTOUCHED = "not solved yet"
 LONG_NUMBER = re.compile(r"\d{61,}")
 
 
@@ -96,17 +95,15 @@ def best_of(results: Sequence[Result]) -> list[Result]:
     return best
 
 
-def result_of(task: str, possible: float, verdict: Any, trouble: str = "") -> TaskResult:
-    """The `TaskResult` of a task: by its verdict, or 0 points for the `trouble` before there could be one."""
-    parts = verdict.parts if verdict else find(task).lost(trouble)
-    whole = sum(part.weight for part in parts)
-    worth = [tidy(possible * part.weight / whole) for part in parts]
+def result_of(task: str, possible: float, verdict: Verdict) -> TaskResult:
+    """The `TaskResult` of a task, by its verdict."""
+    whole = sum(part.weight for part in verdict.parts)
+    worth = [tidy(possible * part.weight / whole) for part in verdict.parts]
     made = [
         {"name": part.name, "points": 0 if part.message else points, "possible": points, "message": cut(part.message)}
-        for part, points in zip(parts, worth, strict=True)
+        for part, points in zip(verdict.parts, worth, strict=True)
     ]
-    message = verdict.message if verdict else trouble
-    return TaskResult(task, tidy(sum(part["points"] for part in made)), possible, cut(message), made)
+    return TaskResult(task, tidy(sum(part["points"] for part in made)), possible, cut(verdict.message), made)
 
 
 def tidy(points: float) -> float:

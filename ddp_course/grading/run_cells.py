@@ -1,4 +1,4 @@
-"""Run a notebook under nbval, in a process of its own: `python -m ddp_course.grading.run_cells NOTEBOOK SECONDS`.
+"""Run a notebook under nbval, in a process of its own.
 
 What is worked around: nbval notices that a kernel has died only when the cell's whole timeout is over.
 """
@@ -6,7 +6,6 @@ What is worked around: nbval notices that a kernel has died only when the cell's
 import json
 import os
 import re
-import sys
 import time
 from pathlib import Path
 from queue import Empty
@@ -50,6 +49,7 @@ class Reporter:
 
 def last_error(traceback: str) -> str:
     """The error at the end of a kernel's traceback, with all its lines."""
+    traceback = re.sub(r" \((?:\S+\.py|<[^>]*>), line (\d+)\)$", r" (line \1 of the cell)", traceback)
     starts = [match.start() for match in re.finditer(r"^[A-Za-z_][\w.]*(: |$)", traceback, re.MULTILINE)]
     return traceback[starts[-1] :] if starts else traceback.splitlines()[-1]
 
@@ -68,11 +68,16 @@ def get_message(self: Any, stream: str, timeout: float | None = None) -> Any:
                 raise
 
 
-def main() -> None:
-    """Run the notebook; its results are lines of JSON in a file beside it."""
-    notebook, seconds = Path(sys.argv[1]), sys.argv[2]
+def run_cells(notebook: Path, seconds: float, environment: dict[str, str]) -> None:
+    """Run a notebook, each cell for so many seconds; its results are lines of JSON in a file beside it."""
+    if hasattr(os, "setsid"):
+        os.setsid()
+    os.environ.update(environment, **{HAND_OVER: str(notebook.parent)})
+    os.chdir(notebook.parent)
+    silent = os.open(os.devnull, os.O_RDWR)
+    for descriptor in range(3):
+        os.dup2(silent, descriptor)
     limit()
-    os.environ[HAND_OVER] = str(notebook.parent)
     RunningKernel.get_message = get_message
     ini = notebook.with_name("nbval.ini")
     ini.write_text("[pytest]\naddopts =\n")
@@ -85,9 +90,14 @@ def main() -> None:
         "--rootdir",
         str(notebook.parent),
     ]
-    arguments += ["-p", "nbval.plugin", "-p", "no:cacheprovider", "-q", "--nbval-cell-timeout", seconds, str(notebook)]
+    arguments += [
+        "-p",
+        "nbval.plugin",
+        "-p",
+        "no:cacheprovider",
+        "-q",
+        "--nbval-cell-timeout",
+        str(seconds),
+        str(notebook),
+    ]
     pytest.main(arguments, plugins=[Reporter(notebook.with_name(RESULTS))])
-
-
-if __name__ == "__main__":
-    main()

@@ -4,23 +4,19 @@ import csv
 import io
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
-import psutil
 import pytest
 
 from benchmarks import grade as bench
 from ddp_course import cli
-from ddp_course.grading import report
-from ddp_course.grading.examine import verdict
-from ddp_course.grading.grade import exercises_folder, grade
+from ddp_course.grading import guard, report
+from ddp_course.grading.checks import find
+from ddp_course.grading.grader import exercises_folder, grade
 from ddp_course.grading.plain import Odd, pack, unpack
+from ddp_course.grading.remarks import clusters
 from ddp_course.grading.results import Result, TaskResult
-from ddp_course.grading.sandbox import Limits, landlock_version, namespaces_allowed
-from ddp_course.grading.submission import Submission, find_submissions, globals_used, load_exercises
-from ddp_course.grading.tasks import find
+from ddp_course.grading.submissions import Submission, find_submissions, load_exercises
 
 torch = pytest.importorskip("torch")
 NASTY = '<script>alert("x")</script>\x1b[31m\x07 & = {learner}'
@@ -96,92 +92,6 @@ def test_objects_with_ideas_of_their_own_do_not_come_back():
         assert isinstance(back, Odd) and back != thing and back != back
 
 
-def test_the_judge_survives_any_data():
-    for rubbish in ({"evidence": [5]}, {"evidence": [{"tensor": ["torch.float32", [9], ""]}]}, {"evidence": [None]}):
-        said = verdict(find("4.1"), rubbish, find("4.1").draw(__import__("random").Random(0), False))
-        assert not said.right and said.message
-
-
-def test_only_global_names_are_looked_for_in_other_cells():
-    source = (
-        "def f(x, y=HALF):\n    total = np.sum(x)\n    def inner():\n        return total + helper(y)\n    return inner"
-    )
-    assert globals_used(source) == {"HALF", "np", "helper"}
-
-
-SANDBOX = """
-import os, sys, time
-from pathlib import Path
-from ddp_course.grading import sandbox
-{weaker}
-def function():
-    {body}
-print(sandbox.confine(function, sys.argv[1], sandbox.Limits(**{limits})), flush=True)
-"""
-
-
-NO_NAMESPACES = "sandbox.namespaces_allowed = lambda: False"
-NO_LANDLOCK = NO_NAMESPACES + "\nsandbox.fence = lambda folder, visible: False"
-
-
-def confined(body, folder, weaker="", **limits):
-    """What `confine` says about a function with this body, in a process of its own."""
-    script = SANDBOX.format(body=body.replace("\n", "\n    "), limits=limits, weaker=weaker)
-    command = [sys.executable, "-c", script, str(folder)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=40).stdout.strip()
-
-
-@pytest.mark.parametrize("weaker", ["", NO_NAMESPACES], ids=["as it is", "without namespaces"])
-@pytest.mark.parametrize(
-    ("body", "limits", "outcome"),
-    [
-        ("pass", {}, "ok"),
-        ("os.kill(os.getpid(), 9) or os._exit(3)", {}, "ended"),
-        ("time.sleep(60)", {"seconds": 0.5}, "time"),
-        ("while True: os.fork()", {"processes": 20}, "processes"),
-        (
-            "while not os.fork(): os.setsid() or time.sleep(0.05)\ntime.sleep(60)",
-            {"seconds": 1.0, "processes": 5000},
-            "time",
-        ),
-        ("x = bytearray(300 << 20)\ntime.sleep(60)", {"memory": 200 << 20}, "memory"),
-        ("x = bytearray(100 << 30)", {}, "ended"),
-        ("open('big', 'wb').write(bytes(300 << 20))", {}, "ended"),
-    ],
-)
-def test_the_sandbox_keeps_its_limits(body, limits, outcome, weaker, tmp_path):
-    assert confined(body, tmp_path, weaker, **limits) == outcome
-
-
-@pytest.mark.parametrize("weaker", ["", NO_NAMESPACES], ids=["as it is", "without namespaces"])
-def test_the_sandbox_leaves_no_process(weaker, tmp_path):
-    body = "if os.fork() == 0:\n    os.setsid()\n    os.fork() or time.sleep(50)\n    time.sleep(50)"
-    assert confined(body, tmp_path, weaker) == "ok"
-    lines = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
-    assert not [line for line in lines if str(tmp_path) in line]
-
-
-@pytest.mark.parametrize("weaker", ["", NO_NAMESPACES, NO_LANDLOCK], ids=["as it is", "Landlock", "neither"])
-def test_the_sandbox_writes_to_its_folder_only(weaker, tmp_path):
-    (tmp_path / "inside").mkdir()
-    (tmp_path / "precious").write_text("as it was")
-    body = "os.mkdir('here') or Path('here/file').write_text('ours')\nPath('/dev/null').write_text('gone')\n"
-    body += f"Path({str(tmp_path)!r}, 'precious').write_text('overwritten')"
-    guarded = weaker != NO_LANDLOCK and (namespaces_allowed() if not weaker else landlock_version() > 0)
-    assert confined(body, tmp_path / "inside", weaker) == ("ended" if guarded else "ok")
-    assert (tmp_path / "inside" / "here" / "file").read_text() == "ours"
-    assert (tmp_path / "precious").read_text() == ("as it was" if guarded else "overwritten")
-
-
-@pytest.mark.parametrize("weaker", ["", NO_NAMESPACES], ids=["as it is", "Landlock"])
-def test_no_signal_leaves_the_sandbox(weaker, tmp_path):
-    guarded = namespaces_allowed() if not weaker else landlock_version() >= 6
-    with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as bystander:
-        said = confined(f"os.kill({bystander.pid}, 9)", tmp_path, weaker)
-        bystander.stdin.close()
-    assert (said == "ended") == guarded and (bystander.returncode == -9) == (not guarded)
-
-
 def test_the_bench_judges_rate_and_memory():
     for rate, second_half, misjudged, kept in ((30.0, 110, 0, True), (29.9, 111, 1, False)):
         row = {"a_minute_a_core": rate, "memory_mib_first_half": 100, "memory_mib_second_half": second_half}
@@ -201,17 +111,13 @@ def test_the_bench_hands_in_solved_wrong_and_unsolved_ones(tmp_path):
     assert len({str(one) for one in sources}) == 5, "three different faults, the solution, and nothing"
 
 
-def test_the_guide_says_what_needs_a_container():
+def test_the_guide_promises_what_the_code_keeps():
     root = Path(__file__).parents[2]
     readme, guide = (root / "README.md").read_text(), (root / "docs" / "GRADING.md").read_text()
-    recipe = guide.split("code, use a container:\n\n")[1].split("\n\n## ")[0]
-    assert "docker run --rm --network none --read-only" in recipe and "does not protect against" in guide
-    assert "docs/GRADING.md" in readme and "strangers' code needs a container" in readme
-
-
-def test_limits_are_stated_in_the_documentation():
-    text = (Path(__file__).parents[2] / "docs" / "GRADING.md").read_text()
-    assert f"{Limits().memory >> 30} GiB" in text and f"{Limits().processes} processes" in text
+    assert f"{guard.MEMORY_BYTES >> 30} GiB" in guide and f"{guard.STARTS} processes" in guide
+    assert "deploy/grading" in guide and "strangers' code needs a container" in readme
+    recipe = (root / "deploy" / "grading.sh").read_text()
+    assert "--network none --read-only" in recipe and "--cap-drop ALL" in recipe
 
 
 def a_class(folder):
@@ -238,7 +144,7 @@ def test_a_folder_that_cannot_be_searched_is_one_learners_trouble(tmp_path, monk
             raise PermissionError(13, "Permission denied")
         return of_all(path)
 
-    monkeypatch.setattr("ddp_course.grading.submission.os.listdir", listdir)
+    monkeypatch.setattr("ddp_course.grading.submissions.os.listdir", listdir)
     found = find_submissions([a_class(tmp_path / "class")])
     assert [(one.learner, one.trouble) for one in found][:2] == [
         ("anna", "cannot be read: Permission denied"),
@@ -250,13 +156,13 @@ def graded_as(monkeypatch, results):
     """Let the grader give these results in turn, or raise them; no answer runs."""
     results = iter(results)
 
-    def grade_one(self, submission):
+    def grade_one(submission, *rest):
         result = next(results)
         if isinstance(result, BaseException):
             raise result
         return result
 
-    monkeypatch.setattr("ddp_course.grading.grade.Grader.grade", grade_one)
+    monkeypatch.setattr("ddp_course.grading.grader.grade_one", grade_one)
 
 
 def test_ctrl_c_keeps_what_has_been_graded(tmp_path, monkeypatch, capsys):
@@ -287,9 +193,9 @@ def test_of_several_submissions_to_an_exercise_the_best_counts(tmp_path, monkeyp
 def test_a_notebook_that_cannot_be_read_counts_nothing_of_what_there_is(tmp_path):
     (tmp_path / "08_mine.ipynb").write_text("{")
     (result,) = grade([Submission("anna", tmp_path / "08_mine.ipynb")], load_exercises(exercises_folder()), seed=1)
-    assert (result.points, result.possible, result.passed) == (0, 14, False)
+    assert (result.points, result.passed) == (0, False) and result.possible > 10
     line, _ = report.table([result]).splitlines()
-    assert "0 of 14" in line and "not valid JSON" in line
+    assert "0 of " in line and "not valid JSON" in line
 
 
 def test_an_untouched_exercise_takes_one_line():
@@ -311,3 +217,24 @@ def test_what_cannot_be_judged_is_worth_nothing_in_each_of_its_parts(tmp_path):
             assert all(part["points"] == 0 and message in part["message"] for part in task.parts)
     page = report.pages(results, seed=1)["bert.html"]
     assert page.count("as above") == sum(len(task.parts) for task in results[1].tasks)
+
+
+RING = """
+def ring(tensor, group=None):
+    rank, size, left, right = wire.neighbours(group)
+    for step in range(size - 1):
+        incoming = torch.empty_like(tensor)
+        wire.exchange(tensor, right, incoming, left, group)
+        tensor += incoming * (rank + step)
+    return tensor.sum() / size
+"""
+
+
+def test_answers_that_are_alike_are_told_in_groups_but_not_if_the_lesson_has_them():
+    renamed = RING.replace("incoming", "inbox").replace("tensor", "t").replace("def ring", "# mine\ndef my_ring")
+    other = RING.replace(
+        "tensor += incoming * (rank + step)", "for i in range(9):\n            tensor[i] -= incoming[-i]"
+    )
+    answers = {"anna": RING, "ben": renamed, "carl": other, "dora": RING, "emil": "def ring(): pass"}
+    assert clusters(answers) == [["anna", "ben", "dora"]]
+    assert clusters(answers, lesson=RING) == []

@@ -3,30 +3,12 @@
 from itertools import combinations
 
 import pytest
+from answers import of_kind, tried
 
-from ddp_course.grading.checking import book_of, solved, source
-from ddp_course.grading.checks import exercises, find, known_answers, of_exercise
-from ddp_course.grading.diagnosis import same, verdict
-from ddp_course.grading.evidence import Attempt, gather
+from ddp_course.grading.checks import exercises, find, of_exercise
+from ddp_course.grading.diagnosis import same
 
 EXERCISES = exercises()
-PATIENCE_SECONDS = 3.0  # that a rank waits for a message of a wrong answer
-
-
-def tried(task, answers, seed, hidden=False):
-    """For each known answer its verdict and its evidence, on the same inputs."""
-    inputs = task.inputs(seed, hidden)
-    right, *found = gather(
-        [solved(task, inputs), *(Attempt(task.number, inputs, source(task, one.source)) for one in answers)],
-        PATIENCE_SECONDS,
-    )
-    book = book_of(task, inputs, right)
-    return [(one, verdict(task, one, book, inputs)) for one in (right, *found)]
-
-
-def of_kind(task, *kinds):
-    """The known answers to a task of some kinds."""
-    return [one for one in known_answers(task.exercise) if one.task == task.number and one.kind in kinds]
 
 
 @pytest.mark.parametrize("exercise", EXERCISES)
@@ -34,7 +16,8 @@ def test_right_answers_pass(exercise):
     for task in of_exercise(exercise):
         for hidden in (False, True):
             answers = of_kind(task, "right")
-            for name, (_, said) in zip(["solution", *answers], tried(task, answers, exercise, hidden), strict=True):
+            names, sources = ["solution", *(one.name for one in answers)], [one.source for one in answers]
+            for name, (_, said) in zip(names, tried(task, sources, exercise, hidden), strict=True):
                 assert said.right, f"{task.number} {name}: {said.message}"
 
 
@@ -43,7 +26,7 @@ def test_wrong_answers_are_told_what_is_wrong(exercise):
     missed = []
     for task in of_exercise(exercise):
         answers = of_kind(task, "wrong", "told")
-        for answer, (evidence, said) in zip(answers, tried(task, answers, 11)[1:], strict=True):
+        for answer, (evidence, said) in zip(answers, tried(task, [one.source for one in answers], 11)[1:], strict=True):
             if said.right or answer.said not in said.message:
                 missed.append(f"{task.number} {answer.name}: {said.message!r} without {answer.said!r}")
             if answer.kind == "wrong" and evidence.found is None:
@@ -56,7 +39,9 @@ def test_what_is_hidden_shows_on_hidden_inputs_only(exercise):
     for task in of_exercise(exercise):
         answers = of_kind(task, "hidden")
         for hidden in (False, True):
-            for answer, (_, said) in zip(answers, tried(task, answers, 3, hidden)[1:], strict=True):
+            for answer, (_, said) in zip(
+                answers, tried(task, [one.source for one in answers], 3, hidden)[1:], strict=True
+            ):
                 assert said.right is not hidden, f"{task.number} {answer.name}: {said.message}"
                 assert not hidden or answer.said in said.message, f"{task.number} {answer.name}: {said.message}"
 
@@ -65,7 +50,7 @@ def test_what_is_hidden_shows_on_hidden_inputs_only(exercise):
 def test_equal_evidence_has_one_message(exercise):
     for task in of_exercise(exercise):
         answers = of_kind(task, "wrong")
-        found = [evidence for evidence, _ in tried(task, answers, 5)[1:]]
+        found = [evidence for evidence, _ in tried(task, [one.source for one in answers], 5)[1:]]
         for (one, left), (other, right) in combinations(zip(answers, found, strict=True), 2):
             if left.found is not None and right.found is not None and same(left.found, right.found):
                 assert one.said == other.said, f"{task.number}: {one.name} and {other.name} have the same evidence"

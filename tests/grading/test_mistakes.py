@@ -7,25 +7,14 @@ it lies is in `test_verdicts.py`, waste of a hundred megabytes in `test_sealed.p
 
 import json
 
-import nbformat
 import pytest
-from answers import solution, solutions
+from answers import edited, hand_in, solution
 
 from ddp_course import cli
 from ddp_course.grading import check
 
 LEFT = "you send to the left, to rank - 1; this ring goes to the right, to rank + 1"
 NOISE = ("terminate called", "gloo", "Odd", "Traceback", "object at 0x", "pair.cc")
-DTYPES = "a tensor of torch.float32 was sent, and received into one of torch.float64"
-
-
-def edited(task, *edits):
-    """The solution of a task with each (old, new) in it replaced."""
-    source = solution(task)
-    for old, new in edits:
-        assert source.count(old) == 1, f"{task}: {old}"
-        source = source.replace(old, new)
-    return source
 
 
 TURNED = ("outgoing, right, incoming, left", "outgoing, left, incoming, right")
@@ -106,25 +95,13 @@ MISTAKES = {
 }
 
 
-def hand_in(folder, edits):
-    """Write the solution notebook with these answers in it; its path."""
-    (number,) = {task.split(".")[0] for task in edits if task != "own"}
-    notebook = nbformat.reads(nbformat.writes(solutions(int(number))), as_version=4)
-    for cell in notebook.cells:
-        cell.source = edits.get(cell.id.removeprefix("answer-").replace("-", "."), cell.source)
-    if "own" in edits:
-        notebook.cells.insert(1, nbformat.v4.new_code_cell(edits["own"]))
-    folder.mkdir()
-    nbformat.write(notebook, folder / f"{int(number):02d}_mine.ipynb")
-    return folder / f"{int(number):02d}_mine.ipynb"
-
-
 @pytest.fixture(scope="module")
 def messages(tmp_path_factory):
     """{mistake: {task: message}} of a class in which each learner makes one."""
     folder = tmp_path_factory.mktemp("mistakes")
     for name, (edits, _) in MISTAKES.items():
-        hand_in(folder / name.replace(":", ""), edits)
+        answers = {task: text for task, text in edits.items() if task != "own"}
+        hand_in(folder / name.replace(":", ""), answers, [edits["own"]] if "own" in edits else ())
     report = tmp_path_factory.mktemp("report") / "r.json"
     cli.main(["grade", str(folder), "--json", str(report), "--seed", "7"])
     found = {result["learner"]: result["tasks"] for result in json.loads(report.read_text())}

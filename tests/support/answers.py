@@ -1,109 +1,60 @@
-"""The collection of answers in tests/wrong_answers: how it is written, and how answers are put through a check.
+"""Answers for tests of the grading: known ones tried on the same inputs, and notebooks with answers in them handed in."""
 
-A file exerciseNN.py there holds percent cells. `# %% 4.2 wrong: name | words` is followed by a wrong answer whose
-message must hold the words; `# %% 4.2 right: name` by a right one. `# %% 4.2 hidden: name | words` is wrong too, but
-passes the learner's own checks: only `--hidden` finds it. A body of lines `#- old` and `#+ new` edits the course's own
-solution.
-"""
-
-import re
-from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
-import jupytext
-from build import exercise
+import nbformat
 
-from ddp_course.grading.examine import PATIENCE_SECONDS, Item, draw, examine, verdict
-from ddp_course.grading.submission import cells_for
-from ddp_course.grading.tasks import find
+from ddp_course.grading.checking import book_of, solved, source
+from ddp_course.grading.checks import cell_of, find, known_answers, solution
+from ddp_course.grading.diagnosis import verdict
+from ddp_course.grading.evidence import Attempt, gather
 
 ROOT = Path(__file__).parents[2]
-HEADER = re.compile(r"(\d+\.\d+) (wrong|right|hidden): (.+?)(?: \| (.+))?$")
+PATIENCE_SECONDS = 3.0  # that a rank waits for a message of a wrong answer
 
 
-@dataclass(frozen=True)
-class Answer:
-    """One answer of the collection, of a kind: right, wrong or hidden; `words` must be in the message that it gets."""
-
-    task: str
-    kind: str
-    name: str
-    words: str
-    source: str
-
-    @property
-    def right(self):
-        """Whether it should pass everything."""
-        return self.kind == "right"
+def tried(task, sources, seed, hidden=False):
+    """For the solution and each answer (as source) its evidence and its verdict, on the same inputs."""
+    inputs = task.inputs(seed, hidden)
+    attempts = [Attempt(task.number, inputs, source(task, text)) for text in sources]
+    right, *found = gather([solved(task, inputs), *attempts], PATIENCE_SECONDS)
+    book = book_of(task, inputs, right)
+    return [(one, verdict(task, one, book, inputs)) for one in (right, *found)]
 
 
-@cache
-def solutions(number):
-    """The solution notebook of an exercise, built from its source."""
-    (source,) = (ROOT / "authoring" / "lessons").glob(f"{number:02d}_*_exercise.py")
-    return exercise(source, solved=True)
+def verdict_on(number, text, seed=1):
+    """The verdict on one answer."""
+    return tried(find(number), [text], seed)[1][1]
 
 
-def tasks_of(number):
-    """The numbers of an exercise's tasks, in order."""
-    cells = solutions(number).cells
-    return [
-        cell.metadata.ddp_course.task for cell in cells if cell.metadata.get("ddp_course", {}).get("role") == "check"
-    ]
+def of_kind(task, *kinds):
+    """The known answers to a task of some kinds."""
+    return [one for one in known_answers(task.exercise) if one.task == task.number and one.kind in kinds]
 
 
-def solution(task):
-    """The source of the solution of a task."""
-    name = f"answer-{task.replace('.', '-')}"
-    return next(cell.source for cell in solutions(int(task.split(".")[0])).cells if cell.id == name)
-
-
-@cache
-def collection(number):
-    """All answers to an exercise, right ones and wrong ones."""
-    path = ROOT / "tests" / "wrong_answers" / f"exercise{number:02d}.py"
-    answers = []
-    for cell in jupytext.read(path, fmt="py:percent").cells:
-        header = HEADER.match(cell.metadata.get("title", ""))
-        if not header:
-            assert cell.cell_type == "markdown" or not cell.metadata.get("title"), cell.metadata
-            continue
-        task, kind, name, words = header.groups()
-        assert (words is None) == (kind == "right"), f"{path.name}: {task} {name}: a wrong answer needs its words"
-        answers.append(Answer(task, kind, name, words or "", edited(solution(task), cell.source, name)))
-    return answers
-
-
-def edited(source, body, name):
-    """The body itself, or the solution with the body's edits made."""
-    edits = re.findall(r"((?:^#- ?.*\n?)+)((?:^#\+ ?.*\n?)*)", body, re.MULTILINE)
-    if not edits:
-        return body
+def edited(number, *edits):
+    """The solution of a task with each (old, new) in it replaced."""
+    text = solution(number)
     for old, new in edits:
-        old, new = (re.sub(r"^#[-+] ?", "", text, flags=re.MULTILINE).rstrip("\n") for text in (old, new))
-        assert source.count(old) == 1, f"{name}: {old!r} is {source.count(old)} times in the solution"
-        source = source.replace(old, new)
-    return source
+        assert text.count(old) == 1, f"{number}: {old}"
+        text = text.replace(old, new)
+    return text
 
 
-def cells_with(task, source):
-    """What an answer needs to run, with this answer in the solution notebook."""
-    notebook = solutions(int(task.split(".")[0])).copy()
-    notebook.cells = [cell.copy() for cell in notebook.cells]
+def notebook_of(exercise, folder="solutions"):
+    """An exercise's notebook, to be changed."""
+    (path,) = (ROOT / folder).glob(f"{exercise:02d}_*.ipynb")
+    return nbformat.read(path, as_version=4)
+
+
+def hand_in(folder, answers, own=()):
+    """Write the solution notebook with these {task: source} in it, after cells of the learner's own; its path."""
+    (exercise,) = {int(task.split(".")[0]) for task in answers}
+    notebook, sources = notebook_of(exercise), {cell_of(task): text for task, text in answers.items()}
     for cell in notebook.cells:
-        if cell.id == f"answer-{task.replace('.', '-')}":
-            cell.source = source
-    return tuple(cells_for(task, notebook))
-
-
-def verdicts(answers, seed, hidden=False, patience=PATIENCE_SECONDS):
-    """For each (task, source) None or the message it gets; all on the same launch where that goes."""
-    return [None if one.right else one.message for one in full_verdicts(answers, seed, hidden, patience)]
-
-
-def full_verdicts(answers, seed, hidden=False, patience=PATIENCE_SECONDS):
-    """For each (task, source) its `Verdict`."""
-    items = [Item(task, draw(task, seed, hidden), cells=cells_with(task, source)) for task, source in answers]
-    results = examine(items, patience)
-    return [verdict(find(item.number), result, item.inputs) for item, result in zip(items, results, strict=True)]
+        cell.source = sources.get(cell.id, cell.source)
+    notebook.cells[1:1] = [nbformat.v4.new_code_cell(text) for text in own]
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{exercise:02d}_mine.ipynb"
+    nbformat.write(notebook, path)
+    return path
