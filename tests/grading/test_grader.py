@@ -6,11 +6,11 @@ from pathlib import Path
 import nbformat
 import psutil
 import pytest
-from answers import ROOT, edited, hand_in, notebook_of, solution
+from answers import ROOT, edited, hand_in, notebook_of
 
 from ddp_course import cli
 from ddp_course.errors import GradingError
-from ddp_course.grading.checks import cell_of
+from ddp_course.grading.checks import solution
 from ddp_course.grading.grader import exercises_folder, grade
 from ddp_course.grading.guard import FOLDER
 from ddp_course.grading.submissions import Submission, find_submissions, load_exercises
@@ -72,13 +72,14 @@ CHEATS = {
     "4.1": "class Same(int):\n    def __eq__(self, other):\n        return True\n    __hash__ = int.__hash__\n\n"
     "def chunk_to_send(rank, step, world_size):\n    return Same(7)",
     "4.2": "from ddp_course import stage4_ring\nreduce_scatter = stage4_ring.reduce_scatter",
-    "4.3": "def allgather(chunks, group=None):\n    import pathlib\n    from ddp_course.running.files import course_folder\n"
-    "    name = next(course_folder('solutions').glob('04*'))\n    exec(name.read_text())",
+    "4.3": "from ddp_course.running.files import course_folder\n\ndef allgather(chunks, group=None):\n"
+    "    exec(next(course_folder('solutions').glob('04*')).read_text())",
     "4.4": "def ring_all_reduce(tensor, group=None):\n    (group or dist.group.WORLD).allreduce([tensor]).wait()",
     "4.5": "import ddp_course.errors\nddp_course.errors.Wrong = print\ntorch.equal = lambda *a: True\n"
     "def ring_seconds(world_size, parameters, bits_per_second, latency):\n    return 0.0",
-    "4.6": "def the_bug():\n    return 3\n\ntry:\n    check('4.6', the_bug, ring_all_reduce)\nexcept Exception:\n    pass\n"
-    "def mended_ring(tensor, group=None):\n    from ddp_course.grading.checks import solution\n    exec(solution('4.6'))",
+    "4.6": "from ddp_course.grading.checks import solution\n\ndef the_bug():\n    return 3\n\n"
+    "try:\n    check('4.6', the_bug, ring_all_reduce)\nexcept Exception:\n    pass\n"
+    "def mended_ring(tensor, group=None):\n    exec(solution('4.6'))",
 }
 TOLD = {
     "4.1": "a plain int was expected",
@@ -136,16 +137,18 @@ def test_what_was_not_earned_is_not_given(change, tmp_path):
 
 
 BOMB = "def accumulate(*args):\n    import os\n    while True:\n        os.fork()"
+FLOOD = "def accumulate(*args):\n    print('x' * 10**9)\n    1 / 0\naccumulate()"
+MEMORY = "def accumulate(*args):\n    return [bytearray(1 << 28) for _ in range(99)]"
+STAYS = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(600)\n"
 ACCIDENTS = {
     "a loop at the top": ({"1.1": LOOP}, "1.1", "Timeout"),
     "a kernel that ends": ({"1.2": "import os\nos._exit(3)"}, "1.2", "ended its own process"),
-    "a flood": ({"1.2": "def accumulate(*args):\n    print('x' * 10**9)\n    1 / 0\naccumulate()"}, "1.2", "ZeroDivision"),
-    "memory": ({"1.2": "def accumulate(*args):\n    return [bytearray(1 << 28) for _ in range(99)]"}, "1.2", "MemoryError"),
+    "a flood": ({"1.2": FLOOD}, "1.2", "ZeroDivision"),
+    "memory": ({"1.2": MEMORY}, "1.2", "MemoryError"),
     "a fork bomb": ({"1.2": BOMB}, "1.2", "starts too many processes"),
     "a write elsewhere": ({"1.2": f"def accumulate(*a):\n    open('{ROOT}/x', 'w')"}, "1.2", "into its own folder"),
-    "a process that stays": (
-        {"1.2": "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(600)\n" + solution("1.2")}, "", ""),
-}  # fmt: skip
+    "a process that stays": ({"1.2": STAYS + solution("1.2")}, "", ""),
+}
 
 
 @pytest.mark.parametrize("name", ACCIDENTS)
@@ -229,8 +232,8 @@ def test_check_prints_the_path_a_line_a_task_and_how_to_go_on(tmp_path, monkeypa
 
 
 def test_hidden_inputs_find_what_the_checks_do_not(tmp_path):
-    tied = "def gradient_bytes(model):\n    layers = [p for layer in model.modules() for p in layer.parameters(recurse=False)]\n"
+    tied = "def gradient_bytes(model):\n"
+    tied += "    layers = [p for layer in model.modules() for p in layer.parameters(recurse=False)]\n"
     tied += "    return sum(p.nbytes for p in layers if p.requires_grad)"
     path = hand_in(tmp_path, {"1.3": tied})
     assert graded(path)["1.3"].points == 2 and graded(path, hidden=True)["1.3"].points == 1
-    assert cell_of("1.3") == "answer-1-3"

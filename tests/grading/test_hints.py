@@ -1,16 +1,17 @@
 """Each task has three hints, they are shown one by one, and a notebook tells which were asked for."""
 
 import pytest
-from answers import ROOT, solution, tasks_of
+from answers import ROOT
 
 from ddp_course.grading import hint
+from ddp_course.grading.checks import of_exercise, solution
 from ddp_course.grading.hints import LEVELS, all_hints, asked_for
 
 EXERCISES = sorted(int(path.name[:2]) for path in (ROOT / "exercises").glob("[0-9]*.ipynb"))
 
 
 def test_every_task_has_three_hints_that_are_not_the_answer():
-    tasks = [task for exercise in EXERCISES for task in tasks_of(exercise)]
+    tasks = [task for exercise in EXERCISES for task in of_exercise(exercise)]
     assert list(all_hints()) == tasks
     for task, hints in all_hints().items():
         assert len(set(hints)) == LEVELS and all(20 < len(one) < 200 for one in hints), task

@@ -1,4 +1,4 @@
-"""Answers for tests of the grading: known ones tried on the same inputs, and notebooks with answers in them handed in."""
+"""Answers for tests of the grading: tried on the same inputs, or handed in as notebooks."""
 
 from pathlib import Path
 
