@@ -88,14 +88,15 @@ def checks_file(exercise: int) -> Path:
 
 
 @cache
-def load_tasks(exercise: int) -> None:
-    """Run the file of an exercise's tasks, once a process."""
+def load_tasks(exercise: int) -> Any:
+    """Run the file of an exercise's tasks, once a process; the module, None if there is none."""
     name, path = f"exercise_checks_{exercise:02d}", checks_file(exercise)
     spec = spec_from_file_location(name, path)
     if not path.exists() or spec is None or spec.loader is None:
-        return
+        return None
     sys.modules[name] = module_from_spec(spec)
     spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
 
 
 def find(number: str) -> Task:

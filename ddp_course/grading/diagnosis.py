@@ -124,7 +124,7 @@ def same(found: Any, expected: Any, bound: float = 1e-6) -> bool:
     """Whether two pieces of plain data are equal, numbers to rounding: `bound` times the largest magnitude."""
     if isinstance(expected, torch.Tensor):
         alike = isinstance(found, torch.Tensor) and found.shape == expected.shape and found.dtype == expected.dtype
-        return alike and bool((gap(found, expected) <= bound * largest(expected)).all())
+        return alike and bool(((found == expected) | (gap(found, expected) <= bound * largest(expected))).all())
     if isinstance(expected, list | tuple):
         alike = isinstance(found, list | tuple) and len(found) == len(expected)
         return alike and all(same(one, other, bound) for one, other in zip(found, expected, strict=True))
@@ -143,8 +143,9 @@ def gap(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
 
 
 def largest(expected: torch.Tensor) -> float:
-    """The largest magnitude, at least 1."""
-    return max(1.0, expected.double().abs().max().item() if expected.numel() else 1.0)
+    """The largest finite magnitude, at least 1."""
+    finite = expected.double().abs()[expected.isfinite()]
+    return max(1.0, finite.max().item() if finite.numel() else 1.0)
 
 
 def all_like(found: dict, book: Book) -> list[str]:
@@ -248,7 +249,7 @@ def unlike_tensor(found: Any, expected: torch.Tensor, what: str) -> str:
     if found.dtype != expected.dtype:
         return f"{what} has dtype {found.dtype}; {expected.dtype} was expected"
     x, y = found.reshape(-1).double(), expected.reshape(-1).double()
-    apart = ~((x - y).abs() <= 1e-6 * largest(expected))
+    apart = ~((x == y) | ((x - y).abs() <= 1e-6 * largest(expected)))
     if not bool(apart.any()):
         return ""
     place = int(apart.nonzero()[0])

@@ -11,7 +11,7 @@ EXERCISES = sorted(int(path.name[:2]) for path in (ROOT / "exercises").glob("[0-
 
 
 def test_every_task_has_three_hints_that_are_not_the_answer():
-    tasks = [task for exercise in EXERCISES for task in of_exercise(exercise)]
+    tasks = [task.number for exercise in EXERCISES for task in of_exercise(exercise)]
     assert list(all_hints()) == tasks
     for task, hints in all_hints().items():
         assert len(set(hints)) == LEVELS and all(20 < len(one) < 200 for one in hints), task

@@ -1,5 +1,5 @@
 # %% [markdown]
-# Answers to exercise 6 as learners write them. tests/answers.py says how to read this.
+# Answers to exercise 6 as learners write them. docs/CONTRIBUTING.md says how to read this.
 
 # %% 6.1 right: nullcontext for the last
 from contextlib import nullcontext
@@ -26,10 +26,10 @@ def accumulate(parallel, optimizer, micro_batches):
     optimizer.step()
 
 
-# %% 6.1 wrong: without no_sync | all but the last belong
+# %% 6.1 wrong: without no_sync | one synchronisation was expected: all but the last belong into no_sync, and no_sync must hold the forward pass too
 #-     with parallel.no_sync():
 #+     if True:
-# %% 6.1 wrong: backward only | no_sync must hold the forward pass too
+# %% 6.1 wrong: backward only | one synchronisation was expected: all but the last belong into no_sync, and no_sync must hold the forward pass too
 def accumulate(parallel, optimizer, micro_batches):
     optimizer.zero_grad()
     for index, (inputs, targets) in enumerate(micro_batches):
@@ -42,14 +42,14 @@ def accumulate(parallel, optimizer, micro_batches):
     optimizer.step()
 
 
-# %% 6.1 wrong: all in no_sync | never synchronised
+# %% 6.1 wrong: all in no_sync | the gradients were never synchronised: the last micro-batch is outside no_sync
 #- micro_batches[:-1]:
 #+ micro_batches:
 #-     inputs, targets = micro_batches[-1]
 #-     (cross_entropy(parallel(inputs), targets) / len(micro_batches)).backward()
 #-     optimizer.step()
 #+     optimizer.step()
-# %% 6.1 wrong: no division | divide each loss
+# %% 6.1 wrong: no division | the gradients are too large: divide each loss by the number of micro-batches
 def accumulate(parallel, optimizer, micro_batches):
     optimizer.zero_grad()
     with parallel.no_sync():
@@ -60,15 +60,22 @@ def accumulate(parallel, optimizer, micro_batches):
     optimizer.step()
 
 
-# %% 6.1 wrong: no step | is there a step()
+# %% 6.1 wrong: no step | the weights have not changed: is there a step()?
 #-     optimizer.step()
-# %% 6.1 wrong: not cleared | zero_grad() belongs before the first
+# %% 6.1 wrong: not cleared | old gradients are still in it: zero_grad() belongs before the first micro-batch
 #-     optimizer.zero_grad()
-# %% 6.1 wrong: cleared before the last | only the last micro-batch counts
+# %% 6.1 wrong: cleared before the last | only the last micro-batch counts: zero_grad() belongs before the first one
 #-     inputs, targets = micro_batches[-1]
 #+     optimizer.zero_grad()
 #+     inputs, targets = micro_batches[-1]
-# %% 6.1 wrong: only rank 0 synchronises less | for ever
+# %% 6.1 wrong: past the wrapper | the forward pass goes past the wrapper: call parallel(inputs), not parallel.module(inputs)
+#-             (cross_entropy(parallel(inputs), targets) / len(micro_batches)).backward()
+#-     inputs, targets = micro_batches[-1]
+#-     (cross_entropy(parallel(inputs), targets) / len(micro_batches)).backward()
+#+             (cross_entropy(parallel.module(inputs), targets) / len(micro_batches)).backward()
+#+     inputs, targets = micro_batches[-1]
+#+     (cross_entropy(parallel.module(inputs), targets) / len(micro_batches)).backward()
+# %% 6.1 told: only rank 0 synchronises less | for ever
 #-     with parallel.no_sync():
 #+     from contextlib import nullcontext
 #+
@@ -88,29 +95,29 @@ def used_anywhere(used, all_reduce):
     return counts[:-1] < counts[-1]
 
 
-# %% 6.2 wrong: nobody asked | ask the others
+# %% 6.2 wrong: nobody asked | that is what this rank used: ask the others
 #- return counts > 0
 #+ return used.clone()
-# %% 6.2 wrong: and instead of or | one that used it is enough
+# %% 6.2 wrong: and instead of or | that is what all ranks used; one that used it is enough
 def used_anywhere(used, all_reduce):
     unused = (~used).long()
     all_reduce(unused)
     return unused == 0
 
 
-# %% 6.2 wrong: counts returned | a tensor of bools was expected
+# %% 6.2 wrong: counts returned | a tensor of bools was expected, not of counts
 #- return counts > 0
 #+ return counts
-# %% 6.2 wrong: more than one | parameters that exactly one rank used are missing
+# %% 6.2 wrong: more than one | parameters that exactly one rank used are missing: at least one
 #- counts > 0
 #+ counts > 1
-# %% 6.2 wrong: negated | used nowhere
+# %% 6.2 wrong: negated | that is what was used nowhere
 #- counts > 0
 #+ counts == 0
-# %% 6.2 wrong: bools summed | bools do not add up
+# %% 6.2 wrong: bools summed | bools do not add up to a count; use int64
 #- counts = used.long()
 #+ counts = used.clone()
-# %% 6.2 wrong: input changed | aliasing
+# %% 6.2 wrong: input changed | the input was changed (aliasing): work on a copy
 #- return counts > 0
 #+ return used.copy_(counts > 0).clone()
 # %% 6.2 wrong: a message a parameter | one for all parameters is enough
@@ -149,25 +156,25 @@ def share_buffers(module, src=0, group=None):
         buffer.copy_(arrived)
 
 
-# %% 6.3 wrong: floats only | all buffers count, of any dtype
+# %% 6.3 wrong: floats only | it was not shared: all buffers count, of any dtype, and they change in place
 #-         if dist.get_rank(group) == src:
 #+         if not buffer.is_floating_point():
 #+             continue
 #+         if dist.get_rank(group) == src:
-# %% 6.3 wrong: parameters too | the parameters have changed
+# %% 6.3 wrong: parameters too | the parameters have changed; only buffers are shared here
 #-     for buffer in module.buffers():
 #+     for buffer in [*module.buffers(), *(p.data for p in module.parameters())]:
-# %% 6.3 wrong: rank 0 is the source | receives from itself
+# %% 6.3 told: rank 0 is the source | receives from itself
 #- dist.get_rank(group) == src:
 #+ dist.get_rank(group) == 0:
-# %% 6.3 wrong: always from rank 0 | the source is another rank
+# %% 6.3 wrong: always from rank 0 | it is rank 0's; the source is another rank
 #-     for buffer in module.buffers():
 #+     src = 0
 #+     for buffer in module.buffers():
-# %% 6.3 wrong: not kept | they change in place
+# %% 6.3 wrong: not kept | it was not shared: all buffers count, of any dtype, and they change in place
 #- wire.recv(buffer, src, group)
 #+ wire.recv(torch.empty_like(buffer), src, group)
-# %% 6.3 wrong: buffers replaced | buffers were replaced by new tensors
+# %% 6.3 wrong: buffers replaced | buffers were replaced by new tensors; change them in place (copy_)
 #-             wire.recv(buffer, src, group)
 #+             arrived = torch.empty_like(buffer)
 #+             wire.recv(arrived, src, group)
@@ -175,13 +182,13 @@ def share_buffers(module, src=0, group=None):
 #+                 for name, old in list(part._buffers.items()):
 #+                     if old is buffer:
 #+                         setattr(part, name, arrived)
-# %% 6.3 wrong: parameters instead | all buffers count
+# %% 6.3 wrong: parameters instead | it was not shared: all buffers count, of any dtype, and they change in place
 #- for buffer in module.buffers():
 #+ for buffer in (p.data for p in module.parameters() if False):
-# %% 6.3 wrong: dist.broadcast | your code calls torch.distributed.broadcast
+# %% 6.3 told: dist.broadcast | your code calls torch.distributed.broadcast
 #-             wire.recv(buffer, src, group)
 #+             dist.broadcast(buffer, src, group=group)
-# %% 6.3 wrong: package's own | your code calls stage3_paramserver.broadcast_parameters
+# %% 6.3 told: package's own | your code calls stage3_paramserver.broadcast_parameters
 def share_buffers(module, src=0, group=None):
     from ddp_course import broadcast_parameters
 
@@ -204,13 +211,13 @@ def compressed_average(flat, all_reduce, world_size):
     return flat
 
 
-# %% 6.4 wrong: not compressed | travels in float32
+# %% 6.4 wrong: not compressed | the gradient travels in float32: nothing is saved
 #- (flat / world_size).half()
 #+ flat / world_size
-# %% 6.4 wrong: no division | the sum overflows
+# %% 6.4 wrong: no division | the sum overflows (float16 ends at 65,504): divide by K before you compress
 #- (flat / world_size).half()
 #+ flat.half()
-# %% 6.4 wrong: divided afterwards | divide by K before you compress
+# %% 6.4 wrong: divided afterwards | the sum overflows (float16 ends at 65,504): divide by K before you compress
 #- (flat / world_size).half()
 #+ flat.half()
 #- compressed.float()
@@ -218,18 +225,18 @@ def compressed_average(flat, all_reduce, world_size):
 # %% 6.4 wrong: divided twice | it was divided by K twice
 #- compressed.float()
 #+ compressed.float() / world_size
-# %% 6.4 wrong: result in float16 | turn it back into float32
+# %% 6.4 wrong: result in float16 | the result is torch.float16; turn it back into float32
 #- compressed.float()
 #+ compressed
-# %% 6.4 wrong: bfloat16 | float16 was asked for
+# %% 6.4 wrong: bfloat16 | bfloat16 has 8 bits of precision; float16 was asked for
 #- .half()
 #+ .bfloat16()
-# %% 6.4 wrong: own gradient returned | the reduced tensor is the one to return
+# %% 6.4 wrong: own gradient returned | that is the rank's own gradient, divided: the reduced tensor is the one to return
 #- return compressed.float()
 #+ return flat / world_size
 # %% 6.4 wrong: not reduced | all_reduce was not called
 #-     all_reduce(compressed)
-# %% 6.4 wrong: returns nothing | return the averaged gradient
+# %% 6.4 told: returns nothing | is there a `return`?
 #-     return compressed.float()
 #+     flat.copy_(compressed)
 # %% 6.5 right: a share by hand
@@ -266,28 +273,34 @@ def main(folder, wrap, model, data, epochs):
             torch.save({"epoch": epoch, "model": parallel.module.state_dict()}, os.path.join(folder, "checkpoint.pt"))
 
 
-# %% 6.5 wrong: no sampler | the ranks train on the same samples
+# %% 6.5 told: no sampler | each needs a share of its own
 #- loader = DataLoader(data, batch_size=4, sampler=sampler)
 #+ loader = DataLoader(data, batch_size=4, shuffle=True)
-# %% 6.5 wrong: the epoch is not told | the sampler must be told the epoch
+# %% 6.5 told: the epoch is not told | the sampler must be told the epoch
 #- sampler.set_epoch(epoch)
 #+ pass
-# %% 6.5 wrong: past the wrapper | for a loss that the wrapper computed
+# %% 6.5 told: past the wrapper | the ranks' weights differ at the end: gradients are averaged only for a loss that the wrapper computed
 #- cross_entropy(parallel(inputs), targets)
 #+ cross_entropy(model(inputs), targets)
-# %% 6.5 wrong: all write | they would write over each other's file
+# %% 6.5 told: all write | they would write over each other's file
 #- if dist.get_rank() == 0:
 #+ if True:
-# %% 6.5 wrong: the wrapper is saved | these are the wrapper's names
+# %% 6.5 told: the wrapper is saved | these are the wrapper's names, not the model's
 #- "model": model.state_dict()
 #+ "model": parallel.state_dict()
-# %% 6.5 wrong: no step | the weights have not changed
+# %% 6.5 told: no step | the weights have not changed: is there a backward pass and a step?
 #- optimizer.step()
 #+ pass
-# %% 6.5 wrong: nobody writes | nobody wrote a checkpoint
+# %% 6.5 right: two workers
+#- DataLoader(data, batch_size=4, sampler=sampler)
+#+ DataLoader(data, batch_size=4, sampler=sampler, num_workers=2)
+# %% 6.5 told: no epoch | the checkpoint has no "epoch"
+#- {"epoch": epoch, "model"
+#+ {"model"
+# %% 6.5 told: nobody writes | nobody wrote a checkpoint
 #- if dist.get_rank() == 0:
 #+ if dist.get_rank() < 0:
-# %% 6.5 wrong: another file | not ['checkpoint.pt']
+# %% 6.5 told: another file | not ['checkpoint.pt']
 #- "checkpoint.pt"
 #+ "model.pt"
 # %% 6.6 right: pairs of ranks
@@ -320,27 +333,27 @@ def mistakes(samples, weights, saved):
     return {word for word, true in told.items() if true}
 
 
-# %% 6.6 wrong: any sample twice | fill up the last round
+# %% 6.6 told: any sample twice | "sampler" is named, but the ranks' samples differ, but for one or two that fill up the last round
 #- len(first[0] & other) > size
 #+ first[0] & other
-# %% 6.6 wrong: forgets the epoch | have the same order
+# %% 6.6 told: forgets the epoch | "epoch" is missing: the first and the second epoch have the same order
 #- rank[0] == rank[1]
 #+ False
-# %% 6.6 wrong: epochs as sets | the two epochs have different orders
+# %% 6.6 told: epochs as sets | "epoch" is named, but the two epochs have different orders
 #- rank[0] == rank[1]
 #+ set(rank[0]) == set(rank[1])
-# %% 6.6 wrong: module anywhere | it may stand inside of one
+# %% 6.6 told: module anywhere | "names" is named, but no name begins with "module."; it may stand inside of one
 #- name.startswith("module.")
 #+ "module." in name
-# %% 6.6 wrong: any writer | only one rank wrote
+# %% 6.6 told: any writer | "writers" is named, but only one rank wrote
 #- if names) > 1:
 #+ if names) > 0:
-# %% 6.6 wrong: the weights are not compared | the weights differ from rank to rank
+# %% 6.6 told: the weights are not compared | "wrapper" is missing: the weights differ from rank to rank
 #- one != weights[0]
 #+ one != one
-# %% 6.6 wrong: one word | a set of words was expected
+# %% 6.6 told: one word | a set of words was expected, not a str
 #- return found
 #+ return "sampler"
-# %% 6.6 wrong: other words | is none of
+# %% 6.6 told: other words | ['weights'] is none of sampler, epoch, wrapper, writers, names
 #- found.add("wrapper")
 #+ found.add("weights")
