@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import secrets
 import sys
 import threading
@@ -13,6 +14,7 @@ from typing import Any
 from ..errors import GradingError
 from ..grading import gradebooks, report
 from ..grading.grader import exercises_folder, grade, usable_cores
+from ..grading.guard import HIDDEN
 from ..grading.remarks import note_likeness
 from ..grading.results import Result, best_of, from_dict
 from ..grading.submissions import Pristine, Submission, find_submissions, load_exercises
@@ -50,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
         earlier = earlier_results(args.json) if args.resume else []
         done = {(result.learner, file) for result in earlier for file in result.files or [""]}
         waiting = [one for one in submissions if (one.learner, one.file) not in done]
+        os.environ[HIDDEN] = json.dumps([str(one.path.resolve()) for one in submissions if one.path])
         if skipped:
             names = ", ".join(report.clean(path.name) for path in skipped)
             print(f"no notebooks, so skipped: {names}", file=sys.stderr)

@@ -29,7 +29,7 @@ from .plain import pack, unpack
 PATIENCE_SECONDS = 5.0  # a receive that waits longer waits for ever
 START_SECONDS = 7.0
 TOO_LONG = "a message was longer than the tensor it was received into: do both sides mean the same chunk and dtype?"
-BOTH_SEND = "; two ranks that both send first wait for ever: wire.exchange sends and receives at once"
+BOTH_SEND = " Two ranks that both send first wait for ever: wire.exchange sends and receives at once"
 GAVE_UP = re.compile("timed out waiting|timeout|connection closed by peer|connection reset by peer", re.IGNORECASE)
 NOT_OURS = re.compile(r"site-packages|dist-packages|[/\\]ddp_course[/\\]|[/\\]checks[/\\]|[/\\]lib[/\\]python|<frozen")
 FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)(?:\n {4}(.*))?')

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,9 @@ def grade(
         except BaseException:
             threads.shutdown(cancel_futures=True)
             raise
+        finally:
+            threads.shutdown()
+            end_helpers()
 
 
 class Judge:
@@ -224,6 +228,16 @@ def processes() -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["ddp_course.grading.run_cells", "nbval.plugin"])
     return context
+
+
+def end_helpers() -> None:
+    """End the process that others are forked from, and Python's own that watches it; the next run starts new ones.
+
+    Python ends both with this process, and has no public way to do so before.
+    """
+    for helper in (forkserver._forkserver, resource_tracker._resource_tracker):
+        with suppress(AttributeError):
+            helper._stop()
 
 
 def end_all(folder: str) -> None:
