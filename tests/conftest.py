@@ -57,11 +57,11 @@ def descendants():
 
 
 def entries():
-    """Names in the temporary folder, the caches of pytest and torch aside."""
+    """Names in the temporary folder, but for the caches of pytest and torch, and what Python itself removes at its end."""
     return {
         path.name
         for path in Path(tempfile.gettempdir()).iterdir()
-        if not path.name.startswith(("pytest-", "torchinductor_"))
+        if not path.name.startswith(("pytest-", "torchinductor_", "pymp-"))
     }
 
 
