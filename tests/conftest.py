@@ -57,7 +57,7 @@ def descendants():
 
 
 def entries():
-    """Names in the temporary folder, but for the caches of pytest and torch, and what Python itself removes at its end."""
+    """Names in the temporary folder, but for caches of pytest and torch, and what Python removes at its end."""
     return {
         path.name
         for path in Path(tempfile.gettempdir()).iterdir()
