@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         earlier = earlier_results(args.json) if args.resume else []
         done = {(result.learner, file) for result in earlier for file in result.files or [""]}
         waiting = [one for one in submissions if (one.learner, one.file) not in done]
-        os.environ[HIDDEN] = json.dumps([str(one.path.resolve()) for one in submissions if one.path])
+        os.environ[HIDDEN] = json.dumps([os.path.realpath(one.path) for one in submissions if one.path])
         if skipped:
             names = ", ".join(report.clean(path.name) for path in skipped)
             print(f"no notebooks, so skipped: {names}", file=sys.stderr)
