@@ -156,3 +156,45 @@ def mended_run(model, optimizer, batches, peak, state, stop):
 
 # %% check-11-4 points=2
 check("11.4", the_bug, mended_run)
+
+
+# %% [markdown]
+# ## 11.5 The clinic
+#
+# In `exercises/clinic/` lie ten training scripts. Each has one fault. Run them under torchrun in a terminal, as their first lines
+# say, and look at them with the tools of the lesson: the stacks of all ranks (`py-spy dump`), the flight recorder, the order of
+# the log. Which rank is it, which line of the file, and what kind of fault?
+#
+# | kind | what it means |
+# |---|---|
+# | `"skips"` | one rank skips a collective |
+# | `"order"` | one rank calls collectives in another order |
+# | `"shape"` | one rank brings another shape |
+# | `"alone"` | one rank evaluates alone |
+# | `"uneven"` | one rank has more batches than the others |
+# | `"straggler"` | one rank is slow |
+# | `"NaN"` | one rank makes NaN of its data |
+# | `"same GPU"` | a rank takes a GPU that another one has |
+# | `"port"` | one rank takes a port that is in use |
+# | `"loads alone"` | one rank alone loads a checkpoint |
+# %% answer-11-5
+def diagnoses():
+    """Return {number of the patient: (rank, line, kind)}, as far as you know them."""
+    ### BEGIN SOLUTION
+    return {
+        1: (2, 33, "skips"),
+        2: (1, 33, "order"),
+        3: (2, 20, "shape"),
+        4: (0, 32, "alone"),
+        5: (2, 20, "uneven"),
+        6: (2, 24, "straggler"),
+        7: (0, 30, "NaN"),
+        8: (1, 20, "same GPU"),
+        9: (0, 22, "port"),
+        10: (0, 25, "loads alone"),
+    }
+    ### END SOLUTION
+
+
+# %% check-11-5 points=5
+check("11.5", diagnoses)

@@ -18,6 +18,7 @@ FOLDERS = ("notebooks", "exercises", "docs")
 NOT_COPIED = {".ipynb_checkpoints", "__pycache__", "checks", "answers"}
 FIRST = "notebooks/00_start_here.ipynb"
 RECORD = ".ddp-course.json"  # what was copied: {path: SHA-256 of the course's own}
+HIDDEN = {".ipynb_checkpoints", "__pycache__", "checks", "answers"}
 IDLE_SECONDS = 3600  # a kernel that nobody has used for so long ends, and gives back its memory
 SETTINGS = {"@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": False}}
 

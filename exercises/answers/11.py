@@ -286,3 +286,35 @@ def culprit(lines):
 # %% 11.4 told: the state is not kept | was expected
 #- model.load_state_dict(state["model"])
 #+ pass
+# %% 11.5 right: other lines of the same fault
+#- 1: (2, 33,
+#+ 1: (2, 34,
+#- 9: (0, 22,
+#+ 9: (0, 21,
+# %% 11.5 right: as lists
+#- return {
+#+ return {number: list(row) for number, row in {
+#-     }
+#+     }.items()}
+# %% 11.5 told: the victim is blamed | patient 1, the rank
+#- 1: (2, 33,
+#+ 1: (0, 33,
+# %% 11.5 told: another line | not line 28: optimizer.zero_grad()
+#- 1: (2, 33,
+#+ 1: (2, 28,
+# %% 11.5 told: another kind | not "alone"
+#- 33, "skips"
+#+ 33, "alone"
+# %% 11.5 told: a word of one's own | is none of skips, order
+#- 33, "skips"
+#+ 33, "hangs"
+# %% 11.5 told: some are missing | nothing is said
+#-         10: (0, 25, "loads alone"),
+# %% 11.5 told: the kind alone | a row of three was expected
+#- (2, 33, "skips")
+#+ "skips"
+# %% 11.5 told: a list | a dictionary was expected
+#- return {
+#+ return list({
+#-     }
+#+     })

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from ddp_course.grading.attempt import tensors
-from ddp_course.grading.checks import task
+from ddp_course.grading.checks import require, task
 
 
 class Unwritable:
@@ -265,3 +265,50 @@ class FindTheBugInTheRun:
                   f"{about}, the losses": [loss for part in parts for loss in part],
                   f"{about}, the weights at the end": weights(model)}  # fmt: skip
         return {"the line": {"the faulty line": the_bug()}, "mended": mended}
+
+
+CLINIC = Path(__file__).resolve().parents[1] / "clinic"
+KINDS = ("skips", "order", "shape", "alone", "uneven", "straggler", "NaN", "same GPU", "port", "loads alone")
+CAUSES = {  # of each patient: the rank, and a piece of each line that may be named
+    1: (2, ("if most < 8", "all_reduce(most")),
+    2: (1, ("if rank != 1", "all_reduce(totals")),
+    3: (2, ("range(rank, 1436, 3)", "all_gather(")),
+    4: (0, ("if rank == 0:", "parallel(digits", "all_reduce(right")),
+    5: (2, ("40 * (rank == 2)",)),
+    6: (2, ("400 if rank == 2",)),
+    7: (0, ("inputs.amax(", "digits.inputs[1000] = 0.0")),
+    8: (1, ("rank // 2",)),
+    9: (0, ("TCPStore(", "HTTPServer((")),
+    10: (0, ("if rank == 0 and", "load_state_dict(")),
+}
+
+
+@task("11.5", "diagnoses", {f"patient {number}": 0.5 for number in CAUSES})
+class Clinic:
+    """Rank, line and kind of ten faults."""
+
+    def draw(random, hidden):
+        """Nothing is drawn: the patients are files."""
+        return {}
+
+    def probe(diagnoses):
+        """What holds of each diagnosis, in words."""
+        named = diagnoses()
+        require(isinstance(named, dict), "a dictionary was expected: {number: (rank, line, kind)}")
+        evidence = {}
+        for number, (culprit, pieces) in CAUSES.items():
+            diagnosis = named.get(number)
+            row = isinstance(diagnosis, list | tuple) and len(diagnosis) == 3
+            require(diagnosis is None or row, f"patient {number}: a row of three was expected: (rank, line, kind)")
+            rank, line, kind = diagnosis or (None, None, None)
+            lines = (CLINIC / f"patient_{number:02}.py").read_text(encoding="utf-8").splitlines()
+            text = lines[line - 1].strip() if type(line) is int and 0 < line <= len(lines) else "no line"
+            at_fault = "yes" if any(piece in text for piece in pieces) else f"not line {line}: {text}"
+            known = f"{str(kind)[:30]!r} is none of {', '.join(KINDS)}"
+            evidence[f"patient {number}"] = {
+                f"patient {number}, the rank": "yes" if rank == culprit else f"not rank {rank}",
+                f"patient {number}, the line": "nothing is said" if diagnosis is None else at_fault,
+                f"patient {number}, the kind": "yes" if kind == KINDS[number - 1] else (
+                    f'not "{kind}"' if kind in KINDS else known),
+            }  # fmt: skip
+        return evidence

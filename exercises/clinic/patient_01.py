@@ -1,4 +1,4 @@
-"""Patient 1: it is killed in the second epoch, without a word from Python.
+"""Patient 1: it is killed at the end of the first epoch, without a word from Python.
 
 torchrun --standalone --nproc-per-node=3 exercises/clinic/patient_01.py
 """
@@ -30,7 +30,7 @@ for epoch in range(3):
         loss.backward()
         optimizer.step()
     most = targets.bincount(minlength=10).max()
-    if most > 6:  # worth telling the others
+    if most < 8:  # else it is no news
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
     print(f"rank {rank}, epoch {epoch}: loss {loss.item():.3f}", flush=True)
 dist.destroy_process_group()

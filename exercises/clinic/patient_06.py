@@ -22,18 +22,15 @@ class Augmented(TensorDataset):
     def __getitem__(self, index):
         image, target = super().__getitem__(index)
         for _ in range(400 if rank == 2 else 8):
-            image = image.roll(1, -1)  # 8 times or 400 times: the same image
+            image = image.roll(1, -1)  # 8 or 400 times: the same image
         return image, target
 
 
 data = Augmented(digits.inputs, digits.targets)
-sampler = DistributedSampler(data)
-loader = DataLoader(data, batch_size=64, sampler=sampler)
-model = digits.model()
-parallel = DistributedDataParallel(model)
+loader = DataLoader(data, batch_size=64, sampler=DistributedSampler(data))
+parallel = DistributedDataParallel(digits.model())
 optimizer = torch.optim.SGD(parallel.parameters(), lr=0.05)
-for epoch in range(2):
-    sampler.set_epoch(epoch)
+for epoch in range(3):
     for inputs, targets in loader:
         optimizer.zero_grad()
         loss = cross_entropy(parallel(inputs), targets)

@@ -1,0 +1,71 @@
+"""The clinic's patients fail as they say, in time, and leave nothing behind; mended, they train."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from ddp_course.grading.checks import checks_file, find
+
+CLINIC = checks_file(11).parents[1] / "clinic"
+find("11.5")
+CAUSES = sys.modules["exercise_checks_11"].CAUSES
+HEALTHY = [f"rank {rank}, epoch 2" for rank in range(3)]
+FAILS = {  # exit code, and what is printed
+    1: (1, "Received data size doesn't match"),
+    2: (1, "Timed out waiting"),
+    3: (1, "Received data size doesn't match"),
+    4: (1, "Received data size doesn't match"),
+    5: (1, "Connection closed by peer"),
+    6: (0, "rank 2, epoch 1"),
+    7: (0, "loss nan"),
+    8: (1, "Duplicate GPU detected : rank 1 and rank 0"),
+    9: (1, "EADDRINUSE"),
+    10: (0, "weights"),
+}
+MENDED = {  # the lines that differ from the healthy script, put right
+    1: ("if most < 8:  # else it is no news", "if True:"),
+    4: ("    if rank == 0:\n", "    if True:\n"),
+    5: (" - 40 * (rank == 2)", ""),
+    9: ("29561), Simple", "0), Simple"),
+}
+
+
+def torchrun(script, folder):
+    """Run a script on three ranks; (exit code, what it printed)."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", str(script)]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "TMPDIR": str(folder)}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environ, timeout=120)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", FAILS)
+def test_a_patient_fails_as_it_says(number, tmp_path):
+    code, words = FAILS[number]
+    script = CLINIC / f"patient_{number:02}.py"
+    assert script.read_text().count("\n") <= 40
+    for _ in range(1 + (number == 10)):  # the last one goes on from its own checkpoint
+        found, printed = torchrun(script, tmp_path)
+        assert found == code and words in printed, printed[-3000:]
+    if number == 10:
+        assert len(set(re.findall(r"weights ([-\d.]+)", printed))) > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", MENDED)
+def test_a_mended_patient_trains(number, tmp_path):
+    wrong, right = MENDED[number]
+    text = (CLINIC / f"patient_{number:02}.py").read_text()
+    assert text.count(wrong) == 1
+    (tmp_path / "mended.py").write_text(text.replace(wrong, right))
+    code, printed = torchrun(tmp_path / "mended.py", tmp_path)
+    assert code == 0 and ("epoch 2" in printed) and "nan" not in printed, printed[-3000:]
+
+
+def test_every_cause_is_a_line_of_its_patient():
+    for number, (_, pieces) in CAUSES.items():
+        lines = (CLINIC / f"patient_{number:02}.py").read_text().splitlines()
+        assert all(any(piece in line for line in lines) for piece in pieces), number
