@@ -15,6 +15,7 @@ _HOME = {
     "predict": "widgets",
     "progress": "widgets",
     "command": "shell",
+    "stacks": "shell",
     "scaling_figure": "simulator_plots",
     "winners_figure": "simulator_plots",
     "bucket_cap_figure": "simulator_plots",

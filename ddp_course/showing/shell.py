@@ -1,11 +1,21 @@
 """Command lines in notebooks: shown as they would be typed, run with this kernel's own Python."""
 
+import contextlib
 import os
+import re
 import shlex
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
+from pathlib import Path
 
+import psutil
+
+_FRAME = re.compile(r"\(.+:\d+\)$")  # such as "main (train.py:33)"
+_LIBRARY = re.compile(r"site-packages|torch/|<frozen|lib/python")
 PROGRAMS = {"torchrun": ["-m", "torch.distributed.run"], "ddp-course": ["-m", "ddp_course.cli"], "python": []}
 
 
@@ -27,6 +37,38 @@ def command(*lines: str, timeout: float = 120) -> list[int]:
                     process.kill()
                     process.wait()
     return [process.returncode for process in running]
+
+
+def stacks(line: str, after: float = 15, timeout: float = 60) -> None:
+    """Run a command line with torchrun, and after some seconds print where each of its ranks stands, by `py-spy dump`.
+
+    Of each rank the innermost line outside of torch and Python's library is shown. Where the system forbids to look into
+    another process (ptrace) py-spy says so; then put `faulthandler.dump_traceback_later(seconds)` into the script.
+    """
+    with tempfile.TemporaryDirectory(prefix="ddp_course_", ignore_cleanup_errors=True) as folder:
+        process = _start(line, folder)
+        try:
+            time.sleep(after)
+            print(f"$ {line}\n$ py-spy dump --pid …, after {after:g} s")
+            for rank, pid in sorted(_ranks_below(process.pid)):
+                spy = [sys.executable, "-m", "py_spy"] if not shutil.which("py-spy") else ["py-spy"]
+                dump = subprocess.run(
+                    [*spy, "dump", "--pid", str(pid)], capture_output=True, text=True, timeout=timeout
+                )
+                lines = [text.strip() for text in dump.stdout.splitlines() if _FRAME.search(text)]
+                own = [text for text in lines if not _LIBRARY.search(text)]
+                print(f"rank {rank}: {(own or lines or [dump.stderr.strip()[:200]])[0]}")
+        finally:
+            os.killpg(process.pid, signal.SIGTERM)
+            process.communicate()
+
+
+def _ranks_below(pid):
+    """(rank, process number) of all processes below `pid` that torchrun has given a rank."""
+    for child in psutil.Process(pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if (rank := child.environ().get("RANK")) is not None:
+                yield int(rank), child.pid
 
 
 def _start(line, folder):
