@@ -42,19 +42,17 @@ def command(*lines: str, timeout: float = 120) -> list[int]:
 def stacks(line: str, after: float = 15, timeout: float = 60) -> None:
     """Run a command line with torchrun, and after some seconds print where each of its ranks stands, by `py-spy dump`.
 
-    Of each rank the innermost line outside of torch and Python's library is shown. Where the system forbids to look into
+    Of each rank the innermost line outside of torch and Python's library is shown. Where the system forbids a look into
     another process (ptrace) py-spy says so; then put `faulthandler.dump_traceback_later(seconds)` into the script.
     """
+    spy = shutil.which("py-spy") or str(Path(sys.executable).with_name("py-spy"))
     with tempfile.TemporaryDirectory(prefix="ddp_course_", ignore_cleanup_errors=True) as folder:
         process = _start(line, folder)
         try:
             time.sleep(after)
             print(f"$ {line}\n$ py-spy dump --pid …, after {after:g} s")
             for rank, pid in sorted(_ranks_below(process.pid)):
-                spy = [sys.executable, "-m", "py_spy"] if not shutil.which("py-spy") else ["py-spy"]
-                dump = subprocess.run(
-                    [*spy, "dump", "--pid", str(pid)], capture_output=True, text=True, timeout=timeout
-                )
+                dump = subprocess.run([spy, "dump", "--pid", str(pid)], capture_output=True, text=True, timeout=timeout)
                 lines = [text.strip() for text in dump.stdout.splitlines() if _FRAME.search(text)]
                 own = [text for text in lines if not _LIBRARY.search(text)]
                 print(f"rank {rank}: {(own or lines or [dump.stderr.strip()[:200]])[0]}")
