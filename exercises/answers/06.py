@@ -273,34 +273,37 @@ def main(folder, wrap, model, data, epochs):
             torch.save({"epoch": epoch, "model": parallel.module.state_dict()}, os.path.join(folder, "checkpoint.pt"))
 
 
-# %% 6.5 told: no sampler | each needs a share of its own
+# %% 6.5 wrong: no sampler | the ranks train on the same samples: each needs a share of its own
 #- loader = DataLoader(data, batch_size=4, sampler=sampler)
 #+ loader = DataLoader(data, batch_size=4, shuffle=True)
-# %% 6.5 told: the epoch is not told | the sampler must be told the epoch
+# %% 6.5 wrong: the epoch is not told | the sampler must be told the epoch
 #- sampler.set_epoch(epoch)
 #+ pass
-# %% 6.5 told: past the wrapper | the ranks' weights differ at the end: gradients are averaged only for a loss that the wrapper computed
+# %% 6.5 wrong: past the wrapper | the ranks' weights differ at the end: gradients are averaged only for a loss that the wrapper computed
 #- cross_entropy(parallel(inputs), targets)
 #+ cross_entropy(model(inputs), targets)
-# %% 6.5 told: all write | they would write over each other's file
+# %% 6.5 wrong: all write | they would write over each other's file
 #- if dist.get_rank() == 0:
 #+ if True:
-# %% 6.5 told: the wrapper is saved | these are the wrapper's names, not the model's
+# %% 6.5 wrong: the wrapper is saved | "module.0.weight" and so on: these are the wrapper's names, not the model's
 #- "model": model.state_dict()
 #+ "model": parallel.state_dict()
-# %% 6.5 told: no step | the weights have not changed: is there a backward pass and a step?
+# %% 6.5 wrong: no step | the weights have not changed: is there a backward pass and a step?
 #- optimizer.step()
 #+ pass
 # %% 6.5 right: two workers
 #- DataLoader(data, batch_size=4, sampler=sampler)
 #+ DataLoader(data, batch_size=4, sampler=sampler, num_workers=2)
-# %% 6.5 told: no epoch | the checkpoint has no "epoch"
+# %% 6.5 wrong: no epoch | nobody could go on from a checkpoint without an "epoch"
 #- {"epoch": epoch, "model"
 #+ {"model"
-# %% 6.5 told: nobody writes | nobody wrote a checkpoint
+# %% 6.5 wrong: no samples | a rank saw no samples at all: take them from `data`
+#- for inputs, targets in loader:
+#+ for inputs, targets in []:
+# %% 6.5 wrong: nobody writes | nobody wrote a checkpoint
 #- if dist.get_rank() == 0:
 #+ if dist.get_rank() < 0:
-# %% 6.5 told: another file | not ['checkpoint.pt']
+# %% 6.5 wrong: another file | the name is not 'checkpoint.pt'
 #- "checkpoint.pt"
 #+ "model.pt"
 # %% 6.6 right: pairs of ranks
@@ -333,25 +336,25 @@ def mistakes(samples, weights, saved):
     return {word for word, true in told.items() if true}
 
 
-# %% 6.6 told: any sample twice | "sampler" is named, but the ranks' samples differ, but for one or two that fill up the last round
+# %% 6.6 wrong: any sample twice | the ranks' samples differ, but for one or two that fill up the last round
 #- len(first[0] & other) > size
 #+ first[0] & other
-# %% 6.6 told: forgets the epoch | "epoch" is missing: the first and the second epoch have the same order
+# %% 6.6 wrong: forgets the epoch | "epoch" is missing: the first and the second epoch have the same order
 #- rank[0] == rank[1]
 #+ False
-# %% 6.6 told: epochs as sets | "epoch" is named, but the two epochs have different orders
+# %% 6.6 wrong: epochs as sets | the two epochs have different orders
 #- rank[0] == rank[1]
 #+ set(rank[0]) == set(rank[1])
-# %% 6.6 told: module anywhere | "names" is named, but no name begins with "module."; it may stand inside of one
+# %% 6.6 wrong: module anywhere | no name begins with "module."; it may stand inside of one
 #- name.startswith("module.")
 #+ "module." in name
-# %% 6.6 told: any writer | "writers" is named, but only one rank wrote
+# %% 6.6 wrong: any writer | only one rank wrote
 #- if names) > 1:
 #+ if names) > 0:
-# %% 6.6 told: the weights are not compared | "wrapper" is missing: the weights differ from rank to rank
+# %% 6.6 wrong: the weights are not compared | "wrapper" is missing: the weights differ from rank to rank
 #- one != weights[0]
 #+ one != one
-# %% 6.6 told: one word | a set of words was expected, not a str
+# %% 6.6 told: one word | a set of words was expected, not str
 #- return found
 #+ return "sampler"
 # %% 6.6 told: other words | ['weights'] is none of sampler, epoch, wrapper, writers, names
