@@ -129,24 +129,24 @@ def sharded_step(parameters, owners, optimizer, group=None):
 # %% 7.3 right: a sum
 def bytes_per_rank(parameters, world_size, level):
     shares = [world_size if level >= least else 1 for least in (3, 2, 1)]
-    return sum(each * parameters / share for each, share in zip((4, 4, 8), shares))
+    return sum(each * parameters / share for each, share in zip((2, 2, 12), shares))
 
 
 # %% 7.3 right: a table
 def bytes_per_rank(parameters, world_size, level):
-    kept, split = {0: (16, 0), 1: (8, 8), 2: (4, 12), 3: (0, 16)}[level]
+    kept, split = {0: (16, 0), 1: (4, 12), 2: (2, 14), 3: (0, 16)}[level]
     return (kept + split / world_size) * parameters
 
 
-# %% 7.3 wrong: one moment | Adam keeps two numbers per parameter: 8 bytes of state
-#- 8 * parameters
-#+ 4 * parameters
+# %% 7.3 wrong: no copy in float32 | the state is 12 bytes per parameter: the parameter in float32, and two moments
+#- 12 * parameters
+#+ 8 * parameters
 # %% 7.3 wrong: no gradients | where are the gradients?
 #- return weights + gradients + state
 #+ return weights + state
-# %% 7.3 wrong: numbers | float32 has four bytes
-#- 4 * parameters, 4 * parameters, 8 * parameters
-#+ parameters, parameters, 2 * parameters
+# %% 7.3 wrong: all in float32 | parameters and gradients are in bfloat16: two bytes each
+#- 2 * parameters, 2 * parameters, 12 * parameters
+#+ 4 * parameters, 4 * parameters, 12 * parameters
 # %% 7.3 wrong: levels from 0 | level 0 shards nothing, level 1 the optimizer's state
 #- level >= 1
 #+ level >= 0
@@ -163,3 +163,74 @@ def bytes_per_rank(parameters, world_size, level):
 # %% 7.3 wrong: no state | where is the optimizer's state?
 #- return weights + gradients + state
 #+ return weights + gradients
+
+
+# %% 7.4 right: by counting the room
+def network_order(blocks, block_mb, cap_mb):
+    order, room, following = [["gather", block] for block in range(blocks)], cap_mb, blocks
+    while following and room >= block_mb:
+        following, room = following - 1, room - block_mb
+    for block in range(blocks - 1, -1, -1):
+        while following and room >= block_mb:
+            following, room = following - 1, room - block_mb
+            order.append(["gather", following])
+        order.append(["reduce", block])
+        room += block_mb
+    return tuple(order)
+
+
+# %% 7.4 right: two lists, zipped
+from itertools import zip_longest
+
+
+def network_order(blocks, block_mb, cap_mb):
+    again = range(blocks - cap_mb // block_mb - 1, -1, -1)
+    backward = [pair for pair in zip_longest(range(blocks - 1, -1, -1), again)]
+    order = [("gather", block) for block in range(blocks)]
+    for reduced, gathered in backward:
+        order += [("reduce", reduced)] + ([("gather", gathered)] if gathered is not None else [])
+    return order
+
+
+# %% 7.4 told: each gather after the reduce before | without prefetch in backward
+def network_order(blocks, block_mb, cap_mb):
+    order = [("gather", block) for block in range(blocks)]
+    for block in reversed(range(blocks)):
+        order += [("gather", block), ("reduce", block)]
+    return order
+
+
+# %% 7.4 told: one block stays | is possible: does the network wait
+#- fit = cap_mb // block_mb
+#+ fit = 1
+# %% 7.4 told: two blocks stay | is possible: does the network wait
+#- fit = cap_mb // block_mb
+#+ fit = 2
+# %% 7.4 told: gathered before there is room | waits for ever
+#-         order.append(("reduce", block))
+#-         if ahead:
+#-             ahead -= 1
+#-             order.append(("gather", ahead))
+#+         if ahead:
+#+             ahead -= 1
+#+             order.append(("gather", ahead))
+#+         order.append(("reduce", block))
+# %% 7.4 told: everything stays | waits for ever
+#- ahead = max(blocks - fit, 0)
+#+ ahead = 0
+# %% 7.4 told: forward only | are reduced 0 times
+#-         order.append(("reduce", block))
+# %% 7.4 told: backward in the order of forward | waits for ever
+#- for block in reversed(range(blocks)):
+#+ for block in range(blocks):
+# %% 7.4 told: backward only | is gathered 0 times
+#- order = [("gather", block) for block in range(blocks)]
+#+ order = []
+# %% 7.4 told: as words | each step is a pair such as
+#- order.append(("reduce", block))
+#+ order.append(f"reduce {block}")
+# %% 7.4 told: counts from one | there is no block
+#- range(blocks)]
+#+ range(1, blocks + 1)]
+# %% 7.4 told: nothing returned | a list of steps was expected, not NoneType
+#-     return order

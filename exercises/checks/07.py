@@ -1,4 +1,4 @@
-"""Exercise 7: optimizer state split over the ranks, and the memory that it saves."""
+"""Exercise 7: optimizer state split over the ranks, the memory that it saves, and prefetch in little room."""
 
 import torch
 import torch.distributed as dist
@@ -80,7 +80,7 @@ class ShardedStep:
 
 @task("7.3", "bytes_per_rank", {"unsharded": 1, "sharded": 1})
 class BytesPerRank:
-    """Memory of a rank with Adam in float32: 4 bytes of weight, 4 of gradient, 8 of state, by what is sharded."""
+    """Memory of a rank in mixed precision: 2 bytes of weight, 2 of gradient, 12 of state, by what is sharded."""
 
     def draw(random, hidden):
         """Parameters, world sizes and ZeRO levels."""
@@ -94,4 +94,99 @@ class BytesPerRank:
             count = bytes_per_rank(parameters, size, level)
             case = f"{parameters} parameters, {size} ranks, level {level}, bytes"
             evidence["sharded" if level else "unsharded"][case] = float(count) if type(count) is int else count
+        return evidence
+
+
+TICKS = {"gather": 2, "reduce": 2, "forward": 1, "backward": 2}
+
+
+def pairs_of(order, about):
+    """The order of the network as a list of pairs, or Wrong."""
+    require(isinstance(order, list | tuple), f"{about}: a list of steps was expected, not {type(order).__name__}")
+    pairs = [tuple(step) if isinstance(step, list | tuple) else (step,) for step in order]
+    good = all(len(pair) == 2 and pair[0] in ("gather", "reduce") and type(pair[1]) is int for pair in pairs)
+    require(good, f'{about}: each step is a pair such as ("gather", 0) or ("reduce", 0)')
+    return pairs
+
+
+def completeness(order, blocks):
+    """In words, whether each block is gathered once or twice and reduced once."""
+    for block in sorted(set(range(blocks)) | {block for _, block in order}):
+        gathers, reduces = (order.count((kind, block)) for kind in ("gather", "reduce"))
+        if block not in range(blocks):
+            return f"there is no block {block}: they count from 0"
+        if gathers not in (1, 2):
+            return f"block {block} is gathered {gathers} times: once if it stays, else twice"
+        if reduces != 1:
+            return f"the gradients of block {block} are reduced {reduces} times"
+    return "valid"
+
+
+def play(order, blocks, fit):
+    """Play the order tick by tick, with room for `fit` blocks: the ticks it takes, or in words who waits for ever."""
+    queues = {"network": list(order), "compute": [("forward", block) for block in range(blocks)]}
+    queues["compute"] += [("backward", block) for block in reversed(range(blocks))]
+    taken, whole, done, running, now = 0, set(), set(), {}, 0
+    while running or any(queues.values()):
+        for lane, queue in queues.items():
+            if not queue or lane in running:
+                continue
+            kind, block = queue[0]
+            ready = {"gather": taken < fit and block not in whole, "reduce": ("backward", block) in done}.get(
+                kind, block in whole
+            )
+            if ready:
+                running[lane] = (now + TICKS[kind], queue.pop(0))
+                taken += kind == "gather"
+        if not running:
+            return waiting(queues, whole)
+        now = min(end for end, _ in running.values())
+        for lane in [lane for lane, (end, _) in running.items() if end == now]:
+            _, (kind, block) = running.pop(lane)
+            done.add((kind, block))
+            if kind == "gather":
+                whole.add(block)
+            elif kind == "reduce" or (kind == "forward" and ("gather", block) in queues["network"]):
+                whole.discard(block)
+                taken -= 1
+    return now
+
+
+def waiting(queues, whole):
+    """In words, what the network and the computation wait for when neither can go on."""
+    network, compute = (" of block ".join(map(str, queue[0])) if queue else "" for queue in queues.values())
+    network = f"{network} waits for ever while blocks {sorted(whole)} are whole" if network else "nothing is gathered"
+    return f"{network}, and {compute or 'nothing'} is next to compute"
+
+
+@task("7.4", "network_order", {"valid": 1, "memory": 1, "prefetch": 1, "the best": 1})
+class NetworkOrder:
+    """Gathers and reduces in little room: at best the network never rests from the first backward pass on."""
+
+    def draw(random, hidden):
+        """Numbers of blocks, their size, and room for two of them up to all; many blocks if `hidden`."""
+        shapes = [(6, 3), (4, 2), (5, 5), (random.randrange(6, 10), random.randrange(2, 6)), *[(24, 7)] * hidden]
+        return {
+            "cases": [(n, size, fit * size + size // 2) for n, fit in shapes for size in [random.randrange(50, 99)]]
+        }
+
+    def probe(network_order, cases):
+        """What holds of the order in each case, in words; an order that is not valid is nothing else either."""
+        evidence = {"valid": {}, "memory": {}, "prefetch": {}, "the best": {}}
+        for blocks, size, cap in cases:
+            about = f"{blocks} blocks of {size} MB, {cap} MB of room"
+            order = pairs_of(network_order(blocks, size, cap), about)
+            evidence["valid"][about] = said = completeness(order, blocks)
+            took = play(order, blocks, cap // size) if said == "valid" else said
+            plain, best = 8 * blocks, 6 * blocks - 2 * (cap // size) + 3
+            slow = f"{took} ticks; {plain} without prefetch in backward: what can be gathered while a block computes?"
+            idle = f"{took} ticks; {best} is possible: does the network wait, or gather what could have stayed?"
+            ends = type(took) is int
+            evidence["memory"][f"{about}, waiting"] = "nobody waits for ever" if ends else took
+            evidence["prefetch"][f"{about}, beside no prefetch"] = (
+                (slow if took >= plain else "faster") if ends else took
+            )
+            evidence["the best"][f"{about}, beside the best"] = (
+                (idle if took > best else "as fast as can be") if ends else took
+            )
         return evidence
