@@ -1,6 +1,8 @@
 # %% [markdown]
 # # Exercise 8: pipelines
 #
+# Six tasks, about 60 minutes: 8.1, 8.3 and 8.4 are easy (5 minutes each), 8.2 and 8.6 medium (10 each), 8.5 hard (25).
+#
 # The model is split into stages, the batch into micro-batches. A schedule says what each stage does, step by step:
 # `("F", 2)` is the forward pass of micro-batch 2, `("B", 2)` its backward pass. Stages and micro-batches count from 0.
 #
@@ -105,6 +107,8 @@ check("8.4", most_held)
 # | GPipe, each W right after its B | 30 | holds 8 |
 # | 1F1B, each W right after its B | 30 | **beat this** |
 # | the first stage idle only while the first B is on its way back | 27 | nobody can do better |
+#
+# Schedules of this kind are called **zero bubble** (Qi et al., ICLR 2024); yours is the paper's ZB-H1 if it reaches 27.
 # %% answer-8-5
 def schedule(stages, micro_batches):
     """Return a list of steps for each stage: pairs of "F", "B" or "W" and the number of the micro-batch."""

@@ -237,27 +237,47 @@ PASSES = {  # of a pipeline: letter and colour
 
 
 def schedule(rows: Sequence[Any], title: str) -> Picture:
-    """A pipeline's timetable (rows of (instruction, start, end) from `stage8_pipeline.timetable`), a lane a rank."""
-    end = max(finish for row in rows for _, _, finish in row)
-    busy = sum(finish - start for row in rows for _, start, finish in row)
-    message = f"{title}; idle {100 * (1 - busy / (end * len(rows))):.0f} %"
-    size: Any = {"width": 9.4, "height": 1.1 + 0.42 * len(rows)}
-    picture, axes = panels(**size, message=message, seen="A timetable", kind="derived")
+    """A pipeline's timetable: rows of (instruction, start, end) from `stage8_pipeline.timetable`, one lane per rank."""
+    return schedules({title: rows})
+
+
+def schedules(timetables: dict[str, Sequence[Any]]) -> Picture:
+    """Timetables {title: rows} of pipelines one below the other, in the same time; a rank's second stage is paler."""
+    last = max(end for rows in timetables.values() for row in rows for _, _, end in row)
+    titles = [f"{title}; idle {100 * idle(rows):.0f} %" for title, rows in timetables.items()]
+    size: Any = {"width": 9.4, "height": 0.4 + sum(0.75 + 0.4 * len(rows) for rows in timetables.values())}
+    form: Any = {"squeeze": False, "sharex": True, "height_ratios": [len(rows) + 1 for rows in timetables.values()]}
+    picture, panels_ = panels(
+        len(timetables), 1, **size, message=". ".join(titles), seen="A timetable", kind="derived", **form
+    )
     with style():
-        picture.label(axes)
-        for rank, row in enumerate(rows):
-            for instruction, start, finish in row:
-                letter, colour = PASSES[instruction.action]
-                axes.broken_barh([(start, finish - start)], (rank - 0.4, 0.8), facecolors=colour, edgecolor="white")
-                if end < 45:
-                    shade = "black" if letter == "F" else "white"
-                    text = f"{letter}{instruction.microbatch}"
-                    axes.text((start + finish) / 2, rank, text, ha="center", va="center", color=shade, fontsize=9)
-        axes.set_yticks(range(len(rows)), [f"rank {rank}" for rank in range(len(rows))])
-        axes.set(ylim=(len(rows) - 0.5, -0.5), xlim=(0, end), xlabel="time (forward passes of a micro-batch)")
-        axes.set_title(message)
-        axes.grid(axis="y", visible=False)
+        picture.label(panels_[0, 0])
+        for axes, rows, title in zip(panels_[:, 0], timetables.values(), titles, strict=True):
+            for rank, row in enumerate(rows):
+                for span in row:
+                    _pass(axes, rank, len(rows), *span, last)
+            axes.set_yticks(range(len(rows)), [f"rank {rank}" for rank in range(len(rows))])
+            axes.set(ylim=(len(rows) - 0.5, -0.5), xlim=(0, last), title=title)
+            axes.grid(axis="y", visible=False)
+        panels_[-1, 0].set_xlabel("time (forward passes of a micro-batch)")
     return picture
+
+
+def idle(rows: Sequence[Any]) -> float:
+    """The share (0 to 1) of the time of a timetable in which a rank idles, on average."""
+    busy = sum(end - start for row in rows for _, start, end in row)
+    return 1 - busy / (len(rows) * max(end for row in rows for _, _, end in row))
+
+
+def _pass(axes, rank, ranks, instruction, start, end, last):
+    letter, colour = PASSES[instruction.action]
+    second = instruction.stage >= ranks
+    shade = {"facecolors": colour, "edgecolor": "white", "alpha": 0.6 if second else 1}
+    axes.broken_barh([(start, end - start)], (rank - 0.4, 0.8), **shade)
+    size = min(9, 330 * (end - start) / last)  # points, so that a label of three letters fits
+    if size >= 5:
+        look = {"ha": "center", "va": "center", "color": "black" if letter == "F" or second else "white"}
+        axes.text((start + end) / 2, rank, f"{letter}{instruction.microbatch}", fontsize=size, **look)
 
 
 def mesh(data: int = 2, pipeline: int = 1, tensor: int = 2) -> Picture:

@@ -283,7 +283,12 @@ def decision_figure(setting: dict[str, Any], chosen: Any, reason: str, plans: Se
     return picture
 
 
-SCHEDULES = {"gpipe": "GPipe", "one_forward_one_backward": "1F1B", "zero_bubble": "Zero bubble"}
+SCHEDULES = {
+    "gpipe": "GPipe",
+    "one_forward_one_backward": "1F1B",
+    "interleaved": "Interleaved",
+    "zero_bubble": "Zero bubble",
+}
 
 
 @recipes.explorer
@@ -298,11 +303,19 @@ def pipeline_explorer(world_size: int = 4, microbatches: int = 8) -> Any:
 
 
 def pipeline_figure(schedule: str = "gpipe", world_size: int = 4, microbatches: int = 8) -> Picture:
-    """The plain figure of `pipeline_explorer`; `schedule` is the name of a function of `stage8_pipeline`."""
+    """The plain figure of `pipeline_explorer`; `schedule` is the name of a function of `stage8_pipeline`.
+
+    Interleaved ranks have two stages of half the layers, and as many micro-batches as the next multiple of K.
+    """
     from .. import stage8_pipeline
 
-    rows = stage8_pipeline.timetable(getattr(stage8_pipeline, schedule)(world_size, microbatches))
-    return sketches.schedule(rows, f"{SCHEDULES[schedule]}, {world_size} ranks, {microbatches} micro-batches")
+    chunks, rounded = 1, ""
+    if schedule == "interleaved":
+        chunks, more = 2, -microbatches % world_size
+        microbatches, rounded = microbatches + more, f" (a multiple of {world_size})" if more else ""
+    instructions = getattr(stage8_pipeline, schedule)(world_size, microbatches)
+    rows = stage8_pipeline.timetable(instructions, 1 / chunks, 2 / chunks)
+    return sketches.schedule(rows, f"{SCHEDULES[schedule]}, {world_size} ranks, {microbatches} micro-batches{rounded}")
 
 
 @recipes.explorer
