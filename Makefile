@@ -7,7 +7,7 @@ ARGS ?=
 BESIDE := -n 3 --dist loadfile --no-loadscope-reorder
 LONGEST := tests/test_notebooks.py tests/torch_suite tests/running/launching tests/running/test_faults.py tests/test_train_script.py
 
-.PHONY: help setup compare test test-quick lab gpu bench notebooks site lint clean
+.PHONY: help setup compare test test-rest test-all test-quick lab gpu bench notebooks site lint clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile
@@ -26,17 +26,29 @@ $(VENV)/installed: requirements.lock pyproject.toml
 compare: setup  ## train with every strategy, print the table, write results/compare.png
 	$(BIN)/ddp-course compare $(ARGS)
 
-# All tests: three files at a time, the longest first, and then those by themselves that look at the clock. What failed is
-# tried once more with nothing beside it, and named twice: a fault fails again, a full machine does not.
-test: setup  ## all tests but the weekly ones, or make test ARGS=FILE
+# Three files at a time, the longest first, and then those by themselves that look at the clock. What failed is tried once
+# more with nothing beside it, and named twice: a fault fails again, a full machine does not.
+RUN = $(BIN)/python -m pytest --durations=20
+define run_tests
+	@$(RUN) --cache-clear -m "$(1) and not alone and not weekly" $(BESIDE) $(LONGEST) tests; beside=$$?; \
+	$(RUN) -m "$(1) and alone and not weekly"; alone=$$?; \
+	case $$beside$$alone in *[!015]*) exit 2;; *1*) echo "Once more, one at a time, what has failed:"; \
+	$(RUN) -m "not weekly" --last-failed --last-failed-no-failures none tests;; esac
+endef
+
+test: setup  ## in nine minutes whether a change holds, or make test ARGS=FILE
 ifeq ($(strip $(ARGS)),)
-	@$(BIN)/python -m pytest --cache-clear -m "not alone and not weekly" $(BESIDE) --durations=20 $(LONGEST) tests; beside=$$?; \
-	$(BIN)/python -m pytest -m "alone and not weekly" --durations=20; alone=$$?; \
-	case $$beside$$alone in 00) ;; [01][01]) echo "Once more, one at a time, what has failed:"; \
-	$(BIN)/python -m pytest -m "not weekly" --last-failed --last-failed-no-failures none tests;; *) exit 2;; esac
+	$(call run_tests,not slow)
 else
 	$(BIN)/python -m pytest $(ARGS)
 endif
+
+test-rest: setup  ## the tests that cost most: other lessons, torch's whole suite, hosts, faults, site and browser
+	$(call run_tests,slow)
+
+test-all: setup  ## make test, then make test-rest
+	$(MAKE) test
+	$(MAKE) test-rest
 
 # What a contributor needs while working: the stages against one process, the launcher, and the promises about the code.
 QUICK := tests/test_ladder.py tests/test_house.py tests/test_docs.py tests/test_problems.py tests/test_stage1_single.py \

@@ -1,5 +1,6 @@
 """Every test file ends as it began: no process and no temporary file is left behind."""
 
+import csv
 import os
 import re
 import shutil
@@ -27,6 +28,26 @@ def pytest_unconfigure(config):
     """Remove the folder again."""
     if hasattr(config, "own_folder"):
         shutil.rmtree(config.own_folder, ignore_errors=True)
+
+
+DURATIONS = Path(__file__).with_name("durations.csv")  # seconds of each test, of all its parameters together
+MOST_SECONDS = 12.0  # of a test of `make test`; dearer ones are for `make test-rest`
+
+
+def dear_tests():
+    """Names of the tests that cost more, as "file" or "file::test"; the word "keep" in the table makes an exception."""
+    with DURATIONS.open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    return {row["test"] for row in rows if float(row["seconds"]) > MOST_SECONDS and row["why"] != "keep"}
+
+
+def pytest_collection_modifyitems(items):
+    """Mark as slow what a test or its whole file has cost too much for every day."""
+    dear = dear_tests()
+    for item in items:
+        name = item.nodeid.removeprefix("tests/").split("[")[0]
+        if {name, name.partition("::")[0], item.nodeid.removeprefix("tests/")} & dear:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -18,7 +18,9 @@ ROOT = Path(__file__).resolve().parents[1]
 LESSONS = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
 NAMES = [path.stem for path in LESSONS]
 CHECK = "# NBVAL_CHECK_OUTPUT"
-CLOCKED = {"08_pipeline": [pytest.mark.alone]}  # it holds the time of a step against the formula
+EVERY_DAY = ("00", "04", "05")  # the other lessons run in make test-rest
+MARKS = {path.stem: [] if path.name.startswith(EVERY_DAY) else [pytest.mark.slow] for path in LESSONS}
+MARKS["08_pipeline"].append(pytest.mark.alone)  # it holds the time of a step against the formula
 
 
 def read(path):
@@ -62,11 +64,7 @@ def test_every_lesson_has_a_number_of_its_own():
     assert len({name[:2] for name in NAMES}) == len(NAMES)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "path",
-    [pytest.param(path, id=path.stem, marks=CLOCKED.get(path.stem, [])) for path in LESSONS],
-)
+@pytest.mark.parametrize("path", [pytest.param(path, id=path.stem, marks=MARKS[path.stem]) for path in LESSONS])
 def test_lesson_runs_from_a_copy_in_another_folder(path, tmp_path):
     copy = tmp_path / path.name
     copy.write_bytes(path.read_bytes())
