@@ -36,7 +36,7 @@ from torch.autograd.graph import GradientEdge
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 
-from .running import wire
+from .running import flight_recorder, wire
 from .running.torch_inside import twin
 from .stage3_paramserver import broadcast_parameters, gradients
 from .stage4_ring import average_on_ring
@@ -381,6 +381,7 @@ class Pipeline:
                     "middle of a step; leave it out, and call average_part() after step()"
                 )
         self.stages, self.last, self.most_kept = dict(zip(own, self.module, strict=True)), max(self.homes), 0
+        self.forms_of_batch = {}  # for batches of each kind, by stage, what its activations look like
 
     def step(self, inputs, targets):
         """Add the gradients of one batch to the parameters of this rank; return the loss where the last stage is.
@@ -402,8 +403,10 @@ class Pipeline:
         self.samples, self.device, self.total = len(inputs), inputs.device, 0
         self.inputs, self.targets = inputs.tensor_split(self.microbatches), targets.tensor_split(self.microbatches)
         self.lanes = self.make_lanes(group) if wire.on_nccl(inputs, group) else {}
+        self.forms = self.forms_of_batch.setdefault((inputs.dtype, inputs.shape[1:]), {})
         try:
-            self.run()
+            with flight_recorder.entry("a pipeline's step with a batch", inputs, group):
+                self.run()
         except BaseException as error:
             broken[group] = f"{type(error).__name__}: {error}"
             raise
@@ -414,7 +417,7 @@ class Pipeline:
 
     def run(self):
         """Go through the instructions of this rank."""
-        self.kept, self.here, self.forms, self.leaving = {}, {}, {}, {}
+        self.kept, self.here, self.leaving = {}, {}, {}
         self.inboxes = {rank: Inbox(self, rank, self.expected(rank)) for rank in range(self.world_size)}
         for action, microbatch, stage in self.schedule[self.rank]:
             getattr(self, action)(microbatch, stage)
@@ -439,7 +442,7 @@ class Pipeline:
             outputs = self.loss(outputs, self.targets[microbatch]) * (len(self.targets[microbatch]) / self.samples)
             self.total += outputs.detach()
         else:
-            self.check_activations(outputs, stage)
+            self.announce(outputs, stage)
             self.send(Result("activation", microbatch, stage), outputs.detach().contiguous())
         self.kept[microbatch, stage] = Pass(start, outputs)
 
@@ -474,54 +477,44 @@ class Pipeline:
     def send(self, result, tensor):
         """Give a result to the instruction that needs it, on this rank or another."""
         rank = self.homes[result.user]
-        if result.cut not in self.forms:
-            self.forms[result.cut] = tensor.dtype, tensor.shape[1:]
-            if rank != self.rank:
-                self.announce(tensor, rank)
         if rank == self.rank:
             self.here[result] = tensor
         else:
             self.leaving[result] = wire.isend(tensor, *self.lane(rank, leaving=True))
 
-    def check_activations(self, outputs, stage):
-        """Raise ValueError unless `outputs` can be passed on."""
-        if not isinstance(outputs, torch.Tensor):
-            raise ValueError(
-                f"stage {stage} on rank {self.rank} returns a {type(outputs).__name__}, but one tensor can be passed "
-                "on: cut the model where a single tensor goes from layer to layer"
-            )
-        form = outputs.dtype, outputs.shape[1:]
-        if outputs.dtype not in DTYPES:
-            raise ValueError(f"activations of {outputs.dtype} cannot be passed on; choose one of {DTYPES}")
-        if form != self.forms.get(stage, form):
-            raise ValueError(
-                f"activations of {form} after those of {self.forms[stage]}: their shape must stay the same"
-            )
+    def announce(self, outputs, stage):
+        """Tell the next stage's rank what activations look like, before the first for a kind of batch: 128 bytes.
 
-    def room(self, result):
-        """Memory for a message."""
-        dtype, shape = self.forms[result.cut]
-        return torch.empty(len(self.inputs[result.microbatch]), *shape, dtype=dtype, device=self.device)
-
-    def announce(self, tensor, rank):
-        """Tell `rank` of how many samples this step's batch is, and what activations will look like."""
-        header = torch.zeros(16, dtype=torch.int64)
-        header[: 2 + tensor.dim()] = torch.tensor(
-            [self.samples, DTYPES.index(tensor.dtype), tensor.dim() - 1, *tensor.shape[1:]]
-        )
-        wire.send(header.to(self.device), *self.lane(rank, leaving=True))
+        Raises ValueError for what cannot be passed on.
+        """
+        if not isinstance(outputs, torch.Tensor) or outputs.dtype not in DTYPES:
+            kind = outputs.dtype if isinstance(outputs, torch.Tensor) else type(outputs).__name__
+            raise ValueError(
+                f"stage {stage} on rank {self.rank} returns a {kind}, but only one tensor of floating-point numbers can "
+                "be passed on: cut the model where a single one goes from layer to layer"
+            )
+        form, rank = (outputs.dtype, outputs.shape[1:]), self.homes[stage + 1]
+        if stage not in self.forms and rank != self.rank:
+            header = torch.zeros(16, dtype=torch.int64)
+            header[: 1 + outputs.dim()] = torch.tensor([DTYPES.index(outputs.dtype), outputs.dim() - 1, *form[1]])
+            wire.send(header.to(self.device), *self.lane(rank, leaving=True))
+        if form != self.forms.setdefault(stage, form):
+            raise ValueError(
+                f"stage {stage} returns activations of {form} after those of {self.forms[stage]}; for batches of one "
+                "shape and dtype they must stay the same, or make a new Pipeline"
+            )
 
     def hear(self, stage, rank):
         """Receive what `rank` announces of the activations of `stage`."""
         header = torch.zeros(16, dtype=torch.int64, device=self.device)
         wire.recv(header, *self.lane(rank))
-        samples, kind, dimensions, *shape = header.tolist()
-        if samples != self.samples:
-            raise ValueError(
-                f"rank {rank} was given a batch of {samples} samples, rank {self.rank} one of {self.samples}; all "
-                "ranks of a pipeline need the same batch"
-            )
+        kind, dimensions, *shape = header.tolist()
         self.forms[stage] = DTYPES[kind], tuple(shape[:dimensions])
+
+    def room(self, result):
+        """Memory for a message."""
+        dtype, shape = self.forms[result.cut]
+        return torch.empty(len(self.inputs[result.microbatch]), *shape, dtype=dtype, device=self.device)
 
     def lane(self, peer, leaving=False):
         """The global rank of `peer`, and the group for messages to it (`leaving`) or from it.
