@@ -483,15 +483,15 @@ class Pipeline:
             self.leaving[result] = wire.isend(tensor, *self.lane(rank, leaving=True))
 
     def announce(self, outputs, stage):
-        """Tell the next stage's rank what activations look like, before the first for a kind of batch: 128 bytes.
+        """Before the first activations for batches of a shape, tell the next rank what they look like: 128 bytes.
 
         Raises ValueError for what cannot be passed on.
         """
         if not isinstance(outputs, torch.Tensor) or outputs.dtype not in DTYPES:
             kind = outputs.dtype if isinstance(outputs, torch.Tensor) else type(outputs).__name__
             raise ValueError(
-                f"stage {stage} on rank {self.rank} returns a {kind}, but only one tensor of floating-point numbers can "
-                "be passed on: cut the model where a single one goes from layer to layer"
+                f"stage {stage} on rank {self.rank} returns a {kind}, but only one tensor of floating-point numbers "
+                "can be passed on: cut the model where a single one goes from layer to layer"
             )
         form, rank = (outputs.dtype, outputs.shape[1:]), self.homes[stage + 1]
         if stage not in self.forms and rank != self.rank:

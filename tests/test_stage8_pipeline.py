@@ -581,7 +581,7 @@ def batches_that_differ(samples):
 
 
 def test_ranks_with_batches_of_other_sizes_are_told():
-    with pytest.raises(RankError, match=r"a batch of float32 \[\d, 3\] on rank ., but a pipeline's step with a batch") as raised:
+    with pytest.raises(RankError, match="a pipeline's step with a batch of float32") as raised:
         launch(batches_that_differ, (4, 6), world_size=2)
     assert "[4, 3] on rank 0" in raised.value.message and "[6, 3] on rank 1" in raised.value.message
 

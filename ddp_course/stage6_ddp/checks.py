@@ -104,12 +104,13 @@ def devices_of(parameters, device_ids, output_device):
     return (list(device_ids), first_given(output_device, device_ids[0])) if device_ids else (None, None)
 
 
-def refuse_modules(module, device_type):
+def refuse_modules(module):
     """Raise ValueError for a layer whose parameters are sharded, and for torch's SyncBatchNorm on the CPU."""
     kinds = {kind.__name__ for layer in module.modules() for kind in type(layer).__mro__}
     if kinds & SHARDED:
         raise ValueError("the model contains a FullyShardedDataParallel, which averages gradients itself; use it alone")
-    if device_type == "cpu" and any(isinstance(layer, torch.nn.SyncBatchNorm) for layer in module.modules()):
+    on_cpu = all(parameter.device.type == "cpu" for parameter in module.parameters())
+    if on_cpu and any(isinstance(layer, torch.nn.SyncBatchNorm) for layer in module.modules()):
         raise ValueError("SyncBatchNorm layers only work with GPU modules; stage6_ddp.SyncBatchNorm runs anywhere")
 
 

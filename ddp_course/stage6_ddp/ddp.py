@@ -61,11 +61,11 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         super().__init__()
         Joinable.__init__(self)
         self.process_group, self.device_mesh = checks.group_of(process_group, device_mesh), device_mesh
+        checks.refuse_modules(module)
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         parameters = checks.trainable(module, self.parameters_to_ignore)
         self.module, self.device = module, next(iter(parameters.values())).device
         self.device_ids, self.output_device = checks.devices_of(parameters, device_ids, output_device)
-        checks.refuse_modules(module, self.device.type)
         self.bucket_cap_mb, self.bucket_cap_mb_list, self.static_graph = bucket_cap_mb, bucket_cap_mb_list, static_graph
         self.gradient_as_bucket_view, self.find_unused_parameters = gradient_as_bucket_view, find_unused_parameters
         self.all_reduce, self.comm_hook = all_reduce, None

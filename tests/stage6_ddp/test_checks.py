@@ -26,7 +26,7 @@ REFUSED = [
     (partial(checks.devices_of, parameters(), [0], None), ValueError, ONE_GPU),
     (partial(checks.devices_of, parameters(), None, 1), ValueError, ONE_GPU),
     (partial(checks.devices_of, SPREAD, [0], None), ValueError, ONE_GPU),
-    (partial(checks.refuse_modules, nn.Sequential(nn.SyncBatchNorm(3)), "cpu"), ValueError, "SyncBatchNorm runs anywh"),
+    (partial(checks.refuse_modules, nn.Sequential(nn.SyncBatchNorm(3))), ValueError, "SyncBatchNorm runs anywh"),
     (partial(DistributedDataParallel, MIXED, param_to_hook_all_reduce=[]), NotImplementedError, "are not supported"),
     (partial(checks.trainable, nn.Linear(1, 1).requires_grad_(False), ()), RuntimeError, "requires a gradient"),
     (partial(checks.trainable, nn.Sequential(nn.LazyLinear(2)), ()), RuntimeError, r"0\.weight is not initialised yet"),
@@ -47,7 +47,7 @@ def test_accepted():
     assert checks.devices_of(parameters("meta"), [3], None) == ([3], 3)
     assert checks.devices_of(parameters("meta"), [3], 1) == ([3], 1)
     assert checks.devices_of(SPREAD, None, None) == checks.devices_of(parameters(), None, None) == (None, None)
-    checks.refuse_modules(nn.Sequential(nn.SyncBatchNorm(3)), "cuda")
+    checks.refuse_modules(nn.Sequential(nn.SyncBatchNorm(3)).to("meta"))
     checks.trainable(MIXED, {"1.weight", "1.bias"})
     frozen = nn.Linear(3, 2)
     frozen.bias.requires_grad_(False)

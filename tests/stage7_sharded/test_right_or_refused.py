@@ -150,7 +150,7 @@ REFUSED = {
     "a hook on a shard": ("never be called", lambda: next(sharded().parameters()).register_hook(print)),
     "a shared layer": ("sharded already", lambda: sharded(Sequential(sharded().module[0], Linear(5, 5)))),
     "ZeRO-1 of shards": ("are shards", lambda: ShardedOptimizer(sharded().parameters(), torch.optim.SGD)),
-    "stage 6 around it": ("a gradient", lambda: DistributedDataParallel(sharded())),
+    "stage 6 around it": ("averages gradients itself", lambda: DistributedDataParallel(sharded())),
     "torch's DDP around it": ("a gradient", lambda: torch.nn.parallel.DistributedDataParallel(sharded())),
     "compiled before": ("compiled already", lambda: sharded(Sequential(torch.compile(Linear(5, 5), backend="eager")))),
     "LBFGS": (PART, lambda: by_optimizer(torch.optim.LBFGS)),
