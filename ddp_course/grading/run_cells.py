@@ -48,10 +48,11 @@ class Reporter:
 
 
 def last_error(traceback: str) -> str:
-    """The error at the end of a kernel's traceback, with all its lines."""
-    traceback = re.sub(r" \((?:\S+\.py|<[^>]*>), line (\d+)\)$", r" (line \1 of the cell)", traceback)
+    """The error at the end of a kernel's traceback, with all its lines; of a line that is no Python, its number."""
     starts = [match.start() for match in re.finditer(r"^[A-Za-z_][\w.]*(: |$)", traceback, re.MULTILINE)]
-    return traceback[starts[-1] :] if starts else traceback.splitlines()[-1]
+    said = traceback[starts[-1] :] if starts else traceback.splitlines()[-1]
+    lines = re.findall(r"\bline (\d+)", traceback)
+    return f"{said} (line {lines[-1]} of the cell)" if said.startswith("SyntaxError") and lines else said
 
 
 def get_message(self: Any, stream: str, timeout: float | None = None) -> Any:

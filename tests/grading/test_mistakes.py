@@ -39,7 +39,7 @@ MISTAKES = {
     ),
     "a bracket left open": (
         {"4.3": edited("4.3", ("left, group)", "left, group"))},
-        {"4.3": "SyntaxError: '(' was never closed (line 7 of the cell)", "4.4": "mend 4.3 first"},
+        {"4.3": "SyntaxError: incomplete input", "4.4": "mend 4.3 first"},
     ),
     "an index out of range": (
         {"4.2": edited("4.2", ("(rank - step - 1) % world_size", "rank - step + 3"))},
@@ -47,7 +47,7 @@ MISTAKES = {
     ),
     "a buffer of another dtype": (
         {"4.2": edited("4.2", ("torch.empty_like(target)", "torch.empty(len(target), dtype=torch.float64)"))},
-        {"4.2": "do both sides mean the same chunk and dtype", "4.4": "mend 4.2 first"},
+        {"4.2": "when bytes are read as another dtype", "4.4": "mend 4.2 first"},
     ),
     "left for right": ({"4.3": edited("4.3", TURNED)}, {"4.3": LEFT, "4.4": "mend 4.3 first"}),
     "a ring that turns the other way": (TURNED_RING, {"4.2": LEFT, "4.3": LEFT}),
@@ -57,7 +57,7 @@ MISTAKES = {
     ),
     "another chunk on either side": (
         {"4.2": edited("4.2", ("(rank - step - 1)", "(rank - step)"))},
-        {"4.2": "do both sides mean the same chunk and dtype? (line 8 of your cell", "4.4": "mend 4.2 first"},
+        {"4.2": "do both sides mean the same chunk and dtype?", "4.4": "mend 4.2 first"},
     ),
     "a name misspelt": (
         {"4.4": edited("4.4", ("reduce_scatter(chunks", "reduce_scatter(chunk"))},
@@ -73,11 +73,11 @@ MISTAKES = {
     ),
     "a set for a list": (
         {"8.1": 'def gpipe(stage, stages, micro_batches):\n    return {("F", 0), ("B", 0)}'},
-        {"8.1": "a list of steps was expected, not a set"},
+        {"8.1": "never goes forward"},
     ),
     "no return": (
         {"8.1": edited("8.1", ("return ", "steps = "))},
-        {"8.1": "a list of steps was expected, not None (is there a `return`?)"},
+        {"8.1": "a list of steps was expected, not None"},
     ),
     "no mistake: imports and a function in a cell of one's own": (
         {"own": OWN, "4.1": edited("4.1", ("(rank - step) % world_size", "modulo(rank - step, world_size)"))},
@@ -126,7 +126,7 @@ def test_at_least_eleven_kinds_of_mistakes_are_handed_in():
 def test_the_command_says_it_in_a_line_a_task(name, tmp_path, capsys):
     edits, words = MISTAKES[name]
     assert cli.main(["check", "4", "--notebook", str(hand_in(tmp_path / "anna", edits))]) == 1
-    lines = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines()[:-1])
+    lines = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines()[1:-1])
     assert all(words.get(task, "correct") in line for task, line in lines.items()) and len(lines) == 6, lines
 
 

@@ -1,5 +1,7 @@
 """What packs functions and results: cloudpickle, which can send what a cell defines; else what modules define."""
 
+import copyreg
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +20,19 @@ except ImportError:  # a machine with torch and numpy only, which is enough for 
             return NotImplemented
 
 
+def pack_cached(function: Any) -> tuple:
+    """A function under `functools.lru_cache`, which pickle knows by its name alone, as what it is made of."""
+    if function.__module__ == "__main__":
+        return cache_again, (function.__wrapped__, function.cache_parameters())
+    return function.__reduce__()
+
+
+def cache_again(function: Callable, parameters: dict) -> Callable:
+    """The other end of `pack_cached`: the same function, with nothing remembered yet."""
+    return functools.lru_cache(**parameters)(function)
+
+
+copyreg.pickle(type(functools.lru_cache(len)), pack_cached)
 __all__ = ["Pickler", "dumps", "unsendable", "used_by"]
 
 
