@@ -58,7 +58,7 @@ show.diff(stage5_bucketed.train, stage6_ddp.train)
 # %% [markdown]
 r"""
 The loop is the same. All that is new sits behind `backward()`, one file per feature, in `ddp_course/stage6_ddp/`. Those
-are 1,400 lines. What matters in them fits into 60, which you see now in three steps.
+are more than a thousand lines. What matters in them fits into 60, which you see now in three steps.
 
 ## The core, first step: hooks and buckets
 
@@ -99,9 +99,7 @@ class Core(torch.nn.Module):
 core = launch(train_with, Core, world_size=K)
 assert all(torch.equal(ours[0], other) for ours in (core, stage6) for other in ours)
 assert max((torchs[0] - other[0]).abs().max() for other in (core, stage5, stage6)) < 1e-5
-print(
-    "the core, stages 5 and 6 and torch's DDP train the same weights; those of core and stage 6 are equal on all ranks"
-)
+print("the core, stages 5 and 6 and torch's DDP train the same weights, equal on all ranks")
 
 # %% [markdown]
 r"""
@@ -151,7 +149,7 @@ guess.reveal("an error", "raise an error that names the parameter")
 
 # %% [markdown]
 r"""
-The core says nothing: its last bucket never leaves, and no rank gets an average. The remedy is
+The core says nothing: its first bucket never fills, no other may pass it, and no gradient is averaged. The remedy is
 `find_unused_parameters=True`.
 
 ## The core, second step: unused parameters
@@ -366,7 +364,7 @@ def normalise(convert):
 
 plain, synced = (torch.cat(launch(normalise, convert, world_size=2)) for convert in (False, True))
 whole = torch.nn.BatchNorm1d(1)(torch.tensor([[0.0], [1.0], [10.0], [11.0]])).detach()
-print(*(outputs.flatten().round(decimals=2).tolist() for outputs in (plain, synced, whole)), sep="\n")
+print(*([f"{number:.2f}" for number in outputs.flatten()] for outputs in (plain, synced, whole)), sep="\n")
 
 # %% claim-15
 # NBVAL_CHECK_OUTPUT

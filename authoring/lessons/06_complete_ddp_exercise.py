@@ -1,7 +1,7 @@
 # %% [markdown]
 # # Exercise 6: everything a real one needs
 #
-# Four small parts without which a DDP works only in lessons.
+# Small parts without which a DDP works only in lessons, a script to mend, and at the end the heart of it: a reducer.
 #
 # Stuck? `hint("6.1")` gives the first of three hints for a task, and
 # `hint("6.1", 2)` the next. Reports count them.
@@ -182,3 +182,55 @@ def mistakes(samples, weights, saved):
 
 # %% check-6-6 points=2
 check("6.6", mistakes)
+
+
+# %% [markdown]
+# ## 6.7 A reducer
+#
+# The lesson's core walks through the graph to find unused parameters. There is another way: wait until backward is over,
+# and whoever has not been ready by then was not used. `start(tensor)` begins to sum a tensor over the ranks, in place,
+# and returns a function that waits for the sum. Two rules: all ranks start the same sums in the same order, though their
+# gradients become ready in different ones; and a bucket leaves in `ready` if it can.
+#
+# `finish` is called after each backward pass. Afterwards every gradient is the mean over all ranks, zeros from those that
+# did not use the parameter; one that no rank used stays None. All gradients are None before the next pass begins.
+# %% answer-6-7
+class Reducer:
+    """Average gradients over the ranks while backward runs: `buckets` are lists of parameters, and leave in order."""
+
+    def __init__(self, buckets, start, world_size):
+        self.buckets, self.start, self.world_size = buckets, start, world_size
+        self.there, self.sent = set(), []  # parameters that are ready; buckets that have left
+        self.everyone = [parameter for bucket in buckets for parameter in bucket]
+        for parameter in self.everyone:
+            parameter.register_post_accumulate_grad_hook(self.ready)
+
+    def ready(self, parameter):
+        """The gradient of `parameter` is there: let each bucket leave that is full, if it is its turn."""
+        ### BEGIN SOLUTION
+        self.there.add(parameter)
+        while len(self.sent) < len(self.buckets) and self.there.issuperset(self.buckets[len(self.sent)]):
+            bucket = self.buckets[len(self.sent)]
+            parts = [torch.zeros_like(one) if one.grad is None else one.grad for one in bucket]
+            flat = torch.cat([part.flatten() for part in parts]) / self.world_size
+            self.sent.append((bucket, flat, self.start(flat)))
+        ### END SOLUTION
+
+    def finish(self):
+        """Backward is over: send what has not left, wait, and hand the means out; be ready for the next pass."""
+        ### BEGIN SOLUTION
+        users = torch.tensor([parameter in self.there for parameter in self.everyone]).long()
+        for parameter in self.everyone:
+            self.ready(parameter)
+        self.start(users)()
+        used = {parameter for parameter, count in zip(self.everyone, users, strict=True) if count}
+        for bucket, flat, wait in self.sent:
+            wait()
+            for parameter, part in zip(bucket, flat.split([one.numel() for one in bucket]), strict=True):
+                parameter.grad = part.view_as(parameter) if parameter in used else None
+        self.there, self.sent = set(), []
+        ### END SOLUTION
+
+
+# %% check-6-7 points=5
+check("6.7", Reducer)

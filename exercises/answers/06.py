@@ -360,3 +360,77 @@ def mistakes(samples, weights, saved):
 # %% 6.6 told: other words | ['weights'] is none of sampler, epoch, wrapper, writers, names
 #- found.add("wrapper")
 #+ found.add("weights")
+# %% 6.7 right: divides at the end, the bitmap first
+class Reducer:
+    def __init__(self, buckets, start, world_size):
+        self.buckets, self.start, self.world_size = buckets, start, world_size
+        self.begin()
+        for bucket in buckets:
+            for parameter in bucket:
+                parameter.register_post_accumulate_grad_hook(self.ready)
+
+    def begin(self):
+        self.missing, self.waiting, self.flats = [set(bucket) for bucket in self.buckets], [], []
+
+    def ready(self, parameter):
+        for missing in self.missing:
+            missing.discard(parameter)
+        while len(self.flats) < len(self.buckets) and not self.missing[len(self.flats)]:
+            self.leave()
+
+    def leave(self):
+        bucket = self.buckets[len(self.flats)]
+        self.flats.append(torch.cat([(p * 0 if p.grad is None else p.grad).detach().reshape(-1) for p in bucket]))
+        self.waiting.append(self.start(self.flats[-1]))
+
+    def finish(self):
+        votes = torch.tensor([0.0 if p in missing else 1.0 for b, missing in zip(self.buckets, self.missing) for p in b])
+        while len(self.flats) < len(self.buckets):
+            self.leave()
+        self.start(votes)()
+        for wait in self.waiting:
+            wait()
+        votes = votes.tolist()
+        for bucket, flat in zip(self.buckets, self.flats):
+            for parameter, part in zip(bucket, (flat / self.world_size).split([p.numel() for p in bucket])):
+                if votes.pop(0) > 0:
+                    parameter.grad = part.reshape(parameter.shape).clone()
+        self.begin()
+
+
+# %% 6.7 right: who has a gradient was used
+#-         users = torch.tensor([parameter in self.there for parameter in self.everyone]).long()
+#+         users = torch.tensor([parameter.grad is not None for parameter in self.everyone]).int()
+# %% 6.7 wrong: as soon as full | all ranks must start the same bucket: one that is full waits for its turn
+#-         while len(self.sent) < len(self.buckets) and self.there.issuperset(self.buckets[len(self.sent)]):
+#-             bucket = self.buckets[len(self.sent)]
+#+         left = [id(bucket) for bucket, _, _ in self.sent]
+#+         for bucket in [one for one in self.buckets if id(one) not in left and self.there.issuperset(one)]:
+#-         for bucket, flat, wait in self.sent:
+#+         for bucket, flat, wait in sorted(self.sent, key=lambda sent: [sent[0] is one for one in self.buckets], reverse=True):
+# %% 6.7 wrong: all at the end | nothing is hidden behind backward: a bucket leaves in ready() if it can
+#- parameter.register_post_accumulate_grad_hook(self.ready)
+#+ parameter.register_post_accumulate_grad_hook(lambda one: self.there.add(one))
+# %% 6.7 wrong: waits in ready | wait in finish(): a wait in ready() holds backward up
+#-             self.sent.append((bucket, flat, self.start(flat)))
+#+             self.start(flat)()
+#+             self.sent.append((bucket, flat, lambda: None))
+# %% 6.7 wrong: no division | you have the sum: is there a division by K?
+#- / self.world_size
+# %% 6.7 wrong: no bitmap | a gradient that no rank used stays None: the ranks must ask each other who used it
+#-         self.start(users)()
+#-         used = {parameter for parameter, count in zip(self.everyone, users, strict=True) if count}
+#+         used = set(self.everyone)
+# %% 6.7 wrong: own use only | a rank that did not use it gets the mean too: ask the others
+#-         self.start(users)()
+# %% 6.7 wrong: does not wait | wait for each sum before you hand it out
+#-             wait()
+# %% 6.7 wrong: not ready for the next pass | forget at the end of a pass what was ready and what has left
+#-             for parameter, part in zip(bucket, flat.split([one.numel() for one in bucket]), strict=True):
+#-                 parameter.grad = part.view_as(parameter) if parameter in used else None
+#-         self.there, self.sent = set(), []
+#+             for parameter, part in zip(bucket, flat.split([one.numel() for one in bucket]), strict=True):
+#+                 parameter.grad = part.view_as(parameter) if parameter in used else None
+# %% 6.7 wrong: unused never leave | the bucket of an unused parameter has not left: after backward, what is missing counts as ready
+#-         for parameter in self.everyone:
+#-             self.ready(parameter)

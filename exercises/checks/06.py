@@ -271,3 +271,77 @@ class FromSymptoms:
                 case = f'run {number} of {len(samples)} ranks, "{word}" ({symptom})'
                 evidence[part][case] = "is named" if word in words else "is not named"
         return evidence
+
+
+class Branches(nn.Module):
+    """A trunk and four branches of one size; a pass uses some of them, in an order that differs from rank to rank."""
+
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layers = nn.ModuleList(nn.Linear(3, 3, bias=False).double() for _ in range(5))
+
+    def forward(self, x, order):
+        """(N, 3) to (N, 3); `order` are numbers of branches, the last one's gradient is ready first."""
+        x = self.layers[0](x).tanh()
+        for number in order:
+            x = self.layers[number](x).tanh() + x
+        return x
+
+
+PASSES = {
+    "pass 1, all branches used": ([1, 2, 3, 4], [4, 3, 2, 1]),
+    "pass 2, branch 1 used by even ranks, 2 by odd ones, 4 by nobody": ([1, 3], [3, 2]),
+    "pass 3, all used again": ([4, 3, 2, 1], [1, 2, 3, 4]),
+}
+
+
+@task("6.7", "Reducer", {"mean": 2, "unused": 1, "order": 1}, ranks=4, hang="do all ranks start the same sums?")
+class AReducer:
+    """Buckets leave in order while backward runs; who is not ready at its end was not used."""
+
+    def draw(random, hidden):
+        """A seed for the model, and an input for each pass and rank."""
+        return {
+            "seed": random.randrange(10**6),
+            "inputs": [tensors(random, 3, 4, 3, dtype=torch.float64) for _ in range(4)],
+        }
+
+    def probe(Reducer, seed, inputs):
+        """After each pass the gradients; which buckets left in `ready`, and how often `ready` waited."""
+        evidence, rank = {"mean": {}, "unused": {}, "order": {}}, dist.get_rank()
+        for size, group in worlds(2, 3):
+            model, started, waits = Branches(seed), [], []
+            weights = [layer.weight for layer in model.layers]
+            buckets = [[weights[3], weights[4]], [weights[2], weights[1]], [weights[0]]]
+
+            def start(tensor, group=group, buckets=buckets, started=started, waits=waits, size=size):
+                started.append(bucket_of(tensor, buckets, size))
+                return lambda: (waits.append(1), ring_all_reduce(tensor, group))[1]
+
+            reducer = Reducer(buckets, start, size)
+            for (about, orders), x in zip(PASSES.items(), inputs[rank], strict=True):
+                for notes in (started, waits):
+                    notes.clear()
+                model.zero_grad()
+                model(x, orders[rank % 2]).square().sum().backward()
+                about = f"with {size} ranks, {about}"
+                evidence["order"][f"{about}, sums that are started in backward"] = list(started)
+                evidence["order"][f"{about}, waits in backward"] = len(waits)
+                reducer.finish()
+                evidence["order"][f"{about}, the same buckets leave"] = sorted(one for one in started if one >= 0)
+                part = evidence["unused" if "nobody" in about else "mean"]
+                for index, grad in enumerate(one.grad for one in weights):
+                    part[f"{about}, gradient {index}"] = None if grad is None else grad.clone()
+        return evidence
+
+
+def bucket_of(tensor, buckets, size):
+    """The number of the bucket whose gradients are in a tensor, in any order, divided or not; -1 if it is none."""
+    numbers = tensor.detach().double().flatten().sort().values
+    for index, bucket in enumerate(buckets):
+        parts = [torch.zeros_like(one) if one.grad is None else one.grad for one in bucket]
+        own = torch.cat([part.flatten() for part in parts]).sort().values
+        if len(own) == len(numbers) and (numbers.allclose(own) or numbers.allclose(own / size)):
+            return index
+    return -1
