@@ -16,7 +16,6 @@ one of them. Is the result still the same? And what does it cost?
 """
 
 # %% imports
-import os
 import threading
 import time
 from functools import partial
@@ -288,18 +287,15 @@ def torch_work(size, until):
 
 def cores(*works):
     torch.set_num_threads(1)
-    busy = os.times()
-    with timing.stopwatch() as wall:
-        stage2_dataparallel.in_threads(lambda work: work(time.perf_counter() + 0.3), works)
-    return (sum(os.times()[:2]) - sum(busy[:2])) / wall.seconds
+    busy, begin = time.process_time(), time.perf_counter()
+    stage2_dataparallel.in_threads(lambda work: work(begin + 0.3), works)
+    return (time.process_time() - busy) / (time.perf_counter() - begin)
 
 
 large, tiny = partial(torch_work, 500), partial(torch_work, 4)
 pairs = {"both Python": (python_work, python_work), "Python and\nlarge products": (python_work, large),
          "both tiny\nproducts": (tiny, tiny), "both large\nproducts": (large, large)}  # fmt: skip
-kept = {
-    name: max(launch(cores, *works, world_size=1)[0] for _ in range(3)) for name, works in show.progress(pairs.items())
-}
+kept = {name: max(launch(cores, *works, world_size=1)[0] for _ in range(3)) for name, works in pairs.items()}
 first, *_, tiny_kept, large_kept = kept.values()
 show.bars(kept, "processor time / wall time",
           f"Large products: {large_kept:.1f} cores busy; tiny ones: {tiny_kept:.1f}; Python: {first:.1f}")  # fmt: skip
