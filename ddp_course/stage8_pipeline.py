@@ -68,12 +68,12 @@ class Result(NamedTuple):
 
     @property
     def user(self):
-        """The stage beside it that needs it."""
+        """The neighbouring stage that needs the result."""
         return {"activation": self.stage + 1, "gradient": self.stage - 1}.get(self.kind)
 
     @property
     def cut(self):
-        """The stage before the cut over which it goes; a gradient looks like the activation that went there."""
+        """The stage before the cut that the result crosses; a gradient has the shape of the activation there."""
         return self.stage - (self.kind == "gradient")
 
 
@@ -279,7 +279,7 @@ class Received(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, start, letter):
-        """`letter` holds what came in, as a list: layers that work in place may overwrite it."""
+        """`letter` is a list of the activations, so that no one else holds them: layers may overwrite them."""
         return letter.pop()
 
     @staticmethod
@@ -291,9 +291,9 @@ class Received(torch.autograd.Function):
 class Pass:
     """The graph of a micro-batch from `start` to `outputs`, and the way back: whole, or in two parts.
 
-    `input()` goes to `start` only, `weight()` to the parameters. Functions on the way to `start` that lead to
-    parameters as well are met by both. The gradients that come in there are kept, and from there the second part goes
-    on. A parameter that several of them lead to, because layers share it, gets its gradient in the first part.
+    `input()` goes to `start` only, `weight()` to the parameters. Some functions lead to `start` and to parameters as
+    well: the first part keeps the gradients that reach them, and the second part begins there. A parameter that several
+    of them lead to, because layers share it, gets its gradient in the first part.
     """
 
     def __init__(self, start, outputs):
@@ -471,7 +471,7 @@ class Pipeline:
         rank = self.homes[result.stage]
         tensor = self.here.pop(result) if rank == self.rank else self.inboxes[rank].take(result)
         if sent := self.leaving.pop(result._replace(kind="activation", stage=result.cut), None):
-            sent.wait()  # its gradient is here, so it has arrived
+            sent.wait()  # the gradient is here, so the activation has arrived
         return tensor
 
     def send(self, result, tensor):

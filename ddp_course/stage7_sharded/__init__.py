@@ -18,8 +18,7 @@ Fully sharded, block by block, with the next block's allgather under this block'
 In reading order:
 
     clipping    the norm of gradients that no rank has whole
-    flat        parameters end to end, cut into chunks; gathering the chunks, summing them on their owners
-    state       an optimizer's state in pieces and whole
+    flat        parameters end to end, cut into chunks; gathering and summing chunks; an optimizer's state in pieces
     optimizer   ZeRO-1: the class ShardedOptimizer
     blocks      what is gathered and freed together
     fsdp        ZeRO-3: the class FullyShardedDataParallel

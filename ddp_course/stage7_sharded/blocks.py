@@ -37,7 +37,7 @@ def getter(name):
     return getattr(torch.Tensor, name).__get__
 
 
-ANSWERS = {  # to all that asks for the shape
+ANSWERS = {  # for everything that asks for the shape only
     getter("shape"): lambda shape, *_: shape,
     getter("ndim"): lambda shape, *_: len(shape),
     torch.Tensor.size: lambda shape, dim=None: shape if dim is None else shape[dim],
@@ -138,7 +138,7 @@ class Block:
     def free(self):
         """Let go of the parameters, whether they are here or still on their way."""
         if self.gathering is not None:
-            with suppress(Exception):  # whoever needed them has been told
+            with suppress(Exception):  # it was raised already where the parameters were needed
                 self.gathering()
             self.gathering = None
         for flat in self.flats:
@@ -162,13 +162,13 @@ def default_blocks(module):
 def assign_blocks(module, blocks):
     """Return (block, its parameters) pairs; parameters of no block or of several go to `module` as a whole."""
     inside, blocks = list(module.modules()), list(dict.fromkeys(blocks))  # a module that runs twice is one block
-    if not all(any(block is one for one in inside) for block in blocks):
+    if not all(any(block is submodule for submodule in inside) for block in blocks):
         raise ValueError("every block must be a submodule of the model")
     owners = {}
     for block in blocks:
         for parameter in block.parameters():
             owners.setdefault(parameter, []).append(block)
-    alone = {parameter: owner[0] for parameter, owner in owners.items() if len(owner) == 1}
-    members = [(block, [p for p in block.parameters() if alone.get(p) is block]) for block in blocks]
-    rest = [parameter for parameter in module.parameters() if parameter not in alone]
+    owner_of = {parameter: owner[0] for parameter, owner in owners.items() if len(owner) == 1}
+    members = [(block, [p for p in block.parameters() if owner_of.get(p) is block]) for block in blocks]
+    rest = [parameter for parameter in module.parameters() if parameter not in owner_of]
     return [(block, parameters) for block, parameters in [(module, rest), *members] if parameters]

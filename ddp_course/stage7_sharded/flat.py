@@ -1,12 +1,17 @@
-"""Parameters laid end to end and cut into one chunk for each rank; what is sent of them, and of their gradients."""
+"""Parameters laid end to end and cut into one chunk for each rank; so are their gradients, and an optimizer's state."""
 
+from copy import deepcopy
+from datetime import timedelta
 from itertools import accumulate
 
 import torch
+import torch.distributed as dist
 
 from ..running import wire
-from ..running.torch_inside import as_plain_tensors
+from ..running.torch_inside import as_plain_tensors, timeout_of
 from .clipping import Part
+
+PATIENCE = timedelta(seconds=120)  # for ranks that have not come to a call that needs all of them
 
 
 class Flat:
@@ -87,7 +92,7 @@ class Flat:
     def take(self, parameter):
         """Move a finished gradient over to its place, divided by K on the way, as in stage 6.
 
-        It is added to zero, which changes one thing only: there is no negative zero in it any more.
+        It is added to zero, so that it has no negative zeros: `average` gives those a meaning.
         """
         zero = self.gradient.new_zeros(())
         gradient = parameter.grad
@@ -180,3 +185,104 @@ def sum_chunks(chunks, group=None):
         parts[0] += part
     if parts:
         mine += parts[0]
+
+
+# An optimizer's state: in pieces on every rank, and whole as one device would have it
+
+
+def meet(what, group=None):
+    """Wait until all ranks of `group` have come to this call; RuntimeError names those that have not in two minutes."""
+    group = group or dist.group.WORLD
+    if "gloo" in dist.get_backend_config(group):
+        try:
+            dist.monitored_barrier(group, min(PATIENCE, timeout_of(group)), wait_all_ranks=True)
+        except RuntimeError as error:
+            raise RuntimeError(f"{what} needs all ranks together: {error}") from None
+
+
+@torch.no_grad()
+def gathered_state(flats, states, group=None):
+    """Return {parameter: {key: value}} with whole tensors, all ranks alike, from `states` of this rank's pieces.
+
+    A tensor as long as its piece is gathered; anything else, such as Adam's step count, is the same on all ranks.
+    """
+    gathered = {}
+    for flat in flats:
+        known = known_state(flat, states, group)
+        for number, entries in sorted(known.items()):
+            gathered[flat.parameters[number]] = dict(entries)
+        for key in sorted({key for entries in known.values() for key in entries}):
+            dtypes = [entries[key] for entries in known.values() if isinstance(entries.get(key), torch.dtype)]
+            if dtypes:
+                whole = gathered_entry(flat, states, key, dtypes[0], group)
+                for number, entries in known.items():
+                    if isinstance(entries.get(key), torch.dtype):
+                        gathered[flat.parameters[number]][key] = whole[number].clone()
+    return gathered
+
+
+def known_state(flat, states, group=None):
+    """What any rank knows of the state: {parameter's number: {key: value, or the dtype of a tensor in pieces}}."""
+    mine = {}
+    for number, parameter in enumerate(flat.parameters):
+        shard = flat.shards[parameter]
+        if shard.numel() and states.get(parameter):
+            mine[number] = {
+                key: value.dtype if isinstance(value, torch.Tensor) and value.shape == shard.shape else value
+                for key, value in states[parameter].items()
+            }
+    everyone = [None] * len(flat.chunks)
+    dist.all_gather_object(everyone, mine, group=group)
+    return {number: entries for known in everyone for number, entries in known.items()}
+
+
+def gathered_entry(flat, states, key, dtype, group=None):
+    """Gather the tensors called `key` of all pieces; return whole ones, a view for each parameter of `flat`."""
+    whole = torch.zeros(sum(map(len, flat.chunks)), dtype=dtype, device=flat.chunks[0].device)
+    chunks = whole.tensor_split(len(flat.chunks))
+    for parameter, (_, inside) in flat.pieces.items():
+        if inside.start < inside.stop and key in states.get(parameter, {}):
+            chunks[flat.index][inside] = states[parameter][key].as_subclass(torch.Tensor).reshape(-1)
+    gather_chunks(chunks, group=group)
+    return flat.views(whole)
+
+
+def local_state(flats, order, state_dict, groups):
+    """This rank's part of an ordinary optimizer's `state_dict`: {shard: {key: value}}, for the parameters in `order`.
+
+    `groups` are the parameter groups it is for; they take over the settings of those in `state_dict`. As torch does,
+    tensors are converted to the parameter's dtype, but for the step count. Raises ValueError, with nothing changed,
+    if the state dict is of other groups or of parameters of other sizes.
+    """
+    sizes = [len(members["params"]) for members in state_dict["param_groups"]]
+    if sizes != [len(members["params"]) for members in groups]:
+        raise ValueError(
+            f"the state dict has parameter groups of {sizes} parameters, but this optimizer has groups of "
+            f"{[len(members['params']) for members in groups]}"
+        )
+    home = {parameter: flat for flat in flats for parameter in flat.parameters}
+    saved = [number for members in state_dict["param_groups"] for number in members["params"]]
+    taken = {}
+    for number, parameter in zip(saved, order, strict=True):
+        if number in state_dict["state"]:
+            entries = state_dict["state"][number]
+            taken[home[parameter].shards[parameter]] = piece(home[parameter], parameter, entries, number)
+    for members, settings in zip(groups, state_dict["param_groups"], strict=True):
+        members.update({key: value for key, value in settings.items() if key != "params"})
+    return taken
+
+
+def piece(flat, parameter, entries, number):
+    """This rank's piece of the state `entries` of one parameter, which is number `number` of the state dict."""
+    outside, length = flat.pieces[parameter][0], flat.lengths[parameter]
+    kept = {}
+    for key, value in entries.items():
+        whole = isinstance(value, torch.Tensor) and key != "step" and (value.dim() > 0 or length == 1)
+        if whole and value.numel() != length:
+            raise ValueError(
+                f'"{key}" of parameter {number} has {value.numel()} elements in the state dict, but the parameter '
+                f"has {length}: it was made for another model"
+            )
+        part = like(value.reshape(-1)[outside], parameter) if whole else value
+        kept[key] = part.to(parameter.device, parameter.dtype, copy=True) if whole else deepcopy(value)
+    return kept

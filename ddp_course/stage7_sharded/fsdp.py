@@ -1,9 +1,9 @@
 """ZeRO-3: hooks that have each block whole just while it computes, and the next one on its way.
 
 On CUDA nothing waits but streams, and the processor is far ahead of them. So memory has an owner: whole parameters
-belong to the stream of the gathers, whole gradients to that of the computation. They are made and let go in the
-training thread, and whoever is given the memory next waits for a moment that was marked after it was let go. So two
-blocks at most are whole, and two gradients, however far ahead the processor is.
+belong to the stream of the gathers, whole gradients to that of the computation. They are allocated and
+freed in the training thread, and the next user of the memory waits for an event that was recorded after it was freed.
+So at most two blocks are whole, and two blocks' gradients, however far ahead the processor is.
 """
 
 from collections.abc import Mapping
@@ -18,8 +18,7 @@ from ..stage3_paramserver import broadcast_parameters
 from ..stage6_ddp.checks import same_on_all_ranks
 from .blocks import Block, Sharded, assign_blocks, default_blocks
 from .clipping import clip_grad_norm_
-from .flat import like
-from .state import gathered_state, local_state, meet
+from .flat import gathered_state, like, local_state, meet
 
 
 class FullyShardedDataParallel(torch.nn.Module):
@@ -82,7 +81,7 @@ class FullyShardedDataParallel(torch.nn.Module):
         self.passes += 1
         outputs = self.module(*args, **kwargs)
         if self.reshard or not torch.is_grad_enabled():
-            self.free_all()  # a block that was fetched ahead in vain
+            self.free_all()  # one may have been gathered ahead and not used
         return outputs
 
     def check_usable(self):
@@ -94,7 +93,7 @@ class FullyShardedDataParallel(torch.nn.Module):
             raise RuntimeError(f"requires_grad of {changed[0]} was changed after wrapping; freeze parameters before")
 
     def start_over(self):
-        """Wait for what is on its way, and forget what a pass that broke off has left behind."""
+        """Wait for messages on their way, and forget what a pass that broke off has left behind."""
         reducing, self.reducing, self.backward_pass, self.latest = self.reducing, [], None, None
         for wait in reducing:
             with suppress(Exception):  # the communication thread repeats it to whoever asks next

@@ -18,8 +18,7 @@ from ..stage4_ring import allgather, reduce_scatter
 from ..stage5_bucketed import assign_buckets
 from ..stage6_ddp.checks import same_on_all_ranks
 from .clipping import OwnGradient, Part, clip_grad_norm_
-from .flat import flats
-from .state import gathered_state, local_state
+from .flat import flats, gathered_state, local_state
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -82,7 +81,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def together(self):
-        """Around what all ranks do together: whoever leaves it by an exception has left the others in the middle."""
+        """Around collectives: a rank that leaves this block by an exception leaves the other ranks in the middle."""
         self.check_whole()
         try:
             yield
@@ -137,7 +136,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return clip_grad_norm_(self.shards.values(), max_norm, norm_type, self.group, self.flats[0].full.device)
 
     def trainable(self):
-        """Where gradients may be."""
+        """The parameters laid out together of which some are trainable."""
         return [flat for flat in self.flats if any(parameter.requires_grad for parameter in flat.parameters)]
 
     def state_dict(self):

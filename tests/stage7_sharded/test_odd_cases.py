@@ -3,7 +3,6 @@
 import copy
 import gc
 import re
-import time
 import warnings
 from functools import partial
 
@@ -344,28 +343,6 @@ def test_a_gradient_that_one_rank_alone_has_is_averaged_whatever_its_sign(world_
             assert (one - other).abs().max() < 1e-14
 
 
-def used_outside_of_its_block():
-    """A weight whose block is not asked: an error; and what the next pass, which asks it, adds to the shards."""
-    model = tiny_model()
-    parallel = FullyShardedDataParallel(model, reshard_after_forward=False)
-    inputs, targets = next(tiny_batches())
-    parallel(inputs)
-    said = message_of(lambda: model[0].weight.sum().backward())
-    cross_entropy(parallel(inputs), targets).backward()
-    torch.optim.SGD(parallel.parameters(), lr=0.1).step()
-    return said, weights(parallel.restore())
-
-
-def test_a_weight_used_outside_of_its_block_is_named_and_leaves_nothing_behind():
-    model = tiny_model()
-    inputs, targets = next(tiny_batches())
-    cross_entropy(model(inputs), targets).backward()
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
-    for said, result in launch(used_outside_of_its_block, world_size=2):
-        assert said.startswith("RuntimeError: 0.weight got a gradient, but not by way of what its block returned")
-        assert (result - weights(model)).abs().max() < 1e-14
-
-
 def summed_in_two_ways():
     rank, world_size = place()
     torch.manual_seed(rank)
@@ -383,77 +360,6 @@ def test_chunks_are_added_in_the_order_of_the_ring(world_size):
     assert launch(summed_in_two_ways, world_size=world_size) == [True] * world_size
 
 
-def saved_after_a_pass_that_broke_off():
-    """Gradients, a forward pass that fails in the last block, an update; what is saved then, and what there is."""
-    parallel = FullyShardedDataParallel(tiny_model())
-    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
-    inputs, targets = next(tiny_batches(*place()))
-    cross_entropy(parallel(inputs), targets).backward()
-    last = parallel.module[-1]
-    handle = last.register_forward_pre_hook(fail)  # when its parameters are here
-    said = message_of(lambda: parallel(inputs))
-    handle.remove()
-    optimizer.step()
-    saved = saved_weights(parallel)
-    return said, saved, weights(parallel.restore())
-
-
-def fail(*_):
-    raise ArithmeticError("on purpose")
-
-
-def test_what_is_saved_after_a_pass_that_broke_off_are_the_weights_of_now():
-    model = tiny_model()
-    inputs, targets = next(tiny_batches())
-    cross_entropy(model(inputs), targets).backward()
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
-    for said, *both in launch(saved_after_a_pass_that_broke_off, world_size=2):
-        assert said == "ArithmeticError: on purpose"
-        for result in both:
-            assert (result - weights(model)).abs().max() < 1e-14
-
-
-def state_replaced():
-    """Momentum of all parameters, replaced by a state that knows of none."""
-    parallel = FullyShardedDataParallel(tiny_model())
-    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1, momentum=0.9)
-    fresh = parallel.optimizer_state_dict(optimizer)
-    inputs, targets = next(tiny_batches(*place()))
-    cross_entropy(parallel(inputs), targets).backward()
-    optimizer.step()
-    before = len(parallel.optimizer_state_dict(optimizer)["state"])
-    parallel.load_optimizer_state_dict(optimizer, fresh)
-    return before, len(parallel.optimizer_state_dict(optimizer)["state"])
-
-
-def test_a_loaded_optimizer_state_replaces_the_one_before():
-    assert launch(state_replaced, world_size=2) == [(6, 0)] * 2
-
-
-def what_stays_whole():
-    """Bytes after a step with a frozen block, after passes without the block that was fetched ahead, after saving."""
-    model = tiny_model()
-    model[2].requires_grad_(False)
-    wrappers = [FullyShardedDataParallel(copy.deepcopy(model), reshard_after_forward=again) for again in (True, False)]
-    left, inputs = [], torch.ones(2, 13).double()
-    for parallel in wrappers:
-        parallel(inputs).sum().backward()
-        left.append(bytes_left(parallel))
-    torch.nn.Sequential.forward = lambda self, x: self[0](x)  # in this rank only
-    wrappers[0](inputs)
-    left.append(bytes_left(wrappers[0]))
-    for parallel in wrappers:
-        with torch.no_grad():
-            parallel(inputs)
-        left.append(bytes_left(parallel))
-    wrappers[0].state_dict()
-    return [*left, bytes_left(wrappers[0])]
-
-
-def test_nothing_stays_whole():
-    assert launch(what_stays_whole, world_size=2) == [[0] * 6] * 2
-
-
 def buffers_loaded():
     model = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2))
     parallel = FullyShardedDataParallel(model)
@@ -464,59 +370,6 @@ def buffers_loaded():
 
 def test_buffers_are_loaded_too():
     assert launch(buffers_loaded, world_size=2) == [{7}] * 2
-
-
-def restored_and_changed():
-    parallel = FullyShardedDataParallel(torch.nn.Sequential(torch.nn.Linear(3, 2, bias=False)))
-    parallel(torch.ones(1, 3))
-    model = parallel.restore()
-    torch.nn.init.constant_(model[0].weight, 2.0)
-    model(torch.ones(1, 3)).sum().backward()
-    return model(torch.ones(1, 3)).tolist(), model[0].weight.grad.tolist()
-
-
-def test_a_restored_model_is_an_ordinary_one():
-    assert launch(restored_and_changed, world_size=2) == [([[6, 6]], [[1, 1, 1]] * 2)] * 2
-
-
-def broken_off_while_averages_wait(times):
-    """So many passes end with an exception while an average has not been computed yet; then a step must be right."""
-    model = tiny_model()
-    late = model[2].weight.register_hook(
-        lambda gradient: parallel.thread.start(lambda group: time.sleep(0.3), parallel.device) and None
-    )
-    broken = model[0].weight.register_hook(fail)
-    parallel = FullyShardedDataParallel(model)
-    inputs, targets = next(tiny_batches(*place()))
-    said = [message_of(cross_entropy(parallel(inputs), targets).backward) for _ in range(times)]
-    late.remove()
-    broken.remove()
-    cross_entropy(parallel(inputs), targets).backward()
-    torch.optim.SGD(parallel.parameters(), lr=0.1).step()
-    return said, weights(parallel.restore())
-
-
-def test_averages_that_were_on_their_way_when_a_pass_broke_off_are_waited_for():
-    expected = launch(broken_off_while_averages_wait, 0, world_size=1)[0][1]
-    for said, result in launch(broken_off_while_averages_wait, 2, world_size=1):
-        assert said == ["ArithmeticError: on purpose"] * 2
-        assert torch.equal(result, expected)
-
-
-def checkpointed_as_a_whole():
-    """The wrapper itself is computed again in backward."""
-    parallel = FullyShardedDataParallel(tiny_model())
-    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
-    for inputs, targets in tiny_batches(*place()):
-        optimizer.zero_grad()
-        cross_entropy(checkpoint(parallel, inputs, use_reentrant=False), targets).backward()
-        optimizer.step()
-    return weights(parallel.restore())
-
-
-def test_the_wrapper_may_be_checkpointed_itself():
-    for result in launch(checkpointed_as_a_whole, world_size=2):
-        assert (result - alone(torch.optim.SGD, lr=0.1)).abs().max() < 1e-14
 
 
 def an_optimizer_comes_and_goes():
@@ -537,68 +390,3 @@ def an_optimizer_comes_and_goes():
 
 def test_a_sharded_optimizer_starts_from_rank_0_and_leaves_no_guard_behind():
     assert launch(an_optimizer_comes_and_goes, world_size=2) == [([0.0], ["OwnGradient", "Tensor"], None)] * 2
-
-
-class Scaled(torch.nn.Module):
-    """One number, as some models have for a temperature."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale, self.shift = torch.nn.Parameter(torch.tensor(2.0)), torch.nn.Parameter(torch.zeros(3))
-
-    def forward(self, inputs):
-        return inputs * self.scale + self.shift
-
-
-def continued_by(sharded):
-    """Two steps of Adam by one optimizer, two more by another that has loaded the first one's state; then no state."""
-    model, state, losses, kept = Scaled(), None, [], None
-    fresh = torch.optim.Adam(model.parameters(), lr=0.1).state_dict()
-    for _ in range(2):
-        if sharded:
-            optimizer = ShardedOptimizer(model.parameters(), torch.optim.Adam, lr=0.1)
-        else:
-            optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-        if state:
-            kept = copy.deepcopy(state["state"])
-            optimizer.load_state_dict(state)
-        for _ in range(2):
-
-            def closure(optimizer=optimizer):
-                optimizer.zero_grad()
-                (loss := model(torch.ones(3)).square().sum()).backward()
-                return loss
-
-            losses.append(optimizer.step(closure).item())
-        if state and sharded:  # torch's own optimizers train on in the tensors that they are given
-            assert str(state["state"]) == str(kept), "the state that was loaded has changed"
-        state = optimizer.state_dict()
-    model(torch.ones(3)).sum().backward()
-    optimizer.zero_grad()
-    assert [parameter.grad for parameter in model.parameters()] == [None] * 2
-    optimizer.load_state_dict(fresh)
-    return weights(model), losses, optimizer.state_dict()["state"], optimizer.defaults
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_an_optimizer_goes_on_with_anothers_state_and_its_own_is_gone(world_size):
-    [(expected, losses, nothing, defaults)] = launch(continued_by, False, world_size=1)
-    assert len(set(losses)) == 4 and nothing == {}
-    for result, ours, left, known in launch(continued_by, True, world_size=world_size):
-        assert torch.equal(result, expected) and ours == losses and left == nothing
-        assert known == defaults, "schedulers look there for what an optimizer can do"
-
-
-def state_of_one_parameter(sharded):
-    model = torch.nn.Linear(4, 2, bias=False)
-    torch.nn.init.constant_(model.weight, 1.0)
-    optimizer = ShardedOptimizer(model.parameters(), torch.optim.Adam) if sharded else torch.optim.Adam([model.weight])
-    model(torch.ones(1, 4)).sum().backward()
-    optimizer.step()
-    return optimizer.state_dict()["state"][0]["exp_avg"]
-
-
-def test_the_state_of_a_single_parameter_is_gathered():
-    [expected] = launch(state_of_one_parameter, False, world_size=1)
-    for result in launch(state_of_one_parameter, True, world_size=2):
-        assert torch.equal(result, expected)

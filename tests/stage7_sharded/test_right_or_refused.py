@@ -122,6 +122,12 @@ def made_too_early():
     return optimizer
 
 
+def without_its_block():
+    parallel = FullyShardedDataParallel(Sequential(Linear(5, 5), Linear(5, 5)), reshard_after_forward=False)
+    parallel(INPUTS)
+    first(parallel).sum().backward()
+
+
 def first(parallel):
     return parallel.module[0].weight
 
@@ -147,6 +153,9 @@ REFUSED = {
         ],
     ),
     "a block by its parts": (ELSEWHERE, lambda: sharded(ByItsParts())),
+    "a weight without its block": ("0.weight got a gradient, but not by way of what", without_its_block),
+    "nothing to train": ("no trainable parameters", lambda: sharded(Linear(5, 5).requires_grad_(False))),
+    "a stranger's block": ("must be a submodule", lambda: FullyShardedDataParallel(Linear(5, 5), blocks=[Tanh()])),
     "a hook on a shard": ("never be called", lambda: next(sharded().parameters()).register_hook(print)),
     "a shared layer": ("sharded already", lambda: sharded(Sequential(sharded().module[0], Linear(5, 5)))),
     "ZeRO-1 of shards": ("are shards", lambda: ShardedOptimizer(sharded().parameters(), torch.optim.SGD)),
