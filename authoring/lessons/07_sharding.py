@@ -8,21 +8,20 @@ optimizer state. If that does not fit, more ranks do not help. Unless each keeps
 **After this lesson you can**
 
 - count what training a model takes, byte by byte,
-- say what the three levels of ZeRO keep and send, and how FSDP hides it (prefetch),
-- train with mixed precision, accumulation and clipping in one loop, sharded or not,
-- predict the memory of a rank and the traffic of a step, and check both.
+- write the three levels of ZeRO, and say what each keeps and sends,
+- say when fully sharded training is slower than DDP, and why memory may not fall,
+- train with mixed precision, accumulation and clipping in one loop, sharded or not.
 
-*35 minutes, under a minute of computing.*
+*50 minutes, under a minute of computing.*
 """
 
 # %% imports
-from contextlib import nullcontext
-from functools import partial
-from itertools import pairwise
+from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 
 from ddp_course import (
-    BucketedDDP, Device, DistributedDataParallel, FullyShardedDataParallel, Link, ShardedOptimizer, claims, dist, launch,
-    problems, show, stage5_bucketed, stage7_sharded, timeline, timing, torch, wire,
+    BucketedDDP, Device, DistributedDataParallel, FullyShardedDataParallel, Link, ShardedOptimizer, allgather, claims, dist,
+    launch, problems, reduce_scatter, show, stage5_bucketed, stage7_sharded, timeline, timing, torch, wire,
 )  # fmt: skip
 
 K = 4  # how many ranks; 2 works as well
@@ -31,46 +30,144 @@ K = 4  # how many ranks; 2 works as well
 r"""
 ## Count the memory
 
-Training P parameters in float32 with the Adam optimizer takes, on every rank:
+Training P parameters in float32 with the Adam optimizer takes 4 P bytes of parameters, 4 P of gradients and 8 P for Adam's
+two running means of each gradient: **16 P** on every rank. A model of 7 billion parameters needs 112 GB, before a single
+activation. (ZeRO's paper counts 16 P too, for mixed precision: 2 for a parameter in bfloat16, 2 for its gradient, and 12 for
+the parameter in float32 and its means.)
 
-| | bytes |
-|---|---|
-| parameters | 4 P |
-| gradients | 4 P |
-| Adam's two running means of each gradient | 8 P |
-| **in all** | **16 P** |
-
-A model of 7 billion parameters needs 112 GB, before a single activation. There is no need for every rank to hold
-all of it at every moment:
-
-The three levels of ZeRO (Rajbhandari et al., 2020) divide one row more each:
-
-| level | each rank keeps its 1/K of | bytes | sends in a step |
-|---|---|---|---|
-| DDP | nothing: all of everything | 16 P | 2(K-1)/K p |
-| 1, `ShardedOptimizer` | the optimizer's state | 8 P + 8 P/K | 2(K-1)/K p |
-| 2 | and of the gradients | 4 P + 12 P/K | 2(K-1)/K p |
-| 3, fully sharded, FSDP | and of the parameters | 16 P/K, plus the blocks in use | 3(K-1)/K p |
-
-Levels 1 and 2 send no more than DDP: its all-reduce *is* a reduce-scatter and an allgather, and the update fits between the
-two. In level 1 a rank keeps whole gradients until the step is over, in level 2 it drops what is not its own as soon as
-that is reduced (exercise 7.3 builds it). Level 3 gathers each block of layers just before it computes, and drops it after.
+There is no need for every rank to hold all of it at every moment.
 
 ## Predict
 """
 
 # %% predict
 guess = show.predict(
-    f"Fully sharded over {K} ranks: how much memory does a rank keep between steps, compared with plain DDP?",
+    f"All of it is divided over {K} ranks: how much memory does a rank keep between steps, compared with plain DDP?",
     ["all of it", "half", "a quarter"],
 )
 guess
 
 # %% [markdown]
 r"""
-## Run
+## Build
 
-We train a step with each, and then add up the bytes of all tensors that stay: parameters, gradients, Adam's state.
+A rank owns one of K chunks of each parameter: the one that it holds summed up after a reduce-scatter (lesson 04). The
+optimizer is made from these chunks, so its state is divided too. Two things are sent: gradients are reduced to their
+owners, and new values are gathered from them.
+"""
+
+
+# %% shard
+class Shard:
+    def __init__(self, parameter):
+        self.parameter, self.whole = parameter, parameter.data.view(-1)  # the same memory
+        self.chunks = self.whole.tensor_split(dist.get_world_size())
+        self.index = (dist.get_rank() + 1) % dist.get_world_size()  # rank r has the sum of chunk r+1
+        self.mine = torch.nn.Parameter(self.chunks[self.index])
+
+    def reduce(self):
+        chunks = (self.parameter.grad.view(-1) / len(self.chunks)).tensor_split(len(self.chunks))
+        reduce_scatter(chunks)
+        self.mine.grad = chunks[self.index].clone()
+        self.parameter.grad = None
+
+    def gather(self):
+        allgather(self.chunks)
+
+
+# %% [markdown]
+r"""
+**ZeRO-1**: the update between reduce-scatter and allgather. Whole gradients stay until the step. **ZeRO-2** reduces each
+gradient as soon as backward has it, and drops what is not its own.
+"""
+
+
+# %% zero
+class Zero1:
+    def __init__(self, model):
+        self.shards = [Shard(parameter) for parameter in model.parameters()]
+        self.optimizer = torch.optim.Adam([shard.mine for shard in self.shards])
+
+    def step(self):
+        for shard in self.shards:
+            if shard.parameter.grad is not None:
+                shard.reduce()
+        self.optimizer.step()
+        for shard in self.shards:
+            shard.gather()
+
+
+class Zero2(Zero1):
+    def __init__(self, model):
+        super().__init__(model)
+        for shard in self.shards:
+            shard.parameter.register_post_accumulate_grad_hook(lambda _, shard=shard: shard.reduce())
+
+
+# %% [markdown]
+r"""
+**Fully sharded** (ZeRO-3, FSDP): between its forward and its backward pass even the parameter goes. Hooks gather a layer
+before it computes, **prefetch** the next one meanwhile, and free it afterwards. Memory is freed by giving its storage size 0;
+what autograd keeps for backward comes back to life with the next gather. One thread sends, first in first out.
+"""
+
+
+# %% fully-sharded
+class Layer(Shard):
+    thread = None
+
+    def __init__(self, layer):
+        super().__init__(layer.weight)
+        self.mine, self.coming = torch.nn.Parameter(self.mine.detach().clone()), None
+        self.memory, self.bytes = self.whole.untyped_storage(), self.whole.untyped_storage().nbytes()
+        self.free()
+
+    def free(self):
+        self.memory.resize_(0)
+        self.coming = None
+
+    def fetch(self):
+        if self.coming is None:
+            self.memory.resize_(self.bytes)
+            self.chunks[self.index].copy_(self.mine.detach())
+            self.coming = self.thread.submit(self.gather)
+        return self.coming
+
+    def finish(self):
+        self.thread.submit(self.reduce).result()
+        self.free()
+
+
+# %% hooks
+class FullySharded:
+    def __init__(self, model):
+        Layer.thread = ThreadPoolExecutor(1)
+        linear = [module for module in model if list(module.parameters())]
+        self.shards = [Layer(module) for module in linear]
+        for number, (module, shard) in enumerate(zip(linear, self.shards)):
+            module.register_forward_pre_hook(lambda *_, number=number: self.compute(number, number + 1))
+            module.register_forward_hook(lambda _, __, output, number=number: self.leave(number, output))
+            shard.parameter.register_post_accumulate_grad_hook(lambda _, shard=shard: shard.finish())
+        self.optimizer = torch.optim.Adam([shard.mine for shard in self.shards])
+        self.step = self.optimizer.step
+
+    def compute(self, number, following):
+        self.shards[number].fetch().result()
+        if 0 <= following < len(self.shards):
+            self.shards[following].fetch()
+
+    def leave(self, number, output):
+        self.shards[number].free()
+        output.register_hook(lambda gradient: self.compute(number, number - 1))
+
+
+# %% [markdown]
+r"""
+## Is it still the same training?
+
+Adam looks at each element on its own, so it does not matter which rank updates which element. Eight ways to train the same
+model: DDP, the three above, the course's complete `ShardedOptimizer` and `FullyShardedDataParallel`, and torch's own
+`ZeroRedundancyOptimizer` and `fully_shard`. Each returns what runs the model and what makes the step.
 """
 
 
@@ -79,98 +176,118 @@ def ddp(model):
     return BucketedDDP(model, bucket_cap_mb=0.25), torch.optim.Adam(model.parameters())
 
 
-def zero1(model):
-    return model, ShardedOptimizer(model.parameters(), torch.optim.Adam)  # averages the gradients itself
-
-
-def fully(model):
+def stage7(model):
     parallel = FullyShardedDataParallel(model)
     return parallel, torch.optim.Adam(parallel.parameters())
+
+
+def torchs_zero1(model):
+    zero = import_module("torch.distributed.optim").ZeroRedundancyOptimizer
+    return torch.nn.parallel.DistributedDataParallel(model), zero(model.parameters(), torch.optim.Adam)
+
+
+def torchs_fully(model):
+    devices = torch.distributed.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    for part in [*(module for module in model if list(module.parameters())), model]:
+        torch.distributed.fsdp.fully_shard(part, mesh=devices)
+    return model, torch.optim.Adam(model.parameters())
+
+
+# %% same-results
+def losses(prepare):
+    problem = problems.make("synthetic", parameters=3 * 64**2, width=64, dtype=torch.float64)
+    (parallel, optimizer), seen = prepare(problem.model()), []
+    for inputs, targets in problem.batches(48, 5, rank=dist.get_rank(), world_size=dist.get_world_size()):
+        parallel.zero_grad()
+        loss = torch.nn.functional.cross_entropy(parallel(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        seen.append(loss.item())
+    return torch.tensor(seen)
+
+
+ways = {"plain DDP": ddp, "ZeRO-1": lambda model: (model, Zero1(model)), "ZeRO-2": lambda model: (model, Zero2(model)),
+        "fully sharded": lambda model: (model, FullySharded(model))}  # fmt: skip
+others = {"ShardedOptimizer": lambda model: (model, ShardedOptimizer(model.parameters(), torch.optim.Adam)),
+          "stage 7": stage7, "torch's ZeRO-1": torchs_zero1, "torch's fully_shard": torchs_fully}  # fmt: skip
+every = show.progress({**ways, **others}.items())
+trained = {name: torch.stack(launch(losses, way, world_size=K)) for name, way in every}
+
+# %% check-results
+# NBVAL_CHECK_OUTPUT
+distance = {name: (seen - trained["plain DDP"]).abs().max().item() for name, seen in trained.items()}
+assert max(distance.values()) < 1e-6 and trained["plain DDP"].std(1).min() > 1e-3, distance
+print("our three levels, the stage and torch's own: the losses of plain DDP on every rank, in every step")
+
+# %% [markdown]
+r"""
+What ours, the stage, adds to these 60 lines: blocks of many parameters, dtypes and frozen ones, unused parameters, clipping, checkpoints
+that fit any number of ranks, and refusals in plain words. Its hook before the backward pass beside ours:
+"""
+
+# %% source
+show.source(FullyShardedDataParallel.enter, FullyShardedDataParallel.request)
+
+# %% [markdown]
+r"""
+## Run
+
+We train a step with each of ours, and then add up the bytes of all tensors that stay: parameters, gradients, Adam's state.
+"""
 
 
 # %% memory
 def kept(prepare):
     problem = problems.make("synthetic", parameters=8 * 128**2, width=128)
-    parallel, optimizer = prepare(problem.model())
+    model = problem.model()
+    parallel, optimizer = prepare(model)
     inputs, targets = next(problem.batches(16, 1, rank=dist.get_rank(), world_size=dist.get_world_size()))
     torch.nn.functional.cross_entropy(parallel(inputs), targets).backward()
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    inner = getattr(optimizer, "optimizer", optimizer)  # ours are made from shards
+    parameters = [*model.parameters(), *(p for group in inner.param_groups for p in group["params"])]
     gradients = [p.grad for p in parameters if p.grad is not None]
     optimizer.step()
-    owner = getattr(optimizer, "local", optimizer)  # ZeRO-1 works on shards, with an optimizer of its own
-    state = [value for entry in owner.state.values() for value in entry.values()]
-    tensors = parameters + gradients + state
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+    state = [value for entry in inner.state.values() for value in entry.values()]
+    memories = [tensor.untyped_storage() for tensor in parameters + gradients + state]
+    return sum({memory.data_ptr(): memory.nbytes() for memory in memories}.values())
 
 
-P, ways = 8 * 128**2, {"plain DDP": ddp, "ZeRO-1": zero1, "fully sharded": fully}
+P = 8 * 128**2
 measured = {name: max(launch(kept, way, world_size=K)) / P for name, way in ways.items()}
 
 # %% memory-figure
-formula = {"plain DDP": 16, "ZeRO-1": 8 + 8 / K, "fully sharded": 16 / K}
-show.bars(measured, "kept on a rank (bytes a parameter)", f"On {K} ranks: from 16 bytes a parameter to {16 / K:g}",
-          kind="counted", theory=formula, colours={"fully sharded": show.STAGE_COLOURS["7"]})  # fmt: skip
-
-# %% reveal
+formula = {"plain DDP": 16, "ZeRO-1": 8 + 8 / K, "ZeRO-2": 4 + 12 / K, "fully sharded": 16 / K}
+assert all(abs(measured[name] / formula[name] - 1) < 0.1 for name in ways), measured
 share = measured["fully sharded"] / measured["plain DDP"]
 guess.reveal(f"{share:.2f} of it on {K} ranks", guess.answers[K // 2], kind="counted")
-
-# %% check-memory
-# NBVAL_CHECK_OUTPUT
-assert all(abs(measured[name] / formula[name] - 1) < 0.1 for name in ways), measured
-print("counted: within 10 % of the derived 16 P, 8 P + 8 P/K and 16 P/K")
+show.bars(measured, "kept on a rank (bytes per parameter)", f"On {K} ranks: from 16 bytes per parameter to {16 / K:g}",
+          kind="counted", theory=formula, colours={"fully sharded": show.STAGE_COLOURS["7"]})  # fmt: skip
 
 # %% claim-8
 # NBVAL_CHECK_OUTPUT
-alone = 16  # bytes per parameter on one device: parameter, gradient and Adam's two moments
 claims.decide(
     8, "DDP helps when the model is too big for one device.", "counted",
-    {"every rank keeps everything": measured["plain DDP"] < 0.9 * alone,
-     "parameters and state are sharded": measured["fully sharded"] < 0.9 * alone},
+    {"every rank keeps everything": measured["plain DDP"] < 0.9 * 16,
+     "parameters and state are sharded": measured["fully sharded"] < 0.9 * 16},
     "DDP copies parameters, gradients and optimizer state to every rank; sharding divides them.",
 )  # fmt: skip
 
 # %% [markdown]
 r"""
-## Is it still the same training?
+Each level divides one row more. The formulas behind the dashes, and what each sends (p = 4 P bytes of gradients):
 
-Adam looks at each element on its own, so it does not matter which rank updates which element. All three ways give the
-same parameters.
-"""
+| level | each rank keeps its 1/K of | bytes | sends in a step |
+|---|---|---|---|
+| DDP | nothing: all of everything | 16 P | 2(K-1)/K p |
+| ZeRO-1 | the optimizer's state | 8 P + 8 P/K | 2(K-1)/K p |
+| ZeRO-2 | and of the gradients | 4 P + 12 P/K | 2(K-1)/K p |
+| ZeRO-3, fully sharded, FSDP | and of the parameters | 16 P/K, plus the layers in use | 3(K-1)/K p |
 
-
-# %% same-results
-def train(prepare):
-    problem = problems.make("synthetic", parameters=3 * 64**2, width=64)
-    model = problem.model()
-    parallel, optimizer = prepare(model)
-    for inputs, targets in problem.batches(48, 5, rank=dist.get_rank(), world_size=dist.get_world_size()):
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(parallel(inputs), targets).backward()
-        optimizer.step()
-    state = parallel.state_dict()
-    return torch.cat([state[name].reshape(-1) for name in sorted(state)])
-
-
-results = {name: launch(train, way, world_size=K)[0] for name, way in ways.items()}
-
-# %% check-results
-# NBVAL_CHECK_OUTPUT
-reference = results["plain DDP"]
-assert torch.equal(results["ZeRO-1"], reference) and (results["fully sharded"] - reference).abs().max() < 1e-4
-print("ZeRO-1: the same bits as unsharded; fully sharded: the same but for rounding")
-
-# %% [markdown]
-r"""
 ## What it costs: traffic
 
-DDP's ring sends $2\frac{K-1}{K}p$: reduce-scatter, then allgather, of gradients. ZeRO-1 puts the update between the
-two: reduce-scatter of gradients, then allgather of updated parameters, as many bytes. Fully sharded training gathers
-the parameters twice, for forward and for backward, and only scatters the gradients: $3\frac{K-1}{K}p$. Half as much
-again, for memory divided by K.
-
-To clip gradients by their norm, call `clip_grad_norm_` of the wrapper or of the sharded optimizer: the norm is that of
-all shards together. `torch.nn.utils.clip_grad_norm_` would scale each shard by a norm of its own, so it is refused.
+DDP's ring is a reduce-scatter and an allgather of gradients. ZeRO-1 and ZeRO-2 put the update between the two: reduce-scatter
+of gradients, then allgather of updated parameters, as many bytes. Fully sharded training gathers the parameters twice, for
+forward and for backward, and only scatters the gradients: 1.5 times the bytes, for memory divided by K.
 """
 
 
@@ -182,19 +299,19 @@ def sent(prepare):
         with wire.counting() as traffic:
             torch.nn.functional.cross_entropy(parallel(inputs), targets).backward()
             optimizer.step()
+        parallel.zero_grad()
     return traffic.bytes_sent
 
 
-p = 4 * P
-traffic = {name: max(launch(sent, way, world_size=K)) / p for name, way in ways.items()}
-formula = {"plain DDP": 2 * (K - 1) / K, "ZeRO-1": 2 * (K - 1) / K, "fully sharded": 3 * (K - 1) / K}
-show.bars(traffic, "sent by a rank in a step (in units of p)", "Sharding sends at most half as much again",
+traffic = {name: max(launch(sent, way, world_size=K)) / (4 * P) for name, way in ways.items()}
+formula = {name: (3 if name == "fully sharded" else 2) * (K - 1) / K for name in ways}
+show.bars(traffic, "sent by a rank in a step (in units of p)", "Sharding sends at most 1.5 times as much",
           kind="counted", theory=formula, colours={"fully sharded": show.STAGE_COLOURS["7"]})  # fmt: skip
 
 # %% check-traffic
 # NBVAL_CHECK_OUTPUT
 assert traffic == formula
-print("2(K-1)/K p for DDP and for ZeRO-1, 3(K-1)/K p for fully sharded, to the byte")
+print("2(K-1)/K p for DDP, ZeRO-1 and ZeRO-2, 3(K-1)/K p for fully sharded, to the byte")
 
 # %% [markdown]
 r"""
@@ -216,15 +333,15 @@ def steps(prefetch):
             torch.nn.functional.cross_entropy(parallel(inputs), targets).backward()
             optimizer.step()
     ends = [span.end for span in spans if span.name == "update"]
-    return [[span for span in spans if start <= span.start < end] for start, end in pairwise(ends)]
+    return [[span for span in spans if ends[n] <= span.start < ends[n + 1]] for n in range(len(ends) - 1)]
 
 
 def step_s(ranks):
     return max(lane[-1].end for lane in ranks) - min(lane[0].start for lane in ranks)
 
 
-def on_devices(fn, *arguments):
-    return launch(fn, *arguments, world_size=K, device=Device("800MFLOP/s"), link=Link("150Mbit"))
+def on_devices(fn, *arguments, link="150Mbit"):
+    return launch(fn, *arguments, world_size=K, device=Device("800MFLOP/s"), link=Link(link))
 
 
 size = 6 * 256**2  # six layers
@@ -241,19 +358,20 @@ print("prefetch hides gathers behind computing, and the step is shorter")
 
 # %% [markdown]
 r"""
-Has memory a price in time, then? The step time of all three, beside what they keep. The dashes are derived: computing,
-and the communication that nothing is left to hide behind. That is one layer's all-reduce for DDP, with a bucket a layer;
-everything for ZeRO-1; and for fully sharded training the first gather of each pass and the last layer's gradients.
+Does saving memory cost time? The step times, beside what is kept. The dashes are derived: computing, and the
+communication that nothing is left to hide behind. That is one layer's all-reduce for DDP, with a bucket per layer;
+everything for ZeRO-1 and ZeRO-2; and for fully sharded training the first gather of each pass and the last layer's
+gradients. (ZeRO-1 and fully sharded are the stage's here.)
 """
 
 
 # %% step-times
-def seconds_of(name):
+def seconds_of(name, batch=128):
     problem, seconds = problems.make("synthetic", parameters=size), []
-    parallel, optimizer = ways[name](problem.model())
-    for inputs, targets in problem.batches(128 * K, 4, rank=dist.get_rank(), world_size=K):
+    parallel, optimizer = {**ways, "ZeRO-1": others["ShardedOptimizer"], "fully sharded": stage7}[name](problem.model())
+    for inputs, targets in problem.batches(batch * K, 4, rank=dist.get_rank(), world_size=K):
         with timing.stopwatch() as watch:
-            optimizer.zero_grad()
+            parallel.zero_grad()
             torch.nn.functional.cross_entropy(parallel(inputs), targets).backward()
             optimizer.step()
         seconds.append(watch.seconds)
@@ -263,25 +381,94 @@ def seconds_of(name):
 times = {name: 1000 * max(on_devices(seconds_of, name)) for name in show.progress(ways)}
 computing = 1000 * (6 - 2 / 6) * size * 128 / 800e6  # nobody needs the gradient of the first layer's inputs
 gather = 1000 * (K - 1) / K * 4 * size / (150e6 / 8)  # of all layers; to scatter takes as long
-exposed = {"plain DDP": 2 / 6, "ZeRO-1": 2, "fully sharded": 3 / 6}  # of six layers
-ideal = {name: computing + share * gather for name, share in exposed.items()}
-kept_on = {name: f"{name}\n{measured[name]:.0f} bytes a parameter" for name in ways}
-ratio = times["fully sharded"] / times["plain DDP"]
+exposed = {"plain DDP": 2 / 6, "ZeRO-1": 2, "ZeRO-2": 2, "fully sharded": 3 / 6}  # of six layers
+kept_on = {name: f"{name}\n{measured[name]:.0f} bytes\nper parameter" for name in ways}
 show.bars({kept_on[name]: ms for name, ms in times.items()}, "a step (ms)", form="{:.0f}",
-          title=f"{16 / K:g} instead of 16 bytes a parameter, in {ratio:.2f} times DDP's time",
-          theory={kept_on[name]: ms for name, ms in ideal.items()})  # fmt: skip
+          title=f"1/{K} of the memory, in {times['fully sharded'] / times['plain DDP']:.2f} times DDP's time",
+          theory={kept_on[name]: computing + share * gather for name, share in exposed.items()})  # fmt: skip
 
 # %% [markdown]
 r"""
-DDP hides its all-reduce under backward, fully sharded training its gathers under both passes. Our ZeRO-1 sends no more than
-DDP, but it does so after backward, where nothing is left to hide it behind.
+DDP hides its all-reduce under backward, the stage's fully sharded training its gathers under both passes. Level 1
+communicates after backward, where nothing is left to hide it behind, and our level 2 of a few lines
+waits in each hook: the device stands still while a gradient is on its way.
+
+## When FSDP loses
+
+Hiding needs computing to hide behind. On a link of a quarter of the speed the network is busy for longer than the device, and
+then 3(K-1)/K p against 2(K-1)/K p decides. The remedy is more computing per byte: a larger batch per rank. The dashes
+are derived: the longer of computing and sending.
+"""
+
+# %% when-fsdp-loses
+cases = [(name, batch) for batch in (128, 512) for name in ("plain DDP", "fully sharded")]
+labels = [f"{name}\n{batch} samples" for name, batch in cases]
+slow_ms = {label: 1000 * max(on_devices(seconds_of, *case, link="40Mbit")) for label, case in zip(labels, cases)}
+longer = [max(n / 128 * computing, (3 if name == "fully sharded" else 2) * gather * 150 / 40) for name, n in cases]
+few, many = (fully / plain for plain, fully in zip(*[iter(slow_ms.values())] * 2))
+show.bars(slow_ms, "a step (ms)", f"On a slow link FSDP takes {few:.2f} times DDP's time; with a large batch {many:.2f}",
+          form="{:.0f}", theory=dict(zip(labels, longer)))  # fmt: skip
+
+# %% [markdown]
+r"""
+## Why memory did not fall
+
+"I sharded over all my GPUs, and it still does not fit." What is not sharded: **activations**, which grow with the batch; and
+the layers in use, of which two are whole. Here is the most that a rank holds in the forward pass of our fully sharded
+training: its 16 P/K (the dash), whole layers, and what autograd keeps for backward, counted.
+"""
+
+
+# %% most-held
+def most_held(shapes, batch, recompute=False):
+    pairs = [(torch.nn.Linear(*shape, bias=False), torch.nn.ReLU()) for shape in shapes]
+    model = torch.nn.Sequential(*(module for pair in pairs for module in pair))
+    total, shards, whole, kept = sum(p.numel() for p in model.parameters()), FullySharded(model).shards, [], {}
+
+    def keep(tensor):
+        if len(tensor) == batch:  # an activation
+            kept[tensor.data_ptr()] = tensor.nbytes
+        return tensor
+
+    def count(*_):
+        whole.append(sum(shard.memory.nbytes() for shard in shards))
+
+    for module in model:
+        module.register_forward_hook(count, prepend=True)
+    x = torch.randn(batch, shapes[0][0])
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        y = torch.utils.checkpoint.checkpoint_sequential(model, 4, x, use_reentrant=False) if recompute else model(x)
+    return (16 * total / dist.get_world_size() + max(whole) + sum(kept.values())) / total, y.shape
+
+
+even = [(128, 128)] * 16
+cases = {"as hoped": (even, 16), "large batch": (even, 1000), "checkpointed": (even, 1000, True),
+         "one big layer": ([(128, 2048), (2048, 128)], 16), "in small layers": (even * 2, 16)}  # fmt: skip
+
+# %% held-figure
+held = {name: launch(most_held, *case, world_size=K)[0][0] for name, case in cases.items()}
+show.bars(held, "held on a rank (bytes per parameter)", f"Activations and big layers are not divided by {K}",
+          kind="counted", theory=dict.fromkeys(held, 16 / K))  # fmt: skip
+
+# %% check-both-questions
+# NBVAL_CHECK_OUTPUT
+assert K == 2 or (few > 1.1 and many < few - 0.1), (few, many)
+assert held["large batch"] > 2 * held["as hoped"] and held["checkpointed"] < 0.7 * held["large batch"], held
+assert held["one big layer"] > 1.2 * held["in small layers"], held
+print("a slow link: FSDP loses, a larger batch helps; memory: checkpoint activations, and shard in small blocks")
+
+# %% [markdown]
+r"""
+The remedies stand beside the faults: **activation checkpointing** keeps only some activations and computes the others again;
+smaller blocks mean that less is whole at a time.
 
 ## Mixed precision, accumulation and clipping, in one loop
 
 What real training adds to the loop of lesson 06 works the same under DDP and under sharding. **Autocast** computes forward
-and backward in bfloat16, half the bytes, while parameters and updates stay float32. Two micro-batches **accumulate**, the
+and backward in bfloat16, while parameters and updates stay float32. So do gradients: under autocast DDP's
+messages still travel in float32, four bytes per parameter. Two micro-batches **accumulate**, the
 first one without communication. Gradients are **clipped** by the norm of *all* of them: sharded, that takes the wrapper's
-own `clip_grad_norm_`, since each rank has only a part.
+own `clip_grad_norm_`, since each rank has only a part (`torch.nn.utils.clip_grad_norm_` is refused).
 """
 
 
@@ -294,12 +481,14 @@ def mixed(sharded, dtype):
         optimizer.zero_grad()
         for part, (x, y) in enumerate(zip(inputs.chunk(2), targets.chunk(2))):
             quiet = part == 0 and not sharded
-            with parallel.no_sync() if quiet else nullcontext():
+            with parallel.no_sync() if quiet else torch.enable_grad():  # the latter changes nothing
                 with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
                     loss = torch.nn.functional.cross_entropy(parallel(x), y) / 2
                 loss.backward()
-        clip = parallel.clip_grad_norm_ if sharded else partial(torch.nn.utils.clip_grad_norm_, parallel.parameters())
-        clip(1.0)
+        if sharded:
+            parallel.clip_grad_norm_(1.0)
+        else:
+            torch.nn.utils.clip_grad_norm_(parallel.parameters(), 1.0)
         optimizer.step()
         losses.append(2 * loss.item())
     return losses
@@ -327,9 +516,11 @@ show.diff(stage5_bucketed.train, stage7_sharded.train)
 r"""
 ## What torch does
 
-`torch.distributed.optim.ZeroRedundancyOptimizer` is ZeRO-1, `torch.distributed.fsdp.fully_shard` the rest. Real
-ones also keep parameters in bfloat16 while they compute, shard over the GPUs of one machine only, or move the
-optimizer state to the CPU.
+You called it above. Where this is in PyTorch: `torch/distributed/optim/zero_redundancy_optimizer.py` is ZeRO-1, by whole
+parameters; `torch/distributed/fsdp/_fully_shard` the rest: `_fsdp_param_group.py` has the hooks that gather, prefetch and
+reduce, as `FullySharded` above. It also keeps parameters in bfloat16 while they compute (`MixedPrecisionPolicy`), shards
+over the GPUs of one machine only (a mesh of two axes), or moves the state to the CPU. The levels are from Rajbhandari et al.,
+*ZeRO* (2020), their use in torch from Zhao et al., *PyTorch FSDP* (2023).
 
 ## Check yourself
 
@@ -340,7 +531,7 @@ optimizer state to the CPU.
 
 **2.** Why not always shard everything?
 <details><summary>Answer</summary>
-Half as much traffic again, and it sits in the forward pass too, where there is less to hide it behind. If the model
+1.5 times the traffic, and some of it sits in the forward pass too, where there is less to hide it behind. If the model
 fits, DDP is simpler and faster.
 </details>
 
@@ -352,10 +543,12 @@ model itself (lesson 08) do.
 
 ## In three lines
 
-1. Of 16 bytes a parameter (counted), level 1 divides 8 by K, level 2 another 4, level 3 all.
-2. Levels 1 and 2 send what DDP sends; level 3 half as much again, which prefetch hides behind computing.
+1. Of 16 bytes per parameter (counted), level 1 divides 8 by K, level 2 another 4, level 3 all; activations stay.
+2. Levels 1 and 2 send what DDP sends; level 3 sends 1.5 times as much: prefetch hides it, unless the link is too slow.
 3. Autocast, accumulation and clipping go into the same loop; only clipping must know that gradients are sharded.
 
 **Exercise:** [7](../exercises/07_sharding.ipynb), `exercises/07_sharding.ipynb`. **Next:**
 [8, pipelines](08_pipeline.ipynb): split the model itself.
+
+When you are done, *Kernel › Shut Down Kernel* gives its memory back.
 """
