@@ -49,6 +49,7 @@ _ELSEWHERE = {  # so that a notebook needs one line of imports
     "finite": "ddp_course.measuring.finite",
     "stragglers": "ddp_course.measuring.stragglers",
     "train": "ddp_course.train",
+    "capstone": "ddp_course.capstone",
     "facts": "ddp_course.measuring.facts",
     "plans": "ddp_course.measuring.plans",
     "predict": "ddp_course.measuring.predict",

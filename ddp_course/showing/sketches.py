@@ -255,7 +255,7 @@ def schedules(timetables: dict[str, Sequence[Any]]) -> Picture:
         for axes, rows, title in zip(panels_[:, 0], timetables.values(), titles, strict=True):
             for rank, row in enumerate(rows):
                 for span in row:
-                    _pass(axes, rank, len(rows), *span, last)
+                    _pass(axes, rank, len(rows), span, last)
             axes.set_yticks(range(len(rows)), [f"rank {rank}" for rank in range(len(rows))])
             axes.set(ylim=(len(rows) - 0.5, -0.5), xlim=(0, last), title=title)
             axes.grid(axis="y", visible=False)
@@ -269,7 +269,8 @@ def idle(rows: Sequence[Any]) -> float:
     return 1 - busy / (len(rows) * max(end for row in rows for _, _, end in row))
 
 
-def _pass(axes, rank, ranks, instruction, start, end, last):
+def _pass(axes, rank, ranks, span, last):
+    instruction, start, end = span
     letter, colour = PASSES[instruction.action]
     second = instruction.stage >= ranks
     shade = {"facecolors": colour, "edgecolor": "white", "alpha": 0.6 if second else 1}

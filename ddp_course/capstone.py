@@ -1,0 +1,118 @@
+"""The template of the capstone: a training script for torchrun with your own model and data, which writes what it did.
+
+    torchrun --nproc-per-node=2 -m ddp_course.capstone runs/ddp --wrap ddp
+
+Copy it and change `make_model` and `make_batch`; all else can stay. It goes on from the checkpoint in the folder,
+and leaves `run.json` there: wrap, world size, parameters, last loss, median step time, the step it resumed from.
+"""
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import time
+
+from ddp_course.running.parent import end_with_torchrun
+
+if __name__ == "__main__":
+    end_with_torchrun()  # before torch is imported, which takes seconds
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_course import problems
+
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # on rank 0, the same with every wrap and world size
+SPREAD = StateDictOptions(full_state_dict=True)  # every rank has read all of it, and takes what is its own
+
+
+def make_model() -> torch.nn.Module:
+    """Your model: a GPT over bytes. Its weights must be the same on all ranks, hence the seed."""
+    torch.manual_seed(0)
+    return problems.ByteGPT(layers=4, width=128, context=64)
+
+
+def make_batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Your data: inputs and targets of one rank in one step, the same ones when the step is run again."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    begin = torch.randint(200, (8, 1), generator=generator)
+    text = (begin + torch.arange(65)) % 256  # each byte follows from the one before
+    return text[:, :-1], text[:, 1:]
+
+
+def wrapped(model: torch.nn.Module, wrap: str) -> torch.nn.Module:
+    """The model as torch's DDP, sharded block by block, or as it is: then every rank trains alone."""
+    if wrap == "ddp":
+        return DistributedDataParallel(model)
+    if wrap == "fully_shard":
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+    return model
+
+
+def save(folder: str, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Rank 0 writes a checkpoint, all of it or nothing; every rank calls this."""
+    weights, state = get_state_dict(model, optimizer, options=WHOLE)
+    if dist.get_rank() == 0:
+        torch.save({"step": step, "model": weights, "optimizer": state}, f"{folder}/new.pt")
+        os.replace(f"{folder}/new.pt", f"{folder}/checkpoint.pt")
+
+
+def resume(folder: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Load the checkpoint of the folder, if there is one; return the step to go on with."""
+    path = f"{folder}/checkpoint.pt"
+    if not os.path.exists(path):
+        return 0
+    saved = torch.load(path, weights_only=True)
+    set_state_dict(
+        model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"], options=SPREAD
+    )
+    return saved["step"]
+
+
+def train(options: argparse.Namespace) -> None:
+    """Train to the last step; rank 0 writes `run.json`."""
+    model = wrapped(make_model(), options.wrap)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+    resumed, seconds = resume(options.folder, model, optimizer), []
+    for step in range(resumed, options.steps):
+        inputs, targets = make_batch(step, dist.get_rank())
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        loss = cross_entropy(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        seconds.append(time.perf_counter() - start)
+        if (step + 1) % 10 == 0:
+            save(options.folder, step + 1, model, optimizer)
+        if step + 1 == options.kill_after and dist.get_rank() == 1 and resumed == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+    slowest = [None] * dist.get_world_size()
+    dist.all_gather_object(slowest, (statistics.median(seconds), loss.item()))
+    if dist.get_rank() == 0:
+        times, losses = zip(*slowest, strict=True)
+        run = {"wrap": options.wrap, "world_size": len(times), "resumed": resumed, "steps": options.steps,
+               "parameters": sum(p.numel() for p in model.parameters()),
+               "loss": statistics.fmean(losses), "step_s": max(times)}  # fmt: skip
+        with open(f"{options.folder}/run.json", "w") as file:
+            json.dump(run, file)
+        print(json.dumps(run), flush=True)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("folder")
+    parser.add_argument("--wrap", default="ddp", choices=("ddp", "fully_shard", "none"))
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--kill-after", type=int, help="rank 1 kills itself after this step, once: to try a resume")
+    arguments = parser.parse_args()
+    os.makedirs(arguments.folder, exist_ok=True)
+    dist.init_process_group("gloo")
+    train(arguments)
+    dist.destroy_process_group()
