@@ -4,6 +4,7 @@
     authoring/lessons/NN_topic_exercise.py   ->  exercises/NN_topic.ipynb and solutions/NN_topic.ipynb
     ddp_course/ladder.py                     ->  the table of stages in README.md
     docs/figures/compare.json                ->  the caption of the figure in README.md
+    ddp_course/**/*.py                       ->  the list of files in docs/MAP.md
 
 Sources are jupytext's py:percent. A cell is named in its first line (`# %% ring-animation`), or else after its first
 words, and its id is made of the name, so that a rebuild is the same to the byte. Outputs of cells whose source did
@@ -14,6 +15,7 @@ A cell `answer-4-2` is the learner's answer to task 4.2; `check-4-2` with `point
 """
 
 import argparse
+import ast
 import hashlib
 import json
 import os
@@ -60,6 +62,8 @@ def main(arguments=None):
             return report_differences(args.root, built, complete=not args.only)
         if (args.root / "README.md").exists():
             (args.root / "README.md").write_text(readme(args.root))
+        if (args.root / "docs" / "MAP.md").exists():
+            (args.root / "docs" / "MAP.md").write_text(map_of_files(args.root))
         for path, notebook in built.items():
             keep_outputs(notebook, path)
             write(notebook, path)
@@ -263,6 +267,21 @@ def readme(root):
     return text
 
 
+def map_of_files(root):
+    """The text of docs/MAP.md with a table per folder: each module, and the first line of its docstring."""
+    before, _, after = (root / "docs" / "MAP.md").read_text().split("<!-- files -->")
+    folders = {}
+    for path in sorted((root / "ddp_course").rglob("*.py")):
+        docstring = ast.get_docstring(ast.parse(path.read_text()))
+        if docstring:
+            line = docstring.splitlines()[0].replace("|", "\\|")
+            folders.setdefault(path.parent.relative_to(root), []).append(f"| `{path.name}` | {line} |")
+    tables = [
+        f"**`{folder}/`**\n\n| module | what |\n|---|---|\n" + "\n".join(rows) for folder, rows in folders.items()
+    ]
+    return f"{before}<!-- files -->\n\n" + "\n\n".join(tables) + f"\n\n<!-- files -->{after}"
+
+
 def caption(root):
     """What the figure of the README shows, from the results that it was drawn from."""
     results = json.loads((root / "docs" / "figures" / "compare.json").read_text())
@@ -288,6 +307,9 @@ def report_differences(root, built, complete):
     if complete:
         if (root / "README.md").exists() and readme(root) != (root / "README.md").read_text():
             wrong.append("README.md differs from ddp_course/ladder.py or docs/figures/compare.json")
+        page = root / "docs" / "MAP.md"
+        if page.exists() and map_of_files(root) != page.read_text():
+            wrong.append("docs/MAP.md differs from the first lines of the package's modules")
         for folder in ("notebooks", "exercises", "solutions", PRISTINE):
             strays = set((root / folder).glob("*.ipynb")) - built.keys()
             wrong += [f"{folder}/{path.name} has no source in authoring/lessons" for path in sorted(strays)]

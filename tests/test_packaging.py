@@ -12,12 +12,12 @@ import zipfile
 from importlib.metadata import distribution
 from pathlib import Path
 
+import build
 import pytest
 import yaml
 from packaging.requirements import Requirement
 
 from benchmarks import gpu
-from ddp_course import ladder
 from ddp_course.commands import doctor
 from ddp_course.running import torch_inside
 
@@ -113,33 +113,13 @@ def test_the_pip_section_installs(tmp_path):
     assert "Would install" not in done.stdout.replace("Would install ddp-course", "")
 
 
-UNMAPPED = {"tasks", "simulate", "facts", "stage6_ddp", "stage7_sharded"}  # a folder is one entry
-
-
-def mapped():
-    """The paths that docs/MAP.md names, from its indentation; where a line names several files, all of them."""
-    block = (ROOT / "docs" / "MAP.md").read_text().split("<!-- map -->")[1]
-    above, paths = [], set()
-    for line in block.splitlines():
-        names = re.match(r"( *)((?:[\w.]+(?:\.py|/)(?:  ?|$))+)", line)
-        if names:
-            depth = len(names.group(1))
-            above = [(indent, folder) for indent, folder in above if indent < depth]
-            for name in names.group(2).split():
-                paths.add("/".join([*(folder for _, folder in above), name.rstrip("/")]))
-                above += [(depth, name.rstrip("/"))] if name.endswith("/") else []
-    return paths
-
-
-def test_the_map_is_the_tree():
-    python = [path.relative_to(ROOT) for path in (ROOT / "ddp_course").rglob("*.py")]
-    files = {path for path in python if path.name != "__init__.py"} | {Path("ddp_course/__init__.py")}
-    stages = {f"ddp_course/{name}{end}" for name in ladder.MODULES for end in ("", ".py")}  # the README has these
-    there = {
-        path.as_posix() for path in files | {path.parent for path in python} if not UNMAPPED & set(path.parts[:-1])
-    }
-    assert not there - stages - mapped(), f"not on the map: {sorted(there - stages - mapped())}"
-    assert not mapped() - there, f"on the map only: {sorted(mapped() - there)}"
+def test_the_map_lists_every_module_and_its_trips_name_modules_that_exist():
+    text = build.map_of_files(ROOT)
+    assert text == (ROOT / "docs" / "MAP.md").read_text()
+    trips, listed, _ = text.split("<!-- files -->")
+    assert "| `wire.py` | Send and receive between ranks" in listed
+    names = {path.name for path in (ROOT / "ddp_course").rglob("*.py")}
+    assert not {name for name in re.findall(r"`(?:[\w]+/)*(\w+\.py)`", trips)} - names - {"build.py", "NN.py"}
 
 
 @pytest.mark.parametrize("target", ["setup", "compare", "test", "lab"])
