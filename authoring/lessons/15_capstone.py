@@ -17,12 +17,13 @@ shard, measure, explain what the prediction missed, and survive a kill. The temp
 # %% imports
 import inspect
 import json
+import shutil
 from pathlib import Path
 
 from ddp_course import capstone, dist, show, theory, timing
 
 K = 2  # how many ranks; each imports torch, so that few cores do not make you wait
-FOLDER = Path("runs")  # where the runs write; delete it to start anew
+FOLDER = Path("runs")  # where the runs write
 
 # %% [markdown]
 r"""
@@ -49,10 +50,11 @@ if not script.exists():
     script.write_text(inspect.getsource(capstone))
 
 
-def torchrun(name, ranks=K, options=""):
+def torchrun(name, ranks=K, options="", resume=False):
+    if not resume:
+        shutil.rmtree(FOLDER / name, ignore_errors=True)
     command = f"torchrun --standalone --nproc-per-node={ranks} {script} {FOLDER / name} {options}"
-    if not (FOLDER / name / "run.json").exists():
-        print("exit code", show.command(command)[0])
+    print("exit code", show.command(command)[0])
     written = FOLDER / name / "run.json"
     return json.loads(written.read_text()) if written.exists() else None
 
@@ -133,8 +135,8 @@ The first run ends with a torchrun that reports a dead rank. The second is the s
 """
 
 # %% killed
-first = torchrun("killed", K, "--wrap ddp --kill-after 25")
-again = torchrun("killed", K, "--wrap ddp --kill-after 25")
+assert torchrun("killed", K, "--wrap ddp --kill-after 25") is None, "it was not killed before its end"
+again = torchrun("killed", K, "--wrap ddp --kill-after 25", resume=True)
 guess.reveal(f"step {again['resumed']}", again["resumed"])
 
 # %% check
