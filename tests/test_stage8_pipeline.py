@@ -228,7 +228,7 @@ def against_torch(schedule, name):
         order = torchs_order(torchs, world_size, microbatches)
         ours.append(Pipeline(parts[2], microbatches, lambda *_: order).step(inputs, targets))
     gaps = [
-        (a.grad - b.grad).abs().max().item()
+        (a.grad.as_subclass(torch.Tensor) - b.grad).abs().max().item()
         for mine in parts[: 1 + len(ours) : 2]
         for one, other in zip(mine, parts[1], strict=True)
         for a, b in zip(one.parameters(), other.parameters(), strict=True)
@@ -470,7 +470,9 @@ def tied_and_beside():
     whole.zero_grad()
     Pipeline(part, 4, zero_bubble).step(inputs, targets)
     gaps = zip(expected, part.parameters(), strict=True)
-    return max((one - other.grad).abs().max().item() for one, other in gaps), min(one.norm() for one in expected)
+    return max((one - other.grad.as_subclass(torch.Tensor)).abs().max().item() for one, other in gaps), min(
+        one.norm() for one in expected
+    )
 
 
 class Scale(torch.nn.Module):
