@@ -243,18 +243,23 @@ def _bucket_figure(steps, measured, cap):
 
 @recipes.explorer
 def decision_chart(
-    decide: Callable[..., Any], billions: int = 7, memory_gb: int = 80, devices: int = 16, bandwidth: str = "100Gbit"
-) -> Any:
-    """Which way for which model and machine: sliders over `decision_figure`; `decide` is that of `measuring.plans`."""
+    decide: Callable[..., Any], billions: int = 7, devices: int = 16, bandwidth: str = "100Gbit",
+    memory_gb: int = 80, nics: int = 1, samples: int = 4,
+) -> Any:  # fmt: skip
+    """Which way for which model and machine: sliders over `decision_figure`; `decide` is that of `measuring.plans`.
+
+    Hosts have up to 8 devices with `memory_gb` each, and `nics` cards; a device computes `samples` at a time.
+    """
+
+    def draw(**moved):
+        setting = {**moved, "memory_gb": memory_gb, "per_host": min(8, moved["devices"]), "nics": nics}
+        return decision_figure(setting, *decide(**setting, samples=samples))
+
     return Explorer(
-        lambda **setting: decision_figure(setting, *decide(**setting)),
+        draw,
         billions=choice("parameters (billions)", billions, [0.1, 0.3, 1, 3, 7, 13, 30, 70, 180, 400]),
-        memory_gb=choice("memory per device (GB)", memory_gb, [8, 16, 24, 40, 80, 141, 192]),
         devices=choice("devices", devices, [1, 2, 4, 8, 16, 64, 256, 1024]),
-        per_host=choice("devices per host", min(8, devices), [1, 2, 4, 8]),
         bandwidth=choice("link (one NIC)", bandwidth, BANDWIDTHS),
-        nics=choice("NICs per host", 1, [1, 4, 8]),
-        samples=choice("samples per device", 4, [1, 2, 4, 8, 16]),
     )
 
 
