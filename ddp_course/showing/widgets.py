@@ -22,7 +22,6 @@ _WIDE = {"description_width": "160px"}
 BANDWIDTHS = ["100Mbit", "1Gbit", "10Gbit", "100Gbit", "200Gbit", "400Gbit"]
 CAPS = (0.06, 0.12, 0.18, 0.25, 0.31, 0.37, 0.5)
 PLAIN = {"facecolor": "white", "edgecolor": "none", "pad": 1}
-SIMULATED_DEVICES = [2, 8, 32, 64, 256, 1024, 4096]
 LATENCIES = ["1us", "10us", "100us", "1ms", "10ms"]
 
 
@@ -321,41 +320,3 @@ def pipeline_figure(schedule: str = "gpipe", world_size: int = 4, microbatches: 
     instructions = getattr(stage8_pipeline, schedule)(world_size, microbatches)
     rows = stage8_pipeline.timetable(instructions, 1 / chunks, 2 / chunks)
     return sketches.schedule(rows, f"{SCHEDULES[schedule]}, {world_size} ranks, {microbatches} micro-batches{rounded}")
-
-
-@recipes.explorer
-def simulator_explorer(profile: Any, latency: str = "10us", devices: int = 64, bandwidth: str = "10Gbit") -> Any:
-    """Simulated DDP of a `profile` on up to 4,096 devices joined by a ring: where the time of a step goes."""
-    return Explorer(
-        lambda devices, bandwidth, cap: simulator_figure(profile, latency, devices, bandwidth, cap),
-        devices=choice("devices", devices, SIMULATED_DEVICES),
-        bandwidth=choice("bandwidth", bandwidth, BANDWIDTHS),
-        cap=choice("bucket cap (MiB)", 25, [1, 5, 25, 100]),
-    )
-
-
-def simulator_figure(
-    profile: Any, latency: str = "10us", devices: int = 64, bandwidth: str = "10Gbit", cap: float = 25
-) -> Picture:
-    """The plain figure of `simulator_explorer`: the simulated step above, efficiency by number of devices below."""
-    from ..measuring.simulate import Network, simulate
-    from ..measuring.theory import Costs
-    from ..running.units import bits_per_second, seconds
-
-    network = Network(Costs.of_link(bits_per_second(bandwidth), seconds(latency)))
-    steps = {count: simulate(profile, count, network, bucket_cap_mb=cap) for count in SIMULATED_DEVICES}
-    step, efficiency = steps[devices], {count: 100 * one.compute_s / one.step_s for count, one in steps.items()}
-    message = f"{devices:,} devices, {bandwidth}/s: a step of {1000 * step.step_s:,.0f} ms, simulated"
-    message += f", efficiency {efficiency[devices]:.0f} %"
-    picture, (above, below) = panels(2, 1, height=4.2, message=message, height_ratios=[1, 3])
-    with style():
-        draw_lane(above, 0, [[span.name, span.start, span.end, span.lane] for span in step.spans])
-        above.set(ylim=(0.6, -0.6), yticks=[], title=message)
-        above.set_xlabel("time in the simulated step (ms)")
-        below.plot(list(efficiency), list(efficiency.values()), ".-", color=STAGE_COLOURS["5"])
-        below.plot([devices], [efficiency[devices]], "o", color="black", markersize=9)
-        logarithmic(below, "x")
-        below.set_xticks(SIMULATED_DEVICES, [f"{count:,}" for count in SIMULATED_DEVICES])
-        below.minorticks_off()
-        below.set(xlabel="devices", ylabel="efficiency (%)", ylim=(0, 105))
-    return picture
