@@ -124,7 +124,7 @@ command `ddp-course compare` does the same, and `--device-speed none` shows your
 
 # %% compare
 results = compare.run("digits", world_size=K, progress=True)
-print(compare.table(results))
+compare.table(results)
 
 # %% [markdown]
 r"""

@@ -68,9 +68,18 @@ def train(args: argparse.Namespace) -> dict:
     return run(**{name: getattr(args, name) for name in (*given, *also)}, progress=True)
 
 
-def table(results: dict) -> str:
+class Table(str):
+    """A table as text; notebooks show its `html`, which fits any width."""
+
+    html = ""
+
+    def _repr_html_(self) -> str:
+        return self.html
+
+
+def table(results: dict) -> Table:
     """The results as text, a line per stage."""
-    titles = ["stage", "name", "step ms", "ideal ms", "speed-up", "comm. ms", "sent by busiest", "messages"]
+    titles = ["stage", "name", "step ms", "predicted ms", "speed-up", "comm. ms", "sent by busiest", "messages"]
     titles += ["last loss", "max diff to 1"]
     rows = []
     for stage in results["stages"]:
@@ -90,7 +99,9 @@ def table(results: dict) -> str:
             ]
         )
     note = f"\n* {BUSY}" if any(stage.get("busy") for stage in results["stages"]) else ""
-    return tabulate(rows, titles, "plain", disable_numparse=True) + note
+    made = Table(tabulate(rows, titles, "plain", disable_numparse=True) + note)
+    made.html = tabulate(rows, titles, "html", disable_numparse=True) + note
+    return made
 
 
 def save(results: dict, folder: str | Path) -> list[Path]:
