@@ -158,6 +158,16 @@ show.bars({names[key].replace(" ", "\n", 1): value for key, value in speed_up.it
           f"What you will build: from 1 to {best:.1f} times as fast on {K} devices", form="{:.1f}",
           colours={names[key].replace(" ", "\n", 1): show.STAGE_COLOURS[key] for key in names})  # fmt: skip
 
+# %% [markdown]
+r"""
+All of this hangs on the chosen ratio. Choose another one: which strategy wins when links are fast, when they are slow, when
+there are more ranks, when each message costs something? (Derived from what the table calls *predicted*; with 4 ranks, 8.5 %
+and no latency it is the table's column.)
+"""
+
+# %% explorer
+show.widgets.strategies_explorer(K)
+
 # %% check-order
 # NBVAL_CHECK_OUTPUT
 assert speed_up["3"] < speed_up["4"] < speed_up["5"] and speed_up["5"] > 1.2, speed_up

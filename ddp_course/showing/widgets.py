@@ -5,6 +5,7 @@ first setting stands in its place; the course's web site draws every setting bef
 """
 
 import base64
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,7 +16,18 @@ from tqdm.auto import tqdm
 
 from ..running.units import readable
 from . import recipes, sketches
-from .plots import SPAN_COLOURS, STAGE_COLOURS, Picture, binary_bytes, curves, draw_lane, logarithmic, panels, style
+from .plots import (
+    SPAN_COLOURS,
+    STAGE_COLOURS,
+    Picture,
+    bars,
+    binary_bytes,
+    curves,
+    draw_lane,
+    logarithmic,
+    panels,
+    style,
+)
 
 _LAYOUT = ipywidgets.Layout(width="560px", max_width="100%")
 _WIDE = {"description_width": "160px"}
@@ -190,6 +202,47 @@ def fastest(times: dict[str, list[float]], at: int) -> str:
     """The names of the algorithms whose time at one message size is within 1 % of the shortest."""
     shortest = min(seconds[at] for seconds in times.values())
     return " and ".join(name for name, seconds in times.items() if seconds[at] <= 1.01 * shortest)
+
+
+SHARES = [0.5, 2, 8.5, 20, 50, 200]  # percent; 8.5 is the setting of `compare`
+
+
+@recipes.explorer
+def strategies_explorer(world_size: int = 4) -> Any:
+    """How many times as fast as one device each strategy is: sliders for links, ranks and latency."""
+    return Explorer(
+        strategies_figure,
+        share=choice("p/b (% of one device's step)", 8.5, SHARES),
+        world_size=choice("ranks K", world_size, [2, 4, 8]),
+        latency=choice("latency (% of that step)", 0, [0, 0.1, 1]),
+    )
+
+
+def strategies_figure(share: float = 8.5, world_size: int = 4, latency: float = 0) -> Picture:
+    """The plain figure of `strategies_explorer`, from what `compare` predicts for the digits on emulated devices.
+
+    `share`: the time to send the gradients once over a link, `latency`: that of a message, both in percent of a step of
+    one device.
+    """
+    from .. import ladder
+    from ..measuring import ideals, theory
+    from ..measuring.job import Job
+    from ..running.devices import Device
+
+    job, device = Job("digits", world_size, 1, global_batch=192, lr=0.05), Device("1GFLOP/s")
+    one_s = job.work(device).seconds
+    costs = theory.Costs.of_link(8 * job.gradient_bytes / (share / 100 * one_s), latency / 100 * one_s)
+    stages = [stage for stage in ladder.STAGES.values() if stage.step]
+    if world_size > 5:  # the digits' network has five layers
+        stages = [stage for stage in stages if stage.step != "pipelined"]
+    faster = {stage: one_s / ideals.STEPS[str(stage.step)](stage, job, device, costs) for stage in stages}
+    best = max(faster, key=lambda stage: faster[stage])
+    names = {stage: re.sub("(?<=-)| ", "\n", stage.name) for stage in stages}
+    winner = f"{best.name} is {faster[best]:.1f} times as fast as one" if best.key != "1" else "none is faster than one"
+    title = f"{world_size} devices, p/b is {share:g} % of a step: {winner}"
+    colours = {names[stage]: STAGE_COLOURS[stage.key] for stage in stages}
+    heights = {names[stage]: speed_up for stage, speed_up in faster.items()}
+    return bars(heights, "times as fast as one device", title, colours=colours, width=11, form="{:.1f}", kind="derived")
 
 
 @recipes.explorer

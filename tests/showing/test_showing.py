@@ -296,3 +296,17 @@ def test_command_runs_our_programs_only(capsys):
     assert "42" in capsys.readouterr().out
     with pytest.raises(ValueError, match="not one of"):
         show.command("rm -r x")
+
+
+def test_the_central_explorer_agrees_with_the_comparison_and_its_winners_change_places():
+    from ddp_course import compare
+
+    results = compare.run("digits", world_size=2, steps=1, stages="1,3,5", timeout=120)
+    figure = widgets.strategies_figure(world_size=2)
+    names = [label.get_text().replace("-\n", "-").replace("\n", " ") for label in figure.axes[0].get_xticklabels()]
+    heights = dict(zip(names, [bar.get_height() for bar in figure.axes[0].patches], strict=False))
+    one, *others = results["stages"]
+    for stage in others:
+        assert heights[stage["name"]] == pytest.approx(one["ideal_ms"] / stage["ideal_ms"], rel=0.05)
+    slow, fast = (widgets.strategies_figure(share=share).message for share in (200, 0.5))
+    assert "none is faster" in slow and "none is faster" not in fast
