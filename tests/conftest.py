@@ -30,23 +30,30 @@ def pytest_unconfigure(config):
         shutil.rmtree(config.own_folder, ignore_errors=True)
 
 
-DURATIONS = Path(__file__).with_name("durations.csv")  # seconds of each test, of all its parameters together
+DURATIONS = Path(__file__).with_name("durations.csv")  # seconds of tests, or of whole files with all their tests
 MOST_SECONDS = 12.0  # of a test of `make test`; dearer ones are for `make test-rest`
 
 
-def dear_tests():
-    """Names of the tests that cost more, as "file" or "file::test"; the word "keep" in the table makes an exception."""
-    with DURATIONS.open(encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    return {row["test"] for row in rows if float(row["seconds"]) > MOST_SECONDS and row["why"] != "keep"}
+def pytest_runtest_logreport(report):
+    """With DDP_COURSE_DURATIONS=FILE write down what each test costs: the table is made from it."""
+    if (path := os.environ.get("DDP_COURSE_DURATIONS")) and report.duration >= 0.1:
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(f"{report.duration:.1f},{report.nodeid.removeprefix('tests/')},{report.when}\n")
 
 
 def pytest_collection_modifyitems(items):
-    """Mark as slow what a test or its whole file has cost too much for every day."""
-    dear = dear_tests()
+    """Mark as slow what has cost too much for every day, by itself or as a file; "keep" makes an exception."""
+    with DURATIONS.open(encoding="utf-8") as file:
+        rows = {row["test"]: row for row in csv.DictReader(file)}
     for item in items:
-        name = item.nodeid.removeprefix("tests/").split("[")[0]
-        if {name, name.partition("::")[0], item.nodeid.removeprefix("tests/")} & dear:
+        name = item.nodeid.removeprefix("tests/")
+        names = [
+            name,
+            name.split("[")[0],
+            name.partition("::")[0],
+        ]  # a test with its parameters, without them, its file
+        row = next((rows[name] for name in names if name in rows), None)
+        if row and row["why"] != "keep" and float(row["seconds"]) > MOST_SECONDS:
             item.add_marker(pytest.mark.slow)
 
 
