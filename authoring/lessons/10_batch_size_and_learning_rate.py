@@ -107,6 +107,7 @@ def sweep(problem, samples, batch, lr):
     different = list(dict.fromkeys(runs.values()))  # for k = 1 three of the rules are the same run
 
     def every_fourth():
+        dist.barrier()  # the only thing that these ranks do together: each trains runs of its own
         return {run: final_loss(problem, samples, *run) for run in different[dist.get_rank() :: 4]}
 
     steps = sum(samples // run[0] for run in different[::4])

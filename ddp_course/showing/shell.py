@@ -39,26 +39,36 @@ def command(*lines: str, timeout: float = 120) -> list[int]:
     return [process.returncode for process in running]
 
 
-def stacks(line: str, after: float = 15, timeout: float = 60) -> None:
-    """Run a command line with torchrun, and after some seconds print where each of its ranks stands, by `py-spy dump`.
+def stacks(line: str, timeout: float = 90) -> None:
+    """Run a command line with torchrun until its ranks stand still, and print where each of them stands, by py-spy.
 
     Of each rank the innermost line outside of torch and Python's library is shown. Where the system forbids a look into
     another process (ptrace) py-spy says so; then put `faulthandler.dump_traceback_later(seconds)` into the script.
     """
-    spy = shutil.which("py-spy") or str(Path(sys.executable).with_name("py-spy"))
+    before, now, end = {}, {}, time.monotonic() + timeout
     with tempfile.TemporaryDirectory(prefix="ddp_course_", ignore_cleanup_errors=True) as folder:
         process = _start(line, folder)
         try:
-            time.sleep(after)
-            print(f"$ {line}\n$ py-spy dump --pid …, after {after:g} s")
-            for rank, pid in sorted(_ranks_below(process.pid)):
-                dump = subprocess.run([spy, "dump", "--pid", str(pid)], capture_output=True, text=True, timeout=timeout)
-                lines = [text.strip() for text in dump.stdout.splitlines() if _FRAME.search(text)]
-                own = [text for text in lines if not _LIBRARY.search(text)]
-                print(f"rank {rank}: {(own or lines or [dump.stderr.strip()[:200]])[0]}")
+            while (
+                time.monotonic() < end and process.poll() is None and not (now and now == before and all(now.values()))
+            ):
+                time.sleep(4)
+                before, now = now, {rank: _innermost(pid) for rank, pid in _ranks_below(process.pid)}
         finally:
             os.killpg(process.pid, signal.SIGTERM)
             process.communicate()
+    print(f"$ {line}\n$ py-spy dump --pid …, for each rank, when they stand still")
+    for rank, place in sorted(now.items()):
+        print(f"rank {rank}: {place}")
+
+
+def _innermost(pid):
+    """The innermost line of a process outside of torch and Python's library; what py-spy says if it cannot look."""
+    spy = shutil.which("py-spy") or str(Path(sys.executable).with_name("py-spy"))
+    dump = subprocess.run([spy, "dump", "--pid", str(pid)], capture_output=True, text=True, timeout=60)
+    lines = [text.strip() for text in dump.stdout.splitlines() if _FRAME.search(text)]
+    own = [text for text in lines if not _LIBRARY.search(text)]
+    return own[0] if own else dump.stderr.strip()[:200]
 
 
 def _ranks_below(pid):
