@@ -67,7 +67,7 @@ def test_every_system_and_every_python_that_is_promised_is_tested():
     assert matrix["python"] == [f"3.{minor}" for minor in range(lowest, 14)]
 
 
-@pytest.mark.parametrize("name", ["tests", "weekly", "site"])
+@pytest.mark.parametrize("name", ["tests", "nightly", "site"])
 def test_a_workflow_ends_by_itself_and_may_write_no_more_than_it_must(name):
     made = workflow(name)
     assert made["permissions"]["contents"] == "read"
@@ -80,7 +80,7 @@ def test_a_workflow_ends_by_itself_and_may_write_no_more_than_it_must(name):
 
 def test_workflows_run_what_is_there():
     makefile = (ROOT / "Makefile").read_text()
-    for name in ("tests", "weekly", "site"):
+    for name in ("tests", "nightly", "site"):
         for command in (step["run"] for step in steps(name) if "run" in step):
             for target in re.findall(r"^make ([\w-]+)", command, re.MULTILINE):
                 assert re.search(rf"^{target}:", makefile, re.MULTILINE), target

@@ -144,7 +144,7 @@ def no_results(file):
         (lambda file: [each.unlink() for each in file.parent.iterdir()], 'no results in "'),
         (cut_short, "its checksum is wrong"),
         (no_results, "it holds no results"),
-        (of_other_runs, "differ in lr, seed; keep one job to a folder"),
+        (of_other_runs, "differ in lr, seed; keep one job per folder"),
     ],
 )
 def test_results_that_cannot_be_compared_are_refused_in_one_line(
