@@ -133,11 +133,11 @@ entered.
 
 There you have torchrun's log, and the tools that work on any process. The first one is **py-spy**: it prints the stack of a
 running process from outside, without touching it (`py-spy dump --pid …`, for each rank). This script trains on three ranks and
-then hangs. Where does each of them stand?
+then hangs (`CLINIC` stands for the folder `exercises/clinic`). Where does each of them stand?
 """
 
 # %% py-spy
-show.stacks("torchrun --standalone --nproc-per-node=3 ../exercises/clinic/patient_02.py")
+show.stacks("torchrun --standalone --nproc-per-node=3 CLINIC/patient_02.py")
 
 # %% [markdown]
 r"""

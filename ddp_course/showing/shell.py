@@ -14,6 +14,8 @@ from pathlib import Path
 
 import psutil
 
+from ..running.files import course_folder
+
 _FRAME = re.compile(r"\(.+:\d+\)$")  # such as "main (train.py:33)"
 _LIBRARY = re.compile(r"site-packages|torch/|<frozen|lib/python")
 PROGRAMS = {"torchrun": ["-m", "torch.distributed.run"], "ddp-course": ["-m", "ddp_course.cli"], "python": []}
@@ -42,8 +44,9 @@ def command(*lines: str, timeout: float = 120) -> list[int]:
 def stacks(line: str, timeout: float = 90) -> None:
     """Run a command line with torchrun until its ranks stand still, and print where each of them stands, by py-spy.
 
-    Of each rank the innermost line outside of torch and Python's library is shown. Where the system forbids a look into
-    another process (ptrace) py-spy says so; then put `faulthandler.dump_traceback_later(seconds)` into the script.
+    CLINIC stands for the folder exercises/clinic. Of each rank the innermost line outside of torch and Python's library
+    is shown. Where the system forbids a look into another process (ptrace) py-spy says so; then put
+    `faulthandler.dump_traceback_later(seconds)` into the script.
     """
     before, now, end = {}, {}, time.monotonic() + timeout
     with tempfile.TemporaryDirectory(prefix="ddp_course_", ignore_cleanup_errors=True) as folder:
@@ -55,9 +58,12 @@ def stacks(line: str, timeout: float = 90) -> None:
                 time.sleep(4)
                 before, now = now, {rank: _innermost(pid) for rank, pid in _ranks_below(process.pid)}
         finally:
-            os.killpg(process.pid, signal.SIGTERM)
-            process.communicate()
+            with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+                os.killpg(process.pid, signal.SIGTERM)
+            output, _ = process.communicate()
     print(f"$ {line}\n$ py-spy dump --pid …, for each rank, when they stand still")
+    if not now:
+        print("all ranks had ended:", _without_noise(output), sep="\n")
     for rank, place in sorted(now.items()):
         print(f"rank {rank}: {place}")
 
@@ -65,7 +71,8 @@ def stacks(line: str, timeout: float = 90) -> None:
 def _innermost(pid):
     """The innermost line of a process outside of torch and Python's library; what py-spy says if it cannot look."""
     spy = shutil.which("py-spy") or str(Path(sys.executable).with_name("py-spy"))
-    dump = subprocess.run([spy, "dump", "--pid", str(pid)], capture_output=True, text=True, timeout=60)
+    plain = {name: value for name, value in os.environ.items() if "COLOR" not in name}  # Jupyter asks for colours
+    dump = subprocess.run([spy, "dump", "--pid", str(pid)], capture_output=True, text=True, timeout=60, env=plain)
     lines = [text.strip() for text in dump.stdout.splitlines() if _FRAME.search(text)]
     own = [text for text in lines if not _LIBRARY.search(text)]
     return own[0] if own else dump.stderr.strip()[:200]
@@ -80,7 +87,8 @@ def _ranks_below(pid):
 
 
 def _start(line, folder):
-    program, *arguments = shlex.split(line.replace("FOLDER", folder))
+    clinic = str(course_folder("exercises") / "clinic")
+    program, *arguments = shlex.split(line.replace("FOLDER", folder).replace("CLINIC", clinic))
     if program not in PROGRAMS:
         raise ValueError(f'"{program}" is not one of {", ".join(PROGRAMS)}')
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
