@@ -35,8 +35,9 @@ MOST_SECONDS = 12.0  # of a test of `make test`; dearer ones are for `make test-
 
 
 def pytest_runtest_logreport(report):
-    """With DDP_COURSE_DURATIONS=FILE write down what each test costs: the table is made from it."""
-    if (path := os.environ.get("DDP_COURSE_DURATIONS")) and report.duration >= 0.1:
+    """With DDP_COURSE_DURATIONS=FILE write down what each test costs: tests/durations.py makes the table from it."""
+    path = os.environ.get("DDP_COURSE_DURATIONS")
+    if path and "PYTEST_XDIST_WORKER" not in os.environ and report.duration >= 0.1:
         with open(path, "a", encoding="utf-8") as file:
             file.write(f"{report.duration:.1f},{report.nodeid.removeprefix('tests/')},{report.when}\n")
 
@@ -47,11 +48,7 @@ def pytest_collection_modifyitems(items):
         rows = {row["test"]: row for row in csv.DictReader(file)}
     for item in items:
         name = item.nodeid.removeprefix("tests/")
-        names = [
-            name,
-            name.split("[")[0],
-            name.partition("::")[0],
-        ]  # a test with its parameters, without them, its file
+        names = [name, name.split("[")[0], name.partition("::")[0]]  # with its parameters, without them, its file
         row = next((rows[name] for name in names if name in rows), None)
         if row and row["why"] != "keep" and float(row["seconds"]) > MOST_SECONDS:
             item.add_marker(pytest.mark.slow)
