@@ -12,6 +12,12 @@ from pathlib import Path
 TABLE = Path(__file__).with_name("durations.csv")
 LEAST = 5.0
 
+
+def names(test):
+    """Under which names a test may stand in the table: with its parameters, without them, as its file."""
+    return test, test.split("[")[0], test.partition("::")[0]
+
+
 costs: Counter = Counter()
 for path in sys.argv[1:]:
     for seconds, test, _ in csv.reader(Path(path).read_text(encoding="utf-8").splitlines()):
@@ -20,10 +26,10 @@ for path in sys.argv[1:]:
 with TABLE.open(encoding="utf-8") as file:
     rows = {row["test"]: row for row in csv.DictReader(file)}
 for name, row in rows.items():
-    measured = [seconds for test, seconds in costs.items() if name in (test, test.split("[")[0], test.partition("::")[0])]
+    measured = [seconds for test, seconds in costs.items() if name in names(test)]
     row["seconds"] = f"{sum(measured):.0f}" if measured else row["seconds"]
 for test, seconds in costs.items():
-    if seconds >= LEAST and not any(name in rows for name in (test, test.split("[")[0], test.partition("::")[0])):
+    if seconds >= LEAST and not any(name in rows for name in names(test)):
         rows[test] = {"seconds": f"{seconds:.0f}", "test": test, "why": "measured"}
 
 with TABLE.open("w", encoding="utf-8", newline="") as file:
