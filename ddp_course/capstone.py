@@ -26,6 +26,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_course import problems
+from ddp_course.running.join import join
 
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # on rank 0, the same with every wrap and world size
 SPREAD = StateDictOptions(full_state_dict=True)  # every rank has read all of it, and takes what is its own
@@ -113,6 +114,6 @@ if __name__ == "__main__":
     parser.add_argument("--kill-after", type=int, help="rank 1 kills itself after this step, once: to try a resume")
     arguments = parser.parse_args()
     os.makedirs(arguments.folder, exist_ok=True)
-    dist.init_process_group("gloo")
+    join("cpu")
     train(arguments)
     dist.destroy_process_group()
