@@ -42,10 +42,7 @@ class Bucket:
             raise RuntimeError("stage 5 averages no sparse gradient, none with a graph, and none that a hook dropped")
         if parameter not in self.missing:
             raise RuntimeError("a gradient was computed twice in one backward pass; stage 6 has static_graph for that")
-        view = self.views[parameter]
-        if parameter.grad.data_ptr() != view.data_ptr():
-            view.copy_(parameter.grad)
-            parameter.grad = view
+        parameter.grad = self.views[parameter].copy_(parameter.grad)
         self.missing.remove(parameter)
 
 
@@ -80,11 +77,9 @@ class BucketedDDP(torch.nn.Module):
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         if not parameters:
             raise ValueError("the model has no trainable parameters: nothing to average, nothing to train")
-        if any(isinstance(layer, BucketedDDP) for layer in module.modules()):
-            raise ValueError("a part of the model is wrapped already: wrap the whole model once")
-        everyone = [None] * dist.get_world_size(process_group)
-        dist.all_gather_object(everyone, [parameter.shape for parameter in parameters], group=process_group)
-        if any(shapes != everyone[0] for shapes in everyone):
+        shapes = [None] * dist.get_world_size(process_group)  # of every rank
+        dist.all_gather_object(shapes, [parameter.shape for parameter in parameters], group=process_group)
+        if any(others != shapes[0] for others in shapes):
             raise ValueError("the ranks' models have parameters of different shapes")
         broadcast_parameters(module, group=process_group)
         self.module, self.process_group, self.all_reduce = module, process_group, all_reduce
@@ -112,9 +107,13 @@ class BucketedDDP(torch.nn.Module):
         self.in_backward, self.waits = False, []  # the waits are those of the buckets that have left
         for bucket in self.buckets:
             bucket.missing = set(bucket.views)
+            for parameter in bucket.views:
+                vars(parameter).pop("averaged_by", None)
 
     def gradient_ready(self, parameter):
         """The hook: runs in the middle of backward, right after the gradient of `parameter` is complete."""
+        if vars(parameter).setdefault("averaged_by", id(self)) != id(self):
+            raise RuntimeError("two wrappers average the same parameter: wrap the whole model, and only once")
         if not self.in_backward:
             self.in_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(self.finish)  # when this pass ends
@@ -133,8 +132,7 @@ class BucketedDDP(torch.nn.Module):
         with wire.span("wait"):
             for wait in self.waits:
                 wait()
-        unused = sum(len(bucket.missing) for bucket in self.buckets)
-        if unused:
+        if unused := sum(len(bucket.missing) for bucket in self.buckets):
             raise RuntimeError(f"{unused} parameters got no gradient in this backward pass; stage 6 allows that")
         self.start_over()
 

@@ -358,8 +358,9 @@ class Pipeline:
 
     `stages` is this rank's module, or a list of them where the schedule has several stages on a rank. `loss(outputs,
     targets)` must be a mean over samples. Activations, one tensor, may have any shape whose first dimension is the
-    samples. `most_kept` is the greatest number of micro-batches whose activations this rank held at once, counted at
-    each stage. Raises ValueError for a schedule that cannot work, or modules that do not belong to it.
+    samples. BatchNorm takes the statistics of one micro-batch after the other, as in torch's pipelines. `most_kept` is
+    the greatest number of micro-batches whose activations this rank held at once, counted at each stage. Raises
+    ValueError for a schedule that cannot work, or modules that do not belong to it.
     """
 
     def __init__(self, stages, microbatches=4, schedule=one_forward_one_backward, loss=cross_entropy, group=None):

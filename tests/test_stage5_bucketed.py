@@ -201,7 +201,11 @@ def refusals():
     dropping = torch.nn.Linear(2, 1)
     dropping.weight.register_post_accumulate_grad_hook(lambda weight: setattr(weight, "grad", None))
     refused("dropped", BucketedDDP(dropping)(torch.ones(1, 2)).sum().backward)
-    refused("nested", lambda: BucketedDDP(torch.nn.Sequential(parallel, torch.nn.Linear(1, 1))), ValueError)
+    nested = BucketedDDP(torch.nn.Sequential(BucketedDDP(torch.nn.Linear(2, 2)), torch.nn.Linear(2, 1)))
+    refused("nested", nested(torch.ones(1, 2)).sum().backward)
+    shared = torch.nn.Linear(2, 2)
+    both = [BucketedDDP(torch.nn.Sequential(torch.nn.Linear(2, 2), shared)) for _ in range(2)]
+    refused("shared", sum(each(torch.ones(1, 2)).sum() for each in both).backward)
     refused("nothing to train", lambda: BucketedDDP(torch.nn.Linear(2, 2).requires_grad_(False)), ValueError)
     refused("another shape", lambda: BucketedDDP(torch.nn.Linear(2, 1 + dist.get_rank())), ValueError)
     partly = torch.nn.Linear(2, 1)
@@ -221,7 +225,8 @@ REFUSED = {
     "graph": "none with a graph",
     "dropped": "none that a hook dropped",
     "twice": "a gradient was computed twice in one backward pass",
-    "nested": "a part of the model is wrapped already",
+    "nested": "two wrappers average the same parameter",
+    "shared": "two wrappers average the same parameter",
     "nothing to train": "no trainable parameters",
     "another shape": "parameters of different shapes",
     "unfrozen": "frozen, unfrozen or replaced after wrapping",

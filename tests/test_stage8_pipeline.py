@@ -197,6 +197,19 @@ def test_a_pipeline_equals_one_device(world_size):
             assert (sum(halves) / 2 - expected_losses).abs().max() < 1e-14
 
 
+def faulty():
+    """The control: what comes back from the stage behind counts twice."""
+    stage8_pipeline.Received.backward = staticmethod(lambda ctx, gradient: (2 * gradient, None))
+    model = deep_model()
+    stage8_pipeline.train(model, tiny_batches(), 0.1)
+    return weights(model)
+
+
+def test_the_oracle_rejects():
+    for result in launch(faulty, world_size=2):
+        assert (result - trained_alone()[0]).abs().max() > 1e-4
+
+
 def torchs_order(torchs, ranks, microbatches):
     """What a schedule of torch lets the ranks do, as our instructions."""
     names = {"F": "forward", "B": "backward", "I": "input", "W": "weight"}
@@ -251,6 +264,26 @@ def test_it_agrees_with_torchs_pipelining(schedule, name):
     assert max(gap for gap, *_ in ranks) < 1e-15
     [(ours, theirs)] = [(ours, theirs) for _, ours, theirs in ranks if ours]
     assert ours == pytest.approx([theirs] * len(ours), abs=1e-14)
+
+
+def batch_norm():
+    """Running means of our pipeline and of torch's, which is told the shapes, or it tries one micro-batch for them."""
+    from torch.distributed import pipelining
+
+    rank, (inputs, targets) = dist.get_rank(), next(tiny_batches())
+    parts = [torch.nn.Sequential(torch.nn.Linear(13, 13), torch.nn.BatchNorm1d(13)).double() for _ in range(2)]
+    parts[1].load_state_dict(parts[0].state_dict())
+    Pipeline(parts[0], 4).step(inputs, targets)
+    shape = inputs[:6].clone().requires_grad_()
+    stage = pipelining.PipelineStage(parts[1], rank, 2, torch.device("cpu"), input_args=shape, output_args=shape)
+    torchs = pipelining.Schedule1F1B(stage, 4, cross_entropy)
+    torchs.step(*[inputs] * (rank == 0), target=targets if rank else None, losses=[] if rank else None)
+    return [part[1].running_mean for part in parts]
+
+
+def test_batch_norm_keeps_the_statistics_of_torchs_pipeline():
+    for ours, torchs in launch(batch_norm, world_size=2):
+        assert (ours - torchs).abs().max() < 1e-15 and ours.abs().max() > 1e-3
 
 
 def transformer():

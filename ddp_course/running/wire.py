@@ -176,7 +176,12 @@ class Transfer:
         """Block until the message has left (send) or arrived (receive). An empty tensor sends nothing."""
         if self.work is None:
             return
-        self.work.wait()
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            if "timed out" in str(error).lower():
+                raise RuntimeError(f"rank {self.peer} has not come to this {self.kind}: {error}") from error
+            raise
         self.work = None
         if self.throttle:
             self.throttle.finish(self.ticket)

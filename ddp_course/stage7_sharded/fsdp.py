@@ -50,7 +50,7 @@ class FullyShardedDataParallel(torch.nn.Module):
         self._ddp_params_and_buffers_to_ignore = list(named)  # torch's DDP around this refuses: nothing is left for it
         self.thread, self.device = communication.communication_thread(process_group), self.flats[0].full.device
         self.gathers = torch.cuda.Stream(self.device) if communication.is_queued(self.device) else None
-        self.latest, self.reducing, self.backward_pass, self.passes, self.graphs = None, [], None, 0, True
+        self.latest, self.reducing, self.backward_pass, self.passes, self.trained = None, [], None, 0, True
         self.handles = [handle for block in self.blocks for handle in self.watch(block)]
         self.free_all()
 
@@ -74,9 +74,10 @@ class FullyShardedDataParallel(torch.nn.Module):
         self.check_usable()
         if recomputing():
             return self.module(*args, **kwargs)
-        if torch.is_grad_enabled() != self.graphs:  # an evaluation begins, or ends
+        trains = self.training and torch.is_grad_enabled()
+        if trains != self.trained:  # an evaluation begins or ends, and some people evaluate on rank 0 alone
             meet("a forward pass of a sharded model", self.group)
-            self.graphs = not self.graphs
+            self.trained = trains
         self.start_over()  # a pass before may have ended with an exception
         self.passes += 1
         outputs = self.module(*args, **kwargs)
@@ -272,6 +273,7 @@ class FullyShardedDataParallel(torch.nn.Module):
     def optimizer_state_dict(self, optimizer):
         """Return the state dict of an optimizer of `parameters()` as if nothing were sharded; all ranks call this."""
         order = self.whole_parameters(optimizer)
+        meet("optimizer_state_dict() of a sharded model", self.group)
         states = {parameter: optimizer.state.get(shard, {}) for parameter, shard in self.shards.items()}
         state = gathered_state(self.flats, states, self.group)
         groups, start = [], 0

@@ -18,7 +18,7 @@ from ..stage4_ring import allgather, reduce_scatter
 from ..stage5_bucketed import assign_buckets
 from ..stage6_ddp.checks import same_on_all_ranks
 from .clipping import OwnGradient, Part, clip_grad_norm_
-from .flat import flats, gathered_state, local_state
+from .flat import flats, gathered_state, local_state, meet
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -143,6 +143,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Return the state dict of the unsharded optimizer, the same on every rank; all ranks must call this."""
         index = {parameter: number for number, parameter in enumerate(self.parameters())}
         with self.together():
+            meet("state_dict() of a ShardedOptimizer", self.group)
             states = {parameter: self.local.state.get(shard, {}) for parameter, shard in self.shards.items()}
             state = gathered_state(self.flats, states, self.group)
         numbered = {index[parameter]: entries for parameter, entries in state.items() if entries}

@@ -2,6 +2,7 @@
 
 import dataclasses
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -193,22 +194,33 @@ def test_what_would_train_nothing_or_something_else_is_refused():
         assert {name: m for name, m in messages.items() if REFUSED[name][0] not in m} == {}
 
 
-def alone(what):
-    """Rank 0 comes by itself to something that all ranks do together."""
-    parallel = FullyShardedDataParallel(Linear(5, 5), process_group=dist.new_group(timeout=timedelta(seconds=2)))
-    if dist.get_rank() == 0:
-        try:
-            with torch.no_grad():
-                parallel.state_dict() if what == "state_dict" else parallel(INPUTS)
-        except RuntimeError as error:
-            return str(error)
-    return None
+def alone():
+    """What rank 0 is told when it comes by itself to something that all ranks do together."""
+    calls, messages = {}, {}
+    for what in ("state_dict", "optimizer_state_dict", "evaluation", "evaluation with graphs", "ZeRO-1", "a pass"):
+        group = dist.new_group(timeout=timedelta(seconds=2))
+        if what == "ZeRO-1":
+            calls[what] = ShardedOptimizer(Linear(5, 5).parameters(), torch.optim.Adam, group=group).state_dict
+            continue
+        parallel = FullyShardedDataParallel(Linear(5, 5), process_group=group)
+        calls[what] = {
+            "state_dict": parallel.state_dict,
+            "optimizer_state_dict": partial(parallel.optimizer_state_dict, torch.optim.Adam(parallel.parameters())),
+            "evaluation": partial(torch.no_grad()(parallel), INPUTS),
+            "evaluation with graphs": partial(parallel.train(what == "a pass"), INPUTS),
+        }.get(what, partial(parallel, INPUTS))
+    for what, call in calls.items() if dist.get_rank() == 0 else ():
+        with pytest.raises(RuntimeError) as raised:
+            call()
+        messages[what] = str(raised.value)
+    return messages
 
 
-@pytest.mark.parametrize("what", ["state_dict", "evaluation"])
-def test_who_comes_alone_is_told_who_is_missing(what):
-    message = launch(alone, what, world_size=3)[0]
-    assert "needs all ranks together" in message and "Ranks 1, 2 failed" in message, message
+def test_who_comes_alone_is_told_who_is_missing():
+    messages, *_ = launch(alone, world_size=3)
+    assert "rank 1 has not come to this recv" in messages.pop("a pass")
+    for what, message in messages.items():
+        assert "needs all ranks together" in message and "Ranks 1, 2 failed" in message, (what, message)
 
 
 def buffers():
