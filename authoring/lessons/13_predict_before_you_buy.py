@@ -295,5 +295,6 @@ Least traffic, hidden behind backward, nothing to configure, and exactly the mat
 2. Scaling is linear up to a knee; where it lies follows from computing, bandwidth and latency.
 3. Take the simplest way that fits and is not much slower: DDP, then sharding, then tensor and pipeline.
 
-**Next:** [14, communicate less](14_communicate_less.ipynb): when the link is slow whatever you do.
+**Exercise:** [13](../exercises/13_predict_before_you_buy.ipynb), `exercises/13_predict_before_you_buy.ipynb`. **Next:**
+[14, communicate less](14_communicate_less.ipynb): when the link is slow whatever you do.
 """

@@ -1,0 +1,147 @@
+# %% [markdown]
+# # Exercise 13: predict before you buy
+#
+# Tables to judge, units to read, plans to rule out, and an honest error. Nothing here is timed; paper and a few lines do.
+#
+# Stuck? `hint("13.1")` gives the first of three hints for a task, and
+# `hint("13.1", 2)` the next. Reports count them.
+# %% imports
+from ddp_course.grading import check, hint
+
+
+# %% [markdown]
+# ## 13.1 Judge a table
+#
+# A table of pipeline speeds. Each row is (stages P, micro-batches M, times): `times` as fast as the *first* row, whose own
+# `times` is 1. A pipeline of P equal stages is at most P M/(M + P - 1) times as fast as one device. Numbers are rounded,
+# and machines are not all alike, so a tenth above the formula may pass. Which rows are too good to be true?
+#
+# The first rows of GPipe's table are `(2, 1, 1.0), (4, 1, 1.07), (8, 1, 1.3)`. Is one of them?
+# %% answer-13-1
+def too_good(rows):
+    """Return the (stages, micro-batches) of all rows that are more than a tenth faster than the formula allows."""
+
+    ### BEGIN SOLUTION
+    def formula(stages, micro_batches):
+        return stages * micro_batches / (micro_batches + stages - 1)
+
+    first = formula(*rows[0][:2])
+    return [(p, m) for p, m, times in rows if times > 1.1 * formula(p, m) / first]
+    ### END SOLUTION
+
+
+# %% check-13-1 points=2
+check("13.1", too_good)
+
+
+# %% [markdown]
+# ## 13.2 Read a benchmark
+#
+# NCCL's tests print a *bus bandwidth*: on a ring, what each link carries, 2(K-1)/K p over the time. How many seconds did the
+# all-reduce take?
+#
+# A protocol is a pair (seconds of latency, bytes per second of the message); NCCL uses the fastest one for each message.
+# From how many bytes on is `second`, slower to start and faster to carry, the faster one? And which protocols are ever used?
+# Three lines cross: guess first whether the middle one always has its turn.
+# %% answer-13-2
+def seconds(bus_gb_per_s, nbytes, ranks):
+    """Return the seconds of an all-reduce of `nbytes` whose bus bandwidth is so many 10^9 bytes per second."""
+    ### BEGIN SOLUTION
+    return 2 * (ranks - 1) / ranks * nbytes / (1e9 * bus_gb_per_s)
+    ### END SOLUTION
+
+
+def crossover(first, second):
+    """Return the bytes for which both protocols take the same time."""
+    ### BEGIN SOLUTION
+    return (second[0] - first[0]) / (1 / first[1] - 1 / second[1])
+    ### END SOLUTION
+
+
+def used(protocols):
+    """Return the names of those protocols, of {name: (latency, rate)}, that are the fastest for some message."""
+    ### BEGIN SOLUTION
+    names = sorted(protocols, key=protocols.get)
+    fastest = [names[0]]
+    while later := [name for name in names if protocols[name][1] > protocols[fastest[-1]][1]]:
+        fastest.append(min(later, key=lambda name: crossover(protocols[fastest[-1]], protocols[name])))
+    return fastest
+    ### END SOLUTION
+
+
+# %% check-13-2 points=3
+check("13.2", seconds, crossover, used)
+
+
+# %% [markdown]
+# ## 13.3 1,536 A100s
+#
+# A plan is (tensor, pipeline, data, sharded): ways, and whether the copies share the state among them (ZeRO-3) or each keeps
+# all of its part. Weights and gradients in bfloat16, Adam's state and a copy of the weights in float32: 16 bytes per
+# parameter. A job is a dict: `parameters`, `layers`, `batch` (sequences of a step), `gpus`, `per_host`, `memory_gb`.
+# A tenth of the memory is needed for activations. What is wrong with a plan, the first of these?
+#
+# | | |
+# |---|---|
+# | `"GPUs"` | the ways do not make as many GPUs as there are |
+# | `"host"` | the GPUs of a layer are on two hosts |
+# | `"layers"` | the stages do not have equally many layers |
+# | `"batch"` | the copies do not have equally many sequences |
+# | `"memory"` | 16 bytes per parameter need more than nine tenths of the memory |
+# | `"nothing"` | it can be done |
+# %% answer-13-3
+def kept_gb(plan, job):
+    """Return the 10^9 bytes that each GPU keeps of weights, gradients and Adam's state."""
+    ### BEGIN SOLUTION
+    tensor, pipeline, data, sharded = plan
+    return 16 * job["parameters"] / 1e9 / (tensor * pipeline * (data if sharded else 1))
+    ### END SOLUTION
+
+
+def wrong_with(plan, job):
+    """Return the first thing that is wrong with a plan, one of the six words."""
+    ### BEGIN SOLUTION
+    tensor, pipeline, data, _ = plan
+    if tensor * pipeline * data != job["gpus"]:
+        return "GPUs"
+    if job["per_host"] % tensor:
+        return "host"
+    if job["layers"] % pipeline:
+        return "layers"
+    if job["batch"] % data:
+        return "batch"
+    return "memory" if kept_gb(plan, job) > 0.9 * job["memory_gb"] else "nothing"
+    ### END SOLUTION
+
+
+# %% check-13-3 points=3
+check("13.3", kept_gb, wrong_with)
+
+
+# %% [markdown]
+# ## 13.4 An honest error
+#
+# The batch stays the same, the GPUs double: what is computed halves, what ZeRO-3 sends stays. So t(K) = c/K + s, with two
+# unknowns. From two rows (GPUs, seconds), what will K GPUs take?
+#
+# Then say how good that is. Of three rows hold out each in turn, fit to the other two, and compare: predicted over measured,
+# minus 1. Write down first: on which row do you expect the largest error?
+# %% answer-13-4
+def predicted(two_rows, gpus):
+    """Return the seconds of a step on `gpus` GPUs, from two rows (GPUs, seconds)."""
+    ### BEGIN SOLUTION
+    (few, slow), (many, fast) = two_rows
+    computing = (slow - fast) / (1 / few - 1 / many)
+    return computing / gpus + slow - computing / few
+    ### END SOLUTION
+
+
+def held_out(rows):
+    """Return {GPUs: error} for each of three rows (GPUs, seconds), held out and predicted from the other two."""
+    ### BEGIN SOLUTION
+    return {gpus: predicted([row for row in rows if row[0] != gpus], gpus) / measured - 1 for gpus, measured in rows}
+    ### END SOLUTION
+
+
+# %% check-13-4 points=3
+check("13.4", predicted, held_out)

@@ -1,0 +1,230 @@
+# %% [markdown]
+# Answers to exercise 13 as learners write them. docs/CONTRIBUTING.md says how to read this.
+
+# %% 13.1 right: a loop and a set
+def too_good(rows):
+    p0, m0, _ = rows[0]
+    found = set()
+    for p, m, times in rows:
+        share = times * p0 * m0 / (m0 + p0 - 1) / (p * m / (m + p - 1))
+        if share > 1.1:
+            found.add((p, m))
+    return found
+
+
+# %% 13.1 right: idle shares
+def too_good(rows):
+    def busy(p, m):
+        return p * (1 - (p - 1) / (m + p - 1))
+
+    return [[p, m] for p, m, t in rows if t / busy(p, m) > 1.1 / busy(rows[0][0], rows[0][1])]
+
+
+# %% 13.1 wrong: no first row | the first row is the unit of all others, and it is a pipeline too: compare with its formula
+#- times > 1.1 * formula(p, m) / first
+#+ times > 1.1 * formula(p, m)
+# %% 13.1 wrong: as many times as stages | P stages are P times as fast only while none of them waits: look at the formula again
+#- return stages * micro_batches / (micro_batches + stages - 1)
+#+ return stages
+# %% 13.1 wrong: no tenth | rounding and unlike machines explain a few percent: allow a tenth
+#- 1.1 * formula
+#+ formula
+# %% 13.1 told: what is slower | was expected
+#- times > 1.1
+#+ times < 1.1
+# %% 13.1 told: GPipe's words are believed | was expected
+#- return [(p, m) for p, m, times in rows if times > 1.1 * formula(p, m) / first]
+#+ return []
+# %% 13.1 told: whole rows | return pairs
+#- [(p, m) for p, m, times in rows
+#+ [(p, m, times) for p, m, times in rows
+# %% 13.1 told: how many | not iterable
+#- return [(p, m) for p, m, times in rows if times > 1.1 * formula(p, m) / first]
+#+ return len(rows)
+# %% 13.2 right: by the algorithm's bandwidth
+def seconds(bus_gb_per_s, nbytes, ranks):
+    algorithm = bus_gb_per_s / (2 * (ranks - 1) / ranks)
+    return nbytes / algorithm / 10**9
+
+
+def crossover(first, second):
+    (a, r), (b, s) = first, second
+    return (b - a) * r * s / (s - r)
+
+
+def used(protocols):
+    times = {name: (lambda n, a=a, r=r: a + n / r) for name, (a, r) in protocols.items()}
+    return {min(times, key=lambda name: times[name](2**k)) for k in range(0, 40)}
+
+
+# %% 13.2 right: against all others
+def seconds(bus_gb_per_s, nbytes, ranks):
+    return (2 - 2 / ranks) * nbytes / bus_gb_per_s * 1e-9
+
+
+def crossover(first, second):
+    return (first[0] - second[0]) / (1 / second[1] - 1 / first[1])
+
+
+def used(protocols):
+    names = []
+    for name, mine in protocols.items():
+        slower = [crossover(other, mine) for other in protocols.values() if other[1] < mine[1]]
+        faster = [crossover(mine, other) for other in protocols.values() if other[1] > mine[1]]
+        if max(slower, default=0) < min(faster, default=float("inf")):
+            names.append(name)
+    return tuple(names)
+
+
+# %% 13.2 wrong: bytes over bandwidth | that reads it as bytes over time; bus bandwidth counts what a link carries, 2(K-1)/K of them
+#- 2 * (ranks - 1) / ranks * nbytes / (1e9 * bus_gb_per_s)
+#+ nbytes / (1e9 * bus_gb_per_s)
+# %% 13.2 wrong: the other way round | the factor is upside down: links carry more than the message
+#- 2 * (ranks - 1) / ranks * nbytes / (1e9 * bus_gb_per_s)
+#+ nbytes * ranks / (2 * (ranks - 1)) / (1e9 * bus_gb_per_s)
+# %% 13.2 wrong: a reduce-scatter | that is a reduce-scatter alone; the allgather sends as much again
+#- 2 * (ranks - 1) / ranks
+#+ (ranks - 1) / ranks
+# %% 13.2 wrong: the rates subtracted | seconds per byte may be subtracted, bytes per second may not
+#- / (1 / first[1] - 1 / second[1])
+#+ * (second[1] - first[1])
+# %% 13.2 wrong: where the faster one has made up for nothing | each byte of the first takes time, too: both lines rise
+#- / (1 / first[1] - 1 / second[1])
+#+ * second[1]
+# %% 13.2 wrong: all of them | one of them never has its turn: when it overtakes the first, another one has done so already
+#- while later
+#+ return names
+#+     while later
+# %% 13.2 wrong: the ends only | the one in the middle has its turn here: look at a message in between
+#- while later
+#+ return [names[0], max(names, key=lambda name: protocols[name][1])]
+#+     while later
+# %% 13.2 told: one name | return a list of names
+#- return fastest
+#+ return 3
+# %% 13.3 right: a table of tests
+def kept_gb(plan, job):
+    parts = plan[0] * plan[1]
+    if plan[3]:
+        parts = parts * plan[2]
+    return job["parameters"] * 16 / parts / 10**9
+
+
+def wrong_with(plan, job):
+    t, p, d, _ = plan
+    tests = {
+        "GPUs": t * p * d == job["gpus"],
+        "host": t <= job["per_host"] and job["per_host"] % t == 0,
+        "layers": job["layers"] / p == job["layers"] // p,
+        "batch": job["batch"] % d == 0,
+        "memory": kept_gb(plan, job) <= job["memory_gb"] * 9 / 10,
+    }
+    return next((word for word, passed in tests.items() if not passed), "nothing")
+
+
+# %% 13.3 right: bytes by kind
+def kept_gb(plan, job):
+    tensor, pipeline, data, sharded = plan
+    ways = tensor * pipeline * (data**sharded)
+    return sum(job["parameters"] / ways * nbytes for nbytes in (2, 2, 4, 4, 4)) / 1e9
+
+
+def wrong_with(plan, job):
+    tensor, pipeline, data, sharded = plan
+    if job["gpus"] != tensor * pipeline * data:
+        return "GPUs"
+    for word, whole, ways in (("host", "per_host", tensor), ("layers", "layers", pipeline), ("batch", "batch", data)):
+        if job[whole] % ways != 0:
+            return word
+    if kept_gb(plan, job) / job["memory_gb"] > 0.9:
+        return "memory"
+    return "nothing"
+
+
+# %% 13.3 wrong: copies always share | copies share their state only if the plan is sharded; else each keeps all of its part
+#- (data if sharded else 1)
+#+ data
+# %% 13.3 wrong: nobody shares | sharded copies have a part each: divide by their number, too
+#- (data if sharded else 1)
+#+ 1
+# %% 13.3 wrong: weights alone | that is 2 bytes per parameter, the weights; gradients, Adam's state and the float32 copy are 14 more
+#- return 16 *
+#+ return 2 *
+# %% 13.3 wrong: layers are not split | tensor ways share each layer's weights, too
+#- (tensor * pipeline *
+#+ (pipeline *
+# %% 13.3 wrong: 80 GB for the state | a tenth of the memory is for activations
+#- > 0.9 * job["memory_gb"]
+#+ > job["memory_gb"]
+# %% 13.3 wrong: does not count the GPUs | how many GPUs do these ways make?
+#- if tensor * pipeline * data != job["gpus"]:
+#+ if False:
+# %% 13.3 wrong: wide layers | where are the GPUs that share a layer? Count what a host has
+#- if job["per_host"] % tensor:
+#+ if False:
+# %% 13.3 wrong: uneven stages | how many layers does each stage have?
+#- if job["layers"] % pipeline:
+#+ if False:
+# %% 13.3 wrong: uneven copies | how many sequences does each copy have?
+#- if job["batch"] % data:
+#+ if False:
+# %% 13.3 told: a sentence | is none of GPUs, host
+#- return "batch"
+#+ return "the batch does not come out even"
+# %% 13.4 right: a linear system
+def predicted(two_rows, gpus):
+    (k, t), (n, u) = two_rows
+    a = (t - u) * k * n / (n - k)
+    return t + a * (1 / gpus - 1 / k)
+
+
+def held_out(rows):
+    errors = {}
+    for place, (gpus, measured) in enumerate(rows):
+        others = rows[:place] + rows[place + 1 :]
+        errors[gpus] = (predicted(others, gpus) - measured) / measured
+    return errors
+
+
+# %% 13.4 right: through numpy
+import numpy as np
+
+
+def predicted(two_rows, gpus):
+    k, t = np.array(two_rows, dtype=float).T
+    slope, offset = np.polyfit(1 / k, t, 1)
+    return float(slope / gpus + offset)
+
+
+def held_out(rows):
+    table = dict(rows)
+    return {k: predicted([pair for pair in table.items() if pair[0] != k], k) / table[k] - 1 for k in table}
+
+
+# %% 13.4 wrong: all is computing | that halves with twice the GPUs; what is sent stays
+#- return computing / gpus + slow - computing / few
+#+ return slow * few / gpus
+# %% 13.4 wrong: a straight line | that is a straight line over the GPUs; the time goes with 1/K
+#- return computing / gpus + slow - computing / few
+#+ return slow + (fast - slow) / (many - few) * (gpus - few)
+# %% 13.4 wrong: sending forgotten | the sending is missing
+#- return computing / gpus + slow - computing / few
+#+ return computing / gpus
+# %% 13.4 wrong: the fit has seen it | there the row itself was in the fit: an error of zero proves nothing
+#- return {gpus
+#+ return {gpus: 0.0 for gpus, _ in rows}
+#+     return {gpus
+# %% 13.4 wrong: percents | in percent; as a share was asked for
+#- / measured - 1 for
+#+ / measured * 100 - 100 for
+# %% 13.4 wrong: measured over predicted | that is measured over predicted: turn it round
+#- gpus: predicted([row for row in rows if row[0] != gpus], gpus) / measured - 1 for
+#+ gpus: measured / predicted([row for row in rows if row[0] != gpus], gpus) - 1 for
+# %% 13.4 wrong: without the sign | which side? Predicted less than measured is an error below zero
+#- gpus: predicted([row for row in rows if row[0] != gpus], gpus) / measured - 1 for
+#+ gpus: abs(predicted([row for row in rows if row[0] != gpus], gpus) / measured - 1) for
+# %% 13.4 told: a list | return a dictionary
+#- return {gpus
+#+ return list({gpus
+#- for gpus, measured in rows}
+#+ for gpus, measured in rows})

@@ -1,0 +1,137 @@
+"""Exercise 13: a table that is too good, units and protocols, plans for 1,536 GPUs, and rows held out."""
+
+from ddp_course.grading.checks import require, task
+
+GPIPE = [
+    (2, 1, 1.0), (4, 1, 1.07), (8, 1, 1.3), (2, 4, 1.7), (4, 4, 3.2), (8, 4, 4.8), (2, 32, 1.8), (4, 32, 3.4), (8, 32, 6.3),
+]  # Huang et al., NeurIPS 2019, Table 2: Transformer  # fmt: skip
+
+
+def formula(stages, micro_batches):
+    """How many times as fast as one device a pipeline can be."""
+    return stages * micro_batches / (micro_batches + stages - 1)
+
+
+@task("13.1", "too_good", {"too good": 1, "possible": 1})
+class TooGood:
+    """Rows of a table that beat a formula which nothing can beat."""
+
+    def draw(random, hidden):
+        """GPipe's table, one over one device, one over a pipeline that is fast itself; rows 25 % too fast in each."""
+        tables = {"GPipe's Transformer": GPIPE}
+        for name, first in (("over one device", (1, 1)), ("over 4 stages and 8 micro-batches", (4, 8))):
+            rows = [(*first, 1.0)]
+            for stages, share in zip((2, 4, 8, 16), random.sample((0.7, 0.9, 1.04, 1.25), 4), strict=True):
+                batches = random.choice((2, 16, 32))
+                rows.append((stages, batches, share * formula(stages, batches) / formula(*first)))
+            tables[name] = rows
+        return {"tables": tables}
+
+    def probe(too_good, tables):
+        """The verdict on each row, those that cannot be and those that can apart."""
+        evidence = {"too good": {}, "possible": {}}
+        for name, rows in tables.items():
+            found = [tuple(pair) for pair in too_good(list(rows))]
+            require(all(len(pair) == 2 for pair in found), f"{name}: return pairs: (stages, micro-batches)")
+            for stages, batches, times in rows:
+                most = formula(stages, batches) / formula(*rows[0][:2])
+                case = f"{name}, {stages} stages, {batches} micro-batches, {times:.3g} times the first row"
+                part = evidence["too good" if times > 1.1 * most else "possible"]
+                part[case] = "too good" if (stages, batches) in found else "may be"
+        return evidence
+
+
+@task("13.2", ("seconds", "crossover", "used"), {"seconds": 1, "crossover": 1, "used": 1})
+class ReadABenchmark:
+    """From bus bandwidth to time; where two protocols cross; a protocol that never has its turn."""
+
+    def draw(random, hidden):
+        """Bus bandwidths with messages and ranks; three protocols whose middle one is used, and three where it is not."""
+        benches = [(random.randrange(50, 500), 2 ** random.randrange(20, 34), ranks) for ranks in (2, 8, 32)]
+        start, rate = random.uniform(2e-5, 5e-5), random.uniform(5e9, 9e9)
+        latencies = {"LL": start, "LL128": 1.5 * start, "Simple": 4 * start}
+        usual = {"LL": rate, "LL128": 9 * rate, "Simple": 11 * rate}
+        idle = {"LL": rate, "LL128": 1.1 * rate, "Simple": 11 * rate}
+        made = [{name: (latencies[name], rates[name]) for name in rates} for rates in (usual, idle)]
+        backwards = {name: made[0][name] for name in ("Simple", "LL128", "LL")}
+        return {"benches": benches, "machines": [*made, backwards]}
+
+    def probe(seconds, crossover, used, benches, machines):
+        """Seconds, bytes, and names."""
+        evidence = {"seconds": {}, "crossover": {}, "used": {}}
+        for bus, nbytes, ranks in benches:
+            evidence["seconds"][f"{bus} GB/s, {nbytes:,} bytes, {ranks} ranks"] = seconds(bus, nbytes, ranks)
+        for number, protocols in enumerate(machines):
+            pair = protocols["LL"], protocols["Simple"]
+            evidence["crossover"][f"machine {number}, LL and Simple, in bytes"] = crossover(*pair)
+            names = used(dict(protocols))
+            require(isinstance(names, list | tuple | set), f"machine {number}: return a list of names")
+            rates = ", ".join(
+                f"{name} {1e6 * start:.0f} µs, {rate:.2g} B/s" for name, (start, rate) in protocols.items()
+            )
+            evidence["used"][f"machine {number} ({rates})"] = sorted(map(str, names))
+        return evidence
+
+
+WORDS = ("GPUs", "host", "layers", "batch", "memory", "nothing")
+MEGATRON = {"parameters": 174.6e9, "layers": 96, "batch": 1536, "gpus": 1536, "per_host": 8, "memory_gb": 80}
+
+
+@task("13.3", ("kept_gb", "wrong_with"), {"memory": 1, "what is wrong": 2})
+class Plans:
+    """16 bytes per parameter, shared by some ways or all; five reasons why a plan cannot be."""
+
+    def draw(random, hidden):
+        """Plans for 1,536 A100s, two for each reason, and two for a small machine."""
+        plans = [
+            (8, 12, 16, False), (1, 1, 1536, True), (8, 6, 32, False), (1, 1, 1536, False), (2, 24, 32, False),
+            (8, 12, 8, False), (8, 12, 32, True), (16, 12, 8, False), (3, 4, 128, False), (8, 64, 3, False),
+            (1, 128, 12, False), (1, 3, 512, False), (4, 2, 192, True), (8, 1, 192, False),
+        ]  # fmt: skip
+        cases = [(plan, MEGATRON) for plan in random.sample(plans, len(plans))]
+        odd = MEGATRON | {"batch": random.choice((1500, 1544))}
+        cases += [((8, 12, 16, False), odd), ((8, 12, 16, False), MEGATRON | {"memory_gb": 32})]
+        small = MEGATRON | {"parameters": 4e9, "layers": 24, "gpus": 8, "batch": 32}
+        return {"cases": [*cases, ((1, 1, 8, False), small), ((2, 1, 4, False), small)]}
+
+    def probe(kept_gb, wrong_with, cases):
+        """GB per GPU, and whether the word is right."""
+        evidence = {"memory": {}, "what is wrong": {}}
+        for plan, job in cases:
+            tensor, pipeline, data, sharded = plan
+            about = f"{tensor} tensor x {pipeline} pipeline x {data} data{', sharded' * sharded}"
+            about += f", batch {job['batch']}, {job['gpus']:,} GPUs of {job['memory_gb']} GB"
+            evidence["memory"][f"{about}, GB per GPU"] = kept_gb(plan, dict(job))
+            word = wrong_with(plan, dict(job))
+            require(word is None or word in WORDS, f"{about}: {str(word)[:30]!r} is none of {', '.join(WORDS)}")
+            evidence["what is wrong"][about] = word
+        return evidence
+
+
+@task("13.4", ("predicted", "held_out"), {"prediction": 1, "held out": 2})
+class HeldOut:
+    """Two unknowns from two rows; the error on a row that the fit did not see."""
+
+    def draw(random, hidden):
+        """Tables of three rows whose steps are c/K + s, but for some noise in one of them; rows in any order."""
+        tables = {}
+        for name, noise in (("exact", 0.0), ("noisy", 0.06)):
+            computing, sending = random.uniform(1e4, 4e4), random.uniform(5, 40)
+            rows = [(k, (computing / k + sending) * random.uniform(1 - noise, 1 + noise)) for k in (96, 384, 1536)]
+            tables[name] = random.sample(rows, 3)
+        return {"tables": tables}
+
+    def probe(predicted, held_out, tables):
+        """What is predicted beyond the table, and the three errors, plus 1."""
+        evidence = {"prediction": {}, "held out": {}}
+        for name, rows in tables.items():
+            first = sorted(rows)[:2]
+            for gpus in (192, 3072):
+                evidence["prediction"][f"{name} rows of 96 and 384, on {gpus} GPUs"] = predicted(list(first), gpus)
+            errors = held_out(list(rows))
+            require(isinstance(errors, dict), "return a dictionary: {GPUs: error}")
+            for gpus, _ in sorted(rows):
+                error = errors.get(gpus)
+                case = f"{name} table, {gpus} GPUs held out, predicted over measured"
+                evidence["held out"][case] = 1 + error if isinstance(error, float) else error
+        return evidence
