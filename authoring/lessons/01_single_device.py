@@ -17,17 +17,19 @@ of, where its time goes, and what the batch size does.
 
 # %% imports
 from ddp_course import Device, problems, show, stage1_single, timeline, torch
+from ddp_course.grading import check
 
 # %% [markdown]
 r"""
 ## The loop
 
-This is stage 1, entire. A **step** is: *forward* (inputs to loss), *backward* (loss to gradients), *update*
-(gradients to new weights). `batches` is anything that yields pairs of inputs and targets.
+A **step** is: *forward* (inputs to loss), *backward* (loss to gradients), *update* (gradients to new weights). Stage 1,
+entire, is a loop of such steps over `batches`, which is anything that yields pairs of inputs and targets. You may know how to
+write it: task 1.1 of [exercise 1](../exercises/01_single_device.ipynb) asks for one step.
 """
 
 # %% source
-show.source(stage1_single.train)
+show.source(stage1_single.train, click="Write task 1.1 first, then open: stage 1")
 
 # %% [markdown]
 r"""
@@ -255,6 +257,33 @@ r"""
 That is the bargain that data parallel training offers: K devices make the batch K times larger in about the same
 time, and the gradient $\sqrt K$ times less noisy. Whether the *learning* gets K times faster is another question:
 lesson 10.
+
+## When a check fails
+
+From here on each lesson has an exercise, and below each answer stands a check. Here is one that fails, on an answer to task
+1.1 in which a line is missing:
+"""
+
+
+# %% failing-check
+# NBVAL_CHECK_OUTPUT
+def train_step(model, optimizer, inputs, targets):
+    loss = torch.nn.functional.cross_entropy(model(inputs), targets)
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+try:
+    check("1.1", train_step, seed=7)
+except Exception as wrong:  # in the exercise it comes as it is, with a traceback
+    print(wrong)
+
+# %% [markdown]
+r"""
+How to read it, from left to right: *where* the answer first differs from a right one (the weights after step 2; after step 1
+they were right), *what* the fault probably is, and how to get the same numbers again, with `seed=7` in the call. Without
+a seed each check draws new numbers. Of a fault that nobody foresaw it tells the first number that differs.
 
 ## What torch does
 

@@ -143,18 +143,14 @@ show.sketches.scatter_gather(K)
 
 # %% [markdown]
 r"""
-And in code. Each arrow is a function:
-"""
-
-# %% [markdown]
-r"""
-**Before you look:** tasks 2.1 and 2.2 of [exercise 2](../exercises/02_data_parallel.ipynb) ask you to write this yourself. It is worth more now
-than after the next cell.
+And in code, where each arrow is a function. Tasks 2.1 and 2.2 of [exercise 2](../exercises/02_data_parallel.ipynb) ask
+you to write two of them, which is worth more before you look:
 """
 
 # %% source
 show.source(stage2_dataparallel.scatter, stage2_dataparallel.replicate, DataParallel.forward,
-            stage2_dataparallel.gather, stage2_dataparallel.reduce)  # fmt: skip
+            stage2_dataparallel.gather, stage2_dataparallel.reduce,
+            click="Write tasks 2.1 and 2.2 first, then open: scatter, replicate, forward, gather, reduce")  # fmt: skip
 
 # %% [markdown]
 r"""

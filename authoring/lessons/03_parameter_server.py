@@ -212,12 +212,13 @@ guess
 
 # %% [markdown]
 r"""
-**Before you look:** tasks 3.1 to 3.3 of [exercise 3](../exercises/03_parameter_server.ipynb) ask you to write this yourself. It is worth more now
-than after the next cell.
+And the code: tasks 3.1 to 3.3 of [exercise 3](../exercises/03_parameter_server.ipynb) ask you to write it, which is worth
+more before you look.
 """
 
 # %% source
-show.source(average_on_server, stage3_paramserver.collect_and_return)
+show.source(average_on_server, stage3_paramserver.collect_and_return,
+            click="Write tasks 3.1 to 3.3 first, then open: the server")  # fmt: skip
 
 # %% [markdown]
 r"""

@@ -88,17 +88,13 @@ show.sketches.ring_step(K, step=K - 1)
 
 # %% [markdown]
 r"""
-And the code. `wire.exchange` sends to the right while it receives from the left.
-"""
-
-# %% [markdown]
-r"""
-**Before you look:** tasks 4.1 to 4.4 of [exercise 4](../exercises/04_ring_all_reduce.ipynb) ask you to write this yourself. It is worth more now
-than after the next cell.
+And the code, in which `wire.exchange` sends to the right while it receives from the left. Tasks 4.1 to 4.4 of
+[exercise 4](../exercises/04_ring_all_reduce.ipynb) ask you to write it, which is worth more before you look.
 """
 
 # %% source-ring
-show.source(ring_all_reduce, stage4_ring.reduce_scatter, stage4_ring.allgather)
+show.source(ring_all_reduce, stage4_ring.reduce_scatter, stage4_ring.allgather,
+            click="Write tasks 4.1 to 4.4 first, then open: the ring")  # fmt: skip
 
 # %% [markdown]
 r"""

@@ -84,17 +84,13 @@ r"""
 ## The code
 
 Two moments matter. The hook: mark this gradient as ready, and hand every complete bucket, in order, to the
-communication thread. The end of backward: wait for that thread.
-"""
-
-# %% [markdown]
-r"""
-**Before you look:** tasks 5.1 to 5.3 of [exercise 5](../exercises/05_bucketed_ddp.ipynb) ask you to write this yourself. It is worth more now
-than after the next cell.
+communication thread. The end of backward: wait for that thread. Tasks 5.1 to 5.3 of
+[exercise 5](../exercises/05_bucketed_ddp.ipynb) ask you to write the parts, which is worth more before you look.
 """
 
 # %% source
-show.source(BucketedDDP.gradient_ready, BucketedDDP.reduce, BucketedDDP.finish)
+show.source(BucketedDDP.gradient_ready, BucketedDDP.reduce, BucketedDDP.finish,
+            click="Write tasks 5.1 to 5.3 first, then open: the hook, and the end of backward")  # fmt: skip
 
 # %% [markdown]
 r"""

@@ -46,7 +46,7 @@ guess = show.predict("Between 2 hosts, what crosses the cable in each direction,
 guess
 
 # %% source
-show.source(collectives.hierarchical_all_reduce)
+show.source(collectives.hierarchical_all_reduce, click="Write task 12.1 first, then open: two levels")
 
 
 # %% correct

@@ -50,7 +50,7 @@ guess = show.predict(
 guess
 
 # %% source-topk
-show.source(communicate_less.TopK.__call__)
+show.source(communicate_less.TopK.__call__, click="Write task 14.1 first, then open: top-k with error feedback")
 
 # %% [markdown]
 r"""
@@ -59,7 +59,8 @@ the same file, and so is the half-precision one. This is local SGD, with DiLoCo 
 """
 
 # %% source-local
-show.source(communicate_less.train_local, communicate_less.meet)
+show.source(communicate_less.train_local, communicate_less.meet,
+            click="Write task 14.2 first, then open: local SGD and DiLoCo")  # fmt: skip
 
 # %% [markdown]
 r"""

@@ -16,23 +16,24 @@ _BLOCK = "font-family:monospace;font-size:0.9em;line-height:1.35;white-space:pre
 _THEMED = "color:var(--jp-content-font-color1, inherit);"  # of JupyterLab, light or dark; elsewhere the page's own
 
 
-def source(*things: Callable) -> Any:
-    """Show the source of functions, classes or methods, coloured."""
-    return Source("\n\n".join(text(thing) for thing in things).rstrip("\n"))
+def source(*things: Callable, click: str = "") -> Any:
+    """Show the source of functions, classes or methods, coloured; with `click`, behind a line that opens it."""
+    return Source("\n\n".join(text(thing) for thing in things).rstrip("\n"), click)
 
 
 class Source:
     """A text of Python, coloured where HTML can be shown."""
 
-    def __init__(self, text):
-        self.text = text
+    def __init__(self, text, click=""):
+        self.text, self.click = text, click
 
     def __repr__(self):
         return self.text
 
     def _repr_html_(self):
         coloured = highlight(self.text, PythonLexer(), HtmlFormatter(noclasses=True, nowrap=True))
-        return f'<div style="{_BLOCK}color:#111;background:#F7F7F7;padding:0.4em 0.6em">{coloured}</div>'
+        shown = f'<div style="{_BLOCK}color:#111;background:#F7F7F7;padding:0.4em 0.6em">{coloured}</div>'
+        return f"<details><summary>{escape(self.click)}</summary>{shown}</details>" if self.click else shown
 
 
 def text(thing: Callable) -> str:

@@ -232,6 +232,9 @@ def test_ring_schedule_is_that_of_the_stage():
 
 def test_source_and_diff_are_live():
     assert "optimizer.zero_grad()" in repr(show.source(stage1_single.train))
+    folded = show.source(stage1_single.train, click="Write <it> first")._repr_html_()
+    assert folded.startswith("<details><summary>Write &lt;it&gt; first</summary>") and "zero_grad" in folded
+    assert "<details>" not in show.source(stage1_single.train)._repr_html_()
     diff = show.diff(stage1_single.train, stage5_bucketed.train)
     assert "+     parallel = BucketedDDP(model" in repr(diff) and 2 <= diff.changed <= 10
     assert "<div" in diff._repr_html_() and "&lt;" not in Diff("a", "b")._repr_html_()
