@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from ddp_course import ladder
 from ddp_course.measuring import comparison
-from ddp_course.measuring.job import Job, Work, checked
+from ddp_course.measuring.job import Job, checked
 from ddp_course.measuring.recording import recording
-from ddp_course.measuring.simulate import Layer, Network, Profile, simulate
+from ddp_course.measuring.simulate import Network, simulate
 from ddp_course.measuring.theory import Costs
 from ddp_course.running.devices import Device
 from ddp_course.running.launching.launch import launch
@@ -41,7 +41,7 @@ def clock(args: argparse.Namespace) -> Part:
     """Steps of 4 ranks that do not communicate, beside flops/rate; and processor time of the emulation an operation."""
     job = job_of({"K": 4, "cap_mb": 25.0})
     device = Device(f"{job.work(Device('1GFLOP/s'), 4).flops / (4 * RANK_SECONDS)}FLOP/s")
-    derived = job.work(device, 4).seconds
+    derived = job.work(device, 4).compute_s
     ranks = launch(train, job, "1", world_size=4, device=device)
     measured = statistics.median(max(step) for step in zip(*ranks, strict=True))
     with Device("100TFLOP/s").emulate():
@@ -103,7 +103,7 @@ def both(setting: dict[str, Any], mode: str) -> dict[str, float]:
     work = job.work(device, setting["K"])
     link = Link(f"{setting['mbit']}Mbit", mode=mode)
     network = Network(Costs.of_link(link.bandwidth, link.latency))
-    predicted = 1000 * simulate(profile_of(work), setting["K"], network, bucket_cap_mb=setting["cap_mb"]).step_s
+    predicted = 1000 * simulate(work, setting["K"], network, bucket_cap_mb=setting["cap_mb"]).step_s
     ranks = launch(train, job, "5", world_size=setting["K"], device=device, link=link)
     measured = 1000 * statistics.median(max(step) for step in zip(*ranks, strict=True))
     return {"emulated_ms": measured, "simulated_ms": predicted, "difference": measured / predicted - 1}
@@ -112,17 +112,6 @@ def both(setting: dict[str, Any], mode: str) -> dict[str, float]:
 def job_of(setting: dict[str, Any]) -> Job:
     """The digits, in batches that any number of ranks can share."""
     return checked("digits", setting["K"], STEPS, 48 * setting["K"], bucket_cap_mb=setting["cap_mb"])
-
-
-def profile_of(work: Work) -> Profile:
-    """What the simulator needs to know of a device's work: a layer for each parameter, in forward order."""
-    layers, before = [], 0.0
-    for parameter, ready in sorted(reversed(work.ready_s.items()), key=lambda pair: pair[1]):
-        layers.append(Layer("", 0.0, ready - before, parameter.numel() * parameter.element_size()))
-        before = ready
-    last = layers.pop()
-    first = Layer("", work.forward_s, last.backward_s + work.backward_s - before, last.gradient_bytes)
-    return Profile((first, *layers[::-1]), work.update_s)
 
 
 def train(job: Job, stage: str) -> list[float]:

@@ -8,22 +8,19 @@ from typing import Any
 from tabulate import tabulate
 
 from ..measuring import theory
-from ..measuring.simulate import Profile, resnets
+from ..measuring.simulate import resnets
 from ..measuring.simulate.network import Network
 from ..measuring.simulate.step import KNEE, Step, knee, simulate
 from ..running import files, units
 
 CAPS_MB = tuple(2.0**k for k in range(-4, 9))
-MODELS = ("bytes", "digits", "synthetic", *resnets.SHAPES)
 
 
 def add_parser(subparsers: Any) -> None:
     """Add `simulate` to the command line."""
     parser = subparsers.add_parser("simulate", help="bucketed DDP on thousands of simulated devices")
-    parser.add_argument("--model", default="bytes", choices=MODELS, help="measured here, or one of the four networks")
-    parser.add_argument("--parameters", type=int, help="size of the bytes or synthetic model")
-    parser.add_argument("--batch", type=int, default=8, help="samples per device (measured models)")
-    parser.add_argument("--step-time", help="computing of a step, such as 100ms; without it, as measured here")
+    parser.add_argument("--model", default="resnet50", choices=resnets.SHAPES, help="whose layers are simulated")
+    parser.add_argument("--step-time", default="100ms", help="computing of a step on one device")
     parser.add_argument("--devices", default="1..4096", help="1..4096 (doubling), 6, or 2,4,6")
     parser.add_argument("--per-host", type=int, default=8, help="devices on a host")
     parser.add_argument("--link", default="100Gbit", help="bandwidth between hosts")
@@ -44,10 +41,10 @@ def run(args: argparse.Namespace) -> int:
     theory.form(algorithm)
     network = _network(args)
     folder = files.writable_folder(args.out)
-    profile, origin = _profile(args)
+    profile = resnets.profile(args.model, units.seconds(args.step_time, zero=False))
     options = {"bucket_cap_mb": args.bucket_cap, "interference": args.interference}
     steps = [simulate(profile, count, network, algorithm, **options) for count in devices]
-    print(f"{args.model}: {profile.gradient_bytes / 1e6:.4g} MB of gradients, {origin}")
+    print(f"{args.model}: {profile.gradient_bytes / 1e6:.4g} MB of gradients, {args.step_time} of computing per step")
     hosts = f"{args.per_host} devices per host, link {args.link}, in a host {args.local_link}"
     print(f"{algorithm.replace('_', ' ')}, {hosts}")
     print(table(steps))
@@ -89,30 +86,6 @@ def _network(args):
     links = [(args.link, args.latency), (args.local_link, args.local_latency)]
     between, within = (theory.Costs.of_link(units.bits_per_second(speed), units.seconds(lag)) for speed, lag in links)
     return Network(between, within, args.per_host)
-
-
-def _profile(args):
-    """The model's `Profile`, and a few words on where its seconds come from."""
-    seconds = args.step_time and units.seconds(args.step_time, zero=False)
-    if args.model in resnets.SHAPES:
-        seconds = seconds or 0.1
-        return resnets.profile(args.model, seconds), f"{1e3 * seconds:.4g} ms of computing a step assumed"
-    profile = measured_profile(args.model, args.parameters, args.batch)
-    if seconds:
-        return profile.scaled(seconds / profile.compute_s), f"{1e3 * seconds:.4g} ms of computing a step assumed"
-    return profile, f"{1e3 * profile.compute_s:.4g} ms of computing a step of {args.batch} samples measured here"
-
-
-def measured_profile(name: str, parameters: int | None = None, batch: int = 8) -> Profile:
-    """The `Profile` of a problem's model, measured on this machine with `batch` samples."""
-    from .. import problems
-    from ..measuring.simulate.model import profile
-
-    if batch < 1:
-        raise ValueError(f"a batch of {batch} samples cannot be measured; give at least 1")
-    options = {"parameters": parameters} if parameters and name != "digits" else {}
-    problem = problems.make(name, **options)
-    return profile(problem.model(), *next(problem.batches(batch, 1)))
 
 
 def _write_figure(folder, args, profile, devices, network, algorithm, steps, options):

@@ -58,7 +58,7 @@ def default_device(job: Job, bandwidth: float | None = None) -> Device:
 
 def default_bandwidth(job: Job, device: Device) -> float:
     """Bits per second at which communication takes as large a part of the step as in the course's figures."""
-    return max(1e6, min(FASTEST_LINK, rounded(8 * job.gradient_bytes / (SHARE * job.work(device).seconds))))
+    return max(1e6, min(FASTEST_LINK, rounded(8 * job.gradient_bytes / (SHARE * job.work(device).compute_s))))
 
 
 def rounded(value: float) -> float:

@@ -3,8 +3,7 @@
 ideal of        C seconds of compute on one device, p bytes, K ranks, links of b bytes per second
 single          C
 averaged        C/K + the closed form of its all-reduce (`theory`): 2(K-1) p/b, 2(K-1)/K p/b …
-overlapping     forward + max(backward, end of the last bucket), where a bucket travels when it is full and the
-                one before has arrived
+overlapping     the simulator's: a bucket travels when it is full and the one before has arrived
 fully sharded   C/K, block by block: each waits until it has been gathered, while the next and the sums are on
                 their way, one after the other
 layers split    C of the slices of one rank + the closed form of each all-reduce of activations
@@ -21,11 +20,11 @@ from torch.nn.functional import cross_entropy
 from ..ladder import Stage
 from ..running.devices import Device
 from ..running.links import Link
-from ..stage5_bucketed import assign_buckets
 from ..stage7_sharded.blocks import assign_blocks, default_blocks
 from ..stage8_pipeline import layers_of, one_forward_one_backward, split, timetable
 from . import theory
-from .job import Job, Work, played
+from .job import Job, played
+from .simulate import Network, Profile, simulate
 
 MICROBATCHES = 4  # of stage 8, by default
 
@@ -40,23 +39,19 @@ def ideals(stages: list[Stage], job: Job, device: Device, link: Link | None) -> 
 
 def alone(stage: Stage, job: Job, device: Device, costs: theory.Costs) -> float:
     """Seconds of a step of one device that computes the whole batch."""
-    return job.work(device).seconds
+    return job.work(device).compute_s
 
 
 def averaged(stage: Stage, job: Job, device: Device, costs: theory.Costs) -> float:
     """Seconds of a step in which communication follows the backward pass."""
-    nbytes, seconds = job.gradient_bytes, job.work(device, job.world_size).seconds
+    nbytes, seconds = job.gradient_bytes, job.work(device, job.world_size).compute_s
     return seconds + theory.seconds(str(stage.all_reduce), nbytes, job.world_size, costs)
 
 
 def overlapped(stage: Stage, job: Job, device: Device, costs: theory.Costs) -> float:
     """Seconds of a step whose buckets travel under the backward pass."""
-    work, arrived = job.work(device, job.world_size), 0.0
-    for bucket in assign_buckets(list(work.ready_s), job.bucket_cap_mb):
-        nbytes = sum(parameter.numel() * parameter.element_size() for parameter in bucket)
-        full = max(work.ready_s[parameter] for parameter in bucket)
-        arrived = max(arrived, full) + theory.seconds(str(stage.all_reduce), nbytes, job.world_size, costs)
-    return work.forward_s + max(work.backward_s, arrived) + work.update_s
+    work = job.work(device, job.world_size)
+    return simulate(work, job.world_size, Network(costs), str(stage.all_reduce), job.bucket_cap_mb).step_s
 
 
 def gathered(stage: Stage, job: Job, device: Device, costs: theory.Costs) -> float:
@@ -72,7 +67,7 @@ def in_parts(stage: Stage, job: Job, device: Device, costs: theory.Costs) -> flo
 
 def in_slices(stage: Stage, job: Job, device: Device, costs: theory.Costs) -> float:
     """Seconds of a step whose layers are split over all ranks."""
-    seconds = played(job, job.slice_of_model([]), device).seconds
+    seconds = played(job, job.slice_of_model([]), device).compute_s
     return seconds + sum(theory.seconds("ring", nbytes, job.world_size, costs) for nbytes in job.reduced_bytes)
 
 
@@ -113,9 +108,9 @@ def events_of(job: Job, device: Device) -> tuple[list[Event], list[int]]:
     return events, [sum(p.numel() * p.element_size() for p in parameters) for _, parameters in blocks]
 
 
-def fully_sharded(events: list[Event], sizes: list[int], work: Work, world_size: int, costs: theory.Costs) -> float:
+def fully_sharded(events: list[Event], sizes: list[int], work: Profile, world_size: int, costs: theory.Costs) -> float:
     """Seconds of a step of stage 7 with prefetch, whose blocks have `sizes` bytes."""
-    seconds = [(world_size - 1) * theory.message(nbytes / world_size, world_size, costs) for nbytes in sizes]
+    seconds = [(world_size - 1) * costs.message(nbytes / world_size) for nbytes in sizes]
     ahead = {kind: deque(n for _, k, n in events if k == kind) for kind in ("forward", "backward")}
     now = worked = free = 0.0
     arriving: dict = {}
@@ -130,7 +125,7 @@ def fully_sharded(events: list[Event], sizes: list[int], work: Work, world_size:
         ahead[kind].popleft()
         if ahead[kind]:
             free = arriving[kind, ahead[kind][0]] = max(free, now) + seconds[ahead[kind][0]]
-    return max(now + work.forward_s + work.backward_s - worked, free) + work.update_s / world_size
+    return max(now + work.compute_s - work.update_s - worked, free) + work.update_s / world_size
 
 
 def passes_of(job: Job, device: Device) -> tuple[list[tuple[float, float]], list[int]]:
@@ -157,6 +152,6 @@ def pipelined(
 ) -> float:
     """Seconds until a pipeline of ranks with these `passes` has sent `microbatches` through, with `cuts` bytes each."""
     forward, backward = zip(*passes, strict=True)
-    messages = [theory.message(nbytes, 2, costs) for nbytes in cuts]
+    messages = [costs.message(nbytes) for nbytes in cuts]
     schedule = one_forward_one_backward(len(passes), microbatches)
     return max(row[-1][2] for row in timetable(schedule, forward, backward, message=messages))

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.nn.functional import cross_entropy
@@ -16,21 +16,7 @@ from .. import problems
 from ..running.devices import Device
 from ..stage8_pipeline import layers_of, split
 from ..stage9_tensor import split as split_layers
-
-
-class Work(NamedTuple):
-    """Seconds of a step on an emulated device, and for each trainable parameter when backward is done with it."""
-
-    forward_s: float
-    backward_s: float
-    update_s: float
-    ready_s: dict
-    flops: float = 0.0
-
-    @property
-    def seconds(self) -> float:
-        """The whole step."""
-        return self.forward_s + self.backward_s + self.update_s
+from .simulate.model import Layer, Profile
 
 
 @dataclass(frozen=True)
@@ -112,14 +98,14 @@ class Job:
 
         return split_layers(self.model(), 0, self.world_size, note)
 
-    def work(self, device: Device, ranks: int = 1) -> Work:
-        """The `Work` of one of `ranks` shares of a batch on such a device."""
+    def work(self, device: Device, ranks: int = 1) -> Profile:
+        """What one of `ranks` shares of a batch takes on such a device."""
         if (device, ranks) not in self._work:
             self._work[device, ranks] = played(self, self.model(), device, ranks)
         return self._work[device, ranks]
 
     @cached_property
-    def _work(self) -> dict[tuple[Device, int], Work]:
+    def _work(self) -> dict[tuple[Device, int], Profile]:
         return {}
 
 
@@ -170,18 +156,21 @@ def refuse(
         raise ValueError(f"steps is {steps}; it must be 1 or more")
 
 
-def played(job: Job, model: torch.nn.Module, device: Device, ranks: int = 1) -> Work:
-    """Compute one step on the emulated device, whose clock runs ahead of the wall's."""
-    ready, forward = {}, 0.0
+def played(job: Job, model: torch.nn.Module, device: Device, ranks: int = 1) -> Profile:
+    """Compute one step on the emulated device, whose clock runs ahead of the wall's: a `Layer` for each parameter."""
     inputs, targets = next(job.batches(0, ranks))
-    optimizer = SGD(model.parameters(), lr=0.0)
+    optimizer, ready = SGD(model.parameters(), lr=0.0), {}
     with device.emulate(sleep=False) as emulation:
         for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(lambda p: ready.update({p: emulation.busy_s - forward}))
+            parameter.register_post_accumulate_grad_hook(lambda p: ready.update({p: emulation.busy_s}))
         loss = cross_entropy(model(inputs), targets)
-        forward = emulation.busy_s
+        now = forward = emulation.busy_s
         loss.backward()
-        backward = emulation.busy_s - forward
+        end = emulation.busy_s
         optimizer.step()
-    in_order = {parameter: ready[parameter] for parameter in model.parameters() if parameter in ready}
-    return Work(forward, backward, emulation.busy_s - forward - backward, in_order, emulation.flops)
+    layers = []
+    for parameter in reversed([p for p in model.parameters() if p in ready]):
+        layers.append(Layer("", 0.0, max(0.0, ready[parameter] - now), parameter.nbytes))
+        now = max(now, ready[parameter])
+    layers.append(Layer("", forward, end - now, 0.0))
+    return Profile(tuple(reversed(layers)), emulation.busy_s - end, emulation.flops)

@@ -15,7 +15,6 @@ from .plots import Picture, binary_bytes, panels, style
 
 ALGORITHM_COLOURS = {
     "parameter_server": "#D55E00",
-    "duplex_server": "#E69F00",
     "whole_gradient_ring": "#332288",
     "ring": "#0072B2",
     "tree": "#009E73",

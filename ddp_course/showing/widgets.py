@@ -230,7 +230,7 @@ def strategies_figure(share: float = 8.5, world_size: int = 4, latency: float = 
     from ..running.devices import Device
 
     job, device = Job("digits", world_size, 1, global_batch=192, lr=0.05), Device("1GFLOP/s")
-    one_s = job.work(device).seconds
+    one_s = job.work(device).compute_s
     costs = theory.Costs.of_link(8 * job.gradient_bytes / (share / 100 * one_s), latency / 100 * one_s)
     stages = [stage for stage in ladder.STAGES.values() if stage.step]
     if world_size > 5:  # the digits' network has five layers

@@ -28,11 +28,10 @@ def steady_processor(monkeypatch):
 
 def test_the_work_of_a_step():
     work = job_of().work(Device("2GFLOP/s"))
-    assert work.flops == FLOPS and work.seconds == pytest.approx(FLOPS / 2e9)
-    ready = list(work.ready_s.values())
-    assert ready[0] == max(ready) <= work.backward_s and work.update_s == 0.0
+    assert work.flops == FLOPS and work.compute_s == pytest.approx(FLOPS / 2e9)
+    assert work.update_s == 0.0 and sum(layer.gradient_bytes for layer in work.layers) == BYTES
     share = job_of().work(Device("2GFLOP/s"), 4)
-    assert share.seconds == pytest.approx(work.seconds / 4)
+    assert share.compute_s == pytest.approx(work.compute_s / 4)
 
 
 def test_the_default_is_a_third_of_a_second_and_links_in_proportion():

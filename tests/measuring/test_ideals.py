@@ -1,11 +1,11 @@
-"""What steps should take: the ideals beside the simulator and closed forms, without a launch."""
+"""What steps should take: the ideals beside closed forms, without a launch."""
 
 import pytest
 
-from benchmarks import devices as bench_devices
-from ddp_course import Device, Link, ladder, simulate, stage8_pipeline, theory
+from ddp_course import Device, Link, ladder, stage8_pipeline, theory
 from ddp_course.measuring import emulated, ideals
-from ddp_course.measuring.job import Work, checked
+from ddp_course.measuring.job import checked
+from ddp_course.measuring.simulate import Layer, Profile
 from ddp_course.running.devices import capacity
 
 BYTES = 4 * 88_092
@@ -31,15 +31,16 @@ def test_by_the_ideals_each_rung_is_a_tenth_faster_than_the_last(world_size, mon
 
 @pytest.mark.parametrize("cap_mb", [0.02, 0.1, 0.25, 25.0])
 @pytest.mark.parametrize("mbit", [20, 100, 1000])
-def test_the_ideal_of_buckets_is_what_the_simulator_says(cap_mb, mbit):
+def test_buckets_leave_when_they_are_full_and_one_after_another(cap_mb, mbit):
     job, costs = job_of(4, cap_mb), theory.Costs.of_link(mbit * 1e6)
     work = job.work(DEVICE, 4)
+    sizes = [layer.gradient_bytes for layer in work.layers if layer.gradient_bytes]
+    assert sizes == [parameter.nbytes for parameter in job.model().parameters()] and sum(sizes) == BYTES
     ideal = ideals.overlapped(ladder.find("5"), job, DEVICE, costs)
-    profile = bench_devices.profile_of(work)
-    step = simulate.simulate(profile, 4, simulate.Network(costs), bucket_cap_mb=cap_mb)
-    assert ideal == pytest.approx(step.step_s, rel=1e-9)
-    assert work.forward_s + max(work.backward_s, 1.5 * BYTES * costs.beta) <= ideal
-    assert ideal <= work.seconds + 1.5 * BYTES * costs.beta + 1e-12
+    sending = 1.5 * BYTES * costs.beta
+    assert max(work.compute_s, sending) <= ideal <= work.compute_s + sending + 1e-12
+    whole = ideals.overlapped(ladder.find("5"), job_of(4, 1e6), DEVICE, costs)
+    assert whole == pytest.approx(work.compute_s + sending) and ideal <= whole + 1e-12
 
 
 @pytest.mark.parametrize("problem", ["digits", "bytes"])
@@ -54,10 +55,10 @@ def test_fully_sharded_takes_its_compute_or_its_traffic_or_something_in_between(
         return ideals.fully_sharded(events, sizes, work, 4, theory.Costs.of_link(bits_per_second))
 
     traffic_s = 8 * 3 * 0.75 * p / 1e3
-    assert seconds(1e18) == pytest.approx(work.seconds)
+    assert seconds(1e18) == pytest.approx(work.compute_s)
     assert seconds(1e3) == pytest.approx(traffic_s, rel=0.01) and seconds(1e3) >= traffic_s
-    middle = 8 * 3 * 0.75 * p / work.seconds
-    assert work.seconds < seconds(middle) < 2 * work.seconds
+    middle = 8 * 3 * 0.75 * p / work.compute_s
+    assert work.compute_s < seconds(middle) < 2 * work.compute_s
 
 
 def test_prefetch_hides_gathers_but_for_the_first_of_each_pass():
@@ -65,7 +66,7 @@ def test_prefetch_hides_gathers_but_for_the_first_of_each_pass():
     events = [(0.0, "forward", 0), (1.0, "forward", 1), (2.0, "forward", 2)]
     events += [(3.0, "backward", 2), (5.0, "done", 2), (5.0, "backward", 1), (7.0, "done", 1), (7.0, "backward", 0)]
     events += [(9.0, "done", 0)]
-    work = Work(3.0, 6.0, 0.0, {})
+    work = Profile((Layer("all", 3.0, 6.0, 6),))
     taken = ideals.fully_sharded(events, [2, 2, 2], work, 2, theory.Costs(0.0, 1.0))
     assert taken == 1 + 3 + 1 + 6 + 1  # a gather, forward, a gather, backward, a sum
 
@@ -86,5 +87,5 @@ def test_the_parts_of_a_pipeline_do_the_work_of_the_batch():
     job = job_of()
     passes, cuts = ideals.passes_of(job, DEVICE)
     work = job.work(DEVICE)
-    assert ideals.MICROBATCHES * sum(map(sum, passes)) == pytest.approx(work.seconds)
+    assert ideals.MICROBATCHES * sum(map(sum, passes)) == pytest.approx(work.compute_s)
     assert [ideals.MICROBATCHES * cut for cut in cuts] == job.activation_bytes

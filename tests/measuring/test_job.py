@@ -16,7 +16,7 @@ def test_what_follows_from_a_job_is_worked_out_once(monkeypatch):
     assert job.problem is job.problem and job.work(device, 2) is job.work(device, 2)
     assert job.work(device, 2).flops == job.work(device).flops / 2
     monkeypatch.setattr(jobs, "played", None)
-    assert job.work(device).seconds > 0
+    assert job.work(device).compute_s > 0
     assert replace(job, steps=3).problem is not job.problem
 
 

@@ -4,15 +4,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_course import collectives, launch, stage4_ring
+from ddp_course import average_on_server, collectives, launch, stage4_ring
 from ddp_course.measuring import theory
 from ddp_course.measuring.simulate import Network, play, replay
+from ddp_course.measuring.simulate.step import on_hosts
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("algorithm", ["ring", "whole_gradient_ring", "tree", "halving_doubling"])
+@pytest.mark.parametrize("algorithm", ["parameter_server", "ring", "whole_gradient_ring", "tree", "halving_doubling"])
 def test_replayed_messages_take_the_seconds_of_the_formula(algorithm, world_size):
     own = {
+        "parameter_server": on_server,
         "ring": stage4_ring.ring_all_reduce,
         "whole_gradient_ring": stage4_ring.whole_gradient_ring,
         "tree": collectives.tree_all_reduce,
@@ -20,7 +22,26 @@ def test_replayed_messages_take_the_seconds_of_the_formula(algorithm, world_size
     }
     costs = theory.Costs(1e-3, 1e-8)
     seconds = replay(own[algorithm], 12 * 2**16, world_size, Network(costs))
-    assert seconds == pytest.approx(theory.seconds(algorithm, 12 * 2**16, world_size, costs), rel=1e-6)
+    formulas = {name: theory.seconds(name, 12 * 2**16, world_size, costs) for name in own}
+    assert seconds == pytest.approx(formulas.pop(algorithm), rel=1e-6)
+    assert world_size < 4 or all(abs(other / seconds - 1) > 1e-3 for other in formulas.values())  # control
+
+
+def on_server(tensor):
+    average_on_server([tensor])
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "whole_gradient_ring", "parameter_server", "hierarchical_ring"])
+def test_replayed_messages_on_two_hosts_take_the_seconds_of_the_formula(algorithm):
+    own = {
+        "ring": stage4_ring.ring_all_reduce,
+        "whole_gradient_ring": stage4_ring.whole_gradient_ring,
+        "parameter_server": on_server,
+        "hierarchical_ring": lambda tensor: collectives.hierarchical_all_reduce(tensor, ranks_per_host=2),
+    }
+    network = Network(theory.Costs(2e-4, 1e-8), theory.Costs(2e-5, 1e-9), per_host=2)
+    seconds = replay(own[algorithm], 2**16, 4, network)
+    assert seconds == pytest.approx(on_hosts(algorithm, 2**16, 4, network), rel=1e-6)
 
 
 @pytest.mark.parametrize("world_size", [4, 6])

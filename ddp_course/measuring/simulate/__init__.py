@@ -3,8 +3,8 @@
 Read in this order:
 
     network      discrete events, links with contention
-    algorithms   each all-reduce as the messages it consists of
-    model        layer times and gradient sizes: measured by `profile`, or given
+    algorithms   the ring's messages, and those of gloo and NCCL
+    model        layer times and gradient sizes
     replay       the messages of a real collective, played over links of any speed
     step         one training step: backward fills buckets, buckets travel, the update follows
     transformers one step of a GPT by tensor, data and pipeline parallelism, in closed form
@@ -12,7 +12,7 @@ Read in this order:
     published    the models, fitted to tables that others have published
 """
 
-from .model import Layer, Profile, assign_buckets, profile
+from .model import Layer, Profile, assign_buckets
 from .network import Network, Simulation
 from .replay import replay
 from .step import Step, play, simulate
@@ -25,7 +25,6 @@ __all__ = [
     "Step",
     "assign_buckets",
     "play",
-    "profile",
     "replay",
     "simulate",
 ]

@@ -1,11 +1,9 @@
-"""Discrete events: processes that send, receive and compute, and links that carry one message at a time.
+"""Discrete events: processes that send and receive, and links that carry one message at a time.
 
 A process is a generator. It yields the activities it wants to wait for, together:
 
     yield Send(right, nbytes), Receive(left)      both at once, go on when both are done
     yield Pause(0.001)                            a millisecond later
-    yield Computing(0.001)                        a millisecond of computing, longer if the device is slowed down
-    yield signal                                  until another process calls `simulation.fire(signal)`
     yield other_process()                         a generator is an activity too: it runs beside this one
 
 `simulation.post(rank, activity)` begins an activity without waiting; yield it later.
@@ -73,21 +71,9 @@ class Receive(Activity):
 
 @dataclass(eq=False)
 class Pause(Activity):
-    """Time that nothing can stretch."""
+    """Time of a processor, or of whatever else is no link."""
 
     seconds: float
-
-
-@dataclass(eq=False)
-class Computing(Activity):
-    """Computing that would take `seconds` on an undisturbed device."""
-
-    seconds: float
-
-
-@dataclass(eq=False)
-class Signal(Activity):
-    """Done when a process fires it."""
 
 
 @dataclass(eq=False)
@@ -108,12 +94,11 @@ class Simulation:
         self.agenda, self.order = [], count()
         self.busy, self.queue = set(), deque()
         self.sends, self.receives = defaultdict(deque), defaultdict(deque)
-        self.speed, self.works = defaultdict(lambda: 1.0), {}
         self.unfinished = {}
 
     def start(self, rank: int, process: Iterator[Any]) -> Activity:
         """Let the generator `process` of `rank` begin now; returns an activity that is done when it ends."""
-        ended = Signal()
+        ended = Activity()
         ended.posted = True
         self.unfinished[ended] = rank
         self._resume(rank, process, ended)
@@ -122,10 +107,8 @@ class Simulation:
     def play(self) -> float:
         """Play all events; returns the time of the last. RuntimeError if processes wait for each other for ever."""
         while self.agenda:
-            time, _, call = heapq.heappop(self.agenda)
-            if call:  # a cancelled event must not move the clock
-                self.now = time
-                call()
+            self.now, _, call = heapq.heappop(self.agenda)
+            call()
         if self.unfinished:
             ranks = sorted(set(self.unfinished.values()))
             raise RuntimeError(f"deadlock after {self.now:.6g} s: ranks {ranks} wait for messages that nobody sends")
@@ -140,8 +123,6 @@ class Simulation:
         activity.posted = True
         if isinstance(activity, Pause):
             self._at(self.now + activity.seconds, lambda: self.fire(activity))
-        elif isinstance(activity, Computing):
-            self._work(rank, activity)
         elif isinstance(activity, Send):
             self.sends[rank, activity.target, activity.tag].append(activity)
             self._match(rank, activity.target, activity.tag)
@@ -156,19 +137,8 @@ class Simulation:
             self._at(self.now, wake)
         activity.waiting.clear()
 
-    def set_speed(self, rank: int, speed: float) -> None:
-        """From now on `rank` computes at `speed` times its own pace, work under way included."""
-        if rank in self.works:
-            activity, remaining, since, event = self.works[rank]
-            event[2] = None
-            remaining -= (self.now - since) * self.speed[rank]
-            self._schedule_work(rank, activity, remaining, speed)
-        self.speed[rank] = speed
-
     def _at(self, time, call):
-        event = [time, next(self.order), call]
-        heapq.heappush(self.agenda, event)
-        return event
+        heapq.heappush(self.agenda, (time, next(self.order), call))
 
     def _resume(self, rank, process, ended):
         """Run `process` up to its next wait."""
@@ -190,19 +160,6 @@ class Simulation:
             activity.waiting.append(one_done)
         if not missing:
             self._at(self.now, lambda: self._resume(rank, process, ended))
-
-    def _work(self, rank, activity):
-        if rank in self.works:
-            raise RuntimeError(f"rank {rank} already computes: a device does one thing at a time")
-        self._schedule_work(rank, activity, activity.seconds, self.speed[rank])
-
-    def _schedule_work(self, rank, activity, remaining, speed):
-        def finish():
-            del self.works[rank]
-            self.fire(activity)
-
-        event = self._at(self.now + max(0.0, remaining) / speed, finish)
-        self.works[rank] = (activity, remaining, self.now, event)
 
     def _announce(self, source, target, activity):
         """Make a posted receive known to the sender: at once, or after a ready message's latency."""
