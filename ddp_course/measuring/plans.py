@@ -142,7 +142,8 @@ def ways(setting: Setting) -> Iterator[Plan]:
     if devices == 1:
         yield plan(setting, "one device", 16, 0.0, 0)
         return
-    exposed_s = max(0.0, average_s(setting) - backward_s(setting))
+    backward_s = compute_s(setting) * (3 / 4 if setting.recompute else 2 / 3)  # of so many passes
+    exposed_s = max(0.0, average_s(setting) - backward_s)
     yield plan(setting, "DDP", 16, exposed_s, 0)
     yield plan(setting, "ZeRO-1", 4 + 12 / devices, exposed_s, 1)
     sharded_s = fully_sharded_s(
@@ -217,11 +218,6 @@ def compute_s(setting: Setting) -> float:
     split = Split(1, setting.devices, 1, setting.samples)
     layers_s = setting.shape.layers * layer_s(setting.shape, split, setting.machine, setting.recompute)
     return layers_s + words_s(setting.shape, split, setting.machine)
-
-
-def backward_s(setting: Setting) -> float:
-    """Seconds of the backward pass, under which an all-reduce hides: 2 of 3 passes, or 3 of 4 when recomputing."""
-    return compute_s(setting) * (3 / 4 if setting.recompute else 2 / 3)
 
 
 def average_s(setting: Setting) -> float:

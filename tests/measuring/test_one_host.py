@@ -13,12 +13,18 @@ def worst(gpu):
     return max(abs(time / row["microseconds"] - 1) for time, row in zip(times, rows, strict=True))
 
 
-def test_rings_fit_on_the_wires_of_small_hosts():
-    pair, triangle = {(0, 1): 3}, {(0, 1): 1, (1, 2): 1, (0, 2): 1}
-    assert one_host.most_rings(2, pair) == 3
-    assert one_host.most_rings(3, triangle) == 2, "one in each direction"
-    assert one_host.most_rings(3, {(0, 1): 2, (0, 2): 1}) == 1, "no ring along wires: back through GPU 0"
-    assert one_host.most_rings(3, triangle | {(0, 1): 9}) == 2, "the weakest pair decides"
+@pytest.mark.parametrize(
+    ("gpus", "wires", "rings"),
+    [
+        (2, {(0, 1): 3}, 3),
+        (3, {(0, 1): 1, (1, 2): 1, (0, 2): 1}, 2),  # one in each direction
+        (3, {(0, 1): 2, (0, 2): 1}, 1),  # no ring along wires: back through GPU 0
+        (3, {(0, 1): 9, (1, 2): 1, (0, 2): 1}, 2),  # the weakest pair decides
+    ],
+)
+def test_rings_fit_on_the_wires_of_small_hosts(monkeypatch, gpus, wires, rings):
+    monkeypatch.setattr(one_host, "V100_WIRES", wires)
+    assert one_host.rings.__wrapped__(gpus) == rings
 
 
 def test_wires_explain_why_more_v100s_are_faster():

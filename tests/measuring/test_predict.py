@@ -123,6 +123,11 @@ def test_zero_bubble_schedules_idle_less_and_cost_more_memory_or_speed():
     assert max(many, key=many.get) == "1F1B", "with endless micro-batches nothing idles, and simple is fastest"
 
 
+def test_shapes_have_the_parameters_of_their_names():
+    shapes = {name: shape for name, (shape, _) in published.MEGATRON.items()} | published.QI
+    assert all(shape.parameters == pytest.approx(float(name[:-1]) * 1e9, rel=0.015) for name, shape in shapes.items())
+
+
 def test_latency_and_rate_alone_miss_the_middle_that_protocols_meet():
     pairs = [(row["KiB"], row["time_us"]) for row in facts.rows("nccl_ring_a100x8_sizes")]
     numbers = published.fit_protocols(pairs)
@@ -184,7 +189,7 @@ def test_a_file_without_a_column_and_one_without_lines_are_refused(tmp_path, cap
 
 def test_page_and_figure_say_how_far_off_we_are(tables):
     page = predict.page(list(tables.values()))
-    assert "| pipeline_schedules_a100 | 48 |" in page and "| 28.3B | 32 | 96 | ZB-2p |" in page
+    assert "| pipeline_schedules_a100 | 48 |" in page and "Assumed: layers" in page
     picture = predictions_figure([row for table in tables.values() for row in table.rows])
     assert "median error of 31 rows that no fit saw" in picture.message
     assert picture.png().startswith(b"\x89PNG")

@@ -17,14 +17,4 @@ from .network import Network, Simulation
 from .replay import replay
 from .step import Step, play, simulate
 
-__all__ = [
-    "Layer",
-    "Network",
-    "Profile",
-    "Simulation",
-    "Step",
-    "assign_buckets",
-    "play",
-    "replay",
-    "simulate",
-]
+__all__ = ["Layer", "Network", "Profile", "Simulation", "Step", "assign_buckets", "play", "replay", "simulate"]

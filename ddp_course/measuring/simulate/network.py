@@ -76,8 +76,7 @@ class Pause(Activity):
     seconds: float
 
 
-@dataclass(eq=False)
-class Delivery:
+class Delivery(NamedTuple):
     """A message that both sides are ready for."""
 
     links: tuple

@@ -29,15 +29,16 @@ V100_WIRES = {
 }  # fmt: skip
 
 
-def most_rings(gpus: int, wires: dict[tuple[int, int], int] = V100_WIRES) -> int:
-    """How many rings over the first `gpus` GPUs fit on the wires at once, each wire used once in each direction.
+@cache
+def rings(gpus: int) -> int:
+    """How many rings over the first `gpus` V100s fit on the wires at once, each wire used once in each direction.
 
     Where no ring exists along wires, a step may pass through a GPU in between and take two.
     """
-    free = {way: count for (a, b), count in wires.items() if b < gpus for way in ((a, b), (b, a))}
+    free = {way: count for (a, b), count in V100_WIRES.items() if b < gpus for way in ((a, b), (b, a))}
     ways = list(free)
-    rings = list(cycles(gpus, free, through=False)) or list(cycles(gpus, free, through=True))
-    used = np.array([[ring.count(way) for way in ways] for ring in {tuple(sorted(ring)) for ring in rings}]).T
+    around = list(cycles(gpus, free, through=False)) or list(cycles(gpus, free, through=True))
+    used = np.array([[ring.count(way) for way in ways] for ring in {tuple(sorted(ring)) for ring in around}]).T
     limit = LinearConstraint(used, ub=[free[way] for way in ways])
     packed = milp(-np.ones(used.shape[1]), constraints=limit, integrality=np.ones(used.shape[1]))
     return round(-packed.fun)
@@ -61,12 +62,6 @@ def all_reduce_us(gpu: str, numbers: Sequence[float], gpus: int, mib: float) -> 
     start, step, wire, once = numbers
     moved = 2 * (gpus - 1) / gpus * mib * wire
     return start + 2 * (gpus - 1) * step + (moved / rings(gpus) if gpu == "V100" else moved + mib * once)
-
-
-@cache
-def rings(gpus: int) -> int:
-    """How many rings share a message on `gpus` V100s of one host."""
-    return most_rings(gpus)
 
 
 def fit_host(gpu: str) -> tuple[float, ...]:

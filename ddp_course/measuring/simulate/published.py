@@ -1,12 +1,5 @@
 """The models, each fitted to a table that others have published: few numbers, each with a meaning.
 
-    all-reduce over shaped links   share of the link that TCP reaches; gloo's processor time per segment, NCCL's start
-    DDP steps on V100              bandwidth per GPU; how much a collective slows computing down
-    GPT steps, 3D parallel         five numbers of a `Machine`
-    ZeRO-3 against 3D parallel     how much slower than that machine; the ring of ZeRO-3, and the part that shows
-    pipeline schedules             a rate per model; what layers do besides products; three costs of the schedules
-    NCCL in one host, by size      latency and rate of each of three protocols
-
 gloo and NCCL are different algorithms on the same links, and the message-level programs say why gloo suffers more from
 a delay: a segment is not sent before its receiver has said that it is ready, and only two segments are under way.
 """
@@ -33,7 +26,7 @@ Row = dict[str, Any]
 # --- all-reduce over shaped links ---
 
 
-def shaped_link_ms(library: str, parameters: Sequence[float], row: dict[str, Any], ranks: int | None = None) -> float:
+def shaped_link_ms(library: str, parameters: Sequence[float], row: Row) -> float:
     """Milliseconds of an all-reduce by "gloo" or "nccl" on the link of `row`, played message by message.
 
     Both libraries: `parameters[0]` is the share of the link's bandwidth that TCP reaches. gloo: `parameters[1]` is
@@ -43,7 +36,7 @@ def shaped_link_ms(library: str, parameters: Sequence[float], row: dict[str, Any
     share, extra = parameters
     delay = row["link_delay_ms"] / 1e3
     link = Costs(delay, 8 / (row["link_gbit_s"] * 1e9 * share))
-    ranks, nbytes = int(ranks or row["K"]), row["message_mib"] * MIB
+    ranks, nbytes = int(row["K"]), row["message_mib"] * MIB
     if library == "gloo":
         return 1e3 * play(gloo_ring, nbytes, ranks, Network(link, handshake=True), segment_s=extra / 1e3)
     if library == "nccl":
@@ -51,7 +44,7 @@ def shaped_link_ms(library: str, parameters: Sequence[float], row: dict[str, Any
     raise ValueError(f'unknown library "{library}"; choose gloo or nccl')
 
 
-def calibrate_shaped_links(library: str, rows: list[dict[str, Any]]) -> tuple[float, ...]:
+def calibrate_shaped_links(library: str, rows: list[Row]) -> tuple[float, ...]:
     """The two parameters of `shaped_link_ms` that fit `rows` best, by least squares of the relative errors."""
 
     def errors(parameters):
@@ -70,7 +63,7 @@ def v100_step_s(model: str, one_gpu_s: float, ranks: int, bandwidth: float, inte
     return simulate(resnets.profile(model, one_gpu_s), ranks, network, interference=interference).step_s
 
 
-def calibrate_v100(rows: list[dict[str, Any]]) -> tuple[float, float]:
+def calibrate_v100(rows: list[Row]) -> tuple[float, float]:
     """(bytes per second, interference) that explain best how 2 GPUs are slower than 1, over all networks."""
 
     def errors(unknowns):
