@@ -221,6 +221,7 @@ def serve(weights: Tensor, lr: float) -> list[int]:
     lock, staleness = threading.Lock(), []
 
     def attend(peer):
+        """Apply the gradients of one rank as they come, and answer with the newest weights."""
         message, seen = weights.new_empty(len(weights) + 1), 0
         while True:
             wire.recv(message, peer)

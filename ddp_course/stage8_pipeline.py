@@ -45,7 +45,6 @@ from .stage7_sharded.clipping import Part, clip_grad_norm_
 broken: WeakKeyDictionary = WeakKeyDictionary()  # the groups in which a step broke off, and by what
 lanes: WeakKeyDictionary = WeakKeyDictionary()  # for each group its twins of two ranks, with NCCL
 WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "BucketedDDP")
-DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 class Instruction(NamedTuple):
@@ -274,20 +273,6 @@ class Inbox:
         return arriving.tensor
 
 
-class Received(torch.autograd.Function):
-    """Where the graph of a stage begins: its output is what came in, its gradient goes to `start`."""
-
-    @staticmethod
-    def forward(ctx, start, letter):
-        """`letter` is a list of the activations, so that no one else holds them: layers may overwrite them."""
-        return letter.pop()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        """The gradient as it is."""
-        return gradient, None
-
-
 class Pass:
     """The graph of a micro-batch from `start` to `outputs`, and the way back: whole, or in two parts.
 
@@ -435,9 +420,8 @@ class Pipeline:
         """Compute from the activations of the stage before, and send the result on. The last one computes the loss."""
         start, inputs = None, self.inputs[microbatch]
         if stage > 0:
-            letter = [self.take(Result("activation", microbatch, stage - 1))]
-            start = letter[0].new_empty(()).expand_as(letter[0]).requires_grad_()
-            inputs = Received.apply(start, letter)
+            start = self.take(Result("activation", microbatch, stage - 1)).requires_grad_()
+            inputs = start.clone()  # layers may overwrite what they are given, but not a leaf of the graph
         outputs = self.stages[stage](inputs)
         if stage == self.last:
             outputs = self.loss(outputs, self.targets[microbatch]) * (len(self.targets[microbatch]) / self.samples)
@@ -484,11 +468,11 @@ class Pipeline:
             self.leaving[result] = wire.isend(tensor, *self.lane(rank, leaving=True))
 
     def announce(self, outputs, stage):
-        """Before the first activations for batches of a shape, tell the next rank what they look like: 128 bytes.
+        """Before the first activations for batches of a shape, tell the next rank what they look like.
 
         Raises ValueError for what cannot be passed on.
         """
-        if not isinstance(outputs, torch.Tensor) or outputs.dtype not in DTYPES:
+        if not isinstance(outputs, torch.Tensor) or not outputs.is_floating_point():
             kind = outputs.dtype if isinstance(outputs, torch.Tensor) else type(outputs).__name__
             raise ValueError(
                 f"stage {stage} on rank {self.rank} returns a {kind}, but only one tensor of floating-point numbers "
@@ -496,9 +480,7 @@ class Pipeline:
             )
         form, rank = (outputs.dtype, outputs.shape[1:]), self.homes[stage + 1]
         if stage not in self.forms and rank != self.rank:
-            header = torch.zeros(16, dtype=torch.int64)
-            header[: 1 + outputs.dim()] = torch.tensor([DTYPES.index(outputs.dtype), outputs.dim() - 1, *form[1]])
-            wire.send(header.to(self.device), *self.lane(rank, leaving=True))
+            dist.send_object_list([form], *self.lane(rank, leaving=True), device=self.device)
         if form != self.forms.setdefault(stage, form):
             raise ValueError(
                 f"stage {stage} returns activations of {form} after those of {self.forms[stage]}; for batches of one "
@@ -507,10 +489,9 @@ class Pipeline:
 
     def hear(self, stage, rank):
         """Receive what `rank` announces of the activations of `stage`."""
-        header = torch.zeros(16, dtype=torch.int64, device=self.device)
-        wire.recv(header, *self.lane(rank))
-        kind, dimensions, *shape = header.tolist()
-        self.forms[stage] = DTYPES[kind], tuple(shape[:dimensions])
+        form = [None]
+        dist.recv_object_list(form, *self.lane(rank), device=self.device)
+        self.forms[stage] = form[0]
 
     def room(self, result):
         """Memory for a message."""
@@ -566,11 +547,9 @@ def share_parts(parts, homes, losses, group):
     """Give every rank of a pipeline all trained parts, and the losses, which only the rank of the last stage knows."""
     for stage, part in enumerate(parts):
         broadcast_parameters(part, src=homes[stage], group=group)
-    record, last = torch.nn.Module(), homes[len(parts) - 1]
-    numbers = torch.tensor(losses if dist.get_rank(group) == last else [0.0] * len(losses), dtype=torch.float64)
-    record.register_buffer("losses", numbers.to(next(parts[0].parameters()).device))
-    broadcast_parameters(record, src=last, group=group)
-    return record.losses.tolist()
+    everyones = [losses]
+    dist.broadcast_object_list(everyones, group_src=homes[len(parts) - 1], group=group)
+    return everyones[0]
 
 
 def train(model, batches, lr, stages=None, microbatches=4, schedule=one_forward_one_backward):

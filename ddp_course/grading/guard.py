@@ -68,6 +68,7 @@ def watch(folder: str, hidden: Sequence[str]) -> Callable:
             raise PermissionError(f"your code {what}: at most {most} are allowed here")
 
     def hook(event: str, arguments: tuple) -> None:
+        """Refuse what an answer has no business to do."""
         if event == "open":
             path, _, flags = arguments
             if isinstance(path, str | bytes):

@@ -85,6 +85,8 @@ def events_of(job: Job, device: Device) -> tuple[list[Event], list[int]]:
     with device.emulate(sleep=False) as emulation:
 
         def watch(number, module, parameters):
+            """Note the moments at which one block begins and ends to compute."""
+
             def note(kind):
                 events.append((emulation.busy_s, kind, number))
 

@@ -64,6 +64,7 @@ def by_backend(group=None):
     options.asyncOp = True
 
     def start(bucket):
+        """Have the backend sum it."""
         began, flat = wire.now(), bucket.buffer()
         work = (group or default_group()).allreduce([torch.view_as_real(flat) if flat.is_complex() else flat], options)
         if wire.observed():
@@ -83,6 +84,7 @@ def by_algorithm(all_reduce, group=None):
     thread, backend = communication_thread(group), by_backend(group)
 
     def start(bucket):
+        """Have the communication thread sum it."""
         tensor = bucket.buffer()
         if tensor.is_sparse:
             return backend(bucket)
@@ -101,6 +103,7 @@ def by_hook(hook, state):
     """A communication hook: `hook(state, bucket)` returns a future of the averaged tensor, and divides by itself."""
 
     def start(bucket):
+        """Call the hook."""
         future = hook(state, bucket)
         if not isinstance(future, Future):
             raise TypeError(f"a communication hook must return a torch.futures.Future, but {hook} returned {future!r}")

@@ -130,11 +130,6 @@ class Block:
             if flat.averages is not None:
                 flat.give()
 
-    def free_trainable(self):
-        """Let go of the parameters whose gradients are complete."""
-        for flat in self.trainable:
-            flat.free()
-
     def free(self):
         """Let go of the parameters, whether they are here or still on their way."""
         if self.gathering is not None:

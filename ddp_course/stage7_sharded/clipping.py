@@ -16,11 +16,9 @@ REARRANGING = {  # the same elements in other places
     *("__getitem__", "reshape", "view", "view_as", "flatten", "cat", "split", "tensor_split"),
     *("new_empty", "new_zeros"),
 }
-LINEAR = {  # what may be done to gradients before they are averaged
-    *("__get__", "__set__", "__getitem__", "__repr__", "__format__", "__len__", "clone", "detach", "detach_", "to"),
-    *("to_dense", "requires_grad_", "zeros_like", "zero_", "add", "add_", "sub", "sub_", "neg", "mul", "mul_", "div"),
-    *("div_", "__add__", "__iadd__", "__radd__", "__sub__", "__isub__", "__mul__", "__imul__", "__rmul__"),
-    *("__truediv__", "__itruediv__", "_foreach_add_", "_foreach_mul_", "_foreach_div_", "_foreach_zero_"),
+LINEAR = {  # what may be done to a gradient before the average, by the training loop or by torch
+    *("__get__", "__set__", "__repr__", "__format__", "__len__", "clone", "detach", "detach_", "requires_grad_"),
+    *("zero_", "_foreach_zero_", "add_", "mul_", "div_", "__imul__", "__itruediv__", "_foreach_mul_"),
 }
 
 
@@ -37,13 +35,11 @@ class Part(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
-        name, parts = getattr(function, "__name__", ""), [each for each in tree_leaves(args) if isinstance(each, Part)]
-        for part in parts:
-            part.check(function, name, len(parts))
+        cls.check(function, name := getattr(function, "__name__", ""))
         with as_plain_tensors():
-            result, shapes = function(*args, **(kwargs or {})), {part.shape for part in parts}
-        made = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
-        with as_plain_tensors():
+            result = function(*args, **(kwargs or {}))
+            shapes = {each.shape for each in tree_leaves((args, kwargs)) if isinstance(each, Part)}
+            made = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
             mixed = any(each.shape not in shapes for each in made)
         if mixed and name not in REARRANGING:
             raise RuntimeError(f"{name} looks at more than single elements; {REFUSAL}")
@@ -51,8 +47,9 @@ class Part(torch.Tensor):
             torch.Tensor, lambda each: each if isinstance(each, Part) else each.as_subclass(cls), result
         )
 
-    def check(self, function, name, count):
-        """Raise RuntimeError if the function, of `count` parts, mixes elements without a change of the shape."""
+    @classmethod
+    def check(cls, function, name):
+        """Raise RuntimeError if the function mixes elements without a change of the shape."""
         if function in MIXING:
             raise RuntimeError(f"{name} looks at more than single elements; {REFUSAL}")
 
@@ -73,10 +70,10 @@ REFUSAL = (
 class OwnGradient(Part):
     """A gradient before the average: whole, but of this rank's samples. Only what is linear may come before the sum."""
 
-    def check(self, function, name, count):
-        """Raise RuntimeError unless the function is linear; a product of two such gradients is not."""
-        product = "mul" in name or "div" in name
-        if name not in LINEAR or (product and count > 1 and not name.startswith("_foreach")):
+    @classmethod
+    def check(cls, function, name):
+        """Raise RuntimeError unless the function is linear."""
+        if name not in LINEAR:
             raise RuntimeError(
                 f"{name} would come before the gradients are averaged, on every rank for itself. To clip, call "
                 "clip_grad_norm_(max_norm) of ShardedOptimizer; for all else take FullyShardedDataParallel, or stage 6 "

@@ -2,13 +2,13 @@
 
 from copy import deepcopy
 from datetime import timedelta
-from itertools import accumulate
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from ..running import wire
-from ..running.torch_inside import as_plain_tensors, timeout_of
+from ..running.torch_inside import as_plain_tensors, timeout_of, tree_map_only
 from .clipping import Part
 
 PATIENCE = timedelta(seconds=120)  # for ranks that have not come to a call that needs all of them
@@ -55,15 +55,12 @@ class Flat:
 
     def cut(self):
         """Find the part of each parameter that lies in this rank's chunk."""
-        low = sum(len(chunk) for chunk in self.chunks[: self.index])
-        high = low + len(self.mine)
-        ends = list(accumulate(self.lengths.values()))
-        pieces = {}
-        for parameter, end in zip(self.parameters, ends, strict=True):
-            start = end - self.lengths[parameter]
-            first, last = max(low, start), min(high, end)
-            inside = slice(first - start, last - start), slice(first - low, last - low)
-            pieces[parameter] = inside if first < last else (slice(0, 0), slice(0, 0))
+        low, start, pieces = sum(len(chunk) for chunk in self.chunks[: self.index]), 0, {}
+        for parameter, length in self.lengths.items():
+            first = max(low, start)
+            last = max(first, min(low + len(self.mine), start + length))
+            pieces[parameter] = slice(first - start, last - start), slice(first - low, last - low)
+            start += length
         return pieces
 
     def settle(self):
@@ -200,59 +197,54 @@ def meet(what, group=None):
             raise RuntimeError(f"{what} needs all ranks together: {error}") from None
 
 
-@torch.no_grad()
-def gathered_state(flats, states, group=None):
-    """Return {parameter: {key: value}} with whole tensors, all ranks alike, from `states` of this rank's pieces.
+def whole_state_dict(optimizer, flats, order, groups, group=None):
+    """Return the state dict of `optimizer` as if nothing were sharded, the same on all ranks; all of them call this.
 
-    A tensor as long as its piece is gathered; anything else, such as Adam's step count, is the same on all ranks.
+    The optimizer has the shards of the parameters in `order`, and `groups` are the parameter groups to tell.
     """
-    gathered = {}
+    meet("the state dict of a sharded optimizer", group)
+    state, start, numbered = {}, 0, []
     for flat in flats:
-        known = known_state(flat, states, group)
-        for number, entries in sorted(known.items()):
-            gathered[flat.parameters[number]] = dict(entries)
-        for key in sorted({key for entries in known.values() for key in entries}):
-            dtypes = [entries[key] for entries in known.values() if isinstance(entries.get(key), torch.dtype)]
-            if dtypes:
-                whole = gathered_entry(flat, states, key, dtypes[0], group)
-                for number, entries in known.items():
-                    if isinstance(entries.get(key), torch.dtype):
-                        gathered[flat.parameters[number]][key] = whole[number].clone()
-    return gathered
+        state.update(whole_state(optimizer, flat, group))
+    for members in groups:
+        numbered.append({**members, "params": list(range(start, start + len(members["params"])))})
+        start += len(members["params"])
+    return {"state": {n: state[p] for n, p in enumerate(order) if state.get(p)}, "param_groups": numbered}
 
 
-def known_state(flat, states, group=None):
-    """What any rank knows of the state: {parameter's number: {key: value, or the dtype of a tensor in pieces}}."""
-    mine = {}
+def whole_state(optimizer, flat, group=None):
+    """What all ranks together know of the parameters of one `flat`: {parameter: {key: value}}.
+
+    Tensors as long as their shard are joined; all else, such as Adam's step count, is the same on every rank.
+    """
+    mine, everyone = {}, [None] * len(flat.chunks)
     for number, parameter in enumerate(flat.parameters):
         shard = flat.shards[parameter]
-        if shard.numel() and states.get(parameter):
-            mine[number] = {
-                key: value.dtype if isinstance(value, torch.Tensor) and value.shape == shard.shape else value
-                for key, value in states[parameter].items()
-            }
-    everyone = [None] * len(flat.chunks)
-    dist.all_gather_object(everyone, mine, group=group)
-    return {number: entries for known in everyone for number, entries in known.items()}
+        pieces = partial(as_piece, shape=shard.shape)
+        if shard.numel():
+            mine[number] = tree_map_only(torch.Tensor, pieces, optimizer.state.get(shard, {}))
+    dist.all_gather_object(everyone, mine, group=group)  # of the CPU, or others would unpack them on this rank's GPU
+    state = {}
+    for number, (parameter, shape) in enumerate(zip(flat.parameters, flat.shapes, strict=True)):
+        known = [entries[number] for entries in everyone[-1:] + everyone[:-1] if number in entries]  # as chunks lie
+        for key, value in known[0].items() if known else ():
+            if isinstance(value, torch.Tensor) and value.dim() == 1:
+                value = torch.cat([entries[key] for entries in known]).view(shape).to(flat.full.device)
+            state.setdefault(parameter, {})[key] = value
+    return state
 
 
-def gathered_entry(flat, states, key, dtype, group=None):
-    """Gather the tensors called `key` of all pieces; return whole ones, a view for each parameter of `flat`."""
-    whole = torch.zeros(sum(map(len, flat.chunks)), dtype=dtype, device=flat.chunks[0].device)
-    chunks = whole.tensor_split(len(flat.chunks))
-    for parameter, (_, inside) in flat.pieces.items():
-        if inside.start < inside.stop and key in states.get(parameter, {}):
-            chunks[flat.index][inside] = states[parameter][key].as_subclass(torch.Tensor).reshape(-1)
-    gather_chunks(chunks, group=group)
-    return flat.views(whole)
+def as_piece(tensor, shape):
+    """A tensor of an optimizer's state on the CPU; as a vector if it has the `shape` of its shard."""
+    tensor = tensor.as_subclass(torch.Tensor).detach().cpu()
+    return tensor.reshape(-1) if tensor.shape == shape else tensor
 
 
-def local_state(flats, order, state_dict, groups):
-    """This rank's part of an ordinary optimizer's `state_dict`: {shard: {key: value}}, for the parameters in `order`.
+def load_whole_state_dict(optimizer, flats, order, groups, state_dict):
+    """Give `optimizer` this rank's pieces of an ordinary optimizer's `state_dict`, and `groups` its settings.
 
-    `groups` are the parameter groups it is for; they take over the settings of those in `state_dict`. As torch does,
-    tensors are converted to the parameter's dtype, but for the step count. Raises ValueError, with nothing changed,
-    if the state dict is of other groups or of parameters of other sizes.
+    As torch does, tensors are converted to the parameter's dtype, but for the step count. Raises ValueError, with
+    nothing changed, if the state dict is of other groups or of parameters of other sizes.
     """
     sizes = [len(members["params"]) for members in state_dict["param_groups"]]
     if sizes != [len(members["params"]) for members in groups]:
@@ -262,14 +254,15 @@ def local_state(flats, order, state_dict, groups):
         )
     home = {parameter: flat for flat in flats for parameter in flat.parameters}
     saved = [number for members in state_dict["param_groups"] for number in members["params"]]
-    taken = {}
-    for number, parameter in zip(saved, order, strict=True):
-        if number in state_dict["state"]:
-            entries = state_dict["state"][number]
-            taken[home[parameter].shards[parameter]] = piece(home[parameter], parameter, entries, number)
+    state = {
+        home[parameter].shards[parameter]: piece(home[parameter], parameter, state_dict["state"][number], number)
+        for number, parameter in zip(saved, order, strict=True)
+        if number in state_dict["state"]
+    }
     for members, settings in zip(groups, state_dict["param_groups"], strict=True):
         members.update({key: value for key, value in settings.items() if key != "params"})
-    return taken
+    optimizer.state.clear()
+    optimizer.state.update(state)
 
 
 def piece(flat, parameter, entries, number):

@@ -6,19 +6,22 @@ freed in the training thread, and the next user of the memory waits for an event
 So at most two blocks are whole, and two blocks' gradients, however far ahead the processor is.
 """
 
-from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 
 import torch
 
 from ..running import communication, wire
-from ..running.torch_inside import after_backward, backward_pass, uncompiled
+from ..running.torch_inside import after_backward, backward_pass, tree_map_only, uncompiled
 from ..stage3_paramserver import broadcast_parameters
+from ..stage6_ddp.buffers import broadcast_tensors
 from ..stage6_ddp.checks import same_on_all_ranks
+from ..stage6_ddp.unused import tensors_in
 from .blocks import Block, Sharded, assign_blocks, default_blocks
 from .clipping import clip_grad_norm_
-from .flat import gathered_state, like, local_state, meet
+from .flat import like, load_whole_state_dict, meet, whole_state_dict
+
+copied = partial(tree_map_only, torch.Tensor, lambda tensor: tensor.detach().cpu().clone())
 
 
 class FullyShardedDataParallel(torch.nn.Module):
@@ -187,7 +190,8 @@ class FullyShardedDataParallel(torch.nn.Module):
 
     def reduce(self, block):
         """Start to average the gradients of `block`; nobody needs its parameters any more."""
-        block.free_trainable()
+        for flat in block.trainable:
+            flat.free()
         self.reducing.append(self.start(block.reduce))
 
     def finish(self):
@@ -225,19 +229,15 @@ class FullyShardedDataParallel(torch.nn.Module):
         self.check_usable()
         meet("state_dict() of a sharded model", self.group)
         self.start_over()
-        buffers = torch.nn.Module()
-        for number, buffer in enumerate(self.module.buffers()):
-            buffers.register_buffer(str(number), buffer)
-        broadcast_parameters(buffers, group=self.group)
+        broadcast_tensors(list(self.module.buffers()), group=self.group)
         state, whole = self.module.state_dict(keep_vars=True), {}
         for block in self.blocks:
             self.request(block)()
             whole.update((parameter, copied(parameter)) for flat in block.flats for parameter in flat.parameters)
             block.free()
         destination = {} if destination is None else destination
-        destination.update(
-            (prefix + name, whole[value] if value in self.shards else copied(value)) for name, value in state.items()
-        )
+        for name, value in state.items():
+            destination[prefix + name] = whole[value] if value in whole else copied(value)
         return destination
 
     @torch.no_grad()
@@ -259,34 +259,24 @@ class FullyShardedDataParallel(torch.nn.Module):
         self.module.load_state_dict(buffers, strict=False)
 
     def check_fits(self, state, own):
-        """Raise RuntimeError, in torch's words, unless `state` has the names and shapes of this model's `own`."""
-        wrong = [f'Missing key(s) in state_dict: "{name}".' for name in own if name not in state]
-        wrong += [f'Unexpected key(s) in state_dict: "{name}".' for name in state if name not in own]
-        wrong += [
-            f"size mismatch for {name}: {tuple(state[name].shape)} in the state dict, {tuple(value.shape)} in the model"
-            for name, value in own.items()
-            if name in state and hasattr(value, "shape") and state[name].shape != value.shape
-        ]
-        if wrong:
-            raise RuntimeError("\n\t".join(["the state dict is of another model:", *wrong]))
+        """Raise RuntimeError unless `state` has the names and shapes of this model's `own`."""
+        theirs, ours = ({n: tuple(getattr(value, "shape", ())) for n, value in each.items()} for each in (state, own))
+        for name in ours | theirs:
+            if theirs.get(name) != ours.get(name):
+                raise RuntimeError(
+                    f"the state dict is of another model: {name} has shape {theirs.get(name)} there, and "
+                    f"{ours.get(name)} in this model (None: there is no {name})"
+                )
 
     def optimizer_state_dict(self, optimizer):
         """Return the state dict of an optimizer of `parameters()` as if nothing were sharded; all ranks call this."""
         order = self.whole_parameters(optimizer)
-        meet("optimizer_state_dict() of a sharded model", self.group)
-        states = {parameter: optimizer.state.get(shard, {}) for parameter, shard in self.shards.items()}
-        state = gathered_state(self.flats, states, self.group)
-        groups, start = [], 0
-        for group in optimizer.param_groups:
-            groups.append({**group, "params": list(range(start, start + len(group["params"])))})
-            start += len(group["params"])
-        return {"state": {n: state[p] for n, p in enumerate(order) if state.get(p)}, "param_groups": groups}
+        return whole_state_dict(optimizer, self.flats, order, optimizer.param_groups, self.group)
 
     def load_optimizer_state_dict(self, optimizer, state_dict):
         """Take the shards' state out of the state dict of an ordinary optimizer; ValueError if it does not fit."""
-        state = local_state(self.flats, self.whole_parameters(optimizer), state_dict, optimizer.param_groups)
-        optimizer.state.clear()
-        optimizer.state.update(state)
+        order = self.whole_parameters(optimizer)
+        load_whole_state_dict(optimizer, self.flats, order, optimizer.param_groups, state_dict)
 
     def whole_parameters(self, optimizer):
         """The whole parameters to the shards in `optimizer`, in the order of its groups."""
@@ -336,19 +326,3 @@ def check_wrappable(module, named):
 def refuse(*_, **__):
     """Instead of adding a hook to a shard, of which autograd knows nothing."""
     raise RuntimeError("hooks on shards would never be called; add them to the model's parameters before wrapping")
-
-
-def tensors_in(value):
-    """All tensors in what a block returns: in lists, mappings and objects, however deep."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, Mapping):
-        value = value.values()
-    elif not isinstance(value, list | tuple | set):
-        value = vars(value).values() if hasattr(value, "__dict__") else ()
-    return [tensor for each in value for tensor in tensors_in(each)]
-
-
-def copied(value):
-    """A copy on the CPU of a tensor; anything else as it is."""
-    return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value

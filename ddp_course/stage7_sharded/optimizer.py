@@ -18,7 +18,7 @@ from ..stage4_ring import allgather, reduce_scatter
 from ..stage5_bucketed import assign_buckets
 from ..stage6_ddp.checks import same_on_all_ranks
 from .clipping import OwnGradient, Part, clip_grad_norm_
-from .flat import flats, gathered_state, local_state, meet
+from .flat import flats, load_whole_state_dict, whole_state_dict
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -69,8 +69,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.lay_out(self.param_groups[-1]["params"])
             self.local.add_param_group(self.sharded(self.param_groups[-1]))
 
-    def check_whole(self):
-        """Raise RuntimeError if an earlier call broke off, or another optimizer has laid the parameters out anew."""
+    @contextmanager
+    def together(self):
+        """Around collectives: a rank that leaves this block by an exception leaves the other ranks in the middle.
+
+        Raises RuntimeError if an earlier call broke off, or another optimizer has laid the parameters out anew.
+        """
         if any(parameter.optimizer() is not self for parameter in self.parameters()):
             raise RuntimeError("another ShardedOptimizer was made for these parameters since; use that one alone")
         if self.broken:
@@ -78,11 +82,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"an earlier call ended in the middle of what the ranks do together, with {self.broken}; "
                 "the other ranks may have gone on, so this one cannot: start the ranks again"
             )
-
-    @contextmanager
-    def together(self):
-        """Around collectives: a rank that leaves this block by an exception leaves the other ranks in the middle."""
-        self.check_whole()
         try:
             yield
         except BaseException as error:
@@ -92,15 +91,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def average(self):
         """Reduce-scatter the gradients: the average of this rank's chunk goes to the shards."""
-        self.check_whole()
-        for flat in self.flats:
-            flat.settle()
         if self.averaged and any(parameter.grad is not None for parameter in self.parameters()):
             raise RuntimeError(
                 "there are new gradients, but those clipped before have not been used: after clip_grad_norm_ call "
                 "step(), or zero_grad() of this optimizer to drop them (the model's zero_grad() does not know of them)"
             )
         with self.together():
+            for flat in self.flats:
+                flat.settle()
             for flat in [] if self.averaged else self.trainable():
                 for parameter in flat.collect():
                     if parameter.grad is not None:
@@ -141,23 +139,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self):
         """Return the state dict of the unsharded optimizer, the same on every rank; all ranks must call this."""
-        index = {parameter: number for number, parameter in enumerate(self.parameters())}
         with self.together():
-            meet("state_dict() of a ShardedOptimizer", self.group)
-            states = {parameter: self.local.state.get(shard, {}) for parameter, shard in self.shards.items()}
-            state = gathered_state(self.flats, states, self.group)
-        numbered = {index[parameter]: entries for parameter, entries in state.items() if entries}
-        groups = [
-            {**members, "params": [index[parameter] for parameter in members["params"]]}
-            for members in self.param_groups
-        ]
-        return {"state": dict(sorted(numbered.items())), "param_groups": groups}
+            return whole_state_dict(self.local, self.flats, self.parameters(), self.param_groups, self.group)
 
     def load_state_dict(self, state_dict):
         """Take this rank's shards out of the state dict of an unsharded optimizer, or of any number of ranks."""
-        state = local_state(self.flats, self.parameters(), state_dict, self.param_groups)
-        self.local.state.clear()
-        self.local.state.update(state)
+        load_whole_state_dict(self.local, self.flats, self.parameters(), self.param_groups, state_dict)
 
     def parameters(self):
         """All parameters in the order of their groups."""

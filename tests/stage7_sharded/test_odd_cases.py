@@ -175,9 +175,9 @@ def refusals():
 
 
 REFUSALS = {
-    "other shape": r"RuntimeError: .*another model:\n.*size mismatch for 0.weight: \(13, 37\) in .*\(37, 13\)",
-    "unknown name": 'RuntimeError: .*another model:\n.*Unexpected key.*"stranger"',
-    "missing name": 'RuntimeError: .*another model:\n.*Missing key.*"0.bias"',
+    "other shape": r"RuntimeError: .*another model: 0.weight has shape \(13, 37\) there, and \(37, 13\) in",
+    "unknown name": r"RuntimeError: .*another model: stranger has shape \(1,\) there, and None in",
+    "missing name": r"RuntimeError: .*another model: 0.bias has shape None there, and \(37,\) in",
     "converted": "RuntimeError: a sharded model cannot be moved or converted",
     "copied": "TypeError: a sharded model cannot be copied or pickled",
     "wrapped twice": "ValueError: a part of the model is fully sharded already",

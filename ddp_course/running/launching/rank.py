@@ -100,6 +100,7 @@ def work(
     steps = Steps(report if setting["progress"] and rank == 0 else None)
 
     def first_call():
+        """Join the others, then reach the function: whatever fails on the way is reported as its error."""
         join_group(setting, rank, listener)
         flight_recorder.attach(recorder, rank, setting["world_size"])
         redirect_output(out, err)
