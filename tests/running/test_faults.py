@@ -33,7 +33,8 @@ def poisoned(wrap, culprit, value, watch=True):
         loss.backward()
         if wrap is plain:
             average_on_ring(gradients(model))
-        losses.append([bool(p.grad.isfinite().all()) for p in parallel.parameters() if p.grad is not None])
+        own = [p.grad.as_subclass(torch.Tensor) for p in parallel.parameters() if p.grad is not None]
+        losses.append([bool(gradient.isfinite().all()) for gradient in own])
     return losses
 
 
