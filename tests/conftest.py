@@ -31,15 +31,15 @@ def pytest_unconfigure(config):
 
 
 DURATIONS = Path(__file__).with_name("durations.csv")  # seconds of tests, or of whole files with all their tests
-MOST_SECONDS = 12.0  # of a test of `make test`; dearer ones are for `make test-rest`
+MOST_SECONDS = 9.0  # of a test of `make test`; dearer ones are for `make test-rest`
 
 
 def pytest_runtest_logreport(report):
     """With DDP_COURSE_DURATIONS=FILE write down what each test costs: tests/durations.py makes the table from it."""
     path = os.environ.get("DDP_COURSE_DURATIONS")
     if path and "PYTEST_XDIST_WORKER" not in os.environ and report.duration >= 0.1:
-        with open(path, "a", encoding="utf-8") as file:
-            file.write(f"{report.duration:.1f},{report.nodeid.removeprefix('tests/')},{report.when}\n")
+        with open(path, "a", encoding="utf-8", newline="") as file:
+            csv.writer(file).writerow([f"{report.duration:.1f}", report.nodeid.removeprefix("tests/"), report.when])
 
 
 def pytest_collection_modifyitems(items):

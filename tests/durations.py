@@ -10,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 TABLE = Path(__file__).with_name("durations.csv")
-LEAST = 5.0
+LEAST = 8.0
 
 
 def names(test):
