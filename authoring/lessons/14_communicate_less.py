@@ -287,6 +287,22 @@ show.bars(pace, "time per step of rank 1 (ms)", title, form="{:.0f}")
 
 # %% [markdown]
 r"""
+## On a larger model
+
+The same question, published (Douillard et al., "DiLoCo", arXiv 2311.08105, Table 2): a language model goes on from step
+24,000, alone or with eight times the computing. Communication is 8 N where eight devices meet in every step.
+
+| way | perplexity | communication | time | computing |
+|---|---|---|---|---|
+| alone | 16.23 | 0 | 1 | 1 |
+| batch 8 times as large, 8 devices | 15.30 | 8 N | 1 | 8 |
+| batch 8 times as large, one device | 15.30 | 0 | 8 | 8 |
+| 8 times as many steps, one device | 14.72 | 0 | 8 | 8 |
+| DiLoCo, 8 devices, H = 500 | 15.02 | 8 N / 500 | 1 | 8 |
+
+DiLoCo sends a 500th of what data parallelism sends, and ends lower: eight devices that each take a step on a batch of
+their own learn more than one large batch teaches. Eight times as many steps in a row learn most, and take eight times as long.
+
 ## What changed
 
 Against stage 4's loop, local SGD has lost the average in every step and got a meeting after some of them.

@@ -128,15 +128,6 @@ def test_shapes_have_the_parameters_of_their_names():
     assert all(shape.parameters == pytest.approx(float(name[:-1]) * 1e9, rel=0.015) for name, shape in shapes.items())
 
 
-def test_latency_and_rate_alone_miss_the_middle_that_protocols_meet():
-    pairs = [(row["KiB"], row["time_us"]) for row in facts.rows("nccl_ring_a100x8_sizes")]
-    numbers = published.fit_protocols(pairs)
-    simple = [numbers[2], numbers[2], numbers[2], numbers[5], numbers[5], numbers[5]]
-    at_2_mib = dict(pairs)[2048]
-    assert published.protocol_us(2048, numbers) == pytest.approx(at_2_mib, rel=0.1)
-    assert published.protocol_us(2048, simple) > 3 * at_2_mib
-
-
 def write(path, rows):
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))
