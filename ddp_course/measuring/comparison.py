@@ -170,9 +170,6 @@ def read(folder: str | Path) -> dict:
     for run in runs:
         difference = (run["weights"] - reference).abs().max().item()
         entries[run["entry"]["stage"]] = {**run["entry"], "max_abs_diff_vs_single": difference, "emulated": False}
-    stages = [
-        {**entries[key], "bytes_formula": formula(ladder.find(key), job)} for key in ladder.STAGES if key in entries
-    ]
     where = {key: jobs[0][key] for key in ("device", "backend")}
     known = [ladder.find(key) for key in ladder.STAGES if key in entries]
     stages = [{**entries[stage.key], "bytes_formula": formula(stage, job)} for stage in known]

@@ -12,7 +12,6 @@ pipeline        micro-batches through K parts: a pass begins when its rank is fr
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 
 from torch.nn.functional import cross_entropy
@@ -24,7 +23,8 @@ from ..stage7_sharded.blocks import assign_blocks, default_blocks
 from ..stage8_pipeline import layers_of, one_forward_one_backward, split, timetable
 from . import theory
 from .job import Job, played
-from .simulate import Network, Profile, simulate
+from .simulate import Network, Profile, Simulation, simulate
+from .simulate.network import Pause
 
 MICROBATCHES = 4  # of stage 8, by default
 
@@ -113,21 +113,33 @@ def events_of(job: Job, device: Device) -> tuple[list[Event], list[int]]:
 def fully_sharded(events: list[Event], sizes: list[int], work: Profile, world_size: int, costs: theory.Costs) -> float:
     """Seconds of a step of stage 7 with prefetch, whose blocks have `sizes` bytes."""
     seconds = [(world_size - 1) * costs.message(nbytes / world_size) for nbytes in sizes]
-    ahead = {kind: deque(n for _, k, n in events if k == kind) for kind in ("forward", "backward")}
-    now = worked = free = 0.0
-    arriving: dict = {}
-    for moment, kind, number in events:
-        now, worked = now + moment - worked, moment
-        if kind == "done":  # its gradients are summed up
-            free = max(free, now) + seconds[number]
-            continue
-        if (kind, number) not in arriving:
-            free = arriving[kind, number] = max(free, now) + seconds[number]
-        now = max(now, arriving[kind, number])
-        ahead[kind].popleft()
-        if ahead[kind]:
-            free = arriving[kind, ahead[kind][0]] = max(free, now) + seconds[ahead[kind][0]]
-    return max(now + work.compute_s - work.update_s - worked, free) + work.update_s / world_size
+    simulation, line = Simulation(Network(costs)), []
+
+    def travel(number):
+        """A gather or a sum leaves when the one before has arrived."""
+
+        def message(before):
+            yield from before
+            yield Pause(seconds[number])
+
+        line.append(simulation.start(0, message(line[-1:])))
+        return line[-1]
+
+    def compute():
+        worked, arriving = 0.0, {}
+        for place, (moment, kind, number) in enumerate(events):
+            yield Pause(moment - worked)
+            worked = moment
+            if kind == "done":  # its gradients are summed up
+                travel(number)
+                continue
+            yield arriving.get((kind, number)) or travel(number)
+            for later in [n for _, k, n in events[place + 1 :] if k == kind][:1]:
+                arriving[kind, later] = travel(later)
+        yield Pause(work.compute_s - work.update_s - worked)
+
+    simulation.start(0, compute())
+    return simulation.play() + work.update_s / world_size
 
 
 def passes_of(job: Job, device: Device) -> tuple[list[tuple[float, float]], list[int]]:

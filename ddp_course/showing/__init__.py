@@ -18,7 +18,6 @@ _HOME = {
     "stacks": "shell",
     "scaling_figure": "simulator_plots",
     "winners_figure": "simulator_plots",
-    "bucket_cap_figure": "simulator_plots",
     "predictions_figure": "simulator_plots",
 }
 _MODULES = {"plots", "sketches", "widgets"}

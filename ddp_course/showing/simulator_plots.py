@@ -59,21 +59,8 @@ def draw_scaling(axes: Axes, steps: dict[str, Any], title: str = "Scaling effici
     axes.legend(loc="lower left")
 
 
-def bucket_cap_figure(sweep: dict[str, Any], title: str = "Step time by bucket cap") -> Picture:
-    """Step time against the bucket cap; `sweep`: {label: [(cap in MiB, Step), …]}, a line each, the best marked."""
-    best = {name: min(row, key=lambda pair: pair[1].step_s) for name, row in sweep.items()}
-    message = "; ".join(
-        f"{name}: best cap {cap:g} MiB, {1e3 * step.step_s:.3g} ms" for name, (cap, step) in best.items()
-    )
-    picture, axes = panels(message=message, kind="simulated")
-    with style():
-        picture.label(axes)
-        draw_bucket_caps(axes, sweep, title)
-    return picture
-
-
 def draw_bucket_caps(axes: Axes, sweep: dict[str, Any], title: str = "Step time by bucket cap") -> None:
-    """Draw `bucket_cap_figure` into `axes`."""
+    """Step time against the bucket cap; `sweep`: {label: [(cap in MiB, Step), …]}, a line each, the best marked."""
     for name, row in sweep.items():
         (line,) = axes.plot([cap for cap, _ in row], [1e3 * step.step_s for _, step in row], "o-", ms=3.5, label=name)
         cap, step = min(row, key=lambda pair: pair[1].step_s)

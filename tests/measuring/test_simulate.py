@@ -240,9 +240,7 @@ def test_figures_say_what_they_show():
     steps = [simulate(even_profile(), k, LINK, bucket_cap_mb=1) for k in (1, 2, 4, 8, 256)]
     scaling = simulator_plots.scaling_figure({"ring": steps})
     assert f"K = {knee(steps)}" in scaling.message
-    caps = simulator_plots.bucket_cap_figure({"K = 4": [(cap, steps[2]) for cap in (1, 25)]})
-    assert "best cap" in caps.message
     winners = simulator_plots.winners_figure(Costs(1e-5, 8e-11))
     assert "ring" in winners.message and "halving-doubling" in winners.message
-    for picture in (scaling, caps, winners):
+    for picture in (scaling, winners):
         assert picture.message and picture.png().startswith(b"\x89PNG")

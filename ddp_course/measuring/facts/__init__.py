@@ -21,11 +21,6 @@ SOURCES = {
         "NCCL's all-reduce in place on the A100s or V100s of one host, microseconds by message. Traces of the public "
         "repository VIA-Research/vTrain (MIT), trace/a100 and trace/v100."
     ),
-    "published_scaling": (
-        "Throughput a device against that on fewer devices. OPT-350M: global batch 1,024, 1.926 s an iteration on 16 "
-        "and 1.026 s on 32 (eth-easl/sailor, MIT). Llama 3.1 8B: 5,762 and 5,605 tokens a second (torchtitan, "
-        "benchmarks/). ResNet-101 and VGG-16: Horovod, docs/benchmarks.rst."
-    ),
     "fsdp_llama3_8b_h100": (
         "Tokens per GPU and second of fully sharded training of Llama 3.1 8B on H100s, 8 per host, 2 sequences of "
         "8,192 tokens each. torchtitan, benchmarks/."
@@ -54,18 +49,6 @@ SOURCES = {
     "llama3_interruptions": (
         "Unexpected interruptions of 54 days of training on 16,384 H100s, by cause. 'The Llama 3 Herd of Models' "
         "(arXiv 2407.21783), Table 5."
-    ),
-    "time_to_failure_a100": (
-        "Mean hours between failures of a job on A100s, by number of GPUs. Kokolis et al., 'Revisiting Reliability in "
-        "Large-Scale Machine Learning Research Clusters' (arXiv 2410.21680)."
-    ),
-    "diloco_perplexity": (
-        "Perplexity, communication, time and computing of eight replicas, by how often they talk. Douillard et al., "
-        "'DiLoCo' (arXiv 2311.08105), Table 2."
-    ),
-    "overlap_saves_32_gpus": (
-        "How much shorter a step of DDP is on 32 GPUs because communication overlaps with the backward pass. Li et "
-        "al., 'PyTorch Distributed', VLDB 2020."
     ),
     "gpipe_throughput": (
         "Throughput of GPipe on TPUs by partitions and micro-batches, over that of 2 partitions and 1 micro-batch. "
