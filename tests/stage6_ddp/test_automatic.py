@@ -1,12 +1,8 @@
 """How bucket_cap_mb="auto" measures a link, and what it makes of it: on paper, where the answer is known."""
 
-import time
-
 import pytest
 import torch
-import torch.distributed as dist
 
-from ddp_course import launch
 from ddp_course.stage6_ddp import automatic
 from ddp_course.stage6_ddp.buckets import MIB
 
@@ -25,24 +21,6 @@ def test_a_line_through_two_sizes(monkeypatch):
     alpha, beta = automatic.calibrate(None, torch.device("cpu"))
     assert alpha == pytest.approx(ALPHA) and beta == pytest.approx(BETA)
     assert asked == [4096] * 4 + [4 * MIB] * 4, "three repetitions and one to warm up"
-
-
-def moments_of_a_measurement():
-    """When this rank came to measure, and when its all-reduce began; one comes later than the others."""
-    time.sleep(0.3 * dist.get_rank())
-    moments = [time.monotonic()]
-
-    def start(bucket):
-        moments.append(time.monotonic())
-        return lambda: dist.all_reduce(bucket.buffer())
-
-    assert 0 < automatic.timed(start, torch.zeros(1)) <= time.monotonic() - moments[0]
-    return moments
-
-
-def test_ranks_begin_to_measure_together():
-    came, began = zip(*launch(moments_of_a_measurement, world_size=2), strict=True)
-    assert min(began) >= max(came), "a rank that waits for another would take that for the link"
 
 
 def sizes_of(moments, alpha, beta):

@@ -54,12 +54,6 @@ def test_accepted():
     assert list(checks.trainable(frozen, ())) == ["weight"]
 
 
-def test_strides_are_those_of_the_gradient():
-    last = torch.empty(2, 3, 4, 4).to(memory_format=torch.channels_last)
-    assert checks.empty_strides(last) == last.stride()
-    assert checks.empty_strides(last.contiguous()[:, ::2]) == (32, 16, 4, 1), "a gradient is packed"
-
-
 def test_a_difference_is_told_with_both_names():
     ours = [("a", (2,), "float32", (1,)), ("b", (3,), "float32", (1,))]
     theirs = [("a", (2,), "float32", (1,)), ("c", (3,), "float64", (1,))]

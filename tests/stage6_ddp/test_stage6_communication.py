@@ -4,8 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_course import launch
-from ddp_course.stage6_ddp.communication import GradBucket, by_backend, by_hook, check_hook
+from ddp_course.stage6_ddp.communication import GradBucket, by_hook, check_hook
 
 
 def bucket(dtype=torch.float32):
@@ -57,17 +56,3 @@ def test_what_cannot_be_a_hook_is_refused():
     ):
         with pytest.raises(error, match=words):
             check_hook(hook)
-
-
-def summed():
-    """Sums by the backend over all ranks and over this one alone, and of complex numbers."""
-    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
-    ways = {"all": (None,), "named": (dist.group.WORLD,), "alone": (alone,), "complex": (None, torch.complex64)}
-    return {name: by_backend(group)(bucket(*dtype))().tolist() for name, (group, *dtype) in ways.items()}
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_the_backend_sums_over_its_group(world_size):
-    total = [1 * world_size, 2 * world_size, 3 * world_size]
-    expected = {"all": total, "named": total, "alone": [1, 2, 3], "complex": total}
-    assert launch(summed, world_size=world_size) == [expected] * world_size

@@ -354,10 +354,9 @@ def summed_in_two_ways():
     return torch.equal(ours[mine], ring.tensor_split(world_size)[mine])
 
 
-@pytest.mark.parametrize("world_size", [2, 4, 5])
-def test_chunks_are_added_in_the_order_of_the_ring(world_size):
+def test_chunks_are_added_in_the_order_of_the_ring():
     """With three ranks there is one order only, and with four the bits tell."""
-    assert launch(summed_in_two_ways, world_size=world_size) == [True] * world_size
+    assert launch(summed_in_two_ways, world_size=4) == [True] * 4
 
 
 def buffers_loaded():
