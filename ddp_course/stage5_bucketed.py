@@ -40,6 +40,8 @@ class Bucket:
         """Note that the gradient of `parameter` is ready, and make it a view into the bucket."""
         if parameter.grad is None or parameter.grad.is_sparse or parameter.grad.requires_grad:
             raise RuntimeError("stage 5 averages no sparse gradient, none with a graph, and none that a hook dropped")
+        if vars(parameter).setdefault("bucket", id(self)) != id(self):
+            raise RuntimeError("two wrappers average the same parameter: wrap the model once, and let go of older wrappers")
         if parameter not in self.missing:
             raise RuntimeError("a gradient was computed twice in one backward pass; stage 6 has static_graph for that")
         parameter.grad = self.views[parameter].copy_(parameter.grad)
@@ -108,12 +110,10 @@ class BucketedDDP(torch.nn.Module):
         for bucket in self.buckets:
             bucket.missing = set(bucket.views)
             for parameter in bucket.views:
-                vars(parameter).pop("averaged_by", None)
+                vars(parameter).pop("bucket", None)
 
     def gradient_ready(self, parameter):
         """The hook: runs in the middle of backward, right after the gradient of `parameter` is complete."""
-        if vars(parameter).setdefault("averaged_by", id(self)) != id(self):
-            raise RuntimeError("two wrappers average the same parameter: wrap the whole model, and only once")
         if not self.in_backward:
             self.in_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(self.finish)  # when this pass ends
@@ -132,7 +132,8 @@ class BucketedDDP(torch.nn.Module):
         with wire.span("wait"):
             for wait in self.waits:
                 wait()
-        if unused := sum(len(bucket.missing) for bucket in self.buckets):
+        unused = sum(len(bucket.missing) for bucket in self.buckets)
+        if unused:
             raise RuntimeError(f"{unused} parameters got no gradient in this backward pass; stage 6 allows that")
         self.start_over()
 

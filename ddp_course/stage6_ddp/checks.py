@@ -101,7 +101,9 @@ def devices_of(parameters, device_ids, output_device):
         if device_ids or output_device:
             raise ValueError("device_ids and output_device only work with modules on a single GPU; leave them out")
         return None, None
-    return (list(device_ids), first_given(output_device, device_ids[0])) if device_ids else (None, None)
+    if not device_ids:
+        return None, None
+    return list(device_ids), device_ids[0] if output_device is None else output_device
 
 
 def refuse_modules(module):
@@ -112,8 +114,3 @@ def refuse_modules(module):
     on_cpu = all(parameter.device.type == "cpu" for parameter in module.parameters())
     if on_cpu and any(isinstance(layer, torch.nn.SyncBatchNorm) for layer in module.modules()):
         raise ValueError("SyncBatchNorm layers only work with GPU modules; stage6_ddp.SyncBatchNorm runs anywhere")
-
-
-def first_given(*values):
-    """The first of `values` that is not None."""
-    return next(value for value in values if value is not None)

@@ -70,10 +70,11 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self.gradient_as_bucket_view, self.find_unused_parameters = gradient_as_bucket_view, find_unused_parameters
         self.all_reduce, self.comm_hook = all_reduce, None
         self.require_backward_grad_sync = self.require_forward_param_sync = True
-        self.forward_sync_buffers = checks.first_given(forward_sync_buffers, broadcast_buffers, True)
+        older = broadcast_buffers is not False
+        self.forward_sync_buffers = older if forward_sync_buffers is None else forward_sync_buffers
         if init_sync:
             checks.same_on_all_ranks(parameters, self.process_group)
-            self.sync_model(0, forward_sync_buffers is not None or broadcast_buffers is not False)
+            self.sync_model(0, with_buffers=older or forward_sync_buffers is not None)
         self.started, self.buffers_from = False, 0
         self.low = LowPrecision(mixed_precision, module, self.parameters_to_ignore) if mixed_precision else None
         self.make_reducer()
