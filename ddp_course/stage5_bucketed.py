@@ -41,7 +41,7 @@ class Bucket:
         if parameter.grad is None or parameter.grad.is_sparse or parameter.grad.requires_grad:
             raise RuntimeError("stage 5 averages no sparse gradient, none with a graph, and none that a hook dropped")
         if vars(parameter).setdefault("bucket", id(self)) != id(self):
-            raise RuntimeError("two wrappers average the same parameter: wrap the model once, and let go of older wrappers")
+            raise RuntimeError("two wrappers average the same parameter: wrap it once, and let go of older wrappers")
         if parameter not in self.missing:
             raise RuntimeError("a gradient was computed twice in one backward pass; stage 6 has static_graph for that")
         parameter.grad = self.views[parameter].copy_(parameter.grad)
