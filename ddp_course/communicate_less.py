@@ -32,7 +32,7 @@ from .stage7_sharded.clipping import share_numbers
 
 def done(tensor: Tensor) -> torch.futures.Future[Tensor]:
     """What a hook returns when its bucket is ready: a future that already has the averaged gradients."""
-    future = torch.futures.Future(devices=[tensor.device] if tensor.is_cuda else None)  # whose streams wait for it
+    future = torch.futures.Future(devices=[tensor.device] if tensor.is_cuda else None)  # their streams wait for it
     future.set_result(tensor)
     return future
 
@@ -50,7 +50,7 @@ class TopK:
     """
 
     def __init__(self, share, feedback=True):
-        self.share, self.feedback, self.left = share, feedback, {}  # by parameter: DDP lays its buckets out anew
+        self.share, self.feedback, self.left = share, feedback, {}  # by parameter: DDP makes other buckets
         self.__name__ = self.__qualname__ = "TopK"  # torch's DDP asks a hook for its names
 
     def __call__(self, group, bucket):
@@ -79,7 +79,7 @@ class LowRank:
     """
 
     def __init__(self, rank):
-        self.rank, self.left, self.directions = rank, {}, {}  # by parameter
+        self.rank, self.left, self.directions = rank, {}, {}  # both go by parameter
         self.__name__ = self.__qualname__ = "LowRank"
 
     def __call__(self, group, bucket):
@@ -105,7 +105,7 @@ class LowRank:
 
     def start(self, matrix: Tensor) -> Tensor:
         """The first directions: random, the same on all ranks."""
-        generator = torch.Generator().manual_seed(0)  # of the CPU, whose numbers are the same everywhere
+        generator = torch.Generator().manual_seed(0)  # the CPU's numbers are the same everywhere
         return torch.randn(matrix.shape[1], self.rank, generator=generator, dtype=matrix.dtype).to(matrix.device)
 
 
@@ -196,11 +196,11 @@ def train_asynchronously(model: Module, batches: Iterable, lr: float) -> tuple[l
         model.zero_grad()
         loss = cross_entropy(model(inputs), targets)
         loss.backward()
-        wire.send(end_to_end([*gradients(model), weights.new_ones(1)]), 0)  # 1: this is a gradient
+        wire.send(end_to_end([*gradients(model), weights.new_ones(1)]), 0)  # 1 says that it is a gradient
         wire.recv(weights, 0)
         lay_out(weights, trained)
         losses.append(loss.item())
-    wire.send(weights.new_zeros(len(weights) + 1), 0)  # 0: there is none any more
+    wire.send(weights.new_zeros(len(weights) + 1), 0)  # 0 says that there is none any more
     return losses, []
 
 

@@ -79,7 +79,7 @@ class BucketedDDP(torch.nn.Module):
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         if not parameters:
             raise ValueError("the model has no trainable parameters: nothing to average, nothing to train")
-        shapes = [None] * dist.get_world_size(process_group)  # of every rank
+        shapes = [None] * dist.get_world_size(process_group)
         dist.all_gather_object(shapes, [parameter.shape for parameter in parameters], group=process_group)
         if any(others != shapes[0] for others in shapes):
             raise ValueError("the ranks' models have parameters of different shapes")
@@ -87,7 +87,7 @@ class BucketedDDP(torch.nn.Module):
         self.module, self.process_group, self.all_reduce = module, process_group, all_reduce
         self.buckets = [Bucket(members) for members in assign_buckets(parameters, bucket_cap_mb)]
         self.bucket_of = {parameter: bucket for bucket in self.buckets for parameter in bucket.views}
-        self.communication = communication_thread(process_group)  # one thread: first in, first out
+        self.communication = communication_thread(process_group)  # what comes first is sent first
         self.start_over()
         this = weakref.ref(self)  # a wrapper that is gone must not listen any more
         for parameter in parameters:

@@ -42,8 +42,8 @@ from .stage3_paramserver import broadcast_parameters, gradients
 from .stage4_ring import average_on_ring
 from .stage7_sharded.clipping import Part, clip_grad_norm_
 
-broken: WeakKeyDictionary = WeakKeyDictionary()  # the groups in which a step broke off, and by what
-lanes: WeakKeyDictionary = WeakKeyDictionary()  # for each group its twins of two ranks, with NCCL
+broken: WeakKeyDictionary = WeakKeyDictionary()  # by group, how its last step broke off
+lanes: WeakKeyDictionary = WeakKeyDictionary()  # by group, its twins of two ranks, which NCCL needs
 WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "BucketedDDP")
 
 
@@ -147,7 +147,7 @@ def timetable(schedule, forward=1.0, backward=2.0, weight=1.0, message=0.0):
     """
     homes = home_ranks(schedule)
     waiting, rows = [deque(instructions) for instructions in schedule], [[] for _ in schedule]
-    known, links = {}, defaultdict(float)  # known[result, rank]: since when; links: until when they are busy
+    known, links = {}, defaultdict(float)  # a result is known since, a link is busy until
     while any(waiting):
         left = sum(map(len, waiting))
         for rank, queue in enumerate(waiting):
@@ -230,7 +230,7 @@ def split(layers, stages):
     Raises ValueError if there are too few layers with parameters, or if two stages would share one, or a buffer.
     """
     sizes = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
-    best = {0: (0, [])}  # layers used -> (sum of squared sizes, where each stage starts)
+    best = {0: (0, [])}  # a number of layers has (sum of squared sizes, where each stage starts)
     for _ in range(stages):
         best = {
             end: min((best[start][0] + sum(sizes[start:end]) ** 2, [*best[start][1], start]) for start in starts)
@@ -354,7 +354,7 @@ class Pipeline:
         self.microbatches, self.loss, self.group = microbatches, loss, group
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.schedule = schedule(self.world_size, microbatches)
-        timetable(self.schedule)  # raises if it cannot work
+        timetable(self.schedule)  # it raises if the schedule cannot work
         self.homes = home_ranks(self.schedule)
         own = [stage for stage, rank in self.homes.items() if rank == self.rank]
         self.module = torch.nn.ModuleList([stages] if isinstance(stages, torch.nn.Module) else stages)
@@ -367,7 +367,7 @@ class Pipeline:
                     "middle of a step; leave it out, and call average_part() after step()"
                 )
         self.stages, self.last, self.most_kept = dict(zip(own, self.module, strict=True)), max(self.homes), 0
-        self.forms_of_batch = {}  # for batches of each kind, by stage, what its activations look like
+        self.forms_of_batch = {}  # a kind of batch has, by stage, the dtype and shape of its activations
 
     def step(self, inputs, targets):
         """Add the gradients of one batch to the parameters of this rank; return the loss where the last stage is.

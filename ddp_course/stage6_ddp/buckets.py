@@ -21,7 +21,7 @@ import torch
 MIB = 2**20
 FIRST_CAP = 1 * MIB  # the first bucket is small so that communication starts early
 DEFAULT_CAP = 25 * MIB
-NO_LIMIT = 2**63  # a single bucket: in the first pass nobody knows the order of the gradients yet
+NO_LIMIT = 2**63  # there is one bucket in the first pass, in which the order of gradients is not known yet
 HIGHER_ORDER = (
     "backward(create_graph=True) with DistributedDataParallel: gradients are averaged, but the averaging is no part of "
     "the graph, so gradients of gradients would stay those of each rank. Use torch.autograd.grad within no_sync(), and "
@@ -110,7 +110,7 @@ class Bucket:
         else:
             if grad.requires_grad:
                 grad = self.without_graph(grad)
-            torch.mul(grad, reciprocal(divisor, grad.dtype), out=view)  # divides and copies in one pass over the memory
+            torch.mul(grad, reciprocal(divisor, grad.dtype), out=view)  # it divides and copies in one pass
             if self.as_view:
                 parameter.grad = view
 

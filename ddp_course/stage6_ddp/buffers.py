@@ -7,7 +7,7 @@ updates its own from its own share of the batch. So rank 0's are broadcast, and 
 import torch
 import torch.distributed as dist
 
-MESSAGE = 250 * 2**20  # bytes in one broadcast at most: the flat copy takes memory
+MESSAGE = 250 * 2**20  # a broadcast has no more bytes, because its flat copy takes memory
 
 
 @torch.no_grad()

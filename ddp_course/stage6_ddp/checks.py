@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ..errors import MismatchError
 from ..running.torch_inside import default_group
 
-SHARDED = {"FullyShardedDataParallel", "FSDPModule"}  # stage 7's class, which this stage cannot import, and torch's two
+SHARDED = {"FullyShardedDataParallel", "FSDPModule"}  # stage 7's class, which cannot be imported here, has torch's name
 
 
 def warn_of_old_names(broadcast_buffers, forward_sync_buffers, check_reduction):

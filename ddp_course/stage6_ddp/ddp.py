@@ -210,7 +210,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         """The part of a rank without data in every iteration of the others."""
         return Shadow(self, kwargs.get("divide_by_initial_world_size", True))
 
-    join_device = property(lambda self: self.device)  # for the counters of the join context
+    join_device = property(lambda self: self.device)  # the join context counts there
     join_process_group = property(lambda self: self.process_group)
 
     def __getstate__(self):

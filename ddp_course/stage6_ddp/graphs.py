@@ -15,9 +15,9 @@ class FindUnused(Reducer):
     reason = UNUSED_ALTHOUGH_SEARCHED
 
     def __init__(self, parameters, *settings, **named):
-        self.unused = []  # not yet marked ready in this pass
-        self.used = [0] * len(parameters)  # since the last synchronised pass, on this rank
-        self.users = [0] * len(parameters)  # the number of ranks that used a parameter, in the last bitmap
+        self.unused = []  # these are not marked ready yet
+        self.used = [0] * len(parameters)  # 1 stands for a use on this rank since the last synchronised pass
+        self.users = [0] * len(parameters)  # so many ranks used each parameter, says the last bitmap
         super().__init__(parameters, *settings, **named | {"order_is_known": True})
 
     def expect(self, outputs):
@@ -66,7 +66,7 @@ class StaticGraph(Reducer):
 
     def __init__(self, parameters, *settings, **named):
         self.counts, self.counted = [0] * len(parameters), False
-        self.idle = None  # the parameters that no rank used in the first pass
+        self.idle = None  # these were used by no rank in the first pass
         super().__init__(parameters, *settings, **named)
 
     def start_over(self):

@@ -10,7 +10,7 @@ def take_over(parameters):
     chosen = {parameter for parameter in parameters if hasattr(parameter, "_in_backward_optimizers")}
     if not chosen:
         return chosen
-    from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map  # slow to import
+    from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map  # it is slow
 
     for parameter in chosen:
         for handle in param_to_optim_hook_handle_map.get(parameter, []):

@@ -36,7 +36,7 @@ class Reducer:
     - calibrate: for bucket_cap_mb="auto", a function that measures the link; all ranks call it in `rebuild`.
     """
 
-    reason = UNUSED  # the likely cause of a pass without an end
+    reason = UNUSED  # a pass without an end has this cause most of the time
 
     def __init__(
         self, parameters, group, limits, start, sparse=(), as_view=False, dtype=None, calibrate=None,
@@ -66,7 +66,7 @@ class Reducer:
 
     def make_buckets(self, layout):
         """Allocate one bucket for each list of parameter indices in `layout`."""
-        self.buckets, self.home = [], [None] * len(self.parameters)  # frees old buckets before new ones are made
+        self.buckets, self.home = [], [None] * len(self.parameters)  # old buckets go before new ones are made
         for members in layout:
             kind = SparseBucket if members[0] in self.sparse else Bucket
             parameters = [self.parameters[index] for index in members]

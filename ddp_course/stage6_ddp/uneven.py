@@ -54,5 +54,5 @@ def others_synchronise(ddp, mine):
 
 def active_ranks(work):
     """The number of ranks that still have data, from the all-reduce that announced this iteration."""
-    work.wait()  # makes the current stream wait; gloo's future would not
+    work.wait()  # the current stream waits for it; it would not wait for gloo's future
     return int(work.get_future().wait()[0].item())

@@ -21,7 +21,7 @@ def used_by(outputs):
     seen, used = set(waiting), {tensor for tensor in outputs if tensor.is_leaf}
     while waiting:
         node = waiting.pop()
-        if type(node).__name__ == "AccumulateGrad":  # other nodes may have an attribute `variable` too
+        if type(node).__name__ == "AccumulateGrad":  # other nodes may have a `variable` too
             used.add(node.variable)
         for following, _ in node.next_functions:
             if following is not None and following not in seen:

@@ -37,7 +37,7 @@ def getter(name):
     return getattr(torch.Tensor, name).__get__
 
 
-ANSWERS = {  # for everything that asks for the shape only
+ANSWERS = {  # these functions ask for the shape only
     getter("shape"): lambda shape, *_: shape,
     getter("ndim"): lambda shape, *_: len(shape),
     torch.Tensor.size: lambda shape, dim=None: shape if dim is None else shape[dim],
@@ -133,7 +133,7 @@ class Block:
     def free(self):
         """Let go of the parameters, whether they are here or still on their way."""
         if self.gathering is not None:
-            with suppress(Exception):  # it was raised already where the parameters were needed
+            with suppress(Exception):  # whoever needed the parameters has seen the error
                 self.gathering()
             self.gathering = None
         for flat in self.flats:

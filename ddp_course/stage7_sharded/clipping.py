@@ -11,12 +11,12 @@ import torch.distributed as dist
 from ..running import wire
 from ..running.torch_inside import UNSCALE, as_plain_tensors, tree_leaves, tree_map_only
 
-MIXING = {UNSCALE, torch.renorm, torch.Tensor.renorm, torch.Tensor.renorm_}  # although they keep the shape
-REARRANGING = {  # the same elements in other places
+MIXING = {UNSCALE, torch.renorm, torch.Tensor.renorm, torch.Tensor.renorm_}  # these keep the shape, and mix
+REARRANGING = {  # these put the same elements in other places
     *("__getitem__", "reshape", "view", "view_as", "flatten", "cat", "split", "tensor_split"),
     *("new_empty", "new_zeros"),
 }
-LINEAR = {  # what may be done to a gradient before the average, by the training loop or by torch
+LINEAR = {  # the training loop, or torch, may do this to a gradient before the average
     *("__get__", "__set__", "__repr__", "__format__", "__len__", "clone", "detach", "detach_", "requires_grad_"),
     *("zero_", "_foreach_zero_", "add_", "mul_", "div_", "__imul__", "__itruediv__", "_foreach_mul_"),
 }

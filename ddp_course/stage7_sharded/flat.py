@@ -11,7 +11,7 @@ from ..running import wire
 from ..running.torch_inside import as_plain_tensors, timeout_of, tree_map_only
 from .clipping import Part
 
-PATIENCE = timedelta(seconds=120)  # for ranks that have not come to a call that needs all of them
+PATIENCE = timedelta(seconds=120)  # a call that needs all ranks waits for so long
 
 
 class Flat:
@@ -78,7 +78,7 @@ class Flat:
                 view.copy_(parameter.detach())
                 parameter.data = view
 
-    # Gradients: from the parameters, divided by K, into one message; from the sum of the messages to the shards
+    # Gradients go from the parameters, divided by K, into one message, and from the sum of the messages to the shards
 
     def collect(self):
         """Make room for the gradients, the views of one message. Returns the parameters."""
@@ -184,7 +184,7 @@ def sum_chunks(chunks, group=None):
         mine += parts[0]
 
 
-# An optimizer's state: in pieces on every rank, and whole as one device would have it
+# An optimizer's state lies in pieces on every rank; a state dict has it whole, as one device would
 
 
 def meet(what, group=None):
@@ -223,10 +223,10 @@ def whole_state(optimizer, flat, group=None):
         pieces = partial(as_piece, shape=shard.shape)
         if shard.numel():
             mine[number] = tree_map_only(torch.Tensor, pieces, optimizer.state.get(shard, {}))
-    dist.all_gather_object(everyone, mine, group=group)  # of the CPU, or others would unpack them on this rank's GPU
-    state = {}
+    dist.all_gather_object(everyone, mine, group=group)  # tensors of a GPU would be unpacked on that GPU
+    state, in_order = {}, everyone[-1:] + everyone[:-1]  # rank 0 has chunk 1, and the last rank chunk 0
     for number, (parameter, shape) in enumerate(zip(flat.parameters, flat.shapes, strict=True)):
-        known = [entries[number] for entries in everyone[-1:] + everyone[:-1] if number in entries]  # as chunks lie
+        known = [entries[number] for entries in in_order if number in entries]
         for key, value in known[0].items() if known else ():
             if isinstance(value, torch.Tensor) and value.dim() == 1:
                 value = torch.cat([entries[key] for entries in known]).view(shape).to(flat.full.device)

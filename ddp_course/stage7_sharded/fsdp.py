@@ -81,11 +81,11 @@ class FullyShardedDataParallel(torch.nn.Module):
         if trains != self.trained:  # an evaluation begins or ends, and some people evaluate on rank 0 alone
             meet("a forward pass of a sharded model", self.group)
             self.trained = trains
-        self.start_over()  # a pass before may have ended with an exception
+        self.start_over()  # the pass before may have ended with an exception
         self.passes += 1
         outputs = self.module(*args, **kwargs)
         if self.reshard or not torch.is_grad_enabled():
-            self.free_all()  # one may have been gathered ahead and not used
+            self.free_all()  # a block may have been gathered ahead and not used
         return outputs
 
     def check_usable(self):
@@ -156,7 +156,7 @@ class FullyShardedDataParallel(torch.nn.Module):
                 )
             self.enter(block, "backward")
             while self.gathers and len(self.reducing) > 1:
-                self.reducing.pop(0)()  # makes the stream wait, and lets go of the gradients
+                self.reducing.pop(0)()  # the stream waits, and the gradients can go
             block.missing = {parameter for flat in block.trainable for parameter in flat.collect()}
 
     def begin_backward(self):
@@ -168,8 +168,8 @@ class FullyShardedDataParallel(torch.nn.Module):
             )
         running = backward_pass()
         if self.backward_pass is None:
-            self.latest, self.backward_pass = None, running + 1  # never zero
-            after_backward(self.finish)  # when this pass ends
+            self.latest, self.backward_pass = None, running + 1
+            after_backward(self.finish)
         elif self.backward_pass != running + 1:
             raise RuntimeError(
                 "a backward pass began before another had ended: that one failed, and a new forward pass must come "
