@@ -63,9 +63,12 @@ def gpt(source: Path | None, target: str | None) -> int:
         raise ValueError(
             f"give the settings: ddp-course predict gpt --csv FILE, with the columns of {published.GPT}.csv"
         )
-    with source.open(newline="", encoding="utf-8-sig") as file:
-        reader = csv.DictReader(file)
-        rows = list(reader)
+    try:
+        with source.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file)
+            rows = list(reader)
+    except (OSError, UnicodeError, csv.Error) as error:
+        raise ValueError(f"cannot read {source} ({error}); give a CSV file like {published.GPT}.csv") from None
     if not rows:
         raise ValueError(f"{source} has no lines below its titles; write one line per setting")
     machine = published.machine()

@@ -158,6 +158,7 @@ def test_predict_gpt_fills_a_column(tmp_path, capsys):
         ({"hidden size": "wide"}, '"wide"; it must be a whole number'),
         ({"micro batch": 5}, "does not come out even"),
         ({"# layers": 8}, "16 stages for 8 layers"),
+        ({"# layers": 9600, "hidden size": 40000}, "has 80; take more tensor or pipeline ways"),
     ],
 )
 def test_settings_that_cannot_be_end_with_one_line(tmp_path, capsys, change, words):
@@ -174,8 +175,10 @@ def test_a_file_without_a_column_and_one_without_lines_are_refused(tmp_path, cap
     (tmp_path / "empty.csv").write_text("")
     assert cli.main(["predict", "gpt", "--csv", str(tmp_path / "empty.csv")]) == 2
     assert cli.main(["predict", "gpt"]) == 2
+    assert cli.main(["predict", "gpt", "--csv", str(tmp_path)]) == 2
     errors = capsys.readouterr().err.splitlines()
-    assert len(errors) == 3 and '"# GPUs"' in errors[0] and "no lines" in errors[1] and "--csv FILE" in errors[2]
+    words = ('"# GPUs"', "no lines", "--csv FILE", "cannot read")
+    assert len(errors) == 4 and all(word in error for word, error in zip(words, errors, strict=True)), errors
 
 
 def test_page_and_figure_say_how_far_off_we_are(tables):

@@ -84,7 +84,7 @@ GPT_COLUMNS = {
     "micro_batch": "micro batch", "layers": "# layers", "width": "hidden size", "context": "sequence length",
     "batch": "global batch", "gpus": "# GPUs",
 }  # fmt: skip
-GPT_MS = "iteration time (ms)"
+GPT_MS, A100_GB = "iteration time (ms)", 80
 
 
 def gpt_ms(row: Row, machine: Machine) -> float:
@@ -95,7 +95,11 @@ def gpt_ms(row: Row, machine: Machine) -> float:
         raise ValueError(
             f"{split.tensor} x {split.data} x {split.pipeline} ways are {split.gpus} GPUs, not {n['gpus']}"
         )
-    return 1e3 * step_s(Shape(n["layers"], n["width"], n["context"]), split, machine, n["batch"])
+    shape = Shape(n["layers"], n["width"], n["context"])
+    kept_gb = (4 + 12 / split.data) * shape.parameters / split.tensor / split.pipeline / 1e9  # as with ZeRO-1
+    if kept_gb > A100_GB:
+        raise ValueError(f"a GPU would keep {kept_gb:,.0f} GB and has {A100_GB}; take more tensor or pipeline ways")
+    return 1e3 * step_s(shape, split, machine, n["batch"])
 
 
 def whole(row: Row, column: str) -> int:
