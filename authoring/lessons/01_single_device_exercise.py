@@ -16,6 +16,8 @@ from ddp_course.grading import check, hint
 # %% [markdown]
 # ## 1.1 A training step
 #
+# *5 minutes · easy*
+#
 # Forward, backward, update. Gradients add up until someone clears them.
 # %% answer-1-1
 def train_step(model, optimizer, inputs, targets):
@@ -35,6 +37,8 @@ check("1.1", train_step)
 
 # %% [markdown]
 # ## 1.2 Accumulation
+#
+# *10 minutes · medium*
 #
 # A batch that does not fit into memory can be worked on in pieces. All micro-batches here have the same size. The
 # update must be the very one that the whole batch would give.
@@ -59,6 +63,8 @@ check("1.2", accumulate)
 
 # %% [markdown]
 # ## 1.3 How much there is to send
+#
+# *5 minutes · easy*
 #
 # In all later lessons gradients travel. How many bytes are they? Not every parameter is trained, and not every
 # parameter has 4 bytes a number.

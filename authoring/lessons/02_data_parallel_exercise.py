@@ -14,6 +14,8 @@ from ddp_course.grading import check, hint
 # %% [markdown]
 # ## 2.1 Scatter
 #
+# *5 minutes · easy*
+#
 # Sizes differ by one at most, the longer shards come first, and a device without samples gets no shard. The devices
 # here are all called "cpu"; your code must not care.
 # %% answer-2-1
@@ -31,6 +33,8 @@ check("2.1", scatter)
 
 # %% [markdown]
 # ## 2.2 Reduce
+#
+# *10 minutes · medium*
 #
 # `replicas[0]` is `module` itself, the master's copy. Its gradients get those of all other replicas added. A replica
 # may have no gradient for a parameter (`None`), and so may the master. Leave the replicas' own gradients as they are.
@@ -54,6 +58,8 @@ check("2.2", reduce)
 
 # %% [markdown]
 # ## 2.3 What leaves the master
+#
+# *10 minutes · medium*
 #
 # In each step the master (device 0) sends the model to the other devices, scatters the inputs, and in the backward
 # pass scatters the gradient of the outputs, which is as large as the outputs. How many bytes is that?

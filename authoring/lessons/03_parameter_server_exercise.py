@@ -17,6 +17,8 @@ from ddp_course.running import wire
 # %% [markdown]
 # ## 3.1 Collect
 #
+# *10 minutes · medium*
+#
 # The server's first loop. Everyone else sends its tensor to rank `server`; the server adds what it receives to its
 # own. `wire.send(tensor, rank, group)` and `wire.recv(tensor, rank, group)` wait until they are done.
 # `wire.others(server, group)` lists all ranks but the server.
@@ -41,6 +43,8 @@ check("3.1", collect)
 # %% [markdown]
 # ## 3.2 Send back
 #
+# *5 minutes · easy*
+#
 # The second loop: the server's tensor replaces everybody's.
 # %% answer-3-2
 def send_back(tensor, server=0, group=None):
@@ -61,6 +65,8 @@ check("3.2", send_back)
 # %% [markdown]
 # ## 3.3 Average
 #
+# *5 minutes · easy*
+#
 # Both loops, and the division that makes a mean of the sum. K is `dist.get_world_size(group)`.
 # %% answer-3-3
 def average(tensor, server=0, group=None):
@@ -77,17 +83,24 @@ check("3.3", average)
 
 
 # %% [markdown]
-# ## 3.4 How long it takes
+# ## 3.4 How many ranks pay?
 #
-# Every tensor passes through the server's link, one after the other, in and then out. The tensors are float32, and
-# latency does not count.
+# *15 minutes · medium*
+#
+# One rank needs `computing` seconds for the whole batch. K ranks share that equally, but then they average `parameters`
+# float32 numbers through a server: every tensor passes through the server's link, one after the other, in and then out.
+# Latency does not count. Guess first: if eight ranks are the best choice, how many are it on a link four times as fast?
 # %% answer-3-4
-def server_seconds(world_size, parameters, bits_per_second):
-    """Return the seconds that one `average` of `parameters` float32 numbers takes."""
+def ranks_that_pay(computing, parameters, bits_per_second, most):
+    """Return the number of ranks, from 1 to `most`, with which a step takes the fewest seconds."""
+
     ### BEGIN SOLUTION
-    return 2 * (world_size - 1) * parameters * 4 * 8 / bits_per_second
+    def step(ranks):
+        return computing / ranks + 2 * (ranks - 1) * parameters * 4 * 8 / bits_per_second
+
+    return min(range(1, most + 1), key=step)
     ### END SOLUTION
 
 
-# %% check-3-4 points=1
-check("3.4", server_seconds)
+# %% check-3-4 points=2
+check("3.4", ranks_that_pay)

@@ -17,6 +17,8 @@ from ddp_course.running import wire
 # %% [markdown]
 # ## 4.1 Which chunk to send
 #
+# *5 minutes · easy*
+#
 # Each rank cuts its gradient into K chunks, numbered from 0. In step 0 of reduce-scatter, rank r sends chunk r to
 # its right neighbour. In every later step it sends on the chunk that has just come in from the left.
 # %% answer-4-1
@@ -33,6 +35,8 @@ check("4.1", chunk_to_send)
 
 # %% [markdown]
 # ## 4.2 Reduce-scatter
+#
+# *15 minutes · medium*
 #
 # `chunks` is a list of K tensors, which may differ in length by one. In each of K-1 steps, send one to the right and
 # add what comes from the left to the right chunk, in place. Rank r ends up with the sum of chunk r+1 (modulo K).
@@ -59,6 +63,8 @@ check("4.2", reduce_scatter)
 # %% [markdown]
 # ## 4.3 Allgather
 #
+# *10 minutes · medium*
+#
 # Now rank r has finished chunk r+1. Send finished chunks around, K-1 times, until everyone has all of them.
 # %% answer-4-3
 def allgather(chunks, group=None):
@@ -79,6 +85,8 @@ check("4.3", allgather)
 # %% [markdown]
 # ## 4.4 All-reduce of any shape
 #
+# *10 minutes · medium*
+#
 # Put both together for a tensor of any shape: also for a matrix, for a transposed one (which is not contiguous),
 # for 23 elements on 4 ranks, and for 2 elements on 4 ranks.
 # %% answer-4-4
@@ -98,25 +106,34 @@ check("4.4", ring_all_reduce)
 
 
 # %% [markdown]
-# ## 4.5 How long it takes
+# ## 4.5 Who joins the ring?
 #
-# Predict before you measure. The gradient has `parameters` numbers in float32, every link carries `bits_per_second`,
-# and every message waits `latency` seconds before its first bit arrives.
+# *15 minutes · medium*
+#
+# The ranks' cables differ: `cables[r]` is what rank r can send, in bits per second. One rank needs `computing` seconds for
+# the whole batch; those who join share that equally, and then average `parameters` float32 numbers on a ring, in which
+# every message waits `latency` seconds before its first bit arrives. Guess first: nine ranks have fast cables, the tenth
+# has one of half the speed. Does it join?
 # %% answer-4-5
-def ring_seconds(world_size, parameters, bits_per_second, latency):
-    """Return the time in seconds of one ring all-reduce, both halves, with the latency of every step."""
+def step_seconds(cables, parameters, latency, computing):
+    """Return the seconds of the shortest step that some or all of the ranks can make together."""
     ### BEGIN SOLUTION
-    seconds = 4 * parameters * 8 / bits_per_second
-    return 2 * (world_size - 1) / world_size * seconds + 2 * (world_size - 1) * latency
+    times, fastest = [], sorted(cables, reverse=True)
+    for ranks in range(1, len(cables) + 1):
+        message = latency + 4 * parameters / ranks * 8 / fastest[ranks - 1]
+        times.append(computing / ranks + 2 * (ranks - 1) * message)
+    return min(times)
     ### END SOLUTION
 
 
-# %% check-4-5 points=1
-check("4.5", ring_seconds)
+# %% check-4-5 points=2
+check("4.5", step_seconds)
 
 
 # %% [markdown]
 # ## 4.6 Find the bug: a ring
+#
+# *10 minutes · medium*
 #
 # Its author has tested this ring on 2, 3 and 4 ranks with 12 and 24 numbers, different on every rank, and all sums were right.
 # In training the replicas drift apart. One line is wrong.

@@ -17,6 +17,8 @@ from ddp_course.grading import check, hint
 # %% [markdown]
 # ## 5.1 Buckets
 #
+# *15 minutes · medium*
+#
 # Backward finishes the last parameters first, so buckets are filled from the last parameter to the first. A bucket
 # is closed as soon as it holds `cap_bytes` or more. Parameters of different dtypes never share a bucket. Return the
 # buckets in the order in which they were closed, and then those that were never filled.
@@ -41,6 +43,8 @@ check("5.1", assign_buckets)
 # %% [markdown]
 # ## 5.2 The ready hook
 #
+# *5 minutes · easy*
+#
 # See to it that in every backward pass `ready(parameter)` is called once for each trainable parameter, at the moment
 # when its gradient is complete in `parameter.grad`. One layer of the model is used twice, and one is frozen.
 # %% answer-5-2
@@ -59,6 +63,8 @@ check("5.2", tell_when_ready)
 
 # %% [markdown]
 # ## 5.3 Waiting in the right place
+#
+# *10 minutes · medium*
 #
 # `flats` are full buckets. `executor` has one thread. `all_reduce(flat)` sums a bucket over all ranks, in place, and
 # takes its time. Hand all buckets to the thread in index order, and come back when all of them hold their mean. If
@@ -82,6 +88,8 @@ check("5.3", average_in_background)
 
 # %% [markdown]
 # ## 5.4 Find the bug: the order of buckets
+#
+# *15 minutes · medium*
 #
 # Gradients become ready one after the other. When may which bucket leave? This function tells it for one rank, and on one
 # rank it looks fine. In training, with `if` in the model, ranks finish their gradients in different orders, and then sums
@@ -129,6 +137,8 @@ check("5.4", the_bug, departures)
 
 # %% [markdown]
 # ## 5.5 Assemble a bucketed DDP
+#
+# *30 minutes · hard*
 #
 # Now put it together. `buckets` are lists of parameters in the order in which backward finishes them. `all_reduce(flat)`
 # sums a tensor in one row over all ranks, in place, and takes its time; `executor` has one thread for it. After
@@ -185,6 +195,8 @@ check("5.5", Bucketed)
 # %% [markdown]
 # ## 5.6 Which timeline belongs to which setting?
 #
+# *10 minutes · medium*
+#
 # Four people ran the same model. These are the timelines of one step of theirs, in milliseconds:
 #
 #     backward       ==========================              "each on its own": a ring for each gradient, after backward
@@ -222,6 +234,8 @@ check("5.6", setting_of)
 
 # %% [markdown]
 # ## 5.7 Predict, measure, explain
+#
+# *15 minutes · medium*
 #
 # From how many samples on does communication hide behind backward? `measure(samples)` runs a backward pass on an emulated
 # device and tells its seconds; `ring` is what the all-reduce takes, however many samples there are.

@@ -20,6 +20,8 @@ from ddp_course.running import wire
 # %% [markdown]
 # ## 6.1 Accumulate without sending
 #
+# *5 minutes · easy*
+#
 # `parallel` is our DDP. With several micro-batches only the last one needs to synchronise: inside
 # `with parallel.no_sync():` nothing is sent, and gradients add up. Make one update for all micro-batches of all
 # ranks. All micro-batches have the same size.
@@ -44,6 +46,8 @@ check("6.1", accumulate)
 # %% [markdown]
 # ## 6.2 Which parameters were used
 #
+# *5 minutes · easy*
+#
 # If a parameter was used on no rank, its gradient should stay as it was. `used` says for each parameter whether this
 # rank used it (a tensor of bools). `all_reduce(tensor)` sums over the ranks, in place. Which ones were used anywhere?
 # %% answer-6-2
@@ -62,6 +66,8 @@ check("6.2", used_anywhere)
 
 # %% [markdown]
 # ## 6.3 Share the buffers
+#
+# *10 minutes · medium*
 #
 # A batch norm keeps running means in buffers, which no gradient keeps equal. Give every rank the buffers of rank
 # `src`, whatever their dtype, in place, with `wire.send` and `wire.recv`. `wire.others(src, group)` lists the others.
@@ -85,6 +91,8 @@ check("6.3", share_buffers)
 # %% [markdown]
 # ## 6.4 A hook that compresses
 #
+# *5 minutes · easy*
+#
 # Send half the bytes: average a float32 gradient over the ranks, but let it travel in float16. Some gradients are as
 # large as 60,000, and float16 ends at 65,504. Return the average in float32.
 # %% answer-6-4
@@ -103,6 +111,8 @@ check("6.4", compressed_average)
 
 # %% [markdown]
 # ## 6.5 The real script
+#
+# *15 minutes · medium*
 #
 # This training function runs on every rank. It raises no error, and its loss falls. It has the five usual mistakes of the
 # lesson, all of them.
@@ -150,6 +160,8 @@ check("6.5", main)
 # %% [markdown]
 # ## 6.6 From symptom to mistake
 #
+# *15 minutes · medium*
+#
 # None of the five raises an error, so you must know what to look at. After a run on K ranks these are known:
 #
 # | | |
@@ -186,6 +198,8 @@ check("6.6", mistakes)
 
 # %% [markdown]
 # ## 6.7 A reducer
+#
+# *30 minutes · hard*
 #
 # The lesson's core walks through the graph to find unused parameters. There is another way: wait until backward is over,
 # and whoever has not been ready by then was not used. `start(tensor)` begins to sum a tensor over the ranks, in place,

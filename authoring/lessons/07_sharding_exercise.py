@@ -4,8 +4,6 @@
 # Every rank of a DDP keeps the same optimizer state. It need not: each rank can keep the state of a part of the
 # parameters, step those, and send the new values to the others (ZeRO stage 1).
 #
-# *About 60 minutes; 7.1 and 7.3 easy, 7.2 medium, 7.4 hard.*
-#
 # Stuck? `hint("7.1")` gives the first of three hints for a task, and
 # `hint("7.1", 2)` the next. Reports count them.
 # %% imports
@@ -18,6 +16,8 @@ from ddp_course.running import wire
 
 # %% [markdown]
 # ## 7.1 Who owns what
+#
+# *5 minutes · easy*
 #
 # Go through the parameters in order. Each goes to the rank that has the fewest numbers so far, and of ranks with
 # equally few to the lowest.
@@ -40,6 +40,8 @@ check("7.1", assign_owners)
 
 # %% [markdown]
 # ## 7.2 A sharded step
+#
+# *10 minutes · medium*
 #
 # The gradients are averaged already, by an all-reduce. `optimizer` holds only the parameters that this rank owns. After
 # your function all ranks have the new values of all parameters.
@@ -65,32 +67,36 @@ check("7.2", sharded_step)
 
 
 # %% [markdown]
-# ## 7.3 What it saves
+# ## 7.3 How many GPUs at least?
+#
+# *10 minutes · medium*
 #
 # Mixed precision with Adam, as ZeRO counts it: 2 bytes for a parameter in bfloat16, 2 for its gradient, and 12 of
 # optimizer state: the parameter in float32 and its two moments. Level 0 shards nothing, level 1 the optimizer state, level
-# 2 the gradients too, level 3 the bfloat16 parameters too. Everything that is sharded is split evenly over the ranks.
+# 2 the gradients too, level 3 the bfloat16 parameters too. What is sharded is split evenly. On how many ranks does a model
+# fit? Guess first: with level 1, is there a number of ranks for every model?
 # %% answer-7-3
-def bytes_per_rank(parameters, world_size, level):
-    """Return the bytes that each rank holds for a model of `parameters` numbers."""
+def fewest_ranks(parameters, memory, level):
+    """Return the smallest number of ranks on which each needs at most `memory` bytes; 0 if no number is enough."""
     ### BEGIN SOLUTION
-    weights, gradients, state = 2 * parameters, 2 * parameters, 12 * parameters
-    if level >= 1:
-        state /= world_size
-    if level >= 2:
-        gradients /= world_size
-    if level >= 3:
-        weights /= world_size
-    return weights + gradients + state
+    whole = (16, 4, 2, 0)[level] * parameters
+    shared = 16 * parameters - whole
+    if whole + shared <= memory:
+        return 1
+    if whole >= memory:
+        return 0
+    return -(-shared // (memory - whole))
     ### END SOLUTION
 
 
 # %% check-7-3 points=2
-check("7.3", bytes_per_rank)
+check("7.3", fewest_ranks)
 
 
 # %% [markdown]
 # ## 7.4 Prefetch with a score to beat
+#
+# *30 minutes · hard*
 #
 # A model of equal blocks, three or more of them, fully sharded. Computing goes forward through blocks 0, 1, 2 … and then
 # backward through all of them in reverse; it takes 1 tick per block forward, 2 ticks backward. The network does one thing at

@@ -1,8 +1,6 @@
 # %% [markdown]
 # # Exercise 8: pipelines
 #
-# Six tasks, about 60 minutes: 8.1, 8.3 and 8.4 are easy (5 minutes each), 8.2 and 8.6 medium (10 each), 8.5 hard (25).
-#
 # The model is split into stages, the batch into micro-batches. A schedule says what each stage does, step by step:
 # `("F", 2)` is the forward pass of micro-batch 2, `("B", 2)` its backward pass. Stages and micro-batches count from 0.
 #
@@ -14,6 +12,8 @@ from ddp_course.grading import check, hint
 
 # %% [markdown]
 # ## 8.1 GPipe
+#
+# *5 minutes · easy*
 #
 # All forward passes, then all backward passes, each in the order of the micro-batches.
 # %% answer-8-1
@@ -30,6 +30,8 @@ check("8.1", gpipe)
 
 # %% [markdown]
 # ## 8.2 One forward, one backward
+#
+# *10 minutes · medium*
 #
 # A stage need not wait for all forward passes. The last stage goes backward right after its first forward pass, the
 # one before it after its second, and so on. From then on forward and backward take turns, and at the end come the
@@ -51,24 +53,30 @@ check("8.2", one_forward_one_backward)
 
 
 # %% [markdown]
-# ## 8.3 The bubble
+# ## 8.3 A slow stage
 #
-# Every stage takes the same time for a micro-batch. While the pipeline fills and drains, stages are idle. What share
-# of the time in all is that?
+# *10 minutes · medium*
+#
+# The lesson's bubble is that of equal stages. Here stage s takes `times[s]` for a micro-batch, and they only go forward,
+# as in a model that answers questions. From the first moment to the last, what share of the time is a stage idle, on the
+# average over the stages? Guess first: do more micro-batches make it as small as you like?
 # %% answer-8-3
-def bubble(stages, micro_batches):
-    """Return the share of the time, from 0 to 1, in which a stage is idle."""
+def bubble(times, micro_batches):
+    """Return the share of the time, from 0 to 1, in which a stage is idle, on the average over all stages."""
     ### BEGIN SOLUTION
-    return (stages - 1) / (micro_batches + stages - 1)
+    total = sum(times) + (micro_batches - 1) * max(times)
+    return 1 - micro_batches * sum(times) / (len(times) * total)
     ### END SOLUTION
 
 
-# %% check-8-3 points=1
+# %% check-8-3 points=2
 check("8.3", bubble)
 
 
 # %% [markdown]
 # ## 8.4 What it must remember
+#
+# *5 minutes · easy*
 #
 # Both schedules have the same bubble. The difference is memory: between its forward and its backward pass, a
 # micro-batch's activations are held. How many micro-batches at most, for any schedule?
@@ -89,7 +97,9 @@ check("8.4", most_held)
 
 
 # %% [markdown]
-# ## 8.5 A schedule with a score to beat
+# ## 8.5 Zero bubble: a schedule with a score to beat
+#
+# *25 minutes · hard*
 #
 # A backward pass does two things: it computes the gradient of its input, for which the stage before is waiting (`"B"`), and
 # the gradients of its weights, for which nobody is waiting (`"W"`). Let `"F"`, `"B"` and `"W"` take one tick each. A stage
@@ -135,6 +145,8 @@ check("8.5", schedule)
 
 # %% [markdown]
 # ## 8.6 Which timeline belongs to which schedule?
+#
+# *10 minutes · medium*
 #
 # `timeline` is a list of `(stage, "F" or "B", micro_batch, start, end)`, in any order, of a pipeline of three or more stages
 # with at least as many micro-batches. One of its stages is slower than the others. Which schedule is it, and which stage?

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # Exercise 9: tensor parallelism and the mesh
 #
-# Four tasks, about 60 minutes: how to cut a pair of layers, the two functions around them, a mesh with a fault, and a plan
+# Four tasks: how to cut a pair of layers, the two functions around them, a mesh with a fault, and a plan
 # for a machine with two kinds of links. The first three need a few lines each; the last is a search with a score.
 #
 # Stuck? `hint("9.1")` gives the first of three hints for a task, and
@@ -13,7 +13,9 @@ from ddp_course.grading import check, hint
 
 
 # %% [markdown]
-# ## 9.1 A gated MLP (10 minutes, medium)
+# ## 9.1 A gated MLP
+#
+# *10 minutes · medium*
 #
 # Many language models have an MLP with a gate. Two matrices are fused into one, `gate_and_up`, of shape (2H, W): its first H
 # rows make the gate, the other H rows what passes through it. Then comes `down`, of shape (W, H):
@@ -38,7 +40,9 @@ check("9.1", my_slices)
 
 
 # %% [markdown]
-# ## 9.2 Into and out of the split layers (15 minutes, medium)
+# ## 9.2 Into and out of the split layers
+#
+# *15 minutes · medium*
 #
 # `all_reduce(tensor)` adds a tensor up over the ranks, in place, and returns it. Autograd does not see it: it knows nothing of
 # other ranks. Write the two autograd functions that make a split pair of layers right in both passes. Both are called as
@@ -83,7 +87,9 @@ check("9.2", Enter, Leave)
 
 
 # %% [markdown]
-# ## 9.3 A mesh to mend (15 minutes, hard)
+# ## 9.3 A mesh to mend
+#
+# *15 minutes · hard*
 #
 # Somebody trains on a mesh of three axes. Rank numbers count along `tensor` first, then along `pipeline`, then along `data`, so
 # that the ranks that share a layer are neighbours, inside a host. Activations are added up over the group "tensor", gradients
@@ -129,7 +135,9 @@ check("9.3", the_bug, mended_groups)
 
 
 # %% [markdown]
-# ## 9.4 Plan a machine (20 minutes, hard)
+# ## 9.4 Plan a machine
+#
+# *20 minutes · hard*
 #
 # `job` is a dict that describes a machine and a model. Find D, T and P, with D · T · P = `gpus`, whose step takes the fewest
 # seconds of all that fit: tensor parallelism between hosts is allowed, but slow.

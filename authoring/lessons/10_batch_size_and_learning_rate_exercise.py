@@ -16,6 +16,8 @@ from ddp_course.grading import check, hint
 # %% [markdown]
 # ## 10.1 The share of an epoch
 #
+# *10 minutes · medium*
+#
 # Each epoch has an order of its own, drawn by a generator seeded with `seed + epoch`, the same on all ranks:
 # `torch.randperm(dataset_size, generator=…)`. If K does not divide the samples, the first ones of the order come
 # once more at its end. Rank r takes positions r, r+K, r+2K, and so on.
@@ -36,6 +38,8 @@ check("10.1", epoch_indices)
 
 # %% [markdown]
 # ## 10.2 Warm up, then cool down
+#
+# *5 minutes · easy*
 #
 # Large batches want a large learning rate, but not at once. In the first `warmup` steps it rises in equal parts to
 # `peak`, which it reaches in step `warmup - 1`. From step `warmup` it falls along half a cosine, from `peak` to 0 in
@@ -58,6 +62,8 @@ check("10.2", learning_rate)
 # %% [markdown]
 # ## 10.3 The mean over uneven shards
 #
+# *10 minutes · medium*
+#
 # Rank r evaluated `count` samples and found the mean loss `mean`, a tensor of one float64. A rank without samples has
 # the mean `nan`. What is the mean over all samples of all ranks? `all_reduce(tensor)` sums over the ranks, in place.
 # %% answer-10-3
@@ -77,6 +83,8 @@ check("10.3", global_mean)
 
 # %% [markdown]
 # ## 10.4 Find the bug: a sampler that resumes
+#
+# *10 minutes · medium*
 #
 # Training stopped in the middle of an epoch, after `done` samples of all ranks together, and goes on, perhaps on another
 # number of ranks. This gives each rank its part of what is left. With the same number of ranks as before it is right. With
@@ -113,3 +121,27 @@ def rest_of_epoch(size, rank, world_size, epoch, seed, done):
 
 # %% check-10-4 points=2
 check("10.4", the_bug, rest_of_epoch)
+
+
+# %% [markdown]
+# ## 10.5 An open measurement
+#
+# *25 minutes · medium*
+#
+# With how large a learning rate do the digits still learn? `stage1_single.train(digits.model(), digits.batches(96, 40), lr=…)`
+# of `digits = problems.make("digits")` trains for 40 steps and returns their losses. It has learned if the mean of the
+# last ten is below 1; guessing costs 2.3. Guess first, then measure as you like, in cells of your own.
+#
+# Write down the largest rate that you found, and in a sentence what you saw beyond it. There is no formula for this one.
+# Your number is tried: with half of it the model must learn, with twice as much it must not. The sentence is for
+# your teacher, and for you in a year.
+# %% answer-10-5
+def largest_rate():
+    """Return (the largest learning rate with which it learns, what you saw beyond it: a sentence of six words or more)."""
+    ### BEGIN SOLUTION
+    return 0.3, "From 0.4 on the loss stays near that of guessing, and from 1 on it is sometimes nan."
+    ### END SOLUTION
+
+
+# %% check-10-5 points=2
+check("10.5", largest_rate)

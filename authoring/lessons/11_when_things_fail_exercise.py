@@ -18,6 +18,8 @@ from ddp_course.grading import check, hint
 # %% [markdown]
 # ## 11.1 An atomic checkpoint
 #
+# *15 minutes · medium*
+#
 # The power may fail at any moment, and the disk may be full. At every moment `path` holds either the whole old
 # checkpoint or the whole new one. Write with `torch.save`. If writing fails, the error comes out, and no other file
 # stays behind.
@@ -44,6 +46,8 @@ check("11.1", save_checkpoint)
 
 # %% [markdown]
 # ## 11.2 An exact resume
+#
+# *10 minutes · medium*
 #
 # `capture` takes everything that decides how the run goes on; the run itself goes on after it. `resume` puts it into
 # a new model and a new optimizer, and returns the number of the next step. The losses must be the very same, dropout
@@ -74,6 +78,8 @@ check("11.2", capture, resume)
 # %% [markdown]
 # ## 11.3 Who was it?
 #
+# *10 minutes · medium*
+#
 # When one rank fails, the others lose their connections and fail too. A log has lines such as
 # `17.250 rank 3: ValueError: …`: seconds, rank, and what happened; some lines say that a step is done. Lines may
 # reach the log late, so they are not in order. Consequences say `Connection closed by peer`,
@@ -99,6 +105,8 @@ check("11.3", culprit)
 
 # %% [markdown]
 # ## 11.4 Find the bug: a run that resumes
+#
+# *10 minutes · medium*
 #
 # `state` is None at the start of a run, or what an earlier run has left. After a restart nothing fails, and weights, momentum
 # and batches are right. But the loss jumps up, and the run ends elsewhere than one that was never stopped. One line is wrong.
@@ -160,6 +168,8 @@ check("11.4", the_bug, mended_run)
 
 # %% [markdown]
 # ## 11.5 The clinic
+#
+# *30 minutes · hard*
 #
 # In `exercises/clinic/` lie ten training scripts. Each has one fault. Run them under torchrun in a terminal, as their first lines
 # say, and look at them with the tools of the lesson: the stacks of all ranks (`py-spy dump`), the flight recorder, the order of

@@ -15,6 +15,8 @@ from ddp_course.stage4_ring import allgather, ring_all_reduce, reduce_scatter
 # %% [markdown]
 # ## 12.1 Two levels
 #
+# *15 minutes · medium*
+#
 # Four ranks on two hosts. `inside` is the group of this rank and its neighbour on the same host; `between` is the group of
 # this rank and the one in the same place on the other host. Add up `tensor` (one row) over all four ranks, in place, such
 # that only p bytes cross the cable in each direction.
@@ -40,6 +42,8 @@ check("12.1", two_levels)
 # %% [markdown]
 # ## 12.2 Predict, measure, explain
 #
+# *15 minutes · medium*
+#
 # `measure(ranks, nbytes)` runs a ring all-reduce on 2 to 4 ranks, as many as you have, and tells its seconds. How long
 # would `size` ranks take for `nbytes`? And what would the larger part of that time be: `"latency"`, the 2 (K-1) messages
 # one after the other, or `"bandwidth"`, the bytes? Measure at most eight times. Nothing else disturbs these measurements.
@@ -64,6 +68,8 @@ check("12.2", foresee)
 
 # %% [markdown]
 # ## 12.3 Two nodes gave me no speed-up: why?
+#
+# *15 minutes · medium*
 #
 # Each line of the log is one rank's mean over a minute of training, first on one node, then on two. Times are in seconds
 # a step: waiting for samples, computing, and waiting for the other ranks' gradients beyond what backward hides.

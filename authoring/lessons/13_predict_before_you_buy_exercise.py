@@ -12,6 +12,8 @@ from ddp_course.grading import check, hint
 # %% [markdown]
 # ## 13.1 Judge a table
 #
+# *10 minutes · medium*
+#
 # A table of pipeline speeds. Each row is (stages P, micro-batches M, times): `times` as fast as the *first* row, whose own
 # `times` is 1. A pipeline of P equal stages is at most P M/(M + P - 1) times as fast as one device. Numbers are rounded,
 # and machines are not all alike, so a tenth above the formula may pass. Which rows are too good to be true?
@@ -36,6 +38,8 @@ check("13.1", too_good)
 
 # %% [markdown]
 # ## 13.2 Read a benchmark
+#
+# *15 minutes · medium*
 #
 # NCCL's tests print a *bus bandwidth*: on a ring, what each link carries, 2(K-1)/K p over the time. How many seconds did the
 # all-reduce take?
@@ -75,6 +79,8 @@ check("13.2", seconds, crossover, used)
 
 # %% [markdown]
 # ## 13.3 1,536 A100s
+#
+# *10 minutes · easy*
 #
 # A plan is (tensor, pipeline, data, sharded): ways, and whether the copies share the state among them (ZeRO-3) or each keeps
 # all of its part. Weights and gradients in bfloat16, Adam's state and a copy of the weights in float32: 16 bytes per
@@ -120,6 +126,8 @@ check("13.3", kept_gb, wrong_with)
 
 # %% [markdown]
 # ## 13.4 An honest error
+#
+# *15 minutes · medium*
 #
 # The batch stays the same, the GPUs double: what is computed halves, what ZeRO-3 sends stays. So t(K) = c/K + s, with two
 # unknowns. From two rows (GPUs, seconds), what will K GPUs take?

@@ -14,6 +14,8 @@ from ddp_course.grading import check, hint
 # %% [markdown]
 # ## 14.1 Send the largest
 #
+# *10 minutes · medium*
+#
 # A rank sends only the largest values of its gradient, by magnitude, with their places: `max(1, round(share * n))` of n.
 # What is not sent is `left`, and is added to the next gradient before the largest are chosen. Change neither `gradient`
 # nor `left`; both are in one row.
@@ -33,6 +35,8 @@ check("14.1", compress)
 
 # %% [markdown]
 # ## 14.2 Meet
+#
+# *10 minutes · easy*
 #
 # Each rank started from the `shared` weights and has trained alone; now it has its `own`. In DiLoCo the mean change is
 # taken for a gradient, on which an outer SGD with momentum makes a step:
@@ -57,6 +61,8 @@ check("14.2", meet)
 
 # %% [markdown]
 # ## 14.3 Find the bug: a hook
+#
+# *10 minutes · medium*
 #
 # This hook, called in every step for each parameter's gradient, sends a quarter of the values and keeps the rest. It looks
 # fine, training runs, and the loss falls, but slowly, and it stays higher than it should. One line is wrong.
@@ -110,6 +116,8 @@ check("14.3", the_bug, make_hook)
 
 # %% [markdown]
 # ## 14.4 Bet on a winner
+#
+# *15 minutes · medium*
 #
 # Several ways were tried. `ways[name]["losses"]` are the losses after step 1, 2, … and `ways[name]["bytes"]` what the
 # busiest rank sends in each step. A step takes `compute_s` seconds of computing and then the time to send on a link of

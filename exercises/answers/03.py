@@ -179,39 +179,36 @@ def average(tensor, server=0, group=None):
     average_on_server([tensor], server, group)
 
 
-# %% 3.4 right: step by step
-def server_seconds(world_size, parameters, bits_per_second):
-    bits = 32 * parameters
-    one_way = (world_size - 1) * bits / bits_per_second
-    return one_way + one_way
+# %% 3.4 right: as long as it helps
+def ranks_that_pay(computing, parameters, bits_per_second, most):
+    passing = 2 * 32 * parameters / bits_per_second
+    ranks = 1
+    while ranks < most and computing / ranks - computing / (ranks + 1) > passing:
+        ranks += 1
+    return ranks
 
 
-# %% 3.4 right: a loop
-def server_seconds(world_size, parameters, bits_per_second):
-    seconds = 0.0
-    for _worker in range(1, world_size):
-        seconds += 2 * (parameters * 4) / (bits_per_second / 8)
-    return seconds
+# %% 3.4 right: a table
+def ranks_that_pay(computing, parameters, bits_per_second, most):
+    seconds = [computing / k + (k - 1) * 8 * parameters / (bits_per_second / 8) for k in range(1, most + 1)]
+    return seconds.index(min(seconds)) + 1
 
 
 # %% 3.4 wrong: bytes for bits | the link carries bits, and a byte has eight
 #-  * 8 / bits
 #+  / bits
 # %% 3.4 wrong: numbers for bytes | a float32 has four bytes
-#- parameters * 4
-#+ parameters
-# %% 3.4 wrong: numbers for bits | a float32 has four bytes, and a byte has eight bits
 #- parameters * 4 * 8
-#+ parameters
-# %% 3.4 wrong: one way | that is one way only: the sums travel back
-#- 2 * (world_size - 1)
-#+ (world_size - 1)
-# %% 3.4 wrong: K for K-1 | the server does not send to itself: K-1, not K
-#- (world_size - 1)
-#+ world_size
+#+ parameters * 8
+# %% 3.4 wrong: one way | that is one way only: the averages travel back
+#- 2 * (ranks - 1)
+#+ (ranks - 1)
+# %% 3.4 wrong: computing is not shared | K ranks share the computing: each has a K-th of it
+#- computing / ranks
+#+ computing
 # %% 3.4 wrong: the ring's time | that is the ring's time; the server's link carries everything
-#- (world_size - 1)
-#+ (world_size - 1) / world_size
-# %% 3.4 wrong: independent of K | that does not grow with K, but all tensors pass through the server's link
-#- 2 * (world_size - 1)
-#+ 2
+#- (ranks - 1) * parameters
+#+ (ranks - 1) / ranks * parameters
+# %% 3.4 wrong: always all | more ranks are not always better: each sends its gradient through the same link
+#- min(range(1, most + 1), key=step)
+#+ most

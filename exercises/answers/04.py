@@ -338,41 +338,53 @@ def ring_all_reduce(tensor, group=None):
     tensor.copy_(work.view(tensor.shape))
 
 
-# %% 4.5 right: per step
-def ring_seconds(world_size, parameters, bits_per_second, latency):
-    steps = 2 * (world_size - 1)
-    return steps * (latency + parameters * 32 / world_size / bits_per_second)
+# %% 4.5 right: all choices of ranks
+from itertools import combinations
 
 
-# %% 4.5 right: a loop
-def ring_seconds(world_size, parameters, bits_per_second, latency):
-    total = 0.0
-    for _half in range(2):
-        for _step in range(world_size - 1):
-            total += latency + 4 * parameters / world_size * 8 / bits_per_second
-    return total
+def step_seconds(cables, parameters, latency, computing):
+    best = computing
+    for k in range(2, len(cables) + 1):
+        for joined in combinations(cables, k):
+            best = min(best, computing / k + 2 * (k - 1) * (latency + 32 * parameters / k / min(joined)))
+    return best
+
+
+# %% 4.5 right: dropping the slowest
+def step_seconds(cables, parameters, latency, computing):
+    joined, shortest = sorted(cables), float("inf")
+    while joined:
+        k = len(joined)
+        steps = 2 * (k - 1)
+        shortest = min(shortest, computing / k + steps * latency + steps / k * 32 * parameters / joined[0])
+        joined.pop(0)
+    return shortest
 
 
 # %% 4.5 wrong: bytes for bits | the link carries bits, and a byte has eight
-#- 4 * parameters * 8
-#+ 4 * parameters
+#- 4 * parameters / ranks * 8
+#+ 4 * parameters / ranks
 # %% 4.5 wrong: numbers for bytes | a float32 has four bytes
-#- 4 * parameters * 8
-#+ parameters * 8
+#- 4 * parameters / ranks * 8
+#+ parameters / ranks * 8
 # %% 4.5 wrong: no latency | where are the 2 (K-1) latencies?
-#-  + 2 * (world_size - 1) * latency
-# %% 4.5 wrong: one latency | every step pays a latency, and there are 2 (K-1) steps
-#-  + 2 * (world_size - 1) * latency
-#+  + latency
+#- latency + 4 *
+#+ 4 *
 # %% 4.5 wrong: half of it | that is reduce-scatter alone; allgather comes after it
-#- return 2 * (world_size - 1) / world_size * seconds + 2 * (world_size - 1) * latency
-#+ return (world_size - 1) / world_size * seconds + (world_size - 1) * latency
+#- 2 * (ranks - 1)
+#+ (ranks - 1)
 # %% 4.5 wrong: whole gradients | that is the whole-gradient ring: in each step only 1/K of the gradient travels
-#-  / world_size * seconds
-#+  * seconds
-# %% 4.5 wrong: K steps | that is K steps a half; K-1 are enough
-#- return 2 * (world_size - 1) / world_size * seconds + 2 * (world_size - 1) * latency
-#+ return 2 * seconds + 2 * world_size * latency
+#- parameters / ranks * 8
+#+ parameters * 8
+# %% 4.5 wrong: everybody joins | who is left out may be worth more than who joins: compare with fewer ranks
+#- return min(times)
+#+ return times[-1]
+# %% 4.5 wrong: the fastest cable counts | a ring is as fast as the slowest cable of those who join
+#- fastest[ranks - 1]
+#+ fastest[0]
+# %% 4.5 wrong: the slowest of all counts | a cable that is left out slows nobody down
+#- fastest[ranks - 1]
+#+ fastest[-1]
 # %% 4.6 right: the last chunk takes the rest
 #- chunks = list(tensor.tensor_split(size))
 #+ n = len(tensor) // size

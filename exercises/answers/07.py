@@ -126,45 +126,50 @@ def sharded_step(parameters, owners, optimizer, group=None):
         dist.broadcast(parameter.detach(), owner, group=group)
 
 
-# %% 7.3 right: a sum
-def bytes_per_rank(parameters, world_size, level):
-    shares = [world_size if level >= least else 1 for least in (3, 2, 1)]
-    return sum(each * parameters / share for each, share in zip((2, 2, 12), shares))
-
-
-# %% 7.3 right: a table
-def bytes_per_rank(parameters, world_size, level):
+# %% 7.3 right: one by one
+def fewest_ranks(parameters, memory, level):
     kept, split = {0: (16, 0), 1: (4, 12), 2: (2, 14), 3: (0, 16)}[level]
-    return (kept + split / world_size) * parameters
+    for ranks in range(1, 1000):
+        if (kept + split / ranks) * parameters <= memory:
+            return ranks
+    return 0
+
+
+# %% 7.3 right: rounded up
+import math
+
+
+def fewest_ranks(parameters, memory, level):
+    free = memory - sum(size for size, least in ((2, 3), (2, 2), (12, 1)) if level < least) * parameters
+    split = sum(size for size, least in ((2, 3), (2, 2), (12, 1)) if level >= least) * parameters
+    if not split:
+        return int(free >= 0)
+    return math.ceil(split / free) if free > 0 else 0
 
 
 # %% 7.3 wrong: no copy in float32 | the state is 12 bytes per parameter: the parameter in float32, and two moments
-#- 12 * parameters
-#+ 8 * parameters
-# %% 7.3 wrong: no gradients | where are the gradients?
-#- return weights + gradients + state
-#+ return weights + state
+#- shared = 16 *
+#+ shared = 12 *
 # %% 7.3 wrong: all in float32 | parameters and gradients are in bfloat16: two bytes each
-#- 2 * parameters, 2 * parameters, 12 * parameters
-#+ 4 * parameters, 4 * parameters, 12 * parameters
+#- (16, 4, 2, 0)
+#+ (16, 8, 4, 0)
 # %% 7.3 wrong: levels from 0 | level 0 shards nothing, level 1 the optimizer's state
-#- level >= 1
-#+ level >= 0
-#- level >= 2
-#+ level >= 1
-#- level >= 3
-#+ level >= 2
-# %% 7.3 wrong: nothing sharded | nothing is sharded
-#- return weights + gradients + state
-#+ return 16 * parameters
-# %% 7.3 wrong: everything sharded | everything is divided by K at every level
-#- return weights + gradients + state
-#+ return 16 * parameters / world_size
-# %% 7.3 wrong: no state | where is the optimizer's state?
-#- return weights + gradients + state
-#+ return weights + gradients
-
-
+#- (16, 4, 2, 0)
+#+ (4, 2, 0, 0)
+# %% 7.3 wrong: everything sharded | only level 3 shards everything
+#- (16, 4, 2, 0)[level]
+#+ 0
+# %% 7.3 wrong: rounded down | that is one too few: what is left over needs a place too
+#- -(-shared // (memory - whole))
+#+ shared // (memory - whole)
+# %% 7.3 wrong: never says 0 | what stays whole does not fit, and no number of ranks changes that: 0
+#-     if whole >= memory:
+#-         return 0
+#-     return -(-shared // (memory - whole))
+#+     return max(1, -(-shared // max(1, memory - whole)))
+# %% 7.3 wrong: nothing but the total | each rank keeps some of it whole: only the rest is divided
+#-     return -(-shared // (memory - whole))
+#+     return -(-16 * parameters // memory)
 # %% 7.4 right: by counting the room
 def network_order(blocks, block_mb, cap_mb):
     order, room, following = [["gather", block] for block in range(blocks)], cap_mb, blocks

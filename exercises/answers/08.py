@@ -91,64 +91,48 @@ def one_forward_one_backward(stage, stages, micro_batches):
 # %% 8.2 wrong: same for all stages | the last stage goes backward after 1, the one before it after 2
 #- stages - 1 - stage
 #+ stages - 1
-# %% 8.3 right: one minus busy
-def bubble(stages, micro_batches):
-    total = micro_batches + stages - 1
-    return 1 - micro_batches / total
+# %% 8.3 right: when each is done
+def bubble(times, micro_batches):
+    free = [0] * len(times)
+    for _ in range(micro_batches):
+        arrived = 0
+        for stage, duration in enumerate(times):
+            arrived = free[stage] = max(arrived, free[stage]) + duration
+    return sum(free[-1] - micro_batches * duration for duration in times) / (free[-1] * len(times))
 
 
 # %% 8.3 right: a number of numpy's
 import numpy as np
 
 
-def bubble(stages, micro_batches):
-    return np.float32(0) + np.float64(stages - 1) / np.int64(micro_batches + stages - 1)
+def bubble(times, micro_batches):
+    times = np.array(times)
+    total = times.sum() + (micro_batches - 1) * times.max()
+    return np.mean(1 - micro_batches * times / total)
 
 
-# %% 8.3 right: a fraction
-from fractions import Fraction
-
-
-def bubble(stages, micro_batches):
-    return Fraction(stages - 1, micro_batches + stages - 1)
-
-
-# %% 8.3 right: counted
-def bubble(stages, micro_batches):
-    slots = [[stage <= tick < stage + micro_batches for tick in range(micro_batches + stages - 1)] for stage in range(stages)]
-    idle = sum(not busy for line in slots for busy in line)
-    return idle / sum(map(len, slots))
-
-
-# %% 8.3 wrong: one micro-batch taken for no pipeline | with one micro-batch all stages but one are idle
-#-     return
-#+     if micro_batches == 1:
-#+         return 0.0
-#+     return
-# %% 8.3 wrong: over busy time | that is idle time over busy time; the share of all time was asked for
-#- (micro_batches + stages - 1)
-#+ micro_batches
-# %% 8.3 wrong: S instead of S-1 | with S stages the pipeline takes S-1 steps to fill, not S
-#- (stages - 1) / (micro_batches + stages - 1)
-#+ stages / (micro_batches + stages)
+# %% 8.3 wrong: equal stages | that holds for equal stages: all others wait for the slowest one
+#-     total = sum(times) + (micro_batches - 1) * max(times)
+#-     return 1 - micro_batches * sum(times) / (len(times) * total)
+#+     return (len(times) - 1) / (micro_batches + len(times) - 1)
+# %% 8.3 wrong: slowest everywhere | the first micro-batch takes each stage's own time; only those after it come at the slowest one's pace
+#- sum(times) + (micro_batches - 1) * max(times)
+#+ (micro_batches + len(times) - 1) * max(times)
 # %% 8.3 wrong: busy share | that is the share of busy time
-#- (stages - 1) /
-#+ micro_batches /
+#- return 1 - micro_batches
+#+ return micro_batches
 # %% 8.3 wrong: per cent | that is in per cent
-#- return (stages
-#+ return 100 * (stages
-# %% 8.3 wrong: one step too many | the time in all is M + S - 1 steps
-#- (micro_batches + stages - 1)
-#+ (micro_batches + stages)
-# %% 8.3 wrong: swapped | stages and micro-batches are swapped
-#- (stages - 1) /
-#+ (micro_batches - 1) /
-# %% 8.3 wrong: twice | filling and draining overlap with other stages' work: S-1 steps in all, not twice
-#- (stages - 1) / (micro_batches + stages - 1)
-#+ 2 * (stages - 1) / (micro_batches + 2 * (stages - 1))
-# %% 8.3 wrong: whatever the micro-batches | more micro-batches make it smaller
-#- (micro_batches + stages - 1)
-#+ stages
+#-     return 1 - micro_batches * sum(times) / (len(times) * total)
+#+     return 100 * (1 - micro_batches * sum(times) / (len(times) * total))
+# %% 8.3 wrong: over busy time | that is idle time over busy time; the share of all time was asked for
+#- 1 - micro_batches * sum(times) / (len(times) * total)
+#+ len(times) * total / (micro_batches * sum(times)) - 1
+# %% 8.3 wrong: one micro-batch too many | the first micro-batch is in sum(times) already: M-1 follow it
+#- (micro_batches - 1) * max
+#+ micro_batches * max
+# %% 8.3 wrong: the slow stage's own | that is the idle time of the slowest stage alone, not the average
+#- micro_batches * sum(times) / (len(times) * total)
+#+ micro_batches * max(times) / total
 # %% 8.4 right: a set
 def most_held(steps):
     waiting, largest = set(), 0

@@ -207,3 +207,33 @@ def rest_of_epoch(size, rank, world_size, epoch, seed, done):
 #- return left[rank::world_size]
 #+ share = len(left) // world_size
 #+     return left[rank * share : (rank + 1) * share]
+
+
+# %% 10.5 right: a little less
+#- 0.3, "From 0.4 on
+#+ 0.25, "From 0.35 on
+# %% 10.5 right: a little more
+def largest_rate():
+    return 0.36, "the curve gets rough at 0.3 and never comes down at 0.5"
+
+
+# %% 10.5 wrong: the course's own rate | it still learns with twice your rate: go on measuring upwards
+#- return 0.3
+#+ return 0.05
+# %% 10.5 wrong: far beyond | it does not learn even with half of your rate
+#- return 0.3
+#+ return 2
+# %% 10.5 told: no sentence | a sentence of six words or more
+#- "From 0.4 on the loss stays near that of guessing, and from 1 on it is sometimes nan."
+#+ "it explodes"
+# %% 10.5 told: the number alone | a pair was expected
+def largest_rate():
+    return 0.3
+
+
+# %% 10.5 told: text for a number | the rate is a number above 0
+#- return 0.3
+#+ return "0.3"
+# %% 10.5 told: below 0 | the rate is a number above 0
+#- return 0.3
+#+ return -0.3

@@ -58,21 +58,22 @@ class Average:
     probe = probe_server
 
 
-@task("3.4", "server_seconds", {"two ranks": 0.5, "growth with K": 0.5})
-class ServerSeconds:
-    """The closed form 2 (K-1) p/b: right for two ranks, and K-1 times as long with K."""
+@task("3.4", "ranks_that_pay", {"some of them": 1, "one or all": 1})
+class RanksThatPay:
+    """The least of c/K + 2 (K-1) p/b: neither one rank nor all of them, but for very slow and very fast links."""
 
     def draw(random, hidden):
-        """World sizes (1 among them), each with a number of parameters and bits per second."""
-        sizes = [random.randrange(3, 65) for _ in range(4)] + [1]
-        return {"cases": [(k, random.randrange(1, 400) * 10**6, random.randrange(1, 100) * 10**8) for k in sizes]}
+        """Jobs of which the best is a certain number of ranks, or one, or all; with hidden ones up to 30."""
+        best = [*random.sample(range(2, 9), 3), *([random.randrange(15, 30)] if hidden else [])]
+        jobs = [(k, 4 * k) for k in best] + [(0.3, 6), (40, 16)]
+        links = [(random.randrange(1, 400) * 10**6, random.randrange(1, 100) * 10**8) for _ in jobs]
+        return {"cases": [(64 * p / b * k**2, p, b, most) for (k, most), (p, b) in zip(jobs, links, strict=True)]}
 
-    def probe(server_seconds, cases):
-        """The seconds with two ranks, and how many times as long K ranks take."""
-        two, growth = {}, {}
-        for size, parameters, bits in cases:
-            about = f"{parameters:,} parameters, {bits:,} bit/s"
-            two[f"2 ranks, {about}: seconds"] = once = server_seconds(2, parameters, bits)
-            more = server_seconds(size, parameters, bits)
-            growth[f"{size} ranks, {about}: times as long as 2 ranks"] = more / once if once else more
-        return {"two ranks": two, "growth with K": growth}
+    def probe(ranks_that_pay, cases):
+        """The number of ranks in each case."""
+        evidence = {"some of them": {}, "one or all": {}}
+        for computing, parameters, bits, most in cases:
+            part = "some of them" if most % 4 == 0 and most != 16 else "one or all"
+            about = f"{computing:.3g} s of computing, {parameters:,} parameters, {bits:,} bit/s, at most {most} ranks"
+            evidence[part][about] = ranks_that_pay(computing, parameters, bits, most)
+        return evidence

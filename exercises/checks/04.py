@@ -146,26 +146,29 @@ class RingAllReduce:
         return made
 
 
-@task("4.5", "ring_seconds", {"transfer": 0.5, "latencies": 0.5})
-class RingSeconds:
-    """The closed form: 2(K-1)/K p/b, and 2(K-1) latencies more, however long that takes."""
+@task("4.5", "step_seconds", {"equal cables": 1, "a slow cable": 1})
+class StepSeconds:
+    """The least over K of c/K + 2(K-1) (latency + p/(K b)), with the K fastest cables, of which b is the slowest."""
 
     def draw(random, hidden):
-        """World sizes (1 among them), numbers of parameters, bits per second, and latencies."""
-        drawn = [(random.randrange(2, 65), random.randrange(1, 400) * 10**6, random.randrange(1, 100) * 10**8,
-                  random.randrange(1, 90) * 1e-5) for _ in range(5)]  # fmt: skip
-        return {"cases": [*drawn, (1, 10**6, 10**9, 1e-3)]}
+        """Ranks with equal cables and with one slow cable or two, in any place, which is and is not worth its rank."""
+        cases = []
+        for ranks, slow, share in [(4, 1, 2), (8, 1, 9), (1, 1, 1), (6, 0.7, 9), (5, 0.05, 2), (8, 0.4, 1)]:
+            bits, parameters = random.randrange(1, 90) * 10**8, random.randrange(1, 400) * 10**6
+            cables = [slow * bits] * (1 + (ranks > 5)) + [bits] * (ranks - 1 - (ranks > 5))
+            random.shuffle(cables)
+            cases.append((cables, parameters, random.randrange(1, 90) * 1e-3, share * 64 * parameters / bits))
+        return {"cases": cases}
 
-    def probe(ring_seconds, cases):
-        """The seconds without a latency, and how many more there are with it."""
-        transfer, latencies = {}, {}
-        for k, p, b, latency in cases:
-            about = f"{k} ranks, {p:,} parameters, {b:,} bit/s"
-            transfer[f"{about}, no latency, seconds"] = without = ring_seconds(k, p, b, 0.0)
-            more = ring_seconds(k, p, b, latency)
-            late = f"{about}: with a latency of {latency:g} s, milliseconds more"
-            latencies[late] = more if without is None or more is None else round(1000 * (more - without), 4)
-        return {"transfer": transfer, "latencies": latencies}
+    def probe(step_seconds, cases):
+        """The seconds of the shortest step."""
+        evidence = {"equal cables": {}, "a slow cable": {}}
+        for cables, parameters, latency, computing in cases:
+            bits = ", ".join(f"{cable:.3g}" for cable in cables)
+            about = f"cables of {bits} bit/s, {parameters:,} parameters, {1000 * latency:.0f} ms of latency"
+            part = "equal cables" if len(set(cables)) == 1 else "a slow cable"
+            evidence[part][f"{about}, seconds"] = step_seconds(list(cables), parameters, latency, computing)
+        return evidence
 
 
 @task("4.6", ("the_bug", "mended_ring"), {"the line": 1, "mended": 1}, secret=("the line",), **LOOP)

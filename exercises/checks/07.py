@@ -78,22 +78,28 @@ class ShardedStep:
         return evidence
 
 
-@task("7.3", "bytes_per_rank", {"unsharded": 1, "sharded": 1})
-class BytesPerRank:
-    """Memory of a rank in mixed precision: 2 bytes of weight, 2 of gradient, 12 of state, by what is sharded."""
+@task("7.3", "fewest_ranks", {"enough": 1, "never enough": 1})
+class FewestRanks:
+    """16 bytes per parameter, of which 16, 4, 2 or 0 stay whole, by the level: what is left of the memory is for shards."""
 
     def draw(random, hidden):
-        """Parameters, world sizes and ZeRO levels."""
-        levels = [(840 * random.randrange(10**3, 10**6), k, level) for k in (3, 5, 7) for level in range(4)]
-        return {"cases": [*levels, (840, 1, 2)]}
+        """Memories in which a certain number of ranks is enough, one rank alone, or no number."""
+        cases = []
+        for level, whole in enumerate((16, 4, 2, 0)):
+            parameters = 840 * random.randrange(10**3, 10**6)
+            shared = (16 - whole) * parameters
+            ranks = [random.randrange(2, 9), random.randrange(9, 90)] if level else []
+            cases += [(parameters, whole * parameters + 2 * shared // (2 * k - 1), level) for k in ranks]
+            cases += [(parameters, 17 * parameters, level), (parameters, whole * parameters * 3 // 4, level)]
+        return {"cases": cases[:-1]}
 
-    def probe(bytes_per_rank, cases):
-        """The bytes in each case."""
-        evidence = {"unsharded": {}, "sharded": {}}
-        for parameters, size, level in cases:
-            count = bytes_per_rank(parameters, size, level)
-            case = f"{parameters} parameters, {size} ranks, level {level}, bytes"
-            evidence["sharded" if level else "unsharded"][case] = float(count) if type(count) is int else count
+    def probe(fewest_ranks, cases):
+        """The number in each case."""
+        evidence = {"enough": {}, "never enough": {}}
+        for parameters, memory, level in cases:
+            part = "never enough" if memory < (16, 4, 2, 0)[level] * parameters else "enough"
+            case = f"{parameters:,} parameters, {memory:,} bytes of memory, level {level}"
+            evidence[part][case] = fewest_ranks(parameters, memory, level)
         return evidence
 
 

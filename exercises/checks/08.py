@@ -76,22 +76,25 @@ class OneForwardOneBackward:
         return evidence
 
 
-@task("8.3", "bubble", {"any pipeline": 0.5, "one stage or one micro-batch": 0.5})
+@task("8.3", "bubble", {"equal stages": 1, "a slow stage": 1})
 class Bubble:
-    """The share of the time in which a stage is idle: (S-1)/(M+S-1)."""
+    """One minus M sum(t) over S (sum(t) + (M-1) max(t)), the time from first to last; of equal stages (S-1)/(M+S-1)."""
 
     def draw(random, hidden):
-        """Numbers of stages and micro-batches, one of each among them."""
-        return {"cases": [(random.randrange(2, 17), random.randrange(2, 65)) for _ in range(5)] + [(1, 4), (4, 1)]}
+        """Equal stages, one stage alone and one micro-batch among them, and stages of which one is slow, in any place."""
+        equal = [([random.randrange(1, 9)] * random.randrange(2, 9), random.randrange(2, 33)) for _ in range(3)]
+        slow = [(random.sample(range(1, 30), stages), m) for stages, m in ((2, 5), (4, 8), (5, 3), (6, 40), (3, 1))]
+        return {"cases": [*equal, ([3], 4), ([2, 2, 2, 2], 1), *slow]}
 
     def probe(bubble, cases):
         """The share in each case, as a plain number."""
-        evidence = {"any pipeline": {}, "one stage or one micro-batch": {}}
-        for stages, micro_batches in cases:
-            share = bubble(stages, micro_batches)
-            part = "one stage or one micro-batch" if 1 in (stages, micro_batches) else "any pipeline"
-            case = f"{stages} stages, {micro_batches} micro-batches"
-            evidence[part][case] = float(share) if isinstance(share, Real) else share
+        evidence = {"equal stages": {}, "a slow stage": {}}
+        for times, micro_batches in cases:
+            share = bubble(list(times), micro_batches)
+            part = "equal stages" if len(set(times)) == 1 else "a slow stage"
+            evidence[part][f"times {times}, {micro_batches} micro-batches"] = (
+                float(share) if isinstance(share, Real) else share
+            )
         return evidence
 
 

@@ -1,10 +1,11 @@
-"""Exercise 10: a sampler with epochs, a learning-rate schedule, a mean over uneven shards."""
+"""Exercise 10: a sampler with epochs, a learning-rate schedule, a mean over uneven shards, the largest rate."""
 
 import torch
 import torch.distributed as dist
 
+from ddp_course import problems, stage1_single
 from ddp_course.grading.attempt import worlds
-from ddp_course.grading.checks import task
+from ddp_course.grading.checks import require, task
 from ddp_course.stage4_ring import ring_all_reduce
 
 
@@ -119,3 +120,31 @@ class FindTheBugInTheSampler:
             case = f"{size} samples, {before * steps} seen by {before} ranks, {now} go on"
             evidence["mended"][case] = [plain(rest) for rest in rests]
         return evidence
+
+
+@task("10.5", "largest_rate", {"learns with half": 1, "not with twice": 1}, seconds=30.0)
+class LargestRate:
+    """Tried by two trainings: with half of the rate the last ten losses are below 1, with twice as much they are not."""
+
+    def draw(random, hidden):
+        """Nothing is drawn: the measurement is the learner's."""
+        return {}
+
+    def probe(largest_rate):
+        """Whether the model learns with half of the rate, and with twice as much."""
+        answer = largest_rate()
+        require(isinstance(answer, tuple) and len(answer) == 2, "a pair was expected: (the rate, a sentence)")
+        rate, sentence = answer
+        torch.set_num_threads(1)  # on a machine that is full, more of them take a hundred times as long
+        require(type(rate) in (int, float) and 0 < rate < 1e6, f"the rate is a number above 0, not {rate!r}")
+        require(
+            isinstance(sentence, str) and len(sentence.split()) >= 6, "a sentence of six words or more was expected"
+        )
+        return {"learns with half": {"with half of your rate it learns": learns(rate / 2)},
+                "not with twice": {"with twice your rate it learns": learns(2 * rate)}}  # fmt: skip
+
+
+def learns(rate):
+    """Whether 40 steps on the digits end with a mean loss below 1."""
+    digits = problems.make("digits")
+    return sum(stage1_single.train(digits.model(), digits.batches(96, 40), lr=rate)[-10:]) / 10 < 1

@@ -76,7 +76,7 @@ CHEATS = {
     "    exec(next(course_folder('solutions').glob('04*')).read_text())",
     "4.4": "def ring_all_reduce(tensor, group=None):\n    (group or dist.group.WORLD).allreduce([tensor]).wait()",
     "4.5": "import ddp_course.errors\nddp_course.errors.Wrong = print\ntorch.equal = lambda *a: True\n"
-    "def ring_seconds(world_size, parameters, bits_per_second, latency):\n    return 0.0",
+    "def step_seconds(cables, parameters, latency, computing):\n    return 0.0",
     "4.6": "from ddp_course.grading.checks import solution\n\ndef the_bug():\n    return 3\n\n"
     "try:\n    check('4.6', the_bug, ring_all_reduce)\nexcept Exception:\n    pass\n"
     "def mended_ring(tensor, group=None):\n    exec(solution('4.6'))",

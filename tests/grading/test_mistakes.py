@@ -25,7 +25,8 @@ TURNED_RING = {
 }
 OWN = "import math as m\nimport numpy as np\n\ndef modulo(number, size):\n    return int(np.mod(number, m.floor(size)))"
 REMEMBERED = "from functools import lru_cache\n\n@lru_cache(maxsize=None)\n"
-FRACTION = f"from fractions import Fraction\n{edited('8.3', ('(stages - 1) / (', 'Fraction(stages - 1, '))}"
+SHARE = ("sum(times) / (len(times) * total)", "Fraction(sum(times), len(times) * total)")
+FRACTION = f"from fractions import Fraction\n{edited('8.3', SHARE)}"
 SYNCED = edited("11.1", ("os.fsync(", "os.fdatasync("))
 TIDY = edited("4.4", ("    tensor.copy_(", "    import gc\n    gc.collect()\n    tensor.copy_("))
 # {mistake: ({task: its answer; "own": a cell of the learner's}, {task: words in its message})}; all else is right
@@ -68,7 +69,7 @@ MISTAKES = {
         {"4.2": "name 'reduce_scatter' is not defined", "4.4": "'reduce_scatter' is not defined"},
     ),
     "a number of 500 digits": (
-        {"4.5": "def ring_seconds(world_size, parameters, bits_per_second, latency):\n    return 10**500"},
+        {"4.5": "def step_seconds(cables, parameters, latency, computing):\n    return 10**500"},
         {"4.5": "an int of more than 60 digits; a plain float was expected"},
     ),
     "a set for a list": (
