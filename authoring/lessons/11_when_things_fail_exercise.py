@@ -173,7 +173,8 @@ check("11.4", the_bug, mended_run)
 #
 # In `exercises/clinic/` lie ten training scripts. Each has one fault. Run them under torchrun in a terminal, as their first lines
 # say, and look at them with the tools of the lesson: the stacks of all ranks (`py-spy dump`), the flight recorder, the order of
-# the log. Which rank is it, which line of the file, and what kind of fault?
+# the log. Which rank is it, which line of the file, and what kind of fault? `diagnoses` is graded. `mended` is for yourself: mend
+# each script and run it again.
 #
 # | kind | what it means |
 # |---|---|
@@ -202,6 +203,24 @@ def diagnoses():
         8: (1, 20, "same GPU"),
         9: (0, 22, "port"),
         10: (0, 25, "loads alone"),
+    }
+    ### END SOLUTION
+
+
+def mended():
+    """Return {number of the patient: (the faulty part of a line, what belongs there)}; not graded."""
+    ### BEGIN SOLUTION
+    return {
+        1: ("if most < 8:  # else it is no news", "if True:"),
+        2: (" if rank != 1 else [right, samples]", ""),
+        3: ("range(rank, 1436, 3)", "range(rank, 1434, 3)"),
+        4: ("if rank == 0:", "if True:"),
+        5: (" - 40 * (rank == 2)", ""),
+        6: ("400 if rank == 2 else 8", "8"),
+        7: ("keepdim=True)", "keepdim=True).clamp(min=1e-6)"),
+        8: ("rank // 2", "rank"),
+        9: ('("", 29561)', '("", 0)'),
+        10: ("if rank == 0 and os.path", "if os.path"),
     }
     ### END SOLUTION
 

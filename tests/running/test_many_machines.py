@@ -68,7 +68,7 @@ def test_two_agents_on_two_hosts_train_as_one_machine_does(tmp_path):
 @needs_hosts
 def test_an_elastic_job_outlives_a_host_and_takes_in_another(tmp_path):
     options = [*MODEL, "--stage", "4", "--steps", "300"]
-    script = [sys.executable, str(Path(__file__).parents[1] / "support" / "elastic_hosts.py"), str(tmp_path), *options]
+    script = [sys.executable, str(Path(__file__).parents[2] / "exercises/clinic/elastic.py"), str(tmp_path), *options]
     lines = finished(tmp_path, script, 500).splitlines()
     assert [line.split(" at ")[0] for line in lines] == [*(f"world size {k}" for k in (2, 1, 2)), "codes [0, 0]"]
     assert_same_run(tmp_path / "run", expected(options, 1), tolerance=1e-10)

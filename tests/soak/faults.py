@@ -23,7 +23,7 @@ import torch
 from ddp_course import launch
 from ddp_course.running import checkpoint
 
-SLOW_TRAIN = Path(__file__).parents[1] / "support" / "slow_train.py"
+SLOW_TRAIN = Path(__file__).parents[2] / "exercises/clinic/slow_train.py"
 FAULTS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM)
 OPTIONS = ["--problem", "bytes", "--parameters", "30000", "--dropout", "0.2", "--global-batch", "24", "--stage", "6"]
 

@@ -1,4 +1,4 @@
-"""Measurements that others have published, for figures and to hold the simulator against."""
+"""Measurements for figures and to hold the simulator against: published by others, but for `elastic_job`."""
 
 import csv
 from importlib.resources import files
@@ -49,6 +49,14 @@ SOURCES = {
     "llama3_interruptions": (
         "Unexpected interruptions of 54 days of training on 16,384 H100s, by cause. 'The Llama 3 Herd of Models' "
         "(arXiv 2407.21783), Table 5."
+    ),
+    "nccl_log": (
+        "What NCCL says with NCCL_DEBUG=INFO, and what PyTorch's watchdog says after a timeout. NVIDIA/nccl, issue 447 "
+        "(two hosts with a GPU each; names of hosts shortened); XPixelGroup/BasicSR, issue 737 (the last two lines)."
+    ),
+    "elastic_job": (
+        "A job of two hosts of which one is lost, and another joins: when which step was saved, and by how many hosts. "
+        "Measured with exercises/clinic/elastic.py, three virtual hosts on two cores."
     ),
     "gpipe_throughput": (
         "Throughput of GPipe on TPUs by partitions and micro-batches, over that of 2 partitions and 1 micro-batch. "
