@@ -50,14 +50,8 @@ SOURCES = {
         "Unexpected interruptions of 54 days of training on 16,384 H100s, by cause. 'The Llama 3 Herd of Models' "
         "(arXiv 2407.21783), Table 5."
     ),
-    "nccl_log": (
-        "What NCCL says with NCCL_DEBUG=INFO, and what PyTorch's watchdog says after a timeout. NVIDIA/nccl, issue 447 "
-        "(two hosts with a GPU each; names of hosts shortened); XPixelGroup/BasicSR, issue 737 (the last two lines)."
-    ),
-    "elastic_job": (
-        "A job of two hosts of which one is lost, and another joins: when which step was saved, and by how many hosts. "
-        "Measured with exercises/clinic/elastic.py, three virtual hosts on two cores."
-    ),
+    "nccl_log": "NVIDIA/nccl, issue 447, with NCCL_DEBUG=INFO; last two lines: XPixelGroup/BasicSR, issue 737.",
+    "elastic_job": "Measured with exercises/clinic/elastic.py: virtual hosts on two cores, 0.1 s per step.",
     "gpipe_throughput": (
         "Throughput of GPipe on TPUs by partitions and micro-batches, over that of 2 partitions and 1 micro-batch. "
         "Huang et al., 'GPipe', NeurIPS 2019 (arXiv 1811.06965), Table 2; the batch was adjusted where memory ran out."
