@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
             raise GradingError(f"there is no exercise {args.exercise}; there are {numbers}")
         path = args.notebook or own_notebook(args.exercise)
         print(f"{path}{saved(path)}", flush=True)
-        (result,) = grade([Submission("you", path)], exercises, seed, timeout=args.timeout, each=show)
+        (result,) = grade([Submission("you", path)], exercises, seed, timeout=args.timeout, task_done=show)
         if result.exercise not in (None, args.exercise):
             raise GradingError(f'"{path}" is exercise {result.exercise}, not {args.exercise}')
     except (GradingError, OSError) as error:

@@ -1,32 +1,28 @@
 """Exercises: checked while they are solved (`check`), and graded afterwards (`ddp-course grade`).
 
-A submission's way to its mark goes in one direction. `submissions` finds and reads the notebook. `laying` lays its
-cells, as they stand, into the pristine notebook, with the course's own check cells. `run_cells` runs that under nbval,
-in a process with limits (`guard`); the check cells write down what they are given. `evidence` tries each of these
-answers on the ranks of a launch of its own, with limits too, and brings back plain data. `diagnosis` holds that data
-against the solution's and known wrong answers', in the process of the grader, where nothing of a submission ever runs.
-Three processes, then: the grader, the notebook's kernel with nbval before it, and the ranks. The check cell in the lab
-takes the last two steps of the same way. `grader` leads, and `results`, `report` and `gradebooks` tell.
+A submission's way to its mark goes in one direction, through five modules. `submissions` finds and reads the notebook,
+and lays its cells, as they stand, into the pristine one, with the course's own check cells. `grader` leads, and puts
+the points together. `run_cells` runs what was laid under nbval; its check cells write down what they are given.
+`evidence` tries each of these answers on ranks, and brings back plain data. `diagnosis` holds that data against the
+solution's and known wrong answers'. It takes three kinds of processes: the grader, where nothing of a submission ever
+runs; nbval with the notebook's kernel; and the ranks. The last two are under the limits of `guard`. The check cell in
+the lab takes the last two steps of the same way.
 """
 
 import os
 from typing import Any
 
-from .guard import HAND_OVER
+from .guard import HAND_OVER, begin, hand_over
 
 __all__ = ["check", "hint"]
 GRADED = bool(os.environ.get(HAND_OVER))  # this is the kernel of a submission that is being graded
 if GRADED:
-    from .hand_over import begin
-
-    begin()
+    begin(os.environ[HAND_OVER])
 
 
 def check(number: str, *answers: Any, seed: int | None = None) -> None:
     """Say in one line that the answers to task `number` are right, or raise Wrong; `checking.py` has the words."""
     if GRADED:
-        from .hand_over import hand_over
-
         hand_over(number, answers)
     else:
         from .checking import check  # on first use: it needs torch

@@ -1,15 +1,21 @@
-"""One answer at work on one rank: load it, put it to its task's probe, count what it sends past the wire.
+"""One answer at work on one rank: load it, refuse what its task forbids, put it to the task's probe, count its traffic.
 
 Nothing here knows what is right.
 """
 
+import dis
 import linecache
+import os
 import pickle
+import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from importlib import import_module
-from inspect import isclass, unwrap
+from inspect import isclass, isfunction, ismodule, unwrap
+from pathlib import Path
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -18,17 +24,16 @@ import torch.distributed as dist
 from ..errors import Wrong
 from ..running import wire
 from ..running.torch_inside import TorchDispatchMode
-from .checks import Task, cell_of
+from .checks import Task, cell_of, find
+from .guard import enter
+from .plain import pack
 
 SENDERS = ("torch.distributed.", "ddp_course.stage3", "ddp_course.stage4", "ddp_course.collectives")
 COLLECTIVES = tuple(
     f"torch.distributed.{name}"
-    for name in (
-        "all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "all_gather_object", "gather",
-        "scatter", "reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "gather_object",
-        "broadcast_object_list", "all_reduce_coalesced", "all_gather_coalesced", "scatter_object_list",
-    )
-)  # fmt: skip
+    for name, thing in vars(dist).items()
+    if name.startswith(("all_", "broadcast", "gather", "reduce", "scatter")) and type(thing) is FunctionType
+)
 SERVER = tuple(
     f"ddp_course.stage3_paramserver.{name}"
     for name in ("average_on_server", "collect_and_return", "broadcast_parameters")
@@ -37,7 +42,7 @@ RING = tuple(
     f"ddp_course.stage4_ring.{name}"
     for name in ("ring_all_reduce", "whole_gradient_ring", "reduce_scatter", "allgather", "average_on_ring")
 )
-MESSAGE = "the message"  # in `stop`
+BETWEEN = ("POP_TOP", "SWAP", "ROT_TWO", "PUSH_NULL", "CACHE")  # may stand between a name and what becomes of it
 _groups: dict[int, Any] = {}  # of the first 1, 2, … ranks
 
 
@@ -53,6 +58,50 @@ class Cells:
     """An answer as text: [(id, source)] of the cells to run."""
 
     cells: Sequence[tuple[str, str]]
+
+
+@dataclass
+class Attempt:
+    """One answer to one task, and the inputs for it; `answers` is what `load` takes."""
+
+    number: str
+    inputs: dict
+    answers: Any
+
+
+def make_attempts(attempts: Sequence[Attempt], folder: str, patience: float, work: str) -> None:
+    """One rank's part: make every attempt and write its evidence down, in a file called by its place and the rank."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(rank)
+    tasks = [find(attempt.number) for attempt in attempts]
+    if ranks > 1:
+        make_groups(range(1, ranks + 1), timedelta(seconds=patience))
+    with python_alone_prints():
+        if work:
+            enter(work)
+            sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (a submission's floods, until the rank ends)
+        for place, (task, attempt) in enumerate(zip(tasks, attempts, strict=True)):
+            answers = load(task, attempt.answers)
+            refuse(answers, task.forbidden)
+            if ranks > 1:
+                dist.barrier()  # nobody waits in an answer for a rank that is still loading
+            file = Path(folder, f"{place}-{rank}")
+            file.with_suffix(".part").write_bytes(pack(probed(task, answers, attempt.inputs)))
+            file.with_suffix(".part").rename(file)
+
+
+@contextmanager
+def python_alone_prints() -> Iterator[None]:
+    """Keep gloo's last words, as it ends a process ("terminate called …"), from a learner, who gets a message."""
+    kept, silent, stderr = os.dup(2), os.open(os.devnull, os.O_WRONLY), sys.stderr
+    os.dup2(silent, 2)
+    with os.fdopen(kept, "w", buffering=1, encoding="utf-8", errors="backslashreplace") as sys.stderr:
+        try:
+            yield
+        finally:
+            os.dup2(kept, 2)
+            os.close(silent)
+            sys.stderr = stderr
 
 
 def load(task: Task, answers: Any) -> Sequence:
@@ -78,13 +127,62 @@ def remember(sources: dict[str, str]) -> None:
     linecache.cache.update({name: (len(text), None, text.splitlines(True), name) for name, text in sources.items()})
 
 
-def attempt(task: Task, answers: Sequence, inputs: dict) -> Any:
-    """The evidence of one answer on this rank, with the task's forbidden functions out of reach."""
-    with disarmed(task.forbidden), counted() as past:
+def probed(task: Task, answers: Sequence, inputs: dict) -> Any:
+    """The evidence of one answer on this rank."""
+    with counted() as past:
         evidence = task.probe(*answers, **inputs)
-    if set(COLLECTIVES) <= set(task.forbidden) and (told := past.told()):
-        raise Wrong(told)
+    if set(COLLECTIVES) <= set(task.forbidden) and (message := past.message()):
+        raise Wrong(message)
     return evidence
+
+
+def refuse(answers: Sequence, forbidden: Sequence[str]) -> None:
+    """Raise Wrong if an answer, or a function of the learner's that it uses, names one of the forbidden functions."""
+    names = {}
+    for name in forbidden:
+        with suppress(ImportError, AttributeError):  # this version of torch has none
+            names[id(function_named(name))] = name
+    waiting, seen, own = list(answers), set(), set(map(id, answers))
+    while waiting:
+        thing = waiting.pop()
+        if id(thing) in names:
+            name = names[id(thing)]
+            sends = ", with wire.send and wire.recv" if name.startswith(SENDERS) else ""
+            raise Wrong(f"your code calls {name.removeprefix('ddp_course.')}: write it yourself{sends}")
+        if id(thing) not in seen and (id(thing) in own or getattr(thing, "__module__", "") == "__main__"):
+            seen.add(id(thing))
+            functions = vars(thing).values() if isclass(thing) else [unwrap(thing)] if callable(thing) else []
+            waiting += [named for function in functions if isfunction(function) for named in named_in(function)]
+
+
+def function_named(name: str) -> Any:
+    """What has a dotted name."""
+    module, _, attribute = name.rpartition(".")
+    return getattr(import_module(module), attribute)
+
+
+def named_in(function: Any) -> Iterator[Any]:
+    """What the code of a function names: globals, attributes of modules and classes, and imports inside it."""
+    code = function.__code__
+    cells = {name: cell.cell_contents for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True)}
+    waiting = [code]
+    while waiting:
+        code, space = waiting.pop(), {**function.__globals__, **cells}
+        waiting += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+        thing = module = None
+        for step in dis.get_instructions(code):
+            name = step.argval
+            if step.opname.startswith("STORE_"):
+                space[name] = thing
+            elif step.opname == "IMPORT_NAME":
+                thing, module = sys.modules.get(name.partition(".")[0]), sys.modules.get(name)
+            elif step.opname == "IMPORT_FROM":
+                thing = getattr(module, name, module)
+            elif step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+                thing = getattr(thing, name, None) if ismodule(thing) or isclass(thing) else None
+            elif step.opname not in BETWEEN:
+                thing = space.get(name) if step.opname.startswith("LOAD_") and isinstance(name, str) else None
+            yield thing
 
 
 def make_groups(sizes: Iterable[int], patience: Any) -> None:
@@ -111,21 +209,19 @@ class PastTheWire(TorchDispatchMode):
         """Note messages and collectives, and let everything happen."""
         name = function._schema.name
         if name == "c10d::send":
-            self.sent += sum(one.nbytes for one in args[0])
+            self.sent += sum(tensor.nbytes for tensor in args[0])
         elif name.startswith(("c10d::", "_c10d_functional::")) and not name.endswith(
             ("recv_", "barrier", "wait_tensor")
         ):
             self.other = self.other or name
         return function(*args, **(kwargs or {}))
 
-    def told(self) -> str:
+    def message(self) -> str:
         """What is wrong with the traffic, or ""."""
         if self.other:
             return f"your code calls torch's own {self.other}: send and receive with the wire's functions"
-        if self.sent > self.traffic.bytes_sent:
-            more = self.sent - self.traffic.bytes_sent
-            return f"{more} bytes went past the wire's functions: all that travels goes through wire"
-        return ""
+        more = self.sent - self.traffic.bytes_sent
+        return f"{more} bytes went past the wire's functions: all that travels goes through wire" if more > 0 else ""
 
 
 @contextmanager
@@ -134,39 +230,6 @@ def counted() -> Iterator[PastTheWire]:
     past = PastTheWire()
     with wire.observing(past.traffic.add), past:
         yield past
-
-
-@contextmanager
-def disarmed(names: Sequence[str]) -> Iterator[None]:
-    """While the block runs, the functions with these dotted names raise Wrong, however they were imported."""
-    kept = {}
-    for name in names:
-        try:
-            function = function_named(name)
-        except (ImportError, AttributeError):
-            continue  # this version of torch has none
-        sends = ", with wire.send and wire.recv" if name.startswith(SENDERS) else ""
-        message = f"your code calls {name.removeprefix('ddp_course.')}: write it yourself{sends}"
-        kept[function] = function.__code__
-        words = tuple(message if one == MESSAGE else one for one in stop.__code__.co_consts)
-        function.__code__ = stop.__code__.replace(co_consts=words)
-    try:
-        yield
-    finally:
-        for function, code in kept.items():
-            function.__code__ = code
-
-
-def stop(*args: Any, **kwargs: Any) -> None:
-    """What a function does that is out of reach; its own globals are another module's."""
-    raise __import__("ddp_course.errors", fromlist=["Wrong"]).Wrong("the message")
-
-
-def function_named(name: str) -> Any:
-    """The innermost plain function behind a dotted name; of a class, its `__init__`."""
-    module, _, attribute = name.rpartition(".")
-    thing = getattr(import_module(module), attribute)
-    return unwrap(thing.__init__ if isclass(thing) else thing)
 
 
 def tensors(random: Any, count: int, *shape: int, dtype: torch.dtype = torch.float32, whole: bool = False) -> list:

@@ -6,10 +6,10 @@ from functools import cache
 from typing import Any
 
 from ..errors import Wrong
-from .attempt import Cells
+from .attempt import Attempt, Cells
 from .checks import Task, cells_with, find, known_answers, solution
-from .diagnosis import Book, Verdict, verdict
-from .evidence import Attempt, Evidence, gather
+from .diagnosis import Book, verdict
+from .evidence import Evidence, gather
 
 CORRECT = "correct. The grader draws other inputs, some of them harder."
 SO_FAR = "right so far: "
@@ -27,19 +27,13 @@ def check(number: str, *answers: Any, seed: int | None = None) -> None:
         raise ValueError(f"{call}) is how this check is called")
     seed = secrets.randbelow(100_000) if seed is None else seed
     inputs = task.inputs(seed)
-    right, tried = gather([solved(task, inputs), Attempt(number, inputs, answers)])
-    said = verdict(task, tried, book_of(task, inputs, right), inputs)
-    if not said.right:
-        raise Wrong(
-            f"Exercise {number}: {said.message} ({so_far(said)}again with the same inputs: {call}, seed={seed}))"
-        )
+    right, evidence = gather([solved(task, inputs), Attempt(number, inputs, answers)])
+    result = verdict(task, evidence, book_of(task, inputs, right))
+    if not result.right:
+        holds = [part.name for part in result.parts if not part.message]
+        so_far = f"{SO_FAR}{', '.join(holds)}; " if holds else ""
+        raise Wrong(f"Exercise {number}: {result.message} ({so_far}again with the same inputs: {call}, seed={seed}))")
     print(f"Exercise {number}: {CORRECT}")
-
-
-def so_far(said: Verdict) -> str:
-    """The parts that hold, if some do."""
-    holds = [part.name for part in said.parts if not part.message]
-    return f"{SO_FAR}{', '.join(holds)}; " if holds else ""
 
 
 def solved(task: Task, inputs: dict) -> Attempt:
@@ -56,11 +50,13 @@ def book_of(task: Task, inputs: dict, right: Evidence) -> Book:
     """What evidence on these inputs is held against; known wrong answers are tried, in one launch, if asked for."""
 
     @cache
-    def tried() -> tuple[Evidence, Sequence[tuple[str, Evidence]]]:
-        wrong = [one for one in known_answers(task.exercise) if one.task == task.number and one.kind == "wrong"]
+    def tried() -> Sequence[tuple[str, Evidence]]:
         idle = "\n".join(f"def {name}(*args, **kwargs): pass" for name in task.names)
-        sources = [idle, *(one.source for one in wrong)]
-        still, *found = gather([Attempt(task.number, inputs, source(task, text)) for text in sources])
-        return still, list(zip((one.said for one in wrong), found, strict=True))
+        known = [
+            answer for answer in known_answers(task.exercise) if (answer.task, answer.kind) == (task.number, "wrong")
+        ]
+        texts = [("", idle), *((answer.message, answer.source) for answer in known)]
+        evidence = gather([Attempt(task.number, inputs, source(task, text)) for _, text in texts])
+        return list(zip((message for message, _ in texts), evidence, strict=True))
 
-    return Book(right, lambda: tried()[1], lambda: tried()[0])
+    return Book(right, lambda: tried()[1:], lambda: tried()[0][1])

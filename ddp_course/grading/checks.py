@@ -10,7 +10,7 @@ import random
 import re
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -30,10 +30,9 @@ class Task:
 
     `draw(random, hidden)` gives keyword arguments (more and harder cases if `hidden`). `probe(*answers, **inputs)` runs
     on each of `ranks` ranks and gives {part: {case: value}}. `together(evidence, **inputs)`, if there is one, makes
-    of a list of these, one for each rank, what is compared. `judges` are {part: judge(evidence, **inputs)} for what
-    cannot be compared with the solution's; a judge raises Wrong. Numbers may differ by `bound` times the largest
-    expected. `forbidden` are dotted names of functions that would be the answer; what is expected in `secret` parts is
-    not told; `hang` is said when ranks wait for ever, and an attempt may take so many `seconds`.
+    of a list of these, one for each rank, what is compared. Numbers may differ by `bound` times the largest expected.
+    `forbidden` are dotted names of functions that would be the answer; what is expected in `secret` parts is not told;
+    `hang` is the message when ranks wait for ever, and an attempt may take so many `seconds`.
     """
 
     number: str
@@ -43,7 +42,6 @@ class Task:
     probe: Callable
     ranks: int = 1
     together: Callable | None = None
-    judges: dict[str, Callable] = field(default_factory=dict)
     bound: float = 1e-6
     forbidden: tuple = ()
     secret: tuple = ()
@@ -64,11 +62,11 @@ _tasks: dict[str, Task] = {}
 
 
 def task(number: str, names: str | tuple, parts: dict[str, float], **settings: Any) -> Callable:
-    """Decorate a class with `draw` and `probe`, perhaps `together` and `judges`: it becomes a task."""
+    """Decorate a class with `draw` and `probe`, perhaps `together`: it becomes a task."""
 
     def register(definition: type) -> type:
         has = vars(definition)
-        functions = {name: has[name] for name in ("draw", "probe", "together", "judges") if name in has}
+        functions = {name: has[name] for name in ("draw", "probe", "together") if name in has}
         names_of = (names,) if isinstance(names, str) else tuple(names)
         _tasks[number] = Task(number, names_of, parts, **functions, **settings)
         return definition
@@ -112,8 +110,8 @@ def find(number: str) -> Task:
 def of_exercise(exercise: int) -> list[Task]:
     """All tasks of an exercise, in order."""
     load_tasks(exercise)
-    chosen = [one for one in _tasks.values() if one.exercise == exercise]
-    return sorted(chosen, key=lambda one: int(one.number.split(".")[1]))
+    chosen = [task for task in _tasks.values() if task.exercise == exercise]
+    return sorted(chosen, key=lambda task: int(task.number.split(".")[1]))
 
 
 def exercises() -> list[int]:
@@ -123,16 +121,16 @@ def exercises() -> list[int]:
 
 @dataclass(frozen=True)
 class Known:
-    """A known answer to a task: "right"; "wrong", and `said` is the diagnosis of all with the same evidence.
+    """A known answer to a task: "right"; "wrong", and `message` is the diagnosis of all with the same evidence.
 
     What is "told" is wrong, but no diagnosis of others: it raises, waits for ever, or has the wrong type. What is
-    "hidden" is wrong on hidden inputs only. Of both `said` is a piece of what the learner is told.
+    "hidden" is wrong on hidden inputs only. Of both `message` is a piece of what the learner is told.
     """
 
     task: str
     kind: str
     name: str
-    said: str
+    message: str
     source: str
 
 
@@ -140,17 +138,18 @@ class Known:
 def known_answers(exercise: int) -> list[Known]:
     """All of `answers/NN.py`: cells with a header, and a body that is an answer or edits of the solution."""
     path = course_folder("exercises") / "answers" / f"{exercise:02d}.py"
-    found = []
+    answers = []
     for cell in re.split(r"^(?=# %% )", path.read_text(encoding="utf-8"), flags=re.MULTILINE) if path.exists() else ():
         header, _, body = cell.partition("\n")
         if match := HEADER.match(header):
-            number, kind, name, said = match.groups()
-            if (said is None) != (kind == "right"):
+            number, kind, name, message = match.groups()
+            if (message is None) != (kind == "right"):
                 raise ValueError(f"{path.name}: {number} {name}: what is not right has a message after |")
-            found.append(Known(number, kind, name, said or "", edited(solution(number), body.strip("\n") + "\n", name)))
+            source = edited(solution(number), body.strip("\n") + "\n", name)
+            answers.append(Known(number, kind, name, message or "", source))
         elif header and not header.startswith("# %% [markdown]"):
             raise ValueError(f"{path.name}: {header!r} is no header of a known answer")
-    return found
+    return answers
 
 
 def edited(source: str, body: str, name: str) -> str:

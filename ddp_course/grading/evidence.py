@@ -1,33 +1,25 @@
 """Try answers on the ranks of a launch, and bring their evidence back: plain data, or how an answer failed.
 
-Each rank writes its evidence to a file, a line of JSON an attempt, so that one bad answer costs the others nothing: the
-launch is repeated from the next attempt on.
+Each rank writes a file per attempt, so that one bad answer costs the others nothing: the launch is repeated from the
+next attempt on.
 """
 
-import json
-import os
 import re
-import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import timedelta
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import torch
-import torch.distributed as dist
+from typing import NamedTuple
 
 from ..errors import CourseError, LaunchTimeout, RankError
 from ..running.launching.launch import launch
-from .attempt import attempt, load, make_groups
+from .attempt import Attempt, make_attempts
 from .checks import Task, find, of_exercise
-from .guard import enter
-from .plain import pack, unpack
+from .plain import unpack
 
 PATIENCE_SECONDS = 5.0  # a receive that waits longer waits for ever
 START_SECONDS = 7.0
+BUSY = "the machine was busy; run the cell above again"
+TRIES = 3  # of an attempt for which the machine is too busy
 TOO_LONG = "a message was longer than the tensor it was received into: do both sides mean the same chunk and dtype?"
 BOTH_SEND = " Two ranks that both send first wait for ever: wire.exchange sends and receives at once"
 GAVE_UP = re.compile("timed out waiting|timeout|connection closed by peer|connection reset by peer", re.IGNORECASE)
@@ -35,19 +27,10 @@ NOT_OURS = re.compile(r"site-packages|dist-packages|[/\\]ddp_course[/\\]|[/\\]ch
 FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)(?:\n {4}(.*))?')
 
 
-@dataclass
-class Attempt:
-    """One answer to one task, and the inputs for it; `answers` is what `attempt.load` takes."""
-
-    number: str
-    inputs: dict
-    answers: Any
-
-
 class Evidence(NamedTuple):
-    """What an attempt left: `found` is {part: {case: value}}, or a `failure` says why there is none."""
+    """What an attempt left: `values` are {part: {case: value}}, or a `failure` says why there are none."""
 
-    found: dict | None
+    values: dict | None
     failure: str = ""
 
 
@@ -57,41 +40,46 @@ def gather(attempts: Sequence[Attempt], patience: float = PATIENCE_SECONDS, work
     With a folder for their `work` the ranks keep to a submission's limits.
     """
     results: list[Evidence] = []
-    waiting = list(attempts)
+    waiting, tries = list(attempts), 0
     while waiting:
-        with tempfile.TemporaryDirectory(prefix="ddp_course_") as folder:
-            task = find(waiting[0].number)
-            ranks, timeout = task.ranks, START_SECONDS + task.seconds * len(waiting)
-            failure: CourseError | None = None
-            try:
-                launch(make_attempts, waiting, folder, patience, work, world_size=ranks, device="cpu", timeout=timeout)
-            except CourseError as error:
-                failure = error
-            done = read_evidence(folder, ranks)[: len(waiting)]
-        results += [assembled(one, evidence) for one, evidence in zip(waiting, done, strict=False)]
-        waiting = waiting[len(done) :]
-        if failure and waiting:
+        task = find(waiting[0].number)
+        done, failure = launched(waiting, task, patience, work)
+        results += [assembled(attempt, by_rank) for attempt, by_rank in zip(waiting, done, strict=False)]
+        waiting, tries = waiting[len(done) :], 0 if done else tries + 1
+        if failure and waiting and (BUSY not in str(failure) or tries == TRIES):
             results.append(Evidence(None, explain(failure, find(waiting.pop(0).number))))
+            tries = 0
     return results
 
 
-def read_evidence(folder: str, ranks: int) -> list[list]:
-    """What all ranks have written down, by attempt; attempts that some rank did not finish are left out."""
-    by_rank = []
-    for rank in range(ranks):
-        path = Path(folder) / f"rank{rank}"
-        text = path.read_text() if path.exists() else ""
-        by_rank.append([line for line in text.splitlines(True) if line.endswith("\n")])
-    return [list(lines) for lines in zip(*by_rank)]  # noqa: B905 (the shortest counts)
+def launched(
+    attempts: Sequence[Attempt], task: Task, patience: float, work: str
+) -> tuple[list[list[bytes]], CourseError | None]:
+    """What the ranks of one launch wrote down, by attempt and by rank, and the error that ended it."""
+    timeout = START_SECONDS + task.seconds * len(attempts)
+    failure = None
+    with tempfile.TemporaryDirectory(prefix="ddp_course_", dir=work or None) as folder:
+        arguments = (list(attempts), folder, patience, work)
+        try:
+            launch(make_attempts, *arguments, world_size=task.ranks, device="cpu", timeout=timeout)
+        except CourseError as error:
+            failure = error
+        done = []
+        for place in range(len(attempts)):
+            files = [Path(folder, f"{place}-{rank}") for rank in range(task.ranks)]
+            if not all(file.exists() for file in files):
+                break
+            done.append([file.read_bytes() for file in files])
+    return done, failure
 
 
-def assembled(one: Attempt, lines: Sequence[str]) -> Evidence:
+def assembled(attempt: Attempt, content: Sequence[bytes]) -> Evidence:
     """The evidence of all ranks as {part: {case: value}}: with several ranks, a value is {rank: value}."""
-    task = find(one.number)
+    task = find(attempt.number)
     try:
-        by_rank = [unpack(json.loads(line)) for line in lines]
+        by_rank = list(map(unpack, content))
         if task.together:
-            return Evidence(task.together(by_rank, **one.inputs))
+            return Evidence(task.together(by_rank, **attempt.inputs))
         return Evidence(by_rank[0] if task.ranks == 1 else by_case(by_rank))
     except Exception as error:  # only what the answer returned can be odd here
         return Evidence(None, f"your answer returned something that cannot be compared ({str(error)[:300]})")
@@ -99,45 +87,12 @@ def assembled(one: Attempt, lines: Sequence[str]) -> Evidence:
 
 def by_case(by_rank: Sequence[dict]) -> dict:
     """{part: {case: {rank: value}}} of {part: {case: value}} by rank; ranks that a case is without are left out."""
-    found: dict = {}
+    values: dict = {}
     for rank, parts in enumerate(by_rank):
         for part, cases in parts.items():
             for case, value in cases.items():
-                found.setdefault(part, {}).setdefault(case, {})[rank] = value
-    return found
-
-
-def make_attempts(attempts: Sequence[Attempt], folder: str, patience: float, work: str) -> None:
-    """One rank's part: make every attempt and write the evidence down, a line each."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(rank)
-    tasks = [find(one.number) for one in attempts]
-    if ranks > 1:
-        make_groups(range(1, ranks + 1), timedelta(seconds=patience))
-    with python_alone_prints(), open(Path(folder) / f"rank{rank}", "w") as file:
-        if work:
-            enter(work)
-            sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (a submission's floods, until the rank ends)
-        for task, one in zip(tasks, attempts, strict=True):
-            answers = load(task, one.answers)
-            if ranks > 1:
-                dist.barrier()  # nobody waits in an answer for a rank that is still loading
-            file.write(json.dumps(pack(attempt(task, answers, one.inputs))) + "\n")
-            file.flush()
-
-
-@contextmanager
-def python_alone_prints() -> Iterator[None]:
-    """Keep gloo's last words, as it ends a process ("terminate called …"), from a learner, who gets a message."""
-    kept, silent, stderr = os.dup(2), os.open(os.devnull, os.O_WRONLY), sys.stderr
-    os.dup2(silent, 2)
-    with os.fdopen(kept, "w", buffering=1, encoding="utf-8", errors="backslashreplace") as sys.stderr:
-        try:
-            yield
-        finally:
-            os.dup2(kept, 2)
-            os.close(silent)
-            sys.stderr = stderr
+                values.setdefault(part, {}).setdefault(case, {})[rank] = value
+    return values
 
 
 def explain(error: CourseError, task: Task) -> str:
@@ -170,12 +125,12 @@ def explain(error: CourseError, task: Task) -> str:
 
 def place(traceback: str, task: Task) -> str:
     """The last line of the learner's own in a traceback, in brackets; of another task's answer, with its number."""
-    found = own_frame(traceback, task)
-    if not found:
+    frame = own_frame(traceback, task)
+    if not frame:
         return ""
-    if found.task != task.number:
-        return f" (line {found.line} of {found.task}, {found.function}: {found.text}; mend {found.task} first)"
-    return f" (line {found.line} of your cell: {found.text})"
+    if frame.task != task.number:
+        return f" (line {frame.line} of {frame.task}, {frame.function}: {frame.text}; mend {frame.task} first)"
+    return f" (line {frame.line} of your cell: {frame.text})"
 
 
 class Frame(NamedTuple):
@@ -192,10 +147,10 @@ def own_frame(traceback: str, task: Task) -> Frame | None:
 
     It belongs to the innermost function that a task of the exercise asks for.
     """
-    own = [found for found in FRAME.findall(traceback) if not NOT_OURS.search(found[0])]
+    own = [frame for frame in FRAME.findall(traceback) if not NOT_OURS.search(frame[0])]
     if not own:
         return None
-    owners = {name: one.number for one in of_exercise(task.exercise) for name in one.names}
+    owners = {name: other.number for other in of_exercise(task.exercise) for name in other.names}
     number = next((owners[function] for _, _, function, _ in reversed(own) if function in owners), task.number)
     _, line, function, text = own[-1]
     return Frame(number, line, function, text.strip())

@@ -12,14 +12,13 @@ status and output. Source: https://gradescope-autograders.readthedocs.io/en/late
 """
 
 import csv
-import io
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..errors import GradingError
-from .report import file_name, harmless
+from .report import as_rows, file_name
 from .results import Result
 
 CANVAS = ("Student", "ID", "SIS User ID", "SIS Login ID", "Section")
@@ -40,10 +39,6 @@ class Roster:
         """What a column says about a learner."""
         return self.rows.get(learner, {}).get(column) or default
 
-    def order(self, results: Sequence[Result]) -> list[str]:
-        """All learners: those of the roster, then who else has handed something in."""
-        return list(dict.fromkeys([*self.rows, *(result.learner for result in results)]))
-
 
 def read_roster(path: str | Path) -> Roster:
     """A roster from a file: a learner a line, or CSV whose column `learner` says how their folders are called."""
@@ -62,60 +57,43 @@ def read_roster(path: str | Path) -> Roster:
     return Roster({record["learner"]: record for record in records})
 
 
-def totals(results: Sequence[Result]) -> dict[str, dict[int, Result]]:
-    """{learner: {exercise: result}} of all that belongs to an exercise."""
-    found: dict[str, dict[int, Result]] = {}
-    for result in results:
-        if result.exercise is not None:
-            found.setdefault(result.learner, {})[result.exercise] = result
-    return found
+def by_learner(results: Sequence[Result], roster: Roster) -> tuple[dict[int, float], list[tuple[str, list]]]:
+    """{exercise: points possible}, and for each learner the result of each of these exercises, None if there is none.
 
-
-def exercises_of(results: Sequence[Result]) -> dict[int, float]:
-    """{exercise: points possible}, in order."""
-    return {
-        result.exercise: result.possible for result in sorted(results, key=lambda r: r.exercise or 0) if result.exercise
-    }
+    The roster's learners come first, then who else has handed something in.
+    """
+    belonging = sorted((result for result in results if result.exercise), key=lambda result: result.exercise or 0)
+    possible = {result.exercise or 0: result.possible for result in belonging}
+    found = {(result.learner, result.exercise): result for result in belonging}
+    learners = dict.fromkeys([*roster.rows, *(result.learner for result in results)])
+    return possible, [(name, [found.get((name, exercise)) for exercise in possible]) for name in learners]
 
 
 def as_canvas(results: Sequence[Result], roster: Roster) -> str:
     """A CSV file for Canvas. Without a roster, a learner's folder is taken for the SIS login."""
-    exercises, of = exercises_of(results), totals(results)
-    rows: list[list] = [[*CANVAS, *(f"Exercise {exercise}" for exercise in exercises)]]
-    rows.append(["    Points Possible", "", "", "", "", *map(plain, exercises.values())])
-    for learner in roster.order(results):
+    possible, learners = by_learner(results, roster)
+    rows: list[list] = [[*CANVAS, *(f"Exercise {exercise}" for exercise in possible)]]
+    rows.append(["    Points Possible", "", "", "", "", *(f"{points:g}" for points in possible.values())])
+    for learner, own in learners:
         defaults = {"Student": learner, "SIS Login ID": learner}
         who = [roster.says(learner, column, defaults.get(column, "")) for column in CANVAS]
-        got = [of.get(learner, {}).get(exercise) for exercise in exercises]
-        rows.append([*who, *(plain(one.points) if one else "" for one in got)])
+        rows.append([*who, *(f"{result.points:g}" if result else "" for result in own)])
     return as_rows(rows)
 
 
 def as_moodle(results: Sequence[Result], roster: Roster) -> str:
     """A CSV file for Moodle: a grade and its feedback for each exercise."""
-    exercises, of = exercises_of(results), totals(results)
-    titles = [title for exercise in exercises for title in (f"Exercise {exercise}", f"Exercise {exercise} (feedback)")]
+    possible, learners = by_learner(results, roster)
+    titles = [title for exercise in possible for title in (f"Exercise {exercise}", f"Exercise {exercise} (feedback)")]
     rows: list[list] = [[*MOODLE, *titles]]
-    for learner in roster.order(results):
-        who = [roster.says(learner, "ID number", learner), roster.says(learner, "Email address")]
-        cells: list = []
-        for exercise in exercises:
-            one = of.get(learner, {}).get(exercise)
-            cells += [plain(one.points), feedback(one)] if one else ["", ""]
-        rows.append([*who, *cells])
+    for learner, own in learners:
+        row = [roster.says(learner, "ID number", learner), roster.says(learner, "Email address")]
+        for result in own:
+            wrong = [task for task in result.tasks if task.message] if result else []
+            feedback = "\n".join(f"{task.id}: {task.message.splitlines()[0][:200]}" for task in wrong)
+            row += [f"{result.points:g}", feedback] if result else ["", ""]
+        rows.append(row)
     return as_rows(rows)
-
-
-def as_gradescope(result: Result) -> str:
-    """The results.json of one submission."""
-    tests = [
-        {"name": task.id, "number": task.id, "score": task.points, "max_score": task.possible,
-         "status": "passed" if task.points == task.possible else "failed", "output": task.message or "correct"}
-        for task in result.tasks
-    ]  # fmt: skip
-    told = "\n".join(filter(None, [result.message, result.note]))
-    whole = {"score": result.points, "output": told, "visibility": "visible", "tests": tests}
-    return json.dumps(whole, indent=1) + "\n"
 
 
 def gradescope_files(results: Sequence[Result]) -> dict[str, str]:
@@ -127,21 +105,16 @@ def gradescope_files(results: Sequence[Result]) -> dict[str, str]:
     }
 
 
-def feedback(result: Result) -> str:
-    """What was wrong, a line a task."""
-    return "\n".join(f"{task.id}: {task.message.splitlines()[0][:200]}" for task in result.tasks if task.message)
-
-
-def plain(points: float) -> str:
-    """Points without a tail of zeros."""
-    return f"{points:g}"
-
-
-def as_rows(rows: Sequence[Sequence]) -> str:
-    """CSV text; what a spreadsheet would run as a formula is made harmless."""
-    file = io.StringIO()
-    csv.writer(file, lineterminator="\n").writerows([[harmless(str(cell)) for cell in row] for row in rows])
-    return file.getvalue()
+def as_gradescope(result: Result) -> str:
+    """The results.json of one submission."""
+    tests = [
+        {"name": task.id, "number": task.id, "score": task.points, "max_score": task.possible,
+         "status": "passed" if task.points == task.possible else "failed", "output": task.message or "correct"}
+        for task in result.tasks
+    ]  # fmt: skip
+    output = "\n".join(filter(None, [result.message, result.note]))
+    whole = {"score": result.points, "output": output, "visibility": "visible", "tests": tests}
+    return json.dumps(whole, indent=1) + "\n"
 
 
 WHOLE_CLASS: dict[str, Callable[[Sequence[Result], Roster], str]] = {"canvas": as_canvas, "moodle": as_moodle}

@@ -4,6 +4,7 @@ It is no wall against somebody who wants out: docs/GRADING.md says what a contai
 """
 
 import json
+import linecache
 import mmap
 import os
 import sys
@@ -12,24 +13,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..running import linux
 from ..running.files import course_folder
 
 FOLDER = "DDP_COURSE_GRADING_FOLDER"  # environment variables: of all processes that run a submission,
 HAND_OVER = "DDP_COURSE_HAND_OVER"  # of its kernel,
 HIDDEN = "DDP_COURSE_GRADING_HIDDEN"  # and what no submission reads
 MEMORY_BYTES, FILE_BYTES, OPEN_FILES, WRITTEN_FILES, STARTS = 3 << 30, 64 << 20, 512, 256, 64
+MOST_PRINTED = 1 << 20  # characters
 PROGRAMS = {"subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn"}
-CHANGES = {
-    "os.remove",
-    "os.rename",
-    "os.rmdir",
-    "os.mkdir",
-    "os.truncate",
-    "os.chmod",
-    "os.chown",
-    "os.symlink",
-    "os.link",
-}
+CHANGED = ("remove", "rename", "rmdir", "mkdir", "truncate", "chmod", "chown", "symlink", "link")
+CHANGES = {f"os.{name}" for name in CHANGED}
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 LOCAL = ("127.", "::1", "localhost")
 
@@ -38,10 +32,22 @@ def enter(folder: str) -> None:
     """From here on this process and its children keep to limits, write below `folder` alone, and read no solution."""
     limit()
     os.environ["TMPDIR"], tempfile.tempdir = folder, None
-    hidden = [str(course_folder("exercises") / name) for name in ("checks", "answers")] + [
-        str(course_folder("solutions"))
-    ]
+    exercises, solutions = course_folder("exercises"), course_folder("solutions")
+    hidden = [str(path) for path in (exercises / "checks", exercises / "answers", solutions)]
     sys.addaudithook(watch(os.path.realpath(folder), [*hidden, *json.loads(os.environ.get(HIDDEN, "[]"))]))
+
+
+def leave_network() -> bool:
+    """Move this process, which has one thread, to a network with a loopback alone, if the system allows it.
+
+    Where it does not, the audit hook of `enter` keeps Python from the network.
+    """
+    try:
+        linux.unshare_as_anyone(linux.CLONE_NEWNET)
+        linux.raise_loopback()
+    except (OSError, AttributeError):  # other systems have no such call
+        return False
+    return True
 
 
 def limit() -> None:
@@ -75,9 +81,8 @@ def watch(folder: str, hidden: Sequence[str]) -> Callable:
                 if below(path, hidden):
                     raise PermissionError(f'your code opens "{Path(os.fsdecode(path)).name}": a solution is no answer')
                 if flags & WRITING and not below(path, [folder, "/dev"]):
-                    raise PermissionError(
-                        f'your code writes to "{os.fsdecode(path)}": an answer writes into its own folder'
-                    )
+                    path = os.fsdecode(path)
+                    raise PermissionError(f'your code writes to "{path}": an answer writes into its own folder')
                 if flags & WRITING:
                     count(written, WRITTEN_FILES, "writes too many files")
         elif event in CHANGES:
@@ -102,3 +107,31 @@ def below(path: Any, folders: Sequence[str]) -> bool:
         return True
     real = os.path.realpath(os.fsdecode(path))
     return any(real == folder or real.startswith(folder + os.sep) for folder in folders)
+
+
+def begin(folder: str) -> None:
+    """In the notebook's kernel, before anything of the learner's runs: keep to limits, and print no floods."""
+    enter(folder)
+    for stream in (sys.stdout, sys.stderr):
+        stream.write = print_at_most(stream.write)  # type: ignore[method-assign]
+
+
+def print_at_most(write: Callable) -> Callable:
+    """`write`, which writes nothing any more after so many characters."""
+    printed = 0
+
+    def counted(text: str) -> int:
+        nonlocal printed
+        printed += len(text)
+        return write(text) if printed <= MOST_PRINTED else len(text)
+
+    return counted
+
+
+def hand_over(number: str, answers: tuple) -> None:
+    """The check cell in the grader: write down what it is given, with the source of the cells that it comes from."""
+    from ..running.launching.pickling import dumps  # here: who only imports `check` needs none
+
+    lines = {name: entry[2] for name, entry in list(linecache.cache.items()) if len(entry) == 4}
+    sources = {name: "".join(of_cell) for name, of_cell in lines.items() if not os.path.exists(name)}
+    Path(os.environ[HAND_OVER], f"{number}.answers").write_bytes(dumps((answers, sources)))

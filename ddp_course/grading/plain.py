@@ -4,8 +4,7 @@ Only exact types pass. An object whose `__eq__` is always true, or a tensor clas
 back as the name of its class and nothing else.
 """
 
-import base64
-import math
+import io
 from collections import deque
 from fractions import Fraction
 from itertools import islice
@@ -15,11 +14,8 @@ from typing import Any
 import numpy
 import torch
 
-DTYPES = {str(dtype): dtype for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64)}
-DTYPES |= {str(dtype): dtype for dtype in (torch.int32, torch.uint8, torch.bool)}
 MOST_ELEMENTS = 1 << 22
 MOST_ITEMS, MOST_DIGITS = 1 << 20, 60
-LARGEST = 10**MOST_DIGITS
 NUMPY_NUMBERS = {numpy.float64, numpy.float32, numpy.float16, numpy.bool_}
 NUMPY_NUMBERS |= {getattr(numpy, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)}
 LAZY = (GeneratorType, range, map, zip, filter, reversed, enumerate, type({}.keys()), type({}.values()), deque)
@@ -34,64 +30,48 @@ class Odd:
     def __eq__(self, other: object) -> bool:
         return False
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = object.__hash__
 
     def __repr__(self) -> str:
         return f"an object of type {self.type_name}"
 
 
-def pack(thing: Any) -> Any:
-    """Plain data as JSON can carry it: numbers, text, lists, dicts and tensors of exactly these types.
+torch.serialization.add_safe_globals([Odd])
+
+
+def plain(thing: Any) -> Any:
+    """Plain data: numbers, text, lists, dicts and tensors of exactly these types; all else becomes an `Odd`.
 
     numpy's numbers and fractions are taken for numbers, generators and the like for lists.
     """
     kind = type(thing)
-    if kind in (bool, str, type(None)):
+    if kind in (bool, str, float, type(None)):
         return thing
     if kind is int:
-        return thing if abs(thing) < LARGEST else {"odd": f"int of more than {MOST_DIGITS} digits"}
+        return thing if abs(thing) < 10**MOST_DIGITS else Odd(f"int of more than {MOST_DIGITS} digits")
     if kind in NUMPY_NUMBERS:
-        return pack(thing.item())
+        return thing.item()
     if kind is Fraction:
-        return pack(int(thing) if thing.denominator == 1 else float(thing))
+        return plain(int(thing) if thing.denominator == 1 else float(thing))
     if kind in LAZY:
-        return pack(list(islice(thing, MOST_ITEMS)))
-    if kind is float:
-        return thing if math.isfinite(thing) else {"float": repr(thing)}
+        return plain(list(islice(thing, MOST_ITEMS)))
     if kind in (list, tuple):
-        return {kind.__name__: [pack(item) for item in thing]}
+        return kind(map(plain, thing))
     if kind is dict:
-        return {"dict": [[pack(key), pack(value)] for key, value in thing.items()]}
+        return {plain(key): plain(value) for key, value in thing.items()}
     if kind in (torch.Tensor, torch.nn.Parameter):
-        return pack_tensor(thing)
-    return {"odd": kind.__name__[:80]}
+        small = thing.numel() <= MOST_ELEMENTS
+        return thing.detach().to("cpu").contiguous().clone() if small else Odd(f"Tensor of {thing.numel()} elements")
+    return Odd(kind.__name__[:80])
 
 
-def pack_tensor(tensor: torch.Tensor) -> dict[str, Any]:
-    """A tensor's dtype, shape and bytes."""
-    tensor = tensor.detach().to("cpu").contiguous()
-    if str(tensor.dtype) not in DTYPES or tensor.numel() > MOST_ELEMENTS:
-        return {"odd": f"Tensor of {tensor.numel()} x {tensor.dtype}"}
-    data = bytes(tensor.reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else b""
-    return {"tensor": [str(tensor.dtype), list(tensor.shape), base64.b64encode(data).decode()]}
+def pack(thing: Any) -> bytes:
+    """Bytes that `unpack` makes plain data of."""
+    buffer = io.BytesIO()
+    torch.save(plain(thing), buffer)
+    return buffer.getvalue()
 
 
-def unpack(packed: Any) -> Any:
-    """The other end of `pack`; whatever it was not made by, it gives plain data or raises ValueError."""
-    if not isinstance(packed, dict):
-        return packed
-    ((kind, value),) = packed.items()
-    if kind == "float":
-        return float(value)
-    if kind in ("list", "tuple"):
-        return (list if kind == "list" else tuple)(unpack(item) for item in value)
-    if kind == "dict":
-        return {unpack(key): unpack(item) for key, item in value}
-    if kind == "tensor":
-        dtype, shape, data = value
-        raw = bytearray(base64.b64decode(data))
-        flat = torch.frombuffer(raw, dtype=DTYPES[dtype]) if raw else torch.empty(0, dtype=DTYPES[dtype])
-        return flat.reshape(shape)
-    if kind == "odd":
-        return Odd(str(value))
-    raise ValueError(f"not plain data: {kind}")
+def unpack(content: bytes) -> Any:
+    """The other end of `pack`: `torch.load` makes nothing but plain data and `Odd`, or raises an error."""
+    return torch.load(io.BytesIO(content), weights_only=True)

@@ -4,7 +4,7 @@ Neither takes points away.
 """
 
 import ast
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from difflib import SequenceMatcher
 
 from .checks import solution
@@ -24,57 +24,47 @@ TELLING = ("solutions", "answers/", "checks/", "grading", "/proc", ".ipynb")
 
 
 def remarks(source: str, given: str = "") -> list[str]:
-    """What is odd about an answer, a line each; what the notebook that was `given` out names is not."""
-    try:
-        tree, usual = ast.parse(source), {name for _, name in names_in(ast.parse(given))}
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return []  # magics, or no Python: the kernel says so
-    found = [f"line {line}: uses {name}" for line, name in names_in(tree) if name in LEADS_OUT - usual]
+    """What is odd about an answer, a line each; what the notebook that was `given` out imports is not."""
+    tree, usual = parsed(source), parsed(given)
+    known = {name for node in ast.walk(usual) for name in names_in(node)}
+    imports = {ast.unparse(node) for node in ast.walk(usual) if isinstance(node, ast.Import | ast.ImportFrom)}
+    lines = []
     for node in ast.walk(tree):
-        line = getattr(node, "lineno", 0)
-        if (
-            isinstance(node, ast.ImportFrom | ast.Import)
-            and "ddp_course" in ast.unparse(node)
-            and not in_given(node, given)
-        ):
-            found.append(f"line {line}: {ast.unparse(node)[:80]}")
+        texts = [f"uses {name}" for name in names_in(node) if name in LEADS_OUT - known]
+        if isinstance(node, ast.ImportFrom | ast.Import) and ast.unparse(node) not in imports:
+            texts += [ast.unparse(node)[:80]] if "ddp_course" in ast.unparse(node) else []
         if isinstance(node, ast.ClassDef):
             own = SAYS_ITSELF & {inner.name for inner in node.body if isinstance(inner, ast.FunctionDef)}
-            found += [f"line {line}: a class says by {name} what it is equal to" for name in sorted(own)]
+            texts += [f"a class says by {name} what it is equal to" for name in sorted(own)]
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) < 200:
-            found += [
-                f"line {line}: the text {node.value[:40]!r} names {word}" for word in TELLING if word in node.value
-            ]
-    return list(dict.fromkeys(found))[:MOST_REMARKS]
+            texts += [f"the text {node.value[:40]!r} names {word}" for word in TELLING if word in node.value]
+        lines += [f"line {node.lineno}: {text}" for text in texts]  # type: ignore[attr-defined]
+    return list(dict.fromkeys(lines))[:MOST_REMARKS]
 
 
-def in_given(node: ast.stmt, given: str) -> bool:
-    """Whether an import is one of the notebook's own."""
-    return ast.unparse(node) in {
-        ast.unparse(other) for other in ast.walk(ast.parse(given)) if isinstance(other, ast.stmt)
-    }
+def parsed(source: str) -> ast.Module:
+    """The tree of a piece of Python; an empty one of magics, or of what is no Python: the kernel says so."""
+    try:
+        return ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return ast.Module([], [])
 
 
-def names_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """(line, name) of all variables, attributes and imports in a piece of Python."""
-    for node in ast.walk(tree):
-        line = getattr(node, "lineno", 0)
-        if isinstance(node, ast.Name | ast.Attribute):
-            yield line, node.id if isinstance(node, ast.Name) else node.attr
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            modules = [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
-            yield from ((line, name) for module in modules for name in module.split("."))
+def names_in(node: ast.AST) -> list[str]:
+    """The names of a node: a variable, an attribute, or all parts of an import."""
+    if isinstance(node, ast.Name | ast.Attribute):
+        return [node.id if isinstance(node, ast.Name) else node.attr]
+    if not isinstance(node, ast.Import | ast.ImportFrom):
+        return []
+    modules = [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
+    return [name for module in modules for name in module.split(".")]
 
 
 def shape(source: str) -> list[str]:
     """An answer as a list of its tree's nodes, without docstrings; each name is the number of its first use."""
-    try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return []
     numbers: dict[str, int] = {}
     nodes = []
-    for node in ast.walk(tree):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             continue
         name = getattr(node, "id", None) or getattr(node, "arg", None)
@@ -84,9 +74,9 @@ def shape(source: str) -> list[str]:
     return nodes
 
 
-def alike(one: Sequence[str], other: Sequence[str]) -> bool:
+def alike(nodes: Sequence[str], other: Sequence[str]) -> bool:
     """Whether two shapes are nearly the same."""
-    matcher = SequenceMatcher(None, one, other, autojunk=False)
+    matcher = SequenceMatcher(None, nodes, other, autojunk=False)
     return min(matcher.real_quick_ratio(), matcher.quick_ratio()) >= ALIKE and matcher.ratio() >= ALIKE
 
 

@@ -16,8 +16,8 @@ class TaskResult:
     """Points for one task, and what was wrong, in at most MOST_MESSAGE characters.
 
     `parts` are the properties that its points are for: dicts of name, points, possible and message. `suspicious` are
-    remarks for a person to judge by, `answer` is the learner's source,
-    and `hints` how many of the task's three hints its notebook asks for.
+    remarks for a person to judge by, `answer` is the learner's source, and `hints` the number of hints that were asked
+    for.
     """
 
     id: str
@@ -65,19 +65,17 @@ class Result:
 
     def as_dict(self) -> dict[str, Any]:
         """The form of the JSON report."""
-        record = asdict(self)
+        record = asdict(self) | {"points": self.points, "possible": self.possible}
         if self.message and not self.tasks:
-            record["tasks"] = [{"id": "notebook", "points": 0, "possible": 0, "message": self.message}]
-        head = {key: record[key] for key in ("learner", "exercise")}
-        told = {key: record[key] for key in ("message", "note", "files") if record[key]}
-        return {**head, **told, "points": self.points, "possible": self.possible, "tasks": record["tasks"]}
+            record["tasks"] = [asdict(TaskResult("notebook", 0, 0, self.message))]
+        return {key: value for key, value in record.items() if value or key not in ("message", "note", "files")}
 
 
 def from_dict(record: dict[str, Any]) -> Result:
     """A `Result` from its form in the JSON report; KeyError or TypeError if it has another form."""
     tasks = [TaskResult(**task) for task in record["tasks"] if task["id"] != "notebook"]
-    told = {key: record[key] for key in ("message", "note", "files") if key in record}
-    return Result(record["learner"], record["exercise"], tasks, **told)
+    about = {key: record[key] for key in ("message", "note", "files") if key in record}
+    return Result(record["learner"], record["exercise"], tasks, **about)
 
 
 def best_of(results: Sequence[Result]) -> list[Result]:
@@ -87,23 +85,22 @@ def best_of(results: Sequence[Result]) -> list[Result]:
         groups.setdefault((result.learner, result.exercise), []).append(result)
     best: list[Result] = []
     for group in groups.values():
-        one = max(group, key=lambda result: result.points)  # the first of equals
+        first = max(group, key=lambda result: result.points)  # of equals it is the first
         count = sum(max(1, len(result.files)) for result in group)
         files = [file for result in group for file in result.files]
-        note = f"handed in {count} times; the best counts" if count > 1 else one.note
-        best += group if one.exercise is None else [replace(one, note=note, files=files)]
+        note = f"handed in {count} times; the best counts" if count > 1 else first.note
+        best += group if first.exercise is None else [replace(first, note=note, files=files)]
     return best
 
 
 def result_of(task: str, possible: float, verdict: Verdict) -> TaskResult:
     """The `TaskResult` of a task, by its verdict."""
-    whole = sum(part.weight for part in verdict.parts)
-    worth = [tidy(possible * part.weight / whole) for part in verdict.parts]
-    made = [
-        {"name": part.name, "points": 0 if part.message else points, "possible": points, "message": cut(part.message)}
-        for part, points in zip(verdict.parts, worth, strict=True)
-    ]
-    return TaskResult(task, tidy(sum(part["points"] for part in made)), possible, cut(verdict.message), made)
+    whole, parts = sum(part.weight for part in verdict.parts), []
+    for part in verdict.parts:
+        worth = tidy(possible * part.weight / whole)
+        message = cut(part.message)
+        parts.append({"name": part.name, "points": 0 if message else worth, "possible": worth, "message": message})
+    return TaskResult(task, tidy(sum(part["points"] for part in parts)), possible, cut(verdict.message), parts)
 
 
 def tidy(points: float) -> float:

@@ -6,6 +6,7 @@ What is worked around: nbval notices that a kernel has died only when the cell's
 import json
 import os
 import re
+import sys
 import time
 from pathlib import Path
 from queue import Empty
@@ -14,12 +15,13 @@ from typing import Any
 import pytest
 from nbval.kernel import RunningKernel
 
-from .guard import HAND_OVER, limit
+from .guard import FOLDER, HAND_OVER, HIDDEN, leave_network, limit
 
 LOOK_EVERY_SECONDS = 0.2
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 DIED = "the code in it ended its own process, or took too much memory"
 RESULTS = "results"
+OPTIONS = "--nbval-lax --nbval-current-env --noconftest -p nbval.plugin -p no:cacheprovider -q --nbval-cell-timeout"
 
 
 class Reporter:
@@ -42,17 +44,16 @@ class Reporter:
         """One line of JSON for each cell that has run, or could not start."""
         if report.when == "call" or report.failed:
             cell = int(report.nodeid.rpartition("Cell ")[2])
-            line = {"cell": cell, "message": self.trouble.get(cell, "")}
             with self.file.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+                file.write(json.dumps({"cell": cell, "message": self.trouble.get(cell, "")}) + "\n")
 
 
 def last_error(traceback: str) -> str:
     """The error at the end of a kernel's traceback, with all its lines; of a line that is no Python, its number."""
     starts = [match.start() for match in re.finditer(r"^[A-Za-z_][\w.]*(: |$)", traceback, re.MULTILINE)]
-    said = traceback[starts[-1] :] if starts else traceback.splitlines()[-1]
+    words = traceback[starts[-1] :] if starts else traceback.splitlines()[-1]
     lines = re.findall(r"\bline (\d+)", traceback)
-    return f"{said} (line {lines[-1]} of the cell)" if said.startswith("SyntaxError") and lines else said
+    return f"{words} (line {lines[-1]} of the cell)" if words.startswith("SyntaxError") and lines else words
 
 
 def get_message(self: Any, stream: str, timeout: float | None = None) -> Any:
@@ -69,36 +70,24 @@ def get_message(self: Any, stream: str, timeout: float | None = None) -> Any:
                 raise
 
 
-def run_cells(notebook: Path, seconds: float, environment: dict[str, str]) -> None:
-    """Run a notebook, each cell for so many seconds; its results are lines of JSON in a file beside it."""
+def run_cells(notebook: Path, seconds: float, hidden: str) -> None:
+    """Run a notebook, each cell for so many seconds; its results are lines of JSON in a file beside it.
+
+    `hidden` are the files that no submission reads, as JSON.
+    """
     if hasattr(os, "setsid"):
         os.setsid()
-    os.environ.update(environment, **{HAND_OVER: str(notebook.parent)})
-    os.chdir(notebook.parent)
+    folder = str(notebook.parent)
+    homes = ("HOME", "TMPDIR", "IPYTHONDIR", "MPLCONFIGDIR", "JUPYTER_RUNTIME_DIR", FOLDER, HAND_OVER)
+    modules = os.pathsep.join(entry for entry in sys.path if entry and Path(entry).is_absolute())
+    os.environ.update(dict.fromkeys(homes, folder), OMP_NUM_THREADS="1", PYTHONPATH=modules)
+    os.environ.update({"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": "", HIDDEN: hidden})
+    os.chdir(folder)
     silent = os.open(os.devnull, os.O_RDWR)
     for descriptor in range(3):
         os.dup2(silent, descriptor)
     limit()
+    leave_network()
     RunningKernel.get_message = get_message
-    ini = notebook.with_name("nbval.ini")
-    ini.write_text("[pytest]\naddopts =\n")
-    arguments = [
-        "--nbval-lax",
-        "--nbval-current-env",
-        "--noconftest",
-        "-c",
-        str(ini),
-        "--rootdir",
-        str(notebook.parent),
-    ]
-    arguments += [
-        "-p",
-        "nbval.plugin",
-        "-p",
-        "no:cacheprovider",
-        "-q",
-        "--nbval-cell-timeout",
-        str(seconds),
-        str(notebook),
-    ]
-    pytest.main(arguments, plugins=[Reporter(notebook.with_name(RESULTS))])
+    options = [*OPTIONS.split(), str(seconds), "-c", os.devnull, "--rootdir", folder]
+    pytest.main([*options, str(notebook)], plugins=[Reporter(notebook.with_name(RESULTS))])

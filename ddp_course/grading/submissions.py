@@ -1,4 +1,7 @@
-"""What learners handed in: notebooks found in folders, and read with patience; which exercise one answers, it says."""
+"""What learners handed in: notebooks found in folders, read with patience, and laid into the pristine notebook.
+
+What is graded are the learner's cells, as they stand, with the course's own checks below them.
+"""
 
 import json
 import os
@@ -11,13 +14,18 @@ from typing import Any
 import nbformat
 
 from ..errors import GradingError
-from .laying import Cell, as_cell
+from .checks import cell_of
 
 MOST_BYTES = 256 << 20
+MOST_SOURCE = 100_000
 LEADS_OUT = "is a symbolic link that leads out of the folder; hand in the file itself"
+MISSING = "its answer cell is missing: it was deleted, or copied into a new cell"
+UNTOUCHED = "not solved yet"
 UNSOLVED = "NotImplementedError"  # what a pristine answer raises
 NUMBERED = re.compile(r"(\d{1,2})[_\- .]")
-NO_LEARNERS = {"__MACOSX"}  # what archives leave behind
+ANSWER_ID = re.compile(r"answer-(\d+)-(\d+)$")
+NBVAL_MARKER = re.compile(r"^(\s*#+\s*(?:NBVAL|PYTEST_VALIDATE)_\w+)\s*$", re.MULTILINE)
+LEFT_BEHIND = {".ipynb_checkpoints", "__MACOSX"}  # by Jupyter and by archives
 
 
 @dataclass
@@ -46,40 +54,62 @@ class Submission:
         return "/".join(parts[parts.index(self.learner) + 1 :]) if self.learner in parts[:-1] else self.path.name
 
 
+@dataclass
+class Cell:
+    """A code cell that was handed in: its id, its source, and the task whose answer it is, "" if of none."""
+
+    id: str
+    source: str
+    task: str = ""
+    check: bool = False
+
+
+@dataclass
+class Laid:
+    """The notebook to be run, {task: its last answer}, and {task: what is wrong before anything runs}."""
+
+    notebook: Any
+    sources: dict[str, str]
+    troubles: dict[str, str]
+
+
 def load_exercises(folder: str | Path) -> dict[int, Pristine]:
     """Read the pristine notebooks of a folder: {exercise: Pristine}."""
-    found = {}
+    exercises = {}
     for path in sorted(Path(folder).glob("[0-9][0-9]_*.ipynb")):
         notebook = nbformat.read(path, as_version=4)
-        told = [(cell, cell.metadata.get("ddp_course", {})) for cell in notebook.cells]
-        if solved := [cell.id for cell, about in told if about.get("role") == "answer" and UNSOLVED not in cell.source]:
-            raise GradingError(f'"{path}" is not pristine: {solved[0]} has been answered; name others with --exercises')
-        points = {about.task: about.points for _, about in told if about.get("role") == "check"}
+        cells = [(cell, cell.metadata.get("ddp_course", {})) for cell in notebook.cells]
+        for cell, about in cells:
+            if about.get("role") == "answer" and UNSOLVED not in cell.source:
+                raise GradingError(
+                    f'"{path}" is not pristine: {cell.id} has been answered; name others with --exercises'
+                )
+        points = {about.task: about.points for _, about in cells if about.get("role") == "check"}
         number = notebook.metadata.ddp_course.exercise
-        found[number] = Pristine(number, notebook, points)
-    if not found:
+        exercises[number] = Pristine(number, notebook, points)
+    if not exercises:
         raise GradingError(f'no exercises in the folder "{folder}"; name theirs with --exercises')
-    return found
+    return exercises
 
 
 def find_submissions(paths: Iterable[str | Path], skipped: list[Path] | None = None) -> list[Submission]:
-    """All submissions under `paths`: notebooks, or folders with one folder or notebook a learner.
+    """All submissions under `paths`: notebooks, or folders with one folder or notebook per learner.
 
     Other files there are no submissions; their paths are appended to the list `skipped`.
     """
-    found, skipped = [], [] if skipped is None else skipped
+    submissions, skipped = [], [] if skipped is None else skipped
     for path in map(Path, paths):
         if not path.exists():
             raise GradingError(f'"{path}" does not exist')
         if path.is_file():
-            found.append(Submission(path.stem, path))
+            submissions.append(Submission(path.stem, path))
             continue
         for child in sorted(path.iterdir()):
-            if not child.name.startswith(".") and child.name not in NO_LEARNERS:
-                found += of_learner(child, path.resolve(), skipped)
-    if not found:
+            if not child.name.startswith(".") and child.name not in LEFT_BEHIND:
+                submissions += of_learner(child, path.resolve(), skipped)
+    if not submissions:
         raise GradingError(f"no submissions in {', '.join(map(str, paths))}")
-    return found
+    return submissions
 
 
 def is_notebook(path: Path) -> bool:
@@ -106,8 +136,7 @@ def of_learner(child: Path, root: Path, skipped: list[Path]) -> list[Submission]
 def in_folder(learner: str, folder: Path) -> list[Submission]:
     """The submissions in a learner's folder; OSError if it cannot be searched."""
     os.listdir(folder)
-    hidden = {".ipynb_checkpoints", *NO_LEARNERS}
-    notebooks = [path for path in sorted(folder.rglob("*")) if is_notebook(path) and not hidden & {*path.parts}]
+    notebooks = [path for path in sorted(folder.rglob("*")) if is_notebook(path) and not LEFT_BEHIND & {*path.parts}]
     if not notebooks:
         return [Submission(learner, None, "there is no notebook (.ipynb) in the folder")]
     inside = folder.resolve()
@@ -115,40 +144,40 @@ def in_folder(learner: str, folder: Path) -> list[Submission]:
 
 
 def read_notebook(path: Path) -> list[Cell]:
-    """A notebook's code cells; GradingError says what is wrong with the file."""
+    """A notebook's code cells, in any of its formats; GradingError says what is wrong with the file."""
     if not path.is_file():
-        what = (
-            "is not a file"
-            if path.exists()
-            else "is a symbolic link to nothing"
-            if path.is_symlink()
-            else "is not there"
-        )
-        raise GradingError(what)
+        link = "is a symbolic link to nothing" if path.is_symlink() else "is not there"
+        raise GradingError("is not a file" if path.exists() else link)
     if path.stat().st_size > MOST_BYTES:
         raise GradingError(f"has {path.stat().st_size >> 20} MiB; clear its outputs (at most {MOST_BYTES >> 20} MiB)")
     try:
         text = path.read_bytes().decode("utf-8-sig")
+        if not text.strip():
+            raise GradingError("is empty")
+        raw = json.loads(text)
+        if not isinstance(raw, dict) or not isinstance(raw.get("nbformat"), int):
+            raise KeyError("nbformat")
+        sheets = [raw] if raw["nbformat"] >= 4 else raw["worksheets"]
+        return [as_cell(cell) for sheet in sheets for cell in sheet["cells"] if cell["cell_type"] == "code"]
     except UnicodeDecodeError as error:
         raise GradingError(f"is not UTF-8 text (byte {error.start}); save it from JupyterLab again") from error
     except OSError as error:
         raise GradingError(f"cannot be read: {error.strerror}") from error
-    if not text.strip():
-        raise GradingError("is empty")
-    try:
-        return cells_of(json.loads(text))
     except (ValueError, RecursionError) as error:
         raise GradingError(f"is not valid JSON: {error}") from error
     except (AttributeError, TypeError, LookupError) as error:
         raise GradingError(f"is not a notebook ({type(error).__name__}: {error})") from error
 
 
-def cells_of(raw: Any) -> list[Cell]:
-    """All code cells of a notebook in any format."""
-    if not isinstance(raw, dict) or not isinstance(raw.get("nbformat"), int):
-        raise KeyError("nbformat")
-    cells = raw["cells"] if raw["nbformat"] >= 4 else [cell for sheet in raw["worksheets"] for cell in sheet["cells"]]
-    return [as_cell(cell) for cell in cells if cell["cell_type"] == "code"]
+def as_cell(raw: dict) -> Cell:
+    """A code cell of a notebook, whatever its format; an answer is told by its metadata or by its id."""
+    source, metadata = raw.get("source", raw.get("input", "")), raw.get("metadata", {})
+    about, graded = metadata.get("ddp_course", {}), str(metadata.get("nbgrader", {}).get("grade_id", ""))
+    name = str(raw.get("id") or graded)
+    match = ANSWER_ID.match(name) or ANSWER_ID.match(graded)
+    task = str(about.get("task", "")) if about.get("role") == "answer" else f"{match[1]}.{match[2]}" if match else ""
+    check = about.get("role") == "check" or name.startswith("check-")
+    return Cell(name, source if isinstance(source, str) else "".join(source), task, check)
 
 
 def exercise_of(path: Path, cells: Sequence[Cell], exercises: dict[int, Pristine]) -> int:
@@ -161,3 +190,50 @@ def exercise_of(path: Path, cells: Sequence[Cell], exercises: dict[int, Pristine
     if number not in exercises:
         raise GradingError(f"answers exercise {number}, which this course does not have")
     return number
+
+
+def lay(pristine: Any, cells: Sequence[Cell], without: Sequence[str] = ()) -> Laid:
+    """The learner's cells in their order, as they stand, among the pristine ones; each check follows its answer.
+
+    `without` are ids of laid cells that are left out: they ended the whole notebook when it ran.
+    """
+    given, checks, answers = {}, {}, {}
+    for cell in (cell for cell in pristine.cells if cell.cell_type == "code"):
+        about = cell.metadata.get("ddp_course", {})
+        places = {"answer": answers, "check": checks}.get(about.get("role"), given)
+        places[cell.id if places is given else about.task] = cell
+    own = [cell for cell in cells if not cell.check]
+    last = {cell.task: place for place, cell in enumerate(own)}
+    there = {cell.id for cell in own} - {"imports"}
+    laid = [cell for name, cell in given.items() if name not in there]
+    for place, cell in enumerate(own):
+        if cell.id in given and cell.id != "imports":
+            laid.append(given.pop(cell.id))
+        if cell.task in answers:
+            laid.append(as_it_stands(cell, f"{cell_of(cell.task)}-{place}"))
+            laid += [checks[cell.task]] if last[cell.task] == place else []
+        elif not (cell.id in given and cell.source == given[cell.id].source):
+            laid.append(as_it_stands(cell, f"own-{place}"))
+    kept = [cell for cell in laid if cell.id not in without]
+    sources = {cell.task: cell.source for cell in own if cell.task in answers}
+    troubles = {task: trouble(sources.get(task), cell.source) for task, cell in answers.items()}
+    notebook = nbformat.v4.new_notebook(cells=kept, metadata=pristine.metadata)
+    return Laid(notebook, sources, {task: message for task, message in troubles.items() if message})
+
+
+def as_it_stands(cell: Cell, name: str) -> Any:
+    """A laid cell with a learner's source, but for what would tell nbval to skip it."""
+    return nbformat.v4.new_code_cell(NBVAL_MARKER.sub(r"\1 (without effect here)", cell.source), id=name)
+
+
+def trouble(source: str | None, pristine: str) -> str:
+    """What is wrong with an answer before anything runs, or ""."""
+    if source is None:
+        return MISSING
+    if source.strip() == pristine.strip():
+        return UNTOUCHED
+    return (
+        f"the answer has {len(source):,} characters; at most {MOST_SOURCE:,} are read"
+        if len(source) > MOST_SOURCE
+        else ""
+    )

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from numbers import Real
 
 from ddp_course.grading.checks import require, task
+from ddp_course.stage8_pipeline import Instruction, gpipe, one_forward_one_backward, timetable
 
 COMPLETE = "each micro-batch goes forward once and backward once, in order"
 
@@ -98,16 +99,9 @@ class Bubble:
         return evidence
 
 
-def gpipe_order(stage, stages, micro_batches):
-    """All forward passes, then all backward passes."""
-    return [(kind, m) for kind in "FB" for m in range(micro_batches)]
-
-
-def one_f_one_b_order(stage, stages, micro_batches):
-    """Warm-up, then one forward and one backward in turn, then the rest."""
-    warm = min(stages - 1 - stage, micro_batches)
-    steady = [step for m in range(micro_batches - warm) for step in (("F", warm + m), ("B", m))]
-    return [("F", m) for m in range(warm)] + steady + [("B", m) for m in range(micro_batches - warm, micro_batches)]
+def letters(schedule, stages, micro_batches):
+    """A schedule of the course's own as the exercise writes it: for each stage pairs such as ("F", 0)."""
+    return [[(action[0].upper(), m) for action, m, _ in order] for order in schedule(stages, micro_batches)]
 
 
 @task("8.4", "most_held", {"GPipe and 1F1B": 1, "any order": 1})
@@ -117,7 +111,8 @@ class MostHeld:
     def draw(random, hidden):
         """Schedules of several pipelines, and some that are neither GPipe nor 1F1B, of which the most comes late."""
         cases = draw_stages(random, hidden)["cases"]
-        usual = [order(*case) for case in cases[::2] for order in (gpipe_order, one_f_one_b_order)]
+        schedules = (gpipe, one_forward_one_backward)
+        usual = [letters(schedule, *case[1:])[case[0]] for case in cases[::2] for schedule in schedules]
         fixed = [("F", 0), ("B", 0), ("F", 1), ("F", 2), ("B", 1), ("F", 3), ("B", 2), ("B", 3)]
         return {"usual": usual, "other": [fixed, any_order(random, 6), any_order(random, 9)]}
 
@@ -141,30 +136,14 @@ def any_order(random, count):
     return order
 
 
-def needs(kind, micro_batch, stage, stages):
-    """The steps (kind, micro-batch, stage) that must be done before this one, in 8.5."""
-    if kind == "F":
-        return [("F", micro_batch, stage - 1)] if stage else []
-    own = ("F" if kind == "B" else "B", micro_batch, stage)
-    return [own] + ([("B", micro_batch, stage + 1)] if kind == "B" and stage < stages - 1 else [])
-
-
 def ticks(orders):
     """How long the stages take for their orders, each step as early as it can be; None if they wait for ever."""
-    done, at, free = {}, [0] * len(orders), [0] * len(orders)
-    moved = True
-    while moved:
-        moved = False
-        for stage, order in enumerate(orders):
-            while at[stage] < len(order):
-                before = needs(*order[at[stage]], stage, len(orders))
-                if not all(step in done for step in before):
-                    break
-                free[stage] = max([free[stage], *(done[step] for step in before)]) + 1
-                done[(*order[at[stage]], stage)] = free[stage]
-                at[stage] += 1
-                moved = True
-    return max(free) if all(place == len(order) for place, order in zip(at, orders, strict=True)) else None
+    actions = {"F": "forward", "B": "input", "W": "weight"}
+    schedule = [[Instruction(actions[kind], m, stage) for kind, m in order] for stage, order in enumerate(orders)]
+    try:
+        return max(end for row in timetable(schedule) for _, _, end in row)
+    except ValueError:
+        return None
 
 
 def validity(orders, stages, count):
@@ -209,17 +188,16 @@ class Schedule:
             about, orders = f"{stages} stages, {count} micro-batches", schedule(stages, count)
             orders = [list(map(as_pair, order)) if isinstance(order, list | tuple) else order for order in orders]
             evidence["valid"][about] = said = validity(orders, stages, count)
-            plain = [one_f_one_b_order(stage, stages, count) for stage in range(stages)]
-            plain = ticks([[step for k, m in order for step in ([(k, m), ("W", m)] if k == "B" else [(k, m)])]
-                           for order in plain])  # fmt: skip
+            plain = letters(one_forward_one_backward, stages, count)
+            plain = ticks([[(k, m) for kind, m in order for k in ("F" if kind == "F" else "BW")] for order in plain])
             took, best = (ticks(orders), 3 * count + stages - 1) if said == "valid" else (None, None)
             full = {stage: peak(order) for stage, order in enumerate(orders)} if took else {}
             over = next((f"stage {s} holds {n}; only W releases one" for s, n in full.items() if n > stages), "")
             allowed = f"at most {stages} are held"
             evidence["memory"][f"{about}, memory"] = (over or allowed) if took else said
-            late = f"{took} ticks; 1F1B needs {plain}, so let W wait"
+            late = f"{took:g} ticks; 1F1B needs {plain:g}, so let W wait"
             evidence["1F1B beaten"][f"{about}, beside 1F1B"] = (late if took >= plain else "faster") if took else said
-            idle = f"{took} ticks; {best} is possible: which stage is idle while it has a W to do?"
+            idle = f"{took:g} ticks; {best} is possible: which stage is idle while it has a W to do?"
             evidence["the best"][f"{about}, beside the best"] = (
                 over or (idle if took > best else "as fast as can be") if took else said
             )
@@ -231,31 +209,21 @@ def as_pair(step):
     return (str(step[0]), int(step[1])) if isinstance(step, list | tuple) and len(step) == 2 else step
 
 
-SCHEDULES = ("GPipe", "1F1B", "one at a time")
+def one_at_a_time(ranks, micro_batches):
+    """A schedule in which each micro-batch goes forward and backward before the next one begins."""
+    steps = [(action, m) for m in range(micro_batches) for action in ("forward", "backward")]
+    return [[Instruction(*step, rank) for step in steps] for rank in range(ranks)]
+
+
+SCHEDULES = {"GPipe": gpipe, "1F1B": one_forward_one_backward, "one at a time": one_at_a_time}
 
 
 def played(random, name, stages, count, slow):
     """The timeline of a schedule in which stage `slow` takes longer for everything."""
-    orders = {
-        "GPipe": gpipe_order,
-        "1F1B": one_f_one_b_order,
-        "one at a time": lambda stage, stages, count: [(kind, m) for m in range(count) for kind in "FB"],
-    }[name]
-    pending, done, free, spans = [list(orders(s, stages, count)) for s in range(stages)], {}, [0.0] * stages, []
-    while any(pending):
-        for stage in range(stages):
-            while pending[stage]:
-                kind, m = pending[stage][0]
-                before = needs(kind, m, stage, stages)
-                if not all(step in done for step in before):
-                    break
-                start = max([free[stage], *(done[step] for step in before)])
-                if name == "one at a time" and kind == "F" and stage == 0 and m:
-                    start = done["B", m - 1, 0]
-                end = start + (1.0 + 1.0 * (kind == "B")) * (1.5 if stage == slow else random.uniform(0.95, 1.05))
-                free[stage] = done[kind, m, stage] = end
-                spans.append((stage, kind, m, round(start, 3), round(end, 3)))
-                pending[stage].pop(0)
+    times = [1.5 if stage == slow else random.uniform(0.95, 1.05) for stage in range(stages)]
+    rows = timetable(SCHEDULES[name](stages, count), times, [2 * time for time in times])
+    spans = [(stage, action[0].upper(), m, round(start, 3), round(end, 3))
+             for row in rows for (action, m, stage), start, end in row]  # fmt: skip
     return random.sample(spans, len(spans))
 
 
@@ -266,7 +234,7 @@ class WhichSchedule:
     def draw(random, hidden):
         """Timelines of each schedule, with the slow stage anywhere; twice as many if `hidden`."""
         cases = []
-        for name in random.sample(SCHEDULES * (2 + 2 * hidden), len(SCHEDULES) * (2 + 2 * hidden)):
+        for name in random.sample([*SCHEDULES] * (2 + 2 * hidden), len(SCHEDULES) * (2 + 2 * hidden)):
             stages = random.randrange(3, 6)
             slow = random.randrange(stages)
             cases.append((played(random, name, stages, random.randrange(stages, stages + 4), slow), name, slow))
@@ -282,7 +250,7 @@ class WhichSchedule:
             in_time = sorted(timeline, key=lambda span: span[3])
             first, last = ("".join(span[1] for span in in_time if span[0] == one) for one in (0, max(in_time)[0]))
             wrong = f'"{schedule}" does not look like that'
-            if schedule not in SCHEDULES:
+            if schedule not in [*SCHEDULES]:
                 wrong = f"{str(schedule)[:40]!r} is none of {', '.join(SCHEDULES)}"
             case = f"timeline {number}: the first stage does {first}, the last {last}"
             evidence["schedule"][case] = "that schedule" if schedule == name else wrong

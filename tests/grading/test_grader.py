@@ -6,29 +6,23 @@ from pathlib import Path
 import nbformat
 import psutil
 import pytest
-from answers import ROOT, edited, hand_in, notebook_of
+from answers import ROOT, edited, hand_in, notebook_of, of_kind
 
 from ddp_course import cli
 from ddp_course.errors import GradingError
-from ddp_course.grading.checks import solution
+from ddp_course.grading import grader
+from ddp_course.grading.checks import find, solution
 from ddp_course.grading.grader import exercises_folder, grade
 from ddp_course.grading.guard import FOLDER
-from ddp_course.grading.submissions import Submission, find_submissions, load_exercises
+from ddp_course.grading.submissions import Submission, load_exercises
 
 EXERCISES = load_exercises(exercises_folder())
 LOOP = "while True:\n    pass\n"
 
 
-def graded(path, timeout=60.0, **settings):
-    """{task: its result} of a notebook."""
-    (result,) = grade([Submission("anna", path)], EXERCISES, 7, timeout=timeout, **settings)
-    assert not result.message, result.message
-    return {task.id: task for task in result.tasks}
-
-
 def points(tasks):
     """{task: points}."""
-    return {number: task.points for number, task in tasks.items()}
+    return {number: task["points"] for number, task in tasks.items()}
 
 
 OWN_CELLS = [
@@ -48,24 +42,15 @@ HABITS = {
 }
 
 
-def test_habits_cost_nothing(tmp_path):
-    tasks = graded(hand_in(tmp_path, HABITS, OWN_CELLS))
-    assert points(tasks) == {"1.1": 2, "1.2": 2, "1.3": 2}, tasks
-    assert tasks["1.1"].hints == 2
-
-
-def test_odd_notebooks_are_graded_by_what_their_cells_say(tmp_path):
-    notebook = notebook_of(1)
+def new_ids(notebook):
+    """A notebook whose cells have new ids, 9 MiB of stored output, and a first attempt in front of an answer."""
     for place, cell in enumerate(notebook.cells):
         cell["id"] = f"new-{place}"  # the metadata still name the task
         if cell.cell_type == "code":
-            cell.outputs = [nbformat.v4.new_output("stream", name="stdout", text="x" * (3 << 20))]
+            cell.outputs = [nbformat.v4.new_output("stream", name="stdout", text="x" * (1 << 20))]
     answer = next(cell for cell in notebook.cells if cell.metadata.get("ddp_course", {}).get("role") == "answer")
     blank = nbformat.v4.new_code_cell("def train_step(*args): pass", metadata=answer.metadata, id="answer-1-1")
     notebook.cells.insert(1, blank)
-    path = tmp_path / "2026-11-02_ring.ipynb"
-    nbformat.write(notebook, path)
-    assert points(graded(path)) == {"1.1": 2, "1.2": 2, "1.3": 2}
 
 
 CHEATS = {
@@ -86,18 +71,9 @@ TOLD = {
     "4.2": "your code calls stage4_ring.reduce_scatter",
     "4.3": "a solution is no answer",
     "4.4": "your code calls torch's own",
-    "4.5": "s; that is",
+    "4.5": "was expected",
     "4.6": "a solution is no answer",
 }
-
-
-def test_lazy_cheats_earn_nothing_and_are_told_why(tmp_path):
-    tasks = graded(hand_in(tmp_path, CHEATS))
-    assert set(points(tasks).values()) == {0}, points(tasks)
-    for number, words in TOLD.items():
-        assert number == "4.5" or words in tasks[number].message, (number, tasks[number].message)
-    assert any("says by __eq__" in remark for remark in tasks["4.1"].suspicious)
-    assert any("exec" in remark for remark in tasks["4.3"].suspicious)
 
 
 def saved_outputs(notebook):
@@ -128,37 +104,102 @@ def without_checks(notebook):
     notebook.cells = [cell for cell in notebook_of(1, "exercises").cells if not cell.id.startswith("check")]
 
 
-@pytest.mark.parametrize("change", [saved_outputs, shadowed_check, without_checks])
-def test_what_was_not_earned_is_not_given(change, tmp_path):
-    notebook = notebook_of(1)
-    change(notebook)
-    nbformat.write(notebook, tmp_path / "01_mine.ipynb")
-    assert set(points(graded(tmp_path / "01_mine.ipynb")).values()) == {0}
-
-
+HALF = "def gradient_bytes(model):\n    return sum(p.numel() * 4 for p in model.parameters() if p.requires_grad)"
 BOMB = "def accumulate(*args):\n    import os\n    while True:\n        os.fork()"
-FLOOD = "def accumulate(*args):\n    print('x' * 10**9)\n    1 / 0\naccumulate()"
+FLOOD = "def train_step(*args):\n    print('x' * 10**9)\n    1 / 0\ntrain_step()"
 MEMORY = "def accumulate(*args):\n    return [bytearray(1 << 28) for _ in range(99)]"
 STAYS = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(600)\n"
+ELSEWHERE = f"def train_step(*a):\n    open('{ROOT}/x', 'w')"
+ASKS = "def gradient_bytes(model):\n    import socket\n    socket.create_connection(('192.0.2.1', 80), 1)"
+# {learner: ({task: answer}, {task: words in its message}}; all else is right, whatever became of these
 ACCIDENTS = {
-    "a loop at the top": ({"1.1": LOOP}, "1.1", "Timeout"),
-    "a kernel that ends": ({"1.2": "import os\nos._exit(3)"}, "1.2", "ended its own process"),
-    "a flood": ({"1.2": FLOOD}, "1.2", "ZeroDivision"),
-    "memory": ({"1.2": MEMORY}, "1.2", "MemoryError"),
-    "a fork bomb": ({"1.2": BOMB}, "1.2", "starts too many processes"),
-    "a write elsewhere": ({"1.2": f"def accumulate(*a):\n    open('{ROOT}/x', 'w')"}, "1.2", "into its own folder"),
-    "a process that stays": ({"1.2": STAYS + solution("1.2")}, "", ""),
+    "loops": ({"1.1": LOOP, "1.2": "import os\nos._exit(3)"}, {"1.1": "Timeout", "1.2": "ended its own process"}),
+    "floods": ({"1.1": FLOOD, "1.2": MEMORY}, {"1.1": "ZeroDivision", "1.2": "MemoryError"}),
+    "forks": ({"1.1": ELSEWHERE, "1.2": BOMB}, {"1.1": "its own folder", "1.2": "starts too many processes"}),
+    "stays": ({"1.2": STAYS + solution("1.2"), "1.3": ASKS}, {"1.3": "there is no network here"}),
+}
+BROKEN = {
+    "empty.ipynb": ("", "is empty"),
+    "binary.ipynb": (b"\xff\xfe\x00", "is not UTF-8"),
+    "half.ipynb": ('{"cells": [', "is not valid JSON"),
+    "list.ipynb": ("[1, 2]", "is not a notebook"),
+    "other.ipynb": ('{"nbformat": 4, "cells": []}', "holds no answer cell"),
 }
 
 
-@pytest.mark.parametrize("name", ACCIDENTS)
-def test_an_accident_costs_only_its_own_task(name, tmp_path):
-    answers, task, words = ACCIDENTS[name]
-    tasks = graded(hand_in(tmp_path, answers), timeout=40.0)
-    wrong = {number: one.message for number, one in tasks.items() if one.message}
-    assert wrong.keys() == ({task} if task else set()), wrong
-    assert not task or words in wrong[task], wrong
+def hand_in_a_class(folder):
+    """What a class hands in: habits, cheats, accidents, notebooks that cannot be read, and what lies among them."""
+    hand_in(folder / "anna", HABITS, OWN_CELLS)
+    hand_in(folder / "ben", {"1.3": HALF})
+    hand_in(folder / "cheats", CHEATS)
+    for name, (answers, _) in ACCIDENTS.items():
+        hand_in(folder / name, answers)
+    changed = {"2026-11-02_ring": new_ids, "saved": saved_outputs, "shadows": shadowed_check, "bare": without_checks}
+    for name, change in changed.items():
+        notebook = notebook_of(1)
+        change(notebook)
+        nbformat.write(notebook, folder / f"{name}.ipynb")
+    for name, (content, _) in BROKEN.items():
+        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    (folder / "__MACOSX").mkdir()
+    (folder / "nobody").mkdir()
+    (folder / "notes.txt").write_text("x")
+
+
+@pytest.fixture(scope="module")
+def the_class(tmp_path_factory):
+    """A class, graded once: {learner: result}, the results' tasks by number, and how to grade it again."""
+    folder, report = tmp_path_factory.mktemp("class"), tmp_path_factory.mktemp("report") / "r.json"
+    hand_in_a_class(folder)
+    command = ["grade", str(folder), "--json", str(report), "--seed", "7"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grader, "CELL_SECONDS", 12.0)
+        assert cli.main(command) == 1
     assert not [one for one in psutil.process_iter() if FOLDER in environment_of(one)]
+    results = {result["learner"]: result for result in json.loads(report.read_text())}
+    tasks = {name: {task["id"]: task for task in result["tasks"]} for name, result in results.items()}
+    return results, tasks, command
+
+
+@pytest.mark.parametrize("learner", ["anna", "2026-11-02_ring"])
+def test_habits_cost_nothing(learner, the_class):
+    results, tasks, _ = the_class
+    assert points(tasks[learner]) == {"1.1": 2, "1.2": 2, "1.3": 2}, results[learner]
+    assert learner != "anna" or tasks["anna"]["1.1"]["hints"] == 2
+
+
+def test_lazy_cheats_earn_nothing_and_are_told_why(the_class):
+    tasks = the_class[1]["cheats"]
+    assert set(points(tasks).values()) == {0}, points(tasks)
+    for number, words in TOLD.items():
+        assert words in tasks[number]["message"], (number, tasks[number]["message"])
+    assert any("says by __eq__" in remark for remark in tasks["4.1"]["suspicious"])
+    assert any("exec" in remark for remark in tasks["4.3"]["suspicious"])
+
+
+@pytest.mark.parametrize("learner", ["saved", "shadows", "bare"])
+def test_what_was_not_earned_is_not_given(learner, the_class):
+    assert set(points(the_class[1][learner]).values()) == {0}
+
+
+@pytest.mark.parametrize("learner", ACCIDENTS)
+def test_an_accident_costs_only_its_own_task(learner, the_class):
+    wrong = {number: task["message"] for number, task in the_class[1][learner].items() if task["message"]}
+    assert wrong.keys() == ACCIDENTS[learner][1].keys(), wrong
+    assert all(words in wrong[number] for number, words in ACCIDENTS[learner][1].items()), wrong
+
+
+def test_what_cannot_be_read_is_reported_and_the_next_one_graded(the_class):
+    results, tasks, _ = the_class
+    assert all(words in results[Path(name).stem]["message"] for name, (_, words) in BROKEN.items()), results
+    assert "no notebook" in results["nobody"]["message"] and "__MACOSX" not in results and "notes" not in results
+    assert {part["name"]: part["points"] for part in tasks["ben"]["1.3"]["parts"]} == {"dtypes": 0, "trained only": 1}
+
+
+def test_grading_goes_on_where_it_stopped(the_class, capsys):
+    assert cli.main([*the_class[2], "--resume"]) == 1
+    output = capsys.readouterr()
+    assert "grading 0 submissions" in output.err and output.out.count("nobody") == 1 and "notes.txt" in output.err
 
 
 def environment_of(process):
@@ -169,52 +210,10 @@ def environment_of(process):
         return {}
 
 
-BROKEN = {
-    "empty.ipynb": ("", "is empty"),
-    "binary.ipynb": (b"\xff\xfe\x00", "is not UTF-8"),
-    "half.ipynb": ('{"cells": [', "is not valid JSON"),
-    "list.ipynb": ("[1, 2]", "is not a notebook"),
-    "other.ipynb": ('{"nbformat": 4, "cells": []}', "holds no answer cell"),
-}
-
-
-def test_what_cannot_be_read_is_reported_and_the_next_one_graded(tmp_path):
-    for name, (content, _) in BROKEN.items():
-        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    (tmp_path / "__MACOSX").mkdir()
-    (tmp_path / "nobody").mkdir()
-    (tmp_path / "notes.txt").write_text("x")
-    hand_in(tmp_path / "zoe", {"1.1": solution("1.1")})
-    skipped = []
-    results = grade(find_submissions([tmp_path], skipped), EXERCISES, 3)
-    said = {result.learner: result.message for result in results}
-    assert all(words in said[Path(name).stem] for name, (_, words) in BROKEN.items()), said
-    assert "no notebook" in said["nobody"] and said["zoe"] == "" and "__MACOSX" not in said
-    assert results[-1].passed and [path.name for path in skipped] == ["notes.txt"]
-
-
 def test_a_solved_notebook_is_not_taken_for_a_pristine_one():
     with pytest.raises(GradingError, match="is not pristine: answer-1-1 has been answered"):
         load_exercises(ROOT / "solutions")
     assert len(EXERCISES) >= 10
-
-
-def test_a_class_is_reported_and_goes_on_where_it_stopped(tmp_path, capsys):
-    half = "def gradient_bytes(model):\n    return sum(p.numel() * 4 for p in model.parameters() if p.requires_grad)"
-    hand_in(tmp_path / "class" / "anna", {"1.1": solution("1.1")})
-    hand_in(tmp_path / "class" / "ben", {"1.3": half})
-    (tmp_path / "class" / "carl").mkdir()
-    report = tmp_path / "r.json"
-    command = ["grade", str(tmp_path / "class"), "--json", str(report), "--seed", "7"]
-    assert cli.main(command) == 1
-    by_learner = {one["learner"]: one for one in json.loads(report.read_text())}
-    assert [by_learner[name]["points"] for name in ("anna", "ben", "carl")] == [6, 5, 0]
-    parts = {part["name"]: part["points"] for part in by_learner["ben"]["tasks"][2]["parts"]}
-    assert parts == {"dtypes": 0, "trained only": 1}
-    capsys.readouterr()
-    assert cli.main([*command, "--resume"]) == 1
-    told = capsys.readouterr()
-    assert "grading 0 submissions" in told.err and told.out.count("carl") == 1
 
 
 def test_check_prints_the_path_a_line_a_task_and_how_to_go_on(tmp_path, monkeypatch, capsys):
@@ -232,8 +231,6 @@ def test_check_prints_the_path_a_line_a_task_and_how_to_go_on(tmp_path, monkeypa
 
 
 def test_hidden_inputs_find_what_the_checks_do_not(tmp_path):
-    tied = "def gradient_bytes(model):\n"
-    tied += "    layers = [p for layer in model.modules() for p in layer.parameters(recurse=False)]\n"
-    tied += "    return sum(p.nbytes for p in layers if p.requires_grad)"
-    path = hand_in(tmp_path, {"1.3": tied})
-    assert graded(path)["1.3"].points == 2 and graded(path, hidden=True)["1.3"].points == 1
+    tied = next(answer.source for answer in of_kind(find("1.3"), "hidden"))
+    (result,) = grade([Submission("anna", hand_in(tmp_path, {"1.3": tied}))], EXERCISES, 7, hidden=True)
+    assert [task.points for task in result.tasks] == [2, 2, 1]

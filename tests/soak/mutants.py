@@ -35,7 +35,7 @@ def main():
                 answer = answers[result.learner]
                 task = next(task for task in result.tasks if task.id == answer.task)
                 right = answer.kind == "right"
-                good = (task.points == task.possible) == right and (right or answer.said in task.message)
+                good = (task.points == task.possible) == right and (right or answer.message in task.message)
                 count += 1
                 if not good:
                     wrong.append(f"{answer.task} {answer.name}: {task.points:g} points, {task.message!r}")

@@ -1,13 +1,15 @@
 """Answers for tests of the grading: tried on the same inputs, or handed in as notebooks."""
 
+from functools import cache
 from pathlib import Path
 
 import nbformat
 
-from ddp_course.grading.checking import book_of, solved, source
+from ddp_course.grading.attempt import Attempt
+from ddp_course.grading.checking import source
 from ddp_course.grading.checks import cell_of, find, known_answers, solution
-from ddp_course.grading.diagnosis import verdict
-from ddp_course.grading.evidence import Attempt, gather
+from ddp_course.grading.diagnosis import Book, verdict
+from ddp_course.grading.evidence import gather
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_SECONDS = 3.0  # that a rank waits for a message of a wrong answer
@@ -15,11 +17,32 @@ PATIENCE_SECONDS = 3.0  # that a rank waits for a message of a wrong answer
 
 def tried(task, sources, seed, hidden=False):
     """For the solution and each answer (as source) its evidence and its verdict, on the same inputs."""
+    idle = "\n".join(f"def {name}(*args, **kwargs): pass" for name in task.names)
+    known = of_kind(task, "wrong")
+    right, *evidence = evidence_of(task, [solution(task.number), *sources], seed, hidden)
+
+    def wrong():
+        return list(zip([one.message for one in known], of_known()[1:], strict=True))
+
+    def of_known():
+        return evidence_of(task, [idle, *(one.source for one in known)], seed, hidden)
+
+    book = Book(right, cache(wrong), lambda: of_known()[0])
+    return [(one, verdict(task, one, book)) for one in (right, *evidence)]
+
+
+_tried = {}  # {(task, seed, hidden, source): evidence}
+
+
+def evidence_of(task, sources, seed, hidden):
+    """The evidence of answers; one that was tried with the same inputs before is not tried again."""
     inputs = task.inputs(seed, hidden)
-    attempts = [Attempt(task.number, inputs, source(task, text)) for text in sources]
-    right, *found = gather([solved(task, inputs), *attempts], PATIENCE_SECONDS)
-    book = book_of(task, inputs, right)
-    return [(one, verdict(task, one, book, inputs)) for one in (right, *found)]
+    new = [text for text in dict.fromkeys(sources) if (task.number, seed, hidden, text) not in _tried]
+    for text, one in zip(
+        new, gather([Attempt(task.number, inputs, source(task, text)) for text in new], PATIENCE_SECONDS), strict=True
+    ):
+        _tried[task.number, seed, hidden, text] = one
+    return [_tried[task.number, seed, hidden, text] for text in sources]
 
 
 def verdict_on(number, text, seed=1):
