@@ -14,8 +14,9 @@ from typing import Any
 import nbformat
 import psutil
 
-from ddp_course.grading.grader import exercises_folder, grade, usable_cores
+from ddp_course.grading.grader import exercises_folder, grade
 from ddp_course.grading.submissions import find_submissions, load_exercises
+from ddp_course.running.linux import usable_cores
 
 from .harness import Benchmark, Part, Promise
 

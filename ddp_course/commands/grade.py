@@ -13,12 +13,13 @@ from typing import Any
 
 from ..errors import GradingError
 from ..grading import gradebooks, report
-from ..grading.grader import exercises_folder, grade, usable_cores
+from ..grading.grader import exercises_folder, grade
 from ..grading.guard import HIDDEN
 from ..grading.remarks import note_likeness
 from ..grading.results import Result, best_of, from_dict
 from ..grading.submissions import Pristine, Submission, find_submissions, load_exercises
 from ..running.files import replace_file
+from ..running.linux import usable_cores
 
 
 def add_parser(subparsers: Any) -> None:

@@ -36,11 +36,6 @@ SLOW = "it was stopped: not finished after {:g} s"
 NETWORK = "DDP_COURSE_NETWORK"
 
 
-def usable_cores() -> int:
-    """Processor cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def exercises_folder() -> Path:
     """Where the pristine exercises are: a part of the package, which nobody solves in place."""
     return Path(__file__).with_name("pristine")

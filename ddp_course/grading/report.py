@@ -154,6 +154,5 @@ def file_names(learners: Iterable[str]) -> dict[str, str]:
 
 
 def file_name(text: str) -> str:
-    """A learner's name as a file can be called on any system: letters, and none of the names that Windows reserves."""
-    name = re.sub(r"[^\w.-]+", "_", unicodedata.normalize("NFC", clean(text))).strip(".")[:80] or "learner"
-    return f"_{name}" if re.fullmatch(r"(?i)(con|prn|aux|nul|com\d|lpt\d)(\..*)?", name) else name
+    """A learner's name as a file can be called on any system: of letters, digits, "_" and "-"."""
+    return re.sub(r"[^\w-]+", "_", unicodedata.normalize("NFC", clean(text)))[:80] or "learner"

@@ -20,14 +20,14 @@ class Scatter:
         """The shards of every batch, how long they are, and on which device; "meta" is one that has no memory."""
         evidence = {"uneven sizes": {}, "even sizes": {}}
         for tensor, devices in cases:
-            found = evidence["uneven sizes" if len(tensor) % devices else "even sizes"]
+            part = evidence["uneven sizes" if len(tensor) % devices else "even sizes"]
             about, shards = f"{len(tensor)} samples on {devices} devices", scatter(tensor, ["cpu"] * devices)
             if isinstance(shards, list | tuple):
-                found[f"{about}, shards of"] = [len(shard) if shard.ndim else 0 for shard in shards]
-            found[f"{about}, the shards"] = shards
+                part[f"{about}, shards of"] = [len(shard) if shard.ndim else 0 for shard in shards]
+            part[f"{about}, the shards"] = shards
             if isinstance(shards, list | tuple):
                 on_meta = scatter(tensor, ["meta"] * devices)
-                found[f'{about} called "meta", where the shards are'] = [str(shard.device) for shard in on_meta]
+                part[f'{about} called "meta", where the shards are'] = [str(shard.device) for shard in on_meta]
         return evidence
 
 
@@ -109,7 +109,7 @@ class MasterSends:
             whole, model, batch = (
                 master_sends(*of, k) for of in ((p, inputs, outputs), (p, 0, 0), (0, inputs, outputs))
             )
-            if all(type(found) in numbers for found in (whole, model, batch)):
+            if all(type(answer) in numbers for answer in (whole, model, batch)):
                 for part, alone, other in (("the model", model, batch), ("the batch", batch, model)):
                     evidence[part][f"{about}: bytes for {part} alone"] = round(alone)
                     evidence[part][f"{about}: bytes that {part} adds"] = round(whole - other)

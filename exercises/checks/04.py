@@ -24,11 +24,11 @@ class ChunkToSend:
 
     def probe(chunk_to_send, cases):
         """The index in each case."""
-        found = {"down to chunk 0": {}, "past chunk 0": {}}
+        evidence = {"down to chunk 0": {}, "past chunk 0": {}}
         for rank, step, size in cases:
             part = "down to chunk 0" if step <= rank else "past chunk 0"
-            found[part][f"rank {rank}, step {step}, {size} ranks"] = chunk_to_send(rank, step, size)
-        return found
+            evidence[part][f"rank {rank}, step {step}, {size} ranks"] = chunk_to_send(rank, step, size)
+        return evidence
 
 
 def draw_chunks(random, hidden):

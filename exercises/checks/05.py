@@ -46,13 +46,13 @@ class AssignBuckets:
                 nn.Parameter(torch.zeros(n, dtype=getattr(torch, k))) for n, k in zip(sizes, kinds, strict=True)
             ]
             index, several = {id(parameter): i for i, parameter in enumerate(parameters)}, len(set(kinds))
-            found = [[index.get(id(p), -1) for p in bucket] for bucket in assign_buckets(parameters, cap)]
-            found = sorted(found, reverse=True) if several > 1 else found
-            taken = [sum(sizes[i] * BYTES[kinds[i]] for i in bucket) for bucket in found]
+            buckets = [[index.get(id(p), -1) for p in bucket] for bucket in assign_buckets(parameters, cap)]
+            buckets = sorted(buckets, reverse=True) if several > 1 else buckets
+            taken = [sum(sizes[i] * BYTES[kinds[i]] for i in bucket) for bucket in buckets]
             about = f"{len(sizes)} parameters{f' of {several} dtypes' * (several > 1)}, cap {cap} bytes"
             part = evidence["dtypes" if several > 1 else "caps"]
             part[f"{about}, bytes of the buckets"] = taken
-            part[f"{about}, buckets of parameters (-1: none of them)"] = found
+            part[f"{about}, buckets of parameters (-1: none of them)"] = buckets
         return evidence
 
 
@@ -387,23 +387,23 @@ class WhenItHides:
                 require(len(count) <= MOST_MEASURED, f"measured more than {MOST_MEASURED} times; {HALVE}")
                 return backward_seconds(samples, *on)
 
-            found = when_it_hides(measure, part * backward_seconds(512, width, rate, memory))
-            triple = isinstance(found, tuple | list) and len(found) == 3
+            answer = when_it_hides(measure, part * backward_seconds(512, width, rate, memory))
+            triple = isinstance(answer, tuple | list) and len(answer) == 3
             require(triple, "return three things: predicted, measured, why")
-            for name, value in zip(evidence, found, strict=True):
+            for name, value in zip(evidence, answer, strict=True):
                 evidence[name].append(value)
         return evidence
 
     def together(ranks, cases):
         """By case; a prediction that is rounded another way is the same."""
-        (found,), made = ranks, {"predicted": {}, "measured": {}, "explained": {}}
+        (answers,), made = ranks, {"predicted": {}, "measured": {}, "explained": {}}
         for index, (about, predicted, measured, share) in enumerate(map(expected_hiding, cases)):
-            line, number, why = (found[name][index] for name in ("predicted", "measured", "explained"))
+            line, number, why = (answers[name][index] for name in ("predicted", "measured", "explained"))
             near = type(line) is int and line > 0 and abs(line - predicted) <= 1
             made["predicted"][f"{about}, predicted samples"] = predicted if near else line
             made["measured"][f"{about}, measured samples"] = number
-            said = f"with half of {measured} samples backward takes {share:.0%} of the time; what bounds it"
-            made["explained"][f"{about}: {said}"] = why
+            half = f"with half of {measured} samples backward takes {share:.0%} of the time; what bounds it"
+            made["explained"][f"{about}: {half}"] = why
         return made
 
 

@@ -110,11 +110,11 @@ class ShareBuffers:
             places = [buffer.data_ptr() for buffer in model.buffers()]
             with wire.counting() as traffic:
                 share_buffers(model, src, group)
-            about, found = f"with {size} ranks, source {src}", evidence["buffers"]
+            about, cases = f"with {size} ranks, source {src}", evidence["buffers"]
             for index, buffer in enumerate(model.buffers()):
-                found[f"{about}, buffer {index} ({str(buffer.dtype).removeprefix('torch.')})"] = buffer
-            found[f"{about}, the parameters"] = ONE.weights(model)
-            found[f"{about}, buffers are the tensors that they were"] = places == [
+                cases[f"{about}, buffer {index} ({str(buffer.dtype).removeprefix('torch.')})"] = buffer
+            cases[f"{about}, the parameters"] = ONE.weights(model)
+            cases[f"{about}, buffers are the tensors that they were"] = places == [
                 b.data_ptr() for b in model.buffers()
             ]
             evidence["bytes"][f"{about}, bytes sent"] = traffic.bytes_sent

@@ -182,8 +182,8 @@ class NetworkOrder:
         for blocks, size, cap in cases:
             about = f"{blocks} blocks of {size} MB, {cap} MB of room"
             order = pairs_of(network_order(blocks, size, cap), about)
-            evidence["valid"][about] = said = completeness(order, blocks)
-            took = play(order, blocks, cap // size) if said == "valid" else said
+            evidence["valid"][about] = words = completeness(order, blocks)
+            took = play(order, blocks, cap // size) if words == "valid" else words
             plain, best = 8 * blocks, 6 * blocks - 2 * (cap // size) + 3
             slow = f"{took} ticks; {plain} without prefetch in backward: what can be gathered while a block computes?"
             idle = f"{took} ticks; {best} is possible: does the network wait, or gather what could have stayed?"

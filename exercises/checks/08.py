@@ -187,19 +187,19 @@ class Schedule:
         for stages, count in cases:
             about, orders = f"{stages} stages, {count} micro-batches", schedule(stages, count)
             orders = [list(map(as_pair, order)) if isinstance(order, list | tuple) else order for order in orders]
-            evidence["valid"][about] = said = validity(orders, stages, count)
+            evidence["valid"][about] = words = validity(orders, stages, count)
             plain = letters(one_forward_one_backward, stages, count)
             plain = ticks([[(k, m) for kind, m in order for k in ("F" if kind == "F" else "BW")] for order in plain])
-            took, best = (ticks(orders), 3 * count + stages - 1) if said == "valid" else (None, None)
+            took, best = (ticks(orders), 3 * count + stages - 1) if words == "valid" else (None, None)
             full = {stage: peak(order) for stage, order in enumerate(orders)} if took else {}
             over = next((f"stage {s} holds {n}; only W releases one" for s, n in full.items() if n > stages), "")
             allowed = f"at most {stages} are held"
-            evidence["memory"][f"{about}, memory"] = (over or allowed) if took else said
+            evidence["memory"][f"{about}, memory"] = (over or allowed) if took else words
             late = f"{took:g} ticks; 1F1B needs {plain:g}, so let W wait"
-            evidence["1F1B beaten"][f"{about}, beside 1F1B"] = (late if took >= plain else "faster") if took else said
+            evidence["1F1B beaten"][f"{about}, beside 1F1B"] = (late if took >= plain else "faster") if took else words
             idle = f"{took:g} ticks; {best} is possible: which stage is idle while it has a W to do?"
             evidence["the best"][f"{about}, beside the best"] = (
-                over or (idle if took > best else "as fast as can be") if took else said
+                over or (idle if took > best else "as fast as can be") if took else words
             )
         return evidence
 

@@ -60,11 +60,11 @@ class EnterAndLeave:
             inside = given * 1
             output = function.apply(inside, all_reduce)
             forward = len(calls)
-            (found,) = torch.autograd.grad(output, given, back)
+            (gradient,) = torch.autograd.grad(output, given, back)
             evidence[name] = {
                 f"{name}, forward: the output": output.detach(),
                 f"{name}, forward: all-reduces": forward,
-                f"{name}, backward: the gradient of x": found,
+                f"{name}, backward: the gradient of x": gradient,
                 f"{name}, backward: all-reduces": len(calls) - forward,
                 f"{name}, forward: x afterwards": inside.detach(),
                 f"{name}, backward: the gradient that came in, afterwards": back,

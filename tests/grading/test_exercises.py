@@ -3,21 +3,23 @@
 import json
 import math
 import re
+from contextlib import nullcontext
 
 import nbformat
 import pytest
 import torch
 from answers import ROOT, edited, of_kind, tried, verdict_on
 
-from ddp_course.errors import Failure, RankError
+from ddp_course.errors import Failure, RankError, Wrong
 from ddp_course.grading import check
-from ddp_course.grading.attempt import function_named
+from ddp_course.grading.attempt import COLLECTIVES, function_named, refuse
 from ddp_course.grading.checking import CORRECT
 from ddp_course.grading.checks import exercises, find, of_exercise
 from ddp_course.grading.diagnosis import same
 from ddp_course.grading.evidence import explain
 from ddp_course.grading.grader import exercises_folder
 from ddp_course.grading.submissions import load_exercises
+from ddp_course.running import wire
 
 EXERCISES = exercises()
 TASKS = [task for exercise in EXERCISES for task in of_exercise(exercise)]
@@ -37,11 +39,34 @@ def test_inputs_differ_by_seed_and_by_rank():
     assert not values[0][0].eq(values[0][0][0]).all()
 
 
-def test_every_forbidden_function_can_be_taken_away():
-    for number in EXERCISES:
-        for task in of_exercise(number):
-            for name in task.forbidden:
-                assert not function_named(name).__code__.co_freevars, name
+def test_every_forbidden_function_is_there():
+    assert all(callable(function_named(name)) for task in TASKS for name in task.forbidden)
+
+
+REFUSED = [
+    "answer = dist.all_reduce",
+    "def answer(t):\n    if t is None:\n        dist.all_reduce(t)",
+    "def answer(t):\n    import torch.distributed as d\n    d.all_reduce(t)",
+    "def answer(t):\n    import torch.distributed\n    torch.distributed.all_reduce(t)",
+    "def answer(t):\n    from torch.distributed import all_reduce as a\n    a(t)",
+    "from torch.distributed import all_reduce\ndef answer(t):\n    return [all_reduce(one) for one in t]",
+    "def helper(t):\n    dist.all_reduce(t)\nanswer = lambda t: helper(t)",
+    "class answer:\n    def step(self, t):\n        dist.all_reduce(t)",
+]
+FREE = [
+    "def answer(t):\n    return t.gather(0, t), dist.get_rank()",
+    "def all_reduce(t):\n    return t\ndef answer(t):\n    'Like dist.all_reduce.'\n    return all_reduce(t)",
+    "def answer(t):\n    reduce = t.sum\n    return reduce(), wire.send(t, 1)",
+    "def answer(t):\n    return t\ndef compare(t):\n    dist.all_reduce(t)",
+]
+
+
+@pytest.mark.parametrize("text", REFUSED + FREE)
+def test_what_is_forbidden_is_refused_however_it_is_named_and_nothing_else(text):
+    names = {"__name__": "__main__", "dist": torch.distributed, "wire": wire}
+    exec(text, names)
+    with pytest.raises(Wrong, match="all_reduce: write it") if text in REFUSED else nullcontext():
+        refuse([names["answer"]], COLLECTIVES)
 
 
 @pytest.mark.parametrize("reason", ["Timed out waiting 5000ms for recv", "Connection closed by peer [127.0.0.1]:9"])

@@ -15,8 +15,9 @@ sys.path[:0] = [str(TESTS / "support")]
 from answers import hand_in  # noqa: E402
 
 from ddp_course.grading.checks import known_answers  # noqa: E402
-from ddp_course.grading.grader import exercises_folder, grade, usable_cores  # noqa: E402
+from ddp_course.grading.grader import exercises_folder, grade  # noqa: E402
 from ddp_course.grading.submissions import find_submissions, load_exercises  # noqa: E402
+from ddp_course.running.linux import usable_cores  # noqa: E402
 
 
 def main():
