@@ -141,7 +141,7 @@ def ticks(orders):
     actions = {"F": "forward", "B": "input", "W": "weight"}
     schedule = [[Instruction(actions[kind], m, stage) for kind, m in order] for stage, order in enumerate(orders)]
     try:
-        return max(end for row in timetable(schedule) for _, _, end in row)
+        return round(max(end for row in timetable(schedule) for _, _, end in row))
     except ValueError:
         return None
 
@@ -195,9 +195,9 @@ class Schedule:
             over = next((f"stage {s} holds {n}; only W releases one" for s, n in full.items() if n > stages), "")
             allowed = f"at most {stages} are held"
             evidence["memory"][f"{about}, memory"] = (over or allowed) if took else words
-            late = f"{took:g} ticks; 1F1B needs {plain:g}, so let W wait"
+            late = f"{took} ticks; 1F1B needs {plain}, so let W wait"
             evidence["1F1B beaten"][f"{about}, beside 1F1B"] = (late if took >= plain else "faster") if took else words
-            idle = f"{took:g} ticks; {best} is possible: which stage is idle while it has a W to do?"
+            idle = f"{took} ticks; {best} is possible: which stage is idle while it has a W to do?"
             evidence["the best"][f"{about}, beside the best"] = (
                 over or (idle if took > best else "as fast as can be") if took else words
             )
