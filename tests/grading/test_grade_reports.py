@@ -49,7 +49,7 @@ def test_json_has_the_agreed_form():
 
 def test_pages_escape_everything_and_need_nothing_else():
     pages = report.pages(RESULTS, seed=7)
-    assert sorted(pages) == ["_etc_anna_b_.html", "_cmd_.html", "index.html"]
+    assert sorted(pages) == ["_cmd_.html", "_etc_anna_b_.html", "index.html"]
     page = pages["_cmd_.html"]
     assert "<script>alert" not in page and "&lt;script&gt;" in page and "\x1b" not in page
     assert "{learner}" in page, "a learner's braces are not ours"
