@@ -112,17 +112,6 @@ def test_what_schedules_idle_is_what_stage_8_plays(ranks, micro_batches):
         assert idle == pytest.approx(idle_stages(order, ranks, chunks, 1 / 3, 1.0)), order
 
 
-def test_zero_bubble_schedules_idle_less_and_cost_more_memory_or_speed():
-    speeds = {order: {} for order in published.ORDERS}
-    rates, numbers = published.fit_schedules(facts.rows("pipeline_schedules_a100"))
-    for order, count in product(published.ORDERS, (48, 10**6)):
-        row = {"model": "14.6B", "stages": 16, "micro_batches": count, "schedule": order}
-        speeds[order][count] = published.samples_per_s(row, rates["14.6B"], *numbers)
-    few, many = ({order: at[count] for order, at in speeds.items()} for count in (48, 10**6))
-    assert few["1F1B"] < few["1F1B-I"] and few["1F1B"] < few["ZB-1p"] < few["ZB-2p"]
-    assert max(many, key=many.get) == "1F1B", "with endless micro-batches nothing idles, and simple is fastest"
-
-
 def test_shapes_have_the_parameters_of_their_names():
     shapes = {name: shape for name, (shape, _) in published.MEGATRON.items()} | published.QI
     assert all(shape.parameters == pytest.approx(float(name[:-1]) * 1e9, rel=0.015) for name, shape in shapes.items())
