@@ -15,7 +15,7 @@ from typing import Any
 from ...errors import LaunchError
 from .. import linux
 from . import rank
-from .channel import receive_descriptors, send
+from .channel import receive_descriptors, write
 
 LOOPBACK = "127.0.0.1"
 
@@ -32,7 +32,7 @@ def own_ranks(launch: socket.socket, setting: dict) -> None:
             leave_the_common_network()
         master = lay_link(link, setting["world_size"])
     except Exception as error:
-        send(launch, ("refused", error))
+        write(launch.fileno(), ("refused", error))
         os._exit(1)
     for name in setting["modules"]:
         with contextlib.suppress(Exception):  # a rank that needs it will tell
@@ -94,7 +94,7 @@ def wait_for(ranks: dict, launch: socket.socket) -> None:
         for number, process in list(running.items()):
             if process.exitcode is not None:
                 del running[number]
-                send(launch, ("ended", (number, process.exitcode)))
+                write(launch.fileno(), ("ended", (number, process.exitcode)))
         if running:
             ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT).si_pid
             if ended not in {process.pid for process in running.values()}:

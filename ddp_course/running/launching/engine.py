@@ -19,8 +19,8 @@ import psutil
 import torch
 
 from ...errors import CourseError
-from .launched import Launched
 from .limits import check_world_size
+from .local import LocalLaunch
 from .run import new_launch
 from .setting import describe_launch, open_memory
 
@@ -140,16 +140,18 @@ class LocalRanks:
             launched.close()
         if launched.states:
             self.tell("states", launched.states, launched.calls, launched.entered)
-        elif launched.failures and not launched.ended_from_outside:
+        elif launched.failures:
             now = time.monotonic()
-            self.tell("failures", [replace(each, time=each.time - now) for each in launched.ordered_failures()])
+            self.tell(
+                "failures", [replace(failure, time=failure.time - now) for failure in launched.ordered_failures()]
+            )
         elif not self.ending:
             try:
                 launched.outcome()
             except (CourseError, ValueError) as error:
                 self.tell("broken", str(error))
 
-    def hold(self, launched: Launched) -> None:
+    def hold(self, launched: LocalLaunch) -> None:
         """All ranks here have their results: say so, and wait until all hosts have."""
         self.tell("results", launched.results)
         while not (self.given_up() or launched.failures or launched.agent_gone):

@@ -1,87 +1,63 @@
-"""Launches whose ranks are forked: the caller's end of their pipes, and of the preloaded server."""
+"""Launches whose ranks are forked, and the preloaded server that forks them."""
 
 # ruff: noqa: SIM115 (the files opened here outlive the function that opens them)
 import atexit
 import os
 import pickle
 import secrets
-import selectors
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO
 
 from . import stacks
-from .channel import send, send_descriptors
-from .launched import ENDING_SECONDS, Launched, how_it_ended, kill_marked
+from .channel import send_descriptors, write
 from .limits import PIPES_PER_RANK, SHARED_PIPES
-from .readers import Mail, Text
+from .local import ENDING_SECONDS, LocalLaunch, how_it_ended, kill_marked
+from .readers import Mail
 from .setting import short_environment
 
 
-class Forked(Launched):
-    """A launch whose processes the server forks, and whose words come through pipes."""
+class Forked(LocalLaunch):
+    """A launch whose processes the server forks."""
 
     tick = 1.0
 
     def __init__(self, setting: dict, show: Callable):
         super().__init__(setting, show)
         self.number = secrets.randbits(64)
-        self.selector, self.files = selectors.DefaultSelector(), []
-        self.connection: Any = None
         self.server: Server | None = None
         self.agent_code: int | None = None
         self.groups: set = set()  # the process groups of ranks that have come to life: one, the agent's
 
     def start(self, payload: IO[bytes]) -> None:
         """Have the server fork an agent; hand it the call, and the far ends of all pipes."""
-        self.connection, theirs = socket.socketpair()
+        connection, theirs = socket.socketpair()
         with theirs:
             self.server = order(b"L", self.number, [theirs.fileno()])
         try:
-            send(self.connection, {**self.setting, "descriptors": SHARED_PIPES + PIPES_PER_RANK * len(self.ranks)})
-            with self.pipes(Text) as (opened, log):
-                self.agent_log = opened[0]
-                send_descriptors(self.connection, [*log, payload.fileno(), self.recorder.fileno()])
+            count = SHARED_PIPES + PIPES_PER_RANK * len(self.ranks)
+            write(connection.fileno(), {**self.setting, "descriptors": count})
+            log = self.inbox.pipe(self.agent_log)
+            hand_over(connection, [log, payload.fileno(), self.recorder.fileno()], [log])
             for rank in self.ranks:
-                reading, writing = os.pipe()
+                orders, writing = os.pipe()
                 self.orders[rank] = open(writing, "wb")
-                with open(reading, "rb") as orders, self.pipes(*self.readers(rank)) as (opened, given):
-                    self.stacks[rank] = opened[-1]
-                    send_descriptors(self.connection, [orders.fileno(), *given])
+                ends = [orders, *(self.inbox.pipe(reader) for reader in self.readers(rank))]
+                hand_over(connection, ends, ends)
         except (BrokenPipeError, ConnectionResetError):
             self.agent_gone = True
-        self.connection.setblocking(False)
-        self.listen(self.connection.fileno(), lambda file: Mail(file, self.from_agent, self.agent_ended), closefd=False)
+        self.inbox.add(connection.detach(), Mail(self.from_agent, self.agent_ended))
 
-    @contextmanager
-    def pipes(self, *makers: Callable) -> Iterator[tuple[list, list[int]]]:
-        """New pipes: a reader on each one's reading end, and the writing ends, open only inside the block."""
-        ends = [os.pipe() for _ in makers]
-        try:
-            yield [self.listen(end, make) for make, (end, _) in zip(makers, ends, strict=True)], [e for _, e in ends]
-        finally:
-            for _, writing in ends:
-                os.close(writing)
-
-    def listen(self, descriptor: int, make: Callable, closefd: bool = True) -> Any:
-        """The reader that `make` makes of a descriptor, to be served by `step`."""
-        os.set_blocking(descriptor, False)
-        file = open(descriptor, "rb", buffering=0, closefd=closefd)
-        self.files.append(file)
-        reader = make(file)
-        self.selector.register(descriptor, selectors.EVENT_READ, reader)
-        return reader
-
-    def from_agent(self, pickled: bytes | None) -> None:
+    def from_agent(self, pickled: bytes) -> None:
         """The agent could not set up the link, or a rank has ended, or the agent itself, as the server says."""
-        kind, value = pickle.loads(pickled) if pickled else ("", cast(Any, None))
+        kind, value = pickle.loads(pickled)
         if kind == "refused":
             self.refusal = value
         elif kind == "ended":
@@ -89,7 +65,7 @@ class Forked(Launched):
         elif kind == "agent":
             self.agent_code = value
 
-    def from_rank(self, rank: int, pickled: bytes | None) -> None:
+    def from_rank(self, rank: int, pickled: bytes) -> None:
         """As for every launch; and once, to which process group the ranks belong."""
         super().from_rank(rank, pickled)
         if not self.groups and rank in self.pids:
@@ -102,36 +78,21 @@ class Forked(Launched):
 
     def step(self, seconds: float) -> bool:
         """Take what has arrived, waiting at most `seconds` for it; False if nothing came."""
-        ready = self.selector.select(seconds)
-        for key, _ in ready:
-            key.data.read()
-            if key.data.ended:
-                self.selector.unregister(key.fileobj)
-                key.data.close()
-        if not ready and not self.pids and self.server and not self.server.usable():
+        came = super().step(seconds)
+        if not came and not self.pids and self.server and not self.server.usable():
             self.agent_gone = True  # a server that was stopped by a signal forks no agent
-        return bool(ready)
+        return came
 
     def end(self) -> None:
         """Have the server kill what still runs, and wait until it has; without a server, do it here."""
-        if self.connection is not None and not self.agent_gone:
+        if self.server is not None and not self.agent_gone:
             order(b"K", self.number)
             self.read_for(ENDING_SECONDS, lambda: self.agent_gone)
         if self.pids and self.server_code() is not None:
             for group in self.groups:
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(group, signal.SIGKILL)
-            kill_marked(self.mark)
-
-    def release(self) -> None:
-        """Close all pipes."""
-        for key in list(self.selector.get_map().values()):
-            key.data.close()
-        self.selector.close()
-        for file in [*self.files, *self.orders.values(), self.connection]:
-            with suppress(OSError):
-                if file is not None:
-                    file.close()
+            kill_marked({self.mark})
 
     def server_code(self) -> int | None:
         """The exit code of the server that this launch belongs to, None while it runs."""
@@ -140,15 +101,26 @@ class Forked(Launched):
     def never_started(self) -> bool:
         """Whether the server was gone before any rank came to life, so that the launch may be tried again."""
         heard = self.pids or self.refusal or self.agent_log.bytes or self.exit_codes or self.agent_code is not None
-        return self.agent_gone and not heard and not (self.server and self.server.usable())
+        if heard or not self.agent_gone:
+            return False
+        return self.server is None or self.server_code() is not None or not self.server.usable()
 
-    def explain(self) -> str:
+    def ended_process(self) -> str:
         """Whether the server or the agent has ended, and how."""
         for name, code in (("the launch server", self.server_code()), ("their agent", self.agent_code)):
             if code is not None:
                 kind, words = how_it_ended(code)
                 return f"{name} was {kind} {words}\n{self.server.log() if self.server else ''}".rstrip()
         return ""
+
+
+def hand_over(connection: socket.socket, descriptors: list, ours: list) -> None:
+    """Pass open files to the agent, and close those of them that are `ours` no more."""
+    try:
+        send_descriptors(connection, descriptors)
+    finally:
+        for descriptor in ours:
+            os.close(descriptor)
 
 
 NEEDED_TOO = ("torch._dynamo", "pytest")  # optimizers load the one, whose functions stand in tests the other

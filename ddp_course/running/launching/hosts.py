@@ -8,6 +8,7 @@ torch.distributed does the training: nothing of ours moves a gradient from host 
 """
 
 import json
+import math
 import pickle
 import secrets
 import time
@@ -15,10 +16,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import IO, Any
 
-from ...errors import LaunchError, LaunchTimeout, RankError
+from ...errors import LaunchError
 from ..files import connection_folder, replace_file
-from . import engine, stacks
-from .progress import Bar
+from . import engine
+from .launched import Launch
 
 SILENCE_SECONDS = 2.5  # an engine that has not answered for so long is gone
 SURVEY_SECONDS = 20.0  # the first call to an engine imports torch there
@@ -44,7 +45,7 @@ def run_on_hosts(
             members = members[:world_size]
         launched = LaunchOnHosts(client, members, world_size, timeout, show, progress)
         try:
-            launched.begin(packed, device, timeout, progress)
+            launched.begin(packed, device, progress)
             launched.watch()
         finally:
             launched.close()
@@ -134,21 +135,21 @@ def choose(hosts: str | int | list, members: list) -> list:
     return chosen
 
 
-class LaunchOnHosts:
-    """One launch over several hosts: their engines are asked for news until its fate is known."""
+class LaunchOnHosts(Launch):
+    """A launch over several hosts: their engines are asked for news until its fate is known."""
+
+    tick = POLL_SECONDS
 
     def __init__(
         self, client: Any, members: list, world_size: int, timeout: float, show: Callable, progress: bool | int
     ):
-        self.client, self.members, self.world_size, self.timeout = client, members, world_size, timeout
-        self.show, self.bar = show, Bar(None if progress is True else progress)
-        self.number = secrets.randbits(64)
+        super().__init__(list(range(world_size)), timeout, progress, show)
+        self.client, self.members, self.number = client, members, secrets.randbits(64)
         count = len(members)
-        self.host_of = {rank: members[rank * count // world_size]["host"] for rank in range(world_size)}
-        self.ranks = [[r for r in range(world_size) if r * count // world_size == index] for index in range(count)]
-        self.results, self.failures, self.broken, self.lost, self.over = {}, {}, {}, [], set()
-        self.states, self.calls, self.entered = [], {}, {}
-        self.requests: dict = {}  # to each engine, for news: the reply to come, and since when
+        self.host_of = {rank: members[rank * count // world_size]["host"] for rank in self.ranks}
+        self.ranks_on = [[r for r in self.ranks if r * count // world_size == index] for index in range(count)]
+        self.broken, self.lost, self.over = {}, [], set()
+        self.requests: dict = {}  # by host, the reply to the last request for news, and when that was made
 
     def call(self, index: int, function: Callable, *arguments: Any) -> Any:
         """Call a function in the engine of one host; returns at once, with what will be its answer."""
@@ -157,30 +158,30 @@ class LaunchOnHosts:
     def call_all(self, function: Callable, *arguments: list) -> list:
         """Call it in all engines at once, each with its own arguments; the answers, in the hosts' order."""
         replies = [self.call(index, function, *each) for index, each in enumerate(zip(*arguments, strict=True))]
-        return [self.answer(index, reply, SURVEY_SECONDS) for index, reply in enumerate(replies)]
+        return [self.answer(index, reply) for index, reply in enumerate(replies)]
 
-    def answer(self, index: int, reply: Any, seconds: float) -> Any:
+    def answer(self, index: int, reply: Any) -> Any:
         """The answer of an engine; LaunchError, with the name of its host, for an exception there."""
         try:
-            return reply.get(timeout=seconds)
+            return reply.get(timeout=SURVEY_SECONDS)
         except Exception as error:
             host, words = self.members[index]["host"], str(error).split("\n")[0]
             raise LaunchError(f"{host} cannot take part: {words}") from None
 
-    def begin(self, packed: bytes, device: Any, timeout: float, progress: bool | int) -> None:
+    def begin(self, packed: bytes, device: Any, progress: bool | int) -> None:
         """Open the store on the first host, and start the ranks on all."""
         count, first = len(self.members), self.members[0]["address"]
-        sizes = [len(ranks) for ranks in self.ranks]
+        sizes = [len(ranks) for ranks in self.ranks_on]
         prepared = self.call_all(engine.prepare, [self.number] * count, sizes, [device] * count,
                                  [first, *[None] * (count - 1)])  # fmt: skip
         backends = {backend for backend, _ in prepared}
         common = {
-            "world_size": self.world_size, "device": device, "timeout": timeout, "progress": progress,
+            "world_size": len(self.ranks), "device": device, "timeout": self.timeout, "progress": progress,
             "store": (first, prepared[0][1]), "backend": backends.pop() if len(backends) == 1 else "gloo",
         }  # fmt: skip
         requests = [
             {**common, "ranks": ranks, "card": member["card"]}
-            for ranks, member in zip(self.ranks, self.members, strict=True)
+            for ranks, member in zip(self.ranks_on, self.members, strict=True)
         ]
         self.call_all(engine.begin, [self.number] * count, requests, [packed] * count)
         for index in range(count):
@@ -192,51 +193,43 @@ class LaunchOnHosts:
 
     def watch(self) -> None:
         """Take news until all results are in, or something failed, or a host is gone."""
-        self.take_until(float("inf"), self.is_decided)
-        if self.lost or self.broken:
-            return
-        if self.failures:
-            self.take_until(GRACE_SECONDS, lambda: len(self.failures.keys() | self.results.keys()) == self.world_size)
-        if self.states:
-            self.take_until(STATES_SECONDS, lambda: len(self.states) == self.world_size or self.failures)
+        self.read_for(math.inf, self.is_decided)
+        if not self.lost and not self.broken:
+            if self.failures:
+                self.read_for(GRACE_SECONDS, self.all_have_reported)
+            if self.states:
+                self.read_for(STATES_SECONDS, lambda: len(self.states) == len(self.ranks) or self.failures)
 
     def is_decided(self) -> bool:
         """Whether nothing but the end is left to wait for."""
-        all_in = len(self.results) == self.world_size
-        return bool(self.failures or self.broken or self.lost or self.states or all_in or self.all_over())
+        return bool(super().is_decided() or self.broken or self.lost or len(self.over) == len(self.members))
 
-    def all_over(self) -> bool:
-        """Whether all hosts have said their last word."""
-        return len(self.over) + len(self.lost) == len(self.members)
-
-    def take_until(self, seconds: float, enough: Callable) -> None:
-        """Take news for `seconds`, or until `enough()`."""
-        deadline = time.monotonic() + seconds
-        while not enough() and time.monotonic() < deadline:
-            if not self.take():
-                time.sleep(POLL_SECONDS)
-
-    def take(self) -> bool:
-        """Take what engines have answered by now, and ask them again; False if nothing came."""
+    def step(self, seconds: float) -> bool:
+        """Take what engines have answered by now, and ask them again; if nothing came, wait, and return False."""
         came = False
         for index, (reply, since) in list(self.requests.items()):
-            if not reply.ready():
-                if time.monotonic() > since + SILENCE_SECONDS:
-                    self.lose(index)
-                continue
-            came = True
-            try:
-                messages = pickle.loads(reply.get(timeout=0))
-            except Exception:  # the engine died: ipyparallel has no common base for what it then raises
+            if reply.ready():
+                came = True
+                self.take(index, reply)
+            elif time.monotonic() > since + SILENCE_SECONDS:
                 self.lose(index)
-                continue
-            for kind, *what in messages:
-                getattr(self, f"take_{kind}")(index, *what)
-            if index in self.over:
-                del self.requests[index]
-            else:
-                self.ask(index)
+        if not came:
+            time.sleep(seconds)
         return came
+
+    def take(self, index: int, reply: Any) -> None:
+        """Take the news of one host."""
+        try:
+            messages = pickle.loads(reply.get(timeout=0))
+        except Exception:  # the engine died: ipyparallel has no common base for what it then raises
+            self.lose(index)
+            return
+        for kind, *details in messages:
+            getattr(self, f"take_{kind}")(index, *details)
+        if index in self.over:
+            del self.requests[index]
+        else:
+            self.ask(index)
 
     def lose(self, index: int) -> None:
         """A host is gone."""
@@ -256,15 +249,15 @@ class LaunchOnHosts:
         self.results |= results
 
     def take_failures(self, index: int, failures: list) -> None:
-        """Ranks of a host have failed, so many seconds ago."""
+        """Ranks of a host have failed; each failure's time is relative to now."""
         now = time.monotonic()
-        for each in failures:
-            self.failures[each.rank] = replace(each, time=now + each.time, host=self.host_of[each.rank])
+        for failure in failures:
+            self.failures[failure.rank] = replace(failure, time=now + failure.time, host=self.host_of[failure.rank])
 
     def take_states(self, index: int, states: list, calls: dict, entered: dict) -> None:
-        """Time is up on a host: where its ranks were."""
+        """Time is up on a host, and this is where its ranks were."""
         self.states += [replace(state, host=self.host_of[state.rank]) for state in states]
-        self.calls |= {rank: count for rank, count in calls.items() if rank in self.ranks[index]}
+        self.calls |= {rank: count for rank, count in calls.items() if rank in self.ranks_on[index]}
         self.entered |= entered
 
     def take_broken(self, index: int, words: str) -> None:
@@ -275,26 +268,19 @@ class LaunchOnHosts:
         """A host has nothing left of this launch."""
         self.over.add(index)
 
-    def close(self) -> None:
+    def end(self) -> None:
         """Have all hosts end their ranks, and wait until they have."""
-        for index in range(len(self.members)):
-            if self.members[index]["host"] not in self.lost and index not in self.over:
-                self.call(index, engine.end, self.number)
-        self.take_until(SILENCE_SECONDS + GRACE_SECONDS, lambda: not self.requests)
-        self.bar.close()
+        for index in self.requests:
+            self.call(index, engine.end, self.number)
+        self.read_for(SILENCE_SECONDS + GRACE_SECONDS, lambda: not self.requests)
+
+    def release(self) -> None:
+        """Nothing is open."""
 
     def outcome(self) -> list:
-        """The results in rank order, or the error that says best what happened."""
-        causes = [failure for failure in self.failures.values() if not failure.consequence]
-        if self.lost and not causes:
+        """As for every launch; a host that is lost or could not take part is named."""
+        if self.lost and all(failure.consequence for failure in self.failures.values()):
             raise LaunchError(f"lost {' and '.join(sorted(self.lost))} in mid-launch; all other ranks were ended")
-        if self.failures:
-            ordered = sorted(self.failures.values(), key=lambda failure: (failure.consequence, failure.time))
-            raise RankError(ordered, self.world_size)
-        if self.broken:
+        if self.broken and not self.failures:
             raise LaunchError("; ".join(f"{host}: {words}" for host, words in self.broken.items()))
-        if self.states:
-            raise LaunchTimeout(self.timeout, *stacks.culprits_first(self.states, self.calls, self.entered))
-        if len(self.results) < self.world_size:
-            raise LaunchError("the ranks were ended from outside; launch again")
-        return [self.results[rank] for rank in range(self.world_size)]
+        return super().outcome()

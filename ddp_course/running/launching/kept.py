@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import IO
 
 from ...errors import LaunchError
-from .launched import Launched
 from .limits import check_world_size
+from .local import LocalLaunch
 from .run import check_request, new_launch
 from .setting import describe_launch
 
@@ -20,7 +20,7 @@ class KeptRanks:
     def __init__(self, world_size: int, device: str):
         self.world_size, self.device = check_request(world_size, device, 1.0, None), device
         check_world_size(self.world_size, 0, on_gpu=False)
-        self.launched: Launched | None = None
+        self.launched: LocalLaunch | None = None
         self.ended = False
         self.last_use = time.monotonic()
 

@@ -27,7 +27,7 @@ from .. import flight_recorder
 from ..devices import emulation_of
 from ..devices.placement import hide_gpus
 from ..linux import die_with_parent
-from .channel import read_frame, write
+from .channel import read_message, write
 from .limits import PIPES_PER_RANK, SHARED_PIPES
 from .pickling import Pickler
 from .progress import Steps
@@ -80,7 +80,14 @@ def main(
     pipes.close(keep=rank)
     orders, *own = pipes.ranks[rank]
     work(
-        setting, rank, link, listener, partial(read_frame, orders, setting["idle"]), pipes.payload, pipes.recorder, *own
+        setting,
+        rank,
+        link,
+        listener,
+        partial(read_message, orders, setting["idle"]),
+        pipes.payload,
+        pipes.recorder,
+        *own,
     )
     leave_nccl()
 

@@ -1,39 +1,96 @@
-"""What arrives from the processes of a launch, read piece by piece: lines to show, text to keep, messages."""
+"""What arrives from the processes of a launch: one inbox of pipes, and for each a reader of lines, text or messages."""
 
-import io
+import os
+import selectors
+import socket
+import sys
+import threading
 from collections.abc import Callable
-from typing import Any
+from typing import IO, Any
 
-from .channel import Frames, read_into
+from .channel import HEADER
 
 READ_AT_MOST, KEPT_AT_MOST = 1 << 16, 1 << 18
-LONGEST_LINE = 1 << 20  # bytes: what is printed without line ends is shown in pieces of that length
+LONGEST_LINE = 1 << 20  # bytes: a longer line is shown in pieces of that length
 NOISE = ("[Gloo] Rank ",)  # gloo greets every new group on standard output
 
 
-def read_some(file: io.RawIOBase) -> bytes | None:
-    """Some bytes of an unbuffered file, b"" at its end, None if there is nothing now."""
-    buffer = bytearray(READ_AT_MOST)
-    count = read_into(file, buffer)
-    return None if count is None else bytes(buffer[:count])
+class Inbox:
+    """The pipes that the processes of a launch write to; `reader.feed` gets what arrives, `reader.close` the end."""
+
+    def __init__(self):
+        self.selector = selectors.DefaultSelector()
+
+    def add(self, descriptor: int, reader: Any) -> None:
+        """Read from an open file from now on; the inbox closes it."""
+        file = pumped(descriptor) if sys.platform == "win32" else unblocked(descriptor)
+        self.selector.register(file, selectors.EVENT_READ, reader)
+
+    def pipe(self, reader: Any) -> int:
+        """Open a pipe for `reader`; returns its writing end."""
+        reading, writing = os.pipe()
+        self.add(reading, reader)
+        return writing
+
+    def read(self, seconds: float) -> bool:
+        """Pass on what has arrived, waiting at most `seconds` for it; False if nothing came."""
+        ready = self.selector.select(seconds)
+        for key, _ in ready:
+            try:
+                piece = key.fileobj.read(READ_AT_MOST)
+            except ConnectionError:
+                piece = b""
+            if piece:
+                key.data.feed(piece)
+            elif piece is not None:
+                self.remove(key)
+        return bool(ready)
+
+    def remove(self, key: Any) -> None:
+        """Close one pipe."""
+        self.selector.unregister(key.fileobj)
+        key.fileobj.close()
+        key.data.close()
+
+    def close(self) -> None:
+        """Close all pipes."""
+        for key in list(self.selector.get_map().values()):
+            self.remove(key)
+        self.selector.close()
+
+
+def unblocked(descriptor: int) -> IO[bytes]:
+    """An open file as one that never blocks."""
+    os.set_blocking(descriptor, False)
+    return open(descriptor, "rb", buffering=0)
+
+
+def pumped(descriptor: int) -> Any:
+    """The same where selectors wait for sockets only, as on Windows: a thread moves the bytes of a pipe to a socket."""
+    receiving, sending = socket.socketpair()
+
+    def pump():
+        with sending:
+            while piece := os.read(descriptor, READ_AT_MOST):
+                sending.sendall(piece)
+        os.close(descriptor)
+
+    threading.Thread(target=pump, daemon=True).start()
+    receiving.setblocking(False)
+    with receiving:  # the socket stays open as long as the file
+        return receiving.makefile("rb", buffering=0)
 
 
 class Lines:
-    """What a rank prints, cut into whole lines."""
+    """Cuts what a rank prints into whole lines."""
 
-    def __init__(self, file: Any, show: Callable):
-        self.file, self.show, self.ended = file, show, False
+    def __init__(self, show: Callable):
+        self.show = show
         self.pieces, self.length = [], 0  # of the line that has not ended yet
 
-    def read(self) -> None:
-        """Take what is there."""
-        taken = read_some(self.file)
-        self.ended = taken == b""
-        self.feed(taken or b"")
-
-    def feed(self, taken: bytes) -> None:
-        """Show the lines that `taken` completes."""
-        *lines, rest = taken.split(b"\n")
+    def feed(self, piece: bytes) -> None:
+        """Show the lines that `piece` completes."""
+        *lines, rest = piece.split(b"\n")
         for line in lines:
             self.say(b"".join([*self.pieces, line]))
             self.pieces, self.length = [], 0
@@ -57,16 +114,14 @@ class Lines:
 
 
 class Text:
-    """The last 256 KiB of what arrived."""
+    """Keeps the last 256 KiB of what arrived."""
 
-    def __init__(self, file: Any):
-        self.file, self.ended, self.bytes = file, False, b""
+    def __init__(self):
+        self.bytes = b""
 
-    def read(self) -> None:
-        """Take what is there."""
-        taken = read_some(self.file)
-        self.ended = taken == b""
-        self.bytes = (self.bytes + (taken or b""))[-KEPT_AT_MOST:]
+    def feed(self, piece: bytes) -> None:
+        """Keep a piece."""
+        self.bytes = (self.bytes + piece)[-KEPT_AT_MOST:]
 
     def text(self) -> str:
         """What came, as text."""
@@ -77,24 +132,24 @@ class Text:
 
 
 class Mail:
-    """Messages of the agent or of one rank, each handed to `deliver(message)`; `at_end()` when the stream ends.
+    """Hands every message of the agent or of one rank to `deliver(pickled)`, and calls `at_end()` after the last."""
 
-    The message is None where the stream is damaged.
-    """
+    def __init__(self, deliver: Callable, at_end: Callable):
+        self.deliver, self.close = deliver, at_end
+        self.buffer, self.size, self.in_header = bytearray(), HEADER.size, True
 
-    def __init__(self, file: io.RawIOBase, deliver: Callable, at_end: Callable):
-        self.frames, self.deliver, self.at_end = Frames(file), deliver, at_end
-        self.ended = False
-
-    def read(self) -> None:
-        """Deliver all messages that are complete."""
-        for pickled in self.frames.read():
-            self.deliver(pickled)
-        if self.frames.damaged:
-            self.deliver(None)
-        if self.frames.ended:
-            self.ended = True
-            self.at_end()
-
-    def close(self) -> None:
-        """Nothing is left to do."""
+    def feed(self, piece: bytes) -> None:
+        """Deliver the messages that `piece` completes; a message is never copied, however long it is."""
+        rest = memoryview(piece)
+        while rest:
+            missing = self.size - len(self.buffer)
+            self.buffer += rest[:missing]
+            rest = rest[missing:]
+            if len(self.buffer) == self.size:
+                whole, self.buffer = self.buffer, bytearray()
+                self.in_header = not self.in_header
+                if self.in_header:
+                    self.size = HEADER.size
+                    self.deliver(whole)
+                else:
+                    self.size = HEADER.unpack(whole)[0]

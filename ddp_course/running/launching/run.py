@@ -9,8 +9,9 @@ from collections.abc import Callable
 from typing import IO, Any
 
 from . import pickling
-from .launched import Launched, show_line
+from .launched import show_line
 from .limits import check_world_size
+from .local import LocalLaunch
 from .setting import describe_launch, open_memory, start_method
 
 LONGEST_TIMEOUT = 1e7  # seconds
@@ -47,7 +48,7 @@ def run_here(setting: dict, payload: IO[bytes], show: Callable) -> list:
     raise AssertionError("the last try returns or raises")
 
 
-def new_launch(setting: dict, show: Callable) -> Launched:
+def new_launch(setting: dict, show: Callable) -> LocalLaunch:
     """A launch whose ranks come to life as this system allows."""
     if start_method() == "spawn":
         from .spawned import Spawned  # here: where processes can be forked it is never needed

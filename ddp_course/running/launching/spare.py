@@ -3,7 +3,8 @@
 A script, not a part of the package, like the server: it imports nothing of the course and nothing of the learner's
 until it is needed, so that every launch reads both afresh. Its standard input brings messages as in `channel`: first
 the launch's folder, the number of the rank and the setting; later further calls, or an empty message when all ranks may
-leave. When the input ends, so does this process: its caller is gone.
+leave. When the input ends, so does this process: its caller is gone. Its arguments are the open pipes on which the rank
+reports, prints and shows its stacks.
 """
 
 # ruff: noqa: E402 (the folder of this script must leave the path before anything else is imported)
@@ -22,7 +23,7 @@ import shutil
 import struct
 import threading
 
-MARK = "DDP_COURSE_LAUNCH"  # as in `launched`: whatever this process starts bears it
+MARK = "DDP_COURSE_LAUNCH"  # as in `local`: the caller has marked this process, and so what it starts
 AT_ONCE = ["torch.distributed", "torch.multiprocessing", "numpy", "cloudpickle", "psutil"]
 WHEN_IDLE = ["torch._dynamo", "torch.utils.data"]  # what ranks would import with their first optimizer
 IDLE_SECONDS = float(os.environ.get("DDP_COURSE_IDLE") or 900)
@@ -34,6 +35,7 @@ def main() -> None:
     folders: list = []
     threading.Thread(target=listen, args=(os.dup(0), orders, folders), daemon=True).start()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    pipes = [opened(int(number)) for number in sys.argv[1:]]
     gc.disable()  # what modules define is no garbage: a fifth of the time to import them
     for name in AT_ONCE:
         importlib.import_module(name)
@@ -52,7 +54,7 @@ def main() -> None:
     os.environ.update({name: value for name, value in setting["environ"].items() if name != MARK})
     if os.path.isdir(setting["folder"]):
         os.chdir(setting["folder"])
-    be_rank(folder, rank, setting, orders)
+    be_rank(folder, rank, setting, orders, pipes)
     importlib.import_module("ddp_course.running.launching.rank").leave_nccl()
     atexit.register(os._exit, 0)  # when its threads have ended, but before gloo's would be torn down
 
@@ -74,13 +76,19 @@ def listen(descriptor: int, orders: queue.Queue, folders: list) -> None:
     os._exit(1)
 
 
-def be_rank(folder: str, number: int, setting: dict, orders: queue.Queue) -> None:
-    """The same as `rank.main`, with files instead of pipes."""
-    ranks = importlib.import_module("ddp_course.running.launching.rank")
-    binary = getattr(os, "O_BINARY", 0)
+def opened(number: int) -> int:
+    """The descriptor of a pipe that the caller has passed on; processes that this one starts do not get it."""
+    if sys.platform == "win32":
+        import msvcrt
 
-    def shared(name, flags):
-        return os.open(os.path.join(folder, name), flags | binary)
+        number = msvcrt.open_osfhandle(number, os.O_WRONLY | os.O_BINARY)
+    os.set_inheritable(number, False)
+    return number
+
+
+def be_rank(folder: str, number: int, setting: dict, orders: queue.Queue, pipes: list) -> None:
+    """The same as `rank.main`, with files of a folder instead of open ones."""
+    ranks = importlib.import_module("ddp_course.running.launching.rank")
 
     def next_call():
         try:
@@ -88,12 +96,12 @@ def be_rank(folder: str, number: int, setting: dict, orders: queue.Queue) -> Non
         except queue.Empty:
             raise TimeoutError from None
 
-    own = [shared(f"{name}-{number}", os.O_WRONLY | os.O_APPEND) for name in ("report", "stdout", "stderr", "stacks")]
     link = pickle.loads(setting["link"])
     if link is not None:
         link.enter(number)
-    payload, recorder = shared("call", os.O_RDONLY), shared("recorder", os.O_RDWR)
-    ranks.work(setting, number, link, None, next_call, payload, recorder, *own)
+    flags = os.O_RDWR | getattr(os, "O_BINARY", 0)
+    payload, recorder = (os.open(os.path.join(folder, name), flags) for name in ("call", "recorder"))
+    ranks.work(setting, number, link, None, next_call, payload, recorder, *pipes)
 
 
 if __name__ == "__main__":

@@ -10,15 +10,18 @@ import tempfile
 import threading
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from ..linux import free_memory
-from .launched import MARK
+from .local import MARK
 from .setting import short_environment
 
 SPARE_MEMORY = 300 << 20  # bytes of its own, once it has imported all that ranks need: measured 260 MiB
 MOST_SPARES = 16
+PIPES = 4  # report, stdout, stderr and stacks of the rank that it will be
+SCRIPT = str(Path(__file__).with_name("spare.py"))
 
 _waiting: list = []
 _owner = [os.getpid()]
@@ -26,47 +29,60 @@ _lock = threading.Lock()
 
 
 class Spare:
-    """One process that waits to become a rank."""
+    """A process that waits to become a rank, with the pipes on which that rank will report."""
 
     def __init__(self):
         self.mark, self.complaints = secrets.token_hex(8), tempfile.TemporaryFile()
-        own_group = {"creationflags": 0x200} if sys.platform == "win32" else {"start_new_session": True}
+        self.pipes, far_ends = map(list, zip(*(os.pipe() for _ in range(PIPES)), strict=True))
+        names, options = inherited(far_ends)
         self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("spare.py"))],
+            [sys.executable, SCRIPT, *map(str, names)],
             stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=self.complaints,
             env={**short_environment(), MARK: self.mark},
-            **own_group,
+            **options,
         )  # fmt: skip
+        for end in far_ends:
+            os.close(end)
 
     def exit_code(self) -> int | None:
-        """How it ended, None while it runs."""
+        """How the process ended, None while it runs."""
         return self.process.poll()
 
     def kill(self) -> None:
-        """End it, and all that can be found below it."""
-        with suppress(psutil.NoSuchProcess):
-            for process in psutil.Process(self.process.pid).children(recursive=True):
-                with suppress(psutil.NoSuchProcess):
-                    process.kill()
+        """End the process."""
         self.process.kill()
         self.process.wait()
 
     def log(self) -> str:
-        """What it wrote on its standard error: nothing, unless it could not start."""
+        """What the process wrote on its standard error: nothing, unless it could not start."""
         self.complaints.seek(0)
         return self.complaints.read().decode("utf-8", "replace")
 
     def close(self) -> None:
-        """Close what it was connected to."""
-        with suppress(OSError):
-            self.process.stdin.close()
+        """Close all connections to the process."""
+        for pipe in self.pipes:
+            os.close(pipe)
+        self.process.stdin.close()
         self.complaints.close()
+
+
+def inherited(descriptors: list) -> tuple[list, dict[str, Any]]:
+    """The numbers by which a new process knows these open files, and the options of Popen that pass them on."""
+    if sys.platform != "win32":
+        return descriptors, {"pass_fds": descriptors, "start_new_session": True}
+    import msvcrt
+
+    handles = [msvcrt.get_osfhandle(descriptor) for descriptor in descriptors]
+    for handle in handles:
+        os.set_handle_inheritable(handle, True)
+    startup = subprocess.STARTUPINFO(lpAttributeList={"handle_list": handles})
+    return handles, {"startupinfo": startup, "creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}
 
 
 def take_spares(count: int) -> list:
     """So many spares: those that wait, and new ones for what is missing. Afterwards the pool refills."""
     with _lock:
-        if _owner != [os.getpid()]:  # a fork of the process that the spares belong to
+        if _owner != [os.getpid()]:  # this process is a fork of the one that the spares belong to
             _waiting.clear()
             _owner[:] = [os.getpid()]
         alive = [spare for spare in _waiting if spare.exit_code() is None]
@@ -98,12 +114,12 @@ def waiting_spares() -> list:
 
 def all_spares() -> list:
     """The memory of its own, in bytes, of every spare that runs on this machine, whosever it is."""
-    taken = []
+    nbytes = []
     for process in psutil.process_iter(["cmdline"]):
         with suppress(psutil.Error, OSError):
-            if str(Path(__file__).with_name("spare.py")) in (process.info["cmdline"] or []):
-                taken.append(process.memory_full_info().uss)
-    return taken
+            if SCRIPT in (process.info["cmdline"] or []):
+                nbytes.append(process.memory_full_info().uss)
+    return nbytes
 
 
 @atexit.register

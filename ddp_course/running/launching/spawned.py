@@ -2,17 +2,14 @@
 
     caller ── spare 0 … spare n: started by exec, torch imported, waiting; a launch takes what it needs
 
-The call, the ranks' reports, prints and stacks are files in a temporary folder that the caller reads and removes.
+The packed call, the flight recorder and the throttled wire are files in a temporary folder that the caller removes.
 """
 
-# ruff: noqa: SIM115 (the files opened here outlive the function that opens them)
-import io
 import pickle
 import signal
 import socket
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -21,22 +18,23 @@ from typing import IO, Any
 import cloudpickle
 
 from ...errors import LaunchError
-from .channel import put
-from .launched import ENDING_SECONDS, Launched, kill_marked
+from .channel import write
+from .local import ENDING_SECONDS, LocalLaunch, kill_marked
 from .spares import refill, take_spares
 
-POLL_SECONDS = 0.005
 LATE_STACK_SECONDS = 1.5  # without SIGUSR1, ranks write their stacks by their own clocks
-FILES = ("report", "stdout", "stderr", "stacks")
 
 
-class Spawned(Launched):
-    """A launch whose ranks were spares, and whose words come through files."""
+class Spawned(LocalLaunch):
+    """A launch whose ranks were spares."""
+
+    tick = 0.005  # no pipe tells that a process has ended
 
     def __init__(self, setting: dict, show: Callable):
         self.folder = tempfile.TemporaryDirectory(prefix="ddp_course_", ignore_cleanup_errors=True)
         super().__init__({**setting}, show)
-        self.readers_of, self.spares, self.store, self.files, self.complaints = {}, {}, None, [], ""
+        self.spares: dict = {}
+        self.store: Any = None
 
     def make_recorder(self) -> IO[bytes]:
         """The flight recorder's memory: a file that the ranks open by its name."""
@@ -53,44 +51,24 @@ class Spawned(Launched):
             self.setting["link"] = cloudpickle.dumps(link)
         if not self.setting["store"]:
             self.store, self.setting["store"] = open_store()
-        for rank in self.ranks:
-            opened = [self.growing(folder / f"{name}-{rank}") for name in FILES]
-            self.readers_of[rank] = [make(file) for make, file in zip(self.readers(rank), opened, strict=True)]
-            self.stacks[rank] = self.readers_of[rank][-1]
-        taken = take_spares(len(self.ranks))
-        self.spares = dict(zip(self.ranks, taken, strict=True))
+        self.spares = dict(zip(self.ranks, take_spares(len(self.ranks)), strict=True))
         for rank, spare in self.spares.items():
+            for reader in self.readers(rank):
+                self.inbox.add(spare.pipes.pop(0), reader)
             self.orders[rank] = spare.process.stdin
-            put(spare.process.stdin, {"folder": self.folder.name, "rank": rank, "setting": self.setting})
-
-    def growing(self, path: Path) -> "GrowingFile":
-        """A new file that a rank will append to, opened for reading."""
-        path.touch()
-        self.files.append(GrowingFile(path))
-        return self.files[-1]
+            with suppress(OSError):  # the spare may have ended
+                write(spare.process.stdin.fileno(), {"folder": str(folder), "rank": rank, "setting": self.setting})
 
     def step(self, seconds: float) -> bool:
-        """Take what has arrived, waiting at most `seconds` for it; False if nothing came."""
-        deadline = time.monotonic() + seconds
-        while not self.look():
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(min(POLL_SECONDS, seconds))
-        return True
-
-    def look(self) -> bool:
-        """Take what has arrived by now: first see who has ended, then read, so that last words come before the end."""
+        """Take what has arrived; the ends of processes are noted last, so that their last words come before."""
         ended = {rank: code for rank, spare in self.spares.items() if (code := spare.exit_code()) is not None}
-        before = sum(file.taken for file in self.files)
-        for readers in self.readers_of.values():
-            for reader in readers:
-                reader.read()
+        came = super().step(seconds)
         new = ended.keys() - self.exit_codes.keys()
         for rank in new:
             self.rank_exited(rank, ended[rank])
             self.rank_ended(rank)
         self.agent_gone = bool(self.spares) and len(ended) == len(self.spares)
-        return bool(new) or sum(file.taken for file in self.files) > before
+        return came or bool(new)
 
     def ask(self, pid: int) -> None:
         """Ask a rank for its stack; without signals it writes it by its own clock, about now."""
@@ -100,52 +78,26 @@ class Spawned(Launched):
             self.quiet = LATE_STACK_SECONDS
 
     def rank_exited(self, rank: int, code: int) -> None:
-        """A rank's process has ended; if it never came as far as being one, with what it complained of."""
-        if rank not in self.pids:
-            self.complaints += self.spares[rank].log()
+        """A rank's process has ended; one that never came to life says why."""
+        if rank not in self.pids and not self.closing and (words := self.spares[rank].log()):
+            self.refusal = LaunchError(f"the ranks could not be started\n{words}".strip())
         super().rank_exited(rank, code)
 
     def end(self) -> None:
         """Kill what still runs, and whatever the ranks have started, wherever it has gone."""
         for spare in self.spares.values():
             spare.kill()
-            kill_marked(spare.mark)
+        kill_marked({spare.mark for spare in self.spares.values()})
         self.read_for(ENDING_SECONDS, lambda: self.agent_gone or not self.spares)
 
     def release(self) -> None:
-        """Close all files, and remove their folder."""
-        for readers in self.readers_of.values():
-            for reader in readers:
-                reader.close()
-        for file in [*self.files, *self.spares.values()]:
-            with suppress(OSError):
-                file.close()
+        """Close all files, remove their folder, and have new spares wait."""
+        super().release()
+        for spare in self.spares.values():
+            spare.close()
         self.store = None
         self.folder.cleanup()
         refill(len(self.ranks))
-
-    def outcome(self) -> list:
-        """As for every launch; spares that came to nothing say why."""
-        if self.complaints:
-            raise LaunchError(f"the ranks could not be started\n{self.complaints}".strip())
-        return super().outcome()
-
-
-class GrowingFile(io.RawIOBase):
-    """A file that another process appends to: its end is only the end for now."""
-
-    def __init__(self, path: Path):
-        self.file, self.taken = open(path, "rb", buffering=0), 0
-
-    def readinto(self, view: Any) -> int | None:
-        """How many bytes were there, None if there is nothing new."""
-        count = self.file.readinto(view)
-        self.taken += count or 0
-        return count or None
-
-    def close(self) -> None:
-        """Close the file."""
-        self.file.close()
 
 
 def open_store() -> tuple:

@@ -26,7 +26,7 @@ def look_at_all(ranks: list, pids: dict, dumps: dict, calls: dict, results: dict
     """
     now, states, entered = time.monotonic(), [], {}
     for rank in ranks:
-        threads = parse(dumps[rank].text()) if rank in dumps else []
+        threads = parse(dumps.get(rank, ""))
         entered[rank] = next((frame[2] for frames in threads for frame in frames if is_torch_call(frame)), "")
         last = calls[rank][-1] if calls.get(rank) else None
         states.append(look(rank, pids.get(rank), threads, entered[rank], last, rank in results, now))
