@@ -57,7 +57,7 @@ def begin(args: argparse.Namespace) -> int:
     for name in ENDINGS:
         signal.signal(name, signal.default_int_handler)
     try:
-        with files.claimed(folder / "controller.lock"):
+        with files.claimed(folder / "controller"):
             return serve(folder, args)
     except BlockingIOError as error:
         raise LaunchError(

@@ -31,12 +31,11 @@ from . import files
 MAGIC = b"ddp-course checkpoint 1\n"
 PLAIN = {type(None), bool, int, float, complex, str, bytes, torch.Tensor, torch.nn.Parameter}
 FILE_NAME = re.compile(r"checkpoint-(\d{8})\.pt")
-LOCK, PATIENCE_SECONDS = ".writer", 3.0
+WRITER, PATIENCE_SECONDS = ".writer", 3.0
 OWNER_ONLY = 0o600
 NOT_WRITTEN = (
     'no checkpoint could be written to "{}": {}. Those before are untouched; free some space, or choose another folder.'
 )
-_held: set[Path] = set()  # the folders that this process writes to for longer than one checkpoint
 
 
 def save(path: str | Path, state: Any, keep: int = 2) -> Path | None:
@@ -74,11 +73,7 @@ def writing_to(path: str | Path) -> Iterator[None]:
     with ExitStack() as stack:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            place = folder.resolve()
-            if place not in _held:
-                stack.enter_context(files.claimed(folder / LOCK, PATIENCE_SECONDS))
-                stack.callback(_held.remove, place)
-                _held.add(place)
+            stack.enter_context(files.claimed(folder.resolve() / WRITER, PATIENCE_SECONDS))
         except BlockingIOError as error:
             raise CheckpointError(
                 f'another run writes its checkpoints to "{path}" ({error}); wait for its end or choose another folder'

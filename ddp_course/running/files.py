@@ -1,15 +1,13 @@
 """Files: folders that can be written to, files that are replaced whole or not at all, and locks between processes."""
 
-import errno
 import os
 import socket
-import sys
 import tempfile
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 
 def writable_folder(folder: str | Path, option: str = "--out") -> Path:
@@ -61,75 +59,20 @@ def write_whole(path: Path, content: bytes, mode: int) -> Path:
     return path
 
 
-class FileLock:
-    """A lock for all threads of all processes that name the same file; it opens when its process ends, however it ends.
-
-    On a file system without locks it keeps no process out.
-    """
-
-    def __init__(self, path: str | Path):
-        self.file, self.threads = open(path, "a+b", buffering=0), threading.Lock()  # noqa: SIM115 (open with the lock)
-
-    def acquire(self, wait: bool = True) -> bool:
-        """Take the lock; False if another process or thread has it and this one is not to `wait`."""
-        if not self.threads.acquire(blocking=wait):
-            return False
-        try:
-            if sys.platform == "win32":
-                import msvcrt
-
-                self.file.seek(0)
-                msvcrt.locking(self.file.fileno(), msvcrt.LK_LOCK if wait else msvcrt.LK_NBLCK, 1)
-            else:
-                import fcntl
-
-                fcntl.flock(self.file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except (BlockingIOError, PermissionError):
-            self.threads.release()
-            return False
-        except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOTSUP):
-                raise
-        return True
-
-    def release(self) -> None:
-        """Let the next one have it."""
-        if sys.platform == "win32":
-            import msvcrt
-
-            self.file.seek(0)
-            msvcrt.locking(self.file.fileno(), msvcrt.LK_UNLCK, 1)
-        else:
-            import fcntl
-
-            fcntl.flock(self.file, fcntl.LOCK_UN)
-        self.threads.release()
-
-    def __enter__(self) -> None:
-        self.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
-
 @contextmanager
 def claimed(path: Path, patience: float = 0.0) -> Iterator[None]:
     """Keep other processes from this block with the same `path`, a file that names the process in it.
 
     BlockingIOError, with the holder in its text, if another process stays in it for longer than `patience` seconds.
     """
-    lock, deadline = FileLock(path), time.monotonic() + patience
-    with lock.file:
-        while not lock.acquire(wait=False):
-            if time.monotonic() > deadline:
-                raise BlockingIOError(path.read_text(errors="replace").strip() or "a process that has just begun")
-            time.sleep(0.05)
-        lock.file.truncate(0)
-        lock.file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
-        try:
-            yield
-        finally:
-            lock.release()
+    try:
+        lock = FileLock(f"{path}.lock", is_singleton=True).acquire(timeout=patience)
+    except Timeout:
+        holder = path.read_text(errors="replace") if path.exists() else ""
+        raise BlockingIOError(holder or "a process that has just begun") from None
+    with lock:  # the same thread may claim a path twice
+        path.write_text(f"process {os.getpid()} on {socket.gethostname()}")
+        yield
 
 
 def course_folder(name: str) -> Path:

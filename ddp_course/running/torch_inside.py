@@ -12,42 +12,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C import Future
-from torch._ops import OpOverload
-from torch.cuda import _sleep as busy_gpu
+from torch._C import Future as Future
+from torch._ops import OpOverload as OpOverload
 from torch.distributed import distributed_c10d
-from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
-
-__all__ = [
-    "UNSCALE",
-    "BatchNorm",
-    "Future",
-    "OpOverload",
-    "TorchDispatchMode",
-    "after_backward",
-    "around",
-    "as_plain_tensors",
-    "backward_pass",
-    "busy_gpu",
-    "default_group",
-    "dispatch_modes",
-    "is_backend",
-    "messages",
-    "timeout_of",
-    "torch_c10d",
-    "tree_flatten",
-    "tree_leaves",
-    "tree_map_only",
-    "tree_unflatten",
-    "twin",
-    "uncompiled",
-    "unnoticed_by_autograd",
-]
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map_only as tree_map_only
+from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 torch_c10d: Any = torch._C._distributed_c10d  # the stubs of it know nothing of groups that Python defines
 uncompiled = torch._disable_dynamo  # a decorator: what torch.compile leaves as it is
+busy_gpu, BatchNorm = torch.cuda._sleep, torch.nn.modules.batchnorm._BatchNorm
 UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_  # what a gradient scaler calls
 
 

@@ -106,8 +106,8 @@ def build_switch(hosts: Sequence[int], bits_per_second: float, latency_seconds: 
             port = index_of(ip, f"port{number}")
             ip.link("set", index=port, master=switch, state="up")
             limit(ip, port, bits_per_second)
-            if latency_seconds:
-                delay(ip, port, latency_seconds)
+            if latency_seconds:  # netem holds every packet back, before its turn in the token bucket
+                ip.tc("add", "netem", port, parent="1:1", handle="10:", delay=int(latency_seconds * 1e6), limit=100_000)
 
 
 def plug_in(number: int, bits_per_second: float) -> None:
@@ -131,11 +131,6 @@ def limit(ip: Any, index: int, bits_per_second: float) -> None:
     rate = bits_per_second / 8
     burst = int(1.25 * segment(bits_per_second)) + HEADER
     ip.tc("add", "tbf", index, handle="1:", rate=int(rate), burst=burst, limit=int(rate * QUEUE_SECONDS) + 4 * burst)
-
-
-def delay(ip: Any, index: int, latency_seconds: float) -> None:
-    """Hold every packet back for the latency, before it takes its turn in the token bucket."""
-    ip.tc("add", "netem", index, parent="1:1", handle="10:", delay=int(latency_seconds * 1e6), limit=100_000)
 
 
 def segment(bits_per_second: float) -> int:

@@ -4,7 +4,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from ddp_course import Device, problems, stage2_dataparallel
+from ddp_course import Device, Link, problems, stage2_dataparallel
 from ddp_course.measuring import timeline
 from ddp_course.measuring.timeline import Span
 from ddp_course.running import wire
@@ -106,7 +106,8 @@ def test_each_device_of_a_process_has_a_lane():
 
 def test_spans_of_threads_belong_to_their_devices():
     model = problems.make("digits").model()
-    with Device("2GFLOP/s", bus="100Mbit").emulate(), timeline.recording() as spans:
+    link = Link("100Mbit", mode="wire")
+    with Device("2GFLOP/s").emulate(link), timeline.recording() as spans:
         stage2_dataparallel.train(model, problems.make("digits").batches(12, 1), 0.1, ["cpu:0", "cpu:1", "cpu:2"])
     lanes = timeline.laid_out(spans)
     assert len(lanes) == 3

@@ -44,10 +44,10 @@ def test_what_is_saved_is_loaded_and_the_newest_are_kept(tmp_path):
     for number in range(1, 5):
         file = checkpoint.save(folder, state_of(number))
         assert file.exists() and same(checkpoint.load(folder), state_of(number))
-    assert sorted(os.listdir(folder)) == [".writer", "checkpoint-00000003.pt", "checkpoint-00000004.pt"]
+    assert sorted(os.listdir(folder)) == [".writer", ".writer.lock", "checkpoint-00000003.pt", "checkpoint-00000004.pt"]
     (folder / ".abc.tmp").write_bytes(b"half a checkpoint, of a writer that was killed")
     checkpoint.save(folder, state_of(5), keep=3)
-    assert [number for number, _ in checkpoint.checkpoints(folder)] == [5, 4, 3] and len(os.listdir(folder)) == 4
+    assert [number for number, _ in checkpoint.checkpoints(folder)] == [5, 4, 3] and len(os.listdir(folder)) == 5
     with pytest.raises(ValueError, match="keep is 0"):
         checkpoint.save(folder, state_of(6), keep=0)
 
@@ -142,7 +142,7 @@ def no_space(folder):
 def test_a_full_disk_loses_nothing(tmp_path):
     [(message, files, kept)] = launch(no_space, str(tmp_path), world_size=1)
     assert message.startswith(f'no checkpoint could be written to "{tmp_path}": File too large')
-    assert files == [".writer", "checkpoint-00000001.pt"] and kept
+    assert files == [".writer", ".writer.lock", "checkpoint-00000001.pt"] and kept
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):

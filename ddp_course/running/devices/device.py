@@ -5,7 +5,6 @@ import pickle
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from copy import copy
 from typing import Any
 
 from ...errors import DeviceError
@@ -19,18 +18,17 @@ class Device:
     """An emulated accelerator: "2GFLOP/s", with a `memory` of "5GB/s", or None for one that nothing waits for.
 
     An operation takes max(flops/rate, bytes/memory) of its time; the real arithmetic runs on the processor meanwhile,
-    so results are those of any other run, bit for bit. `bus`: bandwidth between several devices of one process
-    ("400Mbit"; default: that of the launch's link). Raises DeviceError for what does not parse or cannot be.
+    so results are those of any other run, bit for bit. Raises DeviceError for what does not parse
+    or cannot be.
     """
 
-    def __init__(self, rate, memory=None, bus=None):
+    def __init__(self, rate, memory=None):
         self.rate = parsed(units.flops_per_second, rate)
         self.memory = None if memory is None else parsed(units.bytes_per_second, memory)
-        self.bus = None if bus is None else (parsed(units.bits_per_second, bus), 0.0)
         self.name, self.slowed = None, 1.0
 
     @classmethod
-    def like(cls, name: str, slowed: float = 1.0, scale: float = 1.0, bus: Any = None) -> "Device":
+    def like(cls, name: str, slowed: float = 1.0, scale: float = 1.0) -> "Device":
         """The accelerator `name` of ACCELERATORS in slow motion: all it does takes `slowed` times as long.
 
         With `scale` it stands for one that trains a model so many times larger: its rate shrinks along with the model.
@@ -40,7 +38,7 @@ class Device:
             raise DeviceError(f'unknown device "{name}"; choose one of {", ".join(ACCELERATORS)}')
         factor = slow_motion(slowed, scale)
         known = ACCELERATORS[name]
-        device = cls(f"{known.rate / factor}FLOP/s", f"{known.memory / factor}B/s", bus)
+        device = cls(f"{known.rate / factor}FLOP/s", f"{known.memory / factor}B/s")
         device.name, device.slowed = name, slowed
         return device
 
@@ -76,15 +74,9 @@ class Device:
         rate, memory = (value and two_digits(value / factor, math.floor) for value in (self.rate, self.memory))
         return f"at most {with_unit(rate, 'FLOP/s')}" + (f" and memory of {with_unit(memory, 'B/s')}" if memory else "")
 
-    def over(self, link: Any) -> "Device":
-        """This device, for several in one process: copies between them take the time of `link`, or of its own bus."""
-        device = copy(self)
-        device.bus = self.bus or (link and (link.bandwidth, link.latency))
-        return device
-
     def emulate(self, link: Any = None, record: bool = False, sleep: bool = True) -> Emulation:
-        """A context in which this process computes on such a device; `link` is the bus if the device has none."""
-        return Emulation(self, self.over(link).bus, record, sleep)
+        """A context in which this process computes on such devices; copies between them take the time of `link`."""
+        return Emulation(self, link and (link.bandwidth, link.latency), record, sleep)
 
     def describe(self) -> dict:
         """Ready for JSON: rate (FLOP/s), memory (bytes/s or None), and the name and slow motion of a known device."""

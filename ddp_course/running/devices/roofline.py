@@ -59,13 +59,7 @@ def has_traffic(operation: OpOverload) -> bool:
 
 def traffic(operands: Any) -> int:
     """Bytes of all tensors among the operands and results of an operation: each is read or written once."""
-    total = 0
-    for operand in operands.values() if isinstance(operands, dict) else operands:
-        if isinstance(operand, torch.Tensor):
-            total += operand.nbytes
-        elif isinstance(operand, (list, tuple, dict)):
-            total += traffic(operand)
-    return total
+    return sum(tensor.nbytes for tensor in tensors_in(operands))
 
 
 def tensors_in(operands: Any) -> Iterator[torch.Tensor]:

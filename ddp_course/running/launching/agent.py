@@ -16,6 +16,7 @@ from ...errors import LaunchError
 from .. import linux
 from . import rank
 from .channel import receive_descriptors, write
+from .limits import PIPES_PER_RANK, SHARED_PIPES
 
 LOOPBACK = "127.0.0.1"
 
@@ -23,9 +24,11 @@ LOOPBACK = "127.0.0.1"
 def own_ranks(launch: socket.socket, setting: dict) -> None:
     """Carry out one launch: start its ranks, tell the caller how each one ended, and exit."""
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    pipes = rank.Pipes.unpack(receive_descriptors(launch, setting["descriptors"]), setting["ranks"])
-    os.dup2(pipes.agent_log, 1)
-    os.dup2(pipes.agent_log, 2)
+    descriptors = receive_descriptors(launch, setting["descriptors"])
+    log, *shared = descriptors[:SHARED_PIPES]
+    own = [descriptors[first:][:PIPES_PER_RANK] for first in range(SHARED_PIPES, len(descriptors), PIPES_PER_RANK)]
+    os.dup2(log, 1)
+    os.dup2(log, 2)
     try:
         link = pickle.loads(setting["link"])
         if setting["private"] and link is None and not setting["store"]:
@@ -37,7 +40,8 @@ def own_ranks(launch: socket.socket, setting: dict) -> None:
     for name in setting["modules"]:
         with contextlib.suppress(Exception):  # a rank that needs it will tell
             importlib.import_module(name)  # afresh for this launch, but once for all its ranks
-    wait_for(start_ranks(setting, link, master, pipes, launch), launch)
+    pipes = dict(zip(setting["ranks"], own, strict=True))
+    wait_for(start_ranks(setting, link, master, shared, pipes, launch), launch)
     os._exit(0)
 
 
@@ -65,8 +69,8 @@ def lay_link(link: Any, world_size: int) -> str:
     return link.master_address()
 
 
-def start_ranks(setting: dict, link: Any, master: str, pipes: rank.Pipes, launch: socket.socket) -> dict:
-    """Fork the ranks; returns their processes by rank.
+def start_ranks(setting: dict, link: Any, master: str, shared: list, pipes: dict, launch: socket.socket) -> dict:
+    """Fork the ranks; returns their processes by rank. `shared`: the open files with the call and the recorder.
 
     Rank 0 serves their store, on a socket that is bound here: two launches never clash, and this process has no
     thread but its main one, so that it may fork (a lock that a thread holds at a fork stays locked for ever).
@@ -75,12 +79,12 @@ def start_ranks(setting: dict, link: Any, master: str, pipes: rank.Pipes, launch
     setting["store"] = setting["store"] or listener.getsockname()
     fork = multiprocessing.get_context("fork").Process
     ranks = {
-        number: fork(target=rank.main, args=(setting, number, link, pipes, launch, listener, os.getpid()))
+        number: fork(target=rank.main, args=(setting, number, link, shared, pipes, launch, listener, os.getpid()))
         for number in setting["ranks"]
     }
     for process in ranks.values():
         process.start()
-    pipes.close()
+    rank.close_pipes(pipes)
     return ranks
 
 

@@ -1,7 +1,6 @@
 """What `%%ranks` runs on each rank: the text of one notebook cell."""
 
 import ast
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,16 +45,9 @@ def run_cell(source: str, filename: str, given: dict, pull: list) -> dict:
     shown = eval(last, _names) if last else None
     if shown is not None:
         print(repr(shown))
-    return {name: to_host(pulled(_names, name)) for name in pull} if rank == 0 else {}
-
-
-def pulled(names: dict, name: str) -> Any:
-    """The value that the cell gave to `name`."""
-    if name not in names:
-        raise NameError(f'"{name}" is to be pulled, but the cell assigned no such name on rank 0')
-    return names[name]
-
-
-def to_host(value: Any) -> Any:
-    """A tensor on the CPU, anything else as it is."""
-    return value.detach().cpu() if isinstance(value, torch.Tensor) else value
+    if rank:
+        return {}
+    if missing := [name for name in pull if name not in _names]:
+        raise NameError(f'"{missing[0]}" is to be pulled, but the cell assigned no such name on rank 0')
+    values = {name: _names[name] for name in pull}
+    return {name: v.detach().cpu() if isinstance(v, torch.Tensor) else v for name, v in values.items()}

@@ -5,14 +5,13 @@ part watches over its ranks in a thread, so that the engine can serve several la
 for any more, the head or the way to it is gone, and the part ends its ranks itself.
 """
 
-import io
 import platform
 import socket
 import threading
 import time
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
-from typing import IO, Any
+from typing import Any
 
 import cloudpickle
 import psutil
@@ -98,7 +97,7 @@ class LocalRanks:
     """The ranks of one launch that live on this host."""
 
     def __init__(self, setting: dict, packed: bytes):
-        self.setting, self.payload = setting, io.BytesIO(packed)
+        self.setting, self.packed = setting, packed
         self.ending, self.asked_at, self.waiting, self.changed = False, time.monotonic(), [], threading.Condition()
         threading.Thread(target=self.carry_out, daemon=True).start()
 
@@ -134,7 +133,10 @@ class LocalRanks:
         launched.advance = lambda steps: self.tell("steps", steps)
         launched.hold = lambda: self.hold(launched)
         try:
-            launched.start(self.payload_file())
+            file = open_memory("call")
+            file.write(self.packed)
+            file.flush()
+            launched.start(file)
             launched.watch()
         finally:
             launched.close()
@@ -156,10 +158,3 @@ class LocalRanks:
         self.tell("results", launched.results)
         while not (self.given_up() or launched.failures or launched.agent_gone):
             launched.step(TICK_SECONDS)
-
-    def payload_file(self) -> IO[bytes]:
-        """The packed call as an open file that ranks can map."""
-        file = open_memory("call")
-        file.write(self.payload.getvalue())
-        file.flush()
-        return file

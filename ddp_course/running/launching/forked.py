@@ -21,7 +21,7 @@ from .channel import send_descriptors, write
 from .limits import PIPES_PER_RANK, SHARED_PIPES
 from .local import ENDING_SECONDS, LocalLaunch, how_it_ended, kill_marked
 from .readers import Mail
-from .setting import short_environment
+from .setting import preloading_environment
 
 
 class Forked(LocalLaunch):
@@ -145,7 +145,7 @@ class Server:
         return subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("server.py")), *needed],
             stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=self.complaints, start_new_session=True,
-            env=short_environment(),
+            env=preloading_environment(),
         )  # fmt: skip
 
     def usable(self) -> bool:

@@ -146,7 +146,6 @@ class LaunchOnHosts(Launch):
         super().__init__(list(range(world_size)), timeout, progress, show)
         self.client, self.members, self.number = client, members, secrets.randbits(64)
         count = len(members)
-        self.host_of = {rank: members[rank * count // world_size]["host"] for rank in self.ranks}
         self.ranks_on = [[r for r in self.ranks if r * count // world_size == index] for index in range(count)]
         self.broken, self.lost, self.over = {}, [], set()
         self.requests: dict = {}  # by host, the reply to the last request for news, and when that was made
@@ -224,8 +223,8 @@ class LaunchOnHosts(Launch):
         except Exception:  # the engine died: ipyparallel has no common base for what it then raises
             self.lose(index)
             return
-        for kind, *details in messages:
-            getattr(self, f"take_{kind}")(index, *details)
+        for message in messages:
+            self.note(index, message)
         if index in self.over:
             del self.requests[index]
         else:
@@ -236,37 +235,26 @@ class LaunchOnHosts(Launch):
         del self.requests[index]
         self.lost.append(self.members[index]["host"])
 
-    def take_line(self, index: int, rank: int, stream: str, text: str) -> None:
-        """A rank has printed a line."""
-        self.show(self.bar, f"{rank} {self.members[index]['host']}", stream, text)
-
-    def take_steps(self, index: int, steps: int) -> None:
-        """Rank 0 has trained."""
-        self.bar.advance_to(steps)
-
-    def take_results(self, index: int, results: dict) -> None:
-        """All ranks of a host have returned."""
-        self.results |= results
-
-    def take_failures(self, index: int, failures: list) -> None:
-        """Ranks of a host have failed; each failure's time is relative to now."""
-        now = time.monotonic()
-        for failure in failures:
-            self.failures[failure.rank] = replace(failure, time=now + failure.time, host=self.host_of[failure.rank])
-
-    def take_states(self, index: int, states: list, calls: dict, entered: dict) -> None:
-        """Time is up on a host, and this is where its ranks were."""
-        self.states += [replace(state, host=self.host_of[state.rank]) for state in states]
-        self.calls |= {rank: count for rank, count in calls.items() if rank in self.ranks_on[index]}
-        self.entered |= entered
-
-    def take_broken(self, index: int, words: str) -> None:
-        """A host could not start its ranks, or they were ended from outside."""
-        self.broken[self.members[index]["host"]] = words
-
-    def take_over(self, index: int) -> None:
-        """A host has nothing left of this launch."""
-        self.over.add(index)
+    def note(self, index: int, message: tuple) -> None:
+        """Note one piece of a host's news; the times of failures are relative to now."""
+        host, now = self.members[index]["host"], time.monotonic()
+        match message:
+            case "line", rank, stream, text:
+                self.show(self.bar, f"{rank} {host}", stream, text)
+            case "steps", steps:
+                self.bar.advance_to(steps)
+            case "results", results:
+                self.results |= results
+            case "failures", failures:
+                self.failures |= {f.rank: replace(f, time=now + f.time, host=host) for f in failures}
+            case "states", states, calls, entered:  # time is up there
+                self.states += [replace(state, host=host) for state in states]
+                self.calls |= {rank: made for rank, made in calls.items() if rank in self.ranks_on[index]}
+                self.entered |= entered
+            case "broken", words:  # the host could not start its ranks, or they were ended from outside
+                self.broken[host] = words
+            case ("over",):  # nothing of this launch is left there
+                self.over.add(index)
 
     def end(self) -> None:
         """Have all hosts end their ranks, and wait until they have."""

@@ -13,7 +13,6 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -28,7 +27,6 @@ from ..devices import emulation_of
 from ..devices.placement import hide_gpus
 from ..linux import die_with_parent
 from .channel import read_message, write
-from .limits import PIPES_PER_RANK, SHARED_PIPES
 from .pickling import Pickler
 from .progress import Steps
 
@@ -44,52 +42,26 @@ NCCL_LOST = ("ncclRemoteError", "remote process", "communicator was aborted", "C
 ELASTIC = "TORCHELASTIC_"  # variables of a torchrun that this launch may be part of, but its ranks are not
 
 
-@dataclass
-class Pipes:
-    """Open files that came from the caller: shared ones, and each rank's orders, report, stdout, stderr and stacks."""
-
-    agent_log: int
-    payload: int
-    recorder: int
-    ranks: dict
-
-    @classmethod
-    def unpack(cls, descriptors: list, ranks: list) -> "Pipes":
-        """Give the descriptors their names, in the order in which the caller sent them."""
-        shared, rest = descriptors[:SHARED_PIPES], descriptors[SHARED_PIPES:]
-        per_rank = {rank: rest[PIPES_PER_RANK * i :][:PIPES_PER_RANK] for i, rank in enumerate(ranks)}
-        return cls(*[*shared, per_rank])
-
-    def close(self, keep: int | None = None) -> None:
-        """Close all ranks' pipes but those of rank `keep`, so that a rank's end shows as the end of its pipes."""
-        for rank, pipes in self.ranks.items():
-            if rank != keep:
-                for descriptor in pipes:
-                    os.close(descriptor)
-                self.ranks[rank] = []
-
-
 def main(
-    setting: dict, rank: int, link: Any, pipes: Pipes, launch: socket.socket, listener: socket.socket | None, agent: int
-) -> None:
+    setting: dict, rank: int, link: Any, shared: list, pipes: dict, launch: socket.socket,
+    listener: socket.socket | None, agent: int,
+) -> None:  # fmt: skip
     """Be one rank, forked by `agent`: move to its place in the emulated network, take its pipes, do its work."""
     die_with_parent(agent)
     if link is not None:
         link.enter(rank)  # before any socket: it may move this process into a network namespace of its own
     launch.close()
-    pipes.close(keep=rank)
-    orders, *own = pipes.ranks[rank]
-    work(
-        setting,
-        rank,
-        link,
-        listener,
-        partial(read_message, orders, setting["idle"]),
-        pipes.payload,
-        pipes.recorder,
-        *own,
-    )
+    orders, *own = pipes.pop(rank)
+    close_pipes(pipes)
+    work(setting, rank, link, listener, partial(read_message, orders, setting["idle"]), *shared, *own)
     leave_nccl()
+
+
+def close_pipes(pipes: dict) -> None:
+    """Close the pipes of other ranks: the end of a rank shows as the end of its pipes if no process else has them."""
+    for descriptors in pipes.values():
+        for descriptor in descriptors:
+            os.close(descriptor)
 
 
 def work(

@@ -82,14 +82,6 @@ def load(names: list) -> None:
             importlib.import_module(name)
     gc.freeze()
     gc.enable()
-    remove_empty_cache()
-
-
-def remove_empty_cache() -> None:
-    """Importing dynamo makes a folder for what it compiles, for all programs of a user; nothing is compiled here."""
-    if utilities := sys.modules.get("torch._inductor.runtime.cache_dir_utils"):
-        with contextlib.suppress(OSError):
-            os.rmdir(utilities.default_cache_dir())
 
 
 def wake_on_child() -> int:

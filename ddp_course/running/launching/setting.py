@@ -8,7 +8,10 @@ from typing import IO, Any
 from ..devices import Device, for_ranks, placement, usable_cores
 from . import pickling
 
-SHORT = 100_000  # bytes: Linux starts no program with a longer variable in its environment
+LOOPBACK_CARDS = {"linux": "lo", "darwin": "lo0"}
+NETWORK_CARD = (  # gloo takes the loopback, whatever card is set for other machines
+    {"GLOO_SOCKET_IFNAME": LOOPBACK_CARDS[sys.platform]} if sys.platform in LOOPBACK_CARDS else {}
+)
 
 
 def start_method() -> str:
@@ -40,22 +43,15 @@ def describe_launch(world_size: int, device: Any, timeout: float, link: Any, pro
         "path": list(sys.path),
         "argv": list(sys.argv),
         "folder": os.getcwd(),
-        "environ": {**os.environ, **network_card()},
+        "environ": {**os.environ, **NETWORK_CARD},
         "private": os.environ.get("DDP_COURSE_NETWORK") == "private",  # a network without anybody else in it
         "idle": None,  # seconds that ranks which stay after their call wait for another one
     }
 
 
-def short_environment() -> dict:
-    """What the environment of a process that preloads torch must be; ranks get all of the caller's later."""
-    short = {name: value for name, value in os.environ.items() if len(value) < SHORT}
-    return {**short, "TORCH_CPP_LOG_LEVEL": "ERROR", "OPENBLAS_NUM_THREADS": "1"}
-
-
-def network_card() -> dict:
-    """The environment variable by which gloo takes the loopback, whatever card somebody has set for other machines."""
-    cards = {"linux": "lo", "darwin": "lo0"}
-    return {"GLOO_SOCKET_IFNAME": cards[sys.platform]} if sys.platform in cards else {}
+def preloading_environment() -> dict:
+    """The environment of a process that preloads torch; its ranks get the caller's as it is at their launch."""
+    return {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR", "OPENBLAS_NUM_THREADS": "1"}
 
 
 def open_memory(name: str) -> IO[bytes]:

@@ -16,7 +16,7 @@ import psutil
 
 from ..linux import free_memory
 from .local import MARK
-from .setting import short_environment
+from .setting import preloading_environment
 
 SPARE_MEMORY = 300 << 20  # bytes of its own, once it has imported all that ranks need: measured 260 MiB
 MOST_SPARES = 16
@@ -38,7 +38,7 @@ class Spare:
         self.process = subprocess.Popen(
             [sys.executable, SCRIPT, *map(str, names)],
             stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=self.complaints,
-            env={**short_environment(), MARK: self.mark},
+            env={**preloading_environment(), MARK: self.mark},
             **options,
         )  # fmt: skip
         for end in far_ends:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from ...errors import LinkError
 from .. import wire
+from ..devices.device import two_digits
 from ..launching.run import pack_call, run_ranks
 from .modes import ThrottledWire
 
@@ -39,7 +40,7 @@ def rehearse(link: Any, unlimited: type, host_count: int) -> None:
             return
     raise LinkError(
         f"{link.bandwidth / 1e6:g} Mbit/s between {host_count} hosts ({link.kind.title}) is more than this "
-        f"machine's processor carries; choose at most {round_down(max(tries)) / 1e6:g}Mbit"
+        f"machine's processor carries; choose at most {two_digits(max(tries), math.floor) / 1e6:g}Mbit"
     )
 
 
@@ -66,9 +67,3 @@ def full_speed(message_bytes: Any = 1 << 20, seconds: float = 0.2) -> float:
         going_on.fill_(float(time.perf_counter() - start < seconds))
         dist.all_reduce(going_on, op=dist.ReduceOp.MIN)
     return sent / (time.perf_counter() - start)
-
-
-def round_down(bits_per_second: float) -> float:
-    """Two leading digits, rounded down: a bandwidth to type."""
-    digit = 10 ** (math.floor(math.log10(bits_per_second)) - 1)
-    return math.floor(bits_per_second / digit) * digit

@@ -24,8 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch.distributed as dist
-
-from ..files import FileLock
+from filelock import FileLock
 
 CHANNELS = 4  # the default group, and three for all others, by their names
 DEPTH = 512  # messages between two ranks that may be under way at once
@@ -116,7 +115,8 @@ def named_memory(folder: str | Path, numbers: Any) -> Any:
     """The same for any processes, in files of a folder."""
     with open(Path(folder) / "switch", "a+b") as file:
         file.truncate(8 * numbers)
-        return FileLock(Path(folder) / "lock"), np.frombuffer(mmap.mmap(file.fileno(), 8 * numbers))
+        lock = FileLock(Path(folder) / "lock", poll_interval=0.001)
+        return lock, np.frombuffer(mmap.mmap(file.fileno(), 8 * numbers))
 
 
 def channel(group: dist.ProcessGroup | None) -> int:

@@ -18,7 +18,6 @@ from ddp_course.running.devices import capacity, for_ranks
         ({"rate": None}, "cannot read the rate"),
         ({"rate": "2GFLOP/s", "memory": "0GB/s"}, "memory"),
         ({"rate": "2GFLOP/s", "memory": "lots"}, "5GB/s"),
-        ({"rate": "2GFLOP/s", "bus": "wide"}, "bandwidth"),
     ],
 )
 def test_impossible_devices_are_refused(options, words):

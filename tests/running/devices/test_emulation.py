@@ -186,13 +186,13 @@ def test_stage_2_drives_as_many_devices_and_its_bus_carries_the_model_out_and_th
 
 
 def test_copies_take_the_time_of_the_bus():
-    device = Device("2GFLOP/s", bus="80Mbit")
-    with device.emulate() as emulated:
+    device, bus = Device("2GFLOP/s"), Link("80Mbit", mode="wire")
+    with device.emulate(bus) as emulated:
         torch.zeros(1).to("cpu:1")  # the first time torch loads what it needs for that
         start = emulated.thread.now
         torch.zeros(250_000).to("cpu:1")
         assert emulated.thread.now - start == pytest.approx(0.1, abs=0.01)
-    with device.emulate() as emulated:
+    with device.emulate(bus) as emulated:
         start = emulated.thread.now
         torch.zeros(250_000).to("cpu:0")
         assert emulated.thread.now - start < 0.01 and emulated.copied == 0
