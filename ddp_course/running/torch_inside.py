@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch._C import Future as Future
 from torch._ops import OpOverload as OpOverload
 from torch.distributed import distributed_c10d
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_flatten as tree_flatten
@@ -24,7 +25,8 @@ from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 torch_c10d: Any = torch._C._distributed_c10d  # the stubs of it know nothing of groups that Python defines
 uncompiled = torch._disable_dynamo  # a decorator: what torch.compile leaves as it is
-busy_gpu, BatchNorm = torch.cuda._sleep, torch.nn.modules.batchnorm._BatchNorm
+BatchNorm = _BatchNorm
+busy_gpu = torch.cuda._sleep
 UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_  # what a gradient scaler calls
 
 

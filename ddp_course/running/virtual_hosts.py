@@ -46,7 +46,10 @@ def build(host_count: int, bits_per_second: float, latency_seconds: float = 0.0)
     """
     linux.unshare_as_anyone(linux.CLONE_NEWNET | linux.CLONE_NEWNS | linux.CLONE_NEWUTS)
     home = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
-    hosts = [new_network() for _ in range(host_count)]
+    hosts = []
+    for _ in range(host_count):  # an open descriptor keeps a network alive
+        linux.unshare(linux.CLONE_NEWNET)
+        hosts.append(os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC))
     linux.setns(home)
     name_hosts(host_count)
     build_switch(hosts, bits_per_second, latency_seconds)
@@ -71,12 +74,6 @@ def enter(hosts: Sequence[int], number: int) -> None:
 def address(number: int) -> str:
     """The IP address of host `number`."""
     return f"10.77.0.{number + 1}"
-
-
-def new_network() -> int:
-    """Enter a new network namespace and return a descriptor that keeps it alive."""
-    linux.unshare(linux.CLONE_NEWNET)
-    return os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
 
 
 def name_hosts(host_count: int) -> None:

@@ -69,7 +69,7 @@ class Emulation:
             raise DeviceError("this process emulates a device already; leave that emulation first")
         self.stack = ExitStack()
         for owner, name, number_of in (
-            (torch.nn.Module, "__call__", self.number_of_module),
+            (torch.nn.Module, "__call__", lambda module: self.number_of_outputs(module.parameters())),
             (torch.autograd, "_engine_run_backward", self.number_of_outputs),
         ):
             self.stack.enter_context(around(owner, name, self.on_its_device(number_of)))
@@ -174,10 +174,6 @@ class Emulation:
                 return run(first, *args, **kwargs)
 
         return hook
-
-    def number_of_module(self, module: torch.nn.Module) -> int:
-        """The emulated device on which a module's first parameter lives."""
-        return self.number_of_outputs(module.parameters())
 
     def number_of_outputs(self, tensors: Any) -> int:
         """The emulated device on which the first of several tensors lives."""

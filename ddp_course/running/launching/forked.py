@@ -123,7 +123,7 @@ def hand_over(connection: socket.socket, descriptors: list, ours: list) -> None:
             os.close(descriptor)
 
 
-NEEDED_TOO = ("torch._dynamo", "pytest")  # optimizers load the one, whose functions stand in tests the other
+NEEDED_TOO = ("torch._dynamo", "pytest")  # ranks need these as well if the caller has loaded them, and they load slowly
 
 
 class Server:
@@ -133,20 +133,13 @@ class Server:
         self.control, theirs = socket.socketpair()
         self.complaints = tempfile.TemporaryFile()
         self.owner = os.getpid()
-        with theirs:
-            self.process = self.begin(theirs)
-
-    def begin(self, theirs: socket.socket) -> subprocess.Popen:
-        """Start the process, with its end of the socket; returns it, as `subprocess.Popen` does.
-
-        What takes long to import and the caller has loaded, its ranks will need too.
-        """
         needed = [name for name in NEEDED_TOO if name in sys.modules]
-        return subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("server.py")), *needed],
-            stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=self.complaints, start_new_session=True,
-            env=preloading_environment(),
-        )  # fmt: skip
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, str(Path(__file__).with_name("server.py")), *needed],
+                stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=self.complaints, start_new_session=True,
+                env=preloading_environment(),
+            )  # fmt: skip
 
     def usable(self) -> bool:
         """Whether the server runs, not stopped by a signal, and belongs to this process, not to one that forked us."""
@@ -159,19 +152,11 @@ class Server:
             self.process.wait(patience)
         return self.process.returncode
 
-    def take_order(self, letter: bytes, number: int, descriptors: Sequence = ()) -> None:
-        """Send one order: "L" (a new launch, with its socket) or "K" (kill that launch)."""
-        message = letter + number.to_bytes(8, "little")
-        if descriptors:
-            socket.send_fds(self.control, [message], descriptors)
-        else:
-            self.control.sendall(message)
-
     def log(self) -> str:
         """What the server wrote on its standard error: nothing, unless it could not start."""
-        return (
-            "" if self.complaints.closed else os.pread(self.complaints.fileno(), 1 << 16, 0).decode("utf-8", "replace")
-        )
+        if self.complaints.closed:
+            return ""
+        return os.pread(self.complaints.fileno(), 1 << 16, 0).decode("utf-8", "replace")
 
     def close(self) -> None:
         """End the server, and with it all launches that still run."""
@@ -199,7 +184,10 @@ def server_pid() -> int | None:
 
 
 def order(letter: bytes, number: int, descriptors: Sequence = ()) -> Server | None:
-    """Give the server an order; for a new launch, start one if there is none, or none that answers. Returns it."""
+    """Give the server an order: "L" (a new launch, with its socket) or "K" (kill that launch). Returns the server.
+
+    A new launch starts a server if there is none, or none that answers.
+    """
     with _server_lock:
         usable = bool(_servers) and _servers[0].usable()
         if letter == b"K" and not usable:
@@ -207,11 +195,8 @@ def order(letter: bytes, number: int, descriptors: Sequence = ()) -> Server | No
         if not usable:
             use_server(Server())
         with suppress(BrokenPipeError, ConnectionResetError):  # it dies right now: the launch notices, and tries again
-            _servers[0].take_order(letter, number, descriptors)
+            socket.send_fds(_servers[0].control, [letter + number.to_bytes(8, "little")], descriptors)
         return _servers[0]
 
 
-@atexit.register
-def stop_server() -> None:
-    """End this process's server; the next launch starts a new one."""
-    use_server(None)
+atexit.register(use_server, None)

@@ -262,11 +262,6 @@ def is_broken_connection(error: BaseException, message: str) -> bool:
     if runtime and "gloo" in message and "transport" in message:
         return True
     marks = ("Connection closed by peer", "Connection reset", "Broken pipe", "recv failed")
-    told = isinstance(error, ConnectionError) or (runtime and any(mark in message for mark in marks))
-    return told and raised_in(error).startswith(LIBRARIES)
-
-
-def raised_in(error: BaseException) -> str:
-    """The file of the innermost Python frame of an exception."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return frames[-1].f_code.co_filename if frames else ""
+    reported = isinstance(error, ConnectionError) or (runtime and any(mark in message for mark in marks))
+    innermost = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)][-1:]
+    return reported and bool(innermost) and innermost[0].startswith(LIBRARIES)

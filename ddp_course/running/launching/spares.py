@@ -44,10 +44,6 @@ class Spare:
         for end in far_ends:
             os.close(end)
 
-    def exit_code(self) -> int | None:
-        """How the process ended, None while it runs."""
-        return self.process.poll()
-
     def kill(self) -> None:
         """End the process."""
         self.process.kill()
@@ -85,7 +81,7 @@ def take_spares(count: int) -> list:
         if _owner != [os.getpid()]:  # this process is a fork of the one that the spares belong to
             _waiting.clear()
             _owner[:] = [os.getpid()]
-        alive = [spare for spare in _waiting if spare.exit_code() is None]
+        alive = [spare for spare in _waiting if spare.process.poll() is None]
         taken, _waiting[:] = alive[:count], alive[count:]
         taken += [Spare() for _ in range(count - len(taken))]
     return taken
@@ -109,7 +105,7 @@ def most_spares(count: int) -> int:
 
 def waiting_spares() -> list:
     """The process ids of the spares that wait for this process."""
-    return [spare.process.pid for spare in _waiting if spare.exit_code() is None]
+    return [spare.process.pid for spare in _waiting if spare.process.poll() is None]
 
 
 def all_spares() -> list:

@@ -61,7 +61,7 @@ class Spawned(LocalLaunch):
 
     def step(self, seconds: float) -> bool:
         """Take what has arrived; the ends of processes are noted last, so that their last words come before."""
-        ended = {rank: code for rank, spare in self.spares.items() if (code := spare.exit_code()) is not None}
+        ended = {rank: code for rank, spare in self.spares.items() if (code := spare.process.poll()) is not None}
         came = super().step(seconds)
         new = ended.keys() - self.exit_codes.keys()
         for rank in new:

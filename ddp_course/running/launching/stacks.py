@@ -27,7 +27,7 @@ def look_at_all(ranks: list, pids: dict, dumps: dict, calls: dict, results: dict
     now, states, entered = time.monotonic(), [], {}
     for rank in ranks:
         threads = parse(dumps.get(rank, ""))
-        entered[rank] = next((frame[2] for frames in threads for frame in frames if is_torch_call(frame)), "")
+        entered[rank] = next((name for frames in threads for file, _, name in frames if is_torch_call(file, name)), "")
         last = calls[rank][-1] if calls.get(rank) else None
         states.append(look(rank, pids.get(rank), threads, entered[rank], last, rank in results, now))
     return states, entered
@@ -120,9 +120,9 @@ def parse(dump: str) -> list:
     return threads[::-1]
 
 
-def is_torch_call(frame: tuple) -> bool:
+def is_torch_call(file: str, function: str) -> bool:
     """Whether this frame is one of torch's own collectives."""
-    return frame[0].endswith("distributed_c10d.py") and not frame[2].startswith("_")
+    return file.endswith("distributed_c10d.py") and not function.startswith("_")
 
 
 def show(frames: list) -> str:

@@ -1,6 +1,7 @@
 """The bandwidth and latency of a link, how ranks spread over its hosts, and which links are refused."""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ class Link:
     """
 
     def __init__(self, bandwidth="200Mbit", latency="0ms", hosts=None, mode="auto"):
-        self.bandwidth, self.latency = parse_bandwidth(bandwidth), parse_latency(latency)
+        self.bandwidth, self.latency = parse_bandwidth(bandwidth), parsed(units.seconds, latency)
+        if self.latency > LONGEST_LATENCY:
+            raise LinkError(f'the latency "{latency}" is out of range; choose {LONGEST_LATENCY:g}s or less')
         if hosts is not None and (not isinstance(hosts, int) or hosts < 1):
             raise LinkError(f"hosts is {hosts!r}; it must be a whole number, 1 or more, or None for one per rank")
         self.hosts, self.automatic = hosts, mode == "auto"
@@ -130,21 +133,15 @@ class Unlimited(Link):
 
 def parse_bandwidth(text: Any) -> float:
     """Bits per second of "200Mbit", "1Gbit" and the like; LinkError for what does not parse, is 0 or less."""
-    try:
-        value = units.bits_per_second(text)
-    except ValueError as error:
-        raise LinkError(str(error)) from None
+    value = parsed(units.bits_per_second, text)
     if value < SLOWEST or not math.isfinite(value):
         raise LinkError(f'the bandwidth "{text}" is out of range; choose 1Mbit or more')
     return value
 
 
-def parse_latency(text: Any) -> float:
-    """Seconds of "5ms", "100us" and the like, "0ms" for none; LinkError for what does not parse or is below 0."""
+def parsed(parse: Callable, text: Any) -> float:
+    """What `parse` makes of `text`; a LinkError in place of its ValueError."""
     try:
-        value = units.seconds(text)
+        return parse(text)
     except ValueError as error:
         raise LinkError(str(error)) from None
-    if value > LONGEST_LATENCY:
-        raise LinkError(f'the latency "{text}" is out of range; choose {LONGEST_LATENCY:g}s or less')
-    return value

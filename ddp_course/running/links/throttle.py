@@ -44,11 +44,19 @@ class Switch:
         self.seconds_per_byte = 8 / bits_per_second
         self.lay_out()
 
-    def lay_out(self) -> Any:
+    def lay_out(self) -> None:
         """Map the memory: when links are free, outgoing and incoming, in monotonic seconds; and the slots."""
         ranks, free = len(self.hosts), 2 * (max(self.hosts) + 1)
         numbers = free + ranks * ranks * CHANNELS * DEPTH * 3
-        self.lock, memory = forked_memory(numbers) if self.folder is None else named_memory(self.folder, numbers)
+        if self.folder is None:
+            self.lock: Any = multiprocessing.get_context("fork").Lock()
+            shared = mmap.mmap(-1, 8 * numbers)
+        else:
+            self.lock = FileLock(Path(self.folder) / "lock", poll_interval=0.001)
+            with open(Path(self.folder) / "switch", "a+b") as file:
+                file.truncate(8 * numbers)
+                shared = mmap.mmap(file.fileno(), 8 * numbers)
+        memory = np.frombuffer(shared)
         self.free = memory[:free].reshape(2, -1)
         self.slots = memory[free:].reshape(ranks, ranks, CHANNELS, DEPTH, 3)
 
@@ -104,19 +112,6 @@ class Throttle:
         """The time on this thread's clock: set back by what it was woken late, if that was a moment ago."""
         now, at = time.monotonic(), getattr(self.woken, "at", None)
         return now if at is None or now - at > AT_ONCE else now - max(0.0, at - self.woken.due)
-
-
-def forked_memory(numbers: Any) -> Any:
-    """A lock, and zeros of float64, that forked processes have in common."""
-    return multiprocessing.get_context("fork").Lock(), np.frombuffer(mmap.mmap(-1, 8 * numbers))
-
-
-def named_memory(folder: str | Path, numbers: Any) -> Any:
-    """The same for any processes, in files of a folder."""
-    with open(Path(folder) / "switch", "a+b") as file:
-        file.truncate(8 * numbers)
-        lock = FileLock(Path(folder) / "lock", poll_interval=0.001)
-        return lock, np.frombuffer(mmap.mmap(file.fileno(), 8 * numbers))
 
 
 def channel(group: dist.ProcessGroup | None) -> int:
