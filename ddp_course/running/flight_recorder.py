@@ -1,10 +1,10 @@
 """What each rank's last collective was: readable by the other ranks, and from outside when a rank hangs.
 
 The launch shares one piece of memory among its ranks. Each collective of ours writes down there what it is about
-to reduce, before it sends anything, and looks at what the others wrote for the same call: those who come with
-another shape, type or operation are told at once, where gloo would hang or mix up the numbers. Outside `launch`
-(under torchrun) nothing is recorded, but gloo's messages bear a `tag` of what they belong to: those of another
-collective wait, instead of being taken for this one's. Costs about 20 microseconds a collective.
+to reduce, before it sends anything, and reads what the other ranks wrote for the same call: a rank that comes with
+another shape, type or operation raises an error at once, where gloo would hang or mix up the numbers. Outside `launch`
+(under torchrun) nothing is recorded, but each of gloo's messages bears the `tag` of its collective: messages of another
+collective wait, and are not mixed up with it. Recording costs about 20 microseconds per collective.
 """
 
 import mmap
@@ -23,14 +23,14 @@ import torch.distributed as dist
 
 from ..errors import MismatchError
 
-CALLS_A_RANK = 64  # of each rank the last calls; ranks are never that far apart
+CALLS_PER_RANK = 64  # ranks are never further apart than that
 CALL_BYTES = 256
 TEXT_BYTES, MEMBER_BITS = 200, 128
-CALL = struct.Struct(f"<8s8sQdd16s{TEXT_BYTES}s")  # what is reduced, group, number in it, begin, end, members, text
+CALL = struct.Struct(f"<8s8sQdd16s{TEXT_BYTES}s")  # the fields of `Call`
 SEQUENCE, SEQUENCE_AT = struct.Struct("<Q"), 16
 END, END_AT = struct.Struct("<d"), 32
 
-_own = SimpleNamespace(memory=None, rank=0)  # the launch's shared memory; a process takes part in one launch at most
+_own = SimpleNamespace(memory=None, rank=0)  # a process takes part in at most one launch, and shares its memory
 _sequences: dict = {}
 _inside = threading.local()
 
@@ -39,7 +39,7 @@ _inside = threading.local()
 class Call:
     """One collective of one rank: `sequence` counts the calls in `group`; begin and end are monotonic seconds.
 
-    `members` are the ranks of the group, of the first 128.
+    `members` are the ranks of the group, as far as they are among the first 128.
     """
 
     digest: bytes
@@ -56,7 +56,7 @@ class Call:
 
 def size(world_size: int) -> int:
     """Bytes of shared memory that `world_size` ranks need."""
-    return world_size * CALLS_A_RANK * CALL_BYTES
+    return world_size * CALLS_PER_RANK * CALL_BYTES
 
 
 def attach(descriptor: int, rank: int, world_size: int) -> None:
@@ -70,8 +70,8 @@ def entry(
 ) -> Iterator[None]:
     """Record a collective while it runs; `tensors` is what it works on: a tensor, or a list of them.
 
-    Only the outermost collective counts, not those it is made of. Raises MismatchError when another member of
-    `group` came to the same call with something else.
+    Only the outermost collective counts, not the collectives it is made of. Raises MismatchError when another member
+    of `group` came to the same call with other tensors or another collective.
     """
     if tag():
         yield
@@ -97,7 +97,7 @@ def tag() -> int:
 
 @contextmanager
 def recorded(what: str, tensors: torch.Tensor | Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> Iterator:
-    """Put a collective down, with its beginning and its end, and compare it with the other ranks'."""
+    """Write down a collective, with its beginning and its end, and compare it with the other ranks' calls."""
     group_name = (group or dist.group.WORLD).group_name
     sequence = _sequences[group_name] = _sequences.get(group_name, 0) + 1
     key = blake2b(group_name.encode(), digest_size=8).digest()
@@ -106,8 +106,8 @@ def recorded(what: str, tensors: torch.Tensor | Sequence[torch.Tensor], group: d
     write(Call(digest, key, sequence, time.monotonic(), 0.0, members, what))
     compare(digest, key, sequence, what, members)
     yield
-    launched = on_gpu(tensors)  # and when it ends, nobody asks: the end is negative
-    END.pack_into(_own.memory, place(_own.rank, key, sequence) + END_AT, (-1 if launched else 1) * time.monotonic())
+    sign = -1 if on_gpu(tensors) else 1  # a negative end marks a call that was launched and may still run
+    END.pack_into(_own.memory, place(_own.rank, key, sequence) + END_AT, sign * time.monotonic())
 
 
 def describe(tensors: torch.Tensor | Sequence[torch.Tensor]) -> str:
@@ -121,18 +121,18 @@ def describe(tensors: torch.Tensor | Sequence[torch.Tensor]) -> str:
 
 def on_gpu(tensors: torch.Tensor | Sequence[torch.Tensor]) -> bool:
     """Whether the work on `tensors` is only queued when the call returns."""
-    several = tensors if isinstance(tensors, (list, tuple)) else [tensors]
-    return any(isinstance(one, torch.Tensor) and one.is_cuda for one in several)
+    listed = tensors if isinstance(tensors, (list, tuple)) else [tensors]
+    return any(isinstance(tensor, torch.Tensor) and tensor.is_cuda for tensor in listed)
 
 
 def place(rank: int, key: bytes, sequence: int) -> int:
     """Where in the shared memory call number `sequence` of a group is kept."""
-    slot = (int.from_bytes(key[:4], "little") + sequence) % CALLS_A_RANK
-    return (rank * CALLS_A_RANK + slot) * CALL_BYTES
+    slot = (int.from_bytes(key[:4], "little") + sequence) % CALLS_PER_RANK
+    return (rank * CALLS_PER_RANK + slot) * CALL_BYTES
 
 
 def write(call: Call) -> None:
-    """Put down a call of this rank, its number last: who sees the number finds the rest complete."""
+    """Write down a call of this rank, its number last: a reader that sees the number finds the rest complete."""
     text = call.text.encode()[:TEXT_BYTES]
     offset = place(_own.rank, call.group, call.sequence)
     members = sum(1 << rank for rank in call.members if rank < MEMBER_BITS).to_bytes(MEMBER_BITS // 8, "little")
@@ -149,11 +149,11 @@ def read(memory: mmap.mmap | bytes, offset: int) -> Call:
 
 
 def compare(digest: bytes, key: bytes, sequence: int, what: str, ranks: Sequence[int]) -> None:
-    """Raise MismatchError if one of `ranks` recorded something else for the same call."""
+    """Raise MismatchError if any of `ranks` recorded another collective or other tensors for the same call."""
     for rank in ranks:
         other = read(_own.memory, place(rank, key, sequence))
         if (other.group, other.sequence) == (key, sequence) and other.digest != digest:
-            other = read(_own.memory, place(rank, key, sequence))  # the first look may have met the other in mid-write
+            other = read(_own.memory, place(rank, key, sequence))  # the other rank may have been writing
         if (other.group, other.sequence) == (key, sequence) and other.digest != digest:
             what = what if len(what) < TEXT_BYTES else what[: TEXT_BYTES - 1] + "…"
             raise MismatchError(
@@ -163,10 +163,10 @@ def compare(digest: bytes, key: bytes, sequence: int, what: str, ranks: Sequence
 
 
 def calls(descriptor: int, world_size: int) -> dict:
-    """For each rank that has recorded any, the last collectives that it entered, in that order."""
-    made = {}
+    """The last collectives of each rank that has recorded any, in the order in which the rank entered them."""
+    entered = {}
     with mmap.mmap(descriptor, size(world_size), access=mmap.ACCESS_READ) as memory:
         for rank in range(world_size):
-            slots = [read(memory, (rank * CALLS_A_RANK + slot) * CALL_BYTES) for slot in range(CALLS_A_RANK)]
-            made[rank] = sorted((call for call in slots if call.sequence), key=lambda call: call.begin)
-    return {rank: entered for rank, entered in made.items() if entered}
+            slots = [read(memory, (rank * CALLS_PER_RANK + slot) * CALL_BYTES) for slot in range(CALLS_PER_RANK)]
+            entered[rank] = sorted((call for call in slots if call.sequence), key=lambda call: call.begin)
+    return {rank: made for rank, made in entered.items() if made}

@@ -26,7 +26,7 @@ from ..torch_inside import TorchDispatchMode, around, dispatch_modes
 from . import capacity, roofline
 from .clock import Clock, ThreadClock
 
-LATE = 0.03  # of the device's time: more than that, and the clock has not been kept
+LATE = 0.03  # this share of the device's time may be missed; beyond it the clock has not been kept
 
 
 class Operation(NamedTuple):
@@ -49,11 +49,11 @@ class Operation(NamedTuple):
 class Emulation:
     """A context in which the operations of this process take the time of `device`, and copies that of `bus`.
 
-    `bus` is (bits a second, seconds of latency) or None for copies that take no time. With `record`, `operations` is
+    `bus` is (bits per second, seconds of latency) or None for copies that take no time. With `record`, `operations` is
     the list of all `Operation`s. With `sleep=False` the clocks go on without waiting: they say what it would take.
     """
 
-    current: "Emulation | None" = None  # that of this process
+    current: "Emulation | None" = None  # a process has at most one
 
     def __init__(self, device: Any, bus: Any = None, record: bool = False, sleep: bool = True):
         self.device, self.bus, self.sleep, self.active = device, bus, sleep, False
@@ -92,7 +92,7 @@ class Emulation:
                 self.behind_s = self.thread.behind
 
     def too_fast(self, world_size: int) -> float:
-        """By what factor the device was too fast for the real arithmetic of `world_size` ranks; 0 if it was not."""
+        """The factor by which the device was too fast for the arithmetic of `world_size` ranks; 0 if it was not."""
         if not self.busy_s:  # it computed nothing, such as the server of lesson 14
             return 0.0
         needed = self.thread.total * max(1.0, world_size / capacity.usable_cores()) / capacity.HALF
@@ -100,7 +100,7 @@ class Emulation:
 
     @property
     def thread(self) -> ThreadClock:
-        """The clock of the thread that asks."""
+        """The clock of the current thread."""
         try:
             return self.threads.clock
         except AttributeError:
@@ -145,7 +145,7 @@ class Emulation:
         self.reach(end)
 
     def fetch(self, number: int, operands: Any) -> None:
-        """Let what lies on other devices come over the bus to device `number`."""
+        """Let the operands that live on other devices come over the bus to device `number`."""
         nbytes = sum(
             tensor.nbytes
             for tensor in roofline.tensors_in(operands)
@@ -196,7 +196,7 @@ TO_COPY = torch.ops.aten._to_copy.default
 
 
 def destination(operation: Any, kwargs: dict, number: int) -> int:
-    """The emulated device on which the result will live: "cpu:1" is device 1, a plain "cpu" where we are."""
+    """The emulated device on which the result will live: "cpu:1" is device 1, a plain "cpu" is device `number`."""
     device = kwargs.get("device") if operation is TO_COPY else None
     return number if device is None or device.index is None else device.index
 

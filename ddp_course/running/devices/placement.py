@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-BOTH = "cpu:gloo,cuda:nccl"  # a group for the tensors of either
+BOTH = "cpu:gloo,cuda:nccl"  # a group with two backends, one per kind of tensor
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Placement:
 
 
 def placement(device: str, world_size: int) -> Placement:
-    """Decide where `world_size` ranks run when asked for `device`: "auto", "cpu", "cuda", or one, such as "cuda:1".
+    """Decide where `world_size` ranks run. `device` is "auto", "cpu", "cuda", or one GPU, such as "cuda:1".
 
     One GPU per rank where there are enough: NCCL for tensors on GPUs, gloo for those on the CPU. Otherwise ranks
     share GPUs with gloo, or with NCCL where that is asked for; without GPUs it is gloo on the CPU. Raises ValueError
@@ -41,7 +41,7 @@ def placement(device: str, world_size: int) -> Placement:
 
 
 def usable_gpus() -> int:
-    """How many GPUs CUDA can use. Where it sees some that it cannot use, a warning says why: 0, so the CPU is taken."""
+    """How many GPUs CUDA can use. If it sees GPUs that it cannot use, a warning says why, and the count is 0."""
     seen = torch.cuda.device_count()
     if not seen:
         return 0
@@ -79,14 +79,14 @@ def nccl_can_share() -> bool:
 
 
 def gpu_identity(device: str) -> str:
-    """A name that only this very GPU has, whatever numbers processes give to it: host and UUID; "cpu" for the CPU."""
+    """A name that no other GPU has, whatever numbers processes give to it: host and UUID; "cpu" for the CPU."""
     if not device.startswith("cuda"):
         return "cpu"
     return f"{socket.gethostname()}/{torch.cuda.get_device_properties(torch.device(device)).uuid}"
 
 
 def agreed_backend(identities: list[str]) -> str:
-    """The backend for ranks on the GPUs so named: NCCL wants one GPU per rank, unless it was asked to share."""
+    """The backend for ranks on GPUs with these identities: NCCL wants one GPU per rank, unless it may share them."""
     one_each = len(set(identities)) == len(identities) or shared_by_nccl()
     return BOTH if one_each and "cpu" not in identities and nccl_here() else "gloo"
 

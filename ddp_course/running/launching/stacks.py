@@ -22,7 +22,7 @@ LIBRARY = ("/torch/distributed/c10d_logger.py", "/threading.py", "/concurrent/fu
 def look_at_all(ranks: list, pids: dict, dumps: dict, calls: dict, results: dict) -> tuple:
     """The RankState of every rank, and by rank the collective of torch's own that it is in, "" for none.
 
-    `pids`, `dumps` (what faulthandler wrote) and `calls` are by rank; `results` has those that have finished.
+    `pids`, `dumps` (the text that faulthandler wrote) and `calls` are by rank; `results` has the finished ranks.
     """
     now, states, entered = time.monotonic(), [], {}
     for rank in ranks:
@@ -34,7 +34,7 @@ def look_at_all(ranks: list, pids: dict, dumps: dict, calls: dict, results: dict
 
 
 def culprits_first(states: list, calls: dict, entered: dict) -> tuple:
-    """The states, those first that others wait for; and a sentence about who did not enter which collective."""
+    """The states, first of ranks that the others wait for; and a sentence about the collective they did not enter."""
     name, inside, absent = missing_from_ours(calls) or missing_from_torchs(entered) or ("", [], [])
     order = sorted(states, key=lambda state: (state.rank not in absent, state.rank))
     verb = "waits" if len(inside) == 1 else "wait"
@@ -57,41 +57,41 @@ def look(rank: int, pid: int | None, threads: Any, torch_call: Any, call: Any, f
 
 
 def missing_from_ours(calls: dict) -> tuple | None:
-    """(collective, ranks inside, ranks that have not come) by the flight recorder; None if nobody is waited for.
+    """(collective, ranks inside, ranks that are absent) by the flight recorder; None if no rank is absent.
 
-    When rank 0 waits for rank 1, and rank 1 elsewhere for rank 2, it is rank 2 that matters.
+    When rank 0 waits for rank 1, and rank 1 waits elsewhere for rank 2, rank 2 is the culprit.
     """
     inside = {rank: made[-1] for rank, made in calls.items() if made and not made[-1].end}
-    found = []
+    waits = []
     for call in sorted(inside.values(), key=lambda call: call.begin):
         reached = {
             rank: max((c.sequence for c in made if c.group == call.group), default=0) for rank, made in calls.items()
         }
         absent = [rank for rank in call.members if reached.get(rank, 0) < call.sequence]
-        this = (call.group, call.sequence)
-        here = [rank for rank, other in sorted(inside.items()) if (other.group, other.sequence) == this]
+        same = (call.group, call.sequence)
+        present = [rank for rank, other in sorted(inside.items()) if (other.group, other.sequence) == same]
         idle = [rank for rank in absent if rank not in inside]
         if absent:
-            found.append((not idle, str(call), here, idle or absent))
-    return min(found, key=lambda waited: waited[0])[1:] if found else None
+            waits.append((not idle, str(call), present, idle or absent))
+    return min(waits, key=lambda wait: wait[0])[1:] if waits else None
 
 
 def missing_from_torchs(entered: dict) -> tuple | None:
-    """The same by the stacks, for torch's own collectives: sure only if all who wait are in the same one."""
+    """The same by the stacks, for torch's own collectives; None unless all waiting ranks are in the same one."""
     inside = [rank for rank, name in entered.items() if name]
     absent = [rank for rank, name in entered.items() if not name]
     names = {entered[rank] for rank in inside} - POINT_TO_POINT
     return (f"torch.distributed.{names.pop()}", inside, absent) if absent and len(names) == 1 else None
 
 
-def enumerate_ranks(ranks: list, one: str = "", several: str = "") -> str:
+def enumerate_ranks(ranks: list, singular: str = "", plural: str = "") -> str:
     """ "rank 2 has", "ranks 0 and 1 have"."""
     numbers = " and ".join(filter(None, [", ".join(map(str, ranks[:-1])), *map(str, ranks[-1:])]))
-    return f"rank{'s' * (len(ranks) > 1)} {numbers} {several if len(ranks) > 1 else one}".rstrip()
+    return f"rank{'s' * (len(ranks) > 1)} {numbers} {plural if len(ranks) > 1 else singular}".rstrip()
 
 
 def status_of(pid: int) -> str:
-    """What the system says about a process, in words."""
+    """The state of a process, in words, as the system reports it."""
     try:
         import psutil
     except ImportError:  # a machine with torch and numpy only
