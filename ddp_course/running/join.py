@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from .devices.placement import agreed_backend, gpu_identity, hide_gpus, placement
 from .parent import end_with_torchrun
+from .store import join_store, serve_store
 
 FIRST_PORT, PORTS = 20_000, 10_000  # where Slurm jobs meet: a port of its own for each job id
 CONNECT_SECONDS = 5.0
@@ -66,31 +67,22 @@ def fresh_store(timeout: float, one_machine: bool) -> dict[str, Any]:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     patience = timedelta(seconds=timeout)
     host, port = "127.0.0.1" if one_machine else os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+
+    def open_store(port):
+        if one_machine:
+            return serve_store(host, port, patience)
+        return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=patience)
+
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        store = open_store(host, port, one_machine, patience) if rank == 0 else connect(host, port, patience)
+        store = open_store(port) if rank == 0 else join_store(host, port, patience)
     else:
-        old = connect(os.environ["MASTER_ADDR"], port, patience)
+        old = join_store(os.environ["MASTER_ADDR"], port, patience)
         if rank == 0:
-            store = open_store(host, 0, one_machine, patience)
+            store = open_store(0)
             old.set("ddp_course/store", str(store.port))
         else:
             store = look_up(old, host, patience)
     return {"store": store, "rank": rank, "world_size": world_size}
-
-
-def open_store(host: str, port: int, only_here: bool, patience: timedelta) -> dist.TCPStore:
-    """Serve a store at `port` (0: any), for this machine alone or for every machine that reaches this one."""
-    settings: dict[str, Any] = {"is_master": True, "timeout": patience, "wait_for_workers": False}
-    if only_here:
-        listener = socket.create_server((host, port), backlog=1024)
-        port = listener.getsockname()[1]
-        settings["master_listen_fd"] = listener.detach()
-    return dist.TCPStore(host, port, **settings)
-
-
-def connect(host: str, port: int, patience: timedelta) -> dist.TCPStore:
-    """The store at this address, as soon as another process serves it."""
-    return dist.TCPStore(host, port, is_master=False, timeout=patience)
 
 
 def look_up(old: dist.Store, host: str, patience: timedelta) -> dist.TCPStore:
@@ -100,7 +92,7 @@ def look_up(old: dist.Store, host: str, patience: timedelta) -> dist.TCPStore:
         port = int(old.get("ddp_course/store"))
         try:
             socket.create_connection((host, port), CONNECT_SECONDS).close()
-            store = connect(host, port, timedelta(seconds=CONNECT_SECONDS))
+            store = join_store(host, port, timedelta(seconds=CONNECT_SECONDS))
             store.set_timeout(patience)
             return store
         except (OSError, dist.DistError):

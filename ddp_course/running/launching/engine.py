@@ -18,6 +18,7 @@ import psutil
 import torch
 
 from ...errors import CourseError
+from ..store import serve_store
 from .limits import check_world_size
 from .local import LocalLaunch
 from .run import new_launch
@@ -57,10 +58,8 @@ def prepare(number: int, count: int, device: str, address: str | None) -> tuple:
     check_world_size(count, 0, on_gpu=False)
     backend, port = describe_launch(count, device, 1.0, None, False)["backend"], None
     if address is not None:
-        listener = socket.create_server((address, 0), backlog=1024)
-        port = listener.getsockname()[1]
-        settings: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listener.detach()}
-        _parts[number] = torch.distributed.TCPStore(address, port, **settings), None
+        store = serve_store(address)
+        port, _parts[number] = store.port, (store, None)
     return backend, port
 
 

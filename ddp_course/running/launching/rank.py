@@ -26,6 +26,7 @@ from .. import flight_recorder
 from ..devices import emulation_of
 from ..devices.placement import hide_gpus
 from ..linux import die_with_parent
+from ..store import join_store, serve_store_on
 from .channel import read_message, write
 from .pickling import Pickler
 from .progress import Steps
@@ -141,7 +142,12 @@ def join_group(setting: dict, rank: int, listener: socket.socket | None) -> None
     place = {"RANK": rank, "WORLD_SIZE": world_size, **local, "MASTER_ADDR": address, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in place.items()})
     patience = timedelta(seconds=setting["timeout"] + 60)  # the launch's own timeout comes first
-    store = join_store(address, port, rank, listener, patience)
+    if rank == 0 and listener is not None:
+        store = serve_store_on(listener, patience)
+    else:
+        if listener is not None:
+            listener.close()  # or a caller of rank 0 would wait after its end, instead of being refused
+        store = join_store(address, port, patience)
     dist.init_process_group(setting["backend"], store=store, rank=rank, world_size=world_size, timeout=patience)
 
 
@@ -156,19 +162,6 @@ def choose_device(setting: dict, rank: int) -> None:
         torch.cuda.set_device(device)
     else:
         hide_gpus()
-
-
-def join_store(
-    address: str, port: int, rank: int, listener: socket.socket | None, patience: timedelta
-) -> dist.TCPStore:
-    """The key-value store through which ranks find each other: rank 0 serves it, if it was given a bound socket."""
-    if listener is not None and rank == 0:
-        return dist.TCPStore(
-            address, port, is_master=True, wait_for_workers=False, timeout=patience, master_listen_fd=listener.detach()
-        )
-    if listener is not None:
-        listener.close()
-    return dist.TCPStore(address, port, is_master=False, timeout=patience)
 
 
 def redirect_output(out: int, err: int) -> None:

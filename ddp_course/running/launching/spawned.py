@@ -7,8 +7,6 @@ The packed call, the flight recorder and the throttled wire are files in a tempo
 
 import pickle
 import signal
-import socket
-import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,10 +16,12 @@ from typing import IO, Any
 import cloudpickle
 
 from ...errors import LaunchError
+from ..store import serve_store
 from .channel import write
 from .local import ENDING_SECONDS, LocalLaunch, kill_marked
 from .spares import refill, take_spares
 
+LOOPBACK = "127.0.0.1"
 LATE_STACK_SECONDS = 1.5  # without SIGUSR1, ranks write their stacks by their own clocks
 
 
@@ -50,7 +50,8 @@ class Spawned(LocalLaunch):
             link.prepare(self.world_size, folder)
             self.setting["link"] = cloudpickle.dumps(link)
         if not self.setting["store"]:
-            self.store, self.setting["store"] = open_store()
+            self.store = serve_store(LOOPBACK)
+            self.setting["store"] = LOOPBACK, self.store.port
         self.spares = dict(zip(self.ranks, take_spares(len(self.ranks)), strict=True))
         for rank, spare in self.spares.items():
             for reader in self.readers(rank):
@@ -98,18 +99,3 @@ class Spawned(LocalLaunch):
         self.store = None
         self.folder.cleanup()
         refill(len(self.ranks))
-
-
-def open_store() -> tuple:
-    """A key-value store for the ranks, in this process, on this machine only; and its address and port."""
-    import torch.distributed as dist
-
-    address = "127.0.0.1"
-    settings: dict[str, Any] = {"is_master": True, "wait_for_workers": False}
-    if sys.platform == "win32":  # a socket is no file there
-        store = dist.TCPStore(address, 0, **settings)
-    else:
-        with socket.create_server((address, 0), backlog=1024) as listener:
-            port = listener.getsockname()[1]
-            store = dist.TCPStore(address, port, master_listen_fd=listener.detach(), **settings)
-    return store, (address, store.port)

@@ -3,6 +3,7 @@
 import math
 import sys
 import time
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -15,19 +16,20 @@ from ..devices.device import two_digits
 from ..launching.run import pack_call, run_ranks
 from .modes import ThrottledWire
 
+UNLIMITED = "30Gbit"  # more than any processor carries between virtual hosts
 HEADROOM = 0.6  # of what the processor carries: the rest is for the model, and for keeping time
 TRIES = 3
 
 
-def rehearse(link: Any, unlimited: type, host_count: int) -> None:
+def rehearse(link: Any, make_link: Callable, host_count: int) -> None:
     """Build so many hosts and measure them; take the wire where that fails, or refuse, as `Link.rehearse` says.
 
-    `unlimited(mode)` is a link as fast as the processor.
+    `make_link` is `Link`, which this module must not import.
     """
     if host_count == 1:
         return
     try:
-        capacity(unlimited, link.mode, host_count)
+        capacity(make_link, link.mode, host_count)
     except LinkError as error:
         if not link.automatic:
             raise
@@ -35,7 +37,7 @@ def rehearse(link: Any, unlimited: type, host_count: int) -> None:
         link.kind = ThrottledWire
     tries = []
     while len(tries) < TRIES:
-        tries.append(capacity(unlimited, link.mode, host_count, len(tries)))
+        tries.append(capacity(make_link, link.mode, host_count, len(tries)))
         if link.bandwidth <= tries[-1]:
             return
     raise LinkError(
@@ -45,12 +47,14 @@ def rehearse(link: Any, unlimited: type, host_count: int) -> None:
 
 
 @cache
-def capacity(unlimited: type, mode: Any, host_count: int, attempt: int = 0) -> float:
+def capacity(make_link: Callable, mode: Any, host_count: int, attempt: int = 0) -> float:
     """The highest bandwidth (bits per second) at which this processor keeps all hosts' links busy at once.
 
     Every `attempt` is measured once: a processor that is busy with something else may do better next time.
     """
-    return HEADROOM * 8 * min(run_ranks(pack_call(full_speed, (), {}), host_count, link=unlimited(mode)))
+    return (
+        HEADROOM * 8 * min(run_ranks(pack_call(full_speed, (), {}), host_count, link=make_link(UNLIMITED, mode=mode)))
+    )
 
 
 def full_speed(message_bytes: Any = 1 << 20, seconds: float = 0.2) -> float:

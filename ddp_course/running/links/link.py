@@ -12,7 +12,6 @@ from .presets import LINKS
 
 SLOWEST = 1e6  # bits per second: below that, the ranks would need minutes to find each other
 LONGEST_LATENCY = 10.0
-UNLIMITED = 30e9  # bits per second, more than any processor carries between virtual hosts
 
 
 class Link:
@@ -95,7 +94,7 @@ class Link:
         says so. The caller of a launch does this; once in a process for each number of hosts.
         """
         self.check(world_size)
-        capacity.rehearse(self, Unlimited, self.host_count(world_size))
+        capacity.rehearse(self, Link, self.host_count(world_size))
 
     def prepare(self, world_size: int, folder: str | Path | None = None) -> None:
         """In the launch's agent, before the ranks are forked: build the hosts, or the switch of the wire.
@@ -122,13 +121,6 @@ class Link:
             "hosts": self.hosts,
             "carries_torch": self.carries_torch,
         }
-
-
-class Unlimited(Link):
-    """A link that is as fast as the processor, to find out how fast that is."""
-
-    def __init__(self, mode):
-        super().__init__(f"{UNLIMITED}bit", mode=mode)
 
 
 def parse_bandwidth(text: Any) -> float:
