@@ -52,9 +52,8 @@ def capacity(make_link: Callable, mode: Any, host_count: int, attempt: int = 0) 
 
     Every `attempt` is measured once: a processor that is busy with something else may do better next time.
     """
-    return (
-        HEADROOM * 8 * min(run_ranks(pack_call(full_speed, (), {}), host_count, link=make_link(UNLIMITED, mode=mode)))
-    )
+    link = make_link(UNLIMITED, mode=mode)
+    return HEADROOM * 8 * min(run_ranks(pack_call(full_speed, (), {}), host_count, link=link))
 
 
 def full_speed(message_bytes: Any = 1 << 20, seconds: float = 0.2) -> float:
