@@ -1,14 +1,23 @@
-"""Framed messages between the processes of a launch: 8 bytes of length, then a pickle."""
+"""What the processes of a launch say to each other, over pipes: framed messages, lines, text; and the caller's inbox.
+
+A message is 8 bytes of length, then a pickle.
+"""
 
 import os
 import pickle
 import select
+import selectors
 import socket
 import struct
-from typing import Any
+import sys
+import threading
+from collections.abc import Callable
+from typing import IO, Any
 
 HEADER = struct.Struct("<Q")
-READ_AT_MOST = 1 << 20
+READ_AT_MOST, KEPT_AT_MOST = 1 << 16, 1 << 18
+LONGEST_LINE = 1 << 20  # bytes: a longer line is shown in pieces of that length
+NOISE = ("[Gloo] Rank ",)  # gloo greets every new group on standard output
 DESCRIPTORS_PER_MESSAGE = 200  # Linux carries at most 253
 
 
@@ -55,3 +64,143 @@ def receive_descriptors(connection: socket.socket, count: int) -> list:
             raise EOFError("the caller of this launch is gone")
         received += descriptors
     return received
+
+
+class Inbox:
+    """The pipes that the processes of a launch write to; `reader.feed` gets what arrives, `reader.close` the end."""
+
+    def __init__(self):
+        self.selector = selectors.DefaultSelector()
+
+    def add(self, descriptor: int, reader: Any) -> None:
+        """Read from an open file from now on; the inbox closes it."""
+        file = pumped(descriptor) if sys.platform == "win32" else unblocked(descriptor)
+        self.selector.register(file, selectors.EVENT_READ, reader)
+
+    def pipe(self, reader: Any) -> int:
+        """Open a pipe for `reader`; returns its writing end."""
+        reading, writing = os.pipe()
+        self.add(reading, reader)
+        return writing
+
+    def read(self, seconds: float) -> bool:
+        """Pass on what has arrived, waiting at most `seconds` for it; False if nothing came."""
+        ready = self.selector.select(seconds)
+        for key, _ in ready:
+            try:
+                piece = key.fileobj.read(READ_AT_MOST)
+            except ConnectionError:
+                piece = b""
+            if piece:
+                key.data.feed(piece)
+            elif piece is not None:
+                self.remove(key)
+        return bool(ready)
+
+    def remove(self, key: Any) -> None:
+        """Close one pipe."""
+        self.selector.unregister(key.fileobj)
+        key.fileobj.close()
+        key.data.close()
+
+    def close(self) -> None:
+        """Close all pipes."""
+        for key in list(self.selector.get_map().values()):
+            self.remove(key)
+        self.selector.close()
+
+
+def unblocked(descriptor: int) -> IO[bytes]:
+    """An open file as one that never blocks."""
+    os.set_blocking(descriptor, False)
+    return open(descriptor, "rb", buffering=0)
+
+
+def pumped(descriptor: int) -> Any:
+    """The same where selectors wait for sockets only, as on Windows: a thread moves the bytes of a pipe to a socket."""
+    receiving, sending = socket.socketpair()
+
+    def pump():
+        with sending:
+            while piece := os.read(descriptor, READ_AT_MOST):
+                sending.sendall(piece)
+        os.close(descriptor)
+
+    threading.Thread(target=pump, daemon=True).start()
+    receiving.setblocking(False)
+    with receiving:  # the socket stays open as long as the file
+        return receiving.makefile("rb", buffering=0)
+
+
+class Lines:
+    """Cuts what a rank prints into whole lines."""
+
+    def __init__(self, show: Callable):
+        self.show = show
+        self.pieces, self.length = [], 0  # of the line that has not ended yet
+
+    def feed(self, piece: bytes) -> None:
+        """Show the lines that `piece` completes."""
+        *lines, rest = piece.split(b"\n")
+        for line in lines:
+            self.say(b"".join([*self.pieces, line]))
+            self.pieces, self.length = [], 0
+        if rest:
+            self.pieces.append(rest)
+            self.length += len(rest)
+        if self.length > LONGEST_LINE:
+            self.close()
+
+    def say(self, line: bytes) -> None:
+        """Show one line, unless it is a library's chatter; of a progress bar, what follows its last carriage return."""
+        text = line.decode("utf-8", "replace").rstrip("\r").rpartition("\r")[2]
+        if not text.startswith(NOISE):
+            self.show(text)
+
+    def close(self) -> None:
+        """Show what is left, whole line or not."""
+        if self.pieces:
+            self.say(b"".join(self.pieces))
+        self.pieces, self.length = [], 0
+
+
+class Text:
+    """Keeps the last 256 KiB of what arrived."""
+
+    def __init__(self):
+        self.bytes = b""
+
+    def feed(self, piece: bytes) -> None:
+        """Keep a piece."""
+        self.bytes = (self.bytes + piece)[-KEPT_AT_MOST:]
+
+    def text(self) -> str:
+        """What came, as text."""
+        return self.bytes.decode("utf-8", "replace")
+
+    def close(self) -> None:
+        """Nothing is left to do."""
+
+
+class Mail:
+    """Hands every message of the agent or of one rank to `deliver(pickled)`, and calls `at_end()` after the last."""
+
+    def __init__(self, deliver: Callable, at_end: Callable):
+        self.deliver, self.close = deliver, at_end
+        self.buffer, self.size, self.in_header = bytearray(), HEADER.size, True
+
+    def feed(self, piece: bytes) -> None:
+        """Deliver the messages that `piece` completes; a message is never copied, however long it is."""
+        rest = memoryview(piece)
+        while rest:
+            missing = self.size - len(self.buffer)
+            self.buffer += rest[:missing]
+            rest = rest[missing:]
+            if len(self.buffer) == self.size:
+                whole, self.buffer = self.buffer, bytearray()
+                self.in_header = not self.in_header
+                if self.in_header:
+                    self.size = HEADER.size
+                    self.deliver(whole)
+                else:
+                    self.size = HEADER.unpack(whole)[0]

@@ -19,9 +19,9 @@ import torch
 
 from ...errors import CourseError
 from ..store import serve_store
+from .launch import new_launch
 from .limits import check_world_size
 from .local import LocalLaunch
-from .run import new_launch
 from .setting import describe_launch, open_memory
 
 LEASE_SECONDS = 2.5  # a part ends its ranks when it was not asked for news for so long

@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import IO
 
 from . import stacks
-from .channel import send_descriptors, write
+from .channel import Mail, send_descriptors, write
 from .limits import PIPES_PER_RANK, SHARED_PIPES
 from .local import ENDING_SECONDS, LocalLaunch, how_it_ended, kill_marked
-from .readers import Mail
 from .setting import preloading_environment
 
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import IO
 
 from ...errors import LaunchError
+from .launch import check_request, new_launch
 from .limits import check_world_size
 from .local import LocalLaunch
-from .run import check_request, new_launch
 from .setting import describe_launch
 
 IDLE_SECONDS = float(os.environ.get("DDP_COURSE_IDLE") or 1800)

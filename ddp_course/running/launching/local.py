@@ -17,9 +17,8 @@ from typing import IO
 from ...errors import Failure
 from .. import flight_recorder
 from . import stacks
-from .channel import write
+from .channel import Inbox, Lines, Mail, Text, write
 from .launched import Launch
-from .readers import Inbox, Lines, Mail, Text
 from .setting import open_memory
 
 STARTING_SECONDS = 60.0  # for torch to be imported from a cold disk; the launch's own time starts after that

@@ -20,10 +20,9 @@ from IPython.core.magic_arguments import argument, magic_arguments, parse_argstr
 
 from .cell import PROVIDED, compile_cell, run_cell, used_names
 from .kept import KeptRanks
-from .launch import EXPECTED, plain
+from .launch import EXPECTED, pack_call, plain, run_ranks
 from .launched import show_line
 from .pickling import unsendable
-from .run import pack_call, run_ranks
 
 NOT_SENT = {*PROVIDED, "In", "Out", "get_ipython", "exit", "quit"}
 ENDED = "The kept ranks have ended, and their variables with them; %%ranks --keep starts new ones."

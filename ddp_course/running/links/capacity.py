@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ...errors import LinkError
 from .. import wire
 from ..devices.device import two_digits
-from ..launching.run import pack_call, run_ranks
+from ..launching.launch import pack_call, run_ranks
 from .modes import ThrottledWire
 
 UNLIMITED = "30Gbit"  # more than any processor carries between virtual hosts

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from ddp_course import Device, Link, launch
 from ddp_course.errors import LaunchError, RankError
-from ddp_course.running.launching import forked, limits, readers
+from ddp_course.running.launching import channel, forked, limits
 from ddp_course.running.links import available
 
 SOAK = Path(__file__).parents[2] / "soak"
@@ -118,7 +118,7 @@ def test_libraries_keep_quiet(capfd):
 
 def test_the_greeting_of_older_gloo_is_left_out():
     shown = []
-    lines = readers.Lines(shown.append)
+    lines = channel.Lines(shown.append)
     lines.feed(b"[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1\nhel")
     lines.feed(b"lo\n[Gloo] is what I say\n")
     assert shown == ["hello", "[Gloo] is what I say"]
@@ -236,7 +236,7 @@ def test_what_a_rank_prints_never_costs_the_result(monkeypatch, stream, shown):
 
 def test_output_without_line_ends_is_shown_in_pieces():
     shown, piece = [], b"x" * (1 << 16)
-    lines = readers.Lines(shown.append)
+    lines = channel.Lines(shown.append)
     for _ in range(160):
         lines.feed(piece)
     lines.feed(b"end\n")

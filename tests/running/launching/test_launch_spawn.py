@@ -15,7 +15,8 @@ import torch.distributed as dist
 from ddp_course import Link, launch, ring_all_reduce
 from ddp_course.commands import doctor
 from ddp_course.errors import LaunchError, LinkError, RankError
-from ddp_course.running.launching import run, setting, spares
+from ddp_course.running.launching import launch as launching
+from ddp_course.running.launching import setting, spares
 
 
 @pytest.fixture(autouse=True)
@@ -94,8 +95,8 @@ def test_a_process_in_a_session_of_its_own_ends_with_its_launch():
     assert not runs(left)
     printed = []
     with pytest.raises(RankError):
-        payload = run.pack_call(leaves_something, (True,), {})
-        run.run_ranks(payload, 1, "cpu", 60, None, False, lambda *line: printed.append(line[-1]))
+        payload = launching.pack_call(leaves_something, (True,), {})
+        launching.run_ranks(payload, 1, "cpu", 60, None, False, lambda *line: printed.append(line[-1]))
     deadline = time.monotonic() + 10
     while runs(int(printed[0])):  # its rank was gone before
         assert time.monotonic() < deadline
