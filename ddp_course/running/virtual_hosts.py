@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -183,13 +184,11 @@ def attempt() -> dict[str, Any]:
     """Build two hosts and send a byte from one to the other; returns {"reason": None or text, "latency": bool}."""
     try:
         crossing(0.0)
-    except Exception as error:  # whatever forbids it, the reason is for a person to read
+    except Exception as error:  # a person reads the reason, whatever it is
         return {"reason": explain(error), "latency": False}
-    try:
-        seconds = crossing(TRIAL_LATENCY)
-    except Exception:  # netem is missing
-        return {"reason": None, "latency": False}
-    return {"reason": None, "latency": seconds >= 3 * TRIAL_LATENCY}
+    with suppress(Exception):  # netem may be missing
+        return {"reason": None, "latency": crossing(TRIAL_LATENCY) >= 3 * TRIAL_LATENCY}
+    return {"reason": None, "latency": False}
 
 
 def crossing(latency_seconds: float) -> float:

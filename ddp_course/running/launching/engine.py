@@ -24,8 +24,8 @@ from .limits import check_world_size
 from .local import LocalLaunch
 from .setting import describe_launch, open_memory
 
-LEASE_SECONDS = 2.5  # a part ends its ranks when it was not asked for news for so long
-NEWS_SECONDS = 0.4  # how long an engine waits for something to tell
+LEASE_SECONDS = 2.5  # a part ends its ranks when no request for news came for so long
+NEWS_SECONDS = 0.4  # how long an engine waits for news
 TICK_SECONDS = 0.05
 
 _parts: dict = {}
@@ -101,24 +101,24 @@ class LocalRanks:
         threading.Thread(target=self.carry_out, daemon=True).start()
 
     def news(self, patience: float) -> list:
-        """What has happened since the last time; waits for it up to `patience` seconds."""
+        """The events since the last request; waits for the first of them up to `patience` seconds."""
         with self.changed:
             self.changed.wait_for(lambda: self.waiting, patience)
             messages, self.waiting, self.asked_at = self.waiting, [], time.monotonic()
         return messages
 
     def tell(self, *event: Any) -> None:
-        """Put down an event for the head."""
+        """Keep an event for the next request of the head."""
         with self.changed:
             self.waiting.append(event)
             self.changed.notify()
 
     def given_up(self) -> bool:
-        """Whether the head wants no more of it, or is gone."""
+        """Whether the head has ended this launch, or is gone."""
         return self.ending or time.monotonic() > self.asked_at + LEASE_SECONDS
 
     def carry_out(self) -> None:
-        """In a thread: the whole life of this host's ranks."""
+        """In a thread: start this host's ranks and watch them to their end."""
         try:
             self.start_and_watch()
         except BaseException as error:
@@ -126,7 +126,7 @@ class LocalRanks:
         self.tell("over")
 
     def start_and_watch(self) -> None:
-        """Start the ranks, watch them, tell how it ended."""
+        """Start the ranks, watch them, and report how they ended."""
         launched = new_launch(self.setting, lambda bar, *line: self.tell("line", *line))
         launched.tick, launched.stop = TICK_SECONDS, self.given_up
         launched.advance = lambda steps: self.tell("steps", steps)
@@ -153,7 +153,7 @@ class LocalRanks:
                 self.tell("broken", str(error))
 
     def hold(self, launched: LocalLaunch) -> None:
-        """All ranks here have their results: say so, and wait until all hosts have."""
+        """Report that all ranks here have their results, and wait until all hosts have theirs."""
         self.tell("results", launched.results)
         while not (self.given_up() or launched.failures or launched.agent_gone):
             launched.step(TICK_SECONDS)

@@ -69,15 +69,15 @@ def connect() -> Any:
 
 
 def survey_all(client: Any, hosts: str | int | list) -> list:
-    """All engines that answer, by the name of their host: engine ids only say who joined first.
+    """All engines that answer, sorted by the name of their host: engine ids only follow the order of joining.
 
-    Waits a moment while hosts are missing: of those asked for, or of those that answered before.
+    Waits a moment while hosts are missing that were asked for, or that have answered before.
     """
     deadline = time.monotonic() + JOIN_SECONDS
     expected = set(hosts) if isinstance(hosts, (list, tuple)) else hosts_before() if hosts == "all" else set()
     while True:
         replies = {number: client[number].apply_async(engine.survey, head_address()) for number in client.ids}
-        answers = {number: who_answers(number, reply) for number, reply in replies.items()}
+        answers = {number: survey_of(number, reply) for number, reply in replies.items()}
         members = [{"engine": number, **answer} for number, answer in answers.items() if answer]
         names = {member["host"] for member in members}
         enough = expected <= names and len(members) >= (hosts if isinstance(hosts, int) else 1)
@@ -93,8 +93,8 @@ def hosts_before() -> set:
     return set(json.loads(file.read_text())) if file.is_file() else set()
 
 
-def who_answers(number: int, reply: Any) -> dict | None:
-    """What an engine says of itself; None if it is gone. LaunchError if it cannot run the course."""
+def survey_of(number: int, reply: Any) -> dict | None:
+    """The survey of an engine; None if it is gone. LaunchError if it cannot run the course."""
     try:
         return reply.get(timeout=SURVEY_SECONDS)
     except Exception as error:  # ipyparallel has no common base for what it raises when an engine is gone
@@ -111,7 +111,7 @@ def head_address() -> str:
 
 
 def choose(hosts: str | int | list, members: list) -> list:
-    """Those of the members that were asked for; LaunchError if some are missing, or are not like this machine."""
+    """The members that were asked for; LaunchError if some are missing, or run other versions than this machine."""
     names = [member["host"] for member in members]
     if not isinstance(hosts, (int, list, tuple)) and hosts != "all":
         raise ValueError(f'hosts is {hosts!r}; choose "all", a number of hosts, or a list of their names')
@@ -155,7 +155,7 @@ class LaunchOnHosts(Launch):
         return self.client[self.members[index]["engine"]].apply_async(function, *arguments)
 
     def call_all(self, function: Callable, *arguments: list) -> list:
-        """Call it in all engines at once, each with its own arguments; the answers, in the hosts' order."""
+        """Call a function in all engines at once, each with its own arguments; the answers, in the hosts' order."""
         replies = [self.call(index, function, *each) for index, each in enumerate(zip(*arguments, strict=True))]
         return [self.answer(index, reply) for index, reply in enumerate(replies)]
 

@@ -14,30 +14,27 @@ SECONDS_BETWEEN = 0.1
 
 
 class Steps:
-    """What a rank's optimizers do: the steps are counted and told on the pipe `report`, if there is one.
-
-    Without any step nothing is told, so that no dead bar is drawn.
-    """
+    """Counts the steps of a rank's optimizers, and reports their number on the pipe `report`, if there is one."""
 
     def __init__(self, report: int | None):
-        self.report, self.done, self.told, self.optimizer = report, 0, 0.0, cast(Any, None)
+        self.report, self.done, self.reported_at, self.optimizer = report, 0, 0.0, cast(Any, None)
         register_optimizer_step_post_hook(self.count)
 
     def count(self, optimizer: Any, *_: Any) -> None:
-        """One more step; told ten times a second at most."""
+        """Count a step; report at most ten times per second."""
         self.done += 1
         self.optimizer = optimizer
-        if self.report is not None and time.monotonic() - self.told > SECONDS_BETWEEN:
+        if self.report is not None and time.monotonic() - self.reported_at > SECONDS_BETWEEN:
             self.tell()
 
     def tell(self) -> None:
-        """Report how many steps there have been."""
+        """Report the number of steps; without any step there is no report, and so no bar."""
         if self.report is not None and self.done:
-            self.told = time.monotonic()
+            self.reported_at = time.monotonic()
             write(self.report, ("steps", self.done))
 
     def unconnected_model(self) -> float | None:
-        """The sum of what was trained, if it was trained without a word to any other rank; else None."""
+        """The sum of the trained parameters, if this rank has exchanged no message with any other; else None."""
         if self.optimizer is None or torch_inside.messages() or flight_recorder.has_entries():
             return None
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
