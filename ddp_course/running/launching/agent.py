@@ -16,7 +16,7 @@ from ...errors import LaunchError
 from .. import linux
 from . import rank
 from .channel import receive_descriptors, write
-from .limits import PIPES_PER_RANK, SHARED_PIPES
+from .setting import PIPES_PER_RANK, SHARED_PIPES
 
 LOOPBACK = "127.0.0.1"
 

@@ -20,7 +20,6 @@ import torch
 from ...errors import CourseError
 from ..store import serve_store
 from .launch import new_launch
-from .limits import check_world_size
 from .local import LocalLaunch
 from .setting import describe_launch, open_memory
 
@@ -55,7 +54,6 @@ def prepare(number: int, count: int, device: str, address: str | None) -> tuple:
 
     There, `address` is this host's, and the ranks' store is opened on it. ValueError if this host cannot have them.
     """
-    check_world_size(count, 0, on_gpu=False)
     backend, port = describe_launch(count, device, 1.0, None, False)["backend"], None
     if address is not None:
         store = serve_store(address)
@@ -66,8 +64,7 @@ def prepare(number: int, count: int, device: str, address: str | None) -> tuple:
 def begin(number: int, request: dict, packed: bytes) -> None:
     """Start this host's ranks of launch `number`; ValueError if this host cannot have them."""
     count = len(request["ranks"])
-    check_world_size(count, len(packed), on_gpu=False)
-    setting = describe_launch(count, request["device"], request["timeout"], None, request["progress"])
+    setting = describe_launch(count, request["device"], request["timeout"], None, request["progress"], len(packed))
     setting["environ"]["GLOO_SOCKET_IFNAME"] = request["card"]
     setting |= {name: request[name] for name in ("world_size", "ranks", "store", "backend")}
     store, _ = _parts.pop(number, (None, None))

@@ -18,9 +18,8 @@ from typing import IO
 
 from . import stacks
 from .channel import Mail, send_descriptors, write
-from .limits import PIPES_PER_RANK, SHARED_PIPES
 from .local import ENDING_SECONDS, LocalLaunch, how_it_ended, kill_marked
-from .setting import preloading_environment
+from .setting import PIPES_PER_RANK, SHARED_PIPES, preloading_environment
 
 
 class Forked(LocalLaunch):

@@ -7,7 +7,6 @@ from typing import IO
 
 from ...errors import LaunchError
 from .launch import check_request, new_launch
-from .limits import check_world_size
 from .local import LocalLaunch
 from .setting import describe_launch
 
@@ -19,7 +18,7 @@ class KeptRanks:
 
     def __init__(self, world_size: int, device: str):
         self.world_size, self.device = check_request(world_size, device, 1.0, None), device
-        check_world_size(self.world_size, 0, on_gpu=False)
+        self.setting = describe_launch(self.world_size, device, 1.0, None, False)
         self.launched: LocalLaunch | None = None
         self.ended = False
         self.last_use = time.monotonic()
@@ -32,8 +31,7 @@ class KeptRanks:
         check_request(self.world_size, self.device, timeout, None)
         try:
             if self.launched is None:
-                setting = describe_launch(self.world_size, self.device, timeout, None, False)
-                self.launched = new_launch({**setting, "idle": IDLE_SECONDS}, show)
+                self.launched = new_launch({**self.setting, "timeout": timeout, "idle": IDLE_SECONDS}, show)
                 self.launched.keeps = True
                 self.launched.start(payload)
             elif time.monotonic() > self.last_use + IDLE_SECONDS:

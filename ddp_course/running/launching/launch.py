@@ -21,7 +21,6 @@ from typing import IO, Any
 from ...errors import CourseError, LinkError
 from . import pickling
 from .launched import show_line
-from .limits import check_world_size
 from .local import LocalLaunch
 from .setting import describe_launch, open_memory, start_method
 
@@ -89,10 +88,7 @@ def run_ranks(
             from .hosts import run_on_hosts  # here: it needs the extra ddp-course[hosts]
 
             return run_on_hosts(hosts, payload, world_size, device, timeout, link, progress, show)
-        check_world_size(world_size, nbytes, on_gpu=False)
-        setting = describe_launch(world_size, device, timeout, link, progress)
-        check_world_size(world_size, nbytes, on_gpu=setting["devices"][0] != "cpu")
-        return run_here(setting, payload, show)
+        return run_here(describe_launch(world_size, device, timeout, link, progress, nbytes), payload, show)
 
 
 def run_here(setting: dict, payload: IO[bytes], show: Callable) -> list:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from ddp_course import Device, Link, launch
 from ddp_course.errors import LaunchError, RankError
-from ddp_course.running.launching import channel, forked, limits
+from ddp_course.running.launching import channel, forked, setting
 from ddp_course.running.links import available
 
 SOAK = Path(__file__).parents[2] / "soak"
@@ -259,13 +259,13 @@ def test_a_private_launch_has_a_network_without_anybody_else(monkeypatch):
 
 
 def test_a_world_too_large_is_refused_with_the_largest_that_fits(monkeypatch):
-    monkeypatch.setattr(limits, "free_memory", lambda: 1 << 30)
+    monkeypatch.setattr(setting, "free_memory", lambda: 1 << 30)
     with pytest.raises(ValueError, match=r"1000 does not fit: .* the largest that fits is 15$"):
         launch(pid_and_rank, world_size=1000)
-    limits.check_world_size(16, 0, on_gpu=False)
+    setting.check_world_size(16, 0, on_gpu=False)
     with pytest.raises(ValueError, match=r"the largest that fits is 3$"):
-        limits.check_world_size(4, 256 << 20, on_gpu=False)
-    monkeypatch.setattr(limits, "free_memory", lambda: 1 << 50)
+        setting.check_world_size(4, 256 << 20, on_gpu=False)
+    monkeypatch.setattr(setting, "free_memory", lambda: 1 << 50)
     with pytest.raises(ValueError, match=r"open files.*the largest that fits is"):
         launch(pid_and_rank, world_size=1_000_000)
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from ddp_course import Link, launch, ring_all_reduce
 from ddp_course.commands import doctor
 from ddp_course.errors import LaunchError, LinkError, RankError
+from ddp_course.running.launching import channel, setting, spares
 from ddp_course.running.launching import launch as launching
-from ddp_course.running.launching import setting, spares
 
 
 @pytest.fixture(autouse=True)
@@ -56,6 +56,13 @@ def test_a_throttled_wire_between_spares():
     assert [value for _, value in results] == [2.0, 2.0]
     floor = 2 * 500_000 * 8 / 20e6
     assert all(seconds >= 0.95 * floor for seconds, _ in results), "the wire was not throttled"
+
+
+def test_pipes_that_no_selector_can_wait_for_are_pumped(monkeypatch, capfd):
+    """As on Windows, tried here by pumping those of Linux."""
+    monkeypatch.setattr(channel, "unblocked", channel.pumped)
+    assert launch(lambda: print("said") or torch.ones(100_000).sum().item(), world_size=2) == [1e5, 1e5]
+    assert capfd.readouterr().out.count("said\n") == 2
 
 
 def test_links_say_what_they_are():
