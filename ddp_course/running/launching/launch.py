@@ -18,13 +18,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import IO, Any
 
-from ...errors import CourseError, LinkError
+from ...errors import CourseError
 from . import pickling
 from .launched import show_line
 from .local import LocalLaunch
 from .setting import describe_launch, open_memory, start_method
 
-EXPECTED = (CourseError, LinkError, ValueError, TypeError, KeyboardInterrupt)
+EXPECTED = (CourseError, ValueError, TypeError, KeyboardInterrupt)
 LONGEST_TIMEOUT = 1e7  # seconds
 
 

@@ -1,7 +1,6 @@
 """How fast emulated links can be: at what bandwidth this processor keeps all of them busy at once."""
 
 import math
-import sys
 import time
 from collections.abc import Callable
 from functools import cache
@@ -14,7 +13,6 @@ from ...errors import LinkError
 from .. import wire
 from ..devices.device import two_digits
 from ..launching.launch import pack_call, run_ranks
-from .modes import ThrottledWire
 
 UNLIMITED = "30Gbit"  # more than any processor carries between virtual hosts
 HEADROOM = 0.6  # of what the processor carries: the rest is for the model, and for keeping time
@@ -22,19 +20,9 @@ TRIES = 3
 
 
 def rehearse(link: Any, make_link: Callable, host_count: int) -> None:
-    """Build so many hosts and measure them; take the wire where that fails, or refuse, as `Link.rehearse` says.
-
-    `make_link` is `Link`, which this module must not import.
-    """
+    """Raise LinkError if this machine cannot carry `link` between so many hosts; `make_link` is the class `Link`."""
     if host_count == 1:
         return
-    try:
-        capacity(make_link, link.mode, host_count)
-    except LinkError as error:
-        if not link.automatic:
-            raise
-        print(f"{error}. The links are now emulated by a throttled wire.", file=sys.stderr)
-        link.kind = ThrottledWire
     tries = []
     while len(tries) < TRIES:
         tries.append(capacity(make_link, link.mode, host_count, len(tries)))

@@ -28,7 +28,7 @@ class Link:
             raise LinkError(f'the latency "{latency}" is out of range; choose {LONGEST_LATENCY:g}s or less')
         if hosts is not None and (not isinstance(hosts, int) or hosts < 1):
             raise LinkError(f"hosts is {hosts!r}; it must be a whole number, 1 or more, or None for one per rank")
-        self.hosts, self.automatic = hosts, mode == "auto"
+        self.hosts = hosts
         self.kind = modes.choose(mode, self.latency)
 
     @classmethod
@@ -90,8 +90,8 @@ class Link:
     def rehearse(self, world_size: int) -> None:
         """Launch so many hosts once, to see whether they work and whether the processor keeps their links busy.
 
-        Raises LinkError if not, with the bandwidth that it can; in mode "auto" takes the wire where hosts fail, and
-        says so. The caller of a launch does this; once in a process for each number of hosts.
+        Raises LinkError if not, with the bandwidth that it can. The caller of a launch does this; once in a process for
+        each number of hosts.
         """
         self.check(world_size)
         capacity.rehearse(self, Link, self.host_count(world_size))

@@ -30,7 +30,7 @@ class VirtualHosts:
             self.namespaces = virtual_hosts.build(max(hosts) + 1, bits_per_second, latency)
         except Exception as error:
             reason = virtual_hosts.explain(error)
-            raise LinkError(f"virtual hosts could not be built: {reason}") from error
+            raise LinkError(f'virtual hosts could not be built: {reason}; use mode="{ThrottledWire.name}"') from error
 
     def enter(self, rank: int) -> None:
         """Move this rank to its host."""

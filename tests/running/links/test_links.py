@@ -117,22 +117,6 @@ def test_latency_without_netem_takes_the_wire(monkeypatch):
         Link(latency="5ms", mode="hosts")
 
 
-def test_hosts_that_fail_later_become_a_wire_and_say_so(monkeypatch, capsys):
-    def carried(unlimited, mode, *_):
-        if mode == "hosts":
-            raise LinkError("virtual hosts could not be built: no space left")
-        return 1e12
-
-    monkeypatch.setattr(virtual_hosts, "allowed", lambda: {"reason": None, "latency": False})
-    monkeypatch.setattr(capacity, "capacity", carried)
-    link = Link()
-    assert launch(socket.gethostname, world_size=2, device="cpu", link=link) == [socket.gethostname()] * 2
-    assert link.mode == "wire"
-    assert "no space left" in capsys.readouterr().err
-    with pytest.raises(LinkError, match="no space left"):
-        Link(mode="hosts").rehearse(2)
-
-
 # The model of the throttled wire, without processes
 
 
