@@ -36,7 +36,9 @@ FASTER = 0.95  # a token bucket lets the first few kB of a message pass at once
 
 
 def test_what_is_accepted():
-    assert link.parse_bandwidth("1.5Gbit/s") == 1.5e9 and Link("1Gbit", "100us", mode="wire").latency == 1e-4
+    assert link.parse_bandwidth("1.5Gbit/s") == 1.5e9 and Link("1Gbit", "100us", mode="wire").latency == pytest.approx(
+        1e-4
+    )
 
 
 @pytest.mark.parametrize(
