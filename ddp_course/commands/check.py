@@ -38,7 +38,10 @@ def run(args: argparse.Namespace) -> int:
             numbers = ", ".join(map(str, exercises))
             raise GradingError(f"there is no exercise {args.exercise}; there are {numbers}")
         path = args.notebook or own_notebook(args.exercise)
-        print(f"{path}{saved(path)}", flush=True)
+        if not path.is_file():
+            raise GradingError(f'"{path}" is not there')
+        saved = time.strftime("%H:%M:%S on %d %B", time.localtime(path.stat().st_mtime))
+        print(f"{path}, saved {saved}", flush=True)
         (result,) = grade([Submission("you", path)], exercises, seed, timeout=args.timeout, task_done=show)
         if result.exercise not in (None, args.exercise):
             raise GradingError(f'"{path}" is exercise {result.exercise}, not {args.exercise}')
@@ -56,13 +59,6 @@ def own_notebook(exercise: int) -> Path:
         if found and folder.resolve().name not in ("notebooks", "solutions"):
             return found[0]
     raise GradingError(f"no notebook of exercise {exercise} here; name yours with --notebook FILE")
-
-
-def saved(path: Path) -> str:
-    """When a file was saved, for whoever has forgotten to."""
-    return (
-        f", saved {time.strftime('%H:%M:%S on %d %B', time.localtime(path.stat().st_mtime))}" if path.is_file() else ""
-    )
 
 
 def show(task: TaskResult) -> None:

@@ -26,7 +26,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--steps", type=int, metavar="N", help="training steps (default: the problem's)")
     known = ", ".join(ladder.STAGES)
     parser.add_argument("--stages", default=",".join(DEFAULT_STAGES), help=f"default %(default)s; there are {known}")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, or one GPU such as cuda:0")
+    parser.add_argument("--device", default="auto", help="auto (the default), cpu, cuda, or one GPU such as cuda:0")
     parser.add_argument(
         "--device-speed",
         default="auto",
@@ -34,16 +34,18 @@ def add_parser(subparsers: Any) -> None:
         help="of emulated devices, which ranks have where there are no GPUs, such as 2GFLOP/s; with none they share "
         "the processor as it is: on few cores four ranks are then slower than one (default: by the problem)",
     )
-    parser.add_argument("--dtype", default="float32", help="float32 or float64")
+    parser.add_argument("--dtype", default="float32", help="float32 (the default) or float64")
     parser.add_argument("--global-batch", type=int, metavar="B", help="samples per step over all ranks together")
     parser.add_argument("--parameters", type=int, metavar="P", help="size of the model of bytes and synthetic")
     parser.add_argument("--bucket-cap-mb", type=float, default=0.25, metavar="M", help="MiB per bucket (default 0.25)")
     parser.add_argument("--lr", type=float, help="learning rate (default: the problem's)")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and batches (default 0)")
     parser.add_argument("--link", default="auto", help="bandwidth such as 100Mbit, or none (default: by the problem)")
-    parser.add_argument("--latency", default="0ms", help="one-way delay of the emulated link, such as 2ms")
-    parser.add_argument("--link-mode", choices=["auto", *MODES], default="auto", help="how links are emulated")
-    parser.add_argument("--timeout", type=float, default=300.0, metavar="S", help="seconds that a stage may take")
+    parser.add_argument("--latency", default="0ms", help="one-way delay of the link, such as 2ms (default 0ms)")
+    parser.add_argument(
+        "--link-mode", choices=["auto", *MODES], default="auto", help="how to emulate links (default auto)"
+    )
+    parser.add_argument("--timeout", type=float, default=300.0, metavar="S", help="seconds for a stage (default 300)")
     parser.add_argument(
         "--read", metavar="DIR", help="compare what ddp_course.train --results DIR wrote, on any cluster"
     )
@@ -100,7 +102,8 @@ def table(results: dict) -> Table:
         )
     note = f"\n* {BUSY}" if any(stage.get("busy") for stage in results["stages"]) else ""
     made = Table(tabulate(rows, titles, "plain", disable_numparse=True) + note)
-    made.html = tabulate(rows, titles, "html", disable_numparse=True) + note
+    unbroken = [[row[0], row[1].replace(" ", "\N{NO-BREAK SPACE}"), *row[2:]] for row in rows]
+    made.html = tabulate(unbroken, titles, "html", disable_numparse=True) + note
     return made
 
 

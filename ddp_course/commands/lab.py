@@ -18,9 +18,11 @@ FOLDERS = ("notebooks", "exercises", "docs")
 NOT_COPIED = {".ipynb_checkpoints", "__pycache__", "checks", "answers"}
 FIRST = "notebooks/00_start_here.ipynb"
 RECORD = ".ddp-course.json"  # what was copied: {path: SHA-256 of the course's own}
-HIDDEN = {".ipynb_checkpoints", "__pycache__", "checks", "answers"}
 IDLE_SECONDS = 3600  # a kernel that nobody has used for so long ends, and gives back its memory
-SETTINGS = {"@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": False}}
+SETTINGS = {
+    "@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": False},
+    "@jupyterlab/notebook-extension:tracker": {"codeCellConfig": {"lineWrap": True}},  # no code beyond the edge
+}
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -51,6 +53,8 @@ def run(args: argparse.Namespace) -> int:
     culling = {"cull_idle_timeout": IDLE_SECONDS, "cull_interval": 300, "cull_connected": True}
     fixed = [f"--MappingKernelManager.{name}={value}" for name, value in culling.items()]
     fixed += [f"--ServerApp.root_dir={folder}", f"--LabApp.default_url=/lab/tree/{FIRST}", *as_root]
+    if os.name == "posix":  # where the server has no terminal itself, Jupyter's are login shells, which reset PATH
+        fixed.append(f"--ServerApp.terminado_settings=shell_command={os.environ.get('SHELL', 'sh')}")
     # Without an address for news JupyterLab does not ask whether it may fetch any.
     sys.argv = ["jupyter-lab"]  # its extensions look there too
     LabApp.launch_instance([*fixed, "--LabApp.news_url=None", *args.options])

@@ -45,7 +45,7 @@ class Explorer(ipywidgets.VBox):
     def __init__(self, draw, **controls):
         self.draw, self.controls = draw, controls
         self.image = ipywidgets.Image(format="png", layout=ipywidgets.Layout(align_self="flex-start", max_width="100%"))
-        self.message = ipywidgets.Label()
+        self.message = ipywidgets.HTML()  # its text goes on in the next line, a Label's is cut
         super().__init__([*controls.values(), self.image, self.message])
         for control in controls.values():
             control.observe(self.redraw, "value")
@@ -188,10 +188,10 @@ def alpha_beta_figure(bandwidth: str = "10Gbit", latency: str = "100us", world_s
     colours = dict(zip(chosen, [STAGE_COLOURS["3"], STAGE_COLOURS["4"], "#009E73", "#CC79A7"], strict=True))
     times = {name: [theory.seconds(form, n, world_size, costs) for n in sizes] for name, form in chosen.items()}
     first, last = (fastest(times, at) for at in (0, -1))
-    winners = f"{first} wins" if first == last else f"{first} wins small, {last} large"
-    title = f"{bandwidth}/s, {latency}, {world_size} ranks: {winners}"
+    title = f"Fastest on {world_size} ranks, {bandwidth}/s, {latency}:\nsmall: {first};\nlarge: {last}"
     lines = {name: (sizes, [1000 * t for t in times[name]], colours[name]) for name in chosen}
-    picture = curves({}, "message", "time (ms)", title, theory=lines, log="xy", height=3.6, kind="derived")
+    said = title.replace("\n", " ")
+    picture = curves({}, "message", "time (ms)", title, said, theory=lines, log="xy", height=3.9, kind="derived")
     picture.axes[0].set_xticks([2**6, 2**10, 2**15, 2**20, 2**25, 2**30])
     binary_bytes(picture.axes[0].xaxis)
     picture.axes[0].minorticks_off()  # nobody reads those, and they took more than half of the time to draw
@@ -201,7 +201,7 @@ def alpha_beta_figure(bandwidth: str = "10Gbit", latency: str = "100us", world_s
 def fastest(times: dict[str, list[float]], at: int) -> str:
     """The names of the algorithms whose time at one message size is within 1 % of the shortest."""
     shortest = min(seconds[at] for seconds in times.values())
-    return " and ".join(name for name, seconds in times.items() if seconds[at] <= 1.01 * shortest)
+    return ", ".join(name for name, seconds in times.items() if seconds[at] <= 1.01 * shortest)
 
 
 SHARES = [0.5, 2, 8.5, 20, 50, 200]  # percent; 8.5 is the setting of `compare`
@@ -212,9 +212,9 @@ def strategies_explorer(world_size: int = 4) -> Any:
     """How many times as fast as one device each strategy is: sliders for links, ranks and latency."""
     return Explorer(
         strategies_figure,
-        share=choice("p/b (% of one device's step)", 8.5, SHARES),
+        share=choice("p/b (% of a step)", 8.5, SHARES),
         world_size=choice("ranks K", world_size, [2, 4, 8]),
-        latency=choice("latency (% of that step)", 0, [0, 0.1, 1]),
+        latency=choice("latency (% of a step)", 0, [0, 0.1, 1]),
     )
 
 
@@ -320,7 +320,7 @@ def decision_figure(setting: dict[str, Any], chosen: Any, reason: str, plans: Se
     billions, memory_gb, devices = (setting[key] for key in ("billions", "memory_gb", "devices"))
     machine = f"{billions:g} billion parameters, {devices} x {memory_gb} GB"
     message = f"{machine}: {chosen.name if chosen else 'more devices'} ({reason}; derived)"
-    size: Any = {"width": 9.4, "height": 1.5 + 0.26 * len(plans)}
+    size: Any = {"width": 9.4, "height": 1.7 + 0.26 * len(plans)}
     picture, axes = panels(1, 2, **size, message=message, seen="Bars of memory and time", sharey=True)
     with style():
         for panel, column, unit in ((axes[0], "memory_gb", "GB"), (axes[1], "step_s", "s")):
@@ -336,7 +336,8 @@ def decision_figure(setting: dict[str, Any], chosen: Any, reason: str, plans: Se
         axes[0].set(xlabel="memory per device (GB); dashed: what it has", ylim=(len(plans) - 0.4, -0.6))
         axes[0].set_yticks(range(len(plans)), [p.name for p in plans])
         axes[1].set(xlabel="time of a step (s, derived)")
-        picture.suptitle(f"{chosen.name if chosen else 'More devices'}: {reason}", fontsize=10.5, fontweight="bold")
+        title = f"{chosen.name if chosen else 'More devices'}: {reason}".replace("; ", ";\n")
+        picture.suptitle(title, fontsize=10.5, fontweight="bold")
     return picture
 
 

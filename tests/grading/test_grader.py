@@ -227,7 +227,7 @@ def test_check_prints_the_path_a_line_a_task_and_how_to_go_on(tmp_path, monkeypa
     assert last.startswith("4 of 6 points; the same inputs again in a cell: check(…, seed=")
     assert cli.main(["check", "2"]) == 2 and "no notebook of exercise 2 here" in capsys.readouterr().err
     assert cli.main(["check", "99"]) == 2 and "there are 1, 2, 3" in capsys.readouterr().err
-    assert cli.main(["check", "1", "--notebook", "nope.ipynb"]) == 1 and "is not there" in capsys.readouterr().out
+    assert cli.main(["check", "1", "--notebook", "nope.ipynb"]) == 2 and "is not there" in capsys.readouterr().err
 
 
 def test_hidden_inputs_find_what_the_checks_do_not(tmp_path):

@@ -1,4 +1,4 @@
-"""The widgets in JupyterLab, in a real browser: run all cells, drag each slider, see the figure change."""
+"""`ddp-course lab` in a real browser: the first hour of a newcomer, and every slider dragged."""
 
 import os
 import re
@@ -15,34 +15,51 @@ from chromium import fresh_page, running_browser
 NotInTime = pytest.importorskip("playwright.sync_api").TimeoutError
 
 CELLS = {
-    "predict": "from ddp_course import plans, show, simulate, theory\nguess = "
+    "predict": "%load_ext ddp_course\nfrom ddp_course import compare, plans, show, simulate, theory\n"
+    "from ddp_course import stage3_paramserver, stage4_ring\nguess = "
     "show.predict('how many?', [1, 2, 4])\nguess",
     "ring": "show.widgets.ring_stepper(4)",
-    "explorer": "show.widgets.alpha_beta_explorer()",
+    "alpha beta": "show.widgets.alpha_beta_explorer()",
     "buckets": "layers = tuple(simulate.Layer(str(i), .002, .004, 1e5) for i in range(8))\n"
     "network = simulate.Network(theory.Costs.of_link(2e8, 3e-4))\n"
     "show.widgets.bucket_explorer(simulate.Profile(layers), 4, network, {0.1: 50.0})",
     "decision": "show.widgets.decision_chart(plans.decide)",
+    "diff": "show.diff(stage3_paramserver.train, stage4_ring.train)",
+    "table": "stage = dict(stage='3', name='parameter server', step_ms=239.04, ideal_ms=250.8, speed_up=1.36, "
+    "busy=True, communication_ms=154.9, bytes_sent_max=1057104, messages_max=6, loss=[.0968], "
+    "max_abs_diff_vs_single=9.9e-7)\n"
+    "compare.table({'stages': [stage]})",
+    "keep": "%%ranks 2 --keep\nkept = rank + 40",
+    "kept": "%%ranks\nprint(kept + 2)",
+    "stop": "%ranks stop",
 }
 REVEAL = "guess.reveal('2.1', 2)"
+DARK = '{"theme": "JupyterLab Dark"}'
 
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory):
-    """A JupyterLab on a notebook with all widgets; yields its address, and ends it with everything it started."""
+    """`ddp-course lab` in the dark, with a notebook of widgets beside the lessons, and a bare PATH.
+
+    Yields its address and its folder, and ends it with everything that it started.
+    """
     folder = tmp_path_factory.mktemp("lab")
     cells = [nbformat.v4.new_code_cell(source) for source in [*CELLS.values(), REVEAL]]
     nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": {
         "name": "python3", "display_name": "Python 3", "language": "python"}}), folder / "widgets.ipynb")  # fmt: skip
+    theme = folder / "settings" / "@jupyterlab" / "apputils-extension" / "themes.jupyterlab-settings"
+    theme.parent.mkdir(parents=True)
+    theme.write_text(DARK)
     log = (folder / "log").open("w+")
-    environ = {**os.environ, "JUPYTER_CONFIG_DIR": str(folder), "JUPYTERLAB_SETTINGS_DIR": str(folder)}
+    environ = {**os.environ, "PATH": "/usr/bin:/bin", "JUPYTER_CONFIG_DIR": str(folder / "config"),
+               "JUPYTERLAB_SETTINGS_DIR": str(folder / "settings")}  # fmt: skip
     process = subprocess.Popen(
-        [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--port=0", "--ServerApp.port_retries=0",
-         "--IdentityProvider.token=secret", f"--ServerApp.root_dir={folder}"],
+        [sys.executable, "-m", "ddp_course.cli", "lab", folder, "--", "--no-browser", "--port=0",
+         "--ServerApp.port_retries=0", "--IdentityProvider.token=secret"],
         stdout=log, stderr=log, env=environ, start_new_session=True,
     )  # fmt: skip
     try:
-        yield address(process, folder / "log")
+        yield address(process, folder / "log"), folder
     finally:
         os.killpg(process.pid, signal.SIGTERM)
         try:
@@ -54,28 +71,82 @@ def lab(tmp_path_factory):
 
 
 def address(process, log):
-    """Wait for the server to print where it listens."""
+    """Wait for the server to print where it opens."""
     deadline = time.monotonic() + 90
     while time.monotonic() < deadline and process.poll() is None:
-        found = re.search(r"http://(?:localhost|127\.0\.0\.1):(\d+)/lab", log.read_text())
+        found = re.search(r"http://127\.0\.0\.1:\d+/lab\S*(?=\?)", log.read_text())
         if found:
-            return f"http://127.0.0.1:{found[1]}/lab/tree/widgets.ipynb?token=secret"
+            return found[0] + "?reset&token=secret"
         time.sleep(0.1)
     raise AssertionError(f"JupyterLab did not start:\n{log.read_text()[-2000:]}")
 
 
 @pytest.mark.browser
-def test_all_widgets_work_in_jupyterlab(lab):
+def test_a_newcomer_meets_lesson_00_without_answers_or_news_and_a_terminal_that_knows_the_commands(lab):
+    url, folder = lab
     with running_browser() as browser, fresh_page(browser) as page:
-        page.goto(lab)
+        page.goto(url)
+        page.get_by_role("heading", name="Start here").wait_for(timeout=90_000)
+        page.get_by_text("Python 3 (ipykernel) | Idle").wait_for(timeout=90_000)
+        assert page.locator(".jp-Notebook .jp-OutputArea-output").count() == 0
+        assert page.locator(".jp-Dialog, .Toastify__toast").count() == 0
+        page.get_by_role("menuitem", name="File", exact=True).first.click()
+        page.get_by_text("New", exact=True).last.hover()
+        page.get_by_text("Terminal", exact=True).last.click()
+        page.locator(".jp-Terminal .xterm-screen").click(timeout=60_000)
+        page.keyboard.type("(pwd; command -v ddp-course; command -v torchrun) > terminal.tmp; mv terminal.tmp seen\n")
+        deadline = time.monotonic() + 60
+        while not (folder / "seen").exists():
+            assert time.monotonic() < deadline, "the terminal does not start in the learner's folder"
+            page.wait_for_timeout(100)
+    where, *commands = (folder / "seen").read_text().split()
+    assert where == str(folder) and [os.path.basename(path) for path in commands] == ["ddp-course", "torchrun"]
+
+
+@pytest.mark.browser
+def test_all_widgets_and_cells_on_all_ranks_work_in_the_dark(lab):
+    with running_browser() as browser, fresh_page(browser) as page:
+        page.goto(lab[0].replace("notebooks/00_start_here", "widgets"))
         page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=90_000)
         run_all(page)
         assert page.locator(".jp-RenderedText[data-mime-type='application/vnd.jupyter.stderr']").count() == 0
-        cells = page.locator(".jp-Notebook .jp-CodeCell")
-        for position, name in enumerate(CELLS):
-            if name != "predict":
-                drag_every_slider(page, cells.nth(position), name)
-        choose_and_reveal(page, cells)
+        cells = dict(zip(CELLS, page.locator(".jp-Notebook .jp-CodeCell").all(), strict=False))
+        is_legible(cells["diff"], cells["table"])
+        cells["kept"].scroll_into_view_if_needed()
+        cells["kept"].get_by_text("[rank 1] 43").wait_for()
+        for name in ("ring", "alpha beta", "buckets", "decision"):
+            drag_every_slider(page, cells[name], name)
+        explorers_answer_their_questions(page, cells["alpha beta"], cells["buckets"])
+        choose_and_reveal(page, page.locator(".jp-Notebook .jp-CodeCell"))
+
+
+def is_legible(diff, table):
+    """The words of a diff are light on dark, a row of the table is one line, and no code goes beyond the edge."""
+    colour = "element => getComputedStyle(element).color.match(/\\d+/g).slice(0, 3).map(Number)"
+    assert min(diff.locator(".jp-RenderedHTMLCommon div div").first.evaluate(colour)) > 150
+    assert max(row.bounding_box()["height"] for row in table.locator("tbody tr").all()) < 35
+    assert table.locator(".cm-scroller").evaluate("code => code.scrollWidth <= code.clientWidth + 1")
+
+
+def explorers_answer_their_questions(page, alpha_beta, buckets):
+    """Which all-reduce is fastest depends on K; the best bucket is neither the smallest nor the largest."""
+    fastest = [text.split("large:")[1].split("(")[0].strip() for text in texts(page, alpha_beta, 2)]
+    assert {"ring", "ring, halving-doubling"} <= set(fastest)
+    steps = [float(re.search(r"step ([\d.]+) ms", text)[1]) for text in texts(page, buckets, 0)]
+    assert min(steps) < min(steps[0], steps[-1])
+
+
+def texts(page, cell, index):
+    """What an explorer says for each setting of a slider, from the lowest to the highest."""
+    handle, said = cell.locator(".noUi-handle").nth(index), []
+    handle.focus()
+    for key in ["Home"] + ["ArrowRight"] * 9:
+        before = cell.locator(".widget-readout").nth(index).inner_text()
+        page.keyboard.press(key)
+        page.wait_for_timeout(1500)
+        if key == "Home" or cell.locator(".widget-readout").nth(index).inner_text() != before:
+            said.append(cell.locator(".widget-html-content").last.inner_text().replace("\n", " "))
+    return said
 
 
 def run_all(page):
