@@ -67,7 +67,7 @@ check("1.2", accumulate)
 # *5 minutes · easy*
 #
 # In all later lessons gradients travel. How many bytes are they? Not every parameter is trained, and not every
-# parameter has 4 bytes a number.
+# parameter has 4 bytes per number.
 # %% answer-1-3
 def gradient_bytes(model):
     """Return how many bytes the gradients of all trainable parameters take together."""

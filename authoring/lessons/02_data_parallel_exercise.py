@@ -20,7 +20,7 @@ from ddp_course.grading import check, hint
 # here are all called "cpu"; your code must not care.
 # %% answer-2-1
 def scatter(tensor, devices):
-    """Cut `tensor` along dimension 0; return a list with one shard a device, each on its device."""
+    """Cut `tensor` along dimension 0; return a list with one shard per device, each on its device."""
     ### BEGIN SOLUTION
     shards = tensor.tensor_split(len(devices))
     return [shard.to(device) for shard, device in zip(shards, devices) if len(shard)]

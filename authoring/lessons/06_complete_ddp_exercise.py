@@ -170,8 +170,8 @@ check("6.5", main)
 # | `weights[rank]` | a sum over all weights at the end |
 # | `saved[rank]` | names of the tensors that a rank wrote to its checkpoint; empty if it wrote none |
 #
-# Say which mistakes were made. The last samples of an epoch may be dealt twice, to fill up: that is none. Who trains from
-# the same shuffled list as its neighbours, in the same order in all epochs, has made two.
+# Say which mistakes were made. The last samples of an epoch may be dealt twice, to fill up, which is no mistake. Who trains
+# from the same shuffled list as its neighbours, in the same order in all epochs, has made two.
 # %% answer-6-6
 def mistakes(samples, weights, saved):
     """Return a set of words: "sampler", "epoch", "wrapper", "writers", "names"; empty if all is well."""

@@ -2,9 +2,9 @@
 r"""
 # 12 · Many machines
 
-Inside a machine, devices talk over fast links; between machines the links are ten to a hundred times slower, and
-all devices of a machine share them. This lesson crosses that border: with two emulated hosts, with `torchrun`, and with
-timings that others have published, of wires inside a host and of several network cards between hosts.
+Inside a machine, devices talk over fast links. Between machines a device has a tenth to a hundredth of that bandwidth, and
+on many machines all devices share one network card. This lesson crosses that border: with two emulated hosts, with
+`torchrun`, and with timings that others have published, of wires inside a host and of several network cards between hosts.
 
 **After this lesson you can**
 
@@ -92,18 +92,17 @@ print("two levels are not slower than the flat ring")
 
 # %% [markdown]
 r"""
-The dashes are bytes over bandwidth and nothing else. On virtual hosts the flat ring of four ranks takes up to half as
-long again as its dash, one time more, another time less. Latency is not the reason: the bar in the middle is the same
-ring, as many bytes in as many steps, within a tenth of its dash. What the formula leaves out is a question: *gloo asks
-before it sends*. The receiver says "ready" in a small message, and the sender waits for it. In a ring over two hosts
-this message has to cross a cable on which the other stream's chunk is on its way, and queues up behind it: 6 to 9 ms
-there and back, measured with 4 bytes beside a chunk, where an idle cable takes 0.3 ms and the chunk itself 10. With
-all receives announced before the first send, gloo's ring takes 67 ms instead of 90 (measured). The ring in the middle
-goes over plain TCP streams and asks nobody, because in a ring everybody knows what comes next. Two levels ask across
-the cable in two steps, the flat ring in 2(K-1).
+The dashes are bytes over bandwidth and nothing else. On virtual hosts the flat ring of four ranks takes up to 1.5 times as
+long as its dash, and not always equally long. Latency is not the reason: the bar in the middle is the same ring, with as
+many bytes in as many steps, and stays within a tenth of its dash. The formula leaves out that *gloo asks before it sends*:
+the receiver says "ready" in a small message, and the sender waits for it. In a ring over two hosts this message crosses a
+cable that is busy with the other stream's chunk, and waits behind it. With 4 bytes beside a chunk we measured 6 to 9 ms
+there and back; an idle cable takes 0.3 ms, and the chunk itself 10. When all receives are announced before the first send,
+gloo's ring takes 67 ms instead of 90 (measured). The ring in the middle uses plain TCP streams and asks nobody, because in
+a ring everybody knows what comes next. Two levels ask across the cable in two steps, the flat ring in 2(K-1).
 
-With 8 devices on each of 16 hosts the difference is far larger, because in a flat ring over 128 devices all latencies
-add up, 254 of them; in two levels there are 30 between the hosts.
+On 16 hosts with 8 devices each the difference is far larger. A flat ring over 128 devices pays 254 latencies, one after
+the other; in two levels there are 30 between the hosts.
 
 ## The same training on several machines
 
@@ -130,11 +129,14 @@ On two real machines, on both of them, with the first one's name and a free port
 torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=FIRST:29400 -m ddp_course.train --stage 6
 ```
 
-Under **Slurm**, a scheduler for clusters, one line per rank is enough; rank and world size come from its environment:
+Under **Slurm**, a scheduler for clusters, one line is enough; rank and world size come from its environment:
 
 ```bash
-srun --nodes=2 --ntasks-per-node=8 --gpus-per-task=1 python -m ddp_course.train --stage 6
+srun --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 python -m ddp_course.train --stage 6
 ```
+
+(With `--gpus-per-task=1` each rank may see its own GPU alone, and on some clusters NCCL then cannot copy straight from one GPU
+to another: P2P, over NVLink. With `--gpus-per-node` all ranks see all GPUs, and each takes that of its local rank.)
 
 Files for both are in `deploy/`.
 
@@ -146,7 +148,7 @@ ddp-course hosts start --ip 192.168.1.10 --engines engines.json # on this one; l
 ddp-course hosts join engines.json                              # on each of the others, with a copy of that file
 ```
 
-Then any launch of this course, with one word more. On three hosts, a rank on each:
+Then any launch of this course runs there, with one more argument. On three hosts, one rank on each:
 
 ```python
 def place():
@@ -162,8 +164,8 @@ An error names rank and host, and a machine whose cable is pulled ends the launc
 
 ## Inside one host: switches and wires
 
-Before thousands, look at eight. How long does NCCL take for the same message on 2, 3 and 4 GPUs of one host? The ring's
-formula says: a little longer with each. On A100s, which hang on switches, it does. On V100s it is the other way round:
+How long does NCCL take for the same message on 2, 3 and 4 GPUs of one host? The ring's formula says: a little longer with
+each GPU. On A100s, which are joined by switches, this is so. On V100s it is the other way round:
 """
 
 
@@ -190,7 +192,7 @@ print("rings that fit on the wires of V100s, by number of GPUs:", rings)
 r"""
 A V100 has six **NVLink** wires, soldered to certain partners. A ring exists along wires only, and several rings share a
 message; how many fit depends on which GPUs take part. Four GPUs have four rings, two have one. The prediction for 5 to 8
-packs rings onto the wires by computer: 5 GPUs are slow again, because the fifth has no second partner among them.
+searches how many rings fit onto the wires: 5 GPUs are slow again, because the fifth has no second partner among them.
 
 ## Eight A100s on your machine, in slow motion
 
@@ -213,8 +215,8 @@ show.curves({"emulated, slow motion": (counts, played, "#009E73"), "A100, publis
 
 # %% [markdown]
 r"""
-The real thing is slower than its datasheet: no protocol carries all that a cable promises. That is why the next lesson
-does not begin with datasheets, but fits its numbers to published times.
+The real link is slower than its datasheet says: no protocol carries all that a cable can. So the next lesson fits its
+numbers to published times, not to datasheets.
 
 ## Several network cards
 
@@ -256,9 +258,9 @@ messages only; small ones want fewer steps, or to travel together in a bucket.
 
 ## Which all-reduce is the fastest?
 
-That depends on the message and on K. The map, for links of 100 Gbit/s with 10 µs, if every
-rank has a cable of its own and nothing is pipelined: on shared cables halving-doubling can lose ground (lesson 04). The
-stripes come from the K that are no powers of two, where it must first fold the surplus ranks in, with whole messages.
+That depends on the message and on K. Here is the map for links of 100 Gbit/s and 10 µs, where every rank has a cable of its
+own and nothing is pipelined. On shared cables halving-doubling can become slower (lesson 04). The stripes are the K that are
+no powers of two: there the surplus ranks first send whole messages to others.
 """
 
 # %% winners
@@ -292,7 +294,7 @@ How many rings fit on the wires among these five: fewer than among four.
 ## In three lines
 
 1. Two levels send less between hosts and pay fewer latencies: 30 instead of 254 on 16 hosts of 8.
-2. Inside a host the wiring decides: V100s have rings along wires only, A100s hang on switches.
+2. Inside a host the wiring decides: V100s have rings along wires only, A100s are joined by switches.
 3. Several cards multiply bandwidth if several streams leave the host; they do nothing for latency.
 
 **Exercise:** [12](../exercises/12_many_machines.ipynb), `exercises/12_many_machines.ipynb`. **Next:**

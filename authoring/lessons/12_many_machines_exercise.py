@@ -54,10 +54,10 @@ def foresee(measure, size, nbytes):
     """Return (seconds, "latency" or "bandwidth") of a ring over `size` ranks, from measurements on at most 4."""
     ### BEGIN SOLUTION
     short, long = measure(2, 2**10), measure(2, 2**20)  # two latencies and a message each
-    seconds_a_byte = (long - short) / (2**20 - 2**10)
-    latency = (short - 2**10 * seconds_a_byte) / 2
+    seconds_per_byte = (long - short) / (2**20 - 2**10)
+    latency = (short - 2**10 * seconds_per_byte) / 2
     latencies = 2 * (size - 1) * latency
-    carried = 2 * (size - 1) / size * nbytes * seconds_a_byte
+    carried = 2 * (size - 1) / size * nbytes * seconds_per_byte
     return latencies + carried, "latency" if latencies > carried else "bandwidth"
     ### END SOLUTION
 
@@ -72,7 +72,7 @@ check("12.2", foresee)
 # *15 minutes · medium*
 #
 # Each line of the log is one rank's mean over a minute of training, first on one node, then on two. Times are in seconds
-# a step: waiting for samples, computing, and waiting for the other ranks' gradients beyond what backward hides.
+# per step: waiting for samples, computing, and waiting for the other ranks' gradients beyond what backward hides.
 #
 #     nodes=1 node=0 rank=0 world_size=2 batch_per_rank=32 data=0.0042 compute=0.2010 wait=0.0151
 #     nodes=1 node=0 rank=1 world_size=2 batch_per_rank=32 data=0.0042 compute=0.2002 wait=0.0160

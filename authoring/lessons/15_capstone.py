@@ -179,6 +179,8 @@ Not for a model this small: it sends more, and memory was no problem. It pays as
 2. DDP, `fully_shard` and a run that was killed end with the same loss, or something is wrong.
 3. Explain a gap by taking one thing away at a time: messages, neighbours, data.
 
+**Exercise:** [15](../exercises/15_capstone.ipynb), `exercises/15_capstone.ipynb`.
+
 This was the last lesson. You have built what trains large models, and measured it.
 
 When you are done, *Kernel › Shut Down Kernel* gives its memory back.
