@@ -12,6 +12,7 @@ _HOME = {
     "timeline_figure": "plots",
     "compare_figure": "plots",
     "STAGE_COLOURS": "plots",
+    "BUSY": "plots",
     "predict": "widgets",
     "progress": "widgets",
     "command": "shell",
