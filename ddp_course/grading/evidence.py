@@ -7,6 +7,7 @@ next attempt on.
 import re
 import tempfile
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,6 +40,7 @@ def gather(attempts: Sequence[Attempt], patience: float = PATIENCE_SECONDS, work
 
     With a folder for their `work` the ranks keep to a submission's limits.
     """
+    warm_up()
     results: list[Evidence] = []
     waiting, tries = list(attempts), 0
     while waiting:
@@ -50,6 +52,12 @@ def gather(attempts: Sequence[Attempt], patience: float = PATIENCE_SECONDS, work
             results.append(Evidence(None, explain(failure, find(waiting.pop(0).number))))
             tries = 0
     return results
+
+
+@cache
+def warm_up() -> None:
+    """Start what launches are forked from, once a process, whatever time that takes on a busy machine."""
+    launch(int, world_size=1, device="cpu")
 
 
 def launched(
