@@ -143,12 +143,6 @@ FAULTS = [
         "rank {culprit}: ValueError: left",
     ),
     Fault(
-        "a child that the rank forked returns",
-        "if os.fork() == 0: return 'child'\ntime.sleep(0.3)\nraise ValueError('parent')",
-        "RankError",
-        "rank {culprit}: ValueError: parent",
-    ),
-    Fault(
         "breakpoint",
         "breakpoint()",
         "RankError",
