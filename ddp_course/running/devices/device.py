@@ -5,6 +5,7 @@ import pickle
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from typing import Any
 
 from ...errors import DeviceError
@@ -25,7 +26,7 @@ class Device:
     def __init__(self, rate, memory=None):
         self.rate = parsed(units.flops_per_second, rate)
         self.memory = None if memory is None else parsed(units.bytes_per_second, memory)
-        self.name, self.slowed = None, 1.0
+        self.name, self.slowed, self.bus = None, 1.0, None
 
     @classmethod
     def like(cls, name: str, slowed: float = 1.0, scale: float = 1.0) -> "Device":
@@ -74,9 +75,15 @@ class Device:
         rate, memory = (value and two_digits(value / factor, math.floor) for value in (self.rate, self.memory))
         return f"at most {with_unit(rate, 'FLOP/s')}" + (f" and memory of {with_unit(memory, 'B/s')}" if memory else "")
 
+    def over(self, link: Any) -> "Device":
+        """This device, for several in one process: copies between them take the time of `link`."""
+        device = copy(self)
+        device.bus = (link.bandwidth, link.latency) if link else self.bus
+        return device
+
     def emulate(self, link: Any = None, record: bool = False, sleep: bool = True) -> Emulation:
         """A context in which this process computes on such devices; copies between them take the time of `link`."""
-        return Emulation(self, link and (link.bandwidth, link.latency), record, sleep)
+        return Emulation(self, self.over(link).bus, record, sleep)
 
     def describe(self) -> dict:
         """Ready for JSON: rate (FLOP/s), memory (bytes/s or None), and the name and slow motion of a known device."""
