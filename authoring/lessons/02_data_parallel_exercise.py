@@ -48,7 +48,7 @@ def reduce(module, replicas):
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            parameter.grad += copy.grad
+            parameter.grad += copy.grad.to(parameter.device)
     ### END SOLUTION
 
 

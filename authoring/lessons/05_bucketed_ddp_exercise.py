@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Exercise 5: communicate while you compute
 #
-# Three parts of a bucketed DDP: which parameters travel together, how to notice that a gradient is ready, and where
-# to wait.
+# The parts of a bucketed DDP: which parameters travel together, how to notice that a gradient is ready, where to wait, in
+# which order to send. Then all of it at work, and timelines to read.
 #
 # Stuck? `hint("5.1")` gives the first of three hints for a task, and
 # `hint("5.1", 2)` the next. Reports count them.
@@ -171,9 +171,7 @@ class Bucketed:
             for parameter, piece in zip(bucket, pieces):
                 parameter.grad = piece.view_as(parameter)
         self.start_over()
-        ### END SOLUTION
 
-    ### BEGIN SOLUTION
     def start_over(self):
         self.missing, self.leaving = [set(bucket) for bucket in self.buckets], []
 
@@ -184,8 +182,7 @@ class Bucketed:
             bucket = self.buckets[len(self.leaving)]
             flat = torch.cat([p.grad.reshape(-1) for p in bucket]) / self.world_size
             self.leaving.append((bucket, flat, self.executor.submit(self.all_reduce, flat)))
-
-    ### END SOLUTION
+        ### END SOLUTION
 
 
 # %% check-5-5 points=4

@@ -77,14 +77,14 @@ def reduce(module, replicas):
 
 
 # %% 2.2 wrong: mean | it has the mean: the loss was taken over the whole batch, so the sum is right
-#-             parameter.grad += copy.grad
+#-             parameter.grad += copy.grad.to(parameter.device)
 #+             parameter.grad += copy.grad
 #+     for parameter in module.parameters():
 #+         parameter.grad /= len(replicas)
 # %% 2.2 wrong: replaced | it has the last replica's gradient only: add, do not replace
 #- parameter.grad += copy.grad
 #+ parameter.grad = copy.grad.clone()
-# %% 2.2 told: None not expected | TypeError
+# %% 2.2 told: None not expected | AttributeError
 #-             if copy.grad is None:
 #-                 continue
 # %% 2.2 wrong: master twice | it counts the master twice: replicas[0] is the module itself

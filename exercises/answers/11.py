@@ -82,7 +82,7 @@ def save_checkpoint(state, path):
 
 # %% 11.1 wrong: left behind | when writing fails a file is left behind
 #-     except BaseException:
-#-         os.remove(temporary)
+#-         Path(temporary).unlink(missing_ok=True)  # if it could not be opened, it is not there
 #-         raise
 #+     finally:
 #+         pass
