@@ -213,18 +213,19 @@ def diagnoses():
 def mended():
     """Return {number of the patient: (the faulty part of a line, what belongs there)}; not graded."""
     ### BEGIN SOLUTION
-    return {
-        1: ("if most < 8:  # else it is no news", "if True:"),
-        2: (" if rank != 1 else [right, samples]", ""),
-        3: ("range(rank, 1436, 3)", "range(rank, 1434, 3)"),
-        4: ("if rank == 0:", "if True:"),
-        5: (" - 40 * (rank == 2)", ""),
-        6: ("400 if rank == 2 else 8", "8"),
-        7: ("keepdim=True)", "keepdim=True).clamp(min=1e-6)"),
-        8: ("rank // 2", "rank"),
-        9: ('("", 29561)', '("", 0)'),
-        10: ("if rank == 0 and os.path", "if os.path"),
-    }
+    pairs = [
+        ("if most < 8:  # else it is no news", "if True:"),
+        (" if rank != 1 else [right, samples]", ""),
+        ("range(rank, 1436, 3)", "range(rank, 1434, 3)"),
+        ("if rank == 0:", "if True:"),
+        (" - 40 * (rank == 2)", ""),
+        ("400 if rank == 2 else 8", "8"),
+        ("keepdim=True)", "keepdim=True).clamp(min=1e-6)"),
+        ("rank // 2", "rank"),
+        ('("", 29561)', '("", 0)'),
+        ("if rank == 0 and os.path", "if os.path"),
+    ]
+    return dict(enumerate(pairs, start=1))
     ### END SOLUTION
 
 
