@@ -81,7 +81,8 @@ found = "2(K-1)/K p = 1.5 p for 4 ranks in a flat ring; 2(H-1)/H p = p for 2 hos
 guess.reveal(found, guess.answers[0], kind="derived")
 show.bars(
     {name: 1000 * s for name, s in seconds.items()}, "time to add up 1 MiB (ms)",
-    f"Two levels take {seconds['two levels'] / seconds['flat ring']:.2f} of the flat ring's time",
+    "Two levels take {:.2f} of the flat ring's time, {:.2f} of plain TCP's".format(
+        *(seconds["two levels"] / seconds[name] for name in ("flat ring", "flat ring, plain TCP"))),
     theory={name: 1000 * s for name, s in formula.items()}, form="{:.0f}",
 )  # fmt: skip
 
