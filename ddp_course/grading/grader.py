@@ -180,6 +180,8 @@ def run(pristine: Any, cells: Sequence[Cell], folder: str, seconds: float) -> tu
     without: dict[str, str] = {}
     while True:
         laid = lay(pristine, cells, list(without))
+        if laid.sources.keys() <= laid.troubles.keys():
+            return laid, {}  # nothing was answered, so nothing runs
         messages, slow = run_once(laid.notebook, folder, seconds)
         names = [cell.id for cell in laid.notebook.cells]
         ends = (place for place, text in messages.items() if DIED in text or text.startswith("Timeout of"))

@@ -93,7 +93,7 @@ def test_objects_with_ideas_of_their_own_do_not_come_back():
 
 
 def test_the_bench_judges_rate_and_memory():
-    for rate, second_half, misjudged, kept in ((30.0, 110, 0, True), (29.9, 111, 1, False)):
+    for rate, second_half, misjudged, kept in ((10.0, 110, 0, True), (9.9, 111, 1, False)):
         row = {"a_minute_a_core": rate, "memory_mib_first_half": 100, "memory_mib_second_half": second_half}
         promises = bench.promised({**row, "misjudged": misjudged})
         assert [promise.record()["kept"] for promise in promises] == [kept] * 3
