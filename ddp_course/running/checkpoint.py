@@ -53,14 +53,12 @@ def save(path: str | Path, state: Any, keep: int = 2) -> Path | None:
     folder = Path(path)
     with writing_to(folder):
         try:
-            for leftover in folder.glob(".*.tmp"):  # of a writer that was killed; there is one writer at a time
-                leftover.unlink(missing_ok=True)
+            remove_leftovers(folder)
             number = max([number for number, _ in checkpoints(folder)], default=0) + 1
             file = files.write_whole(folder / f"checkpoint-{number:08}.pt", packed(state), OWNER_ONLY)
         except OSError as error:
             raise CheckpointError(NOT_WRITTEN.format(path, error.strerror)) from error
-        for _, old in checkpoints(folder)[keep:]:
-            old.unlink(missing_ok=True)
+        delete_old(folder, keep)
     return file
 
 
@@ -85,6 +83,15 @@ def writing_to(path: str | Path) -> Iterator[None]:
         yield
 
 
+def delete_old(folder: Path, keep: int) -> None:
+    """Keep the `keep` newest checkpoints; a warning tells of one that cannot be deleted."""
+    for _, old in checkpoints(folder)[keep:]:
+        try:
+            old.unlink(missing_ok=True)
+        except OSError as error:
+            warnings.warn(f"the old checkpoint {old} could not be deleted: {error.strerror}", stacklevel=3)
+
+
 def check_plain(value: Any, where: str = "state") -> None:
     """Raise CheckpointError unless `value` is made of tensors and plain data only, which any program can read."""
     if type(value) in (dict, OrderedDict):
@@ -94,6 +101,8 @@ def check_plain(value: Any, where: str = "state") -> None:
     elif type(value) in (list, tuple, torch.Size):
         for index, inside in enumerate(value):
             check_plain(inside, f"{where}[{index}]")
+    elif isinstance(value, torch.Tensor) and value.__dict__:
+        check_plain(value.__dict__, f"what was hung on the tensor {where}")
     elif type(value) not in PLAIN:
         raise CheckpointError(
             f"{where} is a {type(value).__name__}; a checkpoint holds tensors, numbers, text, lists and dicts only. "
@@ -144,6 +153,12 @@ def unpacked(content: bytes) -> Any:
         return torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True)
     except Exception as error:  # of many kinds: what a file may hold is not ours to list
         raise ValueError(f"it holds what no checkpoint may hold: {str(error).splitlines()[0]}") from error
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Delete temporary files of a writer that was killed; there is one writer at a time."""
+    for leftover in folder.glob(".*.tmp"):
+        leftover.unlink(missing_ok=True)
 
 
 def random_states() -> list[Any]:

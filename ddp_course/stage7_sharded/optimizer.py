@@ -91,7 +91,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def average(self):
         """Reduce-scatter the gradients: the average of this rank's chunk goes to the shards."""
-        if self.averaged and any(parameter.grad is not None for parameter in self.parameters()):
+        if self.averaged and not self.broken and any(parameter.grad is not None for parameter in self.parameters()):
             raise RuntimeError(
                 "there are new gradients, but those clipped before have not been used: after clip_grad_norm_ call "
                 "step(), or zero_grad() of this optimizer to drop them (the model's zero_grad() does not know of them)"

@@ -23,7 +23,7 @@ RAW = {"device_speed": "none", "link": None, "dtype": "float64"}  # the processo
 NOT_COUNTED = ("1", "2", "6", "torch")
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3, 4])
+@pytest.fixture(scope="module", params=[2, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 4))])
 def results(request):
     """All stages on a model whose gradient any of these world sizes divides."""
     return compare.run("digits", request.param, 3, ALL, **RAW, global_batch=24, bucket_cap_mb=25.0)

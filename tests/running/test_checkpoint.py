@@ -101,6 +101,12 @@ def test_a_checkpoint_cannot_run_code(tmp_path, monkeypatch):
     assert not os.path.isdir("was-here")
 
 
+def hung_on():
+    tensor = torch.ones(2)
+    tensor.owner = Malicious()
+    return tensor
+
+
 ODD = [np.float64(1.0), torch.nn.Linear(2, 2), {1, 2}, torch.float32, defaultdict(int), Counter()]
 EVEN = [OrderedDict(a=1), torch.Size([2]), torch.nn.Parameter(torch.ones(2)), 2j, b"x", (1, [2.5]), {(1, "a"): None}]
 
@@ -111,6 +117,8 @@ def test_only_plain_data_is_saved_and_the_place_is_named(tmp_path, value):
         checkpoint.save(tmp_path, {"a": [0, value]})
     with pytest.raises(CheckpointError, match=r"the key .* is a "):
         checkpoint.save(tmp_path, {"a": {np.float64(1.0): 1}})
+    with pytest.raises(CheckpointError, match=r"what was hung on the tensor state\['a'\]\['owner'\] is a Malicious"):
+        checkpoint.save(tmp_path, {"a": hung_on()})
     assert os.listdir(tmp_path) == []
 
 
@@ -141,6 +149,14 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="no checkpoint could be written"):
         checkpoint.save(tmp_path / "file" / "run", state_of(1))
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_is_only_told(tmp_path):
+    (tmp_path / "checkpoint-00000001.pt").mkdir()
+    checkpoint.save(tmp_path, state_of(2))
+    with pytest.warns(UserWarning, match="the old checkpoint .*checkpoint-00000001.pt could not be deleted"):
+        checkpoint.save(tmp_path, state_of(3))
+    assert same(checkpoint.load(tmp_path), state_of(3))
 
 
 def save_or_complain(folder):

@@ -143,6 +143,18 @@ FAULTS = [
         "rank {culprit}: ValueError: left",
     ),
     Fault(
+        "a report that something else wrote over",
+        "for file in range(3, 60):\n    with contextlib.suppress(OSError): os.write(file, b'damaged!' * 4)",
+        "RankError",
+        "rank {culprit}: TypeError: its result cannot be read here",
+    ),
+    Fault(
+        "a child that the rank forked returns",
+        "if os.fork() == 0: return 'child'\ntime.sleep(0.3)\nraise ValueError('parent')",
+        "RankError",
+        "rank {culprit}: ValueError: parent",
+    ),
+    Fault(
         "breakpoint",
         "breakpoint()",
         "RankError",

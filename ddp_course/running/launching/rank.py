@@ -107,14 +107,19 @@ def work(
 
 
 def answer(function: Callable[[], Any]) -> bytes:
-    """The message about what `function` returned or raised."""
+    """The message about what `function` returned or raised; a child that it forked, and that comes here, ends."""
+    own = os.getpid()
     try:
         message = pack_result(function())
     except BaseException as error:
+        if os.getpid() != own and not isinstance(error, SystemExit):
+            traceback.print_exc()
         message = pickle.dumps(("failed", describe(error)))
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):  # the function may have closed it, or put something else in its place
             stream.flush()
+    if os.getpid() != own:
+        os._exit(0)
     return message
 
 

@@ -18,6 +18,7 @@ RANK_MEMORY = 64 * MIB  # what an idle CPU rank has of its own, with a small mod
 GPU_RANK_MEMORY = 1024 * MIB  # host memory of a rank that has initialised CUDA
 PIPES_PER_RANK, SHARED_PIPES = 5, 3
 SPARE_FILES = 64
+LONGEST_VARIABLE = 100_000  # bytes: Linux starts no program with much longer ones in its environment
 
 
 def start_method() -> str:
@@ -64,8 +65,9 @@ def describe_launch(
 
 
 def preloading_environment() -> dict:
-    """The environment of a process that preloads torch; its ranks get the caller's as it is at their launch."""
-    return {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR", "OPENBLAS_NUM_THREADS": "1"}
+    """The environment of a process that preloads torch; its ranks get all of the caller's at their launch."""
+    short = {name: value for name, value in os.environ.items() if len(value) < LONGEST_VARIABLE}
+    return {**short, "TORCH_CPP_LOG_LEVEL": "ERROR", "OPENBLAS_NUM_THREADS": "1"}
 
 
 def open_memory(name: str) -> IO[bytes]:
