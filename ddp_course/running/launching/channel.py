@@ -188,12 +188,12 @@ class Mail:
 
     def __init__(self, deliver: Callable, at_end: Callable):
         self.deliver, self.close = deliver, at_end
-        self.buffer, self.size, self.in_header = bytearray(), HEADER.size, True
+        self.buffer, self.size, self.in_header, self.damaged = bytearray(), HEADER.size, True, False
 
     def feed(self, piece: bytes) -> None:
         """Deliver the messages that `piece` completes; a message is never copied, however long it is."""
         rest = memoryview(piece)
-        while rest:
+        while rest and not self.damaged:
             missing = self.size - len(self.buffer)
             self.buffer += rest[:missing]
             rest = rest[missing:]
@@ -207,5 +207,4 @@ class Mail:
                     self.size = HEADER.unpack(whole)[0]
                     if self.size > LONGEST_MESSAGE:  # something else in that process wrote into the pipe
                         self.deliver(b"")
-                        self.feed = lambda piece: None
-                        return
+                        self.damaged = True
