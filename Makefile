@@ -5,7 +5,6 @@ BIN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 ARGS ?=
 BESIDE := -n 3 --dist loadfile --no-loadscope-reorder
-LONGEST := tests/test_notebooks.py tests/torch_suite tests/running/launching tests/running/test_faults.py tests/test_train_script.py
 
 .PHONY: help setup compare test test-rest test-all test-quick lab gpu bench notebooks site lint clean
 
@@ -26,11 +25,11 @@ $(VENV)/installed: requirements.lock pyproject.toml
 compare: setup  ## train with every strategy, print the table, write results/compare.png
 	$(BIN)/ddp-course compare $(ARGS)
 
-# Three files at a time, the longest first, and then those by themselves that look at the clock. What failed is tried once
+# Three files at a time, and then those by themselves that look at the clock. What failed is tried once
 # more with nothing beside it, and named twice: a fault fails again, a full machine does not.
 RUN = $(BIN)/python -m pytest --durations=20
 define run_tests
-	@$(RUN) --cache-clear -m "$(1) and not alone and not weekly" $(BESIDE) $(LONGEST) tests; beside=$$?; \
+	@$(RUN) --cache-clear -m "$(1) and not alone and not weekly" $(BESIDE) tests; beside=$$?; \
 	$(RUN) -m "$(1) and alone and not weekly"; alone=$$?; \
 	case $$beside$$alone in *[!015]*) exit 2;; *1*) echo "Once more, one at a time, what has failed:"; \
 	$(RUN) -m "not weekly" --last-failed --last-failed-no-failures none tests;; esac

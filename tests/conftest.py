@@ -43,9 +43,17 @@ def pytest_runtest_logreport(report):
 
 
 def pytest_collection_modifyitems(items):
-    """Mark as slow what has cost too much for every day, by itself or as a file; "keep" makes an exception."""
+    """Mark as slow what has cost too much for every day, by itself or as a file; "keep" makes an exception.
+
+    The files with the longest tests come first, so that no worker begins one when the others have ended.
+    """
     with DURATIONS.open(encoding="utf-8") as file:
         rows = {row["test"]: row for row in csv.DictReader(file)}
+    longest = {}
+    for name, row in rows.items():
+        file = name.partition("::")[0]
+        longest[file] = max(longest.get(file, 0.0), float(row["seconds"]))
+    items.sort(key=lambda item: -longest.get(item.nodeid.removeprefix("tests/").partition("::")[0], 0.0))
     for item in items:
         name = item.nodeid.removeprefix("tests/")
         names = [name, name.split("[")[0], name.partition("::")[0]]  # with its parameters, without them, its file
