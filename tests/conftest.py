@@ -31,7 +31,7 @@ def pytest_unconfigure(config):
 
 
 DURATIONS = Path(__file__).with_name("durations.csv")  # seconds of tests, or of whole files with all their tests
-MOST_SECONDS = 9.0  # of a test of `make test`; dearer ones are for `make test-rest`
+MOST_SECONDS = 9.0  # a test that takes longer is for `make test-rest`
 
 
 def pytest_runtest_logreport(report):
@@ -56,7 +56,7 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: -longest.get(item.nodeid.removeprefix("tests/").partition("::")[0], 0.0))
     for item in items:
         name = item.nodeid.removeprefix("tests/")
-        names = [name, name.split("[")[0], name.partition("::")[0]]  # with its parameters, without them, its file
+        names = [name, name.split("[")[0], name.partition("::")[0]]  # the table may name any of these
         row = next((rows[name] for name in names if name in rows), None)
         if row and row["why"] != "keep" and float(row["seconds"]) > MOST_SECONDS:
             item.add_marker(pytest.mark.slow)

@@ -126,6 +126,7 @@ def fully_sharded(events: list[Event], sizes: list[int], work: Profile, world_si
         return line[-1]
 
     def compute():
+        """Compute from event to event, and wait for what has not arrived."""
         worked, arriving = 0.0, {}
         for place, (moment, kind, number) in enumerate(events):
             yield Pause(moment - worked)

@@ -69,12 +69,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.lay_out(self.param_groups[-1]["params"])
             self.local.add_param_group(self.sharded(self.param_groups[-1]))
 
-    @contextmanager
-    def together(self):
-        """Around collectives: a rank that leaves this block by an exception leaves the other ranks in the middle.
-
-        Raises RuntimeError if an earlier call broke off, or another optimizer has laid the parameters out anew.
-        """
+    def check_whole(self):
+        """Raise RuntimeError if an earlier call broke off, or another optimizer has laid the parameters out anew."""
         if any(parameter.optimizer() is not self for parameter in self.parameters()):
             raise RuntimeError("another ShardedOptimizer was made for these parameters since; use that one alone")
         if self.broken:
@@ -82,6 +78,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"an earlier call ended in the middle of what the ranks do together, with {self.broken}; "
                 "the other ranks may have gone on, so this one cannot: start the ranks again"
             )
+
+    @contextmanager
+    def together(self):
+        """Around collectives: a rank that leaves this block by an exception leaves the other ranks in the middle."""
+        self.check_whole()
         try:
             yield
         except BaseException as error:
@@ -91,14 +92,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def average(self):
         """Reduce-scatter the gradients: the average of this rank's chunk goes to the shards."""
-        if self.averaged and not self.broken and any(parameter.grad is not None for parameter in self.parameters()):
+        self.check_whole()
+        for flat in self.flats:
+            flat.settle()
+        if self.averaged and any(parameter.grad is not None for parameter in self.parameters()):
             raise RuntimeError(
                 "there are new gradients, but those clipped before have not been used: after clip_grad_norm_ call "
                 "step(), or zero_grad() of this optimizer to drop them (the model's zero_grad() does not know of them)"
             )
         with self.together():
-            for flat in self.flats:
-                flat.settle()
             for flat in [] if self.averaged else self.trainable():
                 for parameter in flat.collect():
                     if parameter.grad is not None:

@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-TESTS = {  # of the files that a pattern names
+TESTS = {  # each pattern names the files that these tests hold
     "ddp_course/collectives/*.py": "tests/collectives",
     "ddp_course/stage4_*.py": "tests/test_stage4_ring.py",
     "ddp_course/stage5_*.py": "tests/test_stage5_bucketed.py",
