@@ -32,10 +32,9 @@ def main(arguments: list[str] | None = None) -> int:
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
     wanted = next((word for word in arguments if word in COMMANDS), None)
     for name, (module, help_text) in COMMANDS.items():
-        if name == wanted:  # load only what is run: the other commands' libraries take seconds
-            import_module(f".{module}", __package__).add_parser(subparsers)
-        else:
-            subparsers.add_parser(name, help=help_text)
+        command = subparsers.add_parser(name, help=help_text, description=help_text)
+        if name == wanted:  # only its module is loaded: the other commands' libraries take seconds
+            import_module(f".{module}", __package__).add_options(command)
     args = parser.parse_args(arguments)
     return exit_code(lambda: args.run(args))
 

@@ -4,11 +4,8 @@ import argparse
 from pathlib import Path
 
 
-def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    """Add `audit` to the command line."""
-    parser = subparsers.add_parser(
-        "audit", help="look for the usual mistakes in your own training script", description=__doc__.split("\n")[0]
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Describe the options."""
     parser.add_argument("file", type=Path, metavar="FILE", help="a script that torchrun could start")
     parser.add_argument(
         "arguments",

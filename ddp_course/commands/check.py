@@ -8,7 +8,6 @@ import secrets
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from ..errors import GradingError
 from ..grading import report
@@ -20,9 +19,8 @@ from ..grading.submissions import Submission, load_exercises
 FOLDERS = (".", "work/exercises", "work", "exercises")  # where a learner's notebook is looked for, in this order
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `check` to the command line."""
-    parser = subparsers.add_parser("check", help="check your own exercise", description=__doc__.split("\n")[0])
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Describe the options."""
     parser.add_argument("exercise", type=int, metavar="N", help="the number of the exercise")
     parser.add_argument("--notebook", type=Path, help="your notebook, if it is not exercises/NN_….ipynb")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds it may take (default 120)")

@@ -1,16 +1,14 @@
 """`ddp-course claims`: what people say about distributed training, with the verdict, and the lesson that decides."""
 
 import argparse
-from typing import Any
 
 from tabulate import tabulate
 
 from ..measuring import claims
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `claims` to the command line."""
-    parser = subparsers.add_parser("claims", help="the claims that the lessons put to the test, with their verdicts")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Describe the options."""
     parser.set_defaults(run=run)
 
 

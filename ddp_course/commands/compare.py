@@ -5,7 +5,6 @@ import csv
 import io
 import json
 from pathlib import Path
-from typing import Any
 
 from tabulate import tabulate
 
@@ -15,12 +14,11 @@ from ..running.files import replace_file, writable_folder
 from ..running.links import MODES
 from ..showing.plots import BUSY, compare_figure
 
-__all__ = ["add_parser", "read", "run", "save", "table"]
+__all__ = ["add_options", "read", "run", "save", "table"]
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `compare` to the command line."""
-    parser = subparsers.add_parser("compare", help="train with every stage on the same batches and compare")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Describe the options."""
     parser.add_argument("--problem", default="digits", help="digits, bytes or synthetic (default digits)")
     parser.add_argument("--world-size", type=int, default=4, metavar="K", help="number of ranks (default 4)")
     parser.add_argument("--steps", type=int, metavar="N", help="training steps (default: the problem's)")

@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from typing import Any
 
 from ..running import virtual_hosts
 
@@ -22,9 +21,8 @@ OLDEST_TORCH = (2, 10)  # as in pyproject.toml
 Finding = tuple[str, str, tuple[str, str] | None]  # a name, what is there, and (kind of problem, what to do) if any
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `doctor` to the command line."""
-    parser = subparsers.add_parser("doctor", help="what this machine has, and what each lesson will use")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Describe the options."""
     parser.set_defaults(run=run)
 
 

@@ -9,7 +9,6 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from ..errors import GradingError
 from ..grading import gradebooks, report
@@ -22,9 +21,8 @@ from ..running.files import replace_file
 from ..running.linux import usable_cores
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `grade` to the command line."""
-    parser = subparsers.add_parser("grade", help="grade exercises", description=__doc__.split("\n")[0])
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Describe the options."""
     parser.add_argument("paths", nargs="+", metavar="PATH", help="a notebook, or a folder of submissions")
     parser.add_argument("--csv", metavar="FILE", help="write one line a task")
     parser.add_argument("--html", metavar="DIR", help="write a page a learner, and index.html")

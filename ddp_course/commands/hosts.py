@@ -34,9 +34,8 @@ OWNER_ONLY = 0o700
 ENDINGS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `hosts` to the command line."""
-    parser = subparsers.add_parser("hosts", help="bring several machines together for launch(fn, hosts=...)")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Describe the options."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     start = actions.add_parser("start", help="run the controller, here, until it is stopped")
     start.add_argument("--ip", required=True, help="this machine's address, as the other machines reach it")

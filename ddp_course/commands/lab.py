@@ -25,11 +25,8 @@ SETTINGS = {
 }
 
 
-def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    """Add `lab` to the command line."""
-    parser = subparsers.add_parser(
-        "lab", help="lessons and exercises in JupyterLab", description=__doc__.split("\n")[0]
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Describe the options."""
     parser.add_argument("folder", type=Path, metavar="DIR", nargs="?", help="where your copies are, or shall be")
     parser.add_argument("--no-open", action="store_true", help="copy only")
     parser.add_argument("options", nargs="*", metavar="OPTION", help="after --, for JupyterLab: -- --no-browser")

@@ -7,7 +7,6 @@ import json
 import sys
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from tabulate import tabulate
 
@@ -18,9 +17,8 @@ from ..running import files
 COLUMN = "predicted iteration time (ms)"
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `predict` to the command line."""
-    parser = subparsers.add_parser("predict", help="published runs, predicted and measured; or GPT steps of your own")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Describe the options."""
     parser.add_argument("what", nargs="?", choices=["all", "gpt"], default="all", help="gpt: the settings in --csv")
     parser.add_argument("--csv", type=Path, help=f"settings with the columns of {published.GPT}.csv")
     parser.add_argument("--out", help="folder of predictions.json, .md and .png (default: results); for gpt a file")

@@ -3,7 +3,6 @@
 import argparse
 import re
 from collections.abc import Sequence
-from typing import Any
 
 from tabulate import tabulate
 
@@ -16,11 +15,9 @@ from ..running import files, units
 CAPS_MB = tuple(2.0**k for k in range(-4, 9))
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `simulate` to the command line."""
-    parser = subparsers.add_parser(
-        "simulate", help="bucketed DDP on simulated devices", formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Describe the options."""
+    parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     parser.add_argument("--model", default="resnet50", choices=resnets.SHAPES, help="whose layers are simulated")
     parser.add_argument("--step-time", default="100ms", help="computing of a step on one device")
     parser.add_argument("--devices", default="1..4096", help="1..4096 (doubling), 6, or 2,4,6")
