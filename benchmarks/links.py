@@ -8,16 +8,18 @@ all-reduce takes turns with them.
 
 import argparse
 import statistics
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from tqdm.auto import tqdm
 
 from ddp_course import stage3_paramserver, stage4_ring
 from ddp_course.measuring import theory
-from ddp_course.running import links, units
+from ddp_course.running import links, units, wire
 from ddp_course.running.files import replace_file
 from ddp_course.running.launching.launch import launch
 
@@ -33,6 +35,8 @@ ALGORITHMS = {
 FORMULA = {"gloo": "ring"}
 WORLD_SIZES = {"hosts": "2,3,4", "wire": "2,3,4,8"}
 COLUMNS = ("mode", "algorithm", "world_size", "bytes", "bandwidth_bits_s")
+CALIBRATION_SECONDS, ROUNDS = 0.1, 10  # the link time of the longest message of a calibration, and how often it goes
+PAUSE_SECONDS = 0.01  # every message finds links that have rested
 JUDGED_BYTES, LOWEST, HIGHEST, SLOWER_THAN_GLOO = 4 << 20, 0.97, 1.12, 1.05
 
 
@@ -74,7 +78,7 @@ def usable_modes(modes: list[str]) -> Iterator[str]:
 
 def measure(link: links.Link, world_size: int, sizes: list[int], repeats: int) -> list[Row]:
     """One launch: all algorithms at all sizes on `world_size` ranks. Returns a row each."""
-    bandwidth = links.calibrate(link)["bandwidth_bits_s"]
+    bandwidth = calibrated(link)
     names = [name for name in ALGORITHMS if name != "gloo" or link.carries_torch]
     found = launch(time_all, names, sizes, repeats, link=link, world_size=world_size, device="cpu", timeout=1800.0)[0]
     rows = []
@@ -86,6 +90,27 @@ def measure(link: links.Link, world_size: int, sizes: list[int], repeats: int) -
             times = {"measured_s": measured, "theory_s": expected, "ratio": measured / expected}
             rows.append({**key, **times, "calibrated_bits_s": bandwidth, "runs_s": seconds})
     return rows
+
+
+def calibrated(link: links.Link) -> float:
+    """Bits per second that the link really carries, headers and all, from messages of four sizes to and fro."""
+    sizes = [int(part * CALIBRATION_SECONDS * link.bandwidth / 8) // 8 * 8 for part in (0.25, 0.5, 0.75, 1.0)]
+    seconds = launch(ping_pong, sizes, world_size=2, device="cpu", link=link)[0]
+    slope, _ = np.polyfit(sizes, seconds, 1, w=1 / np.array(seconds))
+    return float(8 / slope)
+
+
+def ping_pong(sizes: list[int]) -> list[float]:
+    """Send messages of these sizes (bytes) to and fro between two ranks; returns the fewest seconds one way."""
+    rank, times = dist.get_rank(), {size: [] for size in sizes}
+    for size in sizes * ROUNDS:
+        message = torch.zeros(size, dtype=torch.uint8)
+        time.sleep(PAUSE_SECONDS)
+        start = time.perf_counter()
+        for turn in (0, 1):
+            (wire.send if rank == turn else wire.recv)(message, 1 - rank)
+        times[size].append((time.perf_counter() - start) / 2)
+    return [min(taken) for taken in times.values()]
 
 
 def time_all(names: list[str], sizes: list[int], repeats: int) -> list[dict[str, list[float]]]:

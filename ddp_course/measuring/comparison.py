@@ -34,7 +34,7 @@ from ..ladder import Stage
 from ..running import checkpoint
 from ..running.devices import Device, Placement, full_speed, placement, rank_device
 from ..running.launching.launch import launch
-from ..running.links import Link, calibrate
+from ..running.links import Link
 from ..stage4_ring import ring_all_reduce
 from . import emulated
 from .ideals import ideals
@@ -98,7 +98,7 @@ def header(job: Job, place: Place) -> dict:
         "device": where.devices[0].split(":")[0],
         "backend": where.backend,
         "emulated_device": place.device.describe() if isinstance(place.device, Device) else None,
-        "link": calibrated(place.link, job.world_size),
+        "link": place.link and place.link.describe(),
     }
 
 
@@ -109,14 +109,6 @@ def described(job: Job) -> dict:
         "global_batch": job.global_batch, "parameters": job.parameter_count, "gradient_bytes": job.gradient_bytes,
         "torch": torch.__version__,
     }  # fmt: skip
-
-
-def calibrated(link: Link | None, world_size: int) -> dict | None:
-    """The link, ready for JSON, and what it really carries."""
-    if link is None:
-        return None
-    link.rehearse(world_size)  # it may have to take another mode
-    return {**link.describe(), "calibration": calibrate(link)}
 
 
 def measure_all(keys: list[str], job: Job, place: Place, progress: bool) -> list[dict]:

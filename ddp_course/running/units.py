@@ -1,6 +1,9 @@
 """Numbers with units, as people write them: "200Mbit" for a bandwidth, "5ms" for a latency, "16MiB" for a size."""
 
+import math
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 BANDWIDTHS = {"bit": 1, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
 TIMES = {"s": 1, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
@@ -10,9 +13,8 @@ SIZES = {"b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib
 
 def bits_per_second(text: str | int) -> float:
     """Parse a bandwidth such as "200Mbit", "3.6Tbit" or "1.5Gbit/s" into bits per second; ValueError otherwise."""
-    return _parse(
-        str(text).removesuffix("/s"), BANDWIDTHS, "bandwidth", "200Mbit (bit, kbit, Mbit, Gbit or Tbit per second)"
-    )
+    number = str(text).removesuffix("/s")
+    return _parse(number, BANDWIDTHS, "bandwidth", "200Mbit (bit, kbit, Mbit, Gbit or Tbit per second)")
 
 
 def seconds(text: str | int, zero: bool = True) -> float:
@@ -22,17 +24,14 @@ def seconds(text: str | int, zero: bool = True) -> float:
 
 def nbytes(text: str | int) -> int:
     """Parse a size such as "16MiB", "500kB" or "4096" into bytes, as an int; ValueError otherwise."""
-    text = str(text)
-    return int(
-        _parse(text + "B" if text.strip().isdigit() else text, SIZES, "size", "16MiB (B, kB, MB, GB, KiB, MiB or GiB)")
-    )
+    unit = "B" if str(text).strip().isdigit() else ""
+    return int(_parse(f"{text}{unit}", SIZES, "size", "16MiB (B, kB, MB, GB, KiB, MiB or GiB)"))
 
 
 def flops_per_second(text: str | int) -> float:
     """Parse a rate of computing such as "2GFLOP/s" into floating-point operations per second; ValueError otherwise."""
-    return _parse(
-        str(text).removesuffix("/s"), RATES, "rate", "2GFLOP/s (FLOP/s, kFLOP/s, MFLOP/s, GFLOP/s or TFLOP/s)"
-    )
+    number = str(text).removesuffix("/s")
+    return _parse(number, RATES, "rate", "2GFLOP/s (FLOP/s, kFLOP/s, MFLOP/s, GFLOP/s or TFLOP/s)")
 
 
 def bytes_per_second(text: str | int) -> float:
@@ -45,6 +44,21 @@ def readable(value: float) -> str:
     return f"{value:,.0f}" if value >= 9.95 else f"{value:.2g}"
 
 
+def two_digits(value: float, up: bool = False) -> float:
+    """`value` cut to its two leading digits, or rounded `up` to them: a number to type."""
+    digit = 10.0 ** (math.floor(math.log10(value)) - 1)
+    return (math.ceil if up else math.floor)(value / digit) * digit
+
+
+@contextmanager
+def refused_as(error_class: type[Exception]) -> Iterator[None]:
+    """Raise an `error_class` with the same message in place of a ValueError; also a decorator."""
+    try:
+        yield
+    except ValueError as error:
+        raise error_class(str(error)) from None
+
+
 def _parse(text, units, what, example, zero=False):
     match = re.fullmatch(r"\s*([-+]?[\d.]+(?:e[-+]?\d+)?)\s*([a-zµ]+)\s*", str(text), re.IGNORECASE)
     unit = match and match[2].replace("µ", "u").lower()
@@ -55,4 +69,6 @@ def _parse(text, units, what, example, zero=False):
     if value < 0 or (value == 0 and not zero):
         least = "zero or more" if zero else "more than zero"
         raise ValueError(f'the {what} "{text}" must be {least}; write it like {example}')
+    if math.isinf(value):
+        raise ValueError(f'the {what} "{text}" is out of range; write it like {example}')
     return value

@@ -18,10 +18,10 @@ What `Link` is for cables, `Device` is for accelerators: the arithmetic is real,
 """
 
 from ..linux import usable_cores
+from ..presets import ACCELERATORS
 from .device import Device, emulation_of, for_ranks
 from .emulation import Emulation, device_number, full_speed
 from .placement import Placement, placement, rank_device
-from .presets import ACCELERATORS
 
 __all__ = [
     "ACCELERATORS",

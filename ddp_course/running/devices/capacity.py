@@ -9,9 +9,9 @@ from torch.nn.functional import conv2d
 
 from ..linux import usable_cores
 
-HALF = 0.5  # of the emulated time: the other half is for communication, for Python, and for keeping time
+HALF = 0.5  # the arithmetic may take this share of the emulated time; communication and Python need the rest
 TRIES = 5
-SAMPLES, CHANNELS, SIDE = 16, 32, 8  # as the digits: small convolutions are the slowest of what the lessons train
+SAMPLES, CHANNELS, SIDE = 16, 32, 8  # the digits' small convolutions are the slowest of what the lessons train
 VALUES = 1 << 20
 
 

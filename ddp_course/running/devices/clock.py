@@ -11,13 +11,14 @@ and those in line for a processor.
 """
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
-SCHEDSTAT = "/proc/thread-self/schedstat"  # of Linux: nanoseconds computed, nanoseconds in line for a processor
-SHORT = 0.002  # seconds: a longer wait is one for another rank, and sets this thread's clock to the wall's
-HIDDEN = 0.003  # seconds: as much Python between two operations is hidden by a queue of operations
+SCHEDSTAT = "/proc/thread-self/schedstat"  # Linux tells the nanoseconds computed and those in line for a processor
+SHORT = 0.002  # seconds: a longer wait is a wait for another rank, and sets this thread's clock to the wall's
+HIDDEN = 0.003  # seconds: a queue of operations hides so much Python between two of them
 
 
 class Clock:
@@ -33,14 +34,12 @@ class Clock:
         return self.free
 
 
-class ThreadClock:
-    """The time `now` at which its thread would be if it always had a processor of its own."""
-
-    __slots__ = ("arithmetic", "computed", "line", "now", "queued", "total", "wall")
+class ThreadClock(threading.local):
+    """The time `now` at which a thread would be if it always had a processor of its own; each thread has its own."""
 
     def __init__(self):
         self.line = open(SCHEDSTAT, "rb", buffering=0) if os.path.exists(SCHEDSTAT) else None  # noqa: SIM115
-        self.now, self.total = time.perf_counter(), 0.0  # total: seconds of real arithmetic
+        self.now, self.total = time.perf_counter(), 0.0  # `total` is seconds of real arithmetic
         self.look()
 
     def look(self) -> None:
@@ -66,7 +65,7 @@ class ThreadClock:
         wall, computed, queued, arithmetic = self.wall, self.computed, self.queued, self.arithmetic
         self.look()
         computed, queued = self.computed - computed, self.queued - queued
-        hidden = (arithmetic + min(computed - arithmetic, HIDDEN)) / computed if computed else 1.0  # of its work
+        hidden = (arithmetic + min(computed - arithmetic, HIDDEN)) / computed if computed else 1.0  # a share
         waited = max(0.0, self.wall - wall - hidden * (computed + queued))
         self.now = self.wall if waited > SHORT else self.now + waited
 

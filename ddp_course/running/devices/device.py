@@ -1,18 +1,16 @@
 """An accelerator by two numbers: what it computes, and what its memory carries."""
 
-import math
 import pickle
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
 from typing import Any
 
 from ...errors import DeviceError
-from .. import units
+from .. import presets, units
 from . import capacity
 from .emulation import Emulation
-from .presets import ACCELERATORS
 
 
 class Device:
@@ -23,23 +21,22 @@ class Device:
     or cannot be.
     """
 
+    @units.refused_as(DeviceError)
     def __init__(self, rate, memory=None):
-        self.rate = parsed(units.flops_per_second, rate)
-        self.memory = None if memory is None else parsed(units.bytes_per_second, memory)
+        self.rate = units.flops_per_second(rate)
+        self.memory = None if memory is None else units.bytes_per_second(memory)
         self.name, self.slowed, self.bus = None, 1.0, None
 
     @classmethod
+    @units.refused_as(DeviceError)
     def like(cls, name: str, slowed: float = 1.0, scale: float = 1.0) -> "Device":
         """The accelerator `name` of ACCELERATORS in slow motion: all it does takes `slowed` times as long.
 
         With `scale` it stands for one that trains a model so many times larger: its rate shrinks along with the model.
         Give `Link.like` the same two numbers, and divide measured times by `slowed` for an estimate of the real ones.
         """
-        if name not in ACCELERATORS:
-            raise DeviceError(f'unknown device "{name}"; choose one of {", ".join(ACCELERATORS)}')
-        factor = slow_motion(slowed, scale)
-        known = ACCELERATORS[name]
-        device = cls(f"{known.rate / factor}FLOP/s", f"{known.memory / factor}B/s")
+        known = presets.find(presets.ACCELERATORS, "device", name, slowed, scale)
+        device = cls(f"{known.rate / (slowed * scale)}FLOP/s", f"{known.memory / (slowed * scale)}B/s")
         device.name, device.slowed = name, slowed
         return device
 
@@ -71,8 +68,8 @@ class Device:
     def slower(self, factor: float) -> str:
         """What to choose instead of this device, to have it `factor` times slower."""
         if self.name:
-            return f"slowed={two_digits(self.slowed * factor):g} or more"
-        rate, memory = (value and two_digits(value / factor, math.floor) for value in (self.rate, self.memory))
+            return f"slowed={units.two_digits(self.slowed * factor, up=True):g} or more"
+        rate, memory = (value and units.two_digits(value / factor) for value in (self.rate, self.memory))
         return f"at most {with_unit(rate, 'FLOP/s')}" + (f" and memory of {with_unit(memory, 'B/s')}" if memory else "")
 
     def over(self, link: Any) -> "Device":
@@ -118,31 +115,6 @@ def emulation_of(setting: dict, rank: int, link: Any = None) -> Iterator[None]:
             f"late; choose {devices[0].slower(factor)}",
             file=sys.stderr,
         )
-
-
-def slow_motion(slowed: float, scale: float) -> float:
-    """The factor by which rates shrink, for a model smaller by `scale` and a time stretched by `slowed`."""
-    for name, value in (("slowed", slowed), ("scale", scale)):
-        if not (isinstance(value, (int, float)) and math.isfinite(value) and value >= 1):
-            raise DeviceError(f"{name} is {value!r}; it must be a number, 1 or more")
-    return slowed * scale
-
-
-def parsed(parse: Callable, text: Any) -> float:
-    """What `parse` makes of `text`; a DeviceError in place of its ValueError."""
-    try:
-        value = parse(text)
-    except ValueError as error:
-        raise DeviceError(str(error)) from None
-    if not math.isfinite(value):
-        raise DeviceError(f'"{text}" is out of range')
-    return value
-
-
-def two_digits(value: float, towards: Callable = math.ceil) -> float:
-    """Two leading digits of `value`: a number to type."""
-    digit = 10 ** (math.floor(math.log10(value)) - 1)
-    return towards(value / digit) * digit
 
 
 def with_unit(value: float, unit: str) -> str:

@@ -10,7 +10,6 @@ emulated device 1, and with it all that is computed from it there; what goes fro
 time of the bus.
 """
 
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -26,7 +25,7 @@ from ..torch_inside import TorchDispatchMode, around, dispatch_modes
 from . import capacity, roofline
 from .clock import Clock, ThreadClock
 
-LATE = 0.03  # this share of the device's time may be missed; beyond it the clock has not been kept
+LATE = 0.03  # share of the device's time: an emulation that ends later than that has not kept its clock
 
 
 class Operation(NamedTuple):
@@ -59,8 +58,8 @@ class Emulation:
         self.device, self.bus, self.sleep, self.active = device, bus, sleep, False
         self.operations = [] if record else None
         self.clocks = defaultdict(Clock)
-        self.threads = threading.local()
-        self.home = WeakKeyDictionary()  # storage -> the number of its device; storages of device 0 are not in it
+        self.thread = ThreadClock()
+        self.home = WeakKeyDictionary()  # the device of each storage that is not on device 0
         self.flops = self.behind_s = 0.0
         self.copied = 0
 
@@ -73,7 +72,6 @@ class Emulation:
             (torch.autograd, "_engine_run_backward", self.number_of_outputs),
         ):
             self.stack.enter_context(around(owner, name, self.on_its_device(number_of)))
-        self.threads = threading.local()
         self.stack.enter_context(OnDevice(self, 0))
         self.active, Emulation.current = True, self
         return self
@@ -93,19 +91,10 @@ class Emulation:
 
     def too_fast(self, world_size: int) -> float:
         """The factor by which the device was too fast for the arithmetic of `world_size` ranks; 0 if it was not."""
-        if not self.busy_s:  # it computed nothing, such as the server of lesson 14
+        if not self.busy_s:  # the server of lesson 14 computes nothing
             return 0.0
         needed = self.thread.total * max(1.0, world_size / capacity.usable_cores()) / capacity.HALF
         return needed / self.busy_s if self.behind_s > LATE * self.busy_s and needed > self.busy_s else 0.0
-
-    @property
-    def thread(self) -> ThreadClock:
-        """The clock of the current thread."""
-        try:
-            return self.threads.clock
-        except AttributeError:
-            self.threads.clock = ThreadClock()
-            return self.threads.clock
 
     @property
     def busy_s(self) -> float:

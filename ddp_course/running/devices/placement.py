@@ -36,8 +36,7 @@ def placement(device: str, world_size: int) -> Placement:
     if kind == "cpu" or gpus == 0:
         return Placement("gloo", ["cpu"] * world_size)
     devices = [device if index else f"cuda:{rank % gpus}" for rank in range(world_size)]
-    one_each = len(set(devices)) == world_size or shared_by_nccl()
-    return Placement(BOTH if one_each and nccl_here() else "gloo", devices)
+    return Placement(agreed_backend(devices), devices)
 
 
 def usable_gpus() -> int:
@@ -47,12 +46,11 @@ def usable_gpus() -> int:
         return 0
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        usable = torch.cuda.is_available()
-    if not usable:
-        reason = str(caught[-1].message).split("\n")[0] if caught else "torch.cuda.is_available() is False"
-        message = f"this machine has {seen} GPUs, but CUDA cannot use them ({reason}): the CPU is used"
-        warnings.warn(message, stacklevel=2)
-    return seen if usable else 0
+        if torch.cuda.is_available():
+            return seen
+    reason = str(caught[-1].message).split("\n")[0] if caught else "torch.cuda.is_available() is False"
+    warnings.warn(f"this machine has {seen} GPUs, but CUDA cannot use them ({reason}): the CPU is used", stacklevel=2)
+    return 0
 
 
 def hide_gpus() -> None:
@@ -68,13 +66,8 @@ def nccl_here() -> bool:
     return torch.distributed.is_nccl_available()
 
 
-def shared_by_nccl() -> bool:
-    """Whether NCCL lets several ranks use one GPU: from 2.30 on, where the environment asks for it."""
-    return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" and nccl_can_share()
-
-
 def nccl_can_share() -> bool:
-    """Whether this NCCL is new enough for several ranks on one GPU."""
+    """Whether this NCCL lets several ranks use one GPU where the environment asks for it: from 2.30 on."""
     return nccl_here() and torch.cuda.nccl.version() >= (2, 30)
 
 
@@ -85,10 +78,11 @@ def gpu_identity(device: str) -> str:
     return f"{socket.gethostname()}/{torch.cuda.get_device_properties(torch.device(device)).uuid}"
 
 
-def agreed_backend(identities: list[str]) -> str:
-    """The backend for ranks on GPUs with these identities: NCCL wants one GPU per rank, unless it may share them."""
-    one_each = len(set(identities)) == len(identities) or shared_by_nccl()
-    return BOTH if one_each and "cpu" not in identities and nccl_here() else "gloo"
+def agreed_backend(gpus: list[str]) -> str:
+    """The backend for ranks on these GPUs, one name per rank: NCCL wants one GPU per rank, unless it may share them."""
+    shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" and nccl_can_share()
+    one_each = len(set(gpus)) == len(gpus) or shared
+    return BOTH if one_each and "cpu" not in gpus and nccl_here() else "gloo"
 
 
 def rank_device() -> torch.device:

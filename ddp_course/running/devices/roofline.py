@@ -4,7 +4,7 @@ A device takes max(flops/rate, bytes/memory bandwidth): the roofline. Source: Wi
 "Roofline: an insightful visual performance model for multicore architectures", CACM 52 (2009).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.utils.flop_counter import flop_registry
 from ..torch_inside import OpOverload
 
 aten = torch.ops.aten
-ATTENTION = {  # on the CPU attention has names of its own; its work is the same
+ATTENTION = {  # attention has names of its own on the CPU; its work is the same
     aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
 }
@@ -22,25 +22,22 @@ NO_TRAFFIC = {"_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty
 
 
 @cache
-def flops_formula(operation: OpOverload) -> "Formula | None":
-    """The flops of `operation` as a function of its arguments and its result; None if torch has no formula for it."""
+def flops_formula(operation: OpOverload) -> Callable | None:
+    """The flops of `operation` as a function of its arguments and its result; None if torch has no formula for it.
+
+    torch needs 20 microseconds for a formula, so each is evaluated once for all arguments of the same shapes.
+    """
     packet = operation.overloadpacket
-    formula = flop_registry.get(ATTENTION.get(packet, packet))
-    return formula and Formula(formula)
+    formula: Any = flop_registry.get(ATTENTION.get(packet, packet))
+    known: dict = {}
 
-
-class Formula:
-    """One of torch's formulas, evaluated once for all arguments of the same shapes: that takes it 20 microseconds."""
-
-    def __init__(self, formula):
-        self.formula, self.known = formula, {}
-
-    def __call__(self, args: tuple, kwargs: dict, result: Any) -> int:
-        """Floating-point operations of one call."""
+    def flops(args: tuple, kwargs: dict, result: Any) -> int:
         key = tuple(map(shape_or_value, args)), tuple((name, shape_or_value(kwargs[name])) for name in kwargs)
-        if key not in self.known:
-            self.known[key] = self.formula(*args, **kwargs, out_val=result)
-        return self.known[key]
+        if key not in known:
+            known[key] = formula(*args, **kwargs, out_val=result)
+        return known[key]
+
+    return formula and flops
 
 
 def shape_or_value(argument: Any) -> Any:

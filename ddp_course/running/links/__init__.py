@@ -3,16 +3,14 @@
     launch(fn, link=Link("200Mbit"))                     every rank on a host of its own
     Link("200Mbit", latency="5ms", hosts=2)              in blocks on two hosts; inside a host all is fast
     Link.like("NVLink A100", slowed=1e5)                 a known link in slow motion, beside `Device.like`
-    links.calibrate(link)                                what it really carries
     links.available()                                    what this machine allows, and why not
 
 Two modes. "hosts": virtual hosts, over which everything runs unchanged, torch's own collectives too (Linux).
 "wire": our own send and receive wait as long as the link would need (anywhere; torch's collectives do not).
 """
 
-from .calibration import calibrate
+from ..presets import LINKS
 from .link import Link
 from .modes import MODES, available
-from .presets import LINKS
 
-__all__ = ["LINKS", "MODES", "Link", "available", "calibrate"]
+__all__ = ["LINKS", "MODES", "Link", "available"]

@@ -1,17 +1,26 @@
 """The bandwidth and latency of a link, how ranks spread over its hosts, and which links are refused."""
 
 import math
-from collections.abc import Callable
+import time
+from copy import copy
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from ...errors import LinkError
-from .. import units, virtual_hosts
-from . import capacity, modes
-from .presets import LINKS
+from .. import presets, units, virtual_hosts, wire
+from ..launching.launch import pack_call, run_ranks
+from . import modes
 
 SLOWEST = 1e6  # bits per second: below that, the ranks would need minutes to find each other
 LONGEST_LATENCY = 10.0
+UNLIMITED = 30e9  # bits per second: more than any processor carries between virtual hosts
+HEADROOM = 0.6  # of what the processor carries: the rest is for the model, and for keeping time
+TRIES = 3
+
+_carried: dict = {}  # by mode and number of hosts: the highest bandwidth that was measured
 
 
 class Link:
@@ -22,16 +31,19 @@ class Link:
     Raises LinkError for values that do not parse or cannot be had here; the message says what can.
     """
 
+    @units.refused_as(LinkError)
     def __init__(self, bandwidth="200Mbit", latency="0ms", hosts=None, mode="auto"):
-        self.bandwidth, self.latency = parse_bandwidth(bandwidth), parsed(units.seconds, latency)
+        self.bandwidth, self.latency = parse_bandwidth(bandwidth), units.seconds(latency)
         if self.latency > LONGEST_LATENCY:
             raise LinkError(f'the latency "{latency}" is out of range; choose {LONGEST_LATENCY:g}s or less')
         if hosts is not None and (not isinstance(hosts, int) or hosts < 1):
             raise LinkError(f"hosts is {hosts!r}; it must be a whole number, 1 or more, or None for one per rank")
         self.hosts = hosts
         self.kind = modes.choose(mode, self.latency)
+        self.mode, self.carries_torch = self.kind.name, self.kind.carries_torch  # whether torch's collectives feel it
 
     @classmethod
+    @units.refused_as(LinkError)
     def like(
         cls, name: str, slowed: float = 1.0, scale: float = 1.0, hosts: int | None = None, mode: str | None = "auto"
     ) -> "Link":
@@ -40,12 +52,7 @@ class Link:
         With `scale` it stands for one that carries a model so many times larger: its bandwidth shrinks along with the
         model, its latency does not. The same two numbers as in `Device.like`.
         """
-        if name not in LINKS:
-            raise LinkError(f'unknown link "{name}"; choose one of {", ".join(LINKS)}')
-        for what, value in (("slowed", slowed), ("scale", scale)):
-            if not (isinstance(value, (int, float)) and math.isfinite(value) and value >= 1):
-                raise LinkError(f"{what} is {value!r}; it must be a number, 1 or more")
-        known = LINKS[name]
+        known = presets.find(presets.LINKS, "link", name, slowed, scale)
         return cls(f"{known.bandwidth / (slowed * scale)}bit", f"{known.latency * slowed}s", hosts, mode)
 
     def __repr__(self):
@@ -56,27 +63,9 @@ class Link:
         hosts = f", {self.hosts} hosts" if self.hosts else ""
         return f"{self.bandwidth / 1e6:g} Mbit/s{latency}{hosts}, {self.kind.title}"
 
-    @property
-    def mode(self) -> str:
-        """ "hosts" or "wire"."""
-        return self.kind.name
-
-    @property
-    def carries_torch(self) -> bool:
-        """Whether torch's own collectives feel the link, or only our own sends and receives."""
-        return self.kind.carries_torch
-
-    def host_of(self, rank: int, world_size: int) -> int:
-        """The host that `rank` lives on: blocks of neighbouring ranks share one."""
-        return rank * self.host_count(world_size) // world_size
-
-    def host_count(self, world_size: int) -> int:
-        """How many hosts there are for this many ranks."""
-        return world_size if self.hosts is None else self.hosts
-
     def check(self, world_size: int, backend: str = "gloo") -> None:
         """Raise LinkError if a launch of `world_size` ranks cannot have this link, as far as one can say beforehand."""
-        count = self.host_count(world_size)
+        count = self.hosts or world_size
         if count > world_size:
             raise LinkError(f"{count} hosts for {world_size} ranks; there can be as many hosts as ranks, not more")
         if count > virtual_hosts.MAX_HOSTS:
@@ -90,18 +79,28 @@ class Link:
     def rehearse(self, world_size: int) -> None:
         """Launch so many hosts once, to see whether they work and whether the processor keeps their links busy.
 
-        Raises LinkError if not, with the bandwidth that it can. The caller of a launch does this; once in a process for
-        each number of hosts.
+        Raises LinkError if not, with the bandwidth that it can. The caller of a launch does this. The processor may be
+        busy with something else for a moment, so the best of several measurements counts.
         """
         self.check(world_size)
-        capacity.rehearse(self, Link, self.host_count(world_size))
+        count = self.hosts or world_size
+        best = _carried.get((self.mode, count), math.inf if count == 1 else 0.0)
+        for _ in range(TRIES):
+            if self.bandwidth <= best:
+                return
+            best = _carried[self.mode, count] = max(best, carried(self, count))
+        if self.bandwidth > best:
+            raise LinkError(
+                f"{self.bandwidth / 1e6:g} Mbit/s between {count} hosts ({self.kind.title}) is more than this "
+                f"machine's processor carries; choose at most {units.two_digits(best) / 1e6:g}Mbit"
+            )
 
     def prepare(self, world_size: int, folder: str | Path | None = None) -> None:
         """In the launch's agent, before the ranks are forked: build the hosts, or the switch of the wire.
 
-        Ranks that are not forked find their part of it in `folder`.
+        Blocks of neighbouring ranks share a host. Ranks that are not forked find their part of it in `folder`.
         """
-        hosts = [self.host_of(rank, world_size) for rank in range(world_size)]
+        hosts = [rank * (self.hosts or world_size) // world_size for rank in range(world_size)]
         self.network = self.kind(hosts, self.bandwidth, self.latency, folder)
 
     def enter(self, rank: int) -> None:
@@ -124,16 +123,31 @@ class Link:
 
 
 def parse_bandwidth(text: Any) -> float:
-    """Bits per second of "200Mbit", "1Gbit" and the like; LinkError for what does not parse, is 0 or less."""
-    value = parsed(units.bits_per_second, text)
-    if value < SLOWEST or not math.isfinite(value):
+    """Bits per second of "200Mbit", "1Gbit" and the like; ValueError for what does not parse or is too slow."""
+    value = units.bits_per_second(text)
+    if value < SLOWEST:
         raise LinkError(f'the bandwidth "{text}" is out of range; choose 1Mbit or more')
     return value
 
 
-def parsed(parse: Callable, text: Any) -> float:
-    """What `parse` makes of `text`; a LinkError in place of its ValueError."""
-    try:
-        return parse(text)
-    except ValueError as error:
-        raise LinkError(str(error)) from None
+def carried(link: Link, host_count: int) -> float:
+    """The bandwidth (bits per second) at which this processor keeps all hosts' links busy at once, with headroom."""
+    unlimited = copy(link)
+    unlimited.bandwidth, unlimited.latency, unlimited.hosts = UNLIMITED, 0.0, None
+    return HEADROOM * 8 * min(run_ranks(pack_call(pass_around, (), {}), host_count, link=unlimited))
+
+
+def pass_around(message_bytes: int = 1 << 20, seconds: float = 0.2) -> float:
+    """Send to the right and receive from the left, on all ranks; returns bytes per second, in each direction."""
+    _, _, left, right = wire.neighbours()
+    outgoing, incoming = torch.zeros(2, message_bytes, dtype=torch.uint8)
+    wire.exchange(outgoing, right, incoming, left)
+    start, sent = time.perf_counter(), 0
+    going_on = torch.ones(1)
+    while going_on.item():
+        for _ in range(4):
+            wire.exchange(outgoing, right, incoming, left)
+            sent += message_bytes
+        going_on.fill_(float(time.perf_counter() - start < seconds))
+        dist.all_reduce(going_on, op=dist.ReduceOp.MIN)
+    return sent / (time.perf_counter() - start)

@@ -12,6 +12,7 @@ from pathlib import Path
 from ...errors import LinkError
 from .. import virtual_hosts, wire
 from ..launching.setting import start_method
+from .throttle import Switch, Throttle
 
 SPAWNED = "ranks are not forked here, and a process that runs already cannot enter them"
 
@@ -53,14 +54,10 @@ class ThrottledWire:
     master_address = "127.0.0.1"
 
     def __init__(self, hosts: list[int], bits_per_second: float, latency: float, folder: Path | None = None):
-        from .throttle import Switch
-
         self.switch = Switch(hosts, bits_per_second, latency, folder)
 
     def enter(self, rank: int) -> None:
         """Put the throttle on this rank's wire."""
-        from .throttle import Throttle
-
         wire.card = wire.Card(Throttle(self.switch, rank))
 
     @staticmethod

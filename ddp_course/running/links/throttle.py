@@ -26,10 +26,10 @@ import numpy as np
 import torch.distributed as dist
 from filelock import FileLock
 
-CHANNELS = 4  # the default group, and three for all others, by their names
-DEPTH = 512  # messages between two ranks that may be under way at once
+CHANNELS = 4  # the default group has one channel, and all other groups share three, by their names
+DEPTH = 512  # so many messages between two ranks may be under way at once
 NUMBER, DEPARTS, ARRIVES = range(3)
-AT_ONCE = 0.005  # seconds after being woken
+AT_ONCE = 0.005  # seconds: a rank that sends so soon after it was woken did nothing in between
 
 
 class Switch:
@@ -42,23 +42,19 @@ class Switch:
     def __init__(self, hosts: list, bits_per_second: float, latency: float, folder: str | Path | None = None):
         self.hosts, self.latency, self.folder = hosts, latency, folder
         self.seconds_per_byte = 8 / bits_per_second
-        self.lay_out()
-
-    def lay_out(self) -> None:
-        """Map the memory: when links are free, outgoing and incoming, in monotonic seconds; and the slots."""
-        ranks, free = len(self.hosts), 2 * (max(self.hosts) + 1)
-        numbers = free + ranks * ranks * CHANNELS * DEPTH * 3
-        if self.folder is None:
+        ranks, links = len(hosts), 2 * (max(hosts) + 1)
+        numbers = links + ranks * ranks * CHANNELS * DEPTH * 3
+        if folder is None:
             self.lock: Any = multiprocessing.get_context("fork").Lock()
             shared = mmap.mmap(-1, 8 * numbers)
         else:
-            self.lock = FileLock(Path(self.folder) / "lock", poll_interval=0.001)
-            with open(Path(self.folder) / "switch", "a+b") as file:
+            self.lock = FileLock(Path(folder) / "lock", poll_interval=0.001)
+            with open(Path(folder) / "switch", "a+b") as file:
                 file.truncate(8 * numbers)
                 shared = mmap.mmap(file.fileno(), 8 * numbers)
         memory = np.frombuffer(shared)
-        self.free = memory[:free].reshape(2, -1)
-        self.slots = memory[free:].reshape(ranks, ranks, CHANNELS, DEPTH, 3)
+        self.free = memory[:links].reshape(2, -1)  # monotonic seconds, of outgoing and of incoming links
+        self.slots = memory[links:].reshape(ranks, ranks, CHANNELS, DEPTH, 3)
 
     def __reduce__(self):
         return Switch, (self.hosts, 8 / self.seconds_per_byte, self.latency, self.folder)
@@ -92,7 +88,7 @@ class Throttle:
             self.posted[receiving][way] += 1
             number = self.posted[receiving][way]
             slot = self.switch.slots[way][number % DEPTH]
-            if slot[NUMBER] == number:  # the other side is there already, since the time in the slot
+            if slot[NUMBER] == number:  # the other side has been there since the time in the slot
                 slot[DEPARTS:] = self.switch.book(sender, receiver, nbytes, max(now, slot[DEPARTS]))
             else:
                 slot[:] = number, now, 0.0
@@ -115,7 +111,7 @@ class Throttle:
 
 
 def channel(group: dist.ProcessGroup | None) -> int:
-    """Messages of different groups may overtake each other: each group counts its own."""
+    """The channel of a group: messages of different groups may overtake each other, so each group counts its own."""
     if group is None or group is dist.group.WORLD:
         return 0
     return 1 + zlib.crc32(group.group_name.encode()) % (CHANNELS - 1)
