@@ -56,13 +56,6 @@ def test_shard_is_the_distributed_sampler(size, world_size, shuffle, drop_last):
             assert ours.tolist() == list(theirs)
 
 
-def test_shards_do_not_overlap_and_padding_is_as_stated():
-    padded = torch.cat([problems.shard(10, rank, 4) for rank in range(4)])
-    dropped = torch.cat([problems.shard(10, rank, 4, drop_last=True) for rank in range(4)])
-    assert len(padded) == 12 and sorted(padded.unique().tolist()) == list(range(10))
-    assert len(dropped) == 8 == len(dropped.unique())
-
-
 @pytest.mark.parametrize("rank, world_size", [(4, 4), (-1, 4)])
 def test_a_rank_outside_the_world_is_refused(rank, world_size):
     with pytest.raises(ValueError, match="ranks go from 0"):

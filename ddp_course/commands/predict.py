@@ -8,8 +8,6 @@ import sys
 from pathlib import Path
 from statistics import median
 
-from tabulate import tabulate
-
 from ..measuring import predict
 from ..measuring.simulate import published
 from ..running import files
@@ -39,20 +37,9 @@ def run(args: argparse.Namespace) -> int:
     files.replace_file(folder / "predictions.json", content.encode())
     files.replace_file(folder / "predictions.md", predict.page(tables).encode())
     files.replace_file(folder / "predictions.png", predictions_figure(rows).png())
-    print(overview(tables))
+    print(f"Errors, median / worst:\n\n{predict.overview(tables)}\n")
     print(f"{len(rows)} rows: {folder / 'predictions.json'}; page: {folder / 'predictions.md'}")
     return 0
-
-
-def overview(tables: list[predict.Table]) -> str:
-    """The errors of all tables as lines of text, in percent."""
-    lines = []
-    for table in tables:
-        errors = predict.summary(table)
-        cells = [predict.percents(errors[kind]) for kind in ("calibrated", "predicted")]
-        lines.append([table.name, *cells, predict.percents([table.left_out]), errors["held back"]])
-    titles = ["median / worst error in", "calibrated rows", "predicted rows", "left out", "held back"]
-    return tabulate(lines, titles, "plain", colalign=["left"] + ["right"] * 4, disable_numparse=True)
 
 
 def gpt(source: Path | None, target: str | None) -> int:

@@ -9,10 +9,8 @@ from tabulate import tabulate
 from ..measuring import theory
 from ..measuring.simulate import resnets
 from ..measuring.simulate.network import Network
-from ..measuring.simulate.step import KNEE, Step, knee, simulate
+from ..measuring.simulate.step import Step, simulate
 from ..running import files, units
-
-CAPS_MB = tuple(2.0**k for k in range(-4, 9))
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -35,21 +33,26 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the table, write the figure; returns 0."""
-    devices = parse_devices(args.devices)
-    algorithm = args.algorithm.replace("-", "_")
+    from ..showing.simulator_plots import scaling_figure
+
+    devices, algorithm = parse_devices(args.devices), args.algorithm.replace("-", "_")
     theory.form(algorithm)
-    network = _network(args)
-    folder = files.writable_folder(args.out)
+    network, folder = _network(args), files.writable_folder(args.out)
     profile = resnets.profile(args.model, units.seconds(args.step_time, zero=False))
+    others = [name for name in ("ring", "hierarchical_ring", "parameter_server") if name != algorithm]
+    if any(count > args.per_host and count % args.per_host for count in devices):
+        others = []  # there are no formulas for hosts that are not full
     options = {"bucket_cap_mb": args.bucket_cap, "interference": args.interference}
-    steps = [simulate(profile, count, network, algorithm, **options) for count in devices]
+    lines = {
+        name: [simulate(profile, count, network, name, **options) for count in devices] for name in [algorithm, *others]
+    }
+    hosts = f"{args.per_host} devices per host at {args.local_link}, link {args.link}"
     print(f"{args.model}: {profile.gradient_bytes / 1e6:.4g} MB of gradients, {args.step_time} of computing per step")
-    hosts = f"{args.per_host} devices per host, link {args.link}, in a host {args.local_link}"
     print(f"{algorithm.replace('_', ' ')}, {hosts}")
-    print(table(steps))
-    at = knee(steps)
-    print(f"at least {KNEE:.0%} efficient up to {at} devices" if at else f"never {KNEE:.0%} efficient")
-    print(f"figure: {_write_figure(folder, args, profile, devices, network, algorithm, steps, options)}")
+    print(table(lines[algorithm]))
+    picture = scaling_figure(lines, f"{args.model}, {hosts}")
+    print(picture.message)
+    print(f"figure: {files.replace_file(folder / 'simulate.png', picture.png())}")
     return 0
 
 
@@ -85,21 +88,3 @@ def _network(args):
     links = [(args.link, args.latency), (args.local_link, args.local_latency)]
     between, within = (theory.Costs.of_link(units.bits_per_second(speed), units.seconds(lag)) for speed, lag in links)
     return Network(between, within, args.per_host)
-
-
-def _write_figure(folder, args, profile, devices, network, algorithm, steps, options):
-    from ..showing.simulator_plots import simulation_figure
-
-    lines = {algorithm: steps}
-    for other in ("ring", "hierarchical_ring", "parameter_server"):
-        if other not in lines and all(count <= args.per_host or count % args.per_host == 0 for count in devices):
-            lines[other] = [simulate(profile, count, network, other, **options) for count in devices]
-    chosen = {devices[-1], devices[len(devices) // 2]}
-    rest = {"algorithm": algorithm, "interference": args.interference}
-    caps = {
-        f"K = {count}": [(cap, simulate(profile, count, network, bucket_cap_mb=cap, **rest)) for cap in CAPS_MB]
-        for count in sorted(chosen)
-    }
-    title = f"{args.model}, link {args.link}, {args.per_host} devices per host at {args.local_link}"
-    picture = simulation_figure(lines, caps, network.link, title)
-    return files.replace_file(folder / "simulate.png", picture.png())

@@ -13,7 +13,10 @@ pipeline        micro-batches through K parts: a pass begins when its rank is fr
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
+import torch
+from torch import nn
 from torch.nn.functional import cross_entropy
 
 from ..ladder import Stage
@@ -23,12 +26,11 @@ from ..stage7_sharded.blocks import assign_blocks, default_blocks
 from ..stage8_pipeline import layers_of, one_forward_one_backward, split, timetable
 from . import theory
 from .job import Job, played
-from .simulate import Network, Profile, Simulation, simulate
-from .simulate.network import Pause
+from .simulate import Network, simulate
 
 MICROBATCHES = 4  # of stage 8, by default
 
-Event = tuple[float, str, int]  # seconds of work until a block's "forward" or "backward" pass, or until it is "done"
+Event = tuple[float, str, int]  # seconds of work until a block's "forward" or "backward" pass, its gradients, the "end"
 
 
 def ideals(stages: list[Stage], job: Job, device: Device, link: Link | None) -> dict[str, float]:
@@ -56,13 +58,21 @@ def overlapped(stage: Stage, job: Job, device: Device, costs: theory.Costs) -> f
 
 def gathered(stage: Stage, job: Job, device: Device, costs: theory.Costs) -> float:
     """Seconds of a step whose parameters are gathered block by block."""
-    events, sizes = events_of(job, device)
-    return fully_sharded(events, sizes, job.work(device, job.world_size), job.world_size, costs)
+    model = job.model()
+    blocks = assign_blocks(model, default_blocks(model))
+    events = events_of(model, blocks, next(job.batches(0, job.world_size)), device)
+    sizes = [sum(parameter.nbytes for parameter in parameters) for _, parameters in blocks]
+    update_s = job.work(device, job.world_size).update_s / job.world_size
+    return fully_sharded(events, sizes, job.world_size, costs) + update_s
 
 
 def in_parts(stage: Stage, job: Job, device: Device, costs: theory.Costs) -> float:
     """Seconds of a step of a pipeline."""
-    return pipelined(*passes_of(job, device), costs) + job.work(device, job.world_size).update_s
+    parts = split(layers_of(job.model()), job.world_size)
+    batch = next(job.problem.batches(job.global_batch // MICROBATCHES, 1, job.seed))
+    events = events_of(nn.Sequential(*parts), [(part, list(part.parameters())) for part in parts], batch, device)
+    cuts = [nbytes / MICROBATCHES for nbytes in job.activation_bytes]
+    return pipelined(*passes_of(events), cuts, costs) + job.work(device, job.world_size).update_s
 
 
 def in_slices(stage: Stage, job: Job, device: Device, costs: theory.Costs) -> float:
@@ -77,96 +87,80 @@ STEPS = {
 }  # fmt: skip
 
 
-def events_of(job: Job, device: Device) -> tuple[list[Event], list[int]]:
-    """When a rank of stage 7 needs and is done with each block, by its device's clock; and the blocks' bytes."""
-    model = job.model()
-    inputs, targets = next(job.batches(0, job.world_size))
-    blocks, events = assign_blocks(model, default_blocks(model)), []
+def events_of(
+    model: nn.Module,
+    blocks: Sequence[tuple[nn.Module, list[nn.Parameter]]],
+    batch: tuple[torch.Tensor, torch.Tensor],
+    device: Device,
+) -> list[Event]:
+    """When each block, a module with its parameters, begins its passes and has its gradients, by the device's clock."""
+    events: list[Event] = []
+    missing = {parameter: number for number, (_, parameters) in enumerate(blocks) for parameter in parameters}
     with device.emulate(sleep=False) as emulation:
 
-        def watch(number, module, parameters):
-            """Note the moments at which one block begins and ends to compute."""
+        def note(kind, number):
+            events.append((emulation.busy_s, kind, number))
 
-            def note(kind):
-                events.append((emulation.busy_s, kind, number))
+        def ready(parameter):
+            number = missing.pop(parameter)
+            if number not in missing.values():
+                note("done", number)
 
-            def after(module, inputs, outputs):
-                outputs.register_hook(lambda _: note("backward"))
+        def after(module, inputs, outputs):
+            outputs.register_hook(lambda _: note("backward", numbers[module]))
 
-            def ready(parameter):
-                missing.discard(parameter)
-                if not missing:
-                    note("done")
-
-            missing = set(parameters)
-            module.register_forward_pre_hook(lambda *_: note("forward"))
+        numbers = {module: number for number, (module, _) in enumerate(blocks)}
+        for module, parameters in blocks:
+            module.register_forward_pre_hook(lambda module, _: note("forward", numbers[module]))
             module.register_forward_hook(after)
             for parameter in parameters:
                 parameter.register_post_accumulate_grad_hook(ready)
-
-        for number, (module, parameters) in enumerate(blocks):
-            watch(number, module, parameters)
+        inputs, targets = batch
         cross_entropy(model(inputs), targets).backward()
-    return events, [sum(p.numel() * p.element_size() for p in parameters) for _, parameters in blocks]
+        note("end", 0)
+    return events
 
 
-def fully_sharded(events: list[Event], sizes: list[int], work: Profile, world_size: int, costs: theory.Costs) -> float:
-    """Seconds of a step of stage 7 with prefetch, whose blocks have `sizes` bytes."""
-    seconds = [(world_size - 1) * costs.message(nbytes / world_size) for nbytes in sizes]
-    simulation, line = Simulation(Network(costs)), []
+def fully_sharded(events: list[Event], sizes: list[int], world_size: int, costs: theory.Costs) -> float:
+    """Seconds of the passes of stage 7 with prefetch, whose blocks have `sizes` bytes.
+
+    Gathers and sums share one line: each leaves when the one before has arrived. A pass of a block begins when its
+    parameters have arrived, and then those of the next block leave.
+    """
+    now, line_free, worked, arrival = 0.0, 0.0, 0.0, {}
 
     def travel(number):
-        """A gather or a sum leaves when the one before has arrived."""
+        nonlocal line_free
+        line_free = max(now, line_free) + (world_size - 1) * costs.message(sizes[number] / world_size)
+        return line_free
 
-        def message(before):
-            yield from before
-            yield Pause(seconds[number])
-
-        line.append(simulation.start(0, message(line[-1:])))
-        return line[-1]
-
-    def compute():
-        """Compute from event to event, and wait for what has not arrived."""
-        worked, arriving = 0.0, {}
-        for place, (moment, kind, number) in enumerate(events):
-            yield Pause(moment - worked)
-            worked = moment
-            if kind == "done":  # its gradients are summed up
-                travel(number)
-                continue
-            yield arriving.get((kind, number)) or travel(number)
-            for later in [n for _, k, n in events[place + 1 :] if k == kind][:1]:
-                arriving[kind, later] = travel(later)
-        yield Pause(work.compute_s - work.update_s - worked)
-
-    simulation.start(0, compute())
-    return simulation.play() + work.update_s / world_size
+    for place, (moment, kind, number) in enumerate(events):
+        now, worked = now + moment - worked, moment
+        if kind == "done":
+            travel(number)
+        elif kind != "end":
+            now = max(now, arrival.get((kind, number)) or travel(number))
+            for following in [n for _, k, n in events[place + 1 :] if k == kind][:1]:
+                arrival[kind, following] = travel(following)
+    return max(now, line_free)
 
 
-def passes_of(job: Job, device: Device) -> tuple[list[tuple[float, float]], list[int]]:
-    """For each rank of stage 8 the seconds of a micro-batch's forward and backward pass; and the bytes at each cut."""
-    flowing, targets = next(job.problem.batches(job.global_batch // MICROBATCHES, 1, job.seed))
-    passes, cuts = [], []
-    parts = split(layers_of(job.model()), job.world_size)
-    with device.emulate(sleep=False) as emulation:
-        for number, part in enumerate(parts):
-            begin = emulation.busy_s
-            outputs = part(flowing.detach().requires_grad_() if number else flowing)
-            if part is parts[-1]:
-                outputs = cross_entropy(outputs, targets)
-            middle = emulation.busy_s
-            outputs.sum().backward()
-            passes.append((middle - begin, emulation.busy_s - middle))
-            cuts.append(outputs.numel() * outputs.element_size())
-            flowing = outputs
-    return passes, cuts[:-1]
+def passes_of(events: list[Event]) -> tuple[list[float], list[float]]:
+    """Seconds of the forward and of the backward passes of blocks that follow each other, in their order."""
+    moments = [moment for moment, kind, _ in events if kind != "done"]
+    seconds = [end - begin for begin, end in pairwise(moments)]
+    middle = len(seconds) // 2
+    return seconds[:middle], seconds[: middle - 1 : -1]
 
 
 def pipelined(
-    passes: Sequence[tuple[float, float]], cuts: Sequence[int], costs: theory.Costs, microbatches: int = MICROBATCHES
+    forward: Sequence[float],
+    backward: Sequence[float],
+    cuts: Sequence[float],
+    costs: theory.Costs,
+    microbatches: int = MICROBATCHES,
 ) -> float:
-    """Seconds until a pipeline of ranks with these `passes` has sent `microbatches` through, with `cuts` bytes each."""
-    forward, backward = zip(*passes, strict=True)
+    """Seconds until ranks with these passes have sent `microbatches` through, with `cuts` bytes between them."""
+    schedule = one_forward_one_backward(len(forward), microbatches)
     messages = [costs.message(nbytes) for nbytes in cuts]
-    schedule = one_forward_one_backward(len(passes), microbatches)
     return max(row[-1][2] for row in timetable(schedule, forward, backward, message=messages))

@@ -10,9 +10,21 @@ from itertools import product
 from statistics import median
 from typing import Any, NamedTuple
 
+from tabulate import tabulate
+
 from . import facts
 from .simulate import one_host, published
 from .simulate.published import Row
+
+PAGE = """# What we predict, beside what others measured
+
+Written by `ddp-course predict`. Error: predicted over measured, minus 1, without its sign; median / worst.
+Rows that the fit saw are *calibrated*; *left out* is the median error on rows that a second fit did not see;
+*held back* rows are predicted in predictions.json, and their truth is known to others only.
+
+![predicted over measured, a point per row](predictions.png)
+
+{}"""
 
 
 class Table(NamedTuple):
@@ -256,28 +268,24 @@ def summary(table: Table) -> Row:
     return {"calibrated": fitted, "predicted": new, "left out": table.left_out, "held back": unknown}
 
 
-def page(tables: Sequence[Table]) -> str:
-    """The scoreboard in Markdown: errors by table, what was fitted, and the rows that were held back."""
-    lines = [
-        "# What we predict, beside what others measured",
-        "",
-        "Written by `ddp-course predict`. Error: predicted over measured, minus 1, without its sign; median / worst.",
-        "Rows that the fit saw are *calibrated*; *left out* is the median error on rows that a second fit did not see;",
-        "*held back* rows are predicted in predictions.json, and their truth is known to others only.",
-        "",
-        "![predicted over measured, a point per row](predictions.png)",
-        "",
-        "| table | rows | calibrated | predicted | left out | held back |",
-        "|---|---|---|---|---|---|",
-    ]
+def overview(tables: Sequence[Table]) -> str:
+    """The errors of all tables, as text that is a table in Markdown too."""
+    titles = ["table", "rows", "calibrated", "predicted", "left out", "held back"]
+    rows = []
     for table in tables:
         errors = summary(table)
         cells = [percents(errors["calibrated"]), percents(errors["predicted"]), percents([table.left_out])]
-        lines.append(f"| {table.name} | {len(table.rows)} | {' | '.join(cells)} | {errors['held back']} |")
+        rows.append([table.name, len(table.rows), *cells, errors["held back"]])
+    return tabulate(rows, titles, "pipe", colalign=["left"] + ["right"] * 5, disable_numparse=True)
+
+
+def page(tables: Sequence[Table]) -> str:
+    """The scoreboard in Markdown: errors by table, what was fitted, and the rows that were held back."""
+    parts = [PAGE.format(overview(tables))]
     for table in tables:
-        lines += ["", f"## {table.name}", "", facts.SOURCES[table.name], "", f"Fitted: {table.fitted}."]
-        lines += ["", f"Assumed: {table.assumed}."] * bool(table.assumed)
-    return "\n".join(lines) + "\n"
+        parts += [f"## {table.name}", facts.SOURCES[table.name], f"Fitted: {table.fitted}."]
+        parts += [f"Assumed: {table.assumed}."] * bool(table.assumed)
+    return "\n\n".join(parts) + "\n"
 
 
 def percents(errors: Any) -> str:

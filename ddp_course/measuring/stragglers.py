@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from statistics import median
 
-from .timeline import Span
+from .timeline import BLOCKING, Span, laid_out
 
 
 @dataclass(frozen=True)
@@ -20,10 +20,7 @@ class Straggler:
 
 def computing(spans: list[Span]) -> float:
     """Seconds of forward, backward and update in one rank's spans, less the waiting and communicating inside them."""
-    busy = [span for span in spans if span.name in ("forward", "backward", "update") and span.lane == "compute"]
-    idle = [span for span in spans if span.name in ("wait", "communication") and span.lane == "compute"]
-    overlap = sum(max(0.0, min(b.end, i.end) - max(b.start, i.start)) for b in busy for i in idle)
-    return sum(span.seconds for span in busy) - overlap
+    return sum(span.seconds for span in laid_out(spans)[0] if span.lane == "compute" and span.name not in BLOCKING)
 
 
 def stragglers(ranks: list[list[Span]], factor: float = 1.5) -> list[Straggler]:
@@ -34,4 +31,4 @@ def stragglers(ranks: list[list[Span]], factor: float = 1.5) -> list[Straggler]:
     seconds = [computing(spans) for spans in ranks]
     usual = median(sorted(seconds)[: max(1, len(seconds) - 1)])  # of the others: with two ranks, of the faster one
     slow = [Straggler(rank, s, s / usual) for rank, s in enumerate(seconds) if usual > 0 and s > factor * usual]
-    return sorted(slow, key=lambda one: -one.factor)
+    return sorted(slow, key=lambda straggler: -straggler.factor)

@@ -1,10 +1,9 @@
-"""Figures of the simulator and the theory: where scaling ends, which bucket cap is best, which algorithm wins."""
+"""Figures of the simulator, the theory and the scoreboard: where scaling ends, and which algorithm wins."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter
@@ -34,79 +33,48 @@ def label(algorithm: str) -> str:
 def scaling_figure(steps: dict[str, Any], title: str = "Scaling efficiency") -> Picture:
     """Efficiency against K, a line per algorithm, the knee marked; `steps`: {algorithm: [Step, …]}."""
     knees = {name: knee(row) for name, row in steps.items()}
-    message = "; ".join(f"{label(name)}: {_knee_text(knees[name])}" for name in steps)
+    message = "; ".join(f"{label(name)}: {_knee_text(devices)}" for name, devices in knees.items())
     picture, axes = panels(message=message, kind="simulated")
     with style():
         picture.label(axes)
-        draw_scaling(axes, steps, title)
+        for name, row in steps.items():
+            ranks, efficiencies = [step.world_size for step in row], [100 * step.efficiency for step in row]
+            colour = ALGORITHM_COLOURS[name]
+            axes.plot(ranks, efficiencies, "o-", ms=3.5, color=colour, label=label(name))
+            if knees[name] and knees[name] != ranks[-1]:
+                height = efficiencies[ranks.index(knees[name])]
+                axes.plot(knees[name], height, "o", ms=11, markerfacecolor="none", markeredgewidth=1.8, color=colour)
+        axes.axhline(100 * KNEE, color="#777777", linewidth=1, linestyle=":")
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
+        axes.set(xlabel="devices K", ylabel="efficiency (%)", ylim=(0, 106), title=f"{title} (circle: the knee)")
+        axes.legend(loc="lower left")
     return picture
-
-
-def draw_scaling(axes: Axes, steps: dict[str, Any], title: str = "Scaling efficiency") -> None:
-    """Draw `scaling_figure` into `axes`."""
-    for name, row in steps.items():
-        efficiencies = [100 * step.efficiency for step in row]
-        colour = ALGORITHM_COLOURS[name]
-        axes.plot([step.world_size for step in row], efficiencies, "o-", ms=3.5, color=colour, label=label(name))
-        at = knee(row)
-        if at and at != row[-1].world_size:
-            height = next(100 * step.efficiency for step in row if step.world_size == at)
-            axes.plot(at, height, "o", ms=11, markerfacecolor="none", markeredgewidth=1.8, color=colour)
-    axes.axhline(100 * KNEE, color="#777777", linewidth=1, linestyle=":")
-    axes.set_xscale("log", base=2)
-    _whole_numbers(axes.xaxis)
-    axes.set(xlabel="devices K", ylabel="efficiency (%)", ylim=(0, 106), title=f"{title} (circle: the knee)")
-    axes.legend(loc="lower left")
-
-
-def draw_bucket_caps(axes: Axes, sweep: dict[str, Any], title: str = "Step time by bucket cap") -> None:
-    """Step time against the bucket cap; `sweep`: {label: [(cap in MiB, Step), …]}, a line each, the best marked."""
-    for name, row in sweep.items():
-        (line,) = axes.plot([cap for cap, _ in row], [1e3 * step.step_s for _, step in row], "o-", ms=3.5, label=name)
-        cap, step = min(row, key=lambda pair: pair[1].step_s)
-        axes.plot(cap, 1e3 * step.step_s, "*", ms=13, color=line.get_color())
-    compute = next(iter(sweep.values()))[0][1].compute_s
-    axes.axhline(1e3 * compute, color="#777777", linewidth=1, linestyle=":", label="computing alone")
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: ""))
-    axes.set(xlabel="bucket cap (MiB)", ylabel="step (ms)", title=f"{title} (star: the best)")
-    axes.legend()
 
 
 def winners_figure(costs: Any, algorithms: Sequence[str] = CONTENDERS, ranks: Sequence[int] = RANKS) -> Picture:
     """Which algorithm is fastest where: message size against K, on links with these `Costs`, by closed form."""
-    picture, axes = panels(height=5.4, kind="derived")
-    with style():
-        picture.label(axes)
-        names = draw_winners(axes, costs, algorithms, ranks)
-    picture.message = f"fastest somewhere: {', '.join(label(name) for name in names)}"
-    return picture
-
-
-def draw_winners(
-    axes: Axes, costs: Any, algorithms: Sequence[str] = CONTENDERS, ranks: Sequence[int] = RANKS
-) -> list[str]:
-    """Draw `winners_figure` into `axes`; returns the names of the algorithms that win somewhere."""
     sizes = 2.0 ** np.arange(6, 31, 0.125)
     best = [[algorithms.index(theory.best(size, count, costs, algorithms)) for size in sizes] for count in ranks]
     names = [name for index, name in enumerate(algorithms) if any(index in row for row in best)]
-    colours = ListedColormap([ALGORITHM_COLOURS[name] for name in algorithms])
-    edges = np.arange(len(ranks) + 1) - 0.5
-    axes.pcolormesh(sizes, edges, np.array(best)[:, :-1], cmap=colours, vmin=-0.5, vmax=len(algorithms) - 0.5)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks([2**10, 2**15, 2**20, 2**25, 2**30])
-    binary_bytes(axes.xaxis)
-    axes.set_yticks(range(len(ranks)), [str(count) for count in ranks])
-    axes.grid(visible=False)
-    latency, bandwidth = costs.alpha * 1e6, 8 / costs.beta / 1e9
-    title = f"The fastest all-reduce at {latency:.3g} µs and {bandwidth:.3g} Gbit/s"
-    axes.set(xlabel="message", ylabel="devices K", title=title)
-    handles = [Patch(color=ALGORITHM_COLOURS[name], label=label(name)) for name in names]
-    axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=4, handlelength=1.2)
-    return names
+    message = f"fastest somewhere: {', '.join(label(name) for name in names)}"
+    picture, axes = panels(height=5.4, message=message, kind="derived")
+    with style():
+        picture.label(axes)
+        colours = ListedColormap([ALGORITHM_COLOURS[name] for name in algorithms])
+        edges = np.arange(len(ranks) + 1) - 0.5
+        axes.pcolormesh(sizes, edges, np.array(best)[:, :-1], cmap=colours, vmin=-0.5, vmax=len(algorithms) - 0.5)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks([2**10, 2**15, 2**20, 2**25, 2**30])
+        binary_bytes(axes.xaxis)
+        axes.set_yticks(range(len(ranks)), [str(count) for count in ranks])
+        axes.grid(visible=False)
+        latency, bandwidth = costs.alpha * 1e6, 8 / costs.beta / 1e9
+        title = f"The fastest all-reduce at {latency:.3g} µs and {bandwidth:.3g} Gbit/s"
+        axes.set(xlabel="message", ylabel="devices K", title=title)
+        handles = [Patch(color=ALGORITHM_COLOURS[name], label=label(name)) for name in names]
+        axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=4, handlelength=1.2)
+    return picture
 
 
 def predictions_figure(rows: Sequence[dict[str, Any]]) -> Picture:
@@ -142,21 +110,5 @@ def _errors_text(rows):
     return f"median {np.median(sizes):.1%}, worst {max(sizes):.0%}"
 
 
-def simulation_figure(steps: dict[str, Any], caps: dict[str, Any], costs: Any, title: str) -> Picture:
-    """The three panels of `ddp-course simulate`: efficiency by K, step time by bucket cap, which algorithm wins."""
-    message = "; ".join(f"{label(name)}: {_knee_text(knee(row))}" for name, row in steps.items())
-    picture, axes = panels(1, 3, width=14, height=4.2, message=message)
-    with style():
-        draw_scaling(axes[0], steps)
-        draw_bucket_caps(axes[1], caps)
-        draw_winners(axes[2], costs)
-        picture.suptitle(title, fontsize=11.5, fontweight="bold")
-    return picture
-
-
 def _knee_text(devices):
     return f"{KNEE:.0%} efficient up to K = {devices}" if devices else f"never {KNEE:.0%} efficient"
-
-
-def _whole_numbers(axis):
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))

@@ -250,24 +250,15 @@ def bucket_explorer(
     profile: Any, world_size: int, network: Any, measured: dict[float, float], caps: Sequence[float] = CAPS
 ) -> Any:
     """Choose the bucket cap: the simulated step of `profile`, and step times by cap beside `measured` {MiB: ms}."""
-    steps = simulated_steps(profile, world_size, network, caps)
-    cap = choice("bucket cap (MiB)", caps[len(caps) // 2], [(f"{size:g}", size) for size in caps])
-    return Explorer(lambda cap: _bucket_figure(steps, measured, cap), cap=cap)
-
-
-def bucket_figure(profile: Any, world_size: int, network: Any, measured: dict[float, float], cap: float) -> Picture:
-    """The plain figure of `bucket_explorer` for one `cap`."""
-    return _bucket_figure(simulated_steps(profile, world_size, network, sorted({*CAPS, cap})), measured, cap)
-
-
-def simulated_steps(profile: Any, world_size: int, network: Any, caps: Sequence[float]) -> dict[float, Any]:
-    """{cap in MiB: simulated step} of stage 5 with `profile`."""
     from ..measuring.simulate import simulate
 
-    return {cap: simulate(profile, world_size, network, bucket_cap_mb=cap) for cap in caps}
+    steps = {size: simulate(profile, world_size, network, bucket_cap_mb=size) for size in caps}
+    cap = choice("bucket cap (MiB)", caps[len(caps) // 2], [(f"{size:g}", size) for size in caps])
+    return Explorer(lambda cap: bucket_figure(steps, measured, cap), cap=cap)
 
 
-def _bucket_figure(steps, measured, cap):
+def bucket_figure(steps: dict[float, Any], measured: dict[float, float], cap: float) -> Picture:
+    """The plain figure of `bucket_explorer` for one `cap`; `steps` are {cap in MiB: simulated step}."""
     step = steps[cap]
     hidden = 100 * (1 - min(1.0, step.exposed_s / step.communication_s)) if step.communication_s else 100
     message = f"cap {cap:g} MiB: {len(step.buckets)} bucket(s), step {1000 * step.step_s:.1f} ms, {hidden:.0f} % hidden"

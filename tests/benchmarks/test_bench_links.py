@@ -20,37 +20,6 @@ def row(algorithm="ring", ratio=1.0, mode="hosts", world_size=2, size=4 << 20, t
     }  # fmt: skip
 
 
-def accepted(rows):
-    return all(promise.record()["kept"] for promise in bench.promised(rows))
-
-
-@pytest.mark.parametrize("ratio, within", [(0.96, False), (0.97, True), (1.0, True), (1.12, True), (1.13, False)])
-def test_ratios_are_judged(ratio, within):
-    assert accepted([row(ratio=ratio), row(ratio=1.0, world_size=3)]) == within
-    assert accepted([row(ratio=ratio, size=1 << 20)]), "small messages have latency, and are not judged"
-
-
-@pytest.mark.parametrize("ours, within", [(1.04, True), (1.06, False)])
-def test_the_ring_is_judged_against_gloo(ours, within):
-    assert accepted([row(ratio=ours), row("gloo", 1.0), row("gloo", 0.5, world_size=3)]) == within
-
-
-def test_gloo_itself_is_not_judged():
-    assert bench.promised([row("gloo", 1.5)]) == []
-
-
-def test_rows_measured_again_replace_earlier_ones():
-    earlier = [row(ratio=1.5), row(ratio=1.2, world_size=3)]
-    assert [known["ratio"] for known in bench.merge(earlier, [row(ratio=1.0)])] == [1.0, 1.2]
-    assert bench.merge([], [row()]) == [row()]
-
-
-def test_table_has_a_line_a_setting():
-    first, second = bench.table([row(), row("gloo", 1.1), row("parameter_server", mode="wire", world_size=8)])
-    assert first["ring"] == "200.0 ms (1.000)" and first["gloo"] == "220.0 ms (1.100)"
-    assert second["link"].startswith("wire") and second["K"] == 8 and "gloo" not in second
-
-
 def test_figure_draws_every_point_and_formula():
     rows = [
         row(name, ratio, mode, world_size, size)

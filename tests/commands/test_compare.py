@@ -9,7 +9,6 @@ from unittest.mock import patch
 
 import denied
 import pytest
-import torch
 import torch.distributed as dist
 
 from ddp_course import Link, compare, ladder, stage3_paramserver
@@ -91,28 +90,12 @@ def without_division(model, batches, lr):
     return stage3_paramserver.train(model, batches, lr, total)
 
 
-def of_all_bits(model, batches, lr):
-    """Stage 3's loop, where nothing rounds to TF32."""
-    assert not torch.backends.cudnn.allow_tf32 and not torch.backends.cuda.matmul.allow_tf32
-    return stage3_paramserver.train(model, batches, lr)
-
-
 def imaginary(train):
     """A stage that nobody has heard of, with the loop `train`."""
     return ladder.Stage(
         "9", "imaginary", "adds nothing", "stage9_imaginary", wrap=print, train=train, colour="#123456",
         time="0", counted=True, bytes_sent=ladder.on_server,
     )  # fmt: skip
-
-
-def test_a_new_stage_trains_and_is_drawn_with_no_other_file_touched(monkeypatch, tmp_path):
-    monkeypatch.setitem(ladder.STAGES, "9", imaginary(of_all_bits))
-    results = compare.run("synthetic", 2, 3, "1,9", **RAW)
-    stage = results["stages"][1]
-    assert stage["name"] == "imaginary" and stage["max_abs_diff_vs_single"] < 1e-12
-    assert stage["bytes_sent_max"] == stage["bytes_formula"] == results["gradient_bytes"]
-    assert "imaginary" in compare.table(results)
-    assert compare.save(results, tmp_path)[2].read_bytes().startswith(b"\x89PNG")
 
 
 def test_wrong_weights_show_as_a_difference(monkeypatch):
@@ -175,32 +158,6 @@ def test_an_unwritable_folder_is_refused(tmp_path):
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(ValueError, match="cannot write to the folder"):
         files.writable_folder(tmp_path / "file" / "results")
-
-
-def test_the_timeline_is_that_of_a_typical_step():
-    traffic = {"bytes_sent_max": 0, "bytes_received_max": 0, "messages_max": 0}
-    rank = {
-        "queued": 0.0,
-        "exposed_s": [0.0] * 3,
-        "traffic": traffic,
-        "loss": [0.0] * 3,
-        "difference": 0.0,
-        "evaluation": None,
-    }
-    ranks = [
-        {
-            **rank,
-            "step_s": seconds,
-            "drawn_s": seconds,
-            "timelines": [[[["forward", 0.0, s, "compute"], ["communication", s, s, "compute"]]] for s in seconds],
-        }
-        | {"drawn_s": seconds, "began_s": [10.0, late, 30.0], "exposed_s": [0.1, late / 1000, 0.3]}
-        for late, seconds in ((20.0, [1.0, 5.0, 3.0]), (20.5, [2.0, 1.0, 9.0]))  # the slowest rank counts: 2, 5, 9
-    ]
-    entry = recording.summed_up(ladder.find("4"), ranks)
-    assert entry["step_ms"] == 5000
-    assert [lane[0][1:3] for lane in entry["timeline"]] == [[0.0, 5.0], [0.5, 1.5]]  # on one axis
-    assert entry["communication_ms"] == pytest.approx(20.5)
 
 
 # On emulated devices

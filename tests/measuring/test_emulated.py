@@ -1,9 +1,6 @@
 """Comparisons on emulated devices: their defaults, without a launch."""
 
-import warnings
-
 import pytest
-import torch
 
 from ddp_course import Device, Link
 from ddp_course.errors import DeviceError
@@ -85,12 +82,3 @@ def test_gpus_are_not_slowed(monkeypatch):
     with pytest.raises(DeviceError, match="GPUs have a speed of their own"):
         emulated.chosen(job, "cuda", "2GFLOP/s", "auto", "0ms", "wire")
     assert isinstance(emulated.chosen(job, "cpu", "2GFLOP/s", "auto", "0ms", "wire")[0], Device)
-
-
-def test_gpus_that_cuda_cannot_use_are_none(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    for usable in (True, False):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda usable=usable: usable)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            assert emulated.on_gpus("auto") == usable

@@ -5,7 +5,6 @@ import pytest
 from ddp_course import Device, Link, ladder, stage8_pipeline, theory
 from ddp_course.measuring import emulated, ideals
 from ddp_course.measuring.job import checked
-from ddp_course.measuring.simulate import Layer, Profile
 from ddp_course.running.devices import capacity
 
 BYTES = 4 * 88_092
@@ -24,9 +23,9 @@ def test_by_the_ideals_each_rung_is_a_tenth_faster_than_the_last(world_size, mon
     device = emulated.default_device(job)
     link = Link(f"{emulated.default_bandwidth(job, device)}bit", mode="wire")
     stages = [ladder.find(key) for key in ("1", "2", "3", "4", "5", "6", "torch")]
-    found = ideals.ideals(stages, job, device, link)
-    assert found["1"] > 1.1 * found["3"] > 1.1**2 * found["4"] > 1.1**3 * found["5"]
-    assert found["2"] == found["3"] and found["6"] == found["torch"] == found["5"]
+    ms = ideals.ideals(stages, job, device, link)
+    assert ms["1"] > 1.1 * ms["3"] > 1.1**2 * ms["4"] > 1.1**3 * ms["5"]
+    assert ms["2"] == ms["3"] and ms["6"] == ms["torch"] == ms["5"]
 
 
 @pytest.mark.parametrize("cap_mb", [0.02, 0.1, 0.25, 25.0])
@@ -45,47 +44,47 @@ def test_buckets_leave_when_they_are_full_and_one_after_another(cap_mb, mbit):
 
 @pytest.mark.parametrize("problem", ["digits", "bytes"])
 def test_fully_sharded_takes_its_compute_or_its_traffic_or_something_in_between(problem):
-    job = job_of(problem=problem)
-    work = job.work(DEVICE, 4)
-    events, sizes = ideals.events_of(job, DEVICE)
-    p = sum(sizes)
-    assert len(events) == 3 * len(sizes) and p == job.gradient_bytes
+    job, stage = job_of(problem=problem), ladder.find("7")
+    compute_s, p = job.work(DEVICE, 4).compute_s, job.gradient_bytes
 
     def seconds(bits_per_second):
-        return ideals.fully_sharded(events, sizes, work, 4, theory.Costs.of_link(bits_per_second))
+        return ideals.gathered(stage, job, DEVICE, theory.Costs.of_link(bits_per_second))
 
     traffic_s = 8 * 3 * 0.75 * p / 1e3
-    assert seconds(1e18) == pytest.approx(work.compute_s)
+    assert seconds(1e18) == pytest.approx(compute_s)
     assert seconds(1e3) == pytest.approx(traffic_s, rel=0.01) and seconds(1e3) >= traffic_s
-    middle = 8 * 3 * 0.75 * p / work.compute_s
-    assert work.compute_s < seconds(middle) < 2 * work.compute_s
+    assert compute_s < seconds(8 * 3 * 0.75 * p / compute_s) < 2 * compute_s
 
 
 def test_prefetch_hides_gathers_but_for_the_first_of_each_pass():
     """Three equal blocks whose gathers and sums take as long as a forward pass, 1."""
     events = [(0.0, "forward", 0), (1.0, "forward", 1), (2.0, "forward", 2)]
     events += [(3.0, "backward", 2), (5.0, "done", 2), (5.0, "backward", 1), (7.0, "done", 1), (7.0, "backward", 0)]
-    events += [(9.0, "done", 0)]
-    work = Profile((Layer("all", 3.0, 6.0, 6),))
-    taken = ideals.fully_sharded(events, [2, 2, 2], work, 2, theory.Costs(0.0, 1.0))
-    assert taken == 1 + 3 + 1 + 6 + 1  # a gather, forward, a gather, backward, a sum
+    events += [(9.0, "done", 0), (9.0, "end", 0)]
+    seconds = ideals.fully_sharded(events, [2, 2, 2], 2, theory.Costs(0.0, 1.0))
+    assert seconds == 1 + 3 + 1 + 6 + 1  # a gather, forward, a gather, backward, a sum
+    assert ideals.passes_of(events) == ([1, 1, 1], [2, 2, 2])
 
 
 @pytest.mark.parametrize("ranks, microbatches", [(1, 4), (2, 3), (4, 4), (3, 8)])
 def test_a_pipeline_of_equal_parts_idles_for_the_bubble(ranks, microbatches):
-    taken = ideals.pipelined([(1.0, 2.0)] * ranks, [0] * (ranks - 1), theory.Costs(0.0, 0.0), microbatches)
-    assert taken == 3 * (microbatches + ranks - 1)
-    assert 1 - 3 * microbatches / taken == pytest.approx(stage8_pipeline.bubble(ranks, microbatches))
+    free = theory.Costs(0.0, 0.0)
+    seconds = ideals.pipelined([1.0] * ranks, [2.0] * ranks, [0] * (ranks - 1), free, microbatches)
+    assert seconds == 3 * (microbatches + ranks - 1)
+    assert 1 - 3 * microbatches / seconds == pytest.approx(stage8_pipeline.bubble(ranks, microbatches))
 
 
 def test_messages_make_a_pipeline_longer_by_their_way_there_and_back():
-    taken = ideals.pipelined([(1.0, 2.0)] * 3, [5, 5], theory.Costs(0.0, 0.01), 1)
-    assert taken == pytest.approx(9 + 4 * 0.05)
+    seconds = ideals.pipelined([1.0] * 3, [2.0] * 3, [5, 5], theory.Costs(0.0, 0.01), 1)
+    assert seconds == pytest.approx(9 + 4 * 0.05)
 
 
-def test_the_parts_of_a_pipeline_do_the_work_of_the_batch():
-    job = job_of()
-    passes, cuts = ideals.passes_of(job, DEVICE)
-    work = job.work(DEVICE)
-    assert ideals.MICROBATCHES * sum(map(sum, passes)) == pytest.approx(work.compute_s)
-    assert [ideals.MICROBATCHES * cut for cut in cuts] == job.activation_bytes
+@pytest.mark.parametrize("problem", ["digits", "bytes"])
+def test_a_pipeline_without_latency_takes_its_compute_and_the_bubble(problem):
+    """One rank has no bubble; four take at least a quarter of the work, and the passes of the others in a row."""
+    alone, four = (
+        ideals.in_parts(ladder.find("8"), job_of(ranks, problem=problem), DEVICE, theory.Costs(0.0, 0.0))
+        for ranks in (1, 4)
+    )
+    assert alone == pytest.approx(job_of(problem=problem).work(DEVICE).compute_s)
+    assert alone / 4 * (1 + 3 / ideals.MICROBATCHES) <= four < alone

@@ -9,14 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddp_course import cli, problems, stage5_bucketed
+from ddp_course import cli
 from ddp_course.measuring import facts, theory
 from ddp_course.measuring.simulate import (
     Layer,
     Network,
     Profile,
     Simulation,
-    assign_buckets,
     play,
     published,
     resnets,
@@ -141,16 +140,6 @@ def test_efficiency_falls_with_devices_and_the_knee_is_where_it_passes_90_percen
     position = [step.world_size for step in steps].index(at)
     assert efficiencies[position] >= 0.9 > efficiencies[position + 1] > 0.5
     assert knee(steps[position + 1 :]) is None
-
-
-@pytest.mark.parametrize("cap", [0.01, 0.1, 1.0, 25.0])
-def test_buckets_are_those_of_stage_5(cap):
-    model = problems.make("digits").model()
-    parameters = list(model.parameters())
-    layers = tuple(Layer(name, 0, 0, p.numel() * p.element_size()) for name, p in model.named_parameters())
-    ours = [[parameters[index] for index in bucket] for bucket in assign_buckets(Profile(layers), cap)]
-    theirs = stage5_bucketed.assign_buckets(parameters, cap)
-    assert [[id(p) for p in bucket] for bucket in ours] == [[id(p) for p in bucket] for bucket in theirs]
 
 
 def test_resnets_have_their_published_sizes():
