@@ -19,7 +19,7 @@ from torch.optim import SGD
 
 
 def scatter(tensor, devices):
-    """Split `tensor` along its first dimension, a shard a device; a batch too small leaves devices idle."""
+    """Split `tensor` along its first dimension, one shard per device; a batch too small leaves devices idle."""
     shards = tensor.tensor_split(len(devices))
     return [shard.to(device) for shard, device in zip(shards, devices, strict=True) if len(shard)]
 

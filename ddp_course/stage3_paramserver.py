@@ -46,7 +46,7 @@ def gradients(module):
 def average_on_server(tensors, server=0, group=None):
     """Replace every tensor by its mean over the ranks, in place, by way of rank `server` of `group`.
 
-    Each rank sends one message a dtype and device, multiplied by 1/K beforehand as torch's DDP does.
+    Each rank sends one message per dtype and device, multiplied by 1/K beforehand as torch's DDP does.
     """
     for flat, members in flattened(tensors):
         flat.mul_(1 / dist.get_world_size(group))

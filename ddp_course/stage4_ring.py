@@ -70,7 +70,7 @@ def allgather(chunks, group=None):
 
 
 def average_on_ring(tensors, group=None, all_reduce=ring_all_reduce):
-    """Replace every tensor by its mean over the ranks, in place, with one `all_reduce` a dtype and device."""
+    """Replace every tensor by its mean over the ranks, in place, with one `all_reduce` per dtype and device."""
     for flat, members in flattened(tensors):
         flat.mul_(1 / dist.get_world_size(group))
         all_reduce(flat, group=group)

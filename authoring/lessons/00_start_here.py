@@ -103,9 +103,10 @@ Soon seven strategies train the same small network on the same handwritten digit
 device**, an accelerator made slow enough to be timed exactly, and the ranks are joined by **emulated links**. The
 arithmetic is real, and so are losses, weights and bytes; only time runs in slow motion.
 
-How much is won depends on one ratio, communication to computing. The course *chooses* it here: the links are so fast that
-a ring of four ranks needs about a third of a step, as on a cluster with ordinary network cables. Faster links would bring
-all strategies closer together, slower ones would drive them apart. What will you build, and how much faster is it than one device?
+How much is won depends on one ratio, communication to computing. The course *chooses* it here: the links are so fast
+that a ring of four ranks needs about a third of a step, as on a cluster with ordinary network cables. Faster links would
+bring all strategies closer together, slower ones would drive them apart. What will you build, and how much faster is it
+than one device?
 """
 
 # %% predict
@@ -161,8 +162,9 @@ show.bars({names[key].replace(" ", "\n", 1): value for key, value in speed_up.it
 # %% [markdown]
 r"""
 All of this hangs on the chosen ratio. Choose another one: which strategy wins when links are fast, when they are slow, when
-there are more ranks, when each message costs something? (Derived from what the table calls *predicted*; with 4 ranks, 8.5 %
-and no latency it is the table's column.)
+there are more ranks, when each message costs something? Sharding, pipeline and tensor parallelism (lessons 07 to 09) are for
+models that are too large for one device; this one is small, so they gain little, or lose. (Derived from what the table calls
+*predicted*; with 4 ranks, 8.5 % and no latency it is the table's column.)
 """
 
 # %% explorer

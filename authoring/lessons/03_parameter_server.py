@@ -104,8 +104,8 @@ print("different before, rank 0's weights everywhere after")
 r"""
 ## Stay equal
 
-And if nobody averages? Same weights at the start, another share of the data on each rank. After each step we look how far
-the ranks' weights are from one another: the largest difference of any weight.
+And if nobody averages? All ranks start with the same weights, and each has its own share of the data. After each step we
+look how far the ranks' weights are apart: the largest difference of any weight.
 """
 
 
@@ -289,8 +289,9 @@ r"""
 ## Three things in one
 
 "Averaging gradients" is three things: **waiting** until all ranks are there (synchronisation), **moving data** through the
-links, and **adding up** (collective computation). Here is the same call, taken apart. One rank computes 20 ms longer; a
-barrier before the call measures how long the others wait for it. The additions are done once more without the wire.
+links, and **adding up** (collective computation). Here is the same call, taken apart. One rank computes 20 ms longer, and a
+barrier before the call measures how long the others wait for it. The additions are done once more without any message, and
+timed; what is left of the call is moving data.
 """
 
 
@@ -319,7 +320,8 @@ show.bars(dict(zip(names, [1000 * piece for piece in pieces])), "time of the slo
 
 # %% [markdown]
 r"""
-Faster links (NVLink inside a machine, InfiniBand between machines) shrink the middle bar only. Lesson 11 deals with the first bar.
+Faster links (NVLink inside a machine, InfiniBand between machines) shrink the middle bar only. Lesson 11 deals with the first
+one.
 
 ## What changed
 
@@ -384,10 +386,10 @@ Yes, twice: each link carries half. And K servers, each for 1/K of the gradient?
 very close to what lesson 04 does.
 </details>
 
-**3.** Ranks leave out the broadcast but build the model from the same seed. Does it work?
+**3.** Nobody broadcasts, but all ranks build the model from the same seed. Does it work?
 <details><summary>Answer</summary>
-Yes, as long as nothing random happens before that differs between ranks, and all load the same checkpoint. The
-broadcast makes it certain instead of likely.
+Yes, if no rank draws other random numbers before it builds the model, and all load the same checkpoint. The broadcast
+makes it certain instead of likely.
 </details>
 
 ## In three lines

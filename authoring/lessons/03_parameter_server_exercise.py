@@ -89,7 +89,7 @@ check("3.3", average)
 #
 # One rank needs `computing` seconds for the whole batch. K ranks share that equally, but then they average `parameters`
 # float32 numbers through a server: every tensor passes through the server's link, one after the other, in and then out.
-# Latency does not count. Guess first: if eight ranks are the best choice, how many are it on a link four times as fast?
+# Latency does not count. Guess first: if eight ranks are best on some link, how many are best on one four times as fast?
 # %% answer-3-4
 def ranks_that_pay(computing, parameters, bits_per_second, most):
     """Return the number of ranks, from 1 to `most`, with which a step takes the fewest seconds."""

@@ -4,7 +4,7 @@ r"""
 
 The server's link was the bottleneck, and all other links were idle most of the time. So take the server away. Put
 the ranks in a circle, let everyone send to the right and receive from the left, all at the same time. After this
-lesson the time to average gradients hardly depends on the number of ranks.
+lesson you average large gradients in a time that hardly depends on the number of ranks.
 
 An operation after which every rank has the sum over all ranks is an **all-reduce**.
 
@@ -45,8 +45,8 @@ show.source(whole_gradient_ring)
 
 # %% [markdown]
 r"""
-No rank is a bottleneck any more. Each sends its whole gradient p, K-1 times: $T = (K-1)\,p/b$. Half of the server's
-time, but it still grows with K.
+No rank is a bottleneck any more. Each sends p bytes K-1 times: $T = (K-1)\,p/b$. That is half of the server's time, but
+it still grows with K.
 
 ## Second try: chunks
 
@@ -191,9 +191,9 @@ Each message also has a fixed cost, the **latency** α: the time before its firs
 
 $$T = 2(K-1)\,\alpha + 2\,\frac{K-1}{K}\,\frac pb$$
 
-For a long message the second term wins, for a short one the first, and that one grows with K. On a DGX A100, one ring of
-NCCL needed 10, 17 and 34 µs on 2, 4 and 8 GPUs for messages of at most 128 *bytes*, whose bytes take no time: 2, 6 and 14
-latencies, about 6 µs once and 2 µs per step (measured by a user,
+For a long message most of the time is the second term. For a short one it is the first, which grows with K. On a DGX A100,
+one ring of NCCL needed 10, 17 and 34 µs on 2, 4 and 8 GPUs for messages of at most 128 *bytes*, so small that only the 2, 6
+and 14 latencies count: about 6 µs once, and 2 µs for each (measured by a user,
 [NVIDIA/nccl-tests, issue 123](https://github.com/NVIDIA/nccl-tests/issues/123)). Choose link and ranks and see which
 algorithm is the fastest for which size. Compare 8 ranks with 6 and 12: one algorithm wants a power of two.
 """
@@ -224,13 +224,13 @@ claims.decide(
 r"""
 The other algorithms in the explorer are in `ddp_course/collectives/`. All have the ring's signature and give the
 same sums. A **tree** adds up in log₂ K rounds and sends the result back down: few messages, but whole ones.
-**Halving and doubling** exchanges ever smaller halves with ever farther partners: few messages *and* few bytes,
-at its best when K is a power of two. In Goyal et al. (2017) it was 3 times as fast as the ring on 32 servers.
+**Halving and doubling** exchanges smaller and smaller halves with partners farther and farther away: few messages *and*
+few bytes, at its best when K is a power of two. In Goyal et al. (2017) it was 3 times as fast as the ring on 32 servers.
 
-So why is the ring everywhere? Because the map leaves things out. A ring fits any number of ranks and can follow the
-wiring. Halving and doubling wants a power of two of ranks, and of ranks per host too: then its largest halves stay inside
-the host. Otherwise ranks of one host, which share a cable, get into each other's way. The simulator plays every message,
-with and without shared cables:
+So why is the ring used everywhere? Because the explorer leaves things out. A ring fits any number of ranks and can follow
+the wiring. Halving and doubling wants a power of two of ranks, and of ranks per host too: then its largest halves stay
+inside the host. If not, the ranks of a host send large halves over the one cable that they share, and wait for each
+other. The simulator plays every message, with and without shared cables:
 """
 
 # %% contended
@@ -238,8 +238,9 @@ p, cable, inside = 16 * 2**20, theory.Costs.of_link(10e9, 10e-6), theory.Costs.o
 cases = {"16 ranks": (16, 1), "16 ranks,\nhosts of 4": (16, 4), "12 ranks": (12, 1), "12 ranks,\nhosts of 3": (12, 3)}
 taken = {name: {f"{name}\n{case}".replace("-d", "-\nd"): 1000 * simulate.play(name.replace("-", "_"), p, ranks, simulate.Network(cable, inside, each))
                 for case, (ranks, each) in cases.items()} for name in ("ring", "halving-doubling")}  # fmt: skip
+most = {name: max(times.values()) for name, times in taken.items()}
 show.bars(taken["ring"] | taken["halving-doubling"], "time for 16 MiB (ms)", kind="simulated", form="{:.0f}", width=9.4,
-          title="The ring takes 12 ranks as well as 16, on shared cables too; halving-doubling does not",
+          title="The ring never takes longer than {:.0f} ms; halving-doubling takes up to {:.0f} ms".format(*most.values()),
           colours=dict.fromkeys(taken["halving-doubling"], "#CC79A7"))  # fmt: skip
 
 # %% check-contended
@@ -255,14 +256,16 @@ A second thing that the formula leaves out: a ring works in segments and adds on
 
 ## Claims: what others call a ring, and whose replicas stay equal
 
-One blog post ("Distributed Training in Pytorch (DDP): Part 1") describes ring all-reduce like this: "In the second round, each GPU will send gradients that it
-received from the previous GPU to the next GPU and so on."
+One blog post ("Distributed Training in Pytorch (DDP): Part 1") describes ring all-reduce like this: "In the second round,
+each GPU will send gradients that it received from the previous GPU to the next GPU and so on." How many bytes would that be?
 """
 
 # %% claim-2
 # NBVAL_CHECK_OUTPUT
-sent = {ranks: [max(traffic.bytes_sent for traffic in timing.count_traffic(way, 2**20, ranks))
+sent = {ranks: [max(traffic.bytes_sent for traffic in timing.count_traffic(way, 2**20, ranks)) / 2**20
                 for way in (whole_gradient_ring, ring_all_reduce)] for ranks in (2, 4)}  # fmt: skip
+for ranks, (whole, chunked) in sent.items():
+    print(f"K = {ranks}: {whole:g} p if gradients are passed on, {chunked:g} p on the ring of chunks (counted)")
 claims.decide(
     2, "In ring all-reduce every device passes on the gradients that it received until all have all.", "counted",
     {f"K = {ranks}": whole == chunked for ranks, (whole, chunked) in sent.items()},
@@ -294,11 +297,15 @@ print("chunked ring: the same bits on all ranks; whole-gradient ring: not")
 
 # %% [markdown]
 r"""
-Replicas that differ in the last bit drift apart over thousands of steps. The chunked ring's never do.
+Replicas that differ in the last bit drift apart over thousands of steps. With the chunked ring they never do.
+
+The post that made the ring known in deep learning describes the one with chunks: Andrew Gibiansky, ["Bringing HPC
+Techniques to Deep Learning"](https://andrew.gibiansky.com/blog/machine-learning/baidu-allreduce/), Baidu Research, 2017.
+The algorithm is by Patarasuk and Yuan (2009); Horovod (Sergeev and Del Balso, 2018) brought it to many frameworks.
 
 ## What changed
 
-In the training loop: nothing but which sum it calls.
+In the training loop: only which sum it calls.
 """
 
 # %% diff
@@ -310,13 +317,14 @@ r"""
 
 `torch.distributed.all_reduce` leaves the choice to the backend. gloo uses a ring, cut into segments. NCCL chooses
 among ring, tree and others by message size and topology; on one machine with NVLink its rings run over all links
-at once.
+at once. Where this is in PyTorch: `torch/csrc/distributed/c10d/ProcessGroupGloo.cpp` and `ProcessGroupNCCL.cpp`, which hand
+the call on to these libraries.
 
 ## Check yourself
 
 **1.** 1 GB of gradients, links of 10 Gbit/s. How long on 4 ranks, how long on 400?
 <details><summary>Answer</summary>
-2 · 3/4 · 1 GB / (1.25 GB/s) = 1.2 s, and 2 · 399/400 · 0.8 s = 1.6 s. Latency added: 6 α against 798 α.
+2 · 3/4 · 1 GB / (1.25 GB/s) = 1.2 s, and 2 · 399/400 · 0.8 s = 1.6 s. To these come 6 latencies, and 798.
 </details>
 
 **2.** Why is a ring of K = 2 no better than passing whole gradients?
@@ -331,7 +339,7 @@ Everything passes through every link, so the ring runs at the slowest link's spe
 
 ## In three lines
 
-1. The chunked ring sends 2(K-1)/K p on every rank, counted to the byte: less than 2 p, whatever K is.
+1. The chunked ring sends 2(K-1)/K p on every rank: 1.5 p on 4 ranks, counted to the byte; below 2 p for any K, derived.
 2. Its latencies, 2(K-1) of them, do grow with K: for small messages other algorithms win, on cables of their own.
 3. Each chunk is finished on one rank and copied from there, so replicas stay equal to the last bit.
 

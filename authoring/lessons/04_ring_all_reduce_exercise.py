@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Exercise 4: build the ring
 #
-# Small steps to the all-reduce of lesson 4, a choice of ranks, and a ring to mend. Run the check below each answer as often as you like: it starts
-# four ranks, draws new numbers every time, counts what you send, and says what is wrong.
+# Small steps to the all-reduce of lesson 4, a choice of ranks, and a ring to mend. Run the check below each answer as often
+# as you like: it starts four ranks, draws new numbers every time, counts what you send, and says what is wrong.
 #
 # Stuck? `hint("4.1")` gives the first of three hints for a task, and
 # `hint("4.1", 2)` the next. Reports count them.

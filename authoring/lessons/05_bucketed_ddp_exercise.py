@@ -91,9 +91,9 @@ check("5.3", average_in_background)
 #
 # *15 minutes · medium*
 #
-# Gradients become ready one after the other. When may which bucket leave? This function tells it for one rank, and on one
-# rank it looks fine. In training, with `if` in the model, ranks finish their gradients in different orders, and then sums
-# are wrong, or the ranks wait for ever. One line is wrong.
+# Gradients become ready one after the other. Which bucket may leave, and when? This function says it for one rank, and on one
+# rank it looks fine. In training, if the model has an `if`, ranks finish their gradients in different orders. Then sums are
+# wrong, or the ranks wait for ever. One line is wrong.
 # %% faulty-5-4
 def faulty_departures(buckets, ready):  # line 1
     missing = [set(bucket) for bucket in buckets]  # line 2
@@ -108,7 +108,7 @@ def faulty_departures(buckets, ready):  # line 1
 
 # %% [markdown]
 # `buckets` are lists of parameters' numbers, `ready` is the order in which this rank's gradients become ready. Returned are
-# pairs: after how many ready gradients, which bucket. Every bucket leaves as early as all ranks can stand it.
+# pairs: after how many ready gradients, which bucket. Each bucket leaves as early as it can without mixing up the order.
 # %% answer-5-4
 def the_bug():
     """Return the number of the faulty line."""

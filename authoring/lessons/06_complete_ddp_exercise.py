@@ -170,8 +170,8 @@ check("6.5", main)
 # | `weights[rank]` | a sum over all weights at the end |
 # | `saved[rank]` | names of the tensors that a rank wrote to its checkpoint; empty if it wrote none |
 #
-# Say which mistakes were made. The last samples of an epoch may be dealt twice, to fill up, which is no mistake. Who trains
-# from the same shuffled list as its neighbours, in the same order in all epochs, has made two.
+# Say which mistakes were made. The last samples of an epoch may be dealt twice, to fill up: this is not a mistake. If all
+# ranks train on the same samples, and in the same order in all epochs, these are two mistakes.
 # %% answer-6-6
 def mistakes(samples, weights, saved):
     """Return a set of words: "sampler", "epoch", "wrapper", "writers", "names"; empty if all is well."""
@@ -201,10 +201,10 @@ check("6.6", mistakes)
 #
 # *30 minutes · hard*
 #
-# The lesson's core walks through the graph to find unused parameters. There is another way: wait until backward is over,
-# and whoever has not been ready by then was not used. `start(tensor)` begins to sum a tensor over the ranks, in place,
-# and returns a function that waits for the sum. Two rules: all ranks start the same sums in the same order, though their
-# gradients become ready in different ones; and a bucket leaves in `ready` if it can.
+# The lesson's core walks through the graph to find unused parameters. There is another way: wait until backward is over.
+# A parameter that is not ready by then was not used. `start(tensor)` begins to sum a tensor over the ranks, in place,
+# and returns a function that waits for the sum. Two rules: all ranks start the same sums in the same order, although their
+# gradients become ready in different orders; and a bucket leaves in `ready` if it can.
 #
 # `finish` is called after each backward pass. Afterwards every gradient is the mean over all ranks, zeros from those that
 # did not use the parameter; one that no rank used stays None. All gradients are None before the next pass begins.

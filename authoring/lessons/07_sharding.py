@@ -3,7 +3,7 @@ r"""
 # 7 · Sharding: nobody keeps everything
 
 Data parallel training multiplies speed, not memory: every rank holds the whole model, all gradients and the whole
-optimizer state. If that does not fit, more ranks do not help. Unless each keeps only a part.
+optimizer state. If that does not fit, more ranks do not help, unless each keeps only a part.
 
 **After this lesson you can**
 
@@ -51,9 +51,9 @@ guess
 r"""
 ## Build
 
-A rank owns one of K chunks of each parameter: the one that it holds summed up after a reduce-scatter (lesson 04). The
-optimizer is made from these chunks, so its state is divided too. Two things are sent: gradients are reduced to their
-owners, and new values are gathered from them.
+Each parameter is cut into K chunks, and each rank owns one of them: the chunk whose sum it has after a reduce-scatter
+(lesson 04). The optimizer is made from these chunks, so its state is divided too. Two things are sent: each chunk's
+gradients are summed up at its owner, and each owner's new values are gathered by all.
 """
 
 
@@ -107,8 +107,9 @@ class Zero2(Zero1):
 # %% [markdown]
 r"""
 **Fully sharded** (ZeRO-3, FSDP): between its forward and its backward pass even the parameter goes. Hooks gather a layer
-before it computes, **prefetch** the next one meanwhile, and free it afterwards. Memory is freed by giving its storage size 0;
-what autograd keeps for backward comes back to life with the next gather. One thread sends, first in first out.
+before it computes, **prefetch** the next one meanwhile, and free it afterwards. Memory is freed by giving its storage size 0.
+For its backward pass autograd keeps a view of this storage, which is valid again after the next gather. One thread sends,
+first in first out.
 """
 
 
@@ -221,8 +222,9 @@ print("our three levels, the stage and torch's own: the losses of plain DDP on e
 
 # %% [markdown]
 r"""
-What ours, the stage, adds to these 60 lines: blocks of many parameters, dtypes and frozen ones, unused parameters, clipping, checkpoints
-that fit any number of ranks, and refusals in plain words. Its hook before the backward pass beside ours:
+What the course's stage 7 adds to these 60 lines: blocks of many parameters, several dtypes, frozen and unused parameters,
+clipping, checkpoints that fit any number of ranks, and refusals in plain words. Here is what it does before a block
+computes, to be compared with `compute` and `fetch` above:
 """
 
 # %% source
@@ -274,14 +276,14 @@ claims.decide(
 
 # %% [markdown]
 r"""
-Each level divides one row more. The formulas behind the dashes, and what each sends (p = 4 P bytes of gradients):
+Each level divides one thing more. The formulas behind the dashes, and what each sends (p = 4 P bytes of gradients):
 
-| level | each rank keeps its 1/K of | bytes | sends in a step |
+| level | divided by K | bytes kept | sent in a step |
 |---|---|---|---|
-| DDP | nothing: all of everything | 16 P | 2(K-1)/K p |
+| DDP | nothing | 16 P | 2(K-1)/K p |
 | ZeRO-1 | the optimizer's state | 8 P + 8 P/K | 2(K-1)/K p |
-| ZeRO-2 | and of the gradients | 4 P + 12 P/K | 2(K-1)/K p |
-| ZeRO-3, fully sharded, FSDP | and of the parameters | 16 P/K, plus the layers in use | 3(K-1)/K p |
+| ZeRO-2 | state and gradients | 4 P + 12 P/K | 2(K-1)/K p |
+| ZeRO-3, fully sharded, FSDP | state, gradients and parameters | 16 P/K, plus the layers in use | 3(K-1)/K p |
 
 ## What it costs: traffic
 
@@ -318,8 +320,8 @@ r"""
 ## When does the gathering happen?
 
 Each block is gathered before it computes, once on the way forward and once on the way back; the next one is already
-fetched meanwhile (**prefetch**). On emulated devices and links it can be seen what that hides: rank 0's step without and
-with prefetch, the calmest of three. The lower half of each row is the communication thread.
+fetched meanwhile (**prefetch**). How much does that hide? Here is rank 0's step on emulated devices and links, without and
+with prefetch, the least disturbed of three. The lower half of each row is the communication thread.
 """
 
 
@@ -358,10 +360,10 @@ print("prefetch hides gathers behind computing, and the step is shorter")
 
 # %% [markdown]
 r"""
-Does saving memory cost time? The step times, beside what is kept. The dashes are derived: computing, and the
-communication that nothing is left to hide behind. That is one layer's all-reduce for DDP, with a bucket per layer;
-everything for ZeRO-1 and ZeRO-2; and for fully sharded training the first gather of each pass and the last layer's
-gradients. (ZeRO-1 and fully sharded are the stage's here.)
+Does saving memory cost time? The step times, beside what is kept. The dashes are derived: the computing, and the
+communication that cannot be hidden. For DDP, with a bucket per layer, that is one layer's all-reduce. For ZeRO-1 and ZeRO-2
+it is all of it. For fully sharded training it is the first gather of each pass, and the reduction of the gradients that come
+last. (ZeRO-1 and fully sharded are stage 7's here.)
 """
 
 
@@ -382,6 +384,7 @@ times = {name: 1000 * max(on_devices(seconds_of, name)) for name in show.progres
 computing = 1000 * (6 - 2 / 6) * size * 128 / 800e6  # nobody needs the gradient of the first layer's inputs
 gather = 1000 * (K - 1) / K * 4 * size / (150e6 / 8)  # of all layers; to scatter takes as long
 exposed = {"plain DDP": 2 / 6, "ZeRO-1": 2, "ZeRO-2": 2, "fully sharded": 3 / 6}  # of six layers
+sends, before = {"plain DDP": 2, "fully sharded": 3}, {"plain DDP": 16 / 34, "fully sharded": 2 / 34}  # computed before
 kept_on = {name: f"{name}\n{measured[name]:.0f} bytes\nper parameter" for name in ways}
 show.bars({kept_on[name]: ms for name, ms in times.items()}, "a step (ms)", form="{:.0f}",
           title=f"1/{K} of the memory, in {times['fully sharded'] / times['plain DDP']:.2f} times DDP's time",
@@ -389,25 +392,27 @@ show.bars({kept_on[name]: ms for name, ms in times.items()}, "a step (ms)", form
 
 # %% [markdown]
 r"""
-DDP hides its all-reduce under backward, the stage's fully sharded training its gathers under both passes. Level 1
-communicates after backward, where nothing is left to hide it behind, and our level 2 of a few lines
-waits in each hook: the device stands still while a gradient is on its way.
+DDP hides its all-reduce under backward, and fully sharded training hides its gathers under both passes. ZeRO-1 communicates
+after backward, when there is no computing left that could hide it. Our ZeRO-2 of a few lines waits in each hook: the device
+stands still while a gradient is on its way.
 
 ## When FSDP loses
 
-Hiding needs computing to hide behind. On a link of a quarter of the speed the network is busy for longer than the device, and
-then 3(K-1)/K p against 2(K-1)/K p decides. The remedy is more computing per byte: a larger batch per rank. The dashes
-are derived: the longer of computing and sending.
+Communication hides behind computing, if there is enough of it. On a link of a quarter of the speed the network is the slower
+part, and FSDP sends 3(K-1)/K p where DDP sends 2(K-1)/K p. (That does not make its step 1.5 times as long: in the forward
+pass DDP has nothing to send yet, FSDP has.) The remedy is more computing per byte: a larger batch per rank. The dashes are
+derived, the longer of two times: the one of above, or all sending and the computing before it. DDP can send after forward
+and one layer's backward; FSDP waits only for the last layer's forward.
 """
 
 # %% when-fsdp-loses
-cases = [(name, batch) for batch in (128, 512) for name in ("plain DDP", "fully sharded")]
-labels = [f"{name}\n{batch} samples" for name, batch in cases]
-slow_ms = {label: 1000 * max(on_devices(seconds_of, *case, link="40Mbit")) for label, case in zip(labels, cases)}
-longer = [max(n / 128 * computing, (3 if name == "fully sharded" else 2) * gather * 150 / 40) for name, n in cases]
+cases = {f"{name}\n{n} samples": (name, n) for n in (128, 512) for name in ("plain DDP", "fully sharded")}
+slow_ms = {label: 1000 * max(on_devices(seconds_of, *case, link="40Mbit")) for label, case in cases.items()}
+slow, work = gather * 150 / 40, [(name, n / 128 * computing) for name, n in cases.values()]
+bounds = [max(ms + exposed[name] * slow, before[name] * ms + sends[name] * slow) for name, ms in work]
 few, many = (fully / plain for plain, fully in zip(*[iter(slow_ms.values())] * 2))
 show.bars(slow_ms, "a step (ms)", f"On a slow link FSDP takes {few:.2f} times DDP's time; with a large batch {many:.2f}",
-          form="{:.0f}", theory=dict(zip(labels, longer)))  # fmt: skip
+          form="{:.0f}", theory=dict(zip(cases, bounds)))  # fmt: skip
 
 # %% [markdown]
 r"""
@@ -415,7 +420,7 @@ r"""
 
 "I sharded over all my GPUs, and it still does not fit." What is not sharded: **activations**, which grow with the batch; and
 the layers in use, of which two are whole. Here is the most that a rank holds in the forward pass of our fully sharded
-training: its 16 P/K (the dash), whole layers, and what autograd keeps for backward, counted.
+training, counted: its 16 P/K (the dash), the layers that are whole, and what autograd keeps for backward.
 """
 
 
@@ -442,8 +447,8 @@ def most_held(shapes, batch, recompute=False):
 
 
 even = [(128, 128)] * 16
-cases = {"as hoped": (even, 16), "large batch": (even, 1000), "checkpointed": (even, 1000, True),
-         "one big layer": ([(128, 2048), (2048, 128)], 16), "in small layers": (even * 2, 16)}  # fmt: skip
+cases = {"as hoped": (even, 16), "large batch": (even, 1000), "large batch,\ncheckpointed": (even, 1000, True),
+         "big layers": ([(128, 2048), (2048, 128)], 16), "as many weights\nin small layers": (even * 2, 16)}  # fmt: skip
 
 # %% held-figure
 held = {name: launch(most_held, *case, world_size=K)[0][0] for name, case in cases.items()}
@@ -453,8 +458,8 @@ show.bars(held, "held on a rank (bytes per parameter)", f"Activations and big la
 # %% check-both-questions
 # NBVAL_CHECK_OUTPUT
 assert K == 2 or (few > 1.1 and many < few - 0.1), (few, many)
-assert held["large batch"] > 2 * held["as hoped"] and held["checkpointed"] < 0.7 * held["large batch"], held
-assert held["one big layer"] > 1.2 * held["in small layers"], held
+hoped, many_samples, checkpointed, big, small = held.values()
+assert many_samples > 2 * hoped and checkpointed < 0.7 * many_samples and big > 1.2 * small, held
 print("a slow link: FSDP loses, a larger batch helps; memory: checkpoint activations, and shard in small blocks")
 
 # %% [markdown]
@@ -531,8 +536,8 @@ over the GPUs of one machine only (a mesh of two axes), or moves the state to th
 
 **2.** Why not always shard everything?
 <details><summary>Answer</summary>
-1.5 times the traffic, and some of it sits in the forward pass too, where there is less to hide it behind. If the model
-fits, DDP is simpler and faster.
+1.5 times the traffic, and some of it in the forward pass, which is shorter and hides less. If the model fits, DDP is
+simpler and often faster.
 </details>
 
 **3.** Does sharding shrink the activations?

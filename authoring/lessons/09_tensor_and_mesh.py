@@ -55,9 +55,9 @@ guess
 r"""
 ## Run
 
-Autograd tells which tensors it keeps. We add up their bytes: as it is, in bfloat16 by autocast, and with **activation
-checkpointing** (Chen et al., 2016): only the inputs of each block are kept, and the backward pass
-computes the rest again, as far as it needs it. A second forward pass would be a third more computing.
+Autograd tells which tensors it keeps. We add up their bytes three times: in float32, in bfloat16 by autocast, and with
+**activation checkpointing** (Chen et al., 2016): only the inputs of each block are kept, and the backward pass computes the
+rest again, as far as it needs it. (A whole second forward pass would be a third more computing.)
 """
 
 
@@ -98,11 +98,11 @@ p = 4e-6 * sum(parameter.numel() for parameter in model.parameters())
 
 # %% memory-figure
 parts = {"parameters": p, "gradients": p, "Adam's state": 2 * p, "activations": plain,
-         "in bfloat16": half, "checkpointed": few}  # fmt: skip
+         "activations,\nbfloat16": half, "activations,\ncheckpointed": few}  # fmt: skip
 guess.reveal(f"activations {plain:.0f} MB, everything else {4 * p:.0f} MB", "the activations", kind="counted")
-show.bars(parts, "memory (MB)", f"Activations take {plain / (4 * p):.1f} times as much as all the rest; "
-          f"checkpointing leaves {few / plain:.0%} of them", kind="counted",
-          colours=dict.fromkeys(["activations", "in bfloat16", "checkpointed"], show.STAGE_COLOURS["9"]))  # fmt: skip
+show.bars(parts, "memory (MB)", f"Activations: {plain / (4 * p):.1f} times all the rest; "
+          f"checkpointing leaves {100 * few / plain:.0f} % of them", kind="counted",
+          colours=dict.fromkeys([*parts][3:], show.STAGE_COLOURS["9"]))  # fmt: skip
 
 # %% check-memory
 # NBVAL_CHECK_OUTPUT
@@ -116,40 +116,22 @@ r"""
 
 A linear layer computes $y = x W^T$. Cut W **column-split**, by its outputs: every rank needs all of x and computes some of
 y. Cut it **row-split**, by its inputs: every rank needs some of x and computes one of T terms of y, which an all-reduce adds
-up. (The names are those of $W^T$.) One after the other they fit together: what the first leaves split is just what the
-second needs. Between them stands an activation that works on each element alone.
+up. (The names are those of $W^T$.) One after the other they fit together: the first leaves y split in just the way in which
+the second needs its x. Between them stands an activation, such as ReLU, that works on each element alone.
 
-Backward it is the mirror image: the gradient of y is the same for every term, and the gradient of x is the sum of what
-all ranks' outputs say about it. So each pass needs one all-reduce, forward at the end, backward at the beginning. As
-autograd functions (Megatron-LM's *f* and *g*):
+Backward it is the mirror image: each term gets the same gradient, that of y, and the gradient of x is the sum of the
+gradients that all ranks compute for it. So each pass needs one all-reduce: forward behind the second layer, backward before
+the first. That takes two autograd functions, `Enter` and `Leave` (Megatron-LM's *f* and *g*):
 """
 
 
 # %% enter-and-leave
-class Enter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return ring_all_reduce(gradient.clone())
-
-
-class Leave(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, term):
-        return ring_all_reduce(term.clone())
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient
-
+show.source(stage9_tensor.Enter, stage9_tensor.Leave, click="Write task 9.2 first, then open: Enter and Leave")
 
 # %% [markdown]
 r"""
-An MLP of two layers on T ranks is then three lines. Each rank takes its slices of the same weights; the result and the
-gradient of x are held against those of the whole MLP.
+An MLP of two layers on T ranks then takes two lines, `hidden` and `ours`. Each rank takes its slices of the same weights; the
+result and the gradient of x are held against those of the whole MLP.
 """
 
 
@@ -160,8 +142,8 @@ def split_mlp(enter, leave):
     whole, split = x.clone().requires_grad_(), x.clone().requires_grad_()
     y = torch.relu(whole @ up.T) @ down.T
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    hidden = torch.relu(enter(split) @ up.chunk(ranks)[rank].T)  # column-split: some of the outputs
-    ours = leave(hidden @ down.chunk(ranks, dim=1)[rank].T)  # row-split: one of the terms
+    hidden = torch.relu(enter(split, ring_all_reduce) @ up.chunk(ranks)[rank].T)  # column-split: some of the outputs
+    ours = leave(hidden @ down.chunk(ranks, dim=1)[rank].T, ring_all_reduce)  # row-split: one of the terms
     for output in (y, ours):
         output.square().sum().backward()
     return max(
@@ -171,8 +153,9 @@ def split_mlp(enter, leave):
 
 # %% check-mlp
 # NBVAL_CHECK_OUTPUT
-assert max(launch(split_mlp, Enter.apply, Leave.apply, world_size=K)) < 1e-12
-assert min(launch(split_mlp, lambda x: x, Leave.apply, world_size=K)) > 0.1
+enter, leave = stage9_tensor.Enter.apply, stage9_tensor.Leave.apply
+assert max(launch(split_mlp, enter, leave, world_size=K)) < 1e-12
+assert min(launch(split_mlp, lambda x, _: x, leave, world_size=K)) > 0.1
 print("split over all ranks, outputs and gradients are those of the whole; without the backward sum they are not")
 
 # %% [markdown]
@@ -226,13 +209,13 @@ print("on every mesh the same weights as on one device")
 r"""
 ## What travels, and on which link
 
-DDP sends gradients: 2(K-1)/K p per step, whatever the batch. Tensor parallelism sends activations: with a bytes of them, four
-times 2(T-1)/T a per block, and nothing of it can hide: the next layer waits for the sum. A batch of 1,024 bytes
-of text in a GPT of width 64 has a = 262 kB.
+DDP sends gradients: 2(K-1)/K p per step, whatever the batch. Tensor parallelism sends activations. If those between two layers
+are a bytes, it sends four times 2(T-1)/T a per block, and none of this can hide: the next layer waits for the sum. For a
+batch of 1,024 bytes of text in a GPT of width 64, a is 262 kB.
 
-Which axis of the mesh belongs inside a host? Two hosts with two ranks each, fast links inside, 15 Mbit/s between.
-The last axis of a mesh joins neighbouring ranks, those of one host; so swapping the axes swaps the links. And instead of T
-ranks per layer a pipeline of two ranks, in both ways. Emulated devices; what crosses between the hosts is counted.
+Which axis of the mesh belongs inside a host? We take two hosts with two ranks each, fast links inside and 15 Mbit/s between
+them. The last axis of a mesh joins neighbouring ranks, which are on one host; so swapping the axes swaps the links. Then the
+same with a pipeline of two ranks in place of tensor parallelism. Devices are emulated; the bytes between hosts are counted.
 """
 
 
@@ -296,9 +279,10 @@ show.sketches.mesh(data=2, pipeline=2, tensor=2)
 
 # %% [markdown]
 r"""
-Memory falls along the axes like this: parameters, gradients and state by T and by the number of pipeline stages (and, if
-they are sharded too, by D); activations by D, since each row has a part of the samples, and inside the pairs by T. What
-is whole on every rank, the inputs of the blocks, is what *sequence parallelism* (Korthikanti et al., 2022) splits next.
+What divides memory by how much? Parameters, gradients and state are divided by T and by the number of pipeline stages (and
+by D, if they are sharded too). Activations are divided by D, since each row has a part of the samples, and inside a pair of
+layers by T. The inputs of the blocks are still whole on every rank: *sequence parallelism* (Korthikanti et al., 2022) splits
+them too.
 
 ## What torch does
 

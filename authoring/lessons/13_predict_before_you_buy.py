@@ -42,8 +42,8 @@ r"""
 ## One step, simulated
 
 A step of bucketed DDP is a timetable: backward fills buckets, buckets travel one after another, the update follows. All
-ranks do the same at the same time, so the simulator plays one of them, and a bucket takes the seconds of its closed
-form. Two numbers are not on any datasheet: what a V100's link really carries, and how much a running all-reduce slows
+ranks do the same at the same time, so the simulator plays one of them, and computes the time of each bucket by the formulas of
+lesson 04. Two numbers are not on any datasheet: what a V100's link really carries, and how much a running all-reduce slows
 computing down. They are fitted to published steps of four networks on 1 and 2 GPUs; all else follows.
 """
 
@@ -74,7 +74,7 @@ two levels there are few, and the curve goes on.
 flat = {step.world_size: step.efficiency for step in steps["ring"]}
 claims.decide(
     9, "Speed-up is linear: K devices are K times as fast.", "simulated",
-    {f"K = {k}": flat[k] >= 0.9 for k in (2, 16, 128, 1024, 4096)},
+    {f"K = {k}": flat[k] >= 0.9 for k in (2, 8, 32, 128, 1024, 4096)},
     "At 90 % of linear or more (ResNet-50, a flat ring). Its 2(K-1) latencies per bucket grow with K.",
 )  # fmt: skip
 
@@ -105,9 +105,9 @@ picture
 
 # %% [markdown]
 r"""
-Look closely: the one that knows nothing does as well. From 2 to 16 GPUs the times hardly grow, since backward hides
-the communication; a table without a knee cannot tell a good simulator from none. What ours says about 4,096 is a
-derivation. To be tested, a model needs tables in which something happens.
+Look closely: the predictor that knows nothing does as well. From 2 to 16 GPUs the times hardly grow, since backward hides
+the communication; a table without a knee cannot tell a good simulator from none. What ours says about 4,096 GPUs is derived,
+and nothing here tests it. To test a model we need tables in which something happens.
 
 ## A table in which something happens
 
@@ -135,15 +135,15 @@ print("predicted over measured at 2 MiB:", at_2_mib)
 
 # %% [markdown]
 r"""
-One point lies a fifth below all lines: 8 MiB. The model has no reason for it, and so the size next to it, of which we
-know nothing, may be as far off.
+One point lies a fifth below all lines: 8 MiB. The model cannot explain it. So it may be as far off at sizes near this one, of
+which no times are known.
 
 ## A GPT in five numbers
 
-A transformer's step splits into parts that can be counted: products (24 h flops per token, layer and unit of width h,
-forward, and as much again for each of the other passes), values that no product touches, sums over the tensor-parallel
-GPUs, messages between stages, and (M + P - 1)/M for the pipeline's idling. What cannot be counted are five rates. They
-are fitted to 54 published steps, 3.6 to 175 billion parameters on 64 to 512 A100s:
+A transformer's step splits into parts that can be counted: matrix products (24 h² flops per token and layer of width h in the
+forward pass, twice as many in the backward pass, and once more where activations are recomputed), the bytes that all other
+operations move through memory, sums over the tensor-parallel GPUs, messages between stages, and (M + P - 1)/M for the pipeline's idling. Five rates cannot be
+counted. They are fitted to 54 published steps, 3.6 to 175 billion parameters on 64 to 512 A100s:
 """
 
 # %% five-numbers
@@ -159,7 +159,7 @@ rows = {(row["plan"], row["gpus"]): row for row in predict.zero3_and_3d().rows i
 zero, ptd = ([rows[plan, gpus]["predicted"] for gpus in (384, 768, 1536)] for plan in ("ZeRO-3", "PTD"))
 guess.reveal(f"predicted {ptd[2]:.0f} against {zero[2]:.0f} Tflop/s per GPU: {ptd[2] / zero[2]:.1f} times", guess.answers[3],
              kind="derived")  # fmt: skip
-points = {name: ([384, 768], [rows[plan, gpus]["measured"] for gpus in (384, 768)], colour)
+points = {f"{name}, published": ([384, 768], [rows[plan, gpus]["measured"] for gpus in (384, 768)], colour)
           for name, plan, colour in (("ZeRO-3", "ZeRO-3", "#D55E00"), ("three ways", "PTD", "#0072B2"))}  # fmt: skip
 show.curves(points, "GPUs", "Tflop/s per GPU", f"On 1,536 GPUs three ways are {ptd[2] / zero[2]:.1f} times as fast", log="x",
             theory={"ZeRO-3, predicted": ([384, 768, 1536], zero, "#D55E00"),
@@ -174,8 +174,8 @@ links are fast, and little between hosts; what grows instead is the idling of th
 
 ## The scoreboard
 
-All published tables of this course, a point per row: predicted over measured. Hollow points were seen by the fit. Of
-tables whose rows all were seen, the printed table tells the error on rows that a second fit left out.
+All published tables of this course, a point per row: predicted over measured. Hollow points are rows that the fit saw. For
+tables of which it saw every row, the list below the figure gives the error on rows that a second fit left out.
 """
 
 # %% scoreboard
@@ -197,10 +197,11 @@ print("on rows left out: schedules within 4 %, NCCL by size within 12 %, GPT ste
 # %% [markdown]
 r"""
 The rows that stick out teach most. The worst of all is 32 KiB on four hosts, published as 0.01 GB/s of bus bandwidth:
-6 ms for a message that our latency gives 0.4. A GPT step that took twice as long as predicted has a micro-batch of 64: all of the batch
-at once, near the end of the memory. Both may be faults of the run, or things that we do not know of; the table does not say.
+6 ms for a message that takes 0.4 ms by our latency. One GPT step took twice as long as predicted: its micro-batch is 64, the
+whole batch at once, which nearly fills the memory. Either may be a fault of the run, or something that we do not know; the
+table does not say.
 
-`ddp-course predict` writes this to `results/predictions.json`, with predictions for rows whose truth is known to others only.
+`ddp-course predict` writes this to `results/predictions.json`, with predictions for settings whose times we do not have.
 `ddp-course predict gpt --csv FILE` predicts settings of yours.
 
 ## Judge a table
@@ -220,8 +221,8 @@ for row in facts.rows("gpipe_throughput"):
 # %% [markdown]
 r"""
 With 4 micro-batches, 4 and 8 stages are *faster* than any schedule can be: the formula is 29 and 39 % below. The paper
-says how in half a sentence: the batch was adjusted to what fits the memory, so the columns compare different work. A
-formula that nothing can beat is a test for tables, too.
+gives the reason in half a sentence: the batch was adjusted to what fits the memory, so the columns compare different work. A
+formula that no machine can beat tests tables, too.
 
 ## What a model cannot know
 
@@ -259,8 +260,9 @@ for billions, gpus, others in [*winners, (8, 8, llama), (8, 128, llama), (0.0256
 
 # %% [markdown]
 r"""
-So chose those who published: Megatron three ways at once, torchtitan fully sharded, PyTorch's benchmark DDP. (ResNet-50
-counts as a transformer of as many weights and 160 tokens per picture: as many flops.) Before you believe it elsewhere:
+The authors of the published runs chose the same: Megatron three ways at once, torchtitan fully sharded, PyTorch's benchmark
+DDP. (ResNet-50 stands here as a transformer with as many weights and flops: 160 tokens per picture.) Before you believe it
+elsewhere, read what is assumed:
 """
 
 # %% assumed

@@ -25,7 +25,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Describe the options."""
     parser.add_argument("paths", nargs="+", metavar="PATH", help="a notebook, or a folder of submissions")
     parser.add_argument("--csv", metavar="FILE", help="write one line a task")
-    parser.add_argument("--html", metavar="DIR", help="write a page a learner, and index.html")
+    parser.add_argument("--html", metavar="DIR", help="write a page for each learner, and index.html")
     parser.add_argument("--json", metavar="FILE", help="write everything")
     parser.add_argument("--format", choices=gradebooks.FORMATS, help="write --grades for this gradebook")
     parser.add_argument("--grades", metavar="PATH", help="a CSV file for canvas or moodle, a folder for gradescope")

@@ -41,14 +41,14 @@ class Roster:
 
 
 def read_roster(path: str | Path) -> Roster:
-    """A roster from a file: a learner a line, or CSV whose column `learner` says how their folders are called."""
+    """A roster from a file: one learner per line, or CSV whose column `learner` says how their folders are called."""
     try:
         lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise GradingError(f'the roster "{path}" cannot be read: {getattr(error, "strerror", error)}') from error
     rows = [row for row in csv.reader(lines) if any(cell.strip() for cell in row)]
     if not rows:
-        raise GradingError(f'the roster "{path}" is empty; a learner a line, called as their folder is')
+        raise GradingError(f'the roster "{path}" is empty; one learner per line, called as their folder is')
     header = [cell.strip() for cell in rows[0]]
     if "learner" not in header:
         return Roster({row[0].strip(): {} for row in rows})

@@ -75,7 +75,7 @@ def _box(axes, x, y, label, colour, width=1.5, height=0.62):
 
 
 def scatter_gather(devices: int = 4) -> Picture:
-    """One step of DataParallel from left to right, a row a device; the first row is the master."""
+    """One step of DataParallel from left to right, one row per device; the first row is the master."""
     message = "the master's row is the fullest: it holds the batch, all outputs, the loss and the sum of the gradients"
     picture, axes = _blank(9.4, 0.75 * devices + 1.1, f"A flow chart with {devices} rows", message)
     columns = ["scatter", "replicate", "forward", "gather, loss", "backward", "reduce"]
@@ -104,7 +104,7 @@ def scatter_gather(devices: int = 4) -> Picture:
 
 
 def buckets(model: nn.Module, bucket_cap_mb: float) -> Picture:
-    """Which gradient travels in which bucket: a bar a parameter, in the order in which backward reaches them."""
+    """Which gradient travels in which bucket: one bar per parameter, in the order in which backward reaches them."""
     from ..stage5_bucketed import assign_buckets
 
     names = {parameter: name for name, parameter in model.named_parameters()}
@@ -158,7 +158,7 @@ def ring_schedule(world_size: int) -> list[tuple[str, Callable[..., int]]]:
 
 
 def ring_step(world_size: int = 4, step: int = 0) -> Picture:
-    """The chunked ring after `step` of 2(K-1) steps: a column a rank, a row a chunk, a stripe a rank added up.
+    """The chunked ring after `step` of 2(K-1) steps: columns are ranks, rows are chunks, stripes the ranks summed up.
 
     The arrows are the messages of the next step; those that leave on the right come in on the left.
     """

@@ -120,7 +120,7 @@ def used_anywhere(used, all_reduce):
 # %% 6.2 wrong: input changed | the input was changed (aliasing): work on a copy
 #- return counts > 0
 #+ return used.copy_(counts > 0).clone()
-# %% 6.2 wrong: a message a parameter | one for all parameters is enough
+# %% 6.2 wrong: one message per parameter | one for all parameters is enough
 #-     all_reduce(counts)
 #+     for index in range(len(counts)):
 #+         all_reduce(counts[index : index + 1])
