@@ -73,12 +73,13 @@ def test_lesson_runs_from_a_copy_in_another_folder(path, tmp_path):
     assert "passed" in done.stdout and "skipped" not in done.stdout
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stem", ["04_ring_all_reduce"])  # all of them: tests/soak/lessons.py
-def test_lesson_runs_at_world_size_2_without_namespaces(stem, tmp_path):
-    notebook = altered(read(ROOT / "notebooks" / f"{stem}.ipynb"), 2)
-    nbformat.write(notebook, tmp_path / f"{stem}.ipynb")
-    done = run_nbval([f"{stem}.ipynb"], tmp_path, without_namespaces=True)
+SMALLER = {path: pytest.mark.slow if path.stem == "04_ring_all_reduce" else pytest.mark.weekly for path in LESSONS}
+
+
+@pytest.mark.parametrize("path", [pytest.param(path, id=path.stem, marks=mark) for path, mark in SMALLER.items()])
+def test_lesson_runs_at_world_size_2_without_namespaces(path, tmp_path):
+    nbformat.write(altered(read(path), 2), tmp_path / path.name)
+    done = run_nbval([path.name], tmp_path, without_namespaces=True)
     assert done.returncode == 0, done.stdout[-6000:]
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 
 from ..errors import DeviceError
-from ..running.devices import Device, capacity, usable_cores
+from ..running.devices import Device, capacity
 from ..running.devices.placement import usable_gpus
 from ..running.links import Link
 from ..running.links.link import parse_bandwidth
+from ..running.linux import usable_cores
 from .job import Job
 
 STEP_SECONDS = 0.32  # of one device, for a whole batch: with 2 ranks per core ten times what Python needs

@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ..running import wire
 from ..running.devices import device_number
-from ..running.event_clock import EventClock
+from ..running.event_clock import EventClock, HostClock
 from ..running.torch_inside import around
 
 BLOCKING = ("communication", "wait")  # in the lane of the device: the device computes nothing meanwhile
@@ -52,18 +52,16 @@ def recording() -> Iterator[list[Span]]:
     On CUDA the edges are events, read when the recording ends: a span is when the work ran, not when it was queued.
     """
     spans: list[Span] = []
-    clock = EventClock() if torch.cuda.is_initialized() else None
+    clock = EventClock() if torch.cuda.is_initialized() else HostClock()
     with ExitStack() as stack:
-        if clock:
-            stack.enter_context(wire.clocked_by(clock.now))
+        stack.enter_context(wire.clocked_by(clock))
         for hook in _module_hooks(spans) + _optimizer_hooks(spans):
             stack.callback(hook.remove)
         stack.enter_context(around(torch.autograd, "backward", _timed_backward(spans)))
         stack.enter_context(wire.observing(_communication(spans)))
         yield spans
-    if clock:
-        clock.finish()
-        spans[:] = [replace(span, start=clock.seconds(span.start), end=clock.seconds(span.end)) for span in spans]
+    clock.finish()
+    spans[:] = [replace(span, start=clock.seconds(span.start), end=clock.seconds(span.end)) for span in spans]
 
 
 def laid_out(spans: Iterable[Span]) -> list[list[Span]]:

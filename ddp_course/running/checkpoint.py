@@ -11,10 +11,10 @@ with the SHA-256 of its contents; `load` skips a damaged one for the one before.
 import hashlib
 import io
 import os
+import pickle
 import random
 import re
 import warnings
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -29,7 +29,6 @@ from ..errors import CheckpointError
 from . import files
 
 MAGIC = b"ddp-course checkpoint 1\n"
-PLAIN = {type(None), bool, int, float, complex, str, bytes, torch.Tensor, torch.nn.Parameter}
 FILE_NAME = re.compile(r"checkpoint-(\d{8})\.pt")
 WRITER, PATIENCE_SECONDS = ".writer", 3.0
 OWNER_ONLY = 0o600
@@ -49,16 +48,20 @@ def save(path: str | Path, state: Any, keep: int = 2) -> Path | None:
         raise ValueError(f"keep is {keep}; at least 1 checkpoint must stay")
     if dist.is_initialized() and dist.get_rank() != 0:
         return None
-    check_plain(state)
-    folder = Path(path)
+    folder, content = Path(path), packed(state)
     with writing_to(folder):
         try:
-            remove_leftovers(folder)
+            for leftover in folder.glob(".*.tmp"):  # a writer that was killed left it; there is one writer at a time
+                leftover.unlink(missing_ok=True)
             number = max([number for number, _ in checkpoints(folder)], default=0) + 1
-            file = files.write_whole(folder / f"checkpoint-{number:08}.pt", packed(state), OWNER_ONLY)
+            file = files.write_whole(folder / f"checkpoint-{number:08}.pt", content, OWNER_ONLY)
         except OSError as error:
             raise CheckpointError(NOT_WRITTEN.format(path, error.strerror)) from error
-        delete_old(folder, keep)
+        for _, old in checkpoints(folder)[keep:]:
+            try:
+                old.unlink(missing_ok=True)
+            except OSError as error:
+                warnings.warn(f"the old checkpoint {old} could not be deleted: {error.strerror}", stacklevel=2)
     return file
 
 
@@ -81,33 +84,6 @@ def writing_to(path: str | Path) -> Iterator[None]:
         except OSError as error:
             raise CheckpointError(NOT_WRITTEN.format(path, error.strerror)) from error
         yield
-
-
-def delete_old(folder: Path, keep: int) -> None:
-    """Keep the `keep` newest checkpoints; a warning tells of one that cannot be deleted."""
-    for _, old in checkpoints(folder)[keep:]:
-        try:
-            old.unlink(missing_ok=True)
-        except OSError as error:
-            warnings.warn(f"the old checkpoint {old} could not be deleted: {error.strerror}", stacklevel=3)
-
-
-def check_plain(value: Any, where: str = "state") -> None:
-    """Raise CheckpointError unless `value` is made of tensors and plain data only, which any program can read."""
-    if type(value) in (dict, OrderedDict):
-        for key, inside in value.items():
-            check_plain(key, f"the key {key!r} of {where}")
-            check_plain(inside, f"{where}[{key!r}]")
-    elif type(value) in (list, tuple, torch.Size):
-        for index, inside in enumerate(value):
-            check_plain(inside, f"{where}[{index}]")
-    elif isinstance(value, torch.Tensor) and value.__dict__:
-        check_plain(value.__dict__, f"what was hung on the tensor {where}")
-    elif type(value) not in PLAIN:
-        raise CheckpointError(
-            f"{where} is a {type(value).__name__}; a checkpoint holds tensors, numbers, text, lists and dicts only. "
-            "Save its state_dict() or convert it."
-        )
 
 
 def load(path: str | Path) -> Any:
@@ -135,9 +111,22 @@ def checkpoints(path: str | Path) -> list[tuple[int, Path]]:
 
 
 def packed(state: Any) -> bytes:
-    """Return `state` as the bytes of a checkpoint: a magic line, the checksum, and what `torch.save` makes of it."""
+    """Return `state` as the bytes of a checkpoint: a magic line, the checksum, and what `torch.save` makes of it.
+
+    CheckpointError if `load` would not read it again.
+    """
     payload = io.BytesIO()
-    torch.save(state, payload)
+    try:
+        torch.save(state, payload)
+        payload.seek(0)
+        foreign = ", ".join(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(payload)))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        foreign = str(error)
+    if foreign:
+        raise CheckpointError(
+            f"the state cannot be saved ({foreign}): a checkpoint holds tensors, numbers, text, lists and dicts only. "
+            "Save the state_dict() of an object, and convert numbers of NumPy."
+        )
     return MAGIC + hashlib.sha256(payload.getbuffer()).digest() + payload.getbuffer()
 
 
@@ -151,14 +140,8 @@ def unpacked(content: bytes) -> Any:
         raise ValueError("its checksum is wrong: it was cut short or changed")
     try:
         return torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True)
-    except Exception as error:  # of many kinds: what a file may hold is not ours to list
+    except Exception as error:  # a file may hold anything, and raise anything
         raise ValueError(f"it holds what no checkpoint may hold: {str(error).splitlines()[0]}") from error
-
-
-def remove_leftovers(folder: Path) -> None:
-    """Delete temporary files of a writer that was killed; there is one writer at a time."""
-    for leftover in folder.glob(".*.tmp"):
-        leftover.unlink(missing_ok=True)
 
 
 def random_states() -> list[Any]:
@@ -168,7 +151,7 @@ def random_states() -> list[Any]:
         "python": random.getstate(),
         "numpy": [name, torch.from_numpy(keys.astype(np.int64)), *position],
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,  # of this rank's GPU
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,  # a rank has one GPU
     }
     if not dist.is_initialized():
         return [mine]
@@ -192,14 +175,10 @@ def set_random_state(states: Sequence[Any]) -> None:
 
 
 def load_model(model: nn.Module, state: dict[str, Any]) -> None:
-    """Load the state dict `state` into `model`; CheckpointError names the first difference, and nothing is changed."""
-    own = model.state_dict()
-    differing = [name for name in [*own, *state] if name not in own or name not in state]
-    differing += [name for name in own if name in state and own[name].shape != state[name].shape]
-    if differing:
-        shapes = [tuple(where[differing[0]].shape) if differing[0] in where else "missing" for where in (state, own)]
+    """Load the state dict `state` into `model`; CheckpointError lists the differences if it is another model's."""
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as error:
         raise CheckpointError(
-            f'the checkpoint is of another model: "{differing[0]}" is {shapes[0]} in the checkpoint and {shapes[1]} in '
-            f"the model, and {len(set(differing)) - 1} more differ. Use the options the checkpoint was made with."
-        )
-    model.load_state_dict(state)
+            f"the checkpoint is of another model; use the options that it was made with. {error}"
+        ) from None

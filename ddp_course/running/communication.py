@@ -1,4 +1,4 @@
-"""Communication beside compute: one thread a process group, first in first out, on a group of its own.
+"""Communication beside compute: one thread per process group, first in first out, on a group of its own.
 
     backward             | bucket 0 | bucket 1 | bucket 2 |
     communication thread            | ring 0   | ring 1   | ring 2 |
@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from .torch_inside import after_backward, tree_leaves, twin
 
-_threads: WeakKeyDictionary = WeakKeyDictionary()  # by process group
+_threads: WeakKeyDictionary = WeakKeyDictionary()  # the thread of each process group
 
 
 def communication_thread(group: dist.ProcessGroup | None = None) -> "CommunicationThread":
@@ -53,7 +53,7 @@ class CommunicationThread:
         waiting for it holds up the caller's current stream, not the processor.
         """
         own = self.stream(device)
-        job, ready, stream = Future(), computed(device), stream or own
+        job, ready, stream = Future(), own and torch.cuda.current_stream(device).record_event(), stream or own
         self.jobs.put((job, lambda: self.carry_out(function, ready, stream)))
 
         def wait():
@@ -65,7 +65,7 @@ class CommunicationThread:
         return wait
 
     def carry_out(self, function: Callable[..., Any], ready: Any, stream: Any) -> tuple[Any, torch.cuda.Event | None]:
-        """In the thread: one job; returns its result and, on CUDA, the event that marks its end."""
+        """Carry out a job in the thread; returns its result and, on CUDA, the event that marks its end."""
         if self.failure is not None:
             raise RuntimeError(
                 f"communication on this process group has failed before ({self.failure}), and the ranks may have "
@@ -84,7 +84,7 @@ class CommunicationThread:
         """The thread's own stream on a CUDA `device`, None on the CPU."""
         if is_queued(device) and device not in self.streams:
             self.streams[device] = torch.cuda.Stream(device)
-            if "nccl" in dist.get_backend_config(self.group):  # there messages need one collective before them
+            if "nccl" in dist.get_backend_config(self.group):  # NCCL wants a collective before the first message
                 self.start(lambda group: dist.all_reduce(torch.zeros(1, device=device), group=group), device)
         return self.streams.get(device)
 
@@ -93,12 +93,12 @@ def keep_for_backward(owner: object, outputs: Any) -> Any:
     """Let `owner` live as long as the graph behind `outputs`, and return them.
 
     Hooks on parameters must not keep a wrapper alive, or an old one would go on averaging when a model is wrapped anew.
-    But in `BucketedDDP(model)(inputs).sum().backward()` nobody else holds it, and its gradients are still to come.
-    Every node of a graph has a dict for such things. A parameter that is returned as it is gets a hook until then.
+    But in `BucketedDDP(model)(inputs).sum().backward()` nothing else holds the wrapper, and its gradients are still to
+    come. Every node of a graph has a dict for such things; a parameter that is itself an output gets a hook until then.
     """
     for tensor in [outputs] if isinstance(outputs, torch.Tensor) else tree_leaves(outputs):
         if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
-            kept: Any = tensor.grad_fn.metadata  # a dict, which the stubs of torch take for a function
+            kept: Any = tensor.grad_fn.metadata  # the stubs of torch take this dict for a function
             kept.setdefault("owners", []).append(owner)
         elif isinstance(tensor, torch.Tensor) and tensor.requires_grad:
             keep_until_backward(owner, tensor)
@@ -115,7 +115,7 @@ def keep_until_backward(owner: object, leaf: torch.Tensor) -> None:
 
 
 def work(jobs: Any) -> None:
-    """The thread. It has no reference to its owner, so that it ends with it; a daemon lets a rank that fails end."""
+    """Run the thread. It has no reference to its owner, so that both end together; a daemon holds up no failed rank."""
     for job, call in iter(jobs.get, None):
         try:
             job.set_result(call())
@@ -132,8 +132,3 @@ def is_queued(device: torch.device) -> bool:
 def working_on(stream: torch.cuda.Stream | None) -> AbstractContextManager:
     """Within this context work is queued on `stream` and its device; None changes nothing, and does not touch CUDA."""
     return torch.cuda.stream(stream) if stream else nullcontext()
-
-
-def computed(device: torch.device) -> torch.cuda.Event | None:
-    """On CUDA, an event that marks all work queued so far; on the CPU work is done at once: None."""
-    return torch.cuda.current_stream(device).record_event() if is_queued(device) else None

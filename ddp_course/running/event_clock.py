@@ -1,4 +1,4 @@
-"""When work ran on a device. On a GPU, not when it was queued: a CUDA event at every edge, read once all are over.
+"""When work ran on a device, not when it was queued: on a GPU every edge is a CUDA event, read once all are over.
 
 Recording an event takes microseconds and waits for nothing, so the step keeps its pace and its overlap.
 """
@@ -19,21 +19,21 @@ def clock_of(device: torch.device) -> EventClock | HostClock:
 
 
 class HostClock:
-    """The same for the CPU, where work is done when the call returns."""
+    """The clock of the CPU, where work is done when the call returns: a mark is seconds of `time.perf_counter`."""
 
-    def now(self, device: torch.device | None = None) -> float:
-        """This moment."""
+    def now(self, device: torch.device | None = None) -> Any:
+        """Return this moment."""
         return perf_counter()
 
     def finish(self) -> None:
-        """Nothing to wait for."""
+        """Return at once: all that was marked is over."""
 
-    def seconds(self, mark: float) -> float:
-        """The moment of a mark in seconds of `time.perf_counter`."""
+    def seconds(self, mark: Any) -> float:
+        """Return the mark itself."""
         return mark
 
 
-class EventClock:
+class EventClock(HostClock):
     """Marks moments on the current stream of the thread that asks, and tells later when they were."""
 
     def __init__(self, device: torch.device | None = None):
@@ -44,7 +44,7 @@ class EventClock:
         """Mark the end of all that the current stream of `device` (default: the thread's own) has been given."""
         device = torch.device("cuda", torch.cuda.current_device()) if device is None else device
         if device not in self.beginnings:
-            torch.cuda.synchronize(device)  # so that the first event is of this very moment
+            torch.cuda.synchronize(device)  # the first event is to mark this very moment
             self.beginnings[device] = marked(device), perf_counter()
         return device, marked(device)
 
@@ -55,7 +55,7 @@ class EventClock:
 
     def seconds(self, mark: Any) -> float:
         """The moment of a `Mark` in seconds of `time.perf_counter`; after `finish`."""
-        if isinstance(mark, float):  # of work that no stream does, such as gloo's: these are such seconds already
+        if isinstance(mark, float):  # no stream did the work, but gloo: these are such seconds already
             return mark
         device, event = mark
         beginning, seconds = self.beginnings[device]

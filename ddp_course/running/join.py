@@ -16,8 +16,13 @@ from .devices.placement import agreed_backend, gpu_identity, hide_gpus, placemen
 from .parent import end_with_torchrun
 from .store import join_store, serve_store
 
-FIRST_PORT, PORTS = 20_000, 10_000  # where Slurm jobs meet: a port of its own for each job id
+FIRST_PORT, PORTS = 20_000, 10_000  # each Slurm job meets at a port of its own
 CONNECT_SECONDS = 5.0
+LOOPBACK = "127.0.0.1"
+ALONE = {  # the environment of a job of one rank, which opens its store at any free port
+    "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
+    "MASTER_ADDR": LOOPBACK, "MASTER_PORT": "0",
+}  # fmt: skip
 
 
 def join(device: str = "auto", timeout: float = 1800.0) -> tuple:
@@ -29,7 +34,7 @@ def join(device: str = "auto", timeout: float = 1800.0) -> tuple:
     """
     if not dist.is_initialized():
         end_with_torchrun()
-        environment = {} if "RANK" in os.environ else from_slurm(os.environ) or alone()
+        environment = {} if "RANK" in os.environ else from_slurm(os.environ) or ALONE
         os.environ.update(environment)
         world_size, local = (int(os.environ.get(name, 1)) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
         mine = placement(device, local).devices[int(os.environ.get("LOCAL_RANK", 0))]
@@ -39,7 +44,7 @@ def join(device: str = "auto", timeout: float = 1800.0) -> tuple:
         else:
             hide_gpus()
         if local == world_size and sys.platform == "linux":
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all on this machine, whatever its name resolves to
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the machine's name may resolve to another card
         meeting = fresh_store(timeout, local == world_size)
         backend = common_backend(meeting["store"], meeting["rank"], world_size, mine)
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout), **meeting)
@@ -66,7 +71,7 @@ def fresh_store(timeout: float, one_machine: bool) -> dict[str, Any]:
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     patience = timedelta(seconds=timeout)
-    host, port = "127.0.0.1" if one_machine else os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    host, port = LOOPBACK if one_machine else os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 
     def open_store(port):
         if one_machine:
@@ -133,11 +138,3 @@ def tasks_on_node(counts: str, node: int) -> int:
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts):
         tasks += [int(count)] * int(times or 1)
     return tasks[node]
-
-
-def alone() -> dict[str, str]:
-    """The environment of a job of one rank."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    return {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", **address}

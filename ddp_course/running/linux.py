@@ -1,5 +1,4 @@
-"""What the operating system is asked for beyond Python's own library: how processes end, namespaces, what a container
-may use.
+"""Calls of the operating system that Python's own library lacks: how processes end, namespaces, a container's limits.
 
 It imports the standard library only, so that the preloaded server and other small processes can load it as well. The
 functions about processes do nothing on other systems; those about namespaces raise OSError there.
@@ -17,8 +16,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 24, 36, 38
-CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC, CLONE_NEWUSER = 0x00020000, 0x04000000, 0x08000000, 0x10000000
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWUSER = 0x00020000, 0x04000000, 0x10000000
 CLONE_NEWPID, CLONE_NEWNET = 0x20000000, 0x40000000
 LARGE_PAGE, MADV_COLLAPSE = 2 << 20, 25
 MS_BIND, MS_REC, MS_PRIVATE, MNT_DETACH = 0x1000, 0x4000, 0x40000, 2
@@ -66,9 +65,9 @@ def unshare(flags: int) -> None:
 
 
 def unshare_as_anyone(flags: int) -> None:
-    """The same for users without that right: they first enter a user namespace, where they have it.
+    """Like `unshare`, also for users without that right: they first enter a user namespace, where they have it.
 
-    There the process keeps its user and group. It must have one thread only.
+    The process keeps its user and group there. It must have one thread only.
     """
     try:
         unshare(flags)
@@ -85,19 +84,19 @@ def setns(descriptor: int) -> None:
 
 
 def mount(source: str | None, target: str, kind: str | None, flags: int) -> None:
-    """mount(2)."""
+    """Mount `source` at `target`, as mount(2) says."""
     coded = [text and text.encode() for text in (source, target, kind)]
     check(libc().mount(*coded, ctypes.c_ulong(flags), None), f"mount {target}")
 
 
 def unmount(target: str) -> None:
-    """umount2(2): detach what is mounted at `target`, even while it is in use."""
+    """Detach what is mounted at `target`, even while it is in use."""
     check(libc().umount2(target.encode(), MNT_DETACH), f"umount {target}")
 
 
 def raise_loopback() -> None:
     """Bring up the loopback of a new network namespace, which starts without one."""
-    import fcntl  # here: Windows has none
+    import fcntl  # Windows has none
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sH14x", b"lo", IFF_UP))
@@ -123,11 +122,11 @@ def usable_cores() -> int:
 
 
 def processor_share() -> float:
-    """The same as a fraction: a container may be given half a core."""
+    """The cores as a fraction: a container may be given half of one."""
     cores: float = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for folder in cgroup_folders("cpu"):
         words = f"{read(folder / 'cpu.cfs_quota_us')} {read(folder / 'cpu.cfs_period_us')} {read(folder / 'cpu.max')}"
-        quota, _, period = words.strip().partition(" ")  # microseconds that may be used in a period of so many
+        quota, _, period = words.strip().partition(" ")  # both are microseconds
         if quota.isdigit() and period.isdigit():
             cores = min(cores, int(quota) / int(period))
     return cores
@@ -147,14 +146,14 @@ def free_memory() -> int:
 
 
 def available_memory() -> int:
-    """Bytes that the machine has free, or would free at once for whoever asks."""
+    """Bytes that the machine has free, or would free at once for a process that asks."""
     lines = read(Path("/proc/meminfo")).splitlines()
     available = next((line.split()[1] for line in lines if line.startswith("MemAvailable")), None)
     if available:
         return int(available) * 1024
-    if sys.platform == "linux":  # without /proc
+    if sys.platform == "linux":  # there is no /proc
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    import psutil  # here: on Linux no library is needed
+    import psutil  # Linux needs no library for this
 
     return psutil.virtual_memory().available
 
@@ -176,7 +175,7 @@ def cgroup_folders(controller: str) -> list[Path]:
 
 
 def read(path: Path) -> str:
-    """What a file of the kernel says, "" if there is none."""
+    """The text of a file of the kernel, "" if there is none."""
     try:
         return path.read_text().strip()
     except OSError:

@@ -1,4 +1,4 @@
-"""Whatever of torch is not promised, and so may differ between its versions: behind one module. Seen on 2.10 and 2.13.
+"""The parts of torch that it does not promise, and that may differ between versions. They were seen on 2.10 and 2.13.
 
 No other module names a private part of torch; a test sees to it. (Stage 5 queues its callback as torch's own tutorials
 do, because a lesson shows that line.) A move to another torch starts here, and with the tests.
@@ -23,11 +23,11 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
-torch_c10d: Any = torch._C._distributed_c10d  # the stubs of it know nothing of groups that Python defines
-uncompiled = torch._disable_dynamo  # a decorator: what torch.compile leaves as it is
+torch_c10d: Any = torch._C._distributed_c10d  # its stubs know nothing of groups that Python defines
+uncompiled = torch._disable_dynamo  # torch.compile leaves functions with this decorator as they are
 BatchNorm = _BatchNorm
 busy_gpu = torch.cuda._sleep
-UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_  # what a gradient scaler calls
+UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_  # a gradient scaler calls this
 
 
 @contextmanager
@@ -79,11 +79,6 @@ def default_group() -> dist.ProcessGroup:
     return distributed_c10d._get_default_group()
 
 
-def is_backend(name: str) -> bool:
-    """Whether a backend called `name` has been registered from Python."""
-    return name in dist.Backend._plugins
-
-
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
     """How long a collective of `group` waits before it gives up."""
     return group._get_backend(group._device_types[0]).options._timeout
@@ -94,7 +89,7 @@ def messages() -> int:
     groups: Any = distributed_c10d._world.pg_map  # the stubs do not know that groups number what they begin
     count = 0
     for group in groups:
-        with suppress(RuntimeError):  # a group whose backend does not number what it begins, such as one of a mesh
+        with suppress(RuntimeError):  # the backend of a mesh's group does not number what it begins
             count += group._get_sequence_number_for_group()
     return count
 

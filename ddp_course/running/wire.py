@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from . import flight_recorder
+from .event_clock import HostClock
 
 
 @dataclass(frozen=True)
@@ -56,32 +57,27 @@ class Traffic:
             self.messages_received += 1
 
 
-def host_seconds(device: torch.device | None = None) -> float:
-    """Now, in seconds: on the CPU, work is done when the call that does it returns."""
-    return perf_counter()
-
-
 class Card:
     """The network card of a process; a launch over a throttled wire gives its ranks one with a throttle."""
 
     def __init__(self, throttle: Any = None):
-        self.throttle = throttle  # a links.throttle.Throttle; without one, messages leave at full speed
-        self.clock: Callable[..., Any] = host_seconds  # the time of an edge; marks, while a GPU is recorded
+        self.throttle = throttle  # a links.throttle.Throttle; without it messages leave at full speed
+        self.clock = HostClock()  # an EventClock while a GPU is recorded
         self.observers: list[Callable[[Event], None]] = []
 
 
 card = Card()
-_connected: WeakSet = WeakSet()  # the groups whose ranks NCCL has connected
+_connected: WeakSet = WeakSet()  # NCCL has connected the ranks of these groups
 
 
 def now(device: torch.device | None = None) -> Any:
     """This moment by the card's clock: on a GPU, when `device` will have done what it was given so far."""
-    return card.clock(device)
+    return card.clock.now(device)
 
 
 @contextmanager
-def clocked_by(clock: Callable[..., Any]) -> Iterator[None]:
-    """Within this block events are marked by `clock(device)`."""
+def clocked_by(clock: HostClock) -> Iterator[None]:
+    """Within this block events are marked by `clock`."""
     before, card.clock = card.clock, clock
     try:
         yield
@@ -128,7 +124,7 @@ def ended(name: str, start: Any, tensor: torch.Tensor, group: dist.ProcessGroup 
     It ran in a thread of the backend, not in the one that noticed its end. gloo computes on the processor, even where
     the tensor is on a GPU: what that GPU has been given meanwhile does not matter.
     """
-    tell("span", name, start, thread="communication", end=None if on_nccl(tensor, group) else host_seconds())
+    tell("span", name, start, thread="communication", end=None if on_nccl(tensor, group) else perf_counter())
 
 
 def collective(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -168,7 +164,7 @@ class Transfer:
 
     def _post(self, group):
         post = dist.isend if self.kind == "send" else dist.irecv
-        if on_nccl(self.tensor, group):  # in a batch, even alone: outside of one, NCCL blocks until the peer comes
+        if on_nccl(self.tensor, group):  # outside of a batch NCCL blocks until the peer comes
             return dist.batch_isend_irecv([dist.P2POp(post, self.tensor, self.peer, group)])[0]
         return post(self.staged, self.peer, group, flight_recorder.tag())
 
@@ -213,24 +209,19 @@ def recv(tensor: torch.Tensor, src: int, group: dist.ProcessGroup | None = None)
 def exchange(
     outgoing: torch.Tensor, dst: int, incoming: torch.Tensor, src: int, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Send `outgoing` to `dst` while receiving `incoming` from `src` (global ranks).
-
-    The receive is posted before the send: gloo's sender waits until the receiver is ready, and with the send
-    first two neighbours would wait for each other's turn, at half the speed.
-    """
-    if on_nccl(incoming, group):
-        return _exchange_nccl([(outgoing, dst)], [(incoming, src)], group)
-    arriving = irecv(incoming, src, group)
-    leaving = isend(outgoing, dst, group)
-    arriving.wait()
-    leaving.wait()
+    """Send `outgoing` to `dst` while receiving `incoming` from `src` (global ranks)."""
+    exchange_all([(outgoing, dst)], [(incoming, src)], group)
 
 
 def exchange_all(outgoing: list, incoming: list, group: dist.ProcessGroup | None = None) -> None:
-    """Send and receive several messages at once, (tensor, global rank) pairs, and wait for all of them."""
+    """Send and receive several messages at once, (tensor, global rank) pairs, and wait for all of them.
+
+    The receives are posted before the sends: gloo's sender waits until the receiver is ready, and with the sends
+    first two neighbours would wait for each other's turn, at half the speed.
+    """
     if any(on_nccl(tensor, group) for tensor, _ in [*outgoing, *incoming]):
         return _exchange_nccl(outgoing, incoming, group)
-    arriving = [irecv(tensor, src, group) for tensor, src in incoming]  # first, as in `exchange`
+    arriving = [irecv(tensor, src, group) for tensor, src in incoming]
     leaving = [isend(tensor, dst, group) for tensor, dst in outgoing]
     for transfer in arriving + leaving:
         transfer.wait()

@@ -2,16 +2,17 @@ import os
 import pickle
 import random
 import resource
+import shutil
 import signal
 import time
 import warnings
-from collections import Counter, OrderedDict, defaultdict
+from collections import OrderedDict
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from soak.checkpoints import soak
 
 from ddp_course import launch
 from ddp_course.errors import CheckpointError
@@ -50,12 +51,9 @@ def test_what_is_saved_is_loaded_and_the_newest_are_kept(tmp_path):
     assert [number for number, _ in checkpoint.checkpoints(folder)] == [5, 4, 3] and len(os.listdir(folder)) == 5
     with pytest.raises(ValueError, match="keep is 0"):
         checkpoint.save(folder, state_of(6), keep=0)
-
-
-def test_nothing_to_load_is_said(tmp_path):
-    for folder in (tmp_path, tmp_path / "missing"):
+    for empty in (tmp_path, tmp_path / "missing"):
         with pytest.raises(CheckpointError, match="there is no checkpoint in"):
-            checkpoint.load(folder)
+            checkpoint.load(empty)
 
 
 def damaged(content, chance):
@@ -94,7 +92,7 @@ def test_a_checkpoint_cannot_run_code(tmp_path, monkeypatch):
     assert os.path.isdir("was-here"), "the attack works where nobody guards against it"
     os.rmdir("was-here")
     checkpoint.save(tmp_path, state_of(1))
-    monkeypatch.setattr(checkpoint, "check_plain", lambda state: None)
+    monkeypatch.setattr(torch.serialization, "get_unsafe_globals_in_checkpoint", lambda file: [])
     checkpoint.save(tmp_path, {"model": Malicious()})
     with pytest.warns(UserWarning, match="checkpoint-00000002.pt: it holds what no checkpoint may hold: Weights only"):
         assert same(checkpoint.load(tmp_path), state_of(1)), "the one before it is as good as ever"
@@ -107,26 +105,21 @@ def hung_on():
     return tensor
 
 
-ODD = [np.float64(1.0), torch.nn.Linear(2, 2), {1, 2}, torch.float32, defaultdict(int), Counter()]
-EVEN = [OrderedDict(a=1), torch.Size([2]), torch.nn.Parameter(torch.ones(2)), 2j, b"x", (1, [2.5]), {(1, "a"): None}]
+PLAIN = [
+    OrderedDict(a=1), torch.Size([2]), torch.nn.Parameter(torch.ones(2)), 2j, b"x", (1, [2.5]), {(1, "a"): None},
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("value", ODD)
-def test_only_plain_data_is_saved_and_the_place_is_named(tmp_path, value):
-    with pytest.raises(CheckpointError, match=rf"state\['a'\]\[1\] is a {type(value).__name__}"):
+@pytest.mark.parametrize(
+    "value, words", [(np.float64(1.0), "numpy"), (torch.nn.Linear(2, 2), "Linear"), (hung_on(), "mkdir")]
+)
+def test_only_what_can_be_loaded_is_saved(tmp_path, value, words):
+    with pytest.raises(CheckpointError, match=rf"cannot be saved \(.*{words}.*\): a checkpoint holds tensors, numbers"):
         checkpoint.save(tmp_path, {"a": [0, value]})
-    with pytest.raises(CheckpointError, match=r"the key .* is a "):
-        checkpoint.save(tmp_path, {"a": {np.float64(1.0): 1}})
-    with pytest.raises(CheckpointError, match=r"what was hung on the tensor state\['a'\]\['owner'\] is a Malicious"):
-        checkpoint.save(tmp_path, {"a": hung_on()})
     assert os.listdir(tmp_path) == []
-
-
-@pytest.mark.parametrize("value", EVEN)
-def test_whatever_is_saved_can_be_loaded(tmp_path, value):
-    checkpoint.save(tmp_path, {"a": [value]})
-    [loaded] = checkpoint.load(tmp_path)["a"]
-    assert type(loaded) is type(value) and same(loaded, value)
+    checkpoint.save(tmp_path, {"a": PLAIN})
+    loaded = checkpoint.load(tmp_path)["a"]
+    assert list(map(type, loaded)) == list(map(type, PLAIN)) and all(map(same, loaded, PLAIN))
 
 
 def no_space(folder):
@@ -143,12 +136,8 @@ def test_a_full_disk_loses_nothing(tmp_path):
     [(message, files, kept)] = launch(no_space, str(tmp_path), world_size=1)
     assert message.startswith(f'no checkpoint could be written to "{tmp_path}": File too large')
     assert files == [".writer", ".writer.lock", "checkpoint-00000001.pt"] and kept
-
-
-def test_a_folder_that_cannot_be_made_is_named(tmp_path):
-    (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="no checkpoint could be written"):
-        checkpoint.save(tmp_path / "file" / "run", state_of(1))
+        checkpoint.save(tmp_path / "checkpoint-00000001.pt" / "run", state_of(1))  # no folder can be made there
 
 
 def test_an_old_checkpoint_that_cannot_be_deleted_is_only_told(tmp_path):
@@ -178,42 +167,34 @@ def test_a_second_run_in_the_folder_is_refused_and_names_the_first(tmp_path):
 def killed_writers(folder, kills):
     """Fork writers that save one checkpoint after the other and kill each at a random moment.
 
-    Returns for each: the step last known to be saved, the step that is loaded (None if none can be), whether
-    everything loaded was right, and whether the writer was caught with a temporary file.
+    Returns for each: the step last known to be saved, the step that is loaded, whether all that was loaded is right,
+    and whether the writer was caught with a temporary file.
     """
     chance, outcomes = random.Random(1), []
+    warnings.simplefilter("error")  # a damaged checkpoint would be skipped with a warning
     for attempt in range(kills):
-        place, known = os.path.join(folder, str(attempt)), os.path.join(folder, f"{attempt}.known")
+        place, known = Path(folder, str(attempt)), Path(folder, f"{attempt}.known")
         writer = os.fork()
         if writer == 0:
             for step in range(1, 1000):
                 checkpoint.save(place, state_of(step, size=500_000))
-                with open(known, "w") as file:
-                    file.write(str(step))
+                known.write_text(str(step))
             os._exit(0)
-        while not os.path.exists(known):
+        while not known.exists():
             time.sleep(0.001)
         time.sleep(chance.uniform(0, 0.06))
         os.kill(writer, signal.SIGKILL)
         os.waitpid(writer, 0)
-        caught = any(name.endswith(".tmp") for name in os.listdir(place))
-        with open(known) as file:
-            saved = int(file.read() or 0)
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("error")
-                state = checkpoint.load(place)
-            outcomes.append((saved, state["step"], same(state, state_of(state["step"], size=500_000)), caught))
-        except (CheckpointError, UserWarning):
-            outcomes.append((saved, None, False, caught))
-        for name in os.listdir(place):
-            os.unlink(os.path.join(place, name))
+        state, caught = checkpoint.load(place), bool(list(place.glob(".*.tmp")))
+        right = same(state, state_of(state["step"], size=500_000))
+        outcomes.append((int(known.read_text() or 0), state["step"], right, caught))
+        shutil.rmtree(place)
     return outcomes
 
 
 def test_a_writer_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
     [outcomes] = launch(killed_writers, str(tmp_path), 25, world_size=1)
-    assert all(whole and loaded >= saved for saved, loaded, whole, _ in outcomes)
+    assert all(right and loaded >= saved for saved, loaded, right, _ in outcomes)
     assert sum(caught for *_, caught in outcomes) >= 3, "hardly a kill hit the middle of writing"
 
 
@@ -243,33 +224,12 @@ def test_the_random_state_of_every_rank_comes_back(tmp_path):
     assert ranks[0][2] == ranks[0][0] and ranks[1][2] != ranks[1][0]
 
 
-def test_of_all_gpus_only_the_state_of_this_ranks_is_kept(monkeypatch):
-    put = []
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: "of this rank's GPU")
-    monkeypatch.setattr(torch.cuda, "set_rng_state", put.append)
-    for other in ("get_rng_state_all", "set_rng_state_all"):  # they would make a context on every GPU
-        monkeypatch.setattr(torch.cuda, other, lambda *_: pytest.fail("touches all GPUs"))
-    states = checkpoint.random_states()
-    checkpoint.set_random_state(states)
-    assert put == [states[0]["cuda"]] == ["of this rank's GPU"]
-
-
-def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing():
-    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1))
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    other = {**before, "0.weight": torch.zeros(2, 4), "1.bias": torch.zeros(1)}
-    with pytest.raises(CheckpointError, match=r'"0.weight" is \(2, 4\) in the checkpoint and \(2, 3\) in the model'):
-        checkpoint.load_model(model, other)
-    with pytest.raises(CheckpointError, match=r'"1.bias" is missing in the checkpoint .* 1 more differ'):
-        checkpoint.load_model(
-            model, {name: before[name] for name in ("0.weight", "0.bias")} | {"1.weight": before["0.bias"]}
-        )
-    assert same(dict(model.state_dict()), before)
-    checkpoint.load_model(model, {name: torch.ones_like(tensor) for name, tensor in before.items()})
-    assert model[1].bias.item() == 1
-
-
-def test_runs_killed_at_random_moments_resume_to_the_last_bit():
-    kills, _ = soak(3, seed=1, cases=[("6", 4, "bytes"), ("5", 2, "digits")], kills=2)
-    assert kills >= 3
+def test_a_checkpoint_of_another_model_is_refused():
+    model = torch.nn.Linear(3, 2)
+    with pytest.raises(
+        CheckpointError, match=r"(?s)of another model; use the options .*size mismatch for weight"
+    ) as raised:
+        checkpoint.load_model(model, {"weight": torch.zeros(2, 4)})
+    assert 'Missing key(s) in state_dict: "bias"' in str(raised.value)
+    checkpoint.load_model(model, {name: torch.ones_like(tensor) for name, tensor in model.state_dict().items()})
+    assert model.weight.sum() == 6

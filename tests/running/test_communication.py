@@ -3,6 +3,7 @@
 import gc
 import threading
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -16,22 +17,14 @@ from ddp_course.stage4_ring import ring_all_reduce
 from ddp_course.stage5_bucketed import BucketedDDP
 from ddp_course.stage6_ddp import DistributedDataParallel, SyncBatchNorm
 
-
-def bucketed(module):
-    return BucketedDDP(module, bucket_cap_mb=0.0005)
-
-
-def complete(module):
-    return DistributedDataParallel(module, bucket_cap_mb=0.0005, all_reduce=ring_all_reduce)
-
-
-def complete_unused(module):
-    return DistributedDataParallel(
-        module, bucket_cap_mb=0.0005, all_reduce=ring_all_reduce, find_unused_parameters=True
-    )
-
-
-WRAPS = {"5": bucketed, "6": complete, "6 unused": complete_unused}
+CAP = 0.0005  # MB: each layer has buckets of its own
+WRAPS = {
+    "5": partial(BucketedDDP, bucket_cap_mb=CAP),
+    "6": partial(DistributedDataParallel, bucket_cap_mb=CAP, all_reduce=ring_all_reduce),
+    "6 unused": partial(
+        DistributedDataParallel, bucket_cap_mb=CAP, all_reduce=ring_all_reduce, find_unused_parameters=True
+    ),
+}
 
 
 def layers(width):
@@ -124,7 +117,7 @@ def threads_after_the_group():
     counts = []
     for _ in range(2):
         model = nn.Linear(2, 2)
-        parallel = bucketed(model)
+        parallel = BucketedDDP(model)
         parallel(torch.ones(1, 2)).sum().backward()
         counts.append(sum(thread.name == "communication" for thread in threading.enumerate()))
         del parallel, model
@@ -141,12 +134,12 @@ def test_two_wrappers_one_after_the_other_use_one_thread_that_ends_with_its_grou
 def wrapped_for_one_pass(wrapper):
     """The gradient of a pass through a wrapper that nobody holds, twice, with a rank's own inputs."""
     torch.manual_seed(0)
-    model, found = torch.nn.Linear(3, 2), []
+    model, gradients = torch.nn.Linear(3, 2), []
     for _ in range(2):
         wrapper(model)(torch.full((4, 3), 1.0 + dist.get_rank())).sum().backward()
-        found.append(model.weight.grad.clone())
+        gradients.append(model.weight.grad.clone())
         model.zero_grad()
-    return found
+    return gradients
 
 
 @pytest.mark.parametrize("wrapper", [BucketedDDP, DistributedDataParallel])
@@ -163,7 +156,7 @@ def listening_wrappers():
         alive.append(weakref.ref(parallel))
         parallel(torch.ones(4, 3)).sum().backward()
     gc.collect()
-    return sum(one() is not None for one in alive)
+    return sum(reference() is not None for reference in alive)
 
 
 def test_wrappers_of_earlier_cells_do_not_listen():

@@ -1,7 +1,6 @@
 """Every stage and every collective under NCCL's rules, on CPU tensors that pose as a GPU's (support/fake_nccl.py)."""
 
 import copy
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from unittest.mock import patch
@@ -25,77 +24,9 @@ from ddp_course import (
     wire,
 )
 from ddp_course.measuring import finite
-from ddp_course.running import communication
 
 STAGES = [key for key, stage in ladder.STAGES.items() if not stage.one_process and key != "torch"]
-
-
-def train_under_the_rules(keys):
-    """For each stage how far its weights end from one device's, or the error."""
-    problem, K = problems.make("digits", dtype=torch.float64), dist.get_world_size()
-    single, found = problem.model(0), {}
-    ladder.find("1").trainer({})(single, problem.batches(24, 3, 0, 0, 1), 0.1)
-    for key in keys:
-        stage, model = ladder.find(key), problem.model(0)
-        share = (dist.get_rank(), K) if stage.splits_batch else (0, 1)
-        with fake_nccl.imposed():
-            stage.trainer({"bucket_cap_mb": 0.1})(model, problem.batches(24, 3, 0, *share), 0.1)
-        pairs = zip(model.parameters(), single.parameters(), strict=True)
-        found[key] = max((one - other).abs().max().item() for one, other in pairs)
-    return found
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_all_stages_train_as_one_device(world_size):
-    for found in launch(train_under_the_rules, STAGES, world_size=world_size, device="cpu", timeout=120):
-        assert found.keys() == set(STAGES) and max(found.values()) < 1e-12, found
-
-
 SCHEDULES = [stage8_pipeline.gpipe, stage8_pipeline.interleaved, stage8_pipeline.zero_bubble]
-
-
-def pipelines_under_the_rules():
-    """How far a pipeline ends from one device with schedules that send to and fro, and around."""
-    torch.manual_seed(0)
-    layers = [torch.nn.Linear(6, 6) for _ in range(8)]
-    model, K = torch.nn.Sequential(*layers).double(), dist.get_world_size()
-    batches = [(torch.randn(12, 6).double(), torch.randint(6, (12,)))] * 3
-    apart = []
-    for schedule in SCHEDULES:
-        ours, single = copy.deepcopy(model), copy.deepcopy(model)
-        with fake_nccl.imposed():
-            stage8_pipeline.train(ours, batches, 0.1, microbatches=2 * K, schedule=schedule)
-        stage1_single.train(single, batches, 0.1)
-        apart += [(a - b).abs().max().item() for a, b in zip(ours.parameters(), single.parameters(), strict=True)]
-    return max(apart)
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_pipelines_train_as_one_device(world_size):
-    assert max(launch(pipelines_under_the_rules, world_size=world_size, device="cpu", timeout=120)) < 1e-12
-
-
-def sums_under_the_rules():
-    """How far each collective's sum is from the sum."""
-    exact = sum(rank_tensor(rank, 4099, torch.float64) for rank in range(dist.get_world_size()))
-    names = [name for name in vars(collectives) if name.endswith("_all_reduce")]
-    ways = {name: getattr(collectives, name) for name in names}
-    ways |= {"ring": stage4_ring.ring_all_reduce, "whole": stage4_ring.whole_gradient_ring}
-    found = {}
-    for name, all_reduce in ways.items():
-        group, mine = dist.new_group(), rank_tensor(dist.get_rank(), 4099, torch.float64)
-        with fake_nccl.imposed():
-            all_reduce(mine, group=group)
-        found[name] = (mine - exact).abs().max().item()
-    return found
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 4, 5])
-def test_all_collectives_sum(world_size):
-    for found in launch(sums_under_the_rules, world_size=world_size, device="cpu", timeout=120):
-        assert len(found) >= 6 and max(found.values()) < 1e-12, found
-
-
 SETTINGS = {
     "bitmap": {"find_unused_parameters": True, "all_reduce": stage4_ring.ring_all_reduce},
     "batch norm": {"all_reduce": stage4_ring.ring_all_reduce},
@@ -103,6 +34,54 @@ SETTINGS = {
     "hook": {},
     "join": {"find_unused_parameters": True},
 }
+
+
+def distance(ours, exact):
+    """The largest difference between two lists of tensors."""
+    return max((a - b).abs().max().item() for a, b in zip(ours, exact, strict=True))
+
+
+def stages():
+    """For each stage how far its weights end from one device's."""
+    problem, K = problems.make("digits", dtype=torch.float64), dist.get_world_size()
+    single, distances = problem.model(0), {}
+    stage1_single.train(single, problem.batches(24, 3, 0, 0, 1), 0.1)
+    for key in STAGES:
+        stage, model = ladder.find(key), problem.model(0)
+        share = (dist.get_rank(), K) if stage.splits_batch else (0, 1)
+        with fake_nccl.imposed():
+            stage.trainer({"bucket_cap_mb": 0.1})(model, problem.batches(24, 3, 0, *share), 0.1)
+        distances[key] = distance(model.parameters(), single.parameters())
+    return distances
+
+
+def pipelines():
+    """How far a pipeline ends from one device with schedules that send to and fro, and around."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(6, 6) for _ in range(8)]
+    model, K = torch.nn.Sequential(*layers).double(), dist.get_world_size()
+    batches, distances = [(torch.randn(12, 6).double(), torch.randint(6, (12,)))] * 3, {}
+    for schedule in SCHEDULES:
+        ours, single = copy.deepcopy(model), copy.deepcopy(model)
+        with fake_nccl.imposed():
+            stage8_pipeline.train(ours, batches, 0.1, microbatches=2 * K, schedule=schedule)
+        stage1_single.train(single, batches, 0.1)
+        distances[schedule.__name__] = distance(ours.parameters(), single.parameters())
+    return distances
+
+
+def sums():
+    """How far each collective's sum is from the sum."""
+    exact = sum(rank_tensor(rank, 4099, torch.float64) for rank in range(dist.get_world_size()))
+    ways = {name: way for name, way in vars(collectives).items() if name.endswith("_all_reduce")}
+    ways |= {"ring": stage4_ring.ring_all_reduce, "whole": stage4_ring.whole_gradient_ring}
+    distances = {}
+    for name, all_reduce in ways.items():
+        group, mine = dist.new_group(), rank_tensor(dist.get_rank(), 4099, torch.float64)
+        with fake_nccl.imposed():
+            all_reduce(mine, group=group)
+        distances[name] = distance([mine], [exact])
+    return distances
 
 
 def gradients_of_stage_6(what):
@@ -120,21 +99,24 @@ def gradients_of_stage_6(what):
     return [parameter.grad for parameter in model.parameters()]
 
 
-def beside_each_other():
-    """How far the gradients are from those without the rules, largest, for each of the SETTINGS."""
-    found = {}
+def hooks_join_and_the_models_own_collectives():
+    """How far the gradients are from those without the rules, for each of the SETTINGS."""
+    distances = {}
     for what in SETTINGS:
         plain = gradients_of_stage_6(what)
         with fake_nccl.imposed():
-            ruled = gradients_of_stage_6(what)
-        found[what] = max((one - other).abs().max().item() for one, other in zip(plain, ruled, strict=True))
-    return found
+            distances[what] = distance(gradients_of_stage_6(what), plain)
+    return distances
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_hooks_join_and_the_models_own_collectives_beside_communication(world_size):
-    for found in launch(beside_each_other, world_size=world_size, device="cpu", timeout=120):
-        assert found.keys() == SETTINGS.keys() and max(found.values()) < 1e-12, found
+@pytest.mark.parametrize(
+    "results, count",
+    [(stages, len(STAGES)), (pipelines, 3), (sums, 6), (hooks_join_and_the_models_own_collectives, len(SETTINGS))],
+)
+def test_results_are_those_without_the_rules(results, count, world_size):
+    for distances in launch(results, world_size=world_size, device="cpu", timeout=120):
+        assert len(distances) >= count and max(distances.values()) < 1e-12, distances
 
 
 WAITS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__")  # for them the host waits for the GPU
@@ -174,29 +156,6 @@ def waits_of_the_host(what, size):
 def test_the_host_waits_once_or_twice_a_step_and_not_for_each_part(what, most):
     few, many = (launch(waits_of_the_host, what, size, world_size=2, device="cpu") for size in (2, 6))
     assert few == many and max(len(asked) for asked in few) <= most, (few, many)
-
-
-def sum_beside_the_communication_thread(mine, group):
-    """The model adds something up while the communication thread waits for a message."""
-    posted, left = threading.Event(), wire.neighbours(group)[2]
-
-    def job(own):
-        wire.warm_up(mine, own)
-        dist.batch_isend_irecv([dist.P2POp(dist.irecv, torch.ones(9), left, own)])
-        posted.set()
-
-    communication.communication_thread(group).start(job, mine.device)
-    posted.wait(fake_nccl.PATIENCE)
-    dist.all_reduce(mine, group=group)
-
-
-def test_beside_a_twin_of_the_group_the_model_may_add_up():
-    def right():
-        with fake_nccl.imposed():
-            sum_beside_the_communication_thread(torch.ones(9), dist.new_group())
-        return "right"
-
-    assert launch(right, world_size=3, device="cpu", timeout=60) == ["right"] * 3
 
 
 def broken(rule):

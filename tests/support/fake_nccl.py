@@ -9,7 +9,6 @@ in ProcessGroupNCCL.cpp of torch 2.13:
 - Two threads must not use one communicator at the same time: the order would not be the same on all ranks.
 - Nothing is refused for being late: who waits for a message that cannot come, hangs. Here that ends after `PATIENCE`.
 - A future is complete as soon as its work was queued; who uses its value waits for the work, as a stream would.
-- A group of NCCL alone refuses tensors on the CPU (`imposed(pure=True)`).
 """
 
 import threading
@@ -26,10 +25,11 @@ import torch.distributed as dist
 from ddp_course.running import wire
 
 PATIENCE = 15.0  # seconds after which waiting counts as hanging
-REAL = {name: getattr(dist, name) for name in ("isend", "irecv", "all_reduce", "broadcast", "reduce", "all_gather")}
-REAL |= {name: getattr(dist, name) for name in ("reduce_scatter", "gather", "scatter", "barrier")}
-REAL |= {name: getattr(dist, name) for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all")}
-COLLECTIVES = tuple(name for name in REAL if name not in ("isend", "irecv"))
+COLLECTIVES = (
+    "all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "gather", "scatter", "barrier",
+    "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all",
+)  # fmt: skip
+REAL = {name: getattr(dist, name) for name in ("isend", "irecv", *COLLECTIVES)}
 
 
 class Queued(torch.futures.Future):
@@ -128,13 +128,11 @@ class Operation(NamedTuple):
 class Library:
     """What one process knows of NCCL: its communicators."""
 
-    def __init__(self, patience, pure=False):
-        self.communicators, self.batching, self.patience, self.pure = {}, {}, patience, pure
+    def __init__(self, patience):
+        self.communicators, self.batching, self.patience = {}, {}, patience
 
     def of(self, group, peer=None):
         """The communicator of a whole group, or of this rank and `peer` in it."""
-        if self.pure:
-            raise RuntimeError("No backend type associated with device type cpu")
         group = group or dist.group.WORLD
         members = dist.get_process_group_ranks(group)
         pair = members if peer is None else sorted({dist.get_rank(), peer})
@@ -144,12 +142,6 @@ class Library:
         if name not in self.communicators:
             self.communicators[name] = Communicator(name, pair, self.patience)
         return self.communicators[name]
-
-    def synchronize(self):
-        """Wait for all that was queued, as `torch.cuda.synchronize` does."""
-        for communicator in list(self.communicators.values()):
-            for _, work in list(communicator.pending):
-                work.wait()
 
     def single(self, name):
         """`dist.isend` or `dist.irecv` outside of a batch."""
@@ -187,11 +179,11 @@ class Library:
 
 
 @contextmanager
-def imposed(patience=PATIENCE, pure=False):
+def imposed(patience=PATIENCE):
     """Replace what `torch.distributed` offers by functions that keep NCCL's rules."""
-    library = Library(patience, pure)
+    library = Library(patience)
     library.patched = {name: library.single(name) for name in ("isend", "irecv")}
     library.patched |= {name: library.collective(name) for name in COLLECTIVES}
     with patch.multiple(dist, **library.patched, batch_isend_irecv=library.batch, P2POp=Operation):
         with patch.object(wire, "on_nccl", lambda tensor, group=None: True):
-            yield library
+            yield

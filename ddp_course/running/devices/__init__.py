@@ -17,7 +17,6 @@ What `Link` is for cables, `Device` is for accelerators: the arithmetic is real,
 `full_speed()` inside a rank ends the emulation for the rest of the function.
 """
 
-from ..linux import usable_cores
 from ..presets import ACCELERATORS
 from .device import Device, emulation_of, for_ranks
 from .emulation import Emulation, device_number, full_speed
@@ -34,5 +33,4 @@ __all__ = [
     "full_speed",
     "placement",
     "rank_device",
-    "usable_cores",
 ]

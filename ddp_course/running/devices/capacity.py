@@ -1,6 +1,7 @@
 """What one core of this processor carries: an emulated device must leave it time for the real arithmetic."""
 
 import time
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -24,31 +25,27 @@ def fitting(device: Any, world_size: int) -> float:
 
 @cache
 def of_core() -> tuple[float, float]:
-    """Floating-point operations and bytes per second on one core, each at its best of several tries.
-
-    Counted in the thread's own processor time, so that it does not matter what else runs on the machine.
-    """
+    """Floating-point operations and bytes per second on one core: of a convolution, and of an addition in place."""
+    images, kernels = torch.randn(SAMPLES, CHANNELS, SIDE, SIDE), torch.randn(CHANNELS, CHANNELS, 3, 3)
+    total, term = torch.zeros(2, VALUES)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return max(convolving() for _ in range(TRIES)), max(adding() for _ in range(TRIES))
+        flops = most_per_second(lambda: conv2d(images, kernels, padding=1), 2 * images.numel() * CHANNELS * 9)
+        return flops, most_per_second(lambda: total.add_(term), 3 * total.nbytes)
     finally:
         torch.set_num_threads(threads)
 
 
-def convolving() -> float:
-    """Floating-point operations per second of a convolution."""
-    images, kernels = torch.randn(SAMPLES, CHANNELS, SIDE, SIDE), torch.randn(CHANNELS, CHANNELS, 3, 3)
-    start = time.thread_time()
-    for _ in range(TRIES):
-        conv2d(images, kernels, padding=1)
-    return TRIES * 2 * images.numel() * CHANNELS * 9 / (time.thread_time() - start)
+def most_per_second(operation: Callable, work: float) -> float:
+    """How much of its `work` an operation does per second, at the best of several tries.
 
-
-def adding() -> float:
-    """Bytes per second that an addition in place reads and writes."""
-    total, term = torch.zeros(2, VALUES)
-    start = time.thread_time()
+    The thread's own processor time counts, so that it does not matter what else runs on the machine.
+    """
+    rates = []
     for _ in range(TRIES):
-        total.add_(term)
-    return TRIES * 3 * total.numel() * total.element_size() / (time.thread_time() - start)
+        start = time.thread_time()
+        for _ in range(TRIES):
+            operation()
+        rates.append(TRIES * work / (time.thread_time() - start))
+    return max(rates)

@@ -65,7 +65,7 @@ class ThreadClock(threading.local):
         wall, computed, queued, arithmetic = self.wall, self.computed, self.queued, self.arithmetic
         self.look()
         computed, queued = self.computed - computed, self.queued - queued
-        hidden = (arithmetic + min(computed - arithmetic, HIDDEN)) / computed if computed else 1.0  # a share
+        hidden = (arithmetic + min(computed - arithmetic, HIDDEN)) / computed if computed else 1.0  # this is a share
         waited = max(0.0, self.wall - wall - hidden * (computed + queued))
         self.now = self.wall if waited > SHORT else self.now + waited
 

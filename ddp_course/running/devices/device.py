@@ -57,7 +57,7 @@ class Device:
         """Raise DeviceError if this machine cannot carry `world_size` such devices; the message says what it can."""
         factor = capacity.fitting(self, world_size)
         if factor > 1:
-            capacity.of_core.cache_clear()  # that moment may have been a bad one
+            capacity.of_core.cache_clear()  # the processor may have been busy at that moment
             factor = min(factor, capacity.fitting(self, world_size))
         if factor > 1:
             raise DeviceError(

@@ -52,7 +52,7 @@ class Emulation:
     the list of all `Operation`s. With `sleep=False` the clocks go on without waiting: they say what it would take.
     """
 
-    current: "Emulation | None" = None  # a process has at most one
+    current: "Emulation | None" = None  # a process has at most one emulation
 
     def __init__(self, device: Any, bus: Any = None, record: bool = False, sleep: bool = True):
         self.device, self.bus, self.sleep, self.active = device, bus, sleep, False

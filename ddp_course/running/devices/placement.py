@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-BOTH = "cpu:gloo,cuda:nccl"  # a group with two backends, one per kind of tensor
+BOTH = "cpu:gloo,cuda:nccl"  # such a group has a backend for each kind of tensor
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ import sys
 import tempfile
 from typing import IO, Any
 
-from ..devices import Device, for_ranks, placement, usable_cores
-from ..linux import free_memory
+from ..devices import Device, for_ranks, placement
+from ..linux import free_memory, usable_cores
 from . import pickling
 
 LOOPBACK_CARDS = {"linux": "lo", "darwin": "lo0"}

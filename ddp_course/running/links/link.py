@@ -16,18 +16,19 @@ from . import modes
 
 SLOWEST = 1e6  # bits per second: below that, the ranks would need minutes to find each other
 LONGEST_LATENCY = 10.0
-UNLIMITED = 30e9  # bits per second: more than any processor carries between virtual hosts
-HEADROOM = 0.6  # of what the processor carries: the rest is for the model, and for keeping time
+UNLIMITED = 30e9  # bits per second: no processor carries more between virtual hosts
+HEADROOM = 0.6  # a link may take this share of what the processor carries; the model needs the rest
 TRIES = 3
 
-_carried: dict = {}  # by mode and number of hosts: the highest bandwidth that was measured
+_carried: dict = {}  # the highest bandwidth that was measured, by mode and number of hosts
 
 
 class Link:
     """An emulated link for every host: `bandwidth` in each direction, `latency` one way, as "200Mbit" and "5ms".
 
     `hosts`: spread the ranks over this many hosts, in blocks (default: every rank on its own); inside a host all
-    is fast. `mode`: "hosts", "wire", or "auto" for virtual hosts where they are possible, else the wire.
+    is fast. `mode`: "hosts", "wire", or "auto" for virtual hosts where they are possible, else the wire. Torch's own
+    collectives feel it if `carries_torch`.
     Raises LinkError for values that do not parse or cannot be had here; the message says what can.
     """
 
@@ -40,7 +41,7 @@ class Link:
             raise LinkError(f"hosts is {hosts!r}; it must be a whole number, 1 or more, or None for one per rank")
         self.hosts = hosts
         self.kind = modes.choose(mode, self.latency)
-        self.mode, self.carries_torch = self.kind.name, self.kind.carries_torch  # whether torch's collectives feel it
+        self.mode, self.carries_torch = self.kind.name, self.kind.carries_torch
 
     @classmethod
     @units.refused_as(LinkError)

@@ -67,7 +67,7 @@ class ThrottledWire:
 
 
 Mode = type[VirtualHosts] | type[ThrottledWire]
-MODES: dict[str, Mode] = {mode.name: mode for mode in (VirtualHosts, ThrottledWire)}  # the better first
+MODES: dict[str, Mode] = {mode.name: mode for mode in (VirtualHosts, ThrottledWire)}  # the better mode comes first
 
 
 def choose(name: str, latency: float) -> Mode:

@@ -53,7 +53,7 @@ class Switch:
                 file.truncate(8 * numbers)
                 shared = mmap.mmap(file.fileno(), 8 * numbers)
         memory = np.frombuffer(shared)
-        self.free = memory[:links].reshape(2, -1)  # monotonic seconds, of outgoing and of incoming links
+        self.free = memory[:links].reshape(2, -1)  # rows are outgoing and incoming links, in monotonic seconds
         self.slots = memory[links:].reshape(ranks, ranks, CHANNELS, DEPTH, 3)
 
     def __reduce__(self):
@@ -74,8 +74,8 @@ class Throttle:
 
     def __init__(self, switch: Switch, rank: int):
         self.switch, self.rank = switch, rank
-        self.posted = np.zeros((2, *switch.slots.shape[:3]), dtype=int)  # messages so far, as sender and as receiver
-        self.woken = threading.local()  # when this thread's last wait ended, and when it should have
+        self.posted = np.zeros((2, *switch.slots.shape[:3]), dtype=int)  # rows count what was sent and received
+        self.woken = threading.local()  # each thread knows when its last wait ended, and when it was due
 
     def post(self, kind: str, nbytes: int, peer: int, group: dist.ProcessGroup | None = None) -> Any:
         """Announce a "send" to or a "recv" from global rank `peer`; returns a ticket for `finish`."""

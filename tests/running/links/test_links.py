@@ -3,19 +3,16 @@
 A machine under load only ever makes things slower, so the bounds from below are tight and those from above wide.
 """
 
-import os
 import re
 import socket
 import subprocess
 import sys
-import threading
 import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from oracles import assert_all_equal_sum, rank_tensor
 
 from ddp_course import launch, stage3_paramserver, stage4_ring
 from ddp_course.errors import LinkError
@@ -35,17 +32,11 @@ FASTER = 0.95  # a token bucket lets the first few kB of a message pass at once
 # What is accepted and what is refused
 
 
-def test_what_is_accepted():
-    assert link.parse_bandwidth("1.5Gbit/s") == 1.5e9 and Link("1Gbit", "100us", mode="wire").latency == pytest.approx(
-        1e-4
-    )
-
-
 @pytest.mark.parametrize(
     "option, values, words",
     [
-        ("bandwidth", ["", "fast", "200", "Mbit", "0Mbit", "-5Mbit", "1e400Mbit", "5ms", "900kbit", None], "bandwidth"),
-        ("latency", ["", "soon", "5", "-1ms", "11s", "200Mbit", None], "time|latency"),
+        ("bandwidth", ["fast", "0Mbit", "900kbit", None], "bandwidth"),
+        ("latency", ["soon", "-1ms", "11s", None], "time|latency"),
         ("hosts", [0, 1.5], "hosts"),
         ("mode", ["x"], "unknown mode 'x'"),
     ],
@@ -200,21 +191,13 @@ def time_everything():
     rank, _, left, right = wire.neighbours()
     tensor, incoming = torch.zeros(2, BYTES // 4)
 
-    def to_next():
-        if rank == 0:
-            wire.send(tensor, 1)
-        elif rank == 1:
-            wire.recv(tensor, 0)
-
-    def all_at_once(with_zero, with_others):
-        others = wire.others(0)
-        for transfer in [with_zero(tensor.clone(), peer) for peer in others] if rank == 0 else [with_others(tensor, 0)]:
+    def to_all():
+        with_others = wire.isend if rank == 0 else wire.irecv
+        for transfer in [with_others(tensor, peer) for peer in (wire.others(0) if rank == 0 else [0])]:
             transfer.wait()
 
     return {
-        "message": timed(to_next),
-        "fan out": timed(lambda: all_at_once(wire.isend, wire.irecv)),
-        "fan in": timed(lambda: all_at_once(wire.irecv, wire.isend)),
+        "to all": timed(to_all),
         "exchange": timed(lambda: wire.exchange(tensor, right, incoming, left)),
         "server": timed(lambda: stage3_paramserver.average_on_server([tensor])),
         "whole": timed(lambda: stage4_ring.whole_gradient_ring(tensor)),
@@ -228,15 +211,7 @@ def time_everything():
 def test_everything_takes_at_least_as_long_as_the_formula(mode, world_size):
     """Never less, and on one of three attempts not much more: the processor may be busy elsewhere."""
     steps = world_size - 1
-    expected = {
-        "message": 1,
-        "fan out": steps,
-        "fan in": steps,
-        "exchange": 1,
-        "server": 2 * steps,
-        "whole": steps,
-        "ring": 2 * steps / world_size,
-    }
+    expected = {"to all": steps, "exchange": 1, "server": 2 * steps, "whole": steps, "ring": 2 * steps / world_size}
     for last in (False, False, True):
         ranks = launch(time_everything, world_size=world_size, device="cpu", link=Link(BANDWIDTH, mode=mode))
         slowest = {name: max(rank[name] for rank in ranks) / MESSAGE_SECONDS for name in ranks[0]}
@@ -251,27 +226,17 @@ def test_everything_takes_at_least_as_long_as_the_formula(mode, world_size):
         assert slowest["torch"] < 0.9 * expected["ring"], "the wire throttles our own messages only"
 
 
-def test_without_a_link_the_same_takes_no_time():
-    ranks = launch(time_everything, world_size=2, device="cpu")
-    assert max(rank["server"] for rank in ranks) < MESSAGE_SECONDS
+def to_and_fro():
+    """Seconds of a small message from rank 0 to rank 1 and back."""
+    small = torch.zeros(1)
+    first, second = [(wire.send, wire.recv), (wire.recv, wire.send)][dist.get_rank()]
+    peer = 1 - dist.get_rank()
+    return timed(lambda: (first(small, peer), second(small, peer)))
 
 
-def latency_and_order():
-    """A small message to and fro, and what a ring makes of rank-distinct numbers."""
-    rank, small = dist.get_rank(), torch.zeros(1)
-
-    def ping_pong():
-        for turn in (0, 1):
-            (wire.send if rank == turn else wire.recv)(small, 1 - rank)
-
-    tensor = rank_tensor(rank, (1001,))
-    return timed(ping_pong), stage4_ring.ring_all_reduce(tensor)
-
-
-def test_latency_of_the_wire_counts_once_each_way_and_changes_no_result():
-    ranks = launch(latency_and_order, world_size=2, device="cpu", link=Link("100Mbit", "50ms", mode="wire"))
-    assert 0.099 < max(seconds for seconds, _ in ranks) < 0.4
-    assert_all_equal_sum([result for _, result in ranks], 2, (1001,), torch.float32)
+def test_latency_of_the_wire_counts_once_each_way():
+    seconds = launch(to_and_fro, world_size=2, device="cpu", link=Link("100Mbit", "50ms", mode="wire"))
+    assert 0.099 < max(seconds) < 0.4
 
 
 def two_hosts():
@@ -295,51 +260,3 @@ def test_ranks_of_one_host_reach_each_other_fast(mode):
     assert (described["mode"], described["bandwidth_bits_s"]) == (mode, 16e6)
     assert described["carries_torch"] == (mode == "hosts")
     assert names == (["host0", "host0", "host1", "host1"] if mode == "hosts" else [socket.gethostname()] * 4)
-
-
-def test_two_threads_of_a_rank_can_use_the_wire_at_once():
-    assert launch(two_threads, world_size=2, device="cpu", link=Link("16Mbit", mode="wire"))[1] == [3.0, 4.0]
-
-
-def two_threads():
-    """Rank 0 sends in two groups from two threads; rank 1 receives what was meant for each."""
-    groups, rank = [dist.new_group([0, 1]) for _ in range(2)], dist.get_rank()
-    tensors = [torch.full((50_000,), float(index + 3 if rank == 0 else 0)) for index in range(2)]
-    act = wire.send if rank == 0 else wire.recv
-    threads = [
-        threading.Thread(target=act, args=(tensor, 1 - rank, group))
-        for tensor, group in zip(tensors, groups, strict=True)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [tensor.mean().item() for tensor in tensors]
-
-
-TRAIN = """
-import os, torch, torch.distributed as dist
-dist.init_process_group("gloo")
-total = torch.full((3,), dist.get_rank() + 1.0)
-dist.all_reduce(total)
-print(os.uname().nodename, dist.get_rank(), total.tolist(), flush=True)
-dist.barrier()
-dist.destroy_process_group()
-"""
-
-
-def run_torchrun(script):
-    """What a person would type on each host; returns what it printed there."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
-    command += [f"--node-rank={dist.get_rank()}", "--master-addr=host0", "--master-port=29500", script]
-    environ = {**os.environ, "TMPDIR": os.path.dirname(script)}  # where torchrun leaves the folder of its logs
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environ)
-    return ended.stdout.strip() or ended.stderr
-
-
-@pytest.mark.parametrize("mode", MODES[:1])
-def test_torchrun_runs_across_virtual_hosts(mode, tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(TRAIN)
-    printed = launch(run_torchrun, str(script), world_size=2, device="cpu", link=Link(mode=mode))
-    assert printed == ["host0 0 [3.0, 3.0, 3.0]", "host1 1 [3.0, 3.0, 3.0]"]
