@@ -74,9 +74,7 @@ def pytest_xdist_make_scheduler(config, log):
     return ByFileOrLesson(config, log) if config.option.dist == "loadfile" else None
 
 
-OWN = re.compile(
-    r"launching/(server|spare)\.py|multiprocessing.(forkserver|resource_tracker)"
-)  # they end with this process
+OWN = re.compile(r"launching/preloaded\.py|multiprocessing.(forkserver|resource_tracker)")  # they end with this process
 
 
 def descendants():

@@ -9,9 +9,6 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
-
-from ..running import virtual_hosts
 
 GIB = 2**30
 NEEDED_MEMORY = 1.5 * GIB  # for a lesson with four ranks: docs/TROUBLESHOOTING.md says how it was measured
@@ -34,8 +31,6 @@ def run(args: argparse.Namespace) -> int:
 
 def main() -> int:
     """Print the report; return 1 if the course cannot run here, else 0."""
-    if find_spec("torch"):  # without it nobody would ask what came of it
-        virtual_hosts.begin_attempt()  # beside the import of torch, which takes longer
     parts = {"Machine": [*machine()], "Torch": [*torch_parts()]}
     has_torch = len(parts["Torch"]) > 1
     parts |= {"Links": links() if has_torch else [], "Notebooks": [*jupyter()]}
@@ -71,12 +66,12 @@ def machine() -> Iterator[Finding]:
 
 def how_ranks_start() -> str:
     """Forked or from warm spares; of the spares, how many may wait, and what those that wait now take."""
-    from ..running.launching.spares import MOST_SPARES, SPARE_MEMORY, all_spares, most_spares
+    from ..running.launching.processes import MOST_SPARES, SPARE_MEMORY, all_spares, most_spares
+    from ..running.launching.setting import start_method
 
     waiting = [] if sys.platform == "linux" and not os.path.isdir("/proc/self") else all_spares()
     now = f"; {len(waiting)} run now with {sum(waiting) / GIB:.1f} GiB" if waiting else ""
-    forks = hasattr(os, "fork") and sys.platform != "darwin"
-    if (os.environ.get("DDP_COURSE_START") or ("fork" if forks else "spawn")) == "fork":
+    if start_method() == "fork":
         return f"forked from a server that has torch loaded{now}"
     return f"warm spares, {most_spares(MOST_SPARES)} at most, {SPARE_MEMORY / GIB:.1f} GiB each{now}"
 

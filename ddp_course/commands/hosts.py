@@ -5,13 +5,11 @@ between them is encrypted (CurveZMQ), and only a machine with the file that `sta
 """
 
 import argparse
-import atexit
 import contextlib
 import json
 import math
 import os
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -31,7 +29,7 @@ MISSED_HEARTBEATS = 4  # an engine hears one a second, and gives up sooner than 
 REJOIN_SECONDS = 120  # how long an engine tries to come back
 LOST, NOT_LET_IN = 75, 76  # exit codes of an engine
 OWNER_ONLY = 0o700
-ENDINGS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+ENDINGS = (signal.SIGTERM, signal.SIGHUP)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +42,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     start.add_argument("--slurm", action="store_true", help="start an engine on each node of this Slurm allocation")
     start.set_defaults(run=begin)
     join = actions.add_parser("join", help="take part: run an engine on this machine until the controller ends")
-    join.add_argument("file", metavar="FILE", help='what "hosts start" has written; "-" reads it from standard input')
+    join.add_argument(
+        "file", metavar="FILE", help='what "hosts start" has written; "-" reads it as a line of the input'
+    )
     join.set_defaults(run=lambda args: take_part(args.file))
 
 
@@ -53,8 +53,8 @@ def begin(args: argparse.Namespace) -> int:
     folder = connection_folder()
     folder.mkdir(parents=True, exist_ok=True, mode=OWNER_ONLY)
     folder.chmod(OWNER_ONLY)
-    for name in ENDINGS:
-        signal.signal(name, signal.default_int_handler)
+    for ending in ENDINGS:
+        signal.signal(ending, signal.default_int_handler)
     try:
         with files.claimed(folder / "controller"):
             return serve(folder, args)
@@ -102,10 +102,14 @@ def start_controller(folder: Path, address: str) -> subprocess.Popen:
     options = [f"--ip={address}", f"--location={address}", "--IPController.enable_curve=True", "--nodb", "--ping=1000"]
     options += [f"--profile-dir={folder / 'profile'}", "--log-level=ERROR"]
     options += [f"--IPController.{peer}_json_file={folder}/ipcontroller-{peer}.json" for peer in ("client", "engine")]
-    with open(folder / "controller.log", "wb") as log:
-        command = [sys.executable, "-m", "ipyparallel.controller", *options]
-        quiet: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
-        return subprocess.Popen(command, umask=0o077, preexec_fn=end_with_us, **quiet)
+    return start_quietly(["ipyparallel.controller", *options], folder / "controller.log")
+
+
+def start_quietly(module: list, log: Path) -> subprocess.Popen:
+    """Start a module of Python, whose files are for the owner only and whose words go to `log`; it ends with us."""
+    with open(log, "wb") as words:
+        quiet: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": words, "stderr": words}
+        return subprocess.Popen([sys.executable, "-m", *module], umask=0o077, preexec_fn=end_with_us, **quiet)
 
 
 def wait_for_files(folder: Path, controller: subprocess.Popen, copy_to: str | None) -> Path:
@@ -122,13 +126,13 @@ def wait_for_files(folder: Path, controller: subprocess.Popen, copy_to: str | No
 
 
 def start_engines(file: Path, names: list, slurm: bool) -> list:
-    """One engine on each named host by ssh, with the file on its standard input; or one on each node by srun."""
+    """One engine on each named host by ssh, with the file as a line of its input; or one on each node by srun."""
     join = [sys.executable, "-m", "ddp_course.cli", "hosts", "join"]
     started = []
     for name in names:
         command = ["ssh", *shlex.split(os.environ.get("DDP_COURSE_SSH", "")), name, shlex.join([*join, "-"])]
         process = subprocess.Popen(command, stdin=subprocess.PIPE)
-        process.stdin.write(file.read_bytes() + b"\n")
+        process.stdin.write(json.dumps(json.loads(file.read_text())).encode() + b"\n")
         process.stdin.flush()  # it stays open: when this process ends, so do the engines
         started.append(process)
     if slurm:
@@ -146,18 +150,15 @@ def take_part(name: str) -> int:
     """
     if find_spec("ipyparallel") is None:
         raise LaunchError('joining needs the package ipyparallel; run: pip install "ddp-course[hosts]"')
-    file = put_down(connection(name)) if name == "-" else name
-    connection(file)
+    text = connection(name)
     for ending in ENDINGS:
         signal.signal(ending, lambda *_: sys.exit(0))
     if name == "-":
         threading.Thread(target=end_with_standard_input, daemon=True).start()
-    code, deadline = run_engine(file), -math.inf
-    while code == LOST or (code == NOT_LET_IN and time.monotonic() < deadline):
-        if code == LOST:
-            deadline = time.monotonic() + REJOIN_SECONDS
-            print("ddp-course: the controller is not heard any more; joining again", file=sys.stderr, flush=True)
-        code = run_engine(file)
+    with tempfile.NamedTemporaryFile("w", prefix="ddp_course_hosts_", suffix=".json") as file:  # for the owner only
+        file.write(text)
+        file.flush()
+        code = keep_engine(file.name if name == "-" else name)
     if code == NOT_LET_IN:
         raise LaunchError(
             f"the controller of {name} did not let this machine in: it has ended, cannot be reached, or the file is of "
@@ -168,22 +169,11 @@ def take_part(name: str) -> int:
     return 0
 
 
-def end_with_standard_input() -> None:
-    """In a thread: what started this over ssh has ended when its end of the input is closed."""
-    sys.stdin.read()
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-def engine_log() -> Path:
-    """Where an engine leaves what it has to say."""
-    return connection_folder() / "engine.log"
-
-
 def connection(name: str) -> str:
-    """The text of a connection file, "-" for standard input; LaunchError if that is something else."""
+    """The text of a connection file, "-" for a line of the standard input; LaunchError if that is something else."""
     if name != "-" and not Path(name).is_file():
         raise FileNotFoundError(f'there is no file "{name}"; copy it from the machine where "hosts start" runs')
-    text = read_object(sys.stdin) if name == "-" else Path(name).read_text(errors="replace")
+    text = sys.stdin.readline() if name == "-" else Path(name).read_text(errors="replace")
     try:
         whole = {"registration", "interface", "location", "curve_serverkey"} <= json.loads(text).keys()
     except (ValueError, AttributeError):
@@ -194,20 +184,38 @@ def connection(name: str) -> str:
     return text
 
 
+def end_with_standard_input() -> None:
+    """In a thread: what started this over ssh has ended when its end of the input is closed."""
+    sys.stdin.read()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def keep_engine(file: str) -> int:
+    """Run engines, one after the other while each loses its controller; the exit code of the last."""
+    code, deadline = run_engine(file), -math.inf
+    while code == LOST or (code == NOT_LET_IN and time.monotonic() < deadline):
+        if code == LOST:
+            deadline = time.monotonic() + REJOIN_SECONDS
+            print("ddp-course: the controller is not heard any more; joining again", file=sys.stderr, flush=True)
+        code = run_engine(file)
+    return code
+
+
 def run_engine(file: str) -> int:
     """Run one engine, a process of its own that ends with this one; returns its exit code."""
-    command = [sys.executable, "-m", "ddp_course.commands.hosts", file]
-    log = engine_log()
-    log.parent.mkdir(parents=True, exist_ok=True, mode=OWNER_ONLY)
-    with open(log, "wb") as words:
-        quiet: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": words, "stderr": words}
-        with subprocess.Popen(command, preexec_fn=end_with_us, **quiet) as engine:
-            try:
-                return engine.wait()
-            except KeyboardInterrupt:
-                return 0
-            finally:
-                engine.terminate()
+    engine_log().parent.mkdir(parents=True, exist_ok=True, mode=OWNER_ONLY)
+    with start_quietly([__name__, file], engine_log()) as engine:
+        try:
+            return engine.wait()
+        except KeyboardInterrupt:
+            return 0
+        finally:
+            engine.terminate()
+
+
+def engine_log() -> Path:
+    """Where an engine leaves what it has to say."""
+    return connection_folder() / "engine.log"
 
 
 def be_engine(file: str) -> None:
@@ -228,26 +236,6 @@ def be_engine(file: str) -> None:
     with contextlib.suppress(RuntimeError):  # its loop was stopped, as it does when heartbeats fail to come
         Engine.launch_instance(argv=options)
     os._exit(LOST)
-
-
-def read_object(stream: Any) -> str:
-    """The lines of `stream` up to the end of a JSON object, whose keys of encryption may have braces in them."""
-    text = ""
-    for line in iter(stream.readline, ""):
-        text += line
-        with contextlib.suppress(ValueError):
-            json.loads(text)
-            return text
-    raise LaunchError("what came over ssh is no connection file; was the command on the other side ended?")
-
-
-def put_down(text: str) -> str:
-    """A file for the owner only with what came over ssh; it ends with this process."""
-    folder = tempfile.mkdtemp(prefix="ddp_course_hosts_")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    file = Path(folder) / "ipcontroller-engine.json"
-    file.write_text(text)
-    return str(file)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -149,46 +148,29 @@ def index_of(ip: Any, name: str) -> int:
 
 
 @cache
-def begin_attempt() -> subprocess.Popen | OSError | None:
-    """Start `attempt` in a process, without waiting for it; the error if none can be had, None if not on Linux."""
-    if sys.platform != "linux":
-        return None
-    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    nothing, pipe = subprocess.DEVNULL, subprocess.PIPE
-    command, environ = [sys.executable, "-m", __name__], {**os.environ, "PYTHONPATH": path}
-    try:
-        return subprocess.Popen(command, stdin=nothing, stdout=pipe, stderr=nothing, env=environ)
-    except OSError as error:
-        return error
-
-
-@cache
 def allowed() -> dict[str, Any]:
     """The result of `attempt`, made once: {"reason": None or one line about what forbids hosts, "latency": bool}."""
-    process = begin_attempt()
-    if process is None:
+    if sys.platform != "linux":
         return {"reason": "virtual hosts need Linux", "latency": False}
+    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    command, environ = [sys.executable, "-m", __name__], {**os.environ, "PYTHONPATH": path}
+    quiet: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "timeout": ATTEMPT_SECONDS}
     try:
-        if isinstance(process, OSError):
-            raise process
-        with process:
-            try:
-                return json.loads(process.communicate(timeout=ATTEMPT_SECONDS)[0])
-            finally:
-                process.kill()
+        return json.loads(subprocess.run(command, env=environ, check=False, **quiet).stdout)
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
         return {"reason": f"the attempt to build them failed ({error})", "latency": False}
 
 
 def attempt() -> dict[str, Any]:
     """Build two hosts and send a byte from one to the other; returns {"reason": None or text, "latency": bool}."""
-    try:
-        crossing(0.0)
-    except Exception as error:  # a person reads the reason, whatever it is
-        return {"reason": explain(error), "latency": False}
-    with suppress(Exception):  # netem may be missing
-        return {"reason": None, "latency": crossing(TRIAL_LATENCY) >= 3 * TRIAL_LATENCY}
-    return {"reason": None, "latency": False}
+    reason = ""
+    for latency in (TRIAL_LATENCY, 0.0):  # the kernel may have no netem
+        try:
+            seconds = crossing(latency)
+            return {"reason": None, "latency": 0 < 3 * latency <= seconds}
+        except Exception as error:  # a person reads the reason, whatever it is
+            reason = explain(error)
+    return {"reason": reason, "latency": False}
 
 
 def crossing(latency_seconds: float) -> float:

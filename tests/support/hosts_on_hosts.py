@@ -97,8 +97,8 @@ def ranks_alive():
     count = 0
     for process in psutil.Process().children(recursive=True):
         try:
-            is_server, parent = "server.py" in " ".join(process.cmdline()), process.parent()
-            count += is_server and parent is not None and "server.py" in " ".join(parent.cmdline())
+            is_server, parent = "preloaded.py" in " ".join(process.cmdline()), process.parent()
+            count += is_server and parent is not None and "preloaded.py" in " ".join(parent.cmdline())
         except psutil.NoSuchProcess:
             continue
     return count

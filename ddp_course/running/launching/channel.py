@@ -9,10 +9,8 @@ import select
 import selectors
 import socket
 import struct
-import sys
-import threading
 from collections.abc import Callable
-from typing import IO, Any
+from typing import Any
 
 HEADER = struct.Struct("<Q")
 LONGEST_MESSAGE = 1 << 40  # bytes
@@ -67,6 +65,12 @@ def receive_descriptors(connection: socket.socket, count: int) -> list:
     return received
 
 
+def close_all(descriptors: list) -> None:
+    """Close open files."""
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
 class Inbox:
     """The pipes that the processes of a launch write to; `reader.feed` gets what arrives, `reader.close` the end."""
 
@@ -75,7 +79,8 @@ class Inbox:
 
     def add(self, descriptor: int, reader: Any) -> None:
         """Read from an open file from now on; the inbox closes it."""
-        file = pumped(descriptor) if sys.platform == "win32" else unblocked(descriptor)
+        os.set_blocking(descriptor, False)
+        file = open(descriptor, "rb", buffering=0)  # noqa: SIM115 (closed by `remove`)
         self.selector.register(file, selectors.EVENT_READ, reader)
 
     def pipe(self, reader: Any) -> int:
@@ -111,28 +116,6 @@ class Inbox:
         self.selector.close()
 
 
-def unblocked(descriptor: int) -> IO[bytes]:
-    """An open file as one that never blocks."""
-    os.set_blocking(descriptor, False)
-    return open(descriptor, "rb", buffering=0)
-
-
-def pumped(descriptor: int) -> Any:
-    """The same where selectors wait for sockets only, as on Windows: a thread moves the bytes of a pipe to a socket."""
-    receiving, sending = socket.socketpair()
-
-    def pump():
-        with sending:
-            while piece := os.read(descriptor, READ_AT_MOST):
-                sending.sendall(piece)
-        os.close(descriptor)
-
-    threading.Thread(target=pump, daemon=True).start()
-    receiving.setblocking(False)
-    with receiving:  # the socket stays open as long as the file
-        return receiving.makefile("rb", buffering=0)
-
-
 class Lines:
     """Cuts what a rank prints into whole lines."""
 
@@ -165,6 +148,16 @@ class Lines:
         self.pieces, self.length = [], 0
 
 
+class Pieces:
+    """Hands on what arrives as it comes."""
+
+    def __init__(self, deliver: Callable):
+        self.feed = deliver
+
+    def close(self) -> None:
+        """Nothing is left to do."""
+
+
 class Text:
     """Keeps the last 256 KiB of what arrived."""
 
@@ -178,9 +171,6 @@ class Text:
     def text(self) -> str:
         """What came, as text."""
         return self.bytes.decode("utf-8", "replace")
-
-    def close(self) -> None:
-        """Nothing is left to do."""
 
 
 class Mail:

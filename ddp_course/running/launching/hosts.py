@@ -1,14 +1,13 @@
 """`launch(fn, hosts=…)`: one launch over several machines, each with an ipyparallel engine that has joined.
 
-    caller (head) ── ipyparallel, CurveZMQ ── engine on host a ── its own launch of ranks 0 … 3
-                                          └── engine on host b ── its own launch of ranks 4 … 7
+    caller (head) ── ipyparallel, CurveZMQ ── engine on host a ── ranks 0 … 3, as in a launch there
+                                          └── engine on host b ── ranks 4 … 7
 
 The head packs the call once, tells every engine its ranks and where the store is, and then keeps asking for news.
 torch.distributed does the training: nothing of ours moves a gradient from host to host.
 """
 
 import json
-import math
 import pickle
 import secrets
 import time
@@ -19,13 +18,12 @@ from typing import IO, Any
 from ...errors import LaunchError
 from ..files import connection_folder, replace_file
 from . import engine
-from .launched import Launch
+from .launched import Launch, Ranks
 
 SILENCE_SECONDS = 2.5  # an engine that has not answered for so long is gone
 SURVEY_SECONDS = 20.0  # the first call to an engine imports torch there
 JOIN_SECONDS = 10.0  # for hosts that are still joining
-GRACE_SECONDS = 0.5  # after the first failure, for other ranks to report theirs
-STATES_SECONDS = 5.0  # for all hosts to say where their ranks were
+ENDING_SECONDS = SILENCE_SECONDS + 0.5  # for all hosts to end their ranks
 POLL_SECONDS = 0.005
 HOSTS_BEFORE = "hosts.json"  # beside the keys: the names of hosts that have answered
 
@@ -37,19 +35,11 @@ def run_on_hosts(
     """Run a packed call on ranks of several hosts; results in rank order, errors with the name of the host."""
     if link is not None:
         raise ValueError("between real hosts links are not emulated; launch without link, or without hosts")
-    payload.seek(0)
-    packed = payload.read()
     with connect() as client:
-        members = choose(hosts, survey_all(client, hosts))
-        if len(members) > world_size:
-            members = members[:world_size]
-        launched = LaunchOnHosts(client, members, world_size, timeout, show, progress)
-        try:
-            launched.begin(packed, device, progress)
-            launched.watch()
-        finally:
-            launched.close()
-        return launched.outcome()
+        members = choose(hosts, survey_all(client, hosts))[:world_size]
+        request = {"world_size": world_size, "device": device, "timeout": timeout, "progress": progress}
+        ranks = RanksOnHosts(client, members, request)
+        return Launch(ranks, world_size, timeout, progress, show).run(payload).outcome()
 
 
 def connect() -> Any:
@@ -135,24 +125,23 @@ def choose(hosts: str | int | list, members: list) -> list:
     return chosen
 
 
-class LaunchOnHosts(Launch):
-    """A launch over several hosts: their engines are asked for news until its fate is known."""
+class RanksOnHosts(Ranks):
+    """The ranks of a launch over several hosts: their engines are asked for news of them, again and again."""
 
-    tick = POLL_SECONDS
+    quiet = 1.5  # an engine hears the question only when it has waited for news
 
-    def __init__(
-        self, client: Any, members: list, world_size: int, timeout: float, show: Callable, progress: bool | int
-    ):
-        super().__init__(list(range(world_size)), timeout, progress, show)
-        self.client, self.members, self.number = client, members, secrets.randbits(64)
-        count = len(members)
-        self.ranks_on = [[r for r in self.ranks if r * count // world_size == index] for index in range(count)]
-        self.broken, self.lost, self.over = {}, [], set()
+    def __init__(self, client: Any, members: list, request: dict):
+        self.client, self.members, self.request, self.number = client, members, request, secrets.randbits(64)
+        world_size, count = request["world_size"], len(members)
+        self.ranks_on = [[r for r in range(world_size) if r * count // world_size == index] for index in range(count)]
         self.requests: dict = {}  # by host, the reply to the last request for news, and when that was made
+        self.late = [0.0] * count  # seconds by which the clock here is ahead of each host's
+        self.lost: list = []  # why hosts are gone, in words
+        self.left = set(range(count))  # hosts that still have processes of this launch
 
     def call(self, index: int, function: Callable, *arguments: Any) -> Any:
-        """Call a function in the engine of one host; returns at once, with what will be its answer."""
-        return self.client[self.members[index]["engine"]].apply_async(function, *arguments)
+        """Call a function in the engine of one host, about this launch; returns at once, with the coming answer."""
+        return self.client[self.members[index]["engine"]].apply_async(function, self.number, *arguments)
 
     def call_all(self, function: Callable, *arguments: list) -> list:
         """Call a function in all engines at once, each with its own arguments; the answers, in the hosts' order."""
@@ -167,108 +156,115 @@ class LaunchOnHosts(Launch):
             host, words = self.members[index]["host"], str(error).split("\n")[0]
             raise LaunchError(f"{host} cannot take part: {words}") from None
 
-    def begin(self, packed: bytes, device: Any, progress: bool | int) -> None:
+    def start(self, payload: IO[bytes]) -> None:
         """Open the store on the first host, and start the ranks on all."""
+        payload.seek(0)
         count, first = len(self.members), self.members[0]["address"]
         sizes = [len(ranks) for ranks in self.ranks_on]
-        prepared = self.call_all(engine.prepare, [self.number] * count, sizes, [device] * count,
-                                 [first, *[None] * (count - 1)])  # fmt: skip
+        prepared = self.call_all(
+            engine.prepare, sizes, [self.request["device"]] * count, [first, *[None] * (count - 1)]
+        )
         backends = {backend for backend, _ in prepared}
         common = {
-            "world_size": len(self.ranks), "device": device, "timeout": self.timeout, "progress": progress,
-            "store": (first, prepared[0][1]), "backend": backends.pop() if len(backends) == 1 else "gloo",
-        }  # fmt: skip
+            **self.request,
+            "store": (first, prepared[0][1]),
+            "backend": backends.pop() if len(backends) == 1 else "gloo",
+        }
         requests = [
             {**common, "ranks": ranks, "card": member["card"]}
             for ranks, member in zip(self.ranks_on, self.members, strict=True)
         ]
-        self.call_all(engine.begin, [self.number] * count, requests, [packed] * count)
+        self.call_all(engine.begin, requests, [payload.read()] * count)
         for index in range(count):
-            self.ask(index)
+            self.ask_for_news(index)
 
-    def ask(self, index: int) -> None:
+    def ask_for_news(self, index: int) -> None:
         """Ask one host for news."""
-        self.requests[index] = self.call(index, engine.news, self.number), time.monotonic()
-
-    def watch(self) -> None:
-        """Take news until all results are in, or something failed, or a host is gone."""
-        self.read_for(math.inf, self.is_decided)
-        if not self.lost and not self.broken:
-            if self.failures:
-                self.read_for(GRACE_SECONDS, self.all_have_reported)
-            if self.states:
-                self.read_for(STATES_SECONDS, lambda: len(self.states) == len(self.ranks) or self.failures)
-
-    def is_decided(self) -> bool:
-        """Whether nothing but the end is left to wait for."""
-        return bool(super().is_decided() or self.broken or self.lost or len(self.over) == len(self.members))
+        self.requests[index] = self.call(index, engine.news), time.monotonic()
 
     def step(self, seconds: float) -> bool:
-        """Take what engines have answered by now, and ask them again; if nothing came, wait, and return False."""
-        came = False
-        for index, (reply, since) in list(self.requests.items()):
-            if reply.ready():
-                came = True
-                self.take(index, reply)
-            elif time.monotonic() > since + SILENCE_SECONDS:
-                self.lose(index)
-        if not came:
-            time.sleep(seconds)
+        """Pass on what engines answer, waiting at most `seconds` for it, and ask them again; False if nothing came."""
+        deadline, came = time.monotonic() + seconds, False
+        while not came:
+            for index, (reply, since) in list(self.requests.items()):
+                if reply.ready():
+                    came |= self.take(index, reply)
+                elif time.monotonic() > since + SILENCE_SECONDS:
+                    came = self.lose(index)
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0 if came else POLL_SECONDS)
         return came
 
-    def take(self, index: int, reply: Any) -> None:
-        """Take the news of one host."""
+    def take(self, index: int, reply: Any) -> bool:
+        """Pass on the news of one host; returns whether there was any."""
         try:
-            messages = pickle.loads(reply.get(timeout=0))
+            now, events = pickle.loads(reply.get(timeout=0))
         except Exception:  # the engine died: ipyparallel has no common base for what it then raises
-            self.lose(index)
-            return
-        for message in messages:
-            self.note(index, message)
-        if index in self.over:
-            del self.requests[index]
-        else:
-            self.ask(index)
+            return self.lose(index)
+        self.late[index] = time.monotonic() - now
+        if not events or events[-1][0] != "over":
+            self.ask_for_news(index)
+        for kind, rank, value in events:
+            if kind == "over":  # rank, value: whether it ended too soon, and why
+                self.leave(index, f"{self.members[index]['host']}: {value}" if rank else "")
+            elif kind == "refused":
+                self.hear(kind, rank, LaunchError(f"{self.members[index]['host']}: {value}"))
+            else:
+                self.hear(kind, rank, value, self.late[index])
+        return bool(events)
 
-    def lose(self, index: int) -> None:
+    def lose(self, index: int) -> bool:
         """A host is gone."""
-        del self.requests[index]
-        self.lost.append(self.members[index]["host"])
+        self.leave(index, f"lost {self.members[index]['host']} in mid-launch")
+        self.gone = True
+        return True
 
-    def note(self, index: int, message: tuple) -> None:
-        """Note one piece of a host's news; the times of failures are relative to now."""
-        host, now = self.members[index]["host"], time.monotonic()
-        match message:
-            case "line", rank, stream, text:
-                self.show(self.bar, f"{rank} {host}", stream, text)
-            case "steps", steps:
-                self.bar.advance_to(steps)
-            case "results", results:
-                self.results |= results
-            case "failures", failures:
-                self.failures |= {f.rank: replace(f, time=now + f.time, host=host) for f in failures}
-            case "states", states, calls, entered:  # time is up there
-                self.states += [replace(state, host=host) for state in states]
-                self.calls |= {rank: made for rank, made in calls.items() if rank in self.ranks_on[index]}
-                self.entered |= entered
-            case "broken", words:  # the host could not start its ranks, or they were ended from outside
-                self.broken[host] = words
-            case ("over",):  # nothing of this launch is left there
-                self.over.add(index)
+    def leave(self, index: int, reason: str) -> None:
+        """Nothing of this launch is left on a host; `reason`: why, if that was too soon."""
+        self.requests.pop(index, None)
+        self.left.discard(index)
+        self.gone |= not self.left
+        if reason:
+            self.cut_off = True
+            self.lost.append(reason)
+
+    def order(self, message: bytes) -> None:
+        """Give all ranks their next call, packed, or b"": all have their results, and may leave."""
+        for index in self.left:
+            self.call(index, engine.call, "order", message)
+
+    def ask(self, pids: dict) -> None:
+        """Ask these ranks for their stacks."""
+        for index in self.left:
+            here = {rank: pid for rank, pid in pids.items() if rank in self.ranks_on[index]}
+            self.call(index, engine.call, "ask", here)
+
+    def look(self, pids: dict) -> tuple[dict, dict]:
+        """The state of each rank's process, and its last collectives, by rank."""
+        statuses, calls = {}, {}
+        for index in self.left:
+            states, made = self.answer(index, self.call(index, engine.call, "look", pids))
+            statuses |= states
+            late = self.late[index]
+            calls |= {rank: [replace(call, begin=call.begin + late) for call in last] for rank, last in made.items()}
+        return statuses, calls
+
+    def host_of(self, rank: int) -> str:
+        """The name of the host that a rank lives on."""
+        return next(m["host"] for m, ranks in zip(self.members, self.ranks_on, strict=True) if rank in ranks)
 
     def end(self) -> None:
         """Have all hosts end their ranks, and wait until they have."""
-        for index in self.requests:
-            self.call(index, engine.end, self.number)
-        self.read_for(SILENCE_SECONDS + GRACE_SECONDS, lambda: not self.requests)
+        for index in self.left:
+            self.call(index, engine.end)
+            if index not in self.requests:
+                self.ask_for_news(index)
+        self.read_for(ENDING_SECONDS, lambda: not self.requests)
 
     def release(self) -> None:
         """Nothing is open."""
 
-    def outcome(self) -> list:
-        """As for every launch; a host that is lost or could not take part is named."""
-        if self.lost and all(failure.consequence for failure in self.failures.values()):
-            raise LaunchError(f"lost {' and '.join(sorted(self.lost))} in mid-launch; all other ranks were ended")
-        if self.broken and not self.failures:
-            raise LaunchError("; ".join(f"{host}: {words}" for host, words in self.broken.items()))
-        return super().outcome()
+    def explain(self) -> str:
+        """Which hosts are gone, and why."""
+        return "; ".join(sorted(self.lost))

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import IO
 
 from ...errors import LaunchError
-from .launch import check_request, new_launch
-from .local import LocalLaunch
+from .launch import check_request
+from .launched import Launch
+from .local import local_ranks
 from .setting import describe_launch
 
 IDLE_SECONDS = float(os.environ.get("DDP_COURSE_IDLE") or 1800)
@@ -19,7 +20,7 @@ class KeptRanks:
     def __init__(self, world_size: int, device: str):
         self.world_size, self.device = check_request(world_size, device, 1.0, None), device
         self.setting = describe_launch(self.world_size, device, 1.0, None, False)
-        self.launched: LocalLaunch | None = None
+        self.launched: Launch | None = None
         self.ended = False
         self.last_use = time.monotonic()
 
@@ -31,9 +32,10 @@ class KeptRanks:
         check_request(self.world_size, self.device, timeout, None)
         try:
             if self.launched is None:
-                self.launched = new_launch({**self.setting, "timeout": timeout, "idle": IDLE_SECONDS}, show)
+                ranks = local_ranks({**self.setting, "timeout": timeout, "idle": IDLE_SECONDS})
+                self.launched = Launch(ranks, self.world_size, timeout, False, show)
                 self.launched.keeps = True
-                self.launched.start(payload)
+                ranks.start(payload)
             elif time.monotonic() > self.last_use + IDLE_SECONDS:
                 raise LaunchError(f"the kept ranks have ended: no cell wanted them for {IDLE_SECONDS / 60:g} minutes")
             else:

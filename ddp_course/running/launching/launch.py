@@ -1,10 +1,6 @@
 """`launch`: call a function on K ranks, get back one result for each.
 
-    caller ── server (torch preloaded; started once, forks) ── agent (one a launch) ── rank 0 … rank K-1
-
-The caller makes the pipes on which each rank reports, prints and shows its stacks, and reads all of them in one
-loop: no threads, no signal handlers, nothing for a cell to hang on. Where processes cannot safely be forked, the
-ranks come from spares that wait with torch loaded (`spawned`).
+The request is checked and the call packed here; `local` or `hosts` brings ranks to life, and `launched` watches them.
 """
 
 import inspect
@@ -18,11 +14,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import IO, Any
 
-from ...errors import CourseError
+from ...errors import CourseError, LaunchError
 from . import pickling
-from .launched import show_line
-from .local import LocalLaunch
-from .setting import describe_launch, open_memory, start_method
+from .launched import Launch, show_line
+from .local import local_ranks
+from .setting import describe_launch, open_memory
 
 EXPECTED = (CourseError, ValueError, TypeError, KeyboardInterrupt)
 LONGEST_TIMEOUT = 1e7  # seconds
@@ -88,36 +84,17 @@ def run_ranks(
             from .hosts import run_on_hosts  # here: it needs the extra ddp-course[hosts]
 
             return run_on_hosts(hosts, payload, world_size, device, timeout, link, progress, show)
-        return run_here(describe_launch(world_size, device, timeout, link, progress, nbytes), payload, show)
-
-
-def run_here(setting: dict, payload: IO[bytes], show: Callable) -> list:
-    """Run one launch to its end; once more if it came to nothing because the server was just ending."""
-    for last_try in (False, True):
-        launched = new_launch(setting, show)
-        try:
-            launched.start(payload)
-            launched.watch()
-        finally:
-            launched.close()
-        if last_try or not launched.never_started():
-            return launched.outcome()
-    raise AssertionError("the last try returns or raises")
-
-
-def new_launch(setting: dict, show: Callable) -> LocalLaunch:
-    """A launch whose ranks come to life as this system allows."""
-    if start_method() == "spawn":
-        from .spawned import Spawned  # here: where processes can be forked it is never needed
-
-        return Spawned(setting, show)
-    from .forked import Forked  # here: it needs what only systems with fork have
-
-    return Forked(setting, show)
+        setting = describe_launch(world_size, device, timeout, link, progress, nbytes)
+        launched = Launch(local_ranks(setting), world_size, timeout, progress, show).run(payload)
+        if launched.ranks.never_started():  # the server was just ending
+            launched = Launch(local_ranks(setting), world_size, timeout, progress, show).run(payload)
+        return launched.outcome()
 
 
 def check_request(world_size: Any, device: Any, timeout: Any, link: Any) -> int:
     """The world size as an int; ValueError that says what was expected for any argument of the wrong kind."""
+    if sys.platform == "win32":
+        raise LaunchError("on Windows ranks need WSL 2, which is Linux: docs/TROUBLESHOOTING.md")
     try:
         number = operator.index(world_size)
     except TypeError:

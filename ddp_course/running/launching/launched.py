@@ -1,17 +1,36 @@
-"""One launch as its caller sees it: lines and reports arrive from the ranks, and in the end results or an error.
+"""One launch as its caller sees it: what the ranks say arrives, and in the end there are results or an error.
 
-`local` has what is special about ranks on this machine, `hosts` what is special about ranks on several.
+The same for ranks of every kind: `local` has those on this machine, `hosts` those on several.
 """
 
-import math
+import pickle
+import signal
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import IO, Any
 
-from ...errors import LaunchError, LaunchTimeout, RankError
+from ...errors import Failure, LaunchError, LaunchTimeout, RankError
 from . import stacks
+from .channel import Text
 from .progress import Bar
+
+STARTING_SECONDS = 60.0  # for torch to be imported from a cold disk; the launch's own time starts after that
+GRACE_SECONDS = 0.25  # after the first failure, for other ranks to report theirs: the earliest is told first
+KEPT_GRACE_SECONDS = 2.0  # the same for ranks that stay: if all of them fail, they need not end
+EXIT_CODE_SECONDS = 1.5  # until it is known how a rank died
+ENDING_SECONDS = 5.0  # for all processes to end, after the last result or after the order to end
+STACK_SECONDS = 2.0  # for ranks to write their stacks when time has run out
+UNCONNECTED = (
+    "launch: no collective ran, so these are {} models that know nothing of each other, and they differ now. "
+    "To train one together, wrap the model or average the gradients.\n"
+)
+SIGNAL_HINTS = {
+    "SIGKILL": " (from outside, or by the system: then probably because memory ran out)",
+    "SIGSEGV": " (segmentation fault)",
+    "SIGABRT": " (a library gave up)",
+}
 
 
 def show_line(bar: Bar, rank: int | str, stream: str, text: str) -> None:
@@ -22,29 +41,39 @@ def show_line(bar: Bar, rank: int | str, stream: str, text: str) -> None:
     bar.print(f"[rank {rank}] {text}\n", stream)
 
 
-class Launch(ABC):
-    """One launch: started, watched until its fate is known, closed, and then asked for its outcome."""
+class Ranks(ABC):
+    """The processes of one launch. What they say becomes events, `hear(kind, rank, value, late)`:
 
-    tick = math.inf  # seconds: the longest wait between two looks at `is_decided`
+    "message" (pickled: the rank has started, or its result, …), "print" (stream, text), "stack" and "log" (bytes),
+    "closed" (its report has ended), "exited" (a code), "refused" (an exception). `late`: seconds by which the clock
+    here is ahead of the rank's.
+    """
 
-    def __init__(self, ranks: list, timeout: float, progress: bool | int, show: Callable):
-        self.ranks, self.timeout, self.show = ranks, timeout, show
-        self.bar = Bar(None if progress is True else progress)
-        self.results: dict = {}
-        self.failures: dict = {}
-        self.states: list = []  # after a timeout, what each rank was doing
-        self.calls: dict = {}  # after a timeout, the collectives of each rank by the flight recorder
-        self.entered: dict = {}  # after a timeout, the collective of torch that each rank is in, by its stack
-        self.refusal: Exception | None = None
-        self.closing = False
+    hear: Callable = staticmethod(lambda *event: None)
+    tick = 1.0  # seconds: the longest wait between two looks at what has become of the launch
+    quiet = 0.4  # seconds without any news after which no more stacks come
+    gone = False  # whether no process of the launch is left
+    cut_off = False  # whether processes have ended that the ranks still depended on
 
     @abstractmethod
-    def watch(self) -> None:
-        """Read until the fate of this launch is known."""
+    def start(self, payload: IO[bytes]) -> None:
+        """Bring the ranks to life; `payload` is an open file with the packed call."""
 
     @abstractmethod
     def step(self, seconds: float) -> bool:
-        """Take what has arrived, waiting at most `seconds` for it; False if nothing came."""
+        """Pass on what has arrived, waiting at most `seconds` for it; False if nothing came."""
+
+    @abstractmethod
+    def order(self, message: bytes) -> None:
+        """Give all ranks their next call, packed, or b"": all have their results, and may leave."""
+
+    @abstractmethod
+    def ask(self, pids: dict) -> None:
+        """Ask these ranks for their stacks; `pids` are their process ids by rank."""
+
+    @abstractmethod
+    def look(self, pids: dict) -> tuple[dict, dict]:
+        """The state of each rank's process, and its last collectives, by rank."""
 
     @abstractmethod
     def end(self) -> None:
@@ -54,51 +83,217 @@ class Launch(ABC):
     def release(self) -> None:
         """Give back what was open."""
 
-    def is_decided(self) -> Any:
-        """Whether nothing but the end is left to wait for."""
-        return self.failures or self.refusal or self.states or self.has_all_results()
+    @abstractmethod
+    def explain(self) -> str:
+        """Which process that the ranks depend on has ended, and how; "" if that is not known."""
 
-    def has_all_results(self) -> bool:
-        """Whether every rank has returned."""
-        return len(self.results) == len(self.ranks)
+    def host_of(self, rank: int) -> str:
+        """The name of the host that a rank lives on, "" in a launch on this machine."""
+        return ""
 
-    def all_have_reported(self) -> bool:
-        """Whether every rank has returned or failed."""
-        return len(self.failures.keys() | self.results.keys()) == len(self.ranks)
+    def never_started(self) -> bool:
+        """Whether everything was gone before any rank came to life, so that the launch may be tried again."""
+        return False
 
     def read_for(self, seconds: float, enough: Callable) -> None:
-        """Take what arrives for `seconds`, or until `enough()`."""
+        """Pass on what arrives for `seconds`, or until `enough()`."""
         deadline = time.monotonic() + seconds
         while not enough() and time.monotonic() < deadline:
             self.step(max(0.0, min(self.tick, deadline - time.monotonic())))
+
+
+class Launch:
+    """One launch: started, watched until its fate is known, closed, and then asked for its outcome.
+
+    If its ranks stay (`keeps`), it gets the next call by `again` instead of its end.
+    """
+
+    def __init__(self, ranks: Ranks, world_size: int, timeout: float, progress: bool | int, show: Callable):
+        self.ranks, self.world_size, self.timeout, self.show = ranks, world_size, timeout, show
+        self.bar = Bar(None if progress is True else progress)
+        self.keeps = self.closing = False
+        self.pids: dict = {}
+        self.results: dict = {}
+        self.failures: dict = {}
+        self.exit_codes: dict = {}
+        self.unconnected: dict = {}  # of ranks that trained without any message, a sum over their model
+        self.stacks, self.log = [Text() for _ in range(world_size)], Text()
+        self.timed_out: LaunchTimeout | None = None
+        self.refusal: Exception | None = None
+        ranks.hear = self.hear
+
+    def run(self, payload: IO[bytes]) -> "Launch":
+        """Start the ranks, watch them to their end, and close everything, whatever happens."""
+        try:
+            self.ranks.start(payload)
+            self.watch()
+        finally:
+            self.close()
+        return self
+
+    def again(self, packed: bytes, timeout: float, show: Callable) -> None:
+        """Have the ranks that stayed carry out another packed call; to be watched as the first."""
+        self.show, self.timeout = show, timeout
+        self.results, self.failures, self.exit_codes = {}, {}, {}
+        while self.ranks.step(0):
+            pass
+        self.ranks.order(packed)
+
+    def watch(self) -> None:
+        """Read until all results are in, or a rank has failed, or the ranks are gone, or time is up."""
+        read_for = self.ranks.read_for
+        read_for(STARTING_SECONDS + self.timeout, lambda: self.pids or self.is_decided())
+        read_for(self.timeout, self.is_decided)
+        if not self.is_decided():
+            self.look_at_ranks()
+            return
+        if self.has_all_results() and not self.failures and not self.keeps:
+            self.ranks.order(b"")
+            read_for(ENDING_SECONDS, lambda: self.ranks.gone or self.failures)
+        if self.failures:
+            read_for(KEPT_GRACE_SECONDS if self.keeps else GRACE_SECONDS, self.all_have_reported)
+            read_for(EXIT_CODE_SECONDS, self.cause_is_known)
+
+    def hear(self, kind: str, rank: int, value: Any = None, late: float = 0.0) -> None:
+        """Note one event of `Ranks`."""
+        match kind:
+            case "message":
+                self.note(rank, value, late)
+            case "print":
+                host = self.ranks.host_of(rank)
+                self.show(self.bar, f"{rank} {host}" if host else rank, *value)
+            case "stack":
+                self.stacks[rank].feed(value)
+            case "log":
+                self.log.feed(value)
+            case "refused":
+                self.refusal = value
+            case "closed" if not self.closing and (self.keeps or rank not in self.results):
+                self.died(rank)
+            case "exited":
+                self.exited(rank, value)
+
+    def note(self, rank: int, pickled: bytes, late: float) -> None:
+        """Note that a rank has started, or trained a few steps, or returned a result, or failed."""
+        try:
+            kind, value = pickle.loads(pickled)
+        except Exception as error:
+            message = f"its result cannot be read here: {type(error).__name__}: {error}"
+            kind, value = "failed", {"type_name": "TypeError", "message": message, "time": time.monotonic() - late}
+        if kind == "started":
+            self.pids[rank] = value
+        elif kind == "steps":
+            self.bar.advance_to(value)
+        elif kind == "unconnected":
+            self.unconnected[rank] = value
+        elif kind == "result":
+            self.results[rank] = value
+        else:
+            failure = Failure(rank=rank, host=self.ranks.host_of(rank), **value)
+            self.failures[rank] = replace(failure, time=failure.time + late)
+
+    def exited(self, rank: int, code: int) -> None:
+        """Note the exit code of a rank's process; one that never came to life has said why."""
+        self.exit_codes[rank] = code
+        if code and not self.closing:
+            self.died(rank)
+            if code > 0 and rank not in self.pids:
+                self.refusal = LaunchError(f"the ranks could not be started\n{self.log.text()}".strip())
+
+    def died(self, rank: int) -> None:
+        """Note that a rank's process ended, or ends."""
+        failure = Failure(rank, "ended", time=time.monotonic(), host=self.ranks.host_of(rank))
+        self.failures.setdefault(rank, failure)
+
+    def is_decided(self) -> bool:
+        """Whether nothing but the end is left to wait for."""
+        return bool(self.failures or self.refusal or self.has_all_results() or self.ranks.gone)
+
+    def has_all_results(self) -> bool:
+        """Whether every rank has returned."""
+        return len(self.results) == self.world_size
+
+    def all_have_reported(self) -> bool:
+        """Whether every rank has returned or failed."""
+        return len(self.failures.keys() | self.results.keys()) == self.world_size
+
+    def cause_is_known(self) -> bool:
+        """Whether waiting is useless: some rank has reported its own error, and all exit codes of dead ranks came."""
+        died = [rank for rank, failure in self.failures.items() if failure.type_name == "ended"]
+        known = all(rank in self.exit_codes for rank in died)
+        return self.ranks.gone or (bool(died or self.has_own_error()) and known)
+
+    def has_own_error(self) -> bool:
+        """Whether some rank has reported an error of its own."""
+        return any(failure.type_name != "ended" and not failure.consequence for failure in self.failures.values())
+
+    def ended_from_outside(self) -> bool:
+        """Whether the ranks failed only because the processes that they depend on have ended."""
+        codes_known = any(rank in self.exit_codes for rank in self.failures)
+        return self.ranks.cut_off and not codes_known and not self.has_own_error()
+
+    def goes_on(self) -> bool:
+        """Whether ranks that stay are fit for another call: none died or hangs, and all returned or all failed."""
+        failures = self.failures.values()
+        lonely = any(failure.consequence or failure.type_name == "ended" for failure in failures)
+        unharmed = not (self.timed_out or self.refusal or self.ranks.gone or self.exit_codes or lonely)
+        return unharmed and len(failures) in (0, self.world_size) and self.all_have_reported()
+
+    def look_at_ranks(self) -> None:
+        """Ask every rank for its stack, and note what each one was doing."""
+        self.ranks.ask({rank: pid for rank, pid in self.pids.items() if rank not in self.results})
+        deadline = time.monotonic() + STACK_SECONDS
+        while self.ranks.step(self.ranks.quiet) and time.monotonic() < deadline:
+            pass
+        statuses, calls = self.ranks.look(self.pids)
+        dumps = [text.text() for text in self.stacks]
+        states, entered = stacks.look_at_all(statuses, dumps, calls, self.results)
+        states = [replace(state, host=self.ranks.host_of(state.rank)) for state in states]
+        self.timed_out = LaunchTimeout(self.timeout, *stacks.culprits_first(states, calls, entered))
 
     def close(self) -> None:
         """End what still runs, read the last lines, and give everything back."""
         self.closing = True
         try:
-            self.end()
-            while self.step(0):
+            self.ranks.end()
+            while self.ranks.step(0):
                 pass
             self.bar.close()
         finally:
-            self.release()
+            self.ranks.release()
 
     def outcome(self) -> list:
         """The results in rank order, or the error that says best what happened."""
-        if self.refusal:
-            raise self.refusal
-        if self.states:
-            raise LaunchTimeout(self.timeout, *stacks.culprits_first(self.states, self.calls, self.entered))
-        if self.failures:
-            raise RankError(self.ordered_failures(), len(self.ranks))
-        if not self.has_all_results():
-            raise LaunchError(self.explain())
-        return [self.results[rank] for rank in self.ranks]
+        if error := self.refusal or self.timed_out:
+            raise error
+        if self.failures and not self.ended_from_outside():
+            raise RankError(self.ordered_failures(), self.world_size)
+        if self.failures or not self.has_all_results():
+            reason = self.ranks.explain()
+            first = f"the ranks were ended from outside{': ' if reason else ''}{reason}; launch again"
+            raise LaunchError(f"{first}\n{self.log.text()}".strip())
+        if len(self.unconnected) == self.world_size and len(set(self.unconnected.values())) > 1:
+            self.bar.print(UNCONNECTED.format(self.world_size), "stderr")
+        return [self.results[rank] for rank in range(self.world_size)]
 
     def ordered_failures(self) -> list:
-        """The earliest first; broken connections, which only follow from another rank's failure, last."""
+        """The earliest first; broken connections, which only follow from another rank's failure, last.
+
+        A rank that died is described by its exit code and its last stack.
+        """
+        for rank, failure in self.failures.items():
+            if failure.type_name == "ended":
+                failure.type_name, failure.message = how_it_ended(self.exit_codes.get(rank))
+                frames = "\n".join(map(stacks.show, stacks.parse(self.stacks[rank].text())))
+                failure.traceback = frames or self.log.text()
         return sorted(self.failures.values(), key=lambda failure: (failure.consequence, failure.time))
 
-    def explain(self) -> str:
-        """Why there are no results, although no rank failed."""
-        return "the ranks were ended from outside; launch again"
+
+def how_it_ended(code: int | None) -> tuple:
+    """An exit code in words: (kind, message)."""
+    if code is None:
+        return "ended", "without a result"
+    if code >= 0:
+        return "exited", f"with code {code}, without a result"
+    name = signal.Signals(-code).name
+    return "killed", f"by {name}{SIGNAL_HINTS.get(name, '')}"

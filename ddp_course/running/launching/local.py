@@ -1,191 +1,107 @@
-"""A launch whose ranks are processes of this machine: what they report, how they end, where they hang.
+"""Ranks that are processes of this machine: how they come to life, what they say, how they end.
 
-How they come to life is in `forked` and `spawned`; each rank reports, prints and shows its stacks on pipes of its own.
+    fork     caller ── server ── agent (one per launch) ── rank 0 … rank K-1      one socket, to the agent
+    spawn    caller ── spare 0 … spare K-1, which become the ranks                one socket to each
+
+Through its socket a process gets the setting and the open files of its ranks: a log, the call, the flight recorder,
+and of each rank the far ends of the pipes on which it hears orders, reports, prints and shows its stacks. The caller
+reads all of them in one loop: no threads, no signal handlers, nothing for a cell to hang on.
 """
 
 import os
 import pickle
 import secrets
 import signal
-import time
-from abc import abstractmethod
-from collections.abc import Callable
+import socket
+import tempfile
 from contextlib import suppress
 from functools import partial
-from typing import IO
+from pathlib import Path
+from typing import IO, Any
 
-from ...errors import Failure
+import psutil
+
 from .. import flight_recorder
-from . import stacks
-from .channel import Inbox, Lines, Mail, Text, write
-from .launched import Launch
-from .setting import open_memory
-
-STARTING_SECONDS = 60.0  # for torch to be imported from a cold disk; the launch's own time starts after that
-GRACE_SECONDS = 0.25  # after the first failure, for other ranks to report theirs: the earliest is told first
-KEPT_GRACE_SECONDS = 2.0  # the same for ranks that stay: if all of them fail, they need not end
-EXIT_CODE_SECONDS = 1.5  # until it is known how a rank died
-ENDING_SECONDS = 5.0  # for all processes to end, after the last result or after the order to end
-STACK_SECONDS = 2.0  # for ranks to write their stacks when time has run out …
-QUIET_SECONDS = 0.4  # … or until nothing more comes for so long
-MARK = "DDP_COURSE_LAUNCH"  # this environment variable marks all programs that ranks start
-UNCONNECTED = (
-    "launch: no collective ran, so these are {} models that know nothing of each other, and they differ now. "
-    "To train one together, wrap the model or average the gradients.\n"
-)
-SIGNAL_HINTS = {
-    "SIGKILL": " (from outside, or by the system: then probably because memory ran out)",
-    "SIGSEGV": " (segmentation fault)",
-    "SIGABRT": " (a library gave up)",
-}
+from ..store import serve_store
+from . import pickling, processes, stacks
+from .channel import Inbox, Lines, Mail, Pieces, close_all, send_descriptors, write
+from .launched import ENDING_SECONDS, Ranks, how_it_ended
+from .processes import MARK
+from .setting import LOOPBACK, PIPES_PER_RANK, SHARED_FILES, open_memory, start_method
 
 
-class LocalLaunch(Launch):
-    """A launch on this machine. If its ranks stay (`keeps`), it gets the next call by `again` instead of its end."""
+def local_ranks(setting: dict) -> "LocalRanks":
+    """The ranks of a launch here, which come to life as this system allows."""
+    return Spawned(setting) if start_method() == "spawn" else Forked(setting)
 
-    quiet = QUIET_SECONDS
-    keeps = False
 
-    def __init__(self, setting: dict, show: Callable):
-        super().__init__(setting["ranks"], setting["timeout"], setting["progress"], show)
-        self.setting, self.world_size = setting, setting["world_size"]
+class LocalRanks(Ranks):
+    """What is common to ranks on this machine: their pipes."""
+
+    def __init__(self, setting: dict):
+        self.setting, self.ranks = setting, setting["ranks"]
         self.mark = setting["environ"][MARK] = secrets.token_hex(8)
-        self.inbox, self.agent_log, self.agent_gone = Inbox(), Text(), False
-        self.pids: dict = {}
-        self.exit_codes: dict = {}
-        self.stacks: dict = {}
+        self.inbox, self.heard, self.ending = Inbox(), False, False
         self.orders: dict = {}  # by rank, the pipe over which it hears of the next call, or that it may leave
-        self.unconnected: dict = {}  # of ranks that trained without any message, a sum over their model
-        self.stop: Callable = lambda: False  # whether this launch is to be given up
-        self.hold: Callable = lambda: None  # waits between the last result and the ranks' end
-        self.advance: Callable = self.bar.advance_to  # hears how many steps rank 0 has done
-        self.recorder = self.make_recorder()
-        self.recorder.truncate(flight_recorder.size(self.world_size))
+        self.recorder = open_memory("recorder")
+        self.recorder.truncate(flight_recorder.size(setting["world_size"]))
 
-    @abstractmethod
-    def start(self, payload: IO[bytes]) -> None:
-        """Bring the ranks to life; `payload` is an open file with the packed call."""
+    def tell(self, kind: str, rank: int | None, value: Any = None) -> None:
+        """Pass on an event."""
+        self.heard |= kind != "closed"
+        self.hear(kind, rank, value)
 
-    def never_started(self) -> bool:
-        """Whether everything was gone before any rank came to life, so that the launch may be tried again."""
-        return False
+    def hand_over(self, connection: socket.socket, payload: IO[bytes], own: list) -> None:
+        """Give the process behind `connection` what it needs to be, or to fork, the ranks `own`."""
+        count = SHARED_FILES + PIPES_PER_RANK * len(own)
+        write(connection.fileno(), {**self.setting, "own": own, "descriptors": count})
+        log = self.inbox.pipe(Pieces(partial(self.tell, "log", own[0])))
+        self.pass_on(connection, own[0], [log], [payload.fileno(), self.recorder.fileno()])
+        for rank in own:
+            orders, writing = os.pipe()
+            self.orders[rank] = open(writing, "wb")  # noqa: SIM115 (closed by `release`)
+            report = Mail(partial(self.tell, "message", rank), partial(self.tell, "closed", rank))
+            prints = [Lines(partial(self.print, rank, stream)) for stream in ("stdout", "stderr")]
+            readers = [report, *prints, Pieces(partial(self.tell, "stack", rank))]
+            self.pass_on(connection, rank, [orders, *map(self.inbox.pipe, readers)])
 
-    def make_recorder(self) -> IO[bytes]:
-        """The flight recorder's memory, an open file."""
-        return open_memory("recorder")
-
-    def readers(self, rank: int) -> list:
-        """A reader for each pipe that comes from a rank: its report, stdout, stderr and stacks."""
-        self.stacks[rank] = Text()
-        report = Mail(partial(self.from_rank, rank), partial(self.rank_ended, rank))
-        prints = [Lines(partial(self.print, rank, stream)) for stream in ("stdout", "stderr")]
-        return [report, *prints, self.stacks[rank]]
+    def pass_on(self, connection: socket.socket, rank: int, ends: list, shared: list | None = None) -> None:
+        """Pass far ends of pipes, which are then ours no more, and open files that stay ours as well."""
+        try:
+            send_descriptors(connection, [*ends, *(shared or [])])
+        finally:
+            close_all(ends)
 
     def print(self, rank: int, stream: str, text: str) -> None:
         """Pass on a line that a rank printed."""
-        self.show(self.bar, rank, stream, text)
-
-    def from_rank(self, rank: int, pickled: bytes) -> None:
-        """A rank has started, or trained a few steps, or returned a result, or failed."""
-        try:
-            kind, value = pickle.loads(pickled)
-        except Exception as error:
-            message = f"its result cannot be read here: {type(error).__name__}: {error}"
-            kind, value = "failed", {"type_name": "TypeError", "message": message, "time": time.monotonic()}
-        if kind == "started":
-            self.pids[rank] = value
-        elif kind == "steps":
-            self.advance(value)
-        elif kind == "unconnected":
-            self.unconnected[rank] = value
-        elif kind == "result":
-            self.results[rank] = value
-        else:
-            self.failures[rank] = Failure(rank=rank, **value)
-
-    def rank_ended(self, rank: int) -> None:
-        """A rank's report ended; without a result before, the rank died."""
-        if not self.closing and (self.keeps or rank not in self.results):
-            self.failures.setdefault(rank, Failure(rank, "ended", time=time.monotonic()))
-
-    def rank_exited(self, rank: int, code: int) -> None:
-        """A rank's process has ended, with this exit code."""
-        self.exit_codes[rank] = code
-        if code and not self.closing:
-            self.failures.setdefault(rank, Failure(rank, "ended", time=time.monotonic()))
+        self.tell("print", rank, (stream, text))
 
     def step(self, seconds: float) -> bool:
-        """Take what has arrived, waiting at most `seconds` for it; False if nothing came."""
+        """Pass on what has arrived, waiting at most `seconds` for it; False if nothing came."""
         return self.inbox.read(seconds)
 
-    def watch(self) -> None:
-        """Read until all results are in, or a rank has failed, or the agent is gone, or time is up."""
-        self.read_for(STARTING_SECONDS + self.timeout, lambda: self.pids or self.is_decided())
-        self.read_for(self.timeout, self.is_decided)
-        if not self.is_decided():
-            self.look_at_ranks()
-            return
-        if self.has_all_results() and not self.failures and not self.keeps:
-            self.hold()
-            self.order(b"")
-            self.read_for(ENDING_SECONDS, lambda: self.agent_gone or self.failures)
-        if self.failures:
-            self.read_for(KEPT_GRACE_SECONDS if self.keeps else GRACE_SECONDS, self.all_have_reported)
-            self.read_for(EXIT_CODE_SECONDS, self.cause_is_known)
-            codes_unknown = not any(rank in self.exit_codes for rank in self.failures)
-            if self.agent_gone and codes_unknown and not self.has_own_error():  # the ranks were ended from outside
-                self.results, self.failures = {}, {}
-
-    def is_decided(self) -> bool:
-        """Whether nothing but the end is left to wait for."""
-        return bool(super().is_decided() or self.agent_gone or self.stop())
-
-    def order(self, message: bytes | memoryview) -> None:
+    def order(self, message: bytes) -> None:
         """Give all ranks their next call, packed, or b"": all have their results, and may leave."""
+        self.ending |= not message
         for file in self.orders.values():
             with suppress(OSError):  # the rank may have ended
                 write(file.fileno(), message)
 
-    def again(self, packed: bytes, timeout: float, show: Callable) -> None:
-        """Have the ranks that stayed carry out another packed call; to be watched as the first."""
-        self.show, self.timeout = show, timeout
-        self.results, self.failures, self.exit_codes = {}, {}, {}
-        while self.step(0):
-            pass
-        self.order(packed)
+    def ask(self, pids: dict) -> None:
+        """Ask these ranks for their stacks, by a signal."""
+        for pid in pids.values():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR1)
 
-    def goes_on(self) -> bool:
-        """Whether ranks that stay are fit for another call: none died or hangs, and all returned or all failed."""
-        failures = self.failures.values()
-        lonely = any(failure.consequence or failure.type_name == "ended" for failure in failures)
-        unharmed = not (self.states or self.refusal or self.agent_gone or self.exit_codes or lonely)
-        return unharmed and len(failures) in (0, len(self.ranks)) and self.all_have_reported()
+    def look(self, pids: dict) -> tuple[dict, dict]:
+        """The state of each rank's process, and its last collectives, by rank."""
+        calls = flight_recorder.calls(self.recorder.fileno(), self.setting["world_size"])
+        return {rank: stacks.status_of(pids[rank]) if rank in pids else "" for rank in self.ranks}, calls
 
-    def cause_is_known(self) -> bool:
-        """Whether waiting is useless: some rank has reported its own error, and all exit codes of dead ranks came."""
-        died = [rank for rank, failure in self.failures.items() if failure.type_name == "ended"]
-        return self.agent_gone or (bool(died or self.has_own_error()) and all(rank in self.exit_codes for rank in died))
-
-    def has_own_error(self) -> bool:
-        """Whether some rank has reported an error of its own."""
-        return any(failure.type_name != "ended" and not failure.consequence for failure in self.failures.values())
-
-    def look_at_ranks(self) -> None:
-        """Ask every rank for its stack, and note what each one was doing."""
-        for rank, pid in self.pids.items():
-            if rank not in self.results:
-                self.ask(pid)
-        deadline = time.monotonic() + STACK_SECONDS
-        while self.step(self.quiet) and time.monotonic() < deadline:
-            pass
-        self.calls = flight_recorder.calls(self.recorder.fileno(), self.world_size)
-        dumps = {rank: text.text() for rank, text in self.stacks.items()}
-        self.states, self.entered = stacks.look_at_all(self.ranks, self.pids, dumps, self.calls, self.results)
-
-    def ask(self, pid: int) -> None:
-        """Ask a rank for its stack."""
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGUSR1)
+    def all_gone(self) -> None:
+        """Note that no process of the launch is left."""
+        self.cut_off |= not self.gone and not self.ending
+        self.gone = True
 
     def release(self) -> None:
         """Close the pipes and the recorder's memory."""
@@ -194,47 +110,154 @@ class LocalLaunch(Launch):
             file.close()
         self.recorder.close()
 
-    def outcome(self) -> list:
-        """As for every launch; models that were trained without any message are pointed out."""
-        results = super().outcome()
-        if len(self.unconnected) == len(self.ranks) and len(set(self.unconnected.values())) > 1:
-            self.bar.print(UNCONNECTED.format(self.world_size), "stderr")
-        return results
 
-    def ordered_failures(self) -> list:
-        """As for every launch; a rank that died is described by its exit code and its last stack."""
-        for rank, failure in self.failures.items():
-            if failure.type_name == "ended":
-                failure.type_name, failure.message = how_it_ended(self.exit_codes.get(rank))
-                frames = "\n".join(map(stacks.show, stacks.parse(self.stacks[rank].text())))
-                failure.traceback = frames or self.agent_log.text()
-        return super().ordered_failures()
+class Forked(LocalRanks):
+    """Ranks that an agent forks, which the preloaded server forks."""
+
+    def __init__(self, setting: dict):
+        super().__init__(setting)
+        self.number = secrets.randbits(64)
+        self.server: processes.Preloaded | None = None
+        self.agent: int | None = None  # its process id, and the number of the process group of all that it starts
+        self.agent_code: int | None = None
+
+    def start(self, payload: IO[bytes]) -> None:
+        """Have the server fork an agent, and hand over to it."""
+        connection, theirs = socket.socketpair()
+        with theirs:
+            self.server = processes.order(b"L", self.number, [theirs.fileno()])
+        with suppress(BrokenPipeError, ConnectionResetError):  # then its end arrives next
+            self.hand_over(connection, payload, self.ranks)
+        self.inbox.add(connection.detach(), Mail(self.from_agent, self.all_gone))
+
+    def from_agent(self, pickled: bytes) -> None:
+        """The agent lives, could not set up the link, or tells how a rank ended; or the server how the agent did."""
+        self.heard = True
+        kind, rank, value = pickle.loads(pickled)
+        if kind == "agent":
+            self.agent = value
+        elif kind == "agent exited":
+            self.agent_code = value
+        else:
+            self.tell(kind, rank, value)
+
+    def step(self, seconds: float) -> bool:
+        """Pass on what has arrived; a server that was stopped by a signal forks no agent."""
+        came = super().step(seconds)
+        if not came and not self.heard and self.server and not self.server.usable():
+            self.all_gone()
+        return came
+
+    def end(self) -> None:
+        """Have the server kill what still runs, and wait until it has; without a server, do it here."""
+        self.ending = True
+        if self.server is not None and not self.gone:
+            processes.order(b"K", self.number)
+            self.read_for(ENDING_SECONDS, lambda: self.gone)
+        if self.agent and self.server_code() is not None:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.agent, signal.SIGKILL)
+            kill_marked({self.mark})
+
+    def server_code(self) -> int | None:
+        """The exit code of the server that this launch belongs to, None while it runs."""
+        return self.server.exit_code(patience=1.0 if self.gone else 0.0) if self.server else None
+
+    def never_started(self) -> bool:
+        """Whether the server was gone before any rank came to life, so that the launch may be tried again."""
+        if self.heard or not self.gone:
+            return False
+        return self.server is None or self.server_code() is not None or not self.server.usable()
 
     def explain(self) -> str:
-        """Why there are no results, and which process that the ranks depend on has ended, if that is known."""
-        reason = self.ended_process()
-        first = f"the ranks were ended from outside{': ' if reason else ''}{reason}; launch again"
-        return f"{first}\n{self.agent_log.text()}".strip()
-
-    def ended_process(self) -> str:
-        """Which process that the ranks depend on has ended, and how; "" if that is not known."""
+        """Whether the server or the agent has ended, and how."""
+        for name, code in (("the launch server", self.server_code()), ("their agent", self.agent_code)):
+            if code is not None:
+                kind, words = how_it_ended(code)
+                return f"{name} was {kind} {words}\n{self.server.log() if self.server else ''}".rstrip()
         return ""
 
 
-def how_it_ended(code: int | None) -> tuple:
-    """An exit code in words: (kind, message)."""
-    if code is None:
-        return "ended", "without a result"
-    if code >= 0:
-        return "exited", f"with code {code}, without a result"
-    name = signal.Signals(-code).name
-    return "killed", f"by {name}{SIGNAL_HINTS.get(name, '')}"
+class Spawned(LocalRanks):
+    """Ranks that were spares: where processes cannot safely be forked, as on macOS."""
+
+    tick = 0.02  # a process that a rank has forked may hold its pipes open when the rank has ended
+
+    def __init__(self, setting: dict):
+        super().__init__({**setting, "folder of the link": None})
+        self.spares: dict = {}
+        self.ended: dict = {}
+        self.far_ends: dict = {}
+        self.folder: tempfile.TemporaryDirectory | None = None
+        self.store: Any = None
+
+    def start(self, payload: IO[bytes]) -> None:
+        """Take as many spares as there are ranks, and hand over to each; a link has its memory in a folder."""
+        link = pickle.loads(self.setting["link"])
+        if link is not None:
+            self.folder = tempfile.TemporaryDirectory(prefix="ddp_course_", ignore_cleanup_errors=True)
+            link.prepare(self.setting["world_size"], Path(self.folder.name))
+            self.setting |= {"link": pickling.dumps(link), "folder of the link": self.folder.name}
+        if not self.setting["store"]:
+            self.store = serve_store(LOOPBACK)
+            self.setting["store"] = LOOPBACK, self.store.port
+        self.spares = dict(zip(self.ranks, processes.take_spares(len(self.ranks)), strict=True))
+        for rank, spare in self.spares.items():
+            self.setting["environ"][MARK] = spare.mark
+            with suppress(OSError):  # the spare may have ended
+                self.hand_over(spare.control, payload, [rank])
+            self.inbox.add(spare.control.detach(), Pieces(lambda piece: None))
+
+    def pass_on(self, connection: socket.socket, rank: int, ends: list, shared: list | None = None) -> None:
+        """The same, but keep the far ends until the rank has spoken: macOS loses what is closed on its way."""
+        self.far_ends.setdefault(rank, []).extend(ends)
+        send_descriptors(connection, [*ends, *(shared or [])])
+
+    def tell(self, kind: str, rank: Any, value: Any = None) -> None:
+        """Pass on an event; a rank that has spoken has its ends of the pipes."""
+        close_all(self.far_ends.pop(rank, []))
+        super().tell(kind, rank, value)
+
+    def step(self, seconds: float) -> bool:
+        """Pass on what has arrived; the ends of processes are noted last, so that their last words come before."""
+        codes = {rank: spare.exit_code(0.0) for rank, spare in self.spares.items() if rank not in self.ended}
+        came = super().step(seconds)
+        for rank, code in codes.items():
+            if code is not None:
+                came, self.ended[rank] = True, code
+                self.tell("log", rank, self.spares[rank].log().encode())
+                self.tell("exited", rank, code)
+                self.tell("closed", rank)
+        if self.spares and len(self.ended) == len(self.spares):
+            self.all_gone()
+        return came
+
+    def end(self) -> None:
+        """Kill what still runs, and whatever the ranks have started, wherever it has gone."""
+        self.ending = True
+        for spare in self.spares.values():
+            spare.kill()
+        kill_marked({spare.mark for spare in self.spares.values()})
+        self.read_for(ENDING_SECONDS, lambda: self.gone or not self.spares)
+
+    def explain(self) -> str:
+        """Nothing but the ranks themselves can end."""
+        return ""
+
+    def release(self) -> None:
+        """Close all files, remove the link's folder, and have new spares wait."""
+        super().release()
+        for rank, spare in self.spares.items():
+            close_all(self.far_ends.pop(rank, []))
+            spare.close()
+        self.store = None
+        if self.folder is not None:
+            self.folder.cleanup()
+        processes.refill(len(self.ranks))
 
 
 def kill_marked(marks: set) -> None:
     """Kill all programs that the ranks of a launch have started, by the marks in their environment."""
-    import psutil  # here: most launches end without it
-
     killed = []
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):

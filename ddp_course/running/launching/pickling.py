@@ -1,4 +1,4 @@
-"""What packs functions and results: cloudpickle, which can send what a cell defines; else what modules define."""
+"""What packs functions and results: cloudpickle, which can send what a cell defines."""
 
 import copyreg
 import functools
@@ -6,18 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-try:
-    from cloudpickle import Pickler, dumps
-except ImportError:  # a machine with torch and numpy only, which is enough for `make bench gpu`
-    from pickle import Pickler as Plain
-    from pickle import dumps
-
-    class Pickler(Plain):  # type: ignore[no-redef]
-        """pickle's own, with the method that cloudpickle's has."""
-
-        def reducer_override(self, obj: object) -> Any:
-            """Nothing is special."""
-            return NotImplemented
+from cloudpickle import Pickler, dumps
 
 
 def pack_cached(function: Any) -> tuple:

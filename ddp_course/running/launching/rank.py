@@ -25,14 +25,13 @@ from ...errors import CourseError
 from .. import flight_recorder
 from ..devices import emulation_of
 from ..devices.placement import hide_gpus
-from ..linux import die_with_parent
 from ..store import join_store, serve_store_on
 from .channel import read_message, write
 from .pickling import Pickler
 from .progress import Steps
 
 HERE = Path(__file__).parent
-OWN_FILES = tuple(str(HERE / name) for name in ("rank.py", "cell.py", "spare.py"))  # not shown
+OWN_FILES = (str(HERE / "rank.py"), str(HERE / "cell.py"))  # not shown
 LIBRARIES = (str(HERE.parents[1]), str(Path(torch.__file__).parent))
 QUIET_NCCL = {  # its watchdog must not end a process before the launch has said which rank is the culprit
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",  # give up on the communicator, leave the process alone
@@ -44,46 +43,29 @@ ELASTIC = "TORCHELASTIC_"  # variables of a torchrun that this launch may be par
 
 
 def main(
-    setting: dict, rank: int, link: Any, shared: list, pipes: dict, launch: socket.socket,
-    listener: socket.socket | None, agent: int,
+    setting: dict, rank: int, link: Any, shared: list, pipes: list, listener: socket.socket | None = None
 ) -> None:  # fmt: skip
-    """Be one rank, forked by `agent`: move to its place in the emulated network, take its pipes, do its work."""
-    die_with_parent(agent)
+    """Be one rank: move to its place in the emulated network, and reach the caller's function, once or several times.
+
+    All files are open ones; `shared`: the packed call and the flight recorder; `pipes`: orders, report, output, errors
+    and stacks; `listener`: the socket for the store, if rank 0 is to serve one. After the first call come further ones,
+    packed; or b"", when all ranks have their results and this one may leave. A rank that failed waits as well, until it
+    is killed: if it ended by itself, the others would fail too, with a broken connection, and hide the cause.
+    """
     if link is not None:
         link.enter(rank)  # before any socket: it may move this process into a network namespace of its own
-    launch.close()
-    orders, *own = pipes.pop(rank)
-    close_pipes(pipes)
-    work(setting, rank, link, listener, partial(read_message, orders, setting["idle"]), *shared, *own)
-    leave_nccl()
-
-
-def close_pipes(pipes: dict) -> None:
-    """Close the pipes of other ranks: the end of a rank shows as the end of its pipes if no process else has them."""
-    for descriptors in pipes.values():
-        for descriptor in descriptors:
-            os.close(descriptor)
-
-
-def work(
-    setting: dict, rank: int, link: Any, listener: socket.socket | None, next_call: Callable[[], bytes],
-    payload: int, recorder: int, report: int, out: int, err: int, stacks: int,
-) -> None:  # fmt: skip
-    """Reach the caller's function with the process group up, and report what became of it; all files are open ones.
-
-    Then waits for what `next_call()` returns: another packed call; or b"", when all ranks have their results and this
-    one may leave. A rank that failed waits as well, until it is killed: if it ended by itself, the others would fail
-    too, with a broken connection, and hide the cause.
-    """
+    payload, recorder = shared
+    orders, report, *outputs, stacks = pipes
     write(report, ("started", os.getpid()))
-    write_stacks_to(stacks, setting["timeout"])
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    faulthandler.enable(file=stacks, all_threads=False)
     steps = Steps(report if setting["progress"] and rank == 0 else None)
 
     def first_call():
         """Join the others, then reach the function: whatever fails on the way is reported as its error."""
         join_group(setting, rank, listener)
         flight_recorder.attach(recorder, rank, setting["world_size"])
-        redirect_output(out, err)
+        redirect_output(*outputs)
         with mmap.mmap(payload, 0, access=mmap.ACCESS_READ) as packed:
             function = unpack(packed)
         result = call(function)
@@ -102,8 +84,9 @@ def work(
 
     write(report, answer(first_call))
     with suppress(TimeoutError):  # nobody has wanted anything for so long: this rank may leave as well
-        while packed := next_call():
+        while packed := read_message(orders, setting["idle"]):
             write(report, answer(partial(later_call, packed)))
+    leave_nccl()
 
 
 def answer(function: Callable[[], Any]) -> bytes:
@@ -121,15 +104,6 @@ def answer(function: Callable[[], Any]) -> bytes:
     if os.getpid() != own:
         os._exit(0)
     return message
-
-
-def write_stacks_to(stacks: int, timeout: float) -> None:
-    """Have stacks written when time runs out, by the signal that asks for them, and at a segmentation fault."""
-    if hasattr(faulthandler, "register"):
-        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-    else:
-        faulthandler.dump_traceback_later(timeout, file=stacks)
-    faulthandler.enable(file=stacks, all_threads=False)
 
 
 def join_group(setting: dict, rank: int, listener: socket.socket | None) -> None:

@@ -16,7 +16,9 @@ NETWORK_CARD = (  # gloo takes the loopback, whatever card is set for other mach
 MIB = 1 << 20
 RANK_MEMORY = 64 * MIB  # what an idle CPU rank has of its own, with a small model: measured 13 to 60 MiB
 GPU_RANK_MEMORY = 1024 * MIB  # host memory of a rank that has initialised CUDA
-PIPES_PER_RANK, SHARED_PIPES = 5, 3
+PIPES_PER_RANK = 5  # orders, report, stdout, stderr, stacks
+SHARED_FILES = 3  # log, call, flight recorder
+LOOPBACK = "127.0.0.1"
 SPARE_FILES = 64
 LONGEST_VARIABLE = 100_000  # bytes: Linux starts no program with much longer ones in its environment
 
@@ -26,7 +28,7 @@ def start_method() -> str:
     asked = os.environ.get("DDP_COURSE_START")
     if asked not in (None, "", "fork", "spawn"):
         raise ValueError(f'DDP_COURSE_START is "{asked}"; choose fork or spawn')
-    return asked or ("fork" if hasattr(os, "fork") and sys.platform != "darwin" else "spawn")
+    return asked or ("fork" if sys.platform != "darwin" else "spawn")
 
 
 def describe_launch(
@@ -102,9 +104,7 @@ def largest(fits: int) -> str:
 
 def free_files() -> int:
     """Files that this process may still open."""
-    if sys.platform == "win32":
-        return 8192
-    import resource
+    import resource  # here: Windows has none, and is refused in words
 
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     open_now = len(os.listdir("/dev/fd")) if os.path.isdir("/dev/fd") else 0

@@ -3,8 +3,9 @@
 import linecache
 import re
 import time
-from pathlib import Path
 from typing import Any
+
+import psutil
 
 from ...errors import RankState
 
@@ -14,22 +15,24 @@ STATUS = {
     "running": "running",
     "zombie": "ended",
 }
-LAUNCHER = tuple(str(Path(__file__).with_name(name)) for name in ("rank.py", "cell.py", "spare.py"))
+LAUNCHER = ("/launching/rank.py", "/launching/cell.py")
 POINT_TO_POINT = {"send", "recv", "isend", "irecv", "batch_isend_irecv"}
 LIBRARY = ("/torch/distributed/c10d_logger.py", "/threading.py", "/concurrent/futures/thread.py")
 
 
-def look_at_all(ranks: list, pids: dict, dumps: dict, calls: dict, results: dict) -> tuple:
+def look_at_all(statuses: dict, dumps: list, calls: dict, results: dict) -> tuple:
     """The RankState of every rank, and by rank the collective of torch's own that it is in, "" for none.
 
-    `pids`, `dumps` (the text that faulthandler wrote) and `calls` are by rank; `results` has the finished ranks.
+    By rank: the state of its process in words, "" before it has started; what faulthandler wrote; the collectives; and
+    the results of those that have finished.
     """
     now, states, entered = time.monotonic(), [], {}
-    for rank in ranks:
-        threads = parse(dumps.get(rank, ""))
+    for rank, dump in enumerate(dumps):
+        threads = parse(dump)
         entered[rank] = next((name for frames in threads for file, _, name in frames if is_torch_call(file, name)), "")
+        status = "finished, waiting for the others" if rank in results else statuses.get(rank)
         last = calls[rank][-1] if calls.get(rank) else None
-        states.append(look(rank, pids.get(rank), threads, entered[rank], last, rank in results, now))
+        states.append(look(rank, status, threads, entered[rank], last, now))
     return states, entered
 
 
@@ -42,11 +45,10 @@ def culprits_first(states: list, calls: dict, entered: dict) -> tuple:
     return order, cause if name else ""
 
 
-def look(rank: int, pid: int | None, threads: Any, torch_call: Any, call: Any, finished: bool, now: float) -> RankState:
-    """Describe one rank from its process id, its threads' frames, and the collective that it entered last."""
-    if pid is None:
+def look(rank: int, status: str | None, threads: Any, torch_call: str, call: Any, now: float) -> RankState:
+    """Describe one rank from the state of its process, its threads' frames, and the collective it entered last."""
+    if not status:
         return RankState(rank, "not started yet")
-    status = "finished, waiting for the others" if finished else status_of(pid)
     if call is not None and not call.end:
         collective = f"{call} (inside for {now - call.begin:.1f} s)"
     elif torch_call:
@@ -93,10 +95,6 @@ def enumerate_ranks(ranks: list, singular: str = "", plural: str = "") -> str:
 def status_of(pid: int) -> str:
     """The state of a process, in words, as the system reports it."""
     try:
-        import psutil
-    except ImportError:  # a machine with torch and numpy only
-        return "alive" if Path(f"/proc/{pid}").is_dir() else "ended"
-    try:
         return STATUS.get(psutil.Process(pid).status(), "waiting")
     except psutil.NoSuchProcess:
         return "ended"
@@ -111,7 +109,7 @@ def parse(dump: str) -> list:
     for part in dump.split("(most recent call first):")[1:]:
         frames = []
         for match in map(FRAME.match, part.splitlines()):
-            if match and match["file"] in LAUNCHER:
+            if match and match["file"].endswith(LAUNCHER):
                 break
             if match and not match["file"].endswith(LIBRARY):
                 frames.append((match["file"], int(match["line"]), match["function"]))

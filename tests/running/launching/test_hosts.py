@@ -1,6 +1,5 @@
 """Several machines from one call: a head and three hosts, started by ssh and by srun, with cables of 1 Gbit/s."""
 
-import io
 import json
 import os
 import shutil
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_course.commands.hosts import read_object, start_engines
+from ddp_course.commands.hosts import start_engines
 from ddp_course.errors import LaunchError
 from ddp_course.running.launching import hosts as hosts_of
 from ddp_course.running.links import available
@@ -125,10 +124,10 @@ def wait_for_three():
 
 def start_by(method):
     import os
-    from ddp_course.running.launching import spares
+    from ddp_course.running.launching import processes
     os.environ["DDP_COURSE_START"] = method
     if method == "fork":
-        spares.stop_spares()
+        processes.stop()
 
 def start_all_by(method):
     with hosts.connect() as client:
@@ -315,11 +314,3 @@ def test_slurm_wants_an_allocation(monkeypatch, tmp_path):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     with pytest.raises(LaunchError, match=r"works inside an allocation; get one with: salloc"):
         start_engines(tmp_path / "engines.json", [], slurm=True)
-
-
-def test_a_key_may_have_braces_in_it():
-    text = json.dumps({"curve_publickey": "{{{a}"}, indent=1)
-    stream = io.StringIO(text + "\nand more")
-    assert read_object(stream) == text + "\n" and stream.read() == "and more"
-    with pytest.raises(LaunchError, match="no connection file"):
-        read_object(io.StringIO('{"cut": "off'))

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from ddp_course import Device, Link, launch
 from ddp_course.errors import LaunchError, RankError
-from ddp_course.running.launching import channel, forked, setting
+from ddp_course.running.launching import channel, processes, setting
 from ddp_course.running.links import available
 
 SOAK = Path(__file__).parents[2] / "soak"
@@ -39,7 +39,7 @@ def reduced(tensor):
 def launch_processes():
     """The agents and the ranks of this process's launch server; none if some end while we look."""
     with suppress(psutil.NoSuchProcess):
-        agents = psutil.Process(forked.server_pid()).children()
+        agents = psutil.Process(processes.server_pid()).children()
         return agents, [rank for agent in agents for rank in agent.children()]
     return [], []
 
@@ -70,7 +70,7 @@ def rank_with_dynamo():
 @pytest.mark.parametrize("caller_has_it", [False, True])
 def test_what_optimizers_load_is_loaded_once_and_not_in_every_rank(monkeypatch, caller_has_it):
     """By the server, before its second launch; before the first if the caller has made an optimizer."""
-    forked.use_server(None)
+    processes.use_server(None)
     importlib.import_module("torch._dynamo")
     with monkeypatch.context() as patched:
         if not caller_has_it:
@@ -81,25 +81,25 @@ def test_what_optimizers_load_is_loaded_once_and_not_in_every_rank(monkeypatch, 
 
 def test_what_cannot_be_loaded_ahead_is_no_reason_to_refuse_a_launch(monkeypatch):
     """As dynamo, where the folder of its cache belongs to somebody else."""
-    forked.use_server(None)
+    processes.use_server(None)
     with monkeypatch.context() as patched:
         patched.setenv("TORCHINDUCTOR_CACHE_DIR", "/dev/null/nowhere")
         patched.delitem(sys.modules, "torch._dynamo", raising=False)
-        found = [(launch(rank_with_dynamo, world_size=1), forked.server_pid()) for _ in range(4)]
-    forked.use_server(None)
+        found = [(launch(rank_with_dynamo, world_size=1), processes.server_pid()) for _ in range(4)]
+    processes.use_server(None)
     assert found == [([False], found[0][1])] * 4, "one server, which lived on"
 
 
 def test_nothing_of_cuda_and_no_thread_in_the_server():
     launch(pid_and_rank, world_size=2)
-    server = psutil.Process(forked.server_pid())
+    server = psutil.Process(processes.server_pid())
     assert server.num_threads() == 1, "a lock that another thread holds at a fork would stay locked in the rank"
     assert not [region.path for region in server.memory_maps() if "libcuda.so" in region.path]
 
 
 def test_ranks_are_never_forked_from_the_caller(monkeypatch):
     """Whose CUDA may be initialised, as in a notebook on Colab: it would not survive in a fork."""
-    forked.use_server(None)
+    processes.use_server(None)
     monkeypatch.setattr(os, "fork", lambda: pytest.fail("the caller forks"))
     assert len(set(launch(pid_and_rank, world_size=2))) == 2
 
@@ -244,7 +244,7 @@ def test_output_without_line_ends_is_shown_in_pieces():
 
 
 def test_a_network_card_set_for_other_machines_is_put_right(monkeypatch):
-    forked.use_server(None)
+    processes.use_server(None)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth99")
     assert launch(lambda: reduced(torch.ones(1)).item(), world_size=2) == [2.0] * 2
 
@@ -307,8 +307,8 @@ def test_a_rank_killed_at_start_up():
 @pytest.mark.parametrize("victim", ["agent", "server"])
 def test_every_rank_goes_with_the_agent_and_with_the_server(victim):
     def choose(agents, ranks):
-        processes = {"agent": agents[:1], "server": [psutil.Process(forked.server_pid())]}
-        return processes[victim][0] if len(ranks) == 4 else None
+        found = {"agent": agents[:1], "server": [psutil.Process(processes.server_pid())]}
+        return found[victim][0] if len(ranks) == 4 else None
 
     error, seconds, found = killed_while_running(choose)
     assert isinstance(error, LaunchError)
@@ -319,10 +319,10 @@ def test_every_rank_goes_with_the_agent_and_with_the_server(victim):
 
 @pytest.mark.parametrize("end", ["SIGKILL", "SIGSTOP", "idle"])
 def test_a_server_that_was_killed_or_stopped_or_left_idle_is_replaced(end, monkeypatch):
-    forked.use_server(None)
+    processes.use_server(None)
     monkeypatch.setenv("DDP_COURSE_IDLE", "1" if end == "idle" else "900")
     launch(pid_and_rank, world_size=2)
-    first = forked.server_pid()
+    first = processes.server_pid()
     if end == "idle":
         with suppress(psutil.NoSuchProcess):  # it may have ended already
             psutil.Process(first).wait(30)
@@ -330,7 +330,7 @@ def test_a_server_that_was_killed_or_stopped_or_left_idle_is_replaced(end, monke
         os.kill(first, getattr(signal, end))
     monkeypatch.setenv("DDP_COURSE_IDLE", "900")
     assert [rank for _, rank in launch(pid_and_rank, world_size=2)] == [0, 1]
-    assert forked.server_pid() != first
+    assert processes.server_pid() != first
 
 
 def leave_children():
@@ -351,7 +351,7 @@ def test_children_of_ranks_go_with_the_server(capfd):
         while len(printed := re.findall(r"children (\d+) (\d+) (\d+)", capfd.readouterr().out)) < 1:
             time.sleep(0.05)
         pids.extend(map(int, printed[0]))
-        os.kill(forked.server_pid(), signal.SIGKILL)
+        os.kill(processes.server_pid(), signal.SIGKILL)
 
     pids = []
     attacker = threading.Thread(target=attack)
@@ -365,7 +365,7 @@ def test_children_of_ranks_go_with_the_server(capfd):
 
 
 def test_edited_package_files_are_seen(tmp_path):
-    shutil.copytree(Path(forked.__file__).parents[2], tmp_path / "ddp_course")
+    shutil.copytree(Path(processes.__file__).parents[2], tmp_path / "ddp_course")
     script = tmp_path / "script.py"
     script.write_text(
         "from pathlib import Path\nfrom ddp_course import launch\n"

@@ -65,7 +65,7 @@ def test_fault_in_a_script(forked, fault):
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_fault_with_spares(spawned, fault):
     check(spawned, fault, 2)
-    assert "spare.py" not in spawned[fault.name, 2][1], "our own frames bury the learner's"
+    assert "preloaded.py" not in spawned[fault.name, 2][1], "our own frames bury the learner's"
 
 
 def check(outcomes, fault, world_size):

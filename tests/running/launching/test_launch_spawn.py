@@ -15,8 +15,8 @@ import torch.distributed as dist
 from ddp_course import Link, launch, ring_all_reduce
 from ddp_course.commands import doctor
 from ddp_course.errors import LaunchError, LinkError, RankError
-from ddp_course.running.launching import channel, setting, spares
 from ddp_course.running.launching import launch as launching
+from ddp_course.running.launching import processes, setting
 
 
 @pytest.fixture(autouse=True)
@@ -33,13 +33,13 @@ def spares_end():
     """After the last test no spare waits, and none is left."""
     before = children()
     yield
-    spares.stop_spares()
+    processes.stop()
     assert children() <= before
 
 
 def children():
     """The processes below this one, the spares that wait aside."""
-    return {process.pid for process in psutil.Process().children(recursive=True)} - set(spares.waiting_spares())
+    return {process.pid for process in psutil.Process().children(recursive=True)} - set(processes.waiting_spares())
 
 
 def test_a_throttled_wire_between_spares():
@@ -58,13 +58,6 @@ def test_a_throttled_wire_between_spares():
     assert all(seconds >= 0.95 * floor for seconds, _ in results), "the wire was not throttled"
 
 
-def test_pipes_that_no_selector_can_wait_for_are_pumped(monkeypatch, capfd):
-    """As on Windows, tried here by pumping those of Linux."""
-    monkeypatch.setattr(channel, "unblocked", channel.pumped)
-    assert launch(lambda: print("said") or torch.ones(100_000).sum().item(), world_size=2) == [1e5, 1e5]
-    assert capfd.readouterr().out.count("said\n") == 2
-
-
 def test_links_say_what_they_are():
     """Virtual hosts cannot be entered by a process that runs already: they are refused, and "auto" is the wire."""
     assert Link("20Mbit").mode == "wire" and not Link("20Mbit").carries_torch
@@ -74,12 +67,12 @@ def test_links_say_what_they_are():
 
 def test_the_pool_refills_within_its_bounds_and_takes_what_it_has(monkeypatch):
     launch(os.getpid, world_size=2)
-    waiting = set(spares.waiting_spares())
+    waiting = set(processes.waiting_spares())
     assert len(waiting) == 2
     assert set(launch(os.getpid, world_size=2)) == waiting, "the second launch took the spares that were waiting"
-    monkeypatch.setattr(spares, "free_memory", lambda: 2 * spares.SPARE_MEMORY)
+    monkeypatch.setattr(processes, "free_memory", lambda: 2 * processes.SPARE_MEMORY)
     launch(os.getpid, world_size=2)
-    assert len(spares.waiting_spares()) == 1, "at most half of the free memory"
+    assert len(processes.waiting_spares()) == 1, "at most half of the free memory"
 
 
 def test_doctor_shows_the_spares(monkeypatch):
@@ -119,8 +112,8 @@ def test_spares_end_with_a_caller_that_was_killed():
     source = (
         "from ddp_course import launch; import os, signal\n"
         "pids = launch(os.getpid, world_size=2)\n"
-        "from ddp_course.running.launching import spares\n"
-        "print(*spares.waiting_spares(), flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+        "from ddp_course.running.launching import processes\n"
+        "print(*processes.waiting_spares(), flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     )
     ended = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False, timeout=60)
     pids = [int(pid) for pid in ended.stdout.split()]
@@ -133,21 +126,23 @@ def test_spares_that_cannot_start_are_told(monkeypatch, tmp_path):
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('this torch is broken')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    spares.stop_spares()
+    processes.stop()
     with pytest.raises(LaunchError, match=r"(?s)could not be started.*this torch is broken"):
         launch(os.getpid, world_size=2)
-    spares.stop_spares()
+    processes.stop()
 
 
-@pytest.mark.parametrize(
-    "platform, forks, chosen", [("darwin", True, "spawn"), ("win32", False, "spawn"), ("linux", True, "fork")]
-)
-def test_which_systems_fork(monkeypatch, platform, forks, chosen):
+@pytest.mark.parametrize("platform, chosen", [("darwin", "spawn"), ("linux", "fork")])
+def test_which_systems_fork(monkeypatch, platform, chosen):
     monkeypatch.delenv("DDP_COURSE_START")
     monkeypatch.setattr(sys, "platform", platform)
-    if not forks:
-        monkeypatch.delattr(os, "fork")
     assert setting.start_method() == chosen
+
+
+def test_windows_is_sent_to_wsl(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "win32")
+    with pytest.raises(LaunchError, match="WSL 2"):
+        launch(os.getpid, world_size=1)
 
 
 def test_an_unknown_way_to_start_is_refused(monkeypatch):

@@ -1,13 +1,13 @@
-"""The preloaded server: a process that has imported torch once, and forks the agent of every launch.
+"""A process that has imported torch once, and waits: a server forks the agent of every launch, a spare becomes a rank.
 
 A script, not a part of the package: it imports nothing of the course and nothing of the learner's, so that every
 launch reads both afresh, and it never touches CUDA, which would not survive the fork. It is a child of the
 caller's, but not its fork, because the caller (a Jupyter kernel) is full of threads.
 
-The control socket (its standard input) brings 9 bytes a request: b"L" and a number, with a socket for a new
-launch, or b"K" and the number of a launch to be killed. When the socket ends, the caller is gone: all is killed.
-Nothing outlives its launch, not even what has left the process group (setsid): orphans become the agent's children,
-and when that has ended, the server's.
+A spare's standard input is the socket of its launch, when that comes. A server's brings 9 bytes a request: b"L" and a
+number, with a socket for a new launch, or b"K" and the number of a launch to be killed. When the socket ends, the
+caller is gone: all is killed. Nothing outlives its launch, not even what has left the process group (setsid): orphans
+become the agent's children, and when that has ended, the server's.
 """
 
 # ruff: noqa: E402 (the folder of this script must leave the path before anything else is imported)
@@ -18,6 +18,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 PACKAGES = os.path.abspath(f"{HERE}/../../..")
 sys.path[:] = [PACKAGES, *(path for path in sys.path if os.path.abspath(path or ".") != HERE)]
 
+import atexit
 import contextlib
 import gc
 import importlib
@@ -37,8 +38,18 @@ AT_ONCE = ["torch.distributed", "torch.multiprocessing", "numpy", "cloudpickle"]
 LATER = [  # what every rank would import for more than a second with its first optimizer: dynamo
     *("mpmath", "sympy", "torch.fx.experimental.symbolic_shapes", "torch.distributed.fsdp", "torch._dynamo"),
     "torch.utils.data",
-]  # when idle, in small steps, because a launch that comes meanwhile has to wait; and all before the second launch
-IDLE_SECONDS = float(os.environ.get("DDP_COURSE_IDLE") or 900)  # then the server ends; the next launch starts one
+]  # when idle, in small steps, because a launch that comes meanwhile has to wait; and all before a server's second one
+IDLE_SECONDS = float(os.environ.get("DDP_COURSE_IDLE") or 900)  # then this process ends; the next launch starts one
+
+
+def wait_as_spare(control: socket.socket) -> None:
+    """Become a rank when a launch comes; end if the caller is gone, or wants nothing for long."""
+    for name in LATER:
+        if not select.select([control], [], [], 0)[0]:
+            load([name])
+    if select.select([control], [], [], IDLE_SECONDS)[0]:
+        take_part(control, "be_rank")
+        atexit.register(os._exit, 0)  # when its threads have ended, but before gloo's would be torn down
 
 
 def serve(control: socket.socket) -> None:
@@ -119,26 +130,34 @@ def answer(control: socket.socket, launches: dict, needed: list) -> bool:
 
 
 def become_agent(launch: socket.socket) -> None:
-    """In the forked child: take on the caller's folder, paths and environment, and own the ranks. Never returns."""
+    """In the forked child: own the ranks of a launch. Never returns."""
     try:
-        os.setpgid(0, 0)  # one process group a launch: the agent, its ranks and theirs
+        os.setpgid(0, 0)  # one process group per launch: the agent, its ranks and theirs
         linux.die_with_parent()
         linux.adopt_orphans()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        (length,) = struct.unpack("<Q", launch.recv(8, socket.MSG_WAITALL))
-        setting = pickle.loads(launch.recv(length, socket.MSG_WAITALL))
-        sys.path[:], sys.argv[:] = setting["path"], setting["argv"]
-        os.environ.clear()
-        os.environ.update(setting["environ"])
-        if os.path.isdir(setting["folder"]):
-            os.chdir(setting["folder"])
-        importlib.import_module("ddp_course.running.launching.agent").own_ranks(launch, setting)
+        take_part(launch, "own_ranks")
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
         os._exit(1)
+
+
+def take_part(launch: socket.socket, role: str) -> None:
+    """Take on the caller's folder, paths and environment, and play this role, a function of `agent`, in its launch."""
+    header = launch.recv(8, socket.MSG_WAITALL)
+    if not header:
+        return  # the caller is gone
+    (length,) = struct.unpack("<Q", header)
+    setting = pickle.loads(launch.recv(length, socket.MSG_WAITALL))
+    sys.path[:], sys.argv[:] = setting["path"], setting["argv"]
+    os.environ.clear()
+    os.environ.update(setting["environ"])
+    if os.path.isdir(setting["folder"]):
+        os.chdir(setting["folder"])
+    getattr(importlib.import_module("ddp_course.running.launching.agent"), role)(launch, setting)
 
 
 def reap(launches: dict, ended: dict) -> bool:
@@ -160,7 +179,7 @@ def reap(launches: dict, ended: dict) -> bool:
     for agent in over:
         _, launch = launches.pop(agent)
         if status := ended.pop(agent):
-            words = pickle.dumps(("agent", os.waitstatus_to_exitcode(status)))
+            words = pickle.dumps(("agent exited", None, os.waitstatus_to_exitcode(status)))
             with contextlib.suppress(OSError):  # the caller may be gone
                 launch.sendall(struct.pack("<Q", len(words)) + words)
         launch.close()
@@ -189,5 +208,6 @@ def kill_strays(launches: dict) -> bool:
 
 
 if __name__ == "__main__":
-    load(AT_ONCE + sys.argv[1:])
-    serve(socket.socket(fileno=os.dup(0)))
+    orders = socket.socket(fileno=os.dup(0))
+    load(AT_ONCE + sys.argv[2:])
+    serve(orders) if sys.argv[1] == "server" else wait_as_spare(orders)
