@@ -17,7 +17,7 @@ LONGEST_MESSAGE = 1 << 40  # bytes
 READ_AT_MOST, KEPT_AT_MOST = 1 << 16, 1 << 18
 LONGEST_LINE = 1 << 20  # bytes: a longer line is shown in pieces of that length
 NOISE = ("[Gloo] Rank ",)  # gloo greets every new group on standard output
-DESCRIPTORS_PER_MESSAGE = 200  # Linux carries at most 253
+MOST_DESCRIPTORS = 16  # in one message
 
 
 def write(descriptor: int, message: Any) -> None:
@@ -48,17 +48,11 @@ def read_exactly(descriptor: int, size: int) -> bytes:
     return bytes(buffer)
 
 
-def send_descriptors(connection: socket.socket, descriptors: list) -> None:
-    """Pass open files to the process at the other end."""
-    for first in range(0, len(descriptors), DESCRIPTORS_PER_MESSAGE):
-        socket.send_fds(connection, [b"f"], descriptors[first : first + DESCRIPTORS_PER_MESSAGE])
-
-
 def receive_descriptors(connection: socket.socket, count: int) -> list:
-    """The other end of `send_descriptors`."""
+    """So many open files, which the process at the other end passes in messages of one byte."""
     received = []
     while len(received) < count:
-        data, descriptors, _, _ = socket.recv_fds(connection, 1, DESCRIPTORS_PER_MESSAGE)
+        data, descriptors, _, _ = socket.recv_fds(connection, 1, MOST_DESCRIPTORS)
         if not data:
             raise EOFError("the caller of this launch is gone")
         received += descriptors

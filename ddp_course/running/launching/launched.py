@@ -6,7 +6,6 @@ The same for ranks of every kind: `local` has those on this machine, `hosts` tho
 import pickle
 import signal
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 from typing import IO, Any
@@ -41,51 +40,28 @@ def show_line(bar: Bar, rank: int | str, stream: str, text: str) -> None:
     bar.print(f"[rank {rank}] {text}\n", stream)
 
 
-class Ranks(ABC):
-    """The processes of one launch. What they say becomes events, `hear(kind, rank, value, late)`:
+class Ranks:
+    """The processes of one launch, as `Launch` knows them; how they come to be is in `local` and in `hosts`:
 
-    "message" (pickled: the rank has started, or its result, …), "print" (stream, text), "stack" and "log" (bytes),
-    "closed" (its report has ended), "exited" (a code), "refused" (an exception). `late`: seconds by which the clock
-    here is ahead of the rank's.
+    start(payload)      bring the ranks to life; `payload` is an open file with the packed call
+    step(seconds)       pass on what has arrived, waiting at most so long for it; False if nothing came
+    order(message)      give all ranks their next call, packed; or b"": all have their results, and may leave
+    ask(pids)           ask these ranks for their stacks; process ids by rank
+    look(pids)          the state of each rank's process, and its last collectives, by rank
+    end(), release()    end what still runs, and wait until it has; give back what was open
+    explain()           which process that the ranks depend on has ended, and how; "" if that is not known
+
+    What ranks say becomes events, `hear(kind, rank, value, late)`: "message" (pickled: the rank has started, or its
+    result, …), "print" (stream, text), "stack" and "log" (bytes), "closed" (its report has ended), "exited" (a code),
+    "refused" (an exception). `late`: seconds by which the clock here is ahead of the rank's.
     """
 
-    hear: Callable = staticmethod(lambda *event: None)
+    hear: Callable
+    step: Callable
     tick = 1.0  # seconds: the longest wait between two looks at what has become of the launch
     quiet = 0.4  # seconds without any news after which no more stacks come
     gone = False  # whether no process of the launch is left
     cut_off = False  # whether processes have ended that the ranks still depended on
-
-    @abstractmethod
-    def start(self, payload: IO[bytes]) -> None:
-        """Bring the ranks to life; `payload` is an open file with the packed call."""
-
-    @abstractmethod
-    def step(self, seconds: float) -> bool:
-        """Pass on what has arrived, waiting at most `seconds` for it; False if nothing came."""
-
-    @abstractmethod
-    def order(self, message: bytes) -> None:
-        """Give all ranks their next call, packed, or b"": all have their results, and may leave."""
-
-    @abstractmethod
-    def ask(self, pids: dict) -> None:
-        """Ask these ranks for their stacks; `pids` are their process ids by rank."""
-
-    @abstractmethod
-    def look(self, pids: dict) -> tuple[dict, dict]:
-        """The state of each rank's process, and its last collectives, by rank."""
-
-    @abstractmethod
-    def end(self) -> None:
-        """End what still runs, and wait until it has."""
-
-    @abstractmethod
-    def release(self) -> None:
-        """Give back what was open."""
-
-    @abstractmethod
-    def explain(self) -> str:
-        """Which process that the ranks depend on has ended, and how; "" if that is not known."""
 
     def host_of(self, rank: int) -> str:
         """The name of the host that a rank lives on, "" in a launch on this machine."""
@@ -108,7 +84,7 @@ class Launch:
     If its ranks stay (`keeps`), it gets the next call by `again` instead of its end.
     """
 
-    def __init__(self, ranks: Ranks, world_size: int, timeout: float, progress: bool | int, show: Callable):
+    def __init__(self, ranks: Any, world_size: int, timeout: float, progress: bool | int, show: Callable):
         self.ranks, self.world_size, self.timeout, self.show = ranks, world_size, timeout, show
         self.bar = Bar(None if progress is True else progress)
         self.keeps = self.closing = False

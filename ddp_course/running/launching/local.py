@@ -14,6 +14,7 @@ import secrets
 import signal
 import socket
 import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -24,13 +25,13 @@ import psutil
 from .. import flight_recorder
 from ..store import serve_store
 from . import pickling, processes, stacks
-from .channel import Inbox, Lines, Mail, Pieces, close_all, send_descriptors, write
+from .channel import Inbox, Lines, Mail, Pieces, close_all, write
 from .launched import ENDING_SECONDS, Ranks, how_it_ended
 from .processes import MARK
 from .setting import LOOPBACK, PIPES_PER_RANK, SHARED_FILES, open_memory, start_method
 
 
-def local_ranks(setting: dict) -> "LocalRanks":
+def local_ranks(setting: dict) -> "Forked | Spawned":
     """The ranks of a launch here, which come to life as this system allows."""
     return Spawned(setting) if start_method() == "spawn" else Forked(setting)
 
@@ -65,10 +66,10 @@ class LocalRanks(Ranks):
             readers = [report, *prints, Pieces(partial(self.tell, "stack", rank))]
             self.pass_on(connection, rank, [orders, *map(self.inbox.pipe, readers)])
 
-    def pass_on(self, connection: socket.socket, rank: int, ends: list, shared: list | None = None) -> None:
+    def pass_on(self, connection: socket.socket, rank: int, ends: list, shared: Sequence = ()) -> None:
         """Pass far ends of pipes, which are then ours no more, and open files that stay ours as well."""
         try:
-            send_descriptors(connection, [*ends, *(shared or [])])
+            socket.send_fds(connection, [b"f"], [*ends, *shared])
         finally:
             close_all(ends)
 
@@ -208,10 +209,10 @@ class Spawned(LocalRanks):
                 self.hand_over(spare.control, payload, [rank])
             self.inbox.add(spare.control.detach(), Pieces(lambda piece: None))
 
-    def pass_on(self, connection: socket.socket, rank: int, ends: list, shared: list | None = None) -> None:
+    def pass_on(self, connection: socket.socket, rank: int, ends: list, shared: Sequence = ()) -> None:
         """The same, but keep the far ends until the rank has spoken: macOS loses what is closed on its way."""
         self.far_ends.setdefault(rank, []).extend(ends)
-        send_descriptors(connection, [*ends, *(shared or [])])
+        socket.send_fds(connection, [b"f"], [*ends, *shared])
 
     def tell(self, kind: str, rank: Any, value: Any = None) -> None:
         """Pass on an event; a rank that has spoken has its ends of the pipes."""

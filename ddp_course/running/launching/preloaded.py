@@ -39,7 +39,7 @@ LATER = [  # what every rank would import for more than a second with its first 
     *("mpmath", "sympy", "torch.fx.experimental.symbolic_shapes", "torch.distributed.fsdp", "torch._dynamo"),
     "torch.utils.data",
 ]  # when idle, in small steps, because a launch that comes meanwhile has to wait; and all before a server's second one
-IDLE_SECONDS = float(os.environ.get("DDP_COURSE_IDLE") or 900)  # then this process ends; the next launch starts one
+IDLE_SECONDS = float(os.environ.get("DDP_COURSE_IDLE") or 900)  # then this process ends; the next launch starts another
 
 
 def wait_as_spare(control: socket.socket) -> None:
@@ -74,18 +74,18 @@ def serve(control: socket.socket) -> None:
             del later[0]
             if not later:
                 linux.take_large_pages()
-    ended.update(dict.fromkeys(launches, 0))  # with the caller gone they are all to end
+    ended.update(dict.fromkeys(launches, 0))  # the caller is gone: all launches are to end
     while launches:
         reap(launches, ended)
         time.sleep(0.002)
 
 
 def load(names: list) -> None:
-    """Import modules; those that are here already cost nothing, and cloudpickle is not on every machine.
+    """Import modules; those that have been imported already cost nothing.
 
-    Dynamo cannot be imported where its cache cannot be made, for one: only a rank that needs it is to hear of that.
-    What modules define is no garbage: not to look for any saves a fifth of the time, and frozen, it is not copied
-    into ranks that look.
+    A module that cannot be imported, as Dynamo where its cache cannot be made, is an error only for a rank that needs
+    it. What modules define is no garbage: without a search for any, a fifth of the time is saved, and what is
+    frozen is not copied into ranks that search.
     """
     gc.disable()
     for name in names:
@@ -161,7 +161,7 @@ def take_part(launch: socket.socket, role: str) -> None:
 
 
 def reap(launches: dict, ended: dict) -> bool:
-    """Collect ended children; close the sockets of launches of which nothing is left. Whether one came to its end.
+    """Collect ended children; close the sockets of launches of which nothing is left. True if a launch is over.
 
     `ended`: the wait status of each agent that has ended.
     """
@@ -196,8 +196,8 @@ def kill_group(pid: int) -> bool:
 
 
 def kill_strays(launches: dict) -> bool:
-    """Kill our children that are no agents: what an ended agent's ranks had sent into other groups. Whether any was."""
-    children = f"/proc/self/task/{os.getpid()}/children"  # we have one thread
+    """Kill our children that are no agents: orphans that had left their launch's group. True if there was any."""
+    children = f"/proc/self/task/{os.getpid()}/children"  # this process has one thread
     if not os.path.exists(children):
         return False  # not Linux: orphans do not come here
     with open(children) as file:

@@ -18,6 +18,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from soak.launches import launch_processes
 
 from ddp_course import Device, Link, launch
 from ddp_course.errors import LaunchError, RankError
@@ -34,14 +35,6 @@ def pid_and_rank():
 def reduced(tensor):
     dist.all_reduce(tensor)
     return tensor
-
-
-def launch_processes():
-    """The agents and the ranks of this process's launch server; none if some end while we look."""
-    with suppress(psutil.NoSuchProcess):
-        agents = psutil.Process(processes.server_pid()).children()
-        return agents, [rank for agent in agents for rank in agent.children()]
-    return [], []
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
