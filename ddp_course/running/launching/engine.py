@@ -16,7 +16,6 @@ from typing import Any
 import psutil
 import torch
 
-from ..store import serve_store
 from .local import local_ranks
 from .setting import describe_launch, open_memory
 
@@ -24,8 +23,7 @@ LEASE_SECONDS = 2.5  # a host ends its ranks when no request for news came for s
 NEWS_SECONDS = 0.4  # how long an engine waits for news
 TICK_SECONDS = 0.05
 
-_stores: dict = {}  # by the number of the launch, the store that its ranks will meet at
-_parts: dict = {}
+_parts: dict = {}  # by the number of the launch
 
 
 def survey(head: str) -> dict:
@@ -47,16 +45,9 @@ def versions() -> dict:
     return {"Python": platform.python_version(), "torch": torch.__version__, "ddp_course": package}
 
 
-def prepare(number: int, count: int, device: str, address: str | None) -> tuple:
-    """Get ready for `count` ranks of launch `number`: the backend they would take, and on the first host a port.
-
-    There, `address` is this host's, and the ranks' store is opened on it. ValueError if this host cannot have them.
-    """
-    backend, port = describe_launch(count, device, 1.0, None, False)["backend"], None
-    if address is not None:
-        _stores[number] = serve_store(address)
-        port = _stores[number].port
-    return backend, port
+def backend(count: int, device: str) -> str:
+    """The backend that `count` ranks would take on this host; ValueError if it cannot have them."""
+    return describe_launch(count, device, 1.0, None, False)["backend"]
 
 
 def begin(number: int, request: dict, packed: bytes) -> None:
@@ -65,7 +56,7 @@ def begin(number: int, request: dict, packed: bytes) -> None:
     setting = describe_launch(count, request["device"], request["timeout"], None, request["progress"], len(packed))
     setting["environ"]["GLOO_SOCKET_IFNAME"] = request["card"]
     setting |= {name: request[name] for name in ("world_size", "ranks", "store", "backend")}
-    _parts[number] = Part(setting, packed, _stores.pop(number, None))
+    _parts[number] = Part(setting, packed)
 
 
 def news(number: int) -> bytes:
@@ -84,7 +75,6 @@ def call(number: int, method: str, *arguments: Any) -> Any:
 
 def end(number: int) -> None:
     """Have the ranks of a launch ended."""
-    _stores.pop(number, None)
     if number in _parts:
         _parts[number].ending = True
 
@@ -92,8 +82,8 @@ def end(number: int) -> None:
 class Part:
     """The ranks of one launch that live on this host, and what they have said that the head has not heard yet."""
 
-    def __init__(self, setting: dict, packed: bytes, store: Any):
-        self.store, self.ranks, self.payload = store, local_ranks(setting), open_memory("call")
+    def __init__(self, setting: dict, packed: bytes):
+        self.ranks, self.payload = local_ranks(setting), open_memory("call")
         self.ending, self.asked_at, self.events, self.changed = False, time.monotonic(), [], threading.Condition()
         self.ranks.hear = self.note
         self.payload.write(packed)

@@ -11,12 +11,13 @@ import json
 import pickle
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import IO, Any
 
 from ...errors import LaunchError
 from ..files import connection_folder, replace_file
+from ..store import serve_store
 from . import engine
 from .launched import Launch, Ranks
 
@@ -128,8 +129,6 @@ def choose(hosts: str | int | list, members: list) -> list:
 class RanksOnHosts(Ranks):
     """The ranks of a launch over several hosts: their engines are asked for news of them, again and again."""
 
-    quiet = 1.5  # an engine hears the question only when it has waited for news
-
     def __init__(self, client: Any, members: list, request: dict):
         self.client, self.members, self.request, self.number = client, members, request, secrets.randbits(64)
         world_size, count = request["world_size"], len(members)
@@ -137,11 +136,12 @@ class RanksOnHosts(Ranks):
         self.requests: dict = {}  # by host, the reply to the last request for news, and when that was made
         self.late = [0.0] * count  # seconds by which the clock here is ahead of each host's
         self.lost: list = []  # why hosts are gone, in words
+        self.store: Any = None
         self.left = set(range(count))  # hosts that still have processes of this launch
 
     def call(self, index: int, function: Callable, *arguments: Any) -> Any:
-        """Call a function in the engine of one host, about this launch; returns at once, with the coming answer."""
-        return self.client[self.members[index]["engine"]].apply_async(function, self.number, *arguments)
+        """Call a function in the engine of one host; returns at once, with the coming answer."""
+        return self.client[self.members[index]["engine"]].apply_async(function, *arguments)
 
     def call_all(self, function: Callable, *arguments: list) -> list:
         """Call a function in all engines at once, each with its own arguments; the answers, in the hosts' order."""
@@ -157,30 +157,26 @@ class RanksOnHosts(Ranks):
             raise LaunchError(f"{host} cannot take part: {words}") from None
 
     def start(self, payload: IO[bytes]) -> None:
-        """Open the store on the first host, and start the ranks on all."""
+        """Open the store here, and start the ranks on all hosts."""
         payload.seek(0)
-        count, first = len(self.members), self.members[0]["address"]
-        sizes = [len(ranks) for ranks in self.ranks_on]
-        prepared = self.call_all(
-            engine.prepare, sizes, [self.request["device"]] * count, [first, *[None] * (count - 1)]
-        )
-        backends = {backend for backend, _ in prepared}
-        common = {
-            **self.request,
-            "store": (first, prepared[0][1]),
+        count, sizes = len(self.members), [len(ranks) for ranks in self.ranks_on]
+        backends = set(self.call_all(engine.backend, sizes, [self.request["device"]] * count))
+        self.store = serve_store(head_address())
+        self.request |= {
+            "store": (self.store.host, self.store.port),
             "backend": backends.pop() if len(backends) == 1 else "gloo",
         }
         requests = [
-            {**common, "ranks": ranks, "card": member["card"]}
+            {**self.request, "ranks": ranks, "card": member["card"]}
             for ranks, member in zip(self.ranks_on, self.members, strict=True)
         ]
-        self.call_all(engine.begin, requests, [payload.read()] * count)
+        self.call_all(engine.begin, [self.number] * count, requests, [payload.read()] * count)
         for index in range(count):
             self.ask_for_news(index)
 
     def ask_for_news(self, index: int) -> None:
         """Ask one host for news."""
-        self.requests[index] = self.call(index, engine.news), time.monotonic()
+        self.requests[index] = self.call(index, engine.news, self.number), time.monotonic()
 
     def step(self, seconds: float) -> bool:
         """Pass on what engines answer, waiting at most `seconds` for it, and ask them again; False if nothing came."""
@@ -232,23 +228,28 @@ class RanksOnHosts(Ranks):
     def order(self, message: bytes) -> None:
         """Give all ranks their next call, packed, or b"": all have their results, and may leave."""
         for index in self.left:
-            self.call(index, engine.call, "order", message)
+            self.call(index, engine.call, self.number, "order", message)
 
     def ask(self, pids: dict) -> None:
         """Ask these ranks for their stacks."""
-        for index in self.left:
-            here = {rank: pid for rank, pid in pids.items() if rank in self.ranks_on[index]}
-            self.call(index, engine.call, "ask", here)
+        list(self.answers("ask", pids))
 
     def look(self, pids: dict) -> tuple[dict, dict]:
         """The state of each rank's process, and its last collectives, by rank."""
         statuses, calls = {}, {}
-        for index in self.left:
-            states, made = self.answer(index, self.call(index, engine.call, "look", pids))
+        for late, (states, made) in self.answers("look", pids):
             statuses |= states
-            late = self.late[index]
             calls |= {rank: [replace(call, begin=call.begin + late) for call in last] for rank, last in made.items()}
         return statuses, calls
+
+    def answers(self, method: str, pids: dict) -> Iterator[tuple]:
+        """What a method of their ranks returns on all hosts, and how late each host's clock is."""
+        replies = {index: self.call(index, engine.call, self.number, method, pids) for index in self.left}
+        for index, reply in replies.items():
+            try:
+                yield self.late[index], reply.get(timeout=SILENCE_SECONDS)
+            except Exception:  # the engine died, as in `take`
+                self.lose(index)
 
     def host_of(self, rank: int) -> str:
         """The name of the host that a rank lives on."""
@@ -257,13 +258,14 @@ class RanksOnHosts(Ranks):
     def end(self) -> None:
         """Have all hosts end their ranks, and wait until they have."""
         for index in self.left:
-            self.call(index, engine.end)
+            self.call(index, engine.end, self.number)
             if index not in self.requests:
                 self.ask_for_news(index)
         self.read_for(ENDING_SECONDS, lambda: not self.requests)
 
     def release(self) -> None:
-        """Nothing is open."""
+        """Close the store."""
+        self.store = None
 
     def explain(self) -> str:
         """Which hosts are gone, and why."""

@@ -20,7 +20,8 @@ GRACE_SECONDS = 0.25  # after the first failure, for other ranks to report their
 KEPT_GRACE_SECONDS = 2.0  # the same for ranks that stay: if all of them fail, they need not end
 EXIT_CODE_SECONDS = 1.5  # until it is known how a rank died
 ENDING_SECONDS = 5.0  # for all processes to end, after the last result or after the order to end
-STACK_SECONDS = 2.0  # for ranks to write their stacks when time has run out
+STACK_SECONDS = 2.0  # for ranks to write their stacks when time has run out …
+QUIET_SECONDS = 0.4  # … or until nothing more comes for so long
 UNCONNECTED = (
     "launch: no collective ran, so these are {} models that know nothing of each other, and they differ now. "
     "To train one together, wrap the model or average the gradients.\n"
@@ -59,7 +60,6 @@ class Ranks:
     hear: Callable
     step: Callable
     tick = 1.0  # seconds: the longest wait between two looks at what has become of the launch
-    quiet = 0.4  # seconds without any news after which no more stacks come
     gone = False  # whether no process of the launch is left
     cut_off = False  # whether processes have ended that the ranks still depended on
 
@@ -219,7 +219,7 @@ class Launch:
         """Ask every rank for its stack, and note what each one was doing."""
         self.ranks.ask({rank: pid for rank, pid in self.pids.items() if rank not in self.results})
         deadline = time.monotonic() + STACK_SECONDS
-        while self.ranks.step(self.ranks.quiet) and time.monotonic() < deadline:
+        while self.ranks.step(QUIET_SECONDS) and time.monotonic() < deadline:
             pass
         statuses, calls = self.ranks.look(self.pids)
         dumps = [text.text() for text in self.stacks]

@@ -89,10 +89,10 @@ class LocalRanks(Ranks):
                 write(file.fileno(), message)
 
     def ask(self, pids: dict) -> None:
-        """Ask these ranks for their stacks, by a signal."""
-        for pid in pids.values():
+        """Ask these ranks, as far as they are here, for their stacks, by a signal."""
+        for rank in pids.keys() & set(self.ranks):
             with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGUSR1)
+                os.kill(pids[rank], signal.SIGUSR1)
 
     def look(self, pids: dict) -> tuple[dict, dict]:
         """The state of each rank's process, and its last collectives, by rank."""
