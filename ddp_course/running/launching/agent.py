@@ -46,7 +46,7 @@ def own_ranks(launch: socket.socket, setting: dict) -> None:
 def be_rank(launch: socket.socket, setting: dict) -> None:
     """Be the one rank that a spare becomes; end as soon as the caller does."""
     shared, [(number, pipes)] = open_files(launch, setting)
-    threading.Thread(target=end_with_caller, args=(launch, setting["folder of the link"]), daemon=True).start()
+    threading.Thread(target=end_with_caller, args=(launch, setting["link_folder"]), daemon=True).start()
     rank.main(setting, number, pickle.loads(setting["link"]), shared, pipes)
 
 

@@ -185,7 +185,7 @@ class Spawned(LocalRanks):
     tick = 0.02  # a process that a rank has forked may hold its pipes open when the rank has ended
 
     def __init__(self, setting: dict):
-        super().__init__({**setting, "folder of the link": None})
+        super().__init__({**setting, "link_folder": None})
         self.spares: dict = {}
         self.ended: dict = {}
         self.far_ends: dict = {}
@@ -198,7 +198,7 @@ class Spawned(LocalRanks):
         if link is not None:
             self.folder = tempfile.TemporaryDirectory(prefix="ddp_course_", ignore_cleanup_errors=True)
             link.prepare(self.setting["world_size"], Path(self.folder.name))
-            self.setting |= {"link": pickling.dumps(link), "folder of the link": self.folder.name}
+            self.setting |= {"link": pickling.dumps(link), "link_folder": self.folder.name}
         if not self.setting["store"]:
             self.store = serve_store(LOOPBACK)
             self.setting["store"] = LOOPBACK, self.store.port

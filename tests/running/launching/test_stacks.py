@@ -12,28 +12,24 @@ def call(sequence, members=ALL, begin=0.0, end=0.0):
     return Call(b"", bytes(members), sequence, begin, end, members, "all")
 
 
-def test_the_rank_that_is_a_call_behind_is_missed():
-    calls = {0: [call(1, end=1.0), call(2)], 1: [call(1, end=1.0)], 2: [call(1, end=1.0), call(2)]}
-    assert missing_from_ours(calls) == ("all, call 2", [0, 2], [1])
-
-
-def test_a_rank_that_never_entered_any_is_missed():
-    assert missing_from_ours({0: [call(1)], 2: [call(1)]}) == ("all, call 1", [0, 2], [1])
-
-
-def test_only_members_of_the_group_are_missed():
-    assert missing_from_ours({0: [call(1, PAIR)], 1: []}) == ("all, call 1", [0], [1])
-
-
-def test_in_a_chain_of_waiting_it_is_the_last_that_matters():
-    """Rank 0 waits for rank 1 in a pair, which waits for rank 2 in the whole group."""
-    assert missing_from_ours({0: [call(1, PAIR, begin=1)], 1: [call(1, begin=2)], 2: []}) == ("all, call 1", [1], [2])
-
-
-def test_nobody_is_missed_when_all_are_inside_or_none():
-    assert missing_from_ours({rank: [call(1)] for rank in ALL}) is None
-    assert missing_from_ours({rank: [call(1, end=1.0)] for rank in ALL}) is None
-    assert missing_from_ours({}) is None
+@pytest.mark.parametrize(
+    "calls, missed",
+    [
+        (  # a rank that is a call behind
+            {0: [call(1, end=1.0), call(2)], 1: [call(1, end=1.0)], 2: [call(1, end=1.0), call(2)]},
+            ("all, call 2", [0, 2], [1]),
+        ),
+        ({0: [call(1)], 2: [call(1)]}, ("all, call 1", [0, 2], [1])),  # one that never entered any
+        ({0: [call(1, PAIR)], 1: []}, ("all, call 1", [0], [1])),  # only members of the group
+        # rank 0 waits for rank 1 in a pair, which waits for rank 2 in the whole group
+        ({0: [call(1, PAIR, begin=1)], 1: [call(1, begin=2)], 2: []}, ("all, call 1", [1], [2])),
+        ({rank: [call(1)] for rank in ALL}, None),
+        ({rank: [call(1, end=1.0)] for rank in ALL}, None),
+        ({}, None),
+    ],
+)
+def test_the_rank_that_the_others_wait_for_is_missed(calls, missed):
+    assert missing_from_ours(calls) == missed
 
 
 @pytest.mark.parametrize(
