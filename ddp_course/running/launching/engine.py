@@ -111,6 +111,6 @@ class Part:
         self.ranks.end()
         while self.ranks.step(0):
             pass
-        self.note("over", self.ranks.cut_off, self.ranks.explain())
         self.ranks.release()
         self.payload.close()
+        self.note("over", self.ranks.cut_off, self.ranks.explain())
