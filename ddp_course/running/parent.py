@@ -1,12 +1,14 @@
 """Ranks of torchrun end with it: one that lived on would join the next job that takes the same port.
 
 torch takes seconds to import, and torchrun may be killed meanwhile. So a program that torchrun starts calls
-`end_with_torchrun` before it imports torch; this module imports nothing that takes long.
+`end_with_torchrun` before it imports torch; this module imports no torch.
 """
 
 import os
 import sys
 import threading
+
+import psutil
 
 from .linux import die_with_parent
 
@@ -22,7 +24,7 @@ def end_with_torchrun() -> None:
     if not may_be_torchrun(parent):
         os._exit(1)
     if sys.platform != "linux":
-        threading.Thread(target=lambda: (wait_for(parent), os._exit(1)), daemon=True).start()
+        threading.Thread(target=lambda: (psutil.Process(parent).wait(), os._exit(1)), daemon=True).start()
 
 
 def may_be_torchrun(parent: int) -> bool:
@@ -30,17 +32,8 @@ def may_be_torchrun(parent: int) -> bool:
 
     torchrun runs in the same Python as its ranks. A shell between the two has the job's name in its environment.
     """
-    import psutil
-
     try:
         process = psutil.Process(parent)
         return process.exe() == psutil.Process().exe() or process.environ().get(JOB) == os.environ[JOB]
     except psutil.Error:
         return False
-
-
-def wait_for(process: int) -> None:
-    """Return when the process with this number has ended."""
-    import psutil
-
-    psutil.Process(process).wait()
