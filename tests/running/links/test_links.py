@@ -5,7 +5,6 @@ A machine under load only ever makes things slower, so the bounds from below are
 
 import re
 import socket
-import subprocess
 import sys
 import time
 from types import SimpleNamespace
