@@ -86,22 +86,22 @@ def calmest_step(problem, global_batch, steps=12):
 steps = [calmest_step(digits, 96), calmest_step(text, 32)]
 
 # %% timeline
+forward, backward, update = (span.seconds for span in steps[1])
+ratio = backward / forward
 show.timeline_figure(steps, labels=["digits", "bytes"], align=True,
-                     title="One step of each problem: backward is the longest part")  # fmt: skip
+                     title=f"One step of each problem: on bytes, backward takes {ratio:.1f} times as long as forward")  # fmt: skip
 
 # %% reveal
-forward, backward, update = (span.seconds for span in steps[1])
 print(f"bytes: forward {1000 * forward:.1f} ms, backward {1000 * backward:.1f} ms, update {1000 * update:.1f} ms")
 answers = dict(zip([0.5, 1, 2, 10], guess.answers))
-ratio = backward / forward
 guess.reveal(f"{ratio:.1f} times", answers[show.widgets.nearest(ratio, answers)])
 
 # %% [markdown]
 r"""
-Two results instead of one, so twice the operations. The time is near that, not exactly that: the GPT's backward takes two
-to three times as long as its forward, for it also reads what forward stored; the digits' small convolutions may run
-backward as fast as forward. Remember the picture: gradients appear *during* the long backward
-pass, the last layer's first. Lesson 05 makes use of exactly that.
+Two results instead of one: about twice the operations. The time is near that, not exactly that. The GPT's backward pass
+also reads what forward stored, so it takes two to three times as long as forward. On the digits' small convolutions
+backward may be as fast as forward. Remember the picture: gradients appear *during* the long backward pass, the last
+layer's first. Lesson 05 makes use of exactly that.
 
 ## The loss falls
 
@@ -254,36 +254,33 @@ print("16 times the batch, about a quarter of the noise")
 r"""
 (The last point lies below the line, since 256 samples are already a good part of all there are.)
 
-That is the bargain that data parallel training offers: K devices make the batch K times larger in about the same
+This is what data parallel training offers: K devices make the batch K times larger in about the same
 time, and the gradient $\sqrt K$ times less noisy. Whether the *learning* gets K times faster is another question:
 lesson 10.
 
 ## When a check fails
 
-From here on each lesson has an exercise, and below each answer stands a check. Here is one that fails, on an answer to task
-1.1 in which a line is missing:
+From here on each lesson has an exercise, and below each answer stands a check. Here is one that fails, on a wrong answer to
+task 1.3: how many bytes do a model's gradients take?
 """
 
 
 # %% failing-check
 # NBVAL_CHECK_OUTPUT
-def train_step(model, optimizer, inputs, targets):
-    loss = torch.nn.functional.cross_entropy(model(inputs), targets)
-    loss.backward()
-    optimizer.step()
-    return loss.item()
+def gradient_bytes(model):
+    return 4 * sum(parameter.numel() for parameter in model.parameters())
 
 
 try:
-    check("1.1", train_step, seed=7)
+    check("1.3", gradient_bytes, seed=7)
 except Exception as wrong:  # in the exercise it comes as it is, with a traceback
     print(wrong)
 
 # %% [markdown]
 r"""
-How to read it, from left to right: *where* the answer first differs from a right one (the weights after step 2; after step 1
-they were right), *what* the fault probably is, and how to get the same numbers again, with `seed=7` in the call. Without
-a seed each check draws new numbers. Of a fault that nobody foresaw it tells the first number that differs.
+How to read it, from left to right: *where* the answer first differs from a right one (on a model in float64, for which it
+returned this number), *what* the fault probably is, and how to get the same numbers again: with `seed=7` in the call. Without
+a seed each check draws new numbers. If a fault is none of the known ones, the check names the first number that differs.
 
 ## What torch does
 
@@ -295,8 +292,8 @@ there is `torch.profiler`, which sees single kernels.
 
 **1.** Why does the update's time not depend on the batch size?
 <details><summary>Answer</summary>
-It touches each weight once, whatever the batch. So do the gradients that later have to be sent: their size
-depends on the model only.
+It touches each weight once, whatever the batch. The same holds for the gradients, which later lessons send: how many
+bytes they are depends on the model only.
 </details>
 
 **2.** A step on 64 samples takes 8 ms, on 128 samples 14 ms. What would a step on 512 samples take, roughly?

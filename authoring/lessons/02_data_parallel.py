@@ -10,7 +10,7 @@ one of them. Is the result still the same? And what does it cost?
 - prove, and check on a real model, that averaged gradients of shards are the gradient of the batch,
 - say when this is *not* true,
 - draw what DataParallel does with a batch, and name the device that is overloaded,
-- say what Python's global lock does and does not prevent.
+- say what Python's global lock prevents, and what it does not.
 
 *35 minutes, under a minute of computing.*
 """
@@ -21,7 +21,7 @@ import time
 from functools import partial
 
 from ddp_course import (
-    DataParallel, claims, compare, launch, problems, show, stage1_single, stage2_dataparallel, timeline, timing, torch,
+    DataParallel, claims, compare, dist, launch, problems, show, stage1_single, stage2_dataparallel, timeline, timing, torch,
 )  # fmt: skip
 
 K = 4  # how many devices; 2 works as well
@@ -204,7 +204,7 @@ labels = ["master"] + [f"device {k}" for k in range(1, K)]
 times = held[0] / held[-1]
 show.bars(
     dict(zip(labels, [count / 2**20 for count in held])), "weights, inputs and outputs (MiB)",
-    f"Of weights, inputs and outputs the master holds {times:.1f} times as much", colours={"master": show.STAGE_COLOURS["2"]},
+    f"Of weights, inputs and outputs the master holds {times:.1f} times as much as another device", colours={"master": show.STAGE_COLOURS["2"]},
     kind="counted",
 )  # fmt: skip
 
@@ -301,7 +301,7 @@ r"""
 So threads help where torch's operations are large, and hardly where they are many and tiny: then most of the time is
 Python's, and a process per device is the way out. And too many threads? torch itself uses threads inside its operations. If
 every rank of K takes a thread for each core, there are K times as many threads as cores, and they push each other aside:
-**thrashing**. Here each of the K ranks computes the same matrix products with 1, 2, 4 or 8 threads.
+**thrashing**. Here each of the K ranks computes the same matrix products with 1, 2, 4 or 8 threads, all at the same time.
 """
 
 
@@ -310,9 +310,11 @@ def with_threads(count):
     torch.set_num_threads(count)
     matrix, best = torch.ones(384, 384), 9.0
     for _ in range(5):
+        dist.barrier()  # all ranks at once
         with timing.stopwatch() as watch:
             for _ in range(20):
                 matrix = matrix @ matrix / 384
+            dist.barrier()
         best = min(best, watch.seconds)
     return best
 
@@ -325,8 +327,9 @@ show.bars({f"{count} per rank": ms for count, ms in threads.items()}, "time for 
 
 # %% [markdown]
 r"""
-More threads, no gain, and often a loss: threads that have finished their part wait *spinning*, on cores that others need.
-So `torchrun` sets OMP_NUM_THREADS to 1, and `launch` gives each rank its share of the cores.
+More threads gain nothing, and may lose a lot: threads that have finished their part wait *spinning*, on cores that others
+need. (With more threads than the machine has cores, OpenMP soon lets waiting threads sleep, so such bars may be short.) So
+`torchrun` sets OMP_NUM_THREADS to 1, and `launch` gives each rank its share of the cores.
 
 ## Is it the threads, then?
 
@@ -357,7 +360,7 @@ the other. Meanwhile all others have nothing to do. Threads are not the limit he
 ## What torch does
 
 `torch.nn.DataParallel` is this algorithm, on GPUs. Its documentation recommends `DistributedDataParallel` instead,
-even on a single machine. It does not average: its loss is that of the gathered outputs, so the *sum* of the
+even on a single machine. `DataParallel` does not average: its loss is that of the gathered outputs, so the *sum* of the
 replicas' gradients is right, as it is in ours.
 
 ## Check yourself
@@ -371,7 +374,7 @@ are right when every shard takes the mean over its own B/K samples.
 **2.** Your last batch has 10 samples, and K = 4. What does the mean of the ranks' means do wrong?
 <details><summary>Answer</summary>
 The shards have 3, 3, 2 and 2 samples. A sample in a small shard counts for 1/8, in a large one for 1/12. Weight
-by the number of samples, or drop the odd ones.
+each mean by its number of samples, or leave the last two samples out.
 </details>
 
 **3.** Does DataParallel help if the model does not fit into the memory of one device?

@@ -50,10 +50,10 @@ print("the last layer's gradients come first")
 r"""
 ## Buckets
 
-One all-reduce per parameter would be many small messages, each with its latency. One for all would have to wait for the
-last gradient. So parameters are put into **buckets**, last layer first. A bucket is closed when it has reached the
-cap, and travels as one message when all of its gradients are there. In PyTorch the cap is 25 MiB; here are eight equal
-layers of 16 KiB and a cap of 0.03 MiB.
+One all-reduce per parameter would be many small messages, each with its latency. A single all-reduce for all parameters
+would have to wait for the last gradient. So parameters are put into **buckets**, last layer first. A bucket is closed
+when its size reaches a limit, the *cap*, and travels as one message when all of its gradients are there. In PyTorch the
+cap is 25 MiB; here are eight equal layers of 16 KiB and a cap of 0.03 MiB.
 """
 
 # %% bucket-sketch
@@ -61,15 +61,15 @@ show.sketches.buckets(problems.make("synthetic", parameters=8 * 64**2, width=64)
 
 # %% [markdown]
 r"""
-All ranks must reduce the buckets in the same order, or they would add up different parameters. Ranks do not
-finish their layers at the same moments, so it is not enough to send whatever is ready: bucket 1 waits for bucket 0.
+All ranks must reduce the buckets in the same order, or they would add up different parameters. The ranks may fill their
+buckets in different orders, so a full bucket must not leave at once: bucket 1 waits until bucket 0 has left.
 
 A parameter is never cut in two: a bucket ends with the parameter that fills it. So a layer larger than the cap makes a
 bucket larger than the cap.
 
 ## Predict
 
-On emulated devices and links, with 4 ranks, our model's all-reduce takes about as long as its backward pass.
+On the emulated devices and links below, with 4 ranks, our model's all-reduce takes about as long as its backward pass.
 """
 
 # %% predict
@@ -150,8 +150,8 @@ guess.reveal(f"{100 * share:.0f} %", answers[show.widgets.nearest(max(share, 0.0
 r"""
 Never all of it: the last bucket, with the first layers' gradients, is complete only when backward ends.
 
-That the two really overlap is a statement about the order of events, so it can be checked exactly: on every rank the
-first bucket's all-reduce has begun before backward has finished computing.
+Do the two really overlap? That can be checked exactly, by the order of events: on every rank the first bucket's all-reduce
+must begin before backward has finished computing.
 """
 
 
@@ -174,9 +174,9 @@ print("stage 4 communicates after backward; buckets begin inside it, on every ra
 r"""
 ## The bucket cap
 
-Small buckets start early, but each pays its latencies. Large ones wait. We measure the step for several caps, and put the
-**simulator** beside it. It knows how long each layer takes, how large its gradient is, what the link carries, and what one
-message costs however small it is, which we measure first: an all-reduce of 64 bytes is 2(K-1) latencies and nothing else.
+Small buckets start early, but each pays its latencies. Large ones start late. We measure the step for several caps, and put
+a **simulator** beside it. It knows how long each layer takes, how large its gradient is, what the link carries, and the
+latency of a message. We measure the latency first: an all-reduce of 64 bytes is 2(K-1) latencies and nothing else.
 """
 
 # %% measure-caps
@@ -208,10 +208,11 @@ r"""
 ## When does it pay?
 
 One number for the device: how long backward takes, C. One for the link: how long the all-reduce takes, T. Without overlap a
-step takes forward + C + T. With it the longer of the two wins: forward + max(C, T), and one bucket more: if C is longer, the
-*last* bucket, which is complete only when backward ends; if T is longer, the *first*, before which nothing can travel. So there are three
-regimes. Link fast: nothing to save. T below C: all hidden. T above C: nothing left to hide behind, you pay T - C. The
-crossing, T = C, is predicted from the two numbers alone; then measured by a sweep over link speeds.
+step takes forward + C + T. With overlap the longer of the two counts: forward + max(C, T), and one bucket more. If C is
+longer, that is the *last* bucket, which is complete only when backward ends; if T is longer, the *first*: nothing can travel
+before it is full. So there are three regimes. The link is fast: there is little to save. T is below C: all is hidden. T is
+above C: C of it is hidden, and you pay T - C. Where they meet, T = C, is predicted from the two numbers alone; then we
+measure at several link speeds.
 """
 
 # %% sweep
@@ -267,7 +268,7 @@ claims.decide(
 r"""
 ## Can the layout change the result?
 
-Buckets decide where a ring's chunks begin, and so on which rank each sum starts.
+Buckets decide where a ring's chunks begin, and a chunk decides on which rank its sum starts.
 """
 
 
@@ -317,8 +318,8 @@ r"""
 of 1 MiB, views into the buckets if you ask for `gradient_as_bucket_view=True`. After the first step it rebuilds its
 buckets in the order in which gradients really appeared. Lesson 06 adds that, and everything else that is missing.
 
-How much does it gain on GPUs? On 32 of them, overlap saved 38.0 % of a step of ResNet-50 and 35.2 % of BERT's with NCCL, 26.8 % and
-21.5 % with gloo (published: Li et al., "PyTorch Distributed", VLDB 2020).
+How much does it gain on GPUs? On 32 of them, overlap saved 38.0 % of a step of ResNet-50 and 35.2 % of BERT's with NCCL,
+26.8 % and 21.5 % with gloo (published: Li et al., "PyTorch Distributed", VLDB 2020).
 
 ## Check yourself
 
@@ -344,8 +345,8 @@ The all-reduce over two nodes takes 500 MB / (1.25 GB/s) = 400 ms, and backward 
 ## In three lines
 
 1. Gradients appear last layer first, so buckets can travel while backward still computes.
-2. A step takes at least forward + max(backward, all-reduce) and one bucket more: derived and simulated; the measured step is somewhat longer.
-3. Overlap pays most where backward and all-reduce are equally long; the best cap lies between many latencies and waiting.
+2. A step takes at least forward + max(backward, all-reduce) and one bucket more (derived); measured steps are somewhat longer.
+3. Overlap pays most where backward and all-reduce are equally long; caps too small pay latencies, caps too large start late.
 
 **Exercise:** [5](../exercises/05_bucketed_ddp.ipynb), `exercises/05_bucketed_ddp.ipynb`. **Next:**
 [6, a complete DDP](06_complete_ddp.ipynb).

@@ -3,7 +3,7 @@ r"""
 # 6 · A complete DDP
 
 Stage 5 assumed that all goes well: every parameter gets a gradient in every step, all ranks have the same amount of
-data, nobody accumulates. Real training does none of these favours. Here each assumption is broken, you see what
+data, nobody accumulates. In real training none of this is certain. Here each assumption is broken, you see what
 happens, and then it is mended. `ddp_course.DistributedDataParallel` has the interface of PyTorch's own class, so
 everything you learn here holds there too.
 
@@ -57,14 +57,14 @@ show.diff(stage5_bucketed.train, stage6_ddp.train)
 
 # %% [markdown]
 r"""
-The loop is the same. All that is new sits behind `backward()`, one file per feature, in `ddp_course/stage6_ddp/`. Those
-are more than a thousand lines. What matters in them fits into 60, which you see now in three steps.
+The loop is the same. All that is new sits behind `backward()`, one file per feature, in `ddp_course/stage6_ddp/`: more than
+a thousand lines. What matters most fits into 60 lines, which you see now in three steps.
 
 ## The core, first step: hooks and buckets
 
 A hook on every parameter says that its gradient is ready. A bucket leaves as soon as all its gradients are there, in the
-background, and never before the bucket in front of it: all ranks must add up the same ones. When the last one has left,
-wait for all, and copy the averages back.
+background, but never before the bucket in front of it, since all ranks must add up the same buckets. When the last bucket
+has left, wait for all of them, and copy the averages back.
 """
 
 
@@ -242,11 +242,11 @@ r"""
 ## Accumulation: do not communicate four times
 
 A batch too large for memory is cut into micro-batches, whose gradients add up before one update. Each `backward()`
-would average again. Inside `no_sync()` it does not; only the last backward pass communicates. And what it sends can
-have half the bytes: with `mixed_precision` weights are cast to **bfloat16** for computing, and the buckets travel in it;
-gradients, optimizer and checkpoint stay float32. (The option's value is private in torch, as its underscore says. What
-people use is `torch.autocast`: it computes in bfloat16, but gradients stay in float32, and so do the buckets. A hook can
-compress these: lesson 14.)
+would average again. Inside `no_sync()` it does not; only the last backward pass communicates. And this pass can send half
+the bytes: with `mixed_precision` weights are cast to **bfloat16** for computing, and the buckets travel in bfloat16 too;
+gradients, optimizer and checkpoint stay float32. (In torch the option's value is private: its name begins with an
+underscore. What people use is `torch.autocast`. It computes in bfloat16, but gradients stay in float32, and so do the
+buckets. A hook can compress them: lesson 14.)
 """
 
 
@@ -268,7 +268,7 @@ settings = {"average every time": (False, torch.float32), "no_sync": (True, torc
 sent = {name: launch(bytes_sent, *setting, world_size=K)[0] for name, setting in settings.items()}
 often, once, short = sent.values()
 show.bars({name: count / 2**20 for name, count in sent.items()}, "sent by a rank (MiB)",
-          f"4 micro-batches: no_sync sends {100 * once / often:.0f} % of it, in bfloat16 {100 * short / often:.1f} %",
+          f"4 micro-batches: no_sync sends {100 * once / often:.0f} % of the bytes, in bfloat16 {100 * short / often:.1f} %",
           kind="counted")  # fmt: skip
 
 # %% check-accumulate
@@ -280,8 +280,8 @@ print("four micro-batches, a quarter of the bytes; in bfloat16 an eighth")
 r"""
 ## The core, third step: `no_sync`
 
-The hooks fire in every backward pass; inside `no_sync` nobody listens. What counts is where the *forward* pass runs: it
-prepares the synchronisation of its backward pass. The usual mistake is to have only `backward()` inside.
+The hooks fire in every backward pass; inside `no_sync` they do nothing. What counts is where the *forward* pass runs: it
+prepares the synchronisation of its backward pass. The usual mistake is to put only `backward()` inside.
 """
 
 
@@ -341,8 +341,8 @@ show.source(
 
 # %% [markdown]
 r"""
-What ours adds: it names the parameters that a pass has missed or met twice, lays the buckets out anew in the order in
-which gradients became ready, and leaves the waiting to autograd's end of backward, after everything else. It knows
+What ours adds: it names the parameters that a pass has missed or used twice, lays the buckets out anew in the order in
+which gradients became ready, and waits for the buckets at the very end of backward, when all else is done. It also handles
 outputs in lists and dicts, sparse gradients, gradients that stay in the buckets, other ways to reduce than
 `dist.all_reduce`, ranks without data, and models whose graph never changes.
 
@@ -412,10 +412,10 @@ print("with join(), rank 0 finishes its third step, and rank 1 shadows it with z
 r"""
 ## The real script
 
-In a notebook `launch` starts the ranks. Everywhere else **torchrun** does: it starts one process per device, each running
-the same script, and tells each by environment variables who it is. This is the whole of such a script. Find in it:
-the process group, this rank's device, the sampler that shares the data and is told the epoch, the wrapper, and the one
-rank that writes the checkpoint.
+In a notebook `launch` starts the ranks. Everywhere else **torchrun** does: it starts one process per device, each runs the
+same script, and environment variables tell each process its rank. This is a whole script of this kind. Find in it: the
+process group, this rank's device, the sampler that shares the data and is told the epoch, the wrapper, and the one rank
+that writes the checkpoint.
 """
 
 # %% script
@@ -431,10 +431,10 @@ assert codes == [0, 0], "the script trains with torch's DDP and with ours"
 # %% [markdown]
 r"""
 Copy it into a cell that begins with `%%writefile train.py`, and
-`!torchrun --standalone --nproc-per-node=2 train.py runs/first` trains it here. Then put your own model and data in, and
-you will make one of five mistakes, as everybody does. None of them raises an error. Each is planted here by replacing a
-few words of the script; `audit` runs the result on two ranks and watches which samples they see, what they save, and
-whether their weights stay equal. Guess the symptom of each first. In a terminal, `ddp-course audit train.py` does it with
+`!torchrun --standalone --nproc-per-node=2 train.py runs/first` trains it here. When people put their own model and data in,
+they often make one of five mistakes. None of them raises an error. Here each mistake is made on purpose, by replacing a few
+words of the script; `audit` runs the result on two ranks and watches which samples they see, what they save, and whether
+their weights stay equal. Guess the symptom of each first. In a terminal, `ddp-course audit train.py` does the same with
 your own script.
 """
 
@@ -455,7 +455,7 @@ assert audit.audit(text) == [] and all(len(messages) == 1 for messages in found.
 
 # %% [markdown]
 r"""
-Fewer bytes by a **communication hook**, which replaces the average of a bucket, are the subject of lesson 14.
+One more option: a **communication hook** takes the place of a bucket's average, and may send fewer bytes (lesson 14).
 
 ## Is it free on one device?
 """
@@ -503,8 +503,8 @@ from those that did not use it. <code>static_graph</code> would be wrong, since 
 
 **2.** Why does DDP copy rank 0's buffers instead of averaging them?
 <details><summary>Answer</summary>
-It cannot know what they mean: a counter or an index must not be averaged. Copying keeps the replicas equal, which is
-all that it promises.
+It cannot know what they mean: a counter or an index must not be averaged. Copying keeps the replicas equal, and DDP
+promises no more than that.
 </details>
 
 **3.** With <code>no_sync</code> over 4 micro-batches, by what do you divide the loss?
@@ -514,7 +514,7 @@ By 4. Gradients of micro-batches add up; DDP divides by the number of ranks only
 
 ## In three lines
 
-1. Hooks, buckets, a bitmap and a flag are the core of DDP: 60 lines, and the same weights as torch's.
+1. The core of DDP is hooks, buckets, a bitmap of used parameters and a flag: 60 lines, and the same weights as torch's.
 2. Unused parameters, uneven data and accumulation each need a word from you: an option, `join`, `no_sync`.
 3. A script for torchrun is 30 lines; its five usual mistakes raise no error, so check samples, weights and files.
 

@@ -68,9 +68,9 @@ are not: for the result it makes no difference.
 ## Build: one step on messages
 
 A rank's part of a step: receive activations from the left, compute, send to the right; and the other way round for
-gradients. Messages carry a number, so that each finds its receive: micro-batch, from, to. `isend` does not wait until the
-other side receives. `send` would: with two ranks that send to each other first, both would wait forever. First the job: a
-stack of equal layers and M parts of a batch, the same on all ranks.
+gradients. Each message carries a number, its *tag*, made of micro-batch, sender and receiver, so that a receive gets the
+message that it is for. `isend` does not wait until the other side receives. `send` would: if two ranks each send first,
+both wait for ever. First the job: a stack of equal layers, and a batch in M parts, the same on all ranks.
 """
 
 # %% job
@@ -110,9 +110,9 @@ class Mail:
 
 # %% [markdown]
 r"""
-Now forward and backward. Autograd ends at a rank's border: the graph starts at what was received, and the backward pass
-starts with the gradient that comes from the right. Only the last stage knows the loss. Divided by M, the gradients of M
-equal micro-batches add up to that of the whole batch.
+Now forward and backward. Autograd knows one rank only: its graph starts at the activations that were received, and its
+backward pass starts with the gradient that comes from the right. Only the last stage knows the loss. It divides the loss by
+M, so that the gradients of M equal micro-batches add up to that of the whole batch.
 """
 
 
@@ -168,8 +168,8 @@ guess
 r"""
 ## Schedules are data
 
-Who does what in which order is a list of instructions per rank, and nothing else. Two such lists for 3 ranks and 4
-micro-batches:
+A schedule says who does what, and in which order: one list of instructions per rank, and nothing else. Here are two
+schedules, for 3 ranks and 4 micro-batches:
 """
 
 # %% as-data
@@ -262,11 +262,11 @@ The white parts in the beginning and at the end are the **bubble**. In GPipe and
 
 $$\frac{K-1}{M+K-1}$$
 
-With two stages per rank it is half as long, $\frac{K-1}{2M+K-1}$, and in this zero bubble schedule a third,
-$\frac{K-1}{3M+K-1}$. What is 1F1B for, then, if it idles as long as GPipe? Activations must be kept from a
-micro-batch's forward to its backward pass: GPipe keeps those of all M, 1F1B those of at most K. In the figure
-the second stage of an interleaved rank is paler. Move the sliders: which makes the bubble small, more ranks or more
-micro-batches?
+With two stages per rank the white parts are half as long, which makes it $\frac{K-1}{2M+K-1}$; in this zero bubble
+schedule they are a third as long, $\frac{K-1}{3M+K-1}$. What is 1F1B for, then, if it idles as long as GPipe?
+Activations must be kept from a micro-batch's forward to its backward pass: GPipe keeps those of all M, 1F1B those of at
+most K. In the figure the second stage of an interleaved rank is paler. Move the sliders: which makes the bubble small,
+more ranks or more micro-batches?
 """
 
 # %% explorer
@@ -303,9 +303,9 @@ r"""
 ## What stage 8 adds
 
 `stage8_pipeline.Pipeline` runs the same lists by the same loop. It adds what our core leaves out: activations of any
-shape, which it announces; receives that are posted ahead; a W that computes nothing a second time (ours goes through the
-stage's layers again); a batch that M does not divide; and refusals in plain words for lists in which ranks wait for
-each other in a circle. It trains like one device:
+shape; receives that are posted ahead; a W that computes nothing a second time (our core's W goes through the stage's
+layers again); a batch that M does not divide; and errors in plain words for lists in which ranks would wait for each
+other in a circle. It trains like one device:
 """
 
 
@@ -328,7 +328,7 @@ r"""
 ## Measure the bubble
 
 Each rank gets an emulated device and the same work: a stack of layers, 48 samples. We measure the time of a batch with
-GPipe's schedule for different numbers of micro-batches, 12 among them, and see how much of it a rank worked.
+GPipe's schedule for different numbers of micro-batches, 12 among them, and see for what share of it a rank is idle.
 """
 
 
@@ -371,8 +371,8 @@ print("no rank idles less than (K-1)/(M+K-1), and more micro-batches shrink the 
 
 # %% [markdown]
 r"""
-The points lie a little above the line, the more so the more micro-batches there are: each has a fixed cost, its messages
-and its small operations, which the formula leaves out. So no schedule gives all that it promises. All four with M = 8:
+The points lie a little above the line, and more so with many micro-batches: each has a fixed cost, its messages and its
+small operations, which the formula leaves out. So no schedule gives all that it promises. All four with M = 8:
 """
 
 # %% four-measured
@@ -385,10 +385,10 @@ show.bars(found, "idle (%)", "Ranks idle for as long as the schedule says, and s
 
 # %% [markdown]
 r"""
-How to read this: what stands above the black line is the fixed cost per micro-batch. Interleaved stages send twice as many
-messages, each with half as much computing to hide it. And where a rank turns from one neighbour to the other and back
-with every micro-batch, either of them holds it up; in GPipe a rank waits in one direction at a time. So there is a limit
-to ever more micro-batches and ever thinner stages, and a measurement decides.
+How to read this: what stands above the black line is the fixed cost of the micro-batches. Interleaved stages send twice as
+many messages, each with half as much computing to hide it. And all but GPipe wait for both neighbours in turn, so a delay of
+either holds a rank up; in GPipe a rank waits first for its left neighbour only, then for its right one only. So more
+micro-batches and thinner stages help up to a point, and a measurement decides where it is.
 
 ## Measure what is kept
 
@@ -506,7 +506,7 @@ That of the slowest stage; all others idle half of the time. That is why the mod
 **3.** Which needs the faster links: data parallel or pipeline?
 <details><summary>Answer</summary>
 Usually data parallel: gradients of all parameters in every step. Pipelines send one activation tensor per micro-batch,
-to one neighbour. So pipelines are what one uses between machines.
+to one neighbour. So between machines people use pipelines.
 </details>
 
 ## In three lines

@@ -3,7 +3,7 @@ r"""
 # 11 · When things fail
 
 Four processes fail four times as often as one, and in new ways: one dies and the others wait for it; two disagree
-about what to do next; one is merely slow. This lesson breaks things on purpose, so that you know what it looks like.
+about what to do next; one is merely slow. This lesson breaks things on purpose, so that you know what each failure looks like.
 
 **After this lesson you can**
 
@@ -59,23 +59,19 @@ guess
 
 # %% exception
 def divide():
-    tensor = torch.ones(1000)
     if dist.get_rank() == 1:
         1 / 0
-    return ring_all_reduce(tensor)
+    return ring_all_reduce(torch.ones(1000))
 
 
 error = failing(divide)
 print(error)
+guess.reveal("; ".join({f.type_name for f in error.failures[1:]}) or "nothing yet", "at most a lost connection")
 
 # %% check-culprit
 # NBVAL_CHECK_OUTPUT
 assert error.rank == 1 and error.type_name == "ZeroDivisionError"
 print("the culprit is rank 1: a ZeroDivisionError")
-
-# %% reveal
-others = sorted({failure.type_name for failure in error.failures[1:]})
-guess.reveal("; ".join(others) or "they were still waiting when the launcher ended them", "at most a lost connection")
 
 # %% [markdown]
 r"""
@@ -130,11 +126,11 @@ r"""
 Read the last collectives: rank 0 has gone on to a barrier, all others are inside call 2 of the all-reduce, which rank 0 never
 entered.
 
-## On a cluster there is no launcher to say it
+## On a cluster no launcher tells you
 
-There you have torchrun's log, and the tools that work on any process. The first one is **py-spy**: it prints the stack of a
-running process from outside, without touching it (`py-spy dump --pid …`, for each rank). This script trains on three ranks and
-then hangs (`CLINIC` stands for the folder `exercises/clinic`). Where does each of them stand?
+There you have torchrun's log, and tools that work on any process. The first one is **py-spy**: it prints the stack of a
+running process from outside, without touching it (`py-spy dump --pid …`, for each rank). The next script trains on three ranks
+and then hangs (`CLINIC` stands for the folder `exercises/clinic`). In which line does each rank stand?
 """
 
 # %% py-spy
@@ -142,9 +138,9 @@ show.stacks("torchrun --standalone --nproc-per-node=3 CLINIC/patient_02.py")
 
 # %% [markdown]
 r"""
-All ranks wait in the same line, so nobody has gone astray: they wait for *different* collectives. Which ones, PyTorch's own
-**flight recorder** knows. It keeps each rank's last collectives if `TORCH_FR_BUFFER_SIZE` is set, and its **analyzer**
-compares the files of all ranks. Here rank 1 comes too late:
+All ranks wait in the same line, but for *different* collectives. A stack does not say which; PyTorch's own **flight
+recorder** does. It keeps each rank's last collectives if `TORCH_FR_BUFFER_SIZE` is set, and its **analyzer** compares the
+files of all ranks. Here rank 1 comes too late:
 """
 
 
@@ -182,11 +178,11 @@ r"""
 | NCCL's heartbeat | on by itself; `TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC` | ends a process whose watchdog hangs itself |
 | NCCL's log | `NCCL_DEBUG=INFO` | versions, network cards, rings; the last line before a hang |
 
-You have all of these under torchrun on a cluster. What `launch` prints after a timeout, stacks and last collectives, is the
-same information, but you have it in a notebook only.
+All of these work under torchrun on a cluster. `launch` prints the same after a timeout, stacks and last collectives, but only
+in a notebook.
 
-Here is a sample of what NCCL and its watchdog print (published). The first job trained well on one host and hung on two; the last
-two lines are from another job.
+Here is a sample of what NCCL and its watchdog print (published). The first job trained well on one host and hung on two;
+the last two lines are from another job.
 """
 
 # %% nccl-log
@@ -195,8 +191,8 @@ for row in facts.rows("nccl_log"):
 
 # %% [markdown]
 r"""
-Most timeouts that the watchdog reports have their cause in Python on one rank: a branch, a loader, an exception that was
-caught. So begin with the stacks. Ten more such scripts, and a table from symptoms to usual causes, are in
+Most timeouts that the watchdog reports are caused by Python code on one rank: a branch, a loader, an exception that was
+caught. So begin with the stacks. Ten such scripts, and a table from symptoms to usual causes, are in
 [exercises/clinic](../exercises/clinic/README.md); exercise 11 takes your diagnoses.
 
 ## Ranks that disagree
@@ -260,8 +256,10 @@ print("rank 1 is named before anything was averaged")
 r"""
 ## A slow rank
 
-No error at all, and the worst to find: every rank's step takes as long as the slowest. Look at what each *computes*. Here
-all ranks have an emulated device, and rank 1's has half the rate.
+This raises no error, and it is the hardest to find: every rank's step takes as long as the slowest one's. Look at what each
+rank *computes*. Here all ranks have an emulated device, and rank 1's has half the rate. In a recording a rank that waits
+*inside* the all-reduce seems to communicate. Nobody waits for less time than rank 1, which comes last: what the others spend
+there beyond rank 1's time is waiting, and drawn pale.
 """
 
 
@@ -277,7 +275,12 @@ def steps():
 rates = [Device("50MFLOP/s" if rank == 1 else "100MFLOP/s") for rank in range(K)]
 ranks = launch(steps, world_size=K, device=rates)
 spans = min(zip(*ranks), key=lambda step: max(lane[-1].end - lane[0].start for lane in step))  # disturbed least
-show.timeline_figure(spans, title="Rank 1 computes, all others wait for it")
+transfer = min(span.seconds for lane in spans for span in lane if span.name == "communication")
+apart = [[part for span in lane if span.name == "communication"
+          for part in (["wait", span.start, span.end - transfer, "compute"],
+                       ["communication", span.end - transfer, span.end, "compute"])] for lane in spans]  # fmt: skip
+lanes = [[span for span in lane if span.name != "communication"] + parts for lane, parts in zip(spans, apart)]
+show.timeline_figure(lanes, title="Rank 1 computes, all others wait for it")
 
 # %% check-straggler
 # NBVAL_CHECK_OUTPUT
@@ -290,8 +293,8 @@ r"""
 ## Or is it the data?
 
 A device can also starve: the step waits for its next batch, because a loader reads and decodes too slowly. On a timeline
-that is a gap *before* forward, which no span of the model explains. So time the two apart: how long until the batch is
-there, how long the step. A loader that works ahead (`DataLoader` with workers, or `prefetch_factor`) hides its time.
+that is a gap *before* forward, in which the model does nothing. So time two things separately: how long it takes until the
+batch is there, and how long the step takes. A loader that works ahead (`DataLoader` with workers) hides its time.
 """
 
 
@@ -379,21 +382,29 @@ show.timeline_figure(
 
 # %% [markdown]
 r"""
-In a trace, waiting looks like communicating: the all-reduce of a rank that comes early lasts until the last one has come. So
-compare the *same* collective on all ranks. The shortest time is the transfer; what the others have beyond it is waiting; and the
-rank with the shortest one is the straggler. With NCCL it is the same, only that the event is a kernel on the GPU, which spins.
+In a trace, waiting looks like communicating: the all-reduce of a rank that comes early lasts until the last one has
+come. So compare the *same* collective on all ranks. The shortest time is the transfer; what the others have beyond it is
+waiting; and the rank with the shortest one is the straggler. With NCCL it is the same, only that the event is a kernel
+on the GPU, which spins.
 
-Look at it in Perfetto: copy `trace.json`, which now lies beside this notebook, to your computer (`scp CLUSTER:…/trace.json .`),
-open [ui.perfetto.dev](https://ui.perfetto.dev), and drop the file there. It stays in your browser. On a cluster let each rank write a
-file with its rank in the name, a few steps long (`torch.profiler.schedule`). The clocks of hosts differ by
-milliseconds: shift each rank so that an all-reduce ends everywhere at the same time.
+Look at it in Perfetto: copy `trace.json`, which now lies beside this notebook, to your computer (`scp
+CLUSTER:…/trace.json .`), open [ui.perfetto.dev](https://ui.perfetto.dev), and drop the file there. It stays in your
+browser. On a cluster let each rank write a file with its rank in the name, a few steps long (`torch.profiler.schedule`).
+The clocks of hosts differ by milliseconds: shift each rank so that an all-reduce ends everywhere at the same time.
 
 ## Checkpoints
 
 If one fails, all must stop. What is lost is the time since the last **checkpoint**: weights, optimizer state, position in
 the data, random states. It must be written so that a crash *while writing* destroys nothing: to a new file, flushed to
-disk, then renamed over the old name (`show.source(checkpoint.save)`; task 11.1 is this).
+disk, then renamed over the old name. Task 11.1 of [exercise 11](../exercises/11_when_things_fail.ipynb) asks you to write it,
+which is worth more before you look.
+"""
 
+# %% source
+show.source(checkpoint.files.write_whole, click="Write task 11.1 first, then open: a file that is whole at any moment")
+
+# %% [markdown]
+r"""
 The script form of every stage, `python -m ddp_course.train`, does all this with `--checkpoint DIR`. Here it trains with
 dropout for 12 steps, and then rank 1 is killed; a second run goes on from the folder to step 24; a third does 24 in one
 go. Are the two curves the same, to the last bit?
@@ -430,18 +441,18 @@ claims.decide(
 r"""
 ## Starting again by itself
 
-On a cluster nobody sits there to start it again. `torchrun` restarts all ranks when one fails, and with a checkpoint they
-go on where they were. With a range of nodes it even goes on with fewer, or more, than before (*elastic*); that too counts as
-a restart, and the default of `--max-restarts` is 0, which ends the job with the first lost node:
+On a cluster nobody is there to start it again. `torchrun` restarts all ranks when one fails, and with a checkpoint they go
+on where they were. With a range of nodes it even goes on with fewer, or more, than before (*elastic*). That too counts as a
+restart. The default of `--max-restarts` is 0, with which the first lost node ends the job:
 
 ```bash
 torchrun --nproc-per-node=4 --max-restarts=3 -m ddp_course.train --stage 6 --checkpoint runs/a
 torchrun --nnodes=1:3 --nproc-per-node=2 --max-restarts=3 --rdzv-backend=c10d --rdzv-endpoint=HOST:29400 -m ddp_course.train --checkpoint runs/a
 ```
 
-What does a restart cost? `python exercises/clinic/elastic.py runs/elastic` measures it in a terminal, in a minute or two: one of two
-hosts loses its power, and later a third host joins.
-The hosts are virtual; a step takes a tenth of a second, and every second step is saved. Here is one such run, on two cores:
+What does a restart cost? `python exercises/clinic/elastic.py runs/elastic` measures it in a terminal, in a minute or
+two: one of two hosts loses its power, and later a third host joins. The hosts are virtual; a step takes a tenth of a
+second, and every second step is saved. Here is one such run, on two cores:
 """
 
 # %% elastic
@@ -455,16 +466,17 @@ show.curves({name: ([row["seconds"] for row in rows], [row["step"] for row in ro
 
 # %% [markdown]
 r"""
-All ranks pay for each change: torchrun must notice it, the ranks start anew and import torch, meet, and load the checkpoint. On a
-cluster, add the time for a spare host and for a large checkpoint. A script of your own that calls `init_process_group` needs
-`TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` for this with torch 2.13: torchrun keeps one store over all restarts, and ranks that are
-started again may find the addresses of dead ones there, and hang. (`ddp_course.train` and the capstone open a new store each time.)
+All ranks pay for each change: torchrun must notice it, the ranks start anew and import torch, meet, and load the
+checkpoint. On a cluster, add the time for a spare host and for a large checkpoint. A script of your own that calls
+`init_process_group` needs `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` for this with torch 2.13: torchrun keeps one store over
+all restarts, and ranks that are started again may find the addresses of dead ones there, and hang. (`ddp_course.train`
+and the capstone open a new store each time.)
 
 ## How often to save
 
-Too often costs writing, too rarely costs repeated work. With a failure every M seconds on average and C seconds for a checkpoint,
-the best interval is √(2 C M) (Young, 1974). Test it in time-lapse: real checkpoints, and failures at random moments, every 0.4
-seconds on average. The line is what theory expects for such failures.
+Too often costs writing, too rarely costs repeated work. With a failure every M seconds on average and C seconds for a
+checkpoint, the best interval is √(2 C M) (Young, 1974). Test it in time-lapse: real checkpoints, and failures at random
+moments, every 0.4 seconds on average. The line is what theory expects for such failures.
 """
 
 
@@ -510,10 +522,10 @@ show.curves({"measured": (intervals, shares)}, "time between checkpoints (ms)", 
 
 # %% [markdown]
 r"""
-Where the line is lowest, it is flat: twice Young's interval costs little. The points scatter, since only a few failures strike in
-three seconds. Llama 3 was interrupted 419 times in 54 days by something
-unexpected (its Table 5; the text prints 30.1 % for faulty GPUs, its own numbers give 35.3 %). Smaller clusters fail less often:
-every 47.7 days on 8 GPUs, every 7.9 hours on 1,024 (published: Kokolis et al., 2024).
+Where the line is lowest, it is flat: twice Young's interval costs little. The points lie off the line, since only a few
+failures happen in three seconds. Llama 3 was interrupted 419 times in 54 days by something unexpected (its Table 5; the
+text prints 30.1 % for faulty GPUs, its own numbers give 35.3 %). Smaller clusters fail less often: every 47.7 days on 8
+GPUs, every 7.9 hours on 1,024 (published: Kokolis et al., 2024).
 
 ## What torch does
 

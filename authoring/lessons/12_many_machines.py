@@ -30,8 +30,8 @@ r"""
 `Link("200Mbit", hosts=2)` puts the first half of the ranks on one emulated host, the second half on another. Inside a host
 messages are fast; between the hosts all share one slow cable.
 
-In a flat ring every rank passes on $2\frac{K-1}{K}p$ bytes to the next, and one of these streams crosses the cable in each
-direction. In two levels:
+In a flat ring every rank sends $2\frac{K-1}{K}p$ bytes to the next, and in each direction one of these streams crosses the
+cable. In two levels:
 
 1. reduce-scatter **inside** each host: each of its R ranks owns a part of the host's sum,
 2. all-reduce of that part **between** the hosts,
@@ -95,12 +95,12 @@ print("two levels are not slower than the flat ring")
 r"""
 The dashes are bytes over bandwidth and nothing else. On virtual hosts the flat ring of four ranks takes up to 1.5 times as
 long as its dash, and not always equally long. Latency is not the reason: the bar in the middle is the same ring, with as
-many bytes in as many steps, and stays within a tenth of its dash. The formula leaves out that *gloo asks before it sends*:
+many bytes in as many steps, and it stays within a tenth of its dash. The formula leaves out that *gloo asks before it sends*:
 the receiver says "ready" in a small message, and the sender waits for it. In a ring over two hosts this message crosses a
-cable that is busy with the other stream's chunk, and waits behind it. With 4 bytes beside a chunk we measured 6 to 9 ms
-there and back; an idle cable takes 0.3 ms, and the chunk itself 10. When all receives are announced before the first send,
-gloo's ring takes 67 ms instead of 90 (measured). The ring in the middle uses plain TCP streams and asks nobody, because in
-a ring everybody knows what comes next. Two levels ask across the cable in two steps, the flat ring in 2(K-1).
+cable that is busy with a chunk of the other direction's stream, and waits behind it: 4 bytes beside a chunk took 6 to 9 ms
+there and back, 0.3 ms on an idle cable; the chunk itself takes 10 ms. When all receives are announced before the first
+send, gloo's ring takes 67 ms instead of 90 (all measured). The ring in the middle uses plain TCP streams and does not ask,
+because in a ring every rank knows what comes next. Two levels ask across the cable in two steps, the flat ring in 2(K-1).
 
 On 16 hosts with 8 devices each the difference is far larger. A flat ring over 128 devices pays 254 latencies, one after
 the other; in two levels there are 30 between the hosts.
@@ -108,7 +108,7 @@ the other; in two levels there are 30 between the hosts.
 ## The same training on several machines
 
 `launch` is for notebooks. On a cluster every machine runs **torchrun**, which starts the ranks there and agrees with the
-other machines on who is who. Here it runs lesson 06's script on two virtual hosts, one rank on each:
+other machines which rank is where. Here it runs lesson 06's script on two virtual hosts, one rank on each:
 """
 
 # %% torchrun
@@ -161,7 +161,7 @@ launch(place, world_size=3, hosts="all")     # prints, as they come: [rank 1 hos
 ```
 
 An error names rank and host, and a machine whose cable is pulled ends the launch instead of hanging it.
-`docs/CLUSTERS.md` says which of the four ways is right when.
+`docs/CLUSTERS.md` says when to use which of the four ways.
 
 ## Inside one host: switches and wires
 
@@ -180,7 +180,7 @@ later = {gpu: [one_host.all_reduce_us(gpu, one_host.fit_host(gpu), k, 64) / 1000
          for gpu in one_host.GPUS}  # fmt: skip
 colours = {"A100": "#0072B2", "V100": "#D55E00"}
 show.curves({f"{gpu}, published": (*at(gpu), colours[gpu]) for gpu in colours}, "GPUs of one host", "all-reduce of 64 MiB (ms)",
-            "More V100s are faster: their wires allow more rings at once", ticks=range(2, 9), kind="published; derived",
+            "4 V100s are faster than 2 or 3: their wires allow more rings at once", ticks=range(2, 9), kind="published; derived",
             theory={f"{gpu}, predicted": ([5, 6, 7, 8], times, colours[gpu]) for gpu, times in later.items()})  # fmt: skip
 
 # %% check-rings
@@ -191,15 +191,15 @@ print("rings that fit on the wires of V100s, by number of GPUs:", rings)
 
 # %% [markdown]
 r"""
-A V100 has six **NVLink** wires, soldered to certain partners. A ring exists along wires only, and several rings share a
-message; how many fit depends on which GPUs take part. Four GPUs have four rings, two have one. The prediction for 5 to 8
-searches how many rings fit onto the wires: 5 GPUs are slow again, because the fifth has no second partner among them.
+A V100 has six **NVLink** wires, and each leads to one certain partner. A ring can only follow wires. Several rings can share
+a message, and how many there are room for depends on which GPUs take part: two GPUs have one ring, four have four. For 5 to 8
+GPUs the prediction searches how many rings fit onto the wires: 5 GPUs are slow again, since only two rings fit.
 
 ## Eight A100s on your machine, in slow motion
 
-An emulated link can play any real one, slowed down. Here is NVLink by its datasheet, 1,000 times slower, with a
-message 64 times smaller: the ratio of bandwidth to latency, and so the figure's shape, is the real link's, and
-measured times divided by 1,000 estimate the real ones.
+An emulated link can stand for any real one, slowed down. Here is NVLink by its datasheet, 1,000 times slower, with a message
+64 times smaller. Bandwidth and latency are slowed down alike, so the figure has the real link's shape; and the measured
+times divided by 1,000 estimate the real ones.
 """
 
 # %% slow-motion
@@ -253,15 +253,15 @@ print(f"large messages use {most / card:.1f} of 8 cards")
 
 # %% [markdown]
 r"""
-Two things to read off. A large message fills nearly all eight cards: a flat ring through one of them would be eight
-times slower. And 1 MiB on 4 hosts does not even fill one: 0.38 ms, nearly all of it latency. More cards help large
-messages only; small ones want fewer steps, or to travel together in a bucket.
+Two things to see. A large message fills nearly all eight cards: a flat ring through one of them would take eight times as
+long. And 1 MiB on 4 hosts does not even fill one: it takes 0.38 ms, and nearly all of this is latency. More cards help large
+messages only; small ones need fewer steps, or a bucket in which they travel together.
 
 ## Which all-reduce is the fastest?
 
 That depends on the message and on K. Here is the map for links of 100 Gbit/s and 10 µs, where every rank has a cable of its
-own and nothing is pipelined. On shared cables halving-doubling can become slower (lesson 04). The stripes are the K that are
-no powers of two: there the surplus ranks first send whole messages to others.
+own and nothing is pipelined. On shared cables halving-doubling can become slower (lesson 04). The stripes are values of K that
+are no powers of two: there halving-doubling has ranks left over, which first send their whole message to others.
 """
 
 # %% winners

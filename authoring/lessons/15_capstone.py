@@ -2,8 +2,9 @@
 r"""
 # 15 · Capstone: your own model
 
-Everything so far used our models and data. Now yours: predict what a step takes, train with torchrun and torch's own DDP,
-shard, measure, explain what the prediction missed, and survive a kill. The template works as it is; run it once, then change it.
+Everything so far used our models and data. Now use yours: predict what a step takes, train with torchrun and torch's own DDP,
+shard, measure, explain what the prediction missed, and go on after a kill. The template works as it is; run it once, then
+change it.
 
 **After this lesson you can**
 
@@ -41,7 +42,7 @@ show.source(capstone.make_batch)
 # %% [markdown]
 r"""
 This cell writes a copy beside the notebook, once. Open `my_capstone.py`, change the two functions, and run the rest
-again. A batch depends on nothing but the step and the rank: so a run that goes on after a kill sees the same data.
+again. A batch must depend on the step and the rank only: so a run that goes on after a kill sees the same data.
 """
 
 # %% copy
@@ -89,8 +90,8 @@ print(
 r"""
 ## Run
 
-First with DDP, then with `fully_shard`. And once with ranks that train side by side without any message: it tells what the
-machine does to them.
+First with DDP, then with `fully_shard`. And once with ranks that train side by side without any message: this shows how much
+ranks on one machine slow each other down.
 """
 
 # %% runs
@@ -108,9 +109,9 @@ show.bars({name: 1000 * seconds for name, seconds in times.items()}, "step (ms)"
 r"""
 ## Explain
 
-Is the gap more than 10 %? Then take one thing away at a time. "No messages" beside "computing" is what ranks do to each
-other: on one machine they share cores and memory. What then is left to DDP's bar is communication, less what
-overlap hides. `fully_shard` sends parameters twice beside the gradients, in a message per block.
+Is the gap more than 10 %? Then take one thing away at a time. The step of "no messages" is longer than the computing of one
+rank alone, since ranks on one machine share cores and memory. From there to DDP's bar it is communication, less what overlap
+hides. `fully_shard` sends the parameters twice beside the gradients, in one message per block.
 """
 
 # %% explain
@@ -127,7 +128,7 @@ for gigabits, ranks in ((1, 8), (10, 8), (100, 64)):
 
 # %% [markdown]
 r"""
-On hosts of their own, ranks do not share cores: there the two numbers are the better prediction.
+On hosts of their own, ranks do not share cores: there the prediction from two numbers is better.
 
 ## Kill it
 
@@ -152,9 +153,9 @@ print("DDP, fully_shard and the run that was killed end with the same loss")
 r"""
 ## What torch does
 
-All of it: `DistributedDataParallel`, `torch.distributed.fsdp.fully_shard`, and `torch.distributed.checkpoint.state_dict`, which
-gives one state dict for both, so that a run may go on with another wrap or another number of ranks. Large models
-are saved by `torch.distributed.checkpoint.save`, each rank its own part.
+All of it: `DistributedDataParallel`, `torch.distributed.fsdp.fully_shard`, and
+`torch.distributed.checkpoint.state_dict`, which gives one state dict for both, so that a run may go on with another wrap
+or another number of ranks. Large models are saved by `torch.distributed.checkpoint.save`, each rank its own part.
 
 ## Check yourself
 
@@ -163,9 +164,9 @@ are saved by `torch.distributed.checkpoint.save`, each rank its own part.
 Nothing about communication. The ranks are in each other's way, or wait for data: give them cores, fewer threads, a faster loader.
 </details>
 
-**2.** After the resume the loss is another one. Name three suspects.
+**2.** After the resume the loss is not the same. Name three possible reasons.
 <details><summary>Answer</summary>
-The optimizer's state was not saved; the data began anew; random numbers, such as dropout's, did.
+The optimizer's state was not saved; the data began anew; random numbers, such as those of dropout, began anew.
 </details>
 
 **3.** When does <code>fully_shard</code> pay here?
@@ -175,7 +176,7 @@ Not for a model this small: it sends more, and memory was no problem. It pays as
 
 ## In three lines
 
-1. Predict first, with two numbers; then a gap is a question and not a surprise.
+1. Predict first, from two numbers; then a gap between prediction and measurement is a question to answer.
 2. DDP, `fully_shard` and a run that was killed end with the same loss, or something is wrong.
 3. Explain a gap by taking one thing away at a time: messages, neighbours, data.
 
