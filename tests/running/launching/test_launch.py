@@ -4,6 +4,7 @@ import importlib
 import io
 import math
 import os
+import random
 import re
 import shutil
 import signal
@@ -18,10 +19,11 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from soak.launches import launch_processes
+from launch_faults import HEADER
+from soak.launches import FROM_OUTSIDE, attempt
 
 from ddp_course import Device, Link, launch
-from ddp_course.errors import LaunchError, RankError
+from ddp_course.errors import LaunchError
 from ddp_course.running.launching import channel, processes, setting
 from ddp_course.running.links import available
 
@@ -263,51 +265,17 @@ def test_a_world_too_large_is_refused_with_the_largest_that_fits(monkeypatch):
         launch(pid_and_rank, world_size=1_000_000)
 
 
-def killed_while_running(choose, number=signal.SIGKILL):
-    """Launch something endless, send a signal to the process that `choose(agents, ranks)` names; what came of it."""
-    found = []
-
-    def attack():
-        while not found:
-            agents, ranks = launch_processes()
-            victim = choose(agents, ranks)
-            if victim:
-                found.extend([*agents, *ranks])
-                os.kill(victim.pid, number)
-            time.sleep(0.001)
-
+@pytest.mark.parametrize("name", FROM_OUTSIDE)
+def test_what_ends_a_launch_from_outside_is_told_and_takes_every_rank_along(name):
+    names, fault = {"__name__": "__main__"}, FROM_OUTSIDE[name]
+    exec(HEADER, names)
     launch(pid_and_rank, world_size=1)
-    attacker = threading.Thread(target=attack)
-    attacker.start()
+    below = psutil.Process(processes.server_pid())
     begin = time.monotonic()
-    try:
-        launch(time.sleep, 100, world_size=4)
-    except Exception as error:
-        return error, time.monotonic() - begin, found
-    finally:
-        found.append(None)
-        attacker.join()
-    raise AssertionError("the launch went on")
-
-
-def test_a_rank_killed_at_start_up():
-    error, seconds, _ = killed_while_running(lambda agents, ranks: ranks[0] if ranks else None)
-    assert isinstance(error, RankError)
-    assert "killed: by SIGKILL" in str(error) and error.rank in range(4)
-    assert seconds < 10
-
-
-@pytest.mark.parametrize("victim", ["agent", "server"])
-def test_every_rank_goes_with_the_agent_and_with_the_server(victim):
-    def choose(agents, ranks):
-        found = {"agent": agents[:1], "server": [psutil.Process(processes.server_pid())]}
-        return found[victim][0] if len(ranks) == 4 else None
-
-    error, seconds, found = killed_while_running(choose)
-    assert isinstance(error, LaunchError)
-    _, alive = psutil.wait_procs(found[:-1], timeout=5)
-    assert not alive
-    assert seconds < 10
+    error, message = attempt(fault, 3, names, random.Random(0))
+    assert error == fault.error and re.search(fault.pattern, message), message
+    assert time.monotonic() - begin < 40
+    assert not below.is_running() or not below.children(), "ranks are left"
 
 
 @pytest.mark.parametrize("end", ["SIGKILL", "SIGSTOP", "idle"])
