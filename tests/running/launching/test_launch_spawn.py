@@ -123,12 +123,13 @@ def test_spares_end_with_a_caller_that_was_killed():
 
 
 def test_spares_that_cannot_start_are_told(monkeypatch, tmp_path):
-    (tmp_path / "torch").mkdir()
-    (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('this torch is broken')")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "python").write_text("#!/bin/sh\necho this Python is broken >&2\nexit 1\n")
+    (tmp_path / "python").chmod(0o755)
     processes.stop()
-    with pytest.raises(LaunchError, match=r"(?s)could not be started.*this torch is broken"):
-        launch(os.getpid, world_size=2)
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "executable", str(tmp_path / "python"))
+        with pytest.raises(LaunchError, match=r"(?s)could not be started.*this Python is broken"):
+            launch(os.getpid, world_size=2)
     processes.stop()
 
 
