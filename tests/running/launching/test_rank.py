@@ -2,7 +2,6 @@
 
 import os
 import pickle
-from dataclasses import replace
 
 import pytest
 import torch
@@ -64,8 +63,9 @@ def test_the_watchdog_of_nccl_leaves_the_process_alone(monkeypatch):
 
 
 def test_a_collective_on_a_gpu_was_launched_not_finished():
-    call = flight_recorder.Call(b"", b"", 3, 1.0, 2.0, [0, 1], "ring_all_reduce of float32 [3]")
-    told = [stacks.look(0, "running", [], "", made, 5.0).collective for made in (call, replace(call, end=-2.0))]
+    words = b"ring_all_reduce of float32 [3]"
+    calls = [flight_recorder.Call(sequence=3, begin=1.0, end=end, words=words) for end in (2.0, -2.0)]
+    told = [stacks.look(0, "running", [], "", call, 5.0).collective for call in calls]
     assert [text.rpartition(" ")[2] for text in told] == ["(finished)", "(launched)"]
     assert flight_recorder.on_gpu([torch.ones(1), torch.ones(1).as_subclass(Posing)])
     assert not flight_recorder.on_gpu(torch.ones(1))

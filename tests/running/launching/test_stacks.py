@@ -2,14 +2,14 @@
 
 import pytest
 
-from ddp_course.running.flight_recorder import Call
+from ddp_course.running.flight_recorder import Call, marks
 from ddp_course.running.launching.stacks import enumerate_ranks, missing_from_ours, missing_from_torchs
 
 ALL, PAIR = (0, 1, 2), (0, 1)
 
 
 def call(sequence, members=ALL, begin=0.0, end=0.0):
-    return Call(b"", bytes(members), sequence, begin, end, members, "all")
+    return Call(0, len(members), sequence, begin, end, marks(tuple(members)), b"all")
 
 
 @pytest.mark.parametrize(
