@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from .devices.placement import agreed_backend, gpu_identity, hide_gpus, placement
 from .parent import end_with_torchrun
-from .store import join_store, serve_store
+from .store import serve_store
 
 FIRST_PORT, PORTS = 20_000, 10_000  # each Slurm job meets at a port of its own
 CONNECT_SECONDS = 5.0
@@ -79,9 +79,9 @@ def fresh_store(timeout: float, one_machine: bool) -> dict[str, Any]:
         return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=patience)
 
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        store = open_store(port) if rank == 0 else join_store(host, port, patience)
+        store = open_store(port) if rank == 0 else dist.TCPStore(host, port, timeout=patience)
     else:
-        old = join_store(os.environ["MASTER_ADDR"], port, patience)
+        old = dist.TCPStore(os.environ["MASTER_ADDR"], port, timeout=patience)
         if rank == 0:
             store = open_store(0)
             old.set("ddp_course/store", str(store.port))
@@ -97,7 +97,7 @@ def look_up(old: dist.Store, host: str, patience: timedelta) -> dist.TCPStore:
         port = int(old.get("ddp_course/store"))
         try:
             socket.create_connection((host, port), CONNECT_SECONDS).close()
-            store = join_store(host, port, timedelta(seconds=CONNECT_SECONDS))
+            store = dist.TCPStore(host, port, timeout=timedelta(seconds=CONNECT_SECONDS))
             store.set_timeout(patience)
             return store
         except (OSError, dist.DistError):

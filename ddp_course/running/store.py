@@ -22,8 +22,3 @@ def serve_store_on(listener: socket.socket, patience: timedelta) -> dist.TCPStor
     host, port = listener.getsockname()[:2]
     own: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listener.detach()}
     return dist.TCPStore(host, port, timeout=patience, **own)
-
-
-def join_store(host: str, port: int, patience: timedelta) -> dist.TCPStore:
-    """The store at this address, as soon as another process serves it."""
-    return dist.TCPStore(host, port, is_master=False, timeout=patience)

@@ -25,7 +25,7 @@ from ...errors import CourseError
 from .. import flight_recorder
 from ..devices import emulation_of
 from ..devices.placement import hide_gpus
-from ..store import join_store, serve_store_on
+from ..store import serve_store_on
 from .channel import read_message, write
 from .pickling import Pickler
 from .progress import Steps
@@ -121,7 +121,7 @@ def join_group(setting: dict, rank: int, listener: socket.socket | None) -> None
     else:
         if listener is not None:
             listener.close()  # or a caller of rank 0 would wait after its end, instead of being refused
-        store = join_store(address, port, patience)
+        store = dist.TCPStore(address, port, timeout=patience)
     dist.init_process_group(setting["backend"], store=store, rank=rank, world_size=world_size, timeout=patience)
 
 
