@@ -27,7 +27,6 @@ from torch.optim import SGD, Optimizer
 from .running import wire
 from .stage3_paramserver import broadcast_parameters, gradients
 from .stage4_ring import average_on_ring, ring_all_reduce
-from .stage7_sharded.clipping import share_numbers
 
 
 def done(tensor: Tensor) -> torch.futures.Future[Tensor]:
@@ -154,8 +153,7 @@ def same_on_all_ranks(step: float, device: torch.device) -> None:
     """Raise ValueError unless all ranks meet after the same step; infinity stands for the end of the batches."""
     steps = torch.zeros(dist.get_world_size(), dtype=torch.float64, device=device)
     steps[dist.get_rank()] = step
-    share_numbers(steps)
-    if steps.unique().numel() > 1:
+    if ring_all_reduce(steps).unique().numel() > 1:
         early = [rank for rank, each in enumerate(steps.tolist()) if math.isinf(each)]
         raise ValueError(f"ranks {early} have no more batches, and the others do; give all ranks equally many")
 

@@ -17,13 +17,10 @@ class Sharded(torch.nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
-        answer = ANSWERS.get(function)
-        if answer:
-            return answer(args[0].whole_shape, *args[1:])
         if function in HARMLESS:
             with as_plain_tensors():
                 return function(*args, **(kwargs or {}))
-        shape = next(tuple(each.whole_shape) for each in tree_leaves((args, kwargs)) if isinstance(each, cls))
+        shape = next(tuple(each.shape) for each in tree_leaves((args, kwargs)) if isinstance(each, cls))
         raise RuntimeError(
             f"this parameter, of shape {shape}, is sharded, and whole only while its block computes. Make an optimizer "
             "from parameters() of FullyShardedDataParallel, after wrapping; its state_dict() and load_state_dict() "
@@ -31,21 +28,17 @@ class Sharded(torch.nn.Parameter):
             "If this happens in forward(), a block is used by its parts: name those that are called in `blocks`"
         )
 
+    def __repr__(self):
+        return f"a sharded parameter of shape {tuple(self.shape)}"
+
 
 def getter(name):
     """What torch passes on when a tensor is asked for this attribute."""
     return getattr(torch.Tensor, name).__get__
 
 
-ANSWERS = {  # these functions ask for the shape only
-    getter("shape"): lambda shape, *_: shape,
-    getter("ndim"): lambda shape, *_: len(shape),
-    torch.Tensor.size: lambda shape, dim=None: shape if dim is None else shape[dim],
-    torch.Tensor.dim: len,
-    torch.Tensor.numel: torch.Size.numel,
-    torch.Tensor.__repr__: lambda shape, **_: f"a sharded parameter of shape {tuple(shape)}",
-}
-HARMLESS = {getter(name) for name in ("device", "dtype", "is_cuda", "is_leaf", "requires_grad")}
+HARMLESS = {getter(name) for name in ("shape", "ndim", "device", "dtype", "is_cuda", "is_leaf", "requires_grad")}
+HARMLESS |= {torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel}
 HARMLESS |= {torch.Tensor.is_floating_point, torch.Tensor.is_complex, torch.is_floating_point, torch.is_complex}
 
 
@@ -59,9 +52,7 @@ class FreeableFlat(Flat):
     def __init__(self, parameters, group=None):
         super().__init__(parameters, group)
         self.whole, self.bytes = self.views(self.full), self.full.untyped_storage().nbytes()
-        self.kinds = [type(parameter) for parameter in parameters]
-        for parameter, shape in zip(parameters, self.shapes, strict=True):
-            parameter.whole_shape = shape
+        self.kinds, self.nothing = [type(parameter) for parameter in parameters], self.full.new_empty(())
 
     def kept(self):
         """The memory of the shards: a copy of the chunk, which stays when the chunk goes."""
@@ -83,7 +74,7 @@ class FreeableFlat(Flat):
         """Let go of the whole parameters: from now on they are `Sharded`."""
         for parameter in self.parameters:
             if not isinstance(parameter, Sharded):
-                parameter.data = self.full.new_empty(0)
+                parameter.data = self.nothing.expand(parameter.shape)
                 parameter.__class__ = Sharded
         self.full.untyped_storage().resize_(0)
 

@@ -8,8 +8,8 @@ that point elsewhere. So it is refused, by one rule: what is computed from a par
 import torch
 import torch.distributed as dist
 
-from ..running import wire
 from ..running.torch_inside import UNSCALE, as_plain_tensors, tree_leaves, tree_map_only
+from ..stage4_ring import ring_all_reduce
 
 MIXING = {UNSCALE, torch.renorm, torch.Tensor.renorm, torch.Tensor.renorm_}  # these keep the shape, and mix
 REARRANGING = {  # these put the same elements in other places
@@ -86,17 +86,16 @@ def clip_grad_norm_(parameters, max_norm, norm_type=2.0, group=None, device=None
     """Scale the gradients of all ranks' `parameters` so that their norm is at most `max_norm`; return the norm.
 
     Like `torch.nn.utils.clip_grad_norm_`, if all the gradients were on one device. All ranks of `group` must call
-    this; each sends 8 (K-1) bytes. Raises ValueError for a norm of an order that is not positive.
+    this; each sends 16 (K-1) bytes. Raises ValueError for a norm of an order that is not positive.
     """
     if not norm_type > 0:
         raise ValueError(f"norm_type is {norm_type}; it must be a positive number, or infinity")
     gradients = [p.grad.as_subclass(torch.Tensor) for p in parameters if p.grad is not None and p.grad.numel()]
     norms = [torch.linalg.vector_norm(gradient, norm_type, dtype=wide(gradient)) for gradient in gradients]
-    everyones = torch.zeros(dist.get_world_size(group), dtype=torch.float64, device=device)
+    ranks = torch.zeros(dist.get_world_size(group), dtype=torch.float64, device=device)  # the norm of each rank's
     if norms:
-        everyones[dist.get_rank(group)] = torch.linalg.vector_norm(torch.stack(norms).abs(), norm_type)
-    share_numbers(everyones, group)
-    total = torch.linalg.vector_norm(everyones, norm_type)
+        ranks[dist.get_rank(group)] = torch.linalg.vector_norm(torch.stack(norms).abs(), norm_type)
+    total = torch.linalg.vector_norm(ring_all_reduce(ranks, group), norm_type)
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for gradient in gradients:
         gradient.mul_(scale.to(gradient.device))
@@ -106,12 +105,3 @@ def clip_grad_norm_(parameters, max_norm, norm_type=2.0, group=None, device=None
 def wide(gradient):
     """The dtype to add squares up in."""
     return torch.complex128 if gradient.is_complex() else torch.float64
-
-
-@wire.collective
-def share_numbers(numbers, group=None):
-    """Fill in the numbers of the other ranks: number r is rank r's. So all compute the same bits from them."""
-    rank, world_size, _, _ = wire.neighbours(group)
-    peers = [(peer, wire.global_rank(peer, group)) for peer in range(world_size) if peer != rank]
-    mine = numbers[rank : rank + 1].clone()
-    wire.exchange_all([(mine, place) for _, place in peers], [(numbers[n : n + 1], place) for n, place in peers], group)

@@ -1,4 +1,4 @@
-"""Parameters laid end to end and cut into one chunk for each rank; so are their gradients, and an optimizer's state."""
+"""Parameters laid end to end and cut into one chunk per rank; so are their gradients, and an optimizer's state."""
 
 from copy import deepcopy
 from datetime import timedelta
@@ -9,9 +9,12 @@ import torch.distributed as dist
 
 from ..running import wire
 from ..running.torch_inside import as_plain_tensors, timeout_of, tree_map_only
+from ..stage4_ring import allgather, reduce_scatter
 from .clipping import Part
 
 PATIENCE = timedelta(seconds=120)  # a call that needs all ranks waits for so long
+gather_chunks = wire.collective(allgather)
+sum_chunks = wire.collective(reduce_scatter)
 
 
 class Flat:
@@ -23,9 +26,7 @@ class Flat:
     """
 
     def __init__(self, parameters, group=None):
-        self.parameters = parameters
-        self.shapes = [parameter.shape for parameter in parameters]
-        self.lengths = {parameter: parameter.numel() for parameter in parameters}
+        self.parameters, self.shapes = parameters, [parameter.shape for parameter in parameters]
         rank, world_size, _, _ = wire.neighbours(group)
         self.full = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
         self.chunks = self.full.tensor_split(world_size)
@@ -50,33 +51,28 @@ class Flat:
 
     def views(self, flat):
         """The part of `flat` (as long as `full`) that belongs to each parameter, in the parameter's shape."""
-        pieces = flat.split(list(self.lengths.values()))
+        pieces = flat.split([shape.numel() for shape in self.shapes])
         return [piece.view(shape) for shape, piece in zip(self.shapes, pieces, strict=True)]
 
     def cut(self):
         """Find the part of each parameter that lies in this rank's chunk."""
         low, start, pieces = sum(len(chunk) for chunk in self.chunks[: self.index]), 0, {}
-        for parameter, length in self.lengths.items():
+        for parameter, shape in zip(self.parameters, self.shapes, strict=True):
+            end = start + shape.numel()
             first = max(low, start)
-            last = max(first, min(low + len(self.mine), start + length))
+            last = max(first, min(low + len(self.mine), end))
             pieces[parameter] = slice(first - start, last - start), slice(first - low, last - low)
-            start += length
+            start = end
         return pieces
 
-    def settle(self):
-        """Go on with values that the parameters were given in other memory since, as by `.data = …` for an average.
-
-        Raises RuntimeError for another dtype or device.
-        """
+    def check_home(self):
+        """Raise RuntimeError if a parameter has left the memory that its optimizer updates."""
         for parameter, view in zip(self.parameters, self.views(self.full), strict=True):
-            if (parameter.dtype, parameter.device) != (view.dtype, view.device):
-                raise RuntimeError(
-                    f"a parameter is {parameter.dtype} on {parameter.device} now, was {view.dtype} on {view.device} "
-                    "when its optimizer was made; convert and move a model before that"
-                )
             if parameter.data_ptr() != view.data_ptr():
-                view.copy_(parameter.detach())
-                parameter.data = view
+                raise RuntimeError(
+                    "a parameter lies in other memory than when its optimizer was made: convert and move a model "
+                    "before that, and write values by parameter.copy_(…) in place of parameter.data = …"
+                )
 
     # Gradients go from the parameters, divided by K, into one message, and from the sum of the messages to the shards
 
@@ -146,44 +142,6 @@ def flats(parameters, group=None, kind=Flat):
     return [kind(members, group) for members in alike.values()]
 
 
-@wire.collective
-@torch.no_grad()
-def gather_chunks(chunks, group=None):
-    """Fill in the chunks of the other ranks; each rank sends (K-1)/K of the bytes in all `chunks`.
-
-    As many messages and bytes as in stage 4's ring, but every owner sends its chunk to all others at once: there are
-    many small blocks to gather, and nobody has to wait until a neighbour, who may be busy, has passed a chunk on.
-    """
-    rank, world_size, _, _ = wire.neighbours(group)
-    others = [(other, wire.global_rank(other, group)) for other in range(world_size) if other != rank]
-    mine = chunks[(rank + 1) % world_size]
-    wire.exchange_all(
-        [(mine, peer) for _, peer in others],
-        [(chunks[(other + 1) % world_size], peer) for other, peer in others],
-        group,
-    )
-
-
-@wire.collective
-@torch.no_grad()
-def sum_chunks(chunks, group=None):
-    """Sum this rank's own chunk over the ranks, leave the others as they are. Same bytes as a gather.
-
-    Every rank sends each chunk to its owner, who adds in the order of stage 4's ring: the same bits.
-    """
-    rank, world_size, _, _ = wire.neighbours(group)
-    mine = chunks[(rank + 1) % world_size]
-    parts = [torch.empty_like(mine) for _ in range(world_size - 1)]
-    senders = [(rank + step) % world_size for step in range(1, world_size)]
-    peers = [wire.global_rank(sender, group) for sender in senders]
-    outgoing = [(chunks[(owner + 1) % world_size], peer) for owner, peer in zip(senders, peers, strict=True)]
-    wire.exchange_all(outgoing, list(zip(parts, peers, strict=True)), group)
-    for part in parts[1:]:
-        parts[0] += part
-    if parts:
-        mine += parts[0]
-
-
 # An optimizer's state lies in pieces on every rank; a state dict has it whole, as one device would
 
 
@@ -197,40 +155,28 @@ def meet(what, group=None):
             raise RuntimeError(f"{what} needs all ranks together: {error}") from None
 
 
-def whole_state_dict(optimizer, flats, order, groups, group=None):
-    """Return the state dict of `optimizer` as if nothing were sharded, the same on all ranks; all of them call this.
+def whole_state(optimizer, flats, order, group=None):
+    """The "state" of `optimizer` as if nothing were sharded, the same on all ranks; all of them call this.
 
-    The optimizer has the shards of the parameters in `order`, and `groups` are the parameter groups to tell.
+    The optimizer has the shards of the parameters in `order`, which are numbered so. Tensors as long as their shard are
+    joined; all else, such as Adam's step count, is the same on every rank.
     """
     meet("the state dict of a sharded optimizer", group)
-    state, start, numbered = {}, 0, []
-    for flat in flats:
-        state.update(whole_state(optimizer, flat, group))
-    for members in groups:
-        numbered.append({**members, "params": list(range(start, start + len(members["params"])))})
-        start += len(members["params"])
-    return {"state": {n: state[p] for n, p in enumerate(order) if state.get(p)}, "param_groups": numbered}
-
-
-def whole_state(optimizer, flat, group=None):
-    """What all ranks together know of the parameters of one `flat`: {parameter: {key: value}}.
-
-    Tensors as long as their shard are joined; all else, such as Adam's step count, is the same on every rank.
-    """
-    mine, everyone = {}, [None] * len(flat.chunks)
-    for number, parameter in enumerate(flat.parameters):
-        shard = flat.shards[parameter]
-        pieces = partial(as_piece, shape=shard.shape)
+    shards = {parameter: shard for flat in flats for parameter, shard in flat.shards.items()}
+    mine, everyone, state = {}, [None] * dist.get_world_size(group), {}
+    for number, parameter in enumerate(order):
+        shard = shards[parameter]
         if shard.numel():
+            pieces = partial(as_piece, shape=shard.shape)
             mine[number] = tree_map_only(torch.Tensor, pieces, optimizer.state.get(shard, {}))
     dist.all_gather_object(everyone, mine, group=group)  # tensors of a GPU would be unpacked on that GPU
-    state, in_order = {}, everyone[-1:] + everyone[:-1]  # rank 0 has chunk 1, and the last rank chunk 0
-    for number, (parameter, shape) in enumerate(zip(flat.parameters, flat.shapes, strict=True)):
-        known = [entries[number] for entries in in_order if number in entries]
+    in_order = everyone[-1:] + everyone[:-1]  # rank 0 has chunk 1, and the last rank chunk 0
+    for number, parameter in enumerate(order):
+        known = [entries[number] for entries in in_order if entries.get(number)]
         for key, value in known[0].items() if known else ():
             if isinstance(value, torch.Tensor) and value.dim() == 1:
-                value = torch.cat([entries[key] for entries in known]).view(shape).to(flat.full.device)
-            state.setdefault(parameter, {})[key] = value
+                value = torch.cat([entries[key] for entries in known]).view(parameter.shape).to(parameter.device)
+            state.setdefault(number, {})[key] = value
     return state
 
 
@@ -240,42 +186,29 @@ def as_piece(tensor, shape):
     return tensor.reshape(-1) if tensor.shape == shape else tensor
 
 
-def load_whole_state_dict(optimizer, flats, order, groups, state_dict):
-    """Give `optimizer` this rank's pieces of an ordinary optimizer's `state_dict`, and `groups` its settings.
+def load_whole_state_dict(optimizer, flats, order, state_dict):
+    """Give `optimizer` this rank's pieces of an ordinary optimizer's `state_dict`.
 
-    As torch does, tensors are converted to the parameter's dtype, but for the step count. Raises ValueError, with
-    nothing changed, if the state dict is of other groups or of parameters of other sizes.
+    Raises ValueError, with nothing changed, if the state dict is of other groups or of parameters of other sizes.
     """
-    sizes = [len(members["params"]) for members in state_dict["param_groups"]]
-    if sizes != [len(members["params"]) for members in groups]:
-        raise ValueError(
-            f"the state dict has parameter groups of {sizes} parameters, but this optimizer has groups of "
-            f"{[len(members['params']) for members in groups]}"
-        )
     home = {parameter: flat for flat in flats for parameter in flat.parameters}
     saved = [number for members in state_dict["param_groups"] for number in members["params"]]
-    state = {
-        home[parameter].shards[parameter]: piece(home[parameter], parameter, state_dict["state"][number], number)
-        for number, parameter in zip(saved, order, strict=True)
-        if number in state_dict["state"]
+    pieces = {
+        number: {key: piece(home[parameter], parameter, key, value, number) for key, value in entries.items()}
+        for number, parameter in zip(saved, order, strict=False)  # torch finds other groups itself
+        if (entries := state_dict["state"].get(number))
     }
-    for members, settings in zip(groups, state_dict["param_groups"], strict=True):
-        members.update({key: value for key, value in settings.items() if key != "params"})
-    optimizer.state.clear()
-    optimizer.state.update(state)
+    optimizer.load_state_dict({**state_dict, "state": pieces})
 
 
-def piece(flat, parameter, entries, number):
-    """This rank's piece of the state `entries` of one parameter, which is number `number` of the state dict."""
-    outside, length = flat.pieces[parameter][0], flat.lengths[parameter]
-    kept = {}
-    for key, value in entries.items():
-        whole = isinstance(value, torch.Tensor) and key != "step" and (value.dim() > 0 or length == 1)
-        if whole and value.numel() != length:
-            raise ValueError(
-                f'"{key}" of parameter {number} has {value.numel()} elements in the state dict, but the parameter '
-                f"has {length}: it was made for another model"
-            )
-        part = like(value.reshape(-1)[outside], parameter) if whole else value
-        kept[key] = part.to(parameter.device, parameter.dtype, copy=True) if whole else deepcopy(value)
-    return kept
+def piece(flat, parameter, key, value, number):
+    """This rank's piece of the `value` that the state of parameter `number` has under `key`."""
+    length = parameter.numel()
+    if not isinstance(value, torch.Tensor) or key == "step" or (value.dim() == 0 and length != 1):
+        return deepcopy(value)
+    if value.numel() != length:
+        raise ValueError(
+            f'"{key}" of parameter {number} has {value.numel()} elements in the state dict, but the parameter '
+            f"has {length}: it was made for another model"
+        )
+    return like(value.reshape(-1)[flat.pieces[parameter][0]], parameter).clone()

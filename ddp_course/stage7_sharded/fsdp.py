@@ -19,7 +19,7 @@ from ..stage6_ddp.checks import same_on_all_ranks
 from ..stage6_ddp.unused import tensors_in
 from .blocks import Block, Sharded, assign_blocks, default_blocks
 from .clipping import clip_grad_norm_
-from .flat import like, load_whole_state_dict, meet, whole_state_dict
+from .flat import like, load_whole_state_dict, meet, whole_state
 
 copied = partial(tree_map_only, torch.Tensor, lambda tensor: tensor.detach().cpu().clone())
 
@@ -29,20 +29,19 @@ class FullyShardedDataParallel(torch.nn.Module):
 
     `blocks`: the submodules to gather one at a time, by default the members of every outermost Sequential or
     ModuleList; what is in none of them forms one more block. Every rank must run the same blocks in the same order.
-    With `reshard_after_forward=False` blocks stay whole until their backward pass is over: more memory, and as few
-    bytes as DDP (ZeRO-2). `parameters()` are this rank's shards: make the optimizer (any that works element by element)
+    `parameters()` are this rank's shards: make the optimizer (any that works element by element)
     from them, after wrapping; clip gradients by `clip_grad_norm_`. `state_dict()` is the ordinary one of the whole
     model; all ranks must call it. Raises ValueError if nothing is trainable, or something is sharded already.
     """
 
-    def __init__(self, module, blocks=None, process_group=None, prefetch=True, reshard_after_forward=True):
+    def __init__(self, module, blocks=None, process_group=None, prefetch=True):
         super().__init__()
         named = dict(module.named_parameters())
         check_wrappable(module, named)
         same_on_all_ranks(named, process_group)
         broadcast_parameters(module, group=process_group)
         members = assign_blocks(module, default_blocks(module) if blocks is None else blocks)
-        self.module, self.group, self.prefetch, self.reshard = module, process_group, prefetch, reshard_after_forward
+        self.module, self.group, self.prefetch = module, process_group, prefetch
         self.names = {parameter: name for name, parameter in named.items()}
         self.blocks = [Block(number, *member, process_group) for number, member in enumerate(members)]
         self.flats = [flat for block in self.blocks for flat in block.flats]
@@ -84,8 +83,7 @@ class FullyShardedDataParallel(torch.nn.Module):
         self.start_over()  # the pass before may have ended with an exception
         self.passes += 1
         outputs = self.module(*args, **kwargs)
-        if self.reshard or not torch.is_grad_enabled():
-            self.free_all()  # a block may have been gathered ahead and not used
+        self.free_all()  # a block may have been gathered ahead and not used
         return outputs
 
     def check_usable(self):
@@ -142,7 +140,7 @@ class FullyShardedDataParallel(torch.nn.Module):
         for tensor in tensors_in(outputs):
             if tensor.requires_grad:
                 tensor.register_hook(lambda gradient: self.before_backward(block, version))
-        if not recomputing() and (self.reshard or not torch.is_grad_enabled()):
+        if not recomputing():
             block.free()
 
     def before_backward(self, block, version):
@@ -226,10 +224,7 @@ class FullyShardedDataParallel(torch.nn.Module):
 
         Buffers become those of rank 0 on all ranks, as in torch's DDP.
         """
-        self.check_usable()
-        meet("state_dict() of a sharded model", self.group)
-        self.start_over()
-        broadcast_tensors(list(self.module.buffers()), group=self.group)
+        self.begin("state_dict()")
         state, whole = self.module.state_dict(keep_vars=True), {}
         for block in self.blocks:
             self.request(block)()
@@ -240,6 +235,13 @@ class FullyShardedDataParallel(torch.nn.Module):
             destination[prefix + name] = whole[value] if value in whole else copied(value)
         return destination
 
+    def begin(self, what):
+        """Have all ranks together for a call that gathers the model, with nothing on its way and rank 0's buffers."""
+        self.check_usable()
+        meet(f"{what} of a sharded model", self.group)
+        self.start_over()
+        broadcast_tensors(list(self.module.buffers()), group=self.group)
+
     @torch.no_grad()
     def load_state_dict(self, state):
         """Take this rank's shards out of the state dict of a whole model.
@@ -248,18 +250,6 @@ class FullyShardedDataParallel(torch.nn.Module):
         """
         self.check_usable()
         own = self.module.state_dict(keep_vars=True)
-        self.check_fits(state, own)
-        self.start_over()
-        flat_of = {parameter: flat for flat in self.flats for parameter in flat.parameters}
-        for name, parameter in own.items():
-            if parameter in flat_of:
-                piece = state[name].reshape(-1)[flat_of[parameter].pieces[parameter][0]]
-                self.shards[parameter].copy_(like(piece, parameter))
-        buffers = {name: state[name] for name, value in own.items() if value not in flat_of}
-        self.module.load_state_dict(buffers, strict=False)
-
-    def check_fits(self, state, own):
-        """Raise RuntimeError unless `state` has the names and shapes of this model's `own`."""
         theirs, ours = ({n: tuple(getattr(value, "shape", ())) for n, value in each.items()} for each in (state, own))
         for name in ours | theirs:
             if theirs.get(name) != ours.get(name):
@@ -267,16 +257,22 @@ class FullyShardedDataParallel(torch.nn.Module):
                     f"the state dict is of another model: {name} has shape {theirs.get(name)} there, and "
                     f"{ours.get(name)} in this model (None: there is no {name})"
                 )
+        self.start_over()
+        outside = {parameter: piece[0] for flat in self.flats for parameter, piece in flat.pieces.items()}
+        for name, value in own.items():
+            if value in outside:
+                self.shards[value].copy_(like(state[name].reshape(-1)[outside[value]], value))
+        buffers = {name: state[name] for name, value in own.items() if value not in self.shards}
+        self.module.load_state_dict(buffers, strict=False)
 
     def optimizer_state_dict(self, optimizer):
         """Return the state dict of an optimizer of `parameters()` as if nothing were sharded; all ranks call this."""
-        order = self.whole_parameters(optimizer)
-        return whole_state_dict(optimizer, self.flats, order, optimizer.param_groups, self.group)
+        state = whole_state(optimizer, self.flats, self.whole_parameters(optimizer), self.group)
+        return {**optimizer.state_dict(), "state": state}
 
     def load_optimizer_state_dict(self, optimizer, state_dict):
         """Take the shards' state out of the state dict of an ordinary optimizer; ValueError if it does not fit."""
-        order = self.whole_parameters(optimizer)
-        load_whole_state_dict(optimizer, self.flats, order, optimizer.param_groups, state_dict)
+        load_whole_state_dict(optimizer, self.flats, self.whole_parameters(optimizer), state_dict)
 
     def whole_parameters(self, optimizer):
         """The whole parameters to the shards in `optimizer`, in the order of its groups."""
@@ -288,17 +284,15 @@ class FullyShardedDataParallel(torch.nn.Module):
             )
         return [whole[id(shard)] for shard in shards]
 
+    @torch.no_grad()
     def restore(self):
         """Make the module an ordinary one again, whole on every rank; all ranks call this. Returns it."""
-        whole = self.state_dict()
+        self.begin("restore()")
+        for block in self.blocks:
+            self.request(block)()
         for handle in self.handles:
             handle.remove()
         self.handles = []
-        for block in self.blocks:
-            block.make_room()
-        names = {value: name for name, value in self.module.state_dict(keep_vars=True).items() if value in self.shards}
-        for parameter, name in names.items():
-            parameter.data = whole[name].to(parameter.device)
         return self.module
 
     def _apply(self, fn, recurse=True):

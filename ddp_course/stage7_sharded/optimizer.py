@@ -12,13 +12,11 @@ from contextlib import contextmanager
 
 import torch
 
-from ..running import wire
 from ..stage3_paramserver import broadcast_parameters
-from ..stage4_ring import allgather, reduce_scatter
 from ..stage5_bucketed import assign_buckets
 from ..stage6_ddp.checks import same_on_all_ranks
 from .clipping import OwnGradient, Part, clip_grad_norm_
-from .flat import flats, load_whole_state_dict, whole_state_dict
+from .flat import flats, gather_chunks, load_whole_state_dict, sum_chunks, whole_state
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -39,6 +37,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.lay_out(self.parameters())
         self.local = optimizer_cls([self.sharded(members) for members in self.param_groups], **kwargs)
         self.defaults = self.local.defaults
+        self.take_settings()
+
+    def take_settings(self):
+        """Tell the settings of the inner optimizer as our own."""
         for members, local in zip(self.param_groups, self.local.param_groups, strict=True):
             members.update({key: value for key, value in local.items() if key != "params"})
 
@@ -94,7 +96,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Reduce-scatter the gradients: the average of this rank's chunk goes to the shards."""
         self.check_whole()
         for flat in self.flats:
-            flat.settle()
+            flat.check_home()
         if self.averaged and any(parameter.grad is not None for parameter in self.parameters()):
             raise RuntimeError(
                 "there are new gradients, but those clipped before have not been used: after clip_grad_norm_ call "
@@ -105,7 +107,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 for parameter in flat.collect():
                     if parameter.grad is not None:
                         flat.take(parameter)
-                flat.average(reduce_chunks, self.group)
+                flat.average(sum_chunks, self.group)
                 flat.give()
         self.averaged = True
 
@@ -119,7 +121,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         with self.together():
             self.local.step()
             for flat in self.trainable():
-                share_chunks(flat.chunks, self.group)
+                gather_chunks(flat.chunks, self.group)
         self.zero_grad()
         return loss
 
@@ -142,19 +144,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def state_dict(self):
         """Return the state dict of the unsharded optimizer, the same on every rank; all ranks must call this."""
         with self.together():
-            return whole_state_dict(self.local, self.flats, self.parameters(), self.param_groups, self.group)
+            state = whole_state(self.local, self.flats, self.parameters(), self.group)
+        return {**super().state_dict(), "state": state}
 
     def load_state_dict(self, state_dict):
         """Take this rank's shards out of the state dict of an unsharded optimizer, or of any number of ranks."""
-        load_whole_state_dict(self.local, self.flats, self.parameters(), self.param_groups, state_dict)
+        load_whole_state_dict(self.local, self.flats, self.parameters(), state_dict)
+        self.take_settings()
 
     def parameters(self):
         """All parameters in the order of their groups."""
         return [parameter for members in self.param_groups for parameter in members["params"]]
-
-
-reduce_chunks = wire.collective(reduce_scatter)
-share_chunks = wire.collective(allgather)
 
 
 def check_elementwise(optimizer_cls, kwargs):

@@ -1,14 +1,16 @@
 """Random training programs for stages 7, 7o and 8 against one device: `python tests/soak/programs78.py 1000`.
 
-A program is a model (tied, frozen, unused or repeated layers, layers in place, several dtypes), an optimizer with
-groups and a schedule, and steps: passes that accumulate, evaluation, clipping, exceptions in forward or backward on
-all ranks, state dicts loaded back, and in the middle a change of the world size, with state dicts of one device
-handed over. Equal losses' gradients mean equal weights, norms and optimizer states; the first that are not are shown.
+A program is a model (tied, frozen, unused, sometimes used or repeated layers, layers in place or of one parameter,
+several dtypes), an optimizer with groups, one of which may join later, and a schedule, and steps: passes that
+accumulate, evaluation, clipping, steps left out after it, exceptions in forward, backward or a hook on all ranks, state
+dicts loaded back, and in the middle a change of the world size, with state dicts of one device handed over. Equal
+losses' gradients mean equal weights, norms and optimizer states; the first that are not are shown.
 """
 
 import random
 import sys
 from contextlib import suppress
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -41,6 +43,15 @@ class InFloat32(torch.nn.Linear):
         return super().forward(inputs.float()).double()
 
 
+class Sometimes(torch.nn.Linear):
+    """Some samples go through it; a rank that has none of them does not use it."""
+
+    def forward(self, inputs):
+        """(N, WIDTH) to the same."""
+        chosen = inputs[:, :1] > 1
+        return inputs + chosen * super().forward(inputs) if chosen.any() else inputs
+
+
 class Net(torch.nn.Module):
     """A chain of layers, beside it a layer that is never used."""
 
@@ -62,7 +73,7 @@ class Net(torch.nn.Module):
 def drawn(seed, stage):
     """The program of this seed for a stage: plain data."""
     chance = random.Random(f"{seed} {stage}")
-    kinds = ["linear", "linear", "norm", "tanh", "relu in place", "float32"]
+    kinds = ["linear", "linear", "norm", "tanh", "relu in place", "float32", "one parameter", "sometimes"]
     layers = ["linear", *chance.choices(kinds, k=chance.randrange(3, 7)), "linear"]
     for index, (before, kind) in enumerate(pairwise(layers), 1):  # some need their output to go backward
         if kind == "relu in place" and before in ("tanh", "relu in place"):
@@ -71,8 +82,9 @@ def drawn(seed, stage):
         {
             "passes": chance.choice([1, 1, 2, 3]),
             "evaluate": chance.random() < 0.2,
-            "clip": chance.choice([None, None, (0.1, 2.0), (0.02, float("inf"))]),
-            "boom": chance.choice([None, None, None, "forward", "backward"]) if stage != "8" else None,
+            "clip": chance.choice([None, None, (0.1, 2.0), (0.02, float("inf")), (0.5, 1.0), (1e6, 2.0)]),
+            "left out": chance.random() < 0.1,
+            "boom": chance.choice([None, None, None, "forward", "backward", "hook"]) if stage != "8" else None,
             "reload": chance.random() < 0.2,
         }
         for _ in range(chance.randrange(2, 6))
@@ -86,22 +98,25 @@ def drawn(seed, stage):
         "unused": chance.random() < 0.3 and stage != "8",
         "optimizer": chance.choice(list(OPTIMIZERS)),
         "groups": chance.random() < 0.5,
-        "blocks": chance.choice([None, []]),
-        "reshard": chance.random() < 0.7,
+        "later": chance.random() < 0.5 and stage == "7o",
+        "blocks": [] if "sometimes" in layers else chance.choice([None, []]),  # all ranks must run the same blocks
         "microbatches": chance.choice([1, 2, 4]),
         "steps": steps,
     }
 
 
-def build(program):
-    """The model of a program, and its trap."""
-    torch.manual_seed(program["seed"])
+def build(program, stage):
+    """The model of a program, and its trap; where training starts from rank 0's weights, other ranks have others."""
+    starts_from_rank_0 = stage in ("7", "7o") and not program["later"]
+    torch.manual_seed(program["seed"] + 1000 * dist.get_rank() * starts_from_rank_0)
     make = {
         "linear": lambda: torch.nn.Linear(WIDTH, WIDTH).double(),
         "norm": lambda: torch.nn.LayerNorm(WIDTH).double(),
         "tanh": torch.nn.Tanh,
         "relu in place": lambda: torch.nn.ReLU(inplace=True),
         "float32": lambda: InFloat32(WIDTH, WIDTH),
+        "one parameter": lambda: torch.nn.PReLU().double(),
+        "sometimes": lambda: Sometimes(WIDTH, WIDTH).double(),
     }
     layers, trap = [make[kind]() for kind in program["layers"]], Trap()
     for index in program["frozen"]:
@@ -112,6 +127,7 @@ def build(program):
     if program["twice"]:
         layers.insert(2, layers[0])
     layers.insert(len(layers) // 2, trap)
+    layers[-1].bias.register_hook(lambda gradient: trap.spring(gradient) if trap.place == "hook" else None)
     return Net(layers, program["unused"]), trap
 
 
@@ -120,13 +136,11 @@ class Player:
 
     def __init__(self, program, stage):
         self.program, self.stage = program, stage
-        self.model, self.trap = build(program)
+        self.model, self.trap = build(program, stage)
         kind, settings = OPTIMIZERS[program["optimizer"]]
         self.forward = self.model
         if stage == "7":
-            self.forward = FullyShardedDataParallel(
-                self.model, blocks=program["blocks"], reshard_after_forward=program["reshard"]
-            )
+            self.forward = FullyShardedDataParallel(self.model, blocks=program["blocks"])
         if stage == "8":
             self.parts = split(layers_of(self.model), dist.get_world_size())
             self.part = self.parts[dist.get_rank()]
@@ -134,10 +148,9 @@ class Player:
             mine = set(self.part.parameters())
             groups = [{**group, "params": [p for p in group["params"] if p in mine]} for group in self.groups()]
             self.optimizer = kind(groups, lr=0.02, **settings)
-        elif stage == "7o":
-            self.optimizer = ShardedOptimizer(self.groups(), kind, lr=0.02, **settings)
         else:
-            self.optimizer = kind(self.groups(), lr=0.02, **settings)
+            kind = partial(ShardedOptimizer, optimizer_cls=kind) if stage == "7o" else kind
+            self.optimizer = kind(self.groups()[: 1 if program["later"] else None], lr=0.02, **settings)
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
 
     def groups(self):
@@ -146,6 +159,14 @@ class Player:
         if not self.program["groups"]:
             return [{"params": parameters}]
         return [{"params": parameters[::2], "lr": 0.03}, {"params": parameters[1::2]}]
+
+    def join_later(self):
+        """From now on the second group is trained too."""
+        if self.program["later"] and self.program["groups"] and len(self.optimizer.param_groups) == 1:
+            group = self.groups()[1]
+            for parameter in group["params"]:
+                parameter.grad = None  # of the steps before
+            self.optimizer.add_param_group(group)
 
     def backward(self, inputs, targets):
         """One forward and backward pass on this rank's share."""
@@ -158,7 +179,8 @@ class Player:
     def clip(self, max_norm, norm_type):
         """Clip by the norm of all gradients; return it."""
         if self.stage == "1":
-            return torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm, norm_type).item()
+            trained = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+            return torch.nn.utils.clip_grad_norm_(trained, max_norm, norm_type).item()
         clipper = {"7": self.forward, "7o": self.optimizer, "8": getattr(self, "pipeline", None)}[self.stage]
         return clipper.clip_grad_norm_(max_norm, norm_type).item()
 
@@ -185,10 +207,14 @@ def play(program, stage, steps, start=None):
     """Play the `steps` (a slice) of a program, from state dicts of another player on; what there is to compare."""
     player, norms = Player(program, stage), []
     if start:
+        if len(start["state"]["optimizer"]["param_groups"]) > len(player.optimizer.param_groups):
+            player.join_later()
         player.load(start["state"])
         player.schedule.load_state_dict(start["schedule"])
     for number in range(*steps.indices(len(program["steps"]))):
         step, generator = program["steps"][number], torch.Generator().manual_seed(1000 * program["seed"] + number)
+        if number:
+            player.join_later()
         batches = [torch.randn(2, BATCH, WIDTH, generator=generator).double() for _ in range(step["passes"])]
         if step["boom"]:
             player.trap.place = step["boom"]
@@ -203,7 +229,8 @@ def play(program, stage, steps, start=None):
                 player.forward(batches[0][0])
         if step["clip"]:
             norms.append(player.clip(*step["clip"]))
-        player.optimizer.step()
+        if not step["left out"]:
+            player.optimizer.step()
         player.schedule.step()
         player.optimizer.zero_grad()
         if step["reload"] and stage != "8":

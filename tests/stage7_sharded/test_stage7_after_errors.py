@@ -1,17 +1,18 @@
 """After an exception the next call works correctly, or refuses and says what happened; no rank trains alone.
 
-Where it is raised x on which ranks x in which stage. The training loop catches it, drops the gradients, goes on.
+The training loop catches it, drops the gradients, goes on. On all ranks alike: the random programs have that.
 """
 
 import re
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from itertools import product
 
 import pytest
 import torch
 import torch.distributed as dist
-from oracles import tiny_batches, tiny_model, weights
+from oracles import tiny_batches, tiny_model
 from torch.nn.functional import cross_entropy
 from traps import Boom, Trap
 
@@ -21,8 +22,6 @@ from ddp_course.running import flight_recorder
 from ddp_course.stage7_sharded import FullyShardedDataParallel, ShardedOptimizer
 from ddp_course.stage8_pipeline import Pipeline, split
 
-PLACES = ("before", "forward", "loss", "backward", "hook")
-
 
 def trapped():
     """A net with a trap in its middle, and the trap."""
@@ -30,55 +29,33 @@ def trapped():
     return torch.nn.Sequential(*list(model)[:3], trap, *list(model)[3:]), trap
 
 
-def train(stage, place, ranks, steps=4):
-    """Train; in the second step something goes wrong at `place` on the ranks named. Weights, and what was said."""
+def train(stage, place):
+    """Train; in the second step something goes wrong at `place` on rank 1, which catches it and goes on."""
     model, trap = trapped()
-    here, said = stage == "alone" or dist.get_rank() in ranks, []
-    if place == "hook":
-        parameter = model[2].weight
-        parameter.register_hook(lambda gradient: trap.spring(gradient) if trap.place == "hook" else None)
     forward = FullyShardedDataParallel(model) if stage == "7" else model
-    optimizer = torch.optim.SGD if stage != "7o" else lambda p, **o: ShardedOptimizer(p, torch.optim.SGD, **o)
-    optimizer = optimizer(forward.parameters(), lr=0.1)
-    share = (0, 1) if stage == "alone" else (dist.get_rank(), dist.get_world_size())
-    for number, (inputs, targets) in enumerate(tiny_batches(*share, steps=steps)):
-        trap.place = place if number == 1 and here else None
-        try:
-            if trap.place == "before":
-                raise Boom
-            outputs = forward(inputs)
-            if trap.place == "loss":
-                raise Boom
-            cross_entropy(outputs, targets).backward()
+    kind = partial(ShardedOptimizer, optimizer_cls=torch.optim.SGD) if stage == "7o" else torch.optim.SGD
+    optimizer = kind(forward.parameters(), lr=0.1)
+    for number, (inputs, targets) in enumerate(tiny_batches(dist.get_rank(), dist.get_world_size())):
+        trap.place = place if number == 1 and dist.get_rank() == 1 else None
+        with suppress(Boom):
+            cross_entropy(forward(inputs), targets).backward()
             optimizer.step()
-        except Boom:
-            said.append(number)
         optimizer.zero_grad()
-    return weights(forward.restore() if stage == "7" else model), said
 
 
-@pytest.mark.parametrize("stage, place", list(product(("7", "7o"), PLACES)))
-def test_all_ranks_fail_and_train_on_correctly(stage, place):
-    expected, _ = train("alone", place, (0,))
-    for result, said in launch(train, stage, place, (0, 1), world_size=2):
-        assert said == [1] and (result - expected).abs().max() < 1e-14
-
-
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", ["forward", "backward"])
 def test_one_rank_fails_and_nobody_trains_alone(place):
     """The rank that failed is a collective behind; its next one is compared with the others' before it is sent."""
     with pytest.raises((RankError, LaunchTimeout)) as raised:
-        launch(train, "7", place, (1,), world_size=2, timeout=20)
+        launch(train, "7", place, world_size=2, timeout=20)
     if isinstance(raised.value, RankError):
         assert raised.value.type_name == "MismatchError"
         assert re.search(r"(gather|average) of block \d, (forward|backward) \d", raised.value.message), "which pass"
 
 
-def outside_launch(tagged):
+def outside_launch():
     """As under torchrun, where nobody compares: rank 1 fails between two blocks of the same size, and goes on."""
     flight_recorder._own.memory = None
-    if not tagged:
-        flight_recorder.tag = lambda: 0
     model, trap = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(4)]).double(), Trap()
     parallel = FullyShardedDataParallel(
         torch.nn.Sequential(*model[:2], trap, *model[2:]), process_group=dist.new_group(timeout=timedelta(seconds=4))
@@ -97,13 +74,12 @@ def outside_launch(tagged):
 def test_a_rank_that_left_out_an_update_does_not_get_through():
     """An optimizer cannot know that a step was left out; the ranks that made it wait for one more, and are told."""
     with pytest.raises((RankError, LaunchTimeout), match=r"rank 1|connection"):
-        launch(train, "7o", "forward", (1,), world_size=2, timeout=10)
+        launch(train, "7o", "forward", world_size=2, timeout=10)
 
 
-@pytest.mark.parametrize("tagged", [True, False])
-def test_outside_launch_messages_of_two_blocks_do_not_mix(tagged):
-    told = launch(outside_launch, tagged, world_size=2, timeout=60)
-    assert all("imed out" in text or "closed" in text or "before" in text for text in told) == tagged, told
+def test_outside_launch_messages_of_two_blocks_do_not_mix():
+    messages = launch(outside_launch, world_size=2, timeout=60)
+    assert all("imed out" in text or "closed" in text or "before" in text for text in messages), messages
 
 
 def update_fails(ranks):
@@ -185,21 +161,3 @@ def test_a_second_backward_after_a_broken_one_refuses_until_a_forward_pass():
         assert said[0] == "" and "a backward pass began before another had ended" in said[1]
         assert all(torch.equal(state[n], t) for n, t in trapped()[0].state_dict().items())
         assert any(gradient is not None for gradient in gradients)
-
-
-def stale_graph():
-    """The weights change between forward and backward: torch raises on one device, so must we."""
-    parallel = FullyShardedDataParallel(tiny_model())
-    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
-    inputs, targets = next(tiny_batches(dist.get_rank(), dist.get_world_size()))
-    first, second = (cross_entropy(parallel(inputs), targets) for _ in range(2))
-    first.backward()
-    optimizer.step()
-    with pytest.raises(RuntimeError, match="changed since the forward pass"):
-        second.backward()
-    cross_entropy(parallel(inputs), targets).backward()
-    return True
-
-
-def test_weights_that_changed_between_forward_and_backward_are_noticed():
-    assert launch(stale_graph, world_size=2) == [True, True]
