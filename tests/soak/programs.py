@@ -45,7 +45,7 @@ TRAITS = [
 NEIGHBOURS = ["reads", "scales", "flat", "field"]  # others who look at the gradients, and a function with a field
 PLACES = ["forward", "backward", "gradient hook"]
 OPERATIONS = ["train"] * 6 + ["no_sync"] * 2 + ["abandon", "without gradients", "evaluate", "replace", "load", "copy"]
-OPERATIONS += ["raise", "two forwards", "two backwards", "clip", "join"]
+OPERATIONS += ["raise", "two forwards", "two backwards", "late backward", "clip", "join"]
 BATCH = 3
 ALL = {"which": "ab", "set_to_none": True}
 
@@ -140,16 +140,20 @@ def program(number):
     }
     if draw.random() < 0.2:
         settings["forward_sync_buffers"] = False
+    if draw.random() < 0.2:
+        settings["bucket_cap_mb_list"] = [0.0001, 0.0003]
     hook = draw.choice(["none"] * 4 + ["allreduce", "fp16", "power"])
     if hook == "power":  # it communicates several times a bucket, in gloo's threads: nothing else must, at that time
         settings["bucket_cap_mb"], traits = None, traits - {"double", "two wrappers"}
         settings.pop("find_unused_parameters", None)
     operations = [operation(draw, traits, settings) for _ in range(draw.randint(2, 7))]
     broken = [place for place, (what, _) in enumerate(operations) if what in ("abandon", "raise")]
-    for place in range(min(broken, default=9), len(operations)):  # a pass was left: a rank whose no_sync() makes up for
-        if operations[place][0] == "no_sync":  # it would wait for others, who refuse, with torch's class and with ours
+    for place in range(min(broken, default=9), len(operations)):
+        # A pass was left: a rank whose unsynchronised pass makes up for it would wait for others, who refuse, with
+        # torch's class and with ours; and with torch's class a rank that joins may wait for ever.
+        if operations[place][0] in ("no_sync", "late backward"):
             operations[place][1]["which"] = "ab"
-        if operations[place][0] == "join":  # with torch's class a rank that joins may wait for ever
+        if operations[place][0] == "join":
             operations[place] = ("train", ALL)
     if settings.get("static_graph"):  # torch's class needs a plain first pass, and another one after copying
         operations = [("train", ALL), *(step for step in operations if step[0] != "copy")]
@@ -289,6 +293,14 @@ class Player:
             self.models = [wrapper.module for wrapper in self.wrapped]
             trained = [p for model in self.models for p in model.parameters() if p.requires_grad]
             self.optimizer = torch.optim.SGD(trained, lr=0.05)
+
+    def late_backward(self, which, set_to_none):
+        """What counts is that the forward pass ran inside no_sync()."""
+        self.zero(set_to_none)
+        contexts = [wrapper.no_sync() for wrapper in self.wrapped]
+        with contexts[0], contexts[1] if len(contexts) > 1 else nullcontext():
+            loss = self.loss(which)
+        loss.backward()
 
     def two_forwards(self, which, set_to_none):
         self.zero(set_to_none)

@@ -6,7 +6,6 @@ ranks would compute alone, within the bound on rounding.
 
 import copy
 import inspect
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -307,57 +306,7 @@ def outputs_in_a_dataclass(DDP):
     train_and_check(DDP, Structured, loss=loss, find_unused_parameters=True)
 
 
-# 3. Gradients as views of the buckets
-
-
-@case
-def gradients_are_views_or_not(DDP):
-    for as_view in (False, True):
-        for set_to_none in (False, True):
-            parallel = train_and_check(DDP, gradient_as_bucket_view=as_view, set_to_none=set_to_none)
-            owners = {p.grad.untyped_storage().data_ptr() for p in parallel.parameters()}
-            assert (len(owners) == 1) == as_view, "gradients share memory when, and only when, they are views"
-
-
-# 4. no_sync
-
-
-def accumulated(module, rank):
-    return sum(squared(module, rank, step) for step in range(3))
-
-
-@case
-def no_sync_accumulates(DDP):
-    for as_view in (False, True):
-        model = seeded(Net)
-        parallel = DDP(model, gradient_as_bucket_view=as_view)
-        for _ in range(3):
-            model.zero_grad()
-            for step in range(3):
-                with parallel.no_sync() if step < 2 else nullcontext():
-                    squared(parallel, me(), step).backward()
-                if step < 2:
-                    grads = gathered(model.first.weight.grad)
-                    assert not torch.equal(grads[0], grads[1]), "synchronised inside no_sync"
-            assert_mean(model, accumulated, slack=3)
-
-
-@case
-def no_sync_goes_by_the_forward_pass(DDP):
-    parallel = DDP(seeded(Net))
-    with parallel.no_sync():
-        loss = squared(parallel, me())
-    loss.backward()
-    grads = gathered(parallel.module.first.weight.grad)
-    assert not torch.equal(grads[0], grads[1]), "forward was inside: backward must not synchronise"
-    parallel.zero_grad()
-    loss = squared(parallel, me())
-    with parallel.no_sync():
-        loss.backward()
-    assert_mean(parallel.module, squared)
-
-
-# 5. Unused parameters
+# 3. Unused parameters
 
 
 def branching(rank, step):
@@ -367,14 +316,6 @@ def branching(rank, step):
 
 def branch_loss(module, rank, step=0, choose=branching):
     return module(data(rank, step), choose(rank, step)).square().sum()
-
-
-@case
-def unused_parameters_that_change(DDP):
-    for as_view in (False, True):
-        train_and_check(
-            DDP, Branches, steps=5, loss=branch_loss, find_unused_parameters=True, gradient_as_bucket_view=as_view
-        )
 
 
 @case
@@ -417,7 +358,7 @@ def static_graph_with_unused_parameters(DDP):
         )
 
 
-# 6. Buffers
+# 4. Buffers
 
 
 class Normed(nn.Module):
@@ -430,20 +371,6 @@ class Normed(nn.Module):
 
 
 @case
-def buffers_come_from_rank_0(DDP):
-    model = seeded(Normed)
-    parallel = DDP(model)
-    for step in range(3):
-        parallel(data(me(), step)).square().sum().backward()
-        means = gathered(model.norm.running_mean.clone())
-        assert not torch.equal(means[0], means[1]), "each rank updates from its own batch"
-        parallel.eval()
-        parallel(data(0))
-        parallel.train()
-        assert torch.equal(model.norm.running_mean, means[0]), "rank 0's buffers are broadcast before forward"
-
-
-@case
 def replaced_buffers_are_found(DDP):
     model = seeded(Normed)
     parallel = DDP(model)
@@ -453,32 +380,7 @@ def replaced_buffers_are_found(DDP):
     assert (model.norm.running_mean == 5).all()
 
 
-# 7. Uneven inputs
-
-
-def uneven_steps(rank):
-    return 3 + 2 * rank
-
-
-@case
-def join_divides_by_all_or_by_the_active(DDP):
-    for by_initial in (True, False):
-        model = seeded(Net, seed=me())
-        parallel = DDP(model, bucket_cap_mb=0.0001)
-        with parallel.join(divide_by_initial_world_size=by_initial):
-            for step in range(uneven_steps(me())):
-                parallel.zero_grad()
-                squared(parallel, me(), step).backward()
-                active = [rank for rank in ranks() if uneven_steps(rank) > step]
-                twin = copy.deepcopy(model)
-                share = [alone(twin, lambda m, r, step=step: squared(m, r, step), r)["first.weight"] for r in active]
-                exact = torch.stack(share).double().sum(0) / (len(ranks()) if by_initial else len(active))
-                error = (model.first.weight.grad.double() - exact).abs().max()
-                assert error < 1e-5, f"step {step}: off by {error:.3g}"
-        dist.barrier()
-
-
-# 8. Communication hooks
+# 5. Communication hooks
 
 
 def hooked_gradients(DDP, state, hook, steps=1, make=Net):
@@ -513,20 +415,7 @@ def a_hook_that_raises_ends_backward(DDP):
     assert_raises(lambda: hooked_gradients(DDP, None, broken), (ZeroDivisionError, RuntimeError), "in the hook")
 
 
-# 9. With the rest of torch
-
-
-@case
-def an_overflow_on_one_rank_is_skipped_by_all(DDP):
-    model = seeded(Net)
-    parallel = DDP(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
-    before = model.first.weight.detach().clone()
-    scaler.scale(squared(parallel, me()) * (float("inf") if me() == 1 else 1.0)).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    assert torch.equal(before, model.first.weight) and scaler.get_scale() == 128
+# 6. With the rest of torch
 
 
 class Checkpointed(nn.Module):
