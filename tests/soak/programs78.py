@@ -24,7 +24,16 @@ from traps import Boom, Trap
 from ddp_course import launch
 from ddp_course.stage3_paramserver import broadcast_parameters
 from ddp_course.stage7_sharded import FullyShardedDataParallel, ShardedOptimizer
-from ddp_course.stage8_pipeline import Pipeline, layers_of, split
+from ddp_course.stage8_pipeline import (
+    Pipeline,
+    gpipe,
+    home_ranks,
+    interleaved,
+    layers_of,
+    one_forward_one_backward,
+    split,
+    zero_bubble,
+)
 
 WIDTH, BATCH = 6, 12
 OPTIMIZERS = {
@@ -35,12 +44,29 @@ OPTIMIZERS = {
 }
 
 
+SCHEDULES = {
+    "gpipe": gpipe,
+    "1f1b": one_forward_one_backward,
+    "interleaved": interleaved,
+    "zero bubble": zero_bubble,
+    "interleaved zero bubble": partial(zero_bubble, schedule=interleaved),
+}
+
+
 class InFloat32(torch.nn.Linear):
     """A float32 layer in a float64 model."""
 
     def forward(self, inputs):
         """(N, WIDTH) to (N, WIDTH) in float64."""
         return super().forward(inputs.float()).double()
+
+
+class Twice(torch.nn.Linear):
+    """The same weights two times in one layer, the second time not by way of the first."""
+
+    def forward(self, inputs):
+        """(N, WIDTH) to the same."""
+        return super().forward(super().forward(inputs).tanh() + self.bias.exp())
 
 
 class Sometimes(torch.nn.Linear):
@@ -74,9 +100,10 @@ def drawn(seed, stage):
     """The program of this seed for a stage: plain data."""
     chance = random.Random(f"{seed} {stage}")
     kinds = ["linear", "linear", "norm", "tanh", "relu in place", "float32", "one parameter", "sometimes"]
-    layers = ["linear", *chance.choices(kinds, k=chance.randrange(3, 7)), "linear"]
+    kinds += ["twice", "normalised"]
+    layers = ["linear", "linear", *chance.choices(kinds, k=chance.randrange(3, 7)), "linear"]
     for index, (before, kind) in enumerate(pairwise(layers), 1):  # some need their output to go backward
-        if kind == "relu in place" and before in ("tanh", "relu in place"):
+        if kind == "relu in place" and before in ("tanh", "relu in place", "sometimes"):
             layers[index] = "linear"
     steps = [
         {
@@ -100,7 +127,8 @@ def drawn(seed, stage):
         "groups": chance.random() < 0.5,
         "later": chance.random() < 0.5 and stage == "7o",
         "blocks": [] if "sometimes" in layers else chance.choice([None, []]),  # all ranks must run the same blocks
-        "microbatches": chance.choice([1, 2, 4]),
+        "microbatches": chance.choice([1, 2, 4, 6]),
+        "schedule": chance.choice(list(SCHEDULES)),
         "steps": steps,
     }
 
@@ -117,6 +145,8 @@ def build(program, stage):
         "float32": lambda: InFloat32(WIDTH, WIDTH),
         "one parameter": lambda: torch.nn.PReLU().double(),
         "sometimes": lambda: Sometimes(WIDTH, WIDTH).double(),
+        "twice": lambda: Twice(WIDTH, WIDTH).double(),
+        "normalised": lambda: torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(WIDTH, WIDTH)).double(),
     }
     layers, trap = [make[kind]() for kind in program["layers"]], Trap()
     for index in program["frozen"]:
@@ -142,9 +172,8 @@ class Player:
         if stage == "7":
             self.forward = FullyShardedDataParallel(self.model, blocks=program["blocks"])
         if stage == "8":
-            self.parts = split(layers_of(self.model), dist.get_world_size())
-            self.part = self.parts[dist.get_rank()]
-            self.pipeline = Pipeline(self.part, program["microbatches"], loss=torch.nn.functional.mse_loss)
+            self.pipeline = self.in_stages(dist.get_world_size())
+            self.part = self.pipeline.module
             mine = set(self.part.parameters())
             groups = [{**group, "params": [p for p in group["params"] if p in mine]} for group in self.groups()]
             self.optimizer = kind(groups, lr=0.02, **settings)
@@ -152,6 +181,17 @@ class Player:
             kind = partial(ShardedOptimizer, optimizer_cls=kind) if stage == "7o" else kind
             self.optimizer = kind(self.groups()[: 1 if program["later"] else None], lr=0.02, **settings)
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
+
+    def in_stages(self, world_size):
+        """The model as a pipeline of one stage per rank, or of two where the schedule goes around twice."""
+        schedule = SCHEDULES[self.program["schedule"]]
+        try:
+            homes = home_ranks(schedule(world_size, self.program["microbatches"]))
+            self.parts = split(layers_of(self.model), len(homes))
+        except ValueError:  # too few layers for this schedule, or micro-batches that cannot go around
+            schedule, self.parts = one_forward_one_backward, split(layers_of(self.model), world_size)
+        stages = self.parts[dist.get_rank() :: world_size]
+        return Pipeline(stages, self.program["microbatches"], schedule, torch.nn.functional.mse_loss)
 
     def groups(self):
         """The parameters in two groups with settings of their own, or in one."""
@@ -187,8 +227,8 @@ class Player:
     def state(self):
         """State dicts of model and optimizer, whole; a pipeline has no optimizer of the whole."""
         if self.stage == "8":
-            for rank, part in enumerate(self.parts):
-                broadcast_parameters(part, src=rank)
+            for stage, part in enumerate(self.parts):
+                broadcast_parameters(part, src=stage % dist.get_world_size())
             return {"model": self.model.state_dict(), "optimizer": None}
         if self.stage == "7":
             return {"model": self.forward.state_dict(), "optimizer": self.forward.optimizer_state_dict(self.optimizer)}
