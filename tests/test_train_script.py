@@ -3,16 +3,14 @@ import signal
 import subprocess
 import sys
 import time
-from functools import partial
 from itertools import product
-from unittest.mock import patch
 
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_course import ladder, launch
+from ddp_course import launch
 from ddp_course import script as short_script
 from ddp_course.errors import RankError
 from ddp_course.running import checkpoint
@@ -304,18 +302,3 @@ def test_the_short_script_takes_its_gpu_before_the_ranks_meet(monkeypatch):
     with pytest.raises(InterruptedError):
         short_script.main("nowhere")
     assert done == [torch.device("cuda", 1), "nccl"]
-
-
-def state_of_a_pipeline():
-    """On each rank: how many tensors were fetched to the CPU before the state travelled."""
-    model, fetched = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)), []
-    strategy = ladder.find("8").wrapped(model, partial(torch.optim.SGD, lr=0.1, momentum=0.9))
-    strategy.backward(torch.ones(4, 3), torch.zeros(4, dtype=torch.int64))
-    strategy.optimizer.step()
-    with patch.object(torch.Tensor, "cpu", lambda tensor: (fetched.append(tensor.dtype), tensor)[1]):
-        strategy.state()
-    return sum(dtype == torch.float32 for dtype in fetched)
-
-
-def test_a_pipelines_state_travels_from_cpu_to_cpu():
-    assert launch(state_of_a_pipeline, world_size=2, device="cpu") == [2, 2]

@@ -66,31 +66,6 @@ def test_sums(name, world_size):
             assert all(torch.equal(result, results[0]) for result in results), "the ranks' bits differ"
 
 
-def strided_and_grouped():
-    """A tensor with gaps keeps its strides; a subgroup sums over its members only."""
-    found = {}
-    pair = dist.new_group([1, 3])
-    for name, algorithm in ALGORITHMS.items():
-        base = torch.zeros(6, 8)
-        columns = base[:, ::2]
-        columns.copy_(rank_tensor(dist.get_rank(), (6, 4)))
-        assert algorithm(columns) is columns and (base[:, 1::2] == 0).all()
-        found[name] = columns.clone()
-        mine = rank_tensor(dist.get_rank(), (50,))
-        found[name + " pair"] = algorithm(mine, group=pair) if dist.get_rank() in (1, 3) else mine
-    return found
-
-
-def test_strides_and_groups():
-    ranks = launch(strided_and_grouped, world_size=4)
-    for name in ALGORITHMS:
-        assert_all_equal_sum([rank[name] for rank in ranks], 4, (6, 4), torch.float32)
-        expected = rank_tensor(1, (50,)) + rank_tensor(3, (50,))
-        for member in (1, 3):
-            assert torch.equal(ranks[member][name + " pair"], expected)
-        assert torch.equal(ranks[0][name + " pair"], rank_tensor(0, (50,)))
-
-
 def hosts_of(size):
     result = hierarchical_all_reduce(rank_tensor(dist.get_rank(), (101,)), ranks_per_host=size)
     crossing = []
@@ -137,18 +112,3 @@ def test_bytes_and_messages(world_size):
         assert found["duplex server"] == (peers * size, peers * 16)
         assert found["tree"][1] <= 2 * rounds and found["tree"][0] == size * found["tree"][1], rank
     assert sum(found["tree"][1] for found in ranks) == 2 * (world_size - 1)
-
-
-def many_segments():
-    """Segments smaller than the chunk: more messages, the same bytes."""
-    collectives.pipelined_ring.SEGMENT = 1000
-    found = []
-    for ring in (pipelined_ring_all_reduce, without_streams):
-        with wire.counting() as counted:
-            ring(torch.ones(4000))
-        found += [(counted.bytes_sent, counted.messages_sent), (counted.bytes_received, counted.messages_received)]
-    return found
-
-
-def test_the_pipelined_ring_cuts_chunks_into_segments():
-    assert launch(many_segments, world_size=4) == [[(24000, 6 * 4)] * 4] * 4

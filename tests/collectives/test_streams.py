@@ -40,20 +40,6 @@ def test_tensors_arrive_in_order(world_size, link, kind):
             assert torch.equal(tensor, rank_tensor(left, (size,)))
 
 
-def same_streams():
-    """The streams of the default group, of the same again, and of another group."""
-    pair = dist.new_group([0, 1])
-    found = []
-    for group in (None, dist.group.WORLD, pair):
-        with streams.to_neighbours(group, WHOLE) as links:
-            found.append(links)
-    return [links is found[0] for links in found]
-
-
-def test_each_group_connects_once():
-    assert launch(same_streams, world_size=2) == [[True, True, False]] * 2
-
-
 def one_fails():
     """Rank 1 fails in the middle of a ring; afterwards all go on."""
     tensor = rank_tensor(dist.get_rank(), (1000,))
@@ -106,21 +92,6 @@ def one_does_not_connect():
 
 def test_nobody_waits_longer_at_the_door_than_the_group():
     launch(one_does_not_connect, world_size=2, timeout=20)
-
-
-def many_at_once():
-    """Large tensors that leave while the neighbour does not read yet."""
-    rank, coming = dist.get_rank(), [torch.empty(1_000_000) for _ in range(6)]
-    with streams.to_neighbours(None, WHOLE) as links:
-        for number in range(6):
-            links.send(torch.full((1_000_000,), 10.0 * rank + number))
-        time.sleep(0.2)
-        return [(part.min().item(), part.max().item()) for part in links.received(coming)]
-
-
-def test_one_tensor_has_left_before_the_next_begins():
-    for rank, found in enumerate(launch(many_at_once, world_size=2)):
-        assert found == [(10.0 * (1 - rank) + number,) * 2 for number in range(6)]
 
 
 def unequal(size_of_rank_1, conjugated):

@@ -74,18 +74,6 @@ def test_agrees_with_batch_norm_on_the_whole_batch(world_size):
         assert {key: error for key, error in rank.items() if not error < 1e-4} == {}
 
 
-def local_batch_norm(features, **settings):
-    return torch.nn.BatchNorm1d(features, **settings)
-
-
-def without_synchronisation():
-    return against_batch_norm(SIZES["equal"], SHAPES["1d"], {}, local_batch_norm)
-
-
-def test_the_comparison_rejects_unsynchronised_layers():
-    assert min(launch(without_synchronisation, world_size=2)) > 1e-2
-
-
 def collectives():
     """The names of the collectives of a pass, and of a forward pass in evaluation."""
     layer, calls = SyncBatchNorm(3), []
