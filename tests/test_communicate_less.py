@@ -100,7 +100,7 @@ def test_replicas_that_have_not_met_yet_differ():
     weights, sent = run(local(STEPS + 1))
     assert not torch.equal(weights[0], weights[1])
     start = flat(made().model())
-    assert sent == 3 * start.numel() * 8 + 3 * 8, "nothing but the broadcast of rank 0, and that this is the end"
+    assert sent == 3 * start.numel() * 8 + 6 * 8, "nothing but the broadcast of rank 0, and that this is the end"
 
 
 def test_bytes_are_those_of_the_formulas():
@@ -116,7 +116,7 @@ def test_bytes_are_those_of_the_formulas():
     assert sent(hooked(communicate_less.TopK(0.1))) == 3 * (world_size - 1) * kept * (8 + 4)
     thin = 3 * 2 * (32 + 32) * 8  # three matrices, two columns each way
     assert sent(hooked(communicate_less.LowRank(2))) == 3 * 2 * (world_size - 1) / world_size * thin
-    assert sent(local(3)) == ring_bytes + 3 * 8, "and which step it is, to each of the others"
+    assert sent(local(3)) == ring_bytes + 6 * 8, "and which step it is for each rank, around the ring"
 
 
 def test_what_is_left_out_is_sent_later():

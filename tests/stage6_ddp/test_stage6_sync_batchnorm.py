@@ -30,10 +30,10 @@ def shares(sizes, shape, step, offset=100.0):
     return whole.split(list(sizes))
 
 
-def against_batch_norm(sizes, shape, settings, layer_class=SyncBatchNorm):
+def against_batch_norm(sizes, shape, settings):
     """Outputs, gradients and buffers of the layer on the ranks, and of BatchNorm in float64 on the whole batch."""
     sizes, kind = sizes[: dist.get_world_size()], getattr(torch.nn, f"BatchNorm{max(1, len(shape) - 1)}d")
-    mine, whole = layer_class(6, **settings), kind(6, **settings).double()
+    mine, whole = SyncBatchNorm(6, **settings), kind(6, **settings).double()
     for layer in (mine, whole):
         if layer.affine:
             torch.nn.init.uniform_(layer.weight, 0.5, 2.0, generator=torch.Generator().manual_seed(1))
