@@ -116,13 +116,13 @@ def exact(matrix: Tensor) -> Tensor:
 def passed_around(tensors: list[Tensor], group: dist.ProcessGroup | None = None) -> list[list[Tensor]]:
     """All ranks' `tensors` in rank order, by K-1 steps of the ring's allgather."""
     rank, world_size, left, right = wire.neighbours(group)
-    found = [tensors] * world_size
+    everything = [tensors] * world_size
     for step in range(world_size - 1):
         incoming = [torch.empty_like(tensor) for tensor in tensors]
         for outgoing, place in zip(tensors, incoming, strict=True):
             wire.exchange(outgoing, right, place, left, group)
-        tensors = found[rank - step - 1] = incoming
-    return found
+        tensors = everything[rank - step - 1] = incoming
+    return everything
 
 
 def train_local(model: Module, batches: Iterable, lr: float, every: int, outer: Callable | None = None) -> list[float]:
@@ -145,7 +145,7 @@ def train_local(model: Module, batches: Iterable, lr: float, every: int, outer: 
         if step % every == 0:
             same_on_all_ranks(step, shared[0].device)
             meet(model, shared, outer_optimizer)
-    same_on_all_ranks(math.inf, shared[0].device)  # nobody meets any more
+    same_on_all_ranks(math.inf, shared[0].device)  # this rank meets the others no more
     return losses
 
 

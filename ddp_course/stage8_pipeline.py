@@ -42,8 +42,8 @@ from .stage3_paramserver import broadcast_parameters, gradients
 from .stage4_ring import average_on_ring
 from .stage7_sharded.clipping import Part, clip_grad_norm_
 
-broken: WeakKeyDictionary = WeakKeyDictionary()  # by group, how its last step broke off
-lanes: WeakKeyDictionary = WeakKeyDictionary()  # by group, its twins of two ranks, which NCCL needs
+broken: WeakKeyDictionary = WeakKeyDictionary()  # {group: the error that ended its last step}
+lanes: WeakKeyDictionary = WeakKeyDictionary()  # {group: its twins of two ranks}, which NCCL needs
 WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "BucketedDDP")
 
 
@@ -121,7 +121,7 @@ def zero_bubble(ranks, microbatches, schedule=one_forward_one_backward):
 
     The time in which it would wait for a gradient is filled so. With 1F1B this is ZB-H1 of the paper.
     """
-    everyone = []
+    rows = []
     for rank, whole in enumerate(schedule(ranks, microbatches)):
         instructions, later = [], deque()
         for action, microbatch, stage in whole:
@@ -129,8 +129,8 @@ def zero_bubble(ranks, microbatches, schedule=one_forward_one_backward):
             if action == "backward":
                 later.append(Instruction("weight", microbatch, stage))
                 instructions += [later.popleft()] if len(later) > rank else []
-        everyone.append([*instructions, *later])
-    return everyone
+        rows.append([*instructions, *later])
+    return rows
 
 
 def bubble(ranks, microbatches, chunks=1):
@@ -138,16 +138,16 @@ def bubble(ranks, microbatches, chunks=1):
     return (ranks - 1) / (chunks * microbatches + ranks - 1)
 
 
-def timetable(schedule, forward=1.0, backward=2.0, weight=1.0, message=0.0):
+def timetable(schedule, forward=1.0, backward=2.0, message=0.0):
     """When each rank does what: a list of (instruction, start, end) for each rank.
 
-    `forward` and `backward` are the times of a pass, in any unit; "weight" takes `weight` of the latter and "input" the
-    rest. `message` is the time of a message to another rank; one travels after the other. All may be lists: by stage,
+    `forward` and `backward` are the times of a pass, in any unit; "input" and "weight" take half of the latter each.
+    `message` is the time of a message to another rank; one travels after the other. All may be lists: by stage,
     and of messages by the stage before the cut. Raises ValueError for a schedule that cannot work.
     """
     homes = home_ranks(schedule)
     waiting, rows = [deque(instructions) for instructions in schedule], [[] for _ in schedule]
-    known, links = {}, defaultdict(float)  # a result is known since, a link is busy until
+    known, links = {}, defaultdict(float)  # the times since which a result is known, until which a link is busy
     while any(waiting):
         left = sum(map(len, waiting))
         for rank, queue in enumerate(waiting):
@@ -155,7 +155,7 @@ def timetable(schedule, forward=1.0, backward=2.0, weight=1.0, message=0.0):
                 instruction = queue.popleft()
                 ready = [known[need, rank] for need in needs(instruction, homes)]
                 start = max([end for _, _, end in rows[rank][-1:]] + ready + [0.0])
-                end = start + duration(instruction, forward, backward, weight)
+                end = start + duration(instruction, forward, backward)
                 rows[rank].append((instruction, start, end))
                 result = result_of(instruction)
                 peer, known[result, rank] = homes.get(result.user, rank), end
@@ -172,11 +172,11 @@ def at(times, stage):
     return times if isinstance(times, int | float) else times[stage]
 
 
-def duration(instruction, forward, backward, weight):
+def duration(instruction, forward, backward):
     """The time of an instruction."""
-    whole, late = at(backward, instruction.stage), at(weight, instruction.stage)
-    times = {"forward": at(forward, instruction.stage), "backward": whole, "input": whole - late, "weight": late}
-    return times[instruction.action]
+    if instruction.action == "forward":
+        return at(forward, instruction.stage)
+    return at(backward, instruction.stage) / (1 if instruction.action == "backward" else 2)
 
 
 def result_of(instruction):
@@ -230,7 +230,7 @@ def split(layers, stages):
     Raises ValueError if there are too few layers with parameters, or if two stages would share one, or a buffer.
     """
     sizes = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
-    best = {0: (0, [])}  # a number of layers has (sum of squared sizes, where each stage starts)
+    best = {0: (0, [])}  # {number of layers: (sum of squared sizes, where each stage starts)}
     for _ in range(stages):
         best = {
             end: min((best[start][0] + sum(sizes[start:end]) ** 2, [*best[start][1], start]) for start in starts)
@@ -367,7 +367,7 @@ class Pipeline:
                     "middle of a step; leave it out, and call average_part() after step()"
                 )
         self.stages, self.last, self.most_kept = dict(zip(own, self.module, strict=True)), max(self.homes), 0
-        self.forms_of_batch = {}  # a kind of batch has, by stage, the dtype and shape of its activations
+        self.forms_of_batch = {}  # {kind of batch: {stage: dtype and shape of its activations}}
 
     def step(self, inputs, targets):
         """Add the gradients of one batch to the parameters of this rank; return the loss where the last stage is.

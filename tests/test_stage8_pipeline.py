@@ -62,7 +62,7 @@ def length_of(schedule, **times):
 @pytest.mark.parametrize("ranks, microbatches", [(2, 4), (3, 3), (3, 9), (4, 12)])
 def test_interleaved_and_split_schedules_shrink_the_bubble(ranks, microbatches):
     """In units of a forward pass through all stages of a rank: 3 M of work, and K-1 times …"""
-    half = {"forward": 0.5, "backward": 1.0, "weight": 0.5}
+    half = {"forward": 0.5, "backward": 1.0}
     work, ends = 3 * microbatches, ranks - 1
     assert length_of(one_forward_one_backward(ranks, microbatches)) == work + 3 * ends
     assert length_of(interleaved(ranks, microbatches), **half) == work + 1.5 * ends

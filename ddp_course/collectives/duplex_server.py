@@ -16,7 +16,7 @@ def duplex_server_all_reduce(
     flat = flattened(tensor)
     parts, serving = flat.tensor_split(pieces), dist.get_rank(group) == 0
     peers = wire.others(0, group) if serving else [wire.global_rank(0, group)]
-    for coming in range(pieces + 1):  # to the server; the piece before it is on its way back
+    for coming in range(pieces + 1):  # this piece goes to the server, while the piece before it comes back
         there, back = parts[coming : coming + 1], parts[coming - 1 : coming] if coming else ()
         if serving:
             arriving = [(torch.empty_like(part), peer) for part in there for peer in peers]

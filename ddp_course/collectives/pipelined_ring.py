@@ -25,7 +25,7 @@ def pipelined_ring_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | N
     parts = max(1, -(-len(chunks[0]) * flat.element_size() // SEGMENT))
     steps = range(2 * (world_size - 1))
     arriving = [segment for s in steps for segment in chunks[(rank - 1 - s) % world_size].tensor_split(parts)]
-    to_add = len(arriving) // 2  # those of the reduce-scatter; those of the allgather are kept as they come
+    to_add = len(arriving) // 2  # the reduce-scatter adds its segments; the allgather keeps its as they come
     with streams.to_neighbours(group, flat) as links:
         scratch = flat.new_empty(links.ahead, max(map(len, arriving)))
         places = [scratch[n % links.ahead, : len(s)] if n < to_add else s for n, s in enumerate(arriving)]

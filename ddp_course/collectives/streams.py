@@ -30,8 +30,8 @@ from ..running import wire
 from ..running.torch_inside import timeout_of
 
 ADDRESS_BYTES, PASSWORD_BYTES, SIZE_BYTES = 128, 16, 8
-STRANGER_SECONDS = 5.0  # to give the password
-_open: WeakKeyDictionary = WeakKeyDictionary()  # the streams of each process group
+PASSWORD_SECONDS = 5.0  # a connection has so long to give the password
+_open: WeakKeyDictionary = WeakKeyDictionary()  # {process group: its streams}
 
 
 @contextmanager
@@ -92,7 +92,7 @@ class Streams:
         try:
             self.outgoing.sendall(bytes_of(tensor))
         except BaseException:
-            self.close()  # wakes up the reader: what it waits for may never come
+            self.close()  # this wakes up the reader, whose bytes may never come
             raise
         report("send", tensor, start, self.right)
 
@@ -129,7 +129,7 @@ class Streams:
     def close(self) -> None:
         """End both connections, for the neighbours too."""
         for stream in (self.incoming, self.outgoing):
-            with suppress(OSError):  # if the neighbour was faster
+            with suppress(OSError):  # the neighbour may have closed it before
                 stream.shutdown(socket.SHUT_RDWR)
 
 
@@ -214,7 +214,7 @@ def let_in(door: socket.socket, password: bytes, deadline: float) -> socket.sock
     while True:
         door.settimeout(max(deadline - time.monotonic(), 0.001))
         stream, _ = door.accept()
-        stream.settimeout(STRANGER_SECONDS)
+        stream.settimeout(PASSWORD_SECONDS)
         with suppress(OSError):
             if secrets.compare_digest(stream.recv(PASSWORD_BYTES, socket.MSG_WAITALL), password):
                 return stream

@@ -55,10 +55,10 @@ def same_on_all_ranks(parameters, group=None):
     Compares number, shape, dtype and strides with rank 0's, in order; names only serve the message.
     """
     mine = [(name, tuple(p.shape), str(p.dtype), empty_strides(p)) for name, p in parameters.items()]
-    everyone = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, mine, group=group)
-    for rank, theirs in enumerate(everyone):
-        difference = first_difference(everyone[0], theirs, rank)
+    ranks = [None] * dist.get_world_size(group)
+    dist.all_gather_object(ranks, mine, group=group)
+    for rank, parameters_there in enumerate(ranks):
+        difference = first_difference(ranks[0], parameters_there, rank)
         if difference:
             raise MismatchError(f"all ranks must have the same model, but {difference}")
 

@@ -17,7 +17,7 @@ class FindUnused(Reducer):
     def __init__(self, parameters, *settings, **named):
         self.unused = []  # these are not marked ready yet
         self.used = [0] * len(parameters)  # 1 stands for a use on this rank since the last synchronised pass
-        self.users = [0] * len(parameters)  # so many ranks used each parameter, says the last bitmap
+        self.users = [0] * len(parameters)  # the last bitmap said how many ranks used each parameter
         super().__init__(parameters, *settings, **named | {"order_is_known": True})
 
     def expect(self, outputs):

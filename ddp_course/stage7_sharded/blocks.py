@@ -124,7 +124,7 @@ class Block:
     def free(self):
         """Let go of the parameters, whether they are here or still on their way."""
         if self.gathering is not None:
-            with suppress(Exception):  # whoever needed the parameters has seen the error
+            with suppress(Exception):  # the block that waited for the parameters has raised the error
                 self.gathering()
             self.gathering = None
         for flat in self.flats:

@@ -163,14 +163,14 @@ def whole_state(optimizer, flats, order, group=None):
     """
     meet("the state dict of a sharded optimizer", group)
     shards = {parameter: shard for flat in flats for parameter, shard in flat.shards.items()}
-    mine, everyone, state = {}, [None] * dist.get_world_size(group), {}
+    mine, ranks, state = {}, [None] * dist.get_world_size(group), {}
     for number, parameter in enumerate(order):
         shard = shards[parameter]
         if shard.numel():
             pieces = partial(as_piece, shape=shard.shape)
             mine[number] = tree_map_only(torch.Tensor, pieces, optimizer.state.get(shard, {}))
-    dist.all_gather_object(everyone, mine, group=group)  # tensors of a GPU would be unpacked on that GPU
-    in_order = everyone[-1:] + everyone[:-1]  # rank 0 has chunk 1, and the last rank chunk 0
+    dist.all_gather_object(ranks, mine, group=group)  # tensors of a GPU would be unpacked on that GPU
+    in_order = ranks[-1:] + ranks[:-1]  # rank 0 has chunk 1, and the last rank chunk 0
     for number, parameter in enumerate(order):
         known = [entries[number] for entries in in_order if entries.get(number)]
         for key, value in known[0].items() if known else ():
@@ -195,7 +195,7 @@ def load_whole_state_dict(optimizer, flats, order, state_dict):
     saved = [number for members in state_dict["param_groups"] for number in members["params"]]
     pieces = {
         number: {key: piece(home[parameter], parameter, key, value, number) for key, value in entries.items()}
-        for number, parameter in zip(saved, order, strict=False)  # torch finds other groups itself
+        for number, parameter in zip(saved, order, strict=False)  # torch refuses other groups itself
         if (entries := state_dict["state"].get(number))
     }
     optimizer.load_state_dict({**state_dict, "state": pieces})

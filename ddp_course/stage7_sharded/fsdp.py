@@ -57,7 +57,7 @@ class FullyShardedDataParallel(torch.nn.Module):
         self.free_all()
 
     def named_modules(self, memo=None, prefix="", remove_duplicate=True):
-        """The wrapper alone: who asks for parameters, of it or of a model around it, finds the shards."""
+        """The wrapper alone, so that the parameters of it, and of a model around it, are the shards."""
         memo = set() if memo is None else memo
         if self not in memo:
             memo.add(self)
@@ -77,7 +77,7 @@ class FullyShardedDataParallel(torch.nn.Module):
         if recomputing():
             return self.module(*args, **kwargs)
         trains = self.training and torch.is_grad_enabled()
-        if trains != self.trained:  # an evaluation begins or ends, and some people evaluate on rank 0 alone
+        if trains != self.trained:  # an evaluation begins or ends, and rank 0 may be alone in it
             meet("a forward pass of a sharded model", self.group)
             self.trained = trains
         self.start_over()  # the pass before may have ended with an exception
@@ -98,7 +98,7 @@ class FullyShardedDataParallel(torch.nn.Module):
         """Wait for messages on their way, and forget what a pass that broke off has left behind."""
         reducing, self.reducing, self.backward_pass, self.latest = self.reducing, [], None, None
         for wait in reducing:
-            with suppress(Exception):  # the communication thread repeats it to whoever asks next
+            with suppress(Exception):  # the communication thread raises the error again in its next job
                 wait()
         for block in self.blocks:
             block.start_over()
@@ -308,7 +308,7 @@ def recomputing():
 
 
 def check_wrappable(module, named):
-    """Raise ValueError if there is nothing to train, or somebody else has a hand in the parameters."""
+    """Raise ValueError if there is nothing to train, or the parameters are sharded or compiled already."""
     if any(isinstance(parameter, Sharded) or hasattr(parameter, "is_shard") for parameter in named.values()):
         raise ValueError("a part of the model is fully sharded already; name the parts as blocks of one wrapper")
     if any(type(each).__name__ == "OptimizedModule" or each._compiled_call_impl for each in module.modules()):
@@ -318,5 +318,5 @@ def check_wrappable(module, named):
 
 
 def refuse(*_, **__):
-    """Instead of adding a hook to a shard, of which autograd knows nothing."""
+    """Raise RuntimeError in place of adding a hook to a shard, of which autograd knows nothing."""
     raise RuntimeError("hooks on shards would never be called; add them to the model's parameters before wrapping")
