@@ -92,9 +92,7 @@ def clip_grad_norm_(parameters, max_norm, norm_type=2.0, group=None, device=None
         raise ValueError(f"norm_type is {norm_type}; it must be a positive number, or infinity")
     gradients = [p.grad.as_subclass(torch.Tensor) for p in parameters if p.grad is not None and p.grad.numel()]
     norms = [torch.linalg.vector_norm(gradient, norm_type, dtype=wide(gradient)) for gradient in gradients]
-    ranks = torch.zeros(
-        dist.get_world_size(group), dtype=torch.float64, device=device
-    )  # each rank has one number of these
+    of_ranks = torch.zeros(dist.get_world_size(group), dtype=torch.float64, device=device)
     if norms:
         of_ranks[dist.get_rank(group)] = torch.linalg.vector_norm(torch.stack(norms).abs(), norm_type)
     total = torch.linalg.vector_norm(ring_all_reduce(of_ranks, group), norm_type)
