@@ -181,20 +181,12 @@ def optimizer_sharded(model: nn.Module, optimizer: Callable[..., torch.optim.Opt
     return Replicated(model, stage7_sharded.ShardedOptimizer(model.parameters(), optimizer))
 
 
-class FullySharded:
+class FullySharded(Replicated):
     """Stage 7: each rank keeps a shard of everything."""
 
     def __init__(self, model, optimizer):
-        self.forward = stage7_sharded.FullyShardedDataParallel(model)
-        self.optimizer = optimizer(self.forward.parameters())
-
-    share = Replicated.share
-
-    def backward(self, inputs: torch.Tensor, targets: torch.Tensor) -> float:
-        """Forward and backward on this rank's share; return its loss, with the shard of the averages in place."""
-        loss = cross_entropy(self.forward(inputs), targets)
-        loss.backward()
-        return loss.item()
+        parallel = stage7_sharded.FullyShardedDataParallel(model)
+        super().__init__(model, optimizer(parallel.parameters()), parallel)
 
     def state(self) -> dict[str, Any]:
         """The state dicts of model and optimizer, gathered; all ranks call this."""
