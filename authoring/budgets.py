@@ -24,18 +24,18 @@ BUDGETS = {  # lines of Python in the folders and files that a pattern names
     "tests": 17_000,
 }
 NOT_YET = {  # what rooms have today that still have to shrink to the one above; the numbers only get smaller
-    "ddp_course": 20_021,
+    "ddp_course": 19_918,
     "ddp_course/stage6_ddp": 1_472,
-    "ddp_course/stage7_sharded": 1_118,
+    "ddp_course/stage7_sharded": 1_026,
     "ddp_course/stage8_pipeline.py": 575,
-    "ddp_course/collectives": 500,
+    "ddp_course/collectives": 491,
     "ddp_course/running": 5_513,
     "ddp_course/measuring": 3_275,
     "ddp_course/showing": 1_539,
     "ddp_course/grading": 2_350,
     "ddp_course/commands": 1_086,
     "exercises/checks": 2_850,
-    "tests": 18_260,
+    "tests": 17_323,
 }
 
 
