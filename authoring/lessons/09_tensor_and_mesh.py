@@ -348,4 +348,6 @@ gradients before <code>Enter</code> are summed up already. Averaging over the wr
 
 **Exercise:** [9](../exercises/09_tensor_and_mesh.ipynb), `exercises/09_tensor_and_mesh.ipynb`. **Next:**
 [10, batch size and learning rate](10_batch_size_and_learning_rate.ipynb).
+
+When you are done, *Kernel › Shut Down Kernel* gives its memory back.
 """

@@ -559,4 +559,6 @@ an hour: with a failure every M seconds and a checkpoint of C seconds, save ever
 
 **Exercise:** [11](../exercises/11_when_things_fail.ipynb), `exercises/11_when_things_fail.ipynb`. **Next:**
 [12, many machines](12_many_machines.ipynb).
+
+When you are done, *Kernel › Shut Down Kernel* gives its memory back.
 """

@@ -300,4 +300,6 @@ How many rings fit on the wires among these five: fewer than among four.
 
 **Exercise:** [12](../exercises/12_many_machines.ipynb), `exercises/12_many_machines.ipynb`. **Next:**
 [13, predict before you buy](13_predict_before_you_buy.ipynb): how long would it take on machines that you do not have?
+
+When you are done, *Kernel › Shut Down Kernel* gives its memory back.
 """

@@ -299,4 +299,6 @@ Least traffic, hidden behind backward, nothing to configure, and exactly the mat
 
 **Exercise:** [13](../exercises/13_predict_before_you_buy.ipynb), `exercises/13_predict_before_you_buy.ipynb`. **Next:**
 [14, communicate less](14_communicate_less.ipynb): when the link is slow whatever you do.
+
+When you are done, *Kernel › Shut Down Kernel* gives its memory back.
 """

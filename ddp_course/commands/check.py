@@ -16,7 +16,7 @@ from ..grading.grader import exercises_folder, grade
 from ..grading.results import Result, TaskResult
 from ..grading.submissions import Submission, load_exercises
 
-FOLDERS = (".", "work/exercises", "work", "exercises")  # where a learner's notebook is looked for, in this order
+FOLDERS = (".", "work/exercises", "work", "exercises", "../exercises")  # where a notebook is looked for
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -33,13 +33,12 @@ def run(args: argparse.Namespace) -> int:
     try:
         exercises = load_exercises(exercises_folder())
         if args.exercise not in exercises:
-            numbers = ", ".join(map(str, exercises))
-            raise GradingError(f"there is no exercise {args.exercise}; there are {numbers}")
+            raise GradingError(f"there is no exercise {args.exercise}; choose one of 1 to {max(exercises)}")
         path = args.notebook or own_notebook(args.exercise)
         if not path.is_file():
             raise GradingError(f'"{path}" is not there')
         saved = time.strftime("%H:%M:%S on %d %B", time.localtime(path.stat().st_mtime))
-        print(f"{path}, saved {saved}", flush=True)
+        print(f"{path}, saved {saved}: its cells run first, then task by task", flush=True)
         (result,) = grade([Submission("you", path)], exercises, seed, timeout=args.timeout, task_done=show)
         if result.exercise not in (None, args.exercise):
             raise GradingError(f'"{path}" is exercise {result.exercise}, not {args.exercise}')
@@ -60,16 +59,10 @@ def own_notebook(exercise: int) -> Path:
 
 
 def show(task: TaskResult) -> None:
-    """Print a line on a task as soon as it is done."""
-    print(f"{task.id}  {in_words(task)}", flush=True)
-
-
-def in_words(task: TaskResult) -> str:
-    """What became of a task, with the properties that are right if only some are."""
-    if task.points == task.possible:
-        return "correct"
-    holds = [part["name"] for part in task.parts if part["points"]]
-    return report.clean(task.message) + (f" ({SO_FAR}{', '.join(holds)})" if holds else "")
+    """Print what became of a task as soon as it is done, with the properties that are right if only some are."""
+    holds = [part["name"] for part in task.parts if part["points"] and task.points < task.possible]
+    so_far = f" ({SO_FAR}{', '.join(holds)})" if holds else ""
+    print(f"{task.id}  {'correct' if task.points == task.possible else report.clean(task.message)}{so_far}", flush=True)
 
 
 def total(result: Result, seed: int) -> str:

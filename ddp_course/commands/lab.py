@@ -17,11 +17,14 @@ from ..running.files import course_folder, replace_file
 FOLDERS = ("notebooks", "exercises", "docs")
 NOT_COPIED = {".ipynb_checkpoints", "__pycache__", "checks", "answers"}
 FIRST = "notebooks/00_start_here.ipynb"
+STYLE = """/* Words stay whole; on a phone a figure scrolls instead of shrinking, so that its letters can be read. */
+.jp-OutputArea-output.jp-RenderedText pre { word-break: normal; overflow-wrap: anywhere; }
+@media (max-width: 800px) { .jp-OutputArea-output img { flex-shrink: 0; max-width: none !important; } }"""
 RECORD = ".ddp-course.json"  # what was copied: {path: SHA-256 of the course's own}
-IDLE_SECONDS = 3600  # a kernel that nobody has used for so long ends, and gives back its memory
 SETTINGS = {
     "@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": False},
     "@jupyterlab/notebook-extension:tracker": {"codeCellConfig": {"lineWrap": True}},  # no code beyond the edge
+    "@jupyter-widgets/jupyterlab-manager:plugin": {"saveState": True},  # explorers are there when a lesson is reopened
 }
 
 
@@ -46,27 +49,31 @@ def run(args: argparse.Namespace) -> int:
     from jupyterlab.labapp import LabApp
 
     prepare_environment(folder)
-    as_root = ["--allow-root"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []
-    culling = {"cull_idle_timeout": IDLE_SECONDS, "cull_interval": 300, "cull_connected": True}
+    # A kernel that nobody has used for an hour ends, and gives back its memory.
+    culling = {"cull_idle_timeout": 3600, "cull_interval": 300, "cull_connected": True}
     fixed = [f"--MappingKernelManager.{name}={value}" for name, value in culling.items()]
-    fixed += [f"--ServerApp.root_dir={folder}", f"--LabApp.default_url=/lab/tree/{FIRST}", *as_root]
+    fixed += [f"--ServerApp.root_dir={folder}", f"--LabApp.default_url=/lab/tree/{FIRST}"]
+    fixed += ["--LabApp.news_url=None", "--LabApp.custom_css=True"]  # without an address it does not ask for news
+    fixed += [f"--ServerApp.tornado_settings=static_custom_path={folder}/.jupyter/custom"]
     if os.name == "posix":  # where the server has no terminal itself, Jupyter's are login shells, which reset PATH
         fixed.append(f"--ServerApp.terminado_settings=shell_command={os.environ.get('SHELL', 'sh')}")
-    # Without an address for news JupyterLab does not ask whether it may fetch any.
+        fixed += ["--allow-root"] * (os.geteuid() == 0)
     sys.argv = ["jupyter-lab"]  # its extensions look there too
-    LabApp.launch_instance([*fixed, "--LabApp.news_url=None", *args.options])
+    LabApp.launch_instance([*fixed, *args.options])
     return 0
 
 
 def prepare_environment(folder: Path) -> None:
-    """Let terminals and kernels of JupyterLab find `ddp-course` and `torchrun`, and start in `folder`, without news."""
+    """Let terminals and kernels of JupyterLab find `ddp-course` and `torchrun`, and start in `folder`; style it."""
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     os.chdir(folder)
-    settings = folder / ".jupyter" / "labconfig" / "default_setting_overrides.json"
-    settings.parent.mkdir(parents=True, exist_ok=True)
-    settings.write_text(json.dumps(SETTINGS), encoding="utf-8")
-    others = os.environ.get("JUPYTER_CONFIG_PATH")
-    os.environ["JUPYTER_CONFIG_PATH"] = os.pathsep.join([str(settings.parents[1]), *([others] if others else [])])
+    home = folder / ".jupyter"
+    files = {"labconfig/default_setting_overrides.json": json.dumps(SETTINGS), "custom/custom.css": STYLE}
+    for path, text in files.items():
+        (home / path).parent.mkdir(parents=True, exist_ok=True)
+        (home / path).write_text(text, encoding="utf-8")
+    others = filter(None, [os.environ.get("JUPYTER_CONFIG_PATH")])
+    os.environ["JUPYTER_CONFIG_PATH"] = os.pathsep.join([str(home), *others])
 
 
 def bring(folder: Path) -> list[str]:

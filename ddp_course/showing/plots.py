@@ -78,8 +78,9 @@ class Picture(Figure):
         said = ". ".join(dict.fromkeys(part for part in (self.seen, self.message) if part))
         return said + (f" ({self.kind})" if self.kind else "")
 
-    def label(self, axes: Axes) -> None:
-        """Write the kind along the right edge of `axes`."""
+    def label(self, axes: Axes, title: str = "") -> None:
+        """Write the kind along the right edge of `axes`, and a title, on as many lines as it needs."""
+        axes.set_title(title, wrap=True)
         look: Any = {"fontsize": 9, "color": "#555555", "style": "italic", "rotation": 90, "va": "top"}
         axes.annotate(self.kind, (1, 1), (5, 0), "axes fraction", textcoords="offset points", **look)
 
@@ -282,18 +283,17 @@ def timeline_figure(
     lanes = [[_plain(span) for span in lane] for lane in lanes]
     starts = [min((span[1] for span in lane), default=0.0) for lane in lanes]
     origins = starts if align else [min(starts, default=0.0)] * len(lanes)
-    message = message or title
     with style():
-        picture = Picture(8.4, 1.7 + 0.45 * len(lanes), message, f"Timeline with {len(lanes)} lanes", kind)
+        picture = Picture(8.4, 1.7 + 0.45 * len(lanes), message or title, f"Timeline with {len(lanes)} lanes", kind)
         axes = picture.subplots()
-        picture.label(axes)
+        picture.label(axes, title)
         for row, (lane, origin) in enumerate(zip(lanes, origins, strict=True)):
             draw_lane(axes, row, [[name, start - origin, end - origin, where] for name, start, end, where in lane])
         axes.set_yticks(range(len(lanes)), labels or [f"rank {rank}" for rank in range(len(lanes))])
         axes.set_ylim(len(lanes) - 0.4, -0.6)
         axes.set_xlim(left=0)
         axes.grid(axis="y", visible=False)
-        axes.set(xlabel="time (ms)", title=title)
+        axes.set_xlabel("time (ms)")
         names = [name for name in SPAN_COLOURS if any(span[0] == name for lane in lanes for span in lane)]
         handles = [Patch(color=SPAN_COLOURS[name]) for name in names]
         picture.legend(handles, names, loc="outside lower center", ncols=5, handlelength=1.2)
@@ -320,7 +320,7 @@ def curves(
     kind = with_lines(kind, theory)
     picture, axes = panels(width=width, height=height, message=message or title, seen=title, kind=kind)
     with style():
-        picture.label(axes)
+        picture.label(axes, title)
         colours = iter(["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"] * 3)
         picked = {}
         for label, (xs, ys, *colour) in (theory or {}).items():
@@ -333,7 +333,7 @@ def curves(
             if label in (bands or {}):
                 axes.fill_between(*bands[label], color=shade, alpha=0.18, linewidth=0)
         scale(axes, log, ticks)
-        axes.set(xlabel=xlabel, ylabel=ylabel, title=title)
+        axes.set(xlabel=xlabel, ylabel=ylabel)
         if across := [label for label, (_, ys, *_) in (theory or {}).items() if not points and len(set(ys)) == 1]:
             name_levels(axes, across)
         if len(axes.get_legend_handles_labels()[1]) > 1:
@@ -385,7 +385,7 @@ def bars(
     kind = with_lines(kind, theory)
     picture, axes = panels(width=width, height=height, message=message or title, seen=title, kind=kind)
     with style():
-        picture.label(axes)
+        picture.label(axes, title)
         places = range(len(heights))
         shades = [(colours or {}).get(label, "#0072B2") for label in heights]
         axes.bar(places, list(heights.values()), width=0.6, color=shades)
@@ -400,7 +400,7 @@ def bars(
         top = max([*heights.values(), *(theory or {}).values(), 0])
         axes.set_ylim(top=top * 1.2 if top else 1)
         axes.grid(axis="x", visible=False)
-        axes.set(ylabel=ylabel, title=title)
+        axes.set_ylabel(ylabel)
     return picture
 
 

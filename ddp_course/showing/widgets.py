@@ -44,7 +44,7 @@ class Explorer(ipywidgets.VBox):
 
     def __init__(self, draw, **controls):
         self.draw, self.controls = draw, controls
-        self.image = ipywidgets.Image(format="png", layout=ipywidgets.Layout(align_self="flex-start", max_width="100%"))
+        self.image = ipywidgets.Image(layout=ipywidgets.Layout(align_self="flex-start", max_width="calc(100% - 4px)"))
         self.message = ipywidgets.HTML()  # its text goes on in the next line, a Label's is cut
         super().__init__([*controls.values(), self.image, self.message])
         for control in controls.values():

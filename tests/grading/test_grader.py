@@ -226,7 +226,7 @@ def test_check_prints_the_path_a_line_a_task_and_how_to_go_on(tmp_path, monkeypa
     assert lines[:2] == ["1.1  correct", "1.2  correct"] and "those are numbers, not bytes" in lines[2]
     assert last.startswith("4 of 6 points; the same inputs again in a cell: check(…, seed=")
     assert cli.main(["check", "2"]) == 2 and "no notebook of exercise 2 here" in capsys.readouterr().err
-    assert cli.main(["check", "99"]) == 2 and "there are 1, 2, 3" in capsys.readouterr().err
+    assert cli.main(["check", "99"]) == 2 and "1 to 15" in capsys.readouterr().err
     assert cli.main(["check", "1", "--notebook", "nope.ipynb"]) == 2 and "is not there" in capsys.readouterr().err
 
 

@@ -33,8 +33,6 @@ CELLS = {
     "kept": "%%ranks\nprint(kept + 2)",
     "stop": "%ranks stop",
 }
-REVEAL = "guess.reveal('2.1', 2)"
-DARK = '{"theme": "JupyterLab Dark"}'
 
 
 @pytest.fixture(scope="module")
@@ -44,12 +42,12 @@ def lab(tmp_path_factory):
     Yields its address and its folder, and ends it with everything that it started.
     """
     folder = tmp_path_factory.mktemp("lab")
-    cells = [nbformat.v4.new_code_cell(source) for source in [*CELLS.values(), REVEAL]]
+    cells = [nbformat.v4.new_code_cell(source) for source in [*CELLS.values(), "guess.reveal('2.1', 2)"]]
     nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": {
         "name": "python3", "display_name": "Python 3", "language": "python"}}), folder / "widgets.ipynb")  # fmt: skip
     theme = folder / "settings" / "@jupyterlab" / "apputils-extension" / "themes.jupyterlab-settings"
     theme.parent.mkdir(parents=True)
-    theme.write_text(DARK)
+    theme.write_text('{"theme": "JupyterLab Dark"}')
     log = (folder / "log").open("w+")
     environ = {**os.environ, "PATH": "/usr/bin:/bin", "JUPYTER_CONFIG_DIR": str(folder / "config"),
                "JUPYTERLAB_SETTINGS_DIR": str(folder / "settings")}  # fmt: skip
@@ -118,6 +116,8 @@ def test_all_widgets_and_cells_on_all_ranks_work_in_the_dark(lab):
             drag_every_slider(page, cells[name], name)
         explorers_answer_their_questions(page, cells["alpha beta"], cells["buckets"])
         choose_and_reveal(page, page.locator(".jp-Notebook .jp-CodeCell"))
+        page.set_viewport_size({"width": 390, "height": 1000})
+        assert cells["alpha beta"].locator("img").bounding_box()["width"] > 700, "a figure shrinks on a phone"
 
 
 def is_legible(diff, table):
