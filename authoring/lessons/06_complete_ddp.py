@@ -434,7 +434,7 @@ Copy it into a cell that begins with `%%writefile train.py`, and
 `!torchrun --standalone --nproc-per-node=2 train.py runs/first` trains it here. When people put their own model and data in,
 they often make one of five mistakes. None of them raises an error. Here each mistake is made on purpose, by replacing a few
 words of the script; `audit` runs the result on two ranks and watches which samples they see, what they save, and whether
-their weights stay equal. Guess the symptom of each first. In a terminal, `ddp-course audit train.py` does the same with
+their weights stay equal. Guess the symptom of each first. In a terminal, `ddp-course audit train.py FOLDER` does the same with
 your own script.
 """
 

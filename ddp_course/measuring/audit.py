@@ -6,6 +6,7 @@
 what its DataLoaders yield, what `torch.save` is given, and the weights of the optimizer that steps.
 """
 
+import linecache
 import os
 import sys
 import tempfile
@@ -55,7 +56,7 @@ def audit(source: str, world_size: int = 2, arguments: Sequence[str] = (FOLDER,)
         "every epoch has the same order: set_epoch is not called": any(
             first.shuffles and first.samples == second.samples for rank in epochs for first, second in pairwise(rank)
         ),
-        "the ranks' weights differ: the loss comes from the model, not from its wrapper": any(
+        "the ranks' weights differ: the model is not wrapped, or the loss does not come from its wrapper": any(
             one is not None and other is not None and not torch.equal(one, other) for one, other in pairwise(weights)
         ),
         f"ranks {writers} all write the checkpoint: only rank 0 should": len(writers) > 1,
@@ -63,9 +64,7 @@ def audit(source: str, world_size: int = 2, arguments: Sequence[str] = (FOLDER,)
             name.startswith("module.") for seen in ranks for name in seen.names
         ),
         "not seen: which samples the ranks train on, for no DataLoader was trained on": not any(epochs),
-        "not seen: whether the ranks' weights stay equal, for no optimizer made a step": not any(
-            one is not None for one in weights
-        ),
+        "not seen: whether the ranks' weights stay equal, for no optimizer made a step": weights == [None] * len(ranks),
     }
     return [message for message, true in messages.items() if true]
 
@@ -109,6 +108,7 @@ def watched(source: str, arguments: list[str]) -> Seen:
     sys.argv = ["script", *arguments]
     try:
         with redirect_stdout(StringIO()):  # what the script prints is not looked at
+            linecache.cache["script"] = (len(source), None, source.splitlines(True), "script")
             exec(compile(source, "script", "exec"), {"__name__": "__main__"})
     finally:
         torch.save = save  # the launch itself saves this rank's result
