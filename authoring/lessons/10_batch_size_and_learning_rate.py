@@ -11,7 +11,7 @@ rate. Much of what is written about it mixes the two up. This lesson takes them 
 - say when the learning rate must *not* be changed,
 - scale it with the batch, linearly or by the square root, with warm-up, and see where each breaks,
 - measure the critical batch size, and say what it bounds,
-- avoid four quiet mistakes: in the sampler, the loss, dropout and gradient clipping.
+- avoid quiet mistakes in the sampler, in the loss and in gradient clipping.
 
 *35 minutes, under a minute of computing.*
 """
@@ -138,14 +138,15 @@ print("batch times 4: linear is best and the same rate worst; batch times 32: li
 # %% [markdown]
 r"""
 The bands are the best and the worst of three seeds. Two things to see. Up to a point, linear scaling gives the small
-batch's result in a quarter of the steps, and leaving the rate alone does not. Beyond it every rule loses: the rate
-becomes too long for the landscape, and the steps too few. Warm-up gains nothing here, where the base rate is small, and at
-16 times the batch it even loses: of the few steps that are left it makes some too short. At full size, below, it pays.
+batch's result with fewer steps, in proportion, and leaving the rate alone does not. Beyond it every rule ends higher: the
+rate is too large, or the steps are too few. Warm-up makes no clear difference here: at 16 times the batch 22 steps are
+left, so a tenth of them is only 2. At full size, below, it pays.
 
-**Where is the point?** Lesson 01 measured how noisy a gradient is. Averaging pays as long as noise is most of it. The
-batch at which noise and gradient are equally long is the **critical batch size** (McCandlish et al., "An Empirical Model
-of Large-Batch Training", 2018): the noise of a single sample, squared, in units of the gradient, squared. It is an order of magnitude,
-not a wall. In long trainings it grows, as the gradient gets smaller; in these few steps it hardly moves.
+**Where is the point?** Lesson 01 measured how noisy a gradient is. Averaging more samples pays as long as the noise is
+larger than the gradient itself. The batch at which both are equally long is the **critical batch size** (McCandlish et al.,
+"An Empirical Model of Large-Batch Training", 2018): the squared noise of a single sample over the squared length of the
+gradient. Take it as an order of magnitude; nothing breaks at just this size. In long trainings it grows, as the gradient
+gets smaller; in these few steps it hardly moves.
 """
 
 
@@ -172,9 +173,10 @@ show.bars(critical, "critical batch size (samples)", title, form="{:.0f}")
 
 # %% [markdown]
 r"""
-Below it, doubling the batch halves the number of steps. Above it, steps are saved no longer, and samples are wasted. The
-same runs as curves, with the linear rule: against **updates** a large batch looks better, against **samples**, which is what
-the devices have to compute, it does not: below the critical batch size it is as good as a small one, above it is behind.
+Below it, doubling the batch halves the number of steps. Above it, a larger batch saves hardly any steps, and samples are
+wasted. Here are runs with the linear rule, drawn twice. Against **updates** the largest batch looks best. Against
+**samples**, which the devices have to compute, it does not: a batch below the critical size ends as low as a small one, a
+batch above it is behind.
 """
 
 
@@ -227,9 +229,9 @@ needed
 # %% [markdown]
 r"""
 Then we measure what a step takes on 1 to 8 emulated devices, joined by emulated links, with the buckets of lesson 05. For
-16 and 32 we take the time on 8: a ring's hardly grows (lesson 04). Updates times step time is the time to the loss. (The
-held-out loss is looked at after every 128 samples, that is every 16 updates on one device and every single one on 16, so the
-counts are that coarse.)
+16 and 32 we take the time on 8, since a ring's time hardly grows (lesson 04). Updates times step time is the time to the loss.
+(The held-out loss is looked at after every 128 samples: every 16 updates on one device, every update on 16. So the counts are
+rounded up to such a multiple. `inf` means: not within 8,192 samples.)
 """
 
 
@@ -268,8 +270,8 @@ print("4 devices reach the loss sooner than one, and at 32 no time is won any mo
 
 # %% [markdown]
 r"""
-Twice the devices halve the updates only below the critical batch size. Beyond it a step is as long as before, and as many
-are needed: the devices compute for nothing.
+Twice the devices halve the number of updates only below the critical batch size. Beyond it a step is as long as before, and
+as many are needed: the additional devices gain nothing.
 
 ## On text
 
@@ -291,8 +293,11 @@ print("4 times the batch: linear beats the same rate; 32 times: no rule makes up
 
 # %% [markdown]
 r"""
-So "scale the learning rate linearly" is true *below the critical batch size*, with a base rate that leaves room above
-it, and for runs long enough that the first steep steps do not decide. "Up to a point" means: up to there.
+Here warm-up even ends higher at 16 times the batch. But of 24 steps it halves only the first; so this says less about warm-up
+than about the rate: it is so large that one step decides.
+
+So "scale the learning rate linearly" is true *below the critical batch size*, if the base rate is small enough to be
+multiplied, and if the run is long enough that its first steps do not decide. This is the point up to which the rule works.
 
 ## At full size
 
@@ -366,9 +371,9 @@ claims.decide(
 
 # %% [markdown]
 r"""
-Three more were tested in other lessons: a plain mean over uneven shards (claim 14, lesson 02), `no_sync` around backward
-only (claim 12, lesson 06), and BatchNorm, which sees the rank's share only (claim 15, lesson 06). With 8 samples per rank
-its statistics are noisy, however large the global batch is.
+Three more mistakes were tested in other lessons: a plain mean over uneven shards (claim 14, lesson 02), `no_sync` around
+backward only (claim 12, lesson 06), and BatchNorm, which sees only its rank's share (claim 15, lesson 06). With 8 samples per
+rank BatchNorm's statistics are noisy, however large the global batch is.
 
 ## What torch does
 
@@ -398,7 +403,7 @@ samples, or evaluate without padding.
 
 1. Same global batch on more devices: same rate, same curve, to the last digits.
 2. A larger batch: the linear rule works below the critical batch size, measured on digits and bytes, and breaks beyond.
-3. Samplers, losses, dropout and clipping each hide a mistake that raises no error.
+3. Samplers, means of losses and clipping each invite a mistake that raises no error.
 
 **Exercise:** [10](../exercises/10_batch_size_and_learning_rate.ipynb), `exercises/10_batch_size_and_learning_rate.ipynb`.
 **Next:** [11, when things fail](11_when_things_fail.ipynb).

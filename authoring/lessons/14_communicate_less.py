@@ -54,8 +54,8 @@ show.source(communicate_less.TopK.__call__, click="Write task 14.1 first, then o
 
 # %% [markdown]
 r"""
-A hook replaces DDP's average of a bucket (lesson 06). `passed_around` is the ring's allgather. The low-rank hook is in
-the same file, and so is the half-precision one. This is local SGD, with DiLoCo as one more argument:
+A hook takes the place of DDP's average of a bucket (lesson 06). `passed_around` is the ring's allgather. The hooks for low
+rank and half precision are in the same file. This is local SGD; one more argument makes it DiLoCo:
 """
 
 # %% source-local
@@ -75,9 +75,9 @@ show.source(communicate_less.serve)
 r"""
 ## Run
 
-Eight ways train the small byte model, each from three seeds, on equally many samples. The asynchronous server has K-1
-workers and updates after every single share, so each worker takes K/(K-1) times as many shares, and each update gets 1/K
-of the rate: an update with a quarter of the batch moves a quarter as far. Every rank counts what it sends.
+Eight ways train the small byte model, each from three seeds, on equally many samples. The asynchronous server has only K-1
+workers, so each takes K/(K-1) times as many shares. And it updates after every single share, not after K of them, so each
+update gets 1/K of the rate: a quarter of the batch moves the weights a quarter as far. Every rank counts what it sends.
 """
 
 
@@ -175,16 +175,16 @@ print("half precision sends half; local SGD an eighth; the largest 1 % with thei
 
 # %% [markdown]
 r"""
-The asynchronous server sends p for every share of every worker, as in lesson 03: for 32 samples K p, where a rank of the
-ring sends 2(K-1)/K p. It saves waiting, not bytes.
+The asynchronous server sends p for every share, as in lesson 03. That is K p for 32 samples, while a rank of the ring sends
+2(K-1)/K p. The server saves waiting, not bytes.
 
 ## Loss against time
 
 Steps are not what we pay for. Let a device compute its share of 32 samples in 20 ms and let the link carry b bytes per
 second. Then n steps are over after n times (20 ms + bytes sent / b); the server's K-1 workers make K/(K-1) times as many
-steps for as many samples. The losses are measured, the bytes counted, the time derived from them. Nothing is hidden under backward here: with
-the overlap of lesson 05 a step that averages gradients would be up to 13 ms shorter. First a slow link of 5 Mbit/s, as between two
-homes; then a fast one of 1 Gbit/s.
+steps for as many samples. The losses are measured, the bytes counted, the time derived from them. Nothing is hidden under
+backward here: with the overlap of lesson 05 a step that averages gradients would be up to 13 ms shorter. First a slow link
+of 5 Mbit/s, as between two homes; then a fast one of 1 Gbit/s.
 """
 
 
@@ -222,13 +222,14 @@ print("slow link: local SGD is through more than 3 times sooner; fast link: all 
 
 # %% [markdown]
 r"""
-The bands show the best and the worst of three seeds: do not believe in a difference smaller than that.
+The bands show the best and the worst of three seeds: a difference smaller than that says nothing. On the fast link only the
+server takes longer, since it has one worker less.
 
 ## Is the clock right?
 
-It was derived. So once with everything real: emulated devices, emulated links, a clock on the wall. Eight steps of each
-(local SGD meets once), after two others. A device takes 60 ms per step here, so that this machine's processor can keep up
-with the real arithmetic. The dashes are the derived times.
+The times were derived. Now the same is measured: emulated devices, emulated links, and a real clock. We time eight steps of
+each way (local SGD meets once), after two others. A device takes 60 ms per step here, so that this machine's processor can
+keep up with the real arithmetic. The dashes are the derived times.
 """
 
 
@@ -265,8 +266,9 @@ print("on the wall no step is shorter than derived: device and link take their t
 r"""
 ## Who waits for the slow one?
 
-On fast links nobody gains by sending less. But let one rank's device, out of four, have half of the rate. If all meet in every
-step, all take its time. The asynchronous server's other workers go on at their own pace: here it wins. The price is staleness.
+On fast links nobody gains by sending less. But now let one of four devices have half of the rate. If all ranks meet in every
+step, every step takes as long as on this device. The asynchronous server's other workers go on at their own pace: here the
+server wins. The price is staleness.
 """
 
 
@@ -300,8 +302,9 @@ The same question, published (Douillard et al., "DiLoCo", arXiv 2311.08105, Tabl
 | 8 times as many steps, one device | 14.72 | 0 | 8 | 8 |
 | DiLoCo, 8 devices, H = 500 | 15.02 | 8 N / 500 | 1 | 8 |
 
-DiLoCo sends a 500th of what data parallelism sends, and ends lower: eight devices that each take a step on a batch of
-their own learn more than one large batch teaches. Eight times as many steps in a row learn most, and take eight times as long.
+DiLoCo sends a 500th of what data parallelism sends, and ends lower: in the same time, eight devices that train apart make
+eight times as many (small) steps as eight devices that share each step. Eight times as many steps in a row on one device end
+lowest, and take eight times as long.
 
 ## What changed
 
@@ -318,7 +321,8 @@ r"""
 `torch.distributed.algorithms.ddp_comm_hooks` has half precision, PowerSGD and others; they run unchanged on our DDP, as
 ours would on torch's. `torch.distributed.algorithms.model_averaging` has local SGD. DiLoCo and its successors train
 models over the internet, with hundreds of steps between two meetings; `torchft` has an implementation. Asynchronous
-servers are rare today: stale gradients make results depend on who was fast, and no run can be repeated.
+servers are rare today: stale gradients make results depend on who was fast, and no run can be repeated. The papers: Vogels et
+al., *PowerSGD* (2019); Karimireddy et al., error feedback (2019); Stich, local SGD (2019); Douillard et al., *DiLoCo* (2023).
 
 ## Check yourself
 
@@ -329,8 +333,8 @@ No. There is no time to win, and compression costs computing and accuracy.
 
 **2.** Local SGD with H = 1 is the same as what?
 <details><summary>Answer</summary>
-As averaging gradients, for plain SGD: the mean of (w - lr g) is w minus lr times the mean of g. With momentum or Adam it
-is not, since each rank then has its own state.
+With plain SGD it is the same as averaging gradients: the mean of (w - lr g) is w minus lr times the mean of g. With momentum
+or Adam it is not, since each rank then has its own state.
 </details>
 
 **3.** Eight workers push to an asynchronous server at the same pace. How stale is a gradient, typically?
