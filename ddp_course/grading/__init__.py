@@ -12,17 +12,14 @@ the lab takes the last two steps of the same way.
 import os
 from typing import Any
 
-from .guard import HAND_OVER, begin, hand_over
+from .guard import HAND_OVER, hand_over
 
 __all__ = ["check", "hint"]
-GRADED = bool(os.environ.get(HAND_OVER))  # this is the kernel of a submission that is being graded
-if GRADED:
-    begin(os.environ[HAND_OVER])
 
 
 def check(number: str, *answers: Any, seed: int | None = None) -> None:
     """Say in one line that the answers to task `number` are right, or raise Wrong; `checking.py` has the words."""
-    if GRADED:
+    if HAND_OVER in os.environ:  # this is the kernel of a submission that is being graded
         hand_over(number, answers)
     else:
         from .checking import check  # on first use: it needs torch
@@ -32,7 +29,7 @@ def check(number: str, *answers: Any, seed: int | None = None) -> None:
 
 def hint(number: str, level: int = 1) -> None:
     """Print one of the three hints for a task; `hints.py` has them."""
-    if not GRADED:
+    if HAND_OVER not in os.environ:
         from .hints import hint
 
         hint(number, level)

@@ -16,7 +16,7 @@ from importlib import import_module
 from inspect import isclass, isfunction, ismodule, unwrap
 from pathlib import Path
 from types import CodeType, FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from ..running import wire
 from ..running.torch_inside import TorchDispatchMode
 from .checks import Task, cell_of, find
 from .guard import enter
-from .plain import pack
+from .plain import pack, same, unpack
 
 SENDERS = ("torch.distributed.", "ddp_course.stage3", "ddp_course.stage4", "ddp_course.collectives")
 COLLECTIVES = tuple(
@@ -62,17 +62,29 @@ class Cells:
 
 @dataclass
 class Attempt:
-    """One answer to one task, and the inputs for it; `answers` is what `load` takes."""
+    """One answer to one task, and the inputs for it; `answers` is what `load` takes.
+
+    It may be wanted only `if_wrong`: if the second attempt of a launch has other evidence than the first.
+    """
 
     number: str
     inputs: dict
     answers: Any
+    if_wrong: bool = False
+
+
+class Evidence(NamedTuple):
+    """What an attempt left: `values` are {part: {case: value}}, or a `failure` says why there are none."""
+
+    values: dict | None
+    failure: str = ""
 
 
 def make_attempts(attempts: Sequence[Attempt], folder: str, patience: float, work: str) -> None:
     """One rank's part: make every attempt and write its evidence down, in a file called by its place and the rank."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(rank)
+    torch.set_num_threads(1)  # probes are small: more threads would wait for each other
     tasks = [find(attempt.number) for attempt in attempts]
     if ranks > 1:
         make_groups(range(1, ranks + 1), timedelta(seconds=patience))
@@ -81,6 +93,8 @@ def make_attempts(attempts: Sequence[Attempt], folder: str, patience: float, wor
             enter(work)
             sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (a submission's floods, until the rank ends)
         for place, (task, attempt) in enumerate(zip(tasks, attempts, strict=True)):
+            if place == 2 and attempt.if_wrong > attempts[1].if_wrong and alike(attempts, folder):
+                return
             answers = load(task, attempt.answers)
             refuse(answers, task.forbidden)
             if ranks > 1:
@@ -88,6 +102,45 @@ def make_attempts(attempts: Sequence[Attempt], folder: str, patience: float, wor
             file = Path(folder, f"{place}-{rank}")
             file.with_suffix(".part").write_bytes(pack(probed(task, answers, attempt.inputs)))
             file.with_suffix(".part").rename(file)
+
+
+def files_of(folder: str, place: int, task: Task) -> list[Path]:
+    """Where all ranks write the evidence of an attempt."""
+    return [Path(folder, f"{place}-{rank}") for rank in range(task.ranks)]
+
+
+def alike(attempts: Sequence[Attempt], folder: str) -> bool:
+    """Whether the first two attempts have the same evidence, once all ranks have made them."""
+    task = find(attempts[0].number)
+    if task.ranks > 1:
+        dist.barrier()
+    first, second = (
+        assembled(attempt, [file.read_bytes() for file in files_of(folder, place, task)]).values or {}
+        for place, attempt in enumerate(attempts[:2])
+    )
+    return all(same(second.get(part), first.get(part), task.bound) for part in task.parts)
+
+
+def assembled(attempt: Attempt, content: Sequence[bytes]) -> Evidence:
+    """The evidence of all ranks as {part: {case: value}}: with several ranks, a value is {rank: value}."""
+    task = find(attempt.number)
+    try:
+        by_rank = list(map(unpack, content))
+        if task.together:
+            return Evidence(task.together(by_rank, **attempt.inputs))
+        return Evidence(by_rank[0] if task.ranks == 1 else by_case(by_rank))
+    except Exception as error:  # only what the answer returned can be odd here
+        return Evidence(None, f"your answer returned something that cannot be compared ({str(error)[:300]})")
+
+
+def by_case(by_rank: Sequence[dict]) -> dict:
+    """{part: {case: {rank: value}}} of {part: {case: value}} by rank; ranks that a case is without are left out."""
+    values: dict = {}
+    for rank, parts in enumerate(by_rank):
+        for part, cases in parts.items():
+            for case, value in cases.items():
+                values.setdefault(part, {}).setdefault(case, {})[rank] = value
+    return values
 
 
 @contextmanager

@@ -1,15 +1,13 @@
 """The check cell of an exercise: `check("4.2", reduce_scatter)`."""
 
 import secrets
-from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 from ..errors import Wrong
 from .attempt import Attempt, Cells
-from .checks import Task, cells_with, find, known_answers, solution
+from .checks import Task, cells_with, find, known_wrong, solution
 from .diagnosis import Book, verdict
-from .evidence import Evidence, gather
+from .evidence import gather
 
 CORRECT = "correct. The grader draws other inputs, some of them harder."
 SO_FAR = "right so far: "
@@ -27,8 +25,8 @@ def check(number: str, *answers: Any, seed: int | None = None) -> None:
         raise ValueError(f"{call}) is how this check is called")
     seed = secrets.randbelow(100_000) if seed is None else seed
     inputs = task.inputs(seed)
-    right, evidence = gather([solved(task, inputs), Attempt(number, inputs, answers)])
-    result = verdict(task, evidence, book_of(task, inputs, right))
+    right, evidence, *others = gather([solved(task, inputs), Attempt(number, inputs, answers), *known(task, inputs)])
+    result = verdict(task, evidence, Book(right, lambda: others))
     if not result.right:
         holds = [part.name for part in result.parts if not part.message]
         so_far = f"{SO_FAR}{', '.join(holds)}; " if holds else ""
@@ -46,17 +44,8 @@ def source(task: Task, text: str) -> Cells:
     return Cells(list(cells_with(task.number, text)))
 
 
-def book_of(task: Task, inputs: dict, right: Evidence) -> Book:
-    """What evidence on these inputs is held against; known wrong answers are tried, in one launch, if asked for."""
-
-    @cache
-    def tried() -> Sequence[tuple[str, Evidence]]:
-        idle = "\n".join(f"def {name}(*args, **kwargs): pass" for name in task.names)
-        known = [
-            answer for answer in known_answers(task.exercise) if (answer.task, answer.kind) == (task.number, "wrong")
-        ]
-        texts = [("", idle), *((answer.message, answer.source) for answer in known)]
-        evidence = gather([Attempt(task.number, inputs, source(task, text)) for _, text in texts])
-        return list(zip((message for message, _ in texts), evidence, strict=True))
-
-    return Book(right, lambda: tried()[1:], lambda: tried()[0][1])
+def known(task: Task, inputs: dict) -> list[Attempt]:
+    """An answer that does nothing, and the known wrong ones, to be tried on the inputs of one that is wrong."""
+    idle = "\n".join(f"def {name}(*args, **kwargs): pass" for name in task.names)
+    texts = [idle, *(answer.source for answer in known_wrong(task.number))]
+    return [Attempt(task.number, inputs, source(task, text), if_wrong=True) for text in texts]

@@ -152,6 +152,12 @@ def known_answers(exercise: int) -> list[Known]:
     return answers
 
 
+def known_wrong(number: str) -> list[Known]:
+    """The known wrong answers to a task that are a diagnosis."""
+    exercise = int(number.split(".")[0])
+    return [answer for answer in known_answers(exercise) if (answer.task, answer.kind) == (number, "wrong")]
+
+
 def edited(source: str, body: str, name: str) -> str:
     """The body itself, or the solution with the body's edits (lines `#- old`, then `#+ new`) made."""
     edits = EDIT.findall(body)

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .checks import Task
-from .evidence import BUSY, Evidence
-from .plain import Odd
+from .attempt import Evidence
+from .checks import Task, known_wrong
+from .evidence import BUSY
+from .plain import Odd, apart, largest, same
 
 SURE = 8  # equal numbers that are no coincidence
 
@@ -51,14 +52,21 @@ class Value(NamedTuple):
 
 @dataclass
 class Book:
-    """What evidence is held against: the solution's, and of `wrong` answers [(their message, evidence)].
+    """What evidence is held against: the solution's, and those of `others`, asked for only if something is wrong.
 
-    `still` is that of an answer that does nothing. Both are asked for only if something is wrong.
+    The first of these is an answer that does nothing, then come the known wrong answers.
     """
 
     solution: Evidence
-    wrong: Callable[[], Sequence[tuple[str, Evidence]]]
-    still: Callable[[], Evidence]
+    others: Callable[[], Sequence[Evidence]]
+
+    def still(self) -> Evidence | None:
+        """The evidence of an answer that does nothing."""
+        return next(iter(self.others()), None)
+
+    def wrong(self, task: Task) -> list[tuple[str, Evidence]]:
+        """The message and the evidence of each known wrong answer."""
+        return list(zip((answer.message for answer in known_wrong(task.number)), self.others()[1:], strict=False))
 
 
 def nothing(task: Task, message: str) -> Verdict:
@@ -73,7 +81,7 @@ def verdict(task: Task, evidence: Evidence, book: Book) -> Verdict:
     if book.solution.values is None:
         return nothing(task, f"{BUSY} (the course's own solution failed: {book.solution.failure})")
     wrong = {name for name in task.parts if differing(values_of(name, evidence, book.solution), task.bound)}
-    alike = [message for message, known in book.wrong() if same(evidence.values, known.values)] if wrong else []
+    alike = [message for message, known in book.wrong(task) if same(evidence.values, known.values)] if wrong else []
     messages = {name: compared(task, name, evidence, book, alike) if name in wrong else "" for name in task.parts}
     parts = tuple(Part(name, weight, messages[name]) for name, weight in task.parts.items())
     return Verdict(not wrong, next(filter(None, messages.values()), ""), parts)
@@ -97,42 +105,11 @@ def differing(values: Sequence[Value], bound: float) -> list[Value]:
     return [value for value in values if not same(value.actual, value.expected, bound)]
 
 
-def same(actual: Any, expected: Any, bound: float = 1e-6) -> bool:
-    """Whether two pieces of plain data are equal, numbers to rounding: `bound` times the largest magnitude."""
-    if isinstance(expected, torch.Tensor):
-        alike = isinstance(actual, torch.Tensor) and actual.shape == expected.shape and actual.dtype == expected.dtype
-        return alike and not bool(apart(actual, expected, bound).any())
-    if isinstance(expected, list | tuple):
-        alike = isinstance(actual, list | tuple) and len(actual) == len(expected)
-        return alike and all(same(*pair, bound) for pair in zip(actual, expected, strict=True))
-    if isinstance(expected, dict):
-        alike = isinstance(actual, dict) and actual.keys() == expected.keys()
-        return alike and all(same(actual[key], item, bound) for key, item in expected.items())
-    if type(expected) is float:
-        close = min(bound, 1e-9) if bound else 0.0
-        return type(actual) in (int, float) and abs(actual - expected) <= close * max(1e-300, abs(expected))
-    return type(actual) is type(expected) and bool(actual == expected)
-
-
-def apart(actual: torch.Tensor, expected: torch.Tensor, bound: float = 1e-6) -> torch.Tensor:
-    """Which numbers differ by more than `bound` times the largest magnitude; equal infinities do not, NaN does."""
-    if expected.dtype in (torch.bool, torch.int64):
-        return actual != expected
-    gap = (actual.double() - expected.double()).abs()
-    return ~((actual == expected) | (gap <= bound * largest(expected)))
-
-
-def largest(expected: torch.Tensor) -> float:
-    """The largest finite magnitude, at least 1."""
-    finite = expected.double().abs()[expected.isfinite()]
-    return max(1.0, finite.max().item() if finite.numel() else 1.0)
-
-
 def compared(task: Task, part: str, evidence: Evidence, book: Book, alike: Sequence[str]) -> str:
     """What is wrong with a part: the message of known answers `alike` in all, or of those like the part."""
     values = values_of(part, evidence, book.solution, book.still())
     wrong = differing(values, task.bound)
-    first, message = wrong[0], alike[0] if alike else known_fault(part, values, wrong, book)
+    first, message = wrong[0], alike[0] if alike else known_fault(task, part, values, wrong, book)
     if message:
         return f"{first.case}: {in_short(first)}{message}{ranks_in_words(values, wrong)}"
     if part in task.secret:
@@ -153,7 +130,7 @@ def in_short(value: Value) -> str:
     return f"{list(value.actual)}; {list(value.expected)} was expected: " if short else ""
 
 
-def known_fault(part: str, values: Sequence[Value], wrong: Sequence[Value], book: Book) -> str:
+def known_fault(task: Task, part: str, values: Sequence[Value], wrong: Sequence[Value], book: Book) -> str:
     """The message of the known wrong answer that is like this part: everywhere, or wherever it is wrong.
 
     If none is, of the one that is like it in the first case that is wrong, if enough numbers are alike.
@@ -161,7 +138,7 @@ def known_fault(part: str, values: Sequence[Value], wrong: Sequence[Value], book
     first = [value for value in wrong if value.case == wrong[0].case]
     enough = first if sum(len(numbers(value.actual)) for value in first) >= SURE else []
     for chosen in (values, wrong, enough):
-        for message, known in book.wrong():
+        for message, known in book.wrong(task):
             like = {value[:2]: value.actual for value in values_of(part, known, known)}
             if chosen and all(value[:2] in like and same(value.actual, like[value[:2]]) for value in chosen):
                 return message

@@ -8,14 +8,12 @@ import re
 import tempfile
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import CourseError, LaunchTimeout, RankError
 from ..running.launching.launch import launch
-from .attempt import Attempt, make_attempts
+from .attempt import Attempt, Evidence, assembled, files_of, make_attempts
 from .checks import Task, find, of_exercise
-from .plain import unpack
 
 PATIENCE_SECONDS = 5.0  # a receive that waits longer waits for ever
 START_SECONDS = 7.0
@@ -28,17 +26,11 @@ NOT_OURS = re.compile(r"site-packages|dist-packages|[/\\]ddp_course[/\\]|[/\\]ch
 FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)(?:\n {4}(.*))?')
 
 
-class Evidence(NamedTuple):
-    """What an attempt left: `values` are {part: {case: value}}, or a `failure` says why there are none."""
-
-    values: dict | None
-    failure: str = ""
-
-
 def gather(attempts: Sequence[Attempt], patience: float = PATIENCE_SECONDS, work: str = "") -> list[Evidence]:
-    """Make all attempts, on as many ranks as the first one's task wants; the evidence of each.
+    """Make all attempts, on as many ranks as the first one's task wants; the evidence of each that was made.
 
-    With a folder for their `work` the ranks keep to a submission's limits.
+    Those `if_wrong` are left out if the second attempt has the first one's evidence, or none. With a folder for their
+    `work` the ranks keep to a submission's limits.
     """
     warm_up()
     results: list[Evidence] = []
@@ -48,9 +40,12 @@ def gather(attempts: Sequence[Attempt], patience: float = PATIENCE_SECONDS, work
         done, failure = launched(waiting, task, patience, work)
         results += [assembled(attempt, by_rank) for attempt, by_rank in zip(waiting, done, strict=False)]
         waiting, tries = waiting[len(done) :], 0 if done else tries + 1
-        if failure and waiting and (BUSY not in str(failure) or tries == TRIES):
-            results.append(Evidence(None, explain(failure, find(waiting.pop(0).number))))
-            tries = 0
+        if not failure:
+            break
+        if waiting and (BUSY not in str(failure) or tries == TRIES):
+            failed, tries = waiting.pop(0), 0
+            results.append(Evidence(None, explain(failure, find(failed.number))))
+            waiting = [attempt for attempt in waiting if failed.if_wrong or not attempt.if_wrong]
     return results
 
 
@@ -74,33 +69,11 @@ def launched(
             failure = error
         done = []
         for place in range(len(attempts)):
-            files = [Path(folder, f"{place}-{rank}") for rank in range(task.ranks)]
+            files = files_of(folder, place, task)
             if not all(file.exists() for file in files):
                 break
             done.append([file.read_bytes() for file in files])
     return done, failure
-
-
-def assembled(attempt: Attempt, content: Sequence[bytes]) -> Evidence:
-    """The evidence of all ranks as {part: {case: value}}: with several ranks, a value is {rank: value}."""
-    task = find(attempt.number)
-    try:
-        by_rank = list(map(unpack, content))
-        if task.together:
-            return Evidence(task.together(by_rank, **attempt.inputs))
-        return Evidence(by_rank[0] if task.ranks == 1 else by_case(by_rank))
-    except Exception as error:  # only what the answer returned can be odd here
-        return Evidence(None, f"your answer returned something that cannot be compared ({str(error)[:300]})")
-
-
-def by_case(by_rank: Sequence[dict]) -> dict:
-    """{part: {case: {rank: value}}} of {part: {case: value}} by rank; ranks that a case is without are left out."""
-    values: dict = {}
-    for rank, parts in enumerate(by_rank):
-        for part, cases in parts.items():
-            for case, value in cases.items():
-                values.setdefault(part, {}).setdefault(case, {})[rank] = value
-    return values
 
 
 def explain(error: CourseError, task: Task) -> str:

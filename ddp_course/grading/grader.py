@@ -19,7 +19,7 @@ import psutil
 
 from ..errors import GradingError
 from .attempt import Attempt, Packed
-from .checking import book_of, solved
+from .checking import known, solved
 from .checks import Task, cell_of, find
 from .diagnosis import Book, Verdict, nothing, verdict
 from .evidence import BUSY, TRIES, Evidence, gather
@@ -106,7 +106,7 @@ class Judge:
         task = find(number)
         tries = (gather([solved(task, self.inputs(task))])[0] for _ in range(TRIES))
         right = next((evidence for evidence in tries if evidence.values is not None), Evidence(None, BUSY))
-        return book_of(task, self.inputs(task), right)
+        return Book(right, cache(lambda: gather(known(task, self.inputs(task)))))
 
     def verdict(self, number: str, content: bytes, folder: str) -> Verdict:
         """Try an answer that a notebook has handed over, and say whether it is right."""
@@ -206,7 +206,7 @@ def run_once(notebook: Any, folder: str, seconds: float) -> tuple[dict[int, str]
     path.write_text(nbformat.writes(notebook), encoding="utf-8")
     results.unlink(missing_ok=True)
     arguments = (path, min(CELL_SECONDS, 0.6 * seconds), os.environ.get(HIDDEN, "[]"))
-    child = processes().Process(target=run_cells, args=arguments, daemon=True)
+    child = processes().Process(target=run_cells, args=arguments)
     child.start()
     child.join(seconds)
     slow = child.is_alive()
@@ -219,11 +219,13 @@ def run_once(notebook: Any, folder: str, seconds: float) -> tuple[dict[int, str]
 
 @cache
 def processes() -> Any:
-    """How processes are started: forked from one that has loaded nbval, where that can be done."""
+    """How processes are started: forked from one that has loaded nbval and torch, where that can be done."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["ddp_course.grading.run_cells", "nbval.plugin"])
+    context.set_forkserver_preload(
+        ["ddp_course.grading.run_cells", "nbval.plugin", "ipykernel.kernelapp", "torch.distributed"]
+    )
     return context
 
 

@@ -1,4 +1,4 @@
-"""Plain data: what may come back from code that nobody vouches for.
+"""Plain data: what may come back from code that nobody vouches for, and when two pieces of it are the same.
 
 Only exact types pass. An object whose `__eq__` is always true, or a tensor class with comparisons of its own, comes
 back as the name of its class and nothing else.
@@ -75,3 +75,34 @@ def pack(thing: Any) -> bytes:
 def unpack(content: bytes) -> Any:
     """The other end of `pack`: `torch.load` makes nothing but plain data and `Odd`, or raises an error."""
     return torch.load(io.BytesIO(content), weights_only=True)
+
+
+def same(actual: Any, expected: Any, bound: float = 1e-6) -> bool:
+    """Whether two pieces of plain data are equal, numbers to rounding: `bound` times the largest magnitude."""
+    if isinstance(expected, torch.Tensor):
+        alike = isinstance(actual, torch.Tensor) and actual.shape == expected.shape and actual.dtype == expected.dtype
+        return alike and not bool(apart(actual, expected, bound).any())
+    if isinstance(expected, list | tuple):
+        alike = isinstance(actual, list | tuple) and len(actual) == len(expected)
+        return alike and all(same(*pair, bound) for pair in zip(actual, expected, strict=True))
+    if isinstance(expected, dict):
+        alike = isinstance(actual, dict) and actual.keys() == expected.keys()
+        return alike and all(same(actual[key], item, bound) for key, item in expected.items())
+    if type(expected) is float:
+        close = min(bound, 1e-9) if bound else 0.0
+        return type(actual) in (int, float) and abs(actual - expected) <= close * max(1e-300, abs(expected))
+    return type(actual) is type(expected) and bool(actual == expected)
+
+
+def apart(actual: torch.Tensor, expected: torch.Tensor, bound: float = 1e-6) -> torch.Tensor:
+    """Which numbers differ by more than `bound` times the largest magnitude; equal infinities do not, NaN does."""
+    if expected.dtype in (torch.bool, torch.int64):
+        return actual != expected
+    gap = (actual.double() - expected.double()).abs()
+    return ~((actual == expected) | (gap <= bound * largest(expected)))
+
+
+def largest(expected: torch.Tensor) -> float:
+    """The largest finite magnitude, at least 1."""
+    finite = expected.double().abs()[expected.isfinite()]
+    return max(1.0, finite.max().item() if finite.numel() else 1.0)

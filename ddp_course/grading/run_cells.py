@@ -1,21 +1,28 @@
 """Run a notebook under nbval, in a process of its own.
 
-What is worked around: nbval notices that a kernel has died only when the cell's whole timeout is over.
+The kernel is a fork of this process, which has loaded torch: to load it anew took longer than all else. What is worked
+around: nbval notices that a kernel has died only when the cell's whole timeout is over.
 """
 
+import asyncio
 import json
+import multiprocessing
 import os
 import re
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from queue import Empty
 from typing import Any
 
 import pytest
+from jupyter_client.provisioning import local_provisioner
 from nbval.kernel import RunningKernel
 
-from .guard import FOLDER, HAND_OVER, HIDDEN, leave_network, limit
+from .guard import FOLDER, HAND_OVER, HIDDEN, begin, leave_network, limit
+
+FORK: Any = multiprocessing.get_context("fork" if hasattr(os, "fork") else "spawn")
 
 LOOK_EVERY_SECONDS = 0.2
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -70,6 +77,48 @@ def get_message(self: Any, stream: str, timeout: float | None = None) -> Any:
                 raise
 
 
+class Kernel(FORK.Process):
+    """A process with the methods of `subprocess.Popen` that Jupyter calls."""
+
+    stdin = stdout = stderr = None
+
+    def poll(self) -> int | None:
+        """How it ended, None while it lives."""
+        return self.exitcode
+
+    def wait(self) -> int | None:
+        """How it ended, once it has."""
+        self.join()
+        return self.exitcode
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal."""
+        os.kill(self.pid, number)
+
+
+def start_kernel(command: list[str], env: dict, **_: Any) -> Kernel:
+    """In place of Jupyter's `launch_kernel`: the last word of the command is the file that names the ports."""
+    kernel = Kernel(target=be_kernel, args=(command[-1], env))
+    kernel.start()
+    with suppress(OSError, AttributeError):
+        os.setpgid(kernel.pid, kernel.pid)  # an interrupt is for its group
+    return kernel
+
+
+def be_kernel(file: str, environment: dict) -> None:
+    """Be the notebook's kernel, under a submission's limits before anything of the learner's runs."""
+    import torch
+    from ipykernel.kernelapp import IPKernelApp
+
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    asyncio.set_event_loop(asyncio.new_event_loop())  # the one that came with the fork is busy
+    app = IPKernelApp.instance()
+    app.initialize(["-f", file])
+    begin(environment[HAND_OVER])
+    app.start()
+
+
 def run_cells(notebook: Path, seconds: float, hidden: str) -> None:
     """Run a notebook, each cell for so many seconds; its results are lines of JSON in a file beside it.
 
@@ -89,5 +138,6 @@ def run_cells(notebook: Path, seconds: float, hidden: str) -> None:
     limit()
     leave_network()
     RunningKernel.get_message = get_message
+    local_provisioner.launch_kernel = start_kernel  # type: ignore[assignment]
     options = [*OPTIONS.split(), str(seconds), "-c", os.devnull, "--rootdir", folder]
     pytest.main([*options, str(notebook)], plugins=[Reporter(notebook.with_name(RESULTS))])

@@ -135,7 +135,6 @@ class LargestRate:
         answer = largest_rate()
         require(isinstance(answer, tuple) and len(answer) == 2, "a pair was expected: (the rate, a sentence)")
         rate, sentence = answer
-        torch.set_num_threads(1)  # on a machine that is full, more of them take a hundred times as long
         require(type(rate) in (int, float) and 0 < rate < 1e6, f"the rate is a number above 0, not {rate!r}")
         require(
             isinstance(sentence, str) and len(sentence.split()) >= 6, "a sentence of six words or more was expected"

@@ -1,13 +1,12 @@
 """Answers for tests of the grading: tried on the same inputs, or handed in as notebooks."""
 
-from functools import cache
 from pathlib import Path
 
 import nbformat
 
 from ddp_course.grading.attempt import Attempt
 from ddp_course.grading.checking import source
-from ddp_course.grading.checks import cell_of, find, known_answers, solution
+from ddp_course.grading.checks import cell_of, find, known_answers, known_wrong, solution
 from ddp_course.grading.diagnosis import Book, verdict
 from ddp_course.grading.evidence import gather
 
@@ -18,17 +17,10 @@ PATIENCE_SECONDS = 3.0  # that a rank waits for a message of a wrong answer
 def tried(task, sources, seed, hidden=False):
     """For the solution and each answer (as source) its evidence and its verdict, on the same inputs."""
     idle = "\n".join(f"def {name}(*args, **kwargs): pass" for name in task.names)
-    known = of_kind(task, "wrong")
-    right, *evidence = evidence_of(task, [solution(task.number), *sources], seed, hidden)
-
-    def wrong():
-        return list(zip([one.message for one in known], of_known()[1:], strict=True))
-
-    def of_known():
-        return evidence_of(task, [idle, *(one.source for one in known)], seed, hidden)
-
-    book = Book(right, cache(wrong), lambda: of_known()[0])
-    return [(one, verdict(task, one, book)) for one in (right, *evidence)]
+    known = [idle, *(answer.source for answer in known_wrong(task.number))]
+    right, *others = evidence_of(task, [solution(task.number), *sources], seed, hidden)
+    book = Book(right, lambda: evidence_of(task, known, seed, hidden))
+    return [(evidence, verdict(task, evidence, book)) for evidence in (right, *others)]
 
 
 _tried = {}  # {(task, seed, hidden, source): evidence}
@@ -38,10 +30,9 @@ def evidence_of(task, sources, seed, hidden):
     """The evidence of answers; one that was tried with the same inputs before is not tried again."""
     inputs = task.inputs(seed, hidden)
     new = [text for text in dict.fromkeys(sources) if (task.number, seed, hidden, text) not in _tried]
-    for text, one in zip(
-        new, gather([Attempt(task.number, inputs, source(task, text)) for text in new], PATIENCE_SECONDS), strict=True
-    ):
-        _tried[task.number, seed, hidden, text] = one
+    attempts = [Attempt(task.number, inputs, source(task, text)) for text in new]
+    for text, evidence in zip(new, gather(attempts, PATIENCE_SECONDS), strict=True):
+        _tried[task.number, seed, hidden, text] = evidence
     return [_tried[task.number, seed, hidden, text] for text in sources]
 
 
@@ -52,7 +43,7 @@ def verdict_on(number, text, seed=1):
 
 def of_kind(task, *kinds):
     """The known answers to a task of some kinds."""
-    return [one for one in known_answers(task.exercise) if one.task == task.number and one.kind in kinds]
+    return [answer for answer in known_answers(task.exercise) if answer.task == task.number and answer.kind in kinds]
 
 
 def edited(number, *edits):
