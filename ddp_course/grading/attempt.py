@@ -8,7 +8,7 @@ import linecache
 import os
 import pickle
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,6 +24,7 @@ import torch.distributed as dist
 from ..errors import Wrong
 from ..running import wire
 from ..running.torch_inside import TorchDispatchMode
+from ..stage4_ring import ring_all_reduce
 from .checks import Task, cell_of, find
 from .guard import enter
 from .plain import pack, same, unpack
@@ -184,6 +185,10 @@ def probed(task: Task, answers: Sequence, inputs: dict) -> Any:
     """The evidence of one answer on this rank."""
     with counted() as past:
         evidence = task.probe(*answers, **inputs)
+        if isinstance(evidence, Iterator):
+            rows, evidence = evidence, {}
+            for part, case, value in rows:
+                evidence.setdefault(part, {})[case] = value
     if set(COLLECTIVES) <= set(task.forbidden) and (message := past.message()):
         raise Wrong(message)
     return evidence
@@ -249,6 +254,17 @@ def worlds(*sizes: int) -> Iterator[tuple[int, Any]]:
     for size in sizes:
         if dist.get_rank() < size:
             yield size, _groups[size]
+
+
+def noted_ring(group: Any) -> tuple[Callable, list]:
+    """The ring all-reduce in a group, and a list of (dtype, elements) of the tensors that it is called with."""
+    calls: list = []
+
+    def all_reduce(tensor: torch.Tensor) -> torch.Tensor:
+        calls.append((str(tensor.dtype).removeprefix("torch."), tensor.numel()))
+        return ring_all_reduce(tensor, group)
+
+    return all_reduce, calls
 
 
 class PastTheWire(TorchDispatchMode):

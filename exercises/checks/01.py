@@ -33,17 +33,14 @@ class TrainStep:
     """Forward, backward, update: the weights are plain SGD's, the losses plain numbers from before each update."""
 
     def draw(random, hidden):
-        """A seed for the net, and three batches (five if `hidden`)."""
         return {"seed": random.randrange(10**6), "batches": batches_of(random, 3 + 2 * hidden, 8)}
 
     def probe(train_step, seed, batches):
         """The loss of each step, and the weights after it."""
         model, optimizer = small_model(seed)
-        evidence = {"weights": {}, "loss": {}}
         for step, batch in enumerate(batches, 1):
-            evidence["loss"][f"step {step}, the loss"] = train_step(model, optimizer, *batch)
-            evidence["weights"][f"after step {step}, the weights"] = weights(model)
-        return evidence
+            yield "loss", f"step {step}, the loss", train_step(model, optimizer, *batch)
+            yield "weights", f"after step {step}, the weights", weights(model)
 
 
 @task("1.2", "accumulate", {"weights": 1, "loss": 1}, bound=1e-9)
@@ -51,20 +48,18 @@ class Accumulate:
     """Several micro-batches, one update: the weights and the loss of the whole batch at once."""
 
     def draw(random, hidden):
-        """A seed for the net, and two rounds of 3 to 5 micro-batches of 6 (three rounds if `hidden`)."""
         count = random.randrange(3, 6)
         return {"seed": random.randrange(10**6), "rounds": [batches_of(random, count, 6) for _ in range(2 + hidden)]}
 
     def probe(accumulate, seed, rounds):
         """One call a round: how often the optimizer stepped, the weights, and the loss."""
         model, optimizer = small_model(seed)
-        evidence, steps, step = {"weights": {}, "loss": {}}, [], optimizer.step
+        steps, step = [], optimizer.step
         optimizer.step = lambda *args, **kwargs: (steps.append(1), step(*args, **kwargs))[1]
         for number, micro_batches in enumerate(rounds, 1):
-            evidence["loss"][f"call {number}, the loss"] = accumulate(model, optimizer, micro_batches)
-            evidence["weights"][f"call {number}, updates so far"] = len(steps)
-            evidence["weights"][f"call {number}, the weights after it"] = weights(model)
-        return evidence
+            yield "loss", f"call {number}, the loss", accumulate(model, optimizer, micro_batches)
+            yield "weights", f"call {number}, updates so far", len(steps)
+            yield "weights", f"call {number}, the weights after it", weights(model)
 
 
 @task("1.3", "gradient_bytes", {"dtypes": 1, "trained only": 1})
@@ -72,7 +67,6 @@ class GradientBytes:
     """Bytes that all gradients of a model take: by each parameter's own dtype, trainable ones only, each once."""
 
     def draw(random, hidden):
-        """Widths of the layers; if `hidden` two layers of one more model share their weights."""
         return {"widths": [random.randrange(3, 40) for _ in range(3)], "tied": hidden}
 
     def probe(gradient_bytes, widths, tied):

@@ -12,23 +12,20 @@ class Scatter:
     """Cut a batch into shards, as equal as can be: nothing lost or twice, in order, the longer first, no empty ones."""
 
     def draw(random, hidden):
-        """Batches that do and do not divide by the number of devices, one of them smaller than it."""
         sizes = [(8, 2), (10, 4), (7, 3), (3, 4), (5, 1), (random.randrange(9, 30), 8 if hidden else 5)]
         return {"cases": [(tensors(random, 1, rows, 3)[0], devices) for rows, devices in sizes]}
 
     def probe(scatter, cases):
         """The shards of every batch, how long they are, and on which device; "meta" is one that has no memory."""
-        evidence = {"uneven sizes": {}, "even sizes": {}}
         for tensor, devices in cases:
-            part = evidence["uneven sizes" if len(tensor) % devices else "even sizes"]
+            part = "uneven sizes" if len(tensor) % devices else "even sizes"
             about, shards = f"{len(tensor)} samples on {devices} devices", scatter(tensor, ["cpu"] * devices)
             if isinstance(shards, list | tuple):
-                part[f"{about}, shards of"] = [len(shard) if shard.ndim else 0 for shard in shards]
-            part[f"{about}, the shards"] = shards
+                yield part, f"{about}, shards of", [len(shard) if shard.ndim else 0 for shard in shards]
+            yield part, f"{about}, the shards", shards
             if isinstance(shards, list | tuple):
                 on_meta = scatter(tensor, ["meta"] * devices)
-                part[f'{about} called "meta", where the shards are'] = [str(shard.device) for shard in on_meta]
-        return evidence
+                yield part, f'{about} called "meta", where the shards are', [str(shard.device) for shard in on_meta]
 
 
 def replicas_of(seed, count, frozen):
@@ -54,20 +51,21 @@ def same(some, others):
     return all(one is other if one is None or other is None else one.equal(other) for one, other in pairs)
 
 
-PARTS = {"sums": 1, "missing gradients": 1, "replicas kept": 1}
-
-
-@task("2.2", "reduce", PARTS, bound=1e-12, forbidden=("ddp_course.stage2_dataparallel.reduce",))
+@task(
+    "2.2",
+    "reduce",
+    {"sums": 1, "missing gradients": 1, "replicas kept": 1},
+    bound=1e-12,
+    forbidden=("ddp_course.stage2_dataparallel.reduce",),
+)
 class Reduce:
     """The master's gradients become the sum; the replicas' own stay theirs."""
 
     def draw(random, hidden):
-        """A seed for the replicas, and how many there are."""
         return {"seed": random.randrange(10**6), "counts": (3, 1, 2, 5) if hidden else (3, 1, 2)}
 
     def probe(reduce, seed, counts):
         """The master's gradients, and whether the replicas' are as they were and shared with nobody."""
-        evidence = {part: {} for part in PARTS}
         for count in counts:
             for frozen in (False, True):
                 models = replicas_of(seed, count, frozen)
@@ -77,16 +75,14 @@ class Reduce:
                 about = f"{count} replicas" + (", of which only the last has a gradient in the last layer" * frozen)
                 for index, gradient in enumerate(after[0]):
                     part = "missing gradients" if frozen else "sums"
-                    evidence[part][f"{about}: the master's gradient of parameter {index}"] = gradient
+                    yield part, f"{about}: the master's gradient of parameter {index}", gradient
                 own = {p.grad.data_ptr() for p in models[0].parameters() if p.grad is not None}
                 taken = {p.grad.data_ptr() for model in models[1:] for p in model.parameters() if p.grad is not None}
-                evidence["replicas kept"] |= {
-                    f"{about}: something was added to the master's gradients": count == 1
-                    or not same(before[0], after[0]),
-                    f"{about}: the replicas' gradients are as they were": all(map(same, before[1:], after[1:])),
-                    f"{about}: the master's gradients are tensors of its own": not own & taken,
-                }
-        return evidence
+                added = count == 1 or not same(before[0], after[0])
+                yield "replicas kept", f"{about}: something was added to the master's gradients", added
+                as_before = all(map(same, before[1:], after[1:]))
+                yield "replicas kept", f"{about}: the replicas' gradients are as they were", as_before
+                yield "replicas kept", f"{about}: the master's gradients are tensors of its own", not own & taken
 
 
 @task("2.3", "master_sends", {"the model": 1, "the batch": 1})
@@ -94,7 +90,6 @@ class MasterSends:
     """Bytes that leave the master in one step: K-1 models, and all shards but its own."""
 
     def draw(random, hidden):
-        """Bytes of parameters, inputs and outputs, on 1 to 8 devices."""
         sizes = [
             (random.randrange(10**5, 10**8), 840 * random.randrange(10, 9999), 840 * random.randrange(1, 99))
             for _ in range(4)
@@ -103,7 +98,6 @@ class MasterSends:
 
     def probe(master_sends, cases):
         """The bytes without a batch and without a model, and what each adds to the other."""
-        evidence = {"the model": {}, "the batch": {}}
         for p, inputs, outputs, k in cases:
             about, numbers = f"{k} devices, p={p}, inputs={inputs}, outputs={outputs}", (int, float)
             whole, model, batch = (
@@ -111,8 +105,8 @@ class MasterSends:
             )
             if all(type(answer) in numbers for answer in (whole, model, batch)):
                 for part, alone, other in (("the model", model, batch), ("the batch", batch, model)):
-                    evidence[part][f"{about}: bytes for {part} alone"] = round(alone)
-                    evidence[part][f"{about}: bytes that {part} adds"] = round(whole - other)
+                    yield part, f"{about}: bytes for {part} alone", round(alone)
+                    yield part, f"{about}: bytes that {part} adds", round(whole - other)
             else:
-                evidence["the model"][about] = evidence["the batch"][about] = whole
-        return evidence
+                yield "the model", about, whole
+                yield "the batch", about, whole

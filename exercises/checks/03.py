@@ -20,15 +20,13 @@ def draw_server(random, hidden, whole=True):
 
 def probe_server(function, values, servers):
     """Every rank's tensor after `function(tensor, server, group)` in worlds of 3, 4, 2 and 1, and the bytes it sent."""
-    evidence = {"values": {}, "bytes": {}}
     for size, group in worlds(3, 4, 2, 1):
         tensor = values[dist.get_rank()].clone()
         with wire.counting() as traffic:
             function(tensor, servers[size], group)
         case = f"with {size} ranks and rank {servers[size]} as server"
-        evidence["values"][case] = tensor
-        evidence["bytes"][f"{case}, bytes sent"] = traffic.bytes_sent
-    return evidence
+        yield "values", case, tensor
+        yield "bytes", f"{case}, bytes sent", traffic.bytes_sent
 
 
 @task("3.1", "collect", {"values": 1, "bytes": 1}, **LOOP)
@@ -52,7 +50,6 @@ class Average:
     """The mean on every rank: p bytes to the server, and p back to each."""
 
     def draw(random, hidden):
-        """Real numbers, different on every rank, and servers that are not always rank 0."""
         return draw_server(random, hidden, whole=False)
 
     probe = probe_server
@@ -63,7 +60,6 @@ class RanksThatPay:
     """The least of c/K + 2 (K-1) p/b: neither one rank nor all of them, but for very slow and very fast links."""
 
     def draw(random, hidden):
-        """Jobs of which the best is a certain number of ranks, or one, or all; with hidden ones up to 30."""
         best = [*random.sample(range(2, 9), 3), *([random.randrange(15, 30)] if hidden else [])]
         jobs = [(k, 4 * k) for k in best] + [(0.3, 6), (40, 16)]
         links = [(random.randrange(1, 400) * 10**6, random.randrange(1, 100) * 10**8) for _ in jobs]
@@ -71,9 +67,7 @@ class RanksThatPay:
 
     def probe(ranks_that_pay, cases):
         """The number of ranks in each case."""
-        evidence = {"some of them": {}, "one or all": {}}
         for computing, parameters, bits, most in cases:
             part = "some of them" if most % 4 == 0 and most != 16 else "one or all"
             about = f"{computing:.3g} s of computing, {parameters:,} parameters, {bits:,} bit/s, at most {most} ranks"
-            evidence[part][about] = ranks_that_pay(computing, parameters, bits, most)
-        return evidence
+            yield part, about, ranks_that_pay(computing, parameters, bits, most)

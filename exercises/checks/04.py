@@ -17,18 +17,15 @@ class ChunkToSend:
     """Which chunk a rank sends in a step of reduce-scatter: rank - step, and K more where that is less than 0."""
 
     def draw(random, hidden):
-        """(rank, step, world size) for four world sizes up to 8, and some that pass chunk 0 or stay above it."""
         sizes = random.sample(range(2, 9), 4)
         drawn = [(random.randrange(k), random.randrange(k - 1), k) for k in sizes for _ in range(3)]
         return {"cases": [*drawn, (0, 1, 3), (2, 1, 3), (1, 3, 5), (4, 2, 5)]}
 
     def probe(chunk_to_send, cases):
         """The index in each case."""
-        evidence = {"down to chunk 0": {}, "past chunk 0": {}}
         for rank, step, size in cases:
             part = "down to chunk 0" if step <= rank else "past chunk 0"
-            evidence[part][f"rank {rank}, step {step}, {size} ranks"] = chunk_to_send(rank, step, size)
-        return evidence
+            yield part, f"rank {rank}, step {step}, {size} ranks", chunk_to_send(rank, step, size)
 
 
 def draw_chunks(random, hidden):
@@ -40,7 +37,6 @@ def draw_chunks(random, hidden):
 
 def probe_chunks(function, lengths, values):
     """Every rank's chunks after `function(chunks, group)` in worlds of 3, 4 and 2, and the bytes that it sent."""
-    evidence = {"chunks": {}, "sent": {}}
     for size, group in worlds(3, 4, 2):
         own = values[dist.get_rank()]
         if size == 3:
@@ -48,9 +44,8 @@ def probe_chunks(function, lengths, values):
         chunks = [own[index][:length].clone() for index, length in enumerate(lengths[size])]
         with wire.counting() as traffic:
             function(list(chunks), group)
-        evidence["chunks"][size] = chunks
-        evidence["sent"][size] = (traffic.bytes_sent, traffic.messages_sent)
-    return evidence
+        yield "chunks", size, chunks
+        yield "sent", size, ((traffic.bytes_sent, traffic.messages_sent))
 
 
 def try_equal_chunks(function, chunks, group):
@@ -110,14 +105,12 @@ class RingAllReduce:
     """Any shape, in place, uneven chunks, 1 to 4 ranks, and no rank sends more than 2 (K-1) chunks."""
 
     def draw(random, hidden):
-        """Tensors of several shapes; if `hidden` in float64, and one of no elements."""
         shapes = {**SHAPES, "of no elements": (0,)} if hidden else SHAPES
         dtype = torch.float64 if hidden else torch.float32
         return {"values": {name: tensors(random, 4, *shape, dtype=dtype, whole=True) for name, shape in shapes.items()}}
 
     def probe(ring_all_reduce, values):
         """Every rank's tensor afterwards, and what it sent, in worlds of 1 to 4 ranks."""
-        evidence = {"sums": {}, "any shape": {}, "bytes": {}}
         for size, group in worlds(3, 4, 2, 1):
             for name, of_ranks in values.items():
                 tensor = of_ranks[dist.get_rank()].clone()
@@ -125,9 +118,8 @@ class RingAllReduce:
                 with wire.counting() as traffic:
                     ring_all_reduce(tensor, group)
                 part = "sums" if name == "in one row" else "any shape"
-                evidence[part][f"{size} ranks, a tensor {name}"] = tensor
-                evidence["bytes"][f"{size} ranks, a tensor {name}"] = traffic.bytes_sent
-        return evidence
+                yield part, f"{size} ranks, a tensor {name}", tensor
+                yield "bytes", f"{size} ranks, a tensor {name}", traffic.bytes_sent
 
     def together(ranks, values):
         """Sums by rank; of the bytes how many there are in all, and how many chunks the busiest rank sends."""
@@ -151,7 +143,6 @@ class StepSeconds:
     """The least over K of c/K + 2(K-1) (latency + p/(K b)), with the K fastest cables, of which b is the slowest."""
 
     def draw(random, hidden):
-        """Ranks with equal cables and with one slow cable or two, in any place, which is and is not worth its rank."""
         cases = []
         for ranks, slow, share in [(4, 1, 2), (8, 1, 9), (1, 1, 1), (6, 0.7, 9), (5, 0.05, 2), (8, 0.4, 1)]:
             bits, parameters = random.randrange(1, 90) * 10**8, random.randrange(1, 400) * 10**6
@@ -162,13 +153,11 @@ class StepSeconds:
 
     def probe(step_seconds, cases):
         """The seconds of the shortest step."""
-        evidence = {"equal cables": {}, "a slow cable": {}}
         for cables, parameters, latency, computing in cases:
             bits = ", ".join(f"{cable:.3g}" for cable in cables)
             about = f"cables of {bits} bit/s, {parameters:,} parameters, {1000 * latency:.0f} ms of latency"
             part = "equal cables" if len(set(cables)) == 1 else "a slow cable"
-            evidence[part][f"{about}, seconds"] = step_seconds(list(cables), parameters, latency, computing)
-        return evidence
+            yield part, f"{about}, seconds", step_seconds(list(cables), parameters, latency, computing)
 
 
 @task("4.6", ("the_bug", "mended_ring"), {"the line": 1, "mended": 1}, secret=("the line",), **LOOP)
@@ -176,17 +165,15 @@ class FindTheBugInTheRing:
     """A ring that loses the remainder: line 3 cuts the tensor into chunks, and drops what is left over."""
 
     def draw(random, hidden):
-        """Rows whose lengths 2, 3 and 4 ranks can and cannot share equally; if `hidden` in float64 too."""
         lengths = {"even": 24, "odd": 12 * random.randrange(1, 3) + random.choice((5, 7, 11)), "short": 3}
         dtype = torch.float64 if hidden else torch.float32
         return {"values": {name: tensors(random, 4, n, dtype=dtype, whole=True) for name, n in lengths.items()}}
 
     def probe(the_bug, mended_ring, values):
         """The line that is named, and every rank's tensors afterwards, in worlds of 2 to 4 ranks."""
-        evidence = {"the line": {"the faulty line": the_bug()}, "mended": {}}
+        yield "the line", "the faulty line", the_bug()
         for size, group in worlds(3, 4, 2):
             for of_ranks in values.values():
                 tensor = of_ranks[dist.get_rank()].clone()
                 mended_ring(tensor, group)
-                evidence["mended"][f"{size} ranks, {len(tensor)} numbers"] = tensor
-        return evidence
+                yield "mended", f"{size} ranks, {len(tensor)} numbers", tensor

@@ -30,7 +30,6 @@ class AssignBuckets:
     """Parameters into buckets, last first, each closed on reaching the cap; a bucket for each dtype."""
 
     def draw(random, hidden):
-        """Sizes and dtypes of parameters (three if `hidden`), and caps that are met exactly, passed, or never reached."""
         sizes = [random.randrange(20, 200) for _ in range(9 + 4 * hidden)]
         one, two = ["float32"] * len(sizes), ["float64" if i % 3 == 0 else "float32" for i in range(len(sizes))]
         three = [("bfloat16", "float32", "float64")[i % 3] for i in range(len(sizes))]
@@ -40,7 +39,6 @@ class AssignBuckets:
 
     def probe(assign_buckets, cases):
         """The bytes of the buckets, and the numbers of the parameters in them; of several dtypes in any order."""
-        evidence = {"caps": {}, "dtypes": {}}
         for sizes, kinds, cap in cases:
             parameters = [
                 nn.Parameter(torch.zeros(n, dtype=getattr(torch, k))) for n, k in zip(sizes, kinds, strict=True)
@@ -50,10 +48,9 @@ class AssignBuckets:
             buckets = sorted(buckets, reverse=True) if several > 1 else buckets
             taken = [sum(sizes[i] * BYTES[kinds[i]] for i in bucket) for bucket in buckets]
             about = f"{len(sizes)} parameters{f' of {several} dtypes' * (several > 1)}, cap {cap} bytes"
-            part = evidence["dtypes" if several > 1 else "caps"]
-            part[f"{about}, bytes of the buckets"] = taken
-            part[f"{about}, buckets of parameters (-1: none of them)"] = buckets
-        return evidence
+            part = "dtypes" if several > 1 else "caps"
+            yield part, f"{about}, bytes of the buckets", taken
+            yield part, f"{about}, buckets of parameters (-1: none of them)", buckets
 
 
 class Shared(nn.Module):
@@ -74,7 +71,6 @@ class TellWhenReady:
     """A hook on every trainable parameter: one call a pass, when the gradient is complete."""
 
     def draw(random, hidden):
-        """A seed for the model, and inputs of three passes."""
         return {"seed": random.randrange(10**6), "inputs": tensors(random, 3, 5, 4)}
 
     def probe(tell_when_ready, seed, inputs):
@@ -88,24 +84,21 @@ class TellWhenReady:
             calls.append((index.get(id(parameter), -1), None if grad is None else grad.clone()))
 
         tell_when_ready(list(model.parameters()), ready)
-        evidence = {
-            "calls": {"before any backward pass, ready is called for parameters": [i for i, _ in calls]},
-            "complete": {},
-        }
-        for number, one in enumerate(inputs, 1):
+        yield "calls", "before any backward pass, ready is called for parameters", [i for i, _ in calls]
+        called = False
+        for number, x in enumerate(inputs, 1):
             calls.clear()
             model.zero_grad()
-            model(one).square().sum().backward()
-            last, early = [p.grad for p in model.parameters()], []
+            model(x).square().sum().backward()
+            called, last, early = called or bool(calls), [p.grad for p in model.parameters()], []
             for i, grad in calls:
                 if grad is None or not grad.equal(last[i]):
                     early.append(f"parameter {i}: {'none yet' if grad is None else 'not complete'}")
-            about = f"backward pass {number}: ready is called for parameters (-1: none of them)"
-            evidence["calls"][about] = sorted(i for i, _ in calls)
+            called_for = sorted(i for i, _ in calls)
+            yield "calls", f"backward pass {number}: ready is called for parameters (-1: none of them)", called_for
             about = f"backward pass {number}: gradients that are not there when ready is called"
-            evidence["complete"][about] = sorted(early)
-        evidence["complete"]["ready was called in a backward pass"] = any(list(evidence["calls"].values())[1:])
-        return evidence
+            yield "complete", about, sorted(early)
+        yield "complete", "ready was called in a backward pass", called
 
 
 @task("5.3", "average_in_background", {"waiting": 1, "mean": 1, "errors": 1}, ranks=4, hang=ORDER, bound=1e-5)
@@ -113,22 +106,21 @@ class AverageInBackground:
     """Submit all, then wait for all: no bucket is touched meanwhile, and no error is lost."""
 
     def draw(random, hidden):
-        """Buckets of three lengths (four if `hidden`), different on every rank."""
         return {"values": [[tensors(random, 1, n)[0] for n in (7, 12, 5, *([9] if hidden else []))] for _ in range(4)]}
 
     def probe(average_in_background, values):
         """Every rank's buckets, who reduced them and when, and what became of an error in the first, or the last."""
-        evidence = {"waiting": {}, "mean": {}, "errors": {}}
         for size, group in worlds(3, 2, 4):
             flats = [flat.clone() for flat in values[dist.get_rank()]]
             with ThreadPoolExecutor(1, "communication") as executor:
                 notes, means = watched(average_in_background, flats, executor, group, size)
-            evidence["waiting"] |= notes
-            evidence["mean"] |= {f"with {size} ranks, bucket {i}": flat for i, flat in enumerate(means)}
+            for about, note in notes.items():
+                yield "waiting", about, note
+            for i, flat in enumerate(means):
+                yield "mean", f"with {size} ranks, bucket {i}", flat
         for place, name in ((0, "first"), (1, "last")):
             about = f"an error in the communication thread, in the {name} bucket of two"
-            evidence["errors"][about] = error_of(average_in_background, place)
-        return evidence
+            yield "errors", about, error_of(average_in_background, place)
 
 
 def watched(function, flats, executor, group, size):
@@ -201,7 +193,6 @@ class FindTheBugInTheOrder:
     """Buckets leave by index, on all ranks alike, none before its gradients are there, and none later."""
 
     def draw(random, hidden):
-        """Buckets, and four ranks' orders in which gradients become ready: shuffled a little, then altogether."""
         cases = []
         for count in (6, 9, *([14] if hidden else [])):
             parameters = list(range(count))[::-1]
@@ -213,12 +204,11 @@ class FindTheBugInTheOrder:
 
     def probe(the_bug, departures, cases):
         """The line that is named, and the departures on each rank of each case."""
-        evidence = {"the line": {"the faulty line": the_bug()}, "mended": {}}
+        yield "the line", "the faulty line", the_bug()
         for buckets, orders in cases:
             for ready in orders:
                 about = f"buckets {buckets}, gradients ready in the order {ready}"
-                evidence["mended"][about] = departures([list(bucket) for bucket in buckets], list(ready))
-        return evidence
+                yield "mended", about, departures([list(bucket) for bucket in buckets], list(ready))
 
 
 LAYERS, WIDTH = 6, 48
@@ -242,14 +232,12 @@ class AssembleBucketedDDP:
     """Hooks, buckets and a thread, put together: right, in every pass, and beside the backward pass."""
 
     def draw(random, hidden):
-        """A seed for the model, and two passes' inputs for each rank (three if `hidden`)."""
         return {"seed": random.randrange(10**6), "inputs": [tensors(random, 2 + hidden, 8, WIDTH) for _ in range(4)]}
 
     def probe(Bucketed, seed, inputs):
         """For each pass the gradients, and how many were ready when each bucket left; on an emulated device."""
-        evidence = {"mean": {}, "every pass": {}, "overlap": {}}
         for size, group in worlds(3):
-            model, ready, left, submitted, number = deep_model(seed), [], [], [], 0
+            model, ready, left, submitted = deep_model(seed), [], [], []
             for parameter in model.parameters():
                 parameter.register_post_accumulate_grad_hook(ready.append)
 
@@ -263,18 +251,14 @@ class AssembleBucketedDDP:
                 executor.submit = noted(executor.submit, lambda ready=ready, to=submitted: to.append(len(ready)))
                 parallel = Bucketed(buckets_of(model), all_reduce, executor, size)
                 with device.emulate():
-                    for one in inputs[dist.get_rank()]:
+                    for number, x in enumerate(inputs[dist.get_rank()], 1):
                         for notes in (ready, left, submitted):
                             notes.clear()
                         model.zero_grad()
-                        parallel.backward(model(one).square().mean())
-                        number += 1
-                        about = f"backward pass {number}"
-                        evidence["mean" if number == 1 else "every pass"][about] = torch.cat(
-                            [p.grad.reshape(-1) for p in model.parameters()]
-                        )
-                        evidence["overlap"][about] = overlap_in_words(left, submitted)
-        return evidence
+                        parallel.backward(model(x).square().mean())
+                        gradient = torch.cat([p.grad.reshape(-1) for p in model.parameters()])
+                        yield "mean" if number == 1 else "every pass", f"backward pass {number}", gradient
+                        yield "overlap", f"backward pass {number}", overlap_in_words(left, submitted)
 
 
 def overlap_in_words(left, ready):
@@ -323,21 +307,19 @@ class WhichTimeline:
     """Four settings, told by their timelines: where nothing runs beside backward, and where communication does."""
 
     def draw(random, hidden):
-        """Three timelines of each setting (six if `hidden`), shuffled."""
         settings = random.sample(SETTINGS * (3 + 3 * hidden), len(SETTINGS) * (3 + 3 * hidden))
         return {"cases": [(timeline_of(random, setting), setting) for setting in settings]}
 
     def probe(setting_of, cases):
         """For each timeline whether the right setting is named, in words; those without anything beside backward first."""
-        evidence, names = {"after backward": {}, "beside backward": {}}, ", ".join(f'"{name}"' for name in SETTINGS)
+        names = ", ".join(f'"{name}"' for name in SETTINGS)
         for timeline, setting in cases:
             answer = setting_of(list(timeline))
             wrong = (
                 f'"{answer}" does not look like that' if answer in SETTINGS else f"{answer!r:.40} is none of {names}"
             )
             part = "after backward" if setting in ("each on its own", "one bucket") else "beside backward"
-            evidence[part][in_words(timeline)] = answer and ("that setting" if answer == setting else wrong)
-        return evidence
+            yield part, in_words(timeline), answer and ("that setting" if answer == setting else wrong)
 
 
 def in_words(timeline):
@@ -365,7 +347,6 @@ class WhenItHides:
     """A straight line, a measurement, and what stands between them."""
 
     def draw(random, hidden):
-        """Devices whose backward is bound by computing, by memory, or by both where it meets the ring."""
         cases = [(32, 200, 100, 0.8), (48, 100, 10, 0.6), (48, 100, 10, 0.05), (48, 100, 10, 0.12)]
         cases += [(48, 100, 10, 0.03)]  # the line meets the ring below one sample
         cases += [(64, 100, 1, 0.2)] * hidden

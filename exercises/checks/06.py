@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_course.grading.attempt import COLLECTIVES, RING, SERVER, tensors, worlds
+from ddp_course.grading.attempt import COLLECTIVES, RING, SERVER, noted_ring, tensors, worlds
 from ddp_course.grading.checks import load_tasks, require, task
 from ddp_course.running import wire
 from ddp_course.stage4_ring import ring_all_reduce
@@ -22,7 +22,6 @@ class AccumulateUnsynchronised:
     """Several micro-batches, one synchronisation, and the weights of one step on all samples of all ranks."""
 
     def draw(random, hidden):
-        """A seed for the net, and three or four micro-batches for each rank."""
         count = random.randrange(3, 5)
         return {"seed": random.randrange(10**6), "batches": [ONE.batches_of(random, count, 4) for _ in range(4)]}
 
@@ -31,24 +30,18 @@ class AccumulateUnsynchronised:
 
         Before it a backward pass was synchronised, so that DDP has told all that it ever tells of itself.
         """
-        evidence, mine = {"bytes": {}, "weights": {}, "the wrapper": {}}, batches[dist.get_rank()]
+        mine = batches[dist.get_rank()]
         for size, group in worlds(2, 4):
-            (model, optimizer), called, reduced = ONE.small_model(seed), [], []
-
-            def all_reduce(tensor, group=group, reduced=reduced):
-                reduced.append(tensor.numel())
-                return ring_all_reduce(tensor, group)
-
+            (model, optimizer), called, (all_reduce, reduced) = ONE.small_model(seed), [], noted_ring(group)
             parallel = DistributedDataParallel(model, process_group=group, all_reduce=all_reduce)
             nn.functional.cross_entropy(parallel(mine[0][0]), mine[0][1]).backward()
             reduced.clear()
             parallel.register_forward_pre_hook(lambda *_, called=called: called.append(1))
             accumulate(parallel, optimizer, mine)
             about = f"with {size} ranks"
-            evidence["bytes"][f"{about}, synchronisations for {len(mine)} micro-batches"] = len(reduced)
-            evidence["weights"][f"{about}, the weights after one step"] = ONE.weights(model)
-            evidence["the wrapper"][f"{about}, its forward passes"] = len(called)
-        return evidence
+            yield "bytes", f"{about}, synchronisations for {len(mine)} micro-batches", len(reduced)
+            yield "weights", f"{about}, the weights after one step", ONE.weights(model)
+            yield "the wrapper", f"{about}, its forward passes", len(called)
 
 
 @task("6.2", "used_anywhere", {"union": 1, "one all-reduce": 1}, ranks=4)
@@ -56,28 +49,20 @@ class UsedAnywhere:
     """Which parameters were used on some rank: bools, by one all-reduce, and the input unchanged."""
 
     def draw(random, hidden):
-        """Which parameters each rank used: fixed patterns and random ones, 300 more of these if `hidden`."""
         columns = [(0, 0, 0, 0), (1, 1, 1, 1), (1, 0, 0, 0), (0, 0, 0, 1), (0, 1, 1, 0), (0, 1, 0, 0)]
         columns += [tuple(random.randrange(2) for _ in range(4)) for _ in range(5 + 300 * hidden)]
         return {"used": [torch.tensor([column[rank] for column in columns], dtype=torch.bool) for rank in range(4)]}
 
     def probe(used_anywhere, used):
         """Every rank's result, its input afterwards, and the all-reduces that it called."""
-        evidence = {"union": {}, "one all-reduce": {}}
         for size, group in worlds(4, 3, 2):
-            mine, calls = used[dist.get_rank()].clone(), []
-
-            def all_reduce(tensor, group=group, calls=calls):
-                calls.append(tensor.dtype == torch.bool)
-                return ring_all_reduce(tensor, group)
-
+            mine, (all_reduce, calls) = used[dist.get_rank()].clone(), noted_ring(group)
             result = used_anywhere(mine, all_reduce)
             about = f"with {size} ranks"
-            evidence["union"][f"{about}, bools are added up"] = any(calls)
-            evidence["union"][about] = result
-            evidence["one all-reduce"][f"{about}, the input is as it was"] = mine.equal(used[dist.get_rank()])
-            evidence["one all-reduce"][f"{about}, all-reduces"] = len(calls)
-        return evidence
+            yield "union", f"{about}, bools are added up", "bool" in dict(calls)
+            yield "union", about, result
+            yield "one all-reduce", f"{about}, the input is as it was", mine.equal(used[dist.get_rank()])
+            yield "one all-reduce", f"{about}, all-reduces", len(calls)
 
 
 def buffered(seed, rank):
@@ -99,26 +84,21 @@ class ShareBuffers:
     """Every rank gets rank src's buffers, in place; parameters stay, and (K-1) times the bytes leave the source."""
 
     def draw(random, hidden):
-        """A seed for the model, and a source for each world size."""
         return {"seed": random.randrange(10**6), "sources": {3: 2, 4: random.randrange(1, 4), 2: 0, 1: 0}}
 
     def probe(share_buffers, seed, sources):
         """Every rank's buffers and weights afterwards, whether tensors were replaced, and what it sent."""
-        evidence = {"buffers": {}, "bytes": {}}
         for size, group in worlds(3, 4, 2, 1):
             model, src = buffered(seed, dist.get_rank()), sources[size]
             places = [buffer.data_ptr() for buffer in model.buffers()]
             with wire.counting() as traffic:
                 share_buffers(model, src, group)
-            about, cases = f"with {size} ranks, source {src}", evidence["buffers"]
+            about, places_now = f"with {size} ranks, source {src}", [buffer.data_ptr() for buffer in model.buffers()]
             for index, buffer in enumerate(model.buffers()):
-                cases[f"{about}, buffer {index} ({str(buffer.dtype).removeprefix('torch.')})"] = buffer
-            cases[f"{about}, the parameters"] = ONE.weights(model)
-            cases[f"{about}, buffers are the tensors that they were"] = places == [
-                b.data_ptr() for b in model.buffers()
-            ]
-            evidence["bytes"][f"{about}, bytes sent"] = traffic.bytes_sent
-        return evidence
+                yield "buffers", f"{about}, buffer {index} ({str(buffer.dtype).removeprefix('torch.')})", buffer
+            yield "buffers", f"{about}, the parameters", ONE.weights(model)
+            yield "buffers", f"{about}, buffers are the tensors that they were", places == places_now
+            yield "bytes", f"{about}, bytes sent", traffic.bytes_sent
 
 
 @task("6.4", "compressed_average", {"sent in half": 1, "mean": 1}, ranks=4, bound=4e-3)
@@ -126,7 +106,6 @@ class CompressedAverage:
     """A communication hook that sends half the bytes: reduced once, in float16, and the mean in float32."""
 
     def draw(random, hidden):
-        """Gradients of which some are as large as 60,000, near the end of float16."""
         values = [tensor * 100 for tensor in tensors(random, 4, 40)]
         for tensor in values:
             tensor[:6] = torch.tensor([random.uniform(40_000, 64_000) for _ in range(6)])
@@ -134,18 +113,11 @@ class CompressedAverage:
 
     def probe(compressed_average, values):
         """Every rank's result, and the dtypes that were reduced."""
-        evidence = {"sent in half": {}, "mean": {}}
         for size, group in worlds(3, 4, 2):
-            flat, dtypes = values[dist.get_rank()].clone(), []
-
-            def all_reduce(tensor, group=group, dtypes=dtypes):
-                dtypes.append(str(tensor.dtype).removeprefix("torch."))
-                return ring_all_reduce(tensor, group)
-
+            flat, (all_reduce, calls) = values[dist.get_rank()].clone(), noted_ring(group)
             result = compressed_average(flat, all_reduce, size)
-            evidence["sent in half"][f"with {size} ranks, all_reduce was called with"] = dtypes
-            evidence["mean"][f"with {size} ranks, the mean"] = result
-        return evidence
+            yield "sent in half", f"with {size} ranks, all_reduce was called with", [dtype for dtype, _ in calls]
+            yield "mean", f"with {size} ranks, the mean", result
 
 
 @task(
@@ -160,7 +132,6 @@ class RealScript:
     """The five usual mistakes of a script, mended; any order and any way to share the samples will do."""
 
     def draw(random, hidden):
-        """A seed, and samples that four ranks can share equally (or not, if `hidden`)."""
         count = 32 + 6 * hidden
         inputs = tensors(random, 1, count, 3)[0]
         return {"seed": random.randrange(10**6), "inputs": inputs, "targets": torch.arange(count) % 3}
@@ -251,7 +222,6 @@ class FromSymptoms:
     """Which of the five mistakes were made, from what a run leaves."""
 
     def draw(random, hidden):
-        """Runs without a mistake, with one each, and with several; more ranks if `hidden`."""
         chosen = [set(), *({one} for one in USUAL), set(USUAL), {"sampler", "epoch"}]
         chosen += [set(random.sample(list(USUAL), random.randrange(2, 5))) for _ in range(3)]
         random.shuffle(chosen)
@@ -259,7 +229,6 @@ class FromSymptoms:
 
     def probe(mistakes, runs):
         """For each run and each mistake whether it is named."""
-        evidence = {"samples": {}, "weights and files": {}}
         for number, (samples, sums, saved) in enumerate(runs, 1):
             words = mistakes(samples, sums, saved)
             kind = type(words).__name__
@@ -269,8 +238,7 @@ class FromSymptoms:
             for word, symptom in USUAL.items():
                 part = "samples" if word in ("sampler", "epoch") else "weights and files"
                 case = f'run {number} of {len(samples)} ranks, "{word}" ({symptom})'
-                evidence[part][case] = "is named" if word in words else "is not named"
-        return evidence
+                yield part, case, "is named" if word in words else "is not named"
 
 
 class Branches(nn.Module):
@@ -301,7 +269,6 @@ class AReducer:
     """Buckets leave in order while backward runs; who is not ready at its end was not used."""
 
     def draw(random, hidden):
-        """A seed for the model, and an input for each pass and rank."""
         return {
             "seed": random.randrange(10**6),
             "inputs": [tensors(random, 3, 4, 3, dtype=torch.float64) for _ in range(4)],
@@ -309,7 +276,7 @@ class AReducer:
 
     def probe(Reducer, seed, inputs):
         """After each pass the gradients; which buckets left in `ready`, and how often `ready` waited."""
-        evidence, rank = {"mean": {}, "unused": {}, "order": {}}, dist.get_rank()
+        rank = dist.get_rank()
         for size, group in worlds(2, 3):
             model, started, waits = Branches(seed), [], []
             weights = [layer.weight for layer in model.layers]
@@ -326,14 +293,13 @@ class AReducer:
                 model.zero_grad()
                 model(x, orders[rank % 2]).square().sum().backward()
                 about = f"with {size} ranks, {about}"
-                evidence["order"][f"{about}, sums that are started in backward"] = list(started)
-                evidence["order"][f"{about}, waits in backward"] = len(waits)
+                yield "order", f"{about}, sums that are started in backward", list(started)
+                yield "order", f"{about}, waits in backward", len(waits)
                 reducer.finish()
-                evidence["order"][f"{about}, the same buckets leave"] = sorted(one for one in started if one >= 0)
-                part = evidence["unused" if "nobody" in about else "mean"]
-                for index, grad in enumerate(one.grad for one in weights):
-                    part[f"{about}, gradient {index}"] = None if grad is None else grad.clone()
-        return evidence
+                yield "order", f"{about}, the same buckets leave", sorted(bucket for bucket in started if bucket >= 0)
+                part = "unused" if "nobody" in about else "mean"
+                for index, grad in enumerate(weight.grad for weight in weights):
+                    yield part, f"{about}, gradient {index}", None if grad is None else grad.clone()
 
 
 def bucket_of(tensor, buckets, size):

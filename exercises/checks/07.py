@@ -13,13 +13,11 @@ class AssignOwners:
     """In order, each parameter to a rank that holds least so far, the lowest of equals."""
 
     def draw(random, hidden):
-        """Sizes of parameters, with ties, fewer parameters than ranks, and one rank alone."""
         cases = [([random.randrange(1, 500) for _ in range(12)], k) for k in (2, 3, 4)]
         return {"cases": [([100, 60, 50, 40, 10, 5], 2), ([7, 7, 7, 7, 7], 3), *cases, ([5, 3], 4), ([9, 8, 7], 1)]}
 
     def probe(assign_owners, cases):
         """Whether each parameter went to a rank that had the fewest numbers, and the owners themselves."""
-        evidence = {"fewest so far": {}, "lowest of equals": {}}
         for sizes, world_size in cases:
             owners = assign_owners(list(sizes), world_size)
             about = f"sizes {sizes} on {world_size} ranks"
@@ -28,9 +26,8 @@ class AssignOwners:
             require(len(owners) == len(sizes), each)
             ranks = all(type(owner) is int and 0 <= owner < world_size for owner in owners)
             require(ranks, f"{about}: {list(owners)}: owners are ranks, from 0 to {world_size - 1}")
-            evidence["fewest so far"][about] = balance(sizes, world_size, owners)
-            evidence["lowest of equals"][f"{about}, the owners"] = list(owners)
-        return evidence
+            yield "fewest so far", about, balance(sizes, world_size, owners)
+            yield "lowest of equals", f"{about}, the owners", list(owners)
 
 
 def balance(sizes, world_size, owners):
@@ -54,14 +51,12 @@ class ShardedStep:
     """Step what you own, then give it to the others."""
 
     def draw(random, hidden):
-        """Parameters, gradients, and owners for 2, 3 and 4 ranks: everyone owns something."""
         values, gradients = ([tensors(random, 1, *shape, dtype=torch.float64)[0] for shape in SHAPES] for _ in "ab")
         owners = {size: [random.randrange(size) for _ in SHAPES[size:]] + list(range(size)) for size in (2, 3, 4)}
         return {"values": values, "gradients": gradients, "owners": {size: owners[size] for size in (3, 4, 2)}}
 
     def probe(sharded_step, values, gradients, owners):
         """Every rank's parameters after each of three steps, and the bytes that it sent per step."""
-        evidence = {"values": {}, "bytes": {}}
         for size, group in worlds(*owners):
             parameters = [torch.nn.Parameter(value.clone()) for value in values]
             own = [p for p, owner in zip(parameters, owners[size], strict=True) if owner == dist.get_rank()]
@@ -72,10 +67,9 @@ class ShardedStep:
                         parameter.grad = gradient * (turn + 1)
                     sharded_step(parameters, owners[size], optimizer, group)
                     row = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
-                    evidence["values"][f"with {size} ranks, after step {turn + 1}"] = row
+                    yield "values", f"with {size} ranks, after step {turn + 1}", row
             case = f"with {size} ranks, bytes sent per step, when K-1 others need what a rank owns"
-            evidence["bytes"][case] = traffic.bytes_sent // 3
-        return evidence
+            yield "bytes", case, traffic.bytes_sent // 3
 
 
 @task("7.3", "fewest_ranks", {"enough": 1, "never enough": 1})
@@ -83,7 +77,6 @@ class FewestRanks:
     """16 bytes per parameter, of which 16, 4, 2 or 0 stay whole, by the level: what is left of the memory is for shards."""
 
     def draw(random, hidden):
-        """Memories in which a certain number of ranks is enough, one rank alone, or no number."""
         cases = []
         for level, whole in enumerate((16, 4, 2, 0)):
             parameters = 840 * random.randrange(10**3, 10**6)
@@ -95,12 +88,10 @@ class FewestRanks:
 
     def probe(fewest_ranks, cases):
         """The number in each case."""
-        evidence = {"enough": {}, "never enough": {}}
         for parameters, memory, level in cases:
             part = "never enough" if memory < (16, 4, 2, 0)[level] * parameters else "enough"
             case = f"{parameters:,} parameters, {memory:,} bytes of memory, level {level}"
-            evidence[part][case] = fewest_ranks(parameters, memory, level)
-        return evidence
+            yield part, case, fewest_ranks(parameters, memory, level)
 
 
 TICKS = {"gather": 2, "reduce": 2, "forward": 1, "backward": 2}
@@ -170,7 +161,6 @@ class NetworkOrder:
     """Gathers and reduces in little room: at best the network never rests from the first backward pass on."""
 
     def draw(random, hidden):
-        """Numbers of blocks, their size, and room for two of them up to all; many blocks if `hidden`."""
         shapes = [(6, 3), (4, 2), (5, 5), (random.randrange(6, 10), random.randrange(2, 6)), *[(24, 7)] * hidden]
         return {
             "cases": [(n, size, fit * size + size // 2) for n, fit in shapes for size in [random.randrange(50, 99)]]
@@ -178,21 +168,17 @@ class NetworkOrder:
 
     def probe(network_order, cases):
         """What holds of the order in each case, in words; an order that is not valid is nothing else either."""
-        evidence = {"valid": {}, "memory": {}, "prefetch": {}, "the best": {}}
         for blocks, size, cap in cases:
             about = f"{blocks} blocks of {size} MB, {cap} MB of room"
             order = pairs_of(network_order(blocks, size, cap), about)
-            evidence["valid"][about] = words = completeness(order, blocks)
+            words = completeness(order, blocks)
+            yield "valid", about, words
             took = play(order, blocks, cap // size) if words == "valid" else words
             plain, best = 8 * blocks, 6 * blocks - 2 * (cap // size) + 3
             slow = f"{took} ticks; {plain} without prefetch in backward: what can be gathered while a block computes?"
             idle = f"{took} ticks; {best} is possible: does the network wait, or gather what could have stayed?"
             ends = type(took) is int
-            evidence["memory"][f"{about}, waiting"] = "nobody waits for ever" if ends else took
-            evidence["prefetch"][f"{about}, beside no prefetch"] = (
-                (slow if took >= plain else "faster") if ends else took
-            )
-            evidence["the best"][f"{about}, beside the best"] = (
-                (idle if took > best else "as fast as can be") if ends else took
-            )
-        return evidence
+            yield "memory", f"{about}, waiting", "nobody waits for ever" if ends else took
+            yield "prefetch", f"{about}, beside no prefetch", took if not ends else slow if took >= plain else "faster"
+            beside = took if not ends else idle if took > best else "as fast as can be"
+            yield "the best", f"{about}, beside the best", beside

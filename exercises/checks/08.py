@@ -48,14 +48,12 @@ class GPipe:
 
     def probe(gpipe, cases):
         """Of each stage's schedule, whether it is complete, and whether all forward passes come first."""
-        evidence = {"complete": {}, "forward first": {}}
         for stage, stages, micro_batches in cases:
             about = f"stage {stage} of {stages}, {micro_batches} micro-batches"
             steps = steps_of(gpipe(stage, stages, micro_batches), about)
             kinds = "".join(kind for kind, _ in steps)
-            evidence["complete"][about] = completeness(steps, micro_batches)
-            evidence["forward first"][f"{about}, in the order of time"] = kinds
-        return evidence
+            yield "complete", about, completeness(steps, micro_batches)
+            yield "forward first", f"{about}, in the order of time", kinds
 
 
 @task("8.2", "one_forward_one_backward", {"complete": 1, "warm-up": 1, "in turn": 1})
@@ -66,15 +64,13 @@ class OneForwardOneBackward:
 
     def probe(one_forward_one_backward, cases):
         """Of each stage's schedule, whether it is complete, the passes before the first backward, and their order."""
-        evidence = {"complete": {}, "warm-up": {}, "in turn": {}}
         for stage, stages, micro_batches in cases:
             about = f"stage {stage} of {stages}, {micro_batches} micro-batches"
             steps = steps_of(one_forward_one_backward(stage, stages, micro_batches), about)
             kinds = "".join(kind for kind, _ in steps)
-            evidence["complete"][about] = completeness(steps, micro_batches)
-            evidence["warm-up"][f"{about}, forward passes before the first backward"] = (kinds + "B").index("B")
-            evidence["in turn"][f"{about}, in the order of time"] = " ".join(f"{kind}{m}" for kind, m in steps)
-        return evidence
+            yield "complete", about, completeness(steps, micro_batches)
+            yield "warm-up", f"{about}, forward passes before the first backward", (kinds + "B").index("B")
+            yield "in turn", f"{about}, in the order of time", " ".join(f"{kind}{m}" for kind, m in steps)
 
 
 @task("8.3", "bubble", {"equal stages": 1, "a slow stage": 1})
@@ -82,21 +78,20 @@ class Bubble:
     """One minus M sum(t) over S (sum(t) + (M-1) max(t)), the time from first to last; of equal stages (S-1)/(M+S-1)."""
 
     def draw(random, hidden):
-        """Equal stages, one stage alone and one micro-batch among them, and stages of which one is slow, in any place."""
         equal = [([random.randrange(1, 9)] * random.randrange(2, 9), random.randrange(2, 33)) for _ in range(3)]
         slow = [(random.sample(range(1, 30), stages), m) for stages, m in ((2, 5), (4, 8), (5, 3), (6, 40), (3, 1))]
         return {"cases": [*equal, ([3], 4), ([2, 2, 2, 2], 1), *slow]}
 
     def probe(bubble, cases):
         """The share in each case, as a plain number."""
-        evidence = {"equal stages": {}, "a slow stage": {}}
         for times, micro_batches in cases:
             share = bubble(list(times), micro_batches)
             part = "equal stages" if len(set(times)) == 1 else "a slow stage"
-            evidence[part][f"times {times}, {micro_batches} micro-batches"] = (
-                float(share) if isinstance(share, Real) else share
+            yield (
+                part,
+                f"times {times}, {micro_batches} micro-batches",
+                float(share) if isinstance(share, Real) else share,
             )
-        return evidence
 
 
 def letters(schedule, stages, micro_batches):
@@ -109,7 +104,6 @@ class MostHeld:
     """The most micro-batches at any time that went forward and not yet backward."""
 
     def draw(random, hidden):
-        """Schedules of several pipelines, and some that are neither GPipe nor 1F1B, of which the most comes late."""
         cases = draw_stages(random, hidden)["cases"]
         schedules = (gpipe, one_forward_one_backward)
         usual = [letters(schedule, *case[1:])[case[0]] for case in cases[::2] for schedule in schedules]
@@ -178,30 +172,26 @@ class Schedule:
     """Forward, backward, and weights whenever there is time: a schedule with a score, 3 M + S - 1 ticks at best."""
 
     def draw(random, hidden):
-        """Numbers of stages and micro-batches, never fewer of these; eight stages if `hidden`."""
         return {"cases": [(2, 4), (4, 8), (3, random.randrange(3, 12)), (4, 4), *([(8, 16)] if hidden else [])]}
 
     def probe(schedule, cases):
         """What holds of the orders in each case, in words; a schedule that is not valid is nothing else either."""
-        evidence = {"valid": {}, "memory": {}, "1F1B beaten": {}, "the best": {}}
         for stages, count in cases:
             about, orders = f"{stages} stages, {count} micro-batches", schedule(stages, count)
             orders = [list(map(as_pair, order)) if isinstance(order, list | tuple) else order for order in orders]
-            evidence["valid"][about] = words = validity(orders, stages, count)
+            words = validity(orders, stages, count)
+            yield "valid", about, words
             plain = letters(one_forward_one_backward, stages, count)
             plain = ticks([[(k, m) for kind, m in order for k in ("F" if kind == "F" else "BW")] for order in plain])
             took, best = (ticks(orders), 3 * count + stages - 1) if words == "valid" else (None, None)
             full = {stage: peak(order) for stage, order in enumerate(orders)} if took else {}
             over = next((f"stage {s} holds {n}; only W releases one" for s, n in full.items() if n > stages), "")
-            allowed = f"at most {stages} are held"
-            evidence["memory"][f"{about}, memory"] = (over or allowed) if took else words
+            yield "memory", f"{about}, memory", words if not took else over or f"at most {stages} are held"
             late = f"{took} ticks; 1F1B needs {plain}, so let W wait"
-            evidence["1F1B beaten"][f"{about}, beside 1F1B"] = (late if took >= plain else "faster") if took else words
+            yield "1F1B beaten", f"{about}, beside 1F1B", words if not took else late if took >= plain else "faster"
             idle = f"{took} ticks; {best} is possible: which stage is idle while it has a W to do?"
-            evidence["the best"][f"{about}, beside the best"] = (
-                over or (idle if took > best else "as fast as can be") if took else words
-            )
-        return evidence
+            beside = words if not took else over or (idle if took > best else "as fast as can be")
+            yield "the best", f"{about}, beside the best", beside
 
 
 def as_pair(step):
@@ -232,7 +222,6 @@ class WhichSchedule:
     """Three schedules and a slow stage, read from their timelines."""
 
     def draw(random, hidden):
-        """Timelines of each schedule, with the slow stage anywhere; twice as many if `hidden`."""
         cases = []
         for name in random.sample([*SCHEDULES] * (2 + 2 * hidden), len(SCHEDULES) * (2 + 2 * hidden)):
             stages = random.randrange(3, 6)
@@ -242,7 +231,6 @@ class WhichSchedule:
 
     def probe(read, cases):
         """What is read from each timeline, in words if it is not what the timeline shows."""
-        evidence = {"schedule": {}, "slow stage": {}}
         for number, (timeline, name, slow) in enumerate(cases):
             answer = read(list(timeline))
             require(isinstance(answer, list | tuple) and len(answer) == 2, "return a pair: (schedule, slow stage)")
@@ -253,10 +241,9 @@ class WhichSchedule:
             if schedule not in [*SCHEDULES]:
                 wrong = f"{str(schedule)[:40]!r} is none of {', '.join(SCHEDULES)}"
             case = f"timeline {number}: the first stage does {first}, the last {last}"
-            evidence["schedule"][case] = "that schedule" if schedule == name else wrong
-            evidence["slow stage"][f"timeline {number}, the slow stage"] = stage if type(stage) is not int else (
-                "that stage" if stage == slow else slower(timeline, stage, slow))  # fmt: skip
-        return evidence
+            yield "schedule", case, "that schedule" if schedule == name else wrong
+            yield "slow stage", f"timeline {number}, the slow stage", (stage if type(stage) is not int else (
+                "that stage" if stage == slow else slower(timeline, stage, slow)))  # fmt: skip
 
 
 def slower(timeline, stage, slow):

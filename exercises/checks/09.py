@@ -12,7 +12,6 @@ class MySlices:
     """Rows of both halves and columns that belong together, shared out evenly."""
 
     def draw(random, hidden):
-        """Matrices whose H the ranks can share equally, and others."""
         shapes = [(8, 4, 2), (12, 5, 4), (random.randrange(5, 20) * 2 + 1, 6, random.choice((2, 4))), (7, 3, 1)]
         generator = torch.Generator().manual_seed(random.randrange(2**31))
         made = []
@@ -23,7 +22,6 @@ class MySlices:
 
     def probe(my_slices, cases):
         """What the ranks' terms add up to, and how many numbers each rank has, largest first."""
-        evidence = {"sum": {}, "sizes": {}}
         for gate_and_up, down, x, ranks in cases:
             total, sizes = 0, []
             for rank in range(ranks):
@@ -32,9 +30,8 @@ class MySlices:
                 total = total + (torch.nn.functional.silu(gate) * up) @ back.T
                 sizes.append(fused.numel() + back.numel())
             case = f"H = {down.shape[1]}, {ranks} ranks: "
-            evidence["sum"][case + "the sum of all ranks' y"] = total
-            evidence["sizes"][case + "numbers on each rank, most first"] = sorted(sizes, reverse=True)
-        return evidence
+            yield "sum", case + "the sum of all ranks' y", total
+            yield "sizes", case + "numbers on each rank, most first", sorted(sizes, reverse=True)
 
 
 @task("9.2", ("Enter", "Leave"), {"Enter": 1, "Leave": 1})
@@ -42,13 +39,11 @@ class EnterAndLeave:
     """Nothing forward and a sum backward; a sum forward and nothing backward."""
 
     def draw(random, hidden):
-        """What goes in, and the gradient that comes back."""
         generator = torch.Generator().manual_seed(random.randrange(2**31))
         return {"x": torch.randn(4, 5, generator=generator), "gradient": torch.randn(4, 5, generator=generator)}
 
     def probe(Enter, Leave, x, gradient):
         """Outputs, gradients, what changed, and the all-reduces of each pass, when all ranks have the same."""
-        evidence = {}
         for name, function in (("Enter", Enter), ("Leave", Leave)):
             calls = []
 
@@ -61,15 +56,12 @@ class EnterAndLeave:
             output = function.apply(inside, all_reduce)
             forward = len(calls)
             (gradient,) = torch.autograd.grad(output, given, back)
-            evidence[name] = {
-                f"{name}, forward: the output": output.detach(),
-                f"{name}, forward: all-reduces": forward,
-                f"{name}, backward: the gradient of x": gradient,
-                f"{name}, backward: all-reduces": len(calls) - forward,
-                f"{name}, forward: x afterwards": inside.detach(),
-                f"{name}, backward: the gradient that came in, afterwards": back,
-            }
-        return evidence
+            yield name, f"{name}, forward: the output", output.detach()
+            yield name, f"{name}, forward: all-reduces", forward
+            yield name, f"{name}, backward: the gradient of x", gradient
+            yield name, f"{name}, backward: all-reduces", len(calls) - forward
+            yield name, f"{name}, forward: x afterwards", inside.detach()
+            yield name, f"{name}, backward: the gradient that came in, afterwards", back
 
 
 @task("9.3", ("the_bug", "mended_groups"), {"the line": 1, "mended": 2})
@@ -77,20 +69,18 @@ class MeshToMend:
     """Line 9 lets t run instead of d: gradients are averaged over the ranks that share a layer."""
 
     def draw(random, hidden):
-        """Meshes of one, two and three axes."""
         sizes = [(2, 1, 2), (4, 1, 1), (1, 3, 2), (3, 2, 4), tuple(random.randrange(1, 5) for _ in range(3))]
         return {"sizes": sizes}
 
     def probe(the_bug, mended_groups, sizes):
         """The line that is named, and the groups of every rank."""
-        evidence = {"the line": {"the faulty line": the_bug()}, "mended": {}}
+        yield "the line", "the faulty line", the_bug()
         for data, pipeline, tensor in sizes:
             for rank in range(data * pipeline * tensor):
                 groups = mended_groups(rank, data, pipeline, tensor)
                 for axis in ("tensor", "pipeline", "data"):
                     case = f'data={data}, pipeline={pipeline}, tensor={tensor}, rank {rank}: the ranks of "{axis}"'
-                    evidence["mended"][case] = [int(member) for member in groups[axis]]
-        return evidence
+                    yield "mended", case, [int(member) for member in groups[axis]]
 
 
 @task("9.4", "plan", {"fits": 1, "seconds": 3})
@@ -98,7 +88,6 @@ class Plan:
     """The shortest step of all plans that fit."""
 
     def draw(random, hidden):
-        """Machines of one or more hosts, and models of which some plan fits."""
         jobs = []
         for gpus in (8, 16, 32, 64, 64, 128):
             jobs.append({
@@ -111,7 +100,6 @@ class Plan:
 
     def probe(plan, jobs):
         """Whether each plan fits, and the seconds of its step."""
-        evidence = {"fits": {}, "seconds": {}}
         for job in jobs:
             data, tensor, pipeline = plan(dict(job))
             about = f"{job['gpus']} GPUs, {job['parameters'] / 1e9:.0f} billion parameters: "
@@ -121,11 +109,10 @@ class Plan:
             )
             share = job["parameters"] / (tensor * pipeline)
             needed = 16 * share + job["activations"] / (data * tensor)
-            evidence["fits"][f"{about}the plan fits into {job['memory'] / 1e9:.0f} GB"] = needed <= job["memory"]
+            yield "fits", f"{about}the plan fits into {job['memory'] / 1e9:.0f} GB", needed <= job["memory"]
             seconds = job["compute"] / job["gpus"] * (1 + (pipeline - 1) / job["microbatches"])
             link = job["fast"] if tensor <= job["per_host"] else job["slow"]
             seconds += 2 * (tensor - 1) / tensor * job["summed"] / (data * pipeline) / link
             link = job["fast"] if job["gpus"] <= job["per_host"] else job["slow"]
             seconds += 2 * (data - 1) / data * 4 * share / link
-            evidence["seconds"][f"{about}seconds of a step"] = round(seconds, 6)
-        return evidence
+            yield "seconds", f"{about}seconds of a step", round(seconds, 6)

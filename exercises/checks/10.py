@@ -4,9 +4,8 @@ import torch
 import torch.distributed as dist
 
 from ddp_course import problems, stage1_single
-from ddp_course.grading.attempt import worlds
+from ddp_course.grading.attempt import noted_ring, worlds
 from ddp_course.grading.checks import require, task
-from ddp_course.stage4_ring import ring_all_reduce
 
 
 def plain(indices):
@@ -21,22 +20,19 @@ class EpochIndices:
     """A rank's share of one epoch: the order of seed + epoch, positions r, r+K, …, padded from its beginning."""
 
     def draw(random, hidden):
-        """Sizes that do and do not divide by the world size, three epochs each, and a seed."""
         seed = random.randrange(1000)
         shapes = [(24, 3), (25, 4), (10, 4), (7, 1), *([(103, 8)] if hidden else [])]
         return {"cases": [(size, world_size, epoch, seed) for size, world_size in shapes for epoch in (0, 1, 5)]}
 
     def probe(epoch_indices, cases):
         """The shares of all ranks, with the global generator in another state for each rank, as in training."""
-        evidence = {"even shares": {}, "uneven sizes": {}}
         for number, (size, world_size, epoch, seed) in enumerate(cases):
             shares = []
             for rank in range(world_size):
                 torch.manual_seed(100 * number + rank)
                 shares.append(plain(epoch_indices(size, rank, world_size, epoch, seed)))
             part = "uneven sizes" if size % world_size else "even shares"
-            evidence[part][f"{size} samples, {world_size} ranks, epoch {epoch}"] = shares
-        return evidence
+            yield part, f"{size} samples, {world_size} ranks, epoch {epoch}", shares
 
 
 @task("10.2", "learning_rate", {"warm-up": 1, "cosine": 1})
@@ -44,20 +40,17 @@ class LearningRate:
     """Linear to the peak, from the first step on; then half a cosine to zero, and zero from then on."""
 
     def draw(random, hidden):
-        """Warm-up, total and peak, with steps on both sides of every edge."""
         warmup, total, peak = random.randrange(5, 20), random.randrange(60, 200), random.randrange(1, 60) / 10
         steps = [0, 1, warmup - 1, warmup, warmup + 1, (warmup + total) // 2, total - 1, total, total + 10]
         return {"cases": [(step, warmup, total, peak) for step in steps]}
 
     def probe(learning_rate, cases):
         """The rate in each step; what is beyond the 12th digit is rounding."""
-        evidence = {"warm-up": {}, "cosine": {}}
         for step, warmup, total, peak in cases:
             rate = learning_rate(step, warmup, total, peak)
             about = f"step {step}, warm-up {warmup}, total {total}, peak {peak}"
-            part = evidence["warm-up" if step <= warmup else "cosine"]
-            part[about] = round(float(rate), 12) if type(rate) in (int, float) else rate
-        return evidence
+            part = "warm-up" if step <= warmup else "cosine"
+            yield part, about, round(float(rate), 12) if type(rate) in (int, float) else rate
 
 
 @task("10.3", "global_mean", {"mean": 1, "a rank without samples": 1}, ranks=4)
@@ -65,33 +58,26 @@ class GlobalMean:
     """The mean over all samples, from means over uneven shards; a rank without samples has the mean 0/0."""
 
     def draw(random, hidden):
-        """Each rank's mean and number of samples; one rank has none (not always the same if `hidden`)."""
         counts = [random.randrange(20, 40), random.randrange(1, 9), 0, random.randrange(9, 20)]
         means = [random.uniform(0.5, 4.0) for _ in range(4)]
         return {"means": means, "counts": random.sample(counts, 4) if hidden else counts}
 
     def probe(global_mean, means, counts):
         """Every rank's result, whether it asked the others, and its input afterwards, in worlds of 4, 3 and 2."""
-        evidence, rank = {"mean": {}, "a rank without samples": {}}, dist.get_rank()
+        rank = dist.get_rank()
         for size, group in worlds(4, 3, 2):
-            calls, about = [], f"with {size} ranks of {counts[:size]} samples"
+            (all_reduce, calls), about = noted_ring(group), f"with {size} ranks of {counts[:size]} samples"
             mean = torch.tensor(means[rank] if counts[rank] else float("nan"), dtype=torch.float64)
-
-            def all_reduce(tensor, group=group, calls=calls):
-                calls.append(tensor.numel())
-                return ring_all_reduce(tensor, group)
-
             result = global_mean(mean, counts[rank], all_reduce)
             if isinstance(result, torch.Tensor) and result.numel() == 1:
                 result = result.item()
             if type(result) in (int, float):
                 result = float(result) if result == result else "not a number"
-            values = {about: result, f"{about}, all_reduce was called": bool(calls)}
-            if counts[rank]:
-                values[f"{about}, the input afterwards"] = mean
             for part in parts_of(size, counts):
-                evidence[part] |= values
-        return evidence
+                yield part, about, result
+                yield part, f"{about}, all_reduce was called", bool(calls)
+                if counts[rank]:
+                    yield part, f"{about}, the input afterwards", mean
 
 
 def parts_of(size, counts):
@@ -107,19 +93,17 @@ class FindTheBugInTheSampler:
     """An epoch goes on where it stopped, on any number of ranks: line 4 goes back to a multiple of the new number."""
 
     def draw(random, hidden):
-        """(size, ranks before, ranks now, steps done, epoch, seed): equally many, fewer, more; all seen if `hidden`."""
         seed = random.randrange(1000)
         cases = [(48, 4, 4, 5, 1, seed), (50, 4, 3, 5, 0, seed), (61, 2, 4, 7, 3, seed), (40, 5, 2, 3, 2, seed)]
         return {"cases": cases + [(30, 5, 4, 6, 1, seed)] * hidden}
 
     def probe(the_bug, rest_of_epoch, cases):
         """The line that is named, and all ranks' rests in each case."""
-        evidence = {"the line": {"the faulty line": the_bug()}, "mended": {}}
+        yield "the line", "the faulty line", the_bug()
         for size, before, now, steps, epoch, seed in cases:
             rests = [rest_of_epoch(size, rank, now, epoch, seed, before * steps) for rank in range(now)]
             case = f"{size} samples, {before * steps} seen by {before} ranks, {now} go on"
-            evidence["mended"][case] = [plain(rest) for rest in rests]
-        return evidence
+            yield "mended", case, [plain(rest) for rest in rests]
 
 
 @task("10.5", "largest_rate", {"learns with half": 1, "not with twice": 1}, seconds=30.0)
@@ -127,7 +111,6 @@ class LargestRate:
     """Tried by two trainings: with half of the rate the last ten losses are below 1, with twice as much they are not."""
 
     def draw(random, hidden):
-        """Nothing is drawn: the measurement is the learner's."""
         return {}
 
     def probe(largest_rate):
@@ -139,8 +122,8 @@ class LargestRate:
         require(
             isinstance(sentence, str) and len(sentence.split()) >= 6, "a sentence of six words or more was expected"
         )
-        return {"learns with half": {"with half of your rate it learns": learns(rate / 2)},
-                "not with twice": {"with twice your rate it learns": learns(2 * rate)}}  # fmt: skip
+        yield "learns with half", "with half of your rate it learns", learns(rate / 2)
+        yield "not with twice", "with twice your rate it learns", learns(2 * rate)
 
 
 def learns(rate):

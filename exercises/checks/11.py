@@ -34,7 +34,6 @@ class SaveCheckpoint:
     """The old checkpoint or the new one, at any moment: written beside, synced, then put in place."""
 
     def draw(random, hidden):
-        """Two states to save, one after the other."""
         first, second = ({"step": step, "weights": tensors(random, 1, 30)[0]} for step in (1, 2))
         return {"first": first, "second": second}
 
@@ -147,7 +146,6 @@ class ExactResume:
     """Stop, start again, and nobody can tell."""
 
     def draw(random, hidden):
-        """A seed, eight batches, and the step to stop at."""
         return {"seed": random.randrange(10**6), "batches": draw_batches(random, 8), "stop": random.randrange(3, 6)}
 
     def probe(capture, resume, seed, batches, stop):
@@ -204,7 +202,6 @@ class Culprit:
     """The rank whose failure came first, and was not a consequence."""
 
     def draw(random, hidden):
-        """Logs of 3 to 12 ranks with a known culprit, its line early or late; in one, if `hidden`, second 100 passes."""
         shuffled = [log_of(random, *of) for of in ((2, 4, 1), (1, 3, 0), (5, 12, 1), (11, 12, 0), (1, 6, 1))]
         shuffled += [log_of(random, 3, 5, 1, start=97.505)] * hidden
         in_order = [(3, 5, 1, AFTER[0]), (10, 12, 0, AFTER[1]), (4, 7, 0, AFTER[2])]
@@ -247,7 +244,6 @@ class FindTheBugInTheRun:
     """A run in two or three parts is the same as one in one: line 10 begins the rate's schedule anew."""
 
     def draw(random, hidden):
-        """A seed, ten batches, a peak rate, and where to stop (twice if `hidden`)."""
         stops = [random.randrange(4, 6), *([7] if hidden else []), 10]
         return {"seed": random.randrange(10**6), "batches": draw_batches(random, 10), "peak": 0.5, "stops": stops}
 
@@ -288,7 +284,6 @@ class Clinic:
     """Rank, line and kind of ten faults."""
 
     def draw(random, hidden):
-        """Nothing is drawn: the patients are files."""
         return {}
 
     def probe(diagnoses):

@@ -17,23 +17,21 @@ class TwoLevels:
     """Two hosts of two ranks: reduce-scatter inside, all-reduce between, allgather inside."""
 
     def draw(random, hidden):
-        """Whole numbers in tensors of three lengths, one of them odd, and if `hidden` one of a single number."""
         lengths = (12, 35, 64, *([1] if hidden else []))
         return {"values": {f"a tensor of {n} numbers": tensors(random, 4, n, whole=True) for n in lengths}}
 
     def probe(two_levels, values):
         """Every rank's tensor afterwards, and the bytes that it sent to the other host."""
-        rank, evidence = dist.get_rank(), {"sums": {}, "across": {}}
+        rank = dist.get_rank()
         groups = {ranks: dist.new_group(list(ranks)) for ranks in ((0, 1), (2, 3), (0, 2), (1, 3))}
         inside, between = ((0, 1) if rank < 2 else (2, 3)), ((0, 2) if rank % 2 == 0 else (1, 3))
         for case, of_ranks in values.items():
             tensor, sent = of_ranks[rank].clone(), []
             with wire.observing(sent.append):
                 two_levels(tensor, groups[inside], groups[between])
-            evidence["sums"][case] = tensor
+            yield "sums", case, tensor
             away = [event.bytes for event in sent if event.kind == "send" and event.peer not in inside]
-            evidence["across"][case] = sum(away)
-        return evidence
+            yield "across", case, sum(away)
 
     def together(ranks, values):
         """The sums by rank; of the bytes those that cross the cable from each host, however its ranks share them."""
@@ -56,7 +54,6 @@ class Foresee:
     """From measurements on 2 to 4 ranks to any number, and which of the two terms is the larger one."""
 
     def draw(random, hidden):
-        """Networks (latency, bytes per second), each with a message and a number of ranks to foresee."""
         cases = [
             (random.randrange(2, 60) * 1e-6, random.randrange(5, 200) * 1e8, random.randrange(1, 60) * 2**16, size)
             for size in (8, 64, *([1024, 3] if hidden else []))
@@ -65,7 +62,6 @@ class Foresee:
 
     def probe(foresee, cases):
         """The seconds to six digits and the cause in each case; it may measure two to eight times, on up to 4 ranks."""
-        evidence = {"seconds": {}, "cause": {}}
         for latency, bandwidth, nbytes, size in cases:
             asked, about = [], f"{size} ranks, {nbytes:,} bytes"
 
@@ -77,12 +73,12 @@ class Foresee:
             require(isinstance(answer, tuple | list) and len(answer) == 2, f"{about}: return a pair: (seconds, cause)")
             largest, count = max(asked, default=0), len(asked)
             seconds, cause = answer
-            part, share = evidence["seconds"], 2 * (size - 1) * latency / ring_seconds(size, nbytes, latency, bandwidth)
-            part[f"{about}, the most ranks measured on; you have four, so predict from these"] = max(largest, 4)
-            part[f"{about}, measurements; two to eight are enough"] = 2 if 1 < count <= 8 else count
-            part[f"{about}, seconds"] = float(f"{seconds:.6g}") if type(seconds) is float else seconds
-            evidence["cause"][f"{about}: {share:.0%} of the time are latencies"] = cause
-        return evidence
+            share = 2 * (size - 1) * latency / ring_seconds(size, nbytes, latency, bandwidth)
+            most = f"{about}, the most ranks measured on; you have four, so predict from these"
+            yield "seconds", most, max(largest, 4)
+            yield "seconds", f"{about}, measurements; two to eight are enough", 2 if 1 < count <= 8 else count
+            yield "seconds", f"{about}, seconds", float(f"{seconds:.6g}") if type(seconds) is float else seconds
+            yield "cause", f"{about}: {share:.0%} of the time are latencies", cause
 
 
 CAUSES = ("apart", "cable", "input", "small batch", "straggler")
@@ -129,14 +125,12 @@ class WhyNoFaster:
     """A log of one node and of two; no speed-up; one cause."""
 
     def draw(random, hidden):
-        """Two logs of each cause, shuffled; larger nodes if `hidden`."""
         causes = random.sample(CAUSES * 2, 2 * len(CAUSES))
         sizes = (2, 4, 8, *([16] * hidden))
         return {"logs": [(log_of(random, cause, random.choice(sizes)), cause) for cause in causes]}
 
     def probe(why_no_faster, logs):
         """The cause that is named for each log, by what the log shows."""
-        evidence = {"what was started": {}, "where the seconds go": {}}
         words = ", ".join(f'"{cause}"' for cause in CAUSES)
         for number, (log, cause) in enumerate(logs):
             named = why_no_faster(list(log))
@@ -144,5 +138,4 @@ class WhyNoFaster:
             size = log[0].split("world_size=")[1].split()[0]
             about = f"log {number}, one node of {size} ranks, then two; {LOOK[cause]}"
             wrong = f'"{named}" is not it' if named in CAUSES else f"{str(named)[:40]!r} is none of {words}"
-            evidence[part][about] = "the cause" if named == cause else named if named is None else wrong
-        return evidence
+            yield part, about, "the cause" if named == cause else named if named is None else wrong

@@ -17,7 +17,6 @@ class TooGood:
     """Rows of a table that beat a formula which nothing can beat."""
 
     def draw(random, hidden):
-        """GPipe's table, one over one device, one over a pipeline that is fast itself; rows 25 % too fast in each."""
         tables = {"GPipe's Transformer": GPIPE}
         for name, first in (("over one device", (1, 1)), ("over 4 stages and 8 micro-batches", (4, 8))):
             rows = [(*first, 1.0)]
@@ -29,16 +28,14 @@ class TooGood:
 
     def probe(too_good, tables):
         """The verdict on each row, those that cannot be and those that can apart."""
-        evidence = {"too good": {}, "possible": {}}
         for name, rows in tables.items():
-            found = [tuple(pair) for pair in too_good(list(rows))]
-            require(all(len(pair) == 2 for pair in found), f"{name}: return pairs: (stages, micro-batches)")
+            named = [tuple(pair) for pair in too_good(list(rows))]
+            require(all(len(pair) == 2 for pair in named), f"{name}: return pairs: (stages, micro-batches)")
             for stages, batches, times in rows:
                 most = formula(stages, batches) / formula(*rows[0][:2])
                 case = f"{name}, {stages} stages, {batches} micro-batches, {times:.3g} times the first row"
-                part = evidence["too good" if times > 1.1 * most else "possible"]
-                part[case] = "too good" if (stages, batches) in found else "may be"
-        return evidence
+                part = "too good" if times > 1.1 * most else "possible"
+                yield part, case, "too good" if (stages, batches) in named else "may be"
 
 
 @task("13.2", ("seconds", "crossover", "used"), {"seconds": 1, "crossover": 1, "used": 1})
@@ -46,7 +43,6 @@ class ReadABenchmark:
     """From bus bandwidth to time; where two protocols cross; a protocol that never has its turn."""
 
     def draw(random, hidden):
-        """Bus bandwidths with messages and ranks; three protocols whose middle one is used, and three where it is not."""
         benches = [(random.randrange(50, 500), 2 ** random.randrange(20, 34), ranks) for ranks in (2, 8, 32)]
         start, rate = random.uniform(2e-5, 5e-5), random.uniform(5e9, 9e9)
         latencies = {"LL": start, "LL128": 1.5 * start, "Simple": 4 * start}
@@ -58,19 +54,17 @@ class ReadABenchmark:
 
     def probe(seconds, crossover, used, benches, machines):
         """Seconds, bytes, and names."""
-        evidence = {"seconds": {}, "crossover": {}, "used": {}}
         for bus, nbytes, ranks in benches:
-            evidence["seconds"][f"{bus} GB/s, {nbytes:,} bytes, {ranks} ranks"] = seconds(bus, nbytes, ranks)
+            yield "seconds", f"{bus} GB/s, {nbytes:,} bytes, {ranks} ranks", seconds(bus, nbytes, ranks)
         for number, protocols in enumerate(machines):
             pair = protocols["LL"], protocols["Simple"]
-            evidence["crossover"][f"machine {number}, LL and Simple, in bytes"] = crossover(*pair)
+            yield "crossover", f"machine {number}, LL and Simple, in bytes", crossover(*pair)
             names = used(dict(protocols))
             require(isinstance(names, list | tuple | set), f"machine {number}: return a list of names")
             rates = ", ".join(
                 f"{name} {1e6 * start:.0f} µs, {rate:.2g} B/s" for name, (start, rate) in protocols.items()
             )
-            evidence["used"][f"machine {number} ({rates})"] = sorted(map(str, names))
-        return evidence
+            yield "used", f"machine {number} ({rates})", sorted(map(str, names))
 
 
 WORDS = ("GPUs", "host", "layers", "batch", "memory", "nothing")
@@ -82,7 +76,6 @@ class Plans:
     """16 bytes per parameter, shared by some ways or all; five reasons why a plan cannot be."""
 
     def draw(random, hidden):
-        """Plans for 1,536 A100s, two for each reason, and two for a small machine."""
         plans = [
             (8, 12, 16, False), (1, 1, 1536, True), (8, 6, 32, False), (1, 1, 1536, False), (2, 24, 32, False),
             (8, 12, 8, False), (8, 12, 32, True), (16, 12, 8, False), (3, 4, 128, False), (8, 64, 3, False),
@@ -96,16 +89,14 @@ class Plans:
 
     def probe(kept_gb, wrong_with, cases):
         """GB per GPU, and whether the word is right."""
-        evidence = {"memory": {}, "what is wrong": {}}
         for plan, job in cases:
             tensor, pipeline, data, sharded = plan
             about = f"{tensor} tensor x {pipeline} pipeline x {data} data{', sharded' * sharded}"
             about += f", batch {job['batch']}, {job['gpus']:,} GPUs of {job['memory_gb']} GB"
-            evidence["memory"][f"{about}, GB per GPU"] = kept_gb(plan, dict(job))
+            yield "memory", f"{about}, GB per GPU", kept_gb(plan, dict(job))
             word = wrong_with(plan, dict(job))
             require(word is None or word in WORDS, f"{about}: {str(word)[:30]!r} is none of {', '.join(WORDS)}")
-            evidence["what is wrong"][about] = word
-        return evidence
+            yield "what is wrong", about, word
 
 
 @task("13.4", ("predicted", "held_out"), {"prediction": 1, "held out": 2})
@@ -113,7 +104,6 @@ class HeldOut:
     """Two unknowns from two rows; the error on a row that the fit did not see."""
 
     def draw(random, hidden):
-        """Tables of three rows whose steps are c/K + s, but for some noise in one of them; rows in any order."""
         tables = {}
         for name, noise in (("exact", 0.0), ("noisy", 0.06)):
             computing, sending = random.uniform(1e4, 4e4), random.uniform(5, 40)
@@ -123,15 +113,13 @@ class HeldOut:
 
     def probe(predicted, held_out, tables):
         """What is predicted beyond the table, and the three errors, plus 1."""
-        evidence = {"prediction": {}, "held out": {}}
         for name, rows in tables.items():
             first = sorted(rows)[:2]
             for gpus in (192, 3072):
-                evidence["prediction"][f"{name} rows of 96 and 384, on {gpus} GPUs"] = predicted(list(first), gpus)
+                yield "prediction", f"{name} rows of 96 and 384, on {gpus} GPUs", predicted(list(first), gpus)
             errors = held_out(list(rows))
             require(isinstance(errors, dict), "return a dictionary: {GPUs: error}")
             for gpus, _ in sorted(rows):
                 error = errors.get(gpus)
                 case = f"{name} table, {gpus} GPUs held out, predicted over measured"
-                evidence["held out"][case] = 1 + error if isinstance(error, float) else error
-        return evidence
+                yield "held out", case, 1 + error if isinstance(error, float) else error

@@ -3,9 +3,8 @@
 import torch
 import torch.distributed as dist
 
-from ddp_course.grading.attempt import tensors, worlds
+from ddp_course.grading.attempt import noted_ring, tensors, worlds
 from ddp_course.grading.checks import require, task
-from ddp_course.stage4_ring import ring_all_reduce
 
 
 @task("14.1", "compress", {"largest": 1, "feedback": 2}, bound=1e-5)
@@ -13,13 +12,11 @@ class Compress:
     """The largest values by magnitude and their places; what is not sent is added to the next gradient."""
 
     def draw(random, hidden):
-        """Five gradients in a row, with a share; also shares of which nothing would be left, if `hidden`."""
         cases = [(tensors(random, 5, 40), 0.1), (tensors(random, 5, 25), 0.2), (tensors(random, 5, 19), 0.14)]
         return {"cases": cases + [(tensors(random, 5, 9), 0.01)] * hidden}
 
     def probe(compress, cases):
         """What is sent, as a whole row with zeros, and what is left in each step, and the gradient afterwards."""
-        evidence = {"largest": {}, "feedback": {}}
         for gradients, share in cases:
             left, size = torch.zeros(len(gradients[0])), len(gradients[0])
             for step, gradient in enumerate(gradients, 1):
@@ -29,12 +26,11 @@ class Compress:
                     isinstance(answer, tuple | list) and len(answer) == 3, f"{about}: return (values, places, left)"
                 )
                 values, places, left = answer
-                part = evidence["largest" if step == 1 else "feedback"]
-                part[f"{about}, how many values; max(1, round(share * n)) are"] = lengths(values, places)
-                part[f"{about}, what was sent"] = row(values, places, size)
-                evidence["feedback"][f"{about}, what is left"] = left
-                evidence["feedback"][f"{about}, the gradient afterwards"] = given
-        return evidence
+                part = "largest" if step == 1 else "feedback"
+                yield part, f"{about}, how many values; max(1, round(share * n)) are", lengths(values, places)
+                yield part, f"{about}, what was sent", row(values, places, size)
+                yield "feedback", f"{about}, what is left", left
+                yield "feedback", f"{about}, the gradient afterwards", given
 
 
 def lengths(values, places):
@@ -57,7 +53,6 @@ class Meet:
     """Local SGD's meeting, with DiLoCo's outer step: the mean change is a gradient, and the velocity comes back too."""
 
     def draw(random, hidden):
-        """Shared weights, each rank's own after some steps alone, a velocity, and pairs of rate and momentum."""
         settings = [(1.0, 0.0), (0.7, 0.0), (0.5, 0.9)]
         more = [(round(random.uniform(0.1, 2), 2), round(random.uniform(0.1, 0.9), 2))] * hidden
         (shared, velocity), own = tensors(random, 2, 30), tensors(random, 4, 30)
@@ -65,23 +60,18 @@ class Meet:
 
     def probe(meet, shared, own, velocity, settings):
         """The new weights and velocity of every rank, and how often it called all_reduce, in worlds of 2 and 3."""
-        evidence = {"local SGD": {}, "outer step": {}}
         for size, group in worlds(2, 3):
             for index, (rate, momentum) in enumerate(settings):
-                calls, about = [], f"with {size} ranks, rate {rate:g}, momentum {momentum:g}"
-
-                def all_reduce(tensor, group=group, calls=calls):
-                    calls.append(tensor.numel())
-                    return ring_all_reduce(tensor, group)
-
+                about = f"with {size} ranks, rate {rate:g}, momentum {momentum:g}"
+                all_reduce, calls = noted_ring(group)
                 mine = own[dist.get_rank()].clone()
                 answer = meet(shared.clone(), mine, velocity.clone(), all_reduce, size, rate, momentum)
                 pair = isinstance(answer, tuple | list) and len(answer) == 2
                 require(pair, f"{about}: return a pair: (weights, velocity)")
-                part = evidence["outer step" if index else "local SGD"]
-                part[f"{about}, all-reduces"] = len(calls)
-                part[f"{about}, the weights"], part[f"{about}, the velocity"] = answer
-        return evidence
+                part = "outer step" if index else "local SGD"
+                yield part, f"{about}, all-reduces", len(calls)
+                yield part, f"{about}, the weights", answer[0]
+                yield part, f"{about}, the velocity", answer[1]
 
 
 @task("14.3", ("the_bug", "make_hook"), {"the line": 1, "mended": 1})
@@ -89,7 +79,6 @@ class FindTheLossyHook:
     """A hook that never sends what is large and negative: line 6 picks the largest, but not by magnitude."""
 
     def draw(random, hidden):
-        """Gradients of two parameters over 40 steps, mostly of one sign each."""
         drifts = [tensors(random, 1, 24)[0] for _ in range(2)]
         return {"drifts": drifts, "noise": [tensors(random, 40, 24) for _ in range(2)]}
 
@@ -99,11 +88,11 @@ class FindTheLossyHook:
         for step in range(40):
             for number, drift in enumerate(drifts):
                 sent[number].append(hook(f"layer{number}", drift + 0.1 * noise[number][step]).clone())
-        evidence = {"the line": {"the faulty line": the_bug()}, "mended": {}}
+        yield "the line", "the faulty line", the_bug()
         for number, drift in enumerate(drifts):
             owed = sum(drift + 0.1 * each for each in noise[number])
-            evidence["mended"] |= kept_promises(f"parameter {number}", torch.stack(sent[number]), owed, drift)
-        return evidence
+            for case, value in kept_promises(f"parameter {number}", torch.stack(sent[number]), owed, drift).items():
+                yield "mended", case, value
 
 
 def kept_promises(about, steps, owed, drift):
@@ -137,7 +126,6 @@ class Winner:
     """Loss against time: who is first on a link, and from which link on the plain way wins."""
 
     def draw(random, hidden):
-        """Three ways with their losses by step and bytes per step, a target, and links slow and fast."""
         ways = {}
         for name, rate, nbytes in (("every step", 0.09, 4e6), ("local SGD", 0.07, 5e5), ("top 1 %", 0.05, 8e4)):
             rate *= random.uniform(0.95, 1.05)
@@ -149,17 +137,15 @@ class Winner:
 
     def probe(winner, break_even, ways, target, compute_s, links):
         """How the named way does on each link, and the link (to six digits) at which two ways are level."""
-        evidence = {"winner": {}, "break-even": {}}
         for link in links:
             named = winner({name: dict(way) for name, way in ways.items()}, target, compute_s, link)
             times = {name: seconds_to(way, target, compute_s, link) for name, way in ways.items()}
             about = f"on {link / 1e6:g} Mbit/s, by the time to a loss of {target:g}, not by steps or bytes alone"
-            evidence["winner"][about] = how_it_does(named, times)
+            yield "winner", about, how_it_does(named, times)
         for name in ("local SGD", "top 1 %"):
             level = break_even(dict(ways["every step"]), dict(ways[name]), target, compute_s)
             case = f"every step and {name}, in bit/s"
-            evidence["break-even"][case] = float(f"{level:.6g}") if type(level) in (int, float) else level
-        return evidence
+            yield "break-even", case, float(f"{level:.6g}") if type(level) in (int, float) else level
 
 
 def how_it_does(named, times):

@@ -58,7 +58,7 @@ class Explained:
         triple = isinstance(answer, tuple) and len(answer) == 3 and isinstance(answer[2], dict)
         require(triple, "three were expected: predicted seconds, measured seconds, a dict of causes")
         predicted, measured, causes = answer
-        numbers = all(type(one) in (int, float) for one in (predicted, measured, *causes.values()))
+        numbers = all(type(value) in (int, float) for value in (predicted, measured, *causes.values()))
         require(numbers and predicted > 0 and measured > 0, "seconds are numbers, and a step takes more than 0")
         return {
             "predicted": {
