@@ -9,7 +9,7 @@ import os
 import pickle
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
@@ -94,12 +94,12 @@ def make_attempts(attempts: Sequence[Attempt], folder: str, patience: float, wor
             enter(work)
             sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (a submission's floods, until the rank ends)
         for place, (task, attempt) in enumerate(zip(tasks, attempts, strict=True)):
-            if place == 2 and attempt.if_wrong > attempts[1].if_wrong and alike(attempts, folder):
-                return
             answers = load(task, attempt.answers)
             refuse(answers, task.forbidden)
             if ranks > 1:
                 dist.barrier()  # nobody waits in an answer for a rank that is still loading
+            if attempt.if_wrong and not attempts[1].if_wrong and enough(attempts, place, folder):
+                return
             file = Path(folder, f"{place}-{rank}")
             file.with_suffix(".part").write_bytes(pack(probed(task, answers, attempt.inputs)))
             file.with_suffix(".part").rename(file)
@@ -110,16 +110,21 @@ def files_of(folder: str, place: int, task: Task) -> list[Path]:
     return [Path(folder, f"{place}-{rank}") for rank in range(task.ranks)]
 
 
-def alike(attempts: Sequence[Attempt], folder: str) -> bool:
-    """Whether the first two attempts have the same evidence, once all ranks have made them."""
+def enough(attempts: Sequence[Attempt], place: int, folder: str) -> bool:
+    """Whether nothing more is to be tried: the second attempt has the first one's evidence, or that of the last one.
+
+    The third attempt is an answer that does nothing, and no diagnosis.
+    """
     task = find(attempts[0].number)
-    if task.ranks > 1:
-        dist.barrier()
-    first, second = (
-        assembled(attempt, [file.read_bytes() for file in files_of(folder, place, task)]).values or {}
-        for place, attempt in enumerate(attempts[:2])
-    )
-    return all(same(second.get(part), first.get(part), task.bound) for part in task.parts)
+
+    def values(place: int) -> dict:
+        """What an attempt has left, once all ranks have made it."""
+        content = [file.read_bytes() for file in files_of(folder, place, task)]
+        return assembled(attempts[place], content).values or {}
+
+    if place == 2:
+        return all(same(values(1).get(part), values(0).get(part), task.bound) for part in task.parts)
+    return place > 3 and same(values(1), values(place - 1))
 
 
 def assembled(attempt: Attempt, content: Sequence[bytes]) -> Evidence:
@@ -181,15 +186,15 @@ def remember(sources: dict[str, str]) -> None:
     linecache.cache.update({name: (len(text), None, text.splitlines(True), name) for name, text in sources.items()})
 
 
-def probed(task: Task, answers: Sequence, inputs: dict) -> Any:
-    """The evidence of one answer on this rank."""
-    with counted() as past:
+def probed(task: Task, answers: Sequence, inputs: dict) -> dict:
+    """The evidence of one answer on this rank; where torch's collectives are forbidden, all has to go by the wire."""
+    with counted() if set(COLLECTIVES) <= set(task.forbidden) else nullcontext() as past:
         evidence = task.probe(*answers, **inputs)
         if isinstance(evidence, Iterator):
             rows, evidence = evidence, {}
             for part, case, value in rows:
                 evidence.setdefault(part, {})[case] = value
-    if set(COLLECTIVES) <= set(task.forbidden) and (message := past.message()):
+    if past and (message := past.message()):
         raise Wrong(message)
     return evidence
 

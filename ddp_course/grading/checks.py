@@ -29,10 +29,11 @@ class Task:
     """One task. `names` are what its answer cell defines; `parts` are {property: its weight among the task's points}.
 
     `draw(random, hidden)` gives keyword arguments (more and harder cases if `hidden`). `probe(*answers, **inputs)` runs
-    on each of `ranks` ranks and yields (part, case, value), or gives {part: {case: value}}. `together(evidence, **inputs)`, if there is one, makes
-    of a list of these, one for each rank, what is compared. Numbers may differ by `bound` times the largest expected.
-    `forbidden` are dotted names of functions that would be the answer; what is expected in `secret` parts is not told;
-    `hang` is the message when ranks wait for ever, and an attempt may take so many `seconds`.
+    on each of `ranks` ranks and yields (part, case, value), or gives {part: {case: value}}. If there is
+    `together(evidence, **inputs)`, it makes of a list of these, one per rank, what is compared. Numbers may differ by
+    `bound` times the largest expected. `forbidden` are dotted names of functions that would be the answer; what is
+    expected in `secret` parts is not told; `hang` is the message when ranks wait for ever, and an attempt may take so
+    many `seconds`.
     """
 
     number: str

@@ -137,7 +137,7 @@ def watched(function, flats, executor, group, size):
         if len(submitted) > 1:
             several.set()
         elif size == 3:
-            begun.wait(1.0)  # so that whoever goes on to change the bucket does so while it is being reduced
+            begun.wait(0.5)  # so that whoever goes on to change the bucket does so while it is being reduced
         return future
 
     def all_reduce(flat):
@@ -146,7 +146,7 @@ def watched(function, flats, executor, group, size):
         before = flat.clone()
         begun.set()
         if size == 3:
-            alone.append(not several.wait(1.0))
+            alone.append(not several.wait(0.5))
             several.set()
             start = time.perf_counter()
             time.sleep(0.03)
@@ -243,10 +243,10 @@ class AssembleBucketedDDP:
 
             def all_reduce(flat, group=group, ready=ready, left=left):
                 left.append((threading.current_thread().name, flat.numel()))
-                time.sleep(0.004)  # a link that keeps up with backward
+                time.sleep(0.002)  # a link that keeps up with backward
                 ring_all_reduce(flat, group)
 
-            device = Device(f"{2 * 2 * 8 * WIDTH**2 / 0.012:.0f}FLOP/s")  # 12 ms a layer's backward
+            device = Device(f"{2 * 2 * 8 * WIDTH**2 / 0.006:.0f}FLOP/s")  # 6 ms a layer's backward
             with ThreadPoolExecutor(1, "communication") as executor:
                 executor.submit = noted(executor.submit, lambda ready=ready, to=submitted: to.append(len(ready)))
                 parallel = Bucketed(buckets_of(model), all_reduce, executor, size)
@@ -358,34 +358,24 @@ class WhenItHides:
         }
 
     def probe(when_it_hides, cases):
-        """The answer in each case; Wrong if it measures without end."""
-        evidence = {part: [] for part in ("predicted", "measured", "explained")}
-        for width, rate, memory, part in cases:
-            count = []
+        """The answer in each case, a prediction that is rounded another way being the same; Wrong if it measures on."""
+        for width, rate, memory, share in cases:
+            count, (about, predicted, measured, part) = [], expected_hiding((width, rate, memory, share))
 
             def measure(samples, on=(width, rate, memory), count=count):
                 count.append(samples)
                 require(len(count) <= MOST_MEASURED, f"measured more than {MOST_MEASURED} times; {HALVE}")
                 return backward_seconds(samples, *on)
 
-            answer = when_it_hides(measure, part * backward_seconds(512, width, rate, memory))
+            answer = when_it_hides(measure, share * backward_seconds(512, width, rate, memory))
             triple = isinstance(answer, tuple | list) and len(answer) == 3
             require(triple, "return three things: predicted, measured, why")
-            for name, value in zip(evidence, answer, strict=True):
-                evidence[name].append(value)
-        return evidence
-
-    def together(ranks, cases):
-        """By case; a prediction that is rounded another way is the same."""
-        (answers,), made = ranks, {"predicted": {}, "measured": {}, "explained": {}}
-        for index, (about, predicted, measured, share) in enumerate(map(expected_hiding, cases)):
-            line, number, why = (answers[name][index] for name in ("predicted", "measured", "explained"))
+            line, number, why = answer
             near = type(line) is int and line > 0 and abs(line - predicted) <= 1
-            made["predicted"][f"{about}, predicted samples"] = predicted if near else line
-            made["measured"][f"{about}, measured samples"] = number
-            half = f"with half of {measured} samples backward takes {share:.0%} of the time; what bounds it"
-            made["explained"][f"{about}: {half}"] = why
-        return made
+            yield "predicted", f"{about}, predicted samples", predicted if near else line
+            yield "measured", f"{about}, measured samples", number
+            half = f"with half of {measured} samples backward takes {part:.0%} of the time; what bounds it"
+            yield "explained", f"{about}: {half}", why
 
 
 @cache
