@@ -8,13 +8,13 @@ import linecache
 import os
 import pickle
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from importlib import import_module
 from inspect import isclass, isfunction, ismodule, unwrap
 from pathlib import Path
+from pkgutil import resolve_name
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
@@ -44,28 +44,15 @@ RING = tuple(
     for name in ("ring_all_reduce", "whole_gradient_ring", "reduce_scatter", "allgather", "average_on_ring")
 )
 BETWEEN = ("POP_TOP", "SWAP", "ROT_TWO", "PUSH_NULL", "CACHE")  # may stand between a name and what becomes of it
-_groups: dict[int, Any] = {}  # of the first 1, 2, … ranks
-
-
-@dataclass
-class Packed:
-    """Answers that another process has pickled, and the source of the cells that they come from."""
-
-    content: bytes
-
-
-@dataclass
-class Cells:
-    """An answer as text: [(id, source)] of the cells to run."""
-
-    cells: Sequence[tuple[str, str]]
+_groups: dict[int, Any] = {}  # of the first 1, 2, … ranks, for the whole launch
 
 
 @dataclass
 class Attempt:
-    """One answer to one task, and the inputs for it; `answers` is what `load` takes.
+    """One answer to one task, and the inputs for it.
 
-    It may be wanted only `if_wrong`: if the second attempt of a launch has other evidence than the first.
+    `answers` are functions, or what another process has pickled (with the source of their cells), or {id: source} of
+    cells to run. An attempt is wanted only `if_wrong` if the second one of a launch must differ from the first for it.
     """
 
     number: str
@@ -88,7 +75,8 @@ def make_attempts(attempts: Sequence[Attempt], folder: str, patience: float, wor
     torch.set_num_threads(1)  # probes are small: more threads would wait for each other
     tasks = [find(attempt.number) for attempt in attempts]
     if ranks > 1:
-        make_groups(range(1, ranks + 1), timedelta(seconds=patience))
+        for size in range(1, ranks + 1):
+            _groups[size] = dist.new_group(list(range(size)), timeout=timedelta(seconds=patience))
     with python_alone_prints():
         if work:
             enter(work)
@@ -164,16 +152,16 @@ def python_alone_prints() -> Iterator[None]:
 
 
 def load(task: Task, answers: Any) -> Sequence:
-    """What an answer cell defined, in order: functions as they are, `Packed`, or run from `Cells`."""
-    if isinstance(answers, Packed):
-        functions, sources = pickle.loads(answers.content)
-        remember(sources)
-        return functions
-    if not isinstance(answers, Cells):
+    """What an answer cell defined, in order."""
+    if not isinstance(answers, bytes | dict):
         return answers
+    functions, sources = pickle.loads(answers) if isinstance(answers, bytes) else ((), answers)
+    for name, text in sources.items():  # tracebacks show the lines of cells
+        linecache.cache[name] = (len(text), None, text.splitlines(True), name)
+    if functions:
+        return functions
     namespace: dict[str, Any] = {"__name__": "__main__"}
-    remember(dict(answers.cells))
-    for name, source in answers.cells:
+    for name, source in answers.items():
         exec(compile(source, name, "exec"), namespace)
     missing = [name for name in task.names if name not in namespace]
     if missing:
@@ -181,20 +169,16 @@ def load(task: Task, answers: Any) -> Sequence:
     return [namespace[name] for name in task.names]
 
 
-def remember(sources: dict[str, str]) -> None:
-    """Let tracebacks show the lines of cells."""
-    linecache.cache.update({name: (len(text), None, text.splitlines(True), name) for name, text in sources.items()})
-
-
 def probed(task: Task, answers: Sequence, inputs: dict) -> dict:
     """The evidence of one answer on this rank; where torch's collectives are forbidden, all has to go by the wire."""
-    with counted() if set(COLLECTIVES) <= set(task.forbidden) else nullcontext() as past:
+    past, forbidden = PastTheWire(), set(COLLECTIVES) <= set(task.forbidden)
+    with wire.observing(past.traffic.add), past if forbidden else nullcontext():
         evidence = task.probe(*answers, **inputs)
         if isinstance(evidence, Iterator):
             rows, evidence = evidence, {}
             for part, case, value in rows:
                 evidence.setdefault(part, {})[case] = value
-    if past and (message := past.message()):
+    if forbidden and (message := past.message()):
         raise Wrong(message)
     return evidence
 
@@ -204,7 +188,7 @@ def refuse(answers: Sequence, forbidden: Sequence[str]) -> None:
     names = {}
     for name in forbidden:
         with suppress(ImportError, AttributeError):  # this version of torch has none
-            names[id(function_named(name))] = name
+            names[id(resolve_name(name))] = name
     waiting, seen, own = list(answers), set(), set(map(id, answers))
     while waiting:
         thing = waiting.pop()
@@ -216,12 +200,6 @@ def refuse(answers: Sequence, forbidden: Sequence[str]) -> None:
             seen.add(id(thing))
             functions = vars(thing).values() if isclass(thing) else [unwrap(thing)] if callable(thing) else []
             waiting += [named for function in functions if isfunction(function) for named in named_in(function)]
-
-
-def function_named(name: str) -> Any:
-    """What has a dotted name."""
-    module, _, attribute = name.rpartition(".")
-    return getattr(import_module(module), attribute)
 
 
 def named_in(function: Any) -> Iterator[Any]:
@@ -248,12 +226,6 @@ def named_in(function: Any) -> Iterator[Any]:
             yield thing
 
 
-def make_groups(sizes: Iterable[int], patience: Any) -> None:
-    """Groups of the first so many ranks, which last for the whole launch; all ranks call it."""
-    for size in sizes:
-        _groups[size] = dist.new_group(list(range(size)), timeout=patience)
-
-
 def worlds(*sizes: int) -> Iterator[tuple[int, Any]]:
     """Yield (size, group) of the first 2, 3, … ranks to their members."""
     for size in sizes:
@@ -265,7 +237,7 @@ def noted_ring(group: Any) -> tuple[Callable, list]:
     """The ring all-reduce in a group, and a list of (dtype, elements) of the tensors that it is called with."""
     calls: list = []
 
-    def all_reduce(tensor: torch.Tensor) -> torch.Tensor:
+    def all_reduce(tensor: torch.Tensor, group: Any = group) -> torch.Tensor:
         calls.append((str(tensor.dtype).removeprefix("torch."), tensor.numel()))
         return ring_all_reduce(tensor, group)
 
@@ -296,14 +268,6 @@ class PastTheWire(TorchDispatchMode):
             return f"your code calls torch's own {self.other}: send and receive with the wire's functions"
         more = self.sent - self.traffic.bytes_sent
         return f"{more} bytes went past the wire's functions: all that travels goes through wire" if more > 0 else ""
-
-
-@contextmanager
-def counted() -> Iterator[PastTheWire]:
-    """Count what the block sends, and what of it goes through the wire."""
-    past = PastTheWire()
-    with wire.observing(past.traffic.add), past:
-        yield past
 
 
 def tensors(random: Any, count: int, *shape: int, dtype: torch.dtype = torch.float32, whole: bool = False) -> list:

@@ -4,9 +4,9 @@ import secrets
 from typing import Any
 
 from ..errors import Wrong
-from .attempt import Attempt, Cells
+from .attempt import Attempt
 from .checks import Task, cells_with, find, known_wrong, solution
-from .diagnosis import Book, verdict
+from .diagnosis import verdict
 from .evidence import gather
 
 CORRECT = "correct. The grader draws other inputs, some of them harder."
@@ -26,7 +26,7 @@ def check(number: str, *answers: Any, seed: int | None = None) -> None:
     seed = secrets.randbelow(100_000) if seed is None else seed
     inputs = task.inputs(seed)
     right, evidence, *others = gather([solved(task, inputs), Attempt(number, inputs, answers), *known(task, inputs)])
-    result = verdict(task, evidence, Book(right, lambda: others))
+    result = verdict(task, evidence, right, lambda: others)
     if not result.right:
         holds = [part.name for part in result.parts if not part.message]
         so_far = f"{SO_FAR}{', '.join(holds)}; " if holds else ""
@@ -36,16 +36,11 @@ def check(number: str, *answers: Any, seed: int | None = None) -> None:
 
 def solved(task: Task, inputs: dict) -> Attempt:
     """The attempt with the course's own solution."""
-    return Attempt(task.number, inputs, source(task, solution(task.number)))
-
-
-def source(task: Task, text: str) -> Cells:
-    """An answer as its source, with what the solved exercise has beside it."""
-    return Cells(list(cells_with(task.number, text)))
+    return Attempt(task.number, inputs, cells_with(task.number, solution(task.number)))
 
 
 def known(task: Task, inputs: dict) -> list[Attempt]:
     """An answer that does nothing, and the known wrong ones, to be tried on the inputs of one that is wrong."""
     idle = "\n".join(f"def {name}(*args, **kwargs): pass" for name in task.names)
     texts = [idle, *(answer.source for answer in known_wrong(task.number))]
-    return [Attempt(task.number, inputs, source(task, text), if_wrong=True) for text in texts]
+    return [Attempt(task.number, inputs, cells_with(task.number, text), if_wrong=True) for text in texts]

@@ -9,11 +9,10 @@ import json
 import random
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
 from typing import Any
 
 from ..errors import Wrong
@@ -81,15 +80,10 @@ def require(condition: Any, message: str) -> None:
         raise Wrong(message)
 
 
-def checks_file(exercise: int) -> Path:
-    """Where the tasks of an exercise are."""
-    return course_folder("exercises") / "checks" / f"{exercise:02d}.py"
-
-
 @cache
 def load_tasks(exercise: int) -> Any:
     """Run the file of an exercise's tasks, once a process; the module, None if there is none."""
-    name, path = f"exercise_checks_{exercise:02d}", checks_file(exercise)
+    name, path = f"exercise_checks_{exercise:02d}", course_folder("exercises") / "checks" / f"{exercise:02d}.py"
     spec = spec_from_file_location(name, path)
     if not path.exists() or spec is None or spec.loader is None:
         return None
@@ -111,13 +105,12 @@ def find(number: str) -> Task:
 def of_exercise(exercise: int) -> list[Task]:
     """All tasks of an exercise, in order."""
     load_tasks(exercise)
-    chosen = [task for task in _tasks.values() if task.exercise == exercise]
-    return sorted(chosen, key=lambda task: int(task.number.split(".")[1]))
+    return [task for task in _tasks.values() if task.exercise == exercise]
 
 
 def exercises() -> list[int]:
     """The numbers of all exercises that have checks, in order."""
-    return sorted(int(path.stem) for path in checks_file(0).parent.glob("[0-9][0-9].py"))
+    return sorted(int(path.stem) for path in (course_folder("exercises") / "checks").glob("[0-9][0-9].py"))
 
 
 @dataclass(frozen=True)
@@ -188,8 +181,8 @@ def solution(number: str) -> str:
     return next("".join(cell["source"]) for cell in cells if cell["id"] == cell_of(number))
 
 
-def cells_with(number: str, source: str) -> Iterator[tuple[str, str]]:
-    """(id, source) of what an answer needs to run: the solved exercise without its checks, with this answer in it."""
-    for cell in solved_cells(int(number.split(".")[0])):
-        if cell["metadata"].get("ddp_course", {}).get("role") != "check":
-            yield cell["id"], source if cell["id"] == cell_of(number) else "".join(cell["source"])
+def cells_with(number: str, source: str) -> dict[str, str]:
+    """{id: source} of what an answer needs to run: the solved exercise without its checks, with this answer in it."""
+    solved = solved_cells(int(number.split(".")[0]))
+    cells = [cell for cell in solved if cell["metadata"].get("ddp_course", {}).get("role") != "check"]
+    return {cell["id"]: source if cell["id"] == cell_of(number) else "".join(cell["source"]) for cell in cells}

@@ -50,46 +50,39 @@ class Value(NamedTuple):
     still: Any = None
 
 
-@dataclass
-class Book:
-    """What evidence is held against: the solution's, and those of `others`, asked for only if something is wrong.
-
-    The first of these is an answer that does nothing, then come the known wrong answers.
-    """
-
-    solution: Evidence
-    others: Callable[[], Sequence[Evidence]]
-
-    def still(self) -> Evidence | None:
-        """The evidence of an answer that does nothing."""
-        return next(iter(self.others()), None)
-
-    def wrong(self, task: Task) -> list[tuple[str, Evidence]]:
-        """The message and the evidence of each known wrong answer."""
-        return list(zip((answer.message for answer in known_wrong(task.number)), self.others()[1:], strict=False))
-
-
 def nothing(task: Task, message: str) -> Verdict:
     """The verdict on an answer that has no property."""
     return Verdict(False, message, tuple(Part(name, weight, message) for name, weight in task.parts.items()))
 
 
-def verdict(task: Task, evidence: Evidence, book: Book) -> Verdict:
-    """Whether evidence is right, and what is wrong with it."""
+def verdict(task: Task, evidence: Evidence, solution: Evidence, others: Callable[[], Sequence[Evidence]]) -> Verdict:
+    """Whether evidence is that of the solution, and what is wrong with it.
+
+    `others` gives that of an answer that does nothing and of the known wrong ones, if something is wrong.
+    """
     if evidence.values is None:
         return nothing(task, evidence.failure)
-    if book.solution.values is None:
-        return nothing(task, f"{BUSY} (the course's own solution failed: {book.solution.failure})")
-    wrong = {name for name in task.parts if differing(values_of(name, evidence, book.solution), task.bound)}
-    alike = [message for message, known in book.wrong(task) if same(evidence.values, known.values)] if wrong else []
-    messages = {name: compared(task, name, evidence, book, alike) if name in wrong else "" for name in task.parts}
+    if solution.values is None:
+        return nothing(task, f"{BUSY} (the course's own solution failed: {solution.failure})")
+    wrong = {name for name in task.parts if differing(values_of(name, evidence, solution), task.bound)}
+    still, *tried = (others() if wrong else []) or [Evidence(None)]
+    known = list(zip((answer.message for answer in known_wrong(task.number)), tried, strict=False))
+    alike = [message for message, other in known if same(evidence.values, other.values)]
+    messages = dict.fromkeys(task.parts, "")
+    for name in wrong:
+        values = values_of(name, evidence, solution, still)
+        faulty = differing(values, task.bound)
+        message = alike[0] if alike else known_fault(name, values, faulty, known)
+        messages[name] = compared(values, faulty, message, name in task.secret)
     parts = tuple(Part(name, weight, messages[name]) for name, weight in task.parts.items())
     return Verdict(not wrong, next(filter(None, messages.values()), ""), parts)
 
 
 def values_of(part: str, evidence: Evidence, solution: Evidence, still: Evidence | None = None) -> list[Value]:
     """All values of a part, in the order of the solution's cases."""
-    actual, idle, expected = (((one and one.values) or {}).get(part, {}) for one in (evidence, still, solution))
+    actual, idle, expected = (
+        ((source and source.values) or {}).get(part, {}) for source in (evidence, still, solution)
+    )
     values = []
     for case, right in expected.items():
         if isinstance(right, dict) and all(type(rank) is int for rank in right):
@@ -105,14 +98,12 @@ def differing(values: Sequence[Value], bound: float) -> list[Value]:
     return [value for value in values if not same(value.actual, value.expected, bound)]
 
 
-def compared(task: Task, part: str, evidence: Evidence, book: Book, alike: Sequence[str]) -> str:
-    """What is wrong with a part: the message of known answers `alike` in all, or of those like the part."""
-    values = values_of(part, evidence, book.solution, book.still())
-    wrong = differing(values, task.bound)
-    first, message = wrong[0], alike[0] if alike else known_fault(task, part, values, wrong, book)
+def compared(values: Sequence[Value], wrong: Sequence[Value], message: str, secret: bool) -> str:
+    """What is wrong with a part: the `message` of a known answer, or if there is none, what is seen by itself."""
+    first = wrong[0]
     if message:
         return f"{first.case}: {in_short(first)}{message}{ranks_in_words(values, wrong)}"
-    if part in task.secret:
+    if secret:
         return f"{first.case}: {unlike_type(first.actual, first.expected) or f'{shown(first.actual)} is not it'}"
     who = "" if first.rank is None else f"rank {first.rank}: "
     difference = unlike(first.actual, first.expected, "the result") or "the result is another one"
@@ -130,7 +121,7 @@ def in_short(value: Value) -> str:
     return f"{list(value.actual)}; {list(value.expected)} was expected: " if short else ""
 
 
-def known_fault(task: Task, part: str, values: Sequence[Value], wrong: Sequence[Value], book: Book) -> str:
+def known_fault(part: str, values: Sequence[Value], wrong: Sequence[Value], known: Sequence[tuple]) -> str:
     """The message of the known wrong answer that is like this part: everywhere, or wherever it is wrong.
 
     If none is, of the one that is like it in the first case that is wrong, if enough numbers are alike.
@@ -138,8 +129,8 @@ def known_fault(task: Task, part: str, values: Sequence[Value], wrong: Sequence[
     first = [value for value in wrong if value.case == wrong[0].case]
     enough = first if sum(len(numbers(value.actual)) for value in first) >= SURE else []
     for chosen in (values, wrong, enough):
-        for message, known in book.wrong(task):
-            like = {value[:2]: value.actual for value in values_of(part, known, known)}
+        for message, other in known:
+            like = {value[:2]: value.actual for value in values_of(part, other, other)}
             if chosen and all(value[:2] in like and same(value.actual, like[value[:2]]) for value in chosen):
                 return message
     return ""

@@ -55,9 +55,7 @@ def warm_up() -> None:
     launch(int, world_size=1, device="cpu")
 
 
-def launched(
-    attempts: Sequence[Attempt], task: Task, patience: float, work: str
-) -> tuple[list[list[bytes]], CourseError | None]:
+def launched(attempts: Sequence, task: Task, patience: float, work: str) -> tuple[list, CourseError | None]:
     """What the ranks of one launch wrote down, by attempt and by rank, and the error that ended it."""
     timeout = START_SECONDS + task.seconds * len(attempts)
     failure = None

@@ -17,13 +17,13 @@ from typing import Any
 import nbformat
 import psutil
 
-from ..errors import GradingError
-from .attempt import Attempt, Packed
+from ..errors import GradingError, LaunchError
+from .attempt import Attempt
 from .checking import known, solved
-from .checks import Task, cell_of, find
-from .diagnosis import Book, Verdict, nothing, verdict
-from .evidence import BUSY, TRIES, Evidence, gather
-from .guard import FOLDER, HIDDEN, leave_network
+from .checks import cell_of, find
+from .diagnosis import Verdict, nothing, verdict
+from .evidence import BUSY, TRIES, Evidence, gather, launch
+from .guard import FOLDER, HIDDEN
 from .hints import asked_for
 from .remarks import remarks
 from .results import Result, TaskResult, cut, result_of
@@ -74,20 +74,15 @@ def grade(
 @contextmanager
 def private_network() -> Iterator[None]:
     """While the block runs, launches have a network with a loopback alone, where the system allows it."""
-    probe, before = processes().Process(target=exit_with_network, daemon=True), os.environ.get(NETWORK)
-    probe.start()
-    probe.join()
+    os.environ[NETWORK] = "private"
     try:
-        os.environ |= {NETWORK: "private"} if probe.exitcode == 0 else {}
+        launch(int, world_size=1, device="cpu")
+    except LaunchError:
+        del os.environ[NETWORK]
+    try:
         yield
     finally:
         os.environ.pop(NETWORK, None)
-        os.environ |= {NETWORK: before} if before else {}
-
-
-def exit_with_network() -> None:
-    """Exit with 0 if a process may have a network of its own."""
-    os._exit(0 if leave_network() else 1)
 
 
 class Judge:
@@ -97,25 +92,21 @@ class Judge:
         self.seed, self.hidden, self.lock = seed, hidden, threading.RLock()
         self.book = cache(self.made)
 
-    def inputs(self, task: Task) -> dict[str, Any]:
-        """The same for all submissions."""
-        return task.inputs(self.seed, self.hidden)
-
-    def made(self, number: str) -> Book:
-        """What is known about a task's inputs, made once."""
+    def made(self, number: str) -> tuple[dict, Evidence, Callable[[], Sequence[Evidence]]]:
+        """A task's inputs, the solution's evidence, and how to get that of the known wrong answers, made once."""
         task = find(number)
-        tries = (gather([solved(task, self.inputs(task))])[0] for _ in range(TRIES))
+        inputs = task.inputs(self.seed, self.hidden)
+        tries = (gather([solved(task, inputs)])[0] for _ in range(TRIES))
         right = next((evidence for evidence in tries if evidence.values is not None), Evidence(None, BUSY))
-        return Book(right, cache(lambda: gather(known(task, self.inputs(task)))))
+        return inputs, right, cache(lambda: gather(known(task, inputs)))
 
     def verdict(self, number: str, content: bytes, folder: str) -> Verdict:
         """Try an answer that a notebook has handed over, and say whether it is right."""
-        task = find(number)
         with self.lock:
-            book = self.book(number)
-        (evidence,) = gather([Attempt(number, self.inputs(task), Packed(content))], work=folder)
+            inputs, right, others = self.book(number)
+        (evidence,) = gather([Attempt(number, inputs, content)], work=folder)
         with self.lock:
-            return verdict(task, evidence, book)
+            return verdict(find(number), evidence, right, others)
 
 
 def grade_one(

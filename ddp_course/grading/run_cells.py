@@ -77,29 +77,16 @@ def get_message(self: Any, stream: str, timeout: float | None = None) -> Any:
                 raise
 
 
-class Kernel(FORK.Process):
-    """A process with the methods of `subprocess.Popen` that Jupyter calls."""
+def start_kernel(command: list[str], env: dict, **_: Any) -> Any:
+    """In place of Jupyter's `launch_kernel`: the last word of the command is the file that names the ports.
 
-    stdin = stdout = stderr = None
-
-    def poll(self) -> int | None:
-        """How it ended, None while it lives."""
-        return self.exitcode
-
-    def wait(self) -> int | None:
-        """How it ended, once it has."""
-        self.join()
-        return self.exitcode
-
-    def send_signal(self, number: int) -> None:
-        """Send it a signal."""
-        os.kill(self.pid, number)
-
-
-def start_kernel(command: list[str], env: dict, **_: Any) -> Kernel:
-    """In place of Jupyter's `launch_kernel`: the last word of the command is the file that names the ports."""
-    kernel = Kernel(target=be_kernel, args=(command[-1], env))
+    What Jupyter calls are methods of `subprocess.Popen`.
+    """
+    kernel = FORK.Process(target=be_kernel, args=(command[-1], env))
     kernel.start()
+    kernel.stdin = kernel.stdout = kernel.stderr = None
+    kernel.poll, kernel.wait = lambda: kernel.exitcode, kernel.join
+    kernel.send_signal = lambda number: os.kill(kernel.pid, number)
     with suppress(OSError, AttributeError):
         os.setpgid(kernel.pid, kernel.pid)  # an interrupt is for its group
     return kernel

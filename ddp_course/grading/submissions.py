@@ -17,8 +17,6 @@ from ..errors import GradingError
 from .checks import cell_of
 
 MOST_BYTES = 256 << 20
-MOST_SOURCE = 100_000
-LEADS_OUT = "is a symbolic link that leads out of the folder; hand in the file itself"
 MISSING = "its answer cell is missing: it was deleted, or copied into a new cell"
 UNTOUCHED = "not solved yet"
 UNSOLVED = "NotImplementedError"  # what a pristine answer raises
@@ -106,7 +104,7 @@ def find_submissions(paths: Iterable[str | Path], skipped: list[Path] | None = N
             continue
         for child in sorted(path.iterdir()):
             if not child.name.startswith(".") and child.name not in LEFT_BEHIND:
-                submissions += of_learner(child, path.resolve(), skipped)
+                submissions += of_learner(child, skipped)
     if not submissions:
         raise GradingError(f"no submissions in {', '.join(map(str, paths))}")
     return submissions
@@ -117,30 +115,21 @@ def is_notebook(path: Path) -> bool:
     return path.suffix.lower() == ".ipynb"
 
 
-def of_learner(child: Path, root: Path, skipped: list[Path]) -> list[Submission]:
+def of_learner(child: Path, skipped: list[Path]) -> list[Submission]:
     """The submissions of one learner, a file or all notebooks in a folder; what cannot be looked into is one too."""
     learner = child.stem if is_notebook(child) else child.name
-    try:
-        if not child.resolve().is_relative_to(root):
-            return [Submission(learner, child, LEADS_OUT)]
-        if child.is_dir():
-            return in_folder(learner, child)
-        if is_notebook(child):
-            return [Submission(learner, child)]
-    except (OSError, RuntimeError) as error:  # a loop of links, a folder that may not be searched
-        return [Submission(learner, child, f"cannot be read: {getattr(error, 'strerror', None) or error}")]
+    if child.is_dir():
+        try:
+            os.listdir(child)
+        except OSError as error:
+            return [Submission(learner, child, f"cannot be read: {error.strerror}")]
+        paths = [path for path in sorted(child.rglob("*")) if is_notebook(path) and not LEFT_BEHIND & {*path.parts}]
+        nothing = Submission(learner, None, "there is no notebook (.ipynb) in the folder")
+        return [Submission(learner, path) for path in paths] or [nothing]
+    if is_notebook(child):
+        return [Submission(learner, child)]
     skipped.append(child)
     return []
-
-
-def in_folder(learner: str, folder: Path) -> list[Submission]:
-    """The submissions in a learner's folder; OSError if it cannot be searched."""
-    os.listdir(folder)
-    notebooks = [path for path in sorted(folder.rglob("*")) if is_notebook(path) and not LEFT_BEHIND & {*path.parts}]
-    if not notebooks:
-        return [Submission(learner, None, "there is no notebook (.ipynb) in the folder")]
-    inside = folder.resolve()
-    return [Submission(learner, path, "" if path.resolve().is_relative_to(inside) else LEADS_OUT) for path in notebooks]
 
 
 def read_notebook(path: Path) -> list[Cell]:
@@ -230,10 +219,4 @@ def trouble(source: str | None, pristine: str) -> str:
     """What is wrong with an answer before anything runs, or ""."""
     if source is None:
         return MISSING
-    if source.strip() == pristine.strip():
-        return UNTOUCHED
-    return (
-        f"the answer has {len(source):,} characters; at most {MOST_SOURCE:,} are read"
-        if len(source) > MOST_SOURCE
-        else ""
-    )
+    return UNTOUCHED if source.strip() == pristine.strip() else ""

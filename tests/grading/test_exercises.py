@@ -4,6 +4,7 @@ import json
 import math
 import re
 from contextlib import nullcontext
+from pkgutil import resolve_name
 
 import nbformat
 import pytest
@@ -12,7 +13,7 @@ from answers import ROOT, edited, of_kind, tried, verdict_on
 
 from ddp_course.errors import Failure, RankError, Wrong
 from ddp_course.grading import check
-from ddp_course.grading.attempt import COLLECTIVES, function_named, refuse
+from ddp_course.grading.attempt import COLLECTIVES, refuse
 from ddp_course.grading.checking import CORRECT
 from ddp_course.grading.checks import exercises, find, of_exercise
 from ddp_course.grading.diagnosis import same
@@ -40,7 +41,7 @@ def test_inputs_differ_by_seed_and_by_rank():
 
 
 def test_every_forbidden_function_is_there():
-    assert all(callable(function_named(name)) for task in TASKS for name in task.forbidden)
+    assert all(callable(resolve_name(name)) for task in TASKS for name in task.forbidden)
 
 
 REFUSED = [

@@ -1,6 +1,8 @@
 """The whole way of a submission: habits cost nothing, lazy cheats earn nothing, accidents cost nobody else."""
 
 import json
+import os
+import socket
 from pathlib import Path
 
 import nbformat
@@ -8,7 +10,7 @@ import psutil
 import pytest
 from answers import ROOT, edited, hand_in, notebook_of, of_kind
 
-from ddp_course import cli
+from ddp_course import cli, launch
 from ddp_course.errors import GradingError
 from ddp_course.grading import grader
 from ddp_course.grading.checks import find, solution
@@ -43,11 +45,11 @@ HABITS = {
 
 
 def new_ids(notebook):
-    """A notebook whose cells have new ids, 9 MiB of stored output, and a first attempt in front of an answer."""
+    """A notebook whose cells have new ids, some 40 MiB of stored output, and a first attempt in front of an answer."""
     for place, cell in enumerate(notebook.cells):
         cell["id"] = f"new-{place}"  # the metadata still name the task
         if cell.cell_type == "code":
-            cell.outputs = [nbformat.v4.new_output("stream", name="stdout", text="x" * (1 << 20))]
+            cell.outputs = [nbformat.v4.new_output("stream", name="stdout", text="x" * (6 << 20))]
     answer = next(cell for cell in notebook.cells if cell.metadata.get("ddp_course", {}).get("role") == "answer")
     blank = nbformat.v4.new_code_cell("def train_step(*args): pass", metadata=answer.metadata, id="answer-1-1")
     notebook.cells.insert(1, blank)
@@ -129,7 +131,7 @@ BROKEN = {
 
 def hand_in_a_class(folder):
     """What a class hands in: habits, cheats, accidents, notebooks that cannot be read, and what lies among them."""
-    hand_in(folder / "anna", HABITS, OWN_CELLS)
+    hand_in(folder / "anna", HABITS, OWN_CELLS).rename(folder / "anna" / "4 final.ipynb")
     hand_in(folder / "ben", {"1.3": HALF})
     hand_in(folder / "cheats", CHEATS)
     for name, (answers, _) in ACCIDENTS.items():
@@ -200,6 +202,14 @@ def test_grading_goes_on_where_it_stopped(the_class, capsys):
     assert cli.main([*the_class[2], "--resume"]) == 1
     output = capsys.readouterr()
     assert "grading 0 submissions" in output.err and output.out.count("nobody") == 1 and "notes.txt" in output.err
+
+
+def test_answers_have_a_network_with_a_loopback_alone():
+    with grader.private_network():
+        if grader.NETWORK not in os.environ:
+            pytest.skip("this system lets nobody have a network of their own")
+        (cards,) = launch(socket.if_nameindex, world_size=1, device="cpu")
+    assert [name for _, name in cards] == ["lo"] and grader.NETWORK not in os.environ
 
 
 def environment_of(process):

@@ -1,13 +1,13 @@
 """Answers for tests of the grading: tried on the same inputs, or handed in as notebooks."""
 
+from functools import cache
 from pathlib import Path
 
 import nbformat
 
 from ddp_course.grading.attempt import Attempt
-from ddp_course.grading.checking import source
-from ddp_course.grading.checks import cell_of, find, known_answers, known_wrong, solution
-from ddp_course.grading.diagnosis import Book, verdict
+from ddp_course.grading.checks import cell_of, cells_with, find, known_answers, known_wrong, solution
+from ddp_course.grading.diagnosis import verdict
 from ddp_course.grading.evidence import gather
 
 ROOT = Path(__file__).parents[2]
@@ -19,8 +19,8 @@ def tried(task, sources, seed, hidden=False):
     idle = "\n".join(f"def {name}(*args, **kwargs): pass" for name in task.names)
     known = [idle, *(answer.source for answer in known_wrong(task.number))]
     right, *others = evidence_of(task, [solution(task.number), *sources], seed, hidden)
-    book = Book(right, lambda: evidence_of(task, known, seed, hidden))
-    return [(evidence, verdict(task, evidence, book)) for evidence in (right, *others)]
+    of_known = cache(lambda: evidence_of(task, known, seed, hidden))
+    return [(evidence, verdict(task, evidence, right, of_known)) for evidence in (right, *others)]
 
 
 _tried = {}  # {(task, seed, hidden, source): evidence}
@@ -30,7 +30,7 @@ def evidence_of(task, sources, seed, hidden):
     """The evidence of answers; one that was tried with the same inputs before is not tried again."""
     inputs = task.inputs(seed, hidden)
     new = [text for text in dict.fromkeys(sources) if (task.number, seed, hidden, text) not in _tried]
-    attempts = [Attempt(task.number, inputs, source(task, text)) for text in new]
+    attempts = [Attempt(task.number, inputs, cells_with(task.number, text)) for text in new]
     for text, evidence in zip(new, gather(attempts, PATIENCE_SECONDS), strict=True):
         _tried[task.number, seed, hidden, text] = evidence
     return [_tried[task.number, seed, hidden, text] for text in sources]
