@@ -290,20 +290,21 @@ class Clinic:
         """What holds of each diagnosis, in words."""
         named = diagnoses()
         require(isinstance(named, dict), "a dictionary was expected: {number: (rank, line, kind)}")
-        evidence = {}
         for number, (culprit, pieces) in CAUSES.items():
-            diagnosis = named.get(number)
+            patient, diagnosis = f"patient {number}", named.get(number)
+            if diagnosis is None:
+                yield patient, f"{patient}, the rank", "nothing is said"
+                continue
             row = isinstance(diagnosis, list | tuple) and len(diagnosis) == 3
-            require(diagnosis is None or row, f"patient {number}: a row of three was expected: (rank, line, kind)")
-            rank, line, kind = diagnosis or (None, None, None)
+            require(row, f"{patient}: a row of three was expected: (rank, line, kind)")
+            rank, line, kind = diagnosis
             lines = (CLINIC / f"patient_{number:02}.py").read_text(encoding="utf-8").splitlines()
             text = lines[line - 1].strip() if type(line) is int and 0 < line <= len(lines) else "no line"
-            at_fault = "yes" if any(piece in text for piece in pieces) else f"not line {line}: {text}"
-            known = f"{str(kind)[:30]!r} is none of {', '.join(KINDS)}"
-            evidence[f"patient {number}"] = {
-                f"patient {number}, the rank": "yes" if rank == culprit else f"not rank {rank}",
-                f"patient {number}, the line": "nothing is said" if diagnosis is None else at_fault,
-                f"patient {number}, the kind": "yes" if kind == KINDS[number - 1] else (
-                    f'not "{kind}"' if kind in KINDS else known),
-            }  # fmt: skip
-        return evidence
+            at_fault, known = (
+                any(piece in text for piece in pieces),
+                f"{str(kind)[:30]!r} is none of {', '.join(KINDS)}",
+            )
+            wrong_kind = f'not "{kind}"' if kind in KINDS else known
+            yield patient, f"{patient}, the rank", "that is it" if rank == culprit else f"not rank {rank}"
+            yield patient, f"{patient}, the line", "that is it" if at_fault else f"not line {line}: {text}"
+            yield patient, f"{patient}, the kind", "that is it" if kind == KINDS[number - 1] else wrong_kind
