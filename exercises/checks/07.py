@@ -4,8 +4,10 @@ import torch
 import torch.distributed as dist
 
 from ddp_course.grading.attempt import COLLECTIVES, RING, SERVER, tensors, worlds
-from ddp_course.grading.checks import require, task
+from ddp_course.grading.checks import load_tasks, require, task
 from ddp_course.running import wire
+
+SCHEDULES = load_tasks(8)
 
 
 @task("7.1", "assign_owners", {"fewest so far": 1, "lowest of equals": 1})
@@ -97,15 +99,6 @@ class FewestRanks:
 TICKS = {"gather": 2, "reduce": 2, "forward": 1, "backward": 2}
 
 
-def pairs_of(order, about):
-    """The order of the network as a list of pairs, or Wrong."""
-    require(isinstance(order, list | tuple), f"{about}: a list of steps was expected, not {type(order).__name__}")
-    pairs = [tuple(step) if isinstance(step, list | tuple) else (step,) for step in order]
-    good = all(len(pair) == 2 and pair[0] in ("gather", "reduce") and type(pair[1]) is int for pair in pairs)
-    require(good, f'{about}: each step is a pair such as ("gather", 0) or ("reduce", 0)')
-    return pairs
-
-
 def completeness(order, blocks):
     """In words, whether each block is gathered once or twice and reduced once."""
     for block in sorted(set(range(blocks)) | {block for _, block in order}):
@@ -170,7 +163,7 @@ class NetworkOrder:
         """What holds of the order in each case, in words; an order that is not valid is nothing else either."""
         for blocks, size, cap in cases:
             about = f"{blocks} blocks of {size} MB, {cap} MB of room"
-            order = pairs_of(network_order(blocks, size, cap), about)
+            order = SCHEDULES.steps_of(network_order(blocks, size, cap), about, "gather", "reduce")
             words = completeness(order, blocks)
             yield "valid", about, words
             took = play(order, blocks, cap // size) if words == "valid" else words

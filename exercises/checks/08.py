@@ -9,13 +9,13 @@ from ddp_course.stage8_pipeline import Instruction, gpipe, one_forward_one_backw
 COMPLETE = "each micro-batch goes forward once and backward once, in order"
 
 
-def steps_of(steps, about):
-    """A schedule as a list of pairs: the letter of a pass, and the number of a micro-batch."""
+def steps_of(steps, about, *kinds):
+    """A schedule as a list of pairs: of which of two kinds a step is, and a number."""
     steps = list(steps) if isinstance(steps, Iterable) else steps
     require(isinstance(steps, list), f"{about}: a list of steps was expected, not {type(steps).__name__}")
     pairs = [tuple(step) if isinstance(step, list | tuple) else (step,) for step in steps]
-    good = all(len(pair) == 2 and pair[0] in ("F", "B") and type(pair[1]) is int for pair in pairs)
-    require(good, f'{about}: each step is a pair such as ("F", 0) or ("B", 0)')
+    good = all(len(pair) == 2 and pair[0] in kinds and type(pair[1]) is int for pair in pairs)
+    require(good, f'{about}: each step is a pair such as ("{kinds[0]}", 0) or ("{kinds[1]}", 0)')
     return pairs
 
 
@@ -50,7 +50,7 @@ class GPipe:
         """Of each stage's schedule, whether it is complete, and whether all forward passes come first."""
         for stage, stages, micro_batches in cases:
             about = f"stage {stage} of {stages}, {micro_batches} micro-batches"
-            steps = steps_of(gpipe(stage, stages, micro_batches), about)
+            steps = steps_of(gpipe(stage, stages, micro_batches), about, "F", "B")
             kinds = "".join(kind for kind, _ in steps)
             yield "complete", about, completeness(steps, micro_batches)
             yield "forward first", f"{about}, in the order of time", kinds
@@ -66,7 +66,7 @@ class OneForwardOneBackward:
         """Of each stage's schedule, whether it is complete, the passes before the first backward, and their order."""
         for stage, stages, micro_batches in cases:
             about = f"stage {stage} of {stages}, {micro_batches} micro-batches"
-            steps = steps_of(one_forward_one_backward(stage, stages, micro_batches), about)
+            steps = steps_of(one_forward_one_backward(stage, stages, micro_batches), about, "F", "B")
             kinds = "".join(kind for kind, _ in steps)
             yield "complete", about, completeness(steps, micro_batches)
             yield "warm-up", f"{about}, forward passes before the first backward", (kinds + "B").index("B")

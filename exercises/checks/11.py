@@ -10,7 +10,9 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from ddp_course.grading.attempt import tensors
-from ddp_course.grading.checks import require, task
+from ddp_course.grading.checks import load_tasks, require, task
+
+ONE = load_tasks(1)  # its batches
 
 
 class Unwritable:
@@ -111,11 +113,6 @@ def one_step(events):
     }
 
 
-def weights(model):
-    """All parameters in one row."""
-    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
-
-
 def dropout_model(seed):
     """A net with dropout and buffers, and an optimizer with momentum."""
     torch.manual_seed(seed)
@@ -135,18 +132,16 @@ def train(model, optimizer, batches):
     return losses
 
 
-def draw_batches(random, count):
-    """Batches of six samples in float64."""
-    inputs = tensors(random, count, 6, 5, dtype=torch.float64)
-    return [(one, torch.tensor([random.randrange(3) for _ in range(6)])) for one in inputs]
-
-
 @task("11.2", ("capture", "resume"), {"state": 1, "goes on exactly": 1, "twice": 1}, bound=1e-9)
 class ExactResume:
     """Stop, start again, and nobody can tell."""
 
     def draw(random, hidden):
-        return {"seed": random.randrange(10**6), "batches": draw_batches(random, 8), "stop": random.randrange(3, 6)}
+        return {
+            "seed": random.randrange(10**6),
+            "batches": ONE.batches_of(random, 8, 6),
+            "stop": random.randrange(3, 6),
+        }
 
     def probe(capture, resume, seed, batches, stop):
         """The original run to its end, and two runs resumed from what was captured."""
@@ -159,7 +154,7 @@ class ExactResume:
             again, fresh = dropout_model(seed + 1 + attempt)
             step = resume(state, again, fresh)
             buffers = torch.cat([buffer.double().reshape(-1) for buffer in again.buffers()])
-            begin = {f"{name}, its weights at the start": weights(again), f"{name}, its buffers": buffers,
+            begin = {f"{name}, its weights at the start": ONE.weights(again), f"{name}, its buffers": buffers,
                      f"{name}, the number of the next step": step,
                      f"{name}, entries in the optimizer's state": len(fresh.state)}  # fmt: skip
             runs.append((begin, {f"{name}, its losses": train(again, fresh, batches[stop:])}))
@@ -245,7 +240,7 @@ class FindTheBugInTheRun:
 
     def draw(random, hidden):
         stops = [random.randrange(4, 6), *([7] if hidden else []), 10]
-        return {"seed": random.randrange(10**6), "batches": draw_batches(random, 10), "peak": 0.5, "stops": stops}
+        return {"seed": random.randrange(10**6), "batches": ONE.batches_of(random, 10, 6), "peak": 0.5, "stops": stops}
 
     def probe(the_bug, mended_run, seed, batches, peak, stops):
         """The line that is named, the losses of a run in one and of one in parts, and the weights at the end."""
@@ -259,7 +254,7 @@ class FindTheBugInTheRun:
         mended = {"the losses of a run that is never stopped": list(whole),
                   f"{about}, how many losses the parts have": [len(part) for part in parts],
                   f"{about}, the losses": [loss for part in parts for loss in part],
-                  f"{about}, the weights at the end": weights(model)}  # fmt: skip
+                  f"{about}, the weights at the end": ONE.weights(model)}  # fmt: skip
         return {"the line": {"the faulty line": the_bug()}, "mended": mended}
 
 
