@@ -52,9 +52,9 @@ def run(args: argparse.Namespace) -> int:
 def own_notebook(exercise: int) -> Path:
     """The learner's notebook of an exercise: here, in work/, or in exercises/."""
     for folder in map(Path, FOLDERS):
-        found = sorted(folder.glob(f"{exercise:02d}_*.ipynb"))
-        if found and folder.resolve().name not in ("notebooks", "solutions"):
-            return found[0]
+        notebooks = sorted(folder.glob(f"{exercise:02d}_*.ipynb"))
+        if notebooks and folder.resolve().name not in ("notebooks", "solutions"):
+            return notebooks[0]
     raise GradingError(f"no notebook of exercise {exercise} here; name yours with --notebook FILE")
 
 

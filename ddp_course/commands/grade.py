@@ -50,8 +50,8 @@ def run(args: argparse.Namespace) -> int:
         report.check_writable(args)
         earlier = earlier_results(args.json) if args.resume else []
         done = {(result.learner, file) for result in earlier for file in result.files or [""]}
-        waiting = [one for one in submissions if (one.learner, one.file) not in done]
-        os.environ[HIDDEN] = json.dumps([os.path.realpath(one.path) for one in submissions if one.path])
+        waiting = [work for work in submissions if (work.learner, work.file) not in done]
+        os.environ[HIDDEN] = json.dumps([os.path.realpath(work.path) for work in submissions if work.path])
         if skipped:
             names = ", ".join(report.clean(path.name) for path in skipped)
             print(f"no notebooks, so skipped: {names}", file=sys.stderr)
@@ -96,7 +96,7 @@ def grade_and_write(
     args: argparse.Namespace,
 ) -> tuple[list[Result], bool]:
     """Grade all, writing the reports after each; return all results, and whether there are all: Ctrl-C keeps some."""
-    places, done, lock = {id(one): place for place, one in enumerate(submissions)}, {}, threading.Lock()
+    places, done, lock = {id(work): place for place, work in enumerate(submissions)}, {}, threading.Lock()
 
     def so_far() -> list[Result]:
         return [*earlier, *(done[place] for place in sorted(done))]

@@ -64,9 +64,9 @@ def by_learner(results: Sequence[Result], roster: Roster) -> tuple[dict[int, flo
     """
     belonging = sorted((result for result in results if result.exercise), key=lambda result: result.exercise or 0)
     possible = {result.exercise or 0: result.possible for result in belonging}
-    found = {(result.learner, result.exercise): result for result in belonging}
+    by_both = {(result.learner, result.exercise): result for result in belonging}
     learners = dict.fromkeys([*roster.rows, *(result.learner for result in results)])
-    return possible, [(name, [found.get((name, exercise)) for exercise in possible]) for name in learners]
+    return possible, [(name, [by_both.get((name, exercise)) for exercise in possible]) for name in learners]
 
 
 def as_canvas(results: Sequence[Result], roster: Roster) -> str:

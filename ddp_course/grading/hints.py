@@ -29,8 +29,8 @@ def hint(number: str, level: int = 1) -> None:
 
 def asked_for(sources: Iterable[str]) -> dict[str, int]:
     """{task: the highest level of the hints that the cells of a notebook call}."""
-    found: dict[str, int] = {}
+    levels: dict[str, int] = {}
     for source in sources:
         for task, level in ASKED.findall(source):
-            found[task] = max(found.get(task, 0), int(level or 1))
-    return found
+            levels[task] = max(levels.get(task, 0), int(level or 1))
+    return levels
