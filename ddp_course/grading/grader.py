@@ -9,13 +9,12 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import nbformat
-import psutil
 
 from ..errors import GradingError, LaunchError
 from .attempt import Attempt
@@ -23,14 +22,14 @@ from .checking import known, solved
 from .checks import cell_of, find
 from .diagnosis import Verdict, nothing, verdict
 from .evidence import BUSY, TRIES, Evidence, gather, launch
-from .guard import FOLDER, HIDDEN
+from .guard import HIDDEN
 from .hints import asked_for
 from .remarks import remarks
 from .results import Result, TaskResult, cut, result_of
 from .run_cells import DIED, RESULTS, run_cells
 from .submissions import NUMBERED, Cell, Laid, Pristine, Submission, exercise_of, lay, read_notebook
 
-CELL_SECONDS = 20.0
+CELL_SECONDS, END_SECONDS = 20.0, 10.0
 MOST_SHOWN = 20_000  # characters of an answer in a report
 SLOW = "it was stopped: not finished after {:g} s"
 NETWORK = "DDP_COURSE_NETWORK"
@@ -200,9 +199,10 @@ def run_once(notebook: Any, folder: str, seconds: float) -> tuple[dict[int, str]
     child = processes().Process(target=run_cells, args=arguments)
     child.start()
     child.join(seconds)
-    slow = child.is_alive()
+    if slow := child.is_alive():
+        child.terminate()  # it ends all that it has started
+        child.join(END_SECONDS)
     child.kill()
-    end_all(folder)
     child.join()
     lines = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
     return {line["cell"]: line["message"] for line in lines}, slow
@@ -218,19 +218,3 @@ def processes() -> Any:
         ["ddp_course.grading.run_cells", "nbval.plugin", "ipykernel.kernelapp", "torch.distributed"]
     )
     return context
-
-
-def end_all(folder: str) -> None:
-    """Kill all processes that were started for a folder, whatever group or session they went to."""
-    while ours := [process for process in psutil.process_iter() if started_for(process, folder)]:
-        for process in ours:
-            with suppress(psutil.Error):
-                process.kill()
-        psutil.wait_procs(ours, timeout=1)
-
-
-def started_for(process: psutil.Process, folder: str) -> bool:
-    """Whether a living process has the folder in its environment."""
-    with suppress(psutil.Error, OSError):
-        return process.status() != psutil.STATUS_ZOMBIE and process.environ().get(FOLDER) == folder
-    return False

@@ -9,6 +9,7 @@ import json
 import multiprocessing
 import os
 import re
+import signal
 import sys
 import time
 from contextlib import suppress
@@ -16,11 +17,13 @@ from pathlib import Path
 from queue import Empty
 from typing import Any
 
+import psutil
 import pytest
 from jupyter_client.provisioning import local_provisioner
 from nbval.kernel import RunningKernel
 
-from .guard import FOLDER, HAND_OVER, HIDDEN, begin, leave_network, limit
+from ..running import linux
+from .guard import HAND_OVER, HIDDEN, begin, leave_network, limit
 
 FORK: Any = multiprocessing.get_context("fork" if hasattr(os, "fork") else "spawn")
 
@@ -97,6 +100,8 @@ def be_kernel(file: str, environment: dict) -> None:
     import torch
     from ipykernel.kernelapp import IPKernelApp
 
+    linux.die_with_parent()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ.update(environment)
     torch.set_num_threads(1)
     asyncio.set_event_loop(asyncio.new_event_loop())  # the one that came with the fork is busy
@@ -107,14 +112,11 @@ def be_kernel(file: str, environment: dict) -> None:
 
 
 def run_cells(notebook: Path, seconds: float, hidden: str) -> None:
-    """Run a notebook, each cell for so many seconds; its results are lines of JSON in a file beside it.
-
-    `hidden` are the files that no submission reads, as JSON.
-    """
+    """Run a notebook, each cell for so many seconds, and write a line of JSON for each; `hidden` files are not read."""
     if hasattr(os, "setsid"):
         os.setsid()
     folder = str(notebook.parent)
-    homes = ("HOME", "TMPDIR", "IPYTHONDIR", "MPLCONFIGDIR", "JUPYTER_RUNTIME_DIR", FOLDER, HAND_OVER)
+    homes = ("HOME", "TMPDIR", "IPYTHONDIR", "MPLCONFIGDIR", "JUPYTER_RUNTIME_DIR", HAND_OVER)
     modules = os.pathsep.join(entry for entry in sys.path if entry and Path(entry).is_absolute())
     os.environ.update(dict.fromkeys(homes, folder), OMP_NUM_THREADS="1", PYTHONPATH=modules)
     os.environ.update({"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": "", HIDDEN: hidden})
@@ -122,9 +124,23 @@ def run_cells(notebook: Path, seconds: float, hidden: str) -> None:
     silent = os.open(os.devnull, os.O_RDWR)
     for descriptor in range(3):
         os.dup2(silent, descriptor)
+    linux.adopt_orphans()  # what a submission starts stays below this process
+    signal.signal(signal.SIGTERM, end_children)
     limit()
     leave_network()
     RunningKernel.get_message = get_message
     local_provisioner.launch_kernel = start_kernel  # type: ignore[assignment]
     options = [*OPTIONS.split(), str(seconds), "-c", os.devnull, "--rootdir", folder]
     pytest.main([*options, str(notebook)], plugins=[Reporter(notebook.with_name(RESULTS))])
+    end_children()
+
+
+def end_children(*signalled: Any) -> None:
+    """Kill all that this process has started, whatever group or session it went to; a signal ends it as well."""
+    while children := psutil.Process().children(recursive=True):
+        for child in children:
+            with suppress(psutil.Error):
+                child.kill()
+        psutil.wait_procs(children, timeout=0.2)
+    if signalled:
+        os._exit(1)

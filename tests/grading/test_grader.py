@@ -15,7 +15,6 @@ from ddp_course.errors import GradingError
 from ddp_course.grading import grader
 from ddp_course.grading.checks import find, solution
 from ddp_course.grading.grader import exercises_folder, grade
-from ddp_course.grading.guard import FOLDER
 from ddp_course.grading.submissions import Submission, load_exercises
 
 EXERCISES = load_exercises(exercises_folder())
@@ -156,8 +155,9 @@ def the_class(tmp_path_factory):
     command = ["grade", str(folder), "--json", str(report), "--seed", "7"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grader, "CELL_SECONDS", 12.0)
+        patch.setattr("tempfile.tempdir", str(folder.parent))
         assert cli.main(command) == 1
-    assert not [one for one in psutil.process_iter() if FOLDER in environment_of(one)]
+    assert not [process for process in psutil.process_iter() if folder_of(process).startswith(str(folder.parent))]
     results = {result["learner"]: result for result in json.loads(report.read_text())}
     tasks = {name: {task["id"]: task for task in result["tasks"]} for name, result in results.items()}
     return results, tasks, command
@@ -212,12 +212,12 @@ def test_answers_have_a_network_with_a_loopback_alone():
     assert [name for _, name in cards] == ["lo"] and grader.NETWORK not in os.environ
 
 
-def environment_of(process):
-    """What a process has in its environment, if that may be seen."""
+def folder_of(process):
+    """The folder that a process is in, if that may be seen; a submission's is its own."""
     try:
-        return process.environ() if process.status() != psutil.STATUS_ZOMBIE else {}
+        return process.cwd()
     except psutil.Error:
-        return {}
+        return ""
 
 
 def test_a_solved_notebook_is_not_taken_for_a_pristine_one():
