@@ -5,6 +5,7 @@ import csv
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 from tabulate import tabulate
 
@@ -12,7 +13,7 @@ from .. import ladder
 from ..measuring.comparison import DEFAULT_STAGES, read, run
 from ..running.files import replace_file, writable_folder
 from ..running.links import MODES
-from ..showing.plots import BUSY, compare_figure
+from ..showing.plots import BUSY, compare_figure, stage_label
 
 __all__ = ["add_options", "read", "run", "save", "table"]
 
@@ -54,18 +55,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> None:
     """Run or read the comparison, write the results and print the table."""
     writable_folder(args.out)
-    results = read(args.read) if args.read else train(args)
+    options = {name: value for name, value in vars(args).items() if name not in ("run", "read", "out")}
+    results = read(args.read) if args.read else run(**options, progress=True)
     written = save(results, args.out)  # first: whoever reads what is printed may stop listening
     print(table(results))
     for path in written:
         print(f"wrote {path}")
-
-
-def train(args: argparse.Namespace) -> dict:
-    """Train with every stage, as the options say."""
-    given = ("problem", "world_size", "steps", "stages", "device", "device_speed", "dtype", "global_batch", "lr")
-    also = ("bucket_cap_mb", "seed", "parameters", "timeout", "link", "latency", "link_mode")
-    return run(**{name: getattr(args, name) for name in (*given, *also)}, progress=True)
 
 
 class Table(str):
@@ -77,31 +72,37 @@ class Table(str):
         return self.html
 
 
+TITLES = [
+    "stage", "step\nms", "predicted\nms", "speed-up", "comm.\nms", "bytes sent\nby busiest", "messages", "last\nloss",
+    "max diff\nto 1",
+]  # fmt: skip
+
+
 def table(results: dict) -> Table:
     """The results as text, a line per stage."""
-    titles = ["stage", "name", "step ms", "predicted ms", "speed-up", "comm. ms", "sent by busiest", "messages"]
-    titles += ["last loss", "max diff to 1"]
     rows = []
     for stage in results["stages"]:
-        sent, waiting = stage["bytes_sent_max"], stage["communication_ms"]
+        sent, waiting, ideal, messages = (
+            stage.get(key) for key in ("bytes_sent_max", "communication_ms", "ideal_ms", "messages_max")
+        )
         rows.append(
             [
-                stage["stage"],
-                stage["name"],
+                stage_label(stage["stage"], stage["name"]),
                 f"{stage['step_ms']:.1f}" + ("*" if stage.get("busy") else " "),
-                "–" if stage.get("ideal_ms") is None else f"{stage['ideal_ms']:.1f}",
+                "–" if ideal is None else f"{ideal:.1f}",
                 f"{stage['speed_up']:.2f}" if stage.get("speed_up") else "–",
                 "–" if waiting is None else f"{waiting:.1f}",
                 "–" if sent is None else f"{sent:,}",
-                "–" if stage["messages_max"] is None else str(stage["messages_max"]),
+                "–" if messages is None else str(messages),
                 f"{stage['loss'][-1]:.4f}",
                 f"{stage['max_abs_diff_vs_single']:.1e}",
             ]
         )
     note = f"\n* {BUSY}" if any(stage.get("busy") for stage in results["stages"]) else ""
-    made = Table(tabulate(rows, titles, "plain", disable_numparse=True) + note)
-    unbroken = [[row[0], row[1].replace(" ", "\N{NO-BREAK SPACE}"), *row[2:]] for row in rows]
-    made.html = tabulate(unbroken, titles, "html", disable_numparse=True) + note
+    layout: Any = {"colalign": ["left"] + ["right"] * 8, "disable_numparse": True}
+    made = Table(tabulate([TITLES, *rows], tablefmt="plain", **layout) + note)
+    unbroken = [[row[0].replace(" ", "\N{NO-BREAK SPACE}"), *row[1:]] for row in rows]
+    made.html = tabulate(unbroken, [title.replace("\n", " ") for title in TITLES], "html", **layout) + note
     return made
 
 

@@ -1,10 +1,8 @@
 """`ddp-course doctor`: what this machine has, what each lesson will use, and a clear line for all that is missing."""
 
 import argparse
-import gc
 import os
 import platform
-import shutil
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
@@ -20,13 +18,7 @@ Finding = tuple[str, str, tuple[str, str] | None]  # a name, what is there, and 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Describe the options."""
-    parser.set_defaults(run=run)
-
-
-def run(args: argparse.Namespace) -> int:
-    """The command itself: its process ends before garbage matters, and to look for none saves a fifth of the time."""
-    gc.disable()
-    return main()
+    parser.set_defaults(run=lambda args: main())
 
 
 def main() -> int:
@@ -37,9 +29,7 @@ def main() -> int:
     for title, findings in parts.items():
         print(title)
         for name, value, problem in findings:
-            print(f"  {name:<22}{value}")
-            if problem:
-                print(f"  {'':<22}! {problem[1]}")
+            print(f"  {name:<22}{value}" + (f"\n  {'':<22}! {problem[1]}" if problem else ""))
     print("Lessons")
     for lesson, uses in lessons(parts["Links"]) if has_torch else ():
         print(f"  {lesson:<22}{uses}")
@@ -132,14 +122,12 @@ def links() -> list[Finding]:
 
 
 def jupyter() -> Iterator[Finding]:
-    """The notebook packages, and whether there is a browser for tests."""
+    """The packages of notebooks and figures."""
     for package in ("jupyterlab", "ipykernel", "ipywidgets", "nbval", "matplotlib", "scikit-learn"):
         try:
             yield package, version(package), None
         except PackageNotFoundError:
             yield package, "missing", ("fatal", f"{package} is missing; run: make setup")
-    browser = shutil.which("chromium") or shutil.which("google-chrome")
-    yield "Chromium", "yes" if browser else "no (needed only for the project's own browser tests)", None
 
 
 def lessons(emulated: Iterable[Finding]) -> Iterator[tuple[str, str]]:

@@ -214,10 +214,6 @@ def test_bad_input_in_python_says_what_is_wrong():
     model = even_profile()
     for call, words in [
         (lambda: simulate(model, 0, LINK), "world size is 0"),
-        (lambda: simulate(Profile(()), 2, LINK), "no gradients"),
-        (lambda: simulate(Profile((Layer("a", -1, 0, 1),)), 2, LINK), "seconds"),
-        (lambda: simulate(Profile((Layer("a", 0, 0, math.nan),)), 2, LINK), "bytes"),
-        (lambda: simulate(model, 2, Network(Costs(-1, 1))), "seconds per message"),
         (lambda: play("tree", 1, 2, LINK), "no messages of"),
         (lambda: simulate(model, 12, Network(Costs(0, 1), None, 4), "halving_doubling"), "no formula"),
     ]:

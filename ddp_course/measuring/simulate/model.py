@@ -1,6 +1,5 @@
 """What the simulator needs to know of a model: how long each layer takes, and how many bytes of gradient it has."""
 
-from math import isfinite
 from typing import NamedTuple
 
 import torch
@@ -36,18 +35,6 @@ class Profile(NamedTuple):
     def compute_s(self) -> float:
         """Seconds of a step on one device, without communication."""
         return sum(layer.forward_s + layer.backward_s for layer in self.layers) + self.update_s
-
-
-def checked(profile: Profile) -> Profile:
-    """Return `profile`; ValueError if it has no gradients, or times or sizes that cannot be."""
-    for name, *numbers in profile.layers:
-        if not all(isfinite(number) and number >= 0 for number in numbers):
-            raise ValueError(f'layer "{name}": times are in seconds, gradients in bytes, 0 or more; got {numbers}')
-    if not (isfinite(profile.update_s) and profile.update_s >= 0):
-        raise ValueError(f"the update takes {profile.update_s} seconds; it must be 0 or more")
-    if not profile.gradient_bytes:
-        raise ValueError("the profile has no gradients: nothing would be sent")
-    return profile
 
 
 def assign_buckets(profile: Profile, bucket_cap_mb: float = 25.0) -> list[list[int]]:

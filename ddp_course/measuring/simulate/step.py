@@ -16,7 +16,7 @@ from typing import Any
 from .. import theory
 from ..timeline import Span
 from .algorithms import PROGRAMS
-from .model import Profile, assign_buckets, checked
+from .model import Profile, assign_buckets
 from .network import Network, Simulation
 
 KNEE = 0.9  # the efficiency below which we say that scaling has ended
@@ -58,8 +58,10 @@ def simulate(
     takes 1 + `interference` times as long (0: the collective has engines of its own).
     Raises ValueError for sizes, times or names that cannot be.
     """
-    _check(world_size, network, interference)
-    buckets = assign_buckets(checked(profile), bucket_cap_mb)
+    theory.check_sizes(profile.gradient_bytes, world_size)
+    if not (isfinite(interference) and interference >= 0):
+        raise ValueError(f"interference is {interference}; it is a share of the device, 0 or more")
+    buckets = assign_buckets(profile, bucket_cap_mb)
     full_after = {bucket[-1]: sum(profile.layers[index].gradient_bytes for index in bucket) for bucket in buckets}
     begin = now = sum(layer.forward_s for layer in profile.layers)
     spans, free = [Span("forward", 0.0, begin)], 0.0
@@ -124,12 +126,3 @@ def on_hosts(algorithm: Any, nbytes: float, world_size: int, network: Network) -
         costs = [theory.seconds(algorithm, nbytes, world_size, costs) for costs in (link, local)]
         return outside * costs[0] + (1 - outside) * costs[1]
     raise ValueError(f"no formula for {algorithm} on {hosts} hosts of {per_host}; choose ring or hierarchical_ring")
-
-
-def _check(world_size, network, interference):
-    theory.check_sizes(0, world_size)
-    for name, costs in (("link", network.link), ("local link", network.local)):
-        if costs is not None and not all(isfinite(cost) and cost >= 0 for cost in costs):
-            raise ValueError(f"the {name} is {costs}: seconds per message, seconds per byte, none below 0")
-    if not (isfinite(interference) and interference >= 0):
-        raise ValueError(f"interference is {interference}; it is a share of the device, 0 or more")
