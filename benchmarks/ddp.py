@@ -76,7 +76,7 @@ def step_times(args: argparse.Namespace) -> Part:
 
 def means(launches: list[dict[str, float]]) -> dict[str, float]:
     """{wrapper: the geometric mean of its seconds} of several launches."""
-    return {kind: statistics.geometric_mean([one[kind] for one in launches]) for kind in launches[0]}
+    return {kind: statistics.geometric_mean([medians[kind] for medians in launches]) for kind in launches[0]}
 
 
 def ratios(row: Row) -> Row:
@@ -144,9 +144,9 @@ def training_step(wrapper: Callable, model: str) -> Callable[[], float]:
 
 def hook_costs(args: argparse.Namespace) -> Part:
     """Microseconds that a wrapper adds to a step, a parameter, when nothing is communicated."""
-    found = on_cpu(cost_without_communication, 5 * args.repeats, world_size=1)
-    promise = Promise("Python hooks, microseconds a parameter", found["ours"], HOOK_MICROSECONDS)
-    return Part([found], [promise], [{f"{name}, us a parameter": cost for name, cost in found.items()}])
+    cost = on_cpu(cost_without_communication, 5 * args.repeats, world_size=1)
+    promise = Promise("Python hooks, microseconds a parameter", cost["ours"], HOOK_MICROSECONDS)
+    return Part([cost], [promise], [{f"{name}, us per parameter": us for name, us in cost.items()}])
 
 
 def cost_without_communication(repeats: int) -> dict[str, float]:
@@ -191,7 +191,7 @@ def memory(args: argparse.Namespace) -> Part:
         kinds = {kind: partial(on_cpu, peak_bytes, kind, as_view, world_size=2) for kind in ("torch", "ours")}
         peaks = take_turns(kinds, MEMORY_LAUNCHES)
         for what in ("tensors", "resident"):
-            least = {kind: min(found[what] for found in peaks[kind]) for kind in kinds}
+            least = {kind: min(peak[what] for peak in peaks[kind]) for kind in kinds}
             rows.append({"gradient_as_bucket_view": as_view, "bytes": what, **least})
             promise = f"peak {what}, gradient_as_bucket_view={as_view}, times torch's"
             promises.append(Promise(promise, least["ours"] / least["torch"], MEMORY))

@@ -133,7 +133,7 @@ def earlier_parts(file: Path, measured_now: Iterable[str] = ()) -> dict[str, Row
     report = json.loads(file.read_text()) if file.exists() else {}
     if not isinstance(report, dict) or report.get("machine") != machine():
         return {}
-    return {part: found for part, found in report["parts"].items() if part not in set(measured_now)}
+    return {part: content for part, content in report["parts"].items() if part not in set(measured_now)}
 
 
 def machine() -> Row:
@@ -158,15 +158,15 @@ def take_turns(
 
     The order rotates, and every second turn goes backwards: nobody always follows the same other one.
     """
-    names, found = list(ways), {name: [] for name in ways}
+    names, seconds = list(ways), {name: [] for name in ways}
     for turn in turns(repeats + warm_up):
         shift = turn // 2 % len(names)
         order = names[shift:] + names[:shift]
         for name in reversed(order) if turn % 2 else order:
             value = agree(ways[name]()) if agree else ways[name]()
             if turn >= warm_up:
-                found[name].append(value)
-    return found
+                seconds[name].append(value)
+    return seconds
 
 
 def turns(count: int) -> Iterable[int]:

@@ -80,9 +80,11 @@ def measure(link: links.Link, world_size: int, sizes: list[int], repeats: int) -
     """One launch: all algorithms at all sizes on `world_size` ranks. Returns a row each."""
     bandwidth = calibrated(link)
     names = [name for name in ALGORITHMS if name != "gloo" or link.carries_torch]
-    found = launch(time_all, names, sizes, repeats, link=link, world_size=world_size, device="cpu", timeout=1800.0)[0]
+    of_sizes = launch(time_all, names, sizes, repeats, link=link, world_size=world_size, device="cpu", timeout=1800.0)[
+        0
+    ]
     rows = []
-    for size, turns in zip(sizes, found, strict=True):
+    for size, turns in zip(sizes, of_sizes, strict=True):
         for name, seconds in turns.items():
             expected = theory.seconds(FORMULA.get(name, name), size, world_size, theory.Costs.of_link(bandwidth))
             key = dict(zip(COLUMNS, (link.mode, name, world_size, size, link.bandwidth), strict=True))
@@ -115,12 +117,12 @@ def ping_pong(sizes: list[int]) -> list[float]:
 
 def time_all(names: list[str], sizes: list[int], repeats: int) -> list[dict[str, list[float]]]:
     """On each rank: for each size the seconds of every turn of each algorithm."""
-    found = []
+    turns = []
     for size in sizes:
         tensor = torch.zeros(size // 4)  # zeros stay zeros, however often they are summed
         ways = {name: timed(ALGORITHMS[name], tensor) for name in names}
-        found.append(take_turns(ways, repeats, agree=slowest))
-    return found
+        turns.append(take_turns(ways, repeats, agree=slowest))
+    return turns
 
 
 def merge(earlier: list[Row], rows: list[Row]) -> list[Row]:

@@ -46,13 +46,13 @@ def compare(args: argparse.Namespace) -> Part:
         return Part([{"way": "two hosts", "refused": refused}])
     branch = f'exec {" ".join(THIS)} $(test {{host}} = 0 && echo head || echo join) "$0"'
     commands = {"torchrun": TORCHRUN, "launch": ["sh", "-c", branch]}
-    found: dict[str, list] = {way: [] for way in commands}
+    runs: dict[str, list] = {way: [] for way in commands}
     for _ in range(args.repeats):
         for way, command in commands.items():
-            found[way].append(on_hosts(command))
+            runs[way].append(on_hosts(command))
     rows: list[Row] = [
         {"way": way, "job_s": median([job for job, _ in each]), "from_start_s": median([whole for _, whole in each])}
-        for way, each in found.items()
+        for way, each in runs.items()
     ]
     ratio = rows[1]["job_s"] / rows[0]["job_s"]
     return Part(rows, [Promise("two hosts, times torchrun's seconds for the same job", ratio, at_most=AS_LONG)])

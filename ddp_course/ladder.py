@@ -168,12 +168,12 @@ MODULES = tuple(dict.fromkeys(stage.module for stage in STAGES.values() if stage
 
 def rungs() -> list[tuple[str, str, str, str]]:
     """(number, module, ideas, times to average) of each module, in the order in which they are climbed."""
-    found = []
+    rows = []
     for module in MODULES:
         steps = [stage for stage in STAGES.values() if stage.module == module]
         ideas, times = (dict.fromkeys(getattr(step, field) for step in steps) for field in ("idea", "time"))
-        found.append((module.split("_")[0].removeprefix("stage"), module, ", then ".join(ideas), ", then ".join(times)))
-    return found
+        rows.append((module.split("_")[0].removeprefix("stage"), module, ", then ".join(ideas), ", then ".join(times)))
+    return rows
 
 
 def markdown() -> str:

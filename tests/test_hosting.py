@@ -5,36 +5,11 @@ import re
 import subprocess
 from pathlib import Path
 
-import jsonschema
 import pytest
 import yaml
 
 ROOT = Path(__file__).parents[1]
 PYPROJECT = (ROOT / "pyproject.toml").read_text()
-LOCK = dict(line.split("==") for line in (ROOT / "requirements.lock").read_text().splitlines())
-
-# The fields we use, as containers.dev/implementors/json_schema defines them; a name not listed here is refused.
-CONTAINER = {
-    "type": "object",
-    "required": ["name", "image", "postCreateCommand"],
-    "additionalProperties": False,
-    "properties": {
-        "name": {"type": "string"},
-        "image": {"type": "string", "pattern": r"^[\w./-]+:[\w.-]+$"},
-        "postCreateCommand": {"type": ["string", "array", "object"]},
-        "runArgs": {"type": "array", "items": {"type": "string"}},
-        "hostRequirements": {
-            "type": "object",
-            "additionalProperties": False,
-            "properties": {
-                "cpus": {"type": "integer", "minimum": 1},
-                "memory": {"type": "string", "pattern": r"^\d+([tgmk]b)?$"},
-                "storage": {"type": "string", "pattern": r"^\d+([tgmk]b)?$"},
-            },
-        },
-        "customizations": {"type": "object"},
-    },
-}
 
 
 def workflow(name):
@@ -45,11 +20,8 @@ def steps(name):
     return [step for job in workflow(name)["jobs"].values() for step in job["steps"]]
 
 
-def test_the_container_keeps_to_the_schema_and_its_python_to_the_lock():
+def test_the_container_sets_up_with_binders_python():
     container = json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text())
-    jsonschema.validate(container, CONTAINER)
-    with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate({**container, "postCreateComand": "make"}, CONTAINER)
     assert "make setup" in container["postCreateCommand"]
     assert container["image"].split(":")[1] == (ROOT / "binder" / "runtime.txt").read_text().strip().split("-")[1]
 
@@ -107,14 +79,6 @@ case "$*" in *"(3, 11)"*) exit {int(minor < 11)};; *pip*) echo "${{*##*version-c
     subprocess.run(make, cwd=ROOT, check=True, capture_output=True, timeout=60)
     assert (tmp_path / "asked").read_text().splitlines() == installed
     assert (tmp_path / "venv" / "installed").exists()
-
-
-def test_commit_hooks_run_what_lint_runs():
-    [local] = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
-    entries = " ".join(hook["entry"] for hook in local["hooks"])
-    assert all(words in entries for words in ("ruff check", "ruff format", "authoring/build.py --check"))
-    assert all(hook["language"] == "system" for hook in local["hooks"]), "versions come from the lock"
-    assert "ruff" in LOCK
 
 
 def test_citation_and_changelog_know_the_version_and_the_address():

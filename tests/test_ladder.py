@@ -35,10 +35,6 @@ def test_from_3_to_4_only_the_sum_changes():
     assert server.count("average_on_server") == 1
 
 
-def test_the_measure_of_difference_can_fail():
-    assert changed(train_lines(stage1_single), ["nothing", "alike"] * 5) > 8
-
-
 def test_the_whole_idea_is_read_in_half_an_hour():
     lines = sum(len(Path(stage.__file__).read_text().splitlines()) for stage in STAGES)
     assert lines <= 470

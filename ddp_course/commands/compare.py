@@ -100,10 +100,10 @@ def table(results: dict) -> Table:
         )
     note = f"\n* {BUSY}" if any(stage.get("busy") for stage in results["stages"]) else ""
     layout: Any = {"colalign": ["left"] + ["right"] * 8, "disable_numparse": True}
-    made = Table(tabulate([TITLES, *rows], tablefmt="plain", **layout) + note)
+    text = Table(tabulate([TITLES, *rows], tablefmt="plain", **layout) + note)
     unbroken = [[row[0].replace(" ", "\N{NO-BREAK SPACE}"), *row[1:]] for row in rows]
-    made.html = tabulate(unbroken, [title.replace("\n", " ") for title in TITLES], "html", **layout) + note
-    return made
+    text.html = tabulate(unbroken, [title.replace("\n", " ") for title in TITLES], "html", **layout) + note
+    return text
 
 
 def save(results: dict, folder: str | Path) -> list[Path]:

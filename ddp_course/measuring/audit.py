@@ -57,7 +57,7 @@ def audit(source: str, world_size: int = 2, arguments: Sequence[str] = (FOLDER,)
             first.shuffles and first.samples == second.samples for rank in epochs for first, second in pairwise(rank)
         ),
         "the ranks' weights differ: the model is not wrapped, or the loss does not come from its wrapper": any(
-            one is not None and other is not None and not torch.equal(one, other) for one, other in pairwise(weights)
+            left is not None and right is not None and not torch.equal(left, right) for left, right in pairwise(weights)
         ),
         f"ranks {writers} all write the checkpoint: only rank 0 should": len(writers) > 1,
         "the checkpoint's names begin with \"module.\": it is the wrapper's, save the model's": any(
@@ -112,7 +112,9 @@ def watched(source: str, arguments: list[str]) -> Seen:
             exec(compile(source, "script", "exec"), {"__name__": "__main__"})
     finally:
         torch.save = save  # the launch itself saves this rank's result
-    weights = [p.detach().reshape(-1) for one in optimizers for group in one.param_groups for p in group["params"]]
+    weights = [
+        p.detach().reshape(-1) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]
+    ]
     names = [name for state in states for name in names_of(state)]
     seen = [Epoch(samples, getattr(loader.sampler, "shuffle", False)) for loader, samples in trained]
     return Seen(seen, len(states), names, torch.cat(weights).double() if weights else None)

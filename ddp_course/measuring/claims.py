@@ -58,5 +58,5 @@ def decided() -> list[Decision]:
 def _in(path: Path) -> Iterator[Decision]:
     for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
         printed = "".join("".join(output.get("text", "")) for output in cell.get("outputs", ()))
-        for text, number, kind, found, why in PRINTED.findall(printed):
-            yield Decision(int(number), text, kind, found, why, path.stem)
+        for text, number, kind, verdict, why in PRINTED.findall(printed):
+            yield Decision(int(number), text, kind, verdict, why, path.stem)

@@ -75,4 +75,4 @@ def check(gradient: torch.Tensor, name: str) -> None:
 def describe(tensor: torch.Tensor) -> str:
     """ "NaN", "infinite" or both: what is wrong with `tensor`."""
     kinds = [("NaN", torch.isnan(tensor)), ("infinite", torch.isinf(tensor))]
-    return " and ".join(name for name, found in kinds if bool(found.any()))
+    return " and ".join(name for name, elements in kinds if bool(elements.any()))

@@ -10,6 +10,7 @@ import math
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -31,34 +32,13 @@ SPAN_COLOURS = {
     "wait": "#F7C9A9",
     "update": "#1A1A1A",
 }
-_SETTINGS: Any = {
-    "font.size": 10,
-    "axes.titlesize": 10.5,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.labelsize": 10,
-    "xtick.labelsize": 9,
-    "ytick.labelsize": 9,
-    "legend.fontsize": 9,
-    "legend.frameon": False,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#E3E3E3",
-    "grid.linewidth": 0.7,
-    "lines.linewidth": 1.8,
-    "lines.markersize": 6,
-    "figure.dpi": 100,
-    "savefig.dpi": 100,
-    "figure.facecolor": "white",
-}
+SETTINGS = matplotlib.rc_params_from_file(Path(__file__).with_name("course.mplstyle"), use_default_template=False)
 
 
 @contextmanager
 def style() -> Iterator[None]:
     """Draw in the course's style inside this block; matplotlib's settings are as before afterwards."""
-    with matplotlib.rc_context(_SETTINGS):
+    with matplotlib.rc_context(SETTINGS):
         yield
 
 
@@ -75,8 +55,8 @@ class Picture(Figure):
     @property
     def alt(self) -> str:
         """The alternative text: what can be seen, what that says, and where the numbers come from."""
-        said = ". ".join(dict.fromkeys(part for part in (self.seen, self.message) if part))
-        return said + (f" ({self.kind})" if self.kind else "")
+        text = ". ".join(dict.fromkeys(part for part in (self.seen, self.message) if part))
+        return text + (f" ({self.kind})" if self.kind else "")
 
     def label(self, axes: Axes, title: str = "") -> None:
         """Write the kind along the right edge of `axes`, and a title, on as many lines as it needs."""
@@ -153,8 +133,10 @@ def comparison_message(results: dict[str, Any]) -> str:
     if not short:
         return same
     if not all(stage.get("speed_up") for stage in short.values()):
-        return f"{same}; a step takes: " + ", ".join(f"{name} {one['step_ms']:.0f} ms" for name, one in short.items())
-    gains = ", ".join(f"{name} {one['speed_up']:.1f}" for name, one in short.items())
+        return f"{same}; a step takes: " + ", ".join(
+            f"{name} {stage['step_ms']:.0f} ms" for name, stage in short.items()
+        )
+    gains = ", ".join(f"{name} {stage['speed_up']:.1f}" for name, stage in short.items())
     return f"{results['world_size']} devices are faster than one by: {gains} times; {same}"
 
 
@@ -343,8 +325,8 @@ def curves(
 
 def with_lines(kind: str, theory: Any) -> str:
     """The kind of a figure with lines of theory: "measured; lines derived"."""
-    told = any(word in kind for word in ("derived", "simulated", "published"))
-    return f"{kind}; lines derived" if theory and kind and not told else kind
+    complete = any(word in kind for word in ("derived", "simulated", "published"))
+    return f"{kind}; lines derived" if theory and kind and not complete else kind
 
 
 def scale(axes: Axes, log: Sequence[str], ticks: Any) -> None:

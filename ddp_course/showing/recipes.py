@@ -52,8 +52,8 @@ def decoded(thing: Any) -> Any:
     if "pairs" in thing:
         return {decoded(key): decoded(value) for key, value in thing["pairs"]}
     if "of" in thing:
-        return _found(thing["of"])(*decoded(thing["items"]))
-    return _found(thing["name"])
+        return _thing_called(thing["of"])(*decoded(thing["items"]))
+    return _thing_called(thing["name"])
 
 
 def _name(thing):
@@ -63,11 +63,11 @@ def _name(thing):
     return name
 
 
-def _found(name):
+def _thing_called(name):
     module, _, path = name.partition(":")
     if module.split(".")[0] != "ddp_course":
         raise ValueError(f'a recipe names only what the course defines, not "{name}"')
-    found = import_module(module)
+    thing = import_module(module)
     for part in path.split("."):
-        found = getattr(found, part)
-    return found
+        thing = getattr(thing, part)
+    return thing

@@ -122,22 +122,14 @@ class Prediction(ipywidgets.VBox):
         )
         super().__init__([text, self.buttons])
 
-    @property
-    def guess(self) -> Any:
-        """The answer chosen so far, or None."""
-        return self.buttons.value
-
-    @guess.setter
-    def guess(self, answer: Any) -> Any:
-        self.buttons.value = answer
-
-    def reveal(self, found: str, answer: Any, kind: str = "measured") -> None:
-        """Show the guess beside what was found (text) and its kind; `answer` is the right one among the answers."""
+    def reveal(self, result: str, answer: Any, kind: str = "measured") -> None:
+        """Show the guess beside the `result` (text) and its kind; `answer` is the right one among the answers."""
         if answer not in self.answers:
             raise ValueError(f"{answer!r} is not among the answers {self.answers}")
-        guess = "you did not guess" if self.guess is None else f"your guess: {self.guess}"
-        verdict = "" if self.guess is None else (" – right" if self.guess == answer else " – a surprise")
-        display(Revealed(f"{guess}; {kind}: {found}{verdict}", self.answers.index(answer), found))
+        guess, line = self.buttons.value, f"you did not guess; {kind}: {result}"
+        if guess is not None:
+            line = f"your guess: {guess}; {kind}: {result} – {'right' if guess == answer else 'a surprise'}"
+        display(Revealed(line, self.answers.index(answer), result))
 
     def _repr_mimebundle_(self, **options):
         bundle = super()._repr_mimebundle_(**options)
@@ -262,6 +254,7 @@ def bucket_figure(steps: dict[float, Any], measured: dict[float, float], cap: fl
     step = steps[cap]
     hidden = 100 * (1 - min(1.0, step.exposed_s / step.communication_s)) if step.communication_s else 100
     message = f"cap {cap:g} MiB: {len(step.buckets)} bucket(s), step {1000 * step.step_s:.1f} ms, {hidden:.0f} % hidden"
+    times = {size: 1000 * simulated.step_s for size, simulated in steps.items()}
     picture, (above, below) = panels(2, 1, height=4.4, message=message, kind="simulated", height_ratios=[1, 3])
     with style():
         picture.label(above)
@@ -269,16 +262,14 @@ def bucket_figure(steps: dict[float, Any], measured: dict[float, float], cap: fl
         drawn = [name for name in SPAN_COLOURS if any(span.name == name for span in step.spans)]
         handles = [Patch(color=SPAN_COLOURS[name]) for name in drawn]
         picture.legend(handles, drawn, loc="outside lower center", ncols=5, handlelength=1.2)
-        above.set(xlim=(0, 1050 * max(one.step_s for one in steps.values())), ylim=(0.6, -0.6), yticks=[])
+        above.set(xlim=(0, 1.05 * max(times.values())), ylim=(0.6, -0.6), yticks=[])
         above.set(title=message)
         above.set_xlabel("time in the simulated step (ms)")
-        below.plot(
-            list(steps), [1000 * one.step_s for one in steps.values()], color=STAGE_COLOURS["5"], label="simulated"
-        )
+        below.plot(list(times), list(times.values()), color=STAGE_COLOURS["5"], label="simulated")
         below.plot(list(measured), list(measured.values()), "o", color=STAGE_COLOURS["5"], label="measured")
         below.axvline(cap, color="#777777", linestyle=":")
         logarithmic(below, "x")
-        highest = max(*measured.values(), *(1000 * one.step_s for one in steps.values()))
+        highest = max(*measured.values(), *times.values())
         below.set(xlabel="bucket cap (MiB)", ylabel="step (ms)", ylim=(0, 1.1 * highest))
         below.legend(loc="lower left")
     return picture

@@ -8,7 +8,6 @@ from html import unescape
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
-import nbformat
 import pytest
 from chromium import fresh_page, running_browser
 from web import explorers, pages
@@ -58,11 +57,6 @@ def test_all_lessons_exercises_and_the_reference_are_there(site):
     assert not (site / "solutions").exists()
 
 
-def test_exercises_are_unsolved(site):
-    for page in (site / "exercises").glob("*.html"):
-        assert "BEGIN SOLUTION" not in page.read_text() and "NotImplementedError" in page.read_text()
-
-
 def test_local_links_lead_somewhere_and_nothing_is_loaded_from_elsewhere(site):
     for page in (page for page in site.rglob("*.html") if page.name != "404.html"):
         text = page.read_text(encoding="utf-8")
@@ -108,22 +102,6 @@ def test_formulas_become_mathml_and_code_does_not():
     )
     assert made.count("<math") == 2 and "`cost $5 or $6`" in made and 'display="block"' in made
     assert "-v $PWD -w $HOME" in made
-
-
-def test_lists_are_set_apart_as_commonmark_reads_them():
-    assert (
-        pages.with_lists_apart("before:\n- one\n- two\n  more\n- three") == "before:\n\n- one\n- two\n  more\n- three"
-    )
-    assert pages.with_lists_apart("```\na\n- b\n```") == "```\na\n- b\n```"
-    assert pages.with_lists_apart("in 2019\n7. nothing") == "in 2019\n7. nothing"
-
-
-def test_source_keeps_its_indentation_and_outputs_their_fences():
-    cell = nbformat.v4.new_code_cell("show.source(f)")
-    data = {"text/html": "<div>def f():</div>", "text/plain": "def f():\n    return '```'"}
-    cell.outputs = [nbformat.v4.new_output("display_data", data=data)]
-    made = pages.code_cell(cell, pages.Page("notebooks/x.md", ""), [])
-    assert "````python\ndef f():\n    return '```'\n````" in made
 
 
 def test_an_explorer_has_a_picture_for_every_position(monkeypatch):

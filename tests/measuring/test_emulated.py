@@ -45,15 +45,6 @@ def test_a_slow_machine_and_a_large_model_make_slower_devices(monkeypatch):
     assert emulated.default_device(job_of()).rate < 0.5 * usual
 
 
-def test_one_core_and_many_ranks_make_slower_devices_and_more_cores_do_not_make_faster_ones(monkeypatch):
-    job = job_of(world_size=4)
-    monkeypatch.setattr(emulated, "usable_cores", lambda: 4)
-    usual = emulated.default_device(job).rate
-    for cores, factor in ((8, 1), (2, 1), (1, 2)):
-        monkeypatch.setattr(emulated, "usable_cores", lambda cores=cores: cores)
-        assert emulated.default_device(job).rate == pytest.approx(usual / factor, rel=0.05)
-
-
 def test_what_is_chosen():
     job = job_of()
 

@@ -2,8 +2,7 @@
 
 import pytest
 
-from ddp_course.measuring import plans, predict, theory
-from ddp_course.measuring.simulate.transformers import LATENCY_S
+from ddp_course.measuring import plans, predict
 
 MEGATRON = {"nics": 8, "bandwidth": "200Gbit"}
 TORCHTITAN = {"nics": 8, "bandwidth": "400Gbit", "samples": 2, "context": 8192, "gpu": "H100"}
@@ -70,15 +69,6 @@ def test_the_choice_fits_and_nothing_simpler_is_nearly_as_fast(devices, bandwidt
         if chosen:
             near = [plan for plan in fitting if plan.step_s <= 1.1 * min(other.step_s for other in fitting)]
             assert chosen in near and chosen.complexity == min(plan.complexity for plan in near)
-
-
-def test_ddp_waits_for_what_backward_does_not_hide():
-    _, _, every = plans.decide(1, 80, 4, "1Gbit", per_host=1)
-    ddp, zero = every[:2]
-    setting = plans.Setting(1e9, 80, 4, 1e9 / 8, 1, 1, 4, 2048, "A100")
-    ring = theory.seconds("ring", 2e9, 4, theory.Costs(LATENCY_S, 1 / setting.machine.host_link))
-    assert ddp.waiting_s == pytest.approx(ring - plans.compute_s(setting) * 2 / 3)
-    assert zero.step_s == ddp.step_s and ddp.memory_gb - zero.memory_gb == pytest.approx(12 * (1 - 1 / 4))
 
 
 @pytest.mark.parametrize(
