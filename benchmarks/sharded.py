@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,6 @@ from torch.optim import Adam
 
 from ddp_course.collectives import hierarchical_all_reduce
 from ddp_course.measuring import finite
-from ddp_course.problems import Delay
 from ddp_course.running.launching.launch import launch
 from ddp_course.running.links import Link
 from ddp_course.stage4_ring import ring_all_reduce
@@ -34,6 +34,34 @@ MODELS = {
     "GPT, 1 M": ("bytes", {"parameters": 1_000_000}, 8),
 }
 SHARDING, NAN_CHECK = 1.10, 1.02  # at most this many times torch's step, and the step without the check
+
+
+class Delay(torch.nn.Module):
+    """A layer that takes time and leaves its inputs alone: milliseconds a sample, forward and backward.
+
+    It sleeps, so that ranks which share a core do not slow each other down, and waiting shows up as waiting.
+    """
+
+    def __init__(self, forward_ms, backward_ms):
+        super().__init__()
+        self.forward_ms, self.backward_ms = forward_ms, backward_ms
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """(N, …) to the same, after N times `forward_ms`."""
+        return _Sleep.apply(inputs, self.forward_ms, self.backward_ms)
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, inputs: torch.Tensor, forward_ms: Any, backward_ms: Any) -> torch.Tensor:
+        context.backward_ms = backward_ms
+        time.sleep(forward_ms * len(inputs) / 1000)
+        return inputs.view_as(inputs)
+
+    @staticmethod
+    def backward(context: Any, gradient: Any) -> Any:
+        time.sleep(context.backward_ms * len(gradient) / 1000)
+        return gradient, None, None
 
 
 def against(measure: Callable, most: float, ours: str, other: str, world_sizes: tuple[int, ...] = (2, 4)) -> Callable:

@@ -117,7 +117,3 @@ class Wrong(CourseError):
 
 class NotFiniteError(CourseError):
     """A gradient has NaN or infinite elements; the message names the rank and the parameter."""
-
-
-class TooSlow(BaseException):
-    """A judge's time is up. No `Exception`: what explains the errors of an answer's data does not catch it."""

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from time import sleep
 from typing import Any
 
 import numpy as np
@@ -302,34 +301,6 @@ class AfterBlocks(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(N, T, width) to logits (N, 256, T)."""
         return self.head(self.norm(x)).transpose(1, 2)
-
-
-class Delay(nn.Module):
-    """A layer that takes time and leaves its inputs alone: milliseconds a sample, forward and backward.
-
-    It sleeps, so that ranks which share a core do not slow each other down, and waiting shows up as waiting.
-    """
-
-    def __init__(self, forward_ms, backward_ms):
-        super().__init__()
-        self.forward_ms, self.backward_ms = forward_ms, backward_ms
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """(N, …) to the same, after N times `forward_ms`."""
-        return _Sleep.apply(inputs, self.forward_ms, self.backward_ms)
-
-
-class _Sleep(torch.autograd.Function):
-    @staticmethod
-    def forward(context: Any, inputs: torch.Tensor, forward_ms: Any, backward_ms: Any) -> torch.Tensor:
-        context.backward_ms = backward_ms
-        sleep(forward_ms * len(inputs) / 1000)
-        return inputs.view_as(inputs)
-
-    @staticmethod
-    def backward(context: Any, gradient: Any) -> Any:
-        sleep(context.backward_ms * len(gradient) / 1000)
-        return gradient, None, None
 
 
 def gpt_shape(parameters: int) -> tuple[int, int]:
