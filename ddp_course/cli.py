@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
     wanted = next((word for word in arguments if word in COMMANDS), None)
     for name, (module, help_text) in COMMANDS.items():
         command = subparsers.add_parser(name, help=help_text, description=help_text)
-        if name == wanted:  # only its module is loaded: the other commands' libraries take seconds
+        if name == wanted:  # Only its module is loaded: the other commands' libraries take seconds.
             import_module(f".{module}", __package__).add_options(command)
     args = parser.parse_args(arguments)
     return exit_code(lambda: args.run(args))
@@ -43,11 +43,11 @@ def exit_code(command: Callable[[], int | None]) -> int:
     """Run the command; return its exit code, with one line about what went wrong instead of a traceback."""
     try:
         code = command() or 0
-        if sys.stdout is not None:  # the caller has closed it: >&-
+        if sys.stdout is not None:  # It is None where the caller has closed it: >&-
             sys.stdout.flush()
         return code
     except BrokenPipeError:  # `ddp-course … | head`: whoever read has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor complain when Python ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python says nothing more about it at its end.
         return 128 + 13
     except (ValueError, FileNotFoundError) as error:
         print(f"ddp-course: {error}", file=sys.stderr)

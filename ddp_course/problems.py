@@ -161,7 +161,7 @@ class Bytes(Problem):
         windows = text[: len(text) // (context + 1) * (context + 1)].view(-1, context + 1)
         held_out = len(windows) // 10
         self.windows, self.test_windows = windows[:-held_out], windows[-held_out:]
-        self.targets = self.windows  # as many samples as windows; `pick` makes the real targets
+        self.targets = self.windows  # There are as many samples as windows; `pick` makes the real targets.
         self.parameters, self.context, self.dropout = parameters, context, dropout
         self.dtype, self.device = dtype, device
 
@@ -224,7 +224,7 @@ class Synthetic(Problem):
             stack = nn.Sequential()
             for _ in range(self.layers):
                 layer = nn.Linear(self.width, self.width, bias=False)
-                nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")  # or the signal fades on the way
+                nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")  # Else the signal fades on the way.
                 stack.extend([layer, nn.ReLU()])
             return stack[:-1].to(self.device, self.dtype)
 
@@ -266,7 +266,10 @@ class ByteGPT(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.Sequential(*(TransformerBlock(width, max(1, width // 32), dropout) for _ in range(layers)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256)
-        for quiet in (self.positions, self.head):  # the bytes' own, of deviation 1, are apart from the first step
+        for quiet in (
+            self.positions,
+            self.head,
+        ):  # The bytes' own vectors, of deviation 1, differ from the first step on.
             nn.init.normal_(quiet.weight, std=0.02)
 
     def forward(self, indices: torch.Tensor) -> torch.Tensor:

@@ -33,9 +33,9 @@ def test_links_lead_somewhere(page):
 
 def test_the_table_of_errors_is_errors_py():
     table = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "ERRORS.md").read_text(), re.M)
-    own = [one for _, one in inspect.getmembers(errors, inspect.isclass) if issubclass(one, Exception)]
-    assert sorted(table) == sorted(one.__name__ for one in own if one is not errors.CourseError)
-    assert all(issubclass(one, errors.CourseError) for one in own)
+    own = [error for _, error in inspect.getmembers(errors, inspect.isclass) if issubclass(error, Exception)]
+    assert sorted(table) == sorted(error.__name__ for error in own if error is not errors.CourseError)
+    assert all(issubclass(error, errors.CourseError) for error in own)
 
 
 def test_every_exception_of_the_course_is_in_errors_py():
@@ -50,7 +50,7 @@ def test_every_exception_of_the_course_is_in_errors_py():
 
 def test_memory_is_said_once_and_doctor_knows_it():
     said = {path.name: re.findall(r"([\d.]+) GiB a learner", path.read_text()) for path in PAGES}
-    assert {name: found for name, found in said.items() if found} == {
+    assert {name: numbers for name, numbers in said.items() if numbers} == {
         "TROUBLESHOOTING.md": [f"{doctor.NEEDED_MEMORY / 2**30:g}"]
     }
 

@@ -168,8 +168,8 @@ def test_lesson_figures_have_alt_text_and_widgets_have_a_fallback(path):
         for output in cell.outputs:
             data = output.get("data", {})
             if "application/vnd.jupyter.widget-view+json" in data:
-                told = "( )" in data["text/plain"] or "%|" in data["text/plain"]  # a question, a progress bar
-                assert "image/png" in data or told, f"{cell.id}: nothing to see without widgets"
+                readable = "( )" in data["text/plain"] or "%|" in data["text/plain"]  # a question, a progress bar
+                assert "image/png" in data or readable, f"{cell.id}: nothing to see without widgets"
             elif "image/png" in data:
                 assert output.metadata.get("image/png", {}).get("alt"), f"{cell.id}: a figure without alt text"
 

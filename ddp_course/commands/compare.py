@@ -57,7 +57,7 @@ def main(args: argparse.Namespace) -> None:
     writable_folder(args.out)
     options = {name: value for name, value in vars(args).items() if name not in ("run", "read", "out")}
     results = read(args.read) if args.read else run(**options, progress=True)
-    written = save(results, args.out)  # first: whoever reads what is printed may stop listening
+    written = save(results, args.out)  # This comes first: whoever reads the table may stop listening.
     print(table(results))
     for path in written:
         print(f"wrote {path}")

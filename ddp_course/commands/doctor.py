@@ -135,7 +135,7 @@ def lessons(emulated: Iterable[Finding]) -> Iterator[tuple[str, str]]:
     from ..running.devices.placement import usable_gpus
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # said before
+        warnings.simplefilter("ignore")  # They were shown above.
         gpus = usable_gpus()
     ranks = f"4 ranks on {min(4, gpus)} GPU{'s' if gpus > 1 else ''}" if gpus else "4 ranks on the CPU with gloo"
     hosts = ("hosts", "yes", None) in emulated

@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     profile = resnets.profile(args.model, units.seconds(args.step_time, zero=False))
     others = [name for name in ("ring", "hierarchical_ring", "parameter_server") if name != algorithm]
     if any(count > args.per_host and count % args.per_host for count in devices):
-        others = []  # there are no formulas for hosts that are not full
+        others = []  # There are no formulas for hosts that are not full.
     options = {"bucket_cap_mb": args.bucket_cap, "interference": args.interference}
     lines = {
         name: [simulate(profile, count, network, name, **options) for count in devices] for name in [algorithm, *others]

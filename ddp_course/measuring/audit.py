@@ -24,7 +24,7 @@ from torch.utils import data
 
 from ..running.launching.launch import launch
 
-FOLDER = "FOLDER"  # among the arguments: a folder that is gone afterwards
+FOLDER = "FOLDER"  # Among the arguments it stands for a folder that is gone afterwards.
 
 
 class Epoch(NamedTuple):
@@ -77,7 +77,7 @@ def shared_samples(epochs: list[list[Epoch]]) -> bool:
 
 def watched(source: str, arguments: list[str]) -> Seen:
     """Run the script as this rank's `__main__`, and watch. What is replaced here ends with the rank's process."""
-    epochs: list[tuple[Any, list[int]]] = []  # of every loader: (the loader, its samples)
+    epochs: list[tuple[Any, list[int]]] = []  # (a loader, the samples of one pass over it)
     trained, optimizers, states = [], [], []
     begin, advance, save = data.DataLoader.__iter__, data.dataloader._BaseDataLoaderIter.__next__, torch.save
 
@@ -111,7 +111,7 @@ def watched(source: str, arguments: list[str]) -> Seen:
             linecache.cache["script"] = (len(source), None, source.splitlines(True), "script")
             exec(compile(source, "script", "exec"), {"__name__": "__main__"})
     finally:
-        torch.save = save  # the launch itself saves this rank's result
+        torch.save = save  # The launch itself saves this rank's result.
     weights = [
         p.detach().reshape(-1) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]
     ]

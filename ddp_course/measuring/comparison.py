@@ -41,8 +41,8 @@ from .ideals import ideals
 from .job import Job, checked
 from .recording import flat_weights, recording, summed_up
 
-TIMED_STEPS = 10  # on emulated devices: enough for a median
-LEARNED = ("loss", "difference", "evaluation", "weights")  # the same bits with and without the emulation
+TIMED_STEPS = 10  # On emulated devices this is enough for a median.
+LEARNED = ("loss", "difference", "evaluation", "weights")  # They have the same bits with and without the emulation.
 BUSY = 0.25  # share of a step; emulated devices leave the processor idle for five sixths of the time
 DEFAULT_STAGES = ("1", "2", "3", "4", "5", "6", "torch")
 
@@ -85,7 +85,7 @@ def run(
     """
     keys, job = check_stages(stages), checked(problem, world_size, steps, dtype=dtype, **options)
     if isinstance(device, str):
-        placement(device, world_size)  # refuses what there is not
+        placement(device, world_size)  # It refuses a device that is not here.
     place = Place(*emulated.chosen(job, device, device_speed, link, latency, link_mode))
     return {**header(job, place), "stages": measure_all(keys, job, place, progress)}
 
@@ -133,7 +133,7 @@ def formula(stage: Stage, job: Job) -> int | None:
 
 def shown(stages: list[Stage]) -> Iterator[Stage]:
     """The `stages`, with a bar that names them."""
-    from tqdm.auto import tqdm  # a machine that shows no bar can do without it
+    from tqdm.auto import tqdm  # A borrowed machine may not have it, and then shows no bar.
 
     for stage in (bar := tqdm(stages, unit="stage")):
         bar.set_description(stage.name)
@@ -199,7 +199,7 @@ def measured(stage: Stage, job: Job, place: Place, reference: torch.Tensor | Non
         ranks = reports(stage, job, place, reference)
     refuse_divergence(stage, ranks)
     link = None if stage.one_process else place.link
-    ours = bool(link) and not stage.counted and not link.carries_torch  # else it would seem to have no link at all
+    ours = bool(link) and not stage.counted and not link.carries_torch  # Else it would seem to have no link at all.
     entry = summed_up(stage, ranks)
     busy = entry.pop("queued") > BUSY and isinstance(place.device, Device)
     return {**entry, "busy": busy, "emulated": bool(link), "on_our_wire": ours, "weights": ranks[0]["weights"]}
@@ -242,11 +242,11 @@ def train_and_measure(stage: Stage, job: Job, settings: dict, reference: torch.T
     job = replace(job, device=str(rank_device()))
     share = (dist.get_rank(), job.world_size) if stage.splits_batch else (0, 1)
     model = job.model()
-    torch.set_num_threads(1)  # on the CPU a device is one core in every stage
+    torch.set_num_threads(1)  # On the CPU a device is one core in every stage.
     torch.backends.cudnn.allow_tf32 = False  # 10 bits of mantissa would be a difference between the stages
     with recording() as record:
         losses = stage.trainer(settings)(model, record.stamped(job.batches(*share)), job.lr)
-    full_speed()  # the evaluation is not timed
+    full_speed()  # The evaluation is not timed.
     weights = flat_weights(model)
     return {
         **record.report(),

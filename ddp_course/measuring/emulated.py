@@ -16,11 +16,14 @@ from ..running.links.link import parse_bandwidth
 from ..running.linux import usable_cores
 from .job import Job
 
-STEP_SECONDS = 0.32  # of one device, for a whole batch: with 2 ranks per core ten times what Python needs
-SHARE = 0.085  # p/b of that step: 4 ranks then need a third of their step for a ring, and two thirds with a server
+# A step of one device takes this many seconds: with 2 ranks per core that is ten times what Python needs.
+STEP_SECONDS = 0.32
+# This share of that step is p/b: 4 ranks then need a third of their step for a ring, and two thirds with a server.
+SHARE = 0.085
 FASTEST_LINK = 400e6  # bits per second that two cores carry between 4 virtual hosts, with time to spare
-SLACK = 6.0  # real arithmetic is to take a sixth of the emulated time: convolutions of the digits reach a third of the
-# processor's best, and half of the time is left free
+# At the processor's best, real arithmetic takes a sixth of the emulated time. The convolutions of the digits reach a
+# third of that best, and half of the time stays free.
+SLACK = 6.0
 
 
 def chosen(
@@ -51,8 +54,8 @@ def on_gpus(device: str) -> bool:
 def default_device(job: Job, bandwidth: float | None = None) -> Device:
     """A device whose step is long enough for this machine to time it, and for a link of `bandwidth` bits per second."""
     flops = job.work(Device("1GFLOP/s")).flops
-    ranks = job.world_size / usable_cores()  # per core
-    python, real = STEP_SECONDS * max(1.0, ranks / 2), flops * max(1.0, ranks) / capacity.of_core()[0]
+    ranks_per_core = job.world_size / usable_cores()
+    python, real = STEP_SECONDS * max(1.0, ranks_per_core / 2), flops * max(1.0, ranks_per_core) / capacity.of_core()[0]
     seconds = max(python, SLACK * real, 8 * job.gradient_bytes / (SHARE * (bandwidth or FASTEST_LINK)))
     return Device(f"{rounded(flops / seconds)}FLOP/s")
 

@@ -37,7 +37,7 @@ class Later:
 
     def note(self, parameter: nn.Parameter) -> None:
         """Queue the sum of a gradient that has just been made; nothing waits for it."""
-        if self.backward_pass != (now := backward_pass()):  # the last one may have ended in an error
+        if self.backward_pass != (now := backward_pass()):  # The last pass may have ended in an error.
             self.sums, self.backward_pass = {}, now
             after_backward(self.look)
         if not parameter.grad.is_sparse:
@@ -64,7 +64,7 @@ def this_rank() -> int:
 def check(gradient: torch.Tensor, name: str) -> None:
     """Raise NotFiniteError if the `gradient` of the parameter called `name` has NaN or infinite elements."""
     if gradient.is_sparse or math.isfinite(gradient.sum().item()) or bool(gradient.isfinite().all()):
-        return  # the last: finite terms whose sum is too large for the dtype
+        return  # Finite terms may have a sum that is too large for the dtype.
     bad = int((~gradient.isfinite()).sum())
     raise NotFiniteError(
         f"rank {this_rank()}: {bad} of {gradient.numel()} elements of the gradient of {name} are not finite "

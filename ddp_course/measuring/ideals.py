@@ -28,7 +28,7 @@ from . import theory
 from .job import Job, played
 from .simulate import Network, simulate
 
-MICROBATCHES = 4  # of stage 8, by default
+MICROBATCHES = 4  # Stage 8 makes so many by default.
 
 Event = tuple[float, str, int]  # seconds of work until a block's "forward" or "backward" pass, its gradients, the "end"
 

@@ -134,7 +134,7 @@ def checked(
         own.learning_rate if lr is None else lr,
         dtype=dtype, parameters=parameters, bucket_cap_mb=bucket_cap_mb, **settings,
     )  # fmt: skip
-    next(job.batches())  # refuses a batch that is larger than the data
+    next(job.batches())  # It refuses a batch that is larger than the data.
     return job
 
 

@@ -25,7 +25,7 @@ from ..running.units import bits_per_second, readable
 from .simulate import published
 from .simulate.transformers import LATENCY_S, Machine, Shape, Sharding, Split, fully_sharded_s, layer_s, step_s, words_s
 
-SIMPLER = 1.1  # a more complicated way must be that much faster
+SIMPLER = 1.1  # A more complicated way must be that much faster.
 VOCABULARY = 51_200
 CHECKED = {"A100": (3.6, 175, 768), "H100": (8, 8, 128), "V100": (0.02, 0.1, 16)}  # billions from, to; devices
 ASSUMED = (
@@ -142,7 +142,9 @@ def ways(setting: Setting) -> Iterator[Plan]:
     if devices == 1:
         yield plan(setting, "one device", 16, 0.0, 0)
         return
-    backward_s = compute_s(setting) * (3 / 4 if setting.recompute else 2 / 3)  # of so many passes
+    backward_s = compute_s(setting) * (
+        3 / 4 if setting.recompute else 2 / 3
+    )  # The forward pass is a quarter, or a third.
     exposed_s = max(0.0, average_s(setting) - backward_s)
     yield plan(setting, "DDP", 16, exposed_s, 0)
     yield plan(setting, "ZeRO-1", 4 + 12 / devices, exposed_s, 1)

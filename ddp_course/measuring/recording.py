@@ -47,7 +47,7 @@ class Recording:
             self.traffic.append(wire.Traffic())
             yield batch
             self.note()
-        self.traffic.append(wire.Traffic())  # of what comes after the last step
+        self.traffic.append(wire.Traffic())  # What comes after the last step is counted apart.
 
     def note(self) -> None:
         """Note when a step begins, and for how long this thread has waited for a processor so far."""

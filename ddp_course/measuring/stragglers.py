@@ -29,6 +29,8 @@ def stragglers(ranks: list[list[Span]], factor: float = 1.5) -> list[Straggler]:
     `ranks`: the spans of the same steps for each rank, in rank order, as `timeline.recording` collects them.
     """
     seconds = [computing(spans) for spans in ranks]
-    usual = median(sorted(seconds)[: max(1, len(seconds) - 1)])  # of the others: with two ranks, of the faster one
+    usual = median(
+        sorted(seconds)[: max(1, len(seconds) - 1)]
+    )  # The slowest is left out: of two ranks the faster counts.
     slow = [Straggler(rank, s, s / usual) for rank, s in enumerate(seconds) if usual > 0 and s > factor * usual]
     return sorted(slow, key=lambda straggler: -straggler.factor)

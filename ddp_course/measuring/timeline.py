@@ -20,8 +20,8 @@ from ..running.devices import device_number
 from ..running.event_clock import EventClock, HostClock
 from ..running.torch_inside import around
 
-BLOCKING = ("communication", "wait")  # in the lane of the device: the device computes nothing meanwhile
-ON_TOP = (*BLOCKING, "update", "backward", "forward")  # what counts where spans of one device overlap
+BLOCKING = ("communication", "wait")  # While one of these is in its lane, a device computes nothing.
+ON_TOP = (*BLOCKING, "update", "backward", "forward")  # Where spans of one device overlap, the first of these counts.
 
 
 @dataclass(frozen=True)

@@ -150,7 +150,7 @@ def draw_losses(axes: Axes, stages: list[dict[str, Any]]) -> None:
     axes.set(xlabel="step", ylabel="loss (nats)", title="Loss (measured): the curves lie on one another")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylim(0, 1.08 * max(max(stage["loss"]) for stage in stages))
-    axes.legend(ncols=2, handlelength=1.4, columnspacing=1.0)  # low enough for the space under a slow curve
+    axes.legend(ncols=2, handlelength=1.4, columnspacing=1.0)  # It fits into the space under a slow curve.
 
 
 def draw_step_times(axes: Axes, stages: list[dict[str, Any]]) -> None:
@@ -340,9 +340,8 @@ def scale(axes: Axes, log: Sequence[str], ticks: Any) -> None:
             MaxNLocator(integer=all(line.get_xdata().dtype.kind == "i" for line in axes.lines))
         )
     low, high = axes.dataLim.intervaly
-    if (
-        "y" not in log and 0 <= low < high / 3
-    ):  # from 0, unless that would squeeze all curves into the top of the figure
+    # The axis begins at 0, unless that would squeeze all curves into the top of the figure.
+    if "y" not in log and 0 <= low < high / 3:
         axes.set_ylim(bottom=0)
 
 

@@ -28,7 +28,7 @@ def command(*lines: str, timeout: float = 120) -> list[int]:
     ValueError for other programs, and subprocess.TimeoutExpired, with all of them ended, after `timeout` seconds.
     """
     with tempfile.TemporaryDirectory(prefix="ddp_course_", ignore_cleanup_errors=True) as folder:
-        running = [_start(line, folder) for line in lines]  # torchrun leaves folders for its logs
+        running = [_start(line, folder) for line in lines]  # torchrun leaves folders for its logs there.
         try:
             for line, process in zip(lines, running, strict=True):
                 output, _ = process.communicate(timeout=timeout)
@@ -58,7 +58,7 @@ def stacks(line: str, timeout: float = 90) -> None:
                 time.sleep(4)
                 before, now = now, {rank: _innermost(pid) for rank, pid in _ranks_below(process.pid)}
         finally:
-            with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+            with contextlib.suppress(ProcessLookupError):  # It has ended by itself.
                 os.killpg(process.pid, signal.SIGTERM)
             output, _ = process.communicate()
     print(f"$ {line}\n$ py-spy dump --pid …, for each rank, when they stand still")

@@ -92,7 +92,7 @@ def scatter_gather(devices: int = 4) -> Picture:
                     _box(axes, 2 * place, y, f"{step} {device}", colour)
             for place in (2, 4):
                 _arrow(axes, (2 * place + 0.77, y), (2 * place + 1.23, 0), colour, 0, 0)
-            for place in (0, 1) if device else ():  # the master hands out shards of the batch, and copies of its model
+            for place in (0, 1) if device else ():  # The master hands out shards and copies.
                 _arrow(axes, (2 * place - 0.75, -0.1), (2 * place - 0.77, y), "#888888", 0.5 / device, 0)
             _arrow(axes, (2.77, y), (3.23, y), colour, 0, 0)
         for place, name in ((3, "all outputs\nloss"), (5, "sum of all\ngradients")):
@@ -275,7 +275,7 @@ def _pass(axes, rank, ranks, span, last):
     second = instruction.stage >= ranks
     shade = {"facecolors": colour, "edgecolor": "white", "alpha": 0.6 if second else 1}
     axes.broken_barh([(start, end - start)], (rank - 0.4, 0.8), **shade)
-    size = min(9, 330 * (end - start) / last)  # points, so that a label of three letters fits
+    size = min(9, 330 * (end - start) / last)  # A label of three letters fits.
     if size >= 5:
         look = {"ha": "center", "va": "center", "color": "black" if letter == "F" or second else "white"}
         axes.text((start + end) / 2, rank, f"{letter}{instruction.microbatch}", fontsize=size, **look)

@@ -186,7 +186,7 @@ def alpha_beta_figure(bandwidth: str = "10Gbit", latency: str = "100us", world_s
     picture = curves({}, "message", "time (ms)", title, said, theory=lines, log="xy", height=3.9, kind="derived")
     picture.axes[0].set_xticks([2**6, 2**10, 2**15, 2**20, 2**25, 2**30])
     binary_bytes(picture.axes[0].xaxis)
-    picture.axes[0].minorticks_off()  # nobody reads those, and they took more than half of the time to draw
+    picture.axes[0].minorticks_off()  # Nobody reads those, and they took more than half of the time to draw.
     return picture
 
 
@@ -225,7 +225,7 @@ def strategies_figure(share: float = 8.5, world_size: int = 4, latency: float = 
     one_s = job.work(device).compute_s
     costs = theory.Costs.of_link(8 * job.gradient_bytes / (share / 100 * one_s), latency / 100 * one_s)
     stages = [stage for stage in ladder.STAGES.values() if stage.step]
-    if world_size > 5:  # the digits' network has five layers
+    if world_size > 5:  # The digits' network has five layers.
         stages = [stage for stage in stages if stage.step != "pipelined"]
     faster = {stage: one_s / ideals.STEPS[str(stage.step)](stage, job, device, costs) for stage in stages}
     best = max(faster, key=lambda stage: faster[stage])

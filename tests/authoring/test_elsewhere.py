@@ -44,27 +44,27 @@ def test_solutions_are_not_offered():
         elsewhere.addresses("solutions/04_ring_all_reduce.ipynb")
 
 
-def install(monkeypatch, environ, found):
-    """The commands that the install cell runs where `environ` is set and the course can be `found`, or not."""
+def install(monkeypatch, environ, installed):
+    """The commands that the install cell runs where `environ` is set and the course is `installed`, or not."""
     commands = []
     for name in ("COLAB_RELEASE_TAG", "KAGGLE_KERNEL_RUN_TYPE"):
         monkeypatch.delenv(name, raising=False)
     for name in environ:
         monkeypatch.setenv(name, "1")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if found else None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if installed else None)
     monkeypatch.setattr(subprocess, "run", lambda command, check: commands.append(command))
     exec(cells(OPENED[0])[elsewhere.INSTALL], {})
     return commands
 
 
 def test_the_install_cell_does_nothing_at_home_or_twice(monkeypatch):
-    assert install(monkeypatch, [], found=False) == []
-    assert install(monkeypatch, ["COLAB_RELEASE_TAG"], found=True) == []
+    assert install(monkeypatch, [], installed=False) == []
+    assert install(monkeypatch, ["COLAB_RELEASE_TAG"], installed=True) == []
 
 
 @pytest.mark.parametrize("place", ["COLAB_RELEASE_TAG", "KAGGLE_KERNEL_RUN_TYPE"])
 def test_the_install_cell_leaves_torch_alone(monkeypatch, place):
-    course, rest = install(monkeypatch, [place], found=False)
+    course, rest = install(monkeypatch, [place], installed=False)
     assert course[:4] == rest[:4] == [sys.executable, "-m", "pip", "install"]
     assert "--no-deps" in course and course[-1] == f"ddp-course @ git+{elsewhere.repository()}"
     assert not any("torch" in word or word in ("-U", "--upgrade") for word in rest)

@@ -82,8 +82,8 @@ def test_a_page_with_all_that_it_loads_is_small(site):
 
 
 def test_the_search_knows_words_and_reference_but_no_import_lines(site):
-    found = json.loads((site / "search" / "search_index.json").read_text())["docs"]
-    text = {entry["location"]: entry["title"] + entry["text"] for entry in found}
+    entries = json.loads((site / "search" / "search_index.json").read_text())["docs"]
+    text = {entry["location"]: entry["title"] + entry["text"] for entry in entries}
     assert any(location.startswith("reference/stages") and "ring_all_reduce" in text[location] for location in text)
     lessons = " ".join(text[location] for location in text if location.startswith("notebooks/"))
     assert "bottleneck" in lessons and not re.search(r"from ddp_course import .*\bshow\b", lessons)

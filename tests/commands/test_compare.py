@@ -228,7 +228,7 @@ def test_a_span_that_is_missing_shows(on_devices):
 
 def differing(results):
     """The keys of stages of which more than a twentieth is not drawn, or drawn twice, or drawn as something else."""
-    found = []
+    keys = []
     for stage in results["stages"]:
         lanes = stage["timeline"]
         assert len(lanes) == (1 if stage["stage"] == "1" else 2)
@@ -238,8 +238,8 @@ def differing(results):
         apart = all(end <= begin + 1e-9 for lane in upper for (_, end), (begin, _) in pairwise(lane))
         same = blocking == pytest.approx(stage["communication_ms"], rel=0.05, abs=0.01)
         if not (apart and same and busiest == pytest.approx(stage["step_ms"], rel=0.05)):
-            found.append(stage["stage"])
-    return found
+            keys.append(stage["stage"])
+    return keys
 
 
 def test_a_busy_machine_is_named_in_table_and_figure(results):

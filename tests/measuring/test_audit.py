@@ -25,8 +25,8 @@ def test_the_script_has_none_of_them():
 def test_a_planted_mistake_is_found_and_no_other(words):
     right, wrong = MISTAKES[words]
     assert SOURCE.count(right) == 1
-    found = audit(SOURCE.replace(right, wrong))
-    assert len(found) == 1 and words in found[0], found
+    messages = audit(SOURCE.replace(right, wrong))
+    assert len(messages) == 1 and words in messages[0], messages
 
 
 OWN_DATA = """

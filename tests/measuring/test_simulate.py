@@ -98,8 +98,8 @@ def test_schedule_worked_out_by_hand():
     assert step.exposed_s == pytest.approx(0.17)
     edges = [(s.name, round(s.start, 6), round(s.end, 6)) for s in step.spans if s.lane == "network"]
     assert edges == [("communication", 0.08, 0.18), ("communication", 0.18, 0.28)]
-    one = simulate(shallow, 2, network, bucket_cap_mb=math.inf)
-    assert one.step_s == pytest.approx(0.11 + 0.2 + 0.005)
+    whole = simulate(shallow, 2, network, bucket_cap_mb=math.inf)
+    assert whole.step_s == pytest.approx(0.11 + 0.2 + 0.005)
 
 
 def test_interference_worked_out_by_hand():

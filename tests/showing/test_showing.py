@@ -104,7 +104,7 @@ def overlapping(picture):
     with plots.style():
         canvas.draw()
     renderer = canvas.get_renderer()
-    found = []
+    pairs = []
     for axes in picture.axes:
         texts = [axes.title, axes._left_title, axes.xaxis.label, axes.yaxis.label]
         for axis, limits in ((axes.xaxis, axes.get_xlim()), (axes.yaxis, axes.get_ylim())):
@@ -113,11 +113,11 @@ def overlapping(picture):
         texts = axes.texts + [text for text in texts if axes.axison]
         texts = [text for text in texts if text.get_text() and text.get_visible()]
         boxes = [(text.get_text(), text.get_window_extent(renderer)) for text in texts]
-        for (one, a), (other, b) in combinations(boxes, 2):
+        for (left, a), (right, b) in combinations(boxes, 2):
             width, height = min(a.x1, b.x1) - max(a.x0, b.x0), min(a.y1, b.y1) - max(a.y0, b.y0)
             if width > 1.5 and height > 1.5:
-                found.append((one, other))
-    return found
+                pairs.append((left, right))
+    return pairs
 
 
 def test_lines_of_theory_are_told_from_what_was_measured():
@@ -245,8 +245,8 @@ def test_the_central_explorer_agrees_with_the_comparison_and_its_winners_change_
     figure = widgets.strategies_figure(world_size=2)
     names = [label.get_text().replace("-\n", "-").replace("\n", " ") for label in figure.axes[0].get_xticklabels()]
     heights = dict(zip(names, [bar.get_height() for bar in figure.axes[0].patches], strict=False))
-    one, *others = results["stages"]
+    single, *others = results["stages"]
     for stage in others:
-        assert heights[stage["name"]] == pytest.approx(one["ideal_ms"] / stage["ideal_ms"], rel=0.05)
+        assert heights[stage["name"]] == pytest.approx(single["ideal_ms"] / stage["ideal_ms"], rel=0.05)
     slow, fast = (widgets.strategies_figure(share=share).message for share in (200, 0.5))
     assert "none is faster" in slow and "none is faster" not in fast

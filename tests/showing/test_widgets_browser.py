@@ -72,9 +72,9 @@ def address(process, log):
     """Wait for the server to print where it opens."""
     deadline = time.monotonic() + 90
     while time.monotonic() < deadline and process.poll() is None:
-        found = re.search(r"http://127\.0\.0\.1:\d+/lab\S*(?=\?)", log.read_text())
-        if found:
-            return found[0] + "?reset&token=secret"
+        match = re.search(r"http://127\.0\.0\.1:\d+/lab\S*(?=\?)", log.read_text())
+        if match:
+            return match[0] + "?reset&token=secret"
         time.sleep(0.1)
     raise AssertionError(f"JupyterLab did not start:\n{log.read_text()[-2000:]}")
 

@@ -96,7 +96,9 @@ def gpt_ms(row: Row, machine: Machine) -> float:
             f"{split.tensor} x {split.data} x {split.pipeline} ways are {split.gpus} GPUs, not {n['gpus']}"
         )
     shape = Shape(n["layers"], n["width"], n["context"])
-    kept_gb = (4 + 12 / split.data) * shape.parameters / split.tensor / split.pipeline / 1e9  # as with ZeRO-1
+    kept_gb = (
+        (4 + 12 / split.data) * shape.parameters / split.tensor / split.pipeline / 1e9
+    )  # The optimizer is sharded, as with ZeRO-1.
     if kept_gb > A100_GB:
         raise ValueError(f"a GPU would keep {kept_gb:,.0f} GB and has {A100_GB}; take more tensor or pipeline ways")
     return 1e3 * step_s(shape, split, machine, n["batch"])

@@ -66,7 +66,7 @@ def simulate(
     begin = now = sum(layer.forward_s for layer in profile.layers)
     spans, free = [Span("forward", 0.0, begin)], 0.0
     for index in reversed(range(len(profile.layers))):
-        slow = max(0.0, free - now)  # a collective is on its way
+        slow = max(0.0, free - now)  # A collective is on its way for so long.
         seconds = profile.layers[index].backward_s
         now += seconds + interference * min(seconds, slow / (1 + interference))
         if index in full_after:

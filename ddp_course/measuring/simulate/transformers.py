@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.optimize import least_squares
 
-LATENCY_S = 1e-5  # of a message between GPUs: assumed, not fitted
+LATENCY_S = 1e-5  # A message between GPUs takes this long; it is assumed, not fitted.
 A100_FLOPS, A100_MEMORY = 312e12, 2.0e12  # flops per second in bfloat16, bytes per second
-DATASHEETS = {  # in 16 bits, of the memory, of NVLink each way; by NVIDIA, 2017, 2020 and 2022
+DATASHEETS = {  # flops in 16 bits, bytes per second of memory and of NVLink each way (NVIDIA, 2017, 2020, 2022)
     "V100": (125e12, 0.9e12, 150e9),
     "A100": (A100_FLOPS, A100_MEMORY, 300e9),
     "H100": (989e12, 3.35e12, 450e9),
