@@ -44,9 +44,6 @@ def test_compare_prints_a_table_and_writes_results(tmp_path):
     "arguments",
     [
         ("--world-size", "0"),
-        ("--world-size", "4", "--global-batch", "10"),
-        ("--stages", "7up"),
-        ("--problem", "cifar"),
         ("--link", "fast"),
         ("--out", "/proc/results"),
         ("--world-size", "two"),

@@ -58,11 +58,6 @@ def test_a_batch_larger_than_the_data_is_refused():
         next(small("digits").batches(5000, 1))
 
 
-def test_an_unknown_problem_is_refused():
-    with pytest.raises(ValueError, match='unknown problem "cifar"; choose one of digits'):
-        problems.make("cifar")
-
-
 def test_digits_are_scikit_learns():
     from sklearn.datasets import load_digits
 

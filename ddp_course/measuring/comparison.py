@@ -161,7 +161,7 @@ def read(folder: str | Path) -> dict:
     entries = {"1": single}
     for run in runs:
         difference = (run["weights"] - reference).abs().max().item()
-        entries[run["entry"]["stage"]] = {**run["entry"], "max_abs_diff_vs_single": difference, "emulated": False}
+        entries[run["entry"]["stage"]] = {**run["entry"], "max_abs_diff_vs_single": difference}
     where = {key: jobs[0][key] for key in ("device", "backend")}
     known = [ladder.find(key) for key in ladder.STAGES if key in entries]
     stages = [{**entries[stage.key], "bytes_formula": formula(stage, job)} for stage in known]
@@ -202,7 +202,7 @@ def measured(stage: Stage, job: Job, place: Place, reference: torch.Tensor | Non
     ours = bool(link) and not stage.counted and not link.carries_torch  # Else it would seem to have no link at all.
     entry = summed_up(stage, ranks)
     busy = entry.pop("queued") > BUSY and isinstance(place.device, Device)
-    return {**entry, "busy": busy, "emulated": bool(link), "on_our_wire": ours, "weights": ranks[0]["weights"]}
+    return {**entry, "busy": busy, "on_our_wire": ours, "weights": ranks[0]["weights"]}
 
 
 def refuse_divergence(stage: Stage, ranks: list[dict]) -> None:
