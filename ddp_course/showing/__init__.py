@@ -4,23 +4,13 @@ from importlib import import_module
 
 from .source import diff, source  # noqa: F401 (or the module would hide the function)
 
-_HOME = {
-    "curves": "plots",
-    "bars": "plots",
-    "images": "plots",
-    "panels": "plots",
-    "timeline_figure": "plots",
-    "compare_figure": "plots",
-    "STAGE_COLOURS": "plots",
-    "BUSY": "plots",
-    "predict": "widgets",
-    "progress": "widgets",
-    "command": "shell",
-    "stacks": "shell",
-    "scaling_figure": "simulator_plots",
-    "winners_figure": "simulator_plots",
-    "predictions_figure": "simulator_plots",
+_NAMES = {
+    "plots": ("curves", "bars", "images", "panels", "timeline_figure", "compare_figure", "STAGE_COLOURS", "BUSY"),
+    "widgets": ("predict", "progress"),
+    "shell": ("command", "stacks"),
+    "simulator_plots": ("scaling_figure", "winners_figure", "predictions_figure"),
 }
+_HOME = {name: module for module, names in _NAMES.items() for name in names}
 _MODULES = {"plots", "sketches", "widgets"}
 __all__ = sorted([*_HOME, *_MODULES, "diff", "source"])
 
