@@ -88,7 +88,7 @@ def table(results: dict) -> Table:
         rows.append(
             [
                 stage_label(stage["stage"], stage["name"]),
-                f"{stage['step_ms']:.1f}" + ("*" if stage.get("busy") else " "),
+                f"{stage['step_ms']:.1f}" + "*" * bool(stage.get("busy")),
                 "–" if ideal is None else f"{ideal:.1f}",
                 f"{stage['speed_up']:.2f}" if stage.get("speed_up") else "–",
                 "–" if waiting is None else f"{waiting:.1f}",
