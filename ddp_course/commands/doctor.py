@@ -142,5 +142,5 @@ def lessons(emulated: Iterable[Finding]) -> Iterator[tuple[str, str]]:
     by = "virtual hosts" if hosts else "a throttled wire"
     yield "01, 02", "one process" + (", the first GPU" if gpus else ", the CPU; threads stand in for devices")
     yield "03, 04, 05", ranks + ("" if gpus else f"; links of 200 Mbit/s by {by}")
-    yield "06 to 11", ranks
-    yield "12", "virtual hosts and torchrun" if hosts else "torchrun on one host, and the simulator"
+    yield "06 to 11, 14", ranks
+    yield "12, 15", "torchrun, in 12 on virtual hosts" if hosts else "torchrun on this machine"
