@@ -50,7 +50,7 @@ def test_torch_is_pinned_and_everything_required_is_locked_in_range():
 def test_the_torch_that_is_asked_for_is_one_that_was_tried():
     """pyproject, doctor, the module for what differs, and the documents name the same oldest and newest versions."""
     wanted = Requirement(re.search(r'"(torch>.*)"', (ROOT / "pyproject.toml").read_text())[1]).specifier
-    oldest, newest = re.search(r"Seen on ([\d.]+) and ([\d.]+)\.", torch_inside.__doc__).groups()
+    oldest, newest = re.search(r"seen on ([\d.]+) and ([\d.]+)\.", torch_inside.__doc__).groups()
     release, minor = map(int, oldest.split("."))
     assert wanted.contains(f"{oldest}.0") and not wanted.contains(f"{release}.{minor - 1}.1")
     assert LOCKED["torch"].startswith(f"{newest}.") and (release, minor) == doctor.OLDEST_TORCH
