@@ -42,9 +42,7 @@ NCCL_LOST = ("ncclRemoteError", "remote process", "communicator was aborted", "C
 ELASTIC = "TORCHELASTIC_"  # variables of a torchrun that this launch may be part of, but its ranks are not
 
 
-def main(
-    setting: dict, rank: int, link: Any, shared: list, pipes: list, listener: socket.socket | None = None
-) -> None:  # fmt: skip
+def main(setting: dict, rank: int, link: Any, shared: list, pipes: list, listener: Any = None) -> None:
     """Be one rank: move to its place in the emulated network, and reach the caller's function, once or several times.
 
     All files are open ones; `shared`: the packed call and the flight recorder; `pipes`: orders, report, output, errors
@@ -57,8 +55,7 @@ def main(
     payload, recorder = shared
     orders, report, *outputs, stacks = pipes
     write(report, ("started", os.getpid()))
-    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-    faulthandler.enable(file=stacks, all_threads=False)
+    write_stacks_to(stacks)
     steps = Steps(report if setting["progress"] and rank == 0 else None)
 
     def first_call():
@@ -73,9 +70,6 @@ def main(
             write(report, ("unconnected", model))
         return result
 
-    def later_call(packed):
-        return call(unpack(packed))
-
     def call(function):
         with emulation_of(setting, rank, link):
             result = function()
@@ -85,7 +79,7 @@ def main(
     write(report, answer(first_call))
     with suppress(TimeoutError):  # nobody has wanted anything for so long: this rank may leave as well
         while packed := read_message(orders, setting["idle"]):
-            write(report, answer(partial(later_call, packed)))
+            write(report, answer(lambda: call(unpack(packed))))
     leave_nccl()
 
 
@@ -104,6 +98,12 @@ def answer(function: Callable[[], Any]) -> bytes:
     if os.getpid() != own:
         os._exit(0)
     return message
+
+
+def write_stacks_to(stacks: int) -> None:
+    """Have stacks written by the signal that asks for them, and at a segmentation fault."""
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    faulthandler.enable(file=stacks, all_threads=False)
 
 
 def join_group(setting: dict, rank: int, listener: socket.socket | None) -> None:
