@@ -52,7 +52,7 @@ class Attempt:
     """One answer to one task, and the inputs for it.
 
     `answers` are functions, or what another process has pickled (with the source of their cells), or {id: source} of
-    cells to run. An attempt is wanted only `if_wrong` if the second one of a launch must differ from the first for it.
+    cells to run. One that is wanted `if_wrong` is made if the second of a launch has other evidence than the first.
     """
 
     number: str
@@ -86,7 +86,7 @@ def make_attempts(attempts: Sequence[Attempt], folder: str, patience: float, wor
             refuse(answers, task.forbidden)
             if ranks > 1:
                 dist.barrier()  # nobody waits in an answer for a rank that is still loading
-            if attempt.if_wrong and not attempts[1].if_wrong and enough(attempts, place, folder):
+            if attempt.if_wrong and enough(attempts, place, folder):
                 return
             file = Path(folder, f"{place}-{rank}")
             file.with_suffix(".part").write_bytes(pack(probed(task, answers, attempt.inputs)))
@@ -99,10 +99,7 @@ def files_of(folder: str, place: int, task: Task) -> list[Path]:
 
 
 def enough(attempts: Sequence[Attempt], place: int, folder: str) -> bool:
-    """Whether nothing more is to be tried: the second attempt has the first one's evidence, or that of the last one.
-
-    The third attempt is an answer that does nothing, and no diagnosis.
-    """
+    """Whether nothing more is to be tried: the second attempt has the first one's evidence, or that of the last one."""
     task = find(attempts[0].number)
 
     def values(place: int) -> dict:
@@ -110,9 +107,13 @@ def enough(attempts: Sequence[Attempt], place: int, folder: str) -> bool:
         content = [file.read_bytes() for file in files_of(folder, place, task)]
         return assembled(attempts[place], content).values or {}
 
+    if (
+        any(attempt.if_wrong for attempt in attempts[:2]) or place == 3
+    ):  # a launch repeated; an idle answer is no diagnosis
+        return False
     if place == 2:
         return all(same(values(1).get(part), values(0).get(part), task.bound) for part in task.parts)
-    return place > 3 and same(values(1), values(place - 1))
+    return same(values(1), values(place - 1))
 
 
 def assembled(attempt: Attempt, content: Sequence[bytes]) -> Evidence:

@@ -148,8 +148,9 @@ def known_answers(exercise: int) -> list[Known]:
 
 def known_wrong(number: str) -> list[Known]:
     """The known wrong answers to a task that are a diagnosis."""
-    exercise = int(number.split(".")[0])
-    return [answer for answer in known_answers(exercise) if (answer.task, answer.kind) == (number, "wrong")]
+    return [
+        answer for answer in known_answers(find(number).exercise) if (answer.task, answer.kind) == (number, "wrong")
+    ]
 
 
 def edited(source: str, body: str, name: str) -> str:

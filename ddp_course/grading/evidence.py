@@ -29,8 +29,8 @@ FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)(?:\n {4}(.*))?')
 def gather(attempts: Sequence[Attempt], patience: float = PATIENCE_SECONDS, work: str = "") -> list[Evidence]:
     """Make all attempts, on as many ranks as the first one's task wants; the evidence of each that was made.
 
-    Those `if_wrong` are left out if the second attempt has the first one's evidence, or none. With a folder for their
-    `work` the ranks keep to a submission's limits.
+    Those `if_wrong` are left out as soon as they are not needed. With a folder for their `work` the ranks keep to a
+    submission's limits.
     """
     warm_up()
     results: list[Evidence] = []
