@@ -148,9 +148,7 @@ def known_answers(exercise: int) -> list[Known]:
 
 def known_wrong(number: str) -> list[Known]:
     """The known wrong answers to a task that are a diagnosis."""
-    return [
-        answer for answer in known_answers(find(number).exercise) if (answer.task, answer.kind) == (number, "wrong")
-    ]
+    return [known for known in known_answers(find(number).exercise) if (known.task, known.kind) == (number, "wrong")]
 
 
 def edited(source: str, body: str, name: str) -> str:
