@@ -101,15 +101,8 @@ def watched(source: str, arguments: list[str]) -> Seen:
     # The launch has made the process group, and ends it.
     dist.init_process_group = dist.destroy_process_group = lambda *_, **__: None  # type: ignore[assignment]
     register_optimizer_step_post_hook(stepped)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size)
-    )
-    sys.argv = ["script", *arguments]
     try:
-        with redirect_stdout(StringIO()):  # what the script prints is not looked at
-            linecache.cache["script"] = (len(source), None, source.splitlines(True), "script")
-            exec(compile(source, "script", "exec"), {"__name__": "__main__"})
+        run_script(source, arguments)
     finally:
         torch.save = save  # The launch itself saves this rank's result.
     weights = [
@@ -118,6 +111,16 @@ def watched(source: str, arguments: list[str]) -> Seen:
     names = [name for state in states for name in names_of(state)]
     seen = [Epoch(samples, getattr(loader.sampler, "shuffle", False)) for loader, samples in trained]
     return Seen(seen, len(states), names, torch.cat(weights).double() if weights else None)
+
+
+def run_script(source: str, arguments: list[str]) -> None:
+    """Run the script as `__main__`, in the environment that torchrun gives; what it prints is not shown."""
+    rank, world_size = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world_size, LOCAL_WORLD_SIZE=world_size)
+    sys.argv = ["script", *arguments]
+    linecache.cache["script"] = (len(source), None, source.splitlines(True), "script")
+    with redirect_stdout(StringIO()):
+        exec(compile(source, "script", "exec"), {"__name__": "__main__"})
 
 
 def samples_of(batch: Any) -> list[int]:
