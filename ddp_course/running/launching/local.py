@@ -162,7 +162,7 @@ class Forked(LocalRanks):
 
     def server_code(self) -> int | None:
         """The exit code of the server that this launch belongs to, None while it runs."""
-        return self.server.exit_code(patience=1.0 if self.gone else 0.0) if self.server else None
+        return self.server.exit_code(patience=1.0 if self.cut_off else 0.0) if self.server else None
 
     def never_started(self) -> bool:
         """Whether the server was gone before any rank came to life, so that the launch may be tried again."""
