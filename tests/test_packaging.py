@@ -175,3 +175,17 @@ def test_the_lab_opens_the_first_notebook_and_shows_the_whole_course(installed, 
     finally:
         lab.terminate()
         lab.wait(30)
+
+
+def test_the_pip_section_installs():
+    """pip itself resolves the section, from here, without installing anything again."""
+    [pip] = [entry["pip"] for entry in environment()["dependencies"] if isinstance(entry, dict)]
+    section = ROOT / ".environment-pip-section.txt"  # pip reads -e . from where the file is, as conda writes it
+    section.write_text("\n".join(pip) + "\n")
+    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-build-isolation", "-q", "-r", section.name]
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
+    finally:
+        section.unlink()
+    assert done.returncode == 0, done.stderr
+    assert "Would install" not in done.stdout.replace("Would install ddp-course", "")

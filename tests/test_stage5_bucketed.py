@@ -45,6 +45,20 @@ def test_training_equals_one_device_and_torch(world_size, cap, name):
         assert world_size > 2 or torch.equal(ours, theirs), "not torch's bits"
 
 
+def unsynchronised(fault):
+    broken = {
+        "no sync": lambda tensor, group=None: None,
+        "no division": lambda tensor, group=None: ring_all_reduce(tensor.mul_(dist.get_world_size()), group),
+    }[fault]
+    return train_with(lambda model: BucketedDDP(model, all_reduce=broken))
+
+
+@pytest.mark.parametrize("fault", ["no sync", "no division"])
+def test_the_oracle_rejects(fault):
+    for result in launch(unsynchronised, fault, world_size=2):
+        assert (result - trained_alone()).abs().max() > 1e-4
+
+
 def test_train_is_the_same_loop():
     def run():
         model = tiny_model(seed=dist.get_rank())

@@ -38,8 +38,10 @@ def batches(rank=0, ranks=1):
         yield data[:, :-1], data[:, 1:]
 
 
-def distance(make, tensor):
+def distance(make, tensor, breaking=None):
     """How far weights and losses (the mean over all ranks) are from those of one device."""
+    if breaking:
+        breaking()
     model, one = make(), make()
     data = dist.get_world_size() // tensor
     losses = stage9_tensor.train(model, batches(dist.get_rank() // tensor, data), 0.1, tensor=tensor)
@@ -53,6 +55,24 @@ def distance(make, tensor):
 @pytest.mark.parametrize("data, tensor", MESHES)
 def test_every_mesh_trains_what_one_device_trains(make, data, tensor):
     assert max(launch(distance, make, tensor, world_size=data * tensor)) < 1e-12
+
+
+def wrong_axis():
+    right = stage9_tensor.mesh
+    stage9_tensor.mesh = lambda **axes: dict(zip(axes, reversed(right(**axes).values()), strict=True))
+
+
+BROKEN = {
+    "no sum forward": lambda: setattr(stage9_tensor.Leave, "forward", lambda ctx, term, all_reduce: term.clone()),
+    "no sum backward": lambda: setattr(stage9_tensor.Enter, "backward", lambda ctx, gradient: (gradient, None)),
+    "groups of the wrong axis": wrong_axis,
+    "no average": lambda: setattr(stage9_tensor, "average_on_ring", lambda *args, **kwargs: None),
+}
+
+
+@pytest.mark.parametrize("breaking", BROKEN)
+def test_what_is_broken_trains_something_else(breaking):
+    assert min(launch(distance, gpt, 2, BROKEN[breaking], world_size=4)) > 1e-6
 
 
 def traffic(tensor):
@@ -78,7 +98,7 @@ def test_bytes_are_those_of_the_formula(data, tensor):
         assert sent == formula and gradients == whole - split + split / tensor
 
 
-def against_torch():
+def against_torch(change):
     """Whether the groups are those of torch's mesh; by how much an MLP's outputs and gradients differ from its TP."""
     devices = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     groups = stage9_tensor.mesh(data=2, tensor=2)
@@ -86,6 +106,7 @@ def against_torch():
     ours, theirs = gpt().blocks[0].mlp, gpt().blocks[0].mlp
     parallelize_module(theirs, devices["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     stage9_tensor.parallelize(ours, groups["tensor"])
+    change()
     x = torch.randn(3, 128, dtype=torch.float64, generator=torch.Generator().manual_seed(dist.get_rank() // 2))
     inputs = [x.clone().requires_grad_(), x.clone().requires_grad_()]
     outputs = [ours(inputs[0]), theirs(inputs[1])]
@@ -98,8 +119,10 @@ def against_torch():
 
 
 def test_it_agrees_with_torchs_parallelize_module():
-    ranks = launch(against_torch, world_size=4)
+    ranks = launch(against_torch, lambda: None, world_size=4)
     assert all(same for same, _ in ranks) and max(difference for _, difference in ranks) < 1e-10
+    broken = launch(against_torch, BROKEN["no sum backward"], world_size=4)
+    assert min(difference for _, difference in broken) > 1e-3
 
 
 def step(model, option, clip):

@@ -112,3 +112,28 @@ def test_bytes_and_messages(world_size):
         assert found["duplex server"] == (peers * size, peers * 16)
         assert found["tree"][1] <= 2 * rounds and found["tree"][0] == size * found["tree"][1], rank
     assert sum(found["tree"][1] for found in ranks) == 2 * (world_size - 1)
+
+
+def strided_and_grouped():
+    """A tensor with gaps keeps its strides; a subgroup sums over its members only."""
+    sums = {}
+    pair = dist.new_group([1, 3])
+    for name, algorithm in ALGORITHMS.items():
+        base = torch.zeros(6, 8)
+        columns = base[:, ::2]
+        columns.copy_(rank_tensor(dist.get_rank(), (6, 4)))
+        assert algorithm(columns) is columns and (base[:, 1::2] == 0).all()
+        sums[name] = columns.clone()
+        mine = rank_tensor(dist.get_rank(), (50,))
+        sums[name + " pair"] = algorithm(mine, group=pair) if dist.get_rank() in (1, 3) else mine
+    return sums
+
+
+def test_strides_and_groups():
+    ranks = launch(strided_and_grouped, world_size=4)
+    for name in ALGORITHMS:
+        assert_all_equal_sum([rank[name] for rank in ranks], 4, (6, 4), torch.float32)
+        expected = rank_tensor(1, (50,)) + rank_tensor(3, (50,))
+        for member in (1, 3):
+            assert torch.equal(ranks[member][name + " pair"], expected)
+        assert torch.equal(ranks[0][name + " pair"], rank_tensor(0, (50,)))

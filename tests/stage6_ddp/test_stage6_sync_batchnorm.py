@@ -30,10 +30,10 @@ def shares(sizes, shape, step, offset=100.0):
     return whole.split(list(sizes))
 
 
-def against_batch_norm(sizes, shape, settings):
+def against_batch_norm(sizes, shape, settings, layer_class=SyncBatchNorm):
     """Outputs, gradients and buffers of the layer on the ranks, and of BatchNorm in float64 on the whole batch."""
     sizes, kind = sizes[: dist.get_world_size()], getattr(torch.nn, f"BatchNorm{max(1, len(shape) - 1)}d")
-    mine, whole = SyncBatchNorm(6, **settings), kind(6, **settings).double()
+    mine, whole = layer_class(6, **settings), kind(6, **settings).double()
     for layer in (mine, whole):
         if layer.affine:
             torch.nn.init.uniform_(layer.weight, 0.5, 2.0, generator=torch.Generator().manual_seed(1))
@@ -72,6 +72,18 @@ def grid():
 def test_agrees_with_batch_norm_on_the_whole_batch(world_size):
     for rank in launch(grid, world_size=world_size, timeout=60):
         assert {key: error for key, error in rank.items() if not error < 1e-4} == {}
+
+
+def local_batch_norm(features, **settings):
+    return torch.nn.BatchNorm1d(features, **settings)
+
+
+def without_synchronisation():
+    return against_batch_norm(SIZES["equal"], SHAPES["1d"], {}, local_batch_norm)
+
+
+def test_the_comparison_rejects_unsynchronised_layers():
+    assert min(launch(without_synchronisation, world_size=2)) > 1e-2
 
 
 def collectives():
