@@ -11,13 +11,14 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
 
 import torch
 
 from ..ladder import Stage
 from ..running import wire
+from ..running.devices import rank_device
 from ..running.devices.clock import ThreadClock
 from . import timeline
 
@@ -27,25 +28,34 @@ WARM_UP = 2  # steps in which caches fill, connections open and DDP lays its buc
 @contextmanager
 def recording() -> Iterator[Recording]:
     """Record what this rank does in each step: `with recording() as record: train(model, record.stamped(batches))`."""
-    with timeline.recording() as spans:
-        record = Recording(spans)
+    record = Recording()
+    record.on_gpu = rank_device().type == "cuda"
+    whole: AbstractContextManager[list] = nullcontext([]) if record.on_gpu else timeline.recording()
+    with whole as record.spans:
         with wire.observing(lambda event: record.traffic[-1].add(event)):
             yield record
 
 
 class Recording:
-    """Spans and traffic of one rank's training, and when each step began."""
+    """Spans and traffic of one rank's training, and when each step began.
 
-    def __init__(self, spans):
-        self.spans, self.began, self.traffic = spans, [], [wire.Traffic()]
+    On a GPU spans are recorded in every second step, and the others are timed: events take time, too.
+    """
+
+    def __init__(self):
+        self.spans, self.began, self.traffic, self.on_gpu = [], [], [wire.Traffic()], False
         self.in_line, self.queued = ThreadClock().in_line, []
 
     def stamped(self, batches: Iterable) -> Iterator:
         """Yield the batches, noting when each was asked for, and when the last step was over."""
         self.note()
-        for batch in batches:
+        for number, batch in enumerate(batches, 1):
             self.traffic.append(wire.Traffic())
-            yield batch
+            drawn = self.on_gpu and number % 2 == 0
+            step: AbstractContextManager[list] = timeline.recording() if drawn else nullcontext([])
+            with step as spans:
+                yield batch
+            self.spans += spans
             self.note()
         self.traffic.append(wire.Traffic())  # What comes after the last step is counted apart.
 
@@ -55,29 +65,31 @@ class Recording:
         self.queued.append(self.in_line())
 
     def report(self) -> dict:
-        """Of each step after the warm-up: seconds, exposed communication, timeline; and the traffic of the last one.
+        """Seconds of each step; exposed communication and timeline of those recorded; the traffic of the last one.
 
         "queued": the share of a step for which this rank waited for a processor that others used; the median.
         """
         steps = list(pairwise(self.began))
         traffic = self.traffic[len(steps)]
-        warm_up = min(WARM_UP, len(steps) - 1)
-        queued = [end - begin for begin, end in pairwise(self.queued)][warm_up:]
-        timed = steps[warm_up:]
-        by_step = [[span for span in self.spans if begin <= span.start < end] for begin, end in timed]
+        numbers = range(min(WARM_UP, len(steps) - 1), len(steps))
+        drawn = [steps[n] for n in numbers if not self.on_gpu or n % 2 == 1] or steps[-1:]
+        timed = [steps[n] for n in numbers if not self.on_gpu or n % 2 == 0] or steps[-1:]
+        by_step = [[span for span in self.spans if start <= span.start < end] for start, end in drawn]
+        shares = [(self.queued[n + 1] - self.queued[n]) / (steps[n][1] - steps[n][0]) for n in numbers]
         return {
-            "queued": statistics.median(wait / (end - begin) for wait, (begin, end) in zip(queued, timed, strict=True)),
-            "step_s": [end - begin for begin, end in timed],
+            "queued": statistics.median(shares),
+            "step_s": [end - start for start, end in timed],
+            "drawn_s": [end - start for start, end in drawn],
             "exposed_s": [timeline.exposed(inside) for inside in by_step],
             "traffic": {
                 "bytes_sent_max": traffic.bytes_sent,
                 "bytes_received_max": traffic.bytes_received,
                 "messages_max": traffic.messages_sent + traffic.messages_received,
             },
-            "began_s": [begin for begin, _ in timed],
+            "began_s": [begin for begin, _ in drawn],
             "timelines": [
                 [as_lists(lane, begin) for lane in timeline.laid_out(inside)]
-                for (begin, _), inside in zip(timed, by_step, strict=True)
+                for (begin, _), inside in zip(drawn, by_step, strict=True)
             ],
         }
 
@@ -93,9 +105,11 @@ def summed_up(stage: Stage, ranks: list[dict]) -> dict:
     Timeline and communication are those of a typical step: the one whose time is nearest to the median. The timeline
     has a lane for each device, in rank order.
     """
-    seconds = [max(step) for step in zip(*(rank["step_s"] for rank in ranks), strict=True)]
-    median = statistics.median(seconds)
-    typical = min(range(len(seconds)), key=lambda step: abs(seconds[step] - median))
+    measured, drawn = (
+        [max(step) for step in zip(*(r[key] for r in ranks), strict=True)] for key in ("step_s", "drawn_s")
+    )
+    median = statistics.median(drawn)
+    typical = min(range(len(drawn)), key=lambda step: abs(drawn[step] - median))
     exposed = max(rank["exposed_s"][typical] for rank in ranks)
     lanes = common_axis([rank["timelines"][typical] for rank in ranks], [rank["began_s"][typical] for rank in ranks])
     # The copies between the threads of one process are timed on emulated devices only.
@@ -105,7 +119,7 @@ def summed_up(stage: Stage, ranks: list[dict]) -> dict:
     return {
         "stage": stage.key,
         "name": stage.name,
-        "step_ms": 1000 * median,
+        "step_ms": 1000 * statistics.median(measured),
         "communication_ms": 1000 * exposed if timed else None,
         "queued": max(rank["queued"] for rank in ranks),
         **busiest,

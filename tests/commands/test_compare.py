@@ -253,7 +253,7 @@ def test_a_busy_machine_is_named_in_table_and_figure(results):
 
 def test_a_rank_that_stands_in_line_is_noticed(monkeypatch):
     clock = iter([0.0, 0.0, 0.0, 0.4, 0.9, 1.4])
-    record = recording.Recording([])
+    record = recording.Recording()
     record.in_line, now = (lambda: next(clock)), iter(range(6))
     monkeypatch.setattr(recording.time, "perf_counter", lambda: float(next(now)))
     list(record.stamped(range(5)))

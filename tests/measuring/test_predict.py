@@ -108,7 +108,7 @@ def test_what_schedules_idle_is_what_stage_8_plays(ranks, micro_batches):
         "ZB-1p": (stage8_pipeline.zero_bubble(ranks, micro_batches), 1),
     }
     for order, (schedule, chunks) in schedules.items():
-        rows = stage8_pipeline.timetable(schedule, 1 / chunks, 2 / chunks, 1 / chunks)
+        rows = stage8_pipeline.timetable(schedule, 1 / chunks, 2 / chunks)
         idle = max(row[-1][2] for row in rows) / 3 - micro_batches
         assert idle == pytest.approx(idle_stages(order, ranks, chunks, 1 / 3, 1.0)), order
 
