@@ -125,7 +125,7 @@ def drawn(found, batch, title):
 
 # %% digits
 digits = sweep(problems.make("digits"), samples=2880, batch=8, lr=0.01)
-drawn(digits, 8, "digits, two epochs: with the linear rule a batch 4 times as large ends as well")
+drawn(digits, 8, "digits: with the linear rule a batch 4 times as large ends as low")
 
 # %% check-digits
 # NBVAL_CHECK_OUTPUT

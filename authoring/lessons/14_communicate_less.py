@@ -209,16 +209,16 @@ def drawn(bits_per_second, title):
 
 
 # %% slow-link
-drawn(5e6, "5 Mbit/s: whoever sends less gets ahead")
+drawn(5e6, "5 Mbit/s: the fewer bytes a way sends, the sooner it is through")
 
 # %% fast-link
-drawn(1e9, "1 Gbit/s: all take nearly the same time, so sending less gains little")
+drawn(1e9, "1 Gbit/s: sending less gains little; the server has one worker less")
 
 # %% check-time
 # NBVAL_CHECK_OUTPUT
 ends = {speed: {name: seconds[-1] for name, (seconds, _) in against_time(speed)[0].items()} for speed in (5e6, 1e9)}
 assert ends[5e6]["every step"] > 3 * ends[5e6]["local SGD"] and ends[1e9]["every step"] < 1.2 * ends[1e9]["local SGD"]
-print("slow link: local SGD is through more than 3 times sooner; fast link: all within a fifth")
+print("slow link: local SGD takes less than a third of the time; fast link: it gains less than a fifth")
 
 # %% [markdown]
 r"""
@@ -255,12 +255,14 @@ wall = {
     for name in show.progress(some)
 }
 derived = {name: 60 + 1000 * sent[name] * 8 / 5e6 for name in some}
-show.bars(wall, "time per step (ms)", "The clock on the wall, beside the derived one", theory=derived, form="{:.0f}")
+ratios = [wall[name] / derived[name] for name in some]
+title = f"Measured steps take {min(ratios):.2f} to {max(ratios):.2f} times the derived times"
+show.bars(wall, "time per step (ms)", title, theory=derived, form="{:.0f}")
 
 # %% check-clock
 # NBVAL_CHECK_OUTPUT
 assert all(wall[name] > 0.9 * derived[name] for name in some), (wall, derived)
-print("on the wall no step is shorter than derived: device and link take their time")
+print("no step is measured shorter than derived: device and link take their time")
 
 # %% [markdown]
 r"""
@@ -284,7 +286,7 @@ both = ("every step", "asynchronous")
 pace = {name: 1000 * launch(step_seconds, name, world_size=4, device=mixed)[1] for name in both}
 updates = launch(staleness, world_size=4, device=mixed)[0]
 print(f"staleness of a gradient, in updates: median {updates[len(updates) // 2]}, at most {updates[-1]} (counted)")
-title = "Beside a rank at half of the rate: only the server does not wait"
+title = "One slow rank: others wait for it in every step, but not with the server"
 show.bars(pace, "time per step of rank 1 (ms)", title, form="{:.0f}")
 
 # %% [markdown]
