@@ -196,16 +196,20 @@ check("5.5", Bucketed)
 #
 # Four people ran the same model. These are the timelines of one step of theirs, in milliseconds:
 #
-#     backward       ==========================              "each on its own": a ring for each gradient, after backward
+#     "each on its own": a ring for each gradient, after backward
+#     backward       ==========================
 #     communication                            -- -- -- --
 #
-#     backward       ==========================              "one bucket": a cap larger than the model
+#     "one bucket": a cap larger than the model
+#     backward       ==========================
 #     communication                            --------
 #
-#     backward       ==========================              "hidden": buckets, and a link that keeps up with backward
+#     "hidden": buckets, and a link that keeps up with backward
+#     backward       ==========================
 #     communication         --     --     --   --
 #
-#     backward       ==========================              "slow link": buckets, each of which finds the link still busy
+#     "slow link": buckets, each of which finds the link still busy
+#     backward       ==========================
 #     communication         ----------------------------
 #
 # Write the rules by which you tell them apart, from spans in any order. Numbers are never exact: what "begins when
