@@ -8,8 +8,6 @@ import os
 import sys
 import threading
 
-import psutil
-
 from .linux import die_with_parent
 
 JOB = "TORCHELASTIC_RUN_ID"
@@ -24,6 +22,8 @@ def end_with_torchrun() -> None:
     if not may_be_torchrun(parent):
         os._exit(1)
     if sys.platform != "linux":
+        import psutil
+
         threading.Thread(target=lambda: (psutil.Process(parent).wait(), os._exit(1)), daemon=True).start()
 
 
@@ -32,6 +32,8 @@ def may_be_torchrun(parent: int) -> bool:
 
     torchrun runs in the same Python as its ranks. A shell between the two has the job's name in its environment.
     """
+    import psutil  # only ranks of torchrun come here
+
     try:
         process = psutil.Process(parent)
         return process.exe() == psutil.Process().exe() or process.environ().get(JOB) == os.environ[JOB]

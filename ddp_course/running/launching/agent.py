@@ -15,8 +15,6 @@ import socket
 import threading
 from typing import Any
 
-import psutil
-
 from ...errors import LaunchError
 from .. import linux
 from . import rank
@@ -65,6 +63,8 @@ def open_files(launch: socket.socket, setting: dict) -> tuple[list, list]:
 def end_with_caller(launch: socket.socket, folder: str | None) -> None:
     """In a thread: when the caller is gone, end this process, and leave nothing behind."""
     launch.recv(1)
+    import psutil  # most launches end without it
+
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()

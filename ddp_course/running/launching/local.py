@@ -20,8 +20,6 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-import psutil
-
 from .. import flight_recorder
 from ..store import serve_store
 from . import pickling, processes, stacks
@@ -259,6 +257,8 @@ class Spawned(LocalRanks):
 
 def kill_marked(marks: set) -> None:
     """Kill all programs that the ranks of a launch have started, by the marks in their environment."""
+    import psutil  # most launches end without it
+
     killed = []
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):

@@ -1,4 +1,4 @@
-"""What packs functions and results: cloudpickle, which can send what a cell defines."""
+"""What packs functions and results: cloudpickle, which can send what a cell defines; else what modules define."""
 
 import copyreg
 import functools
@@ -6,7 +6,18 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from cloudpickle import Pickler, dumps
+try:
+    from cloudpickle import Pickler, dumps
+except ImportError:  # A machine with torch and numpy only is enough for `make gpu`.
+    from pickle import Pickler as Plain
+    from pickle import dumps
+
+    class Pickler(Plain):  # type: ignore[no-redef]
+        """pickle's own, with the method that cloudpickle's has."""
+
+        def reducer_override(self, obj: object) -> Any:
+            """Nothing is special."""
+            return NotImplemented
 
 
 def pack_cached(function: Any) -> tuple:

@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-import psutil
-
 from ..linux import free_memory
 from . import stacks
 from .setting import preloading_environment
@@ -133,6 +131,8 @@ def waiting_spares() -> list:
 
 def all_spares() -> list:
     """The memory of its own, in bytes, of every spare that runs on this machine, whosever it is."""
+    import psutil  # launches need it only where something goes wrong
+
     nbytes = []
     for process in psutil.process_iter(["cmdline"]):
         with suppress(psutil.Error, OSError):
