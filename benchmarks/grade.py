@@ -20,8 +20,8 @@ from ddp_course.running.linux import usable_cores
 
 from .harness import Benchmark, Part, Promise
 
-WANTED_A_MINUTE_A_CORE = 10.0  # sixty submissions in three minutes on two cores
-MOST_PROCESSOR_SECONDS = 6.0  # a submission: what that leaves for each, also where other programs run
+WANTED_A_MINUTE_A_CORE = 10.0  # that is sixty submissions in three minutes on two cores
+MOST_PROCESSOR_SECONDS = 6.0  # a submission may take so much, and leaves room for other programs
 MOST_GROWTH = 1.1  # the second half's peak of memory, by the first half's
 WRONG = (
     ("(rank - step)", "(rank + step)"),

@@ -44,7 +44,7 @@ RING = tuple(
     for name in ("ring_all_reduce", "whole_gradient_ring", "reduce_scatter", "allgather", "average_on_ring")
 )
 BETWEEN = ("POP_TOP", "SWAP", "ROT_TWO", "PUSH_NULL", "CACHE")  # may stand between a name and what becomes of it
-_groups: dict[int, Any] = {}  # of the first 1, 2, … ranks, for the whole launch
+_groups: dict[int, Any] = {}  # {size: the group of so many first ranks}, which lasts for the whole launch
 
 
 @dataclass
@@ -107,9 +107,8 @@ def enough(attempts: Sequence[Attempt], place: int, folder: str) -> bool:
         content = [file.read_bytes() for file in files_of(folder, place, task)]
         return assembled(attempts[place], content).values or {}
 
-    if (
-        any(attempt.if_wrong for attempt in attempts[:2]) or place == 3
-    ):  # a launch repeated; an idle answer is no diagnosis
+    repeated = any(attempt.if_wrong for attempt in attempts[:2])
+    if repeated or place == 3:  # the attempt before place 3 did nothing, which is no diagnosis
         return False
     if place == 2:
         return all(same(values(1).get(part), values(0).get(part), task.bound) for part in task.parts)

@@ -73,15 +73,16 @@ def grade(
 @contextmanager
 def private_network() -> Iterator[None]:
     """While the block runs, launches have a network with a loopback alone, where the system allows it."""
-    os.environ[NETWORK] = "private"
+    before, os.environ[NETWORK] = os.environ.get(NETWORK), "private"
     try:
-        launch(int, world_size=1, device="cpu")
-    except LaunchError:
-        del os.environ[NETWORK]
-    try:
+        try:
+            launch(int, world_size=1, device="cpu")
+        except LaunchError:
+            del os.environ[NETWORK]
         yield
     finally:
         os.environ.pop(NETWORK, None)
+        os.environ |= {NETWORK: before} if before else {}
 
 
 class Judge:

@@ -16,8 +16,8 @@ from typing import Any
 from ..running import linux
 from ..running.files import course_folder
 
-HAND_OVER = "DDP_COURSE_HAND_OVER"  # environment variables: the folder of a submission's kernel,
-HIDDEN = "DDP_COURSE_GRADING_HIDDEN"  # and what no submission reads
+HAND_OVER = "DDP_COURSE_HAND_OVER"  # this environment variable names the folder of a submission's kernel
+HIDDEN = "DDP_COURSE_GRADING_HIDDEN"  # this one names what no submission reads
 MEMORY_BYTES, FILE_BYTES, OPEN_FILES, WRITTEN_FILES, STARTS = 3 << 30, 64 << 20, 512, 256, 64
 MOST_PRINTED = 1 << 20  # characters
 PROGRAMS = {"subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn"}

@@ -137,7 +137,7 @@ def watched(function, flats, executor, group, size):
         if len(submitted) > 1:
             several.set()
         elif size == 3:
-            begun.wait(0.5)  # so that whoever goes on to change the bucket does so while it is being reduced
+            begun.wait(0.5)  # an answer that goes on to change the bucket does so while it is being reduced
         return future
 
     def all_reduce(flat):
@@ -243,10 +243,10 @@ class AssembleBucketedDDP:
 
             def all_reduce(flat, group=group, ready=ready, left=left):
                 left.append((threading.current_thread().name, flat.numel()))
-                time.sleep(0.002)  # a link that keeps up with backward
+                time.sleep(0.002)  # the link keeps up with backward
                 ring_all_reduce(flat, group)
 
-            device = Device(f"{2 * 2 * 8 * WIDTH**2 / 0.006:.0f}FLOP/s")  # 6 ms a layer's backward
+            device = Device(f"{2 * 2 * 8 * WIDTH**2 / 0.006:.0f}FLOP/s")  # the backward pass of a layer takes 6 ms
             with ThreadPoolExecutor(1, "communication") as executor:
                 executor.submit = noted(executor.submit, lambda ready=ready, to=submitted: to.append(len(ready)))
                 parallel = Bucketed(buckets_of(model), all_reduce, executor, size)

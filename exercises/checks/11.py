@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from ddp_course.grading.attempt import tensors
 from ddp_course.grading.checks import load_tasks, require, task
 
-ONE = load_tasks(1)  # its batches
+EX1 = load_tasks(1)  # exercise 1 makes the batches
 
 
 class Unwritable:
@@ -139,7 +139,7 @@ class ExactResume:
     def draw(random, hidden):
         return {
             "seed": random.randrange(10**6),
-            "batches": ONE.batches_of(random, 8, 6),
+            "batches": EX1.batches_of(random, 8, 6),
             "stop": random.randrange(3, 6),
         }
 
@@ -154,7 +154,7 @@ class ExactResume:
             again, fresh = dropout_model(seed + 1 + attempt)
             step = resume(state, again, fresh)
             buffers = torch.cat([buffer.double().reshape(-1) for buffer in again.buffers()])
-            begin = {f"{name}, its weights at the start": ONE.weights(again), f"{name}, its buffers": buffers,
+            begin = {f"{name}, its weights at the start": EX1.weights(again), f"{name}, its buffers": buffers,
                      f"{name}, the number of the next step": step,
                      f"{name}, entries in the optimizer's state": len(fresh.state)}  # fmt: skip
             runs.append((begin, {f"{name}, its losses": train(again, fresh, batches[stop:])}))
@@ -240,7 +240,7 @@ class FindTheBugInTheRun:
 
     def draw(random, hidden):
         stops = [random.randrange(4, 6), *([7] if hidden else []), 10]
-        return {"seed": random.randrange(10**6), "batches": ONE.batches_of(random, 10, 6), "peak": 0.5, "stops": stops}
+        return {"seed": random.randrange(10**6), "batches": EX1.batches_of(random, 10, 6), "peak": 0.5, "stops": stops}
 
     def probe(the_bug, mended_run, seed, batches, peak, stops):
         """The line that is named, the losses of a run in one and of one in parts, and the weights at the end."""
@@ -254,7 +254,7 @@ class FindTheBugInTheRun:
         mended = {"the losses of a run that is never stopped": list(whole),
                   f"{about}, how many losses the parts have": [len(part) for part in parts],
                   f"{about}, the losses": [loss for part in parts for loss in part],
-                  f"{about}, the weights at the end": ONE.weights(model)}  # fmt: skip
+                  f"{about}, the weights at the end": EX1.weights(model)}  # fmt: skip
         return {"the line": {"the faulty line": the_bug()}, "mended": mended}
 
 

@@ -62,7 +62,7 @@ def test_prefetch_hides_gathers_but_for_the_first_of_each_pass():
     events += [(3.0, "backward", 2), (5.0, "done", 2), (5.0, "backward", 1), (7.0, "done", 1), (7.0, "backward", 0)]
     events += [(9.0, "done", 0), (9.0, "end", 0)]
     seconds = ideals.fully_sharded(events, [2, 2, 2], 2, theory.Costs(0.0, 1.0))
-    assert seconds == 1 + 3 + 1 + 6 + 1  # a gather, forward, a gather, backward, a sum
+    assert seconds == 1 + 3 + 1 + 6 + 1  # these are gather, forward, gather, backward and sum
     assert ideals.passes_of(events) == ([1, 1, 1], [2, 2, 2])
 
 

@@ -17,7 +17,7 @@ from ddp_course.stage4_ring import ring_all_reduce
 from ddp_course.stage5_bucketed import BucketedDDP
 from ddp_course.stage6_ddp import DistributedDataParallel, SyncBatchNorm
 
-CAP = 0.0005  # MB: each layer has buckets of its own
+CAP = 0.0005  # MB: with it each layer has buckets of its own
 WRAPS = {
     "5": partial(BucketedDDP, bucket_cap_mb=CAP),
     "6": partial(DistributedDataParallel, bucket_cap_mb=CAP, all_reduce=ring_all_reduce),

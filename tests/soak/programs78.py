@@ -188,7 +188,7 @@ class Player:
         try:
             homes = home_ranks(schedule(world_size, self.program["microbatches"]))
             self.parts = split(layers_of(self.model), len(homes))
-        except ValueError:  # too few layers for this schedule, or micro-batches that cannot go around
+        except ValueError:  # this schedule needs more layers, or micro-batches that can go around
             schedule, self.parts = one_forward_one_backward, split(layers_of(self.model), world_size)
         stages = self.parts[dist.get_rank() :: world_size]
         return Pipeline(stages, self.program["microbatches"], schedule, torch.nn.functional.mse_loss)
@@ -205,7 +205,7 @@ class Player:
         if self.program["later"] and self.program["groups"] and len(self.optimizer.param_groups) == 1:
             group = self.groups()[1]
             for parameter in group["params"]:
-                parameter.grad = None  # of the steps before
+                parameter.grad = None  # the steps before have left it
             self.optimizer.add_param_group(group)
 
     def backward(self, inputs, targets):

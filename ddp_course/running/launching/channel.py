@@ -13,11 +13,11 @@ from collections.abc import Callable
 from typing import Any
 
 HEADER = struct.Struct("<Q")
-LONGEST_MESSAGE = 1 << 40  # bytes
+LONGEST_MESSAGE = 1 << 40  # bytes: what claims to be longer is no message
 READ_AT_MOST, KEPT_AT_MOST = 1 << 16, 1 << 18
 LONGEST_LINE = 1 << 20  # bytes: a longer line is shown in pieces of that length
 NOISE = ("[Gloo] Rank ",)  # gloo greets every new group on standard output
-MOST_DESCRIPTORS = 16  # in one message
+MOST_DESCRIPTORS = 16  # one message carries at most so many
 
 
 def write(descriptor: int, message: Any) -> None:

@@ -23,7 +23,7 @@ LEASE_SECONDS = 2.5  # a host ends its ranks when no request for news came for s
 NEWS_SECONDS = 0.4  # how long an engine waits for news
 TICK_SECONDS = 0.05
 
-_parts: dict = {}  # by the number of the launch
+_parts: dict = {}  # {number of a launch: this host's part of it}
 
 
 def survey(head: str) -> dict:

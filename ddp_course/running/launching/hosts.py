@@ -24,7 +24,7 @@ from .launched import Launch, Ranks
 SILENCE_SECONDS = 2.5  # an engine that has not answered for so long is gone
 SURVEY_SECONDS = 20.0  # the first call to an engine imports torch there
 JOIN_SECONDS = 10.0  # for hosts that are still joining
-ENDING_SECONDS = SILENCE_SECONDS + 0.5  # for all hosts to end their ranks
+ENDING_SECONDS = SILENCE_SECONDS + 0.5  # seconds in which all hosts end their ranks
 POLL_SECONDS = 0.005
 HOSTS_BEFORE = "hosts.json"  # beside the keys: the names of hosts that have answered
 
@@ -134,10 +134,10 @@ class RanksOnHosts(Ranks):
         world_size, count = request["world_size"], len(members)
         self.ranks_on = [[r for r in range(world_size) if r * count // world_size == index] for index in range(count)]
         self.requests: dict = {}  # by host, the reply to the last request for news, and when that was made
-        self.late = [0.0] * count  # seconds by which the clock here is ahead of each host's
-        self.lost: list = []  # why hosts are gone, in words
+        self.late = [0.0] * count  # the clock here is so many seconds ahead of each host's
+        self.lost: list = []  # each says in words why a host is gone
         self.store: Any = None
-        self.left = set(range(count))  # hosts that still have processes of this launch
+        self.left = set(range(count))  # these hosts still have processes of this launch
 
     def call(self, index: int, function: Callable, *arguments: Any) -> Any:
         """Call a function in the engine of one host; returns at once, with the coming answer."""
@@ -202,7 +202,7 @@ class RanksOnHosts(Ranks):
         if not events or events[-1][0] != "over":
             self.ask_for_news(index)
         for kind, rank, value in events:
-            if kind == "over":  # rank, value: whether it ended too soon, and why
+            if kind == "over":  # then rank and value say whether it ended too soon, and why
                 self.leave(index, f"{self.members[index]['host']}: {value}" if rank else "")
             elif kind == "refused":
                 self.hear(kind, rank, LaunchError(f"{self.members[index]['host']}: {value}"))

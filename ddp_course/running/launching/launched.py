@@ -15,13 +15,13 @@ from . import stacks
 from .channel import Text
 from .progress import Bar
 
-STARTING_SECONDS = 60.0  # for torch to be imported from a cold disk; the launch's own time starts after that
-GRACE_SECONDS = 0.25  # after the first failure, for other ranks to report theirs: the earliest is told first
-KEPT_GRACE_SECONDS = 2.0  # the same for ranks that stay: if all of them fail, they need not end
-EXIT_CODE_SECONDS = 1.5  # until it is known how a rank died
-ENDING_SECONDS = 5.0  # for all processes to end, after the last result or after the order to end
-STACK_SECONDS = 2.0  # for ranks to write their stacks when time has run out …
-QUIET_SECONDS = 0.4  # … or until nothing more comes for so long
+STARTING_SECONDS = 60.0  # torch may be imported from a cold disk; the launch's own time starts after that
+GRACE_SECONDS = 0.25  # after a failure other ranks may report theirs: the earliest is named first
+KEPT_GRACE_SECONDS = 2.0  # ranks that stay have longer: if all of them fail, they need not end
+EXIT_CODE_SECONDS = 1.5  # after a rank died, the system may say so late how
+ENDING_SECONDS = 5.0  # all processes end so soon after the last result, or after the order to end
+STACK_SECONDS = 2.0  # when time has run out, ranks may write their stacks for so long …
+QUIET_SECONDS = 0.4  # … or until nothing has come for so long
 UNCONNECTED = (
     "launch: no collective ran, so these are {} models that know nothing of each other, and they differ now. "
     "To train one together, wrap the model or average the gradients.\n"
@@ -59,7 +59,7 @@ class Ranks:
 
     hear: Callable
     step: Callable
-    tick = 1.0  # seconds: the longest wait between two looks at what has become of the launch
+    tick = 1.0  # seconds: somebody looks at least so often at what has become of the launch
     gone = False  # whether no process of the launch is left
     cut_off = False  # whether processes have ended that the ranks still depended on
 
@@ -92,7 +92,7 @@ class Launch:
         self.results: dict = {}
         self.failures: dict = {}
         self.exit_codes: dict = {}
-        self.unconnected: dict = {}  # of ranks that trained without any message, a sum over their model
+        self.unconnected: dict = {}  # {rank that trained without any message: the sum over its model}
         self.stacks, self.log = [Text() for _ in range(world_size)], Text()
         self.timed_out: LaunchTimeout | None = None
         self.refusal: Exception | None = None

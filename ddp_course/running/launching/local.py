@@ -41,7 +41,7 @@ class LocalRanks(Ranks):
         self.setting, self.ranks = setting, setting["ranks"]
         self.mark = setting["environ"][MARK] = secrets.token_hex(8)
         self.inbox, self.heard, self.ending = Inbox(), False, False
-        self.orders: dict = {}  # by rank, the pipe over which it hears of the next call, or that it may leave
+        self.orders: dict = {}  # {rank: the pipe over which it hears of the next call, or that it may leave}
         self.recorder = open_memory("recorder")
         self.recorder.truncate(flight_recorder.size(setting["world_size"]))
 
@@ -117,7 +117,7 @@ class Forked(LocalRanks):
         super().__init__(setting)
         self.number = secrets.randbits(64)
         self.server: processes.Preloaded | None = None
-        self.agent: int | None = None  # its process id, and the number of the process group of all that it starts
+        self.agent: int | None = None  # this process id is also the process group of all that it starts
         self.agent_code: int | None = None
 
     def start(self, payload: IO[bytes]) -> None:

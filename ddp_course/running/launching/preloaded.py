@@ -38,7 +38,7 @@ AT_ONCE = ["torch.distributed", "torch.multiprocessing", "numpy", "cloudpickle"]
 LATER = [  # what every rank would import for more than a second with its first optimizer: dynamo
     *("mpmath", "sympy", "torch.fx.experimental.symbolic_shapes", "torch.distributed.fsdp", "torch._dynamo"),
     "torch.utils.data",
-]  # when idle, in small steps, because a launch that comes meanwhile has to wait; and all before a server's second one
+]  # an idle server loads them one by one, as a launch has to wait meanwhile, and all of them before its second launch
 IDLE_SECONDS = float(os.environ.get("DDP_COURSE_IDLE") or 900)  # then this process ends; the next launch starts another
 
 
@@ -49,12 +49,12 @@ def wait_as_spare(control: socket.socket) -> None:
             load([name])
     if select.select([control], [], [], IDLE_SECONDS)[0]:
         take_part(control, "be_rank")
-        atexit.register(os._exit, 0)  # when its threads have ended, but before gloo's would be torn down
+        atexit.register(os._exit, 0)  # this comes when its threads have ended, but before gloo's would be torn down
 
 
 def serve(control: socket.socket) -> None:
     """Fork an agent for each request, reap what has ended, until the caller is gone, or wants nothing for long."""
-    launches, ended, later = {}, {}, list(LATER)  # launches: by the agent's process id, its number and launch socket
+    launches, ended, later = {}, {}, list(LATER)  # launches are {process id of the agent: (number, launch socket)}
     wakeup = wake_on_child()
     watched: list = [control, wakeup]
     linux.adopt_orphans()  # what an agent leaves behind becomes ours
@@ -69,7 +69,7 @@ def serve(control: socket.socket) -> None:
         first_launch_over |= reap(launches, ended)
         if launches or control in ready:
             last_use = time.monotonic()
-        if later and idle and not ready:  # never while a launch runs: its end would have to wait
+        if later and idle and not ready:  # while a launch ran, its end would have to wait
             load(later[:1])
             del later[0]
             if not later:
@@ -117,7 +117,7 @@ def answer(control: socket.socket, launches: dict, needed: list) -> bool:
                 kill_group(pid)
         return True
     launch = socket.socket(fileno=descriptors[0])
-    load(needed)  # once, and not in each of its ranks
+    load(needed)  # its ranks need not do it, each for itself
     pid = os.fork()
     if pid == 0:
         control.close()
@@ -132,7 +132,7 @@ def answer(control: socket.socket, launches: dict, needed: list) -> bool:
 def become_agent(launch: socket.socket) -> None:
     """In the forked child: own the ranks of a launch. Never returns."""
     try:
-        os.setpgid(0, 0)  # one process group per launch: the agent, its ranks and theirs
+        os.setpgid(0, 0)  # a launch has one process group: the agent, its ranks and theirs
         linux.die_with_parent()
         linux.adopt_orphans()
         signal.set_wakeup_fd(-1)
@@ -199,7 +199,7 @@ def kill_strays(launches: dict) -> bool:
     """Kill our children that are no agents: orphans that had left their launch's group. True if there was any."""
     children = f"/proc/self/task/{os.getpid()}/children"  # this process has one thread
     if not os.path.exists(children):
-        return False  # not Linux: orphans do not come here
+        return False  # without /proc this is not Linux, and orphans do not come here
     with open(children) as file:
         strays = {int(pid) for pid in file.read().split()} - launches.keys()
     for pid in strays:

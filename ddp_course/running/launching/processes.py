@@ -19,7 +19,7 @@ from .setting import preloading_environment
 SCRIPT = str(Path(__file__).with_name("preloaded.py"))
 MARK = "DDP_COURSE_LAUNCH"  # this environment variable marks all programs that ranks start
 NEEDED_TOO = ("torch._dynamo", "pytest")  # ranks need these as well if the caller has loaded them, and they load slowly
-SPARE_MEMORY = 300 << 20  # bytes of its own, once it has imported all that ranks need: measured 260 MiB
+SPARE_MEMORY = 300 << 20  # bytes: a spare that has imported all that ranks need has 260 MiB of its own (measured)
 MOST_SPARES = 16
 
 
@@ -68,7 +68,7 @@ class Preloaded:
         self.complaints.close()
 
 
-_servers: list[Preloaded] = []  # none before the first launch, then one
+_servers: list[Preloaded] = []  # there is none before the first launch, then one
 _spares: list[Preloaded] = []
 _lock = threading.Lock()
 

@@ -31,7 +31,7 @@ from .pickling import Pickler
 from .progress import Steps
 
 HERE = Path(__file__).parent
-OWN_FILES = (str(HERE / "rank.py"), str(HERE / "cell.py"))  # not shown
+OWN_FILES = (str(HERE / "rank.py"), str(HERE / "cell.py"))  # tracebacks are shown without their frames
 LIBRARIES = (str(HERE.parents[1]), str(Path(torch.__file__).parent))
 QUIET_NCCL = {  # its watchdog must not end a process before the launch has said which rank is the culprit
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",  # give up on the communicator, leave the process alone
@@ -51,7 +51,7 @@ def main(setting: dict, rank: int, link: Any, shared: list, pipes: list, listene
     is killed: if it ended by itself, the others would fail too, with a broken connection, and hide the cause.
     """
     if link is not None:
-        link.enter(rank)  # before any socket: it may move this process into a network namespace of its own
+        link.enter(rank)  # this comes before any socket, as it may move this process into a network namespace
     payload, recorder = shared
     orders, report, *outputs, stacks = pipes
     write(report, ("started", os.getpid()))

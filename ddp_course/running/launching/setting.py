@@ -16,8 +16,8 @@ NETWORK_CARD = (  # gloo takes the loopback, whatever card is set for other mach
 MIB = 1 << 20
 RANK_MEMORY = 64 * MIB  # what an idle CPU rank has of its own, with a small model: measured 13 to 60 MiB
 GPU_RANK_MEMORY = 1024 * MIB  # host memory of a rank that has initialised CUDA
-PIPES_PER_RANK = 5  # orders, report, stdout, stderr, stacks
-SHARED_FILES = 3  # log, call, flight recorder
+PIPES_PER_RANK = 5  # they are for orders, report, stdout, stderr and stacks
+SHARED_FILES = 3  # they are log, call and flight recorder
 LOOPBACK = "127.0.0.1"
 SPARE_FILES = 64
 LONGEST_VARIABLE = 100_000  # bytes: Linux starts no program with much longer ones in its environment
@@ -104,7 +104,7 @@ def largest(fits: int) -> str:
 
 def free_files() -> int:
     """Files that this process may still open."""
-    import resource  # here: Windows has none, and is refused in words
+    import resource  # Windows has none, and is refused in words
 
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     open_now = len(os.listdir("/dev/fd")) if os.path.isdir("/dev/fd") else 0

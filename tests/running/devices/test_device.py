@@ -41,7 +41,7 @@ def test_known_accelerators_in_slow_motion():
 
 
 def test_what_the_processor_cannot_carry_is_refused_with_what_it_can(monkeypatch):
-    rates = cycle([40e9, 8e9])  # of a convolution, and of an addition
+    rates = cycle([40e9, 8e9])  # a convolution and an addition reach these
     monkeypatch.setattr(capacity, "most_per_second", lambda operation, work: next(rates))
     monkeypatch.setattr(capacity, "usable_cores", lambda: 2)
     capacity.of_core.cache_clear()
