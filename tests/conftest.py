@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 import tempfile
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 import psutil
@@ -17,17 +18,13 @@ sys.dont_write_bytecode = False
 
 
 def pytest_configure(config):
-    """Give this run a temporary folder of its own, so that what is left behind in it is ours."""
+    """Give this run a temporary folder of its own until it ends, so that what is left behind in it is ours."""
     is_worker = hasattr(config, "workerinput")  # of pytest-xdist, which inherits the environment
     if is_worker or "DDP_COURSE_TESTS" not in os.environ:
-        config.own_folder = tempfile.mkdtemp(prefix="tests_")
-        os.environ["DDP_COURSE_TESTS"] = os.environ["TMPDIR"] = tempfile.tempdir = config.own_folder
-
-
-def pytest_unconfigure(config):
-    """Remove the folder again."""
-    if hasattr(config, "own_folder"):
-        shutil.rmtree(config.own_folder, ignore_errors=True)
+        tempfile.tempdir = folder = tempfile.mkdtemp(prefix="tests_")
+        os.environ["DDP_COURSE_TESTS"] = os.environ["TMPDIR"] = folder
+        keywords = {"ignore_errors": True}
+        Finalize(None, shutil.rmtree, args=(folder,), kwargs=keywords, exitpriority=-200)  # Python's own comes before
 
 
 DURATIONS = Path(__file__).with_name("durations.csv")  # seconds of tests, or of whole files with all their tests
