@@ -1,4 +1,4 @@
-"""`python -m benchmarks grade`: how many submissions a minute the grader gets through, and whether its memory stays.
+"""`python -m benchmarks grade`: how many submissions per minute the grader gets through, and whether its memory stays.
 
 The submissions are copies of one exercise's solution, of which some are unsolved and some wrong, in a folder of their
 own. The rate is for each core that is used, with as many submissions at a time as there are cores.
@@ -20,7 +20,7 @@ from ddp_course.running.linux import usable_cores
 
 from .harness import Benchmark, Part, Promise
 
-WANTED_A_MINUTE_A_CORE = 10.0  # that is sixty submissions in three minutes on two cores
+WANTED_PER_MINUTE_AND_CORE = 10.0  # that is sixty submissions in three minutes on two cores
 MOST_PROCESSOR_SECONDS = 6.0  # a submission may take so much, and leaves room for other programs
 MOST_GROWTH = 1.1  # the second half's peak of memory, by the first half's
 WRONG = (
@@ -58,8 +58,8 @@ def throughput(args: argparse.Namespace) -> Part:
         "misjudged": len(misjudged),
         "jobs": args.jobs,
         "seconds": round(seconds, 1),
-        "a_minute_a_core": round(60 * len(results) / seconds / min(args.jobs, usable_cores()), 1),
-        "processor_seconds_a_submission": round(processor / len(results), 2),
+        "per_minute_and_core": round(60 * len(results) / seconds / min(args.jobs, usable_cores()), 1),
+        "processor_seconds_per_submission": round(processor / len(results), 2),
         "memory_mib_first_half": peak(memory[:half]),
         "memory_mib_second_half": peak(memory[half:]),
     }
@@ -72,9 +72,9 @@ def promised(row: dict[str, Any]) -> list[Promise]:
     growth = row["memory_mib_second_half"] / max(1, row["memory_mib_first_half"])
     return [
         Promise("right answers that fail and wrong ones that pass", row["misjudged"], at_most=0),
-        Promise("submissions a minute and a core", row["a_minute_a_core"], at_least=WANTED_A_MINUTE_A_CORE),
+        Promise("submissions per minute and core", row["per_minute_and_core"], at_least=WANTED_PER_MINUTE_AND_CORE),
         Promise(
-            "processor seconds a submission", row["processor_seconds_a_submission"], at_most=MOST_PROCESSOR_SECONDS
+            "processor seconds per submission", row["processor_seconds_per_submission"], at_most=MOST_PROCESSOR_SECONDS
         ),
         Promise("memory of the second half, times the first half's", growth, at_most=MOST_GROWTH),
     ]

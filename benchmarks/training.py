@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 
 from ddp_course import problems
 
-Model = tuple[str, dict[str, Any], int]  # a problem, its options, samples a rank
+Model = tuple[str, dict[str, Any], int]  # a problem, its options, samples per rank
 
 
 class Encoder(torch.nn.Module):

@@ -1,6 +1,6 @@
 """Communicate less: fewer bytes, less often, or without waiting. None gives the single device's weights any more.
 
-    fp16_hook, TopK, LowRank   fewer bytes a step: halves, the largest k, a matrix as two thin ones
+    fp16_hook, TopK, LowRank   fewer bytes per step: halves, the largest k, a matrix as two thin ones
     train_local                every rank on its own for H steps, then the mean of the weights (local SGD), or one
                                step of an outer optimizer along the mean change (DiLoCo)
     train_asynchronously       a server that never waits: gradients arrive that belong to older weights

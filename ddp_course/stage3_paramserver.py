@@ -5,7 +5,7 @@
     ...
 
 The server's link carries (K-1) p bytes in and then (K-1) p bytes out, one after the other, while everyone
-else waits: T = 2 (K-1) p/b on a link of b bytes a second. Every rank works on its own share of the batch with its
+else waits: T = 2 (K-1) p/b on a link of b bytes per second. Every rank works on its own share of the batch with its
 own optimizer; equal weights at the start and equal gradients in every step keep the replicas equal.
 """
 

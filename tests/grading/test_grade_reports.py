@@ -93,7 +93,7 @@ def test_objects_with_ideas_of_their_own_do_not_come_back():
 
 
 def test_the_bench_judges_rate_and_memory():
-    names = ("a_minute_a_core", "processor_seconds_a_submission", "memory_mib_second_half", "misjudged")
+    names = ("per_minute_and_core", "processor_seconds_per_submission", "memory_mib_second_half", "misjudged")
     for numbers, kept in (((10.0, 6.0, 110, 0), True), ((9.9, 6.1, 111, 1), False)):
         promises = bench.promised({"memory_mib_first_half": 100, **dict(zip(names, numbers, strict=True))})
         assert [promise.record()["kept"] for promise in promises] == [kept] * 4
