@@ -48,7 +48,7 @@ def gradients(model):
 def same(some, others):
     """Whether two lists of gradients are equal."""
     pairs = zip(some, others, strict=True)
-    return all(one is other if one is None or other is None else one.equal(other) for one, other in pairs)
+    return all(a is b if a is None or b is None else a.equal(b) for a, b in pairs)
 
 
 @task(

@@ -40,7 +40,7 @@ def probe_chunks(function, lengths, values):
     for size, group in worlds(3, 4, 2):
         own = values[dist.get_rank()]
         if size == 3:
-            try_equal_chunks(function, [one[:4].clone() for one in own[:3]], group)
+            try_equal_chunks(function, [chunk[:4].clone() for chunk in own[:3]], group)
         chunks = [own[index][:length].clone() for index, length in enumerate(lengths[size])]
         with wire.counting() as traffic:
             function(list(chunks), group)

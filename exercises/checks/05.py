@@ -31,10 +31,10 @@ class AssignBuckets:
 
     def draw(random, hidden):
         sizes = [random.randrange(20, 200) for _ in range(9 + 4 * hidden)]
-        one, two = ["float32"] * len(sizes), ["float64" if i % 3 == 0 else "float32" for i in range(len(sizes))]
+        alike, mixed = ["float32"] * len(sizes), ["float64" if i % 3 == 0 else "float32" for i in range(len(sizes))]
         three = [("bfloat16", "float32", "float64")[i % 3] for i in range(len(sizes))]
         exact = [25, 50, 50, 100, 25, 75]
-        cases = [(sizes, one, 800), (exact, ["float32"] * 6, 400), (sizes, two, 900), (sizes, one, 10**6)]
+        cases = [(sizes, alike, 800), (exact, ["float32"] * 6, 400), (sizes, mixed, 900), (sizes, alike, 10**6)]
         return {"cases": cases + [(sizes, three, 700)] * hidden}
 
     def probe(assign_buckets, cases):
@@ -141,7 +141,7 @@ def watched(function, flats, executor, group, size):
         return future
 
     def all_reduce(flat):
-        order.append([one.numel() for one in flats].index(flat.numel()))
+        order.append([bucket.numel() for bucket in flats].index(flat.numel()))
         threads.append(threading.current_thread().name)
         before = flat.clone()
         begun.set()

@@ -165,9 +165,9 @@ class RealScript:
 
     def together(ranks, seed, inputs, targets):
         """What all ranks did, as counts and properties."""
-        epochs = [(one["seen"][: len(one["seen"]) // 2], one["seen"][len(one["seen"]) // 2 :]) for one in ranks]
-        writers = [rank for rank, one in enumerate(ranks) if one["files"]]
-        after, share = [one["after"] for one in ranks], "samples that a rank sees at most in the"
+        epochs = [(seen[: len(seen) // 2], seen[len(seen) // 2 :]) for seen in (report["seen"] for report in ranks)]
+        writers = [rank for rank, report in enumerate(ranks) if report["files"]]
+        after, share = [report["after"] for report in ranks], "samples that a rank sees at most in the"
         return {
             "shares": {
                 f"{share} first epoch": max(len(set(first)) for first, _ in epochs),
@@ -179,15 +179,15 @@ class RealScript:
             },
             "weights": {
                 "training changes the weights": not after[0].equal(ranks[0]["before"]),
-                "all ranks have the same weights at the end": all(one.allclose(after[0]) for one in after),
+                "all ranks have the same weights at the end": all(model.allclose(after[0]) for model in after),
             },
             "one writer": {
                 "ranks that write a file": writers,
-                "the files": sorted({name for one in ranks for name in one["files"]}),
+                "the files": sorted({name for report in ranks for name in report["files"]}),
             },
             "names": {
-                'tensors in the checkpoint\'s "model"': sorted({name for one in ranks for name in one["names"]}),
-                'whether the checkpoint has an "epoch"': any("epoch" in one["keys"] for one in ranks),
+                'tensors in the checkpoint\'s "model"': sorted({name for report in ranks for name in report["names"]}),
+                'whether the checkpoint has an "epoch"': any("epoch" in report["keys"] for report in ranks),
             },
         }
 
@@ -222,7 +222,7 @@ class FromSymptoms:
     """Which of the five mistakes were made, from what a run leaves."""
 
     def draw(random, hidden):
-        chosen = [set(), *({one} for one in USUAL), set(USUAL), {"sampler", "epoch"}]
+        chosen = [set(), *({mistake} for mistake in USUAL), set(USUAL), {"sampler", "epoch"}]
         chosen += [set(random.sample(list(USUAL), random.randrange(2, 5))) for _ in range(3)]
         random.shuffle(chosen)
         return {"runs": [symptoms(random, wrong, random.choice((2, 3, 4 + 4 * hidden))) for wrong in chosen]}
@@ -306,7 +306,7 @@ def bucket_of(tensor, buckets, size):
     """The number of the bucket whose gradients are in a tensor, in any order, divided or not; -1 if it is none."""
     numbers = tensor.detach().double().flatten().sort().values
     for index, bucket in enumerate(buckets):
-        parts = [torch.zeros_like(one) if one.grad is None else one.grad for one in bucket]
+        parts = [torch.zeros_like(member) if member.grad is None else member.grad for member in bucket]
         own = torch.cat([part.flatten() for part in parts]).sort().values
         if len(own) == len(numbers) and (numbers.allclose(own) or numbers.allclose(own / size)):
             return index

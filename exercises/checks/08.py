@@ -236,7 +236,7 @@ class WhichSchedule:
             require(isinstance(answer, list | tuple) and len(answer) == 2, "return a pair: (schedule, slow stage)")
             schedule, stage = answer
             in_time = sorted(timeline, key=lambda span: span[3])
-            first, last = ("".join(span[1] for span in in_time if span[0] == one) for one in (0, max(in_time)[0]))
+            first, last = ("".join(span[1] for span in in_time if span[0] == stage) for stage in (0, max(in_time)[0]))
             wrong = f'"{schedule}" does not look like that'
             if schedule not in [*SCHEDULES]:
                 wrong = f"{str(schedule)[:40]!r} is none of {', '.join(SCHEDULES)}"
@@ -248,7 +248,7 @@ class WhichSchedule:
 
 def slower(timeline, stage, slow):
     """In words, how long two stages take for a forward pass."""
-    took = {s: [end - start for one, kind, _, start, end in timeline if (one, kind) == (s, "F")] for s in (stage, slow)}
+    took = {s: [end - start for at, kind, _, start, end in timeline if (at, kind) == (s, "F")] for s in (stage, slow)}
     if not took[stage]:
         return f"there is no stage {stage}: they count from 0"
     mine, other = (sum(took[s]) / len(took[s]) for s in (stage, slow))

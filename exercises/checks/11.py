@@ -201,7 +201,7 @@ class Culprit:
         shuffled += [log_of(random, 3, 5, 1, start=97.505)] * hidden
         in_order = [(3, 5, 1, AFTER[0]), (10, 12, 0, AFTER[1]), (4, 7, 0, AFTER[2])]
         in_order = [sorted(log_of(random, *of), key=seconds_of) for of in in_order]
-        causes = [[line for line in log_of(random, *of) if not any(one in line for one in AFTER)] for of in LATE]
+        causes = [[line for line in log_of(random, *of) if not any(sign in line for sign in AFTER)] for of in LATE]
         return {"shuffled": shuffled, "in_order": in_order, "causes": causes}
 
     def probe(culprit, shuffled, in_order, causes):

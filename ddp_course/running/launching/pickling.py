@@ -50,7 +50,7 @@ def used_by(function: Callable, args: tuple, kwargs: dict) -> dict:
     """The variables that are sent along with a call, by name: its arguments, and what the function finds outside."""
     try:
         given = inspect.signature(function).bind(*args, **kwargs).arguments
-        found = inspect.getclosurevars(function)
+        outside = inspect.getclosurevars(function)
     except (TypeError, ValueError):  # not written in Python, or called as it cannot be
         return {}
-    return {**given, **found.nonlocals, **found.globals}
+    return {**given, **outside.nonlocals, **outside.globals}

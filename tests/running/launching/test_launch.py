@@ -80,9 +80,9 @@ def test_what_cannot_be_loaded_ahead_is_no_reason_to_refuse_a_launch(monkeypatch
     with monkeypatch.context() as patched:
         patched.setenv("TORCHINDUCTOR_CACHE_DIR", "/dev/null/nowhere")
         patched.delitem(sys.modules, "torch._dynamo", raising=False)
-        found = [(launch(rank_with_dynamo, world_size=1), processes.server_pid()) for _ in range(4)]
+        results = [(launch(rank_with_dynamo, world_size=1), processes.server_pid()) for _ in range(4)]
     processes.use_server(None)
-    assert found == [([False], found[0][1])] * 4, "one server, which lived on"
+    assert results == [([False], results[0][1])] * 4, "one server, which lived on"
 
 
 def test_nothing_of_cuda_and_no_thread_in_the_server():
