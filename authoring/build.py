@@ -261,10 +261,28 @@ def without_outputs(path):
 def readme(root):
     """The text of README.md with the caption of its figure and the table of `ladder.py`, each between its two marks."""
     text = (root / "README.md").read_text()
-    for mark, part in {"caption": caption(root), "ladder": ladder.markdown()}.items():
+    for mark, part in {"caption": caption(root), "ladder": ladder_table()}.items():
         before, _, after = text.split(f"<!-- {mark} -->")
         text = f"{before}<!-- {mark} -->\n\n{part}\n\n<!-- {mark} -->{after}"
     return text
+
+
+def rungs():
+    """(number, module, ideas, times to average) of each module, in the order in which they are climbed."""
+    rows = []
+    for module in ladder.MODULES:
+        steps = [stage for stage in ladder.STAGES.values() if stage.module == module]
+        ideas, times = (dict.fromkeys(getattr(step, field) for step in steps) for field in ("idea", "time"))
+        rows.append((module.split("_")[0].removeprefix("stage"), module, ", then ".join(ideas), ", then ".join(times)))
+    return rows
+
+
+def ladder_table():
+    """The ladder as the README's table, one row per module."""
+    rows = ["| N | module | the one new idea | time to average p bytes over K ranks, link of b bytes/s |"]
+    rows += ["|---|---|---|---|"]
+    rows += [f"| {number} | `{module}` | {ideas} | {times} |" for number, module, ideas, times in rungs()]
+    return "\n".join(rows)
 
 
 def map_of_files(root):

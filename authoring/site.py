@@ -16,11 +16,10 @@ import sys
 import tempfile
 from pathlib import Path
 
+import build
 import elsewhere
 from tqdm import tqdm
 from web import explorers, pages
-
-from ddp_course import ladder
 
 ROOT = Path(__file__).resolve().parents[1]
 WEB = Path(__file__).resolve().parent / "web"
@@ -88,7 +87,7 @@ def first_page():
         "repository": elsewhere.repository(),
         "name": elsewhere.repository().rsplit("/", 1)[1],
         "colab": elsewhere.addresses("notebooks/00_start_here.ipynb")["Colab"],
-        "ladder": "\n".join(rung(*parts) for parts in ladder.rungs()),
+        "ladder": "\n".join(rung(*parts) for parts in build.rungs()),
     }
     text = (WEB / "index.md").read_text(encoding="utf-8")
     for name, value in filled.items():

@@ -17,55 +17,35 @@ from importlib import import_module
 
 from . import ladder
 
-_HOME = {
-    "launch": "running.launching.launch",
-    "rank_device": "running.devices",
-    "DataParallel": "stage2_dataparallel",
-    "average_on_server": "stage3_paramserver",
-    "broadcast_parameters": "stage3_paramserver",
-    "whole_gradient_ring": "stage4_ring",
-    "ring_all_reduce": "stage4_ring",
-    "reduce_scatter": "stage4_ring",
-    "allgather": "stage4_ring",
-    "average_on_ring": "stage4_ring",
-    "BucketedDDP": "stage5_bucketed",
-    "DistributedDataParallel": "stage6_ddp",
-    "SyncBatchNorm": "stage6_ddp",
-    "ShardedOptimizer": "stage7_sharded",
-    "FullyShardedDataParallel": "stage7_sharded",
-    "Link": "running.links",
-    "Device": "running.devices",
-    "load_ipython_extension": "running.launching.magic",
+_NAMES = {
+    "running.launching.launch": ("launch",),
+    "running.launching.magic": ("load_ipython_extension",),
+    "running.devices": ("Device", "rank_device"),
+    "running.links": ("Link",),
+    "stage2_dataparallel": ("DataParallel",),
+    "stage3_paramserver": ("average_on_server", "broadcast_parameters"),
+    "stage4_ring": ("whole_gradient_ring", "ring_all_reduce", "reduce_scatter", "allgather", "average_on_ring"),
+    "stage5_bucketed": ("BucketedDDP",),
+    "stage6_ddp": ("DistributedDataParallel", "SyncBatchNorm"),
+    "stage7_sharded": ("ShardedOptimizer", "FullyShardedDataParallel"),
 }
-_ELSEWHERE = {  # so that a notebook needs one line of imports
-    "torch": "torch",
-    "dist": "torch.distributed",
-    "show": "ddp_course.showing",
-    "wire": "ddp_course.running.wire",
-    "links": "ddp_course.running.links",
-    "checkpoint": "ddp_course.running.checkpoint",
-    "timeline": "ddp_course.measuring.timeline",
-    "timing": "ddp_course.measuring.timing",
-    "finite": "ddp_course.measuring.finite",
-    "stragglers": "ddp_course.measuring.stragglers",
-    "train": "ddp_course.train",
-    "capstone": "ddp_course.capstone",
-    "facts": "ddp_course.measuring.facts",
-    "plans": "ddp_course.measuring.plans",
-    "predict": "ddp_course.measuring.predict",
-    "audit": "ddp_course.measuring.audit",
-    "script": "ddp_course.script",
-    "one_host": "ddp_course.measuring.simulate.one_host",
-    "devices": "ddp_course.running.devices",
-    "published": "ddp_course.measuring.simulate.published",
-    "theory": "ddp_course.measuring.theory",
-    "simulate": "ddp_course.measuring.simulate",
-    "compare": "ddp_course.commands.compare",
-    "doctor": "ddp_course.commands.doctor",
-    "claims": "ddp_course.measuring.claims",
+_TOP = (*ladder.MODULES, "collectives", "communicate_less", "errors", "ladder", "problems", "script", "train")
+_ROOMS = {  # A notebook imports these modules from here, so that it needs one line of imports.
+    "running": ("checkpoint", "devices", "links", "wire"),
+    "measuring": (
+        "audit", "claims", "facts", "finite", "plans", "predict", "simulate", "stragglers", "theory",
+        "timeline", "timing",
+    ),
+    "measuring.simulate": ("one_host", "published"),
+    "commands": ("compare", "doctor"),
+}  # fmt: skip
+_HOME = {name: module for module, names in _NAMES.items() for name in names}
+_MODULES = {
+    **{name: f"ddp_course.{name}" for name in _TOP},
+    **{name: f"ddp_course.{room}.{name}" for room, names in _ROOMS.items() for name in names},
+    **{"show": "ddp_course.showing", "torch": "torch", "dist": "torch.distributed"},
 }
-_MODULES = {*ladder.MODULES, "collectives", "communicate_less", "errors", "ladder", "problems"}
-__all__ = sorted([*_HOME, *_MODULES, *_ELSEWHERE])
+__all__ = sorted([*_HOME, *_MODULES])
 
 
 def __getattr__(name):
@@ -73,9 +53,7 @@ def __getattr__(name):
     if name in _HOME:
         return getattr(import_module(f".{_HOME[name]}", __name__), name)
     if name in _MODULES:
-        return import_module(f".{name}", __name__)
-    if name in _ELSEWHERE:
-        return import_module(_ELSEWHERE[name])
+        return import_module(_MODULES[name])
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -164,21 +164,3 @@ STAGES: dict[str, Stage] = {
     )
 }  # fmt: skip
 MODULES = tuple(dict.fromkeys(stage.module for stage in STAGES.values() if stage.module.startswith("stage")))
-
-
-def rungs() -> list[tuple[str, str, str, str]]:
-    """(number, module, ideas, times to average) of each module, in the order in which they are climbed."""
-    rows = []
-    for module in MODULES:
-        steps = [stage for stage in STAGES.values() if stage.module == module]
-        ideas, times = (dict.fromkeys(getattr(step, field) for step in steps) for field in ("idea", "time"))
-        rows.append((module.split("_")[0].removeprefix("stage"), module, ", then ".join(ideas), ", then ".join(times)))
-    return rows
-
-
-def markdown() -> str:
-    """The ladder as the README's table, a row a module."""
-    rows = ["| N | module | the one new idea | time to average p bytes over K ranks, link of b bytes/s |"]
-    rows += ["|---|---|---|---|"]
-    rows += [f"| {number} | `{module}` | {ideas} | {times} |" for number, module, ideas, times in rungs()]
-    return "\n".join(rows)

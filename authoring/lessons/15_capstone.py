@@ -16,12 +16,13 @@ change it.
 """
 
 # %% imports
-import inspect
+import importlib
 import json
 import shutil
 from pathlib import Path
 
-from ddp_course import capstone, dist, show, theory, timing
+from ddp_course import dist, show, theory, timing
+from ddp_course.running.files import course_folder
 
 K = 2  # how many ranks; each imports torch, so that few cores do not make you wait
 FOLDER = Path("runs")  # where the runs write
@@ -30,27 +31,34 @@ FOLDER = Path("runs")  # where the runs write
 r"""
 ## Your model and your data
 
-The template is a script for torchrun. Two of its functions are yours to change:
-"""
-
-# %% model
-show.source(capstone.make_model)
-
-# %% data
-show.source(capstone.make_batch)
-
-# %% [markdown]
-r"""
-This cell writes a copy beside the notebook, once. Open `my_capstone.py`, change the two functions, and run the rest
-again. A batch must depend on the step and the rank only: so a run that goes on after a kill sees the same data.
+The template is a script for torchrun: `exercises/15_capstone.py`. This cell writes a copy beside the notebook, once.
 """
 
 # %% copy
 script = Path("my_capstone.py")
 if not script.exists():
-    script.write_text(inspect.getsource(capstone))
+    shutil.copy(course_folder("exercises") / "15_capstone.py", script)
+mine = importlib.import_module(script.stem)
+
+# %% [markdown]
+r"""
+Two of its functions are yours to change:
+"""
+
+# %% model
+show.source(mine.make_model)
+
+# %% data
+show.source(mine.make_batch)
+
+# %% [markdown]
+r"""
+Open `my_capstone.py`, change the two functions, and run the rest again. A batch must depend on the step and the rank only:
+so a run that goes on after a kill sees the same data.
+"""
 
 
+# %% torchrun
 def torchrun(name, ranks=K, options="", resume=False):
     if not resume:
         shutil.rmtree(FOLDER / name, ignore_errors=True)

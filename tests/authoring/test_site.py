@@ -8,11 +8,11 @@ from html import unescape
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
+import build
 import pytest
 from chromium import fresh_page, running_browser
 from web import explorers, pages
 
-from ddp_course import ladder
 from ddp_course.showing import widgets
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -256,7 +256,7 @@ def test_the_first_page_sells_the_course_in_one_screen(site, offline):
     offline.set_viewport_size({"width": 1400, "height": 900})
     offline.goto((site / "index.html").as_uri())
     seen = [*offline.locator(".hero img, .hero .md-button").all(), *offline.locator(".ladder li").all()]
-    assert len(seen) == 1 + 2 + len(ladder.rungs())
+    assert len(seen) == 1 + 2 + len(build.rungs())
     ends = [box["y"] + box["height"] for box in (part.bounding_box() for part in seen)]
     assert max(ends) <= 900, ends
     offline.set_viewport_size({"width": 390, "height": 844})

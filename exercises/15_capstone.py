@@ -1,9 +1,10 @@
 """The template of the capstone: a training script for torchrun with your own model and data, which writes what it did.
 
-    torchrun --nproc-per-node=2 -m ddp_course.capstone runs/ddp --wrap ddp
+    torchrun --nproc-per-node=2 my_capstone.py runs/ddp --wrap ddp
 
-Copy it and change `make_model` and `make_batch`; all else can stay. It goes on from the checkpoint in the folder,
-and leaves `run.json` there: wrap, world size, parameters, last loss, median step time, the step it resumed from.
+Lesson 15 copies it to `my_capstone.py`. Change `make_model` and `make_batch` there; all else can stay. It goes on from
+the checkpoint in the folder, and leaves `run.json` there: wrap, world size, parameters, last loss, median step time,
+the step it resumed from.
 """
 
 import argparse
