@@ -12,21 +12,19 @@ same bits. (To within rounding only, with more than two ranks: `--stage torch`, 
 from .running.parent import end_with_torchrun
 
 if __name__ == "__main__":
-    end_with_torchrun()  # before torch is imported, which takes seconds
+    end_with_torchrun()  # This comes first: importing torch takes seconds.
 
 import argparse
 import math
 import os
-import random
 import statistics
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -42,6 +40,10 @@ OPTIMIZERS: dict[str, Any] = {
     "sgd": torch.optim.SGD,
     "momentum": partial(torch.optim.SGD, momentum=0.9),
     "adamw": torch.optim.AdamW,
+}
+SCHEDULES: dict[str, Any] = {
+    "constant": lambda optimizer, steps: torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0),
+    "cosine": torch.optim.lr_scheduler.CosineAnnealingLR,
 }
 MUST_MATCH = ("problem", "seed", "global_batch", "parameters", "dropout", "dtype", "lr", "optimizer", "schedule")
 WRITTEN = ("settings", "world_size", "step", "losses", "model", "optimizer", "scheduler", "random")
@@ -64,7 +66,7 @@ def parser() -> argparse.ArgumentParser:
     add("--dtype", default="float32", choices=("float32", "float64"), help="default float32")
     add("--optimizer", default="sgd", choices=OPTIMIZERS, help="default sgd, as in the lessons")
     add("--lr", type=float, help="learning rate (default: the problem's)")
-    add("--schedule", default="constant", choices=("constant", "cosine"), help="of the learning rate")
+    add("--schedule", default="constant", choices=SCHEDULES, help="of the learning rate")
     add("--pipeline", type=int, metavar="S", help="stage 8: ranks that form a pipeline (default: all)")
     add("--tensor", type=int, metavar="T", help="stage 9: ranks that share each layer (default: all)")
     add("--results", metavar="DIR", help="write times and traffic here, for ddp-course compare --read DIR")
@@ -109,22 +111,18 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     "evaluation": …, "resumed": the step it went on from}. Raises CheckpointError if the checkpoint does not fit the
     options, ValueError for options that cannot work.
     """
-    torch.backends.cudnn.allow_tf32 = False  # so that all devices compute in the dtype that was asked for
-    with held_folders(options):
-        return run_from_checkpoint(options)
-
-
-def run_from_checkpoint(options: argparse.Namespace) -> dict[str, Any]:
-    """The same, in folders that no other run writes to."""
-    saved = newest_checkpoint(options)
-    problem = make_problem(options, rank_device())
-    options.global_batch = global_batch(options, problem, saved)
-    strategy, scheduler = prepare(options, problem, saved)
-    step, losses = (saved["step"], list(saved["losses"])) if saved else (0, [])
-    batches = problem.batches(options.global_batch, options.steps, options.seed, *strategy.share(), step)
-    with recording.recording() if options.results else nullcontext() as record:
-        stamped = record.stamped(batches) if record else batches
-        losses = train_steps(options, problem, strategy, scheduler, stamped, step, losses)
+    torch.backends.cudnn.allow_tf32 = False  # All devices compute in the dtype that was asked for.
+    with ExitStack() as held:
+        from_rank_0(hold_folders, options, held)
+        saved = newest_checkpoint(options)
+        problem = make_problem(options, rank_device())
+        options.global_batch = global_batch(options, problem, saved)
+        strategy, scheduler = prepare(options, problem, saved)
+        step, losses = (saved["step"], list(saved["losses"])) if saved else (0, [])
+        batches = problem.batches(options.global_batch, options.steps, options.seed, *strategy.share(), step)
+        with recording.recording() if options.results else nullcontext() as record:
+            stamped = record.stamped(batches) if record else batches
+            losses = train_steps(options, strategy, scheduler, stamped, step, losses)
     model = strategy.whole()
     result = {
         "losses": losses,
@@ -137,52 +135,46 @@ def run_from_checkpoint(options: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-@contextmanager
-def held_folders(options: argparse.Namespace) -> Iterator[None]:
-    """Keep other runs from this run's checkpoints, from its first step to its last.
+def from_rank_0(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What `function(*arguments)` returns or complains of on rank 0, on all ranks."""
+    answer: list[Any] = [None, None]  # The second is the complaint.
+    if dist.get_rank() == 0:
+        try:
+            answer[0] = function(*arguments)
+        except (ValueError, CheckpointError) as error:
+            answer[1] = error
+    dist.broadcast_object_list(answer, src=0)
+    result, complaint = answer
+    if complaint:
+        raise complaint
+    return result
 
-    Raises on all ranks, before training, if rank 0 cannot write where the options say.
-    """
-    complaint: list[Any] = [None]
-    with ExitStack() as held:
-        if dist.get_rank() == 0:
-            try:
-                if options.checkpoint:
-                    writable_folder(options.checkpoint, "--checkpoint")
-                    held.enter_context(checkpoint.writing_to(options.checkpoint))
-                if options.results:
-                    writable_folder(options.results, "--results")
-            except (ValueError, CheckpointError) as error:
-                complaint[0] = error
-        dist.broadcast_object_list(complaint, src=0)
-        if complaint[0]:
-            raise complaint[0]
-        yield
+
+def hold_folders(options: argparse.Namespace, held: ExitStack) -> None:
+    """Keep other runs from this run's checkpoints as long as `held` is open; ValueError if a folder is not writable."""
+    if options.checkpoint:
+        writable_folder(options.checkpoint, "--checkpoint")
+        held.enter_context(checkpoint.writing_to(options.checkpoint))
+    if options.results:
+        writable_folder(options.results, "--results")
 
 
 def train_steps(
-    options: argparse.Namespace,
-    problem: Any,
-    strategy: Any,
-    scheduler: Any,
-    batches: Iterable[Any],
-    step: int,
-    losses: list[Any],
-) -> list[float | None]:
+    options: argparse.Namespace, strategy: Any, scheduler: Any, batches: Iterable[Any], step: int, losses: list[float]
+) -> list[float]:
     """Train on `batches`, from step number `step` on; save every now and then; return all losses so far."""
     recent = []
     for inputs, targets in batches:
         strategy.optimizer.zero_grad()
         recent.append(strategy.backward(inputs, targets))
         strategy.optimizer.step()
-        if scheduler:
-            scheduler.step()
+        scheduler.step()
         step += 1
         if step % options.every == 0 or step == options.steps:
             losses, recent = losses + mean_over_ranks(recent), []
             say(f"step {step}/{options.steps}  loss {losses[-1]:.4f}")
             if options.checkpoint:
-                save(options, problem, strategy, scheduler, step, losses)
+                save(options, strategy, scheduler, step, losses)
     return losses
 
 
@@ -191,7 +183,7 @@ def prepare(options: argparse.Namespace, problem: Any, saved: Any) -> tuple[Any,
     model = problem.model(options.seed)
     if saved:
         check_settings(saved, options)
-        checkpoint.load_model(model, saved["model"])
+        model.load_state_dict(saved["model"])
     finite.watch(model)
     optimizer = partial(OPTIMIZERS[options.optimizer], lr=options.lr)
     stage = ladder.find(options.stage)
@@ -199,28 +191,16 @@ def prepare(options: argparse.Namespace, problem: Any, saved: Any) -> tuple[Any,
         raise ValueError(f"stage {stage.key} is a single process, but {dist.get_world_size()} ranks were started")
     seed_this_rank(options.seed, saved)
     strategy = stage.wrapped(model, optimizer, stages=options.pipeline, tensor=options.tensor)
-    scheduler = make_scheduler(strategy.optimizer, options)
+    scheduler = SCHEDULES[options.schedule](strategy.optimizer, options.steps)
     if saved:
         strategy.load(saved)
-        if scheduler:
-            scheduler.load_state_dict(saved["scheduler"])
+        scheduler.load_state_dict(saved["scheduler"])
     return strategy, scheduler
 
 
 def newest_checkpoint(options: argparse.Namespace) -> dict[str, Any] | None:
     """What rank 0 finds in the folder, the same on all ranks; None if there is nothing yet, or no folder is named."""
-    if not options.checkpoint:
-        return None
-    answer: list[Any] = [None, None]  # the checkpoint, or what is wrong with it
-    if dist.get_rank() == 0 and checkpoint.checkpoints(options.checkpoint):
-        try:
-            answer[0] = loaded(options.checkpoint)
-        except CheckpointError as error:
-            answer[1] = str(error)
-    dist.broadcast_object_list(answer, src=0)
-    saved, complaint = answer
-    if complaint:
-        raise CheckpointError(complaint)
+    saved = from_rank_0(loaded, options.checkpoint) if options.checkpoint else None
     if saved and saved["world_size"] != dist.get_world_size():
         say(
             f"the checkpoint was written by {saved['world_size']} ranks, this run has {dist.get_world_size()}: "
@@ -229,8 +209,10 @@ def newest_checkpoint(options: argparse.Namespace) -> dict[str, Any] | None:
     return saved
 
 
-def loaded(folder: str) -> dict[str, Any]:
-    """The newest checkpoint in the folder; CheckpointError if it was not written by this program."""
+def loaded(folder: str) -> dict[str, Any] | None:
+    """The newest checkpoint in the folder, if any; CheckpointError if it was not written by this program."""
+    if not checkpoint.checkpoints(folder):
+        return None
     saved = checkpoint.load(folder)
     missing = [name for name in WRITTEN if not isinstance(saved, dict) or name not in saved]
     if missing:
@@ -257,7 +239,8 @@ def check_settings(saved: Any, options: argparse.Namespace) -> None:
     Steps may be added, but not with a schedule that ends with the steps; and no step can be taken back.
     """
     settings = saved["settings"]
-    other = [name for name in MUST_MATCH if settings.get(name) != getattr(options, name)]
+    fixed = MUST_MATCH if options.schedule == "constant" else (*MUST_MATCH, "steps")
+    other = [name for name in fixed if settings.get(name) != getattr(options, name)]
     if other:
         pairs = (f"--{n.replace('_', '-')} {settings.get(n)} (now {getattr(options, n)})" for n in other)
         raise CheckpointError(
@@ -269,48 +252,26 @@ def check_settings(saved: Any, options: argparse.Namespace) -> None:
             f'the run in "{options.checkpoint}" is at step {saved["step"]}, beyond --steps {options.steps}. '
             f"Ask for {saved['step']} or more, or use another folder."
         )
-    if saved["scheduler"] and saved["scheduler"]["T_max"] != options.steps:
-        raise CheckpointError(
-            f'the run in "{options.checkpoint}" has a learning rate that falls to 0 at --steps '
-            f"{saved['scheduler']['T_max']} (now {options.steps}). Use as many steps, or another folder."
-        )
-
-
-def make_scheduler(optimizer: torch.optim.Optimizer, options: argparse.Namespace) -> Any:
-    """The learning rate schedule; None for a constant rate."""
-    if options.schedule == "constant":
-        return None
-    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.steps)
 
 
 def seed_this_rank(seed: int, saved: Any) -> None:
-    """Put the random generators where the checkpoint had them, or at a beginning of this rank's own."""
-    mine = 1000 * seed + dist.get_rank()  # dropout masks must differ between ranks
-    if saved:
-        mine += 1_000_000 * saved["step"]  # a new rank must not draw what the first steps have drawn
-    torch.manual_seed(mine)
-    np.random.seed(mine % 2**32)
-    random.seed(mine)
+    """Put torch's random generators where the checkpoint had them, or at a beginning of this rank's own."""
+    steps = saved["step"] if saved else 0  # A new rank must not draw what the first steps have drawn.
+    torch.manual_seed(1_000_000 * steps + 1000 * seed + dist.get_rank())  # Dropout masks must differ between ranks.
     if saved:
         checkpoint.set_random_state(saved["random"])
 
 
-def save(
-    options: argparse.Namespace, problem: Any, strategy: Any, scheduler: Any, step: int, losses: list[Any]
-) -> None:
+def save(options: argparse.Namespace, strategy: Any, scheduler: Any, step: int, losses: list[float]) -> None:
     """Write a checkpoint; all ranks take part, rank 0 writes."""
-    epoch, position = divmod(step, len(problem.targets) // options.global_batch)
     state = {
         **strategy.state(),
-        "scheduler": scheduler.state_dict() if scheduler else None,
+        "scheduler": scheduler.state_dict(),
         "step": step,
-        "epoch": epoch,
-        "position": position,
-        "sampler_seed": options.seed,
         "random": checkpoint.random_states(),
         "world_size": dist.get_world_size(),
         "losses": losses,
-        "settings": {name: getattr(options, name) for name in MUST_MATCH},
+        "settings": {name: getattr(options, name) for name in (*MUST_MATCH, "steps")},
     }
     checkpoint.save(options.checkpoint, state, options.keep)
 

@@ -53,15 +53,17 @@ def train(
 class Replicated:
     """Every rank has the whole model: `forward` is what is called in its place, `after_backward()` averages."""
 
+    data_group: dist.ProcessGroup | None = None  # The ranks that share out a global batch: all of them, unless told.
+
     def __init__(self, model, optimizer, forward=None, after_backward=tuple):
         self.model, self.optimizer = model, optimizer
         self.forward, self.after_backward = forward or model, after_backward
 
     def share(self) -> tuple[int, int]:
         """Which share of each global batch this rank works on: (number, of how many)."""
-        return dist.get_rank(), dist.get_world_size()
+        return dist.get_rank(self.data_group), dist.get_world_size(self.data_group)
 
-    def backward(self, inputs: torch.Tensor, targets: torch.Tensor) -> float:
+    def backward(self, inputs: torch.Tensor, targets: torch.Tensor) -> float | None:
         """Forward and backward on this rank's share; return its loss, with the average of all gradients in place."""
         loss = cross_entropy(self.forward(inputs), targets)
         loss.backward()
@@ -177,7 +179,7 @@ def observed_all_reduce(state: dict[str, Any], bucket: dist.GradBucket) -> torch
 
 def optimizer_sharded(model: nn.Module, optimizer: Callable[..., torch.optim.Optimizer]) -> Replicated:
     """Stage 7, ZeRO-1: the optimizer averages the gradients, and each rank updates its part."""
-    stage3_paramserver.broadcast_parameters(model)  # the buffers too
+    stage3_paramserver.broadcast_parameters(model)  # The optimizer broadcasts parameters, but no buffers.
     return Replicated(model, stage7_sharded.ShardedOptimizer(model.parameters(), optimizer))
 
 
@@ -201,22 +203,16 @@ class FullySharded(Replicated):
         return self.forward.restore()
 
 
-class Pipelined:
-    """Stage 8: each rank has a part of the layers; with fewer stages than ranks, several pipelines side by side."""
+class Pipelined(Replicated):
+    """Stage 8: each rank trains a part of the layers; with fewer stages than ranks, several pipelines side by side."""
 
     def __init__(self, model, optimizer, stages=None):
+        super().__init__(model, optimizer(model.parameters()))  # It skips those of other ranks: they get no gradients.
         self.group, self.data_group = stage8_pipeline.grid(stages or dist.get_world_size())
         stage3_paramserver.broadcast_parameters(model)
-        self.model = model
         self.parts = stage8_pipeline.split(stage8_pipeline.layers_of(model), dist.get_world_size(self.group))
         self.part = self.parts[dist.get_rank(self.group)]
         self.pipeline = stage8_pipeline.Pipeline(self.part, group=self.group)
-        self.optimizer = optimizer(self.part.parameters())
-        self.place = {parameter: number for number, parameter in enumerate(model.parameters())}
-
-    def share(self) -> tuple[int, int]:
-        """Which share of each global batch this rank's pipeline works on."""
-        return dist.get_rank(self.data_group), dist.get_world_size(self.data_group)
 
     def backward(self, inputs: torch.Tensor, targets: torch.Tensor) -> float | None:
         """Run the micro-batches through; return the loss, None but on the last rank of the pipeline."""
@@ -226,21 +222,18 @@ class Pipelined:
 
     def state(self) -> dict[str, Any]:
         """The state dicts of the whole model and of one optimizer for it; all ranks call this."""
-        mine = self.optimizer.state_dict()
-        numbers = [self.place[parameter] for parameter in self.part.parameters()]
-        everyone: list[dict[int, Any]] = [{}] * len(self.parts)
-        own = {numbers[n]: tree_map_only(Tensor, Tensor.cpu, entries) for n, entries in mine["state"].items()}
-        dist.all_gather_object(everyone, own, group=self.group)  # of the CPU, or others would unpack them on our GPU
-        merged = {number: entries for part in everyone for number, entries in sorted(part.items())}
-        groups = [{**mine["param_groups"][0], "params": list(range(len(self.place)))}]
-        return {"model": self.whole().state_dict(), "optimizer": {"state": merged, "param_groups": groups}}
+        mine, everyone = self.optimizer.state_dict(), [{} for _ in self.parts]
+        own = tree_map_only(Tensor, Tensor.cpu, mine["state"])  # Other ranks would unpack it on this rank's GPU.
+        dist.all_gather_object(everyone, own, group=self.group)
+        whole = {number: entries for part in everyone for number, entries in sorted(part.items())}
+        return {"model": self.whole().state_dict(), "optimizer": {**mine, "state": whole}}
 
     def load(self, state: dict[str, Any]) -> None:
         """Take this part's entries out of the optimizer's state dict in `state`."""
-        whole, numbers = state["optimizer"], [self.place[parameter] for parameter in self.part.parameters()]
-        mine = {n: whole["state"][number] for n, number in enumerate(numbers) if number in whole["state"]}
-        groups = [{**whole["param_groups"][0], "params": list(range(len(numbers)))}]
-        self.optimizer.load_state_dict({"state": mine, "param_groups": groups})
+        part, whole = set(self.part.parameters()), state["optimizer"]
+        own = {number for number, parameter in enumerate(self.model.parameters()) if parameter in part}
+        mine = {number: entries for number, entries in whole["state"].items() if number in own}
+        self.optimizer.load_state_dict({**whole, "state": mine})
 
     def whole(self) -> nn.Module:
         """The trained model, whole on every rank."""
@@ -264,10 +257,6 @@ class TensorParallel(Replicated):
     def average(self) -> None:
         """Average the gradients over the ranks that hold the same slices."""
         stage4_ring.average_on_ring(stage3_paramserver.gradients(self.model), group=self.data_group)
-
-    def share(self) -> tuple[int, int]:
-        """Which share of each global batch the ranks that share this rank's layers work on."""
-        return dist.get_rank(self.data_group), dist.get_world_size(self.data_group)
 
     def state(self) -> dict[str, Any]:
         """The state dicts of the whole model and of one optimizer for it; all ranks call this."""

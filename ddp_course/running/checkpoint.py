@@ -1,35 +1,29 @@
 """Checkpoints that survive a power cut, and a resume that is exact to the last bit.
 
-A checkpoint is one file in a folder. It is written beside its final name and renamed when it is whole:
+A checkpoint is one file in a folder, as `torch.save` makes it. It is written beside its final name and renamed when it
+is whole:
 
     temporary file → flush → fsync → os.replace → fsync of the folder → delete the oldest
 
-So at any moment the folder holds only whole checkpoints under their names, whatever is killed when. Each begins
-with the SHA-256 of its contents; `load` skips a damaged one for the one before.
+So at any moment the folder holds only whole checkpoints under their names, whatever is killed when. The file is a zip
+with a checksum of each part; `load` skips a damaged one for the one before.
 """
 
-import hashlib
 import io
-import os
 import pickle
-import random
-import re
 import warnings
+import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from ..errors import CheckpointError
 from . import files
 
-MAGIC = b"ddp-course checkpoint 1\n"
-FILE_NAME = re.compile(r"checkpoint-(\d{8})\.pt")
 WRITER, PATIENCE_SECONDS = ".writer", 3.0
 OWNER_ONLY = 0o600
 NOT_WRITTEN = (
@@ -51,13 +45,13 @@ def save(path: str | Path, state: Any, keep: int = 2) -> Path | None:
     folder, content = Path(path), packed(state)
     with writing_to(folder):
         try:
-            for leftover in folder.glob(".*.tmp"):  # a writer that was killed left it; there is one writer at a time
+            for leftover in folder.glob(".*.tmp"):  # A writer that was killed left it: there is one writer at a time.
                 leftover.unlink(missing_ok=True)
-            number = max([number for number, _ in checkpoints(folder)], default=0) + 1
+            number = max((int(saved.stem[-8:]) for saved in checkpoints(folder)), default=0) + 1
             file = files.write_whole(folder / f"checkpoint-{number:08}.pt", content, OWNER_ONLY)
         except OSError as error:
             raise CheckpointError(NOT_WRITTEN.format(path, error.strerror)) from error
-        for _, old in checkpoints(folder)[keep:]:
+        for old in checkpoints(folder)[keep:]:
             try:
                 old.unlink(missing_ok=True)
             except OSError as error:
@@ -93,7 +87,7 @@ def load(path: str | Path) -> Any:
     from a stranger cannot run code. Raises CheckpointError if there is nothing to load.
     """
     saved = checkpoints(path)
-    for _, file in saved:
+    for file in saved:
         try:
             return unpacked(file.read_bytes())
         except (ValueError, OSError) as error:
@@ -103,23 +97,18 @@ def load(path: str | Path) -> Any:
     raise CheckpointError(f'there is no checkpoint in "{path}"; is this the folder that --checkpoint named?')
 
 
-def checkpoints(path: str | Path) -> list[tuple[int, Path]]:
-    """Return (number, file) of every checkpoint in the folder `path`, newest first; none if there is no folder."""
-    folder = Path(path)
-    names = [FILE_NAME.fullmatch(name) for name in (os.listdir(folder) if folder.is_dir() else [])]
-    return sorted(((int(name[1]), folder / name[0]) for name in names if name), reverse=True)
+def checkpoints(path: str | Path) -> list[Path]:
+    """Return the files of all checkpoints in the folder `path`, newest first; none if there is no folder."""
+    return sorted(Path(path).glob(f"checkpoint-{8 * '[0-9]'}.pt"), reverse=True)
 
 
 def packed(state: Any) -> bytes:
-    """Return `state` as the bytes of a checkpoint: a magic line, the checksum, and what `torch.save` makes of it.
-
-    CheckpointError if `load` would not read it again.
-    """
-    payload = io.BytesIO()
+    """Return `state` as the bytes of a checkpoint; CheckpointError if `load` would not read it again."""
+    content = io.BytesIO()
     try:
-        torch.save(state, payload)
-        payload.seek(0)
-        foreign = ", ".join(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(payload)))
+        torch.save(state, content)
+        content.seek(0)
+        foreign = ", ".join(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(content)))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         foreign = str(error)
     if foreign:
@@ -127,32 +116,25 @@ def packed(state: Any) -> bytes:
             f"the state cannot be saved ({foreign}): a checkpoint holds tensors, numbers, text, lists and dicts only. "
             "Save the state_dict() of an object, and convert numbers of NumPy."
         )
-    return MAGIC + hashlib.sha256(payload.getbuffer()).digest() + payload.getbuffer()
+    return content.getvalue()
 
 
 def unpacked(content: bytes) -> Any:
-    """Return the state in the bytes of a checkpoint; ValueError says what is wrong with them."""
-    start = len(MAGIC) + hashlib.sha256().digest_size
-    if len(content) < start or not content.startswith(MAGIC):
-        raise ValueError("it does not begin as a checkpoint does")
-    payload = memoryview(content)[start:]
-    if hashlib.sha256(payload).digest() != content[len(MAGIC) : start]:
-        raise ValueError("its checksum is wrong: it was cut short or changed")
+    """Return the state in the bytes of a checkpoint; ValueError if they are damaged, or hold what none may hold."""
+    file = io.BytesIO(content)
     try:
-        return torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True)
-    except Exception as error:  # a file may hold anything, and raise anything
-        raise ValueError(f"it holds what no checkpoint may hold: {str(error).splitlines()[0]}") from error
+        if damaged := zipfile.ZipFile(file).testzip():
+            raise ValueError(f"the checksum of {damaged} is wrong")
+        file.seek(0)
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # A file may hold anything, and raise anything.
+        raise ValueError(f"it is damaged, or no checkpoint: {type(error).__name__}: {error}".splitlines()[0]) from error
 
 
 def random_states() -> list[Any]:
-    """Return the state of the random generators of every rank, in rank order; all ranks must call this."""
-    name, keys, *position = np.random.get_state(legacy=True)
-    mine = {
-        "python": random.getstate(),
-        "numpy": [name, torch.from_numpy(keys.astype(np.int64)), *position],
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,  # a rank has one GPU
-    }
+    """Return the state of torch's random generators on every rank, in rank order; all ranks must call this."""
+    on_gpu = torch.cuda.is_initialized()  # A rank has one GPU.
+    mine = {"torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state() if on_gpu else None}
     if not dist.is_initialized():
         return [mine]
     states = [None] * dist.get_world_size()
@@ -165,20 +147,6 @@ def set_random_state(states: Sequence[Any]) -> None:
     rank = dist.get_rank() if dist.is_initialized() else 0
     if rank >= len(states):
         return
-    mine = states[rank]
-    name, keys, *position = mine["numpy"]
-    random.setstate(mine["python"])
-    np.random.set_state((name, keys.numpy().astype(np.uint32), *position))
-    torch.set_rng_state(mine["torch"])
-    if mine["cuda"] is not None and torch.cuda.is_initialized():
-        torch.cuda.set_rng_state(mine["cuda"])
-
-
-def load_model(model: nn.Module, state: dict[str, Any]) -> None:
-    """Load the state dict `state` into `model`; CheckpointError lists the differences if it is another model's."""
-    try:
-        model.load_state_dict(state)
-    except RuntimeError as error:
-        raise CheckpointError(
-            f"the checkpoint is of another model; use the options that it was made with. {error}"
-        ) from None
+    torch.set_rng_state(states[rank]["torch"])
+    if states[rank]["cuda"] is not None and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(states[rank]["cuda"])

@@ -72,7 +72,7 @@ def write(folder, events):
     from ddp_course.running import checkpoint
 
     rows = [(when, "", "", event) for when, event in events]
-    for _, file in checkpoint.checkpoints(f"{folder}/run"):
+    for file in checkpoint.checkpoints(f"{folder}/run"):
         state = checkpoint.unpacked(file.read_bytes())
         rows.append((file.stat().st_mtime, state["world_size"], state["step"], "saved"))
     start = min(row[0] for row in rows)

@@ -48,7 +48,8 @@ def test_what_is_saved_is_loaded_and_the_newest_are_kept(tmp_path):
     assert sorted(os.listdir(folder)) == [".writer", ".writer.lock", "checkpoint-00000003.pt", "checkpoint-00000004.pt"]
     (folder / ".abc.tmp").write_bytes(b"half a checkpoint, of a writer that was killed")
     checkpoint.save(folder, state_of(5), keep=3)
-    assert [number for number, _ in checkpoint.checkpoints(folder)] == [5, 4, 3] and len(os.listdir(folder)) == 5
+    assert [file.stem[-1] for file in checkpoint.checkpoints(folder)] == ["5", "4", "3"]
+    assert len(os.listdir(folder)) == 5
     with pytest.raises(ValueError, match="keep is 0"):
         checkpoint.save(folder, state_of(6), keep=0)
     for empty in (tmp_path, tmp_path / "missing"):
@@ -57,10 +58,8 @@ def test_what_is_saved_is_loaded_and_the_newest_are_kept(tmp_path):
 
 
 def damaged(content, chance):
-    """A whole checkpoint, cut short somewhere, or with one bit flipped."""
+    """A whole checkpoint with one bit flipped."""
     position = chance.randrange(len(content))
-    if chance.random() < 0.5:
-        return content[:position]
     return content[:position] + bytes([content[position] ^ 1 << chance.randrange(8)]) + content[position + 1 :]
 
 
@@ -69,13 +68,21 @@ def test_a_damaged_checkpoint_is_skipped_for_the_one_before(tmp_path):
     checkpoint.save(tmp_path, state_of(1))
     newest = checkpoint.save(tmp_path, state_of(2))
     whole = newest.read_bytes()
-    for broken in [b"", whole[:10], whole[:-1], *(damaged(whole, chance) for _ in range(60))]:
-        newest.write_bytes(broken)
-        with pytest.warns(UserWarning, match="skipped the checkpoint checkpoint-00000002.pt"):
+    for length in (0, 10, len(whole) - 1, *(chance.randrange(len(whole)) for _ in range(30))):
+        newest.write_bytes(whole[:length])
+        with pytest.warns(UserWarning, match="skipped the checkpoint checkpoint-00000002.pt: it is damaged"):
             assert same(checkpoint.load(tmp_path), state_of(1))
+    skipped = 0
+    for _ in range(60):
+        newest.write_bytes(damaged(whole, chance))
+        with warnings.catch_warnings(record=True) as caught:  # A bit between two parts of the file changes nothing.
+            warnings.simplefilter("always")
+            assert same(checkpoint.load(tmp_path), state_of(2 - len(caught)))
+        skipped += len(caught)
+    assert skipped > 30
     newest.write_bytes(whole)
-    assert same(checkpoint.load(tmp_path), state_of(2))
-    for _, file in checkpoint.checkpoints(tmp_path):
+    assert same(checkpoint.load(tmp_path), state_of(2)) and same(torch.load(newest), state_of(2))
+    for file in checkpoint.checkpoints(tmp_path):
         file.write_bytes(b"nothing")
     with pytest.warns(UserWarning), pytest.raises(CheckpointError, match="all 2 checkpoints"):
         checkpoint.load(tmp_path)
@@ -94,7 +101,7 @@ def test_a_checkpoint_cannot_run_code(tmp_path, monkeypatch):
     checkpoint.save(tmp_path, state_of(1))
     monkeypatch.setattr(torch.serialization, "get_unsafe_globals_in_checkpoint", lambda file: [])
     checkpoint.save(tmp_path, {"model": Malicious()})
-    with pytest.warns(UserWarning, match="checkpoint-00000002.pt: it holds what no checkpoint may hold: Weights only"):
+    with pytest.warns(UserWarning, match="checkpoint-00000002.pt: it is damaged, .* UnpicklingError: Weights"):
         assert same(checkpoint.load(tmp_path), state_of(1)), "the one before it is as good as ever"
     assert not os.path.isdir("was-here")
 
@@ -198,23 +205,18 @@ def test_a_writer_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
     assert sum(caught for *_, caught in outcomes) >= 3, "hardly a kill hit the middle of writing"
 
 
-def draws():
-    return random.random(), np.random.rand(), torch.rand(1).item()
-
-
 def random_states(folder):
     """Draw, save, draw, go back, draw again; and what another world size makes of it."""
-    rank = dist.get_rank()
-    random.seed(rank), np.random.seed(rank), torch.manual_seed(rank)
-    draws()
+    torch.manual_seed(dist.get_rank())
+    torch.rand(1)
     checkpoint.save(folder, {"random": checkpoint.random_states()})
-    after = draws()
+    after = torch.rand(1).item()
     dist.barrier()
     loaded = checkpoint.load(folder)["random"]
     checkpoint.set_random_state(loaded)
-    again = draws()
-    checkpoint.set_random_state(loaded[:1])  # of a run with one rank
-    return after, again, draws()
+    again = torch.rand(1).item()
+    checkpoint.set_random_state(loaded[:1])  # That is the state of a run with one rank.
+    return after, again, torch.rand(1).item()
 
 
 def test_the_random_state_of_every_rank_comes_back(tmp_path):
@@ -222,14 +224,3 @@ def test_the_random_state_of_every_rank_comes_back(tmp_path):
     assert all(after == again for after, again, _ in ranks)
     assert len({after for after, *_ in ranks}) == 3
     assert ranks[0][2] == ranks[0][0] and ranks[1][2] != ranks[1][0]
-
-
-def test_a_checkpoint_of_another_model_is_refused():
-    model = torch.nn.Linear(3, 2)
-    with pytest.raises(
-        CheckpointError, match=r"(?s)of another model; use the options .*size mismatch for weight"
-    ) as raised:
-        checkpoint.load_model(model, {"weight": torch.zeros(2, 4)})
-    assert 'Missing key(s) in state_dict: "bias"' in str(raised.value)
-    checkpoint.load_model(model, {name: torch.ones_like(tensor) for name, tensor in model.state_dict().items()})
-    assert model.weight.sum() == 6
