@@ -120,8 +120,6 @@ def assembled(attempt: Attempt, content: Sequence[bytes]) -> Evidence:
     task = find(attempt.number)
     try:
         by_rank = list(map(unpack, content))
-        if task.together:
-            return Evidence(task.together(by_rank, **attempt.inputs))
         return Evidence(by_rank[0] if task.ranks == 1 else by_case(by_rank))
     except Exception as error:  # only what the answer returned can be odd here
         return Evidence(None, f"your answer returned something that cannot be compared ({str(error)[:300]})")
@@ -173,11 +171,9 @@ def probed(task: Task, answers: Sequence, inputs: dict) -> dict:
     """The evidence of one answer on this rank; where torch's collectives are forbidden, all has to go by the wire."""
     past, forbidden = PastTheWire(), set(COLLECTIVES) <= set(task.forbidden)
     with wire.observing(past.traffic.add), past if forbidden else nullcontext():
-        evidence = task.probe(*answers, **inputs)
-        if isinstance(evidence, Iterator):
-            rows, evidence = evidence, {}
-            for part, case, value in rows:
-                evidence.setdefault(part, {})[case] = value
+        evidence: dict = {}
+        for part, case, value in task.probe(*answers, **inputs):
+            evidence.setdefault(part, {})[case] = value
     if forbidden and (message := past.message()):
         raise Wrong(message)
     return evidence

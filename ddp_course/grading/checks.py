@@ -5,11 +5,12 @@ names its parts with their points. Right is what has the evidence of the course'
 written is told in docs/CONTRIBUTING.md.
 """
 
+import copy
 import json
 import random
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
@@ -23,25 +24,28 @@ EDIT = re.compile(r"((?:^#- ?.*\n?)+)((?:^#\+ ?.*\n?)*)", re.MULTILINE)
 HANG = "does every receive have its send, and every send its receive, on all ranks?"
 
 
+def each_case(answer: Callable, rows: list) -> Iterator[tuple]:
+    """Probe: what an answer returns in each case, for arguments of its own."""
+    return ((part, case, answer(*copy.deepcopy(arguments))) for part, case, arguments in rows)
+
+
 @dataclass
 class Task:
     """One task. `names` are what its answer cell defines; `parts` are {property: its weight among the task's points}.
 
     `draw(random, hidden)` gives keyword arguments (more and harder cases if `hidden`). `probe(*answers, **inputs)` runs
-    on each of `ranks` ranks and yields (part, case, value), or gives {part: {case: value}}. If there is
-    `together(evidence, **inputs)`, it makes of a list of these, one per rank, what is compared. Numbers may differ by
-    `bound` times the largest expected. `forbidden` are dotted names of functions that would be the answer; what is
-    expected in `secret` parts is not told; `hang` is the message when ranks wait for ever, and an attempt may take so
-    many `seconds`.
+    on each of `ranks` ranks and yields (part, case, value). Without a probe `draw` yields (part, case, arguments), and
+    what the answer returns for them is the value. Numbers may differ by `bound` times the largest expected. `forbidden`
+    are dotted names of functions that would be the answer; what is expected in `secret` parts is not told; `hang` is
+    the message when ranks wait for ever, and an attempt may take so many `seconds`.
     """
 
     number: str
     names: tuple
     parts: dict[str, float]
     draw: Callable
-    probe: Callable
+    probe: Callable = each_case
     ranks: int = 1
-    together: Callable | None = None
     bound: float = 1e-6
     forbidden: tuple = ()
     secret: tuple = ()
@@ -55,18 +59,19 @@ class Task:
 
     def inputs(self, seed: int, hidden: bool = False) -> dict[str, Any]:
         """What is drawn from a seed."""
-        return self.draw(random.Random(f"{seed} {self.number}"), hidden)
+        drawn = self.draw(random.Random(f"{seed} {self.number}"), hidden)
+        return {"rows": list(drawn)} if isinstance(drawn, Iterator) else drawn
 
 
 _tasks: dict[str, Task] = {}
 
 
 def task(number: str, names: str | tuple, parts: dict[str, float], **settings: Any) -> Callable:
-    """Decorate a class with `draw` and `probe`, perhaps `together`: it becomes a task."""
+    """Decorate a class with `draw`, and perhaps `probe`: it becomes a task."""
 
     def register(definition: type) -> type:
         has = vars(definition)
-        functions = {name: has[name] for name in ("draw", "probe", "together") if name in has}
+        functions = {name: has[name] for name in ("draw", "probe") if name in has}
         names_of = (names,) if isinstance(names, str) else tuple(names)
         _tasks[number] = Task(number, names_of, parts, **functions, **settings)
         return definition
@@ -78,6 +83,12 @@ def require(condition: Any, message: str) -> None:
     """Raise Wrong with `message` unless `condition` holds."""
     if not condition:
         raise Wrong(message)
+
+
+def several(answer: Any, count: int, message: str) -> Any:
+    """The answer, if it is a row of `count` things; else raise Wrong with `message`."""
+    require(isinstance(answer, list | tuple) and len(answer) == count, message)
+    return answer
 
 
 @cache

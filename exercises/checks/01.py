@@ -36,7 +36,6 @@ class TrainStep:
         return {"seed": random.randrange(10**6), "batches": batches_of(random, 3 + 2 * hidden, 8)}
 
     def probe(train_step, seed, batches):
-        """The loss of each step, and the weights after it."""
         model, optimizer = small_model(seed)
         for step, batch in enumerate(batches, 1):
             yield "loss", f"step {step}, the loss", train_step(model, optimizer, *batch)
@@ -52,7 +51,6 @@ class Accumulate:
         return {"seed": random.randrange(10**6), "rounds": [batches_of(random, count, 6) for _ in range(2 + hidden)]}
 
     def probe(accumulate, seed, rounds):
-        """One call a round: how often the optimizer stepped, the weights, and the loss."""
         model, optimizer = small_model(seed)
         steps, step = [], optimizer.step
         optimizer.step = lambda *args, **kwargs: (steps.append(1), step(*args, **kwargs))[1]
@@ -70,22 +68,18 @@ class GradientBytes:
         return {"widths": [random.randrange(3, 40) for _ in range(3)], "tied": hidden}
 
     def probe(gradient_bytes, widths, tied):
-        """The answer for models whose dtypes, buffers, frozen and tied layers differ."""
         one, two, three = widths
         frozen = nn.Sequential(nn.Linear(one, two), nn.Linear(two, three))
         frozen[0].requires_grad_(False)
         shared = nn.Sequential(nn.Linear(two, two), nn.Linear(two, two))
         shared[1].weight = shared[0].weight
-        dtypes = {
-            "a float32 model": nn.Linear(one, two),
-            "a float64 model": nn.Linear(two, three).double(),
-            "a bfloat16 model": nn.Linear(three, one).bfloat16(),
-            "a model of two dtypes": nn.Sequential(nn.Linear(one, two), nn.Linear(two, three).double()),
-        }
-        trained = {
-            "a model with buffers": nn.Sequential(nn.Linear(one, three), nn.BatchNorm1d(three)),
-            "a model with a frozen layer": frozen,
-            **({"a model with tied layers": shared} if tied else {}),
-        }
-        parts = {"dtypes": dtypes, "trained only": trained}
-        return {part: {kind: gradient_bytes(model) for kind, model in of.items()} for part, of in parts.items()}
+        two_dtypes = nn.Sequential(nn.Linear(one, two), nn.Linear(two, three).double())
+        yield "dtypes", "a float32 model", gradient_bytes(nn.Linear(one, two))
+        yield "dtypes", "a float64 model", gradient_bytes(nn.Linear(two, three).double())
+        yield "dtypes", "a bfloat16 model", gradient_bytes(nn.Linear(three, one).bfloat16())
+        yield "dtypes", "a model of two dtypes", gradient_bytes(two_dtypes)
+        with_buffers = nn.Sequential(nn.Linear(one, three), nn.BatchNorm1d(three))
+        yield "trained only", "a model with buffers", gradient_bytes(with_buffers)
+        yield "trained only", "a model with a frozen layer", gradient_bytes(frozen)
+        if tied:
+            yield "trained only", "a model with tied layers", gradient_bytes(shared)

@@ -5,6 +5,7 @@ from torch import nn
 
 from ddp_course.grading.attempt import tensors
 from ddp_course.grading.checks import task
+from ddp_course.grading.plain import same
 
 
 @task("2.1", "scatter", {"uneven sizes": 1, "even sizes": 1}, forbidden=("ddp_course.stage2_dataparallel.scatter",))
@@ -16,7 +17,6 @@ class Scatter:
         return {"cases": [(tensors(random, 1, rows, 3)[0], devices) for rows, devices in sizes]}
 
     def probe(scatter, cases):
-        """The shards of every batch, how long they are, and on which device; "meta" is one that has no memory."""
         for tensor, devices in cases:
             part = "uneven sizes" if len(tensor) % devices else "even sizes"
             about, shards = f"{len(tensor)} samples on {devices} devices", scatter(tensor, ["cpu"] * devices)
@@ -45,12 +45,6 @@ def gradients(model):
     return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
 
 
-def same(some, others):
-    """Whether two lists of gradients are equal."""
-    pairs = zip(some, others, strict=True)
-    return all(a is b if a is None or b is None else a.equal(b) for a, b in pairs)
-
-
 @task(
     "2.2",
     "reduce",
@@ -65,7 +59,6 @@ class Reduce:
         return {"seed": random.randrange(10**6), "counts": (3, 1, 2, 5) if hidden else (3, 1, 2)}
 
     def probe(reduce, seed, counts):
-        """The master's gradients, and whether the replicas' are as they were and shared with nobody."""
         for count in counts:
             for frozen in (False, True):
                 models = replicas_of(seed, count, frozen)
@@ -80,7 +73,7 @@ class Reduce:
                 taken = {p.grad.data_ptr() for model in models[1:] for p in model.parameters() if p.grad is not None}
                 added = count == 1 or not same(before[0], after[0])
                 yield "replicas kept", f"{about}: something was added to the master's gradients", added
-                as_before = all(map(same, before[1:], after[1:]))
+                as_before = same(before[1:], after[1:])
                 yield "replicas kept", f"{about}: the replicas' gradients are as they were", as_before
                 yield "replicas kept", f"{about}: the master's gradients are tensors of its own", not own & taken
 
@@ -90,23 +83,8 @@ class MasterSends:
     """Bytes that leave the master in one step: K-1 models, and all shards but its own."""
 
     def draw(random, hidden):
-        sizes = [
-            (random.randrange(10**5, 10**8), 840 * random.randrange(10, 9999), 840 * random.randrange(1, 99))
-            for _ in range(4)
-        ]
-        return {"cases": [(*of, k) for of, k in zip(sizes, (2, 4, 8, 1), strict=True)]}
-
-    def probe(master_sends, cases):
-        """The bytes without a batch and without a model, and what each adds to the other."""
-        for p, inputs, outputs, k in cases:
-            about, numbers = f"{k} devices, p={p}, inputs={inputs}, outputs={outputs}", (int, float)
-            whole, model, batch = (
-                master_sends(*of, k) for of in ((p, inputs, outputs), (p, 0, 0), (0, inputs, outputs))
-            )
-            if all(type(answer) in numbers for answer in (whole, model, batch)):
-                for part, alone, other in (("the model", model, batch), ("the batch", batch, model)):
-                    yield part, f"{about}: bytes for {part} alone", round(alone)
-                    yield part, f"{about}: bytes that {part} adds", round(whole - other)
-            else:
-                yield "the model", about, whole
-                yield "the batch", about, whole
+        for k in (2, 4, 8, 1):
+            p, inputs, outputs = random.randrange(10**5, 10**8), random.randrange(10, 9999), random.randrange(1, 99)
+            batch = (840 * inputs, 840 * outputs)
+            yield "the model", f"{k} devices, p={p}, no batch", (p, 0, 0, k)
+            yield "the batch", f"{k} devices, no model, inputs={batch[0]}, outputs={batch[1]}", (0, *batch, k)

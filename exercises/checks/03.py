@@ -61,13 +61,8 @@ class RanksThatPay:
 
     def draw(random, hidden):
         best = [*random.sample(range(2, 9), 3), *([random.randrange(15, 30)] if hidden else [])]
-        jobs = [(k, 4 * k) for k in best] + [(0.3, 6), (40, 16)]
-        links = [(random.randrange(1, 400) * 10**6, random.randrange(1, 100) * 10**8) for _ in jobs]
-        return {"cases": [(64 * p / b * k**2, p, b, most) for (k, most), (p, b) in zip(jobs, links, strict=True)]}
-
-    def probe(ranks_that_pay, cases):
-        """The number of ranks in each case."""
-        for computing, parameters, bits, most in cases:
-            part = "some of them" if most % 4 == 0 and most != 16 else "one or all"
+        for k, most in [*((k, 4 * k) for k in best), (0.3, 6), (40, 16)]:
+            parameters, bits = random.randrange(1, 400) * 10**6, random.randrange(1, 100) * 10**8
+            computing = 64 * parameters / bits * k**2
             about = f"{computing:.3g} s of computing, {parameters:,} parameters, {bits:,} bit/s, at most {most} ranks"
-            yield part, about, ranks_that_pay(computing, parameters, bits, most)
+            yield "some of them" if k in best else "one or all", about, (computing, parameters, bits, most)
