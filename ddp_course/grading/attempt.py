@@ -117,22 +117,16 @@ def enough(attempts: Sequence[Attempt], place: int, folder: str) -> bool:
 
 def assembled(attempt: Attempt, content: Sequence[bytes]) -> Evidence:
     """The evidence of all ranks as {part: {case: value}}: with several ranks, a value is {rank: value}."""
-    task = find(attempt.number)
+    values: dict = {}
     try:
         by_rank = list(map(unpack, content))
-        return Evidence(by_rank[0] if task.ranks == 1 else by_case(by_rank))
+        for rank, parts in enumerate(by_rank):
+            for part, cases in parts.items():
+                for case, value in cases.items():
+                    values.setdefault(part, {}).setdefault(case, {})[rank] = value
     except Exception as error:  # only what the answer returned can be odd here
         return Evidence(None, f"your answer returned something that cannot be compared ({str(error)[:300]})")
-
-
-def by_case(by_rank: Sequence[dict]) -> dict:
-    """{part: {case: {rank: value}}} of {part: {case: value}} by rank; ranks that a case is without are left out."""
-    values: dict = {}
-    for rank, parts in enumerate(by_rank):
-        for part, cases in parts.items():
-            for case, value in cases.items():
-                values.setdefault(part, {}).setdefault(case, {})[rank] = value
-    return values
+    return Evidence(by_rank[0] if find(attempt.number).ranks == 1 else values)
 
 
 @contextmanager

@@ -33,11 +33,10 @@ def each_case(answer: Callable, rows: list) -> Iterator[tuple]:
 class Task:
     """One task. `names` are what its answer cell defines; `parts` are {property: its weight among the task's points}.
 
-    `draw(random, hidden)` gives keyword arguments (more and harder cases if `hidden`). `probe(*answers, **inputs)` runs
-    on each of `ranks` ranks and yields (part, case, value). Without a probe `draw` yields (part, case, arguments), and
-    what the answer returns for them is the value. Numbers may differ by `bound` times the largest expected. `forbidden`
-    are dotted names of functions that would be the answer; what is expected in `secret` parts is not told; `hang` is
-    the message when ranks wait for ever, and an attempt may take so many `seconds`.
+    `draw(random, hidden)` gives keyword arguments (harder cases if `hidden`). `probe(*answers, **inputs)` runs on each
+    of `ranks` ranks and yields (part, case, value); without it `draw` yields (part, case, arguments). Numbers may differ
+    by `bound` times the largest. `forbidden` are dotted names of functions that would be the answer; what is expected in
+    `secret` parts is not told; `hang` is said when ranks wait for ever, and an attempt may take so many `seconds`.
     """
 
     number: str
@@ -70,10 +69,8 @@ def task(number: str, names: str | tuple, parts: dict[str, float], **settings: A
     """Decorate a class with `draw`, and perhaps `probe`: it becomes a task."""
 
     def register(definition: type) -> type:
-        has = vars(definition)
-        functions = {name: has[name] for name in ("draw", "probe") if name in has}
-        names_of = (names,) if isinstance(names, str) else tuple(names)
-        _tasks[number] = Task(number, names_of, parts, **functions, **settings)
+        functions = {name: function for name, function in vars(definition).items() if name in ("draw", "probe")}
+        _tasks[number] = Task(number, (names,) if isinstance(names, str) else names, parts, **functions, **settings)
         return definition
 
     return register

@@ -163,7 +163,7 @@ def unlike(actual: Any, expected: Any, what: str) -> str:
         return next(filter(None, (unlike(actual[key], item, f"{key} in {what}") for key, item in items)), "")
     if wrong_type := unlike_type(actual, expected):
         return f"{what} is {wrong_type}"
-    if isinstance(actual, str) and isinstance(expected, str) and " " in expected and what == "the result":
+    if expected == "" and isinstance(actual, str):
         return actual  # a probe has put into words what is wrong
     return "" if same(actual, expected) else f"{what} is {shown(actual)}; {shown(expected)} was expected"
 

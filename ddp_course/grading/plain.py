@@ -90,7 +90,7 @@ def same(actual: Any, expected: Any, bound: float = 1e-6) -> bool:
         return alike and all(same(actual[key], item, bound) for key, item in expected.items())
     if type(expected) is float:
         close = min(bound, 1e-9) if bound else 0.0
-        return type(actual) in (int, float) and abs(actual - expected) <= close * max(1e-300, abs(expected))
+        return type(actual) in (int, float) and abs(actual - expected) <= close * max(1e-6, abs(expected))
     return type(actual) is type(expected) and bool(actual == expected)
 
 

@@ -307,7 +307,7 @@ class Bucketed:
             self.waiting.pop(0).result()
 
 
-# %% 5.5 told: after backward | 2 of 3 rings that could hide behind backward do not
+# %% 5.5 wrong: after backward | two rings could hide behind backward: submit a bucket in the hook, as soon as its gradients are ready
 class Bucketed:
     """All buckets when backward is over."""
 
@@ -329,14 +329,14 @@ class Bucketed:
 # %% 5.5 wrong: the sum | that is the sum: divide by the number of ranks
 #- for p in bucket]) / self.world_size
 #+ for p in bucket])
-# %% 5.5 told: in the thread that trains | submit it to the executor
+# %% 5.5 wrong: in the thread that trains | all_reduce runs in the thread that trains; submit it to the executor
 #- self.leaving.append((bucket, flat, self.executor.submit(self.all_reduce, flat)))
 #+ self.all_reduce(flat)
 #+             self.leaving.append((bucket, flat, self.executor.submit(int)))
 # %% 5.5 wrong: one pass only | your replicas agree with each other but not with the mean: in the second pass nobody averages
 #- self.missing, self.leaving = [set(bucket) for bucket in self.buckets], []
 #+ self.missing, self.leaving = [set(bucket) for bucket in self.buckets], getattr(self, "leaving", [])
-# %% 5.5 told: one ring for each gradient | pack a bucket into one tensor
+# %% 5.5 wrong: one ring for each gradient | pack a bucket into one tensor
 class Bucketed:
     """Every gradient on its own."""
 
@@ -354,7 +354,7 @@ class Bucketed:
         self.jobs.clear()
 
 
-# %% 5.5 told: one bucket for all | 1 messages for 3 buckets
+# %% 5.5 wrong: one bucket for all | one per bucket was expected, as soon as it is full
 #- self.buckets, self.all_reduce, self.executor, self.world_size = buckets, all_reduce, executor, world_size
 #+ buckets = [[p for bucket in buckets for p in bucket]]
 #+         self.buckets, self.all_reduce, self.executor, self.world_size = buckets, all_reduce, executor, world_size
@@ -381,22 +381,22 @@ def setting_of(timeline):
     return "hidden" if max(gaps) > 2 else "slow link"
 
 
-# %% 5.6 told: one bucket by its start only | "one bucket" does not look like that
+# %% 5.6 told: one bucket by its start only | the result is 'one bucket'; 'each on its own' was expected
 #- if len(rings) == 1:
 #+ if rings[0][0] > ends - 5:
-# %% 5.6 told: exactly | "slow link" does not look like that
+# %% 5.6 told: exactly | the result is 'slow link'; 'each on its own' was expected
 #- rings[0][0] > ends - 5
 #+ rings[0][0] >= ends
-# %% 5.6 told: any overlap is hidden | "hidden" does not look like that
+# %% 5.6 told: any overlap is hidden | the result is 'hidden'; 'slow link' was expected
 #- return "hidden" if pauses else "slow link"
 #+ return "hidden"
-# %% 5.6 told: as they come | "each on its own" does not look like that
+# %% 5.6 told: as they come | the result is 'each on its own'
 #- sorted((start, end) for name, start, end in timeline if name == "communication")
 #+ [(start, end) for name, start, end in timeline if name == "communication"]
-# %% 5.6 told: the last ring decides | "slow link" does not look like that
+# %% 5.6 told: the last ring decides | the result is 'slow link'; 'hidden' was expected
 #- return "hidden" if pauses else "slow link"
 #+ return "slow link" if rings[-1][1] > ends else "hidden"
-# %% 5.6 told: a word of one's own | is none of
+# %% 5.6 told: a word of one's own | the result is 'single bucket'; 'one bucket' was expected
 #- return "one bucket"
 #+ return "single bucket"
 # %% 5.6 told: prints | is there a `return`

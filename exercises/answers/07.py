@@ -223,18 +223,18 @@ def network_order(blocks, block_mb, cap_mb):
 # %% 7.4 told: everything stays | waits for ever
 #- ahead = max(blocks - fit, 0)
 #+ ahead = 0
-# %% 7.4 told: forward only | are reduced 0 times
+# %% 7.4 wrong: forward only | gradients are reduced in backward, once for each block
 #-         order.append(("reduce", block))
 # %% 7.4 told: backward in the order of forward | waits for ever
 #- for block in reversed(range(blocks)):
 #+ for block in range(blocks):
-# %% 7.4 told: backward only | is gathered 0 times
+# %% 7.4 wrong: backward only | forward needs every block, too
 #- order = [("gather", block) for block in range(blocks)]
 #+ order = []
 # %% 7.4 told: as words | each step is a pair such as
 #- order.append(("reduce", block))
 #+ order.append(f"reduce {block}")
-# %% 7.4 told: counts from one | there is no block
+# %% 7.4 wrong: counts from one | blocks are counted from 0
 #- range(blocks)]
 #+ range(1, blocks + 1)]
 # %% 7.4 told: nothing returned | a list of steps was expected, not NoneType

@@ -25,18 +25,18 @@ def gpipe(stage, stages, micro_batches):
 # %% 8.1 wrong: in turn | a backward pass starts before the last forward pass: that is another schedule
 #- [("F", m) for m in range(micro_batches)] + [("B", m) for m in range(micro_batches)]
 #+ [(kind, m) for m in range(micro_batches) for kind in "FB"]
-# %% 8.1 told: backward in reverse | micro-batch 0 comes first
+# %% 8.1 wrong: backward in reverse | micro-batch 0 comes first
 #- [("B", m) for m in range(micro_batches)]
 #+ [("B", m) for m in reversed(range(micro_batches))]
-# %% 8.1 told: no backward | never goes backward
+# %% 8.1 wrong: no backward | each micro-batch goes backward, too
 #-  + [("B", m) for m in range(micro_batches)]
-# %% 8.1 told: counts from one | never goes forward; they are counted from 0
+# %% 8.1 wrong: counts from one | micro-batches are counted from 0
 #- [("F", m) for m in range(micro_batches)]
 #+ [("F", m) for m in range(1, micro_batches + 1)]
-# %% 8.1 told: one too many | were expected
+# %% 8.1 wrong: one too many | there is no such micro-batch: they are counted from 0
 #- [("B", m) for m in range(micro_batches)]
 #+ [("B", m) for m in range(micro_batches + 1)]
-# %% 8.1 told: backward first | goes backward before it went forward
+# %% 8.1 wrong: backward first | a micro-batch goes backward before it went forward
 #- [("F", m) for m in range(micro_batches)] + [("B", m) for m in range(micro_batches)]
 #+ [("B", m) for m in range(micro_batches)] + [("F", m) for m in range(micro_batches)]
 # %% 8.1 told: as words | each step is a pair such as ("F", 0)
@@ -79,13 +79,13 @@ def one_forward_one_backward(stage, stages, micro_batches):
 # %% 8.2 wrong: one more | the last stage goes backward after 1, the one before it after 2
 #- stages - 1 - stage
 #+ stages - stage
-# %% 8.2 told: no cool-down | never goes backward
+# %% 8.2 wrong: no cool-down | the last ones never go backward
 #- return steps + [("B", m) for m in range(micro_batches - warm_up, micro_batches)]
 #+ return steps
-# %% 8.2 told: few micro-batches not expected | were expected
+# %% 8.2 wrong: few micro-batches not expected | there may be fewer micro-batches than stages
 #- min(stages - 1 - stage, micro_batches)
 #+ stages - 1 - stage
-# %% 8.2 told: backward of the newest | never goes backward
+# %% 8.2 wrong: backward of the newest | micro-batch 0 goes backward first
 #- ("B", m - warm_up)
 #+ ("B", m)
 # %% 8.2 wrong: same for all stages | the last stage goes backward after 1, the one before it after 2
@@ -220,7 +220,7 @@ def schedule(stages, micro_batches):
 # %% 8.5 told: W waits the wrong way round | only W releases one
 #- if m >= stage:  # the later the stage, the longer its W can wait
 #+ if m >= stages - 1 - stage:
-# %% 8.5 told: no W | never does
+# %% 8.5 wrong: no W | each micro-batch has its W, too
 #- orders.append(steps + [("W", m) for m in range(done, micro_batches)])
 #+ orders.append(steps)
 # %% 8.5 told: W before its B | wait for each other for ever
@@ -268,15 +268,15 @@ def read(timeline):
 # %% 8.6 told: counts from one | look at how long its own steps take
 #- slow = max(took, key=took.get)
 #+ slow = max(took, key=took.get) + 1
-# %% 8.6 told: never one at a time | "1F1B" does not look like that
+# %% 8.6 told: never one at a time | the result is '1F1B'; 'one at a time' was expected
 #- if first[1][0] == "B":
 #+ if False:
-# %% 8.6 told: the first stage decides | "GPipe" does not look like that
+# %% 8.6 told: the first stage decides | the result is 'GPipe'; '1F1B' was expected
 #- "1F1B" if last[1][0] == "B" else "GPipe"
 #+ "1F1B" if first[1][0] == "B" else "GPipe"
 # %% 8.6 told: only the schedule | return a pair: (schedule, slow stage)
 #- return ("1F1B" if last[1][0] == "B" else "GPipe"), slow
 #+ return "1F1B" if last[1][0] == "B" else "GPipe"
-# %% 8.6 told: words of one's own | is none of GPipe, 1F1B, one at a time
+# %% 8.6 told: words of one's own | the result is 'sequential'; 'one at a time' was expected
 #- return "one at a time", slow
 #+ return "sequential", slow

@@ -137,7 +137,7 @@ def why_no_faster(log):
 # %% 12.3 told: waiting is always the cable | all but one wait: for whom?
 #- if max(values["compute"] for values in both) > 1.5 * typical("compute"):
 #+ if False:
-# %% 12.3 told: another word | is none of
+# %% 12.3 told: another word | the result is 'network'; 'cable' was expected
 #- return "cable"
 #+ return "network"
 # %% 12.3 told: returns nothing | is there a `return`?

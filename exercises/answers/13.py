@@ -168,7 +168,7 @@ def wrong_with(plan, job):
 # %% 13.3 wrong: uneven copies | how many sequences does each copy have?
 #- if job["batch"] % data:
 #+ if False:
-# %% 13.3 told: a sentence | is none of GPUs, host
+# %% 13.3 told: a sentence | the result is 'the batch does not come out even'; 'batch' was expected
 #- return "batch"
 #+ return "the batch does not come out even"
 # %% 13.4 right: a linear system

@@ -185,13 +185,13 @@ def break_even(plain, frugal, target, compute_s):
 #- return 8 * (n * plain["bytes"] - m * frugal["bytes"]) / (compute_s * (m - n))
 #+ bytes_saved = n * plain["bytes"] - m * frugal["bytes"]
 #+     return bytes_saved * 8 / compute_s / (m - n)
-# %% 14.4 told: the fewest steps | "every step" needs
+# %% 14.4 wrong: the fewest steps | that way needs the fewest steps, but what it sends in each of them takes time, too
 #- return steps * (compute_s + 8 * way["bytes"] / bits)
 #+ return steps
-# %% 14.4 told: the fewest bytes | "far too coarse" never reaches that loss
+# %% 14.4 wrong: the fewest bytes | that way sends the fewest bytes, but never reaches that loss
 #- return steps * (compute_s + 8 * way["bytes"] / bits)
 #+ return way["bytes"]
-# %% 14.4 told: no computing | "top 1 %" needs
+# %% 14.4 wrong: no computing | that way has sent the least by then, but each step computes, too: fewer steps may be faster
 #- (compute_s + 8 * way["bytes"] / bits)
 #+ (8 * way["bytes"] / bits)
 # %% 14.4 wrong: bytes for bits | a byte has eight bits
@@ -203,6 +203,6 @@ def break_even(plain, frugal, target, compute_s):
 # %% 14.4 wrong: turned over | that is bytes times seconds: turn it over
 #- return 8 * (n * plain["bytes"] - m * frugal["bytes"]) / (compute_s * (m - n))
 #+ return compute_s * (m - n) / (8 * (n * plain["bytes"] - m * frugal["bytes"]))
-# %% 14.4 told: the seconds | is none of every step, local SGD, top 1 %, far too coarse
+# %% 14.4 told: the seconds | 'top 1 %' was expected
 #- return min(ways, key=lambda name: seconds(ways[name]))
 #+ return min(seconds(way) for way in ways.values())

@@ -1,27 +1,25 @@
 """Exercise 5: buckets, the hook that tells when a gradient is ready, and the place to wait.
 
-5.3's "waiting" and 5.5's "overlap" are judged by hand, as their evidence is time: any timeline will do in which each
-bucket leaves before backward has finished, so what comes back are words.
+5.3's "waiting" is judged by hand, as its evidence is time: whether one thing has happened before another.
 """
 
-import math
+import itertools
 import threading
 import time
 from bisect import bisect_left
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from ddp_course.grading.attempt import tensors, worlds
-from ddp_course.grading.checks import require, task
+from ddp_course.grading.checks import require, several, task
 from ddp_course.grading.evidence import BUSY
 from ddp_course.running.devices import Device
 from ddp_course.stage4_ring import ring_all_reduce
 
-BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 ORDER = "do all ranks submit the buckets in the same order, and wait for them?"
 
 
@@ -38,17 +36,15 @@ class AssignBuckets:
         return {"cases": cases + [(sizes, three, 700)] * hidden}
 
     def probe(assign_buckets, cases):
-        """The bytes of the buckets, and the numbers of the parameters in them; of several dtypes in any order."""
         for sizes, kinds, cap in cases:
-            parameters = [
-                nn.Parameter(torch.zeros(n, dtype=getattr(torch, k))) for n, k in zip(sizes, kinds, strict=True)
-            ]
-            index, several = {id(parameter): i for i, parameter in enumerate(parameters)}, len(set(kinds))
+            shapes = zip(sizes, kinds, strict=True)
+            parameters = [nn.Parameter(torch.zeros(size, dtype=getattr(torch, kind))) for size, kind in shapes]
+            index, dtypes = {id(parameter): i for i, parameter in enumerate(parameters)}, len(set(kinds))
             buckets = [[index.get(id(p), -1) for p in bucket] for bucket in assign_buckets(parameters, cap)]
-            buckets = sorted(buckets, reverse=True) if several > 1 else buckets
-            taken = [sum(sizes[i] * BYTES[kinds[i]] for i in bucket) for bucket in buckets]
-            about = f"{len(sizes)} parameters{f' of {several} dtypes' * (several > 1)}, cap {cap} bytes"
-            part = "dtypes" if several > 1 else "caps"
+            buckets = sorted(buckets, reverse=True) if dtypes > 1 else buckets
+            taken = [sum(parameters[i].nbytes for i in bucket) for bucket in buckets]
+            about = f"{len(sizes)} parameters{f' of {dtypes} dtypes' * (dtypes > 1)}, cap {cap} bytes"
+            part = "dtypes" if dtypes > 1 else "caps"
             yield part, f"{about}, bytes of the buckets", taken
             yield part, f"{about}, buckets of parameters (-1: none of them)", buckets
 
@@ -74,7 +70,6 @@ class TellWhenReady:
         return {"seed": random.randrange(10**6), "inputs": tensors(random, 3, 5, 4)}
 
     def probe(tell_when_ready, seed, inputs):
-        """For which parameters `ready` is called in each backward pass, and what their gradients are at that moment."""
         torch.manual_seed(seed)
         model, calls = Shared(), []
         index = {id(parameter): i for i, parameter in enumerate(model.parameters())}
@@ -101,43 +96,36 @@ class TellWhenReady:
         yield "complete", "ready was called in a backward pass", called
 
 
-@task("5.3", "average_in_background", {"waiting": 1, "mean": 1, "errors": 1}, ranks=4, hang=ORDER, bound=1e-5)
+@task("5.3", "average_in_background", {"waiting": 1, "mean": 1, "errors": 1}, ranks=3, hang=ORDER, bound=1e-5)
 class AverageInBackground:
     """Submit all, then wait for all: no bucket is touched meanwhile, and no error is lost."""
 
     def draw(random, hidden):
-        return {"values": [[tensors(random, 1, n)[0] for n in (7, 12, 5, *([9] if hidden else []))] for _ in range(4)]}
+        return {"values": [[tensors(random, 1, n)[0] for n in (7, 12, 5, 9, *[2] * hidden)] for _ in range(3)]}
 
     def probe(average_in_background, values):
-        """Every rank's buckets, who reduced them and when, and what became of an error in the first, or the last."""
-        for size, group in worlds(3, 2, 4):
-            flats = [flat.clone() for flat in values[dist.get_rank()]]
-            with ThreadPoolExecutor(1, "communication") as executor:
-                notes, means = watched(average_in_background, flats, executor, group, size)
-            for about, note in notes.items():
-                yield "waiting", about, note
-            for i, flat in enumerate(means):
-                yield "mean", f"with {size} ranks, bucket {i}", flat
-        for place, name in ((0, "first"), (1, "last")):
+        flats = [flat.clone() for flat in values[dist.get_rank()]]
+        with ThreadPoolExecutor(1, "communication") as executor:
+            yield from watched(average_in_background, flats, executor)
+        for length, name in ((1, "first"), (2, "last")):
             about = f"an error in the communication thread, in the {name} bucket of two"
-            yield "errors", about, error_of(average_in_background, place)
+            yield "errors", about, error_of(average_in_background, length)
 
 
-def watched(function, flats, executor, group, size):
-    """Call the answer with an all-reduce that notes who calls it, and what else was submitted by then.
+def watched(function, flats, executor):
+    """Who reduces the buckets and when, and what is in them when the answer returns.
 
-    With 3 ranks the first bucket waits for the second to be submitted, and each takes its time.
+    The first bucket waits until the second one is submitted, and each takes its time.
     """
-    order, threads, touched, finished, submitted, alone = [], [], [], [], [], []
-    begun, several, submit, delays = threading.Event(), threading.Event(), executor.submit, []
+    ((size, group),) = worlds(3)
+    order, threads, touched, alone, delays = [], [], [], [], []
+    begun, second, submit = threading.Event(), threading.Event(), executor.submit
 
-    def counted(*args, **kwargs):
+    def submitted(*args, **kwargs):
+        if begun.is_set():
+            second.set()
         future = submit(*args, **kwargs)
-        submitted.append(1)
-        if len(submitted) > 1:
-            several.set()
-        elif size == 3:
-            begun.wait(0.5)  # an answer that goes on to change the bucket does so while it is being reduced
+        begun.wait(0.5)  # an answer that goes on to change the bucket does so while it is being reduced
         return future
 
     def all_reduce(flat):
@@ -145,47 +133,43 @@ def watched(function, flats, executor, group, size):
         threads.append(threading.current_thread().name)
         before = flat.clone()
         begun.set()
-        if size == 3:
-            alone.append(not several.wait(0.5))
-            several.set()
-            start = time.perf_counter()
-            time.sleep(0.03)
-            delays.append(time.perf_counter() - start)
+        alone.append(not second.wait(0.5))
+        second.set()
+        start = time.perf_counter()
+        time.sleep(0.03)
+        delays.append(time.perf_counter() - start)
         touched.append(not before.equal(flat))
         ring_all_reduce(flat, group)
-        finished.append(1)
 
-    executor.submit = counted
+    executor.submit = submitted
     function(flats, all_reduce, executor, size)
-    done, means, about = len(finished), [flat.clone() for flat in flats], f"with {size} ranks"
-    notes = {
-        f"{about}: all_reduce was called": bool(order),
-        f"{about}: all_reduce runs in the executor's thread": all(name.startswith("communication") for name in threads),
-    }
+    done, means = len(touched), [flat.clone() for flat in flats]
     require(max(delays, default=0) < 0.5, BUSY)
-    if size == 3:
-        notes[f"{about}: the second bucket was submitted before the first was done"] = not any(alone[:1])
-        notes[f"{about}: buckets that were done when your function returned"] = done
-        notes[f"{about}: nobody changed a bucket while it was reduced"] = not any(touched)
+    in_background = all(name.startswith("communication") for name in threads)
+    yield "waiting", "all_reduce was called", bool(order)
+    yield "waiting", "all_reduce runs in the executor's thread", in_background
+    yield "waiting", "the second bucket was submitted before the first was done", not any(alone[:1])
+    yield "waiting", "buckets that were done when your function returned", done
     executor.shutdown()
-    return notes | {f"{about}: buckets were reduced in the order": list(order)}, means
+    yield "waiting", "nobody changed a bucket while it was reduced", not any(touched)
+    yield "waiting", "buckets were reduced in the order", order
+    for index, flat in enumerate(means):
+        yield "mean", f"bucket {index}", flat
 
 
-def error_of(function, place):
-    """What a failing all-reduce of one bucket becomes in the caller."""
-    calls = []
+def error_of(function, length):
+    """What becomes of an error in the all-reduce of the bucket with this length."""
 
     def all_reduce(flat):
-        calls.append(flat)
-        if len(calls) == place + 1:
+        if len(flat) == length:
             raise ConnectionError("the network is gone")
 
     with ThreadPoolExecutor(1) as executor:
         try:
-            function([torch.zeros(3), torch.zeros(3)], all_reduce, executor, 2)
+            function([torch.zeros(1), torch.zeros(2)], all_reduce, executor, 2)
         except ConnectionError:
-            return "is raised where you wait"
-    return "is lost"
+            return ""
+    return "it is lost"
 
 
 @task("5.4", ("the_bug", "departures"), {"the line": 1, "mended": 1}, secret=("the line",))
@@ -203,7 +187,6 @@ class FindTheBugInTheOrder:
         return {"cases": cases}
 
     def probe(the_bug, departures, cases):
-        """The line that is named, and the departures on each rank of each case."""
         yield "the line", "the faulty line", the_bug()
         for buckets, orders in cases:
             for ready in orders:
@@ -211,14 +194,7 @@ class FindTheBugInTheOrder:
                 yield "mended", about, departures([list(bucket) for bucket in buckets], list(ready))
 
 
-LAYERS, WIDTH = 6, 48
-BESIDE = "each bucket leaves in the communication thread, before backward has finished what comes after it"
-
-
-def deep_model(seed):
-    """Six layers of the same size, so that backward takes equally long for each."""
-    torch.manual_seed(seed)
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+LAYERS, WIDTH = 6, 8
 
 
 def buckets_of(model):
@@ -227,58 +203,44 @@ def buckets_of(model):
     return [parameters[i : i + 2] for i in range(0, LAYERS, 2)]
 
 
-@task("5.5", "Bucketed", {"mean": 1, "every pass": 1, "overlap": 2}, ranks=4, hang=ORDER, bound=1e-5)
+@task("5.5", "Bucketed", {"mean": 1, "every pass": 1, "overlap": 2}, ranks=3, hang=ORDER, bound=1e-5)
 class AssembleBucketedDDP:
     """Hooks, buckets and a thread, put together: right, in every pass, and beside the backward pass."""
 
     def draw(random, hidden):
-        return {"seed": random.randrange(10**6), "inputs": [tensors(random, 2 + hidden, 8, WIDTH) for _ in range(4)]}
+        return {"seed": random.randrange(10**6), "inputs": [tensors(random, 2 + hidden, 8, WIDTH) for _ in range(3)]}
 
     def probe(Bucketed, seed, inputs):
-        """For each pass the gradients, and how many were ready when each bucket left; on an emulated device."""
-        for size, group in worlds(3):
-            model, ready, left, submitted = deep_model(seed), [], [], []
-            for parameter in model.parameters():
-                parameter.register_post_accumulate_grad_hook(ready.append)
+        ((size, group),) = worlds(3)
+        torch.manual_seed(seed)
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+        ready, threads, early = [], [], []
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(ready.append)
 
-            def all_reduce(flat, group=group, ready=ready, left=left):
-                left.append((threading.current_thread().name, flat.numel()))
-                time.sleep(0.002)  # the link keeps up with backward
-                ring_all_reduce(flat, group)
+        def all_reduce(flat):
+            threads.append(threading.current_thread().name)
+            ring_all_reduce(flat, group)
 
-            device = Device(f"{2 * 2 * 8 * WIDTH**2 / 0.006:.0f}FLOP/s")  # the backward pass of a layer takes 6 ms
-            with ThreadPoolExecutor(1, "communication") as executor:
-                executor.submit = noted(executor.submit, lambda ready=ready, to=submitted: to.append(len(ready)))
-                parallel = Bucketed(buckets_of(model), all_reduce, executor, size)
-                with device.emulate():
-                    for number, x in enumerate(inputs[dist.get_rank()], 1):
-                        for notes in (ready, left, submitted):
-                            notes.clear()
-                        model.zero_grad()
-                        parallel.backward(model(x).square().mean())
-                        gradient = torch.cat([p.grad.reshape(-1) for p in model.parameters()])
-                        yield "mean" if number == 1 else "every pass", f"backward pass {number}", gradient
-                        yield "overlap", f"backward pass {number}", overlap_in_words(left, submitted)
+        with ThreadPoolExecutor(1, "communication") as executor:
+            submit = executor.submit
 
+            def submitted(*args, **kwargs):
+                early.append(len(ready) < LAYERS)
+                return submit(*args, **kwargs)
 
-def overlap_in_words(left, ready):
-    """One rank's notes of a pass, which thread took a bucket of which size, and after how many gradients: in words."""
-    if not left:
-        return "all_reduce was never called"
-    if not all(name.startswith("communication") for name, _ in left):
-        return "all_reduce runs in the thread that trains; submit it to the executor"
-    if len(left) != 3:
-        advice = "pack a bucket into one tensor" if len(left) > 3 else "one per bucket, as soon as it is full"
-        return f"{len(left)} messages for 3 buckets: {advice}"
-    late = 2 - sum(count < LAYERS for count in ready[:2])
-    line = "; ".join(f"bucket {i} left after {n}" for i, n in enumerate(ready))
-    full = f"your timeline: {line} of {LAYERS} gradients; they were full after 2, 4 and 6"
-    return f"{late} of 3 rings that could hide behind backward do not; {full}" if late else BESIDE
-
-
-def noted(function, note):
-    """`function`, with a note made of each call before it."""
-    return lambda *args, **kwargs: (note(), function(*args, **kwargs))[1]
+            executor.submit = submitted
+            parallel = Bucketed(buckets_of(model), all_reduce, executor, size)
+            for number, x in enumerate(inputs[dist.get_rank()], 1):
+                for notes in (ready, threads, early):
+                    notes.clear()
+                model.zero_grad()
+                parallel.backward(model(x).square().mean())
+                about, gradient = f"backward pass {number}", torch.cat([p.grad.reshape(-1) for p in model.parameters()])
+                yield "mean" if number == 1 else "every pass", about, gradient
+                yield "overlap", f"{about}, messages for 3 buckets", len(threads)
+                yield "overlap", f"{about}, threads that call all_reduce", sorted(set(threads))
+                yield "overlap", f"{about}, buckets that leave before backward has finished", sum(early[:2])
 
 
 SETTINGS = ("each on its own", "one bucket", "hidden", "slow link")
@@ -286,8 +248,8 @@ SETTINGS = ("each on its own", "one bucket", "hidden", "slow link")
 
 def timeline_of(random, setting):
     """Spans (name, start_ms, end_ms) of one step, shuffled."""
-    start, count = random.uniform(0, 30), random.randrange(3, 7)
-    slots = [random.uniform(12, 20) for _ in range(count)]
+    start = random.uniform(0, 30)
+    slots = [random.uniform(12, 20) for _ in range(random.randrange(3, 7))]
     end = start + sum(slots)
     spans = [("forward", start - 12, start), ("backward", start, end), ("update", end + 200, end + 203)]
     if setting == "one bucket":
@@ -307,19 +269,10 @@ class WhichTimeline:
     """Four settings, told by their timelines: where nothing runs beside backward, and where communication does."""
 
     def draw(random, hidden):
-        settings = random.sample(SETTINGS * (3 + 3 * hidden), len(SETTINGS) * (3 + 3 * hidden))
-        return {"cases": [(timeline_of(random, setting), setting) for setting in settings]}
-
-    def probe(setting_of, cases):
-        """For each timeline whether the right setting is named, in words; those without anything beside backward first."""
-        names = ", ".join(f'"{name}"' for name in SETTINGS)
-        for timeline, setting in cases:
-            answer = setting_of(list(timeline))
-            wrong = (
-                f'"{answer}" does not look like that' if answer in SETTINGS else f"{answer!r:.40} is none of {names}"
-            )
+        for setting in random.sample(SETTINGS * (3 + 3 * hidden), len(SETTINGS) * (3 + 3 * hidden)):
+            timeline = timeline_of(random, setting)
             part = "after backward" if setting in ("each on its own", "one bucket") else "beside backward"
-            yield part, in_words(timeline), answer and ("that setting" if answer == setting else wrong)
+            yield part, in_words(timeline), (timeline,)
 
 
 def in_words(timeline):
@@ -330,7 +283,7 @@ def in_words(timeline):
 
 
 @cache
-def backward_seconds(samples, width, rate, memory):
+def backward_seconds(width, rate, memory, samples):
     """The emulated device's time for the backward pass of three layers."""
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(3)))
     loss = model(torch.zeros(samples, width)).sum()
@@ -339,7 +292,16 @@ def backward_seconds(samples, width, rate, memory):
     return emulation.busy_s
 
 
-MOST_MEASURED, HALVE = 40, "halve the range each time, and a dozen are enough"
+def limited(measure, most=40):
+    """The same function, which may be called at most so many times."""
+    times = itertools.count(1)
+
+    def limited_measure(samples):
+        too_often = f"measured more than {most} times; halve the range each time, and a dozen are enough"
+        require(next(times) <= most, too_often)
+        return measure(samples)
+
+    return limited_measure
 
 
 @task("5.7", "when_it_hides", {"predicted": 1, "measured": 1, "explained": 1}, secret=("explained",), seconds=30)
@@ -350,44 +312,18 @@ class WhenItHides:
         cases = [(32, 200, 100, 0.8), (48, 100, 10, 0.6), (48, 100, 10, 0.05), (48, 100, 10, 0.12)]
         cases += [(48, 100, 10, 0.03)]  # the line meets the ring below one sample
         cases += [(64, 100, 1, 0.2)] * hidden
-        return {
-            "cases": [
-                (width, f"{rate}MFLOP/s", f"{memory}MB/s", part * random.uniform(0.9, 1.1))
-                for width, rate, memory, part in cases
-            ]
-        }
+        return {"cases": [(*device, part * random.uniform(0.9, 1.1)) for *device, part in cases]}
 
     def probe(when_it_hides, cases):
-        """The answer in each case, a prediction that is rounded another way being the same; Wrong if it measures on."""
-        for width, rate, memory, share in cases:
-            count, (about, predicted, measured, part) = [], expected_hiding((width, rate, memory, share))
-
-            def measure(samples, on=(width, rate, memory), count=count):
-                count.append(samples)
-                require(len(count) <= MOST_MEASURED, f"measured more than {MOST_MEASURED} times; {HALVE}")
-                return backward_seconds(samples, *on)
-
-            answer = when_it_hides(measure, share * backward_seconds(512, width, rate, memory))
-            triple = isinstance(answer, tuple | list) and len(answer) == 3
-            require(triple, "return three things: predicted, measured, why")
-            line, number, why = answer
-            near = type(line) is int and line > 0 and abs(line - predicted) <= 1
-            yield "predicted", f"{about}, predicted samples", predicted if near else line
-            yield "measured", f"{about}, measured samples", number
-            half = f"with half of {measured} samples backward takes {part:.0%} of the time; what bounds it"
+        for width, rate, memory, part in cases:
+            backward = partial(backward_seconds, width, f"{rate}MFLOP/s", f"{memory}MB/s")
+            ring = part * backward(512)
+            about = f"a device of {rate}MFLOP/s and {memory}MB/s, a ring of {1000 * ring:.3g} ms"
+            answer = when_it_hides(limited(backward), ring)
+            predicted, measured, why = several(answer, 3, "return three things: predicted, measured, why")
+            yield "predicted", f"{about}, predicted samples", predicted
+            yield "measured", f"{about}, measured samples", measured
+            hides = 1 + bisect_left(range(1, 1025), ring, key=backward)
+            share = backward(max(1, hides // 2)) / backward(hides)
+            half = f"with half of {hides} samples backward takes {share:.0%} of the time; what bounds it"
             yield "explained", f"{about}: {half}", why
-
-
-@cache
-def expected_hiding(case):
-    """What to call a case, the predicted and the measured number, and half the samples' share of the time."""
-    width, rate, memory, part = case
-
-    def measure(samples):
-        return backward_seconds(samples, width, rate, memory)
-
-    ring = part * measure(512)
-    predicted = max(1, math.ceil(64 + (ring - measure(64)) * 64 / (measure(128) - measure(64))))
-    measured = 1 + bisect_left(range(1, 1025), ring, key=measure)
-    share = measure(max(1, measured // 2)) / measure(measured)
-    return f"a device of {rate} and {memory}, a ring of {1000 * ring:.3g} ms", predicted, measured, share

@@ -26,15 +26,11 @@ class AccumulateUnsynchronised:
         return {"seed": random.randrange(10**6), "batches": [ONE.batches_of(random, count, 4) for _ in range(4)]}
 
     def probe(accumulate, seed, batches):
-        """Every rank's weights after one call, how often it called the wrapper, and how often gradients were reduced.
-
-        Before it a backward pass was synchronised, so that DDP has told all that it ever tells of itself.
-        """
         mine = batches[dist.get_rank()]
         for size, group in worlds(2, 4):
             (model, optimizer), called, (all_reduce, reduced) = ONE.small_model(seed), [], noted_ring(group)
             parallel = DistributedDataParallel(model, process_group=group, all_reduce=all_reduce)
-            nn.functional.cross_entropy(parallel(mine[0][0]), mine[0][1]).backward()
+            nn.functional.cross_entropy(parallel(mine[0][0]), mine[0][1]).backward()  # DDP tells now what it tells once
             reduced.clear()
             parallel.register_forward_pre_hook(lambda *_, called=called: called.append(1))
             accumulate(parallel, optimizer, mine)
@@ -54,7 +50,6 @@ class UsedAnywhere:
         return {"used": [torch.tensor([column[rank] for column in columns], dtype=torch.bool) for rank in range(4)]}
 
     def probe(used_anywhere, used):
-        """Every rank's result, its input afterwards, and the all-reduces that it called."""
         for size, group in worlds(4, 3, 2):
             mine, (all_reduce, calls) = used[dist.get_rank()].clone(), noted_ring(group)
             result = used_anywhere(mine, all_reduce)
@@ -87,7 +82,6 @@ class ShareBuffers:
         return {"seed": random.randrange(10**6), "sources": {3: 2, 4: random.randrange(1, 4), 2: 0, 1: 0}}
 
     def probe(share_buffers, seed, sources):
-        """Every rank's buffers and weights afterwards, whether tensors were replaced, and what it sent."""
         for size, group in worlds(3, 4, 2, 1):
             model, src = buffered(seed, dist.get_rank()), sources[size]
             places = [buffer.data_ptr() for buffer in model.buffers()]
@@ -112,7 +106,6 @@ class CompressedAverage:
         return {"values": values}
 
     def probe(compressed_average, values):
-        """Every rank's result, and the dtypes that were reduced."""
         for size, group in worlds(3, 4, 2):
             flat, (all_reduce, calls) = values[dist.get_rank()].clone(), noted_ring(group)
             result = compressed_average(flat, all_reduce, size)
@@ -137,7 +130,6 @@ class RealScript:
         return {"seed": random.randrange(10**6), "inputs": inputs, "targets": torch.arange(count) % 3}
 
     def probe(main, seed, inputs, targets):
-        """Which samples a rank trained on, in their order, its weights at the end, and what it left in its folder."""
         torch.manual_seed(seed)
         model, seen = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3)), []
         before, data = ONE.weights(model), torch.utils.data.TensorDataset(inputs, targets)
@@ -153,43 +145,19 @@ class RealScript:
             files = sorted(os.listdir(folder))
             state = torch.load(os.path.join(folder, files[0])) if files else {}
         state = state if isinstance(state, dict) else {}
-        keys, names = sorted(map(str, state)), sorted(map(str, state.get("model", ())))
-        return {
-            "seen": seen,
-            "before": before,
-            "after": ONE.weights(model),
-            "files": files,
-            "keys": keys,
-            "names": names,
-        }
-
-    def together(ranks, seed, inputs, targets):
-        """What all ranks did, as counts and properties."""
-        epochs = [(seen[: len(seen) // 2], seen[len(seen) // 2 :]) for seen in (report["seen"] for report in ranks)]
-        writers = [rank for rank, report in enumerate(ranks) if report["files"]]
-        after, share = [report["after"] for report in ranks], "samples that a rank sees at most in the"
-        return {
-            "shares": {
-                f"{share} first epoch": max(len(set(first)) for first, _ in epochs),
-                "samples that some rank sees in it": len({sample for first, _ in epochs for sample in first}),
-            },
-            "epochs": {
-                "the second epoch has another order": all(first != second for first, second in epochs),
-                f"{share} second epoch": max(len(second) for _, second in epochs),
-            },
-            "weights": {
-                "training changes the weights": not after[0].equal(ranks[0]["before"]),
-                "all ranks have the same weights at the end": all(model.allclose(after[0]) for model in after),
-            },
-            "one writer": {
-                "ranks that write a file": writers,
-                "the files": sorted({name for report in ranks for name in report["files"]}),
-            },
-            "names": {
-                'tensors in the checkpoint\'s "model"': sorted({name for report in ranks for name in report["names"]}),
-                'whether the checkpoint has an "epoch"': any("epoch" in report["keys"] for report in ranks),
-            },
-        }
+        after, first, second = ONE.weights(model), seen[: len(seen) // 2], seen[len(seen) // 2 :]
+        ranks = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, (first, after))
+        yield "shares", "samples that a rank sees in the first epoch", len(set(first))
+        yield "shares", "samples that some rank sees in it", len({sample for samples, _ in ranks for sample in samples})
+        yield "epochs", "the second epoch has another order", first != second
+        yield "epochs", "samples that a rank sees in the second epoch", len(second)
+        yield "weights", "training changes the weights", not after.equal(before)
+        yield "weights", "all ranks have the same weights at the end", all(other.allclose(after) for _, other in ranks)
+        yield "one writer", "the files that a rank leaves", files
+        if dist.get_rank() == 0:
+            yield "names", 'tensors in the checkpoint\'s "model"', sorted(map(str, state.get("model", ())))
+            yield "names", 'whether the checkpoint has an "epoch"', "epoch" in state
 
 
 USUAL = {
@@ -228,17 +196,15 @@ class FromSymptoms:
         return {"runs": [symptoms(random, wrong, random.choice((2, 3, 4 + 4 * hidden))) for wrong in chosen]}
 
     def probe(mistakes, runs):
-        """For each run and each mistake whether it is named."""
         for number, (samples, sums, saved) in enumerate(runs, 1):
             words = mistakes(samples, sums, saved)
-            kind = type(words).__name__
-            require(isinstance(words, set | frozenset | list | tuple), f"a set of words was expected, not {kind}")
+            kind = f"a set of words was expected, not {type(words).__name__}"
+            require(isinstance(words, set | frozenset | list | tuple), kind)
             strange = sorted(set(map(str, words)) - set(USUAL))
             require(not strange, f"{strange[:1]} is none of {', '.join(USUAL)}")
             for word, symptom in USUAL.items():
                 part = "samples" if word in ("sampler", "epoch") else "weights and files"
-                case = f'run {number} of {len(samples)} ranks, "{word}" ({symptom})'
-                yield part, case, "is named" if word in words else "is not named"
+                yield part, f'run {number} of {len(samples)} ranks, "{word}" ({symptom}) is named', word in words
 
 
 class Branches(nn.Module):
@@ -247,10 +213,10 @@ class Branches(nn.Module):
     def __init__(self, seed):
         super().__init__()
         torch.manual_seed(seed)
-        self.layers = nn.ModuleList(nn.Linear(3, 3, bias=False).double() for _ in range(5))
+        self.layers = nn.ModuleList(nn.Linear(inputs, 4, bias=False).double() for inputs in (3, 4, 4, 4, 4))
 
     def forward(self, x, order):
-        """(N, 3) to (N, 3); `order` are numbers of branches, the last one's gradient is ready first."""
+        """(N, 3) to (N, 4); `order` are numbers of branches, the last one's gradient is ready first."""
         x = self.layers[0](x).tanh()
         for number in order:
             x = self.layers[number](x).tanh() + x
@@ -264,50 +230,35 @@ PASSES = {
 }
 
 
-@task("6.7", "Reducer", {"mean": 2, "unused": 1, "order": 1}, ranks=4, hang="do all ranks start the same sums?")
+@task("6.7", "Reducer", {"mean": 2, "unused": 1, "order": 1}, ranks=3, hang="do all ranks start the same sums?")
 class AReducer:
     """Buckets leave in order while backward runs; who is not ready at its end was not used."""
 
     def draw(random, hidden):
-        return {
-            "seed": random.randrange(10**6),
-            "inputs": [tensors(random, 3, 4, 3, dtype=torch.float64) for _ in range(4)],
-        }
+        inputs = [tensors(random, 3, 4, 3, dtype=torch.float64) for _ in range(3)]
+        return {"seed": random.randrange(10**6), "inputs": inputs}
 
     def probe(Reducer, seed, inputs):
-        """After each pass the gradients; which buckets left in `ready`, and how often `ready` waited."""
-        rank = dist.get_rank()
-        for size, group in worlds(2, 3):
-            model, started, waits = Branches(seed), [], []
-            weights = [layer.weight for layer in model.layers]
-            buckets = [[weights[3], weights[4]], [weights[2], weights[1]], [weights[0]]]
+        ((size, group),) = worlds(3)
+        rank, model, started, waits = dist.get_rank(), Branches(seed), [], []
+        weights = [layer.weight for layer in model.layers]
+        buckets = [[weights[4]], [weights[3], weights[2], weights[1]], [weights[0]]]
+        lengths = [sum(weight.numel() for weight in bucket) for bucket in buckets]  # all differ
 
-            def start(tensor, group=group, buckets=buckets, started=started, waits=waits, size=size):
-                started.append(bucket_of(tensor, buckets, size))
-                return lambda: (waits.append(1), ring_all_reduce(tensor, group))[1]
+        def start(tensor):
+            started.append(lengths.index(tensor.numel()) if tensor.numel() in lengths else -1)
+            return lambda: (waits.append(1), ring_all_reduce(tensor, group))[1]
 
-            reducer = Reducer(buckets, start, size)
-            for (about, orders), x in zip(PASSES.items(), inputs[rank], strict=True):
-                for notes in (started, waits):
-                    notes.clear()
-                model.zero_grad()
-                model(x, orders[rank % 2]).square().sum().backward()
-                about = f"with {size} ranks, {about}"
-                yield "order", f"{about}, sums that are started in backward", list(started)
-                yield "order", f"{about}, waits in backward", len(waits)
-                reducer.finish()
-                yield "order", f"{about}, the same buckets leave", sorted(bucket for bucket in started if bucket >= 0)
-                part = "unused" if "nobody" in about else "mean"
-                for index, grad in enumerate(weight.grad for weight in weights):
-                    yield part, f"{about}, gradient {index}", None if grad is None else grad.clone()
-
-
-def bucket_of(tensor, buckets, size):
-    """The number of the bucket whose gradients are in a tensor, in any order, divided or not; -1 if it is none."""
-    numbers = tensor.detach().double().flatten().sort().values
-    for index, bucket in enumerate(buckets):
-        parts = [torch.zeros_like(member) if member.grad is None else member.grad for member in bucket]
-        own = torch.cat([part.flatten() for part in parts]).sort().values
-        if len(own) == len(numbers) and (numbers.allclose(own) or numbers.allclose(own / size)):
-            return index
-    return -1
+        reducer = Reducer(buckets, start, size)
+        for (about, orders), x in zip(PASSES.items(), inputs[rank], strict=True):
+            for notes in (started, waits):
+                notes.clear()
+            model.zero_grad()
+            model(x, orders[rank % 2]).square().sum().backward()
+            yield "order", f"{about}, sums that are started in backward", list(started)
+            yield "order", f"{about}, waits in backward", len(waits)
+            reducer.finish()
+            yield "order", f"{about}, the same buckets leave", sorted(bucket for bucket in started if bucket >= 0)
+            part = "unused" if "nobody" in about else "mean"
+            for index, grad in enumerate(weight.grad for weight in weights):
+                yield part, f"{about}, gradient {index}", None if grad is None else grad.clone()

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_course.grading.attempt import COLLECTIVES, RING, SERVER, tensors, worlds
-from ddp_course.grading.checks import load_tasks, require, task
+from ddp_course.grading.checks import load_tasks, require, several, task
 from ddp_course.running import wire
 
 SCHEDULES = load_tasks(8)
@@ -19,28 +19,22 @@ class AssignOwners:
         return {"cases": [([100, 60, 50, 40, 10, 5], 2), ([7, 7, 7, 7, 7], 3), *cases, ([5, 3], 4), ([9, 8, 7], 1)]}
 
     def probe(assign_owners, cases):
-        """Whether each parameter went to a rank that had the fewest numbers, and the owners themselves."""
         for sizes, world_size in cases:
             owners = assign_owners(list(sizes), world_size)
             about = f"sizes {sizes} on {world_size} ranks"
-            require(isinstance(owners, list | tuple), f"{about}: a list of owners was expected, not {type(owners)}")
-            each = f"{about}: {len(owners)} owners for {len(sizes)} parameters; a rank for each parameter was expected"
-            require(len(owners) == len(sizes), each)
-            ranks = all(type(owner) is int and 0 <= owner < world_size for owner in owners)
-            require(ranks, f"{about}: {list(owners)}: owners are ranks, from 0 to {world_size - 1}")
+            each = f"{about}: a rank for each parameter was expected, from 0 to {world_size - 1}, not {owners}"
+            require(all(owner in range(world_size) for owner in several(owners, len(sizes), each)), each)
             yield "fewest so far", about, balance(sizes, world_size, owners)
             yield "lowest of equals", f"{about}, the owners", list(owners)
 
 
 def balance(sizes, world_size, owners):
-    """In words, whether each parameter went to a rank that held least, and else what the ranks hold in the end."""
+    """In words, what the ranks hold in the end if a parameter went to a rank that did not hold least."""
     held, least = [0] * world_size, True
     for size, owner in zip(sizes, owners, strict=True):
         least &= held[owner] == min(held)
         held[owner] += size
-    return (
-        "each goes to a rank that has the fewest numbers" if least else f"{list(owners)} gives {held} numbers per rank"
-    )
+    return "" if least else f"{list(owners)} gives {held} numbers per rank"
 
 
 SHAPES = [(6, 5), (9,), (4, 4), (3,), (7, 2)]
@@ -58,7 +52,6 @@ class ShardedStep:
         return {"values": values, "gradients": gradients, "owners": {size: owners[size] for size in (3, 4, 2)}}
 
     def probe(sharded_step, values, gradients, owners):
-        """Every rank's parameters after each of three steps, and the bytes that it sent per step."""
         for size, group in worlds(*owners):
             parameters = [torch.nn.Parameter(value.clone()) for value in values]
             own = [p for p, owner in zip(parameters, owners[size], strict=True) if owner == dist.get_rank()]
@@ -79,37 +72,17 @@ class FewestRanks:
     """16 bytes per parameter, of which 16, 4, 2 or 0 stay whole, by the level: what is left of the memory is for shards."""
 
     def draw(random, hidden):
-        cases = []
         for level, whole in enumerate((16, 4, 2, 0)):
             parameters = 840 * random.randrange(10**3, 10**6)
             shared = (16 - whole) * parameters
             ranks = [random.randrange(2, 9), random.randrange(9, 90)] if level else []
-            cases += [(parameters, whole * parameters + 2 * shared // (2 * k - 1), level) for k in ranks]
-            cases += [(parameters, 17 * parameters, level), (parameters, whole * parameters * 3 // 4, level)]
-        return {"cases": cases[:-1]}
-
-    def probe(fewest_ranks, cases):
-        """The number in each case."""
-        for parameters, memory, level in cases:
-            part = "never enough" if memory < (16, 4, 2, 0)[level] * parameters else "enough"
-            case = f"{parameters:,} parameters, {memory:,} bytes of memory, level {level}"
-            yield part, case, fewest_ranks(parameters, memory, level)
+            enough = [whole * parameters + 2 * shared // (2 * k - 1) for k in ranks] + [17 * parameters]
+            for memory in [*enough, *[whole * parameters * 3 // 4] * (whole > 0)]:
+                case = f"{parameters:,} parameters, {memory:,} bytes of memory, level {level}"
+                yield "enough" if memory in enough else "never enough", case, (parameters, memory, level)
 
 
 TICKS = {"gather": 2, "reduce": 2, "forward": 1, "backward": 2}
-
-
-def completeness(order, blocks):
-    """In words, whether each block is gathered once or twice and reduced once."""
-    for block in sorted(set(range(blocks)) | {block for _, block in order}):
-        gathers, reduces = (order.count((kind, block)) for kind in ("gather", "reduce"))
-        if block not in range(blocks):
-            return f"there is no block {block}: they count from 0"
-        if gathers not in (1, 2):
-            return f"block {block} is gathered {gathers} times: once if it stays, else twice"
-        if reduces != 1:
-            return f"the gradients of block {block} are reduced {reduces} times"
-    return "valid"
 
 
 def play(order, blocks, fit):
@@ -160,18 +133,21 @@ class NetworkOrder:
         }
 
     def probe(network_order, cases):
-        """What holds of the order in each case, in words; an order that is not valid is nothing else either."""
         for blocks, size, cap in cases:
             about = f"{blocks} blocks of {size} MB, {cap} MB of room"
             order = SCHEDULES.steps_of(network_order(blocks, size, cap), about, "gather", "reduce")
-            words = completeness(order, blocks)
-            yield "valid", about, words
-            took = play(order, blocks, cap // size) if words == "valid" else words
+            gathered, reduced = (
+                sorted(block for kind, block in order if kind == lane) for lane in ("gather", "reduce")
+            )
+            gathered = [block for block in sorted(set(gathered)) if gathered.count(block) <= 2]
+            yield "valid", f"{about}, blocks that are gathered once, if they stay, or twice", gathered
+            yield "valid", f"{about}, blocks whose gradients are reduced", reduced
+            valid = gathered == reduced == list(range(blocks))
+            took = play(order, blocks, cap // size) if valid else "this order is not valid"
             plain, best = 8 * blocks, 6 * blocks - 2 * (cap // size) + 3
-            slow = f"{took} ticks; {plain} without prefetch in backward: what can be gathered while a block computes?"
-            idle = f"{took} ticks; {best} is possible: does the network wait, or gather what could have stayed?"
+            slow = f"{plain} without prefetch in backward: what can be gathered while a block computes?"
+            idle = f"{best} is possible: does the network wait, or gather what could have stayed?"
             ends = type(took) is int
-            yield "memory", f"{about}, waiting", "nobody waits for ever" if ends else took
-            yield "prefetch", f"{about}, beside no prefetch", took if not ends else slow if took >= plain else "faster"
-            beside = took if not ends else idle if took > best else "as fast as can be"
-            yield "the best", f"{about}, beside the best", beside
+            yield "memory", f"{about}, waiting", "" if ends else took
+            yield "prefetch", f"{about}, ticks ({slow})", "fewer" if ends and took < plain else took
+            yield "the best", f"{about}, ticks ({idle})", took

@@ -1,37 +1,29 @@
 """Exercise 8: pipeline schedules, their bubble, and the memory they need."""
 
+import math
 from collections.abc import Iterable
-from numbers import Real
+from numbers import Integral
 
-from ddp_course.grading.checks import require, task
+from ddp_course.grading.checks import require, several, task
 from ddp_course.stage8_pipeline import Instruction, gpipe, one_forward_one_backward, timetable
-
-COMPLETE = "each micro-batch goes forward once and backward once, in order"
 
 
 def steps_of(steps, about, *kinds):
-    """A schedule as a list of pairs: of which of two kinds a step is, and a number."""
+    """A schedule as a list of pairs: of which kind a step is, and a number."""
     steps = list(steps) if isinstance(steps, Iterable) else steps
     require(isinstance(steps, list), f"{about}: a list of steps was expected, not {type(steps).__name__}")
     pairs = [tuple(step) if isinstance(step, list | tuple) else (step,) for step in steps]
-    good = all(len(pair) == 2 and pair[0] in kinds and type(pair[1]) is int for pair in pairs)
+    good = all(len(pair) == 2 and pair[0] in kinds and isinstance(pair[1], Integral) for pair in pairs)
     require(good, f'{about}: each step is a pair such as ("{kinds[0]}", 0) or ("{kinds[1]}", 0)')
     return pairs
 
 
-def completeness(steps, micro_batches):
-    """In words, whether each micro-batch goes forward and backward once, forward first, in order; or what is wrong."""
-    for letter, what in (("F", "forward"), ("B", "backward")):
-        done = [m for kind, m in steps if kind == letter]
-        if lost := sorted(set(range(micro_batches)) - set(done)):
-            counted = "; they are counted from 0" if lost == [0] and micro_batches in done else ""
-            return f"micro-batch {lost[0]} never goes {what}{counted}"
-        if len(done) != micro_batches:
-            return f"{len(done)} {what} passes; {micro_batches} micro-batches, counted from 0, were expected"
-        if done != sorted(done):
-            return f"{what} passes run in the order {done}; micro-batch 0 comes first"
-    early = [m for m in range(micro_batches) if steps.index(("B", m)) < steps.index(("F", m))]
-    return f"micro-batch {early[0]} goes backward before it went forward" if early else COMPLETE
+def completeness(steps, about):
+    """Which micro-batches go forward and backward, in which order, and whether one goes backward first."""
+    for letter, way in (("F", "forward"), ("B", "backward")):
+        yield "complete", f"{about}, micro-batches that go {way}", [m for kind, m in steps if kind == letter]
+    early = [m for place, (kind, m) in enumerate(steps) if kind == "B" and ("F", m) not in steps[:place]]
+    yield "complete", f"{about}, micro-batches that go backward before they went forward", early
 
 
 def draw_stages(random, hidden):
@@ -47,12 +39,11 @@ class GPipe:
     draw = draw_stages
 
     def probe(gpipe, cases):
-        """Of each stage's schedule, whether it is complete, and whether all forward passes come first."""
         for stage, stages, micro_batches in cases:
             about = f"stage {stage} of {stages}, {micro_batches} micro-batches"
             steps = steps_of(gpipe(stage, stages, micro_batches), about, "F", "B")
             kinds = "".join(kind for kind, _ in steps)
-            yield "complete", about, completeness(steps, micro_batches)
+            yield from completeness(steps, about)
             yield "forward first", f"{about}, in the order of time", kinds
 
 
@@ -63,12 +54,11 @@ class OneForwardOneBackward:
     draw = draw_stages
 
     def probe(one_forward_one_backward, cases):
-        """Of each stage's schedule, whether it is complete, the passes before the first backward, and their order."""
         for stage, stages, micro_batches in cases:
             about = f"stage {stage} of {stages}, {micro_batches} micro-batches"
             steps = steps_of(one_forward_one_backward(stage, stages, micro_batches), about, "F", "B")
             kinds = "".join(kind for kind, _ in steps)
-            yield "complete", about, completeness(steps, micro_batches)
+            yield from completeness(steps, about)
             yield "warm-up", f"{about}, forward passes before the first backward", (kinds + "B").index("B")
             yield "in turn", f"{about}, in the order of time", " ".join(f"{kind}{m}" for kind, m in steps)
 
@@ -80,18 +70,9 @@ class Bubble:
     def draw(random, hidden):
         equal = [([random.randrange(1, 9)] * random.randrange(2, 9), random.randrange(2, 33)) for _ in range(3)]
         slow = [(random.sample(range(1, 30), stages), m) for stages, m in ((2, 5), (4, 8), (5, 3), (6, 40), (3, 1))]
-        return {"cases": [*equal, ([3], 4), ([2, 2, 2, 2], 1), *slow]}
-
-    def probe(bubble, cases):
-        """The share in each case, as a plain number."""
-        for times, micro_batches in cases:
-            share = bubble(list(times), micro_batches)
+        for times, micro_batches in [*equal, ([3], 4), ([2, 2, 2, 2], 1), *slow]:
             part = "equal stages" if len(set(times)) == 1 else "a slow stage"
-            yield (
-                part,
-                f"times {times}, {micro_batches} micro-batches",
-                float(share) if isinstance(share, Real) else share,
-            )
+            yield part, f"times {times}, {micro_batches} micro-batches", (times, micro_batches)
 
 
 def letters(schedule, stages, micro_batches):
@@ -108,13 +89,10 @@ class MostHeld:
         schedules = (gpipe, one_forward_one_backward)
         usual = [letters(schedule, *case[1:])[case[0]] for case in cases[::2] for schedule in schedules]
         fixed = [("F", 0), ("B", 0), ("F", 1), ("F", 2), ("B", 1), ("F", 3), ("B", 2), ("B", 3)]
-        return {"usual": usual, "other": [fixed, any_order(random, 6), any_order(random, 9)]}
-
-    def probe(most_held, usual, other):
-        """The number for each schedule."""
-        kinds = {"GPipe and 1F1B": usual, "any order": other}
-        return {part: {" ".join(f"{kind}{m}" for kind, m in order): most_held(list(order)) for order in orders}
-                for part, orders in kinds.items()}  # fmt: skip
+        other = [fixed, any_order(random, 6), any_order(random, 9)]
+        for part, orders in {"GPipe and 1F1B": usual, "any order": other}.items():
+            for order in orders:
+                yield part, " ".join(f"{kind}{m}" for kind, m in order), (order,)
 
 
 def any_order(random, count):
@@ -131,31 +109,13 @@ def any_order(random, count):
 
 
 def ticks(orders):
-    """How long the stages take for their orders, each step as early as it can be; None if they wait for ever."""
+    """How long the stages take for their orders, each step as early as it can be; infinity if they wait for ever."""
     actions = {"F": "forward", "B": "input", "W": "weight"}
     schedule = [[Instruction(actions[kind], m, stage) for kind, m in order] for stage, order in enumerate(orders)]
     try:
         return round(max(end for row in timetable(schedule) for _, _, end in row))
     except ValueError:
-        return None
-
-
-def validity(orders, stages, count):
-    """In words, whether every stage does F, B and W once for each micro-batch and nobody waits for ever."""
-    if len(orders) != stages or not all(isinstance(order, list) for order in orders):
-        return "a list of steps for each stage was expected"
-    wanted = {(kind, m) for kind in "FBW" for m in range(count)}
-    for stage, order in enumerate(orders):
-        if not all(isinstance(step, tuple) and len(step) == 2 for step in order):
-            return f'stage {stage}: each step is a pair such as ("F", 0)'
-        if missing := sorted(wanted - set(order)):
-            return f"stage {stage} never does {missing[0]}"
-        if len(order) != len(wanted):
-            return f"stage {stage} has {len(order)} steps; 3 for each micro-batch were expected"
-    if ticks(orders) is None:
-        return ("the stages wait for each other for ever: a step stands before one that it needs, on its own stage or "
-                "by way of a neighbour")  # fmt: skip
-    return "valid"
+        return math.inf
 
 
 def peak(order):
@@ -167,6 +127,9 @@ def peak(order):
     return most
 
 
+WAIT = "the stages wait for each other for ever: a step stands before one that it needs, on its own stage or by way of a neighbour"
+
+
 @task("8.5", "schedule", {"valid": 1, "memory": 1, "1F1B beaten": 1, "the best": 1})
 class Schedule:
     """Forward, backward, and weights whenever there is time: a schedule with a score, 3 M + S - 1 ticks at best."""
@@ -175,28 +138,28 @@ class Schedule:
         return {"cases": [(2, 4), (4, 8), (3, random.randrange(3, 12)), (4, 4), *([(8, 16)] if hidden else [])]}
 
     def probe(schedule, cases):
-        """What holds of the orders in each case, in words; a schedule that is not valid is nothing else either."""
         for stages, count in cases:
-            about, orders = f"{stages} stages, {count} micro-batches", schedule(stages, count)
-            orders = [list(map(as_pair, order)) if isinstance(order, list | tuple) else order for order in orders]
-            words = validity(orders, stages, count)
-            yield "valid", about, words
+            about = f"{stages} stages, {count} micro-batches"
+            orders = several(schedule(stages, count), stages, f"{about}: a list of steps for each stage was expected")
+            orders = [steps_of(order, f"{about}, stage {stage}", *"FBW") for stage, order in enumerate(orders)]
+            for stage, order in enumerate(orders):
+                yield "valid", f"{about}, all steps of stage {stage}, in alphabetical order", sorted(order)
+            complete = all(sorted(order) == [(kind, m) for kind in "BFW" for m in range(count)] for order in orders)
+            took = ticks(orders) if complete else math.inf
+            yield "valid", f"{about}, waiting", "" if took < math.inf or not complete else WAIT
             plain = letters(one_forward_one_backward, stages, count)
             plain = ticks([[(k, m) for kind, m in order for k in ("F" if kind == "F" else "BW")] for order in plain])
-            took, best = (ticks(orders), 3 * count + stages - 1) if words == "valid" else (None, None)
-            full = {stage: peak(order) for stage, order in enumerate(orders)} if took else {}
-            over = next((f"stage {s} holds {n}; only W releases one" for s, n in full.items() if n > stages), "")
-            yield "memory", f"{about}, memory", words if not took else over or f"at most {stages} are held"
-            late = f"{took} ticks; 1F1B needs {plain}, so let W wait"
-            yield "1F1B beaten", f"{about}, beside 1F1B", words if not took else late if took >= plain else "faster"
-            idle = f"{took} ticks; {best} is possible: which stage is idle while it has a W to do?"
-            beside = words if not took else over or (idle if took > best else "as fast as can be")
-            yield "the best", f"{about}, beside the best", beside
-
-
-def as_pair(step):
-    """A step as a tuple, if it is a row of two."""
-    return (str(step[0]), int(step[1])) if isinstance(step, list | tuple) and len(step) == 2 else step
+            most = max(map(peak, orders)) if took < math.inf else math.inf
+            held = f"{about}, the most micro-batches that a stage holds (only W releases one)"
+            yield "memory", held, "at most as many as there are stages" if most <= stages else most
+            fewer = "fewer" if took < plain else took
+            yield "1F1B beaten", f"{about}, ticks (1F1B needs {plain}, so let W wait)", fewer
+            idle = "which stage is idle while it has a W to do?"
+            yield (
+                "the best",
+                f"{about}, ticks ({3 * count + stages - 1} are possible: {idle})",
+                max(took, 3 * count + stages - 1) if most <= stages else math.inf,
+            )
 
 
 def one_at_a_time(ranks, micro_batches):
@@ -226,31 +189,14 @@ class WhichSchedule:
         for name in random.sample([*SCHEDULES] * (2 + 2 * hidden), len(SCHEDULES) * (2 + 2 * hidden)):
             stages = random.randrange(3, 6)
             slow = random.randrange(stages)
-            cases.append((played(random, name, stages, random.randrange(stages, stages + 4), slow), name, slow))
+            cases.append(played(random, name, stages, random.randrange(stages, stages + 4), slow))
         return {"cases": cases}
 
     def probe(read, cases):
-        """What is read from each timeline, in words if it is not what the timeline shows."""
-        for number, (timeline, name, slow) in enumerate(cases):
-            answer = read(list(timeline))
-            require(isinstance(answer, list | tuple) and len(answer) == 2, "return a pair: (schedule, slow stage)")
-            schedule, stage = answer
+        for number, timeline in enumerate(cases):
+            schedule, stage = several(read(list(timeline)), 2, "return a pair: (schedule, slow stage)")
             in_time = sorted(timeline, key=lambda span: span[3])
             first, last = ("".join(span[1] for span in in_time if span[0] == stage) for stage in (0, max(in_time)[0]))
-            wrong = f'"{schedule}" does not look like that'
-            if schedule not in [*SCHEDULES]:
-                wrong = f"{str(schedule)[:40]!r} is none of {', '.join(SCHEDULES)}"
-            case = f"timeline {number}: the first stage does {first}, the last {last}"
-            yield "schedule", case, "that schedule" if schedule == name else wrong
-            yield "slow stage", f"timeline {number}, the slow stage", (stage if type(stage) is not int else (
-                "that stage" if stage == slow else slower(timeline, stage, slow)))  # fmt: skip
-
-
-def slower(timeline, stage, slow):
-    """In words, how long two stages take for a forward pass."""
-    took = {s: [end - start for at, kind, _, start, end in timeline if (at, kind) == (s, "F")] for s in (stage, slow)}
-    if not took[stage]:
-        return f"there is no stage {stage}: they count from 0"
-    mine, other = (sum(took[s]) / len(took[s]) for s in (stage, slow))
-    return (f"stage {stage} takes {mine:.2f} for a forward pass, another one {other:.2f}: look at how long its own steps "
-            "take, not at when it ends or how long it waits")  # fmt: skip
+            yield "schedule", f"timeline {number}: the first stage does {first}, the last {last}", schedule
+            look = "look at how long its own steps take, not at when it ends or how long it waits"
+            yield "slow stage", f"timeline {number}, the slow stage ({look})", stage

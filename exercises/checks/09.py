@@ -21,7 +21,6 @@ class MySlices:
         return {"cases": made}
 
     def probe(my_slices, cases):
-        """What the ranks' terms add up to, and how many numbers each rank has, largest first."""
         for gate_and_up, down, x, ranks in cases:
             total, sizes = 0, []
             for rank in range(ranks):
@@ -43,7 +42,6 @@ class EnterAndLeave:
         return {"x": torch.randn(4, 5, generator=generator), "gradient": torch.randn(4, 5, generator=generator)}
 
     def probe(Enter, Leave, x, gradient):
-        """Outputs, gradients, what changed, and the all-reduces of each pass, when all ranks have the same."""
         for name, function in (("Enter", Enter), ("Leave", Leave)):
             calls = []
 
@@ -73,7 +71,6 @@ class MeshToMend:
         return {"sizes": sizes}
 
     def probe(the_bug, mended_groups, sizes):
-        """The line that is named, and the groups of every rank."""
         yield "the line", "the faulty line", the_bug()
         for data, pipeline, tensor in sizes:
             for rank in range(data * pipeline * tensor):
@@ -99,14 +96,11 @@ class Plan:
         return {"jobs": jobs}
 
     def probe(plan, jobs):
-        """Whether each plan fits, and the seconds of its step."""
         for job in jobs:
             data, tensor, pipeline = plan(dict(job))
             about = f"{job['gpus']} GPUs, {job['parameters'] / 1e9:.0f} billion parameters: "
-            require(
-                data * tensor * pipeline == job["gpus"] and min(data, tensor, pipeline) > 0,
-                f"{about}{data} x {tensor} x {pipeline} is not {job['gpus']}",
-            )
+            product = f"{about}{data} x {tensor} x {pipeline} is not {job['gpus']}"
+            require(data * tensor * pipeline == job["gpus"] and min(data, tensor, pipeline) > 0, product)
             share = job["parameters"] / (tensor * pipeline)
             needed = 16 * share + job["activations"] / (data * tensor)
             yield "fits", f"{about}the plan fits into {job['memory'] / 1e9:.0f} GB", needed <= job["memory"]

@@ -5,14 +5,12 @@ import torch.distributed as dist
 
 from ddp_course import problems, stage1_single
 from ddp_course.grading.attempt import noted_ring, worlds
-from ddp_course.grading.checks import require, task
+from ddp_course.grading.checks import require, several, task
 
 
 def plain(indices):
-    """A list of what may be a list, a tuple, a range or a tensor of indices; all else as it is."""
-    if isinstance(indices, torch.Tensor):
-        return indices.tolist()
-    return list(indices) if isinstance(indices, list | tuple | range) else indices
+    """A list of a tensor of indices; all else as it is."""
+    return indices.tolist() if isinstance(indices, torch.Tensor) else indices
 
 
 @task("10.1", "epoch_indices", {"even shares": 1, "uneven sizes": 1}, forbidden=("ddp_course.problems.shard",))
@@ -25,11 +23,10 @@ class EpochIndices:
         return {"cases": [(size, world_size, epoch, seed) for size, world_size in shapes for epoch in (0, 1, 5)]}
 
     def probe(epoch_indices, cases):
-        """The shares of all ranks, with the global generator in another state for each rank, as in training."""
         for number, (size, world_size, epoch, seed) in enumerate(cases):
             shares = []
             for rank in range(world_size):
-                torch.manual_seed(100 * number + rank)
+                torch.manual_seed(100 * number + rank)  # in training, too, each rank's generator is in another state
                 shares.append(plain(epoch_indices(size, rank, world_size, epoch, seed)))
             part = "uneven sizes" if size % world_size else "even shares"
             yield part, f"{size} samples, {world_size} ranks, epoch {epoch}", shares
@@ -42,15 +39,9 @@ class LearningRate:
     def draw(random, hidden):
         warmup, total, peak = random.randrange(5, 20), random.randrange(60, 200), random.randrange(1, 60) / 10
         steps = [0, 1, warmup - 1, warmup, warmup + 1, (warmup + total) // 2, total - 1, total, total + 10]
-        return {"cases": [(step, warmup, total, peak) for step in steps]}
-
-    def probe(learning_rate, cases):
-        """The rate in each step; what is beyond the 12th digit is rounding."""
-        for step, warmup, total, peak in cases:
-            rate = learning_rate(step, warmup, total, peak)
+        for step in steps:
             about = f"step {step}, warm-up {warmup}, total {total}, peak {peak}"
-            part = "warm-up" if step <= warmup else "cosine"
-            yield part, about, round(float(rate), 12) if type(rate) in (int, float) else rate
+            yield "warm-up" if step <= warmup else "cosine", about, (step, warmup, total, peak)
 
 
 @task("10.3", "global_mean", {"mean": 1, "a rank without samples": 1}, ranks=4)
@@ -58,12 +49,11 @@ class GlobalMean:
     """The mean over all samples, from means over uneven shards; a rank without samples has the mean 0/0."""
 
     def draw(random, hidden):
-        counts = [random.randrange(20, 40), random.randrange(1, 9), 0, random.randrange(9, 20)]
-        means = [random.uniform(0.5, 4.0) for _ in range(4)]
-        return {"means": means, "counts": random.sample(counts, 4) if hidden else counts}
+        counts = [random.randrange(20, 40), random.randrange(1, 9), random.randrange(9, 20)]
+        counts.insert(2 + hidden, 0)
+        return {"means": [random.uniform(0.5, 4.0) for _ in range(4)], "counts": counts}
 
     def probe(global_mean, means, counts):
-        """Every rank's result, whether it asked the others, and its input afterwards, in worlds of 4, 3 and 2."""
         rank = dist.get_rank()
         for size, group in worlds(4, 3, 2):
             (all_reduce, calls), about = noted_ring(group), f"with {size} ranks of {counts[:size]} samples"
@@ -71,21 +61,11 @@ class GlobalMean:
             result = global_mean(mean, counts[rank], all_reduce)
             if isinstance(result, torch.Tensor) and result.numel() == 1:
                 result = result.item()
-            if type(result) in (int, float):
-                result = float(result) if result == result else "not a number"
-            for part in parts_of(size, counts):
-                yield part, about, result
-                yield part, f"{about}, all_reduce was called", bool(calls)
-                if counts[rank]:
-                    yield part, f"{about}, the input afterwards", mean
-
-
-def parts_of(size, counts):
-    """Which parts a world of `size` belongs to; without a world in which all have samples, all are about both."""
-    full = any(0 not in counts[:other] for other in (4, 3, 2))
-    if not full:
-        return ("mean", "a rank without samples")
-    return ("a rank without samples",) if 0 in counts[:size] else ("mean",)
+            part = "a rank without samples" if 0 in counts[:size] else "mean"
+            yield part, about, "not a number" if result != result else result
+            yield part, f"{about}, all_reduce was called", bool(calls)
+            if counts[rank]:
+                yield part, f"{about}, the input afterwards", mean
 
 
 @task("10.4", ("the_bug", "rest_of_epoch"), {"the line": 1, "mended": 1})
@@ -98,7 +78,6 @@ class FindTheBugInTheSampler:
         return {"cases": cases + [(30, 5, 4, 6, 1, seed)] * hidden}
 
     def probe(the_bug, rest_of_epoch, cases):
-        """The line that is named, and all ranks' rests in each case."""
         yield "the line", "the faulty line", the_bug()
         for size, before, now, steps, epoch, seed in cases:
             rests = [rest_of_epoch(size, rank, now, epoch, seed, before * steps) for rank in range(now)]
@@ -114,14 +93,9 @@ class LargestRate:
         return {}
 
     def probe(largest_rate):
-        """Whether the model learns with half of the rate, and with twice as much."""
-        answer = largest_rate()
-        require(isinstance(answer, tuple) and len(answer) == 2, "a pair was expected: (the rate, a sentence)")
-        rate, sentence = answer
+        rate, sentence = several(largest_rate(), 2, "a pair was expected: (the rate, a sentence)")
         require(type(rate) in (int, float) and 0 < rate < 1e6, f"the rate is a number above 0, not {rate!r}")
-        require(
-            isinstance(sentence, str) and len(sentence.split()) >= 6, "a sentence of six words or more was expected"
-        )
+        require(len(str(sentence).split()) >= 6, "a sentence of six words or more was expected")
         yield "learns with half", "with half of your rate it learns", learns(rate / 2)
         yield "not with twice", "with twice your rate it learns", learns(2 * rate)
 

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_course.grading.attempt import noted_ring, tensors, worlds
-from ddp_course.grading.checks import require, task
+from ddp_course.grading.checks import several, task
 
 
 @task("14.1", "compress", {"largest": 1, "feedback": 2}, bound=1e-5)
@@ -16,36 +16,17 @@ class Compress:
         return {"cases": cases + [(tensors(random, 5, 9), 0.01)] * hidden}
 
     def probe(compress, cases):
-        """What is sent, as a whole row with zeros, and what is left in each step, and the gradient afterwards."""
         for gradients, share in cases:
             left, size = torch.zeros(len(gradients[0])), len(gradients[0])
             for step, gradient in enumerate(gradients, 1):
                 given, about = gradient.clone(), f"{size} values, share {share:g}, step {step}"
                 answer = compress(given, left, share)
-                require(
-                    isinstance(answer, tuple | list) and len(answer) == 3, f"{about}: return (values, places, left)"
-                )
-                values, places, left = answer
-                part = "largest" if step == 1 else "feedback"
-                yield part, f"{about}, how many values; max(1, round(share * n)) are", lengths(values, places)
-                yield part, f"{about}, what was sent", row(values, places, size)
+                values, places, left = several(answer, 3, f"{about}: return (values, places, left)")
+                part, sent = "largest" if step == 1 else "feedback", torch.zeros(size)
+                yield part, f"{about}, how many values; max(1, round(share * n)) are", len(values)
+                yield part, f"{about}, what was sent", sent.index_add(0, torch.as_tensor(places).long(), values)
                 yield "feedback", f"{about}, what is left", left
                 yield "feedback", f"{about}, the gradient afterwards", given
-
-
-def lengths(values, places):
-    """How many values were sent; a word where values and places do not belong together."""
-    for thing, what in ((values, "values"), (places, "places")):
-        require(isinstance(thing, torch.Tensor) and thing.dim() == 1, f"{what}: a tensor in one row was expected")
-    require(not places.is_floating_point(), f"places are {places.dtype}; they are integers")
-    return len(values) if len(values) == len(places) else f"{len(values)} values and {len(places)} places"
-
-
-def row(values, places, size):
-    """The values at their places, zeros elsewhere: whatever their order, it is the same."""
-    whole = torch.zeros(size)
-    count = min(len(values), len(places))
-    return whole.index_add(0, places[:count].long(), values[:count].to(whole.dtype))
 
 
 @task("14.2", "meet", {"local SGD": 1, "outer step": 1}, ranks=4, bound=1e-5)
@@ -59,19 +40,17 @@ class Meet:
         return {"shared": shared, "own": own, "velocity": velocity, "settings": settings + more}
 
     def probe(meet, shared, own, velocity, settings):
-        """The new weights and velocity of every rank, and how often it called all_reduce, in worlds of 2 and 3."""
         for size, group in worlds(2, 3):
             for index, (rate, momentum) in enumerate(settings):
                 about = f"with {size} ranks, rate {rate:g}, momentum {momentum:g}"
                 all_reduce, calls = noted_ring(group)
                 mine = own[dist.get_rank()].clone()
                 answer = meet(shared.clone(), mine, velocity.clone(), all_reduce, size, rate, momentum)
-                pair = isinstance(answer, tuple | list) and len(answer) == 2
-                require(pair, f"{about}: return a pair: (weights, velocity)")
+                weights, new_velocity = several(answer, 2, f"{about}: return a pair: (weights, velocity)")
                 part = "outer step" if index else "local SGD"
                 yield part, f"{about}, all-reduces", len(calls)
-                yield part, f"{about}, the weights", answer[0]
-                yield part, f"{about}, the velocity", answer[1]
+                yield part, f"{about}, the weights", weights
+                yield part, f"{about}, the velocity", new_velocity
 
 
 @task("14.3", ("the_bug", "make_hook"), {"the line": 1, "mended": 1})
@@ -83,7 +62,6 @@ class FindTheLossyHook:
         return {"drifts": drifts, "noise": [tensors(random, 40, 24) for _ in range(2)]}
 
     def probe(the_bug, make_hook, drifts, noise):
-        """The line that is named, and per parameter what holds of all that was sent in 40 steps."""
         hook, sent = make_hook(0.25), [[], []]
         for step in range(40):
             for number, drift in enumerate(drifts):
@@ -91,8 +69,7 @@ class FindTheLossyHook:
         yield "the line", "the faulty line", the_bug()
         for number, drift in enumerate(drifts):
             owed = sum(drift + 0.1 * each for each in noise[number])
-            for case, value in kept_promises(f"parameter {number}", torch.stack(sent[number]), owed, drift).items():
-                yield "mended", case, value
+            yield from kept_promises(f"parameter {number}", torch.stack(sent[number]), owed, drift)
 
 
 def kept_promises(about, steps, owed, drift):
@@ -101,24 +78,13 @@ def kept_promises(about, steps, owed, drift):
     never = (arrived == 0) & (owed.abs() > 4)
     more = int((arrived.abs() > 1.5 * owed.abs() + 4).sum())
     late = (owed - arrived).abs().max().item() / max(1.0, drift.abs().max().item())
-    return {
-        f"{about}, values sent in a step, when 6 of 24 are a quarter": max(6, most),
-        f"{about}, places at which more was sent than there was": more,
-        f"{about}, negative places that were never sent, however much is owed": int((never & (owed < 0)).sum()),
-        f"{about}, positive places that were never sent, however much is owed": int((never & (owed > 0)).sum()),
-        f"{about}, steps that some place is behind after 40, if more than 12": round(late) if late >= 12 else 0,
-    }
-
-
-def first_step(losses, target):
-    """The first step, counted from 1, after which the loss has reached the target."""
-    return next((step for step, loss in enumerate(losses, 1) if loss <= target), None)
-
-
-def seconds_to(way, target, compute_s, bits):
-    """Seconds until a way has reached the target; infinity if never."""
-    steps = first_step(way["losses"], target)
-    return float("inf") if steps is None else steps * (compute_s + 8 * way["bytes"] / bits)
+    for sign, places in (("negative", owed < 0), ("positive", owed > 0)):
+        silent = f"{about}, {sign} places that were never sent, however much is owed"
+        yield "mended", silent, int((never & places).sum())
+    yield "mended", f"{about}, values sent in a step, when 6 of 24 are a quarter", max(6, most)
+    yield "mended", f"{about}, places at which more was sent than there was", more
+    behind = f"{about}, steps that some place is behind after 40, if more than 12"
+    yield "mended", behind, round(late) if late >= 12 else 0
 
 
 @task("14.4", ("winner", "break_even"), {"winner": 1, "break-even": 1})
@@ -136,24 +102,10 @@ class Winner:
         return {"ways": ways, "target": 2.6, "compute_s": random.uniform(0.02, 0.05), "links": links}
 
     def probe(winner, break_even, ways, target, compute_s, links):
-        """How the named way does on each link, and the link (to six digits) at which two ways are level."""
         for link in links:
-            named = winner({name: dict(way) for name, way in ways.items()}, target, compute_s, link)
-            times = {name: seconds_to(way, target, compute_s, link) for name, way in ways.items()}
             about = f"on {link / 1e6:g} Mbit/s, by the time to a loss of {target:g}, not by steps or bytes alone"
-            yield "winner", about, how_it_does(named, times)
+            yield "winner", about, winner({name: dict(way) for name, way in ways.items()}, target, compute_s, link)
         for name in ("local SGD", "top 1 %"):
             level = break_even(dict(ways["every step"]), dict(ways[name]), target, compute_s)
             case = f"every step and {name}, in bit/s"
             yield "break-even", case, float(f"{level:.6g}") if type(level) in (int, float) else level
-
-
-def how_it_does(named, times):
-    """In words: the first, or how much later."""
-    if not isinstance(named, str) or named not in times:
-        return f"{str(named)[:40]!r} is none of {', '.join(times)}"
-    if times[named] <= min(times.values()) * 1.000001:
-        return "the first to get there"
-    if times[named] == float("inf"):
-        return f'"{named}" never reaches that loss'
-    return f'"{named}" needs {times[named]:.3g} s; another one needs {min(times.values()):.3g} s'

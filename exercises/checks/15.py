@@ -1,6 +1,6 @@
 """Exercise 15: what the capstone's runs wrote, and what explains the gap between prediction and measurement."""
 
-from ddp_course.grading.checks import require, task
+from ddp_course.grading.checks import require, several, task
 
 HOLDS = {"wrap": str, "world_size": int, "resumed": int, "steps": int, "parameters": int, "loss": float}
 
@@ -22,7 +22,6 @@ class WhatTheRunsWrote:
     draw = nothing
 
     def probe(what_the_runs_wrote):
-        """What three runs must have in common, as yes and no."""
         runs = what_the_runs_wrote()
         for name in ("ddp", "fully_shard", "killed"):
             run = runs.get(name) if isinstance(runs, dict) else None
@@ -30,20 +29,15 @@ class WhatTheRunsWrote:
             odd = [key for key, kind in HOLDS.items() if not isinstance(run.get(key), kind)]
             require(not odd, f'"{name}": run.json has another "{odd[:1]}"')
         ddp, sharded, killed = (runs[name] for name in ("ddp", "fully_shard", "killed"))
-        jobs = [{key: run[key] for key in ("world_size", "steps", "parameters")} for run in (ddp, sharded, killed)]
-        return {
-            "the same training": {
-                "the wraps": [ddp["wrap"], sharded["wrap"]],
-                "two ranks or more": ddp["world_size"] > 1,
-                "DDP and fully_shard train the same model, as long, on as many ranks": jobs[0] == jobs[1],
-                "DDP and fully_shard end with the same loss": close(ddp, sharded),
-            },
-            "after a kill": {
-                "it went on from a checkpoint": 0 < killed["resumed"] < killed["steps"],
-                "it trains the same model, as long, on as many ranks": jobs[0] == jobs[2],
-                "it ends with the loss of the run that was not killed": close(ddp, killed),
-            },
-        }
+        jobs = [[run[key] for key in ("world_size", "steps", "parameters")] for run in (ddp, sharded, killed)]
+        alike, after = "DDP and fully_shard", "after a kill"
+        yield "the same training", "the wraps", [ddp["wrap"], sharded["wrap"]]
+        yield "the same training", "two ranks or more", ddp["world_size"] > 1
+        yield "the same training", f"{alike} train the same model, as long, on as many ranks", jobs[0] == jobs[1]
+        yield "the same training", f"{alike} end with the same loss", close(ddp, sharded)
+        yield after, "it went on from a checkpoint", 0 < killed["resumed"] < killed["steps"]
+        yield after, "it trains the same model, as long, on as many ranks", jobs[0] == jobs[2]
+        yield after, "it ends with the loss of the run that was not killed", close(ddp, killed)
 
 
 @task("15.2", "explained", {"predicted": 1, "explained": 1})
@@ -53,20 +47,13 @@ class Explained:
     draw = nothing
 
     def probe(explained):
-        """Whether the numbers are seconds, and whether the causes add up to the gap."""
-        answer = explained()
-        triple = isinstance(answer, tuple) and len(answer) == 3 and isinstance(answer[2], dict)
-        require(triple, "three were expected: predicted seconds, measured seconds, a dict of causes")
-        predicted, measured, causes = answer
+        three = "three were expected: predicted seconds, measured seconds, a dict of causes"
+        predicted, measured, causes = several(explained(), 3, three)
+        require(isinstance(causes, dict), three)
         numbers = all(type(value) in (int, float) for value in (predicted, measured, *causes.values()))
         require(numbers and predicted > 0 and measured > 0, "seconds are numbers, and a step takes more than 0")
-        return {
-            "predicted": {
-                "a step takes less than a minute": predicted < 60 > measured,
-                "the prediction is another number than the measurement": predicted != measured,
-            },
-            "explained": {
-                "the causes add up to the gap": abs(measured - predicted - sum(causes.values())) <= measured / 10,
-                "each cause has four words or more": all(len(str(cause).split()) >= 4 for cause in causes),
-            },
-        }
+        gap = measured - predicted - sum(causes.values())
+        yield "predicted", "a step takes less than a minute", predicted < 60 > measured
+        yield "predicted", "the prediction is another number than the measurement", predicted != measured
+        yield "explained", "the causes add up to the gap", abs(gap) <= measured / 10
+        yield "explained", "each cause has four words or more", all(len(str(cause).split()) >= 4 for cause in causes)

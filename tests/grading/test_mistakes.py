@@ -73,7 +73,7 @@ MISTAKES = {
     ),
     "a set for a list": (
         {"8.1": 'def gpipe(stage, stages, micro_batches):\n    return {("F", 0), ("B", 0)}'},
-        {"8.1": "never goes forward"},
+        {"8.1": "8 were expected"},
     ),
     "no return": (
         {"8.1": edited("8.1", ("return ", "steps = "))},
