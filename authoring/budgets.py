@@ -24,7 +24,7 @@ BUDGETS = {  # lines of Python in the folders and files that a pattern names
     "tests": 17_000,
 }
 NOT_YET = {  # what rooms have today that still have to shrink to the one above; the numbers only get smaller
-    "ddp_course": 19_562,
+    "ddp_course": 19_560,
     "ddp_course/stage6_ddp": 1_472,
     "ddp_course/stage7_sharded": 1_026,
     "ddp_course/stage8_pipeline.py": 575,
@@ -32,10 +32,9 @@ NOT_YET = {  # what rooms have today that still have to shrink to the one above;
     "ddp_course/running": 5_497,
     "ddp_course/measuring": 3_224,
     "ddp_course/showing": 1_501,
-    "ddp_course/grading": 2_345,
+    "ddp_course/grading": 2_343,
     "ddp_course/commands": 1_075,
-    "exercises/checks": 2_646,
-    "tests": 17_264,
+    "tests": 17_263,
 }
 
 
