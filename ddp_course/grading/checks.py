@@ -34,9 +34,9 @@ class Task:
     """One task. `names` are what its answer cell defines; `parts` are {property: its weight among the task's points}.
 
     `draw(random, hidden)` gives keyword arguments (harder cases if `hidden`). `probe(*answers, **inputs)` runs on each
-    of `ranks` ranks and yields (part, case, value); without it `draw` yields (part, case, arguments). Numbers may differ
-    by `bound` times the largest. `forbidden` are dotted names of functions that would be the answer; what is expected in
-    `secret` parts is not told; `hang` is said when ranks wait for ever, and an attempt may take so many `seconds`.
+    of `ranks` ranks and yields (part, case, value); without it `draw` yields (part, case, arguments). Numbers differ by
+    `bound` times the largest at most. `forbidden` are dotted names of functions that would be the answer. What is
+    expected in `secret` parts is not told; `hang` is said when ranks wait for ever; an attempt has so many `seconds`.
     """
 
     number: str
