@@ -11,7 +11,7 @@ from importlib import import_module
 
 from .errors import CourseError
 
-COMMANDS = {
+COMMANDS = {  # each module has add_options(parser) and run(args), which returns the exit code
     "lab": ("commands.lab", "lessons and exercises in JupyterLab"),
     "doctor": ("commands.doctor", "what this machine has, and what each lesson will use"),
     "compare": ("commands.compare", "train with every stage on the same batches and compare"),
@@ -34,7 +34,9 @@ def main(arguments: list[str] | None = None) -> int:
     for name, (module, help_text) in COMMANDS.items():
         command = subparsers.add_parser(name, help=help_text, description=help_text)
         if name == wanted:  # Only its module is loaded: the other commands' libraries take seconds.
-            import_module(f".{module}", __package__).add_options(command)
+            chosen = import_module(f".{module}", __package__)
+            command.set_defaults(run=chosen.run)
+            chosen.add_options(command)
     args = parser.parse_args(arguments)
     return exit_code(lambda: args.run(args))
 
@@ -49,7 +51,7 @@ def exit_code(command: Callable[[], int | None]) -> int:
     except BrokenPipeError:  # `ddp-course … | head`: whoever read has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python says nothing more about it at its end.
         return 128 + 13
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError) as error:
         print(f"ddp-course: {error}", file=sys.stderr)
         return 2
     except CourseError as error:

@@ -107,7 +107,7 @@ class CheckpointError(CourseError):
     """A checkpoint is missing, damaged, or does not fit the model it is loaded into."""
 
 
-class GradingError(CourseError):
+class GradingError(CourseError, ValueError):
     """A notebook cannot be graded: it is damaged, or not one of the course's exercises."""
 
 

@@ -5,7 +5,6 @@ from pathlib import Path
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Describe the options."""
     parser.add_argument("file", type=Path, metavar="FILE", help="a script that torchrun could start")
     parser.add_argument(
         "arguments",
@@ -13,7 +12,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="ARGUMENT",
         help="after --, for the script; FOLDER stands for a temporary folder",
     )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -5,7 +5,6 @@ From a cell: `!ddp-course check 4`. Save the notebook first: what counts is the 
 
 import argparse
 import secrets
-import sys
 import time
 from pathlib import Path
 
@@ -13,39 +12,35 @@ from ..errors import GradingError
 from ..grading import report
 from ..grading.checking import SO_FAR
 from ..grading.grader import exercises_folder, grade
-from ..grading.results import Result, TaskResult
+from ..grading.results import TaskResult
 from ..grading.submissions import Submission, load_exercises
 
 FOLDERS = (".", "work/exercises", "work", "exercises", "../exercises")  # where a notebook is looked for
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Describe the options."""
     parser.add_argument("exercise", type=int, metavar="N", help="the number of the exercise")
     parser.add_argument("--notebook", type=Path, help="your notebook, if it is not exercises/NN_….ipynb")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds it may take (default 120)")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command itself: 0 if all points were earned, 1 if not, 2 if it could not be checked."""
-    seed = secrets.randbelow(100_000)
-    try:
-        exercises = load_exercises(exercises_folder())
-        if args.exercise not in exercises:
-            raise GradingError(f"there is no exercise {args.exercise}; choose one of 1 to {max(exercises)}")
-        path = args.notebook or own_notebook(args.exercise)
-        if not path.is_file():
-            raise GradingError(f'"{path}" is not there')
-        saved = time.strftime("%H:%M:%S on %d %B", time.localtime(path.stat().st_mtime))
-        print(f"{path}, saved {saved}: its cells run first, then task by task", flush=True)
-        (result,) = grade([Submission("you", path)], exercises, seed, timeout=args.timeout, task_done=show)
-        if result.exercise not in (None, args.exercise):
-            raise GradingError(f'"{path}" is exercise {result.exercise}, not {args.exercise}')
-    except (GradingError, OSError) as error:
-        print(f"ddp-course: {error}", file=sys.stderr)
-        return 2
-    print(total(result, seed))
+    """The command itself: 0 if all points were earned, 1 if not."""
+    seed, exercises = secrets.randbelow(100_000), load_exercises(exercises_folder())
+    if args.exercise not in exercises:
+        raise GradingError(f"there is no exercise {args.exercise}; choose one of 1 to {max(exercises)}")
+    path = args.notebook or own_notebook(args.exercise)
+    if not path.is_file():
+        raise GradingError(f'"{path}" is not there')
+    saved = time.strftime("%H:%M:%S on %d %B", time.localtime(path.stat().st_mtime))
+    print(f"{path}, saved {saved}: its cells run first, then task by task", flush=True)
+    (result,) = grade([Submission("you", path)], exercises, seed, timeout=args.timeout, task_done=show)
+    if result.exercise not in (None, args.exercise):
+        raise GradingError(f'"{path}" is exercise {result.exercise}, not {args.exercise}')
+    if result.message:
+        print(report.clean(result.message))
+    again = "" if result.passed or result.message else f"; the same inputs again in a cell: check(…, seed={seed})"
+    print(f"{result.points:g} of {result.possible:g} points{again}")
     return 0 if result.passed else 1
 
 
@@ -63,10 +58,3 @@ def show(task: TaskResult) -> None:
     holds = [part["name"] for part in task.parts if part["points"] and task.points < task.possible]
     so_far = f" ({SO_FAR}{', '.join(holds)})" if holds else ""
     print(f"{task.id}  {'correct' if task.points == task.possible else report.clean(task.message)}{so_far}", flush=True)
-
-
-def total(result: Result, seed: int) -> str:
-    """The sum, what is wrong with the file, and how to have the same inputs again."""
-    lines = [report.clean(result.message)] if result.message else []
-    again = "" if result.passed or result.message else f"; the same inputs again in a cell: check(…, seed={seed})"
-    return "\n".join([*lines, f"{result.points:g} of {result.possible:g} points{again}"])

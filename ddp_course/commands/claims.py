@@ -8,8 +8,7 @@ from ..measuring import claims
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Describe the options."""
-    parser.set_defaults(run=run)
+    """There are none."""
 
 
 def run(args: argparse.Namespace) -> int:

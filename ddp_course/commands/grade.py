@@ -22,7 +22,6 @@ from ..running.linux import usable_cores
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Describe the options."""
     parser.add_argument("paths", nargs="+", metavar="PATH", help="a notebook, or a folder of submissions")
     parser.add_argument("--csv", metavar="FILE", help="write one line a task")
     parser.add_argument("--html", metavar="DIR", help="write a page for each learner, and index.html")
@@ -36,34 +35,28 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hidden", action="store_true", help="draw more and harder inputs than the learner's checks")
     parser.add_argument("--seed", type=int, help="draw the inputs of an earlier grading again: the same messages too")
     parser.add_argument("--exercises", type=Path, default=exercises_folder(), help=argparse.SUPPRESS)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """The command itself: 0 if all pass, 1 if some do not, 2 if the grader could not do its work."""
-    try:
-        check_options(args)
-        skipped: list[Path] = []
-        exercises, submissions = load_exercises(args.exercises), find_submissions(args.paths, skipped)
-        roster = gradebooks.read_roster(args.roster) if args.roster else gradebooks.Roster()
-        seed = secrets.randbelow(100_000) if args.seed is None else args.seed
-        report.check_writable(args)
-        earlier = earlier_results(args.json) if args.resume else []
-        done = {(result.learner, file) for result in earlier for file in result.files or [""]}
-        waiting = [work for work in submissions if (work.learner, work.file) not in done]
-        os.environ[HIDDEN] = json.dumps([os.path.realpath(work.path) for work in submissions if work.path])
-        if skipped:
-            names = ", ".join(report.clean(path.name) for path in skipped)
-            print(f"no notebooks, so skipped: {names}", file=sys.stderr)
-        print(f"grading {len(waiting)} submissions with inputs of seed {seed}", file=sys.stderr)
-        results, whole = grade_and_write(waiting, earlier, exercises, seed, roster, args)
-    except (GradingError, OSError) as error:
-        print(f"ddp-course: {error}", file=sys.stderr)
-        return 2
+    """The command itself: 0 if all pass, 1 if some do not."""
+    check_options(args)
+    skipped: list[Path] = []
+    exercises, submissions = load_exercises(args.exercises), find_submissions(args.paths, skipped)
+    roster = gradebooks.read_roster(args.roster) if args.roster else gradebooks.Roster()
+    seed = secrets.randbelow(100_000) if args.seed is None else args.seed
+    report.check_writable(args)
+    earlier = earlier_results(args.json) if args.resume else []
+    done = {(result.learner, file) for result in earlier for file in result.files or [""]}
+    waiting = [work for work in submissions if (work.learner, work.file) not in done]
+    os.environ[HIDDEN] = json.dumps([os.path.realpath(work.path) for work in submissions if work.path])
+    if skipped:
+        names = ", ".join(report.clean(path.name) for path in skipped)
+        print(f"no notebooks, so skipped: {names}", file=sys.stderr)
+    print(f"grading {len(waiting)} submissions with inputs of seed {seed}", file=sys.stderr)
+    results, whole = grade_and_write(waiting, earlier, exercises, seed, roster, args)
     if not whole:
         again = "; --resume goes on" if args.json else ""
-        print(f"ddp-course: interrupted after {len(results)} of {len(submissions)} submissions{again}", file=sys.stderr)
-        return 2
+        raise GradingError(f"interrupted after {len(results)} of {len(submissions)} submissions{again}")
     return 0 if all(result.passed for result in best_of(results)) else 1
 
 
@@ -96,15 +89,17 @@ def grade_and_write(
     args: argparse.Namespace,
 ) -> tuple[list[Result], bool]:
     """Grade all, writing the reports after each; return all results, and whether there are all: Ctrl-C keeps some."""
-    places, done, lock = {id(work): place for place, work in enumerate(submissions)}, {}, threading.Lock()
+    done, lock = {}, threading.Lock()
 
     def so_far() -> list[Result]:
-        return [*earlier, *(done[place] for place in sorted(done))]
+        return [*earlier, *(done[id(work)] for work in submissions if id(work) in done)]
 
     def note(submission: Submission, result: Result) -> None:
-        show_progress(result)
+        exercise = "?" if result.exercise is None else result.exercise
+        name = report.clean(result.learner)
+        print(f"{name}: exercise {exercise}, {result.points:g} of {result.possible:g}", file=sys.stderr)
         with lock:
-            done[places[id(submission)]] = result
+            done[id(submission)] = result
             report.write_files(best_of(so_far()), args, seed)
 
     with suppress(KeyboardInterrupt):
@@ -127,10 +122,3 @@ def write_grades(results: Sequence[Result], roster: gradebooks.Roster, args: arg
             replace_file(path, content.encode())
     elif args.format:
         replace_file(Path(args.grades), gradebooks.WHOLE_CLASS[args.format](results, roster).encode())
-
-
-def show_progress(result: Result) -> None:
-    """One line a submission on standard error, as it is done."""
-    exercise = "?" if result.exercise is None else result.exercise
-    line = f"{report.clean(result.learner)}: exercise {exercise}, {result.points:g} of {result.possible:g}"
-    print(line, file=sys.stderr)

@@ -29,11 +29,9 @@ SETTINGS = {
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Describe the options."""
     parser.add_argument("folder", type=Path, metavar="DIR", nargs="?", help="where your copies are, or shall be")
     parser.add_argument("--no-open", action="store_true", help="copy only")
     parser.add_argument("options", nargs="*", metavar="OPTION", help="after --, for JupyterLab: -- --no-browser")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

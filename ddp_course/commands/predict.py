@@ -16,11 +16,9 @@ COLUMN = "predicted iteration time (ms)"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Describe the options."""
     parser.add_argument("what", nargs="?", choices=["all", "gpt"], default="all", help="gpt: the settings in --csv")
     parser.add_argument("--csv", type=Path, help=f"settings with the columns of {published.GPT}.csv")
     parser.add_argument("--out", help="folder of predictions.json, .md and .png (default: results); for gpt a file")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -14,7 +14,6 @@ from ..running import files, units
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Describe the options."""
     parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     parser.add_argument("--model", default="resnet50", choices=resnets.SHAPES, help="whose layers are simulated")
     parser.add_argument("--step-time", default="100ms", help="computing of a step on one device")
@@ -28,7 +27,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bucket-cap", type=float, default=25.0, help="in MiB")
     parser.add_argument("--interference", type=float, default=0.0, help="share of a device that a collective takes")
     parser.add_argument("--out", default="results", help="folder of simulate.png")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

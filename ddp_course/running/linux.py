@@ -1,6 +1,6 @@
 """Calls of the operating system that Python's own library lacks: how processes end, namespaces, a container's limits.
 
-It imports the standard library only, so that the preloaded server and other small processes can load it as well. The
+At its top it imports the standard library only, so that the preloaded server and other small processes can load it. The
 functions about processes do nothing on other systems; those about namespaces raise OSError there.
 Sources: prctl(2), namespaces(7), user_namespaces(7), netdevice(7), cgroups(7).
 """
@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWUSER = 0x00020000, 0x04000000, 0x10000000
-CLONE_NEWPID, CLONE_NEWNET = 0x20000000, 0x40000000
+CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWUSER, CLONE_NEWNET = 0x00020000, 0x04000000, 0x10000000, 0x40000000
 LARGE_PAGE, MADV_COLLAPSE = 2 << 20, 25
-MS_BIND, MS_REC, MS_PRIVATE, MNT_DETACH = 0x1000, 0x4000, 0x40000, 2
+MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
 SIOCSIFFLAGS, IFF_UP = 0x8914, 1
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
@@ -89,11 +88,6 @@ def mount(source: str | None, target: str, kind: str | None, flags: int) -> None
     check(libc().mount(*coded, ctypes.c_ulong(flags), None), f"mount {target}")
 
 
-def unmount(target: str) -> None:
-    """Detach what is mounted at `target`, even while it is in use."""
-    check(libc().umount2(target.encode(), MNT_DETACH), f"umount {target}")
-
-
 def raise_loopback() -> None:
     """Bring up the loopback of a new network namespace, which starts without one."""
     import fcntl  # Windows has none
@@ -147,15 +141,12 @@ def free_memory() -> int:
 
 def available_memory() -> int:
     """Bytes that the machine has free, or would free at once for a process that asks."""
-    lines = read(Path("/proc/meminfo")).splitlines()
-    available = next((line.split()[1] for line in lines if line.startswith("MemAvailable")), None)
-    if available:
-        return int(available) * 1024
-    if sys.platform == "linux":  # there is no /proc
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    import psutil  # Linux needs no library for this
+    import psutil  # most processes that load this module need it for nothing else
 
-    return psutil.virtual_memory().available
+    try:
+        return psutil.virtual_memory().available
+    except OSError:  # there is no /proc
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def cgroup_folders(controller: str) -> list[Path]:

@@ -1,7 +1,6 @@
 """The key-value store through which the ranks of a job find each other."""
 
 import socket
-import sys
 from datetime import timedelta
 from typing import Any
 
@@ -12,8 +11,6 @@ PATIENCE = timedelta(minutes=5)
 
 def serve_store(host: str, port: int = 0, patience: timedelta = PATIENCE) -> dist.TCPStore:
     """Serve a store at `port` (0: any free one) of `host`, an address of this machine, and on no other address."""
-    if sys.platform == "win32":  # a socket is no file there
-        return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=patience)
     return serve_store_on(socket.create_server((host, port), backlog=1024), patience)
 
 

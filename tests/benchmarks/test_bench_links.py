@@ -38,7 +38,7 @@ def test_figure_draws_every_point_and_formula():
 
 
 def test_modes_that_are_forbidden_are_left_out_and_named(monkeypatch, capsys):
-    monkeypatch.setattr(virtual_hosts, "allowed", lambda: {"reason": "not on this island", "latency": False})
+    monkeypatch.setattr(virtual_hosts, "forbidden_by", lambda: "not on this island")
     assert list(bench.usable_modes(["hosts", "wire"])) == ["wire"]
     assert "virtual hosts left out: not on this island" in capsys.readouterr().out
 

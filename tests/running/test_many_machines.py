@@ -81,8 +81,6 @@ def test_a_command_that_fails_on_a_host_is_reported():
         [*command, "sh", "-c", "hostname; exit {host}3"], capture_output=True, text=True, timeout=60
     )
     assert failed.returncode == 13 and sorted(failed.stdout.split()) == ["host0", "host1"]
-    own = subprocess.run([*command, "ls", "/proc"], capture_output=True, text=True, timeout=60).stdout
-    assert {word for word in own.split() if word.isdigit()} == {"1"}, "a host sees the processes of others"
     missing = subprocess.run([*command, "no-such-program"], capture_output=True, text=True, timeout=60)
     assert missing.returncode == 127 and "no-such-program: No such file" in missing.stderr
 

@@ -27,13 +27,13 @@ _parts: dict = {}  # {number of a launch: this host's part of it}
 
 
 def survey(head: str) -> dict:
-    """Who this host is, what it runs on, and its address on the network where `head` (an address) is."""
+    """Who this host is, what it runs on, and its card on the network where `head` (an address) is."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as towards:
         towards.connect((head, 9))  # sends nothing: it only chooses the way
         address = towards.getsockname()[0]
     cards = psutil.net_if_addrs().items()
     card = next((name for name, uses in cards if any(use.address == address for use in uses)), "")
-    return {"host": socket.gethostname(), "address": address, "card": card, **versions()}
+    return {"host": socket.gethostname(), "card": card, **versions()}
 
 
 def versions() -> dict:

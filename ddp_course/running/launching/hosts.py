@@ -12,7 +12,6 @@ import pickle
 import secrets
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import IO, Any
 
 from ...errors import LaunchError
@@ -37,7 +36,7 @@ def run_on_hosts(
     if link is not None:
         raise ValueError("between real hosts links are not emulated; launch without link, or without hosts")
     with connect() as client:
-        members = choose(hosts, survey_all(client, hosts))[:world_size]
+        members = members_of(client, hosts)[:world_size]
         request = {"world_size": world_size, "device": device, "timeout": timeout, "progress": progress}
         ranks = RanksOnHosts(client, members, request)
         return Launch(ranks, world_size, timeout, progress, show).run(payload).outcome()
@@ -48,34 +47,52 @@ def connect() -> Any:
     file = connection_folder() / "ipcontroller-client.json"
     if not file.is_file():
         raise LaunchError(f"no hosts have been brought together ({file} is missing); run: ddp-course hosts start")
-    try:
-        from ipyparallel import Client
-        from ipyparallel.error import TimeoutError as NoAnswer
-    except ImportError:
-        raise LaunchError('several hosts need the package ipyparallel; run: pip install "ddp-course[hosts]"') from None
+    from ipyparallel import Client  # only the extra ddp-course[hosts] has it, without which no host is started
+    from ipyparallel.error import TimeoutError as NoAnswer
+
     try:
         return Client(str(file), timeout=5)
     except (NoAnswer, OSError) as error:
         raise LaunchError(f"the controller of {file} does not answer; run: ddp-course hosts start\n{error}") from None
 
 
-def survey_all(client: Any, hosts: str | int | list) -> list:
-    """All engines that answer, sorted by the name of their host: engine ids only follow the order of joining.
+def members_of(client: Any, hosts: str | int | list) -> list:
+    """What the engines of the hosts that were asked for say of themselves, sorted by the names of their hosts.
 
-    Waits a moment while hosts are missing that were asked for, or that have answered before.
+    Waits a moment while some are missing. LaunchError if they stay away, or run other versions than this machine.
     """
+    expected, count = wanted(hosts)
     deadline = time.monotonic() + JOIN_SECONDS
-    expected = set(hosts) if isinstance(hosts, (list, tuple)) else hosts_before() if hosts == "all" else set()
     while True:
         replies = {number: client[number].apply_async(engine.survey, head_address()) for number in client.ids}
         answers = {number: survey_of(number, reply) for number, reply in replies.items()}
         members = [{"engine": number, **answer} for number, answer in answers.items() if answer]
         names = {member["host"] for member in members}
-        enough = expected <= names and len(members) >= (hosts if isinstance(hosts, int) else 1)
-        if enough or time.monotonic() > deadline:
-            replace_file(connection_folder() / HOSTS_BEFORE, json.dumps(sorted(names | hosts_before())).encode())
-            return sorted(members, key=lambda member: (member["host"], member["engine"]))
+        missing = sorted(expected - names) or [f"{count - len(members)} more"] * (len(members) < count)
+        if not missing or time.monotonic() > deadline:
+            break
         time.sleep(0.2)
+    replace_file(connection_folder() / HOSTS_BEFORE, json.dumps(sorted(names | hosts_before())).encode())
+    if missing:
+        here = f"here are {', '.join(sorted(names))}" if names else "none has joined"
+        without = f"; or launch without: hosts={sorted(names)}" if names and hosts == "all" else ""
+        raise LaunchError(f"missing: {', '.join(missing)}; {here}. On each host: ddp-course hosts join FILE{without}")
+    members.sort(key=lambda member: (member["host"], member["engine"]))  # engine ids follow the order of joining
+    chosen = members[:count] if isinstance(hosts, int) else [m for m in members if m["host"] in (expected or names)]
+    for member in chosen:
+        for name, value in engine.versions().items():
+            if member[name] != value:
+                raise LaunchError(f"{member['host']} has {name} {member[name]}, this machine {value}; install the same")
+    return chosen
+
+
+def wanted(hosts: str | int | list) -> tuple[set, int]:
+    """The names of the hosts that must take part, and how many it must be; "all" are those that have ever answered."""
+    if isinstance(hosts, int):
+        return set(), max(hosts, 1)
+    if hosts != "all" and not isinstance(hosts, (list, tuple)):
+        raise ValueError(f'hosts is {hosts!r}; choose "all", a number of hosts, or a list of their names')
+    return hosts_before() if hosts == "all" else set(hosts), 1
 
 
 def hosts_before() -> set:
@@ -99,31 +116,6 @@ def head_address() -> str:
     settings = json.loads((connection_folder() / "ipcontroller-engine.json").read_text())
     listening = settings["interface"].rpartition("/")[2]
     return settings["location"] if listening in ("*", "0.0.0.0") else listening
-
-
-def choose(hosts: str | int | list, members: list) -> list:
-    """The members that were asked for; LaunchError if some are missing, or run other versions than this machine."""
-    names = [member["host"] for member in members]
-    if not isinstance(hosts, (int, list, tuple)) and hosts != "all":
-        raise ValueError(f'hosts is {hosts!r}; choose "all", a number of hosts, or a list of their names')
-    if isinstance(hosts, int):
-        short = max(hosts, 1) - len(members)
-        missing, chosen = [f"{short} more"] * (short > 0), members[:hosts]
-    elif isinstance(hosts, str):
-        missing, chosen = sorted(hosts_before() - set(names)) or ["1 more"] * (not members), members
-    else:
-        missing = [name for name in hosts if name not in names]
-        chosen = [member for member in members if member["host"] in hosts]
-    if missing:
-        here = f"here are {', '.join(names)}" if names else "none has joined"
-        without = f"; or launch without: hosts={names}" if names and hosts == "all" else ""
-        raise LaunchError(f"missing: {', '.join(missing)}; {here}. On each host: ddp-course hosts join FILE{without}")
-    ours = engine.versions()
-    for member in chosen:
-        for name, value in ours.items():
-            if member[name] != value:
-                raise LaunchError(f"{member['host']} has {name} {member[name]}, this machine {value}; install the same")
-    return chosen
 
 
 class RanksOnHosts(Ranks):
@@ -239,7 +231,9 @@ class RanksOnHosts(Ranks):
         statuses, calls = {}, {}
         for late, (states, made) in self.answers("look", pids):
             statuses |= states
-            calls |= {rank: [replace(call, begin=call.begin + late) for call in last] for rank, last in made.items()}
+            calls |= made
+            for call in (call for last in made.values() for call in last):
+                call.begin += late
         return statuses, calls
 
     def answers(self, method: str, pids: dict) -> Iterator[tuple]:

@@ -7,14 +7,14 @@ master_address          where the agent's rendezvous store can be reached from t
 enter(rank)             in a rank, before it makes any socket
 """
 
-from pathlib import Path
+from typing import Any
 
 from ...errors import LinkError
 from .. import virtual_hosts, wire
-from ..launching.setting import start_method
+from ..launching.setting import LOOPBACK, start_method
 from .throttle import Switch, Throttle
 
-SPAWNED = "ranks are not forked here, and a process that runs already cannot enter them"
+USE_WIRE = 'use mode="wire"'
 
 
 class VirtualHosts:
@@ -23,15 +23,13 @@ class VirtualHosts:
     name, title, carries_torch = "hosts", "virtual hosts", True
     master_address = virtual_hosts.SWITCH_ADDRESS
 
-    def __init__(self, hosts: list[int], bits_per_second: float, latency: float, folder: Path | None = None):
+    def __init__(self, hosts: list[int], bits_per_second: float, latency: float, folder: Any = None):
         self.hosts = hosts
-        if folder is not None:
-            raise LinkError(f'virtual hosts cannot be had here: {SPAWNED}; use mode="wire"')
         try:
-            self.namespaces = virtual_hosts.build(max(hosts) + 1, bits_per_second, latency)
+            self.namespaces = virtual_hosts.build(max(hosts) + 1, bits_per_second)
         except Exception as error:
             reason = virtual_hosts.explain(error)
-            raise LinkError(f'virtual hosts could not be built: {reason}; use mode="{ThrottledWire.name}"') from error
+            raise LinkError(f"virtual hosts could not be built: {reason}; {USE_WIRE}") from error
 
     def enter(self, rank: int) -> None:
         """Move this rank to its host."""
@@ -41,24 +39,19 @@ class VirtualHosts:
     def obstacle(latency: float) -> str | None:
         """What stands in the way of virtual hosts with this latency."""
         if start_method() == "spawn":
-            return SPAWNED
-        hosts = virtual_hosts.allowed()
-        without_netem = "this kernel has no netem; the wire has latency"
-        return hosts["reason"] or (without_netem if latency and not hosts["latency"] else None)
+            return "ranks are not forked here, and a process that runs already cannot enter them"
+        return virtual_hosts.forbidden_by() or ("they have no latency; the wire has" if latency else None)
 
 
-class ThrottledWire:
+class ThrottledWire(Switch):
     """Our own sends and receives wait as long as the link would need; torch's own collectives do not."""
 
     name, title, carries_torch = "wire", "throttled wire", False
-    master_address = "127.0.0.1"
-
-    def __init__(self, hosts: list[int], bits_per_second: float, latency: float, folder: Path | None = None):
-        self.switch = Switch(hosts, bits_per_second, latency, folder)
+    master_address = LOOPBACK
 
     def enter(self, rank: int) -> None:
         """Put the throttle on this rank's wire."""
-        wire.card = wire.Card(Throttle(self.switch, rank))
+        wire.card = wire.Card(Throttle(self, rank))
 
     @staticmethod
     def obstacle(latency: float) -> str | None:
@@ -78,10 +71,9 @@ def choose(name: str, latency: float) -> Mode:
         obstacle = mode.obstacle(latency)
         if obstacle is None:
             return mode
-    raise LinkError(f'{mode.title} cannot be had here: {obstacle}; use mode="{ThrottledWire.name}"')
+    raise LinkError(f"{mode.title} cannot be had here: {obstacle}; {USE_WIRE}")
 
 
-def available() -> dict:
+def available() -> dict[str, str | None]:
     """For each way of emulating links: None where this machine allows it, or one line about why not."""
-    allowed = {name: mode.obstacle(0.0) for name, mode in MODES.items()}
-    return {"hosts": allowed["hosts"], "hosts with latency": VirtualHosts.obstacle(1e-3), **allowed}
+    return {name: mode.obstacle(0.0) for name, mode in MODES.items()}

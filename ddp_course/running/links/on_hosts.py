@@ -9,12 +9,11 @@ This program must stay without threads, so it imports neither torch nor numpy.
 """
 
 import argparse
-import contextlib
 import os
-import signal
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+
+import psutil
 
 from .. import linux, units, virtual_hosts
 
@@ -24,7 +23,7 @@ def start(
     number: int,
     command: list[str],
     environment: Mapping[str, str] | None = None,
-    output: Any = None,
+    output: int | None = None,
 ) -> int:
     """Start `command` (a list of words) on host `number` of those that `virtual_hosts.build` returned.
 
@@ -43,32 +42,18 @@ def start(
             os.dup2(output, 2)
         os.environ.update(environment or {})
         os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
-        become([word.replace("{host}", str(number)) for word in command])
+        os.execvp(command[0], [word.replace("{host}", str(number)) for word in command])
     except OSError as error:
         print(f"host{number}: {command[0]}: {error.strerror}", file=sys.stderr)
     finally:
         os._exit(127)
 
 
-def become(command: list[str]) -> Any:
-    """Run `command` as the first process of a process namespace: when it ends, all that it started ends with it.
-
-    It sees its own processes under /proc (their numbers differ from the machine's), unless mounting is forbidden.
-    """
-    linux.unshare(linux.CLONE_NEWPID | linux.CLONE_NEWNS)
-    first = os.fork()
-    if first == 0:
-        linux.die_with_parent()
-        with contextlib.suppress(OSError):
-            linux.mount(None, "/", None, linux.MS_REC | linux.MS_PRIVATE)
-            linux.mount("proc", "/proc", "proc", 0)
-        os.execvp(command[0], command)
-    os._exit(os.waitstatus_to_exitcode(os.waitpid(first, 0)[1]) % 256)
-
-
 def stop(child: int) -> None:
     """Kill what `start` started, with all that it started in turn, as if its host had lost power."""
-    os.kill(child, signal.SIGKILL)
+    first = psutil.Process(child)
+    for process in [first, *first.children(recursive=True)]:
+        process.kill()
     os.waitpid(child, 0)
 
 
@@ -79,12 +64,10 @@ def main() -> int:
     )
     parser.add_argument("--hosts", type=int, default=2, metavar="N", help="how many hosts (default 2)")
     parser.add_argument("--bandwidth", default="1Gbit", help="of every host's cable, each way (default 1Gbit)")
-    parser.add_argument("--latency", default="0ms", help="one-way delay, where the kernel can do that")
     parser.add_argument("command", nargs="+", help="what to run on each host, after --")
     options = parser.parse_args()
     try:
-        bandwidth, latency = units.bits_per_second(options.bandwidth), units.seconds(options.latency)
-        hosts = virtual_hosts.build(options.hosts, bandwidth, latency)
+        hosts = virtual_hosts.build(options.hosts, units.bits_per_second(options.bandwidth))
     except Exception as error:  # whatever forbids it, the reason is for a person to read
         print(f"virtual hosts cannot be had here: {virtual_hosts.explain(error)}", file=sys.stderr)
         return 2

@@ -57,7 +57,7 @@ class Switch:
         self.slots = memory[links:].reshape(ranks, ranks, CHANNELS, DEPTH, 3)
 
     def __reduce__(self):
-        return Switch, (self.hosts, 8 / self.seconds_per_byte, self.latency, self.folder)
+        return type(self), (self.hosts, 8 / self.seconds_per_byte, self.latency, self.folder)
 
     def book(self, sender: int, receiver: int, nbytes: int, ready: float) -> tuple[float, float]:
         """Take the time of one message, both sides `ready` for it, from both links: when it departs and arrives."""

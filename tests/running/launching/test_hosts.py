@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from ddp_course.commands.hosts import start_engines
 from ddp_course.errors import LaunchError
 from ddp_course.running.launching import hosts as hosts_of
 from ddp_course.running.links import available
@@ -308,9 +307,3 @@ def test_a_machine_with_the_key_of_another_controller_is_not_let_in(tmp_path):
     assert ended.returncode == 1
     assert ended.stderr.count("\n") == 1 and "did not let this machine in" in ended.stderr
     assert not list((tmp_path / "hosts").glob("*.json")), "no key is left behind"
-
-
-def test_slurm_wants_an_allocation(monkeypatch, tmp_path):
-    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    with pytest.raises(LaunchError, match=r"works inside an allocation; get one with: salloc"):
-        start_engines(tmp_path / "engines.json", [], slurm=True)

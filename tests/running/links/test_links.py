@@ -83,9 +83,9 @@ def test_known_links_in_slow_motion():
 
 
 def test_automatic_mode_takes_the_wire_where_hosts_are_forbidden(monkeypatch):
-    monkeypatch.setattr(virtual_hosts, "allowed", lambda: {"reason": "AppArmor says no", "latency": False})
+    monkeypatch.setattr(virtual_hosts, "forbidden_by", lambda: "AppArmor says no")
     assert Link().mode == "wire" and "throttled wire" in str(Link())
-    assert links.available() == {"hosts": "AppArmor says no", "hosts with latency": "AppArmor says no", "wire": None}
+    assert links.available() == {"hosts": "AppArmor says no", "wire": None}
     with pytest.raises(LinkError, match=r"AppArmor says no.*wire"):
         Link(mode="hosts")
 
@@ -99,13 +99,13 @@ def test_an_attempt_that_fails_takes_the_wire(program, why, monkeypatch, tmp_pat
         (tmp_path / "python").chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setattr(virtual_hosts, "ATTEMPT_SECONDS", 3)
-    assert re.search(rf"the attempt to build them failed \(.*{why}", virtual_hosts.allowed.__wrapped__()["reason"])
+    assert re.search(rf"the attempt to build them failed \(.*{why}", virtual_hosts.forbidden_by.__wrapped__())
 
 
-def test_latency_without_netem_takes_the_wire(monkeypatch):
-    monkeypatch.setattr(virtual_hosts, "allowed", lambda: {"reason": None, "latency": False})
+def test_latency_takes_the_wire(monkeypatch):
+    monkeypatch.setattr(virtual_hosts, "forbidden_by", lambda: None)
     assert Link().mode == "hosts" and Link(latency="5ms").mode == "wire"
-    with pytest.raises(LinkError, match="netem"):
+    with pytest.raises(LinkError, match="they have no latency; the wire has"):
         Link(latency="5ms", mode="hosts")
 
 
