@@ -222,7 +222,7 @@ print("our three levels, the stage and torch's own: the losses of plain DDP on e
 
 # %% [markdown]
 r"""
-What the course's stage 7 adds to these 60 lines: blocks of many parameters, several dtypes, frozen and unused parameters,
+What the course's stage 7 adds to these 60 lines: blocks of many parameters, shared, frozen and unused parameters,
 clipping, checkpoints that fit any number of ranks, and refusals in plain words. Here is what it does before a block
 computes, to be compared with `compute` and `fetch` above:
 """

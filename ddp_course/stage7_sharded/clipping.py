@@ -25,60 +25,45 @@ LINEAR = {  # the training loop, or torch, may do this to a gradient before the 
 class Part(torch.Tensor):
     """A gradient of which other ranks have other parts: an ordinary tensor for all that works element by element.
 
-    What is computed from it is a `Part` again; `part.as_subclass(torch.Tensor)` is the same memory without the rule.
+    `gradient.as_subclass(Part)` is one, on the same memory, and so is what is computed from it.
     """
 
-    @classmethod
-    def mark(cls, gradient, world_size):
-        """The same memory as a `Part`; with one rank there is nothing to guard."""
-        return gradient.as_subclass(cls) if world_size > 1 else gradient
+    allowed: set[str] | None = None  # These functions alone are allowed; None stands for all of single elements.
+    refusal = (
+        "looks at more than single elements; this rank has a part of the gradient only, so each rank would get another "
+        "number. To clip, call clip_grad_norm_ of FullyShardedDataParallel, ShardedOptimizer, Pipeline or "
+        "stage9_tensor instead; optimizers must work element by element, as SGD, Adam and AdamW do; to look at the "
+        "part, take gradient.as_subclass(torch.Tensor)"
+    )
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
-        cls.check(function, name := getattr(function, "__name__", ""))
+        name = getattr(function, "__name__", "")
+        if function in MIXING if cls.allowed is None else name not in cls.allowed:
+            raise RuntimeError(f"{name} {cls.refusal}")
         with as_plain_tensors():
             result = function(*args, **(kwargs or {}))
             shapes = {each.shape for each in tree_leaves((args, kwargs)) if isinstance(each, Part)}
             made = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
             mixed = any(each.shape not in shapes for each in made)
         if mixed and name not in REARRANGING:
-            raise RuntimeError(f"{name} looks at more than single elements; {REFUSAL}")
+            raise RuntimeError(f"{name} {cls.refusal}")
         return tree_map_only(
             torch.Tensor, lambda each: each if isinstance(each, Part) else each.as_subclass(cls), result
         )
 
-    @classmethod
-    def check(cls, function, name):
-        """Raise RuntimeError if the function mixes elements without a change of the shape."""
-        if function in MIXING:
-            raise RuntimeError(f"{name} looks at more than single elements; {REFUSAL}")
-
     def __reduce_ex__(self, protocol):
         return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
-
-    def __deepcopy__(self, memo):
-        return self.as_subclass(torch.Tensor).clone().as_subclass(type(self))
-
-
-REFUSAL = (
-    "this rank has a part of the gradient only, so each rank would get another number. To clip, call clip_grad_norm_ "
-    "of FullyShardedDataParallel, ShardedOptimizer, Pipeline or stage9_tensor instead; optimizers must work element by "
-    "element, as SGD, Adam and AdamW do; to look at the part, take gradient.as_subclass(torch.Tensor)"
-)
 
 
 class OwnGradient(Part):
     """A gradient before the average: whole, but of this rank's samples. Only what is linear may come before the sum."""
 
-    @classmethod
-    def check(cls, function, name):
-        """Raise RuntimeError unless the function is linear."""
-        if name not in LINEAR:
-            raise RuntimeError(
-                f"{name} would come before the gradients are averaged, on every rank for itself. To clip, call "
-                "clip_grad_norm_(max_norm) of ShardedOptimizer; for all else take FullyShardedDataParallel, or stage 6 "
-                "and an ordinary optimizer, where gradients are averages after backward()"
-            )
+    allowed = LINEAR
+    refusal = (
+        "would come before the gradients are averaged, on every rank for itself. To clip, call clip_grad_norm_ of "
+        "ShardedOptimizer; for all else take FullyShardedDataParallel, or stage 6 and an ordinary optimizer"
+    )
 
 
 @torch.no_grad()
@@ -91,7 +76,8 @@ def clip_grad_norm_(parameters, max_norm, norm_type=2.0, group=None, device=None
     if not norm_type > 0:
         raise ValueError(f"norm_type is {norm_type}; it must be a positive number, or infinity")
     gradients = [p.grad.as_subclass(torch.Tensor) for p in parameters if p.grad is not None and p.grad.numel()]
-    norms = [torch.linalg.vector_norm(gradient, norm_type, dtype=wide(gradient)) for gradient in gradients]
+    wide = [torch.promote_types(gradient.dtype, torch.float64) for gradient in gradients]
+    norms = [torch.linalg.vector_norm(g, norm_type, dtype=dtype) for g, dtype in zip(gradients, wide, strict=True)]
     of_ranks = torch.zeros(dist.get_world_size(group), dtype=torch.float64, device=device)
     if norms:
         of_ranks[dist.get_rank(group)] = torch.linalg.vector_norm(torch.stack(norms).abs(), norm_type)
@@ -100,8 +86,3 @@ def clip_grad_norm_(parameters, max_norm, norm_type=2.0, group=None, device=None
     for gradient in gradients:
         gradient.mul_(scale.to(gradient.device))
     return total
-
-
-def wide(gradient):
-    """The dtype to add squares up in."""
-    return torch.complex128 if gradient.is_complex() else torch.float64

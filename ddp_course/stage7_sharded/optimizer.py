@@ -7,7 +7,6 @@
 So it sends as much as stage 4 and keeps 1/K of the optimizer's state.
 """
 
-import weakref
 from contextlib import contextmanager
 
 import torch
@@ -15,8 +14,9 @@ import torch
 from ..stage3_paramserver import broadcast_parameters
 from ..stage5_bucketed import assign_buckets
 from ..stage6_ddp.checks import same_on_all_ranks
+from .blocks import refusal
 from .clipping import OwnGradient, Part, clip_grad_norm_
-from .flat import flats, gather_chunks, load_whole_state_dict, sum_chunks, whole_state
+from .flat import Flat, gather_chunks, load_whole_state_dict, whole_state
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -30,84 +30,55 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, params, optimizer_cls, group=None, **kwargs):
-        check_elementwise(optimizer_cls, kwargs)
-        self.group, self.flats, self.shards, self.local = group, [], {}, None
-        self.averaged, self.broken = False, None
-        super().__init__(params, kwargs)
-        self.lay_out(self.parameters())
-        self.local = optimizer_cls([self.sharded(members) for members in self.param_groups], **kwargs)
-        self.defaults = self.local.defaults
-        self.take_settings()
-
-    def take_settings(self):
-        """Tell the settings of the inner optimizer as our own."""
-        for members, local in zip(self.param_groups, self.local.param_groups, strict=True):
-            members.update({key: value for key, value in local.items() if key != "params"})
-
-    def lay_out(self, parameters):
-        """Cut `parameters` into shards, bucket by bucket, and guard their gradients, which are not averages yet."""
-        if any(hasattr(parameter, "is_shard") for parameter in parameters):
+        super().__init__(params, check_elementwise(optimizer_cls, kwargs).defaults)
+        self.group, self.averaged, self.broken = group, False, False
+        self.parameters = torch.nn.ParameterList(p for members in self.param_groups for p in members["params"])
+        if any(hasattr(parameter, "is_shard") for parameter in self.parameters):
             raise ValueError("these are shards of FullyShardedDataParallel; give them to an ordinary optimizer")
-        same_on_all_ranks({f"parameter {n}": parameter for n, parameter in enumerate(parameters)}, self.group)
-        broadcast_parameters(torch.nn.ParameterList(parameters), group=self.group)
-        for parameter in parameters:
-            parameter.optimizer = weakref.ref(self)
-        made = [flat for bucket in assign_buckets(parameters) for flat in flats(bucket, self.group)]
-        self.flats += made
-        self.shards.update({parameter: shard for flat in made for parameter, shard in flat.shards.items()})
-        if len(made[0].chunks) > 1:
-            trainable = [parameter for parameter in parameters if parameter.requires_grad]
-            handles = [parameter.register_post_accumulate_grad_hook(guard) for parameter in trainable]
-            weakref.finalize(self, lambda: [handle.remove() for handle in handles])
-
-    def sharded(self, members):
-        """A parameter group with this rank's shards in place of the parameters."""
-        return {**members, "params": [self.shards[parameter] for parameter in members["params"]]}
-
-    def add_param_group(self, param_group):
-        """Train more parameters from now on; all ranks must call this."""
-        super().add_param_group(param_group)
-        if self.local is not None:
-            self.lay_out(self.param_groups[-1]["params"])
-            self.local.add_param_group(self.sharded(self.param_groups[-1]))
-
-    def check_whole(self):
-        """Raise RuntimeError if an earlier call broke off, or another optimizer has laid the parameters out anew."""
-        if any(parameter.optimizer() is not self for parameter in self.parameters()):
-            raise RuntimeError("another ShardedOptimizer was made for these parameters since; use that one alone")
-        if self.broken:
-            raise RuntimeError(
-                f"an earlier call ended in the middle of what the ranks do together, with {self.broken}; "
-                "the other ranks may have gone on, so this one cannot: start the ranks again"
-            )
+        same_on_all_ranks(dict(self.parameters.named_parameters(prefix="parameter")), group)
+        broadcast_parameters(self.parameters, group=group)
+        trainable, frozen = ([p for p in self.parameters if p.requires_grad == wanted] for wanted in (True, False))
+        self.flats = [Flat(bucket, group) for alike in (trainable, frozen) for bucket in assign_buckets(alike)]
+        self.shards = {parameter: shard for flat in self.flats for parameter, shard in flat.shards.items()}
+        shards = [{**members, "params": [self.shards[p] for p in members["params"]]} for members in self.param_groups]
+        self.local = optimizer_cls(shards, **kwargs)
+        self.add_param_group = refusal("the shards are laid out already; make a new optimizer of all the parameters")
+        for parameter in trainable:
+            parameter.register_post_accumulate_grad_hook(guard)
 
     @contextmanager
     def together(self):
         """Around collectives: a rank that leaves this block by an exception leaves the other ranks in the middle."""
-        self.check_whole()
-        try:
-            yield
-        except BaseException as error:
-            self.broken = f"{type(error).__name__}: {error}"
-            raise
+        if self.broken:
+            raise RuntimeError(
+                "an earlier call ended in the middle of what the ranks do together; the other ranks may have gone on, "
+                "so this one cannot: start the ranks again"
+            )
+        self.broken = True
+        yield
+        self.broken = False
 
     @torch.no_grad()
     def average(self):
         """Reduce-scatter the gradients: the average of this rank's chunk goes to the shards."""
-        self.check_whole()
-        for flat in self.flats:
-            flat.check_home()
-        if self.averaged and any(parameter.grad is not None for parameter in self.parameters()):
+        homes = ((flat.parameters, flat.views(flat.full)) for flat in self.flats)
+        if any(p.data_ptr() != view.data_ptr() for home in homes for p, view in zip(*home, strict=True)):
             raise RuntimeError(
-                "there are new gradients, but those clipped before have not been used: after clip_grad_norm_ call "
-                "step(), or zero_grad() of this optimizer to drop them (the model's zero_grad() does not know of them)"
+                "a parameter lies in other memory than when its optimizer was made: convert and move a model before, "
+                "write values by parameter.copy_(…) in place of parameter.data = …, and make one optimizer only"
+            )
+        if self.averaged and any(parameter.grad is not None for parameter in self.parameters):
+            raise RuntimeError(
+                "there are new gradients, but those clipped before have not been used: call step() after clipping, or "
+                "zero_grad() of this optimizer, since the model's does not know of them"
             )
         with self.together():
             for flat in [] if self.averaged else self.trainable():
-                for parameter in flat.collect():
+                flat.collect()
+                for parameter in list(flat.places):
                     if parameter.grad is not None:
                         flat.take(parameter)
-                flat.average(sum_chunks, self.group)
+                flat.average(self.group)
                 flat.give()
         self.averaged = True
 
@@ -119,6 +90,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             local.update({key: value for key, value in members.items() if key != "params"})
         self.average()
         with self.together():
+            self.averaged = False
             self.local.step()
             for flat in self.trainable():
                 gather_chunks(flat.chunks, self.group)
@@ -144,27 +116,25 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def state_dict(self):
         """Return the state dict of the unsharded optimizer, the same on every rank; all ranks must call this."""
         with self.together():
-            state = whole_state(self.local, self.flats, self.parameters(), self.group)
+            state = whole_state(self.local, self.flats, self.group)
         return {**super().state_dict(), "state": state}
 
     def load_state_dict(self, state_dict):
         """Take this rank's shards out of the state dict of an unsharded optimizer, or of any number of ranks."""
-        load_whole_state_dict(self.local, self.flats, self.parameters(), state_dict)
-        self.take_settings()
-
-    def parameters(self):
-        """All parameters in the order of their groups."""
-        return [parameter for members in self.param_groups for parameter in members["params"]]
+        load_whole_state_dict(self.local, self.flats, state_dict)
+        super().load_state_dict({**state_dict, "state": {}})
 
 
 def check_elementwise(optimizer_cls, kwargs):
-    """Try the optimizer on a part of a matrix; ValueError if it needs the whole."""
+    """Try the optimizer on a part of a matrix, and return it; ValueError if it needs the whole."""
     trial = torch.nn.Parameter(torch.ones(2, 1))
     trial.grad = torch.ones(2, 1).as_subclass(Part)
     try:
-        optimizer_cls([trial], **kwargs).step()
+        optimizer = optimizer_cls([trial], **kwargs)
+        optimizer.step()
     except Exception as error:
         raise ValueError(f"{optimizer_cls} cannot work on shards; try AdamW. It ends with: {error}") from error
+    return optimizer
 
 
 def guard(parameter):

@@ -1,10 +1,10 @@
 """Random training programs for stages 7, 7o and 8 against one device: `python tests/soak/programs78.py 1000`.
 
 A program is a model (tied, frozen, unused, sometimes used or repeated layers, layers in place or of one parameter,
-several dtypes), an optimizer with groups, one of which may join later, and a schedule, and steps: passes that
-accumulate, evaluation, clipping, steps left out after it, exceptions in forward, backward or a hook on all ranks, state
-dicts loaded back, and in the middle a change of the world size, with state dicts of one device handed over. Equal
-losses' gradients mean equal weights, norms and optimizer states; the first that are not are shown.
+several dtypes), an optimizer with groups and a schedule, and steps: passes that accumulate, evaluation, clipping, steps
+left out after it, exceptions in forward, backward or a hook on all ranks, state dicts loaded back, and in the middle a
+change of the world size, with state dicts of one device handed over. Equal losses' gradients mean equal weights, norms
+and optimizer states; the first that are not are shown.
 """
 
 import random
@@ -105,6 +105,9 @@ def drawn(seed, stage):
     for index, (before, kind) in enumerate(pairwise(layers), 1):  # some need their output to go backward
         if kind == "relu in place" and before in ("tanh", "relu in place", "sometimes"):
             layers[index] = "linear"
+    blocks = [] if "sometimes" in layers else chance.choice([None, []])  # all ranks must run the same blocks
+    if stage == "7" and blocks == []:  # a block has parameters of one dtype
+        layers = ["linear" if kind == "float32" else kind for kind in layers]
     steps = [
         {
             "passes": chance.choice([1, 1, 2, 3]),
@@ -125,8 +128,7 @@ def drawn(seed, stage):
         "unused": chance.random() < 0.3 and stage != "8",
         "optimizer": chance.choice(list(OPTIMIZERS)),
         "groups": chance.random() < 0.5,
-        "later": chance.random() < 0.5 and stage == "7o",
-        "blocks": [] if "sometimes" in layers else chance.choice([None, []]),  # all ranks must run the same blocks
+        "blocks": blocks,
         "microbatches": chance.choice([1, 2, 4, 6]),
         "schedule": chance.choice(list(SCHEDULES)),
         "steps": steps,
@@ -135,7 +137,7 @@ def drawn(seed, stage):
 
 def build(program, stage):
     """The model of a program, and its trap; where training starts from rank 0's weights, other ranks have others."""
-    starts_from_rank_0 = stage in ("7", "7o") and not program["later"]
+    starts_from_rank_0 = stage in ("7", "7o")
     torch.manual_seed(program["seed"] + 1000 * dist.get_rank() * starts_from_rank_0)
     make = {
         "linear": lambda: torch.nn.Linear(WIDTH, WIDTH).double(),
@@ -164,9 +166,11 @@ def build(program, stage):
 class Player:
     """One stage at play: what a program needs of it."""
 
-    def __init__(self, program, stage):
+    def __init__(self, program, stage, state=None):
         self.program, self.stage = program, stage
         self.model, self.trap = build(program, stage)
+        if state:
+            self.model.load_state_dict(state["model"])
         kind, settings = OPTIMIZERS[program["optimizer"]]
         self.forward = self.model
         if stage == "7":
@@ -179,7 +183,7 @@ class Player:
             self.optimizer = kind(groups, lr=0.02, **settings)
         else:
             kind = partial(ShardedOptimizer, optimizer_cls=kind) if stage == "7o" else kind
-            self.optimizer = kind(self.groups()[: 1 if program["later"] else None], lr=0.02, **settings)
+            self.optimizer = kind(self.groups(), lr=0.02, **settings)
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
 
     def in_stages(self, world_size):
@@ -199,14 +203,6 @@ class Player:
         if not self.program["groups"]:
             return [{"params": parameters}]
         return [{"params": parameters[::2], "lr": 0.03}, {"params": parameters[1::2]}]
-
-    def join_later(self):
-        """From now on the second group is trained too."""
-        if self.program["later"] and self.program["groups"] and len(self.optimizer.param_groups) == 1:
-            group = self.groups()[1]
-            for parameter in group["params"]:
-                parameter.grad = None  # the steps before have left it
-            self.optimizer.add_param_group(group)
 
     def backward(self, inputs, targets):
         """One forward and backward pass on this rank's share."""
@@ -235,26 +231,22 @@ class Player:
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def load(self, state):
-        """Go on from state dicts of any stage and world size."""
-        self.forward.load_state_dict(state["model"])
+        """Go on from state dicts of any stage and world size; those of a model are loaded before it is sharded."""
         if self.stage == "7":
             self.forward.load_optimizer_state_dict(self.optimizer, state["optimizer"])
-        elif state["optimizer"]:
+        else:
+            self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
 
 
 def play(program, stage, steps, start=None):
     """Play the `steps` (a slice) of a program, from state dicts of another player on; what there is to compare."""
-    player, norms = Player(program, stage), []
+    player, norms = Player(program, stage, start and start["state"]), []
     if start:
-        if len(start["state"]["optimizer"]["param_groups"]) > len(player.optimizer.param_groups):
-            player.join_later()
         player.load(start["state"])
         player.schedule.load_state_dict(start["schedule"])
     for number in range(*steps.indices(len(program["steps"]))):
         step, generator = program["steps"][number], torch.Generator().manual_seed(1000 * program["seed"] + number)
-        if number:
-            player.join_later()
         batches = [torch.randn(2, BATCH, WIDTH, generator=generator).double() for _ in range(step["passes"])]
         if step["boom"]:
             player.trap.place = step["boom"]

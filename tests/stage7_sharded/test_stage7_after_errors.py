@@ -109,7 +109,7 @@ def explode():
 def test_an_optimizer_whose_step_broke_off_refuses_to_go_on():
     for first, *later in launch(update_fails, (0, 1), world_size=2):
         assert first == "Boom: no update" and len(later) == 3
-        assert all("an earlier call ended in the middle" in text and "Boom: no update" in text for text in later)
+        assert all("an earlier call ended in the middle" in text for text in later)
 
 
 def pipelined(place, ranks, anew):

@@ -16,7 +16,7 @@ from ddp_course.running.torch_inside import as_plain_tensors
 from ddp_course.stage4_ring import average_on_ring
 from ddp_course.stage5_bucketed import assign_buckets
 from ddp_course.stage7_sharded import FullyShardedDataParallel, ShardedOptimizer
-from ddp_course.stage7_sharded.flat import flats
+from ddp_course.stage7_sharded.flat import Flat
 
 PARAMETERS = sum(parameter.numel() for parameter in tiny_model().parameters())
 OPTIMIZERS = {
@@ -61,7 +61,7 @@ def train_averaged(model, optimizer, batches, scheduler=None):
 def laid_out_alike(optimizer):
     """The same, its parameters end to end in memory too: where a matrix begins decides how BLAS multiplies it."""
     for bucket in assign_buckets([parameter for members in optimizer.param_groups for parameter in members["params"]]):
-        flats(bucket)
+        Flat(bucket)
     return optimizer
 
 
@@ -233,12 +233,12 @@ def test_memory_falls_as_theory_says(world_size, layers):
 def everything_is_freed():
     parallel = fully(tiny_model())
     steps_of(parallel, tiny_batches(dist.get_rank(), dist.get_world_size(), steps=2))
-    left = [sum(flat.full.untyped_storage().nbytes() for flat in parallel.flats)]
+    left = [sum(block.full.untyped_storage().nbytes() for block in parallel.blocks)]
     with torch.no_grad():
         parallel(torch.ones(1, 13, dtype=torch.float64))
-    left.append(sum(flat.full.untyped_storage().nbytes() for flat in parallel.flats))
+    left.append(sum(block.full.untyped_storage().nbytes() for block in parallel.blocks))
     with as_plain_tensors():
-        gradients_left = [parameter.grad for flat in parallel.flats for parameter in flat.parameters]
+        gradients_left = [parameter.grad for block in parallel.blocks for parameter in block.parameters]
     return left, gradients_left, sum(shard.numel() for shard in parallel.parameters())
 
 

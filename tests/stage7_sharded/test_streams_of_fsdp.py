@@ -10,10 +10,10 @@ import torch.distributed as dist
 from virtual_gpu import Stream, VirtualGPU
 
 from ddp_course import launch
-from ddp_course.stage7_sharded import FullyShardedDataParallel, blocks, flat, fsdp
+from ddp_course.stage7_sharded import FullyShardedDataParallel, blocks, fsdp
 
 LAYERS, GATHER, FORWARD, BACKWARD, REDUCE = 6, 3.0, 4.0, 8.0, 5.0
-FLAT, FREEABLE, WRAPPER = flat.Flat, blocks.FreeableFlat, fsdp.FullyShardedDataParallel
+BLOCK, WRAPPER = blocks.Block, fsdp.FullyShardedDataParallel
 
 
 class Product(torch.autograd.Function):
@@ -48,14 +48,14 @@ class Layer(torch.nn.Module):
 def watched(gpu):
     """Patches that tell `gpu` of the memory and the work of stage 7: {(class, name): replacement}."""
     make_room, gather, free, collect, average = (
-        FREEABLE.make_room, FREEABLE.gather, FREEABLE.free, FLAT.collect, FLAT.average,
+        BLOCK.make_room, BLOCK.gather, BLOCK.free, BLOCK.collect, BLOCK.average,
     )  # fmt: skip
 
     def room(one):
         make_room(one)
         one.piece = gpu.whole[gpu.number_of[one]] = gpu.take("parameters")
 
-    def gathered(one, group=None):
+    def gathered(one, group):
         gather(one, group)
         gpu.work(f"gather {gpu.number_of[one]}", GATHER, writes=[one.piece])
 
@@ -66,22 +66,21 @@ def watched(gpu):
             one.piece = None
 
     def collected(one):
-        parameters, piece = collect(one), gpu.take("gradients")
-        one.gradient_piece = piece
+        collect(one)
+        one.gradient_piece = piece = gpu.take("gradients")
         gpu.work("room", 0.0, writes=[piece])
         weakref.finalize(one.gradient, gpu.give, piece)
-        return parameters
 
-    def averaged(one, reduce, group=None):
+    def averaged(one, group=None):
         gpu.work(f"reduce {gpu.number_of[one]}", REDUCE, reads=[one.gradient_piece])
-        return average(one, reduce, group)
+        return average(one, group)
 
     return {
-        (FREEABLE, "make_room"): room,
-        (FREEABLE, "gather"): gathered,
-        (FREEABLE, "free"): freed,
-        (FLAT, "collect"): collected,
-        (FLAT, "average"): averaged,
+        (BLOCK, "make_room"): room,
+        (BLOCK, "gather"): gathered,
+        (BLOCK, "free"): freed,
+        (BLOCK, "collect"): collected,
+        (BLOCK, "average"): averaged,
     }
 
 
@@ -90,13 +89,12 @@ def room_in_the_thread(gpu):
 
     def request(wrapper, block):
         if block.gathering is None:
-            gather = block.gather
 
-            def job(moment, group):
+            def job(group):
                 block.make_room()
-                gather(moment, group)
+                block.gather(group)
 
-            block.gathering = wrapper.start(job, wrapper.gathers)
+            block.gathering = wrapper.start("gather", block, job)
         return block.gathering
 
     return {(WRAPPER, "request"): request}
@@ -111,7 +109,7 @@ def trained(on_gpu=True, side=True, control=None, steps=3):
             stack.enter_context(gpu.in_place_of_cuda())
         model = torch.nn.Sequential(*(Layer(gpu, number) for number in range(LAYERS)))
         parallel = FullyShardedDataParallel(model, process_group=dist.new_group())  # with a thread of its own
-        gpu.number_of.update({block.flats[0]: number for number, block in enumerate(parallel.blocks)})
+        gpu.number_of.update({block: number for number, block in enumerate(parallel.blocks)})
         gpu.computing = Stream(gpu) if side else gpu.default
         for (kind, name), replacement in (watched(gpu) | (control(gpu) if control else {})).items():
             stack.enter_context(patch.object(kind, name, replacement))
