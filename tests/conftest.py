@@ -97,7 +97,7 @@ def entries():
 
 @pytest.fixture(autouse=True, scope="module")
 def no_leftovers():
-    """After each test file nothing runs but the launcher's server and spares, and no file is left behind."""
+    """After each test file nothing runs but the launcher's server, and no file is left behind."""
     before = entries()
     yield
     leftovers = {pid: line for pid, line in descendants().items() if not OWN.search(line)}

@@ -81,15 +81,11 @@ def torch_parts() -> Iterator[Finding]:
 
 
 def how_ranks_start() -> str:
-    """Forked or from warm spares; of the spares, how many may wait, and what those that wait now take."""
-    from ..running.launching.processes import MOST_SPARES, SPARE_MEMORY, all_spares, most_spares
+    """Forked, or started anew."""
     from ..running.launching.setting import start_method
 
-    waiting = [] if sys.platform == "linux" and not os.path.isdir("/proc/self") else all_spares()
-    now = f"; {len(waiting)} run now with {sum(waiting) / GIB:.1f} GiB" if waiting else ""
-    if start_method() == "fork":
-        return f"forked from a server that has torch loaded{now}"
-    return f"warm spares, {most_spares(MOST_SPARES)} at most, {SPARE_MEMORY / GIB:.1f} GiB each{now}"
+    forked = start_method() == "fork"
+    return "forked from a server that has torch loaded" if forked else "started anew: each launch loads torch first"
 
 
 def links() -> Iterator[Finding]:

@@ -1,31 +1,37 @@
 """The agent: the process that owns the ranks of one launch. It is never the caller itself.
 
-The server forks it; it forks the ranks and waits for them. Each rank reports straight to the caller through its own
-pipes; the agent only tells with which code each one ended. When the agent dies, so do its ranks. Where processes cannot
-safely be forked there is no agent: each spare hears the same, and is a rank itself (`be_rank`).
+The server forks it; it starts the ranks and waits for them. Each rank reports straight to the caller through its own
+pipes; the agent only tells with which code each one ended. When the agent dies, so do its ranks. Ranks are forked, or,
+where a process with torch in it cannot safely be forked, started anew: then neither server nor agent loads torch.
 """
 
 import contextlib
 import importlib
-import multiprocessing
 import os
 import pickle
-import shutil
 import socket
+import sys
 import threading
+import traceback
+from pathlib import Path
 from typing import Any
 
 from ...errors import LaunchError
 from .. import linux
-from . import rank
-from .channel import close_all, receive_descriptors, write
-from .setting import LOOPBACK, PIPES_PER_RANK, SHARED_FILES
+from .channel import LOOPBACK, PIPES_PER_RANK, close_all, receive_descriptors, write
+
+SCRIPT = str(Path(__file__).with_name("preloaded.py"))
+LONGEST_VARIABLE = 100_000  # bytes: Linux starts no program with much longer ones in its environment
 
 
 def own_ranks(launch: socket.socket, setting: dict) -> None:
     """Carry out one launch: start its ranks, tell the caller how each one ended, and exit."""
     write(launch.fileno(), ("agent", None, os.getpid()))
-    shared, pipes = open_files(launch, setting)
+    log, *shared = receive_descriptors(launch, 3)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
     try:
         link = pickle.loads(setting["link"])
         if setting["private"] and link is None and not setting["store"]:
@@ -34,43 +40,8 @@ def own_ranks(launch: socket.socket, setting: dict) -> None:
     except Exception as error:
         write(launch.fileno(), ("refused", None, error))
         os._exit(1)
-    for name in setting["modules"]:
-        with contextlib.suppress(Exception):  # a rank that needs it will tell
-            importlib.import_module(name)  # afresh for this launch, but once for all its ranks
-    wait_for(start_ranks(setting, link, master, shared, pipes, launch), launch)
+    wait_for(start_ranks(setting, link, master, shared, launch), launch)
     os._exit(0)
-
-
-def be_rank(launch: socket.socket, setting: dict) -> None:
-    """Be the one rank that a spare becomes; end as soon as the caller does."""
-    shared, [(number, pipes)] = open_files(launch, setting)
-    threading.Thread(target=end_with_caller, args=(launch, setting["link_folder"]), daemon=True).start()
-    rank.main(setting, number, pickle.loads(setting["link"]), shared, pipes)
-
-
-def open_files(launch: socket.socket, setting: dict) -> tuple[list, list]:
-    """The open files with call and recorder, and of each own rank its number and pipes. A log gets our output."""
-    descriptors = receive_descriptors(launch, setting["descriptors"])
-    log, *shared = descriptors[:SHARED_FILES]
-    firsts = range(SHARED_FILES, len(descriptors), PIPES_PER_RANK)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(log)
-    return shared, list(zip(setting["own"], [descriptors[f : f + PIPES_PER_RANK] for f in firsts], strict=True))
-
-
-def end_with_caller(launch: socket.socket, folder: str | None) -> None:
-    """In a thread: when the caller is gone, end this process, and leave nothing behind."""
-    launch.recv(1)
-    import psutil  # most launches end without it
-
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    if folder is not None:
-        shutil.rmtree(folder, ignore_errors=True)
-    os._exit(1)
 
 
 def leave_the_common_network() -> None:
@@ -97,32 +68,83 @@ def lay_link(link: Any, world_size: int) -> str:
     return link.master_address()
 
 
-def start_ranks(setting: dict, link: Any, master: str, shared: list, pipes: list, launch: socket.socket) -> dict:
-    """Fork the ranks; returns their processes by rank. `shared`: the open files with the call and the recorder.
+def start_ranks(setting: dict, link: Any, master: str, shared: list, launch: socket.socket) -> dict:
+    """Start the ranks; returns their numbers by process id. `shared`: the open files with the call and the recorder.
 
     Rank 0 serves their store, on a socket that is bound here: two launches never clash, and this process has no
-    thread but its main one, so that it may fork (a lock that a thread holds at a fork stays locked for ever).
+    thread but its main one, so that it may fork (a lock that a thread holds at a fork stays locked for ever). A rank's
+    pipes are closed here once it has them: no other rank inherits them, so its end shows as their end.
     """
     listener = None if setting["store"] else socket.create_server((master, 0), backlog=1024)
     setting["store"] = setting["store"] or listener.getsockname()
-    fork, agent, ranks = multiprocessing.get_context("fork").Process, os.getpid(), {}
-    for number, own in pipes:
-        arguments = (agent, launch, pipes, setting, number, link, shared, own, listener)
-        ranks[number] = fork(target=be_forked_rank, args=arguments)
-        ranks[number].start()
-    for _, own in pipes:
-        close_all(own)
+    if setting["start"] == "fork":
+        for name in ("ddp_course.running.launching.rank", *setting["modules"]):
+            with contextlib.suppress(Exception):  # a rank that needs it will tell
+                importlib.import_module(name)  # afresh for this launch, but once for all its ranks
+    ranks = {}
+    for number in setting["ranks"]:
+        pipes = receive_descriptors(launch, PIPES_PER_RANK)
+        ranks[start_rank(setting, number, link, shared, pipes, listener, launch)] = number
+        close_all(pipes)
     return ranks
 
 
-def be_forked_rank(agent: int, launch: socket.socket, pipes: list, setting: dict, number: int, *arguments: Any) -> None:
-    """Be one rank, forked by `agent`, with no pipes but its own: a rank's end shows as the end of its pipes."""
-    linux.die_with_parent(agent)
-    launch.close()
-    for other, descriptors in pipes:
-        if other != number:
-            close_all(descriptors)
-    rank.main(setting, number, *arguments)
+def start_rank(
+    setting: dict, number: int, link: Any, shared: list, pipes: list, listener: Any, launch: socket.socket
+) -> int:
+    """Start one rank in the way that the setting says; returns its process id."""
+    agent = os.getpid()
+    if setting["start"] == "fork":
+        pid = os.fork()
+        if pid == 0:
+            launch.close()
+            be_rank(agent, setting, number, link, shared, pipes, listener)
+        return pid
+    serves = listener is not None and number == setting["ranks"][0]
+    port = listener.fileno() if serves else None
+    for descriptor in [*shared, *pipes, *[port] * serves]:
+        os.set_inheritable(descriptor, True)
+    reading, writing = os.pipe()
+    command, stdin = [sys.executable, SCRIPT, "rank"], (os.POSIX_SPAWN_DUP2, reading, 0)
+    pid = os.posix_spawn(command[0], command, preloading_environment(), file_actions=[stdin])
+    os.close(reading)
+    own = {"agent": agent, "link": pickle.dumps(link), "rank": (number, shared, pipes, port)}
+    write(writing, {**setting, **own})
+    os.close(writing)
+    return pid
+
+
+def preloading_environment() -> dict:
+    """The environment of a process that loads torch; its ranks get all of the caller's at their launch."""
+    short = {name: value for name, value in os.environ.items() if len(value) < LONGEST_VARIABLE}
+    return {**short, "TORCH_CPP_LOG_LEVEL": "ERROR", "OPENBLAS_NUM_THREADS": "1"}
+
+
+def be_rank(
+    agent: int, setting: dict, number: int, link: Any, shared: list, pipes: list, listener: socket.socket | None
+) -> None:
+    """Be one rank of `agent`, until its last thread has ended. Never returns: gloo's threads are not torn down."""
+    from .rank import main  # here: an agent that forks nothing needs no torch
+
+    code = 1
+    try:
+        linux.die_with_parent(agent)
+        main(setting, number, link, shared, pipes, listener)
+        threading._shutdown()  # type: ignore[attr-defined]  # as multiprocessing does in its children
+        sys.stdout.flush()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def be_new_rank(setting: dict) -> None:
+    """Be one rank in a process that was started anew. Never returns."""
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    number, shared, pipes, port = setting["rank"]
+    listener = None if port is None else socket.socket(fileno=port)
+    be_rank(setting["agent"], setting, number, pickle.loads(setting["link"]), shared, pipes, listener)
 
 
 def wait_for(ranks: dict, launch: socket.socket) -> None:
@@ -130,13 +152,7 @@ def wait_for(ranks: dict, launch: socket.socket) -> None:
 
     What a rank has started and left alone becomes a child of this process, and is only reaped.
     """
-    running = dict(ranks)
-    while running:
-        for number, process in list(running.items()):
-            if process.exitcode is not None:
-                del running[number]
-                write(launch.fileno(), ("exited", number, process.exitcode))
-        if running:
-            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT).si_pid
-            if ended not in {process.pid for process in running.values()}:
-                os.waitpid(ended, 0)
+    while ranks:
+        pid, status = os.wait()
+        if pid in ranks:
+            write(launch.fileno(), ("exited", ranks.pop(pid), os.waitstatus_to_exitcode(status)))

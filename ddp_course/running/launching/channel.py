@@ -12,6 +12,8 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
+LOOPBACK = "127.0.0.1"
+PIPES_PER_RANK = 5  # they are for orders, report, stdout, stderr and stacks
 HEADER = struct.Struct("<Q")
 LONGEST_MESSAGE = 1 << 40  # bytes: what claims to be longer is no message
 READ_AT_MOST, KEPT_AT_MOST = 1 << 16, 1 << 18

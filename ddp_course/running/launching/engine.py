@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import torch
 
-from .local import local_ranks
+from .local import LocalRanks
 from .setting import describe_launch, open_memory
 
 LEASE_SECONDS = 2.5  # a host ends its ranks when no request for news came for so long
@@ -83,7 +83,7 @@ class Part:
     """The ranks of one launch that live on this host, and what they have said that the head has not heard yet."""
 
     def __init__(self, setting: dict, packed: bytes):
-        self.ranks, self.payload = local_ranks(setting), open_memory("call")
+        self.ranks, self.payload = LocalRanks(setting), open_memory("call")
         self.ending, self.asked_at, self.events, self.changed = False, time.monotonic(), [], threading.Condition()
         self.ranks.hear = self.note
         self.payload.write(packed)

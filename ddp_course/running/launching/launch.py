@@ -17,7 +17,7 @@ from typing import IO, Any
 from ...errors import CourseError, LaunchError
 from . import pickling
 from .launched import Launch, show_line
-from .local import local_ranks
+from .local import LocalRanks
 from .setting import describe_launch, open_memory
 
 EXPECTED = (CourseError, ValueError, TypeError, KeyboardInterrupt)
@@ -85,9 +85,9 @@ def run_ranks(
 
             return run_on_hosts(hosts, payload, world_size, device, timeout, link, progress, show)
         setting = describe_launch(world_size, device, timeout, link, progress, nbytes)
-        launched = Launch(local_ranks(setting), world_size, timeout, progress, show).run(payload)
+        launched = Launch(LocalRanks(setting), world_size, timeout, progress, show).run(payload)
         if launched.ranks.never_started():  # the server was just ending
-            launched = Launch(local_ranks(setting), world_size, timeout, progress, show).run(payload)
+            launched = Launch(LocalRanks(setting), world_size, timeout, progress, show).run(payload)
         return launched.outcome()
 
 

@@ -25,7 +25,7 @@ from ...errors import LaunchError
 from .cell import PROVIDED, compile_cell, run_cell, used_names
 from .launch import EXPECTED, check_request, pack_call, plain, run_ranks
 from .launched import Launch, show_line
-from .local import local_ranks
+from .local import LocalRanks
 from .pickling import unsendable
 from .setting import describe_launch
 
@@ -52,7 +52,7 @@ class KeptRanks:
         check_request(self.world_size, self.device, timeout, None)
         try:
             if self.launched is None:
-                ranks = local_ranks({**self.setting, "timeout": timeout, "idle": IDLE_SECONDS})
+                ranks = LocalRanks({**self.setting, "timeout": timeout, "idle": IDLE_SECONDS})
                 self.launched = Launch(ranks, self.world_size, timeout, False, show)
                 self.launched.keeps = True
                 ranks.start(payload)

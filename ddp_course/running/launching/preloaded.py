@@ -1,13 +1,14 @@
-"""A process that has imported torch once, and waits: a server forks the agent of every launch, a spare becomes a rank.
+"""A process that has imported torch once, and waits: the server, which forks the agent of every launch.
 
-A script, not a part of the package: it imports nothing of the course and nothing of the learner's, so that every
-launch reads both afresh, and it never touches CUDA, which would not survive the fork. It is a child of the
-caller's, but not its fork, because the caller (a Jupyter kernel) is full of threads.
+A script, not a part of the package: it imports nothing of the learner's and forgets what it has of the course, so that
+every launch reads both afresh, and it never touches CUDA, which would not survive the fork. It is a child of the
+caller's, but not its fork, because the caller (a Jupyter kernel) is full of threads. A rank that is not forked begins
+here too, with its setting on its standard input.
 
-A spare's standard input is the socket of its launch, when that comes. A server's brings 9 bytes a request: b"L" and a
-number, with a socket for a new launch, or b"K" and the number of a launch to be killed. When the socket ends, the
-caller is gone: all is killed. Nothing outlives its launch, not even what has left the process group (setsid): orphans
-become the agent's children, and when that has ended, the server's.
+The server's standard input brings 9 bytes per request: b"L" and a number, with a socket for a new launch, or b"K" and
+the number of a launch to be killed. When it ends, the caller is gone: all is killed. Nothing outlives its launch, not
+even what has left the process group (setsid): orphans become the agent's children, and when that has ended, the
+server's.
 """
 
 # ruff: noqa: E402 (the folder of this script must leave the path before anything else is imported)
@@ -18,7 +19,6 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 PACKAGES = os.path.abspath(f"{HERE}/../../..")
 sys.path[:] = [PACKAGES, *(path for path in sys.path if os.path.abspath(path or ".") != HERE)]
 
-import atexit
 import contextlib
 import gc
 import importlib
@@ -28,8 +28,10 @@ import signal
 import socket
 import struct
 import time
+from typing import Any
 
 from ddp_course.running import linux
+from ddp_course.running.launching.channel import read_message, write
 
 for name in [name for name in sys.modules if name.startswith("ddp_course")]:
     del sys.modules[name]  # every launch reads the package afresh
@@ -38,42 +40,32 @@ AT_ONCE = ["torch.distributed", "torch.multiprocessing", "numpy", "cloudpickle"]
 LATER = [  # what every rank would import for more than a second with its first optimizer: dynamo
     *("mpmath", "sympy", "torch.fx.experimental.symbolic_shapes", "torch.distributed.fsdp", "torch._dynamo"),
     "torch.utils.data",
-]  # an idle server loads them one by one, as a launch has to wait meanwhile, and all of them before its second launch
+]
 IDLE_SECONDS = float(os.environ.get("DDP_COURSE_IDLE") or 900)  # then this process ends; the next launch starts another
 
 
-def wait_as_spare(control: socket.socket) -> None:
-    """Become a rank when a launch comes; end if the caller is gone, or wants nothing for long."""
-    for name in LATER:
-        if not select.select([control], [], [], 0)[0]:
-            load([name])
-    if select.select([control], [], [], IDLE_SECONDS)[0]:
-        take_part(control, "be_rank")
-        atexit.register(os._exit, 0)  # this comes when its threads have ended, but before gloo's would be torn down
+def serve(control: socket.socket, later: list) -> None:
+    """Fork an agent for each request, reap what has ended, until the caller is gone, or wants nothing for long.
 
-
-def serve(control: socket.socket) -> None:
-    """Fork an agent for each request, reap what has ended, until the caller is gone, or wants nothing for long."""
-    launches, ended, later = {}, {}, list(LATER)  # launches are {process id of the agent: (number, launch socket)}
-    wakeup = wake_on_child()
+    The modules `later` are loaded when the first launch is over.
+    """
+    launches: dict = {}  # {process id of the agent: (number, launch socket)}
+    ended: dict = {}  # {process id of an agent that has ended: its wait status}
+    wakeup, caller, last_use = wake_on_child(), os.getppid(), time.monotonic()
     watched: list = [control, wakeup]
     linux.adopt_orphans()  # what an agent leaves behind becomes ours
-    caller, first_launch_over, last_use = os.getppid(), False, time.monotonic()
     while os.getppid() == caller and time.monotonic() < last_use + IDLE_SECONDS:
-        idle = first_launch_over and not launches
-        ready, _, _ = select.select(watched, [], [], 0.02 if ended or (later and idle) else 1.0)
+        ready, _, _ = select.select(watched, [], [], 0.02 if ended else 1.0)
         if wakeup in ready:
             os.read(wakeup, 4096)
-        if control in ready and not answer(control, launches, later if idle else []):
+        if control in ready and not answer(control, launches):
             break
-        first_launch_over |= reap(launches, ended)
+        if reap(launches, ended) and not launches and later:
+            load(later)
+            later = []
+            linux.take_large_pages()
         if launches or control in ready:
             last_use = time.monotonic()
-        if later and idle and not ready:  # while a launch ran, its end would have to wait
-            load(later[:1])
-            del later[0]
-            if not later:
-                linux.take_large_pages()
     ended.update(dict.fromkeys(launches, 0))  # the caller is gone: all launches are to end
     while launches:
         reap(launches, ended)
@@ -105,8 +97,8 @@ def wake_on_child() -> int:
     return wakeup
 
 
-def answer(control: socket.socket, launches: dict, needed: list) -> bool:
-    """Carry out one request, a launch with the modules `needed` loaded; False when the caller has closed the socket."""
+def answer(control: socket.socket, launches: dict) -> bool:
+    """Carry out one request; False when the caller has closed the socket."""
     request, descriptors, _, _ = socket.recv_fds(control, 9, 1)
     if not request:
         return False
@@ -117,7 +109,7 @@ def answer(control: socket.socket, launches: dict, needed: list) -> bool:
                 kill_group(pid)
         return True
     launch = socket.socket(fileno=descriptors[0])
-    load(needed)  # its ranks need not do it, each for itself
+    launch.set_inheritable(False)  # ranks that are started anew shall not have it
     pid = os.fork()
     if pid == 0:
         control.close()
@@ -138,33 +130,35 @@ def become_agent(launch: socket.socket) -> None:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        take_part(launch, "own_ranks")
+        if setting := take_setting(launch.fileno()):
+            the_agent().own_ranks(launch, setting)
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
         os._exit(1)
 
 
-def take_part(launch: socket.socket, role: str) -> None:
-    """Take on the caller's folder, paths and environment, and play this role, a function of `agent`, in its launch."""
-    header = launch.recv(8, socket.MSG_WAITALL)
-    if not header:
-        return  # the caller is gone
-    (length,) = struct.unpack("<Q", header)
-    setting = pickle.loads(launch.recv(length, socket.MSG_WAITALL))
+def take_setting(descriptor: int) -> dict | None:
+    """The setting of a launch, with its folder, paths and environment taken on; None if the caller is gone."""
+    message = read_message(descriptor)
+    if not message:
+        return None
+    setting = pickle.loads(message)
     sys.path[:], sys.argv[:] = setting["path"], setting["argv"]
     os.environ.clear()
     os.environ.update(setting["environ"])
     if os.path.isdir(setting["folder"]):
         os.chdir(setting["folder"])
-    getattr(importlib.import_module("ddp_course.running.launching.agent"), role)(launch, setting)
+    return setting
+
+
+def the_agent() -> Any:
+    """The module `agent`, from the caller's paths."""
+    return importlib.import_module("ddp_course.running.launching.agent")
 
 
 def reap(launches: dict, ended: dict) -> bool:
-    """Collect ended children; close the sockets of launches of which nothing is left. True if a launch is over.
-
-    `ended`: the wait status of each agent that has ended.
-    """
+    """Collect ended children; close the sockets of launches of which nothing is left. True if a launch is over."""
     pid = -1
     while pid:
         try:
@@ -179,9 +173,8 @@ def reap(launches: dict, ended: dict) -> bool:
     for agent in over:
         _, launch = launches.pop(agent)
         if status := ended.pop(agent):
-            words = pickle.dumps(("agent exited", None, os.waitstatus_to_exitcode(status)))
             with contextlib.suppress(OSError):  # the caller may be gone
-                launch.sendall(struct.pack("<Q", len(words)) + words)
+                write(launch.fileno(), ("agent exited", None, os.waitstatus_to_exitcode(status)))
         launch.close()
     return True
 
@@ -208,6 +201,10 @@ def kill_strays(launches: dict) -> bool:
 
 
 if __name__ == "__main__":
-    orders = socket.socket(fileno=os.dup(0))
-    load(AT_ONCE + sys.argv[2:])
-    serve(orders) if sys.argv[1] == "server" else wait_as_spare(orders)
+    start, *needed = sys.argv[1:]
+    if start != "spawn":  # then the server stays without torch, and its ranks load it
+        load(AT_ONCE + needed)
+    if start != "rank":
+        serve(socket.socket(fileno=os.dup(0)), LATER if start == "fork" else [])
+    elif setting := take_setting(0):
+        the_agent().be_new_rank(setting)

@@ -8,6 +8,7 @@ from typing import IO, Any
 from ..devices import Device, for_ranks, placement
 from ..linux import free_memory, usable_cores
 from . import pickling
+from .channel import PIPES_PER_RANK
 
 LOOPBACK_CARDS = {"linux": "lo", "darwin": "lo0"}
 NETWORK_CARD = (  # gloo takes the loopback, whatever card is set for other machines
@@ -16,15 +17,11 @@ NETWORK_CARD = (  # gloo takes the loopback, whatever card is set for other mach
 MIB = 1 << 20
 RANK_MEMORY = 64 * MIB  # what an idle CPU rank has of its own, with a small model: measured 13 to 60 MiB
 GPU_RANK_MEMORY = 1024 * MIB  # host memory of a rank that has initialised CUDA
-PIPES_PER_RANK = 5  # they are for orders, report, stdout, stderr and stacks
-SHARED_FILES = 3  # they are log, call and flight recorder
-LOOPBACK = "127.0.0.1"
 SPARE_FILES = 64
-LONGEST_VARIABLE = 100_000  # bytes: Linux starts no program with much longer ones in its environment
 
 
 def start_method() -> str:
-    """How ranks come to life: "fork" from the preloaded server where that is safe, else "spawn", from warm spares."""
+    """How ranks come to life: by "fork" from a process with torch in it where that is safe, else by "spawn", anew."""
     asked = os.environ.get("DDP_COURSE_START")
     if asked not in (None, "", "fork", "spawn"):
         raise ValueError(f'DDP_COURSE_START is "{asked}"; choose fork or spawn')
@@ -47,6 +44,7 @@ def describe_launch(
         link.check(world_size, placed.backend)
     return {
         "world_size": world_size,
+        "start": start_method(),
         "ranks": list(range(world_size)),  # those that this machine runs
         "store": None,  # address and port of the ranks' store, where rank 0 does not open it itself
         "backend": placed.backend,
@@ -64,12 +62,6 @@ def describe_launch(
         "private": os.environ.get("DDP_COURSE_NETWORK") == "private",  # a network without anybody else in it
         "idle": None,  # seconds that ranks which stay after their call wait for another one
     }
-
-
-def preloading_environment() -> dict:
-    """The environment of a process that preloads torch; its ranks get all of the caller's at their launch."""
-    short = {name: value for name, value in os.environ.items() if len(value) < LONGEST_VARIABLE}
-    return {**short, "TORCH_CPP_LOG_LEVEL": "ERROR", "OPENBLAS_NUM_THREADS": "1"}
 
 
 def open_memory(name: str) -> IO[bytes]:

@@ -3,7 +3,6 @@
 import math
 import time
 from copy import copy
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -96,13 +95,13 @@ class Link:
                 f"machine's processor carries; choose at most {units.two_digits(best) / 1e6:g}Mbit"
             )
 
-    def prepare(self, world_size: int, folder: str | Path | None = None) -> None:
-        """In the launch's agent, before the ranks are forked: build the hosts, or the switch of the wire.
+    def prepare(self, world_size: int) -> None:
+        """In the launch's agent, before the ranks start: build the hosts, or the switch of the wire.
 
-        Blocks of neighbouring ranks share a host. Ranks that are not forked find their part of it in `folder`.
+        Blocks of neighbouring ranks share a host.
         """
         hosts = [rank * (self.hosts or world_size) // world_size for rank in range(world_size)]
-        self.network = self.kind(hosts, self.bandwidth, self.latency, folder)
+        self.network = self.kind(hosts, self.bandwidth, self.latency)
 
     def enter(self, rank: int) -> None:
         """In a rank, before it makes any socket: move to its host, or put the throttle on the wire."""

@@ -1,17 +1,16 @@
 """The two ways of emulating links, behind one interface:
 
 obstacle(latency)       what stands in the way on this machine, in one line, or None
-Mode(hosts, …)          in the launch's agent, before the ranks are forked: build the network; `hosts` is the
-                        host of each rank, `folder` where ranks that are not forked find their part of it
+Mode(hosts, …)          in the launch's agent, before the ranks start: build the network; `hosts` is the host of
+                        each rank
 master_address          where the agent's rendezvous store can be reached from the ranks
 enter(rank)             in a rank, before it makes any socket
 """
 
-from typing import Any
-
 from ...errors import LinkError
 from .. import virtual_hosts, wire
-from ..launching.setting import LOOPBACK, start_method
+from ..launching.channel import LOOPBACK
+from ..launching.setting import start_method
 from .throttle import Switch, Throttle
 
 USE_WIRE = 'use mode="wire"'
@@ -23,7 +22,7 @@ class VirtualHosts:
     name, title, carries_torch = "hosts", "virtual hosts", True
     master_address = virtual_hosts.SWITCH_ADDRESS
 
-    def __init__(self, hosts: list[int], bits_per_second: float, latency: float, folder: Any = None):
+    def __init__(self, hosts: list[int], bits_per_second: float, latency: float):
         self.hosts = hosts
         try:
             self.namespaces = virtual_hosts.build(max(hosts) + 1, bits_per_second)
@@ -39,7 +38,7 @@ class VirtualHosts:
     def obstacle(latency: float) -> str | None:
         """What stands in the way of virtual hosts with this latency."""
         if start_method() == "spawn":
-            return "ranks are not forked here, and a process that runs already cannot enter them"
+            return "ranks are not forked here, and a new process cannot enter them"
         return virtual_hosts.forbidden_by() or ("they have no latency; the wire has" if latency else None)
 
 

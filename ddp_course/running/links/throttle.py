@@ -15,16 +15,18 @@ if it had been woken in time, and waits the shorter for it.
 """
 
 import mmap
-import multiprocessing
+import os
 import threading
 import time
 import zlib
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch.distributed as dist
-from filelock import FileLock
+
+from ..launching.setting import open_memory
 
 CHANNELS = 4  # the default group has one channel, and all other groups share three, by their names
 DEPTH = 512  # so many messages between two ranks may be under way at once
@@ -35,29 +37,37 @@ AT_ONCE = 0.005  # seconds: a rank that sends so soon after it was woken did not
 class Switch:
     """What all ranks share: when each host's two links are free, and a slot for every message under way.
 
-    `hosts` is the host of every rank; ranks of one host share its links, and reach each other without them. Ranks
-    that are not forked from this process find it by `folder`, where its memory is a file.
+    `hosts` is the host of every rank; ranks of one host share its links, and reach each other without them. The memory
+    is a file without a name, which forked ranks and new processes inherit as the open file `descriptor`.
     """
 
-    def __init__(self, hosts: list, bits_per_second: float, latency: float, folder: str | Path | None = None):
-        self.hosts, self.latency, self.folder = hosts, latency, folder
+    def __init__(self, hosts: list, bits_per_second: float, latency: float, descriptor: int | None = None):
+        self.hosts, self.latency = hosts, latency
         self.seconds_per_byte = 8 / bits_per_second
         ranks, links = len(hosts), 2 * (max(hosts) + 1)
         numbers = links + ranks * ranks * CHANNELS * DEPTH * 3
-        if folder is None:
-            self.lock: Any = multiprocessing.get_context("fork").Lock()
-            shared = mmap.mmap(-1, 8 * numbers)
-        else:
-            self.lock = FileLock(Path(folder) / "lock", poll_interval=0.001)
-            with open(Path(folder) / "switch", "a+b") as file:
-                file.truncate(8 * numbers)
-                shared = mmap.mmap(file.fileno(), 8 * numbers)
-        memory = np.frombuffer(shared)
+        self.file = open_memory("switch") if descriptor is None else open(descriptor, "r+b")  # noqa: SIM115
+        self.file.truncate(8 * numbers)
+        os.set_inheritable(self.file.fileno(), True)
+        memory = np.frombuffer(mmap.mmap(self.file.fileno(), 8 * numbers))
         self.free = memory[:links].reshape(2, -1)  # rows are outgoing and incoming links, in monotonic seconds
         self.slots = memory[links:].reshape(ranks, ranks, CHANNELS, DEPTH, 3)
+        self.threads = threading.Lock()
 
     def __reduce__(self):
-        return type(self), (self.hosts, 8 / self.seconds_per_byte, self.latency, self.folder)
+        return type(self), (self.hosts, 8 / self.seconds_per_byte, self.latency, self.file.fileno())
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """While no other rank, and no other thread of this one, looks at the memory or writes there."""
+        import fcntl  # Windows has none
+
+        with self.threads:  # the lock of the file is between processes only
+            fcntl.lockf(self.file, fcntl.LOCK_EX)
+            try:
+                yield
+            finally:
+                fcntl.lockf(self.file, fcntl.LOCK_UN)
 
     def book(self, sender: int, receiver: int, nbytes: int, ready: float) -> tuple[float, float]:
         """Take the time of one message, both sides `ready` for it, from both links: when it departs and arrives."""
@@ -84,7 +94,7 @@ class Throttle:
         if self.switch.hosts[sender] == self.switch.hosts[receiver]:
             return None
         way, now = (sender, receiver, channel(group)), self.now()
-        with self.switch.lock:
+        with self.switch.locked():
             self.posted[receiving][way] += 1
             number = self.posted[receiving][way]
             slot = self.switch.slots[way][number % DEPTH]

@@ -53,7 +53,7 @@ def forked(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def spawned(tmp_path_factory):
-    """All faults with ranks that were warm spares."""
+    """All faults with ranks that are started anew."""
     return faults_in_a_script(tmp_path_factory.mktemp("faults"), (2,), "spawn")
 
 
@@ -63,7 +63,7 @@ def test_fault_in_a_script(forked, fault):
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-def test_fault_with_spares(spawned, fault):
+def test_fault_without_forks(spawned, fault):
     check(spawned, fault, 2)
     assert "preloaded.py" not in spawned[fault.name, 2][1], "our own frames bury the learner's"
 
