@@ -16,7 +16,7 @@ LOOPBACK = "127.0.0.1"
 PIPES_PER_RANK = 5  # they are for orders, report, stdout, stderr and stacks
 HEADER = struct.Struct("<Q")
 LONGEST_MESSAGE = 1 << 40  # bytes: what claims to be longer is no message
-READ_AT_MOST, KEPT_AT_MOST = 1 << 16, 1 << 18
+READ_AT_MOST = 1 << 16
 LONGEST_LINE = 1 << 20  # bytes: a longer line is shown in pieces of that length
 NOISE = ("[Gloo] Rank ",)  # gloo greets every new group on standard output
 MOST_DESCRIPTORS = 16  # one message carries at most so many
@@ -68,18 +68,18 @@ def close_all(descriptors: list) -> None:
 
 
 class Inbox:
-    """The pipes that the processes of a launch write to; `reader.feed` gets what arrives, `reader.close` the end."""
+    """The pipes that the processes of a launch write to; `reader(piece)` gets what arrives, b"" at the end."""
 
     def __init__(self):
         self.selector = selectors.DefaultSelector()
 
-    def add(self, descriptor: int, reader: Any) -> None:
+    def add(self, descriptor: int, reader: Callable) -> None:
         """Read from an open file from now on; the inbox closes it."""
         os.set_blocking(descriptor, False)
         file = open(descriptor, "rb", buffering=0)  # noqa: SIM115 (closed by `remove`)
         self.selector.register(file, selectors.EVENT_READ, reader)
 
-    def pipe(self, reader: Any) -> int:
+    def pipe(self, reader: Callable) -> int:
         """Open a pipe for `reader`; returns its writing end."""
         reading, writing = os.pipe()
         self.add(reading, reader)
@@ -94,7 +94,7 @@ class Inbox:
             except ConnectionError:
                 piece = b""
             if piece:
-                key.data.feed(piece)
+                key.data(piece)
             elif piece is not None:
                 self.remove(key)
         return bool(ready)
@@ -103,7 +103,7 @@ class Inbox:
         """Close one pipe."""
         self.selector.unregister(key.fileobj)
         key.fileobj.close()
-        key.data.close()
+        key.data(b"")
 
     def close(self) -> None:
         """Close all pipes."""
@@ -113,84 +113,41 @@ class Inbox:
 
 
 class Lines:
-    """Cuts what a rank prints into whole lines."""
+    """Cuts what a rank prints into whole lines; at the end it shows what is left."""
 
     def __init__(self, show: Callable):
-        self.show = show
-        self.pieces, self.length = [], 0  # of the line that has not ended yet
+        self.show, self.rest = show, b""
 
-    def feed(self, piece: bytes) -> None:
-        """Show the lines that `piece` completes."""
-        *lines, rest = piece.split(b"\n")
+    def __call__(self, piece: bytes) -> None:
+        """Show the lines that `piece` completes. Of a progress bar, that is what follows its last carriage return."""
+        *lines, self.rest = (self.rest + piece).split(b"\n")
+        if len(self.rest) > LONGEST_LINE or (self.rest and not piece):
+            lines, self.rest = [*lines, self.rest], b""
         for line in lines:
-            self.say(b"".join([*self.pieces, line]))
-            self.pieces, self.length = [], 0
-        if rest:
-            self.pieces.append(rest)
-            self.length += len(rest)
-        if self.length > LONGEST_LINE:
-            self.close()
-
-    def say(self, line: bytes) -> None:
-        """Show one line, unless it is a library's chatter; of a progress bar, what follows its last carriage return."""
-        text = line.decode("utf-8", "replace").rstrip("\r").rpartition("\r")[2]
-        if not text.startswith(NOISE):
-            self.show(text)
-
-    def close(self) -> None:
-        """Show what is left, whole line or not."""
-        if self.pieces:
-            self.say(b"".join(self.pieces))
-        self.pieces, self.length = [], 0
-
-
-class Pieces:
-    """Hands on what arrives as it comes."""
-
-    def __init__(self, deliver: Callable):
-        self.feed = deliver
-
-    def close(self) -> None:
-        """Nothing is left to do."""
-
-
-class Text:
-    """Keeps the last 256 KiB of what arrived."""
-
-    def __init__(self):
-        self.bytes = b""
-
-    def feed(self, piece: bytes) -> None:
-        """Keep a piece."""
-        self.bytes = (self.bytes + piece)[-KEPT_AT_MOST:]
-
-    def text(self) -> str:
-        """What came, as text."""
-        return self.bytes.decode("utf-8", "replace")
+            text = line.decode("utf-8", "replace").rstrip("\r").rpartition("\r")[2]
+            if not text.startswith(NOISE):
+                self.show(text)
 
 
 class Mail:
     """Hands every message of the agent or of one rank to `deliver(pickled)`, and calls `at_end()` after the last."""
 
     def __init__(self, deliver: Callable, at_end: Callable):
-        self.deliver, self.close = deliver, at_end
-        self.buffer, self.size, self.in_header, self.damaged = bytearray(), HEADER.size, True, False
+        self.deliver, self.at_end, self.buffer = deliver, at_end, bytearray()
 
-    def feed(self, piece: bytes) -> None:
-        """Deliver the messages that `piece` completes; a message is never copied, however long it is."""
-        rest = memoryview(piece)
-        while rest and not self.damaged:
-            missing = self.size - len(self.buffer)
-            self.buffer += rest[:missing]
-            rest = rest[missing:]
-            if len(self.buffer) == self.size:
-                whole, self.buffer = self.buffer, bytearray()
-                self.in_header = not self.in_header
-                if self.in_header:
-                    self.size = HEADER.size
-                    self.deliver(whole)
-                else:
-                    self.size = HEADER.unpack(whole)[0]
-                    if self.size > LONGEST_MESSAGE:  # something else in that process wrote into the pipe
-                        self.deliver(b"")
-                        self.damaged = True
+    def __call__(self, piece: bytes) -> None:
+        """Deliver the messages that `piece` completes; b"" for what is none, as another program wrote it."""
+        if not piece:
+            self.at_end()
+        self.buffer += piece
+        while len(self.buffer) >= HEADER.size:
+            end = HEADER.size + HEADER.unpack_from(self.buffer)[0]
+            if end > LONGEST_MESSAGE:
+                self.buffer.clear()
+                self.deliver(b"")
+            elif len(self.buffer) < end:
+                break
+            else:
+                message, self.buffer = self.buffer, self.buffer[end:]
+                del message[end:], message[: HEADER.size]  # a bytearray copies nothing for this, however long it is
+                self.deliver(message)

@@ -12,7 +12,6 @@ from typing import IO, Any
 
 from ...errors import Failure, LaunchError, LaunchTimeout, RankError
 from . import stacks
-from .channel import Text
 from .progress import Bar
 
 STARTING_SECONDS = 60.0  # torch may be imported from a cold disk; the launch's own time starts after that
@@ -22,6 +21,7 @@ EXIT_CODE_SECONDS = 1.5  # after a rank died, the system may say so late how
 ENDING_SECONDS = 5.0  # all processes end so soon after the last result, or after the order to end
 STACK_SECONDS = 2.0  # when time has run out, ranks may write their stacks for so long …
 QUIET_SECONDS = 0.4  # … or until nothing has come for so long
+KEPT_BYTES = 1 << 18  # of each rank's stacks, and of the log
 UNCONNECTED = (
     "launch: no collective ran, so these are {} models that know nothing of each other, and they differ now. "
     "To train one together, wrap the model or average the gradients.\n"
@@ -79,21 +79,20 @@ class Ranks:
 
 
 class Launch:
-    """One launch: started, watched until its fate is known, closed, and then asked for its outcome.
+    """One launch: started, watched until its fate is known, closed, and then asked for its outcome."""
 
-    If its ranks stay (`keeps`), it gets the next call by `again` instead of its end.
-    """
+    keeps = False  # whether the ranks stay for another call
 
     def __init__(self, ranks: Any, world_size: int, timeout: float, progress: bool | int, show: Callable):
         self.ranks, self.world_size, self.timeout, self.show = ranks, world_size, timeout, show
         self.bar = Bar(None if progress is True else progress)
-        self.keeps = self.closing = False
+        self.closing = False
         self.pids: dict = {}
         self.results: dict = {}
         self.failures: dict = {}
         self.exit_codes: dict = {}
         self.unconnected: dict = {}  # {rank that trained without any message: the sum over its model}
-        self.stacks, self.log = [Text() for _ in range(world_size)], Text()
+        self.stacks, self.log = [b""] * world_size, b""
         self.timed_out: LaunchTimeout | None = None
         self.refusal: Exception | None = None
         ranks.hear = self.hear
@@ -106,14 +105,6 @@ class Launch:
         finally:
             self.close()
         return self
-
-    def again(self, packed: bytes, timeout: float, show: Callable) -> None:
-        """Have the ranks that stayed carry out another packed call; to be watched as the first."""
-        self.show, self.timeout = show, timeout
-        self.results, self.failures, self.exit_codes = {}, {}, {}
-        while self.ranks.step(0):
-            pass
-        self.ranks.order(packed)
 
     def watch(self) -> None:
         """Read until all results are in, or a rank has failed, or the ranks are gone, or time is up."""
@@ -139,9 +130,9 @@ class Launch:
                 host = self.ranks.host_of(rank)
                 self.show(self.bar, f"{rank} {host}" if host else rank, *value)
             case "stack":
-                self.stacks[rank].feed(value)
+                self.stacks[rank] = (self.stacks[rank] + value)[-KEPT_BYTES:]
             case "log":
-                self.log.feed(value)
+                self.log = (self.log + value)[-KEPT_BYTES:]
             case "refused":
                 self.refusal = value
             case "closed" if not self.closing and (self.keeps or rank not in self.results):
@@ -174,7 +165,7 @@ class Launch:
         if code and not self.closing:
             self.died(rank)
             if code > 0 and rank not in self.pids:
-                self.refusal = LaunchError(f"the ranks could not be started\n{self.log.text()}".strip())
+                self.refusal = LaunchError(f"the ranks could not be started\n{text(self.log)}".strip())
 
     def died(self, rank: int) -> None:
         """Note that a rank's process ended, or ends."""
@@ -208,13 +199,6 @@ class Launch:
         codes_known = any(rank in self.exit_codes for rank in self.failures)
         return self.ranks.cut_off and not codes_known and not self.has_own_error()
 
-    def goes_on(self) -> bool:
-        """Whether ranks that stay are fit for another call: none died or hangs, and all returned or all failed."""
-        failures = self.failures.values()
-        lonely = any(failure.consequence or failure.type_name == "ended" for failure in failures)
-        unharmed = not (self.timed_out or self.refusal or self.ranks.gone or self.exit_codes or lonely)
-        return unharmed and len(failures) in (0, self.world_size) and self.all_have_reported()
-
     def look_at_ranks(self) -> None:
         """Ask every rank for its stack, and note what each one was doing."""
         self.ranks.ask({rank: pid for rank, pid in self.pids.items() if rank not in self.results})
@@ -222,7 +206,7 @@ class Launch:
         while self.ranks.step(QUIET_SECONDS) and time.monotonic() < deadline:
             pass
         statuses, calls = self.ranks.look(self.pids)
-        dumps = [text.text() for text in self.stacks]
+        dumps = list(map(text, self.stacks))
         states, entered = stacks.look_at_all(statuses, dumps, calls, self.results)
         states = [replace(state, host=self.ranks.host_of(state.rank)) for state in states]
         self.timed_out = LaunchTimeout(self.timeout, *stacks.culprits_first(states, calls, entered))
@@ -247,7 +231,7 @@ class Launch:
         if self.failures or not self.has_all_results():
             reason = self.ranks.explain()
             first = f"the ranks were ended from outside{': ' if reason else ''}{reason}; launch again"
-            raise LaunchError(f"{first}\n{self.log.text()}".strip())
+            raise LaunchError(f"{first}\n{text(self.log)}".strip())
         if len(self.unconnected) == self.world_size and len(set(self.unconnected.values())) > 1:
             self.bar.print(UNCONNECTED.format(self.world_size), "stderr")
         return [self.results[rank] for rank in range(self.world_size)]
@@ -260,9 +244,14 @@ class Launch:
         for rank, failure in self.failures.items():
             if failure.type_name == "ended":
                 failure.type_name, failure.message = how_it_ended(self.exit_codes.get(rank))
-                frames = "\n".join(map(stacks.show, stacks.parse(self.stacks[rank].text())))
-                failure.traceback = frames or self.log.text()
+                frames = "\n".join(map(stacks.show, stacks.parse(text(self.stacks[rank]))))
+                failure.traceback = frames or text(self.log)
         return sorted(self.failures.values(), key=lambda failure: (failure.consequence, failure.time))
+
+
+def text(log: bytes) -> str:
+    """What a process wrote, as text."""
+    return log.decode("utf-8", "replace")
 
 
 def how_it_ended(code: int | None) -> tuple:

@@ -19,7 +19,7 @@ from typing import IO, Any
 
 from .. import flight_recorder
 from . import processes, stacks
-from .channel import Inbox, Lines, Mail, Pieces, close_all, write
+from .channel import Inbox, Lines, Mail, close_all, write
 from .launched import ENDING_SECONDS, Ranks, how_it_ended
 from .processes import MARK
 from .setting import open_memory
@@ -31,7 +31,6 @@ class LocalRanks(Ranks):
     def __init__(self, setting: dict):
         self.setting, self.ranks = setting, setting["ranks"]
         self.mark = setting["environ"][MARK] = secrets.token_hex(8)
-        self.number = secrets.randbits(64)
         self.inbox, self.heard, self.ending = Inbox(), False, False
         self.server: processes.Server | None = None
         self.agent: int | None = None  # this process id is also the process group of all that it starts
@@ -45,7 +44,7 @@ class LocalRanks(Ranks):
         """Have the server fork an agent, and hand over to it."""
         connection, theirs = socket.socketpair()
         with theirs:
-            self.server = processes.order(b"L", self.number, [theirs.fileno()])
+            self.server = processes.ask_for_agent(theirs)
         with suppress(BrokenPipeError, ConnectionResetError):  # then its end arrives next
             self.hand_over(connection, payload)
         self.inbox.add(connection.detach(), Mail(self.from_agent, self.all_gone))
@@ -56,7 +55,7 @@ class LocalRanks(Ranks):
         Far ends of pipes stay open here until their rank has spoken: macOS loses what is closed on its way.
         """
         write(connection.fileno(), self.setting)
-        log = self.inbox.pipe(Pieces(partial(self.tell, "log", self.ranks[0])))
+        log = self.inbox.pipe(partial(self.tell, "log", self.ranks[0]))
         self.far_ends[self.ranks[0]] = [log]
         socket.send_fds(connection, [b"f"], [log, payload.fileno(), self.recorder.fileno()])
         for rank in self.ranks:
@@ -64,7 +63,7 @@ class LocalRanks(Ranks):
             self.orders[rank] = open(writing, "wb")  # noqa: SIM115 (closed by `release`)
             report = Mail(partial(self.tell, "message", rank), partial(self.tell, "closed", rank))
             prints = [Lines(partial(self.print, rank, stream)) for stream in ("stdout", "stderr")]
-            readers = [report, *prints, Pieces(partial(self.tell, "stack", rank))]
+            readers = [report, *prints, partial(self.tell, "stack", rank)]
             ends = [orders, *map(self.inbox.pipe, readers)]
             self.far_ends.setdefault(rank, []).extend(ends)
             socket.send_fds(connection, [b"f"], ends)
@@ -83,7 +82,7 @@ class LocalRanks(Ranks):
     def tell(self, kind: str, rank: int, value: Any = None) -> None:
         """Pass on an event."""
         close_all(self.far_ends.pop(rank, []))
-        self.heard |= kind != "closed"
+        self.heard |= kind != "closed" and value != b""  # an end says nothing
         self.hear(kind, rank, value)
 
     def print(self, rank: int, stream: str, text: str) -> None:
@@ -124,16 +123,17 @@ class LocalRanks(Ranks):
         self.gone = True
 
     def end(self) -> None:
-        """Have the server kill what still runs, and wait until it has; without a server, do it here."""
+        """Kill what still runs, and wait until the server has reaped it."""
         self.ending = True
+        while self.step(0):
+            pass
         if self.server is not None and not self.gone:
-            processes.order(b"K", self.number)
-            self.read_for(ENDING_SECONDS, lambda: self.gone)
-        without_server = self.server_code() is not None
-        if self.agent and without_server:
+            self.read_for(ENDING_SECONDS, lambda: self.agent or self.gone)
+        if self.agent and (self.cut_off or not self.gone):
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.agent, signal.SIGKILL)
-        if self.agent and (without_server or sys.platform != "linux"):  # elsewhere the server adopts no orphans
+            self.read_for(ENDING_SECONDS, lambda: self.gone)
+        if self.agent and (self.cut_off or sys.platform != "linux"):  # then no server has killed what left the group
             kill_marked(self.mark)
 
     def server_code(self) -> int | None:

@@ -14,8 +14,8 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from hashlib import blake2b
 from typing import IO, Any
+from zlib import crc32
 
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_cell_magic, magics_class
@@ -23,70 +23,69 @@ from IPython.core.magic_arguments import argument, magic_arguments, parse_argstr
 
 from ...errors import LaunchError
 from .cell import PROVIDED, compile_cell, run_cell, used_names
-from .launch import EXPECTED, check_request, pack_call, plain, run_ranks
+from .launch import EXPECTED, LONGEST_TIMEOUT, check_request, pack_call, plain, run_ranks
 from .launched import Launch, show_line
 from .local import LocalRanks
 from .pickling import unsendable
 from .setting import describe_launch
 
 NOT_SENT = {*PROVIDED, "In", "Out", "get_ipython", "exit", "quit"}
-IDLE_SECONDS = float(os.environ.get("DDP_COURSE_IDLE") or 1800)  # then kept ranks end
+IDLE_SECONDS = float(os.environ.get("DDP_COURSE_IDLE") or 1800)  # kept ranks end after so long without a cell
 ENDED = "The kept ranks have ended, and their variables with them; %%ranks --keep starts new ones."
 
 
-class KeptRanks:
-    """So many ranks, alive until `stop`, or until one dies or hangs, or nobody wants anything for half an hour."""
+class KeptRanks(Launch):
+    """Ranks that stay alive until `close`, until one dies or hangs, or until no cell has come for half an hour."""
+
+    keeps = True
 
     def __init__(self, world_size: int, device: str):
-        self.world_size, self.device = check_request(world_size, device, 1.0, None), device
-        self.setting = describe_launch(self.world_size, device, 1.0, None, False)
-        self.launched: Launch | None = None
-        self.ended = False
+        setting = describe_launch(world_size, device, LONGEST_TIMEOUT, None, False)
+        super().__init__(LocalRanks({**setting, "idle": IDLE_SECONDS}), world_size, 0.0, False, show_line)
         self.last_use = time.monotonic()
 
     def call(self, payload: IO[bytes], timeout: float, show: Callable) -> list:
-        """Run a packed call on all ranks, the first time on new ones; results and errors as of `launch`.
+        """Run a packed call on all ranks, the first time on new ones; results and errors are those of `launch`.
 
         After an error that left no rank dead or waiting for another, the ranks stay.
         """
-        check_request(self.world_size, self.device, timeout, None)
+        self.timeout, self.show = timeout, show
         try:
-            if self.launched is None:
-                ranks = LocalRanks({**self.setting, "timeout": timeout, "idle": IDLE_SECONDS})
-                self.launched = Launch(ranks, self.world_size, timeout, False, show)
-                self.launched.keeps = True
-                ranks.start(payload)
+            if not self.pids:
+                self.ranks.start(payload)
             elif time.monotonic() > self.last_use + IDLE_SECONDS:
                 raise LaunchError(f"the kept ranks have ended: no cell wanted them for {IDLE_SECONDS / 60:g} minutes")
             else:
+                self.results, self.failures, self.exit_codes = {}, {}, {}
+                while self.ranks.step(0):
+                    pass
                 payload.seek(0)
-                self.launched.again(payload.read(), timeout, show)
-            self.launched.watch()
-            self.last_use = time.monotonic()
+                self.ranks.order(payload.read())
+            self.watch()
         except BaseException:
-            self.stop()
+            self.close()
             raise
-        launched = self.launched
-        if not launched.goes_on():
-            self.stop()
-        return launched.outcome()
+        self.last_use = time.monotonic()
+        if not self.goes_on():
+            self.close()
+        return self.outcome()
 
-    def stop(self) -> None:
-        """End the ranks; their variables are gone."""
-        self.ended = True
-        launched, self.launched = self.launched, None
-        if launched is not None:
-            launched.close()
+    def goes_on(self) -> bool:
+        """Whether the ranks are fit for another call: none died or hangs, and all returned or all failed."""
+        failures = self.failures.values()
+        lonely = any(failure.consequence or failure.type_name == "ended" for failure in failures)
+        unharmed = not (self.timed_out or self.refusal or self.ranks.gone or self.exit_codes or lonely)
+        return unharmed and len(failures) in (0, self.world_size) and self.all_have_reported()
 
 
 def load_ipython_extension(ipython: Any) -> None:
-    """Called by `%load_ext ddp_course`."""
+    """Register the magic: `%load_ext ddp_course` calls this."""
     ipython.register_magics(RanksMagic)
 
 
 @magics_class
 class RanksMagic(Magics):
-    """Holds `%%ranks`, as IPython wants it."""
+    """The class that IPython wants around `%%ranks`."""
 
     kept: KeptRanks | None = None
 
@@ -118,31 +117,32 @@ class RanksMagic(Magics):
                 raise plain(error) from None
 
     def stop(self, word: str | None) -> None:
-        """`%ranks stop`: end the ranks that were kept."""
+        """End the kept ranks, as `%ranks stop` asks."""
         if word != "stop":
             raise UsageError("%ranks takes stop or --help; to run a cell on the ranks, begin it with %%ranks")
         if self.kept is None:
             print("no ranks are kept")
         else:
-            self.kept.stop()
+            self.kept.close()
         self.kept = None
 
     def run(self, options: Any, cell: str) -> None:
-        """`%%ranks`: run a cell on new ranks, or on those that are kept."""
+        """Run a cell on new ranks, or on the kept ones, as `%%ranks` asks."""
         pull = [name.strip() for name in options.pull.split(",") if name.strip()]
         if not all(name.isidentifier() for name in pull):
             raise UsageError(f"--pull takes names separated by commas and without spaces, not {options.pull!r}")
         world_size = self.world_size(options)
-        filename = f"<ranks {blake2b(cell.encode(), digest_size=4).hexdigest()}>"
+        filename = f"<ranks {crc32(cell.encode()):08x}>"
         linecache.cache[filename] = (len(cell), None, cell.splitlines(True), filename)
-        compile_cell(cell, filename)  # a syntax error is shown before anything starts
+        compile_cell(cell, filename)  # so that a syntax error is shown before anything starts
         call = pack_call(run_cell, (cell, filename, given_names(cell, self.shell.user_ns), pull), {})
+        check_request(world_size, options.device, options.timeout, None)
         if options.keep and self.kept is None:
             self.kept = KeptRanks(world_size, options.device)
         try:
             results = run_grouped(call, world_size, options, self.kept)
         finally:
-            if self.kept is not None and self.kept.ended:
+            if self.kept is not None and self.kept.closing:
                 self.kept = None
                 print(ENDED, file=sys.stderr)
         self.shell.push(results[0])
@@ -163,15 +163,15 @@ def run_grouped(call: IO[bytes], world_size: int, options: Any, kept: KeptRanks 
     """Run a packed call on all ranks, and show what they printed rank by rank, whatever the outcome."""
     printed = defaultdict(list)
 
-    def show(bar, rank, stream, text):
-        printed[rank].append((bar, rank, stream, text))
+    def show(bar, rank, *line):
+        printed[rank].append((bar, rank, *line))
 
     try:
-        if kept is not None:
-            with call:
+        with call:
+            if kept is not None:
                 return kept.call(call, options.timeout, show)
-        hosts = parse_hosts(options.hosts)
-        return run_ranks(call, world_size, options.device, options.timeout, show=show, hosts=hosts)
+            hosts = parse_hosts(options.hosts)
+            return run_ranks(call, world_size, options.device, options.timeout, show=show, hosts=hosts)
     finally:
         for rank in sorted(printed, key=lambda rank: int(str(rank).split()[0])):
             for line in printed[rank]:
@@ -179,14 +179,14 @@ def run_grouped(call: IO[bytes], world_size: int, options: Any, kept: KeptRanks 
 
 
 def parse_hosts(text: str | None) -> str | int | list | None:
-    """What `launch(hosts=…)` takes, from the command line's form of it."""
+    """Translate the option --hosts to what `launch(hosts=…)` takes."""
     if text is None or text == "all":
         return text
     return int(text) if text.isdigit() else [name.strip() for name in text.split(",")]
 
 
 def given_names(cell: str, notebook: dict) -> dict:
-    """The values of those of the notebook's names that the cell uses; TypeError for one that cannot be sent."""
+    """Look up the notebook's names that the cell uses; TypeError for a value that cannot be sent."""
     names = {name: notebook[name] for name in used_names(cell) - NOT_SENT if name in notebook}
     if culprit := unsendable(names):
         name, reason = culprit

@@ -5,10 +5,9 @@ every launch reads both afresh, and it never touches CUDA, which would not survi
 caller's, but not its fork, because the caller (a Jupyter kernel) is full of threads. A rank that is not forked begins
 here too, with its setting on its standard input.
 
-The server's standard input brings 9 bytes per request: b"L" and a number, with a socket for a new launch, or b"K" and
-the number of a launch to be killed. When it ends, the caller is gone: all is killed. Nothing outlives its launch, not
-even what has left the process group (setsid): orphans become the agent's children, and when that has ended, the
-server's.
+The server's standard input brings a byte with the socket of each new launch. When it ends, the caller is gone: all is
+killed. Nothing outlives its agent, not even what has left the process group (setsid): orphans become the agent's
+children, and when that has ended, the server's.
 """
 
 # ruff: noqa: E402 (the folder of this script must leave the path before anything else is imported)
@@ -26,7 +25,6 @@ import pickle
 import select
 import signal
 import socket
-import struct
 import time
 from typing import Any
 
@@ -49,7 +47,7 @@ def serve(control: socket.socket, later: list) -> None:
 
     The modules `later` are loaded when the first launch is over.
     """
-    launches: dict = {}  # {process id of the agent: (number, launch socket)}
+    launches: dict = {}  # {process id of the agent: launch socket}
     ended: dict = {}  # {process id of an agent that has ended: its wait status}
     wakeup, caller, last_use = wake_on_child(), os.getppid(), time.monotonic()
     watched: list = [control, wakeup]
@@ -98,26 +96,19 @@ def wake_on_child() -> int:
 
 
 def answer(control: socket.socket, launches: dict) -> bool:
-    """Carry out one request; False when the caller has closed the socket."""
-    request, descriptors, _, _ = socket.recv_fds(control, 9, 1)
+    """Fork the agent of a launch; False when the caller has closed the socket."""
+    request, descriptors, _, _ = socket.recv_fds(control, 1, 1)
     if not request:
         return False
-    order, number = struct.unpack("<cQ", request)
-    if order == b"K":
-        for pid, (known, _) in launches.items():
-            if known == number:
-                kill_group(pid)
-        return True
     launch = socket.socket(fileno=descriptors[0])
     launch.set_inheritable(False)  # ranks that are started anew shall not have it
     pid = os.fork()
     if pid == 0:
-        control.close()
-        for _, other in launches.values():
+        for other in (control, *launches.values()):
             other.close()
         become_agent(launch)
     os.setpgid(pid, pid)
-    launches[pid] = (number, launch)
+    launches[pid] = launch
     return True
 
 
@@ -171,7 +162,7 @@ def reap(launches: dict, ended: dict) -> bool:
     if not over or kill_strays(launches):
         return False
     for agent in over:
-        _, launch = launches.pop(agent)
+        launch = launches.pop(agent)
         if status := ended.pop(agent):
             with contextlib.suppress(OSError):  # the caller may be gone
                 write(launch.fileno(), ("agent exited", None, os.waitstatus_to_exitcode(status)))

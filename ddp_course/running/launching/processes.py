@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
 from contextlib import suppress
 
 from . import stacks
@@ -76,19 +75,13 @@ def server_pid() -> int | None:
     return _servers[0].process.pid if _servers else None
 
 
-def order(letter: bytes, number: int, descriptors: Sequence = ()) -> Server | None:
-    """Give the server an order: "L" (a new launch, with its socket) or "K" (kill that launch). Returns the server.
-
-    A new launch starts a server if there is none, or none that answers.
-    """
+def ask_for_agent(launch: socket.socket) -> Server:
+    """Have the server fork an agent for a launch, which talks over this socket; start one if none is there or answers."""
     with _lock:
-        usable = bool(_servers) and _servers[0].usable()
-        if letter == b"K" and not usable:
-            return None  # its launches have ended with it
-        if not usable:
+        if not (_servers and _servers[0].usable()):
             use_server(Server())
         with suppress(BrokenPipeError, ConnectionResetError):  # it dies right now: the launch notices, and tries again
-            socket.send_fds(_servers[0].control, [letter + number.to_bytes(8, "little")], descriptors)
+            socket.send_fds(_servers[0].control, [b"L"], [launch.fileno()])
         return _servers[0]
 
 

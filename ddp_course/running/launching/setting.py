@@ -37,7 +37,7 @@ def describe_launch(
     """
     check_world_size(world_size, argument_bytes, on_gpu=False)  # first: a list of a billion ranks takes long
     emulated = for_ranks(device, world_size) if isinstance(device, (Device, list, tuple)) else None
-    placed = placement("cpu" if emulated else device, world_size)
+    placed = placement("cpu" if emulated else str(device), world_size)
     if placed.devices[0] != "cpu":
         check_world_size(world_size, argument_bytes, on_gpu=True)
     if link is not None:

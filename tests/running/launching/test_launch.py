@@ -114,8 +114,8 @@ def test_libraries_keep_quiet(capfd):
 def test_the_greeting_of_older_gloo_is_left_out():
     shown = []
     lines = channel.Lines(shown.append)
-    lines.feed(b"[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1\nhel")
-    lines.feed(b"lo\n[Gloo] is what I say\n")
+    lines(b"[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1\nhel")
+    lines(b"lo\n[Gloo] is what I say\n")
     assert shown == ["hello", "[Gloo] is what I say"]
 
 
@@ -149,7 +149,7 @@ def test_a_launch_inside_a_rank():
         ({"timeout": math.inf}, "timeout is inf; it must be a positive number of seconds, at most"),
         ({"timeout": math.nan}, "timeout is nan"),
         ({"device": "tpu"}, 'unknown device "tpu"; choose'),
-        ({"device": 3}, "device is 3; choose"),
+        ({"device": 3}, 'unknown device "3"; choose'),
         ({"link": Link}, r"link is the class Link; it must be one made of it: Link\(…\)"),
         ({"device": Device}, r"device is the class Device; it must be one made of it: Device\(…\)"),
         ({"link": "50Mbit"}, r"link is '50Mbit'; it must be a Link, such as Link\(bandwidth='50Mbit'\)"),
@@ -233,8 +233,8 @@ def test_output_without_line_ends_is_shown_in_pieces():
     shown, piece = [], b"x" * (1 << 16)
     lines = channel.Lines(shown.append)
     for _ in range(160):
-        lines.feed(piece)
-    lines.feed(b"end\n")
+        lines(piece)
+    lines(b"end\n")
     assert sum(map(len, shown)) == 160 * len(piece) + 3 and len(shown) == 10
 
 
