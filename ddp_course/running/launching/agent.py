@@ -18,7 +18,7 @@ from typing import Any
 
 from ...errors import LaunchError
 from .. import linux
-from .channel import LOOPBACK, PIPES_PER_RANK, close_all, receive_descriptors, write
+from .channel import LOOPBACK, PIPES_PER_RANK, close_all, write
 
 SCRIPT = str(Path(__file__).with_name("preloaded.py"))
 LONGEST_VARIABLE = 100_000  # bytes: Linux starts no program with much longer ones in its environment
@@ -27,7 +27,7 @@ LONGEST_VARIABLE = 100_000  # bytes: Linux starts no program with much longer on
 def own_ranks(launch: socket.socket, setting: dict) -> None:
     """Carry out one launch: start its ranks, tell the caller how each one ended, and exit."""
     write(launch.fileno(), ("agent", None, os.getpid()))
-    log, *shared = receive_descriptors(launch, 3)
+    log, *shared = socket.recv_fds(launch, 1, 3)[1]
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -81,35 +81,29 @@ def start_ranks(setting: dict, link: Any, master: str, shared: list, launch: soc
         for name in ("ddp_course.running.launching.rank", *setting["modules"]):
             with contextlib.suppress(Exception):  # a rank that needs it will tell
                 importlib.import_module(name)  # afresh for this launch, but once for all its ranks
-    ranks = {}
+    agent, ranks = os.getpid(), {}
     for number in setting["ranks"]:
-        pipes = receive_descriptors(launch, PIPES_PER_RANK)
-        ranks[start_rank(setting, number, link, shared, pipes, listener, launch)] = number
+        pipes = socket.recv_fds(launch, 1, PIPES_PER_RANK)[1]
+        files = [*shared, *pipes]
+        pid = os.fork() if setting["start"] == "fork" else start_anew(setting, number, link, files, listener)
+        if pid == 0:
+            launch.close()
+            be_rank(agent, setting, number, link, files, listener)
+        ranks[pid] = number
         close_all(pipes)
     return ranks
 
 
-def start_rank(
-    setting: dict, number: int, link: Any, shared: list, pipes: list, listener: Any, launch: socket.socket
-) -> int:
-    """Start one rank in the way that the setting says; returns its process id."""
-    agent = os.getpid()
-    if setting["start"] == "fork":
-        pid = os.fork()
-        if pid == 0:
-            launch.close()
-            be_rank(agent, setting, number, link, shared, pipes, listener)
-        return pid
-    serves = listener is not None and number == setting["ranks"][0]
-    port = listener.fileno() if serves else None
-    for descriptor in [*shared, *pipes, *[port] * serves]:
+def start_anew(setting: dict, number: int, link: Any, files: list, listener: socket.socket | None) -> int:
+    """Start one rank in a new process, which inherits its open files by their numbers; returns its process id."""
+    port = listener.fileno() if listener is not None and number == 0 else None
+    for descriptor in files if port is None else [*files, port]:
         os.set_inheritable(descriptor, True)
     reading, writing = os.pipe()
     command, stdin = [sys.executable, SCRIPT, "rank"], (os.POSIX_SPAWN_DUP2, reading, 0)
     pid = os.posix_spawn(command[0], command, preloading_environment(), file_actions=[stdin])
     os.close(reading)
-    own = {"agent": agent, "link": pickle.dumps(link), "rank": (number, shared, pipes, port)}
-    write(writing, {**setting, **own})
+    write(writing, {**setting, "agent": os.getpid(), "link": pickle.dumps(link), "rank": (number, files, port)})
     os.close(writing)
     return pid
 
@@ -120,16 +114,14 @@ def preloading_environment() -> dict:
     return {**short, "TORCH_CPP_LOG_LEVEL": "ERROR", "OPENBLAS_NUM_THREADS": "1"}
 
 
-def be_rank(
-    agent: int, setting: dict, number: int, link: Any, shared: list, pipes: list, listener: socket.socket | None
-) -> None:
+def be_rank(agent: int, setting: dict, number: int, link: Any, files: list, listener: socket.socket | None) -> None:
     """Be one rank of `agent`, until its last thread has ended. Never returns: gloo's threads are not torn down."""
     from .rank import main  # here: an agent that forks nothing needs no torch
 
     code = 1
     try:
         linux.die_with_parent(agent)
-        main(setting, number, link, shared, pipes, listener)
+        main(setting, number, link, files, listener)
         threading._shutdown()  # type: ignore[attr-defined]  # as multiprocessing does in its children
         sys.stdout.flush()
         code = 0
@@ -142,9 +134,9 @@ def be_rank(
 def be_new_rank(setting: dict) -> None:
     """Be one rank in a process that was started anew. Never returns."""
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    number, shared, pipes, port = setting["rank"]
+    number, files, port = setting["rank"]
     listener = None if port is None else socket.socket(fileno=port)
-    be_rank(setting["agent"], setting, number, pickle.loads(setting["link"]), shared, pipes, listener)
+    be_rank(setting["agent"], setting, number, pickle.loads(setting["link"]), files, listener)
 
 
 def wait_for(ranks: dict, launch: socket.socket) -> None:

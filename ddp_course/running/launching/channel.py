@@ -7,7 +7,6 @@ import os
 import pickle
 import select
 import selectors
-import socket
 import struct
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +18,6 @@ LONGEST_MESSAGE = 1 << 40  # bytes: what claims to be longer is no message
 READ_AT_MOST = 1 << 16
 LONGEST_LINE = 1 << 20  # bytes: a longer line is shown in pieces of that length
 NOISE = ("[Gloo] Rank ",)  # gloo greets every new group on standard output
-MOST_DESCRIPTORS = 16  # one message carries at most so many
 
 
 def write(descriptor: int, message: Any) -> None:
@@ -48,17 +46,6 @@ def read_exactly(descriptor: int, size: int) -> bytes:
             return b""
         buffer += piece
     return bytes(buffer)
-
-
-def receive_descriptors(connection: socket.socket, count: int) -> list:
-    """So many open files, which the process at the other end passes in messages of one byte."""
-    received = []
-    while len(received) < count:
-        data, descriptors, _, _ = socket.recv_fds(connection, 1, MOST_DESCRIPTORS)
-        if not data:
-            raise EOFError("the caller of this launch is gone")
-        received += descriptors
-    return received
 
 
 def close_all(descriptors: list) -> None:

@@ -55,11 +55,10 @@ def check_arguments(fn: Any, args: tuple, kwargs: dict) -> None:
     name, meant = getattr(fn, "__name__", "fn"), f"for {args[0]} ranks write world_size={args[0]}"
     try:
         signature = inspect.signature(fn)
+        parameter = next(iter(signature.bind(*args, **kwargs).arguments))
     except ValueError:  # a function of C says nothing of its parameters
         return
-    try:
-        (parameter,) = signature.bind(*args, **kwargs).arguments.keys() - kwargs.keys()
-    except (TypeError, ValueError):
+    except TypeError:
         raise TypeError(f"{name} does not take the argument {args[0]}; {meant}") from None
     if signature.parameters[parameter].default is not inspect.Parameter.empty:
         print(f"launch: {args[0]} is the {parameter} of {name}; {meant}", file=sys.stderr)
@@ -76,14 +75,13 @@ def run_ranks(
     payload: IO[bytes], world_size: int, device: Any = "cpu", timeout: float = 300.0, link: Any = None,
     progress: bool | int = False, show: Callable = show_line, hosts: str | int | list | None = None,
 ) -> list:  # fmt: skip
-    """Run a packed call on all ranks; `show(bar, rank, stream, text)` gets every line that a rank prints."""
+    """Run a packed call on all ranks, after `check_request`; `show(bar, rank, stream, text)` gets each printed line."""
     with payload:
-        world_size, nbytes = check_request(world_size, device, timeout, link), os.fstat(payload.fileno()).st_size
         if hosts is not None:
             from .hosts import run_on_hosts  # here: it needs the extra ddp-course[hosts]
 
             return run_on_hosts(hosts, payload, world_size, device, timeout, link, progress, show)
-        setting = describe_launch(world_size, device, timeout, link, progress, nbytes)
+        setting = describe_launch(world_size, device, timeout, link, progress, os.fstat(payload.fileno()).st_size)
         launched = Launch(LocalRanks(setting), world_size, timeout, progress, show).run(payload)
         if launched.ranks.never_started():  # the server was just ending
             launched = Launch(LocalRanks(setting), world_size, timeout, progress, show).run(payload)

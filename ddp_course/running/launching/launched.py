@@ -21,7 +21,8 @@ EXIT_CODE_SECONDS = 1.5  # after a rank died, the system may say so late how
 ENDING_SECONDS = 5.0  # all processes end so soon after the last result, or after the order to end
 STACK_SECONDS = 2.0  # when time has run out, ranks may write their stacks for so long …
 QUIET_SECONDS = 0.4  # … or until nothing has come for so long
-KEPT_BYTES = 1 << 18  # of each rank's stacks, and of the log
+TICK_SECONDS = 1.0  # the caller looks at least so often at what has become of the launch
+KEPT = 1 << 18  # characters of each rank's stacks, and of the log
 UNCONNECTED = (
     "launch: no collective ran, so these are {} models that know nothing of each other, and they differ now. "
     "To train one together, wrap the model or average the gradients.\n"
@@ -53,13 +54,12 @@ class Ranks:
     explain()           which process that the ranks depend on has ended, and how; "" if that is not known
 
     What ranks say becomes events, `hear(kind, rank, value, late)`: "message" (pickled: the rank has started, or its
-    result, …), "print" (stream, text), "stack" and "log" (bytes), "closed" (its report has ended), "exited" (a code),
-    "refused" (an exception). `late`: seconds by which the clock here is ahead of the rank's.
+    result, …), "stdout" and "stderr" (a line), "stack" and "log" (bytes), "closed" (its report has ended), "exited" (a
+    code), "refused" (an exception). `late`: seconds by which the clock here is ahead of the rank's.
     """
 
     hear: Callable
     step: Callable
-    tick = 1.0  # seconds: somebody looks at least so often at what has become of the launch
     gone = False  # whether no process of the launch is left
     cut_off = False  # whether processes have ended that the ranks still depended on
 
@@ -67,15 +67,11 @@ class Ranks:
         """The name of the host that a rank lives on, "" in a launch on this machine."""
         return ""
 
-    def never_started(self) -> bool:
-        """Whether everything was gone before any rank came to life, so that the launch may be tried again."""
-        return False
-
     def read_for(self, seconds: float, enough: Callable) -> None:
         """Pass on what arrives for `seconds`, or until `enough()`."""
         deadline = time.monotonic() + seconds
         while not enough() and time.monotonic() < deadline:
-            self.step(max(0.0, min(self.tick, deadline - time.monotonic())))
+            self.step(max(0.0, min(TICK_SECONDS, deadline - time.monotonic())))
 
 
 class Launch:
@@ -92,7 +88,7 @@ class Launch:
         self.failures: dict = {}
         self.exit_codes: dict = {}
         self.unconnected: dict = {}  # {rank that trained without any message: the sum over its model}
-        self.stacks, self.log = [b""] * world_size, b""
+        self.stacks, self.log = [""] * world_size, ""
         self.timed_out: LaunchTimeout | None = None
         self.refusal: Exception | None = None
         ranks.hear = self.hear
@@ -126,13 +122,13 @@ class Launch:
         match kind:
             case "message":
                 self.note(rank, value, late)
-            case "print":
+            case "stdout" | "stderr":
                 host = self.ranks.host_of(rank)
-                self.show(self.bar, f"{rank} {host}" if host else rank, *value)
+                self.show(self.bar, f"{rank} {host}" if host else rank, kind, value)
             case "stack":
-                self.stacks[rank] = (self.stacks[rank] + value)[-KEPT_BYTES:]
+                self.stacks[rank] = (self.stacks[rank] + value.decode("utf-8", "replace"))[-KEPT:]
             case "log":
-                self.log = (self.log + value)[-KEPT_BYTES:]
+                self.log = (self.log + value.decode("utf-8", "replace"))[-KEPT:]
             case "refused":
                 self.refusal = value
             case "closed" if not self.closing and (self.keeps or rank not in self.results):
@@ -165,7 +161,7 @@ class Launch:
         if code and not self.closing:
             self.died(rank)
             if code > 0 and rank not in self.pids:
-                self.refusal = LaunchError(f"the ranks could not be started\n{text(self.log)}".strip())
+                self.refusal = LaunchError(f"the ranks could not be started\n{self.log}".strip())
 
     def died(self, rank: int) -> None:
         """Note that a rank's process ended, or ends."""
@@ -206,10 +202,10 @@ class Launch:
         while self.ranks.step(QUIET_SECONDS) and time.monotonic() < deadline:
             pass
         statuses, calls = self.ranks.look(self.pids)
-        dumps = list(map(text, self.stacks))
-        states, entered = stacks.look_at_all(statuses, dumps, calls, self.results)
-        states = [replace(state, host=self.ranks.host_of(state.rank)) for state in states]
-        self.timed_out = LaunchTimeout(self.timeout, *stacks.culprits_first(states, calls, entered))
+        states, cause = stacks.look(statuses, self.stacks, calls, self.results)
+        for state in states:
+            state.host = self.ranks.host_of(state.rank)
+        self.timed_out = LaunchTimeout(self.timeout, states, cause)
 
     def close(self) -> None:
         """End what still runs, read the last lines, and give everything back."""
@@ -231,7 +227,7 @@ class Launch:
         if self.failures or not self.has_all_results():
             reason = self.ranks.explain()
             first = f"the ranks were ended from outside{': ' if reason else ''}{reason}; launch again"
-            raise LaunchError(f"{first}\n{text(self.log)}".strip())
+            raise LaunchError(f"{first}\n{self.log}".strip())
         if len(self.unconnected) == self.world_size and len(set(self.unconnected.values())) > 1:
             self.bar.print(UNCONNECTED.format(self.world_size), "stderr")
         return [self.results[rank] for rank in range(self.world_size)]
@@ -244,14 +240,9 @@ class Launch:
         for rank, failure in self.failures.items():
             if failure.type_name == "ended":
                 failure.type_name, failure.message = how_it_ended(self.exit_codes.get(rank))
-                frames = "\n".join(map(stacks.show, stacks.parse(text(self.stacks[rank]))))
-                failure.traceback = frames or text(self.log)
+                frames = "\n".join(map(stacks.show, stacks.parse(self.stacks[rank])))
+                failure.traceback = frames or self.log
         return sorted(self.failures.values(), key=lambda failure: (failure.consequence, failure.time))
-
-
-def text(log: bytes) -> str:
-    """What a process wrote, as text."""
-    return log.decode("utf-8", "replace")
 
 
 def how_it_ended(code: int | None) -> tuple:

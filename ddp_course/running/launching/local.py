@@ -31,7 +31,7 @@ class LocalRanks(Ranks):
     def __init__(self, setting: dict):
         self.setting, self.ranks = setting, setting["ranks"]
         self.mark = setting["environ"][MARK] = secrets.token_hex(8)
-        self.inbox, self.heard, self.ending = Inbox(), False, False
+        self.inbox, self.ending = Inbox(), False
         self.server: processes.Server | None = None
         self.agent: int | None = None  # this process id is also the process group of all that it starts
         self.agent_code: int | None = None
@@ -62,15 +62,14 @@ class LocalRanks(Ranks):
             orders, writing = os.pipe()
             self.orders[rank] = open(writing, "wb")  # noqa: SIM115 (closed by `release`)
             report = Mail(partial(self.tell, "message", rank), partial(self.tell, "closed", rank))
-            prints = [Lines(partial(self.print, rank, stream)) for stream in ("stdout", "stderr")]
-            readers = [report, *prints, partial(self.tell, "stack", rank)]
+            prints = [Lines(partial(self.tell, stream, rank)) for stream in ("stdout", "stderr")]
+            readers: list = [report, *prints, partial(self.tell, "stack", rank)]
             ends = [orders, *map(self.inbox.pipe, readers)]
             self.far_ends.setdefault(rank, []).extend(ends)
             socket.send_fds(connection, [b"f"], ends)
 
     def from_agent(self, pickled: bytes) -> None:
         """The agent lives, could not set up the link, or tells how a rank ended; or the server how the agent did."""
-        self.heard = True
         kind, rank, value = pickle.loads(pickled)
         if kind == "agent":
             self.agent = value
@@ -82,12 +81,7 @@ class LocalRanks(Ranks):
     def tell(self, kind: str, rank: int, value: Any = None) -> None:
         """Pass on an event."""
         close_all(self.far_ends.pop(rank, []))
-        self.heard |= kind != "closed" and value != b""  # an end says nothing
         self.hear(kind, rank, value)
-
-    def print(self, rank: int, stream: str, text: str) -> None:
-        """Pass on a line that a rank printed."""
-        self.tell("print", rank, (stream, text))
 
     def step(self, seconds: float) -> bool:
         """Pass on what has arrived, waiting at most `seconds` for it; False if nothing came.
@@ -95,7 +89,7 @@ class LocalRanks(Ranks):
         A server that was stopped by a signal forks no agent.
         """
         came = self.inbox.read(seconds)
-        if not came and not self.heard and self.server and not self.server.usable():
+        if not came and not self.agent and self.server and not self.server.usable():
             self.all_gone()
         return came
 
@@ -141,10 +135,8 @@ class LocalRanks(Ranks):
         return self.server.exit_code(patience=1.0 if self.cut_off else 0.0) if self.server else None
 
     def never_started(self) -> bool:
-        """Whether the server was gone before any rank came to life, so that the launch may be tried again."""
-        if self.heard or not self.gone:
-            return False
-        return self.server is None or self.server_code() is not None or not self.server.usable()
+        """Whether the server was gone before it forked an agent, so that the launch may be tried again."""
+        return self.agent is None and (self.server is None or not self.server.usable())
 
     def explain(self) -> str:
         """Whether the server or the agent has ended, and how."""

@@ -76,7 +76,7 @@ def server_pid() -> int | None:
 
 
 def ask_for_agent(launch: socket.socket) -> Server:
-    """Have the server fork an agent for a launch, which talks over this socket; start one if none is there or answers."""
+    """Have the server fork an agent, which talks over this socket; start a server if there is none that answers."""
     with _lock:
         if not (_servers and _servers[0].usable()):
             use_server(Server())

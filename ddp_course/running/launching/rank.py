@@ -42,27 +42,27 @@ NCCL_LOST = ("ncclRemoteError", "remote process", "communicator was aborted", "C
 ELASTIC = "TORCHELASTIC_"  # variables of a torchrun that this launch may be part of, but its ranks are not
 
 
-def main(setting: dict, rank: int, link: Any, shared: list, pipes: list, listener: Any = None) -> None:
+def main(setting: dict, rank: int, link: Any, files: list, listener: Any = None) -> None:
     """Be one rank: move to its place in the emulated network, and reach the caller's function, once or several times.
 
-    All files are open ones; `shared`: the packed call and the flight recorder; `pipes`: orders, report, output, errors
-    and stacks; `listener`: the socket for the store, if rank 0 is to serve one. After the first call come further ones,
+    `files` are open ones: the packed call, the flight recorder, and pipes for orders, report, output, errors and
+    stacks; `listener`: the socket for the store, if rank 0 is to serve one. After the first call come further ones,
     packed; or b"", when all ranks have their results and this one may leave. A rank that failed waits as well, until it
     is killed: if it ended by itself, the others would fail too, with a broken connection, and hide the cause.
     """
     if link is not None:
         link.enter(rank)  # this comes before any socket, as it may move this process into a network namespace
-    payload, recorder = shared
-    orders, report, *outputs, stacks = pipes
+    payload, recorder, orders, report, out, err, stacks = files
     write(report, ("started", os.getpid()))
-    write_stacks_to(stacks)
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    faulthandler.enable(file=stacks, all_threads=False)  # a segmentation fault writes a stack as well
     steps = Steps(report if setting["progress"] and rank == 0 else None)
 
     def first_call():
         """Join the others, then reach the function: whatever fails on the way is reported as its error."""
         join_group(setting, rank, listener)
         flight_recorder.attach(recorder, rank, setting["world_size"])
-        redirect_output(*outputs)
+        redirect_output(out, err)
         with mmap.mmap(payload, 0, access=mmap.ACCESS_READ) as packed:
             function = unpack(packed)
         result = call(function)
@@ -80,7 +80,8 @@ def main(setting: dict, rank: int, link: Any, shared: list, pipes: list, listene
     with suppress(TimeoutError):  # nobody has wanted anything for so long: this rank may leave as well
         while packed := read_message(orders, setting["idle"]):
             write(report, answer(lambda: call(unpack(packed))))
-    leave_nccl()
+    if dist.is_initialized() and "nccl" in dist.get_backend_config():
+        dist.destroy_process_group()  # gloo's threads are not torn down, they end with this process
 
 
 def answer(function: Callable[[], Any]) -> bytes:
@@ -98,12 +99,6 @@ def answer(function: Callable[[], Any]) -> bytes:
     if os.getpid() != own:
         os._exit(0)
     return message
-
-
-def write_stacks_to(stacks: int) -> None:
-    """Have stacks written by the signal that asks for them, and at a segmentation fault."""
-    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-    faulthandler.enable(file=stacks, all_threads=False)
 
 
 def join_group(setting: dict, rank: int, listener: socket.socket | None) -> None:
@@ -155,12 +150,6 @@ def refuse_breakpoint(*args: Any, **kwargs: Any) -> None:
     )
 
 
-def leave_nccl() -> None:
-    """End NCCL's communicators, now that all ranks are done; gloo's threads are not torn down, they end with us."""
-    if dist.is_initialized() and "nccl" in dist.get_backend_config():
-        dist.destroy_process_group()
-
-
 def unpack(packed: Any) -> Callable[[], Any]:
     """Unpickle the caller's function with its arguments and the source of its cells."""
     length = int.from_bytes(packed[:8], "little")
@@ -189,10 +178,7 @@ class Packing(Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, torch.Tensor) and obj.is_cuda:
-            moved = obj.detach().cpu().requires_grad_(obj.requires_grad)
-            if isinstance(obj, torch.nn.Parameter):
-                moved = torch.nn.Parameter(moved, obj.requires_grad)
-            return moved.__reduce_ex__(5)
+            return obj.detach().cpu().requires_grad_(obj.requires_grad).__reduce_ex__(5)
         return super().reducer_override(obj)
 
 

@@ -10,10 +10,7 @@ from ..linux import free_memory, usable_cores
 from . import pickling
 from .channel import PIPES_PER_RANK
 
-LOOPBACK_CARDS = {"linux": "lo", "darwin": "lo0"}
-NETWORK_CARD = (  # gloo takes the loopback, whatever card is set for other machines
-    {"GLOO_SOCKET_IFNAME": LOOPBACK_CARDS[sys.platform]} if sys.platform in LOOPBACK_CARDS else {}
-)
+LOOPBACK_CARD = "lo0" if sys.platform == "darwin" else "lo"
 MIB = 1 << 20
 RANK_MEMORY = 64 * MIB  # what an idle CPU rank has of its own, with a small model: measured 13 to 60 MiB
 GPU_RANK_MEMORY = 1024 * MIB  # host memory of a rank that has initialised CUDA
@@ -58,7 +55,7 @@ def describe_launch(
         "path": list(sys.path),
         "argv": list(sys.argv),
         "folder": os.getcwd(),
-        "environ": {**os.environ, **NETWORK_CARD},
+        "environ": {**os.environ, "GLOO_SOCKET_IFNAME": LOOPBACK_CARD},  # whatever card is set for other machines
         "private": os.environ.get("DDP_COURSE_NETWORK") == "private",  # a network without anybody else in it
         "idle": None,  # seconds that ranks which stay after their call wait for another one
     }
@@ -75,23 +72,13 @@ def check_world_size(world_size: int, argument_bytes: int, on_gpu: bool) -> None
     Every rank gets its own copy of the arguments, `argument_bytes` of them.
     """
     needed = (GPU_RANK_MEMORY if on_gpu else RANK_MEMORY) + argument_bytes
-    free = free_memory()
-    if world_size * needed > free:
-        raise ValueError(
-            f"world size {world_size} does not fit: each rank needs about {needed / MIB:,.0f} MiB and "
-            f"{free / MIB:,.0f} MiB are free; {largest(free // needed)}"
-        )
-    files = free_files()
-    if world_size * PIPES_PER_RANK > files:
-        raise ValueError(
-            f"world size {world_size} does not fit: each rank needs {PIPES_PER_RANK} open files and this process may "
-            f"open {files or 'no'} more (see `ulimit -n`); {largest(files // PIPES_PER_RANK)}"
-        )
-
-
-def largest(fits: int) -> str:
-    """What the caller may ask for."""
-    return f"the largest that fits is {fits}" if fits else "not even one rank fits"
+    free, files = free_memory(), free_files()
+    memory = f"about {needed / MIB:,.0f} MiB and {free / MIB:,.0f} MiB are free"
+    pipes = f"{PIPES_PER_RANK} open files and this process may open {files or 'no'} more (see `ulimit -n`)"
+    for most, reason in ((free // needed, memory), (files // PIPES_PER_RANK, pipes)):
+        if world_size > most:
+            largest = f"the largest that fits is {most}" if most else "not even one rank fits"
+            raise ValueError(f"world size {world_size} does not fit: each rank needs {reason}; {largest}")
 
 
 def free_files() -> int:

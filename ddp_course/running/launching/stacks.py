@@ -4,7 +4,6 @@ import linecache
 import re
 import time
 from pathlib import Path
-from typing import Any
 
 from ...errors import RankState
 
@@ -19,42 +18,33 @@ POINT_TO_POINT = {"send", "recv", "isend", "irecv", "batch_isend_irecv"}
 LIBRARY = ("/torch/distributed/c10d_logger.py", "/threading.py", "/concurrent/futures/thread.py")
 
 
-def look_at_all(statuses: dict, dumps: list, calls: dict, results: dict) -> tuple:
-    """The RankState of every rank, and by rank the collective of torch's own that it is in, "" for none.
+def look(statuses: dict, dumps: list, calls: dict, results: dict) -> tuple[list, str]:
+    """The RankState of every rank, and a sentence about the collective that those who come first did not enter.
 
     By rank: the state of its process in words, "" before it has started; what faulthandler wrote; the collectives; and
     the results of those that have finished.
     """
-    now, states, entered = time.monotonic(), [], {}
+    states, entered = [], {}
     for rank, dump in enumerate(dumps):
         threads = parse(dump)
         entered[rank] = next((name for frames in threads for file, _, name in frames if is_torch_call(file, name)), "")
-        status = "finished, waiting for the others" if rank in results else statuses.get(rank)
-        last = calls[rank][-1] if calls.get(rank) else None
-        states.append(look(rank, status, threads, entered[rank], last, now))
-    return states, entered
-
-
-def culprits_first(states: list, calls: dict, entered: dict) -> tuple:
-    """The states, first of ranks that the others wait for; and a sentence about the collective they did not enter."""
+        status = "finished, waiting for the others" if rank in results else statuses.get(rank) or "not started yet"
+        collective = last_collective(calls.get(rank, []), entered[rank], time.monotonic())
+        states.append(RankState(rank, status, collective, "\n".join(show(frames) for frames in threads)))
     name, inside, absent = missing_from_ours(calls) or missing_from_torchs(entered) or ("", [], [])
-    order = sorted(states, key=lambda state: (state.rank not in absent, state.rank))
     verb = "waits" if len(inside) == 1 else "wait"
     cause = f"{enumerate_ranks(absent, 'has', 'have')} not entered {name}, in which {enumerate_ranks(inside)} {verb}"
-    return order, cause if name else ""
+    return sorted(states, key=lambda state: state.rank not in absent), cause if name else ""
 
 
-def look(rank: int, status: str | None, threads: Any, torch_call: str, call: Any, now: float) -> RankState:
-    """Describe one rank from the state of its process, its threads' frames, and the collective it entered last."""
-    if not status:
-        return RankState(rank, "not started yet")
+def last_collective(calls: list, torch_call: str, now: float) -> str:
+    """The collective that a rank is in, or that it entered last, in words."""
+    call = calls[-1] if calls else None
     if call is not None and not call.end:
-        collective = f"{call} (inside for {now - call.begin:.1f} s)"
-    elif torch_call:
-        collective = f"torch.distributed.{torch_call} (inside)"
-    else:
-        collective = f"{call} ({'launched' if call.end < 0 else 'finished'})" if call else ""
-    return RankState(rank, status, collective, "\n".join(show(frames) for frames in threads))
+        return f"{call} (inside for {now - call.begin:.1f} s)"
+    if torch_call:
+        return f"torch.distributed.{torch_call} (inside)"
+    return f"{call} ({'launched' if call.end < 0 else 'finished'})" if call else ""
 
 
 def missing_from_ours(calls: dict) -> tuple | None:

@@ -65,7 +65,7 @@ def test_the_watchdog_of_nccl_leaves_the_process_alone(monkeypatch):
 def test_a_collective_on_a_gpu_was_launched_not_finished():
     words = b"ring_all_reduce of float32 [3]"
     calls = [flight_recorder.Call(sequence=3, begin=1.0, end=end, words=words) for end in (2.0, -2.0)]
-    texts = [stacks.look(0, "running", [], "", call, 5.0).collective for call in calls]
+    texts = [stacks.last_collective([call], "", 5.0) for call in calls]
     assert [text.rpartition(" ")[2] for text in texts] == ["(finished)", "(launched)"]
     assert flight_recorder.on_gpu([torch.ones(1), torch.ones(1).as_subclass(Posing)])
     assert not flight_recorder.on_gpu(torch.ones(1))
