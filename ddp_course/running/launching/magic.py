@@ -170,19 +170,14 @@ def run_grouped(call: IO[bytes], world_size: int, options: Any, kept: KeptRanks 
         with call:
             if kept is not None:
                 return kept.call(call, options.timeout, show)
-            hosts = parse_hosts(options.hosts)
+            hosts = options.hosts
+            if hosts and hosts != "all":
+                hosts = int(hosts) if hosts.isdigit() else [name.strip() for name in hosts.split(",")]
             return run_ranks(call, world_size, options.device, options.timeout, show=show, hosts=hosts)
     finally:
         for rank in sorted(printed, key=lambda rank: int(str(rank).split()[0])):
             for line in printed[rank]:
                 show_line(*line)
-
-
-def parse_hosts(text: str | None) -> str | int | list | None:
-    """Translate the option --hosts to what `launch(hosts=…)` takes."""
-    if text is None or text == "all":
-        return text
-    return int(text) if text.isdigit() else [name.strip() for name in text.split(",")]
 
 
 def given_names(cell: str, notebook: dict) -> dict:

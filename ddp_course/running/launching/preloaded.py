@@ -26,7 +26,6 @@ import select
 import signal
 import socket
 import time
-from typing import Any
 
 from ddp_course.running import linux
 from ddp_course.running.launching.channel import read_message, write
@@ -34,6 +33,7 @@ from ddp_course.running.launching.channel import read_message, write
 for name in [name for name in sys.modules if name.startswith("ddp_course")]:
     del sys.modules[name]  # every launch reads the package afresh
 
+AGENT = "ddp_course.running.launching.agent"  # it is imported in the child, from the caller's paths
 AT_ONCE = ["torch.distributed", "torch.multiprocessing", "numpy", "cloudpickle"]
 LATER = [  # what every rank would import for more than a second with its first optimizer: dynamo
     *("mpmath", "sympy", "torch.fx.experimental.symbolic_shapes", "torch.distributed.fsdp", "torch._dynamo"),
@@ -49,13 +49,16 @@ def serve(control: socket.socket, later: list) -> None:
     """
     launches: dict = {}  # {process id of the agent: launch socket}
     ended: dict = {}  # {process id of an agent that has ended: its wait status}
-    wakeup, caller, last_use = wake_on_child(), os.getppid(), time.monotonic()
-    watched: list = [control, wakeup]
+    wakeup, signalled = socket.socketpair()  # the first becomes readable whenever a child ends
+    signalled.setblocking(False)
+    signal.set_wakeup_fd(signalled.fileno())
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    caller, last_use = os.getppid(), time.monotonic()
     linux.adopt_orphans()  # what an agent leaves behind becomes ours
     while os.getppid() == caller and time.monotonic() < last_use + IDLE_SECONDS:
-        ready, _, _ = select.select(watched, [], [], 0.02 if ended else 1.0)
+        ready, _, _ = select.select([control, wakeup], [], [], 0.02 if ended else 1.0)
         if wakeup in ready:
-            os.read(wakeup, 4096)
+            wakeup.recv(4096)
         if control in ready and not answer(control, launches):
             break
         if reap(launches, ended) and not launches and later:
@@ -85,16 +88,6 @@ def load(names: list) -> None:
     gc.enable()
 
 
-def wake_on_child() -> int:
-    """A descriptor that becomes readable whenever a child ends."""
-    wakeup, signalled = os.pipe()
-    os.set_blocking(wakeup, False)
-    os.set_blocking(signalled, False)
-    signal.set_wakeup_fd(signalled)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    return wakeup
-
-
 def answer(control: socket.socket, launches: dict) -> bool:
     """Fork the agent of a launch; False when the caller has closed the socket."""
     request, descriptors, _, _ = socket.recv_fds(control, 1, 1)
@@ -122,7 +115,7 @@ def become_agent(launch: socket.socket) -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         if setting := take_setting(launch.fileno()):
-            the_agent().own_ranks(launch, setting)
+            importlib.import_module(AGENT).own_ranks(launch, setting)
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
@@ -141,11 +134,6 @@ def take_setting(descriptor: int) -> dict | None:
     if os.path.isdir(setting["folder"]):
         os.chdir(setting["folder"])
     return setting
-
-
-def the_agent() -> Any:
-    """The module `agent`, from the caller's paths."""
-    return importlib.import_module("ddp_course.running.launching.agent")
 
 
 def reap(launches: dict, ended: dict) -> bool:
@@ -198,4 +186,4 @@ if __name__ == "__main__":
     if start != "rank":
         serve(socket.socket(fileno=os.dup(0)), LATER if start == "fork" else [])
     elif setting := take_setting(0):
-        the_agent().be_new_rank(setting)
+        importlib.import_module(AGENT).be_new_rank(setting)
