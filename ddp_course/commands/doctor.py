@@ -3,7 +3,6 @@
 import argparse
 import os
 import platform
-import sys
 import warnings
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -63,6 +62,7 @@ def torch_parts() -> Iterator[Finding]:
 
     from ..running.devices.placement import usable_gpus
     from ..running.launching.launch import launch
+    from ..running.launching.setting import start_method
 
     yield "torch", torch.__version__
     with warnings.catch_warnings(record=True) as caught:
@@ -70,7 +70,8 @@ def torch_parts() -> Iterator[Finding]:
         gpus = [torch.cuda.get_device_name(index) for index in range(usable_gpus())]
     nccl = gpus and dist.is_nccl_available()
     yield "NCCL", ".".join(map(str, torch.cuda.nccl.version())) if nccl else "no (needs NVIDIA GPUs and Linux)"
-    yield "ranks", how_ranks_start()
+    fork = start_method() == "fork"
+    yield "ranks", "forked from a server with torch in it" if fork else "started anew: each launch loads torch first"
     launch(dist.barrier, world_size=2, timeout=60)
     yield "two ranks", "were launched, and agree"
     private = os.environ.get("DDP_COURSE_NETWORK") == "private"
@@ -78,14 +79,6 @@ def torch_parts() -> Iterator[Finding]:
     yield "ranks meet on", "a loopback of their own" if private else common
     unusable = [str(warning.message) for warning in caught[-1:]]
     yield "GPUs", ", ".join(gpus) or "none: ranks are processes on the CPU, and links are emulated", *unusable
-
-
-def how_ranks_start() -> str:
-    """Forked, or started anew."""
-    from ..running.launching.setting import start_method
-
-    forked = start_method() == "fork"
-    return "forked from a server that has torch loaded" if forked else "started anew: each launch loads torch first"
 
 
 def links() -> Iterator[Finding]:

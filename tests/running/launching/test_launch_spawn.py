@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from ddp_course import Link, launch, ring_all_reduce
-from ddp_course.commands import doctor
 from ddp_course.errors import LaunchError, LinkError
 from ddp_course.running.launching import processes, setting
 
@@ -62,14 +61,10 @@ def test_links_say_what_they_are():
         Link("20Mbit", mode="hosts")
 
 
-def test_the_server_has_no_torch_and_doctor_says_how_ranks_start(monkeypatch):
-    """What has torch in it is not forked."""
+def test_no_process_that_has_torch_is_forked():
     first, second = (launch(os.getpid, world_size=2) for _ in range(2))
     assert len({*first, *second}) == 4
     assert not [region for region in psutil.Process(processes.server_pid()).memory_maps() if "libtorch" in region.path]
-    assert doctor.how_ranks_start().startswith("started anew")
-    monkeypatch.setenv("DDP_COURSE_START", "fork")
-    assert doctor.how_ranks_start().startswith("forked from a server")
 
 
 def test_an_environment_that_no_new_program_can_have_reaches_the_ranks(monkeypatch):
