@@ -19,8 +19,8 @@ BARE = """
 import sys
 from importlib.machinery import PathFinder
 
-ABSENT = {"tabulate", "tqdm", "psutil", "cloudpickle", "sklearn", "scipy", "matplotlib", "IPython", "ipywidgets",
-          "nbformat", "pytest"}
+ABSENT = {"tabulate", "tqdm", "psutil", "cloudpickle", "sklearn", "scipy", "simpy", "matplotlib", "IPython",
+          "ipywidgets", "nbformat", "pytest"}
 
 class Bare(PathFinder):
     @classmethod

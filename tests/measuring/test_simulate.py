@@ -21,13 +21,13 @@ from ddp_course.measuring.simulate import (
     resnets,
     simulate,
 )  # fmt: skip
-from ddp_course.measuring.simulate.network import Pause, Receive, Send
 from ddp_course.measuring.simulate.step import knee, on_hosts
 from ddp_course.measuring.theory import Costs
 from ddp_course.showing import simulator_plots
 
 MIB = 2**20
 LINK = Network(Costs(1e-4, 1e-8))
+HOSTS_OF_2 = Network(Costs(0, 1.0), Costs(0, 1.0), per_host=2)
 
 
 def even_profile(layers=6, forward=1e-3, backward=2e-3, nbytes=MIB, update=5e-4):
@@ -44,47 +44,41 @@ profiles = st.builds(
 link_costs = st.builds(Costs, st.floats(1e-6, 1e-3), st.floats(1e-10, 1e-8))
 
 
-def run_processes(network, *processes):
+@pytest.mark.parametrize(
+    ("network", "ranks", "seconds"),
+    [
+        # Two senders share the receiver's link: 3 s each, one after the other; the latency occupies nothing.
+        (Network(Costs(0.5, 1.0)), [[("recv", 1), ("recv", 2)], [("send", 0, 3)], [("send", 0, 3)]], 6.5),
+        # Both directions are used at once.
+        (Network(Costs(0, 1.0)), [[("send", 1, 4), ("recv", 1)], [("recv", 0), ("send", 0, 4)]], 4),
+        # A sender waits for its receiver, and with a handshake a latency longer.
+        (Network(Costs(0, 1.0)), [[("send", 1, 4)], [("pause", 10), ("recv", 0)]], 14),
+        (Network(Costs(2, 1.0), handshake=True), [[("send", 1, 4)], [("recv", 0)]], 2 + 4 + 2),
+        # Ranks of one host share its link, but not the local links.
+        (HOSTS_OF_2, [[("send", peer, 3), ("recv", peer)] for peer in (2, 3, 0, 1)], 6),
+        (HOSTS_OF_2, [[("send", peer, 3), ("recv", peer)] for peer in (1, 0, 3, 2)], 3),
+    ],
+)
+def test_messages_take_turns_on_links(network, ranks, seconds):
+    assert play_events(network, ranks) == pytest.approx(seconds)
+
+
+def play_events(network, ranks):
+    """Play ranks that begin all their messages at once, but for what comes after a pause."""
     simulation = Simulation(network)
-    for rank, process in enumerate(processes):
-        simulation.start(rank, process(simulation))
-    return simulation.play()
+    begin = {"send": simulation.send, "recv": simulation.receive}
 
+    def process(rank, events):
+        if events[0][0] == "pause":
+            yield simulation.clock.timeout(events.pop(0)[1])
+        yield simulation.clock.all_of([begin[kind](rank, *rest) for kind, *rest in events])
 
-def test_two_senders_share_the_receivers_link():
-    network = Network(Costs(0.5, 1.0))
-    both = run_processes(
-        network,
-        lambda _: iter([(Receive(1), Receive(2))]),
-        lambda _: iter([Send(0, 3)]),
-        lambda _: iter([Send(0, 3)]),
-    )
-    assert both == pytest.approx(6.5)  # 3 s each, one after the other; the latency occupies nothing
-
-
-def test_ranks_of_one_host_share_its_link_but_not_the_local_links():
-    network = Network(Costs(0, 1.0), Costs(0, 1.0), per_host=2)
-    pair = lambda peer, size: lambda _: iter([(Send(peer, size), Receive(peer))])  # noqa: E731
-    assert run_processes(network, pair(2, 3), pair(3, 3), pair(0, 3), pair(1, 3)) == pytest.approx(6)
-    assert run_processes(network, pair(1, 3), pair(0, 3), pair(3, 3), pair(2, 3)) == pytest.approx(3)
-
-
-def test_both_directions_at_once_and_rendezvous():
-    swap = run_processes(
-        Network(Costs(0, 1.0)), lambda _: iter([(Send(1, 4), Receive(1))]), lambda _: iter([(Receive(0), Send(0, 4))])
-    )
-    assert swap == pytest.approx(4)
-    late = run_processes(Network(Costs(0, 1.0)), lambda _: iter([Send(1, 4)]), lambda _: iter([Pause(10), Receive(0)]))
-    assert late == pytest.approx(14)
-    asked = run_processes(
-        Network(Costs(2, 1.0), handshake=True), lambda _: iter([Send(1, 4)]), lambda _: iter([Receive(0)])
-    )
-    assert asked == pytest.approx(2 + 4 + 2)
+    return simulation.play(process(rank, events) for rank, events in enumerate(ranks))
 
 
 def test_a_deadlock_is_reported_with_its_ranks():
     with pytest.raises(RuntimeError, match=r"ranks \[0, 1\] wait"):
-        run_processes(LINK, lambda _: iter([Send(1, 1)]), lambda _: iter([Send(0, 1)]))
+        play_events(LINK, [[("send", 1, 1)], [("send", 0, 1)]])
 
 
 def test_schedule_worked_out_by_hand():

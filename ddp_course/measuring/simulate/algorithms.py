@@ -5,19 +5,20 @@ cannot be run and replayed: on thousands of ranks, or when it is a library's own
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
-from .network import Pause, Receive, Send, Simulation
+from .network import Simulation
 
 
-def ring(rank: int, world_size: int, nbytes: float, simulation: Simulation) -> Iterator[Any]:
+def ring(rank: int, world_size: int, nbytes: float, simulation: Simulation) -> Generator[Any, Any, None]:
     """Reduce-scatter, then allgather, one chunk of K a step."""
     for _ in range(2 * (world_size - 1)):
-        yield Send((rank + 1) % world_size, nbytes / world_size), Receive((rank - 1) % world_size)
+        sent = simulation.send(rank, (rank + 1) % world_size, nbytes / world_size)
+        yield sent & simulation.receive(rank, (rank - 1) % world_size)
 
 
-def halving_doubling(rank: int, world_size: int, nbytes: float, simulation: Simulation) -> Iterator[Any]:
+def halving_doubling(rank: int, world_size: int, nbytes: float, simulation: Simulation) -> Generator[Any, Any, None]:
     """Exchange halves with the neighbour, quarters at distance two, …; then all the way back.
 
     Of each pair among the first 2 (K-P) ranks, P the largest power of two in K, the odd one only hands over.
@@ -25,33 +26,30 @@ def halving_doubling(rank: int, world_size: int, nbytes: float, simulation: Simu
     power = 2 ** (world_size.bit_length() - 1)
     paired = 2 * (world_size - power)
     if rank < paired and rank % 2:
-        yield Send(rank - 1, nbytes)
-        yield Receive(rank - 1)
+        yield simulation.send(rank, rank - 1, nbytes)
+        yield simulation.receive(rank, rank - 1)
         return
     if rank < paired:
-        yield Receive(rank + 1)
+        yield simulation.receive(rank, rank + 1)
     place = rank // 2 if rank < paired else rank - paired // 2
     steps = [(2**k, nbytes / 2 ** (k + 1)) for k in range(power.bit_length() - 1)]
     for distance, size in [*steps, *reversed(steps)]:
-        yield _swap(place ^ distance, paired, size)
+        other = place ^ distance
+        peer = 2 * other if 2 * other < paired else other + paired // 2  # Pairs stand at one place.
+        yield simulation.send(rank, peer, size) & simulation.receive(rank, peer)
     if rank < paired:
-        yield Send(rank + 1, nbytes)
+        yield simulation.send(rank, rank + 1, nbytes)
 
 
 def gloo_ring(
-    rank: int,
-    world_size: int,
-    nbytes: float,
-    simulation: Simulation,
-    segment_bytes: int = 2**20,
-    segment_s: float = 0.0,
-) -> Iterator[Any]:
+    rank: int, world_size: int, nbytes: float, simulation: Simulation, segment_s: float
+) -> Generator[Any, Any, None]:
     """gloo's `all_reduce`: the ring in segments of at most 1 MiB, two in flight; each needs `segment_s` of processor.
 
     The segments are made alike: their number is a multiple of K and at least 2 K, so that each rank's chunk has two.
     Source: gloo's allreduce.cc (pytorch/gloo). Play it on a `Network` with `handshake`.
     """
-    segments = max(-(-int(nbytes) // segment_bytes), 2 * world_size)
+    segments = max(-(-int(nbytes) // 2**20), 2 * world_size)
     segments += -segments % world_size
     size, moved = nbytes / segments, segments - segments // world_size
     for _ in ("reduce-scatter", "allgather"):
@@ -59,50 +57,33 @@ def gloo_ring(
         for step in range(moved + 2):
             if step >= 2:
                 yield in_flight.popleft()
-                yield Pause(segment_s)
+                yield simulation.clock.timeout(segment_s)
             if step < moved:
-                receive = simulation.post(rank, Receive((rank - 1) % world_size))
-                in_flight.append((receive, simulation.post(rank, Send((rank + 1) % world_size, size))))
+                received = simulation.receive(rank, (rank - 1) % world_size)
+                in_flight.append(received & simulation.send(rank, (rank + 1) % world_size, size))
 
 
-def nccl_ring(
-    rank: int,
-    world_size: int,
-    nbytes: float,
-    simulation: Simulation,
-    channels: int = 2,
-    chunk_bytes: float = 2**21,
-    slices: int = 2,
-) -> Iterator[Any]:
-    """NCCL's ring: chunks of 2 MiB a channel, passed on slice by slice as they come in, without asking first.
+def nccl_ring(rank: int, world_size: int, nbytes: float, simulation: Simulation) -> Generator[Any, Any, None]:
+    """NCCL's ring: two channels, chunks of 2 MiB, passed on in two slices as they come in, without asking first.
 
     Rounds of K chunks per channel follow one another until all is sent; the last one is smaller if need be. Source:
     NCCL's all_reduce.h, protocol Simple: 8 buffer steps of 512 KiB, four to a chunk, two to a slice.
     """
-    yield tuple(
-        _nccl_channel(rank, world_size, nbytes / channels, simulation, channel, chunk_bytes, slices)
-        for channel in range(channels)
-    )
+    channels = [_nccl_channel(rank, world_size, nbytes / 2, simulation, channel) for channel in range(2)]
+    yield simulation.clock.all_of([simulation.clock.process(channel) for channel in channels])
 
 
-def _nccl_channel(rank, world_size, nbytes, simulation, channel, chunk_bytes, slices):
-    rounds = max(1, -(-int(nbytes) // (chunk_bytes * world_size)))
+def _nccl_channel(rank, world_size, nbytes, simulation, channel):
+    rounds, slices = max(1, -(-int(nbytes) // (2**21 * world_size))), 2
     size, right, left = nbytes / (rounds * world_size * slices), (rank + 1) % world_size, (rank - 1) % world_size
     for _ in range(rounds):
-        arriving = []
-        for step in range(2 * (world_size - 1)):
-            for _slice in range(slices):
-                if step:
-                    yield arriving.pop(0)
-                arriving.append(simulation.post(rank, Receive(left, channel)))
-                last = simulation.post(rank, Send(right, size, channel))
-        yield last, *arriving
-
-
-def _swap(place, paired, nbytes):
-    """Exchange with the rank that stands at `place` once the pairs have been folded together."""
-    peer = 2 * place if 2 * place < paired else place + paired // 2
-    return Send(peer, nbytes), Receive(peer)
+        arriving = deque()
+        for place in range(2 * (world_size - 1) * slices):
+            if place >= slices:
+                yield arriving.popleft()
+            arriving.append(simulation.receive(rank, left, channel))
+            last = simulation.send(rank, right, size, channel)
+        yield simulation.clock.all_of([last, *arriving])
 
 
 PROGRAMS = {program.__name__: program for program in (ring, halving_doubling)}

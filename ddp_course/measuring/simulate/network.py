@@ -1,12 +1,10 @@
-"""Discrete events: processes that send and receive, and links that carry one message at a time.
+"""Messages between ranks, over links that carry one at a time, played by simpy, a library for discrete events.
 
-A process is a generator. It yields the activities it wants to wait for, together:
+What a rank does is a generator that yields the events it waits for:
 
-    yield Send(right, nbytes), Receive(left)      both at once, go on when both are done
-    yield Pause(0.001)                            a millisecond later
-    yield other_process()                         a generator is an activity too: it runs beside this one
-
-`simulation.post(rank, activity)` begins an activity without waiting; yield it later.
+    yield simulation.send(0, 1, nbytes) & simulation.receive(0, 3)      both at once, go on when both are done
+    yield simulation.clock.timeout(0.001)                               a millisecond later
+    yield simulation.clock.process(another_generator())                 what is beside this one
 
 A message starts when sender and receiver are both there and the links are free: the sender's way out and the
 receiver's way in. It occupies them for beta n seconds and arrives alpha seconds later; the latency occupies
@@ -14,11 +12,8 @@ nothing. The message that has waited longest goes first. Ranks of one host talk 
 of a host to others shares that host's one link, both ways at once.
 """
 
-import heapq
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from itertools import count
+from collections.abc import Generator, Iterable
 from typing import Any, NamedTuple
 
 from ..theory import Costs
@@ -43,159 +38,64 @@ class Network(NamedTuple):
         return self.link, (("host out", source // self.per_host), ("host in", target // self.per_host))
 
 
-@dataclass(eq=False)
-class Activity:
-    """Something that takes time. `done` when finished; until then `waiting` holds what to call."""
-
-    done: bool = field(default=False, init=False)
-    posted: bool = field(default=False, init=False)
-    waiting: list = field(default_factory=list, init=False, repr=False)
-
-
-@dataclass(eq=False)
-class Send(Activity):
-    """A message of `nbytes` to rank `target`; done when it has arrived. Equal tags meet in order."""
-
-    target: int
-    nbytes: float
-    tag: int = 0
-
-
-@dataclass(eq=False)
-class Receive(Activity):
-    """The next message with this tag from rank `source`."""
-
-    source: int
-    tag: int = 0
-
-
-@dataclass(eq=False)
-class Pause(Activity):
-    """Time of a processor, or of whatever else is no link."""
-
-    seconds: float
-
-
-class Delivery(NamedTuple):
-    """A message that both sides are ready for."""
-
-    links: tuple
-    seconds: float
-    latency: float
-    arrived: Callable
-
-
 class Simulation:
-    """The clock, the links and all that is under way. `play()` goes on until nothing is left to do."""
+    """simpy's `clock`, the links of a `Network`, and the messages under way."""
 
     def __init__(self, network):
-        self.network, self.now = network, 0.0
-        self.agenda, self.order = [], count()
-        self.busy, self.queue = set(), deque()
-        self.sends, self.receives = defaultdict(deque), defaultdict(deque)
-        self.unfinished = {}
+        import simpy  # A borrowed machine may not have it, and plays no messages.
 
-    def start(self, rank: int, process: Iterator[Any]) -> Activity:
-        """Let the generator `process` of `rank` begin now; returns an activity that is done when it ends."""
-        ended = Activity()
-        ended.posted = True
-        self.unfinished[ended] = rank
-        self._resume(rank, process, ended)
-        return ended
+        self.network, self.clock, self.busy, self.queue = network, simpy.Environment(), set(), []
+        self.senders, self.receivers = defaultdict(deque), defaultdict(deque)
 
-    def play(self) -> float:
-        """Play all events; returns the time of the last. RuntimeError if processes wait for each other for ever."""
-        while self.agenda:
-            self.now, _, call = heapq.heappop(self.agenda)
-            call()
-        if self.unfinished:
-            ranks = sorted(set(self.unfinished.values()))
-            raise RuntimeError(f"deadlock after {self.now:.6g} s: ranks {ranks} wait for messages that nobody sends")
-        return self.now
+    def play(self, ranks: Iterable[Generator]) -> float:
+        """Play what each rank does; returns the seconds. RuntimeError if ranks wait for each other for ever."""
+        processes = [self.clock.process(rank) for rank in ranks]
+        self.clock.run()
+        waiting = [rank for rank, process in enumerate(processes) if process.is_alive]
+        if waiting:
+            raise RuntimeError(
+                f"deadlock after {self.clock.now:.6g} s: ranks {waiting} wait for messages that nobody sends"
+            )
+        return self.clock.now
 
-    def post(self, rank: int, activity: Activity) -> Activity:
-        """Begin `activity` on behalf of `rank`; returns it."""
-        if not isinstance(activity, Activity):
-            return self.start(rank, activity)
-        if activity.posted:
-            return activity
-        activity.posted = True
-        if isinstance(activity, Pause):
-            self._at(self.now + activity.seconds, lambda: self.fire(activity))
-        elif isinstance(activity, Send):
-            self.sends[rank, activity.target, activity.tag].append(activity)
-            self._match(rank, activity.target, activity.tag)
-        elif isinstance(activity, Receive):
-            self._announce(activity.source, rank, activity)
-        return activity
+    def send(self, rank: int, target: int, nbytes: float, tag: int = 0) -> Any:
+        """Begin a message of `rank` to `target`; returns the event of its arrival. Equal tags meet in order."""
+        arrival = self.clock.event()
+        self.senders[rank, target, tag].append((arrival, nbytes))
+        self._match(rank, target, tag)
+        return arrival
 
-    def fire(self, activity: Activity) -> None:
-        """Mark `activity` as done and wake the processes that wait for it."""
-        activity.posted = activity.done = True
-        for wake in activity.waiting:
-            self._at(self.now, wake)
-        activity.waiting.clear()
+    def receive(self, rank: int, source: int, tag: int = 0) -> Any:
+        """Let `rank` wait for the next message with this tag from `source`; returns the event of its arrival."""
+        arrival = self.clock.event()
+        ready = self.clock.timeout(self.network.path(rank, source)[0].alpha if self.network.handshake else 0)
+        ready.callbacks.append(lambda _: self.receivers[source, rank, tag].append(arrival))
+        ready.callbacks.append(lambda _: self._match(source, rank, tag))
+        return arrival
 
-    def _at(self, time, call):
-        heapq.heappush(self.agenda, (time, next(self.order), call))
+    def _match(self, source: int, target: int, tag: int) -> None:
+        senders, receivers = self.senders[source, target, tag], self.receivers[source, target, tag]
+        if senders and receivers:
+            sent, nbytes = senders.popleft()
+            self.clock.process(self._message(source, target, nbytes, [sent, receivers.popleft()]))
 
-    def _resume(self, rank, process, ended):
-        """Run `process` up to its next wait."""
-        wanted = next(process, None)
-        if wanted is None:
-            del self.unfinished[ended]
-            self.fire(ended)
-            return
-        activities = [self.post(rank, each) for each in (wanted if isinstance(wanted, tuple) else (wanted,))]
-        missing = [activity for activity in activities if not activity.done]
-        left = [len(missing)]
-
-        def one_done():
-            left[0] -= 1
-            if not left[0]:
-                self._resume(rank, process, ended)
-
-        for activity in missing:
-            activity.waiting.append(one_done)
-        if not missing:
-            self._at(self.now, lambda: self._resume(rank, process, ended))
-
-    def _announce(self, source, target, activity):
-        """Make a posted receive known to the sender: at once, or after a ready message's latency."""
-
-        def ready():
-            self.receives[source, target, activity.tag].append(activity)
-            self._match(source, target, activity.tag)
-
-        if self.network.handshake:
-            self._at(self.now + self.network.path(target, source)[0].alpha, ready)
-        else:
-            ready()
-
-    def _match(self, source, target, tag):
-        sends, receives = self.sends[source, target, tag], self.receives[source, target, tag]
-        if sends and receives:
-            send, receive = sends.popleft(), receives.popleft()
-            self._transfer(source, target, send.nbytes, lambda: (self.fire(send), self.fire(receive)))
-
-    def _transfer(self, source, target, nbytes, arrived):
+    def _message(self, source: int, target: int, nbytes: float, arrivals: list) -> Generator[Any, Any, None]:
         costs, links = self.network.path(source, target)
-        self.queue.append(Delivery(links, nbytes * costs.beta, costs.alpha, arrived))
-        self._start_transfers()
+        self.queue.append((links, turn := self.clock.event()))
+        self._start_messages()
+        yield turn
+        yield self.clock.timeout(nbytes * costs.beta)
+        self.busy.difference_update(links)
+        self._start_messages()
+        yield self.clock.timeout(costs.alpha)
+        for arrival in arrivals:
+            arrival.succeed()
 
-    def _start_transfers(self):
-        """Start every queued message whose links are free, the longest waiting first."""
-        still_waiting = deque()
-        for message in self.queue:
-            if self.busy.isdisjoint(message.links):
-                self.busy.update(message.links)
-                self._at(self.now + message.seconds, lambda message=message: self._left(message))
-            else:
-                still_waiting.append(message)
-        self.queue = still_waiting
-
-    def _left(self, message):
-        """The last byte is on its way: the links are free, the message arrives a latency later."""
-        self.busy.difference_update(message.links)
-        self._at(self.now + message.latency, message.arrived)
-        self._start_transfers()
+    def _start_messages(self) -> None:
+        """Give every waiting message whose links are free its turn, the longest waiting first."""
+        for waiting in list(self.queue):
+            links, turn = waiting
+            if self.busy.isdisjoint(links):
+                self.queue.remove(waiting)
+                self.busy.update(links)
+                turn.succeed()

@@ -12,16 +12,14 @@ import torch.distributed as dist
 
 from ...running import wire
 from ...running.launching.launch import launch
-from .network import Network, Receive, Send, Simulation
+from .network import Network, Simulation
 
 
 def replay(collective: Callable[..., Any], nbytes: int, world_size: int, network: Network) -> float:
     """Simulated seconds of `collective(tensor)` on `nbytes` bytes and `world_size` ranks over `network`."""
     notes = launch(_messages_on_rank, collective, nbytes, world_size=world_size, device="cpu")
     simulation = Simulation(network)
-    for rank, events in enumerate(notes):
-        simulation.start(rank, _again(rank, events, simulation))
-    return simulation.play()
+    return simulation.play(_again(rank, events, simulation) for rank, events in enumerate(notes))
 
 
 def _messages_on_rank(collective, nbytes):
@@ -42,4 +40,5 @@ def _again(rank, events, simulation):
         if ended:
             yield begun[index]
         else:
-            begun[index] = simulation.post(rank, Send(peer, nbytes) if kind == "send" else Receive(peer))
+            sends = kind == "send"
+            begun[index] = simulation.send(rank, peer, nbytes) if sends else simulation.receive(rank, peer)

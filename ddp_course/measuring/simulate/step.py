@@ -89,9 +89,7 @@ def play(algorithm: Any, nbytes: float, world_size: int, network: Network, **opt
         raise ValueError(f'there are no messages of "{algorithm}"; choose {" or ".join(PROGRAMS)}, or replay your own')
     program = algorithm if callable(algorithm) else PROGRAMS[algorithm]
     simulation = Simulation(network)
-    for rank in range(world_size):
-        simulation.start(rank, program(rank, world_size, nbytes, simulation, **options))
-    return simulation.play()
+    return simulation.play(program(rank, world_size, nbytes, simulation, **options) for rank in range(world_size))
 
 
 def knee(steps: Iterable[Step]) -> int | None:
