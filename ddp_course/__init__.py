@@ -33,7 +33,7 @@ _TOP = (*ladder.MODULES, "collectives", "communicate_less", "errors", "ladder", 
 _ROOMS = {  # A notebook imports these modules from here, so that it needs one line of imports.
     "running": ("checkpoint", "devices", "links", "wire"),
     "measuring": (
-        "audit", "claims", "facts", "finite", "plans", "predict", "simulate", "stragglers", "theory",
+        "audit", "claims", "facts", "finite", "plans", "predict", "simulate", "theory",
         "timeline", "timing",
     ),
     "measuring.simulate": ("one_host", "published"),

@@ -11,8 +11,7 @@ from torch.nn.functional import cross_entropy
 
 from ddp_course import launch
 from ddp_course.errors import LaunchTimeout, NotFiniteError, RankError
-from ddp_course.measuring import finite, timeline
-from ddp_course.measuring.stragglers import stragglers
+from ddp_course.measuring import finite
 from ddp_course.stage3_paramserver import gradients
 from ddp_course.stage4_ring import average_on_ring, ring_all_reduce
 from ddp_course.stage5_bucketed import BucketedDDP
@@ -55,38 +54,6 @@ def test_large_but_finite_gradients_pass():
         NotFiniteError, match=r"rank 0: 1 of 4 elements of the gradient of 0 are not finite \(infinite\)"
     ):
         (parameter * torch.tensor([1.0, 2.0, float("inf"), 3.0])).sum().backward()
-
-
-def train_with_a_slow_rank(slow, seconds):
-    model = torch.nn.Sequential(*(torch.nn.Linear(128, 128) for _ in range(4)))
-    parallel = BucketedDDP(model)
-    if dist.get_rank() == slow:
-        model[1].register_forward_hook(lambda *_: time.sleep(seconds))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with timeline.recording() as spans:
-        for _ in range(3):
-            optimizer.zero_grad()
-            parallel(torch.randn(16, 128)).sum().backward()
-            optimizer.step()
-    return spans
-
-
-@pytest.mark.parametrize("world_size, slow", [(2, 0), (4, 2)])
-def test_a_straggler_is_named_from_the_timelines(world_size, slow):
-    ranks = launch(train_with_a_slow_rank, slow, 0.4, world_size=world_size)
-    [straggler] = stragglers(ranks, factor=2.5)
-    assert straggler.rank == slow and straggler.seconds > 3 * 0.4
-    assert str(straggler).startswith(f"rank {slow} computes ")
-
-
-def test_equal_ranks_are_no_stragglers():
-    def spans(seconds):
-        names = ("forward", 0, seconds), ("backward", seconds, 10), ("wait", 5, 10)
-        return [timeline.Span(*each) for each in names]
-
-    assert stragglers([spans(1.0), spans(1.1), spans(0.9)]) == []
-    late = [timeline.Span("forward", 0, 9), timeline.Span("backward", 9, 10)]
-    assert [straggler.rank for straggler in stragglers([spans(1.0), late, spans(1.0)])] == [1]
 
 
 def rank_one_stops_calling():
