@@ -119,7 +119,7 @@ is used.
 
 # %% protocols
 known = {row["KiB"]: row["time_us"] for row in facts.rows("nccl_ring_a100x8_sizes")}
-numbers = published.fit_protocols(list(known.items()))
+numbers = published.fit_protocols(facts.rows("nccl_ring_a100x8_sizes"))
 sizes = [2**k for k in range(5, 24)]
 protocols = zip(published.PROTOCOLS, numbers[:3], numbers[3:], strict=True)
 lines = {name: (sizes, [latency + rate * kib for kib in sizes]) for name, latency, rate in protocols}

@@ -6,6 +6,7 @@ saw every row, `left_out` says how well the model does on others: its median err
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import product
 from statistics import median
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from tabulate import tabulate
 
 from . import facts
 from .simulate import one_host, published
-from .simulate.published import Row
+from .simulate.published import Model, Row
 
 PAGE = """# What we predict, beside what others measured
 
@@ -42,17 +43,16 @@ def scoreboard() -> list[Table]:
     return [table() for table in TABLES]
 
 
-def shaped_links(more: Sequence[int] = (16, 32)) -> Table:
-    """All-reduces over shaped links: fitted at 4 ranks; 8 are predicted, and more, which nobody published."""
+def shaped_links() -> Table:
+    """All-reduces over shaped links: fitted at 4 ranks; 8 are predicted, and 16 and 32, which nobody published."""
     name, rows = "allreduce_on_shaped_links", []
-    table = facts.rows(name)
-    known = [row for row in table if row["K"] == 4]
     for library in ("gloo", "nccl"):
-        parameters = published.calibrate_shaped_links(library, known)
-        for row in [*table, *(row | {"K": count, f"{library}_ms": None} for row in known for count in more)]:
-            keys = {"library": library} | {k: row[k] for k in ("K", "link_gbit_s", "link_delay_ms", "message_mib")}
-            predicted = published.shaped_link_ms(library, parameters, row)
-            rows.append(entry(name, keys, "ms", row[f"{library}_ms"], predicted, row["K"] == 4))
+        table = [{"library": library, "ms": row[f"{library}_ms"], **row} for row in facts.rows(name)]
+        known = [row for row in table if row["K"] == 4]
+        numbers = published.fit_shaped_links(known)
+        for row in table + [row | {"K": ranks, "ms": None} for row in known for ranks in (16, 32)]:
+            keys = {key: row[key] for key in ("library", "K", "link_gbit_s", "link_delay_ms", "message_mib")}
+            rows.append(entry(name, keys, "ms", row["ms"], published.shaped_link_ms(row, numbers), row["K"] == 4))
     return Table(name, rows, "per library: the share of the link that TCP reaches, and one delay; at K = 4")
 
 
@@ -76,56 +76,48 @@ def v100_steps() -> Table:
 def nccl_in_one_host() -> Table:
     """NCCL on 2 to 8 GPUs of a host, from how they are wired."""
     name, rows = "nccl_all_reduce_in_one_host", []
-    known = {(row["gpu"], row["K"], row["message_mib"]): row["microseconds"] for row in facts.rows(name)}
+    sizes = sorted({row["message_mib"] for row in facts.rows(name)})
     for gpu in one_host.GPUS:
-        numbers = one_host.fit_host(gpu)
-        for count, mib in product(range(2, 9), sorted({mib for *_, mib in known})):
-            measured = known.get((gpu, count, mib))
-            predicted = one_host.all_reduce_us(gpu, numbers, count, mib)
-            keys = {"gpu": gpu, "K": count, "message_mib": mib}
-            rows.append(entry(name, keys, "microseconds", measured, predicted))
+        settings = [{"gpu": gpu, "K": count, "message_mib": mib} for count, mib in product(range(2, 9), sizes)]
+        model = partial(one_host.all_reduce_us, numbers=one_host.fit_host(gpu))
+        rows += entries(name, "microseconds", settings, model)
     return Table(name, rows, "per machine: start, latency, rate of a wire, rate of the memory; at K = 2, 3 and 4")
 
 
 def nccl_sizes() -> Table:
-    """NCCL's ring on 8 A100s, every power of two from the smallest published size to twice the largest."""
-    name = "nccl_ring_a100x8_sizes"
-    known = {row["KiB"]: row["time_us"] for row in facts.rows(name)}
-    numbers = published.fit_protocols(list(known.items()))
-    sizes = [2**power for power in range(5, 25)]
-    rows = [entry(name, {"KiB": k}, "time_us", known.get(k), published.protocol_us(k, numbers)) for k in sizes]
+    """NCCL's ring on 8 A100s, every power of two from the smallest published size to twice the largest.
+
+    Left out are sizes where all were published: 4 A100s of another host.
+    """
+    name, quantity = "nccl_ring_a100x8_sizes", "time_us"
+    numbers = published.fit_protocols(facts.rows(name))
+    settings = [{"KiB": 2**power} for power in range(5, 25)]
     words = ", ".join(
         f"{protocol} {us:.0f} µs and {1.024 / rate:.3g} GB/s"
         for protocol, us, rate in zip(published.PROTOCOLS, numbers[:3], numbers[3:], strict=True)
     )
-    return Table(name, rows, f"per protocol latency and bytes per time: {words}", _sizes_left_out())
-
-
-def _sizes_left_out() -> float:
-    """The median error between sizes, where all were published: 4 A100s of another host."""
-    table = [row for row in facts.rows("nccl_all_reduce_in_one_host") if row["gpu"] == "A100" and row["K"] == 4]
-    pairs = [(1024 * row["message_mib"], row["microseconds"]) for row in table]
-    return left_out(
-        halves(pairs), published.fit_protocols, lambda pair, numbers: published.protocol_us(pair[0], numbers) / pair[1]
-    )
+    four = [row for row in facts.rows("nccl_all_reduce_in_one_host") if row["gpu"] == "A100" and row["K"] == 4]
+    sizes = [{"KiB": 1024 * row["message_mib"], quantity: row["microseconds"]} for row in four]
+    error = left_out(halves(sizes), published.fit_protocols, published.protocol_us, quantity)
+    rows = entries(name, quantity, settings, partial(published.protocol_us, numbers=numbers))
+    return Table(name, rows, f"per protocol latency and bytes per time: {words}", error)
 
 
 def schedules() -> Table:
-    """Pipeline schedules; of the two larger models one row each is known."""
-    name = "pipeline_schedules_a100"
+    """Pipeline schedules; of the two larger models one row each is known.
+
+    Left out is a model of which the fit saw one row, 1F1B with the most micro-batches.
+    """
+    name, quantity = "pipeline_schedules_a100", "samples_per_gpu_per_s"
     table = facts.rows(name)
-    known = {(r["model"], r["micro_batches"], r["schedule"]): r["samples_per_gpu_per_s"] for r in table}
-    rates, numbers = published.fit_schedules(table)
-    batches = {"1.5B": (24, 32, 64), "6.2B": (24, 32, 64), "14.6B": (48, 64, 128), "28.3B": (96, 128, 256)}
-    settings = [(model, *pair) for model in batches for pair in product(batches[model], published.ORDERS)]
-    rows = []
-    for model, count, order in settings:
-        stages = {"14.6B": 16, "28.3B": 32}.get(model, 8)
-        keys = {"model": model, "stages": stages, "micro_batches": count, "schedule": order}
-        measured = known.get((model, count, order))
-        predicted = published.samples_per_s(keys, rates[model], *numbers)
-        rows.append(entry(name, keys, "samples_per_gpu_per_s", measured, predicted))
-    other, left_over, interleaving, postponing = numbers
+    numbers = published.fit_schedules(table)
+    counts = {"1.5B": (24, 32, 64), "6.2B": (24, 32, 64), "14.6B": (48, 64, 128), "28.3B": (96, 128, 256)}
+    settings = [
+        {"model": model, "stages": {"14.6B": 16, "28.3B": 32}.get(model, 8), "micro_batches": count, "schedule": order}
+        for model in counts
+        for count, order in product(counts[model], published.ORDERS)
+    ]
+    other, left_over, interleaving, postponing, *_ = numbers
     words = (
         f"a rate per model; {other:.0f} operations per token and unit of width that are no products with weights; "
         f"{left_over:.2f} of what ZB-2p's formula idles; interleaving keeps {interleaving:.2f} of the speed, "
@@ -135,35 +127,24 @@ def schedules() -> Table:
         "layers and widths (the parameters that follow are those of the name within 1.3 %), 1,024 tokens, and for "
         "1F1B-I (layers + 2) / stages chunks per stage"
     )
-    return Table(name, rows, words, _schedules_left_out(table), assumed)
-
-
-def _schedules_left_out(table: list[Row]) -> float:
-    """The median error on a model of which the fit saw one row, 1F1B with the most micro-batches."""
-
-    def seen(row, model):
-        return row["model"] != model or (row["schedule"] == "1F1B" and row["micro_batches"] == 64)
-
-    splits = [([r for r in table if seen(r, m)], [r for r in table if not seen(r, m)]) for m in ("1.5B", "6.2B")]
-
-    def ratio(row, fitted):
-        return published.samples_per_s(row, fitted[0][row["model"]], *fitted[1]) / row["samples_per_gpu_per_s"]
-
-    return left_out(splits, published.fit_schedules, ratio)
+    splits = []
+    for model in ("1.5B", "6.2B"):
+        unseen = [r for r in table if r["model"] == model and (r["schedule"], r["micro_batches"]) != ("1F1B", 64)]
+        splits.append(([row for row in table if row not in unseen], unseen))
+    error = left_out(splits, published.fit_schedules, published.samples_per_s, quantity)
+    rows = entries(name, quantity, settings, partial(published.samples_per_s, numbers=numbers))
+    return Table(name, rows, words, error, assumed)
 
 
 def zero3_and_3d() -> Table:
     """ZeRO-3 against tensor, pipeline and data parallelism."""
-    name, rows = "zero3_and_3d_parallel_a100", []
-    known = {(row["plan"], row["gpus"]): row["tflops_per_gpu"] for row in facts.rows(name)}
     slower, sharding = published.megatron()
-    for plan, first in (("ZeRO-3", 640), ("PTD", 560)):
-        for parameters, counts in (("174.6B", (384, 768, 1536)), ("529.6B", (first, 1120, 2240))):
-            for gpus in counts:
-                keys = {"plan": plan, "parameters": parameters, "gpus": gpus}
-                measured = known.get((plan, gpus)) if parameters == "174.6B" else None
-                predicted = published.megatron_tflops(keys, slower, sharding)
-                rows.append(entry(name, keys, "tflops_per_gpu", measured, predicted))
+    settings = [
+        {"plan": plan, "parameters": parameters, "gpus": gpus}
+        for plan, first in (("ZeRO-3", 640), ("PTD", 560))
+        for parameters, counts in (("174.6B", (384, 768, 1536)), ("529.6B", (first, 1120, 2240)))
+        for gpus in counts
+    ]
     words = (
         f"{slower:.3f} times the seconds of the GPT steps' machine with twice its links; ZeRO-3's ring "
         f"{sharding.ring / 1e9:.3g} GB/s, and {sharding.shows:.0%} of the shorter of computing and sending shows"
@@ -172,55 +153,49 @@ def zero3_and_3d() -> Table:
         "layers and widths (the parameters that follow are those of the name within 0.1 %), 8 x 12 and 8 x 35 tensor "
         "and pipeline ways, 2,240 sequences (2,560 on 640 GPUs) for 529.6B; 4 NICs per host for the GPT steps, 8 here"
     )
-    return Table(name, rows, words, assumed=assumed)
+    model = partial(published.megatron_tflops, slower=slower, sharding=sharding)
+    return Table(published.ZERO3, entries(published.ZERO3, "tflops_per_gpu", settings, model), words, assumed=assumed)
 
 
 def fsdp() -> Table:
     """Llama 3.1 8B on H100s: the speed by what A100s reach of their datasheet, the loss from 8 to 128 GPUs fitted."""
-    name, sharding = published.FSDP, published.sharding_of_today()
-    rows = []
-    for row in facts.rows(name):
-        predicted = published.fsdp_tokens_per_s(int(row["gpus"]), sharding)
-        measured = row["tokens_per_gpu_per_s"]
-        rows.append(entry(name, {"gpus": row["gpus"]}, "tokens_per_gpu_per_s", measured, predicted, row["gpus"] > 8))
+    sharding = published.sharding_of_today()
+    model = partial(published.fsdp_tokens_per_s, sharding=sharding)
+    settings = [{"gpus": 8}, {"gpus": 128}]
+    rows = entries(published.FSDP, "tokens_per_gpu_per_s", settings, model, lambda row: row["gpus"] > 8)
     words = f"{sharding.shows:.0%} of the shorter of computing and sending shows, from 128 over 8 GPUs"
     assumed = "32 layers of width 4,096 with plain attention: 7.0 billion parameters, where the model has 8.0"
-    return Table(name, rows, words, assumed=assumed)
+    return Table(published.FSDP, rows, words, assumed=assumed)
 
 
 def gpt_steps() -> Table:
     """GPT steps by tensor, data and pipeline parallelism."""
-    name, table = published.GPT, facts.rows(published.GPT)
-    numbers = published.machine()
-    rows = []
-    for row in table:
-        keys = {key: value for key, value in row.items() if key != published.GPT_MS}
-        rows.append(entry(name, keys, published.GPT_MS, row[published.GPT_MS], published.gpt_ms(row, numbers)))
+    name, quantity, numbers = published.GPT, published.GPT_MS, published.machine()
+    table = facts.rows(name)
+    settings = [{key: value for key, value in row.items() if key != quantity} for row in table]
     words = (
         f"{numbers.matmul:.0%} of the A100's flops in products, {numbers.touched:.0f} bytes per value of an "
         f"activation, {1e3 * numbers.launch_s:.2f} ms per layer and micro-batch, "
         f"{numbers.inside / 1e9:.0f} GB/s between GPUs of a host, {numbers.host_link / 1e9:.0f} GB/s between hosts"
     )
-    error = left_out(
-        halves(table), published.fit_machine, lambda row, fitted: published.gpt_ms(row, fitted) / row[published.GPT_MS]
-    )
-    return Table(name, rows, words, error)
+    error = left_out(halves(table), published.fit_machine, published.gpt_ms, quantity)
+    return Table(name, entries(name, quantity, settings, partial(published.gpt_ms, machine=numbers)), words, error)
 
 
 def bus_bandwidth() -> Table:
     """All-reduces on H200 and B200 hosts by latency and rate alone, from two sizes: what a plain model misses."""
-    name, rows = "nccl_bus_bandwidth_h200_b200", []
-    table = facts.rows(name)
+    name, quantity, rows = "nccl_bus_bandwidth_h200_b200", "busbw_GBps", []
     for machine, gpus in (("H200x8", 8), ("B200 1 host", 8), ("B200 4 hosts", 32)):
-        sizes = {row["KiB"]: row["busbw_GBps"] for row in table if row["machine"] == machine}
+        sizes = {row["KiB"]: row[quantity] for row in facts.rows(name) if row["machine"] == machine}
         moved = {kib: 2 * (gpus - 1) / gpus * kib * 1024 / 1e9 for kib in sizes}
         small, large = 1024, max(sizes)
         rate = (moved[large] - moved[small]) / (moved[large] / sizes[large] - moved[small] / sizes[small])
         latency_s = moved[small] / sizes[small] - moved[small] / rate
         for kib, measured in sizes.items():
             predicted = moved[kib] / (latency_s + moved[kib] / rate)
-            keys = {"machine": machine, "KiB": kib}
-            rows.append(entry(name, keys, "busbw_GBps", measured, predicted, kib in (small, large)))
+            rows.append(
+                entry(name, {"machine": machine, "KiB": kib}, quantity, measured, predicted, kib in (small, large))
+            )
     return Table(name, rows, "per machine latency and rate, from 1 MiB and 16 GiB")
 
 
@@ -230,11 +205,24 @@ TABLES: tuple[Callable[[], Table], ...] = (
 )  # fmt: skip
 
 
-def entry(
-    table: str, keys: Row, quantity: str, measured: float | None, predicted: float, calibrated: bool | None = None
-) -> Row:
-    """One row of the scoreboard; unless told otherwise, what was measured was used to calibrate."""
-    calibrated = measured is not None if calibrated is None else calibrated
+def entries(
+    table: str, quantity: str, settings: Sequence[Row], model: Callable[[Row], float],
+    calibrated: Callable[[Row], bool] = bool,
+) -> list[Row]:  # fmt: skip
+    """The scoreboard's rows of a table: what `model` predicts for each setting beside the published row of the same.
+
+    Unless told otherwise, what was measured was used to calibrate.
+    """
+    known, rows = facts.rows(table), []
+    for setting in settings:
+        measured = next((row[quantity] for row in known if setting.items() <= row.items()), None)
+        seen = measured is not None and calibrated(setting)
+        rows.append(entry(table, setting, quantity, measured, model(setting), seen))
+    return rows
+
+
+def entry(table: str, keys: Row, quantity: str, measured: float | None, predicted: float, calibrated: bool) -> Row:
+    """One row of the scoreboard."""
     keys = {
         key: int(value) if isinstance(value, float) and value == int(value) else value for key, value in keys.items()
     }
@@ -243,17 +231,17 @@ def entry(
     return {"table": table, **keys, "quantity": quantity, **numbers, "calibrated": calibrated}
 
 
-def halves(rows: Sequence[Any]) -> list[tuple[Sequence[Any], Sequence[Any]]]:
+def halves(rows: Sequence[Row]) -> list[tuple[Sequence[Row], Sequence[Row]]]:
     """(rows to fit, rows to predict), twice: every other one, and the others."""
     return [(rows[::2], rows[1::2]), (rows[1::2], rows[::2])]
 
 
-def left_out(splits: Iterable[tuple[Any, Any]], fit: Callable, ratio: Callable) -> float:
-    """The median error of `ratio(row, fit(known))`, predicted over measured, on the rows that a fit did not see."""
+def left_out(splits: Iterable[tuple[Any, Any]], fit: Callable, model: Model, quantity: str) -> float:
+    """The median error of `model(row, fit(known))`, predicted over measured, on the rows that a fit did not see."""
     errors = []
     for known, others in splits:
-        fitted = fit(known)
-        errors += [abs(ratio(row, fitted) - 1) for row in others]
+        numbers = fit(known)
+        errors += [abs(model(row, numbers) / row[quantity] - 1) for row in others]
     return median(errors)
 
 

@@ -17,9 +17,10 @@ from functools import cache
 from itertools import pairwise, permutations, product
 
 import numpy as np
-from scipy.optimize import LinearConstraint, least_squares, milp
+from scipy.optimize import LinearConstraint, milp
 
 from .. import facts
+from .published import Row, fit_within
 
 MIB = 2**20
 GPUS = ("A100", "V100")
@@ -57,20 +58,15 @@ def cycles(gpus: int, free: dict, through: bool) -> Iterator[list[tuple[int, int
             yield [way for step in chosen for way in step]
 
 
-def all_reduce_us(gpu: str, numbers: Sequence[float], gpus: int, mib: float) -> float:
-    """Microseconds of an all-reduce of `mib` MiB; `numbers` are c, a (µs), 1/b and d (µs per MiB)."""
+def all_reduce_us(row: Row, numbers: Sequence[float]) -> float:
+    """Microseconds of a row with gpu, K and message_mib; `numbers` are c, a (µs), 1/b and d (µs per MiB)."""
     start, step, wire, once = numbers
+    gpus, mib = int(row["K"]), row["message_mib"]
     moved = 2 * (gpus - 1) / gpus * mib * wire
-    return start + 2 * (gpus - 1) * step + (moved / rings(gpus) if gpu == "V100" else moved + mib * once)
+    return start + 2 * (gpus - 1) * step + (moved / rings(gpus) if row["gpu"] == "V100" else moved + mib * once)
 
 
 def fit_host(gpu: str) -> tuple[float, ...]:
     """The four numbers that explain the published times of "A100" or "V100" at K = 2, 3 and 4 best."""
     known = [row for row in facts.rows("nccl_all_reduce_in_one_host") if row["gpu"] == gpu]
-
-    def errors(numbers):
-        counts = [int(row["K"]) for row in known]
-        times = [all_reduce_us(gpu, numbers, k, r["message_mib"]) for k, r in zip(counts, known, strict=True)]
-        return [time / row["microseconds"] - 1 for time, row in zip(times, known, strict=True)]
-
-    return tuple(least_squares(errors, (30.0, 3.0, 5.0, 1.0), bounds=(0, 1e4)).x.tolist())
+    return fit_within(all_reduce_us, known, "microseconds", (30.0, 3.0, 5.0, 1.0), (0, 1e4))

@@ -1,10 +1,12 @@
 """The models, each fitted to a table that others have published: few numbers, each with a meaning.
 
+A model is a function of a row of its table and the fitted numbers; it returns what the row's `quantity` should be.
+
 gloo and NCCL are different algorithms on the same links, and the message-level programs say why gloo suffers more from
 a delay: a segment is not sent before its receiver has said that it is ready, and only two segments are under way.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -17,40 +19,58 @@ from . import resnets
 from .algorithms import gloo_ring, nccl_ring
 from .network import Network
 from .step import play, simulate
-from .transformers import Machine, Shape, Sharding, Split, fit, fully_sharded_s, idle_stages, step_s
+from .transformers import Machine, Shape, Sharding, Split, fully_sharded_s, idle_stages, step_s
 
 MIB = 2**20
 PER_HOST, HOST_LINK, GPU_LATENCY = 8, 8 / 400e9, 1e-5  # 4 x 100 Gbit/s; 10 us per message are assumed, not fitted
 Row = dict[str, Any]
+Model = Callable[[Row, Any], float]
+
+
+def fit(model: Model, rows: Sequence[Row], quantity: str, start: Sequence[float]) -> tuple[float, ...]:
+    """The positive numbers near `start` with which `model` comes nearest to all rows; outliers count less."""
+
+    def errors(logarithms):
+        numbers = np.exp(logarithms)
+        return [np.log(model(row, numbers) / row[quantity]) for row in rows]
+
+    result = least_squares(errors, np.log(start), loss="soft_l1", f_scale=0.05)
+    return tuple(np.exp(result.x).tolist())
+
+
+def fit_within(
+    model: Model, rows: Sequence[Row], quantity: str, start: Sequence[float], bounds: Any, step: float | None = None
+) -> tuple[float, ...]:
+    """The numbers within `bounds` with the least squares of relative errors; `step` is that of its derivatives."""
+
+    def errors(numbers):
+        return [model(row, numbers) / row[quantity] - 1 for row in rows]
+
+    return tuple(least_squares(errors, start, bounds=bounds, diff_step=step).x.tolist())
+
 
 # --- all-reduce over shaped links ---
 
 
-def shaped_link_ms(library: str, parameters: Sequence[float], row: Row) -> float:
-    """Milliseconds of an all-reduce by "gloo" or "nccl" on the link of `row`, played message by message.
+def shaped_link_ms(row: Row, numbers: Sequence[float]) -> float:
+    """Milliseconds of an all-reduce by the row's library ("gloo" or "nccl") on its link, played message by message.
 
-    Both libraries: `parameters[0]` is the share of the link's bandwidth that TCP reaches. gloo: `parameters[1]` is
-    the processor's time for a segment of 1 MiB, in milliseconds. NCCL: it is the delays (one way) that pass before
-    the stream is up to speed.
+    Both libraries: `numbers[0]` is the share of the link's bandwidth that TCP reaches. gloo: `numbers[1]` is the
+    processor's time for a segment of 1 MiB, in milliseconds. NCCL: it is the delays (one way) that pass before the
+    stream is up to speed.
     """
-    share, extra = parameters
+    share, extra = numbers
     delay = row["link_delay_ms"] / 1e3
     link = Costs(delay, 8 / (row["link_gbit_s"] * 1e9 * share))
     ranks, nbytes = int(row["K"]), row["message_mib"] * MIB
-    if library == "gloo":
+    if row["library"] == "gloo":
         return 1e3 * play(gloo_ring, nbytes, ranks, Network(link, handshake=True), segment_s=extra / 1e3)
-    if library == "nccl":
-        return 1e3 * (play(nccl_ring, nbytes, ranks, Network(link)) + extra * delay)
-    raise ValueError(f'unknown library "{library}"; choose gloo or nccl')
+    return 1e3 * (play(nccl_ring, nbytes, ranks, Network(link)) + extra * delay)
 
 
-def calibrate_shaped_links(library: str, rows: list[Row]) -> tuple[float, ...]:
-    """The two parameters of `shaped_link_ms` that fit `rows` best, by least squares of the relative errors."""
-
-    def errors(parameters):
-        return [shaped_link_ms(library, parameters, row) / row[f"{library}_ms"] - 1 for row in rows]
-
-    return tuple(least_squares(errors, (0.95, 1.0), bounds=((0.1, 0.0), (1.0, 100.0)), diff_step=1e-3).x.tolist())
+def fit_shaped_links(rows: Sequence[Row]) -> tuple[float, ...]:
+    """The two numbers of `shaped_link_ms` for rows of one library."""
+    return fit_within(shaped_link_ms, rows, "ms", (0.95, 1.0), ((0.1, 0.0), (1.0, 100.0)), 1e-3)
 
 
 # --- DDP steps on V100 ---
@@ -63,17 +83,14 @@ def v100_step_s(model: str, one_gpu_s: float, ranks: int, bandwidth: float, inte
     return simulate(resnets.profile(model, one_gpu_s), ranks, network, interference=interference).step_s
 
 
-def calibrate_v100(rows: list[Row]) -> tuple[float, float]:
+def calibrate_v100(rows: Sequence[Row]) -> tuple[float, float]:
     """(bytes per second, interference) that explain best how 2 GPUs are slower than 1, over all networks."""
 
-    def errors(unknowns):
-        return [
-            v100_step_s(row["model"], row["gpus_1"], 2, 10 ** unknowns[0], unknowns[1]) / row["gpus_2"] - 1
-            for row in rows
-        ]
+    def on_two(row, numbers):
+        return v100_step_s(row["model"], row["gpus_1"], 2, 10 ** numbers[0], numbers[1])
 
-    bandwidth, interference = least_squares(errors, (10.3, 0.5), bounds=((8, 0), (12, 10)), diff_step=1e-2).x.tolist()
-    return 10**bandwidth, interference
+    exponent, interference = fit_within(on_two, rows, "gpus_2", (10.3, 0.5), ((8, 0), (12, 10)), 1e-2)
+    return 10**exponent, interference
 
 
 # --- GPT steps by tensor, data and pipeline parallelism ---
@@ -119,11 +136,8 @@ def whole(row: Row, column: str) -> int:
 
 def fit_machine(rows: Sequence[Row]) -> Machine:
     """The five numbers of a `Machine` that explain the steps of `rows` best."""
-
-    def errors(numbers):
-        return [np.log(gpt_ms(row, Machine(*numbers)) / row[GPT_MS]) for row in rows]
-
-    return Machine(*fit(errors, (0.7, 1000.0, 2e-3, 150e9, 100e9)).tolist())
+    start = (0.7, 1000.0, 2e-3, 150e9, 100e9)
+    return Machine(*fit(lambda row, numbers: gpt_ms(row, Machine(*numbers)), rows, GPT_MS, start))
 
 
 @cache
@@ -145,8 +159,8 @@ def global_batch(row: Row) -> int:
     return {"174.6B": 1536, "529.6B": 2560 if row["gpus"] == 640 else 2240}[row["parameters"]]
 
 
-def megatron_tflops(row: Row, slower: float, sharding: Sharding) -> float:
-    """TFLOP/s per GPU, by the authors' count of operations, of a row of their table."""
+def megatron_tflops(row: Row, slower: float, sharding: Sharding | None = None) -> float:
+    """TFLOP/s per GPU, by the authors' count of operations, of a row of their table; `sharding` is for ZeRO-3."""
     shape, stages = MEGATRON[row["parameters"]]
     gpus, batch, here = int(row["gpus"]), global_batch(row), machine().slower(slower, LINKS)
     if row["plan"] == "ZeRO-3":
@@ -161,13 +175,11 @@ def megatron() -> tuple[float, Sharding]:
     """(how much slower than the machine of the GPT steps, what ZeRO-3 reaches there), fitted to the published rows."""
     rows = facts.rows(ZERO3)
     split, sharded = ([row for row in rows if row["plan"] == plan] for plan in ("PTD", "ZeRO-3"))
-
-    def errors(of, numbers):
-        slower, sharding = numbers[0], Sharding(*numbers[1:])
-        return [np.log(megatron_tflops(row, slower, sharding) / row["tflops_per_gpu"]) for row in of]
-
-    slower = float(fit(lambda numbers: errors(split, [*numbers, 1e10, 0.1]), (1.0,))[0])
-    return slower, Sharding(*fit(lambda numbers: errors(sharded, [slower, *numbers]), (2e10, 0.2)).tolist())
+    (slower,) = fit(lambda row, numbers: megatron_tflops(row, *numbers), split, "tflops_per_gpu", (1.0,))
+    numbers = fit(
+        lambda row, numbers: megatron_tflops(row, slower, Sharding(*numbers)), sharded, "tflops_per_gpu", (2e10, 0.2)
+    )
+    return slower, Sharding(*numbers)
 
 
 # --- fully sharded training of today ---
@@ -177,9 +189,9 @@ FSDP = "fsdp_llama3_8b_h100"
 LLAMA = Shape(32, 4096, 8192, 128_256)
 
 
-def fsdp_tokens_per_s(gpus: int, sharding: Sharding) -> float:
+def fsdp_tokens_per_s(row: Row, sharding: Sharding) -> float:
     """Tokens per GPU and second of Llama 3.1 8B, fully sharded over H100s, by what A100s reach of their datasheet."""
-    here = machine().slower(megatron()[0]).on("H100")
+    gpus, here = int(row["gpus"]), machine().slower(megatron()[0]).on("H100")
     return 2 * LLAMA.context / fully_sharded_s(LLAMA, gpus, here, sharding, 2 * gpus)
 
 
@@ -187,18 +199,17 @@ def fsdp_tokens_per_s(gpus: int, sharding: Sharding) -> float:
 def sharding_of_today() -> Sharding:
     """What FSDP reaches on H100s: ZeRO-3's share of a NIC of 400 Gbit/s, and the part that shows by one efficiency."""
     ring = 2 * megatron()[1].ring
-    few, many = (row["tokens_per_gpu_per_s"] for row in facts.rows(FSDP))
+    few, many = facts.rows(FSDP)
 
-    def errors(shows):
-        tokens = [fsdp_tokens_per_s(gpus, Sharding(ring, shows[0])) for gpus in (8, 128)]
-        return [np.log(tokens[1] / tokens[0] / (many / few))]
+    def kept(row, numbers):
+        return fsdp_tokens_per_s(many, Sharding(ring, *numbers)) / fsdp_tokens_per_s(few, Sharding(ring, *numbers))
 
-    return Sharding(ring, float(fit(errors, (0.1,))[0]))
+    efficiency = many["tokens_per_gpu_per_s"] / few["tokens_per_gpu_per_s"]
+    return Sharding(ring, *fit(kept, [{"kept": efficiency}], "kept", (0.1,)))
 
 
 # --- pipeline schedules ---
 
-SCHEDULES = "pipeline_schedules_a100"
 ORDERS = ("1F1B", "1F1B-I", "ZB-1p", "ZB-2p")
 QI = {
     "1.5B": Shape(22, 2304, 1024),
@@ -208,58 +219,43 @@ QI = {
 }  # Qi et al. 2024, Table 3
 
 
-def samples_per_s(
-    row: Row, rate: float, other: float, left_over: float, interleaving: float, postponing: float
-) -> float:
-    """Samples per GPU and second of a row: `rate` without idling, less what the schedule idles and costs.
+def samples_per_s(row: Row, numbers: Sequence[float]) -> float:
+    """Samples per GPU and second of a row: a rate per model without idling, less what the schedule idles and costs.
 
-    `other` is what a layer computes besides products with weights, in operations per token and unit of width;
-    `interleaving` and `postponing` are the speeds that 1F1B-I and the zero-bubble schedules keep.
+    `numbers` are what a layer computes besides products with weights, in operations per token and unit of width; the
+    share of ZB-2p's formula that idles; the speeds that 1F1B-I and the zero-bubble schedules keep; the rates.
     """
+    other, left_over, interleaving, postponing, *rates = numbers
     shape, schedule, batches = QI[row["model"]], row["schedule"], row["micro_batches"]
     products = 24 * shape.width
     weights = products / (3 * products + 12 * shape.context + other)
     stages = int(row["stages"])
     idle = idle_stages(schedule, stages, (shape.layers + 2) / stages, weights, left_over)
     kept = {"1F1B": 1.0, "1F1B-I": interleaving}.get(schedule, postponing)
-    return rate * kept * batches / (batches + idle)
+    return rates[list(QI).index(row["model"])] * kept * batches / (batches + idle)
 
 
-def fit_schedules(rows: Sequence[Row]) -> tuple[dict[str, float], tuple[float, ...]]:
-    """({model: samples per GPU and second without idling}, the four other numbers of `samples_per_s`)."""
-    models = sorted({row["model"] for row in rows})
-
-    def errors(numbers):
-        rates = dict(zip(models, numbers[4:], strict=True))
-        return [
-            np.log(samples_per_s(row, rates[row["model"]], *numbers[:4]) / row["samples_per_gpu_per_s"]) for row in rows
-        ]
-
-    highest = [max(row["samples_per_gpu_per_s"] for row in rows if row["model"] == model) for model in models]
-    numbers = fit(errors, (8e4, 0.4, 0.95, 0.99, *highest)).tolist()
-    return dict(zip(models, numbers[4:], strict=True)), tuple(numbers[:4])
+def fit_schedules(rows: Sequence[Row]) -> tuple[float, ...]:
+    """The numbers of `samples_per_s`, from rows with all models."""
+    highest = [max(row["samples_per_gpu_per_s"] for row in rows if row["model"] == model) for model in QI]
+    return fit(samples_per_s, rows, "samples_per_gpu_per_s", (8e4, 0.4, 0.95, 0.99, *highest))
 
 
 # --- NCCL in one host, by size ---
 
-SIZES = "nccl_ring_a100x8_sizes"
 PROTOCOLS = ("LL", "LL128", "Simple")
 
 
-def protocol_us(kib: float, numbers: Sequence[float]) -> float:
+def protocol_us(row: Row, numbers: Sequence[float]) -> float:
     """Microseconds of an all-reduce by the fastest protocol; `numbers`: three latencies (µs), three rates (µs/KiB)."""
-    return min(latency + rate * kib for latency, rate in zip(numbers[:3], numbers[3:], strict=True))
+    return min(latency + rate * row["KiB"] for latency, rate in zip(numbers[:3], numbers[3:], strict=True))
 
 
-def fit_protocols(pairs: Sequence[tuple[float, float]]) -> tuple[float, ...]:
-    """Latencies and rates of the three protocols from (KiB, microseconds).
+def fit_protocols(rows: Sequence[Row]) -> tuple[float, ...]:
+    """Latencies and rates of the three protocols from rows by size, the largest last.
 
     LL sends a flag with every 4 bytes, LL128 with every 120, Simple none; so the lines are steep, flatter, flattest.
     """
-
-    def errors(numbers):
-        return [np.log(protocol_us(kib, numbers) / us) for kib, us in pairs]
-
-    latency, rate = min(us for _, us in pairs), pairs[-1][1] / pairs[-1][0]
+    latency, rate = min(row["time_us"] for row in rows), rows[-1]["time_us"] / rows[-1]["KiB"]
     start = (0.9 * latency, 1.7 * latency, 5 * latency, 10 * rate, 1.2 * rate, rate)
-    return tuple(fit(errors, start).tolist())
+    return fit(protocol_us, rows, "time_us", start)

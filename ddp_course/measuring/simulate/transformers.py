@@ -18,10 +18,7 @@ Pipeline Parallelism", 2024.
 """
 
 from math import ceil
-from typing import Any, NamedTuple
-
-import numpy as np
-from scipy.optimize import least_squares
+from typing import NamedTuple
 
 LATENCY_S = 1e-5  # A message between GPUs takes this long; it is assumed, not fitted.
 A100_FLOPS, A100_MEMORY = 312e12, 2.0e12  # flops per second in bfloat16, bytes per second
@@ -184,9 +181,3 @@ def idle_stages(schedule: str, stages: int, chunks: float, weights: float, left_
     if schedule not in share:
         raise ValueError(f'unknown schedule "{schedule}"; choose one of {", ".join(share)}')
     return share[schedule] * (stages - 1)
-
-
-def fit(errors: Any, start: Any) -> np.ndarray:
-    """The positive numbers near `start` for which `errors` (logarithms of ratios) are smallest; outliers count less."""
-    result = least_squares(lambda logs: errors(np.exp(logs)), np.log(start), loss="soft_l1", f_scale=0.05)
-    return np.exp(result.x)
