@@ -21,7 +21,7 @@ import statistics
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -30,10 +30,10 @@ import torch.distributed as dist
 
 from . import ladder, problems
 from .errors import CheckpointError, CourseError
-from .measuring import finite, recording
+from .measuring import finite
 from .running import checkpoint
 from .running.devices import rank_device
-from .running.files import replace_file, writable_folder
+from .running.files import writable_folder
 from .running.join import join
 
 OPTIMIZERS: dict[str, Any] = {
@@ -69,7 +69,6 @@ def parser() -> argparse.ArgumentParser:
     add("--schedule", default="constant", choices=SCHEDULES, help="of the learning rate")
     add("--pipeline", type=int, metavar="S", help="stage 8: ranks that form a pipeline (default: all)")
     add("--tensor", type=int, metavar="T", help="stage 9: ranks that share each layer (default: all)")
-    add("--results", metavar="DIR", help="write times and traffic here, for ddp-course compare --read DIR")
     add("--device", default="auto", help="auto, cpu, cuda, or one GPU such as cuda:0")
     return options
 
@@ -83,8 +82,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         raise ValueError("synthetic has no dropout; choose --problem digits or bytes")
     if not 0 <= options.dropout < 1:
         raise ValueError(f"dropout is {options.dropout}; it must be at least 0 and below 1")
-    if options.results and (options.dropout or options.optimizer != "sgd" or options.schedule != "constant"):
-        raise ValueError("--results are for the comparison with one device: no dropout, plain sgd, a constant rate")
     if options.every < 1 or options.keep < 1:
         raise ValueError("--every and --keep must be 1 or more")
     problem = make_problem(options)
@@ -120,19 +117,14 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         strategy, scheduler = prepare(options, problem, saved)
         step, losses = (saved["step"], list(saved["losses"])) if saved else (0, [])
         batches = problem.batches(options.global_batch, options.steps, options.seed, *strategy.share(), step)
-        with recording.recording() if options.results else nullcontext() as record:
-            stamped = record.stamped(batches) if record else batches
-            losses = train_steps(options, strategy, scheduler, stamped, step, losses)
+        losses = train_steps(options, strategy, scheduler, batches, step, losses)
     model = strategy.whole()
-    result = {
+    return {
         "losses": losses,
         "model": {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()},
         "evaluation": problem.evaluate(model),
         "resumed": step,
     }
-    if record and step < options.steps:
-        write_results(options, record, result, recording.flat_weights(model))
-    return result
 
 
 def from_rank_0(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -155,8 +147,6 @@ def hold_folders(options: argparse.Namespace, held: ExitStack) -> None:
     if options.checkpoint:
         writable_folder(options.checkpoint, "--checkpoint")
         held.enter_context(checkpoint.writing_to(options.checkpoint))
-    if options.results:
-        writable_folder(options.results, "--results")
 
 
 def train_steps(
@@ -274,21 +264,6 @@ def save(options: argparse.Namespace, strategy: Any, scheduler: Any, step: int, 
         "settings": {name: getattr(options, name) for name in (*MUST_MATCH, "steps")},
     }
     checkpoint.save(options.checkpoint, state, options.keep)
-
-
-def write_results(options: argparse.Namespace, record: Any, result: Any, weights: Any) -> None:
-    """Write what was measured to options.results, where `ddp-course compare --read` looks for it; rank 0 writes."""
-    mine = {**record.report(), "loss": result["losses"], "difference": 0.0, "evaluation": result["evaluation"]}
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, mine)
-    job = {name: getattr(options, name) for name in ("problem", "dtype", "steps", "global_batch", "lr", "seed")}
-    job |= {"world_size": len(ranks), "device": rank_device().type, "backend": dist.get_backend()}
-    job["settings"] = {} if options.parameters is None else {"parameters": options.parameters}
-    if dist.get_rank() == 0:
-        entry = recording.summed_up(ladder.find(options.stage), ranks)
-        content = checkpoint.packed({"job": job, "entry": entry, "weights": weights})
-        file = writable_folder(options.results, "--results") / f"stage-{options.stage}.pt"
-        replace_file(file, content, "--results")
 
 
 def mean_over_ranks(losses: list[Any]) -> list[float]:

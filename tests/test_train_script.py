@@ -172,18 +172,15 @@ def test_a_schedule_is_not_stretched_and_steps_are_not_taken_back(tmp_path):
     assert launch(run, options, world_size=2)[0]["resumed"] == 6
 
 
-@pytest.mark.parametrize("option", ["checkpoint", "results"])
-def test_a_folder_that_cannot_be_written_is_found_before_training(tmp_path, option):
+def test_a_folder_that_cannot_be_written_is_found_before_training(tmp_path):
     (tmp_path / "file").write_text("")
     began = tmp_path / "began"
 
     def notice(*rest):
         began.write_text("")
 
-    with pytest.raises(
-        RankError, match=f'ValueError: cannot write to the folder ".*/file/run".*another with --{option}'
-    ):
-        launch(lambda: run([*SYNTHETIC, f"--{option}", f"{tmp_path}/file/run"], train_steps=notice), world_size=2)
+    with pytest.raises(RankError, match=r'cannot write to the folder ".*/file/run".*another with --checkpoint'):
+        launch(lambda: run([*SYNTHETIC, "--checkpoint", f"{tmp_path}/file/run"], train_steps=notice), world_size=2)
     assert not began.exists()
 
 

@@ -1,4 +1,4 @@
-"""`ddp-course compare`, and `compare.run`, `read`, `table` and `save` for notebooks and scripts."""
+"""`ddp-course compare`, and `compare.run`, `table` and `save` for notebooks and scripts."""
 
 import argparse
 import csv
@@ -10,12 +10,12 @@ from typing import Any
 from tabulate import tabulate
 
 from .. import ladder
-from ..measuring.comparison import DEFAULT_STAGES, read, run
+from ..measuring.comparison import DEFAULT_STAGES, run
 from ..running.files import replace_file, writable_folder
 from ..running.links import MODES
 from ..showing.plots import BUSY, compare_figure, stage_label
 
-__all__ = ["add_options", "read", "run", "save", "table"]
+__all__ = ["add_options", "run", "save", "table"]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -41,16 +41,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--latency", default="0ms", help="one-way delay of the link, such as 2ms")
     parser.add_argument("--link-mode", choices=["auto", *MODES], default="auto", help="how to emulate links")
     parser.add_argument("--timeout", type=float, default=300.0, metavar="S", help="seconds for a stage")
-    parser.add_argument("--read", metavar="DIR", help="compare what ddp_course.train --results DIR wrote on a cluster")
     parser.add_argument("--out", default="results", metavar="DIR", help="where the results go")
     parser.set_defaults(run=main)
 
 
 def main(args: argparse.Namespace) -> None:
-    """Run or read the comparison, write the results and print the table."""
+    """Run the comparison, write the results and print the table."""
     writable_folder(args.out)
-    options = {name: value for name, value in vars(args).items() if name not in ("run", "read", "out")}
-    results = read(args.read) if args.read else run(**options, progress=True)
+    options = {name: value for name, value in vars(args).items() if name not in ("run", "out")}
+    results = run(**options, progress=True)
     written = save(results, args.out)  # This comes first: whoever reads the table may stop listening.
     print(table(results))
     for path in written:

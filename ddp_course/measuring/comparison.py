@@ -1,8 +1,7 @@
 """The main job: every stage trains on the same batches, and each is measured against the others.
 
-`run` trains here and returns the results as plain data; `read` makes the same of what `ddp_course.train --results`
-wrote on a cluster. The keys of both: world_size, device, emulated_device, dtype, problem, parameters, gradient_bytes,
-link, and stages, a list of
+`run` trains and returns the results as plain data, with the keys world_size, device, emulated_device, dtype, problem,
+parameters, gradient_bytes, link, and stages, a list of
 
     stage, name, device
     step_ms                 median; the slowest rank counts
@@ -22,7 +21,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +29,6 @@ import torch.distributed as dist
 from .. import ladder
 from ..errors import NotFiniteError
 from ..ladder import Stage
-from ..running import checkpoint
 from ..running.devices import Device, Placement, full_speed, placement, rank_device
 from ..running.launching.launch import launch
 from ..running.links import Link
@@ -94,20 +91,11 @@ def header(job: Job, place: Place) -> dict:
     """What the results say of the job and of where it runs."""
     where = place.placed(job.world_size)
     return {
-        **described(job),
-        "device": where.devices[0].split(":")[0],
-        "backend": where.backend,
-        "emulated_device": place.device.describe() if isinstance(place.device, Device) else None,
-        "link": place.link and place.link.describe(),
-    }
-
-
-def described(job: Job) -> dict:
-    """What the results say of the job alone."""
-    return {
         "problem": job.problem_name, "world_size": job.world_size, "steps": job.steps, "dtype": job.dtype,
         "global_batch": job.global_batch, "parameters": job.parameter_count, "gradient_bytes": job.gradient_bytes,
-        "torch": torch.__version__,
+        "torch": torch.__version__, "device": where.devices[0].split(":")[0], "backend": where.backend,
+        "emulated_device": place.device.describe() if isinstance(place.device, Device) else None,
+        "link": place.link and place.link.describe(),
     }  # fmt: skip
 
 
@@ -121,14 +109,10 @@ def measure_all(keys: list[str], job: Job, place: Place, progress: bool) -> list
         weights = entry.pop("weights")
         if stage.key == "1":
             single, alone_ms = weights, entry["step_ms"]
-        entry |= {"bytes_formula": formula(stage, job), "ideal_ms": ideal_ms.get(stage.key)}
+        formula = None if stage.bytes_sent is None else round(stage.bytes_sent(job))
+        entry |= {"bytes_formula": formula, "ideal_ms": ideal_ms.get(stage.key)}
         entries.append({**entry, "device": str(place.device), "speed_up": alone_ms / entry["step_ms"]})
     return [entry for entry in entries if entry["stage"] in keys]
-
-
-def formula(stage: Stage, job: Job) -> int | None:
-    """Bytes that the busiest rank should send in a step, None where there is no formula."""
-    return None if stage.bytes_sent is None else round(stage.bytes_sent(job))
 
 
 def shown(stages: list[Stage]) -> Iterator[Stage]:
@@ -138,45 +122,6 @@ def shown(stages: list[Stage]) -> Iterator[Stage]:
     for stage in (bar := tqdm(stages, unit="stage")):
         bar.set_description(stage.name)
         yield stage
-
-
-def read(folder: str | Path) -> dict:
-    """The results of runs elsewhere, as `run` returns them: `folder` has what `ddp_course.train --results` wrote there.
-
-    Stage 1 is trained here on the same batches, so that the curves and weights can be held against one device.
-    Raises ValueError if nothing is there or a file is damaged, or if the runs are not of one and the same job.
-    """
-    runs = [read_run(file) for file in sorted(Path(folder).glob("stage-*.pt"))]
-    if not runs:
-        missing = "no results in" if Path(folder).is_dir() else "there is no folder"
-        raise ValueError(f'{missing} "{folder}"; make some with: python -m ddp_course.train --stage 4 --results DIR')
-    jobs = [run["job"] for run in runs]
-    if any(job != jobs[0] for job in jobs):
-        differing = sorted({key for job in jobs for key in job if job[key] != jobs[0][key]})
-        raise ValueError(f'the runs in "{folder}" differ in {", ".join(differing)}; keep one job per folder')
-    names = ("problem", "world_size", "steps", "dtype", "global_batch", "lr", "seed")
-    job = checked(**{name: jobs[0][name] for name in names}, **jobs[0]["settings"])
-    single = measured(ladder.find("1"), job, Place("cpu", None), None)
-    reference = single.pop("weights")
-    entries = {"1": single}
-    for run in runs:
-        difference = (run["weights"] - reference).abs().max().item()
-        entries[run["entry"]["stage"]] = {**run["entry"], "max_abs_diff_vs_single": difference}
-    where = {key: jobs[0][key] for key in ("device", "backend")}
-    known = [ladder.find(key) for key in ladder.STAGES if key in entries]
-    stages = [{**entries[stage.key], "bytes_formula": formula(stage, job)} for stage in known]
-    return {**described(job), **where, "link": None, "stages": stages}
-
-
-def read_run(file: Path) -> dict:
-    """What `ddp_course.train --results` wrote to `file`: job, entry of the stage, weights."""
-    try:
-        run = checkpoint.unpacked(file.read_bytes())
-        if not run.keys() >= {"job", "entry", "weights"}:
-            raise ValueError("it holds no results")
-    except (ValueError, OSError) as error:
-        raise ValueError(f'cannot read "{file}": {error}. Run that stage again, or remove the file') from error
-    return run
 
 
 def check_stages(stages: str | Iterable[str]) -> list[str]:

@@ -87,10 +87,7 @@ class Recording:
                 "messages_max": traffic.messages_sent + traffic.messages_received,
             },
             "began_s": [begin for begin, _ in drawn],
-            "timelines": [
-                [as_lists(lane, begin) for lane in timeline.laid_out(inside)]
-                for (begin, _), inside in zip(drawn, by_step, strict=True)
-            ],
+            "timelines": [timeline.laid_out(inside) for inside in by_step],
         }
 
 
@@ -111,7 +108,8 @@ def summed_up(stage: Stage, ranks: list[dict]) -> dict:
     median = statistics.median(drawn)
     typical = min(range(len(drawn)), key=lambda step: abs(drawn[step] - median))
     exposed = max(rank["exposed_s"][typical] for rank in ranks)
-    lanes = common_axis([rank["timelines"][typical] for rank in ranks], [rank["began_s"][typical] for rank in ranks])
+    first = min(rank["began_s"][typical] for rank in ranks)
+    lanes = [as_lists(lane, first) for rank in ranks for lane in rank["timelines"][typical]]
     # The copies between the threads of one process are timed on emulated devices only.
     timed = not stage.all_reduce or any(span[0] == "communication" for span in lanes[0])
     traffic = [rank["traffic"] for rank in ranks]
@@ -128,22 +126,6 @@ def summed_up(stage: Stage, ranks: list[dict]) -> dict:
         "evaluation": ranks[0]["evaluation"],
         "timeline": lanes,
     }
-
-
-def common_axis(ranks: list[list], began: list[float]) -> list[list]:
-    """All lanes of all ranks' timelines, in seconds from the first rank's beginning.
-
-    Ranks of one machine share a clock. Those of several machines do not, and then each begins at 0.
-    """
-    longest = max((span[2] for lanes in ranks for lane in lanes for span in lane), default=0.0)
-    first = min(began)
-    together = max(began) - first < longest
-    return [
-        [[name, start + late, end + late, where] for name, start, end, where in lane]
-        for lanes, begin in zip(ranks, began, strict=True)
-        for late in [(begin - first) * together]
-        for lane in lanes
-    ]
 
 
 def flat_weights(model: torch.nn.Module) -> torch.Tensor:

@@ -1,9 +1,6 @@
 """Several hosts: virtual ones where this machine allows them, and what `deploy/` would start on real ones."""
 
-import csv
-import json
 import os
-import shutil
 import stat
 import subprocess
 import sys
@@ -13,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-from ddp_course import cli, launch
+from ddp_course import launch
 from ddp_course.running import checkpoint, links
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -90,71 +87,6 @@ def test_a_host_finds_the_programs_beside_its_python(tmp_path):
     """A notebook opened as .venv/bin/jupyter has none of them on its search path."""
     command = [sys.executable, "-m", "ddp_course.running.links.on_hosts", "--hosts", "1", "--", "torchrun", "--help"]
     assert "--nproc-per-node" in finished(tmp_path, command, PATH="/usr/sbin:/usr/bin:/sbin:/bin")
-
-
-@pytest.fixture(scope="module")
-def results_of_torchrun(tmp_path_factory):
-    """A folder with the results of two stages, each a torchrun job of two ranks."""
-    folder = tmp_path_factory.mktemp("torchrun")
-    for stage in ("4", "7"):
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        job = ["-m", "ddp_course.train", *MODEL, "--stage", stage, "--steps", "4", "--results", f"{folder}/results"]
-        finished(folder, [*torchrun, *job])
-    return folder / "results"
-
-
-def test_compare_reads_the_results_of_torchrun(results_of_torchrun, tmp_path, capsys):
-    assert cli.main(["compare", "--read", str(results_of_torchrun), "--out", str(tmp_path)]) == 0
-    results = json.loads((tmp_path / "compare.json").read_text())
-    assert results["world_size"] == 2 and results["steps"] == 4 and results["backend"] == "gloo"
-    single, ring, sharded = results["stages"]
-    assert [entry["stage"] for entry in (single, ring, sharded)] == ["1", "4", "7"]
-    assert ring["bytes_sent_max"] == results["gradient_bytes"]  # 2 (K-1)/K p
-    assert 1.4 * ring["bytes_sent_max"] < sharded["bytes_sent_max"] < 1.6 * ring["bytes_sent_max"]  # 3 (K-1)/K p
-    for entry in (ring, sharded):
-        assert len(entry["timeline"]) == 2 and entry["step_ms"] > 0
-        assert 0 < entry["max_abs_diff_vs_single"] < 1e-12
-        assert entry["loss"] == pytest.approx(single["loss"], abs=1e-12) and len(set(entry["loss"])) == 4
-    rows = list(csv.DictReader((tmp_path / "compare.csv").open()))
-    assert [row["stage"] for row in rows] == ["1", "4", "7"]
-    assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
-    assert "fully sharded" in capsys.readouterr().out
-
-
-def cut_short(file):
-    file.write_bytes(file.read_bytes()[:-100])
-
-
-def of_other_runs(file):
-    run = checkpoint.unpacked(file.read_bytes())
-    run["job"] |= {"seed": 1, "lr": 0.5}
-    file.write_bytes(checkpoint.packed(run))
-
-
-def no_results(file):
-    file.write_bytes(checkpoint.packed({"model": {}}))
-
-
-@pytest.mark.parametrize(
-    "damage, message",
-    [
-        (lambda file: shutil.rmtree(file.parent), 'there is no folder "'),
-        (lambda file: [each.unlink() for each in file.parent.iterdir()], 'no results in "'),
-        (cut_short, "its checksum is wrong"),
-        (no_results, "it holds no results"),
-        (of_other_runs, "differ in lr, seed; keep one job per folder"),
-    ],
-)
-def test_results_that_cannot_be_compared_are_refused_in_one_line(
-    results_of_torchrun, tmp_path, capsys, damage, message
-):
-    folder = tmp_path / "results"
-    shutil.copytree(results_of_torchrun, folder)
-    damage(folder / "stage-4.pt")
-    assert cli.main(["compare", "--read", str(folder), "--out", str(tmp_path / "out")]) == 2
-    printed = capsys.readouterr()
-    assert message in printed.err and str(folder) in printed.err and printed.err.count("\n") == 1
-    assert printed.out == "" and list((tmp_path / "out").iterdir()) == []
 
 
 def programs(folder, **scripts):
