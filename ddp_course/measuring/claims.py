@@ -8,8 +8,6 @@ claims.decided()
 
 import json
 import re
-from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 from ..running.files import course_folder
@@ -52,11 +50,10 @@ def verdict(outcomes: dict[str, bool]) -> str:
 
 def decided() -> list[Decision]:
     """All claims by number, as the lessons' stored outputs tell them."""
-    return sorted(decision for path in sorted(course_folder("notebooks").glob("*.ipynb")) for decision in _in(path))
-
-
-def _in(path: Path) -> Iterator[Decision]:
-    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
-        printed = "".join("".join(output.get("text", "")) for output in cell.get("outputs", ()))
-        for text, number, kind, verdict, why in PRINTED.findall(printed):
-            yield Decision(int(number), text, kind, verdict, why, path.stem)
+    decisions = []
+    for path in sorted(course_folder("notebooks").glob("*.ipynb")):
+        for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+            printed = "".join("".join(output.get("text", "")) for output in cell.get("outputs", ()))
+            for text, number, *rest in PRINTED.findall(printed):
+                decisions.append(Decision(int(number), text, *rest, lesson=path.stem))
+    return sorted(decisions)

@@ -36,7 +36,7 @@ from ..stage4_ring import ring_all_reduce
 from . import emulated
 from .ideals import ideals
 from .job import Job, checked
-from .recording import flat_weights, recording, summed_up
+from .recording import recording, summed_up
 
 TIMED_STEPS = 10  # On emulated devices this is enough for a median.
 LEARNED = ("loss", "difference", "evaluation", "weights")  # They have the same bits with and without the emulation.
@@ -192,7 +192,7 @@ def train_and_measure(stage: Stage, job: Job, settings: dict, reference: torch.T
     with recording() as record:
         losses = stage.trainer(settings)(model, record.stamped(job.batches(*share)), job.lr)
     full_speed()  # The evaluation is not timed.
-    weights = flat_weights(model)
+    weights = torch.nn.utils.parameters_to_vector(model.parameters()).detach().cpu()
     return {
         **record.report(),
         "loss": losses,

@@ -39,6 +39,17 @@ class Job:
     timeout: float = 300.0
     device: str = "cpu"
 
+    def __post_init__(self):
+        """Raise ValueError for a setting that cannot work."""
+        for right, message in [
+            (self.steps >= 1, f"steps is {self.steps}; it must be 1 or more"),
+            (0 < self.lr < math.inf, f"lr is {self.lr}; it must be a positive number, such as 0.1"),
+            (self.dtype in ("float32", "float64"), f'dtype is "{self.dtype}"; choose float32 or float64'),
+            (self.bucket_cap_mb > 0, f"bucket_cap_mb is {self.bucket_cap_mb}; it must be a positive number of MiB"),
+        ]:
+            if not right:
+                raise ValueError(message)
+
     def __getstate__(self) -> dict[str, Any]:
         """The ranks get the settings, and make data and models of their own."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
@@ -115,45 +126,25 @@ def checked(
     steps: int | None = None,
     global_batch: int | None = None,
     lr: float | None = None,
-    dtype: str = "float32",
     parameters: int | None = None,
-    bucket_cap_mb: float = 0.25,
     **settings: Any,
 ) -> Job:
     """The job with these settings; None for steps, batch and learning rate are the problem's own.
 
     Raises ValueError for a setting that cannot work.
     """
-    refuse(problem, world_size, steps, dtype, lr, parameters, bucket_cap_mb)
-    if global_batch is not None:
-        problems.share(global_batch, world_size)
-    own = problems.make(problem, **({} if parameters is None else {"parameters": parameters}))
-    job = Job(
-        problem, world_size, own.steps if steps is None else steps,
-        global_batch or max(world_size, own.global_batch // world_size * world_size),
-        own.learning_rate if lr is None else lr,
-        dtype=dtype, parameters=parameters, bucket_cap_mb=bucket_cap_mb, **settings,
-    )  # fmt: skip
-    next(job.batches())  # It refuses a batch that is larger than the data.
-    return job
-
-
-def refuse(
-    problem: str, world_size: int, steps: int | None, dtype: str, lr: float | None, parameters: int | None, cap: float
-) -> None:
-    """Raise ValueError for a setting that cannot work."""
     if world_size < 1:
         raise ValueError(f"world size is {world_size}; it must be 1 or more")
-    if dtype not in ("float32", "float64"):
-        raise ValueError(f'dtype is "{dtype}"; choose float32 or float64')
     if parameters is not None and problem == "digits":
         raise ValueError("the model of digits has one size; choose --problem bytes or synthetic with --parameters")
-    if lr is not None and not (math.isfinite(lr) and lr > 0):
-        raise ValueError(f"lr is {lr}; it must be a positive number, such as 0.1")
-    if not cap > 0:
-        raise ValueError(f"bucket_cap_mb is {cap}; it must be a positive number of MiB, such as 25")
-    if steps is not None and steps < 1:
-        raise ValueError(f"steps is {steps}; it must be 1 or more")
+    own = problems.make(problem, **({} if parameters is None else {"parameters": parameters}))
+    steps, lr = own.steps if steps is None else steps, own.learning_rate if lr is None else lr
+    if global_batch is None:
+        global_batch = max(world_size, own.global_batch // world_size * world_size)
+    job = Job(problem, world_size, steps, global_batch, lr, parameters=parameters, **settings)
+    problems.share(global_batch, world_size)  # It refuses a batch that ranks cannot share equally.
+    next(job.batches())  # It refuses a batch that is larger than the data.
+    return job
 
 
 def played(job: Job, model: torch.nn.Module, device: Device, ranks: int = 1) -> Profile:

@@ -71,10 +71,12 @@ class Setting:
         fitted = published.sharding_of_today() if self.gpu == "H100" else published.megatron()[1]
         return fitted._replace(ring=published.megatron()[1].ring * self.nic / published.NIC)
 
-    @property
-    def batch(self) -> int:
-        """Sequences of a step."""
-        return self.samples * self.devices
+    @cached_property
+    def compute_s(self) -> float:
+        """Seconds that a device computes in a step, all its samples at once."""
+        split = Split(1, self.devices, 1, self.samples)
+        layers_s = self.shape.layers * layer_s(self.shape, split, self.machine, self.recompute)
+        return layers_s + words_s(self.shape, split, self.machine)
 
 
 class Plan(NamedTuple):
@@ -136,35 +138,28 @@ def unchecked(setting: Setting) -> str:
     return f"; beyond what was checked: {low:g} to {high:g} billion on up to {devices} {setting.gpu}s"
 
 
-def ways(setting: Setting) -> Iterator[Plan]:
+def ways(setting: Setting) -> list[Plan]:
     """All plans for a setting, the simplest first; of tensor and pipeline ways the fastest of each kind."""
-    devices, per_host = setting.devices, setting.per_host
+    devices, per_host, compute_s = setting.devices, setting.per_host, setting.compute_s
     if devices == 1:
-        yield plan(setting, "one device", 16, 0.0, 0)
-        return
-    backward_s = compute_s(setting) * (
-        3 / 4 if setting.recompute else 2 / 3
-    )  # The forward pass is a quarter, or a third.
-    exposed_s = max(0.0, average_s(setting) - backward_s)
-    yield plan(setting, "DDP", 16, exposed_s, 0)
-    yield plan(setting, "ZeRO-1", 4 + 12 / devices, exposed_s, 1)
-    sharded_s = fully_sharded_s(
-        setting.shape, devices, setting.machine, setting.sharding, setting.batch, setting.recompute
-    )
+        return [plan(setting, "one device", 16, compute_s, 0)]
+    forward_s = compute_s / (4 if setting.recompute else 3)
+    average_s = max(compute_s, forward_s + all_reduce_s(setting))  # It hides under the backward pass.
     two_layers = 4 / setting.shape.layers
-    yield plan(setting, "fully sharded", 16 / devices + two_layers, sharded_s - compute_s(setting), 1)
+    plans = [
+        plan(setting, "DDP", 16, average_s, 0),
+        plan(setting, "ZeRO-1", 4 + 12 / devices, average_s, 1),
+        plan(setting, "fully sharded", 16 / devices + two_layers, sharded_s(setting, devices), 1),
+    ]
     if devices > per_host > 1:
-        inside = replace(setting, devices=per_host)
-        inside_s = fully_sharded_s(
-            setting.shape, per_host, setting.machine, setting.sharding, inside.batch, setting.recompute
-        )
-        waiting_s = inside_s - compute_s(setting) + exposed_s
-        yield plan(setting, "sharded in a host, DDP between", 16 / per_host + two_layers, waiting_s, 2)
+        seconds = sharded_s(setting, per_host) + average_s - compute_s
+        plans.append(plan(setting, "sharded in a host, DDP between", 16 / per_host + two_layers, seconds, 2))
     splits = list(all_splits(setting))
     for wanted in ((True, False), (False, True), (True, True)):
         kind = [plan for split, plan in splits if (split.tensor > 1, split.pipeline > 1) == wanted]
         if kind:
-            yield min(kind, key=lambda plan: (not plan.fits, plan.step_s if plan.fits else plan.memory_gb))
+            plans.append(min(kind, key=lambda plan: (not plan.fits, plan.step_s if plan.fits else plan.memory_gb)))
+    return plans
 
 
 def all_splits(setting: Setting) -> Iterator[tuple[Split, Plan]]:
@@ -184,26 +179,24 @@ def all_splits(setting: Setting) -> Iterator[tuple[Split, Plan]]:
 
 def split_plan(setting: Setting, split: Split) -> Plan:
     """The plan of tensor, pipeline and data parallelism together."""
-    seconds = step_s(setting.shape, split, setting.machine, setting.batch, setting.recompute)
+    seconds = step_s(setting.shape, split, setting.machine, setting.samples * setting.devices, setting.recompute)
     in_flight = min(split.pipeline, setting.samples * split.tensor * split.pipeline // split.micro_batch)
-    kept = activations(setting, split.micro_batch, split.tensor, in_flight / split.pipeline)
-    kept += 16 * setting.parameters / split.tensor / split.pipeline
+    left = activations(setting, split.micro_batch, split.tensor, in_flight / split.pipeline)
     ways = [(split.tensor, "tensor"), (split.pipeline, "pipeline"), (split.data, "data")]
     name = " x ".join(f"{number} {way}" for number, way in ways if number > 1)
     complexity = 2 + (split.tensor > 1 and split.pipeline > 1)
-    return made(setting, name, kept, seconds, seconds - compute_s(setting), complexity)
+    return plan(setting, name, 16 / split.tensor / split.pipeline, seconds, complexity, left)
 
 
-def plan(setting: Setting, name: str, per_parameter: float, waiting_s: float, complexity: int) -> Plan:
-    """A plan in which each device has the whole model, keeps so many bytes per parameter, and waits for `waiting_s`."""
-    kept = per_parameter * setting.parameters + activations(setting, setting.samples)
-    return made(setting, name, kept, compute_s(setting) + waiting_s, waiting_s, complexity)
-
-
-def made(setting: Setting, name: str, kept: float, seconds: float, waiting_s: float, complexity: int) -> Plan:
-    """The plan that keeps `kept` bytes."""
+def plan(
+    setting: Setting, name: str, per_parameter: float, seconds: float, complexity: int, left: float | None = None
+) -> Plan:
+    """The plan that keeps so many bytes per parameter, and those that activations leave: by default of all samples."""
+    left = activations(setting, setting.samples) if left is None else left
+    memory_gb = (per_parameter * setting.parameters + left) / 1e9
     name += ", recomputing" if setting.recompute else ""
-    return Plan(name, kept / 1e9, seconds, max(0.0, waiting_s), kept / 1e9 <= setting.memory_gb, complexity)
+    waiting_s = max(0.0, seconds - setting.compute_s)
+    return Plan(name, memory_gb, seconds, waiting_s, memory_gb <= setting.memory_gb, complexity)
 
 
 def activations(setting: Setting, sequences: float, tensor: int = 1, share: float = 1.0) -> float:
@@ -215,14 +208,13 @@ def activations(setting: Setting, sequences: float, tensor: int = 1, share: floa
     return words + (whole + 2 * values * shape.layers * share if setting.recompute else whole * shape.layers * share)
 
 
-def compute_s(setting: Setting) -> float:
-    """Seconds that a device computes in a step, all its samples at once."""
-    split = Split(1, setting.devices, 1, setting.samples)
-    layers_s = setting.shape.layers * layer_s(setting.shape, split, setting.machine, setting.recompute)
-    return layers_s + words_s(setting.shape, split, setting.machine)
+def sharded_s(setting: Setting, devices: int) -> float:
+    """Seconds of a step that is fully sharded over so many of the devices."""
+    batch = setting.samples * devices
+    return fully_sharded_s(setting.shape, devices, setting.machine, setting.sharding, batch, setting.recompute)
 
 
-def average_s(setting: Setting) -> float:
+def all_reduce_s(setting: Setting) -> float:
     """Seconds of the gradients' all-reduce in two levels: rings share a host's NICs, messages follow each other."""
     hosts = setting.devices // setting.per_host
     rate = setting.machine.inside if hosts == 1 else min(setting.machine.inside, setting.machine.host_link)

@@ -14,8 +14,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
 
-import torch
-
 from ..ladder import Stage
 from ..running import wire
 from ..running.devices import rank_device
@@ -126,8 +124,3 @@ def summed_up(stage: Stage, ranks: list[dict]) -> dict:
         "evaluation": ranks[0]["evaluation"],
         "timeline": lanes,
     }
-
-
-def flat_weights(model: torch.nn.Module) -> torch.Tensor:
-    """All parameters as one vector on the CPU."""
-    return torch.cat([parameter.detach().reshape(-1).cpu() for parameter in model.parameters()])

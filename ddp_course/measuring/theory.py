@@ -18,7 +18,7 @@ Gropp, "Optimization of Collective Communication Operations in MPICH", IJHPCA 19
 "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 69 (2009).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from math import isfinite, log2
 from typing import Any, NamedTuple
 
@@ -110,16 +110,6 @@ def seconds(algorithm: str, nbytes: float, world_size: int, costs: Costs, **opti
     formula = form(algorithm)
     check_sizes(nbytes, world_size)
     return formula(nbytes, world_size, costs, **options) if world_size > 1 else 0.0
-
-
-def best(
-    nbytes: float,
-    world_size: int,
-    costs: Costs,
-    algorithms: Sequence[str] = ("parameter_server", "ring", "tree", "halving_doubling"),
-) -> str:
-    """The name of the algorithm among `algorithms` that takes the fewest seconds."""
-    return min(algorithms, key=lambda name: seconds(name, nbytes, world_size, costs))
 
 
 def host_count(world_size: int, per_host: int) -> int:

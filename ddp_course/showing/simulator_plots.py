@@ -55,7 +55,10 @@ def scaling_figure(steps: dict[str, Any], title: str = "Scaling efficiency") -> 
 def winners_figure(costs: Any, algorithms: Sequence[str] = CONTENDERS, ranks: Sequence[int] = RANKS) -> Picture:
     """Which algorithm is fastest where: message size against K, on links with these `Costs`, by closed form."""
     sizes = 2.0 ** np.arange(6, 31, 0.125)
-    best = [[algorithms.index(theory.best(size, count, costs, algorithms)) for size in sizes] for count in ranks]
+    best = [
+        [int(np.argmin([theory.seconds(name, size, count, costs) for name in algorithms])) for size in sizes]
+        for count in ranks
+    ]
     names = [name for index, name in enumerate(algorithms) if any(index in row for row in best)]
     message = f"fastest somewhere: {', '.join(label(name) for name in names)}"
     picture, axes = panels(height=5.4, message=message, kind="derived")

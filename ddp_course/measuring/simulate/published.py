@@ -49,9 +49,6 @@ def fit_within(
     return tuple(least_squares(errors, start, bounds=bounds, diff_step=step).x.tolist())
 
 
-# --- all-reduce over shaped links ---
-
-
 def shaped_link_ms(row: Row, numbers: Sequence[float]) -> float:
     """Milliseconds of an all-reduce by the row's library ("gloo" or "nccl") on its link, played message by message.
 
@@ -73,9 +70,6 @@ def fit_shaped_links(rows: Sequence[Row]) -> tuple[float, ...]:
     return fit_within(shaped_link_ms, rows, "ms", (0.95, 1.0), ((0.1, 0.0), (1.0, 100.0)), 1e-3)
 
 
-# --- DDP steps on V100 ---
-
-
 def v100_step_s(model: str, one_gpu_s: float, ranks: int, bandwidth: float, interference: float) -> float:
     """Seconds of a DDP step of `model` on `ranks` V100s; bandwidth of a GPU's link in bytes per second."""
     link = Costs(2 * GPU_LATENCY, max(HOST_LINK, 1 / bandwidth))
@@ -92,8 +86,6 @@ def calibrate_v100(rows: Sequence[Row]) -> tuple[float, float]:
     exponent, interference = fit_within(on_two, rows, "gpus_2", (10.3, 0.5), ((8, 0), (12, 10)), 1e-2)
     return 10**exponent, interference
 
-
-# --- GPT steps by tensor, data and pipeline parallelism ---
 
 GPT = "gpt_step_ms_a100_3d"
 GPT_COLUMNS = {
@@ -146,8 +138,6 @@ def machine() -> Machine:
     return fit_machine(facts.rows(GPT))
 
 
-# --- ZeRO-3 against 3D parallelism ---
-
 ZERO3 = "zero3_and_3d_parallel_a100"
 MEGATRON = {"174.6B": (Shape(96, 12_288), 12), "529.6B": (Shape(105, 20_480), 35)}  # shape, stages; 8 tensor ways
 NIC = 25e9  # bytes per second of 200 Gbit/s: 8 of them per host, where the machine of the GPT steps has 4
@@ -182,9 +172,6 @@ def megatron() -> tuple[float, Sharding]:
     return slower, Sharding(*numbers)
 
 
-# --- fully sharded training of today ---
-
-
 FSDP = "fsdp_llama3_8b_h100"
 LLAMA = Shape(32, 4096, 8192, 128_256)
 
@@ -207,8 +194,6 @@ def sharding_of_today() -> Sharding:
     efficiency = many["tokens_per_gpu_per_s"] / few["tokens_per_gpu_per_s"]
     return Sharding(ring, *fit(kept, [{"kept": efficiency}], "kept", (0.1,)))
 
-
-# --- pipeline schedules ---
 
 ORDERS = ("1F1B", "1F1B-I", "ZB-1p", "ZB-2p")
 QI = {
@@ -240,8 +225,6 @@ def fit_schedules(rows: Sequence[Row]) -> tuple[float, ...]:
     highest = [max(row["samples_per_gpu_per_s"] for row in rows if row["model"] == model) for model in QI]
     return fit(samples_per_s, rows, "samples_per_gpu_per_s", (8e4, 0.4, 0.95, 0.99, *highest))
 
-
-# --- NCCL in one host, by size ---
 
 PROTOCOLS = ("LL", "LL128", "Simple")
 
