@@ -60,10 +60,6 @@ def altered(notebook, world_size):
     return notebook
 
 
-def test_every_lesson_has_a_number_of_its_own():
-    assert len({name[:2] for name in NAMES}) == len(NAMES)
-
-
 @pytest.mark.parametrize("path", [pytest.param(path, id=path.stem, marks=MARKS[path.stem]) for path in LESSONS])
 def test_lesson_runs_from_a_copy_in_another_folder(path, tmp_path):
     copy = tmp_path / path.name
@@ -162,28 +158,22 @@ def test_every_claim_is_decided_in_one_lesson():
     assert verdicts == {"holds", "holds only", "false"}
 
 
-@pytest.mark.parametrize("path", LESSONS, ids=NAMES)
-def test_lesson_figures_have_alt_text_and_widgets_have_a_fallback(path):
-    for cell in code(read(path)):
-        for output in cell.outputs:
-            data = output.get("data", {})
-            if "application/vnd.jupyter.widget-view+json" in data:
-                readable = any(mark in data["text/plain"] for mark in ("( )", "%|"))  # questions and bars have these
-                assert "image/png" in data or readable, f"{cell.id}: nothing to see without widgets"
-            elif "image/png" in data:
-                assert output.metadata.get("image/png", {}).get("alt"), f"{cell.id}: a figure without alt text"
-
-
 DRAWN = {"01/digits", "02/sketch", "03/sketch", "04/sketch", "04/whole-ring", "04/stepper", "04/half-way",
          "05/bucket-sketch", "09/mesh", "09/all-ways"}  # fmt: skip
 
 
 @pytest.mark.parametrize("path", LESSONS, ids=NAMES)
 def test_what_is_shown_says_where_it_comes_from(path):
-    """Every figure of numbers, in its text, and every verdict, is measured, counted, simulated or derived."""
+    """Every figure of numbers, in its text, and every verdict, is measured, counted, simulated or derived.
+
+    A widget has a figure beside it for where widgets do not live; questions and bars can be read without one.
+    """
     for cell in code(read(path)):
         for output in cell.outputs:
-            if "image/png" in output.get("data", {}) and f"{path.name[:2]}/{cell.id}" not in DRAWN:
+            data = output.get("data", {})
+            if "application/vnd.jupyter.widget-view+json" in data and "image/png" not in data:
+                assert any(mark in data["text/plain"] for mark in ("( )", "%|")), f"{cell.id}: nothing to see"
+            elif "image/png" in data and f"{path.name[:2]}/{cell.id}" not in DRAWN:
                 alt = output.metadata.get("image/png", {}).get("alt", "")
                 assert any(kind in alt for kind in KINDS), f"{cell.id}: {alt}"
             for line in output.get("text", "").splitlines() if output.get("name") == "stdout" else ():

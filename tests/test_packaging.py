@@ -17,9 +17,6 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
-from benchmarks import gpu
-from ddp_course.running import torch_inside
-
 ROOT = Path(__file__).parents[1]
 LOCKED = dict(
     line.split("==") for line in (ROOT / "requirements.lock").read_text().splitlines() if line and line[0] != "#"
@@ -44,20 +41,6 @@ def test_torch_is_pinned_and_everything_required_is_locked_in_range():
     for requirement in requirements():
         if requirement.marker is None or requirement.marker.evaluate({"extra": "dev"}):
             assert requirement.specifier.contains(locked[normal(requirement.name)]), requirement
-
-
-def test_the_torch_that_is_asked_for_is_one_that_was_tried():
-    """pyproject, the module for what differs, and the documents name the same oldest and newest versions."""
-    wanted = Requirement(re.search(r'"(torch>.*)"', (ROOT / "pyproject.toml").read_text())[1]).specifier
-    oldest, newest = re.search(r"seen on ([\d.]+) and ([\d.]+)\.", torch_inside.__doc__).groups()
-    release, minor = map(int, oldest.split("."))
-    assert wanted.contains(f"{oldest}.0") and not wanted.contains(f"{release}.{minor - 1}.1")
-    assert LOCKED["torch"].startswith(f"{newest}.")
-    trouble = (ROOT / "docs" / "TROUBLESHOOTING.md").read_text()
-    assert f"**Which torch**: {oldest} or newer. Tried are {oldest} and {newest}, the one in the lock" in trouble
-    readme = (ROOT / "README.md").read_text()
-    assert f"The course brings torch {newest}; a torch that you have already may be {oldest} or newer." in readme
-    assert f"torch ({oldest} or newer)" in gpu.__doc__
 
 
 def environment():
@@ -87,13 +70,6 @@ def test_the_map_lists_every_module_and_its_trips_name_modules_that_exist():
     assert "| `wire.py` | Send and receive between ranks" in listed
     names = {path.name for path in (ROOT / "ddp_course").rglob("*.py")}
     assert not {name for name in re.findall(r"`(?:[\w]+/)*(\w+\.py)`", trips)} - names - {"build.py", "NN.py"}
-
-
-@pytest.mark.parametrize("target", ["setup", "compare", "test", "lab"])
-def test_make_targets_set_up_first(target):
-    makefile = (ROOT / "Makefile").read_text()
-    rule = re.search(rf"^{target}:(.*)##", makefile, re.M).group(1)
-    assert "setup" in rule or "$(VENV)/installed" in rule
 
 
 def wait_for_text(path, seconds=60):

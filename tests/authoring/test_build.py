@@ -152,11 +152,3 @@ def test_a_failing_cell_is_reported(course, capsys):
 
 def test_the_course_is_in_step_with_its_sources():
     assert build.main(["--check"]) == 0
-
-
-def test_no_output_check_is_silently_skipped():
-    """nbval compares nothing in a cell that has neither outputs nor an execution count."""
-    for path in [*ROOT.glob("notebooks/*.ipynb"), *ROOT.glob("solutions/*.ipynb")]:
-        for cell in nbformat.read(path, as_version=4).cells:
-            if cell.cell_type == "code" and "NBVAL_CHECK_OUTPUT" in cell.source:
-                assert cell.execution_count is not None and cell.outputs, f"{path.name}: {cell.id}"
