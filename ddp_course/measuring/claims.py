@@ -55,5 +55,5 @@ def decided() -> list[Decision]:
         for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
             printed = "".join("".join(output.get("text", "")) for output in cell.get("outputs", ()))
             for text, number, *rest in PRINTED.findall(printed):
-                decisions.append(Decision(int(number), text, *rest, lesson=path.stem))
+                decisions.append(Decision(int(number), text, *rest, path.stem))
     return sorted(decisions)

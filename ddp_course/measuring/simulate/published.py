@@ -27,7 +27,7 @@ Row = dict[str, Any]
 Model = Callable[[Row, Any], float]
 
 
-def fit(model: Model, rows: Sequence[Row], quantity: str, start: Sequence[float]) -> tuple[float, ...]:
+def fit(model: Model, rows: Sequence[Row], quantity: str, start: Sequence[float]) -> tuple[Any, ...]:
     """The positive numbers near `start` with which `model` comes nearest to all rows; outliers count less."""
 
     def errors(logarithms):
