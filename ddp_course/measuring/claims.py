@@ -54,6 +54,6 @@ def decided() -> list[Decision]:
     for path in sorted(course_folder("notebooks").glob("*.ipynb")):
         for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
             printed = "".join("".join(output.get("text", "")) for output in cell.get("outputs", ()))
-            for text, number, *rest in PRINTED.findall(printed):
-                decisions.append(Decision(int(number), text, *rest, path.stem))
+            for text, number, kind, verdict, why in PRINTED.findall(printed):
+                decisions.append(Decision(int(number), text, kind, verdict, why, path.stem))
     return sorted(decisions)

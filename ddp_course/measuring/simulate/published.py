@@ -149,7 +149,7 @@ def global_batch(row: Row) -> int:
     return {"174.6B": 1536, "529.6B": 2560 if row["gpus"] == 640 else 2240}[row["parameters"]]
 
 
-def megatron_tflops(row: Row, slower: float, sharding: Sharding | None = None) -> float:
+def megatron_tflops(row: Row, slower: float, sharding: Any = None) -> float:
     """TFLOP/s per GPU, by the authors' count of operations, of a row of their table; `sharding` is for ZeRO-3."""
     shape, stages = MEGATRON[row["parameters"]]
     gpus, batch, here = int(row["gpus"]), global_batch(row), machine().slower(slower, LINKS)
