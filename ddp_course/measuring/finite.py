@@ -21,10 +21,7 @@ def watch(model: torch.nn.Module) -> list:
     later = Later(names)
 
     def look(parameter):
-        if parameter.is_cuda:
-            later.note(parameter)
-        else:
-            check(parameter.grad, names[parameter])
+        later.note(parameter) if parameter.is_cuda else check(parameter.grad, names[parameter])
 
     return [parameter.register_post_accumulate_grad_hook(look) for parameter in names]
 
@@ -65,14 +62,9 @@ def check(gradient: torch.Tensor, name: str) -> None:
     """Raise NotFiniteError if the `gradient` of the parameter called `name` has NaN or infinite elements."""
     if gradient.is_sparse or math.isfinite(gradient.sum().item()) or bool(gradient.isfinite().all()):
         return  # Finite terms may have a sum that is too large for the dtype.
-    bad = int((~gradient.isfinite()).sum())
+    kinds = {"NaN": gradient.isnan(), "infinite": gradient.isinf()}
     raise NotFiniteError(
-        f"rank {this_rank()}: {bad} of {gradient.numel()} elements of the gradient of {name} are not finite "
-        f"({describe(gradient)}). Nothing was averaged. Look at this rank's batch and at the learning rate."
+        f"rank {this_rank()}: {int((~gradient.isfinite()).sum())} of {gradient.numel()} elements of the gradient of "
+        f"{name} are not finite ({' and '.join(kind for kind, elements in kinds.items() if elements.any())}). "
+        "Nothing was averaged. Look at this rank's batch and at the learning rate."
     )
-
-
-def describe(tensor: torch.Tensor) -> str:
-    """ "NaN", "infinite" or both: what is wrong with `tensor`."""
-    kinds = [("NaN", torch.isnan(tensor)), ("infinite", torch.isinf(tensor))]
-    return " and ".join(name for name, elements in kinds if bool(elements.any()))

@@ -29,13 +29,12 @@ Rows that the fit saw are *calibrated*; *left out* is the median error on rows t
 
 
 class Table(NamedTuple):
-    """Predictions for one published table; in words what was fitted and assumed; the median error on rows left out."""
+    """Predictions for one published table; in words what was fitted; the median error on rows left out."""
 
     name: str
     rows: list[Row]
     fitted: str
     left_out: float | None = None
-    assumed: str = ""
 
 
 def scoreboard() -> list[Table]:
@@ -123,17 +122,13 @@ def schedules() -> Table:
         f"{left_over:.2f} of what ZB-2p's formula idles; interleaving keeps {interleaving:.2f} of the speed, "
         f"postponing {postponing:.2f}"
     )
-    assumed = (
-        "layers and widths (the parameters that follow are those of the name within 1.3 %), 1,024 tokens, and for "
-        "1F1B-I (layers + 2) / stages chunks per stage"
-    )
     splits = []
     for model in ("1.5B", "6.2B"):
         unseen = [r for r in table if r["model"] == model and (r["schedule"], r["micro_batches"]) != ("1F1B", 64)]
         splits.append(([row for row in table if row not in unseen], unseen))
     error = left_out(splits, published.fit_schedules, published.samples_per_s, quantity)
     rows = entries(name, quantity, settings, partial(published.samples_per_s, numbers=numbers))
-    return Table(name, rows, words, error, assumed)
+    return Table(name, rows, words, error)
 
 
 def zero3_and_3d() -> Table:
@@ -149,12 +144,8 @@ def zero3_and_3d() -> Table:
         f"{slower:.3f} times the seconds of the GPT steps' machine with twice its links; ZeRO-3's ring "
         f"{sharding.ring / 1e9:.3g} GB/s, and {sharding.shows:.0%} of the shorter of computing and sending shows"
     )
-    assumed = (
-        "layers and widths (the parameters that follow are those of the name within 0.1 %), 8 x 12 and 8 x 35 tensor "
-        "and pipeline ways, 2,240 sequences (2,560 on 640 GPUs) for 529.6B; 4 NICs per host for the GPT steps, 8 here"
-    )
     model = partial(published.megatron_tflops, slower=slower, sharding=sharding)
-    return Table(published.ZERO3, entries(published.ZERO3, "tflops_per_gpu", settings, model), words, assumed=assumed)
+    return Table(published.ZERO3, entries(published.ZERO3, "tflops_per_gpu", settings, model), words)
 
 
 def fsdp() -> Table:
@@ -164,8 +155,7 @@ def fsdp() -> Table:
     settings = [{"gpus": 8}, {"gpus": 128}]
     rows = entries(published.FSDP, "tokens_per_gpu_per_s", settings, model, lambda row: row["gpus"] > 8)
     words = f"{sharding.shows:.0%} of the shorter of computing and sending shows, from 128 over 8 GPUs"
-    assumed = "32 layers of width 4,096 with plain attention: 7.0 billion parameters, where the model has 8.0"
-    return Table(published.FSDP, rows, words, assumed=assumed)
+    return Table(published.FSDP, rows, words)
 
 
 def gpt_steps() -> Table:
@@ -272,7 +262,7 @@ def page(tables: Sequence[Table]) -> str:
     parts = [PAGE.format(overview(tables))]
     for table in tables:
         parts += [f"## {table.name}", facts.SOURCES[table.name], f"Fitted: {table.fitted}."]
-        parts += [f"Assumed: {table.assumed}."] * bool(table.assumed)
+        parts += [f"Assumed: {facts.ASSUMED[table.name]}."] * bool(facts.ASSUMED[table.name])
     return "\n\n".join(parts) + "\n"
 
 

@@ -1,6 +1,6 @@
 """Measurements for figures and to hold the simulator against: published by others, but for `elastic_job`.
 
-Each table is a CSV file in this folder, and `sources.csv` says where it comes from.
+Each table is a CSV file in this folder; `sources.csv` says where it comes from, and what predictions of it assume.
 """
 
 import csv
@@ -28,3 +28,4 @@ def _number(text):
 
 
 SOURCES = {row["table"]: row["source"] for row in _lines("sources")}
+ASSUMED = {row["table"]: row["assumed"] for row in _lines("sources")}

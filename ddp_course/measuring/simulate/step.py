@@ -111,10 +111,8 @@ def on_hosts(algorithm: Any, nbytes: float, world_size: int, network: Network) -
     link, local, per_host = network.link, network.local or network.link, min(network.per_host, world_size)
     theory.form(algorithm)
     hosts = theory.host_count(world_size, per_host)
-    if hosts == 1:
-        return theory.seconds(algorithm, nbytes, world_size, local)
-    if per_host == 1:
-        return theory.seconds(algorithm, nbytes, world_size, link)
+    if hosts == 1 or per_host == 1:
+        return theory.seconds(algorithm, nbytes, world_size, local if hosts == 1 else link)
     if algorithm == "hierarchical_ring":
         return theory.seconds(algorithm, nbytes, world_size, link, local=local, per_host=per_host)
     if algorithm in ("ring", "whole_gradient_ring"):
