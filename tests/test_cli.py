@@ -41,13 +41,7 @@ def test_compare_prints_a_table_and_writes_results(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        ("--world-size", "0"),
-        ("--link", "fast"),
-        ("--out", "/proc/results"),
-        ("--world-size", "two"),
-    ],
+    "arguments", [("--world-size", "0"), ("--link", "fast"), ("--out", "/proc/results"), ("--world-size", "two")]
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

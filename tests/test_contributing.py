@@ -155,24 +155,6 @@ def test_add_an_exercise(house):
         run(house, "-c", tried.format(4))
 
 
-def test_add_a_link_mode(house):
-    def add(path):
-        straight = '''class Straight(ThrottledWire):
-    """The wire by another name."""
-
-    name, title = "straight", "a straight wire"
-'''
-        insert(path, "Mode = type", straight + "\n\n")
-        path.write_text(
-            path.read_text().replace("(VirtualHosts, ThrottledWire)", "(VirtualHosts, ThrottledWire, Straight)")
-        )
-
-    follow(house, " link mode", {"ddp_course/running/links/modes.py": add})
-    options = "--stages 1,4 --world-size 2 --steps 2 --problem synthetic --parameters 5000 --link 100Mbit --out results"
-    run(house, "-m", "ddp_course.cli", "compare", "--link-mode", "straight", *options.split())
-    assert "straight" in (house / "results" / "compare.json").read_text()
-
-
 def test_add_a_lesson(house):
     lesson = '# %% [markdown]\nr"""\n# Lesson 16: topic\n"""\n\n# %% sum\nprint(1 + 1)\n'
     follow(house, " lesson", {"authoring/lessons/16_topic.py": lesson})

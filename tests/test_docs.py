@@ -11,7 +11,6 @@ import pytest
 from PIL import Image
 
 from ddp_course import errors
-from ddp_course.commands import doctor
 from ddp_course.showing.plots import comparison_message
 
 ROOT = Path(__file__).parents[1]
@@ -46,13 +45,6 @@ def test_every_exception_of_the_course_is_in_errors_py():
         if path.name != "errors.py"
     ]
     assert elsewhere == []
-
-
-def test_what_one_lesson_needs_is_what_doctor_asks_for():
-    said = {path.name: re.findall(r"([\d.]+) GiB (?:for one lesson|free)", path.read_text()) for path in PAGES}
-    assert {name: numbers for name, numbers in said.items() if numbers} == {
-        name: [f"{doctor.NEEDED_MEMORY / 2**30:g}"] for name in ("TROUBLESHOOTING.md", "WORKSHOP.md")
-    }
 
 
 def test_the_readmes_figure_and_its_caption_are_of_one_run():

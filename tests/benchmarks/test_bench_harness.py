@@ -3,20 +3,13 @@
 import argparse
 import json
 import time
-from importlib import import_module
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-import benchmarks
 from benchmarks import harness
 from benchmarks.harness import Benchmark, Part, Promise
 from ddp_course import launch
-
-
-def report_of(name):
-    return Path(__file__).parents[2] / "results" / f"bench_{name}.json"
 
 
 def test_ways_take_turns_in_changing_order():
@@ -87,17 +80,3 @@ def test_a_report_is_written_part_by_part(tmp_path):
     with pytest.raises(RuntimeError):
         interrupted.run(argparse.Namespace(out=tmp_path))
     assert list(json.loads((tmp_path / "bench_made_up.json").read_text())["parts"]) == ["a"]
-
-
-@pytest.mark.parametrize(
-    "name", [name for name in benchmarks.BENCHMARKS if name not in ("gpu", "devices") or report_of(name).exists()]
-)
-def test_the_report_of_every_benchmark_has_the_one_format(name):
-    report = json.loads(report_of(name).read_text())
-    assert report.keys() == {"benchmark", "machine", "parts"} and report["benchmark"] == name
-    assert report["machine"].keys() == harness.machine().keys()
-    assert set(report["parts"]) <= set(import_module(f"benchmarks.{name}").BENCHMARK.parts)
-    for part in report["parts"].values():
-        assert part["rows"] and all(isinstance(row, dict) for row in part["rows"])
-        for promise in part["promises"]:
-            assert promise.keys() == {"promise", "value", "at_least", "at_most", "kept"}

@@ -23,7 +23,6 @@ from ddp_course.measuring.simulate import (
 )  # fmt: skip
 from ddp_course.measuring.simulate.step import knee, on_hosts
 from ddp_course.measuring.theory import Costs
-from ddp_course.showing import simulator_plots
 
 MIB = 2**20
 LINK = Network(Costs(1e-4, 1e-8))
@@ -203,13 +202,3 @@ def test_bad_input_in_python_says_what_is_wrong():
     ]:
         with pytest.raises(ValueError, match=words):
             call()
-
-
-def test_figures_say_what_they_show():
-    steps = [simulate(even_profile(), k, LINK, bucket_cap_mb=1) for k in (1, 2, 4, 8, 256)]
-    scaling = simulator_plots.scaling_figure({"ring": steps})
-    assert f"K = {knee(steps)}" in scaling.message
-    winners = simulator_plots.winners_figure(Costs(1e-5, 8e-11))
-    assert "ring" in winners.message and "halving-doubling" in winners.message
-    for picture in (scaling, winners):
-        assert picture.message and picture.png().startswith(b"\x89PNG")

@@ -35,13 +35,7 @@ from ddp_course.stage5_bucketed import BucketedDDP  # noqa: E402
 from ddp_course.stage6_ddp import DistributedDataParallel  # noqa: E402
 
 CLASSES = {"torch": TorchDDP, "ours": DistributedDataParallel}
-TRAITS = [
-    "tied",
-    "frozen",
-    "double",
-    "buffers",
-    "two wrappers",
-]  # not "sparse": torch 2.13 spoils dense ones beside
+TRAITS = ["tied", "frozen", "double", "buffers", "two wrappers"]  # not "sparse": torch 2.13 spoils dense ones beside
 NEIGHBOURS = ["reads", "scales", "flat", "field"]  # others who look at the gradients, and a function with a field
 PLACES = ["forward", "backward", "gradient hook"]
 OPERATIONS = ["train"] * 6 + ["no_sync"] * 2 + ["abandon", "without gradients", "evaluate", "replace", "load", "copy"]

@@ -344,20 +344,6 @@ def unused_without_the_flag_is_a_helpful_error(DDP):
     assert_raises(lambda: branch_loss(parallel, me()), RuntimeError, *words)
 
 
-@case
-def static_graph_with_unused_parameters(DDP):
-    choose = lambda rank, step: ("a", "b")[rank % 2]  # noqa: E731
-    for as_view in (False, True):
-        train_and_check(
-            DDP,
-            Branches,
-            steps=5,
-            loss=lambda module, rank, step: branch_loss(module, rank, step, choose),
-            static_graph=True,
-            gradient_as_bucket_view=as_view,
-        )
-
-
 # 4. Buffers
 
 
@@ -391,20 +377,6 @@ def hooked_gradients(DDP, state, hook, steps=1, make=Net):
         parallel.zero_grad()
         squared(parallel, me(), step).backward()
     return model
-
-
-@case
-def futures_are_honoured(DDP):
-    """A hook that finishes late, with another tensor than the bucket's own."""
-
-    def late(state, bucket):
-        work = dist.all_reduce(bucket.buffer().clone(), async_op=True).get_future()
-        return work.then(lambda done: done.value()[0] / len(ranks()) + 1)
-
-    model = hooked_gradients(DDP, None, late)
-    for parameter in model.parameters():
-        parameter.grad -= 1
-    assert_mean(model, squared, slack=100)
 
 
 @case
@@ -483,42 +455,6 @@ def state_dict_and_attributes(DDP):
     parallel.eval()
     assert not model.training
     assert sum(1 for _ in parallel.parameters()) == 4
-
-
-@case
-def pickling(DDP):
-    import io
-
-    parallel = DDP(seeded(Net), gradient_as_bucket_view=True)
-    squared(parallel, me()).backward()
-    file = io.BytesIO()
-    torch.save(parallel, file)
-    file.seek(0)
-    twin = torch.load(file, weights_only=False)
-    for other in (twin, copy.deepcopy(parallel)):
-        other.zero_grad()
-        squared(other, me(), 1).backward()
-        assert_mean(other.module, lambda module, rank: squared(module, rank, 1))
-    group = dist.new_group()
-    assert_raises(lambda: copy.deepcopy(DDP(seeded(Net), process_group=group)), RuntimeError, "default process group")
-
-
-@case
-def process_groups_and_device_mesh(DDP):
-    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
-    train_and_check(DDP, device_mesh=mesh, steps=2)
-    assert_raises(
-        lambda: DDP(Net(), device_mesh=mesh, process_group=mesh.get_group()), RuntimeError, "Cannot specify both"
-    )
-    square = dist.init_device_mesh("cpu", (1, dist.get_world_size()))
-    assert_raises(lambda: DDP(Net(), device_mesh=square), RuntimeError, "1D device mesh")
-    pair = dist.new_group([0, 1])
-    if me() < 2:
-        model = seeded(Net)
-        parallel = DDP(model, process_group=pair)  # kept: without the wrapper its hooks are gone
-        squared(parallel, me()).backward()
-        shares = torch.stack([alone(model, squared, rank)["first.weight"] for rank in (0, 1)])
-        assert (model.first.weight.grad - shares.mean(0)).abs().max() <= 1e-6 * shares.abs().max()
 
 
 @case

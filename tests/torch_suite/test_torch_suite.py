@@ -29,18 +29,8 @@ def results(ddp="adapter.WithPrivateNames", only=""):
     """{test: why it failed, or ""} of one run of the suite, in a process without threads, which can fork ranks."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "results.json"
-        command = [
-            sys.executable,
-            run.__file__,
-            "--ddp",
-            ddp,
-            "--only",
-            only,
-            "--json",
-            str(report),
-            "--patience",
-            "180",
-        ]
+        command = [sys.executable, run.__file__, "--ddp", ddp, "--only", only, "--json", str(report)]
+        command += ["--patience", "180"]
         done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "TMPDIR": folder})
         assert report.exists(), done.stdout + done.stderr
         return json.loads(report.read_text())
