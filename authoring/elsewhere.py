@@ -10,7 +10,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell
 
 ROOT = Path(__file__).resolve().parents[1]
 BADGES, INSTALL = "open-elsewhere", "install-elsewhere"  # ids of the two cells
-NEEDED = ("cloudpickle", "nbval", "pyroute2")  # what Colab and Kaggle lack: the rest is there, torch above all
+NEEDED = ("cloudpickle", "nbval", "pyroute2", "simpy")  # what Colab and Kaggle lack: the rest is there, torch above all
 INSTALLING = """\
 # On Colab and Kaggle this installs the course and leaves torch as it is. Anywhere else it does nothing.
 import importlib.util, os, subprocess, sys
