@@ -25,6 +25,7 @@ Sources: Huang et al., GPipe, NeurIPS 2019; Narayanan et al., PipeDream, SOSP 20
 (interleaved); Qi et al., Zero bubble pipeline parallelism, ICLR 2024.
 """
 
+import math
 from collections import Counter, defaultdict, deque
 from functools import partial
 from typing import NamedTuple
@@ -44,7 +45,7 @@ from .stage7_sharded.clipping import Part, clip_grad_norm_
 
 broken: WeakKeyDictionary = WeakKeyDictionary()  # {group: the error that ended its last step}
 lanes: WeakKeyDictionary = WeakKeyDictionary()  # {group: its twins of two ranks}, which NCCL needs
-WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "BucketedDDP")
+WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "BucketedDDP"}
 
 
 class Instruction(NamedTuple):
@@ -57,23 +58,20 @@ class Instruction(NamedTuple):
     microbatch: int
     stage: int
 
-
-class Result(NamedTuple):
-    """What an instruction computes: the "activation", "gradient" (of the input) or "weights" of a micro-batch."""
-
-    kind: str
-    microbatch: int
-    stage: int
+    @property
+    def result(self):
+        """The instruction by whose result others go on: of a whole backward pass they need the first part only."""
+        return self._replace(action="input") if self.action == "backward" else self
 
     @property
     def user(self):
-        """The neighbouring stage that needs the result."""
-        return {"activation": self.stage + 1, "gradient": self.stage - 1}.get(self.kind)
+        """The stage that needs the result: the next one, the one before, or the same."""
+        return self.stage + {"forward": 1, "weight": 0}.get(self.action, -1)
 
     @property
     def cut(self):
         """The stage before the cut that the result crosses; a gradient has the shape of the activation there."""
-        return self.stage - (self.kind == "gradient")
+        return min(self.stage, self.user)
 
 
 def gpipe(ranks, microbatches):
@@ -157,10 +155,10 @@ def timetable(schedule, forward=1.0, backward=2.0, message=0.0):
                 start = max([end for _, _, end in rows[rank][-1:]] + ready + [0.0])
                 end = start + duration(instruction, forward, backward)
                 rows[rank].append((instruction, start, end))
-                result = result_of(instruction)
-                peer, known[result, rank] = homes.get(result.user, rank), end
+                peer, known[instruction.result, rank] = homes.get(instruction.user, rank), end
                 if peer != rank:
-                    known[result, peer] = links[rank, peer] = max(links[rank, peer], end) + at(message, result.cut)
+                    links[rank, peer] = max(links[rank, peer], end) + at(message, instruction.cut)
+                    known[instruction.result, peer] = links[rank, peer]
         if left == sum(map(len, waiting)):
             heads = [f"rank {rank} at {tuple(queue[0])}" for rank, queue in enumerate(waiting) if queue]
             raise ValueError(f"the ranks of this schedule wait for each other in a circle: {', '.join(heads)}")
@@ -179,22 +177,16 @@ def duration(instruction, forward, backward):
     return at(backward, instruction.stage) / (1 if instruction.action == "backward" else 2)
 
 
-def result_of(instruction):
-    """What an instruction computes."""
-    kinds = {"forward": "activation", "weight": "weights"}
-    return Result(kinds.get(instruction.action, "gradient"), instruction.microbatch, instruction.stage)
-
-
 def needs(instruction, stages):
-    """The results that must be there before an instruction can start; `stages` is a container of all stages."""
+    """The instructions whose results must be there before this one can start; `stages` is a container of all stages."""
     action, m, stage = instruction
     if action == "forward":
-        needed = [Result("activation", m, stage - 1)]
+        needed = [Instruction("forward", m, stage - 1)]
     elif action == "weight":
-        needed = [Result("gradient", m, stage)]
+        needed = [Instruction("input", m, stage)]
     else:
-        needed = [Result("activation", m, stage), Result("gradient", m, stage + 1)]
-    return [result for result in needed if result.stage in stages]
+        needed = [Instruction("forward", m, stage), Instruction("input", m, stage + 1)]
+    return [each for each in needed if each.stage in stages]
 
 
 def home_ranks(schedule):
@@ -213,10 +205,7 @@ def home_ranks(schedule):
 
 
 def layers_of(model):
-    """The model as a list of modules to run one after the other: `model.layers()` if it has that, else its children.
-
-    Raises ValueError for a model that is neither a Sequential nor has `layers()`.
-    """
+    """The model as a list of modules to run one after the other; ValueError if it has neither children nor layers()."""
     if isinstance(model, torch.nn.Sequential):
         return list(model)
     if not callable(getattr(model, "layers", None)):
@@ -248,94 +237,48 @@ def split(layers, stages):
     return parts
 
 
-class Inbox:
-    """Messages from `rank`, in the order in which it sends them; the receive of one of them is posted ahead."""
+def backward_input(start, outputs, gradient):
+    """The first part of a backward pass: from the gradient of `outputs` to that of `start`, and not to the weights.
 
-    def __init__(self, pipeline, rank, expected):
-        self.pipeline, self.rank, self.expected, self.posted = pipeline, rank, deque(expected), {}
-
-    def post(self):
-        """Post the receive of the next message; before the first one over a cut, hear what it looks like."""
-        result = self.expected.popleft()
-        if result.cut not in self.pipeline.forms:
-            self.pipeline.hear(result.cut, self.rank)
-        self.posted[result] = wire.irecv(self.pipeline.room(result), *self.pipeline.lane(self.rank))
-
-    def take(self, result):
-        """Wait for a message and return it."""
-        while result not in self.posted:
-            self.post()
-        arriving = self.posted.pop(result)
-        if self.expected and not self.posted and self.expected[0].cut in self.pipeline.forms:
-            self.post()
-        with wire.span("wait"):
-            arriving.wait()
-        return arriving.tensor
-
-
-class Pass:
-    """The graph of a micro-batch from `start` to `outputs`, and the way back: whole, or in two parts.
-
-    `input()` goes to `start` only, `weight()` to the parameters. Some functions lead to `start` and to parameters as
-    well: the first part keeps the gradients that reach them, and the second part begins there. A parameter that several
-    of them lead to, because layers share it, gets its gradient in the first part.
+    Returns what is left to do, as arguments of `torch.autograd.backward`: gradients that came by a function, and the
+    parameters to which another way leads from there. A parameter to which several do gets its gradient at once.
     """
-
-    def __init__(self, start, outputs):
-        self.start, self.outputs = start, outputs
-
-    def backward(self, gradient):
-        """Compute all gradients from that of the outputs; if the first stages are frozen, there are none."""
-        if self.outputs.requires_grad:
-            self.outputs.backward(gradient)
-
-    def input(self, gradient):
-        """Compute the gradient of `start` from that of the outputs."""
-        self.gradient, self.kept, graph = gradient, {}, self.outputs.grad_fn
-        self.beside = {} if graph is None or self.start is None else parameters_beside(graph, self.start)
-        times = Counter(parameter for parameters in self.beside.values() for parameter in parameters)
-        self.shared = {parameter for parameter in times if times[parameter] > 1}
-        if self.beside:
-            keep = [node.register_prehook(partial(self.kept.__setitem__, node)) for node in self.beside]
-            torch.autograd.backward(self.outputs, gradient, retain_graph=True, inputs=[self.start, *self.shared])
-            for handle in keep:
-                handle.remove()
-
-    def weight(self):
-        """Add up the gradients of the parameters."""
-        if not self.beside:  # nothing needed the first part
-            self.backward(self.gradient)
-        for node, incoming in self.kept.items():
-            own = [parameter for parameter in self.beside[node] if parameter not in self.shared]
-            edges = [(GradientEdge(node, n), gradient) for n, gradient in enumerate(incoming) if gradient is not None]
-            if own and edges:
-                torch.autograd.backward(*zip(*edges, strict=True), inputs=own)
+    if not outputs.requires_grad:  # the first stages are frozen
+        return []
+    incoming = {}
+    if start is not None:
+        functions = [function for function in functions_below(outputs.grad_fn) if not hasattr(function, "variable")]
+        hooks = [function.register_prehook(partial(incoming.__setitem__, function)) for function in functions]
+        torch.autograd.backward(outputs, gradient, retain_graph=True, inputs=[start])
+        for hook in hooks:
+            hook.remove()
+    if not incoming:  # there is nothing to split
+        return [{"tensors": outputs, "grad_tensors": gradient}]
+    beside = {}
+    for function in incoming:
+        leaves = [below.variable for below in functions_below(function, incoming) if hasattr(below, "variable")]
+        beside[function] = [leaf for leaf in leaves if leaf is not start]
+    times = Counter(parameter for parameters in beside.values() for parameter in parameters)
+    if shared := [parameter for parameter in times if times[parameter] > 1]:
+        torch.autograd.backward(outputs, gradient, retain_graph=True, inputs=shared)
+    rest = []
+    for function, leaves in beside.items():
+        own = [parameter for parameter in leaves if times[parameter] == 1]
+        edges = {GradientEdge(function, n): each for n, each in enumerate(incoming[function]) if each is not None}
+        if own and edges:
+            rest.append({"tensors": [*edges], "grad_tensors": [*edges.values()], "inputs": own})
+    return rest
 
 
-def parameters_beside(root, start):
-    """For each function between `root` and the tensor `start`: the parameters it leads to by other ways."""
-    nodes, users = [root], defaultdict(list)
-    for node in nodes:  # the list grows meanwhile
-        for child, _ in node.next_functions:
-            if child is not None:
-                nodes += [] if child in users else [child]
-                users[child].append(node)
-    between = [node for node in nodes if getattr(node, "variable", None) is start]
-    for node in between:
-        between += [user for user in dict.fromkeys(users[node]) if user not in between]
-    return {node: leaves_below(node, set(between)) for node in between[1:]}
-
-
-def leaves_below(root, between):
-    """The parameters that the function `root` leads to, not by way of a function in `between`."""
-    nodes, leaves = [root], []
-    for node in nodes:  # the list grows meanwhile
-        for child, _ in node.next_functions:
-            if hasattr(child, "variable"):
-                leaves += [] if child in between else [child.variable]
-            elif child is not None and child not in between and child not in nodes:
-                nodes.append(child)
-    return list(dict.fromkeys(leaves))
+def functions_below(root, stop=()):
+    """The functions of a graph to which the function `root` leads, itself first, not by way of those in `stop`."""
+    functions, seen = [root], {root, *stop}
+    for function in functions:  # the list grows meanwhile
+        for child, _ in function.next_functions:
+            if child is not None and child not in seen:
+                seen.add(child)
+                functions.append(child)
+    return functions
 
 
 class Pipeline:
@@ -351,7 +294,7 @@ class Pipeline:
     def __init__(self, stages, microbatches=4, schedule=one_forward_one_backward, loss=cross_entropy, group=None):
         if microbatches < 1:
             raise ValueError(f"microbatches is {microbatches}; it must be 1 or more")
-        self.microbatches, self.loss, self.group = microbatches, loss, group
+        self.microbatches, self.loss, self.group = microbatches, loss, group or dist.group.WORLD
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.schedule = schedule(self.world_size, microbatches)
         timetable(self.schedule)  # it raises if the schedule cannot work
@@ -360,12 +303,11 @@ class Pipeline:
         self.module = torch.nn.ModuleList([stages] if isinstance(stages, torch.nn.Module) else stages)
         if len(self.module) != len(own):
             raise ValueError(f"rank {self.rank} has stages {own} in this schedule, but {len(self.module)} modules")
-        for module in self.module.modules():
-            if type(module).__name__ in WRAPPERS:
-                raise ValueError(
-                    f"a stage contains {type(module).__name__}, which would average after each micro-batch, in the "
-                    "middle of a step; leave it out, and call average_part() after step()"
-                )
+        if wrappers := WRAPPERS & {type(module).__name__ for module in self.module.modules()}:
+            raise ValueError(
+                f"a stage contains {wrappers.pop()}, which would average after each micro-batch; leave it out, and "
+                "call average_part() after step()"
+            )
         self.stages, self.last, self.most_kept = dict(zip(own, self.module, strict=True)), max(self.homes), 0
         self.forms_of_batch = {}  # {kind of batch: {stage: dtype and shape of its activations}}
 
@@ -376,25 +318,23 @@ class Pipeline:
         ranks return None. After an exception in the middle of a step there is no other, of this pipeline or of another
         on the same group: messages of the broken step would be taken for its own.
         """
-        group = self.group or dist.group.WORLD
-        if group in broken:
+        if self.group in broken:
             raise RuntimeError(
-                f"an earlier step of a pipeline of these ranks ended with {broken[group]} while messages were on their "
-                "way, and the other ranks still wait for theirs: start the ranks again"
+                f"an earlier step of a pipeline of these ranks ended with {broken[self.group]} while messages were on "
+                "their way, and the other ranks still wait for theirs: start the ranks again"
             )
-        if len(inputs) != len(targets):
-            raise ValueError(f"the batch has {len(inputs)} inputs, but {len(targets)} targets")
-        if len(targets) < self.microbatches:
-            raise ValueError(f"a batch of {len(targets)} cannot be cut into {self.microbatches} micro-batches")
+        if len(inputs) != len(targets) or len(inputs) < self.microbatches:
+            batch = f"{len(inputs)} inputs and {len(targets)} targets"
+            raise ValueError(f"{batch} cannot be cut into {self.microbatches} micro-batches")
         self.samples, self.device, self.total = len(inputs), inputs.device, 0
         self.inputs, self.targets = inputs.tensor_split(self.microbatches), targets.tensor_split(self.microbatches)
-        self.lanes = self.make_lanes(group) if wire.on_nccl(inputs, group) else {}
+        self.lanes = self.make_lanes() if wire.on_nccl(inputs, self.group) else {}
         self.forms = self.forms_of_batch.setdefault((inputs.dtype, inputs.shape[1:]), {})
         try:
-            with flight_recorder.entry("a pipeline's step with a batch", inputs, group):
+            with flight_recorder.entry("a pipeline's step with a batch", inputs, self.group):
                 self.run()
         except BaseException as error:
-            broken[group] = f"{type(error).__name__}: {error}"
+            broken[self.group] = f"{type(error).__name__}: {error}"
             raise
         for parameter in self.module.parameters():
             if parameter.grad is not None:
@@ -403,24 +343,21 @@ class Pipeline:
 
     def run(self):
         """Go through the instructions of this rank."""
-        self.kept, self.here, self.leaving = {}, {}, {}
-        self.inboxes = {rank: Inbox(self, rank, self.expected(rank)) for rank in range(self.world_size)}
+        self.kept, self.here, self.arriving, self.leaving, self.expected = {}, {}, {}, {}, {}
+        for rank in {*self.homes.values()} - {self.rank}:  # what it sends to this rank, in that order
+            results = [instruction.result for instruction in self.schedule[rank]]
+            self.expected[rank] = deque(result for result in results if self.homes.get(result.user) == self.rank)
         for action, microbatch, stage in self.schedule[self.rank]:
             getattr(self, action)(microbatch, stage)
             self.most_kept = max(self.most_kept, len(self.kept))
         for transfer in self.leaving.values():
             transfer.wait()
 
-    def expected(self, rank):
-        """The results that `rank` sends to this rank, in that order."""
-        results = [result_of(instruction) for instruction in self.schedule[rank] if rank != self.rank]
-        return [result for result in results if self.homes.get(result.user) == self.rank]
-
     def forward(self, microbatch, stage):
         """Compute from the activations of the stage before, and send the result on. The last one computes the loss."""
         start, inputs = None, self.inputs[microbatch]
         if stage > 0:
-            start = self.take(Result("activation", microbatch, stage - 1)).requires_grad_()
+            start = self.take(Instruction("forward", microbatch, stage - 1)).requires_grad_()
             inputs = start.clone()  # layers may overwrite what they are given, but not a leaf of the graph
         outputs = self.stages[stage](inputs)
         if stage == self.last:
@@ -428,36 +365,74 @@ class Pipeline:
             self.total += outputs.detach()
         else:
             self.announce(outputs, stage)
-            self.send(Result("activation", microbatch, stage), outputs.detach().contiguous())
-        self.kept[microbatch, stage] = Pass(start, outputs)
+            self.send(Instruction("forward", microbatch, stage), outputs.detach().contiguous())
+        self.kept[microbatch, stage] = start, outputs
 
     def backward(self, microbatch, stage):
         """Compute the gradients of the weights and of what came in, from the gradient of what went out."""
-        self.go_back(self.kept[microbatch, stage].backward, microbatch, stage)
-        del self.kept[microbatch, stage]
+        start, outputs = self.kept.pop((microbatch, stage))
+        gradient = self.take(Instruction("input", microbatch, stage + 1))
+        if outputs.requires_grad:  # else the first stages are frozen
+            outputs.backward(gradient)
+        self.send_gradient(start, microbatch, stage)
 
     def input(self, microbatch, stage):
         """The first part of a backward pass: the gradient of what came in."""
-        self.go_back(self.kept[microbatch, stage].input, microbatch, stage)
+        start, outputs = self.kept[microbatch, stage]
+        gradient = self.take(Instruction("input", microbatch, stage + 1))
+        self.kept[microbatch, stage] = backward_input(start, outputs, gradient)
+        self.send_gradient(start, microbatch, stage)
 
     def weight(self, microbatch, stage):
         """The second part of a backward pass: the gradients of the weights."""
-        self.kept.pop((microbatch, stage)).weight()
-
-    def go_back(self, compute, microbatch, stage):
-        """`compute` from the gradient of what went out, and send that of what came in: zeros if nothing needs it."""
-        compute(None if stage == self.last else self.take(Result("gradient", microbatch, stage + 1)))
-        result, start = Result("gradient", microbatch, stage), self.kept[microbatch, stage].start
-        if stage > 0:
-            self.send(result, self.room(result).zero_() if start.grad is None else start.grad.contiguous())
+        for part in self.kept.pop((microbatch, stage)):
+            torch.autograd.backward(**part)
 
     def take(self, result):
-        """Return what another instruction computed."""
-        rank = self.homes[result.stage]
-        tensor = self.here.pop(result) if rank == self.rank else self.inboxes[rank].take(result)
-        if sent := self.leaving.pop(result._replace(kind="activation", stage=result.cut), None):
+        """Return what another instruction computed, on this rank or another; None from behind the last stage."""
+        rank = self.homes.get(result.stage)
+        if rank is None or rank == self.rank:
+            return self.here.pop(result, None)
+        while result not in self.arriving:
+            self.post_receive(rank)
+        transfer = self.arriving.pop(result)
+        if self.expected[rank] and self.expected[rank][0].cut in self.forms:
+            self.post_receive(rank)  # of the next message, ahead of its time
+        with wire.span("wait"):
+            transfer.wait()
+        if sent := self.leaving.pop(Instruction("forward", result.microbatch, result.cut), None):
             sent.wait()  # the gradient is here, so the activation has arrived
-        return tensor
+        return transfer.tensor
+
+    def post_receive(self, rank):
+        """Begin to receive the next message from `rank`; before the first one over a cut, hear what it looks like."""
+        result = self.expected[rank].popleft()
+        if result.cut not in self.forms:
+            form = [None]
+            dist.recv_object_list(form, *self.lane(rank), device=self.device)
+            self.forms[result.cut] = form[0]
+        dtype, shape = self.forms[result.cut]
+        room = torch.empty(len(self.inputs[result.microbatch]), *shape, dtype=dtype, device=self.device)
+        self.arriving[result] = wire.irecv(room, *self.lane(rank))
+
+    def announce(self, outputs, stage):
+        """Before the first activations for batches of a shape, tell the next rank what they look like."""
+        form = (outputs.dtype, outputs.shape[1:]) if isinstance(outputs, torch.Tensor) else (type(outputs).__name__,)
+        known, rank = self.forms.get(stage), self.homes[stage + 1]
+        if not getattr(form[0], "is_floating_point", False) or form != (known or form):
+            raise ValueError(
+                f"stage {stage} on rank {self.rank} returns {form}, but only one tensor of floating-point numbers can "
+                "be passed on, of the same dtype and shape for each micro-batch: cut the model elsewhere"
+            )
+        if known is None and rank != self.rank:
+            dist.send_object_list([form], *self.lane(rank, leaving=True), device=self.device)
+        self.forms[stage] = form
+
+    def send_gradient(self, start, microbatch, stage):
+        """Give the gradient of what came in to the stage before: zeros if nothing needed it."""
+        if start is not None:
+            gradient = torch.zeros_like(start) if start.grad is None else start.grad.contiguous()
+            self.send(Instruction("input", microbatch, stage), gradient)
 
     def send(self, result, tensor):
         """Give a result to the instruction that needs it, on this rank or another."""
@@ -467,55 +442,24 @@ class Pipeline:
         else:
             self.leaving[result] = wire.isend(tensor, *self.lane(rank, leaving=True))
 
-    def announce(self, outputs, stage):
-        """Before the first activations for batches of a shape, tell the next rank what they look like.
-
-        Raises ValueError for what cannot be passed on.
-        """
-        if not isinstance(outputs, torch.Tensor) or not outputs.is_floating_point():
-            kind = outputs.dtype if isinstance(outputs, torch.Tensor) else type(outputs).__name__
-            raise ValueError(
-                f"stage {stage} on rank {self.rank} returns a {kind}, but only one tensor of floating-point numbers "
-                "can be passed on: cut the model where a single one goes from layer to layer"
-            )
-        form, rank = (outputs.dtype, outputs.shape[1:]), self.homes[stage + 1]
-        if stage not in self.forms and rank != self.rank:
-            dist.send_object_list([form], *self.lane(rank, leaving=True), device=self.device)
-        if form != self.forms.setdefault(stage, form):
-            raise ValueError(
-                f"stage {stage} returns activations of {form} after those of {self.forms[stage]}; for batches of one "
-                "shape and dtype they must stay the same, or make a new Pipeline"
-            )
-
-    def hear(self, stage, rank):
-        """Receive what `rank` announces of the activations of `stage`."""
-        form = [None]
-        dist.recv_object_list(form, *self.lane(rank), device=self.device)
-        self.forms[stage] = form[0]
-
-    def room(self, result):
-        """Memory for a message."""
-        dtype, shape = self.forms[result.cut]
-        return torch.empty(len(self.inputs[result.microbatch]), *shape, dtype=dtype, device=self.device)
-
     def lane(self, peer, leaving=False):
         """The global rank of `peer`, and the group for messages to it (`leaving`) or from it.
 
         NCCL works through what a group was given one after the other, so a message that is waited for would hold up all
         others. With it, two ranks have a group of their own for each direction.
         """
-        group = self.group or dist.group.WORLD
         ends = (self.rank, peer) if leaving else (peer, self.rank)
-        return wire.global_rank(peer, self.group), self.lanes.get(ends, group)
+        return wire.global_rank(peer, self.group), self.lanes.get(ends, self.group)
 
-    def make_lanes(self, group):
-        """The groups of two ranks, in an order in which all make them; those that `group` has are used again."""
-        made = lanes.setdefault(group, {})
-        pairs = {frozenset((self.homes[stage], self.homes[stage + 1])) for stage in range(self.last)}
-        for pair in sorted(sorted(pair) for pair in pairs if self.rank in pair and len(pair) == 2):
-            for ends in (tuple(pair), tuple(pair[::-1])):
-                if ends not in made:
-                    made[ends] = twin(group, ends)
+    def make_lanes(self):
+        """The groups of two ranks, in an order in which all make them; those that the group has are used again."""
+        made, pairs = lanes.setdefault(self.group, {}), set()
+        for stage in range(self.last):
+            pair = self.homes[stage], self.homes[stage + 1]
+            pairs |= {pair, pair[::-1]}
+        for ends in sorted(pairs):
+            if self.rank in ends and ends[0] != ends[1] and ends not in made:
+                made[ends] = twin(self.group, ends)
         return made
 
     def clip_grad_norm_(self, max_norm, norm_type=2.0):
@@ -523,18 +467,18 @@ class Pipeline:
         return clip_grad_norm_(self.module.parameters(), max_norm, norm_type, self.group, self.device)
 
 
-def grid(stages):
-    """Arrange all ranks as pipelines of `stages` ranks beside each other: rank = replica x stages + stage.
-
-    Returns two groups of this rank: its pipeline, and the ranks of all replicas that hold the same stage. Raises
-    ValueError unless `stages` divides the world size.
-    """
+def mesh(**axes):
+    """Arrange all ranks row by row, as in `mesh(data=2, pipeline=2)`; return {axis: this rank's group along it}."""
     world_size = dist.get_world_size()
-    if stages < 1 or world_size % stages:
-        raise ValueError(f"{world_size} ranks cannot form pipelines of {stages}; choose a divisor of {world_size}")
-    pipelines = [list(range(start, start + stages)) for start in range(0, world_size, stages)]
-    same_stage = [list(range(stage, world_size, stages)) for stage in range(stages)]
-    return tuple(dist.new_subgroups_by_enumeration(ranks)[0] for ranks in (pipelines, same_stage))
+    if math.prod(axes.values()) != world_size:
+        raise ValueError(
+            f"{world_size} ranks cannot form a mesh of {axes}; the product of its axes must be {world_size}"
+        )
+    ranks, groups = torch.arange(world_size).view(*axes.values()), {}
+    for position, (axis, size) in enumerate(axes.items()):
+        lines = ranks.movedim(position, -1).reshape(-1, size)
+        groups[axis] = dist.new_subgroups_by_enumeration(lines.tolist())[0]
+    return groups
 
 
 def average_part(part, group):
@@ -558,18 +502,20 @@ def train(model, batches, lr, stages=None, microbatches=4, schedule=one_forward_
     Each rank trains its part, and at the end all ranks have the whole model. With fewer stages than ranks there are
     several pipelines side by side, and `batches` are the share of this rank's pipeline.
     """
-    pipeline_group, data_group = grid(stages or dist.get_world_size())
+    stages = stages or dist.get_world_size()
+    groups = mesh(data=dist.get_world_size() // stages, pipeline=stages)
     broadcast_parameters(model)
-    homes = home_ranks(schedule(dist.get_world_size(pipeline_group), microbatches))
+    homes = home_ranks(schedule(dist.get_world_size(groups["pipeline"]), microbatches))
     parts = split(layers_of(model), len(homes))
-    part = torch.nn.ModuleList(parts[stage] for stage, rank in homes.items() if rank == dist.get_rank(pipeline_group))
-    pipeline = Pipeline(part.children(), microbatches, schedule, group=pipeline_group)
+    rank = dist.get_rank(groups["pipeline"])
+    part = torch.nn.ModuleList(parts[stage] for stage in homes if homes[stage] == rank)
+    pipeline = Pipeline(part.children(), microbatches, schedule, group=groups["pipeline"])
     optimizer = SGD(part.parameters(), lr=lr)
     losses = []
     for inputs, targets in batches:
         optimizer.zero_grad()
         loss = pipeline.step(inputs, targets)
-        average_part(part, data_group)
+        average_part(part, groups["data"])
         optimizer.step()
         losses.append(loss)
-    return share_parts(parts, homes, losses, pipeline_group)
+    return share_parts(parts, homes, losses, groups["pipeline"])

@@ -40,19 +40,9 @@ from .running import checkpoint, wire
 from .stage3_paramserver import broadcast_parameters, gradients
 from .stage4_ring import average_on_ring, ring_all_reduce
 from .stage7_sharded import clipping
+from .stage8_pipeline import mesh
 
 ELEMENTWISE = (nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid)  # what may stand between the two layers of a pair
-
-
-def mesh(**axes):
-    """Arrange all ranks row by row, as in `mesh(data=2, tensor=2)`; return {axis: this rank's group along it}."""
-    if math.prod(axes.values()) != dist.get_world_size() or min(axes.values()) < 1:
-        raise ValueError(f"a mesh of {axes} needs {math.prod(axes.values())} ranks; there are {dist.get_world_size()}")
-    ranks, groups = torch.arange(dist.get_world_size()).view(*axes.values()), {}
-    for position, (axis, size) in enumerate(axes.items()):
-        lines = ranks.movedim(position, -1).reshape(-1, size)
-        groups[axis] = dist.new_subgroups_by_enumeration(lines.tolist())[0]
-    return groups
 
 
 class Enter(torch.autograd.Function):

@@ -208,7 +208,9 @@ class Pipelined(Replicated):
 
     def __init__(self, model, optimizer, stages=None):
         super().__init__(model, optimizer(model.parameters()))  # It skips those of other ranks: they get no gradients.
-        self.group, self.data_group = stage8_pipeline.grid(stages or dist.get_world_size())
+        stages = stages or dist.get_world_size()
+        groups = stage8_pipeline.mesh(data=dist.get_world_size() // stages, pipeline=stages)
+        self.group, self.data_group = groups["pipeline"], groups["data"]
         stage3_paramserver.broadcast_parameters(model)
         self.parts = stage8_pipeline.split(stage8_pipeline.layers_of(model), dist.get_world_size(self.group))
         self.part = self.parts[dist.get_rank(self.group)]

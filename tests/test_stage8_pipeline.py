@@ -369,13 +369,17 @@ LAYER = torch.nn.Linear(2, 2)
 BATCH = torch.ones(3, 2), torch.zeros(3).long()
 REFUSALS = {
     "microbatches is 0; it must be 1 or more": lambda: Pipeline(LAYER, 0),
-    "a batch of 3 cannot be cut into 4 micro-batches": lambda: Pipeline(LAYER, 4).step(*BATCH),
-    "the batch has 3 inputs, but 5 targets": lambda: Pipeline(LAYER, 2).step(BATCH[0], torch.zeros(5).long()),
+    "3 inputs and 3 targets cannot be cut into 4 micro-batches": lambda: Pipeline(LAYER, 4).step(*BATCH),
+    "3 inputs and 5 targets cannot be cut into 2 micro-batches": lambda: Pipeline(LAYER, 2).step(
+        BATCH[0], torch.zeros(5).long()
+    ),
     "3 micro-batches cannot go around 2 ranks": lambda: Pipeline([LAYER] * 2, 3, interleaved),
     "in this schedule, but 1 modules": lambda: Pipeline(LAYER, 2, interleaved),
     "at stage 0; it must run": lambda: Pipeline(LAYER, 2, lambda *_: [[F(0), B(0), F(1)]] * 2),
     "a stage contains DistributedDataParallel": lambda: Pipeline(DistributedDataParallel(LAYER), 2),
-    "2 ranks cannot form pipelines of 3": lambda: stage8_pipeline.grid(3),
+    "2 ranks cannot form a mesh of {'data': 0, 'pipeline': 3}": lambda: stage8_pipeline.train(
+        deep_model(), [], 0.1, stages=3
+    ),
 }
 
 
@@ -418,9 +422,9 @@ def passed_on(odd):
 @pytest.mark.parametrize(
     "odd, words",
     [
-        ("a tuple", "stage 0 on rank 0 returns a tuple, but only one tensor"),
-        ("numbers", "returns a torch.int32, but only one tensor of floating-point numbers"),
-        ("other shapes", "they must stay the same, or make a new Pipeline"),
+        ("a tuple", r"stage 0 on rank 0 returns \('tuple',\), but only one tensor"),
+        ("numbers", r"returns \(torch.int32, torch.Size\(\[3\]\)\), but only one tensor of floating-point numbers"),
+        ("other shapes", "of the same dtype and shape for each micro-batch"),
     ],
 )
 def test_what_cannot_be_passed_on_is_said(odd, words):

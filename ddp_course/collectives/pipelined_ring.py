@@ -1,9 +1,12 @@
 """Stage 4's ring with its additions under its transfers."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 
 from ..running import wire
+from ..stage4_ring import allgather, reduce_scatter
 from . import streams
 from .flat import copied_back, flattened
 
@@ -15,20 +18,31 @@ SEGMENT = 2**20  # bytes: small enough to stay in the processor's cache until ad
 def pipelined_ring_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """Stage 4's ring, chunk by chunk in the same order, but each chunk travels as several segments.
 
-    A segment is passed on as soon as it is added, while the next one is still on its way.
+    A segment is passed on as soon as it is added, while the next one is still on its way. Where ranks cannot have TCP
+    streams of their own (on a GPU, over a throttled wire), it is stage 4's ring.
     """
     flat = flattened(tensor)
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     if world_size == 1:
         return tensor
     chunks = flat.tensor_split(world_size)
-    parts = max(1, -(-len(chunks[0]) * flat.element_size() // SEGMENT))
+    if streams.are_possible(flat, group):
+        pass_around(chunks, rank, group)
+    else:
+        reduce_scatter(chunks, group)
+        allgather(chunks, group)
+    return copied_back(flat, tensor)
+
+
+def pass_around(chunks: Sequence[torch.Tensor], rank: int, group: dist.ProcessGroup | None) -> None:
+    """Reduce-scatter and allgather, segment by segment."""
+    world_size, parts = len(chunks), max(1, -(-chunks[0].nbytes // SEGMENT))
     steps = range(2 * (world_size - 1))
     arriving = [segment for s in steps for segment in chunks[(rank - 1 - s) % world_size].tensor_split(parts)]
     to_add = len(arriving) // 2  # the reduce-scatter adds its segments; the allgather keeps its as they come
-    with streams.to_neighbours(group, flat) as links:
-        scratch = flat.new_empty(links.ahead, max(map(len, arriving)))
-        places = [scratch[n % links.ahead, : len(s)] if n < to_add else s for n, s in enumerate(arriving)]
+    scratch = torch.empty_like(max(arriving, key=len))
+    places = [scratch[: len(s)] if n < to_add else s for n, s in enumerate(arriving)]
+    with streams.to_neighbours(group, sum(chunk.nbytes for chunk in chunks)) as links:
         for segment in chunks[rank].tensor_split(parts):
             links.send(segment)
         for number, place in enumerate(links.received(places)):
@@ -36,4 +50,3 @@ def pipelined_ring_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | N
                 arriving[number].add_(place)
             if number + parts < len(arriving):
                 links.send(arriving[number])
-    return copied_back(flat, tensor)

@@ -4,12 +4,10 @@ gloo sends messages: it asks the receiver for every one whether it is ready, and
 it, which is dear when there are more threads than cores. In a ring no rank needs to ask, because each knows what
 comes next. So a plain TCP stream will do: one thread writes, the caller reads, and nothing but the tensors travels.
 
-    with streams.to_neighbours(group, whole) as links:
+    with streams.to_neighbours(group, nbytes) as links:
         links.send(tensor)                          # returns at once; leave `tensor` alone until the end of the block
         for tensor in links.received(tensors):      # in the order in which the left neighbour sends them
             ...
-
-Where a plain stream cannot be had (on a GPU, over a throttled wire), `Messages` offers the same over `wire`.
 """
 
 import os
@@ -34,25 +32,26 @@ PASSWORD_SECONDS = 5.0  # a connection has so long to give the password
 _open: WeakKeyDictionary = WeakKeyDictionary()  # {process group: its streams}
 
 
+def are_possible(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> bool:
+    """Whether `tensor` can travel by streams of our own: from a CPU's memory, over links as they are."""
+    on_cpu = tensor.device.type == "cpu" and not wire.on_nccl(tensor, group)
+    return on_cpu and wire.card.throttle is None and "MASTER_ADDR" in os.environ
+
+
 @contextmanager
-def to_neighbours(group: dist.ProcessGroup | None, whole: torch.Tensor) -> Iterator[Any]:
-    """The links of this rank in the ring of `group`, for pieces of a flat tensor `whole`; at the end all have left.
+def to_neighbours(group: dist.ProcessGroup | None, nbytes: int) -> Iterator["Streams"]:
+    """The links of this rank in the ring of `group`, for pieces of `nbytes` in all; at the end all have left.
 
     All ranks must enter together: the first time they connect. A ValueError says that the left neighbour's tensor has
-    another size. After an error the streams are closed, because parts of a tensor may still be in them,
-    and the neighbours get a ConnectionError. Ranks that all go on nevertheless connect anew.
+    another size. After an error the streams are closed, because parts of a tensor may still be in them, and the
+    neighbours get a ConnectionError. Ranks that all go on nevertheless connect anew.
     """
     group = group or dist.group.WORLD
-    if wire.on_nccl(whole, group):
-        links: Streams | Messages = Exchanges(group)
-    elif whole.device.type != "cpu" or wire.card.throttle is not None or "MASTER_ADDR" not in os.environ:
-        links = Messages(group)
-    elif group in _open:
-        links = _open[group]
-    else:
-        links = _open[group] = Streams(group)
+    if group not in _open:
+        _open[group] = Streams(group)
+    links = _open[group]
     try:
-        links.agree(whole.nbytes)
+        links.agree(nbytes)
         yield links
         links.finish()
     except BaseException:
@@ -63,8 +62,6 @@ def to_neighbours(group: dist.ProcessGroup | None, whole: torch.Tensor) -> Itera
 
 class Streams:
     """Two TCP connections, and the thread that writes into one of them."""
-
-    ahead = 1  # tensors that are being received at any time
 
     def __init__(self, group):
         _, _, self.left, self.right = wire.neighbours(group)
@@ -107,18 +104,15 @@ class Streams:
     def fill(self, rest: memoryview) -> None:
         """Read until all the bytes of `rest` have come."""
         while rest:
-            rest = rest[self.read_into(rest) :]
-
-    def read_into(self, rest: memoryview) -> int:
-        """Read what has come, at most as much as fits into the bytes `rest`; return how much that was."""
-        try:
-            count = self.incoming.recv_into(rest)
-        except TimeoutError:
-            seconds = self.incoming.gettimeout()
-            raise TimeoutError(f"rank {self.left} has sent nothing for {seconds:g} s; is it still running?") from None
-        if count == 0:
-            raise ConnectionError(f"Connection closed by peer: rank {self.left}, or one that it waited for, has failed")
-        return count
+            try:
+                count = self.incoming.recv_into(rest)
+            except TimeoutError:
+                seconds = self.incoming.gettimeout()
+                raise TimeoutError(f"rank {self.left} has sent nothing for {seconds:g} s; is it running?") from None
+            if count == 0:
+                text = f"Connection closed by peer: rank {self.left}, or one that it waited for, has failed"
+                raise ConnectionError(text)
+            rest = rest[count:]
 
     def finish(self) -> None:
         """Wait until everything has left."""
@@ -131,60 +125,6 @@ class Streams:
         for stream in (self.incoming, self.outgoing):
             with suppress(OSError):  # the neighbour may have closed it before
                 stream.shutdown(socket.SHUT_RDWR)
-
-
-class Messages:
-    """The same over `wire`, whose messages can be throttled and counted, and travel between GPUs."""
-
-    ahead = 4
-
-    def __init__(self, group):
-        self.group, self.leaving = group, []
-        _, _, self.left, self.right = wire.neighbours(group)
-
-    def agree(self, nbytes: int) -> None:
-        """Nothing to do: gloo's messages have a size each."""
-
-    def send(self, tensor: torch.Tensor) -> None:
-        """Send `tensor`."""
-        self.leaving.append(wire.isend(tensor, self.right, self.group))
-
-    def received(self, tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Receive `tensors`, up to `ahead` at the same time; yield each when it is complete."""
-        arriving = [wire.irecv(tensor, self.left, self.group) for tensor in tensors[: self.ahead]]
-        for number, tensor in enumerate(tensors):
-            arriving.pop(0).wait()
-            yield tensor
-            if number + self.ahead < len(tensors):
-                arriving.append(wire.irecv(tensors[number + self.ahead], self.left, self.group))
-
-    def finish(self) -> None:
-        """Wait until everything has left."""
-        for transfer in self.leaving:
-            transfer.wait()
-
-    def close(self) -> None:
-        """Nothing to close: the connections are the backend's."""
-
-
-class Exchanges(Messages):
-    """The same over NCCL, which does one thing after the other: if all ranks sent first, none would ever receive.
-
-    As many tensors go out as come in, so each is sent together with the receiving of one.
-    """
-
-    def send(self, tensor: torch.Tensor) -> None:
-        """Send `tensor` when its turn comes."""
-        self.leaving.append(tensor)
-
-    def received(self, tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Receive `tensors`, one after the other, and send as many; yield each when it is complete."""
-        for number, tensor in enumerate(tensors):
-            wire.exchange(self.leaving[number], self.right, tensor, self.left, self.group)
-            yield tensor
-
-    def finish(self) -> None:
-        """Everything has left: as much as came."""
 
 
 def connect(left: int, right: int, group: dist.ProcessGroup) -> tuple[socket.socket, socket.socket]:

@@ -1,4 +1,4 @@
-"""Plain streams between neighbours: in order, closed after errors, replaced by messages where links are emulated."""
+"""Plain streams between neighbours: in order, closed after errors."""
 
 import socket
 import time
@@ -10,34 +10,30 @@ import torch
 import torch.distributed as dist
 from oracles import assert_all_equal_sum, rank_tensor
 
-from ddp_course import Link, launch
+from ddp_course import launch
 from ddp_course.collectives import pipelined_ring_all_reduce, streams
 from ddp_course.errors import RankError
 
-WHOLE = torch.empty(100)
+NBYTES = 400
 
 
 def passed_on():
-    """Send three tensors to the right, of different sizes and types; return those that came, and the kind of link."""
-    rank, sent = dist.get_rank(), [rank_tensor(dist.get_rank(), (n,)) for n in (5, 0, 300_000)]
-    coming = [torch.empty_like(tensor) for tensor in sent]
-    found = []
-    with streams.to_neighbours(None, WHOLE) as links:
+    """Send three tensors to the right, of different sizes; return those that came."""
+    sent = [rank_tensor(dist.get_rank(), (n,)) for n in (5, 0, 300_000)]
+    coming, received = [torch.empty_like(tensor) for tensor in sent], []
+    with streams.to_neighbours(None, NBYTES) as links:
         for tensor in sent:
             links.send(tensor)
         for tensor in links.received(coming):
-            found.append(tensor.clone())
-    return rank, found, type(links).__name__
+            received.append(tensor.clone())
+    return received
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("link, kind", [(None, "Streams"), (Link("200Mbit", mode="wire"), "Messages")])
-def test_tensors_arrive_in_order(world_size, link, kind):
-    for rank, found, used in launch(passed_on, world_size=world_size, link=link):
-        left = (rank - 1) % world_size
-        assert used == kind
-        for tensor, size in zip(found, (5, 0, 300_000), strict=True):
-            assert torch.equal(tensor, rank_tensor(left, (size,)))
+def test_tensors_arrive_in_order(world_size):
+    for rank, received in enumerate(launch(passed_on, world_size=world_size)):
+        for tensor, size in zip(received, (5, 0, 300_000), strict=True):
+            assert torch.equal(tensor, rank_tensor((rank - 1) % world_size, (size,)))
 
 
 def one_fails():
@@ -46,7 +42,7 @@ def one_fails():
     pipelined_ring_all_reduce(tensor)
     error = None
     try:
-        with streams.to_neighbours(None, WHOLE) as links:
+        with streams.to_neighbours(None, NBYTES) as links:
             if dist.get_rank() == 1:
                 raise ZeroDivisionError
             for _ in links.received([tensor]):
@@ -66,7 +62,7 @@ def test_a_failure_reaches_the_neighbours_and_leaves_nothing_behind():
 def one_is_silent():
     """Rank 1 takes part, but sends nothing until the other has lost patience."""
     group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
-    with streams.to_neighbours(group, WHOLE) as links:
+    with streams.to_neighbours(group, NBYTES) as links:
         if dist.get_rank() == 1:
             time.sleep(2)
             return
@@ -83,10 +79,10 @@ def one_does_not_connect():
     group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
     if dist.get_rank() == 1:
         streams.socket.create_connection = lambda *_, **__: time.sleep(3)
-        with suppress(Exception), streams.to_neighbours(group, WHOLE):
+        with suppress(Exception), streams.to_neighbours(group, NBYTES):
             pass
         return
-    with pytest.raises(TimeoutError), streams.to_neighbours(group, WHOLE):
+    with pytest.raises(TimeoutError), streams.to_neighbours(group, NBYTES):
         pass
 
 
