@@ -6,7 +6,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
-from ddp_course.showing.plots import STAGE_COLOURS, Picture, panels, style
+from ddp_course.showing.plots import STAGE_COLOURS, Picture, panels
 
 LOOKS = {
     "parameter_server": ("3", "parameter server, 2(K−1) p/b"),
@@ -32,8 +32,7 @@ def link_figure(rows: list[dict[str, Any]]) -> Picture:
     ratios = [row["ratio"] for row in rows if row["bytes"] >= 4 << 20 and row["algorithm"] != "gloo"]
     spread = f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else "not measured"
     message = f"measured over theory from 4 MiB on: {spread}, at {bandwidth / 1e6:g} Mbit/s"
-    picture, (by_ranks, by_size) = panels(1, 2, 10.5, 4.6, message, "Time by ranks and by size")
-    with style():
+    with panels(1, 2, 10.5, 4.6, message, "Time by ranks and by size") as (picture, (by_ranks, by_size)):
         at_size = [row for row in rows if row["bytes"] == size]
         draw(by_ranks, at_size, "world_size")
         by_ranks.set(xlabel="ranks K", ylabel="seconds", title=f"By ranks: {size / 2**20:g} MiB")

@@ -273,14 +273,14 @@ Time can be noisy, bytes cannot. The wire counts what each rank sends and receiv
 # %% count
 traffic = timing.count_traffic(server, p, K)
 show.bars(
-    {f"rank {rank}": one.bytes_sent / p for rank, one in enumerate(traffic)}, "bytes sent (in units of p)",
+    {f"rank {rank}": counts.bytes_sent / p for rank, counts in enumerate(traffic)}, "bytes sent (in units of p)",
     "The server sends K-1 times as much as anyone else", theory={"rank 0": K - 1},
     colours={"rank 0": show.STAGE_COLOURS["3"]}, kind="counted",
 )  # fmt: skip
 
 # %% check-bytes
 # NBVAL_CHECK_OUTPUT
-assert [one.bytes_sent for one in traffic] == [(K - 1) * p] + [p] * (K - 1)
+assert [counts.bytes_sent for counts in traffic] == [(K - 1) * p] + [p] * (K - 1)
 assert traffic[0].bytes_received == (K - 1) * p
 print("server: (K-1) p in and (K-1) p out; everyone else: p out and p in")
 

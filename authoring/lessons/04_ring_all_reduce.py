@@ -138,7 +138,7 @@ def server(tensor):
 
 p, ways = 2**20, {"server": server, "whole-gradient ring": whole_gradient_ring, "ring": ring_all_reduce}
 colours = dict(zip(ways, [show.STAGE_COLOURS[stage] for stage in ("3", "4w", "4")]))
-sent = {name: max(one.bytes_sent for one in timing.count_traffic(way, p, K)) / p for name, way in ways.items()}
+sent = {name: max(counts.bytes_sent for counts in timing.count_traffic(way, p, K)) / p for name, way in ways.items()}
 show.bars(sent, "sent by the busiest rank (in units of p)", f"On {K} ranks the ring sends {sent['ring']:g} p, the others {sent['server']:g} p",
           kind="counted",
           theory={"server": K - 1, "whole-gradient ring": K - 1, "ring": 2 * (K - 1) / K}, colours=colours)  # fmt: skip
@@ -149,7 +149,7 @@ assert sent == {"server": K - 1, "whole-gradient ring": K - 1, "ring": 2 * (K - 
 print("bytes counted = bytes of the formulas: K-1, K-1 and 2(K-1)/K times p")
 
 # %% reveal
-on_four = max(one.bytes_sent for one in timing.count_traffic(ring_all_reduce, p, 4)) / p
+on_four = max(counts.bytes_sent for counts in timing.count_traffic(ring_all_reduce, p, 4)) / p
 guess.reveal(f"{on_four:g} p", f"{on_four:g} p", kind="counted")
 
 # %% [markdown]

@@ -89,11 +89,11 @@ rows = [row for row in predict.v100_steps().rows if not row["calibrated"]]
 measured, lines, errors = {}, {}, {"simulator": [], "constant": []}
 for row, colour in zip(facts.rows("ddp_step_seconds_v100"), ["#0072B2", "#D55E00", "#009E73", "#CC79A7"]):
     model, alone = row["model"], row["no_ddp"]
-    ours = [one for one in rows if one["model"] == model]
+    ours = [case for case in rows if case["model"] == model]
     measured[model] = ([2, 4, 8, 16], [100 * alone / row[f"gpus_{k}"] for k in (2, 4, 8, 16)], colour)
-    lines[f"{model}, simulated"] = ([4, 8, 16], [100 * alone / one["predicted"] for one in ours], colour)
-    errors["simulator"] += [abs(one["error"]) for one in ours]
-    errors["constant"] += [abs(row["gpus_2"] / one["measured"] - 1) for one in ours]
+    lines[f"{model}, simulated"] = ([4, 8, 16], [100 * alone / case["predicted"] for case in ours], colour)
+    errors["simulator"] += [abs(case["error"]) for case in ours]
+    errors["constant"] += [abs(row["gpus_2"] / case["measured"] - 1) for case in ours]
 title = "Median error: " + ", ".join(f"{name} {median(all_):.1%}" for name, all_ in errors.items())
 picture = show.curves(measured, "GPUs", "efficiency (%)", title, theory=lines, log="x", ticks=[2, 4, 8, 16],
                       kind="published; simulated")  # fmt: skip
@@ -242,7 +242,7 @@ of the fastest.
 """
 
 # %% decision-chart
-show.widgets.decision_chart(plans.decide)
+show.widgets.decision_chart()
 
 # %% decision-figure
 setting = {"billions": 174.6, "memory_gb": 80, "devices": 768, "bandwidth": "200Gbit", "nics": 8, "samples": 2}

@@ -11,7 +11,7 @@ import math
 import ipywidgets
 import matplotlib
 
-from ddp_course.showing import recipes
+from ddp_course.showing import widgets
 from ddp_course.showing.plots import style
 
 SVG = {
@@ -26,7 +26,7 @@ def drawn(recipe: dict, most: int) -> str:
 
     Where there are more positions than that, the longest sliders lose some in their middle.
     """
-    explorer = recipes.again(recipe)
+    explorer = widgets.again(recipe)
     first = {name: control.value for name, control in explorer.controls.items()}
     for control in explorer.controls.values():
         control.unobserve(explorer.redraw, "value")

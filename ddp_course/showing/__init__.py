@@ -5,7 +5,7 @@ from importlib import import_module
 from .source import diff, source  # noqa: F401 (or the module would hide the function)
 
 _NAMES = {
-    "plots": ("curves", "bars", "images", "panels", "timeline_figure", "compare_figure", "STAGE_COLOURS", "BUSY"),
+    "plots": ("curves", "bars", "images", "timeline_figure", "compare_figure", "STAGE_COLOURS", "BUSY"),
     "widgets": ("predict", "progress"),
     "shell": ("command", "stacks"),
     "simulator_plots": ("scaling_figure", "winners_figure", "predictions_figure"),

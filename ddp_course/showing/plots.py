@@ -58,12 +58,6 @@ class Picture(Figure):
         text = ". ".join(dict.fromkeys(part for part in (self.seen, self.message) if part))
         return text + (f" ({self.kind})" if self.kind else "")
 
-    def label(self, axes: Axes, title: str = "") -> None:
-        """Write the kind along the right edge of `axes`, and a title, on as many lines as it needs."""
-        axes.set_title(title, wrap=True)
-        look: Any = {"fontsize": 9, "color": "#555555", "style": "italic", "rotation": 90, "va": "top"}
-        axes.annotate(self.kind, (1, 1), (5, 0), "axes fraction", textcoords="offset points", **look)
-
     def png(self, dpi: float | None = None) -> bytes:
         """The figure as the bytes of a PNG file."""
         file = io.BytesIO()
@@ -82,20 +76,24 @@ class Picture(Figure):
             print(self.message + kind)
 
 
+@contextmanager
 def panels(
-    rows: int = 1,
-    columns: int = 1,
-    width: float = 7.2,
-    height: float = 3.6,
-    message: str = "",
-    seen: str = "",
-    kind: str = "",
-    **options: Any,
-) -> tuple[Picture, Any]:
-    """Return (picture, axes): a new figure in the course's style; `options` are those of `Figure.subplots`."""
+    rows: int = 1, columns: int = 1, width: float = 7.2, height: float = 3.6, message: str = "", seen: str = "",
+    kind: str = "", title: str = "", **options: Any,
+) -> Iterator[tuple[Picture, Any]]:  # fmt: skip
+    """A new figure and its axes, drawn in the course's style in this block; `options` are those of `Figure.subplots`.
+
+    The kind stands along the right edge of the first axes, and the title above them, on as many lines as it needs.
+    """
     with style():
-        picture = Picture(width, height, message, seen, kind)
-        return picture, picture.subplots(rows, columns, **options)
+        picture = Picture(width, height, message.replace("\n", " "), seen, kind)
+        axes = picture.subplots(rows, columns, **options)
+        if kind:
+            look: Any = {"fontsize": 9, "color": "#555555", "style": "italic", "rotation": 90, "va": "top"}
+            first = np.ravel(axes)[0]
+            first.set_title(title, wrap=True)
+            first.annotate(kind, (1, 1), (5, 0), "axes fraction", textcoords="offset points", **look)
+        yield picture, axes
 
 
 def stage_label(stage: str, name: str) -> str:
@@ -108,10 +106,10 @@ def compare_figure(results: dict[str, Any]) -> Picture:
     stages = results["stages"]
     message = comparison_message(results)
     lanes = sum(max(1, len(stage.get("timeline") or [])) for stage in stages)
-    with style():
-        picture = Picture(12.5, 6.2 + 0.08 * lanes, message, f"Four panels comparing {len(stages)} stages")
-        picture.kind = "measured; counted; formulas derived"
-        axes = picture.subplots(2, 2, width_ratios=[1, 1.15], height_ratios=[1, 1.25])
+    form: Any = {"width_ratios": [1, 1.15], "height_ratios": [1, 1.25]}
+    seen = f"Four panels comparing {len(stages)} stages"
+    with panels(2, 2, 12.5, 6.2 + 0.08 * lanes, message, seen, **form) as (picture, axes):
+        picture.kind = "measured; counted; formulas derived"  # its panels say it for themselves
         draw_losses(axes[0, 0], stages)
         draw_step_times(axes[0, 1], stages)
         draw_traffic(axes[1, 0], results)
@@ -240,35 +238,27 @@ def draw_stage_timelines(axes: Axes, stages: list[dict[str, Any]]) -> None:
     axes.legend(handles, list(SPAN_COLOURS), loc="upper center", bbox_to_anchor=(0.4, -0.13), ncols=5, handlelength=1.2)
 
 
-def draw_lane(axes: Axes, row: float, spans: Iterable[Any], height: float = 0.84) -> None:
+def draw_lane(axes: Axes, row: float, spans: Iterable[Any]) -> None:
     """Draw [name, start_s, end_s, lane] spans at `row`, in ms: compute above, the communication thread below."""
     two = any(span[3] == "network" for span in spans)
     for name, start, end, lane in sorted(spans, key=lambda span: span[0] == "wait"):
-        top = row - height / 2 + (height / 2 if two and lane == "network" else 0)
-        axes.broken_barh(
-            [(1000 * start, 1000 * (end - start))], (top, height / 2 if two else height), facecolors=SPAN_COLOURS[name]
-        )
+        place = row if two and lane == "network" else row - 0.42, 0.42 if two else 0.84
+        axes.broken_barh([(1000 * start, 1000 * (end - start))], place, facecolors=SPAN_COLOURS[name])
 
 
-def timeline_figure(
-    lanes: Sequence[Any],
-    labels: Sequence[str] | None = None,
-    title: str = "One step, a lane per rank",
-    message: str = "",
-    align: bool = False,
-    kind: str = "measured",
-) -> Picture:
+def timeline_figure(lanes: Sequence[Any], title: str, labels: Sequence[str] = (), align: bool = False) -> Picture:
     """Lanes of [name, start_s, end_s, lane] spans (or `Span`s), one a rank, times counted from the earliest start.
 
     With `align` each lane begins at 0: for lanes that did not run at the same time.
     """
-    lanes = [[_plain(span) for span in lane] for lane in lanes]
+    lanes = [
+        [span if isinstance(span, list | tuple) else [span.name, span.start, span.end, span.lane] for span in lane]
+        for lane in lanes
+    ]
     starts = [min((span[1] for span in lane), default=0.0) for lane in lanes]
     origins = starts if align else [min(starts, default=0.0)] * len(lanes)
-    with style():
-        picture = Picture(8.4, 1.7 + 0.45 * len(lanes), message or title, f"Timeline with {len(lanes)} lanes", kind)
-        axes = picture.subplots()
-        picture.label(axes, title)
+    height, seen = 1.7 + 0.45 * len(lanes), f"Timeline with {len(lanes)} lanes"
+    with panels(1, 1, 8.4, height, title, seen, "measured", title) as (picture, axes):
         for row, (lane, origin) in enumerate(zip(lanes, origins, strict=True)):
             draw_lane(axes, row, [[name, start - origin, end - origin, where] for name, start, end, where in lane])
         axes.set_yticks(range(len(lanes)), labels or [f"rank {rank}" for rank in range(len(lanes))])
@@ -276,20 +266,21 @@ def timeline_figure(
         axes.set_xlim(left=0)
         axes.grid(axis="y", visible=False)
         axes.set_xlabel("time (ms)")
-        names = [name for name in SPAN_COLOURS if any(span[0] == name for lane in lanes for span in lane)]
-        handles = [Patch(color=SPAN_COLOURS[name]) for name in names]
-        picture.legend(handles, names, loc="outside lower center", ncols=5, handlelength=1.2)
+        name_spans(picture, lanes)
     return picture
 
 
-def _plain(span):
-    return span if isinstance(span, list | tuple) else [span.name, span.start, span.end, span.lane]
+def name_spans(picture: Picture, lanes: Sequence[Any]) -> None:
+    """A legend below the figure for the spans of these lanes."""
+    names = [name for name in SPAN_COLOURS if any(span[0] == name for lane in lanes for span in lane)]
+    handles = [Patch(color=SPAN_COLOURS[name]) for name in names]
+    picture.legend(handles, names, loc="outside lower center", ncols=5, handlelength=1.2)
 
 
 def curves(
-    series: dict[str, Any], xlabel: str, ylabel: str, title: str, message: str = "",
-    theory: dict[str, Any] | None = None, log: Sequence[str] = (), width: float = 7.2, height: float = 3.8,
-    points: bool = True, nested: bool = False, bands: Any = None, ticks: Any = None, kind: str = "measured",
+    series: dict[str, Any], xlabel: str, ylabel: str, title: str, theory: dict[str, Any] | None = None,
+    log: Sequence[str] = (), height: float = 3.8, points: bool = True, nested: bool = False, bands: Any = None,
+    ticks: Any = None, kind: str = "measured",
 ) -> Picture:  # fmt: skip
     """Lines and points: `series` and `theory` are {label: (xs, ys)} or {label: (xs, ys, colour)}.
 
@@ -300,9 +291,7 @@ def curves(
     nothing about them.
     """
     kind = with_lines(kind, theory)
-    picture, axes = panels(width=width, height=height, message=message or title, seen=title, kind=kind)
-    with style():
-        picture.label(axes, title)
+    with panels(1, 1, 7.2, height, title, kind=kind, title=title) as (picture, axes):
         colours = iter(["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"] * 3)
         picked = {}
         for label, (xs, ys, *colour) in (theory or {}).items():
@@ -355,18 +344,15 @@ def name_levels(axes: Axes, labels: Any) -> None:
 
 
 def bars(
-    heights: dict[str, float], ylabel: str, title: str, message: str = "", colours: Any = None,
-    theory: dict[str, Any] | None = None, width: float = 7.2, height: float = 3.4, form: str = "{:.3g}",
-    kind: str = "measured",
+    heights: dict[str, float], ylabel: str, title: str, colours: Any = None, theory: dict[str, Any] | None = None,
+    width: float = 7.2, form: str = "{:.3g}", kind: str = "measured",
 ) -> Picture:  # fmt: skip
-    """A bar a label: `heights` is {label: number}, `theory` {label: number} is drawn as dashes across the bars.
+    """One bar per label: `heights` is {label: number}, `theory` {label: number} is drawn as dashes across the bars.
 
     `kind` says what `heights` are; the dashes are derived, if it says nothing about them.
     """
     kind = with_lines(kind, theory)
-    picture, axes = panels(width=width, height=height, message=message or title, seen=title, kind=kind)
-    with style():
-        picture.label(axes, title)
+    with panels(1, 1, width, 3.4, title, kind=kind, title=title) as (picture, axes):
         places = range(len(heights))
         shades = [(colours or {}).get(label, "#0072B2") for label in heights]
         axes.bar(places, list(heights.values()), width=0.6, color=shades)
@@ -385,11 +371,9 @@ def bars(
     return picture
 
 
-def images(pictures: Any, titles: Sequence[str], title: str, message: str = "") -> Picture:
+def images(pictures: Any, titles: Sequence[str], title: str) -> Picture:
     """A row of small grey images, such as digits: `pictures` is (N, H, W) or (N, 1, H, W)."""
-    size: Any = {"width": 1.1 * len(pictures), "height": 1.7}
-    picture, axes = panels(1, len(pictures), **size, message=message or title, seen=title)
-    with style():
+    with panels(1, len(pictures), 1.1 * len(pictures), 1.7, title) as (picture, axes):
         for axis, image, name in zip(axes, pictures, titles, strict=True):
             axis.imshow(np.asarray(image).reshape(image.shape[-2:]), cmap="Greys")
             axis.set_title(name, loc="center")

@@ -10,7 +10,7 @@ from matplotlib.ticker import FuncFormatter
 
 from ..measuring import theory
 from ..measuring.simulate.step import KNEE, knee
-from .plots import Picture, binary_bytes, panels, style
+from .plots import Picture, binary_bytes, panels
 
 ALGORITHM_COLOURS = {
     "parameter_server": "#D55E00",
@@ -34,9 +34,7 @@ def scaling_figure(steps: dict[str, Any], title: str = "Scaling efficiency") -> 
     """Efficiency against K, a line per algorithm, the knee marked; `steps`: {algorithm: [Step, …]}."""
     knees = {name: knee(row) for name, row in steps.items()}
     message = "; ".join(f"{label(name)}: {_knee_text(devices)}" for name, devices in knees.items())
-    picture, axes = panels(message=message, kind="simulated")
-    with style():
-        picture.label(axes)
+    with panels(message=message, kind="simulated") as (picture, axes):
         for name, row in steps.items():
             ranks, efficiencies = [step.world_size for step in row], [100 * step.efficiency for step in row]
             colour = ALGORITHM_COLOURS[name]
@@ -52,25 +50,23 @@ def scaling_figure(steps: dict[str, Any], title: str = "Scaling efficiency") -> 
     return picture
 
 
-def winners_figure(costs: Any, algorithms: Sequence[str] = CONTENDERS, ranks: Sequence[int] = RANKS) -> Picture:
+def winners_figure(costs: Any) -> Picture:
     """Which algorithm is fastest where: message size against K, on links with these `Costs`, by closed form."""
     sizes = 2.0 ** np.arange(6, 31, 0.125)
     best = [
-        [int(np.argmin([theory.seconds(name, size, count, costs) for name in algorithms])) for size in sizes]
-        for count in ranks
+        [int(np.argmin([theory.seconds(name, size, count, costs) for name in CONTENDERS])) for size in sizes]
+        for count in RANKS
     ]
-    names = [name for index, name in enumerate(algorithms) if any(index in row for row in best)]
+    names = [name for index, name in enumerate(CONTENDERS) if any(index in row for row in best)]
     message = f"fastest somewhere: {', '.join(label(name) for name in names)}"
-    picture, axes = panels(height=5.4, message=message, kind="derived")
-    with style():
-        picture.label(axes)
-        colours = ListedColormap([ALGORITHM_COLOURS[name] for name in algorithms])
-        edges = np.arange(len(ranks) + 1) - 0.5
-        axes.pcolormesh(sizes, edges, np.array(best)[:, :-1], cmap=colours, vmin=-0.5, vmax=len(algorithms) - 0.5)
+    with panels(height=5.4, message=message, kind="derived") as (picture, axes):
+        colours = ListedColormap([ALGORITHM_COLOURS[name] for name in CONTENDERS])
+        edges = np.arange(len(RANKS) + 1) - 0.5
+        axes.pcolormesh(sizes, edges, np.array(best)[:, :-1], cmap=colours, vmin=-0.5, vmax=len(CONTENDERS) - 0.5)
         axes.set_xscale("log", base=2)
         axes.set_xticks([2**10, 2**15, 2**20, 2**25, 2**30])
         binary_bytes(axes.xaxis)
-        axes.set_yticks(range(len(ranks)), [str(count) for count in ranks])
+        axes.set_yticks(range(len(RANKS)), [str(count) for count in RANKS])
         axes.grid(visible=False)
         latency, bandwidth = costs.alpha * 1e6, 8 / costs.beta / 1e9
         title = f"The fastest all-reduce at {latency:.3g} µs and {bandwidth:.3g} Gbit/s"
@@ -84,9 +80,8 @@ def predictions_figure(rows: Sequence[dict[str, Any]]) -> Picture:
     """Predicted over measured, a point per row of the scoreboard, by table; hollow where the fit saw the row."""
     tables = list(dict.fromkeys(row["table"] for row in rows if row["measured"] is not None))
     known = {name: [row for row in rows if row["table"] == name and row["measured"] is not None] for name in tables}
-    picture, axes = panels(width=9.6, height=0.9 + 0.5 * len(tables), kind="published; derived", seen="Points by table")
-    with style():
-        picture.label(axes)
+    height, kind = 0.9 + 0.5 * len(tables), "published; derived"
+    with panels(1, 1, 9.6, height, seen="Points by table", kind=kind) as (picture, axes):
         for place, name in enumerate(tables):
             colour = list(ALGORITHM_COLOURS.values())[place % len(ALGORITHM_COLOURS)]
             for index, row in enumerate(known[name]):

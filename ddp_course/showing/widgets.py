@@ -1,33 +1,24 @@
 """Figures with sliders, and a recorder for predictions.
 
 An `Explorer` redraws one figure when a slider moves. Where no slider can work, on a printed page, the figure of its
-first setting stands in its place; the course's web site draws every setting beforehand (`recipes`).
+first setting stands in its place. The course's web site draws every setting beforehand: the call that made an explorer
+is written into the notebook as its recipe, the function's name and plain values.
 """
 
 import base64
+import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
 
 import ipywidgets
 from IPython.display import display
-from matplotlib.patches import Patch
-from tqdm.auto import tqdm
+from tqdm.auto import tqdm as progress  # noqa: F401 (for cells that take long)
 
 from ..running.units import readable
-from . import recipes, sketches
-from .plots import (
-    SPAN_COLOURS,
-    STAGE_COLOURS,
-    Picture,
-    bars,
-    binary_bytes,
-    curves,
-    draw_lane,
-    logarithmic,
-    panels,
-    style,
-)
+from . import sketches
+from .plots import STAGE_COLOURS, Picture, bars, binary_bytes, curves, draw_lane, logarithmic, name_spans, panels
 
 _LAYOUT = ipywidgets.Layout(width="560px", max_width="100%")
 _WIDE = {"description_width": "160px"}
@@ -35,6 +26,7 @@ BANDWIDTHS = ["100Mbit", "1Gbit", "10Gbit", "100Gbit", "200Gbit", "400Gbit"]
 CAPS = (0.06, 0.12, 0.18, 0.25, 0.31, 0.37, 0.5)
 PLAIN = {"facecolor": "white", "edgecolor": "none", "pad": 1}
 LATENCIES = ["1us", "10us", "100us", "1ms", "10ms"]
+MIME = "application/vnd.ddp-course+json"  # no notebook program shows this type; the course's web site does
 
 
 class Explorer(ipywidgets.VBox):
@@ -67,7 +59,24 @@ class Explorer(ipywidgets.VBox):
     def _repr_mimebundle_(self, **options):
         bundle = super()._repr_mimebundle_(**options)
         bundle |= {"image/png": base64.b64encode(self.image.value).decode(), "text/plain": self.message.value}
-        return bundle | ({recipes.MIME: self.recipe} if self.recipe else {}), {"image/png": {"alt": self.alt}}
+        return bundle | ({MIME: self.recipe} if self.recipe else {}), {"image/png": {"alt": self.alt}}
+
+
+def explorer(make: Callable) -> Callable:
+    """Decorate a function that makes an explorer from plain values: its call is kept as the explorer's `recipe`."""
+
+    @wraps(make)
+    def made(*arguments, **named):
+        built = make(*arguments, **named)
+        built.recipe = {"explorer": make.__name__, "arguments": arguments, "named": named}
+        return built
+
+    return made
+
+
+def again(recipe: dict[str, Any]) -> Explorer:
+    """The explorer that `recipe` describes, made anew."""
+    return globals()[recipe["explorer"]](*recipe["arguments"], **recipe["named"])
 
 
 def whole(name: str, value: Any, low: int, high: int, step: int = 1) -> Any:
@@ -82,7 +91,7 @@ def choice(name: str, value: Any, options: Any) -> Any:
     return ipywidgets.SelectionSlider(value=value, options=options, description=name, layout=_LAYOUT, style=_WIDE)
 
 
-@recipes.explorer
+@explorer
 def ring_stepper(world_size: int = 4) -> Any:
     """Step through the chunked ring: which chunk is where, and which ranks' gradients are added up in it."""
     ranks = whole("ranks K", world_size, 2, 8)
@@ -98,16 +107,6 @@ def ring_stepper(world_size: int = 4) -> Any:
         ipywidgets.jslink((step, trait), (play, trait))
     stepper.children = [ranks, ipywidgets.HBox([play, step]), *stepper.children[2:]]
     return stepper
-
-
-def progress(items: Sequence[Any]) -> Iterator[Any]:
-    """The items one after the other, with a bar that says how many are done: for cells that take long."""
-    return iter(tqdm(items))
-
-
-def predict(question: str, answers: Sequence[Any]) -> "Prediction":
-    """Ask before the experiment: returns a `Prediction`, whose `reveal` is called after it."""
-    return Prediction(question, answers)
 
 
 class Prediction(ipywidgets.VBox):
@@ -129,36 +128,36 @@ class Prediction(ipywidgets.VBox):
         guess, line = self.buttons.value, f"you did not guess; {kind}: {result}"
         if guess is not None:
             line = f"your guess: {guess}; {kind}: {result} – {'right' if guess == answer else 'a surprise'}"
-        display(Revealed(line, self.answers.index(answer), result))
+        display(Revealed(line, self.answers.index(answer)))
 
     def _repr_mimebundle_(self, **options):
         bundle = super()._repr_mimebundle_(**options)
         listed = "\n".join(f"  ( ) {answer}" for answer in self.answers)
-        asked = {"question": self.question, "answers": [str(answer) for answer in self.answers]}
-        return {**bundle, "text/plain": f"{self.question}\n{listed}", recipes.MIME: asked}
+        return {**bundle, "text/plain": f"{self.question}\n{listed}"}
+
+
+predict = Prediction  # asked before the experiment; its `reveal` is called after it
 
 
 class Revealed:
-    """The line that a `Prediction` shows in the end, and for a page without a kernel what it needs to write it anew."""
+    """The line that a `Prediction` shows in the end, and which answer is `right`, by which a page writes it anew."""
 
-    def __init__(self, line, right, measured):
-        self.line, self.right, self.measured = line, right, measured
+    def __init__(self, line, right):
+        self.line, self.right = line, right
 
     def __repr__(self):
         return self.line
 
     def _repr_mimebundle_(self, **options):
-        return {"text/plain": self.line, recipes.MIME: {"right": self.right, "measured": self.measured}}
+        return {"text/plain": self.line, MIME: {"right": self.right}}
 
 
 def nearest(value: Any, answers: Sequence[Any]) -> Any:
     """The number among `answers` that is nearest to `value` in ratio: to find the right one of a `Prediction`."""
-    return min(
-        answers, key=lambda answer: max(value, 1e-300) / answer if answer < value else answer / max(value, 1e-300)
-    )
+    return min(answers, key=lambda answer: abs(math.log(answer / max(value, 1e-300))))
 
 
-@recipes.explorer
+@explorer
 def alpha_beta_explorer(bandwidth: str = "10Gbit", latency: str = "100us", world_size: int = 8) -> Any:
     """Which all-reduce is the fastest for which message size: sliders for the link and the number of ranks."""
     return Explorer(
@@ -182,8 +181,7 @@ def alpha_beta_figure(bandwidth: str = "10Gbit", latency: str = "100us", world_s
     first, last = (fastest(times, at) for at in (0, -1))
     title = f"Fastest on {world_size} ranks, {bandwidth}/s, {latency}:\nsmall: {first};\nlarge: {last}"
     lines = {name: (sizes, [1000 * t for t in times[name]], colours[name]) for name in chosen}
-    said = title.replace("\n", " ")
-    picture = curves({}, "message", "time (ms)", title, said, theory=lines, log="xy", height=3.9, kind="derived")
+    picture = curves({}, "message", "time (ms)", title, lines, log="xy", height=3.9, kind="derived")
     picture.axes[0].set_xticks([2**6, 2**10, 2**15, 2**20, 2**25, 2**30])
     binary_bytes(picture.axes[0].xaxis)
     picture.axes[0].minorticks_off()  # Nobody reads those, and they took more than half of the time to draw.
@@ -199,7 +197,7 @@ def fastest(times: dict[str, list[float]], at: int) -> str:
 SHARES = [0.5, 2, 8.5, 20, 50, 200]  # percent; 8.5 is the setting of `compare`
 
 
-@recipes.explorer
+@explorer
 def strategies_explorer(world_size: int = 4) -> Any:
     """How many times as fast as one device each strategy is: sliders for links, ranks and latency."""
     return Explorer(
@@ -237,57 +235,57 @@ def strategies_figure(share: float = 8.5, world_size: int = 4, latency: float = 
     return bars(heights, "times as fast as one device", title, colours=colours, width=11, form="{:.1f}", kind="derived")
 
 
-@recipes.explorer
 def bucket_explorer(
     profile: Any, world_size: int, network: Any, measured: dict[float, float], caps: Sequence[float] = CAPS
 ) -> Any:
     """Choose the bucket cap: the simulated step of `profile`, and step times by cap beside `measured` {MiB: ms}."""
     from ..measuring.simulate import simulate
 
-    steps = {size: simulate(profile, world_size, network, bucket_cap_mb=size) for size in caps}
-    cap = choice("bucket cap (MiB)", caps[len(caps) // 2], [(f"{size:g}", size) for size in caps])
+    rows = []
+    for cap in caps:
+        step = simulate(profile, world_size, network, bucket_cap_mb=cap)
+        hidden = 1 - min(1.0, step.exposed_s / step.communication_s) if step.communication_s else 1
+        spans = [[span.name, span.start, span.end, span.lane] for span in step.spans]
+        rows.append([cap, len(step.buckets), 1000 * step.step_s, 100 * hidden, spans])
+    return caps_explorer(rows, list(measured.items()))
+
+
+@explorer
+def caps_explorer(steps: list[Any], measured: list[Any]) -> Any:
+    """`steps` are [cap, number of buckets, ms, share that is hidden, spans], `measured` [cap, ms]."""
+    cap = choice("bucket cap (MiB)", len(steps) // 2, [(f"{cap:g}", row) for row, (cap, *_) in enumerate(steps)])
     return Explorer(lambda cap: bucket_figure(steps, measured, cap), cap=cap)
 
 
-def bucket_figure(steps: dict[float, Any], measured: dict[float, float], cap: float) -> Picture:
-    """The plain figure of `bucket_explorer` for one `cap`; `steps` are {cap in MiB: simulated step}."""
-    step = steps[cap]
-    hidden = 100 * (1 - min(1.0, step.exposed_s / step.communication_s)) if step.communication_s else 100
-    message = f"cap {cap:g} MiB: {len(step.buckets)} bucket(s), step {1000 * step.step_s:.1f} ms, {hidden:.0f} % hidden"
-    times = {size: 1000 * simulated.step_s for size, simulated in steps.items()}
-    picture, (above, below) = panels(2, 1, height=4.4, message=message, kind="simulated", height_ratios=[1, 3])
-    with style():
-        picture.label(above)
-        draw_lane(above, 0, [[span.name, span.start, span.end, span.lane] for span in step.spans])
-        drawn = [name for name in SPAN_COLOURS if any(span.name == name for span in step.spans)]
-        handles = [Patch(color=SPAN_COLOURS[name]) for name in drawn]
-        picture.legend(handles, drawn, loc="outside lower center", ncols=5, handlelength=1.2)
+def bucket_figure(steps: list[Any], measured: list[Any], row: int) -> Picture:
+    """The plain figure of `caps_explorer` for one row of `steps`."""
+    cap, buckets, step_ms, hidden, spans = steps[row]
+    message = f"cap {cap:g} MiB: {buckets} bucket(s), step {step_ms:.1f} ms, {hidden:.0f} % hidden"
+    times = {cap: step_ms for cap, _, step_ms, *_ in steps}
+    form: Any = {"height": 4.4, "kind": "simulated", "height_ratios": [1, 3]}
+    with panels(2, 1, message=message, title=message, **form) as (picture, (above, below)):
+        draw_lane(above, 0, spans)
+        name_spans(picture, [spans])
         above.set(xlim=(0, 1.05 * max(times.values())), ylim=(0.6, -0.6), yticks=[])
-        above.set(title=message)
         above.set_xlabel("time in the simulated step (ms)")
         below.plot(list(times), list(times.values()), color=STAGE_COLOURS["5"], label="simulated")
-        below.plot(list(measured), list(measured.values()), "o", color=STAGE_COLOURS["5"], label="measured")
+        below.plot(*zip(*measured, strict=True), "o", color=STAGE_COLOURS["5"], label="measured")
         below.axvline(cap, color="#777777", linestyle=":")
         logarithmic(below, "x")
-        highest = max(*measured.values(), *times.values())
+        highest = max(*[ms for _, ms in measured], *times.values())
         below.set(xlabel="bucket cap (MiB)", ylabel="step (ms)", ylim=(0, 1.1 * highest))
         below.legend(loc="lower left")
     return picture
 
 
-@recipes.explorer
-def decision_chart(
-    decide: Callable[..., Any], billions: int = 7, devices: int = 16, bandwidth: str = "100Gbit",
-    memory_gb: int = 80, nics: int = 1, samples: int = 4,
-) -> Any:  # fmt: skip
-    """Which way for which model and machine: sliders over `decision_figure`; `decide` is that of `measuring.plans`.
-
-    Hosts have up to 8 devices with `memory_gb` each, and `nics` cards; a device computes `samples` at a time.
-    """
+@explorer
+def decision_chart(billions: int = 7, devices: int = 16, bandwidth: str = "100Gbit") -> Any:
+    """Which way for which model and machine: sliders over `decision_figure`, for hosts of up to 8 devices of 80 GB."""
+    from ..measuring import plans
 
     def draw(**moved):
-        setting = {**moved, "memory_gb": memory_gb, "per_host": min(8, moved["devices"]), "nics": nics}
-        return decision_figure(setting, *decide(**setting, samples=samples))
+        setting = {**moved, "memory_gb": 80, "per_host": min(8, moved["devices"])}
+        return decision_figure(setting, *plans.decide(**setting))
 
     return Explorer(
         draw,
@@ -302,9 +300,8 @@ def decision_figure(setting: dict[str, Any], chosen: Any, reason: str, plans: Se
     billions, memory_gb, devices = (setting[key] for key in ("billions", "memory_gb", "devices"))
     machine = f"{billions:g} billion parameters, {devices} x {memory_gb} GB"
     message = f"{machine}: {chosen.name if chosen else 'more devices'} ({reason}; derived)"
-    size: Any = {"width": 9.4, "height": 1.7 + 0.26 * len(plans)}
-    picture, axes = panels(1, 2, **size, message=message, seen="Bars of memory and time", sharey=True)
-    with style():
+    seen = "Bars of memory and time"
+    with panels(1, 2, 9.4, 1.7 + 0.26 * len(plans), message, seen, sharey=True) as (picture, axes):
         for panel, column, unit in ((axes[0], "memory_gb", "GB"), (axes[1], "step_s", "s")):
             values = [getattr(p, column) for p in plans]
             colours = ["#000000" if p == chosen else STAGE_COLOURS["6"] if p.fits else "#D9D9D9" for p in plans]
@@ -331,7 +328,7 @@ SCHEDULES = {
 }
 
 
-@recipes.explorer
+@explorer
 def pipeline_explorer(world_size: int = 4, microbatches: int = 8) -> Any:
     """A pipeline's timetable, and how long the ranks idle: sliders for schedule, ranks and micro-batches."""
     return Explorer(

@@ -107,7 +107,7 @@ def test_formulas_become_mathml_and_code_does_not():
 def test_an_explorer_has_a_picture_for_every_position(monkeypatch):
     small = widgets.ring_stepper(3)
     small.controls["K"].max = 3  # of 8: this is about positions, not about time
-    monkeypatch.setattr(explorers.recipes, "again", lambda recipe: small)
+    monkeypatch.setattr(explorers.widgets, "again", lambda recipe: small)
     drawn = json.loads(explorers.drawn({}, 1000))
     names, labels = zip(*((slider["name"], slider["labels"]) for slider in drawn["sliders"]), strict=True)
     assert names == ("ranks K", "step") and labels == (["2", "3"], [str(step) for step in range(5)])

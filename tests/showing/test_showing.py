@@ -1,6 +1,7 @@
 """Figures, sketches, sources and widgets: what they show is right, can be read, and says so in words."""
 
 import io
+import json
 import re
 from itertools import combinations
 
@@ -52,7 +53,7 @@ def all_pictures():
     """Every figure function with typical arguments."""
     yield "compare", plots.compare_figure(compare_results())
     yield "compare two", plots.compare_figure(compare_results(("1", "4"), 2))
-    yield "timeline", plots.timeline_figure([[["forward", 1.0, 1.1, "compute"]]] * 4)
+    yield "timeline", plots.timeline_figure([[["forward", 1.0, 1.1, "compute"]]] * 4, "one step")
     yield "curves", plots.curves({"a": ([1, 2, 4], [1.0, 2.0, 3.0])}, "x", "y", "t", theory={"b": ([1, 4], [1, 4])})
     yield "log", plots.curves({"a": ([1, 10, 1000], [1.0, 20.0, 3000.0])}, "x", "y", "t", log="xy")
     yield "bars", plots.bars({"a": 1.0, "b": 2.0}, "y", "t", theory={"a": 1.1})
@@ -66,7 +67,6 @@ def all_pictures():
         yield f"ring {step}", sketches.ring_step(4, step)
     yield "alpha beta", widgets.alpha_beta_figure()
     yield "bucket cap", bucket_explorer({0.05: 60.0, 0.5: 80.0}).picture()
-    yield "images, said", plots.images(torch.rand(2, 8, 8), "ab", "digits", message="one is darker")
     yield "winners", simulator_plots.winners_figure(theory.Costs.of_link(2e8, 3e-4))
     yield "decision", decision(7, 80, 16, "100Gbit")
     yield "decision, none", decision(400, 24, 8, "100Gbit")
@@ -129,8 +129,8 @@ def test_lines_of_theory_are_told_from_what_was_measured():
 
 
 def test_the_overlap_check_sees_an_overlap():
-    picture, axes = plots.panels(width=2, height=2)
-    axes.set_xticks([0, 0.1, 0.2], ["a long label", "another long label", "and a third"])
+    with plots.panels(width=2, height=2) as (picture, axes):
+        axes.set_xticks([0, 0.1, 0.2], ["a long label", "another long label", "and a third"])
     picture.png()
     assert overlapping(picture)
 
@@ -166,7 +166,7 @@ def test_ring_schedule_is_that_of_the_stage():
         with ring, patch.object(stage4_ring.wire, "exchange", record):
             stage4_ring.reduce_scatter(chunks)
             stage4_ring.allgather(chunks)
-        assert sent == [chunk_of(rank) for _, chunk_of in sketches.ring_schedule(4)]
+        assert sent == [chunks[rank] for _, chunks in sketches.ring_schedule(4)]
 
 
 def test_source_and_diff_are_live():
@@ -204,19 +204,21 @@ def explorers():
     return {
         "ring": (widgets.ring_stepper(4), "step", 3),
         "alpha beta": (widgets.alpha_beta_explorer(), "latency", "10ms"),
-        "buckets": (bucket_explorer({0.1: 50.0}), "cap", 0.06),
-        "decision": (widgets.decision_chart(plans.decide), "devices", 64),
+        "buckets": (bucket_explorer({0.1: 50.0}), "cap", 0),
+        "decision": (widgets.decision_chart(), "devices", 64),
         "pipeline": (widgets.pipeline_explorer(), "microbatches", 2),
     }
 
 
 @pytest.mark.parametrize("name", ["ring", "alpha beta", "buckets", "decision", "pipeline"])
-def test_sliders_redraw_and_leave_a_picture_without_widgets(name):
+def test_sliders_redraw_and_leave_a_picture_and_a_recipe_without_widgets(name):
     explorer, control, value = explorers()[name]
     before = bytes(explorer.image.value)
     bundle, metadata = explorer._repr_mimebundle_()
     assert "image/png" in bundle and bundle["text/plain"] == explorer.message.value
     assert len(metadata["image/png"]["alt"]) > 20
+    again = widgets.again(json.loads(json.dumps(bundle[widgets.MIME])))
+    assert again.image.value == before and again.alt == explorer.alt, "the site makes another one of what is stored"
     explorer.controls[control].value = value
     assert bytes(explorer.image.value) != before, "the figure did not change"
     size = Image.open(io.BytesIO(explorer.image.value)).size

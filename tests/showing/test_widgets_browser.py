@@ -15,7 +15,7 @@ from chromium import fresh_page, running_browser
 NotInTime = pytest.importorskip("playwright.sync_api").TimeoutError
 
 CELLS = {
-    "predict": "%load_ext ddp_course\nfrom ddp_course import compare, plans, show, simulate, theory\n"
+    "predict": "%load_ext ddp_course\nfrom ddp_course import compare, show, simulate, theory\n"
     "from ddp_course import stage3_paramserver, stage4_ring\nguess = "
     "show.predict('how many?', [1, 2, 4])\nguess",
     "ring": "show.widgets.ring_stepper(4)",
@@ -23,7 +23,7 @@ CELLS = {
     "buckets": "layers = tuple(simulate.Layer(str(i), .002, .004, 1e5) for i in range(8))\n"
     "network = simulate.Network(theory.Costs.of_link(2e8, 3e-4))\n"
     "show.widgets.bucket_explorer(simulate.Profile(layers), 4, network, {0.1: 50.0})",
-    "decision": "show.widgets.decision_chart(plans.decide)",
+    "decision": "show.widgets.decision_chart()",
     "diff": "show.diff(stage3_paramserver.train, stage4_ring.train)",
     "table": "stage = dict(stage='3', name='parameter server', step_ms=239.04, ideal_ms=250.8, speed_up=1.36, "
     "busy=True, communication_ms=154.9, bytes_sent_max=1057104, messages_max=6, loss=[.0968], "
