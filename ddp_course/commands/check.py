@@ -9,8 +9,7 @@ import time
 from pathlib import Path
 
 from ..errors import GradingError
-from ..grading import report
-from ..grading.checking import SO_FAR
+from ..grading import SO_FAR
 from ..grading.grader import exercises_folder, grade
 from ..grading.results import TaskResult
 from ..grading.submissions import Submission, load_exercises
@@ -38,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     if result.exercise not in (None, args.exercise):
         raise GradingError(f'"{path}" is exercise {result.exercise}, not {args.exercise}')
     if result.message:
-        print(report.clean(result.message))
+        print(result.message)
     again = "" if result.passed or result.message else f"; the same inputs again in a cell: check(…, seed={seed})"
     print(f"{result.points:g} of {result.possible:g} points{again}")
     return 0 if result.passed else 1
@@ -57,4 +56,4 @@ def show(task: TaskResult) -> None:
     """Print what became of a task as soon as it is done, with the properties that are right if only some are."""
     holds = [part["name"] for part in task.parts if part["points"] and task.points < task.possible]
     so_far = f" ({SO_FAR}{', '.join(holds)})" if holds else ""
-    print(f"{task.id}  {'correct' if task.points == task.possible else report.clean(task.message)}{so_far}", flush=True)
+    print(f"{task.id}  {'correct' if task.points == task.possible else task.message}{so_far}", flush=True)

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import secrets
 import sys
 import threading
@@ -13,9 +12,8 @@ from pathlib import Path
 from ..errors import GradingError
 from ..grading import gradebooks, report
 from ..grading.grader import exercises_folder, grade
-from ..grading.guard import HIDDEN
 from ..grading.remarks import note_likeness
-from ..grading.results import Result, best_of, from_dict
+from ..grading.results import Result, best_of, clean, from_dict
 from ..grading.submissions import Pristine, Submission, find_submissions, load_exercises
 from ..running.files import replace_file
 from ..running.linux import usable_cores
@@ -42,15 +40,15 @@ def run(args: argparse.Namespace) -> int:
     check_options(args)
     skipped: list[Path] = []
     exercises, submissions = load_exercises(args.exercises), find_submissions(args.paths, skipped)
-    roster = gradebooks.read_roster(args.roster) if args.roster else gradebooks.Roster()
+    roster = gradebooks.read_roster(args.roster) if args.roster else {}
     seed = secrets.randbelow(100_000) if args.seed is None else args.seed
-    report.check_writable(args)
+    for path in filter(None, (args.csv, args.json, args.html, args.grades)):
+        Path(path).parent.mkdir(parents=True, exist_ok=True)  # An hour of grading is not lost for want of a folder.
     earlier = earlier_results(args.json) if args.resume else []
     done = {(result.learner, file) for result in earlier for file in result.files or [""]}
     waiting = [work for work in submissions if (work.learner, work.file) not in done]
-    os.environ[HIDDEN] = json.dumps([os.path.realpath(work.path) for work in submissions if work.path])
     if skipped:
-        names = ", ".join(report.clean(path.name) for path in skipped)
+        names = ", ".join(clean(path.name) for path in skipped)
         print(f"no notebooks, so skipped: {names}", file=sys.stderr)
     print(f"grading {len(waiting)} submissions with inputs of seed {seed}", file=sys.stderr)
     results, whole = grade_and_write(waiting, earlier, exercises, seed, roster, args)
@@ -96,8 +94,7 @@ def grade_and_write(
 
     def note(submission: Submission, result: Result) -> None:
         exercise = "?" if result.exercise is None else result.exercise
-        name = report.clean(result.learner)
-        print(f"{name}: exercise {exercise}, {result.points:g} of {result.possible:g}", file=sys.stderr)
+        print(f"{result.learner}: exercise {exercise}, {result.points:g} of {result.possible:g}", file=sys.stderr)
         with lock:
             done[id(submission)] = result
             report.write_files(best_of(so_far()), args, seed)
@@ -106,7 +103,7 @@ def grade_and_write(
         grade(submissions, exercises, seed, args.jobs, args.timeout, args.hidden, progress=note)
     best = best_of(so_far())
     note_likeness(best)
-    missing = roster.missing(best)
+    missing = [learner for learner in roster if learner not in {result.learner for result in best}]
     report.write_files(best, args, seed, missing)
     write_grades(best, roster, args)
     print(report.table(best, missing))

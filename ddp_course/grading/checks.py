@@ -13,13 +13,14 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from importlib.util import module_from_spec, spec_from_file_location
+from importlib.machinery import SourceFileLoader
+from types import ModuleType
 from typing import Any
 
 from ..errors import Wrong
 from ..running.files import course_folder
 
-HEADER = re.compile(r"# %% (\d+\.\d+) (right|wrong|told|hidden): (.+?)(?: \| (.+))?$")
+HEADER = re.compile(r"^# %% (\d+\.\d+) (right|wrong|told|hidden): (.+?)(?: \| (.+))?$", re.MULTILINE)
 EDIT = re.compile(r"((?:^#- ?.*\n?)+)((?:^#\+ ?.*\n?)*)", re.MULTILINE)
 HANG = "does every receive have its send, and every send its receive, on all ranks?"
 
@@ -92,12 +93,12 @@ def several(answer: Any, count: int, message: str) -> Any:
 def load_tasks(exercise: int) -> Any:
     """Run the file of an exercise's tasks, once a process; the module, None if there is none."""
     name, path = f"exercise_checks_{exercise:02d}", course_folder("exercises") / "checks" / f"{exercise:02d}.py"
-    spec = spec_from_file_location(name, path)
-    if not path.exists() or spec is None or spec.loader is None:
+    if not path.exists():
         return None
-    sys.modules[name] = module_from_spec(spec)
-    spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
+    module = sys.modules[name] = ModuleType(name)
+    module.__file__ = str(path)
+    SourceFileLoader(name, str(path)).exec_module(module)
+    return module
 
 
 def find(number: str) -> Task:
@@ -140,17 +141,11 @@ class Known:
 def known_answers(exercise: int) -> list[Known]:
     """All of `answers/NN.py`: cells with a header, and a body that is an answer or edits of the solution."""
     path = course_folder("exercises") / "answers" / f"{exercise:02d}.py"
+    _, *pieces = HEADER.split(path.read_text(encoding="utf-8") if path.exists() else "")
     answers = []
-    for cell in re.split(r"^(?=# %% )", path.read_text(encoding="utf-8"), flags=re.MULTILINE) if path.exists() else ():
-        header, _, body = cell.partition("\n")
-        if match := HEADER.match(header):
-            number, kind, name, message = match.groups()
-            if (message is None) != (kind == "right"):
-                raise ValueError(f"{path.name}: {number} {name}: what is not right has a message after |")
-            source = edited(solution(number), body.strip("\n") + "\n", name)
-            answers.append(Known(number, kind, name, message or "", source))
-        elif header and not header.startswith("# %% [markdown]"):
-            raise ValueError(f"{path.name}: {header!r} is no header of a known answer")
+    for number, kind, name, message, body in zip(*[iter(pieces)] * 5, strict=True):
+        source = edited(solution(number), body.strip("\n") + "\n", name)
+        answers.append(Known(number, kind, name, message or "", source))
     return answers
 
 
@@ -171,10 +166,11 @@ def edited(source: str, body: str, name: str) -> str:
 
 
 @cache
-def solved_cells(exercise: int) -> list[dict]:
-    """The code cells of an exercise's solution, as the notebook has them."""
+def solved_cells(exercise: int) -> dict[str, str]:
+    """{id: source} of the code cells of an exercise's solution, without its checks."""
     (path,) = course_folder("solutions").glob(f"{exercise:02d}_*.ipynb")
-    return [cell for cell in json.loads(path.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
+    cells = [cell for cell in json.loads(path.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
+    return {cell["id"]: "".join(cell["source"]) for cell in cells if not cell["id"].startswith("check-")}
 
 
 def cell_of(number: str) -> str:
@@ -184,12 +180,9 @@ def cell_of(number: str) -> str:
 
 def solution(number: str) -> str:
     """The source of the solution of a task."""
-    cells = solved_cells(int(number.split(".")[0]))
-    return next("".join(cell["source"]) for cell in cells if cell["id"] == cell_of(number))
+    return solved_cells(find(number).exercise)[cell_of(number)]
 
 
 def cells_with(number: str, source: str) -> dict[str, str]:
     """{id: source} of what an answer needs to run: the solved exercise without its checks, with this answer in it."""
-    solved = solved_cells(int(number.split(".")[0]))
-    cells = [cell for cell in solved if cell["metadata"].get("ddp_course", {}).get("role") != "check"]
-    return {cell["id"]: source if cell["id"] == cell_of(number) else "".join(cell["source"]) for cell in cells}
+    return solved_cells(find(number).exercise) | {cell_of(number): source}

@@ -1,8 +1,7 @@
 """Say whether an answer is right, part by part, and if not, why: held against the solution and known wrong answers.
 
-An answer whose evidence equals that of a known wrong answer on the same inputs has its fault. Of any other the general
-relation is told that explains all wrong values (unchanged, zeros, a factor, another order), or the first number that
-differs.
+An answer whose evidence equals that of a known wrong answer on the same inputs has its fault. Of any other the relation
+is told that explains all wrong values (unchanged, zeros, a factor, another order), or the first number that differs.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,34 +13,25 @@ import torch
 from .attempt import Evidence
 from .checks import Task, known_wrong
 from .evidence import BUSY
-from .plain import Odd, apart, largest, same
+from .plain import ODD, apart, largest, same
 
 SURE = 8  # equal numbers that are no coincidence
 
 
 @dataclass(frozen=True)
-class Part:
-    """A property of an answer, such as "bytes": its weight among the task's points; `message` is "" if it holds."""
-
-    name: str
-    weight: float
-    message: str = ""
-
-
-@dataclass(frozen=True)
 class Verdict:
-    """`right` only if all parts hold; a `message` for all else."""
+    """What is wrong with each part of an answer, such as "bytes"; "" if it holds."""
 
-    right: bool
-    message: str = ""
-    parts: tuple = ()
+    parts: dict[str, str]
+
+    @property
+    def message(self) -> str:
+        """What is wrong with the first part that is; "" if the answer is right."""
+        return next(filter(None, self.parts.values()), "")
 
 
 class Value(NamedTuple):
-    """One value of the evidence: in which case, on which rank (None: there is one for all), and what it is.
-
-    `still` is what it is after an answer that does nothing, None if that is not known.
-    """
+    """A value of a part, on a rank or (None) for all; `still` is what it is after an answer that does nothing."""
 
     case: str
     rank: int | None
@@ -52,14 +42,11 @@ class Value(NamedTuple):
 
 def nothing(task: Task, message: str) -> Verdict:
     """The verdict on an answer that has no property."""
-    return Verdict(False, message, tuple(Part(name, weight, message) for name, weight in task.parts.items()))
+    return Verdict(dict.fromkeys(task.parts, message))
 
 
 def verdict(task: Task, evidence: Evidence, solution: Evidence, others: Callable[[], Sequence[Evidence]]) -> Verdict:
-    """Whether evidence is that of the solution, and what is wrong with it.
-
-    `others` gives that of an answer that does nothing and of the known wrong ones, if something is wrong.
-    """
+    """What is wrong with evidence; `others` gives that of an answer that does nothing and of the known wrong ones."""
     if evidence.values is None:
         return nothing(task, evidence.failure)
     if solution.values is None:
@@ -74,8 +61,7 @@ def verdict(task: Task, evidence: Evidence, solution: Evidence, others: Callable
         faulty = differing(values, task.bound)
         message = alike[0] if alike else known_fault(name, values, faulty, known)
         messages[name] = compared(values, faulty, message, name in task.secret)
-    parts = tuple(Part(name, weight, messages[name]) for name, weight in task.parts.items())
-    return Verdict(not wrong, next(filter(None, messages.values()), ""), parts)
+    return Verdict(messages)
 
 
 def values_of(part: str, evidence: Evidence, solution: Evidence, still: Evidence | None = None) -> list[Value]:
@@ -153,14 +139,14 @@ def unlike(actual: Any, expected: Any, what: str) -> str:
             return f"{what} is {kind_of(actual)}; a list was expected"
         if len(actual) != len(expected):
             return f"{what} has {len(actual)} items; {len(expected)} were expected"
-        pairs = enumerate(zip(actual, expected, strict=True))
-        return next(filter(None, (unlike(*pair, f"item {place} of {what}") for place, pair in pairs)), "")
+        items = zip(actual, expected, strict=True)
+        return next(filter(None, (unlike(*pair, f"item {place} of {what}") for place, pair in enumerate(items))), "")
     if isinstance(expected, dict):
         if not isinstance(actual, dict) or actual.keys() != expected.keys():
             keys = sorted(map(str, actual)) if isinstance(actual, dict) else kind_of(actual)
             return f"{what} has {keys}; {sorted(map(str, expected))} was expected"
-        items = expected.items()
-        return next(filter(None, (unlike(actual[key], item, f"{key} in {what}") for key, item in items)), "")
+        faults = (unlike(actual[key], item, f"{key} in {what}") for key, item in expected.items())
+        return next(filter(None, faults), "")
     if wrong_type := unlike_type(actual, expected):
         return f"{what} is {wrong_type}"
     if expected == "" and isinstance(actual, str):
@@ -170,9 +156,8 @@ def unlike(actual: Any, expected: Any, what: str) -> str:
 
 def unlike_type(actual: Any, expected: Any) -> str:
     """What came back where a plain number is expected, "" if it is one."""
-    if type(expected) not in (int, float) or type(actual) in (int, type(expected)):
-        return ""
-    return f"{kind_of(actual)}; a plain {type(expected).__name__} was expected"
+    right = type(expected) not in (int, float) or type(actual) in (int, type(expected))
+    return "" if right else f"{kind_of(actual)}; a plain {type(expected).__name__} was expected"
 
 
 def unlike_tensor(actual: Any, expected: torch.Tensor, what: str) -> str:
@@ -194,9 +179,9 @@ def unlike_tensor(actual: Any, expected: torch.Tensor, what: str) -> str:
 
 def kind_of(actual: Any) -> str:
     """What type of thing came back, with an article."""
-    name = actual.type_name if isinstance(actual, Odd) else type(actual).__name__
     if actual is None:
         return "None (is there a `return`?)"
+    name = actual[ODD] if isinstance(actual, dict) and ODD in actual else type(actual).__name__
     return f"an {name}" if name[0] in "aeiouAEIOU" else f"a {name}"
 
 
@@ -216,13 +201,33 @@ def numbers(thing: Any) -> torch.Tensor:
 
 
 def relation(values: Sequence[Value], wrong: Sequence[Value]) -> str:
-    """What holds between all wrong values and those expected, as "; words", or ""."""
+    """What holds between all wrong values (x), those expected (y) and those left by doing nothing (z): "; words"."""
     x, y, z = (torch.cat(list(map(numbers, column))) for column in list(zip(*wrong, strict=True))[2:])
     if len(x) != len(y) or not len(x):
         return ""
-    words = unchanged(x, z) or elsewhere(values, wrong) or scaled(values, wrong, x, y) or shifted(x, y, z)
-    words = words or agreeing(values, wrong)
-    return f"; {words}" if words else ""
+    sizes = [(numbers(value.actual), sum(other.case == value.case for other in values)) for value in wrong]
+    k = torch.cat([torch.full_like(vector, size) for vector, size in sizes])
+    differs, several = not near(x, y), len(x) > 1
+    scaled = differs and len(x) > 2 and bool(y.any())
+    factor = (x / y)[y.abs().argmax()].item()
+    had = len(x) >= SURE and len(x) == len(z) and bool(z.any())
+    digits = next((n for n in range(7) if x.tolist() == [round(item, n) for item in y.tolist()]), None)
+    laws = {
+        "nothing has changed: what was given must be changed itself, in place": near(x, z),
+        "all of it is 0": several and not bool(x.any()),
+        f"that is what rank {owner(values, wrong, 3)} should have": owner(values, wrong, 3) is not None,
+        f"that is what rank {owner(values, wrong, 4)} had before": owner(values, wrong, 4) is not None,
+        "that is K times as much: is there a division by K too few?": scaled and near(x, k * y),
+        "that is a K-th of it: is there a division by K too many?": scaled and near(x, y / k),
+        "the sign is the other way round": scaled and near(x, -y),
+        f"all are {factor:.6g} times what was expected": scaled and near(x, factor * y),
+        "what was there before is missing in it": had and near(x, y - z),
+        "what was there before counts twice": had and near(x, y + z),
+        f"all are {(x - y)[0]:+.6g} off": several and near(x - y, (x - y)[:1].expand(len(x))),
+        "these are the right numbers, in another order": several and near(x.sort().values, y.sort().values),
+        f"it is rounded to {digits} digits: return it as it is": differs and digits is not None,
+    }
+    return next((f"; {words}" for words, holds in laws.items() if holds), "")
 
 
 def near(x: torch.Tensor, y: torch.Tensor) -> bool:
@@ -230,65 +235,11 @@ def near(x: torch.Tensor, y: torch.Tensor) -> bool:
     return len(x) == len(y) and bool(((x - y).abs() <= 1e-6 * (y.abs() + largest(y) * (len(y) > 1))).all())
 
 
-def unchanged(x: torch.Tensor, z: torch.Tensor) -> str:
-    """Untouched, zero, or no numbers at all."""
-    if near(x, z):
-        return "nothing has changed: what was given must be changed itself, in place"
-    if not bool(x.isfinite().all()):
-        return "not all of it is finite"
-    return "all of it is 0" if len(x) > 1 and not bool(x.any()) else ""
-
-
-def elsewhere(values: Sequence[Value], wrong: Sequence[Value]) -> str:
-    """Whether each wrong value is what another rank should have, or had."""
-
-    def owner(value: Value, index: int) -> int | None:
-        others = (other for other in values if other.case == value.case and other.rank != value.rank)
-        own = ((other.rank, numbers(other[index])) for other in others)
-        return next((rank for rank, it in own if len(it) >= SURE / 2 and near(numbers(value.actual), it)), None)
-
-    for words, index in (("should have", 3), ("had before", 4)):
-        owners = [owner(value, index) for value in wrong]
-        if None not in owners:
-            return f"that is what rank {owners[0]} {words}"
-    return ""
-
-
-def scaled(values: Sequence[Value], wrong: Sequence[Value], x: torch.Tensor, y: torch.Tensor) -> str:
-    """A constant factor, the sign, K times or a K-th."""
-    if len(x) < 3 or near(x, y) or not bool(y.any()):
-        return ""
-    if wrong[0].rank is not None:
-        size = {case: sum(value.case == case for value in values) for case in {value.case for value in wrong}}
-        k = torch.cat([torch.full_like(numbers(value.actual), float(size[value.case])) for value in wrong])
-        if near(x, k * y):
-            return "that is K times as much: is there a division by K too few?"
-        if near(x, y / k):
-            return "that is a K-th of it: is there a division by K too many?"
-    place = int(y.abs().argmax())
-    factor = (x[place] / y[place]).item()
-    if not near(x, factor * y):
-        return ""
-    return "the sign is the other way round" if near(x, -y) else f"all are {factor:.6g} times what was expected"
-
-
-def shifted(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> str:
-    """Its own part missing or twice there, something added, another order, or rounded."""
-    if len(x) >= SURE and bool(z.any()) and near(x, y - z):
-        return "what was there before is missing in it"
-    if len(x) >= SURE and bool(z.any()) and near(x, y + z):
-        return "what was there before counts twice"
-    if len(x) > 1 and near(x - y, (x - y)[:1].expand(len(x))):
-        return f"all are {(x - y)[0].item():+.6g} off"
-    if len(x) > 1 and near(x.sort().values, y.sort().values):
-        return "these are the right numbers, in another order"
-    rounded = (n for n in range(7) if x.tolist() == [round(item, n) for item in y.tolist()])
-    digits = None if near(x, y) else next(rounded, None)
-    return f"it is rounded to {digits} digits: return it as it is" if digits is not None else ""
-
-
-def agreeing(values: Sequence[Value], wrong: Sequence[Value]) -> str:
-    """Whether all ranks have the same, and should."""
-    first, *others = (value for value in values if value.case == wrong[0].case)
-    alike = all(same(other.actual, first.actual) and same(other.expected, first.expected) for other in others)
-    return "your replicas agree with each other; that does not make them right" if alike and others else ""
+def owner(values: Sequence[Value], wrong: Sequence[Value], index: int) -> int | None:
+    """The rank that has the first of the wrong values in its column `index`, if others have all of them there."""
+    owners = []
+    for value in wrong:
+        x = numbers(value.actual)
+        others = [other for other in values if other.case == value.case and other.rank != value.rank]
+        owners += [other.rank for other in others if len(x) >= SURE / 2 and near(x, numbers(other[index]))][:1]
+    return owners[0] if len(owners) == len(wrong) else None

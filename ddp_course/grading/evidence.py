@@ -1,19 +1,19 @@
 """Try answers on the ranks of a launch, and bring their evidence back: plain data, or how an answer failed.
 
-Each rank writes a file per attempt, so that one bad answer costs the others nothing: the launch is repeated from the
-next attempt on.
+Each rank writes a file per attempt: after a bad answer the launch is repeated from the next one on.
 """
 
 import re
 import tempfile
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import CourseError, LaunchTimeout, RankError
 from ..running.launching.launch import launch
-from .attempt import Attempt, Evidence, assembled, files_of, make_attempts
-from .checks import Task, find, of_exercise
+from .attempt import Attempt, Evidence, assembled, make_attempts
+from .checks import Task, cells_with, find, known_wrong, of_exercise, solution
 
 PATIENCE_SECONDS = 5.0  # a receive that waits longer waits for ever
 START_SECONDS = 7.0
@@ -27,11 +27,7 @@ FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)(?:\n {4}(.*))?')
 
 
 def gather(attempts: Sequence[Attempt], patience: float = PATIENCE_SECONDS, work: str = "") -> list[Evidence]:
-    """Make all attempts, on as many ranks as the first one's task wants; the evidence of each that was made.
-
-    Those `if_wrong` are left out as soon as they are not needed. With a folder for their `work` the ranks keep to a
-    submission's limits.
-    """
+    """The evidence of each attempt; with a folder for their `work` the ranks keep to a submission's limits."""
     warm_up()
     results: list[Evidence] = []
     waiting, tries = list(attempts), 0
@@ -45,8 +41,19 @@ def gather(attempts: Sequence[Attempt], patience: float = PATIENCE_SECONDS, work
         if waiting and (BUSY not in str(failure) or tries == TRIES):
             failed, tries = waiting.pop(0), 0
             results.append(Evidence(None, explain(failure, find(failed.number))))
-            waiting = [attempt for attempt in waiting if failed.if_wrong or not attempt.if_wrong]
     return results
+
+
+def solved(task: Task, inputs: dict) -> Attempt:
+    """The attempt with the course's own solution."""
+    return Attempt(task.number, inputs, cells_with(task.number, solution(task.number)))
+
+
+def known(task: Task, inputs: dict) -> list[Attempt]:
+    """An answer that does nothing, and the known wrong ones, to be tried on the inputs of one that is wrong."""
+    idle = "\n".join(f"def {name}(*args, **kwargs): pass" for name in task.names)
+    texts = [idle, *(answer.source for answer in known_wrong(task.number))]
+    return [Attempt(task.number, inputs, cells_with(task.number, text)) for text in texts]
 
 
 @cache
@@ -65,13 +72,8 @@ def launched(attempts: Sequence, task: Task, patience: float, work: str) -> tupl
             launch(make_attempts, *arguments, world_size=task.ranks, device="cpu", timeout=timeout)
         except CourseError as error:
             failure = error
-        done = []
-        for place in range(len(attempts)):
-            files = files_of(folder, place, task)
-            if not all(file.exists() for file in files):
-                break
-            done.append([file.read_bytes() for file in files])
-    return done, failure
+        files = [[Path(folder, f"{place}-{rank}") for rank in range(task.ranks)] for place in range(len(attempts))]
+        return [[file.read_bytes() for file in row] for row in files if all(map(Path.exists, row))], failure
 
 
 def explain(error: CourseError, task: Task) -> str:
@@ -80,13 +82,14 @@ def explain(error: CourseError, task: Task) -> str:
         return f"not finished in time: {task.hang if task.ranks > 1 else 'is there a loop that never ends?'}"
     if not isinstance(error, RankError):
         return f"the ranks could not be run: {error}"
-    where, frame = place(error.traceback, task), own_frame(error.traceback, task)
+    frame = own_frame(error.traceback, task)
+    where = place(frame, task)
     if error.type_name == "Wrong" and error.message:
         return error.message + where
     if error.type_name == "NotImplementedError":
-        other = frame and frame.task != task.number
-        needs = f"it uses {frame.function} of {frame.task}, which does not run yet" if frame else ""
-        return f"{needs}: mend {frame.task} first" if frame and other else f"not solved yet ({error.message})"
+        if frame and frame.task != task.number:
+            return f"it uses {frame.function} of {frame.task}, which does not run yet: mend {frame.task} first"
+        return f"not solved yet ({error.message})"
     if GAVE_UP.search(error.message):
         alone = BOTH_SEND if frame and re.search(r"\bsend\(|\bleaving\.wait|\brecv\(", frame.text) else ""
         return f"the ranks wait for each other for ever{where}: {task.hang}{alone}"
@@ -102,16 +105,6 @@ def explain(error: CourseError, task: Task) -> str:
     return f"your code raised {error.type_name}: {error.message[:300]}{where}{unknown}"
 
 
-def place(traceback: str, task: Task) -> str:
-    """The last line of the learner's own in a traceback, in brackets; of another task's answer, with its number."""
-    frame = own_frame(traceback, task)
-    if not frame:
-        return ""
-    if frame.task != task.number:
-        return f" (line {frame.line} of {frame.task}, {frame.function}: {frame.text}; mend {frame.task} first)"
-    return f" (line {frame.line} of your cell: {frame.text})"
-
-
 class Frame(NamedTuple):
     """A line of a learner's: the task whose answer it is in, its number there, its function, and its text."""
 
@@ -122,14 +115,20 @@ class Frame(NamedTuple):
 
 
 def own_frame(traceback: str, task: Task) -> Frame | None:
-    """The last line of the learner's own in a traceback of a task, if there is one.
-
-    It belongs to the innermost function that a task of the exercise asks for.
-    """
+    """The last line of the learner's own in a traceback; it belongs to the innermost function that a task asks for."""
     own = [frame for frame in FRAME.findall(traceback) if not NOT_OURS.search(frame[0])]
     if not own:
         return None
     owners = {name: other.number for other in of_exercise(task.exercise) for name in other.names}
-    number = next((owners[function] for _, _, function, _ in reversed(own) if function in owners), task.number)
+    numbers = [owners[function] for _, _, function, _ in own if function in owners] or [task.number]
     _, line, function, text = own[-1]
-    return Frame(number, line, function, text.strip())
+    return Frame(numbers[-1], line, function, text.strip())
+
+
+def place(frame: Frame | None, task: Task) -> str:
+    """A line of the learner's own in brackets; of another task's answer, with its number."""
+    if not frame:
+        return ""
+    if frame.task != task.number:
+        return f" (line {frame.line} of {frame.task}, {frame.function}: {frame.text}; mend {frame.task} first)"
+    return f" (line {frame.line} of your cell: {frame.text})"

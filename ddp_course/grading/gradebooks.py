@@ -1,20 +1,13 @@
-"""Points in the forms that gradebooks read: Canvas, Moodle, Gradescope.
+"""Points in the forms that gradebooks read: Canvas, Moodle, Gradescope. docs/GRADING.md has their sources.
 
-Canvas: `Student, ID, SIS User ID, SIS Login ID, Section` in this order, then a column an assignment, found by its
-title, and a row whose first cell has "Points Possible". Who a row is about is told by ID, else SIS User ID, else SIS
-Login ID, else the name.
-Source: https://github.com/instructure/canvas-lms, lib/gradebook_importer.rb (what it reads) and gradebook_exporter.rb
-Moodle: "Email address" is mapped to useremail, or "ID number" to useridnumber; other columns to grade items. Feedback
-is only taken together with its grade, so both are there. A learner whom Moodle does not know ends the whole import.
-Sources: https://docs.moodle.org/en/Grade_import and https://github.com/moodle/moodle, grade/import/csv
-Gradescope: a `results.json` a submission, with score, output, visibility, and tests of name, number, score, max_score,
-status and output. Source: https://gradescope-autograders.readthedocs.io/en/latest/specs/
+Canvas finds an assignment by its title, and a learner by ID, else SIS User ID, else SIS Login ID, else the name.
+Moodle takes feedback only together with its grade, and nothing from a file that has a learner whom it does not know.
 """
 
 import csv
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 from ..errors import GradingError
@@ -23,21 +16,7 @@ from .results import Result
 
 CANVAS = ("Student", "ID", "SIS User ID", "SIS Login ID", "Section")
 MOODLE = ("ID number", "Email address")
-
-
-@dataclass
-class Roster:
-    """Who is in the class: {learner: what the roster's columns say}; no rows if there is no roster."""
-
-    rows: dict[str, dict[str, str]] = field(default_factory=dict)
-
-    def missing(self, results: Sequence[Result]) -> list[str]:
-        """Learners of the roster who have handed in nothing."""
-        return [learner for learner in self.rows if learner not in {result.learner for result in results}]
-
-    def says(self, learner: str, column: str, default: str = "") -> str:
-        """What a column says about a learner."""
-        return self.rows.get(learner, {}).get(column) or default
+Roster = dict[str, dict[str, str]]  # who is in the class: {learner: what the roster's columns say}
 
 
 def read_roster(path: str | Path) -> Roster:
@@ -46,48 +25,47 @@ def read_roster(path: str | Path) -> Roster:
         lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise GradingError(f'the roster "{path}" cannot be read: {getattr(error, "strerror", error)}') from error
-    rows = [row for row in csv.reader(lines) if any(cell.strip() for cell in row)]
+    rows = [[cell.strip() for cell in row] for row in csv.reader(lines) if any(map(str.strip, row))]
     if not rows:
         raise GradingError(f'the roster "{path}" is empty; one learner per line, called as their folder is')
-    header = [cell.strip() for cell in rows[0]]
-    if "learner" not in header:
-        return Roster({row[0].strip(): {} for row in rows})
-    place = header.index("learner")
-    records = [dict(zip(header, map(str.strip, row), strict=False)) for row in rows[1:] if len(row) > place]
-    return Roster({record["learner"]: record for record in records})
+    if "learner" not in rows[0]:
+        return {row[0]: {} for row in rows}
+    records = [dict(zip(rows[0], row, strict=False)) for row in rows[1:]]
+    return {record["learner"]: record for record in records if "learner" in record}
 
 
-def by_learner(results: Sequence[Result], roster: Roster) -> tuple[dict[int, float], list[tuple[str, list]]]:
-    """{exercise: points possible}, and for each learner the result of each of these exercises, None if there is none.
+def possible_points(results: Sequence[Result]) -> dict[int, float]:
+    """{exercise: points possible}, in order."""
+    return dict(sorted((result.exercise, result.possible) for result in results if result.exercise))
 
-    The roster's learners come first, then who else has handed something in.
-    """
-    belonging = sorted((result for result in results if result.exercise), key=lambda result: result.exercise or 0)
-    possible = {result.exercise or 0: result.possible for result in belonging}
-    by_both = {(result.learner, result.exercise): result for result in belonging}
-    learners = dict.fromkeys([*roster.rows, *(result.learner for result in results)])
-    return possible, [(name, [by_both.get((name, exercise)) for exercise in possible]) for name in learners]
+
+def by_learner(results: Sequence[Result], roster: Roster) -> dict[str, list[Result | None]]:
+    """{learner: their result of each exercise}: the roster's come first, then who else has handed something in."""
+    exercises = possible_points(results)
+    graded = {(result.learner, result.exercise): result for result in results}
+    learners = [*roster, *(result.learner for result in results)]
+    return {learner: [graded.get((learner, exercise)) for exercise in exercises] for learner in learners}
 
 
 def as_canvas(results: Sequence[Result], roster: Roster) -> str:
     """A CSV file for Canvas. Without a roster, a learner's folder is taken for the SIS login."""
-    possible, learners = by_learner(results, roster)
+    possible = possible_points(results)
     rows: list[list] = [[*CANVAS, *(f"Exercise {exercise}" for exercise in possible)]]
     rows.append(["    Points Possible", "", "", "", "", *(f"{points:g}" for points in possible.values())])
-    for learner, own in learners:
-        defaults = {"Student": learner, "SIS Login ID": learner}
-        who = [roster.says(learner, column, defaults.get(column, "")) for column in CANVAS]
-        rows.append([*who, *(f"{result.points:g}" if result else "" for result in own)])
+    for learner, own in by_learner(results, roster).items():
+        about = {"Student": learner, "SIS Login ID": learner} | roster.get(learner, {})
+        points = [f"{result.points:g}" if result else "" for result in own]
+        rows.append([*(about.get(column, "") for column in CANVAS), *points])
     return as_rows(rows)
 
 
 def as_moodle(results: Sequence[Result], roster: Roster) -> str:
     """A CSV file for Moodle: a grade and its feedback for each exercise."""
-    possible, learners = by_learner(results, roster)
-    titles = [title for exercise in possible for title in (f"Exercise {exercise}", f"Exercise {exercise} (feedback)")]
-    rows: list[list] = [[*MOODLE, *titles]]
-    for learner, own in learners:
-        row = [roster.says(learner, "ID number", learner), roster.says(learner, "Email address")]
+    titles = [(f"Exercise {exercise}", f"Exercise {exercise} (feedback)") for exercise in possible_points(results)]
+    rows: list[list] = [[*MOODLE, *chain(*titles)]]
+    for learner, own in by_learner(results, roster).items():
+        about = {"ID number": learner} | roster.get(learner, {})
+        row = [about.get(column, "") for column in MOODLE]
         for result in own:
             wrong = [task for task in result.tasks if task.message] if result else []
             feedback = "\n".join(f"{task.id}: {task.message.splitlines()[0][:200]}" for task in wrong)
@@ -101,7 +79,7 @@ def gradescope_files(results: Sequence[Result]) -> dict[str, str]:
     return {
         f"{file_name(result.learner)}/exercise{result.exercise:02d}/results.json": as_gradescope(result)
         for result in results
-        if result.exercise is not None
+        if result.exercise
     }
 
 

@@ -2,37 +2,33 @@
 
 import json
 import multiprocessing
-import os
 import re
 import secrets
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import nbformat
 
-from ..errors import GradingError, LaunchError
+from ..errors import GradingError
 from .attempt import Attempt
-from .checking import known, solved
 from .checks import cell_of, find
 from .diagnosis import Verdict, nothing, verdict
-from .evidence import BUSY, TRIES, Evidence, gather, launch
-from .guard import HIDDEN
-from .hints import asked_for
+from .evidence import BUSY, TRIES, Evidence, gather, known, solved
 from .remarks import remarks
-from .results import Result, TaskResult, cut, result_of
-from .run_cells import DIED, RESULTS, run_cells
+from .results import Result, TaskResult, clean, result_of
+from .run_cells import RESULTS, run_cells
 from .submissions import NUMBERED, Cell, Laid, Pristine, Submission, exercise_of, lay, read_notebook
 
 CELL_SECONDS, END_SECONDS = 20.0, 10.0
 MOST_SHOWN = 20_000  # characters of an answer in a report
+LOADED = ["ddp_course.grading.run_cells", "nbval.plugin", "ipykernel.kernelapp", "torch.distributed"]
 SLOW = "it was stopped: not finished after {:g} s"
-NETWORK = "DDP_COURSE_NETWORK"
+DIED = "the code in it ended its own process, took too much memory, or could not be stopped"
 
 
 def exercises_folder() -> Path:
@@ -62,27 +58,12 @@ def grade(
         progress(submission, result)
         return result
 
-    with private_network(), ThreadPoolExecutor(jobs) as threads:
+    with ThreadPoolExecutor(jobs) as threads:
         try:
             return list(threads.map(graded, submissions))
         except BaseException:
             threads.shutdown(cancel_futures=True)
             raise
-
-
-@contextmanager
-def private_network() -> Iterator[None]:
-    """While the block runs, launches have a network with a loopback alone, where the system allows it."""
-    before, os.environ[NETWORK] = os.environ.get(NETWORK), "private"
-    try:
-        try:
-            launch(int, world_size=1, device="cpu")
-        except LaunchError:
-            del os.environ[NETWORK]
-        yield
-    finally:
-        os.environ.pop(NETWORK, None)
-        os.environ |= {NETWORK: before} if before else {}
 
 
 class Judge:
@@ -113,30 +94,30 @@ def grade_one(
     submission: Submission, exercises: dict[int, Pristine], judge: Judge, seconds: float, task_done: Callable
 ) -> Result:
     """Grade one submission, whatever it is; a fault of the grader's own is said to be one."""
-    files, exercise = [submission.file] if submission.file else [], None
+    name = submission.path.name if submission.path else ""
+    numbered = NUMBERED.match(name)
+    number = int(numbered[1]) if numbered else None
+    result = Result(submission.learner, None, files=[submission.file] if submission.file else [])
     try:
-        if submission.path is None or submission.trouble:
-            raise GradingError(submission.trouble)
         cells = read_notebook(submission.path)
-        exercise = exercises[exercise_of(submission.path, cells, exercises)]
-        tasks = points_of(exercise, cells, judge, seconds, task_done)
-        return Result(submission.learner, exercise.exercise, tasks, files=files)
+        number = exercise_of(cells, number, exercises)
+        result.tasks = points_of(exercises[number], cells, judge, seconds, task_done)
     except GradingError as error:
-        message = f'"{submission.path.name}" {error}' if submission.path else str(error)
+        result.message = clean(f'"{name}" {error}' if name else error)
     except Exception as error:  # whatever is odd about this one, the others' results do not suffer
-        message = f"could not be graded, by a fault of the grader ({type(error).__name__}: {error}); please report it"
-    numbered = NUMBERED.match(submission.path.name) if submission.path else None
-    exercise = exercise or (exercises.get(int(numbered[1])) if numbered else None)
-    points = exercise.points if exercise else {}
-    tasks = [result_of(task, worth, nothing(find(task), message)) for task, worth in points.items()]
-    return Result(submission.learner, exercise.exercise if exercise else None, tasks, cut(message), files=files)
+        fault = f"could not be graded, by a fault of the grader ({type(error).__name__}: {error}); please report it"
+        result.message = clean(fault)
+    result.exercise = number if number in exercises else None
+    points = exercises[number].points.items() if number in exercises else ()
+    nothing_earned = [result_of(task, worth, nothing(find(task), result.message)) for task, worth in points]
+    result.tasks = result.tasks or nothing_earned or [TaskResult("notebook", 0, 0, result.message)]
+    return result
 
 
 def points_of(
     pristine: Pristine, cells: Sequence[Cell], judge: Judge, seconds: float, task_done: Callable
 ) -> list[TaskResult]:
     """Run a submission's cells and try its answers, each in fresh processes: what each task earned."""
-    asked = asked_for(cell.source for cell in cells)
     given = next((cell.source for cell in pristine.notebook.cells if cell.id == "imports"), "")
     results: list[TaskResult] = []
     with tempfile.TemporaryDirectory(prefix="ddp_course_grading_") as folder:
@@ -149,9 +130,8 @@ def points_of(
                 judged = nothing(find(number), trouble or errors.get(number) or "its check did not run")
             result, source = result_of(number, worth, judged), laid.sources.get(number, "")
             if trouble is None:
-                result.answer, result.suspicious = source[:MOST_SHOWN], remarks(source, given)
+                result.answer, result.suspicious = clean(source, MOST_SHOWN), remarks(clean(source), given)
                 name_what_comes_first(result, results, source)
-            result.hints = asked.get(number, 0)
             results.append(result)
             task_done(result)
     return results
@@ -163,7 +143,7 @@ def name_what_comes_first(result: TaskResult, before: Sequence[TaskResult], sour
     wrong = (other.id for other in before if other.points < other.possible and words & set(find(other.id).names))
     first = next(wrong, "")
     if result.message and first and f"mend {first} first" not in result.message:
-        result.message = cut(f"{result.message} (it uses {first}, which is not right yet: mend {first} first)")
+        result.message = clean(f"{result.message} (it uses {first}, which is not right yet: mend {first} first)")
 
 
 def run(pristine: Any, cells: Sequence[Cell], folder: str, seconds: float) -> tuple[Laid, dict[str, str]]:
@@ -175,12 +155,10 @@ def run(pristine: Any, cells: Sequence[Cell], folder: str, seconds: float) -> tu
             return laid, {}  # nothing was answered, so nothing runs
         messages, slow = run_once(laid.notebook, folder, seconds)
         names = [cell.id for cell in laid.notebook.cells]
-        ends = (place for place, text in messages.items() if DIED in text or text.startswith("Timeout of"))
-        last = next(ends, len(messages) if slow else len(names))
-        if last >= len(names) or len(without) > len(cells):
+        if len(messages) == len(names) or len(without) > len(cells):
             break
-        without[names[last]] = messages.get(last) or SLOW.format(seconds)
-    by_cell = {name: messages.get(place, "") for place, name in enumerate(names)} | without
+        without[names[len(messages)]] = SLOW.format(seconds) if slow else DIED
+    by_cell = dict(zip(names, messages, strict=False)) | without
     return laid, {task: error for task in laid.sources if (error := error_of(task, by_cell))}
 
 
@@ -191,13 +169,12 @@ def error_of(task: str, messages: dict[str, str]) -> str:
     return f"the answer cell fails: {of_task[-1]}" if of_task else f"its check fails: {check}" if check else ""
 
 
-def run_once(notebook: Any, folder: str, seconds: float) -> tuple[dict[int, str], bool]:
-    """Run a notebook under nbval: {place of a cell: its error, or ""}, and whether it was stopped."""
+def run_once(notebook: Any, folder: str, seconds: float) -> tuple[list[str], bool]:
+    """Run a notebook under nbval: for each cell that came to its end the error, or "", and whether it was stopped."""
     path, results = Path(folder, "notebook.ipynb"), Path(folder, RESULTS)
-    path.write_text(nbformat.writes(notebook), encoding="utf-8")
-    results.unlink(missing_ok=True)
-    arguments = (path, min(CELL_SECONDS, 0.6 * seconds), os.environ.get(HIDDEN, "[]"))
-    child = processes().Process(target=run_cells, args=arguments)
+    nbformat.write(notebook, path)
+    results.write_text("")
+    child = processes().Process(target=run_cells, args=(path, min(CELL_SECONDS, 0.6 * seconds)))
     child.start()
     child.join(seconds)
     if slow := child.is_alive():
@@ -205,17 +182,14 @@ def run_once(notebook: Any, folder: str, seconds: float) -> tuple[dict[int, str]
         child.join(END_SECONDS)
     child.kill()
     child.join()
-    lines = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
-    return {line["cell"]: line["message"] for line in lines}, slow
+    if child.exitcode == 1:  # it ended by an error of its own
+        raise RuntimeError("the notebook could not be run")
+    return list(map(json.loads, results.read_text().splitlines())), slow
 
 
 @cache
 def processes() -> Any:
-    """How processes are started: forked from one that has loaded nbval and torch, where that can be done."""
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
+    """How processes are started: forked from one that has loaded nbval and torch."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["ddp_course.grading.run_cells", "nbval.plugin", "ipykernel.kernelapp", "torch.distributed"]
-    )
+    context.set_forkserver_preload(LOADED)
     return context

@@ -1,12 +1,10 @@
 """Three hints for each task, each saying a little more: `hint("4.2")`, `hint("4.2", 2)`, `hint("4.2", 3)`."""
 
 import re
-from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
 LEVELS = 3
-ASKED = re.compile(r"""^\s*hint\(\s*["'](\d+\.\d+)["']\s*(?:,\s*(?:level\s*=\s*)?([123]))?\s*\)""", re.MULTILINE)
 
 
 @cache
@@ -25,12 +23,3 @@ def hint(number: str, level: int = 1) -> None:
         raise ValueError(f"there are hints 1 to {LEVELS} for each task, not {level}")
     more = f' hint("{number}", {level + 1}) says more.' if level < LEVELS else ""
     print(f"Hint {level} of {LEVELS} for {number}: {all_hints()[str(number)][level - 1]}{more}")
-
-
-def asked_for(sources: Iterable[str]) -> dict[str, int]:
-    """{task: the highest level of the hints that the cells of a notebook call}."""
-    levels: dict[str, int] = {}
-    for source in sources:
-        for task, level in ASKED.findall(source):
-            levels[task] = max(levels.get(task, 0), int(level or 1))
-    return levels

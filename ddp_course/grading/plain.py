@@ -1,7 +1,7 @@
 """Plain data: what may come back from code that nobody vouches for, and when two pieces of it are the same.
 
 Only exact types pass. An object whose `__eq__` is always true, or a tensor class with comparisons of its own, comes
-back as the name of its class and nothing else.
+back as the name of its type and nothing else.
 """
 
 import io
@@ -14,43 +14,22 @@ from typing import Any
 import numpy
 import torch
 
-MOST_ELEMENTS = 1 << 22
 MOST_ITEMS, MOST_DIGITS = 1 << 20, 60
-NUMPY_NUMBERS = {numpy.float64, numpy.float32, numpy.float16, numpy.bool_}
-NUMPY_NUMBERS |= {getattr(numpy, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)}
 LAZY = (GeneratorType, range, map, zip, filter, reversed, enumerate, type({}.keys()), type({}.values()), deque)
 
 
-class Odd:
-    """Stands for something that is not plain data; equal to nothing, not even to itself."""
-
-    def __init__(self, type_name: str) -> None:
-        self.type_name = type_name
-
-    def __eq__(self, other: object) -> bool:
-        return False
-
-    __hash__ = object.__hash__
-
-    def __repr__(self) -> str:
-        return f"an object of type {self.type_name}"
-
-
-torch.serialization.add_safe_globals([Odd])
+ODD = "an object of type"  # stands, with the name of its type, for something that is not plain data
 
 
 def plain(thing: Any) -> Any:
-    """Plain data: numbers, text, lists, dicts and tensors of exactly these types; all else becomes an `Odd`.
-
-    numpy's numbers and fractions are taken for numbers, generators and the like for lists.
-    """
+    """Plain data of exactly these types; numpy's numbers and fractions are numbers, generators and the like lists."""
     kind = type(thing)
     if kind in (bool, str, float, type(None)):
         return thing
     if kind is int:
-        return thing if abs(thing) < 10**MOST_DIGITS else Odd(f"int of more than {MOST_DIGITS} digits")
-    if kind in NUMPY_NUMBERS:
-        return thing.item()
+        return thing if abs(thing) < 10**MOST_DIGITS else {ODD: f"int of more than {MOST_DIGITS} digits"}
+    if isinstance(thing, numpy.number | numpy.bool_):
+        return plain(thing.item())
     if kind is Fraction:
         return plain(int(thing) if thing.denominator == 1 else float(thing))
     if kind in LAZY:
@@ -60,9 +39,8 @@ def plain(thing: Any) -> Any:
     if kind is dict:
         return {plain(key): plain(value) for key, value in thing.items()}
     if kind in (torch.Tensor, torch.nn.Parameter):
-        small = thing.numel() <= MOST_ELEMENTS
-        return thing.detach().to("cpu").contiguous().clone() if small else Odd(f"Tensor of {thing.numel()} elements")
-    return Odd(kind.__name__[:80])
+        return thing.detach().to("cpu").contiguous().clone()
+    return {ODD: kind.__name__[:80]}
 
 
 def pack(thing: Any) -> bytes:
@@ -73,7 +51,7 @@ def pack(thing: Any) -> bytes:
 
 
 def unpack(content: bytes) -> Any:
-    """The other end of `pack`: `torch.load` makes nothing but plain data and `Odd`, or raises an error."""
+    """The other end of `pack`: `torch.load` makes nothing but plain data, or raises an error."""
     return torch.load(io.BytesIO(content), weights_only=True)
 
 

@@ -5,45 +5,28 @@ import io
 import json
 import re
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
 
-from ..errors import GradingError
 from ..running.files import replace_file
 from .results import Result, TaskResult
 from .submissions import UNTOUCHED
 
-COLUMNS = ["learner", "exercise", "task", "points", "possible", "message", "parts", "suspicious", "hints"]
+COLUMNS = ["learner", "exercise", "task", "points", "possible", "message", "parts", "suspicious"]
 
 
 def write_files(results: Sequence[Result], args: Any, seed: int, missing: Sequence[str] = ()) -> None:
     """Write the reports that were asked for, each replaced as a whole."""
-    if args.csv:
-        replace_file(Path(args.csv), as_csv(results).encode())
-    if args.json:
-        replace_file(Path(args.json), as_json(results).encode())
+    files = {args.csv: as_csv(results), args.json: as_json(results)}
     if args.html:
-        for name, page in pages(results, seed, missing).items():
-            replace_file(Path(args.html) / name, page.encode())
-
-
-def check_writable(args: Any) -> None:
-    """Make the folders of the reports now, so that an hour of grading is not lost for want of one."""
-    folders = [Path(file).parent for file in (args.csv, args.json, args.grades) if file]
-    for folder in [*folders, Path(args.html)] if args.html else folders:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise GradingError(f'cannot write to "{folder}": {error.strerror}') from error
-
-
-def clean(text: object) -> str:
-    """Text without control characters, which could move the cursor or colour a terminal, and without half letters."""
-    text = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", str(text)).encode("utf-8", "replace").decode()
-    return "".join(letter if letter in "\n\t" or unicodedata.category(letter)[0] != "C" else "?" for letter in text)
+        files |= {str(Path(args.html, name)): page for name, page in pages(results, seed, missing).items()}
+    for path, text in files.items():
+        if path:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            replace_file(Path(path), text.encode())
 
 
 def table(results: Sequence[Result], missing: Sequence[str] = ()) -> str:
@@ -51,17 +34,16 @@ def table(results: Sequence[Result], missing: Sequence[str] = ()) -> str:
     lines = []
     for result in results:
         exercise = f"exercise {result.exercise}" if result.exercise is not None else "no exercise"
-        head = f"{clean(result.learner):<24.24} {exercise:<12} {result.points:g} of {result.possible:g}"
+        head = f"{result.learner:<24.24} {exercise:<12} {result.points:g} of {result.possible:g}"
         messages = {task.message for task in result.tasks}
-        common = messages.pop() if len(messages) == 1 else ""
-        remarks = [text for text in (result.note, result.message or common) if text]
-        lines.append(f"{head}  {first_line('; '.join(remarks))}".rstrip())
-        if not result.message and not common:
+        common = result.message or (messages.pop() if len(messages) == 1 else "")
+        lines.append(f"{head}  {first_line('; '.join(filter(None, [result.note, common])))}".rstrip())
+        if not common:
             lines += [f"    {task.id:<6} {first_line(task.message)}" for task in result.tasks if task.message]
         lines += [f"    {task.id:<6} look at it: {first_line(why)}" for task in result.tasks for why in task.suspicious]
     lines += ["", *summary(results), ""] if len(results) > 1 else []
     if missing:
-        lines.append(f"handed in nothing: {', '.join(map(clean, missing))}")
+        lines.append(f"handed in nothing: {', '.join(missing)}")
     passed = sum(result.passed for result in results)
     return "\n".join([*lines, f"{passed} of {len(results)} submissions have all points"])
 
@@ -69,11 +51,11 @@ def table(results: Sequence[Result], missing: Sequence[str] = ()) -> str:
 def summary(results: Sequence[Result]) -> list[str]:
     """A line per task: how many solved it, how many have not begun, and the message that most others got."""
     by_task: dict[str, list[TaskResult]] = {}
-    for result in results:
+    for result in sorted((result for result in results if result.exercise), key=lambda result: result.exercise or 0):
         for task in result.tasks:
             by_task.setdefault(task.id, []).append(task)
     lines = []
-    for number, tasks in sorted(by_task.items(), key=lambda item: [int(part) for part in item[0].split(".")]):
+    for number, tasks in by_task.items():
         solved = sum(task.points == task.possible for task in tasks)
         untouched = sum(task.message.startswith(UNTOUCHED) for task in tasks)
         wrong = [first_line(task.message) for task in tasks if task.message and not task.message.startswith(UNTOUCHED)]
@@ -84,20 +66,17 @@ def summary(results: Sequence[Result]) -> list[str]:
 
 def first_line(message: str) -> str:
     """The first line of a message, at most 200 characters of it."""
-    return clean(message).strip().split("\n")[0][:200]
+    return message.strip().split("\n")[0][:200]
 
 
 def as_csv(results: Sequence[Result]) -> str:
     """The COLUMNS, a line per task."""
     rows: list[list] = [COLUMNS]
-    for record in (result.as_dict() for result in results):
-        exercise = "" if record["exercise"] is None else record["exercise"]
-        for task in record["tasks"]:
-            parts = "; ".join(f"{part['name']} {part['points']:g}/{part['possible']:g}" for part in task["parts"])
-            points = [task["points"], task["possible"], task["message"], parts]
-            rows.append(
-                [record["learner"], exercise, task["id"], *points, "; ".join(task["suspicious"]), task["hints"]]
-            )
+    for result in results:
+        for task in result.tasks:
+            parts = "; ".join(f"{part['name']} {part['points']:g}/{part['possible']:g}" for part in task.parts)
+            about = [task.id, f"{task.points:g}", f"{task.possible:g}", task.message, parts]
+            rows.append([result.learner, result.exercise or "", *about, "; ".join(task.suspicious)])
     return as_rows(rows)
 
 
@@ -106,53 +85,40 @@ def as_rows(rows: Sequence[Sequence]) -> str:
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     for row in rows:
-        texts = [clean(cell) for cell in row]
+        texts = map(str, row)
         writer.writerow([f"'{text}" if text.startswith(("=", "+", "-", "@", "\t")) else text for text in texts])
     return file.getvalue()
 
 
 def as_json(results: Sequence[Result]) -> str:
     """A list of submissions with their tasks."""
-    return json.dumps([cleaned(result.as_dict()) for result in results], indent=1, ensure_ascii=False) + "\n"
-
-
-def cleaned(thing: Any) -> Any:
-    """Plain data with every text in it cleaned."""
-    if isinstance(thing, dict):
-        return {key: cleaned(value) for key, value in thing.items()}
-    if isinstance(thing, list):
-        return [cleaned(value) for value in thing]
-    return clean(thing) if isinstance(thing, str) else thing
+    return json.dumps([result.as_dict() for result in results], indent=1) + "\n"
 
 
 def pages(results: Sequence[Result], seed: int, missing: Sequence[str] = ()) -> dict[str, str]:
     """{file name: page}: one self-contained page per learner, and index.html; what is not ours in them is escaped."""
-    records: dict[str, list[dict]] = {}
+    by_learner: dict[str, list[Result]] = {}
     for result in results:
-        records.setdefault(result.learner, []).append(cleaned(result.as_dict()))
-    files = file_names(records)
+        by_learner.setdefault(result.learner, []).append(result)
+    files: dict[str, str] = {}
+    for learner in by_learner:  # all names differ on systems too that do not tell A from a
+        name = file_name(learner)
+        taken = [other.lower() for other in files.values()]
+        while f"{name}.html".lower() in ["index.html", *taken]:
+            name += "_"
+        files[learner] = f"{name}.html"
     text = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
     template = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(text)
-    made = {
-        files[learner]: template.render(title=clean(learner), records=of_learner, seed=seed)
-        for learner, of_learner in records.items()
+    about_all = {"class": by_learner, "files": files, "missing": missing, "summary": summary(results)}
+    return {
+        "index.html": template.render(about_all, title="All submissions", seed=seed),
+        **{
+            files[learner]: template.render(title=learner, records=records, seed=seed)
+            for learner, records in by_learner.items()
+        },
     }
-    about_all = {"class": records, "files": files, "missing": list(map(clean, missing)), "summary": summary(results)}
-    return made | {"index.html": template.render(about_all, title="All submissions", seed=seed)}
 
 
-def file_names(learners: Iterable[str]) -> dict[str, str]:
-    """{learner: name of the page}, all different on systems too that do not tell A from a."""
-    names, taken = {}, {"index"}
-    for learner in learners:
-        name = file_name(learner)
-        while name.lower() in taken:
-            name += "_"
-        taken.add(name.lower())
-        names[learner] = f"{name}.html"
-    return names
-
-
-def file_name(text: str) -> str:
+def file_name(learner: str) -> str:
     """A learner's name as a file can be called on any system: of letters, digits, "_" and "-"."""
-    return re.sub(r"[^\w-]+", "_", unicodedata.normalize("NFC", clean(text)))[:80] or "learner"
+    return re.sub(r"[^\w-]+", "_", unicodedata.normalize("NFC", learner))[:80] or "learner"

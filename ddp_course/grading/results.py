@@ -1,9 +1,12 @@
 """What a submission earned: by task, by exercise, and of several to one exercise the best."""
 
+import re
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from .checks import find
 from .diagnosis import Verdict
 
 MOST_MESSAGE = 2000
@@ -14,8 +17,7 @@ class TaskResult:
     """Points for one task, and what was wrong, in at most MOST_MESSAGE characters.
 
     `parts` are the properties that its points are for: dicts of name, points, possible and message. `suspicious` are
-    remarks for a person to judge by, `answer` is the learner's source, and `hints` the number of hints that were asked
-    for.
+    remarks for a person to judge by, and `answer` is the learner's source.
     """
 
     id: str
@@ -25,11 +27,6 @@ class TaskResult:
     parts: list[dict[str, Any]] = field(default_factory=list)
     suspicious: list[str] = field(default_factory=list)
     answer: str = ""
-    hints: int = 0
-
-    def __post_init__(self) -> None:
-        whole = {"name": "result", "points": self.points, "possible": self.possible, "message": self.message}
-        self.parts = self.parts or [whole]
 
 
 @dataclass
@@ -63,17 +60,13 @@ class Result:
 
     def as_dict(self) -> dict[str, Any]:
         """The form of the JSON report."""
-        record = asdict(self) | {"points": self.points, "possible": self.possible}
-        if self.message and not self.tasks:
-            record["tasks"] = [asdict(TaskResult("notebook", 0, 0, self.message))]
-        return {key: value for key, value in record.items() if value or key not in ("message", "note", "files")}
+        return asdict(self) | {"points": self.points, "possible": self.possible}
 
 
 def from_dict(record: dict[str, Any]) -> Result:
     """A `Result` from its form in the JSON report; KeyError or TypeError if it has another form."""
-    tasks = [TaskResult(**task) for task in record["tasks"] if task["id"] != "notebook"]
-    about = {key: record[key] for key in ("message", "note", "files") if key in record}
-    return Result(record["learner"], record["exercise"], tasks, **about)
+    about = {key: value for key, value in record.items() if key not in ("tasks", "points", "possible")}
+    return Result(tasks=[TaskResult(**task) for task in record["tasks"]], **about)
 
 
 def best_of(results: Sequence[Result]) -> list[Result]:
@@ -93,19 +86,16 @@ def best_of(results: Sequence[Result]) -> list[Result]:
 
 def result_of(task: str, possible: float, verdict: Verdict) -> TaskResult:
     """The `TaskResult` of a task, by its verdict."""
-    whole, parts = sum(part.weight for part in verdict.parts), []
-    for part in verdict.parts:
-        worth = tidy(possible * part.weight / whole)
-        message = cut(part.message)
-        parts.append({"name": part.name, "points": 0 if message else worth, "possible": worth, "message": message})
-    return TaskResult(task, tidy(sum(part["points"] for part in parts)), possible, cut(verdict.message), parts)
+    weights = find(task).parts
+    parts: list[dict[str, Any]] = []
+    for name, message in verdict.parts.items():
+        worth = possible * weights[name] / sum(weights.values())
+        parts.append({"name": name, "points": 0 if message else worth, "possible": worth, "message": clean(message)})
+    return TaskResult(task, sum(part["points"] for part in parts), possible, clean(verdict.message), parts)
 
 
-def tidy(points: float) -> float:
-    """Whole points without a decimal point."""
-    return int(points) if points == int(points) else points
-
-
-def cut(message: str) -> str:
-    """A message that fits into a report."""
-    return message if len(message) <= MOST_MESSAGE else f"{message[: MOST_MESSAGE - 2]} …"
+def clean(text: object, most: int = MOST_MESSAGE) -> str:
+    """Text without control characters, which could move the cursor or colour a terminal, and not too long."""
+    text = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", str(text)).encode("utf-8", "replace").decode()
+    text = "".join(letter if letter in "\n\t" or unicodedata.category(letter)[0] != "C" else "?" for letter in text)
+    return text if len(text) <= most else f"{text[: most - 2]} …"

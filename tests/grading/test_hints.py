@@ -1,11 +1,11 @@
-"""Each task has three hints, they are shown one by one, and a notebook tells which were asked for."""
+"""Each task has three hints, and they are shown one by one."""
 
 import pytest
 from answers import ROOT
 
 from ddp_course.grading import hint
 from ddp_course.grading.checks import of_exercise, solution
-from ddp_course.grading.hints import LEVELS, all_hints, asked_for
+from ddp_course.grading.hints import LEVELS, all_hints
 
 EXERCISES = sorted(int(path.name[:2]) for path in (ROOT / "exercises").glob("[0-9]*.ipynb"))
 
@@ -35,9 +35,3 @@ def test_hints_are_shown_one_by_one(capsys):
         hint("4.99")
     with pytest.raises(ValueError, match="hints 1 to 3"):
         hint("4.2", 4)
-
-
-def test_a_notebook_tells_which_hints_were_asked_for():
-    cells = ['hint("4.2")', "x = 1\nhint('4.2', 2)\n  hint('4.3', level=3)", '# hint("4.4", 3)', 'print("hint(4.5)")']
-    assert asked_for(cells) == {"4.2": 2, "4.3": 3}
-    assert asked_for([]) == {}

@@ -3,9 +3,9 @@
 from itertools import combinations
 
 import pytest
-from answers import of_kind, tried
+from answers import ROOT, of_kind, tried
 
-from ddp_course.grading.checks import exercises, find, of_exercise
+from ddp_course.grading.checks import exercises, find, known_answers, of_exercise
 from ddp_course.grading.diagnosis import same
 
 EXERCISES = exercises()
@@ -23,7 +23,7 @@ def test_right_answers_pass(exercise):
             answers = of_kind(task, "right")
             names = ["solution", *(answer.name for answer in answers)]
             for name, (_, said) in zip(names, tried(task, sources(answers), exercise, hidden), strict=True):
-                assert said.right, f"{task.number} {name}: {said.message}"
+                assert not said.message, f"{task.number} {name}: {said.message}"
 
 
 @pytest.mark.parametrize("exercise", EXERCISES)
@@ -32,7 +32,7 @@ def test_wrong_answers_are_told_what_is_wrong(exercise):
     for task in of_exercise(exercise):
         answers = of_kind(task, "wrong", "told")
         for answer, (evidence, said) in zip(answers, tried(task, sources(answers), 11)[1:], strict=True):
-            if said.right or answer.message not in said.message:
+            if not said.message or answer.message not in said.message:
                 missed.append(f"{task.number} {answer.name}: {said.message!r} without {answer.message!r}")
             if answer.kind == "wrong" and evidence.values is None:
                 missed.append(f"{task.number} {answer.name}: leaves no evidence, so it is told: {evidence.failure}")
@@ -45,7 +45,7 @@ def test_what_is_hidden_shows_on_hidden_inputs_only(exercise):
         answers = of_kind(task, "hidden")
         for hidden in (False, True):
             for answer, (_, said) in zip(answers, tried(task, sources(answers), 3, hidden)[1:], strict=True):
-                assert said.right is not hidden, f"{task.number} {answer.name}: {said.message}"
+                assert bool(said.message) is hidden, f"{task.number} {answer.name}: {said.message}"
                 assert not hidden or answer.message in said.message, f"{task.number} {answer.name}: {said.message}"
 
 
@@ -62,6 +62,12 @@ def test_equal_evidence_has_one_message(exercise):
 
 @pytest.mark.parametrize("exercise", EXERCISES)
 def test_each_task_has_enough_answers(exercise):
+    text = (ROOT / "exercises" / "answers" / f"{exercise:02d}.py").read_text()
+    assert text.count("\n# %% ") == len(known_answers(exercise)), "a header cannot be read"
+    for answer in known_answers(exercise):
+        assert bool(answer.message) is (answer.kind != "right"), (
+            f"{answer.task} {answer.name}: a message is for a fault"
+        )
     for task in of_exercise(exercise):
         assert len(of_kind(task, "wrong", "told")) >= 6, task.number
         assert len(of_kind(task, "right")) >= 2, task.number
