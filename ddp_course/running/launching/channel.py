@@ -119,7 +119,7 @@ class Lines:
 class Mail:
     """Hands every message of the agent or of one rank to `deliver(pickled)`, and calls `at_end()` after the last."""
 
-    def __init__(self, deliver: Callable, at_end: Callable):
+    def __init__(self, deliver: Callable, at_end: Callable = lambda: None):
         self.deliver, self.at_end, self.buffer = deliver, at_end, bytearray()
 
     def __call__(self, piece: bytes) -> None:

@@ -7,7 +7,6 @@ import pickle
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import IO, Any
 
 from ...errors import Failure, LaunchError, LaunchTimeout, RankError
@@ -17,7 +16,7 @@ from .progress import Bar
 STARTING_SECONDS = 60.0  # torch may be imported from a cold disk; the launch's own time starts after that
 GRACE_SECONDS = 0.25  # after a failure other ranks may report theirs: the earliest is named first
 KEPT_GRACE_SECONDS = 2.0  # ranks that stay have longer: if all of them fail, they need not end
-EXIT_CODE_SECONDS = 1.5  # after a rank died, the system may say so late how
+EXIT_CODE_SECONDS = 1.5  # after a connection was lost, the system may say so late which rank died, and how
 ENDING_SECONDS = 5.0  # all processes end so soon after the last result, or after the order to end
 STACK_SECONDS = 2.0  # when time has run out, ranks may write their stacks for so long …
 QUIET_SECONDS = 0.4  # … or until nothing has come for so long
@@ -54,8 +53,8 @@ class Ranks:
     explain()           which process that the ranks depend on has ended, and how; "" if that is not known
 
     What ranks say becomes events, `hear(kind, rank, value, late)`: "message" (pickled: the rank has started, or its
-    result, …), "stdout" and "stderr" (a line), "stack" and "log" (bytes), "closed" (its report has ended), "exited" (a
-    code), "refused" (an exception). `late`: seconds by which the clock here is ahead of the rank's.
+    result, …), "stdout" and "stderr" (a line), "stack" and "log" (bytes), "exited" (a code), "refused" (an exception).
+    `late`: seconds by which the clock here is ahead of the rank's.
     """
 
     hear: Callable
@@ -115,7 +114,7 @@ class Launch:
             read_for(ENDING_SECONDS, lambda: self.ranks.gone or self.failures)
         if self.failures:
             read_for(KEPT_GRACE_SECONDS if self.keeps else GRACE_SECONDS, self.all_have_reported)
-            read_for(EXIT_CODE_SECONDS, self.cause_is_known)
+            read_for(EXIT_CODE_SECONDS, lambda: self.ranks.gone or self.cause_is_known())
 
     def hear(self, kind: str, rank: int, value: Any = None, late: float = 0.0) -> None:
         """Note one event of `Ranks`."""
@@ -131,8 +130,6 @@ class Launch:
                 self.log = (self.log + value.decode("utf-8", "replace"))[-KEPT:]
             case "refused":
                 self.refusal = value
-            case "closed" if not self.closing and (self.keeps or rank not in self.results):
-                self.died(rank)
             case "exited":
                 self.exited(rank, value)
 
@@ -152,21 +149,18 @@ class Launch:
         elif kind == "result":
             self.results[rank] = value
         else:
-            failure = Failure(rank=rank, host=self.ranks.host_of(rank), **value)
-            self.failures[rank] = replace(failure, time=failure.time + late)
+            value["time"] += late
+            self.failures[rank] = Failure(rank=rank, host=self.ranks.host_of(rank), **value)
 
     def exited(self, rank: int, code: int) -> None:
         """Note the exit code of a rank's process; one that never came to life has said why."""
-        self.exit_codes[rank] = code
-        if code and not self.closing:
-            self.died(rank)
+        if not self.closing and (code or self.keeps or rank not in self.results):
+            self.exit_codes[rank] = code
+            kind, words = how_it_ended(code)
+            failure = Failure(rank, kind, words, time=time.monotonic(), host=self.ranks.host_of(rank))
+            self.failures.setdefault(rank, failure)
             if code > 0 and rank not in self.pids:
                 self.refusal = LaunchError(f"the ranks could not be started\n{self.log}".strip())
-
-    def died(self, rank: int) -> None:
-        """Note that a rank's process ended, or ends."""
-        failure = Failure(rank, "ended", time=time.monotonic(), host=self.ranks.host_of(rank))
-        self.failures.setdefault(rank, failure)
 
     def is_decided(self) -> bool:
         """Whether nothing but the end is left to wait for."""
@@ -181,19 +175,8 @@ class Launch:
         return len(self.failures.keys() | self.results.keys()) == self.world_size
 
     def cause_is_known(self) -> bool:
-        """Whether waiting is useless: some rank has reported its own error, and all exit codes of dead ranks came."""
-        died = [rank for rank, failure in self.failures.items() if failure.type_name == "ended"]
-        known = all(rank in self.exit_codes for rank in died)
-        return self.ranks.gone or (bool(died or self.has_own_error()) and known)
-
-    def has_own_error(self) -> bool:
-        """Whether some rank has reported an error of its own."""
-        return any(failure.type_name != "ended" and not failure.consequence for failure in self.failures.values())
-
-    def ended_from_outside(self) -> bool:
-        """Whether the ranks failed only because the processes that they depend on have ended."""
-        codes_known = any(rank in self.exit_codes for rank in self.failures)
-        return self.ranks.cut_off and not codes_known and not self.has_own_error()
+        """Whether some rank has failed by itself, and has not only lost its connection to one that did."""
+        return any(not failure.consequence for failure in self.failures.values())
 
     def look_at_ranks(self) -> None:
         """Ask every rank for its stack, and note what each one was doing."""
@@ -222,7 +205,7 @@ class Launch:
         """The results in rank order, or the error that says best what happened."""
         if error := self.refusal or self.timed_out:
             raise error
-        if self.failures and not self.ended_from_outside():
+        if self.failures and (self.cause_is_known() or not self.ranks.cut_off):
             raise RankError(self.ordered_failures(), self.world_size)
         if self.failures or not self.has_all_results():
             reason = self.ranks.explain()
@@ -235,20 +218,16 @@ class Launch:
     def ordered_failures(self) -> list:
         """The earliest first; broken connections, which only follow from another rank's failure, last.
 
-        A rank that died is described by its exit code and its last stack.
+        A rank that died shows its last stack.
         """
-        for rank, failure in self.failures.items():
-            if failure.type_name == "ended":
-                failure.type_name, failure.message = how_it_ended(self.exit_codes.get(rank))
-                frames = "\n".join(map(stacks.show, stacks.parse(self.stacks[rank])))
-                failure.traceback = frames or self.log
+        for rank in self.exit_codes:
+            frames = "\n".join(map(stacks.show, stacks.parse(self.stacks[rank])))
+            self.failures[rank].traceback = self.failures[rank].traceback or frames or self.log
         return sorted(self.failures.values(), key=lambda failure: (failure.consequence, failure.time))
 
 
-def how_it_ended(code: int | None) -> tuple:
+def how_it_ended(code: int) -> tuple:
     """An exit code in words: (kind, message)."""
-    if code is None:
-        return "ended", "without a result"
     if code >= 0:
         return "exited", f"with code {code}, without a result"
     name = signal.Signals(-code).name

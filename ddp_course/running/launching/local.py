@@ -61,7 +61,7 @@ class LocalRanks(Ranks):
         for rank in self.ranks:
             orders, writing = os.pipe()
             self.orders[rank] = open(writing, "wb")  # noqa: SIM115 (closed by `release`)
-            report = Mail(partial(self.tell, "message", rank), partial(self.tell, "closed", rank))
+            report = Mail(partial(self.tell, "message", rank))
             prints = [Lines(partial(self.tell, stream, rank)) for stream in ("stdout", "stderr")]
             readers: list = [report, *prints, partial(self.tell, "stack", rank)]
             ends = [orders, *map(self.inbox.pipe, readers)]

@@ -39,6 +39,7 @@ QUIET_NCCL = {  # its watchdog must not end a process before the launch has said
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
 }
 NCCL_LOST = ("ncclRemoteError", "remote process", "communicator was aborted", "Connection closed", "Connection reset")
+PEER_LOST = ("Connection closed by peer", "Connection reset", "Broken pipe", "recv failed")
 ELASTIC = "TORCHELASTIC_"  # variables of a torchrun that this launch may be part of, but its ranks are not
 
 
@@ -143,7 +144,7 @@ def redirect_output(out: int, err: int) -> None:
 
 
 def refuse_breakpoint(*args: Any, **kwargs: Any) -> None:
-    """What `breakpoint()` does in a rank."""
+    """Stand in for `breakpoint()`."""
     raise CourseError(
         "breakpoint() cannot be used in a rank: nobody can type there. Print instead, or call the function in this "
         'process with one rank: docs/TROUBLESHOOTING.md, "Debug a rank"'
@@ -188,10 +189,7 @@ def describe(error: BaseException) -> dict:
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename in OWN_FILES:
         frames = frames.tb_next
-    try:
-        message = str(error)
-    except Exception:
-        message = "(its message could not be made)"
+    message = str(error)
     if "initialize the default process group twice" in message:
         message = "launch has brought the process group up already: leave out dist.init_process_group"
     if isinstance(error, SystemExit):
@@ -214,7 +212,6 @@ def is_broken_connection(error: BaseException, message: str) -> bool:
     runtime = isinstance(error, RuntimeError)
     if runtime and "gloo" in message and "transport" in message:
         return True
-    marks = ("Connection closed by peer", "Connection reset", "Broken pipe", "recv failed")
-    reported = isinstance(error, ConnectionError) or (runtime and any(mark in message for mark in marks))
+    reported = isinstance(error, ConnectionError) or (runtime and any(mark in message for mark in PEER_LOST))
     innermost = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)][-1:]
     return reported and bool(innermost) and innermost[0].startswith(LIBRARIES)

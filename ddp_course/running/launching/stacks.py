@@ -1,8 +1,8 @@
 """What each rank was doing when time ran out, in the learner's terms."""
 
-import linecache
 import re
 import time
+import traceback
 from pathlib import Path
 
 from ...errors import RankState
@@ -27,7 +27,7 @@ def look(statuses: dict, dumps: list, calls: dict, results: dict) -> tuple[list,
     states, entered = [], {}
     for rank, dump in enumerate(dumps):
         threads = parse(dump)
-        entered[rank] = next((name for frames in threads for file, _, name in frames if is_torch_call(file, name)), "")
+        entered[rank] = next((call for frames in threads for call in torch_calls(frames)), "")
         status = "finished, waiting for the others" if rank in results else statuses.get(rank) or "not started yet"
         collective = last_collective(calls.get(rank, []), entered[rank], time.monotonic())
         states.append(RankState(rank, status, collective, "\n".join(show(frames) for frames in threads)))
@@ -111,16 +111,11 @@ def parse(dump: str) -> list:
     return threads[::-1]
 
 
-def is_torch_call(file: str, function: str) -> bool:
-    """Whether this frame is one of torch's own collectives."""
-    return file.endswith("distributed_c10d.py") and not function.startswith("_")
+def torch_calls(frames: list) -> list:
+    """The names of torch's own collectives among these frames."""
+    return [name for file, _, name in frames if file.endswith("distributed_c10d.py") and not name.startswith("_")]
 
 
 def show(frames: list) -> str:
     """Frames as in a Python traceback, with the source line where it is known."""
-    lines = []
-    for file, line, function in frames:
-        lines.append(f'  File "{file}", line {line}, in {function}')
-        source = linecache.getline(file, line).strip()
-        lines += [f"    {source}"] if source else []
-    return "\n".join(lines)
+    return "".join(traceback.format_list([(*frame, None) for frame in frames])).rstrip()

@@ -70,7 +70,6 @@ def test_errors_show_the_cell_and_what_was_printed_before(kernel):
     [
         ("%%ranks 2\nx = = 1", "SyntaxError", "x = = 1"),
         ("%%ranks two\n1", "UsageError", "world_size is 'two'"),
-        ("%%ranks 2 --pull 1x\n1", "UsageError", "--pull takes names"),
         ("%%ranks 2 --pull absent\n1", "RankError", '"absent" is to be pulled'),
         ("%%ranks 0\n1", "ValueError", "world size is 0"),
         ("%%ranks 2\nunsendable", "TypeError", '"unsendable" is used in the cell'),
