@@ -76,14 +76,18 @@ def test_an_environment_that_no_new_program_can_have_reaches_the_ranks(monkeypat
 def test_ranks_end_with_a_caller_that_was_killed():
     """Server, agent and ranks; what a rank has started goes with them."""
     source = (
-        "import os, signal, subprocess, threading, time\nfrom ddp_course import launch\n"
-        "def rank():\n"
+        "import os, signal, subprocess, time\nimport torch.distributed as dist\nfrom ddp_course import launch\n"
+        "def rank(caller):\n"
         "    print(os.getpid(), subprocess.Popen(['sleep', '300'], start_new_session=True).pid, flush=True)\n"
+        "    dist.barrier()\n"
+        "    time.sleep(1)\n"
+        "    os.kill(caller, signal.SIGKILL)\n"
         "    time.sleep(300)\n"
-        "threading.Timer(15, os.kill, (os.getpid(), signal.SIGKILL)).start()\n"
-        "launch(rank, world_size=2)"
+        "launch(rank, os.getpid(), world_size=2)"
     )
-    ended = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False, timeout=60)
+    ended = subprocess.run(
+        [sys.executable, "-u", "-c", source], capture_output=True, text=True, check=False, timeout=60
+    )
     pids = [int(pid) for line in ended.stdout.splitlines() for pid in line.split()[2:]]
     assert ended.returncode == -signal.SIGKILL and len(pids) == 4
     _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=20)

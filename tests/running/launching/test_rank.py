@@ -1,6 +1,5 @@
 """What a rank does on a GPU, as far as it can be seen without one."""
 
-import os
 import pickle
 
 import pytest
@@ -44,22 +43,6 @@ def test_results_on_a_gpu_arrive_on_the_cpu():
     kind, result = pickle.loads(packed)
     assert kind == "result" and result["number"] == 1
     assert type(result["tensor"]) is torch.Tensor and result["tensor"].tolist() == [0, 1, 2]
-
-
-def test_the_watchdog_of_nccl_leaves_the_process_alone(monkeypatch):
-    for name in rank.QUIET_NCCL:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("TORCH_NCCL_ENABLE_MONITORING", "1")  # whoever sets it, means it
-    for name in ("DDP_COURSE_DEVICE", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"):
-        monkeypatch.setenv(name, os.environ.get(name, ""))
-    chosen = []
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
-    rank.choose_device({"devices": ["cuda:1"], "ranks": [0], "threads": 1, "backend": "cpu:gloo,cuda:nccl"}, 0)
-    settings = {name: os.environ[name] for name in rank.QUIET_NCCL}
-    assert settings == {**rank.QUIET_NCCL, "TORCH_NCCL_ENABLE_MONITORING": "1"} and chosen == ["cuda:1"]
-    for name in rank.QUIET_NCCL:
-        os.environ.pop(name)
 
 
 def test_a_collective_on_a_gpu_was_launched_not_finished():

@@ -3,7 +3,7 @@
 import pytest
 
 from ddp_course.running.flight_recorder import Call, marks
-from ddp_course.running.launching.stacks import enumerate_ranks, missing_from_ours, missing_from_torchs
+from ddp_course.running.launching.stacks import missing_from_ours, missing_from_torchs
 
 ALL, PAIR = (0, 1, 2), (0, 1)
 
@@ -44,11 +44,3 @@ def test_the_rank_that_the_others_wait_for_is_missed(calls, missed):
 )
 def test_torchs_own_are_named_only_when_that_is_sure(entered, missed):
     assert missing_from_torchs(entered) == missed
-
-
-def test_ranks_in_words():
-    assert [enumerate_ranks(ranks, "has", "have") for ranks in ([2], [0, 2], [0, 1, 3])] == [
-        "rank 2 has",
-        "ranks 0 and 2 have",
-        "ranks 0, 1 and 3 have",
-    ]
