@@ -7,7 +7,6 @@ import inspect
 import linecache
 import operator
 import os
-import pickle
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -111,23 +110,20 @@ def check_request(world_size: Any, device: Any, timeout: Any, link: Any) -> int:
 
 
 def pack_call(fn: Callable, args: tuple, kwargs: dict) -> IO[bytes]:
-    """An unlinked temporary file with the source of all cells and the pickled call; ranks map it, none copies it."""
+    """A file without a name that holds the source of all cells and the call, pickled; ranks map it, none copies it."""
     sources = {
         name: "".join(entry[2])
         for name, entry in list(linecache.cache.items())
         if len(entry) == 4 and not os.path.exists(name)
     }
-    packed_sources = pickle.dumps(sources)
     if not callable(fn):
         raise TypeError(f"launch takes the function itself, as in launch(train, …), not what it returned: {fn!r:.100}")
     try:
-        packed_call = pickling.dumps((fn, args, kwargs), protocol=5)
+        packed = pickling.dumps((sources, fn, args, kwargs), protocol=5)
     except Exception as error:
         name, reason = pickling.unsendable(pickling.used_by(fn, args, kwargs)) or (repr(fn), error)
         raise TypeError(f"{name} cannot be sent to other processes: {reason}") from None
     payload = open_memory("call")
-    payload.write(len(packed_sources).to_bytes(8, "little"))
-    payload.write(packed_sources)
-    payload.write(packed_call)
+    payload.write(packed)
     payload.flush()
     return payload

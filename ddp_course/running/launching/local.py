@@ -21,8 +21,9 @@ from .. import flight_recorder
 from . import processes, stacks
 from .channel import Inbox, Lines, Mail, close_all, write
 from .launched import ENDING_SECONDS, Ranks, how_it_ended
-from .processes import MARK
 from .setting import open_memory
+
+MARK = "DDP_COURSE_LAUNCH"  # this environment variable marks all programs that ranks start
 
 
 class LocalRanks(Ranks):

@@ -2,7 +2,6 @@
 
 import atexit
 import os
-import secrets
 import socket
 import subprocess
 import sys
@@ -14,7 +13,6 @@ from . import stacks
 from .agent import SCRIPT, preloading_environment
 from .setting import start_method
 
-MARK = "DDP_COURSE_LAUNCH"  # this environment variable marks all programs that ranks start
 NEEDED_TOO = ("torch._dynamo", "pytest")  # ranks need these as well if the caller has loaded them, and they load slowly
 
 
@@ -30,7 +28,7 @@ class Server:
             self.process = subprocess.Popen(
                 [sys.executable, SCRIPT, start_method(), *needed],
                 stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=self.complaints, start_new_session=True,
-                env={**preloading_environment(), MARK: secrets.token_hex(8)},
+                env=preloading_environment(),
             )  # fmt: skip
 
     def usable(self) -> bool:

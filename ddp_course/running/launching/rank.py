@@ -153,11 +153,8 @@ def refuse_breakpoint(*args: Any, **kwargs: Any) -> None:
 
 def unpack(packed: Any) -> Callable[[], Any]:
     """Unpickle the caller's function with its arguments and the source of its cells."""
-    length = int.from_bytes(packed[:8], "little")
-    sources = pickle.loads(packed[8 : 8 + length])
+    sources, function, args, kwargs = pickle.loads(packed)
     linecache.cache.update({name: (len(text), None, text.splitlines(True), name) for name, text in sources.items()})
-    with memoryview(packed) as view:
-        function, args, kwargs = pickle.loads(view[8 + length :])
     return partial(function, *args, **kwargs)
 
 
