@@ -80,7 +80,7 @@ def start_ranks(setting: dict, link: Any, master: str, shared: list, launch: soc
     if setting["start"] == "fork":
         for name in ("ddp_course.running.launching.rank", *setting["modules"]):
             with contextlib.suppress(Exception):  # a rank that needs it will tell
-                importlib.import_module(name)  # afresh for this launch, but once for all its ranks
+                importlib.import_module(name)  # they are read afresh for this launch, but once for all its ranks
     agent, ranks = os.getpid(), {}
     for number in setting["ranks"]:
         pipes = socket.recv_fds(launch, 1, PIPES_PER_RANK)[1]
@@ -122,7 +122,7 @@ def be_rank(agent: int, setting: dict, number: int, link: Any, files: list, list
     try:
         linux.die_with_parent(agent)
         main(setting, number, link, files, listener)
-        threading._shutdown()  # type: ignore[attr-defined]  # as multiprocessing does in its children
+        threading._shutdown()  # type: ignore[attr-defined]  # multiprocessing's children do the same
         sys.stdout.flush()
         code = 0
     except BaseException:

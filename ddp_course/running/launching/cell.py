@@ -1,4 +1,4 @@
-"""What `%%ranks` runs on each rank: the text of one notebook cell."""
+"""The part of `%%ranks` that each rank runs: the text of one notebook cell."""
 
 import ast
 
@@ -9,12 +9,12 @@ from ..devices import rank_device
 
 PROVIDED = ("rank", "world_size", "dist", "torch", "device")
 
-_names: dict = {}  # the global names of cells: one dict, for all that run on this rank
-_sent: dict = {}  # what the notebook has last given to each
+_names: dict = {}  # the cells that run on this rank share these global names
+_sent: dict = {}  # the notebook gave each name this value last
 
 
 def compile_cell(source: str, filename: str) -> tuple:
-    """Compile a cell: its statements, and its last expression if it ends with one that is not silenced by ";"."""
+    """Compile a cell to its statements and its last expression, None if there is none or ";" silences it."""
     tree = ast.parse(source, filename)
     last = None
     end = tree.body[-1] if tree.body else None
@@ -25,12 +25,12 @@ def compile_cell(source: str, filename: str) -> tuple:
 
 
 def used_names(source: str) -> set:
-    """All names that a cell mentions."""
+    """Collect the names that a cell mentions."""
     return {node.id for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name)}
 
 
 def run_cell(source: str, filename: str, given: dict, pull: list) -> dict:
-    """Run a cell on this rank with the names in `given`; print its last expression; return rank 0's `pull`ed names.
+    """Run a cell on this rank with the names in `given`; print its last expression; rank 0 returns the names `pull`.
 
     A name that an earlier cell has assigned on ranks that stayed is theirs; all others come with each cell.
     """
@@ -45,9 +45,5 @@ def run_cell(source: str, filename: str, given: dict, pull: list) -> dict:
     shown = eval(last, _names) if last else None
     if shown is not None:
         print(repr(shown))
-    if rank:
-        return {}
-    if missing := [name for name in pull if name not in _names]:
-        raise NameError(f'"{missing[0]}" is to be pulled, but the cell assigned no such name on rank 0')
-    values = {name: _names[name] for name in pull}
+    values = {name: _names[name] for name in pull if rank == 0 and name in _names}
     return {name: v.detach().cpu() if isinstance(v, torch.Tensor) else v for name, v in values.items()}

@@ -132,7 +132,7 @@ class RanksMagic(Magics):
         world_size = self.world_size(options)
         filename = f"<ranks {crc32(cell.encode()):08x}>"
         linecache.cache[filename] = (len(cell), None, cell.splitlines(True), filename)
-        compile_cell(cell, filename)  # so that a syntax error is shown before anything starts
+        compile_cell(cell, filename)  # a syntax error is shown before anything starts
         call = pack_call(run_cell, (cell, filename, given_names(cell, self.shell.user_ns), pull), {})
         check_request(world_size, options.device, options.timeout, None)
         if options.keep and self.kept is None:
@@ -144,6 +144,8 @@ class RanksMagic(Magics):
                 self.kept = None
                 print(ENDED, file=sys.stderr)
         self.shell.push(results[0])
+        if missing := [name for name in pull if name not in results[0]]:
+            raise UsageError(f'"{missing[0]}" is to be pulled, but the cell assigned no such name on rank 0')
 
     def world_size(self, options: Any) -> int:
         """How many ranks are asked for; UsageError if that is no number, or others are kept."""

@@ -70,7 +70,7 @@ def test_errors_show_the_cell_and_what_was_printed_before(kernel):
     [
         ("%%ranks 2\nx = = 1", "SyntaxError", "x = = 1"),
         ("%%ranks two\n1", "UsageError", "world_size is 'two'"),
-        ("%%ranks 2 --pull absent\n1", "RankError", '"absent" is to be pulled'),
+        ("%%ranks 2 --pull absent\n1", "UsageError", '"absent" is to be pulled'),
         ("%%ranks 0\n1", "ValueError", "world size is 0"),
         ("%%ranks 2\nunsendable", "TypeError", '"unsendable" is used in the cell'),
         ("%%ranks 2 --timeout 1\nwhile True: pass", "LaunchTimeout", "while True: pass"),
@@ -88,6 +88,7 @@ KEPT = [  # cells that run one after the other, and what they show, or a word of
     ("rate = 5", ""),
     ("%%ranks\ndefined_later = 7\nx.item(), rate, later()", "[rank 0] (0.0, 5, 35)\n[rank 1] (1.0, 5, 35)\n"),
     ("%%ranks\nundefined", "'undefined' is not defined"),
+    ("%%ranks --pull absent\nrank", '"absent" is to be pulled'),
     ("%%ranks 3\n1", "2 ranks are kept"),
     ("%%ranks --pull x\ndist.all_reduce(x); later()", "[rank 0] 35\n[rank 1] 35\n"),
     ("%ranks stop", ""),
