@@ -71,7 +71,7 @@ def torch_parts() -> Iterator[Finding]:
     nccl = gpus and dist.is_nccl_available()
     yield "NCCL", ".".join(map(str, torch.cuda.nccl.version())) if nccl else "no (needs NVIDIA GPUs and Linux)"
     fork = start_method() == "fork"
-    yield "ranks", "forked from a server with torch in it" if fork else "started anew: each launch loads torch first"
+    yield "ranks", "forked from a server that has torch loaded" if fork else "started anew: each launch loads torch"
     launch(dist.barrier, world_size=2, timeout=60)
     yield "two ranks", "were launched, and agree"
     private = os.environ.get("DDP_COURSE_NETWORK") == "private"
