@@ -28,7 +28,7 @@ import psutil
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from launch_faults import FAULTS, HEADER, Fault
 
-from ddp_course.running.launching import processes
+from ddp_course.running.launching import local
 
 ALLOWED_GROWTH = 5 << 20  # bytes
 TORCH_CACHE = "torchinductor_"  # one folder a user, which torch makes wherever an optimizer is made
@@ -110,7 +110,7 @@ def attack(name, delay, stop):
     elif name == "agent killed":
         kill(agents[0], signal.SIGKILL)
     elif name == "server killed":
-        kill(psutil.Process(processes.server_pid()), signal.SIGKILL)
+        kill(psutil.Process(local.server_pid()), signal.SIGKILL)
 
 
 def kill(process, number):
@@ -122,7 +122,7 @@ def kill(process, number):
 def launch_processes():
     """The agents and the ranks that run now."""
     with contextlib.suppress(psutil.NoSuchProcess):
-        agents = psutil.Process(processes.server_pid()).children()
+        agents = psutil.Process(local.server_pid()).children()
         return agents, [rank for agent in agents for rank in agent.children()]
     return [], []
 

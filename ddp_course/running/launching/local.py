@@ -7,23 +7,99 @@ and of each rank the far ends of the pipes on which it hears orders, reports, pr
 reads all of them in one loop: no threads, no signal handlers, nothing for a cell to hang on.
 """
 
+import atexit
 import os
 import pickle
 import secrets
 import signal
 import socket
+import subprocess
 import sys
+import tempfile
+import threading
 from contextlib import suppress
 from functools import partial
 from typing import IO, Any
 
 from .. import flight_recorder
-from . import processes, stacks
+from . import stacks
+from .agent import SCRIPT, preloading_environment
 from .channel import Inbox, Lines, Mail, close_all, write
 from .launched import ENDING_SECONDS, Ranks, how_it_ended
-from .setting import open_memory
+from .setting import open_memory, start_method
 
 MARK = "DDP_COURSE_LAUNCH"  # this environment variable marks all programs that ranks start
+NEEDED_TOO = ("torch._dynamo", "pytest")  # ranks need these as well if the caller has loaded them, and they load slowly
+
+
+class Server:
+    """The caller's launch server: a process that forks an agent whenever it is asked to, over `control`."""
+
+    def __init__(self):
+        self.control, theirs = socket.socketpair()
+        self.complaints = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `close`)
+        self.owner = os.getpid()
+        needed = [name for name in NEEDED_TOO if name in sys.modules]
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, SCRIPT, start_method(), *needed],
+                stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=self.complaints, start_new_session=True,
+                env=preloading_environment(),
+            )  # fmt: skip
+
+    def usable(self) -> bool:
+        """Whether it runs, not stopped by a signal, and belongs to this process, not to one that forked us."""
+        alive = self.owner == os.getpid() and self.process.poll() is None
+        return alive and stacks.status_of(self.process.pid) != stacks.STATUS["stopped"]
+
+    def exit_code(self, patience: float) -> int | None:
+        """How it ended, None if it has not within so many seconds."""
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(patience)
+        return self.process.returncode
+
+    def log(self) -> str:
+        """What it wrote on its standard error: nothing, unless it could not start."""
+        if self.complaints.closed:
+            return ""
+        return os.pread(self.complaints.fileno(), 1 << 16, 0).decode("utf-8", "replace")
+
+    def close(self) -> None:
+        """End it, unless it is of the process that forked us, and with it all launches that still run."""
+        self.control.close()
+        if self.owner == os.getpid():
+            self.process.kill()
+            self.process.wait()
+        self.complaints.close()
+
+
+_servers: list[Server] = []  # there is none before the first launch, then one
+_lock = threading.Lock()
+
+
+def use_server(server: Server | None) -> None:
+    """From now on this process's launches go to `server`; the one before ends."""
+    for earlier in _servers:
+        earlier.close()
+    _servers[:] = [server] if server else []
+
+
+def server_pid() -> int | None:
+    """The process id of this process's server, None before its first launch."""
+    return _servers[0].process.pid if _servers else None
+
+
+def ask_for_agent(launch: socket.socket) -> Server:
+    """Have the server fork an agent, which talks over this socket; start a server if there is none that answers."""
+    with _lock:
+        if not (_servers and _servers[0].usable()):
+            use_server(Server())
+        with suppress(BrokenPipeError, ConnectionResetError):  # it dies right now: the launch notices, and tries again
+            socket.send_fds(_servers[0].control, [b"L"], [launch.fileno()])
+        return _servers[0]
+
+
+atexit.register(use_server, None)
 
 
 class LocalRanks(Ranks):
@@ -33,7 +109,7 @@ class LocalRanks(Ranks):
         self.setting, self.ranks = setting, setting["ranks"]
         self.mark = setting["environ"][MARK] = secrets.token_hex(8)
         self.inbox, self.ending = Inbox(), False
-        self.server: processes.Server | None = None
+        self.server: Server | None = None
         self.agent: int | None = None  # this process id is also the process group of all that it starts
         self.agent_code: int | None = None
         self.orders: dict = {}  # {rank: the pipe over which it hears of the next call, or that it may leave}
@@ -45,7 +121,7 @@ class LocalRanks(Ranks):
         """Have the server fork an agent, and hand over to it."""
         connection, theirs = socket.socketpair()
         with theirs:
-            self.server = processes.ask_for_agent(theirs)
+            self.server = ask_for_agent(theirs)
         with suppress(BrokenPipeError, ConnectionResetError):  # then its end arrives next
             self.hand_over(connection, payload)
         self.inbox.add(connection.detach(), Mail(self.from_agent, self.all_gone))

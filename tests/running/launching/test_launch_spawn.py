@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ddp_course import Link, launch, ring_all_reduce
 from ddp_course.errors import LaunchError, LinkError
-from ddp_course.running.launching import processes, setting
+from ddp_course.running.launching import local, setting
 
 
 @pytest.fixture(autouse=True)
@@ -22,15 +22,15 @@ def spawn(monkeypatch):
     monkeypatch.setenv("DDP_COURSE_START", "spawn")
     before = children()
     yield
-    assert children() - before <= {processes.server_pid()}
+    assert children() - before <= {local.server_pid()}
 
 
 @pytest.fixture(autouse=True, scope="module")
 def own_server():
     """A server that has no torch: its ranks cannot have any from there."""
-    processes.use_server(None)
+    local.use_server(None)
     yield
-    processes.use_server(None)
+    local.use_server(None)
 
 
 def children():
@@ -64,11 +64,11 @@ def test_links_say_what_they_are():
 def test_no_process_that_has_torch_is_forked():
     first, second = (launch(os.getpid, world_size=2) for _ in range(2))
     assert len({*first, *second}) == 4
-    assert not [region for region in psutil.Process(processes.server_pid()).memory_maps() if "libtorch" in region.path]
+    assert not [region for region in psutil.Process(local.server_pid()).memory_maps() if "libtorch" in region.path]
 
 
 def test_an_environment_that_no_new_program_can_have_reaches_the_ranks(monkeypatch):
-    processes.use_server(None)
+    local.use_server(None)
     monkeypatch.setenv("LONG", "x" * 200_000)
     assert launch(lambda: len(os.environ["LONG"]), world_size=2) == [200_000] * 2
 
@@ -97,12 +97,12 @@ def test_ranks_end_with_a_caller_that_was_killed():
 def test_a_python_that_cannot_start_is_told(monkeypatch, tmp_path):
     (tmp_path / "python").write_text("#!/bin/sh\necho this Python is broken >&2\nexit 1\n")
     (tmp_path / "python").chmod(0o755)
-    processes.use_server(None)
+    local.use_server(None)
     with monkeypatch.context() as patched:
         patched.setattr(sys, "executable", str(tmp_path / "python"))
         with pytest.raises(LaunchError, match=r"(?s)the launch server exited with code 1.*this Python is broken"):
             launch(os.getpid, world_size=2)
-    processes.use_server(None)
+    local.use_server(None)
 
 
 @pytest.mark.parametrize("platform, chosen", [("darwin", "spawn"), ("linux", "fork")])
