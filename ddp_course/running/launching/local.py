@@ -207,14 +207,17 @@ class LocalRanks(Ranks):
         if self.agent and (self.cut_off or sys.platform != "linux"):  # then no server has killed what left the group
             kill_marked(self.mark)
 
+    def server_code(self) -> int | None:
+        """The exit code of the server, None while it runs; it ends a moment after its socket has."""
+        return self.server.exit_code(patience=1.0 if self.cut_off else 0.0)
+
     def never_started(self) -> bool:
         """Whether the server was gone before it forked an agent, so that the launch may be tried again."""
-        return self.agent is None and not self.server.usable()
+        return self.agent is None and (self.server_code() is not None or not self.server.usable())
 
     def explain(self) -> str:
         """Whether the server or the agent has ended, and how."""
-        server_code = self.server.exit_code(patience=1.0 if self.cut_off else 0.0)
-        for name, code in (("the launch server", server_code), ("their agent", self.agent_code)):
+        for name, code in (("the launch server", self.server_code()), ("their agent", self.agent_code)):
             if code is not None:
                 kind, words = how_it_ended(code)
                 return f"{name} {'was ' * (code < 0)}{kind} {words}\n{self.server.log()}".rstrip()
