@@ -149,7 +149,7 @@ def timetable(schedule, microbatches, chunks=1):  # a rank with two stages has h
     return stage8_pipeline.timetable(schedule(K, microbatches), forward=1 / chunks, backward=2 / chunks)
 
 
-show.sketches.schedule(timetable(stage8_pipeline.gpipe, 1), "One batch: one rank works, the others wait")
+show.sketches.schedules({"One batch: one rank works, the others wait": timetable(stage8_pipeline.gpipe, 1)})
 
 # %% [markdown]
 r"""

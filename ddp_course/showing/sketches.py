@@ -214,13 +214,11 @@ PASSES = {  # of a pipeline: letter and colour
 }
 
 
-def schedule(rows: Sequence[Any], title: str) -> Picture:
-    """A pipeline's timetable: rows of (instruction, start, end) from `stage8_pipeline.timetable`, one lane per rank."""
-    return schedules({title: rows})
-
-
 def schedules(timetables: dict[str, Sequence[Any]]) -> Picture:
-    """Timetables {title: rows} of pipelines one below the other, in the same time; a rank's second stage is paler."""
+    """Timetables of pipelines one below the other, in the same time; a rank's second stage is paler.
+
+    By title: rows of (instruction, start, end) from `stage8_pipeline.timetable`, one lane per rank.
+    """
     last = max(end for rows in timetables.values() for row in rows for _, _, end in row)
     titles = [f"{title}; idle {100 * idle(rows):.0f} %" for title, rows in timetables.items()]
     height = 0.4 + sum(0.75 + 0.4 * len(rows) for rows in timetables.values())

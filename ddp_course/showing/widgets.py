@@ -128,7 +128,8 @@ class Prediction(ipywidgets.VBox):
         guess, line = self.buttons.value, f"you did not guess; {kind}: {result}"
         if guess is not None:
             line = f"your guess: {guess}; {kind}: {result} – {'right' if guess == answer else 'a surprise'}"
-        display(Revealed(line, self.answers.index(answer)))
+        right = {"right": self.answers.index(answer)}  # by which a page without a kernel writes the line anew
+        display({"text/plain": line, MIME: right}, raw=True)
 
     def _repr_mimebundle_(self, **options):
         bundle = super()._repr_mimebundle_(**options)
@@ -137,19 +138,6 @@ class Prediction(ipywidgets.VBox):
 
 
 predict = Prediction  # asked before the experiment; its `reveal` is called after it
-
-
-class Revealed:
-    """The line that a `Prediction` shows in the end, and which answer is `right`, by which a page writes it anew."""
-
-    def __init__(self, line, right):
-        self.line, self.right = line, right
-
-    def __repr__(self):
-        return self.line
-
-    def _repr_mimebundle_(self, **options):
-        return {"text/plain": self.line, MIME: {"right": self.right}}
 
 
 def nearest(value: Any, answers: Sequence[Any]) -> Any:
@@ -352,4 +340,5 @@ def pipeline_figure(schedule: str = "gpipe", world_size: int = 4, microbatches: 
         microbatches, rounded = microbatches + more, f" (a multiple of {world_size})" if more else ""
     instructions = getattr(stage8_pipeline, schedule)(world_size, microbatches)
     rows = stage8_pipeline.timetable(instructions, 1 / chunks, 2 / chunks)
-    return sketches.schedule(rows, f"{SCHEDULES[schedule]}, {world_size} ranks, {microbatches} micro-batches{rounded}")
+    title = f"{SCHEDULES[schedule]}, {world_size} ranks, {microbatches} micro-batches{rounded}"
+    return sketches.schedules({title: rows})
