@@ -79,24 +79,21 @@ def watched(source: str, arguments: list[str]) -> Seen:
     """Run the script as this rank's `__main__`, and watch. What is replaced here ends with the rank's process."""
     epochs: list[tuple[Any, list[int]]] = []  # (a loader, the samples of one pass over it)
     trained, optimizers, states = [], [], []
-    begin, advance, save = data.DataLoader.__iter__, data.dataloader._BaseDataLoaderIter.__next__, torch.save
+    batches, save = data.DataLoader.__iter__, torch.save
 
-    def started(loader):
-        epochs.append((loader, []))
-        return begin(loader)
-
-    def advanced(iterator):
-        batch = advance(iterator)
-        epochs[-1][1].extend(samples_of(batch))
-        return batch
+    def noted(loader):
+        samples: list[int] = []
+        epochs.append((loader, samples))
+        for batch in batches(loader):
+            samples.extend(samples_of(batch))
+            yield batch
 
     def stepped(optimizer, *_):
         optimizers[:] = [optimizer]
         if epochs and epochs[-1] not in trained:
             trained.append(epochs[-1])
 
-    data.DataLoader.__iter__ = started  # type: ignore[method-assign]
-    data.dataloader._BaseDataLoaderIter.__next__ = advanced  # type: ignore[method-assign]
+    data.DataLoader.__iter__ = noted  # type: ignore[method-assign]
     torch.save = lambda state, *_, **__: states.append(state)
     # The launch has made the process group, and ends it.
     dist.init_process_group = dist.destroy_process_group = lambda *_, **__: None  # type: ignore[assignment]
