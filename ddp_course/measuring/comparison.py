@@ -80,11 +80,13 @@ def run(
     several), `parameters` (of bytes and synthetic), `timeout` (seconds per launch). `progress` shows a bar. Raises
     ValueError for a setting that cannot work.
     """
-    keys, job = check_stages(stages), checked(problem, world_size, steps, dtype=dtype, **options)
+    keys = stages.split(",") if isinstance(stages, str) else stages
+    chosen = [ladder.find(str(key).strip()) for key in keys]
+    job = checked(problem, world_size, steps, dtype=dtype, **options)
     if isinstance(device, str):
         placement(device, world_size)  # It refuses a device that is not here.
     place = Place(*emulated.chosen(job, device, device_speed, link, latency, link_mode))
-    return {**header(job, place), "stages": measure_all(keys, job, place, progress)}
+    return {**header(job, place), "stages": measure_all(chosen, job, place, progress)}
 
 
 def header(job: Job, place: Place) -> dict:
@@ -99,9 +101,9 @@ def header(job: Job, place: Place) -> dict:
     }  # fmt: skip
 
 
-def measure_all(keys: list[str], job: Job, place: Place, progress: bool) -> list[dict]:
+def measure_all(chosen: list[Stage], job: Job, place: Place, progress: bool) -> list[dict]:
     """The entries of all stages, each beside its prediction; one device trains first, to compare with."""
-    stages = [ladder.find(key) for key in dict.fromkeys(["1", *keys])]
+    stages = list(dict.fromkeys([ladder.find("1"), *chosen]))
     ideal_ms = ideals(stages, job, place.device, place.link) if isinstance(place.device, Device) else {}
     single, alone_ms, entries = None, None, []
     for stage in shown(stages) if progress else stages:
@@ -112,7 +114,7 @@ def measure_all(keys: list[str], job: Job, place: Place, progress: bool) -> list
         formula = None if stage.bytes_sent is None else round(stage.bytes_sent(job))
         entry |= {"bytes_formula": formula, "ideal_ms": ideal_ms.get(stage.key)}
         entries.append({**entry, "device": str(place.device), "speed_up": alone_ms / entry["step_ms"]})
-    return [entry for entry in entries if entry["stage"] in keys]
+    return [entry for stage, entry in zip(stages, entries, strict=True) if stage in chosen]
 
 
 def shown(stages: list[Stage]) -> Iterator[Stage]:
@@ -122,15 +124,6 @@ def shown(stages: list[Stage]) -> Iterator[Stage]:
     for stage in (bar := tqdm(stages, unit="stage")):
         bar.set_description(stage.name)
         yield stage
-
-
-def check_stages(stages: str | Iterable[str]) -> list[str]:
-    """Return the stages (a list, or text such as "1,4,torch") as a list of keys; ValueError for an unknown one."""
-    keys = [key.strip() for key in stages.split(",")] if isinstance(stages, str) else [str(key) for key in stages]
-    unknown = [key for key in keys if key not in ladder.STAGES]
-    if unknown or not keys:
-        raise ValueError(f"unknown stage {', '.join(map(repr, unknown))}; choose among {', '.join(ladder.STAGES)}")
-    return list(dict.fromkeys(keys))
 
 
 def measured(stage: Stage, job: Job, place: Place, reference: torch.Tensor | None) -> dict:
