@@ -68,9 +68,3 @@ def test_every_command_has_help():
         with pytest.raises(SystemExit) as stopped:
             cli.main([name, "--help"])
         assert stopped.value.code == 0
-
-
-def test_no_command_is_refused():
-    with pytest.raises(SystemExit) as stopped:
-        cli.main([])
-    assert stopped.value.code == 2

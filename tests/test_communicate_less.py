@@ -1,8 +1,5 @@
 """Communicating less: where nothing is left out the result is DDP's, and what is left out is kept or counted."""
 
-from types import SimpleNamespace
-from unittest import mock
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -148,16 +145,6 @@ def test_a_server_with_three_workers_counts_every_update_and_how_stale_it_is():
     staleness = ranks[0][2]
     assert len(staleness) == 24 and min(staleness) >= 0 and max(staleness) > 0
     assert all(len(losses) == 8 for _, losses, _ in ranks[1:])
-
-
-def test_on_a_gpu_directions_are_there_and_futures_know_of_its_streams(monkeypatch):
-    """ "meta" stands for a device that is not the CPU; for streams waits who waits for a future that names them."""
-    assert communicate_less.LowRank(2).start(torch.empty(8, 4, device="meta")).device.type == "meta"
-    asked = []
-    monkeypatch.setattr(torch.futures, "Future", lambda devices: (asked.append(devices), mock.Mock())[1])
-    communicate_less.done(torch.ones(1))
-    communicate_less.done(SimpleNamespace(is_cuda=True, device=torch.device("cuda", 1)))
-    assert asked == [None, [torch.device("cuda", 1)]]
 
 
 def test_a_server_that_never_waits_refuses_nccl(monkeypatch):

@@ -153,10 +153,3 @@ def test_add_an_exercise(house):
     assert "Double it." in said and "Exercise 16.1: correct." in said
     with pytest.raises(AssertionError, match="that is four times the number"):
         run(house, "-c", tried.format(4))
-
-
-def test_add_a_lesson(house):
-    lesson = '# %% [markdown]\nr"""\n# Lesson 16: topic\n"""\n\n# %% sum\nprint(1 + 1)\n'
-    follow(house, " lesson", {"authoring/lessons/16_topic.py": lesson})
-    run(house, "authoring/build.py", "--only", "16", "--execute")
-    assert '"2\\n"' in (house / "notebooks" / "16_topic.ipynb").read_text()

@@ -4,19 +4,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from benchmarks import ddp, ring, training
+from benchmarks import ddp, ring
 from ddp_course import launch
 from ddp_course.errors import LinkError
-
-
-def wrapped_encoder():
-    medians = ddp.wrappers_in_turn("encoder, 48 small parameters", 1, ("torch", "ours"), True)
-    return medians, [p.numel() for p in training.Encoder().parameters()]
-
-
-def test_the_encoder_trains_with_both_wrappers():
-    seconds, sizes = launch(wrapped_encoder, world_size=2, device="cpu")[0]
-    assert seconds.keys() == {"torch", "ours"} and len(sizes) == 48 and max(sizes) <= 3 * 32 * 32
 
 
 @pytest.mark.parametrize("refuses", ["__init__", "check"])

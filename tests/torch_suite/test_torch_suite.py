@@ -58,7 +58,3 @@ def test_the_control_passes():
 def test_stand_ins_fail(stand_in):
     outcome = results(f"stand_ins.{stand_in}", HARD)
     assert len(outcome) >= 5 and all(outcome.values()), outcome
-
-
-def test_the_list_is_as_long_as_it_is_said_to_be():
-    assert (len(run.listed(2)), len(run.listed(3))) == (84, 79)
