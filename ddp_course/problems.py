@@ -12,6 +12,7 @@ import math
 import os
 import random
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,13 +35,7 @@ def make(name: str, **options: Any) -> "Problem":
 
 
 def shard(
-    dataset_size: int,
-    rank: int,
-    world_size: int,
-    epoch: int = 0,
-    seed: int = 0,
-    shuffle: bool = True,
-    drop_last: bool = False,
+    dataset_size: int, rank: int, world_size: int, epoch: int = 0, seed: int = 0, drop_last: bool = False
 ) -> torch.Tensor:
     """Return the indices of rank `rank`'s share of an epoch, a 1-D int64 tensor of equal length on all ranks.
 
@@ -52,7 +47,7 @@ def shard(
     if not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} of {world_size}: ranks go from 0 to world_size - 1")
     generator = torch.Generator().manual_seed(seed + epoch)
-    order = torch.randperm(dataset_size, generator=generator) if shuffle else torch.arange(dataset_size)
+    order = torch.randperm(dataset_size, generator=generator)
     if drop_last and dataset_size % world_size:
         per_rank = math.ceil((dataset_size - world_size) / world_size)
         return order[: per_rank * world_size][rank::world_size]
@@ -107,7 +102,8 @@ class Problem:
 
     def loss(self, model: nn.Module) -> float:
         """Mean loss of `model` on the held-out samples, as a float; no gradients, in evaluation mode."""
-        return _in_evaluation(model, lambda: functional.cross_entropy(model(self.test_inputs), self.test_targets))
+        with evaluating(model):
+            return functional.cross_entropy(model(self.test_inputs), self.test_targets).item()
 
 
 class Digits(Problem):
@@ -144,8 +140,9 @@ class Digits(Problem):
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Return {"accuracy": share of the 360 held-out digits that are named right}."""
-        hits = _in_evaluation(model, lambda: (model(self.test_inputs).argmax(1) == self.test_targets).double().mean())
-        return {"accuracy": hits}
+        with evaluating(model):
+            hits = model(self.test_inputs).argmax(1) == self.test_targets
+        return {"accuracy": hits.double().mean().item()}
 
 
 class Bytes(Problem):
@@ -183,7 +180,8 @@ class Bytes(Problem):
     def loss(self, model: nn.Module) -> float:
         """Mean loss in nats per byte on 128 held-out windows."""
         inputs, targets = self._split(self.test_windows[:: max(1, len(self.test_windows) // 128)][:128])
-        return _in_evaluation(model, lambda: functional.cross_entropy(model(inputs), targets))
+        with evaluating(model):
+            return functional.cross_entropy(model(inputs), targets).item()
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Return {"bits_per_byte": …} on held-out text; 8 is guessing, 0 is knowing the text by heart."""
@@ -195,7 +193,8 @@ class Bytes(Problem):
         text = list(prompt.encode())
         for _ in range(length):
             window = torch.tensor([text[-self.context :]], device=self.device)
-            logits = _in_evaluation(model, lambda window=window: model(window)[0, :, -1], item=False)
+            with evaluating(model):
+                logits = model(window)[0, :, -1]
             text.append(int(torch.multinomial(logits.double().softmax(0).cpu(), 1, generator=generator)))
         return bytes(text).decode(errors="replace")
 
@@ -266,10 +265,7 @@ class ByteGPT(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.Sequential(*(TransformerBlock(width, max(1, width // 32), dropout) for _ in range(layers)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256)
-        for quiet in (
-            self.positions,
-            self.head,
-        ):  # The bytes' own vectors, of deviation 1, differ from the first step on.
+        for quiet in (self.positions, self.head):  # The bytes' vectors, of deviation 1, differ from the first step on.
             nn.init.normal_(quiet.weight, std=0.02)
 
     def forward(self, indices: torch.Tensor) -> torch.Tensor:
@@ -337,13 +333,13 @@ def _digit_images():
     return table[:, :-1].reshape(-1, 8, 8), table[:, -1]
 
 
-@torch.no_grad()
-def _in_evaluation(model, measure, item=True):
-    """Call `measure()` with `model` in evaluation mode and put it back into its mode."""
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Within this block `model` is in evaluation mode, and computes without gradients."""
     training = model.training
     model.eval()
     try:
-        value = measure()
+        with torch.no_grad():
+            yield
     finally:
         model.train(training)
-    return value.item() if item else value

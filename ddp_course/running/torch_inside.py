@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C import Future as Future
-from torch._ops import OpOverload as OpOverload
 from torch.distributed import distributed_c10d
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -27,6 +26,10 @@ torch_c10d: Any = torch._C._distributed_c10d  # its stubs know nothing of groups
 uncompiled = torch._disable_dynamo  # torch.compile leaves functions with this decorator as they are
 BatchNorm = _BatchNorm
 busy_gpu = torch.cuda._sleep
+default_group = distributed_c10d._get_default_group  # It raises ValueError where none has been made.
+dispatch_modes = _get_current_dispatch_mode_stack  # They are those of this thread, the innermost last.
+as_plain_tensors = torch._C.DisableTorchFunctionSubclass  # Functions then take subclasses of Tensor for tensors.
+backward_pass = torch._C._current_graph_task_id  # It numbers the backward passes from 0; outside of one it is -1.
 UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_  # a gradient scaler calls this
 
 
@@ -49,11 +52,6 @@ def around(owner: Any, name: str, hook: Callable) -> Iterator[None]:
         setattr(owner, name, run)
 
 
-def backward_pass() -> int:
-    """The number of the backward pass that runs in this thread, from 0; -1 outside of one."""
-    return torch._C._current_graph_task_id()
-
-
 def after_backward(function: Callable[[], None]) -> None:
     """Have `function()` called when the running backward pass has computed everything, before it returns."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
@@ -62,21 +60,6 @@ def after_backward(function: Callable[[], None]) -> None:
 def unnoticed_by_autograd(tensors: Sequence[torch.Tensor]) -> AbstractContextManager:
     """Within this block autograd does not notice that `tensors` are overwritten."""
     return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
-
-
-def as_plain_tensors() -> AbstractContextManager:
-    """Within this block functions take subclasses of Tensor for tensors: `__torch_function__` is not asked."""
-    return torch._C.DisableTorchFunctionSubclass()
-
-
-def dispatch_modes() -> list[TorchDispatchMode]:
-    """The `TorchDispatchMode`s that are active in this thread, the innermost last."""
-    return _get_current_dispatch_mode_stack()
-
-
-def default_group() -> dist.ProcessGroup:
-    """The process group of all ranks; ValueError where none has been made."""
-    return distributed_c10d._get_default_group()
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:

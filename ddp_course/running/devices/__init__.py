@@ -17,20 +17,8 @@ What `Link` is for cables, `Device` is for accelerators: the arithmetic is real,
 `full_speed()` inside a rank ends the emulation for the rest of the function.
 """
 
-from ..presets import ACCELERATORS
-from .device import Device, emulation_of, for_ranks
+from .device import Device
 from .emulation import Emulation, device_number, full_speed
 from .placement import Placement, placement, rank_device
 
-__all__ = [
-    "ACCELERATORS",
-    "Device",
-    "Emulation",
-    "Placement",
-    "device_number",
-    "emulation_of",
-    "for_ranks",
-    "full_speed",
-    "placement",
-    "rank_device",
-]
+__all__ = ["Device", "Emulation", "Placement", "device_number", "full_speed", "placement", "rank_device"]

@@ -123,7 +123,7 @@ class Emulation:
 
     def book(self, number: int, operation: Any, formula: Any, args: tuple, kwargs: dict, result: Any) -> None:
         """Advance the clock of device `number` by what the operation cost, and wait for it."""
-        flops = formula(args, kwargs, result) if formula else 0
+        flops = formula(*args, **kwargs, out_val=result) if formula else 0
         nbytes = roofline.traffic((args, kwargs, [result])) if self.device.memory or self.operations is not None else 0
         seconds, bound = self.device.seconds(flops, nbytes)
         end = self.clocks[number].book(self.thread.now, seconds)

@@ -3,15 +3,14 @@
 import os
 import socket
 import warnings
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 BOTH = "cpu:gloo,cuda:nccl"  # such a group has a backend for each kind of tensor
 
 
-@dataclass(frozen=True)
-class Placement:
+class Placement(NamedTuple):
     """The `torch.distributed` backend, and the name of each rank's device in rank order."""
 
     backend: str
@@ -61,14 +60,9 @@ def hide_gpus() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
-def nccl_here() -> bool:
-    """Whether this torch was built with NCCL."""
-    return torch.distributed.is_nccl_available()
-
-
 def nccl_can_share() -> bool:
     """Whether this NCCL lets several ranks use one GPU where the environment asks for it: from 2.30 on."""
-    return nccl_here() and torch.cuda.nccl.version() >= (2, 30)
+    return torch.distributed.is_nccl_available() and torch.cuda.nccl.version() >= (2, 30)
 
 
 def gpu_identity(device: str) -> str:
@@ -82,7 +76,7 @@ def agreed_backend(gpus: list[str]) -> str:
     """The backend for ranks on these GPUs, one name per rank: NCCL wants one GPU per rank, unless it may share them."""
     shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" and nccl_can_share()
     one_each = len(set(gpus)) == len(gpus) or shared
-    return BOTH if one_each and "cpu" not in gpus and nccl_here() else "gloo"
+    return BOTH if one_each and "cpu" not in gpus and torch.distributed.is_nccl_available() else "gloo"
 
 
 def rank_device() -> torch.device:

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from ..torch_inside import OpOverload
-
 aten = torch.ops.aten
 ATTENTION = {  # attention has names of its own on the CPU; its work is the same
     aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
@@ -21,34 +19,14 @@ ATTENTION = {  # attention has names of its own on the CPU; its work is the same
 NO_TRAFFIC = {"_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_"}
 
 
-@cache
-def flops_formula(operation: OpOverload) -> Callable | None:
-    """The flops of `operation` as a function of its arguments and its result; None if torch has no formula for it.
-
-    torch needs 20 microseconds for a formula, so each is evaluated once for all arguments of the same shapes.
-    """
+def flops_formula(operation: Any) -> Callable | None:
+    """torch's formula for the flops of `operation`, by its arguments and its result `out_val`; None if it has none."""
     packet = operation.overloadpacket
-    formula: Any = flop_registry.get(ATTENTION.get(packet, packet))
-    known: dict = {}
-
-    def flops(args: tuple, kwargs: dict, result: Any) -> int:
-        key = tuple(map(shape_or_value, args)), tuple((name, shape_or_value(kwargs[name])) for name in kwargs)
-        if key not in known:
-            known[key] = formula(*args, **kwargs, out_val=result)
-        return known[key]
-
-    return formula and flops
-
-
-def shape_or_value(argument: Any) -> Any:
-    """What the flops of an operation may depend on, hashable."""
-    if isinstance(argument, torch.Tensor):
-        return argument.shape
-    return tuple(argument) if isinstance(argument, list) else argument
+    return flop_registry.get(ATTENTION.get(packet, packet))
 
 
 @cache
-def has_traffic(operation: OpOverload) -> bool:
+def has_traffic(operation: Any) -> bool:
     """Whether `operation` reads or writes memory: views and empty tensors do not, nor do collectives."""
     name = operation.overloadpacket.__name__
     return operation.namespace == "aten" and not operation.is_view and name not in NO_TRAFFIC

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from ...errors import CourseError
 from .. import flight_recorder
-from ..devices import emulation_of
+from ..devices.device import emulation_of
 from ..devices.placement import hide_gpus
 from ..store import serve_store_on
 from .channel import read_message, write

@@ -5,7 +5,8 @@ import sys
 import tempfile
 from typing import IO, Any
 
-from ..devices import Device, for_ranks, placement
+from ..devices.device import Device, for_ranks
+from ..devices.placement import placement
 from ..linux import free_memory, usable_cores
 from . import pickling
 from .channel import PIPES_PER_RANK

@@ -6,7 +6,8 @@ import pytest
 
 from ddp_course import Device, launch
 from ddp_course.errors import DeviceError
-from ddp_course.running.devices import capacity, for_ranks
+from ddp_course.running.devices import capacity
+from ddp_course.running.devices.device import for_ranks
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ def gpus(monkeypatch):
     def have(count, usable=True):
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: usable and count > 0)
-        monkeypatch.setattr(module, "nccl_here", lambda: True)
+        monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
 
     return have
 
