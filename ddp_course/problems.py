@@ -34,23 +34,17 @@ def make(name: str, **options: Any) -> "Problem":
     return classes[name](**options)
 
 
-def shard(
-    dataset_size: int, rank: int, world_size: int, epoch: int = 0, seed: int = 0, drop_last: bool = False
-) -> torch.Tensor:
+def shard(dataset_size: int, rank: int, world_size: int, epoch: int = 0, seed: int = 0) -> torch.Tensor:
     """Return the indices of rank `rank`'s share of an epoch, a 1-D int64 tensor of equal length on all ranks.
 
     The epoch's order is drawn anew from (seed + epoch), the same on every rank; rank r takes positions r, r+K, …
-    Shares do not overlap, except that without `drop_last` the epoch is padded with its first samples until K
-    divides it (which counts these twice in an evaluation); with it, the odd samples at the end are dropped.
-    The result equals `torch.utils.data.DistributedSampler`'s.
+    Shares do not overlap, except that the epoch is padded with its first samples until K divides it (which counts
+    these twice in an evaluation). The result equals `torch.utils.data.DistributedSampler`'s.
     """
     if not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} of {world_size}: ranks go from 0 to world_size - 1")
     generator = torch.Generator().manual_seed(seed + epoch)
     order = torch.randperm(dataset_size, generator=generator)
-    if drop_last and dataset_size % world_size:
-        per_rank = math.ceil((dataset_size - world_size) / world_size)
-        return order[: per_rank * world_size][rank::world_size]
     padding = -dataset_size % world_size
     return torch.cat([order, order.repeat(math.ceil(padding / max(1, dataset_size)))[:padding]])[rank::world_size]
 
@@ -92,7 +86,7 @@ class Problem:
         for step in range(start, steps):
             epoch, position = divmod(step, per_epoch)
             if position == 0 or step == start:
-                indices = shard(len(self.targets), rank, world_size, epoch, seed, drop_last=True)
+                indices = shard(len(self.targets), rank, world_size, epoch, seed)
             chosen = indices[position * size : (position + 1) * size]
             yield self.pick(chosen)
 

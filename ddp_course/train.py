@@ -82,15 +82,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         raise ValueError("synthetic has no dropout; choose --problem digits or bytes")
     if not 0 <= options.dropout < 1:
         raise ValueError(f"dropout is {options.dropout}; it must be at least 0 and below 1")
-    if options.every < 1 or options.keep < 1:
-        raise ValueError("--every and --keep must be 1 or more")
     problem = make_problem(options)
     options.steps = problem.steps if options.steps is None else options.steps
     options.lr = problem.learning_rate if options.lr is None else options.lr
     if not 0 < options.lr < math.inf:
         raise ValueError(f"lr is {options.lr}; a learning rate is a positive number, such as {problem.learning_rate}")
-    if options.steps < 1:
-        raise ValueError(f"steps is {options.steps}; it must be 1 or more")
+    for name in ("steps", "every", "keep"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"{name} is {getattr(options, name)}; it must be 1 or more")
     return options
 
 
@@ -109,8 +108,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     options, ValueError for options that cannot work.
     """
     torch.backends.cudnn.allow_tf32 = False  # All devices compute in the dtype that was asked for.
-    with ExitStack() as held:
-        from_rank_0(hold_folders, options, held)
+    with ExitStack() as folders:
+        from_rank_0(hold_folders, options, folders)
         saved = newest_checkpoint(options)
         problem = make_problem(options, rank_device())
         options.global_batch = global_batch(options, problem, saved)
@@ -128,25 +127,25 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def from_rank_0(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What `function(*arguments)` returns or complains of on rank 0, on all ranks."""
-    answer: list[Any] = [None, None]  # The second is the complaint.
+    """What `function(*arguments)` returns on rank 0, on all ranks; its error is raised on all of them too."""
+    message: list[Any] = [None, None]  # It holds a result and an error.
     if dist.get_rank() == 0:
         try:
-            answer[0] = function(*arguments)
+            message[0] = function(*arguments)
         except (ValueError, CheckpointError) as error:
-            answer[1] = error
-    dist.broadcast_object_list(answer, src=0)
-    result, complaint = answer
+            message[1] = error
+    dist.broadcast_object_list(message, src=0)
+    result, complaint = message
     if complaint:
         raise complaint
     return result
 
 
-def hold_folders(options: argparse.Namespace, held: ExitStack) -> None:
-    """Keep other runs from this run's checkpoints as long as `held` is open; ValueError if a folder is not writable."""
+def hold_folders(options: argparse.Namespace, folders: ExitStack) -> None:
+    """Keep other runs from this run's checkpoints while `folders` is open; ValueError if a folder is not writable."""
     if options.checkpoint:
         writable_folder(options.checkpoint, "--checkpoint")
-        held.enter_context(checkpoint.writing_to(options.checkpoint))
+        folders.enter_context(checkpoint.writing_to(options.checkpoint))
 
 
 def train_steps(
@@ -230,11 +229,11 @@ def check_settings(saved: Any, options: argparse.Namespace) -> None:
     """
     settings = saved["settings"]
     fixed = MUST_MATCH if options.schedule == "constant" else (*MUST_MATCH, "steps")
-    other = [name for name in fixed if settings.get(name) != getattr(options, name)]
-    if other:
-        pairs = (f"--{n.replace('_', '-')} {settings.get(n)} (now {getattr(options, n)})" for n in other)
+    values = {name: (settings.get(name), getattr(options, name)) for name in fixed}
+    differences = [f"--{n.replace('_', '-')} {old} (now {new})" for n, (old, new) in values.items() if old != new]
+    if differences:
         raise CheckpointError(
-            f'the checkpoint in "{options.checkpoint}" was made with {", ".join(pairs)}. '
+            f'the checkpoint in "{options.checkpoint}" was made with {", ".join(differences)}. '
             "Use the same options, or another folder."
         )
     if saved["step"] > options.steps:
@@ -268,9 +267,9 @@ def save(options: argparse.Namespace, strategy: Any, scheduler: Any, step: int, 
 
 def mean_over_ranks(losses: list[Any]) -> list[float]:
     """The losses of the global batches from each rank's own; ranks that know none give None."""
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, losses)
-    return [statistics.fmean(loss for loss in step if loss is not None) for step in zip(*everyone, strict=True)]
+    ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, losses)
+    return [statistics.fmean(loss for loss in step if loss is not None) for step in zip(*ranks, strict=True)]
 
 
 def say(text: str) -> None:

@@ -51,9 +51,9 @@ def train(
 
 
 class Replicated:
-    """Every rank has the whole model: `forward` is what is called in its place, `after_backward()` averages."""
+    """Every rank has the whole model: `forward` is called in its place, and `after_backward()` averages gradients."""
 
-    data_group: dist.ProcessGroup | None = None  # The ranks that share out a global batch: all of them, unless told.
+    data_group: dist.ProcessGroup | None = None  # These ranks share out a global batch; None stands for all.
 
     def __init__(self, model, optimizer, forward=None, after_backward=tuple):
         self.model, self.optimizer = model, optimizer
@@ -170,11 +170,11 @@ def observed_all_reduce(state: dict[str, Any], bucket: dist.GradBucket) -> torch
     start = wire.now()
     flat = bucket.buffer().mul_(1 / dist.get_world_size())
 
-    def done(future):
+    def report(future):
         wire.ended("all_reduce", start, flat)
         return future.value()[0]
 
-    return dist.all_reduce(flat, async_op=True).get_future().then(done)
+    return dist.all_reduce(flat, async_op=True).get_future().then(report)
 
 
 def optimizer_sharded(model: nn.Module, optimizer: Callable[..., torch.optim.Optimizer]) -> Replicated:
@@ -224,18 +224,18 @@ class Pipelined(Replicated):
 
     def state(self) -> dict[str, Any]:
         """The state dicts of the whole model and of one optimizer for it; all ranks call this."""
-        mine, everyone = self.optimizer.state_dict(), [{} for _ in self.parts]
-        own = tree_map_only(Tensor, Tensor.cpu, mine["state"])  # Other ranks would unpack it on this rank's GPU.
-        dist.all_gather_object(everyone, own, group=self.group)
-        whole = {number: entries for part in everyone for number, entries in sorted(part.items())}
-        return {"model": self.whole().state_dict(), "optimizer": {**mine, "state": whole}}
+        optimizer, parts = self.optimizer.state_dict(), [{} for _ in self.parts]
+        part = tree_map_only(Tensor, Tensor.cpu, optimizer["state"])  # Other ranks would unpack it on this rank's GPU.
+        dist.all_gather_object(parts, part, group=self.group)
+        optimizer["state"] = {number: entries for part in parts for number, entries in sorted(part.items())}
+        return {"model": self.whole().state_dict(), "optimizer": optimizer}
 
     def load(self, state: dict[str, Any]) -> None:
         """Take this part's entries out of the optimizer's state dict in `state`."""
-        part, whole = set(self.part.parameters()), state["optimizer"]
-        own = {number for number, parameter in enumerate(self.model.parameters()) if parameter in part}
-        mine = {number: entries for number, entries in whole["state"].items() if number in own}
-        self.optimizer.load_state_dict({**whole, "state": mine})
+        part, optimizer = set(self.part.parameters()), state["optimizer"]
+        numbers = {number for number, parameter in enumerate(self.model.parameters()) if parameter in part}
+        entries = {number: entry for number, entry in optimizer["state"].items() if number in numbers}
+        self.optimizer.load_state_dict({**optimizer, "state": entries})
 
     def whole(self) -> nn.Module:
         """The trained model, whole on every rank."""
@@ -274,12 +274,12 @@ class TensorParallel(Replicated):
     def converted(self, state: dict[str, Any], convert: Callable[..., Tensor]) -> dict[str, Any]:
         """The optimizer's `state` dict with `convert(cut, tensor)` in place of what goes with a slice's elements."""
 
-        def entry(number, value):
+        def value_of(number, value):
             cut = self.cuts[number]
-            sliced = cut is not None and isinstance(value, Tensor) and value.dim() == len(cut.shape)
-            return convert(cut, value) if sliced else value
+            is_slice = cut is not None and isinstance(value, Tensor) and value.dim() == len(cut.shape)
+            return convert(cut, value) if is_slice else value
 
-        entries = {n: {key: entry(n, value) for key, value in kept.items()} for n, kept in state["state"].items()}
+        entries = {n: {key: value_of(n, value) for key, value in entry.items()} for n, entry in state["state"].items()}
         return {**state, "state": entries}
 
     def whole(self) -> nn.Module:

@@ -113,11 +113,6 @@ def span(name: str) -> Iterator[None]:
         tell("span", name, start)
 
 
-def observed() -> bool:
-    """Whether there are observers, so that it is worth telling what happens outside of our own code."""
-    return bool(card.observers)
-
-
 def ended(name: str, start: Any, tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
     """Tell the observers that a backend's collective on `tensor`, which began at `start` (by `now`), has just ended.
 
@@ -150,17 +145,12 @@ class Transfer:
     """A message on its way. `wait()` returns when the tensor may be used again (sent) or read (received)."""
 
     def __init__(self, kind: str, tensor: torch.Tensor, peer: int, group: dist.ProcessGroup | None = None):
-        self.kind, self.tensor, self.peer = kind, tensor, peer
+        self.kind, self.tensor, self.peer, self.nbytes = kind, tensor, peer, tensor.nbytes
         self.staged = _host_copy(kind, tensor, group)
         self.start = now()
         self.throttle = card.throttle if tensor.numel() else None
         self.ticket = self.throttle and self.throttle.post(kind, self.nbytes, peer, group)
         self.work = self._post(group) if tensor.numel() else None
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the message in bytes."""
-        return self.tensor.numel() * self.tensor.element_size()
 
     def _post(self, group):
         post = dist.isend if self.kind == "send" else dist.irecv
@@ -270,7 +260,7 @@ def _exchange_nccl(outgoing, incoming, group):
     for work in dist.batch_isend_irecv(operations) if operations else []:
         work.wait()
     for _, tensor, peer, kind in pairs:
-        tell(kind, kind, start, tensor.numel() * tensor.element_size(), peer)
+        tell(kind, kind, start, tensor.nbytes, peer)
 
 
 def _host_copy(kind, tensor, group):
