@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 
 from ddp_course import stage3_paramserver, stage4_ring
 from ddp_course.measuring import theory
-from ddp_course.running import links, units, wire
+from ddp_course.running import links, wire
 from ddp_course.running.files import replace_file
 from ddp_course.running.launching.launch import launch
 
@@ -45,7 +45,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--modes", default="hosts,wire", help="default %(default)s; hosts only where possible")
     parser.add_argument("--bandwidths", default="100Mbit,200Mbit", help="default %(default)s")
     parser.add_argument("--world-sizes", metavar="K", help="default 2,3,4, and for wire 8 too")
-    parser.add_argument("--sizes", default="1MiB,4MiB,16MiB", help="bytes to average (default %(default)s)")
+    parser.add_argument("--sizes", default="1,4,16", help="MiB to average (default %(default)s)")
     parser.add_argument("--add", action="store_true", help="keep the rows of earlier runs that this one leaves out")
 
 
@@ -57,7 +57,7 @@ def compare(args: argparse.Namespace) -> Part:
         for bandwidth in args.bandwidths.split(",")
         for world_size in map(int, (args.world_sizes or WORLD_SIZES[mode]).split(","))
     ]
-    sizes, rows = [units.nbytes(size) for size in args.sizes.split(",")], []
+    sizes, rows = [int(size) << 20 for size in args.sizes.split(",")], []
     for link, world_size in tqdm(settings, unit="setting", disable=None):
         rows += measure(link, world_size, sizes, args.repeats)
     if args.add:

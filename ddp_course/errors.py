@@ -104,7 +104,7 @@ class DeviceError(CourseError, ValueError):
 
 
 class CheckpointError(CourseError):
-    """A checkpoint is missing, damaged, or does not fit the model it is loaded into."""
+    """A checkpoint is missing, damaged, or was made with other options."""
 
 
 class GradingError(CourseError, ValueError):

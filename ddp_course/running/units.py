@@ -1,4 +1,4 @@
-"""Numbers with units, as people write them: "200Mbit" for a bandwidth, "5ms" for a latency, "16MiB" for a size."""
+"""Numbers with units, as people write them: "200Mbit" for a bandwidth, "5ms" for a latency, "5GB/s" for a memory."""
 
 import math
 import re
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 BANDWIDTHS = {"bit": 1, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
 TIMES = {"s": 1, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 RATES = {"flop": 1, "kflop": 1e3, "mflop": 1e6, "gflop": 1e9, "tflop": 1e12}
-SIZES = {"b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+MEMORY = {"b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
 
 
 def bits_per_second(text: str | int) -> float:
@@ -22,12 +22,6 @@ def seconds(text: str | int, zero: bool = True) -> float:
     return _parse(text, TIMES, "time", "5ms (s, ms, us or ns)", zero)
 
 
-def nbytes(text: str | int) -> int:
-    """Parse a size such as "16MiB", "500kB" or "4096" into bytes, as an int; ValueError otherwise."""
-    unit = "B" if str(text).strip().isdigit() else ""
-    return int(_parse(f"{text}{unit}", SIZES, "size", "16MiB (B, kB, MB, GB, KiB, MiB or GiB)"))
-
-
 def flops_per_second(text: str | int) -> float:
     """Parse a rate of computing such as "2GFLOP/s" into floating-point operations per second; ValueError otherwise."""
     number = str(text).removesuffix("/s")
@@ -36,7 +30,7 @@ def flops_per_second(text: str | int) -> float:
 
 def bytes_per_second(text: str | int) -> float:
     """Parse a memory's bandwidth such as "5GB/s" into bytes per second; ValueError otherwise."""
-    return _parse(str(text).removesuffix("/s"), SIZES, "memory's bandwidth", "5GB/s (B/s, kB/s, MB/s, GB/s)")
+    return _parse(str(text).removesuffix("/s"), MEMORY, "memory's bandwidth", "5GB/s (B/s, kB/s, MB/s, GB/s)")
 
 
 def readable(value: float) -> str:
