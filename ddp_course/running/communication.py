@@ -46,14 +46,14 @@ class CommunicationThread:
         threading.Thread(target=work, args=(self.jobs,), name="communication", daemon=True).start()
         finalize(self, self.jobs.put, None)
 
-    def start(self, function: Callable, device: torch.device, stream: torch.cuda.Stream | None = None) -> Callable:
+    def start(self, function: Callable, device: torch.device) -> Callable:
         """Queue `function(group)`, without gradients; return a function that waits for its result, or raises its error.
 
-        On CUDA it works on `stream`, or else on the thread's own, after all that the caller's stream holds so far;
-        waiting for it holds up the caller's current stream, not the processor.
+        On CUDA it works on the thread's own stream, after all that the caller's stream holds so far; waiting for it
+        holds up the caller's current stream, not the processor.
         """
-        own = self.stream(device)
-        job, ready, stream = Future(), own and torch.cuda.current_stream(device).record_event(), stream or own
+        stream = self.stream(device)
+        job, ready = Future(), stream and torch.cuda.current_stream(device).record_event()
         self.jobs.put((job, lambda: self.carry_out(function, ready, stream)))
 
         def wait():

@@ -14,6 +14,8 @@ class Sharded(torch.nn.Parameter):
     A parameter turns into this and back as `torch.nn.UninitializedParameter` turns into one: its class is exchanged.
     """
 
+    is_shard = True
+
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         if function in HARMLESS:
@@ -29,9 +31,9 @@ class Sharded(torch.nn.Parameter):
 
 
 ATTRIBUTES = ("shape", "ndim", "device", "dtype", "is_cuda", "is_leaf", "requires_grad")
-HARMLESS = {getattr(torch.Tensor, name).__get__ for name in ATTRIBUTES}
-HARMLESS |= {torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel}
-HARMLESS |= {torch.Tensor.is_floating_point, torch.Tensor.is_complex, torch.is_floating_point, torch.is_complex}
+HARMLESS = {torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.is_floating_point, torch.is_complex}
+HARMLESS |= {torch.Tensor.is_floating_point, torch.Tensor.is_complex}
+HARMLESS |= {getattr(torch.Tensor, name).__get__ for name in ATTRIBUTES}
 
 
 class Block(Flat):
@@ -71,7 +73,7 @@ class Block(Flat):
             self.gathering = None
         for parameter in self.parameters:
             if not isinstance(parameter, Sharded):
-                parameter.data = self.full.new_empty(()).expand(parameter.shape)
+                parameter.data, parameter.grad = self.full.new_empty(()).expand(parameter.shape), None
                 parameter.__class__ = Sharded
         self.full.untyped_storage().resize_(0)
 

@@ -30,10 +30,9 @@ class Part(torch.Tensor):
 
     allowed: set[str] | None = None  # These functions alone are allowed; None stands for all of single elements.
     refusal = (
-        "looks at more than single elements; this rank has a part of the gradient only, so each rank would get another "
-        "number. To clip, call clip_grad_norm_ of FullyShardedDataParallel, ShardedOptimizer, Pipeline or "
-        "stage9_tensor instead; optimizers must work element by element, as SGD, Adam and AdamW do; to look at the "
-        "part, take gradient.as_subclass(torch.Tensor)"
+        "looks at more than single elements; this rank has a part of the gradient only. To clip, call clip_grad_norm_ "
+        "of FullyShardedDataParallel, ShardedOptimizer, Pipeline or stage9_tensor instead; optimizers must work "
+        "element by element, as Adam does; to look at the part, take gradient.as_subclass(torch.Tensor)"
     )
 
     @classmethod
@@ -48,9 +47,7 @@ class Part(torch.Tensor):
             mixed = any(each.shape not in shapes for each in made)
         if mixed and name not in REARRANGING:
             raise RuntimeError(f"{name} {cls.refusal}")
-        return tree_map_only(
-            torch.Tensor, lambda each: each if isinstance(each, Part) else each.as_subclass(cls), result
-        )
+        return tree_map_only(torch.Tensor, lambda each: each.as_subclass(cls), result)
 
     def __reduce_ex__(self, protocol):
         return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)

@@ -7,11 +7,10 @@ import torch
 import torch.distributed as dist
 
 from ..running import wire
-from ..running.torch_inside import as_plain_tensors, timeout_of, tree_map_only
+from ..running.torch_inside import timeout_of, tree_map_only
 from ..stage4_ring import allgather, reduce_scatter
 from .clipping import Part
 
-PATIENCE = timedelta(seconds=120)  # a call that needs all ranks waits for so long
 gather_chunks = wire.collective(allgather)
 sum_chunks = wire.collective(reduce_scatter)
 
@@ -21,43 +20,34 @@ class Flat:
 
     The parameters become views into `full`. `pieces[p]` is a pair of slices: the part of parameter p that lies in
     this rank's chunk, as a range of p's elements and as a range of the chunk, both empty if there is none.
-    `shards[p]` is that part as a parameter of its own, for an optimizer, with as many dimensions as p. The shards lie
-    in `shard`: the memory of the chunk, or a copy that stays when the chunk goes.
+    `shards[p]` is that part as a parameter of its own, for an optimizer, with as many dimensions as p; together they
+    are `shard`: the memory of the chunk, or a copy that stays when the chunk goes.
     """
 
     def __init__(self, parameters, group=None, copied=False):
-        self.parameters, self.shapes = parameters, [parameter.shape for parameter in parameters]
         rank, world_size, _, _ = wire.neighbours(group)
+        self.parameters, self.gradient, self.averages, self.places = parameters, None, None, None
         self.full = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
         self.chunks = self.full.tensor_split(world_size)
         self.index = (rank + 1) % world_size  # stage 4's reduce-scatter leaves the sum of chunk r+1 on rank r
         self.mine = self.chunks[self.index]
+        self.shard, self.pieces, self.shards = self.mine.clone() if copied else self.mine, {}, {}
+        low, start = sum(len(chunk) for chunk in self.chunks[: self.index]), 0
         for parameter, view in zip(parameters, self.views(self.full), strict=True):
-            parameter.data = view
-        self.pieces, self.shard = self.cut(), self.mine.clone() if copied else self.mine
-        self.shards = {
-            parameter: torch.nn.Parameter(like(self.shard[inside], parameter), requires_grad=parameter.requires_grad)
-            for parameter, (_, inside) in self.pieces.items()
-        }
-        self.gradient, self.averages, self.places = None, None, None
+            end = start + parameter.numel()
+            first = max(low, start)
+            last = max(first, min(low + len(self.mine), end))
+            self.pieces[parameter] = slice(first - start, last - start), slice(first - low, last - low)
+            elements = like(self.shard[first - low : last - low], parameter)
+            self.shards[parameter] = torch.nn.Parameter(elements, requires_grad=parameter.requires_grad)
+            parameter.data, start = view, end
 
     def views(self, flat):
         """The part of `flat` (as long as `full`) that belongs to each parameter, in the parameter's shape."""
-        pieces = flat.split([shape.numel() for shape in self.shapes])
-        return [piece.view(shape) for shape, piece in zip(self.shapes, pieces, strict=True)]
+        pieces = flat.split([parameter.numel() for parameter in self.parameters])
+        return [piece.view(parameter.shape) for parameter, piece in zip(self.parameters, pieces, strict=True)]
 
-    def cut(self):
-        """Find the part of each parameter that lies in this rank's chunk."""
-        low, start, pieces = sum(len(chunk) for chunk in self.chunks[: self.index]), 0, {}
-        for parameter, shape in zip(self.parameters, self.shapes, strict=True):
-            end = start + shape.numel()
-            first = max(low, start)
-            last = max(first, min(low + len(self.mine), end))
-            pieces[parameter] = slice(first - start, last - start), slice(first - low, last - low)
-            start = end
-        return pieces
-
-    # Gradients go from the parameters, divided by K, into one message, and from the sum of the messages to the shards
+    # Gradients go from the parameters, divided by K, into one message, and from the sum of the messages to the shards.
 
     def collect(self):
         """Make room for the gradients in one message; `places` has the views of those that are missing.
@@ -96,9 +86,6 @@ class Flat:
     def forget(self):
         """Drop the gradients that are on their way, if there are any."""
         self.gradient, self.averages, self.places = None, None, None
-        with as_plain_tensors():
-            for parameter in self.parameters:
-                parameter.grad = None
 
 
 def like(piece, tensor):
@@ -106,7 +93,7 @@ def like(piece, tensor):
     return piece.view(-1, *[1] * (tensor.dim() - 1))
 
 
-# An optimizer's state lies in pieces on every rank; a state dict has it whole, as one device would
+# An optimizer's state lies in pieces on every rank; a state dict has it whole, as one device would.
 
 
 def meet(what, group=None):
@@ -114,7 +101,7 @@ def meet(what, group=None):
     group = group or dist.group.WORLD
     if "gloo" in dist.get_backend_config(group):
         try:
-            dist.monitored_barrier(group, min(PATIENCE, timeout_of(group)), wait_all_ranks=True)
+            dist.monitored_barrier(group, min(timedelta(minutes=2), timeout_of(group)), wait_all_ranks=True)
         except RuntimeError as error:
             raise RuntimeError(f"{what} needs all ranks together: {error}") from None
 

@@ -15,7 +15,7 @@ from ..stage3_paramserver import broadcast_parameters
 from ..stage6_ddp.buffers import broadcast_tensors
 from ..stage6_ddp.checks import same_on_all_ranks
 from ..stage6_ddp.unused import tensors_in
-from .blocks import Block, Sharded, assign_blocks, default_blocks, refusal
+from .blocks import Block, assign_blocks, default_blocks, refusal
 from .clipping import clip_grad_norm_
 from .flat import load_whole_state_dict, meet, whole_state
 
@@ -26,8 +26,7 @@ class FullyShardedDataParallel(torch.nn.Module):
     `blocks`: the submodules to gather one at a time, each of one dtype, by default the members of every outermost
     Sequential or ModuleList; what is in none of them forms one more block. Every rank must run the same blocks in the
     same order. `parameters()` are this rank's shards: make the optimizer (any that works element by element) from
-    them, after wrapping; clip gradients by `clip_grad_norm_`. `state_dict()` is the ordinary one of the whole
-    model; all ranks must call it. Raises ValueError if nothing is trainable, or something is sharded already.
+    them, after wrapping. Raises ValueError if nothing is trainable, or something is sharded already.
     """
 
     load_state_dict = refusal("load a state dict into the model before it is wrapped, or after restore()")
@@ -87,9 +86,8 @@ class FullyShardedDataParallel(torch.nn.Module):
         """Raise RuntimeError if the wrapper is at its end, or parameters were frozen or unfrozen behind its back."""
         if not self.handles:
             raise RuntimeError("restore() has made the module an ordinary one again; use that, or wrap it anew")
-        changed = [name for p, name in self.names.items() if p.requires_grad != self.shards[p].requires_grad]
-        if changed:
-            raise RuntimeError(f"requires_grad of {changed[0]} was changed after wrapping; freeze parameters before")
+        if any(parameter.requires_grad != shard.requires_grad for parameter, shard in self.shards.items()):
+            raise RuntimeError("requires_grad was changed after wrapping; freeze parameters before")
 
     def start_over(self):
         """Wait for messages on their way, and forget what a pass that broke off has left behind."""
@@ -128,7 +126,8 @@ class FullyShardedDataParallel(torch.nn.Module):
 
     def start(self, what, block, collective):
         """Queue a collective for the communication thread; its name tells the flight recorder one pass from another."""
-        name = f"{what} of block {block.number}, {'backward' if self.backward_pass else 'forward'} {self.passes},"
+        phase = "forward" if self.backward_pass is None else "backward"
+        name = f"{what} of block {block.number}, {phase} {self.passes},"
 
         def recorded(group):
             with flight_recorder.entry(name, block.full, group):
@@ -147,39 +146,28 @@ class FullyShardedDataParallel(torch.nn.Module):
 
     def before_backward(self, block, version):
         """Gather the block again, as it was in forward, and make room for its gradients."""
-        self.begin_backward()
+        if torch.is_grad_enabled():
+            raise RuntimeError("create_graph=True would need the whole parameters after backward; stage 6 keeps them")
+        if self.backward_pass is None:
+            self.latest, self.backward_pass = None, backward_pass()
+            after_backward(self.finish)
+        if self.backward_pass != backward_pass():
+            raise RuntimeError(
+                "a backward pass began before another had ended: that one failed, and forward() must come first; or "
+                "this one is inside it (activation checkpointing: set use_reentrant=False)"
+            )
         if block.places is None:
             if block.shard._version != version:
-                raise RuntimeError(
-                    "the parameters have changed since the forward pass, by optimizer.step() or load_state_dict(): "
-                    "the gradients would belong to neither; call backward() first"
-                )
+                raise RuntimeError("the parameters have changed since the forward pass; call backward() before step()")
             self.enter(block, "backward")
             while communication.is_queued(self.device) and len(self.reducing) > 1:
                 self.reducing.pop(0)()  # the stream waits, and the gradients can go
             block.collect()
 
-    def begin_backward(self):
-        """The first block that a backward pass reaches: have `finish` called at the end of this pass."""
-        if torch.is_grad_enabled():
-            raise RuntimeError("create_graph=True would need the whole parameters after backward; stage 6 keeps them")
-        running = backward_pass() + 1
-        if self.backward_pass is None:
-            self.latest, self.backward_pass = None, running
-            after_backward(self.finish)
-        elif self.backward_pass != running:
-            raise RuntimeError(
-                "a backward pass began before another had ended: that one failed, and a new forward pass must come "
-                "first; or this one is inside it (activation checkpointing: set use_reentrant=False)"
-            )
-
     def gradient_ready(self, block, parameter):
         """The hook: once the last gradient of the block is complete, average them while backward goes on."""
         if block.places is None:
-            name = self.names[parameter]
-            raise RuntimeError(
-                f"{name} got a gradient, but not by way of what its block returned: is it used elsewhere?"
-            )
+            raise RuntimeError(f"{self.names[parameter]} got a gradient, but not by way of what its block returned")
         block.take(parameter)
         if not block.places:
             self.reduce(block)
@@ -210,10 +198,7 @@ class FullyShardedDataParallel(torch.nn.Module):
             block.free()
 
     def clip_grad_norm_(self, max_norm, norm_type=2.0):
-        """Scale the gradients so that the norm of the whole model's is at most `max_norm`; return the norm.
-
-        All ranks must call this. `torch.nn.utils.clip_grad_norm_` refuses: it would take a shard for the whole.
-        """
+        """Scale all ranks' gradients so that their norm is at most `max_norm`; return the norm. All ranks call this."""
         return clip_grad_norm_(self.shards.values(), max_norm, norm_type, self.group, self.device)
 
     def begin(self, what):
@@ -225,10 +210,7 @@ class FullyShardedDataParallel(torch.nn.Module):
 
     @torch.no_grad()
     def state_dict(self):
-        """Return the state dict of the whole model, copies on the CPU; gathered block by block, all ranks alike.
-
-        Buffers become those of rank 0 on all ranks, as in torch's DDP.
-        """
+        """Return the state dict of the whole model, on the CPU, with rank 0's buffers; all ranks must call this."""
         self.begin("state_dict()")
         state, whole = self.module.state_dict(keep_vars=True), {}
         for block in self.blocks:
@@ -259,7 +241,7 @@ class FullyShardedDataParallel(torch.nn.Module):
 
 def check_wrappable(module, parameters):
     """Raise ValueError if there is nothing to train, or the parameters are sharded or compiled already."""
-    if any(isinstance(parameter, Sharded) or hasattr(parameter, "is_shard") for parameter in parameters):
+    if any(hasattr(parameter, "is_shard") for parameter in parameters):
         raise ValueError("a part of the model is fully sharded already; name the parts as blocks of one wrapper")
     if any(type(each).__name__ == "OptimizedModule" or each._compiled_call_impl for each in module.modules()):
         raise ValueError("the model, or a part of it, is compiled already; wrap it first")

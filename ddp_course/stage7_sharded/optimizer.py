@@ -22,11 +22,10 @@ from .flat import Flat, gather_chunks, load_whole_state_dict, whole_state
 class ShardedOptimizer(torch.optim.Optimizer):
     """ZeRO-1: averages the gradients, updates this rank's shard of the parameters, and shares it with the others.
 
-    `params` as for any optimizer, groups too; `optimizer_cls(**kwargs)` must work element by element, as SGD, Adam
-    and AdamW do: then results equal those of the unsharded optimizer bit for bit. Every rank calls `backward()` on its
-    own share of the batch, with no wrapper, and then `step()`, which uses the gradients up. Training starts from rank
-    0's parameters. Learning rate schedulers see one optimizer; gradients are clipped by `clip_grad_norm_`, before
-    `step()`. Raises ValueError for an optimizer that looks at whole tensors.
+    `params` as for any optimizer, groups too; `optimizer_cls(**kwargs)` must work element by element, as SGD and Adam
+    do: then results equal those of the unsharded optimizer bit for bit. Training starts from rank 0's parameters.
+    Every rank calls `backward()` on its own share of the batch, with no wrapper, and then `step()`, which uses the
+    gradients up. Raises ValueError for an optimizer that looks at whole tensors.
     """
 
     def __init__(self, params, optimizer_cls, group=None, **kwargs):
@@ -50,10 +49,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def together(self):
         """Around collectives: a rank that leaves this block by an exception leaves the other ranks in the middle."""
         if self.broken:
-            raise RuntimeError(
-                "an earlier call ended in the middle of what the ranks do together; the other ranks may have gone on, "
-                "so this one cannot: start the ranks again"
-            )
+            raise RuntimeError("an earlier call ended in the middle of what the ranks do together: start them again")
         self.broken = True
         yield
         self.broken = False
@@ -65,12 +61,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if any(p.data_ptr() != view.data_ptr() for home in homes for p, view in zip(*home, strict=True)):
             raise RuntimeError(
                 "a parameter lies in other memory than when its optimizer was made: convert and move a model before, "
-                "write values by parameter.copy_(…) in place of parameter.data = …, and make one optimizer only"
+                "write values by parameter.copy_(…), and make one optimizer only"
             )
         if self.averaged and any(parameter.grad is not None for parameter in self.parameters):
             raise RuntimeError(
-                "there are new gradients, but those clipped before have not been used: call step() after clipping, or "
-                "zero_grad() of this optimizer, since the model's does not know of them"
+                "there are new gradients, but those clipped before have not been used: call step() or zero_grad() of "
+                "the optimizer after clipping"
             )
         with self.together():
             for flat in [] if self.averaged else self.trainable():
