@@ -28,12 +28,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, or one GPU such as cuda:0")
     parser.add_argument("--device-speed", default="auto", metavar="RATE", help=speed)
     parser.add_argument("--dtype", default="float32", help="float32 or float64")
-    parser.add_argument(
-        "--global-batch", type=int, metavar="B", help="samples per step of all ranks; None: the problem's"
-    )
-    parser.add_argument(
-        "--parameters", type=int, metavar="P", help="size of bytes' or synthetic's model; None: its own"
-    )
+    parser.add_argument("--global-batch", type=int, metavar="B", help="samples per step; None: the problem's")
+    parser.add_argument("--parameters", type=int, metavar="P", help="size of the model; None: the problem's")
     parser.add_argument("--bucket-cap-mb", type=float, default=0.25, metavar="M", help="MiB per bucket")
     parser.add_argument("--lr", type=float, help="learning rate; None: the problem's")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and batches")

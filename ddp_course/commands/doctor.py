@@ -35,7 +35,7 @@ def main() -> int:
                 print(f"  {name:<22}{value}", *(f"{'':<24}! {hint}" for hint in hints), sep="\n")
         except Exception as error:  # whatever it is, the course cannot do without
             what = "; run: make setup" if isinstance(error, ImportError) else ""
-            problems.append(f"{str(error).splitlines()[0]}{what}")
+            problems.append(str(error).partition("\n")[0] + what)
             print(f"  ! {problems[-1]}")
     verdict = "cannot run here: " + "; ".join(dict.fromkeys(problems)) if problems else "runs on this machine."
     print(f"\nThe course {verdict}")

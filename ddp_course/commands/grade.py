@@ -51,11 +51,8 @@ def run(args: argparse.Namespace) -> int:
         names = ", ".join(clean(path.name) for path in skipped)
         print(f"no notebooks, so skipped: {names}", file=sys.stderr)
     print(f"grading {len(waiting)} submissions with inputs of seed {seed}", file=sys.stderr)
-    results, whole = grade_and_write(waiting, earlier, exercises, seed, roster, args)
-    if not whole:
-        again = "; --resume goes on" if args.json else ""
-        raise GradingError(f"interrupted after {len(results)} of {len(submissions)} submissions{again}")
-    return 0 if all(result.passed for result in best_of(results)) else 1
+    best = grade_and_write(waiting, earlier, exercises, seed, roster, args)
+    return 0 if all(result.passed for result in best) else 1
 
 
 def check_options(args: argparse.Namespace) -> None:
@@ -85,8 +82,8 @@ def grade_and_write(
     seed: int,
     roster: gradebooks.Roster,
     args: argparse.Namespace,
-) -> tuple[list[Result], bool]:
-    """Grade all, writing the reports after each; return all results, and whether there are all: Ctrl-C keeps some."""
+) -> list[Result]:
+    """Grade all, writing the reports after each; return each learner's best. GradingError after Ctrl-C."""
     done, lock = {}, threading.Lock()
 
     def so_far() -> list[Result]:
@@ -107,7 +104,11 @@ def grade_and_write(
     report.write_files(best, args, seed, missing)
     write_grades(best, roster, args)
     print(report.table(best, missing))
-    return so_far(), len(done) == len(submissions)
+    if len(done) < len(submissions):
+        again = "; --resume goes on" if args.json else ""
+        count, whole = len(so_far()), len(earlier) + len(submissions)
+        raise GradingError(f"interrupted after {count} of {whole} submissions{again}")
+    return best
 
 
 def write_grades(results: Sequence[Result], roster: gradebooks.Roster, args: argparse.Namespace) -> None:

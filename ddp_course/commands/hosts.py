@@ -40,8 +40,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the controller until it is interrupted, and the engines that were asked for; one controller for a folder."""
-    for ending in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(ending, signal.default_int_handler)
     folder = own_folder()
     try:
         with files.claimed(folder / "start"):
@@ -108,6 +106,8 @@ def start_program(name: str, *options: str, **environ: str) -> subprocess.Popen:
     """Start ipyparallel's "controller" or "engine", which ends with this process; its files are for the owner only."""
     if find_spec("ipyparallel") is None:
         raise LaunchError('several hosts need the package ipyparallel; run: pip install "ddp-course[hosts]"')
+    for ending in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ending, signal.default_int_handler)  # the callers end what they have started
     folder = own_folder()
     (folder / name).mkdir(exist_ok=True)
     command = [sys.executable, "-m", f"ipyparallel.{name}", f"--profile-dir={folder / name}", *options]
@@ -139,8 +139,15 @@ def take_part(args: argparse.Namespace) -> int:
     """Keep an engine on this machine: a new one whenever the way to the controller was cut, until it stays away."""
     content, patience = connection(args.file), JOIN_SECONDS
     options = ["--log-level=CRITICAL", f"--IPEngine.max_heartbeat_misses={MISSED_HEARTBEATS}"]
-    while start_program("engine", f"--timeout={patience}", *options, IPP_CONNECTION_INFO=content).wait() != NOT_LET_IN:
-        print("ddp-course: the controller is not heard any more; joining again", file=sys.stderr, flush=True)
+    while True:
+        engine = start_program("engine", f"--timeout={patience}", *options, IPP_CONNECTION_INFO=content)
+        try:
+            if engine.wait() == NOT_LET_IN:
+                break
+        finally:
+            engine.terminate()
+        lost = "the controller is not heard any more, or the engine was killed"
+        print(f"ddp-course: {lost}; joining again", file=sys.stderr, flush=True)
         patience = REJOIN_SECONDS
         time.sleep(1)
     raise LaunchError(

@@ -29,15 +29,13 @@ SETTINGS = {
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", type=Path, metavar="DIR", nargs="?", help="where your copies are, or shall be")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="where your copies are, or shall be")
     parser.add_argument("--no-open", action="store_true", help="copy only")
     parser.add_argument("options", nargs="*", metavar="OPTION", help="after --, for JupyterLab: -- --no-browser")
 
 
 def run(args: argparse.Namespace) -> int:
     """The command itself."""
-    if args.folder is None:
-        raise ValueError("say where your copies of lessons and exercises shall be: ddp-course lab work")
     folder = args.folder.resolve()
     for path in bring(folder):
         print(f"{path}: kept yours; the course has a newer one, which comes when you rename or delete yours")
@@ -75,26 +73,20 @@ def prepare_environment(folder: Path) -> None:
 
 
 def bring(folder: Path) -> list[str]:
-    """Copy the course's files into `folder`; return those that both the learner and the course changed: they stay.
-
-    ValueError where `folder` cannot be written.
-    """
+    """Copy the course's files into `folder`; return those that both the learner and the course changed: they stay."""
     record_path, kept = folder / RECORD, []
     record = json.loads(record_path.read_text(encoding="utf-8")) if record_path.exists() else {}
-    try:
-        for name, source in course_files().items():
-            content, there = source.read_bytes(), folder / name
-            mine, theirs = digest(there.read_bytes()) if there.exists() else None, digest(content)
-            if mine in (None, theirs, record.get(name)):
-                there.parent.mkdir(parents=True, exist_ok=True)
-                if mine != theirs:
-                    replace_file(there, without_outputs(content))
-                record[name] = theirs
-            elif record.get(name) != theirs:
-                kept.append(name)
-        replace_file(record_path, json.dumps(record, indent=1).encode())
-    except OSError as error:
-        raise ValueError(f'cannot copy the course to "{folder}" ({error}); name a folder that you may write') from error
+    for name, source in course_files().items():
+        content, there = source.read_bytes(), folder / name
+        mine, theirs = digest(there.read_bytes()) if there.exists() else None, digest(content)
+        if mine in (None, theirs, record.get(name)):
+            there.parent.mkdir(parents=True, exist_ok=True)
+            if mine != theirs:
+                replace_file(there, without_outputs(content))
+            record[name] = theirs
+        elif record.get(name) != theirs:
+            kept.append(name)
+    replace_file(record_path, json.dumps(record, indent=1).encode())
     return kept
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from .devices.placement import agreed_backend, gpu_identity, hide_gpus, placement
 from .parent import end_with_torchrun
-from .store import serve_store
+from .store import serve_store_on
 
 FIRST_PORT, PORTS = 20_000, 10_000  # each Slurm job meets at a port of its own
 CONNECT_SECONDS = 5.0
@@ -75,7 +75,7 @@ def fresh_store(timeout: float, one_machine: bool) -> dict[str, Any]:
 
     def open_store(port):
         if one_machine:
-            return serve_store(host, port, patience)
+            return serve_store_on(socket.create_server((host, port), backlog=1024), patience)
         return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=patience)
 
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":

@@ -88,7 +88,7 @@ def name_hosts(host_count: int) -> None:
 
 def build_switch(hosts: Sequence[int], bits_per_second: float) -> None:
     """Make the bridge, and for every host a cable whose far end is that host's eth0."""
-    from pyroute2 import IPRoute  # it takes long, and only Linux has it
+    from pyroute2 import IPRoute  # to import it takes long, and only Linux has it
 
     with IPRoute() as ip:
         ip.link("set", index=1, state="up")
@@ -151,7 +151,7 @@ def attempt() -> str | None:
     """Build two hosts and connect one to the other; one line about what forbids that, or None."""
     try:
         hosts = build(2, 1e9)
-        switch = os.open("/proc/self/ns/net", os.O_RDONLY)  # keeps it alive while this process is in a host
+        switch = os.open("/proc/self/ns/net", os.O_RDONLY)  # it keeps the switch alive while this process is in a host
         linux.setns(hosts[0])
         listener = socket.create_server((address(0), 0))
         linux.setns(hosts[1])

@@ -65,7 +65,7 @@ def lay_link(link: Any, world_size: int) -> str:
         return LOOPBACK
     link.prepare(world_size)  # before any thread or socket: it may enter new namespaces
     linux.die_with_parent()  # once more: Linux forgets it when a process changes its credentials
-    return link.master_address()
+    return link.network.master_address
 
 
 def start_ranks(setting: dict, link: Any, master: str, shared: list, launch: socket.socket) -> dict:

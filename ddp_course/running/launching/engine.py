@@ -5,6 +5,7 @@ the ranks, so that the engine can serve several launches at once; when no `news`
 way to it is gone, and the ranks are ended.
 """
 
+import os
 import pickle
 import platform
 import socket
@@ -53,6 +54,7 @@ def backend(count: int, device: str) -> str:
 def begin(number: int, request: dict, packed: bytes) -> None:
     """Start this host's ranks of launch `number`; ValueError if this host cannot have them."""
     count = len(request["ranks"])
+    os.environ.pop("IPP_CONNECTION_INFO", None)  # the ranks need no key of the engine's
     setting = describe_launch(count, request["device"], request["timeout"], None, request["progress"], len(packed))
     setting["environ"]["GLOO_SOCKET_IFNAME"] = request["card"]
     setting |= {name: request[name] for name in ("world_size", "ranks", "store", "backend")}

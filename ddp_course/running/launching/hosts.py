@@ -10,13 +10,14 @@ torch.distributed does the training: nothing of ours moves a gradient from host 
 import json
 import pickle
 import secrets
+import socket
 import time
 from collections.abc import Callable, Iterator
 from typing import IO, Any
 
 from ...errors import LaunchError
 from ..files import connection_folder, replace_file
-from ..store import serve_store
+from ..store import serve_store_on
 from . import engine
 from .launched import Launch, Ranks
 
@@ -113,9 +114,7 @@ def survey_of(number: int, reply: Any) -> dict | None:
 
 def head_address() -> str:
     """The controller's address, as the engines know it."""
-    settings = json.loads((connection_folder() / "ipcontroller-engine.json").read_text())
-    listening = settings["interface"].rpartition("/")[2]
-    return settings["location"] if listening in ("*", "0.0.0.0") else listening
+    return json.loads((connection_folder() / "ipcontroller-engine.json").read_text())["location"]
 
 
 class RanksOnHosts(Ranks):
@@ -136,24 +135,26 @@ class RanksOnHosts(Ranks):
         return self.client[self.members[index]["engine"]].apply_async(function, *arguments)
 
     def call_all(self, function: Callable, *arguments: list) -> list:
-        """Call a function in all engines at once, each with its own arguments; the answers, in the hosts' order."""
-        replies = [self.call(index, function, *each) for index, each in enumerate(zip(*arguments, strict=True))]
-        return [self.answer(index, reply) for index, reply in enumerate(replies)]
+        """Call a function in all engines at once, each with its own arguments; LaunchError if one raises an exception.
 
-    def answer(self, index: int, reply: Any) -> Any:
-        """The answer of an engine; LaunchError, with the name of its host, for an exception there."""
-        try:
-            return reply.get(timeout=SURVEY_SECONDS)
-        except Exception as error:
-            host, words = self.members[index]["host"], str(error).split("\n")[0]
-            raise LaunchError(f"{host} cannot take part: {words}") from None
+        The answers are in the hosts' order.
+        """
+        replies = [self.call(index, function, *each) for index, each in enumerate(zip(*arguments, strict=True))]
+        answers = []
+        for member, reply in zip(self.members, replies, strict=True):
+            try:
+                answers.append(reply.get(timeout=SURVEY_SECONDS))
+            except Exception as error:
+                words = str(error).split("\n")[0]
+                raise LaunchError(f"{member['host']} cannot take part: {words}") from None
+        return answers
 
     def start(self, payload: IO[bytes]) -> None:
         """Open the store here, and start the ranks on all hosts."""
         payload.seek(0)
         count, sizes = len(self.members), [len(ranks) for ranks in self.ranks_on]
         backends = set(self.call_all(engine.backend, sizes, [self.request["device"]] * count))
-        self.store = serve_store(head_address())
+        self.store = serve_store_on(socket.create_server((head_address(), 0), backlog=1024))
         self.request |= {
             "store": (self.store.host, self.store.port),
             "backend": backends.pop() if len(backends) == 1 else "gloo",

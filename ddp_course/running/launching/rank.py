@@ -52,7 +52,7 @@ def main(setting: dict, rank: int, link: Any, files: list, listener: Any = None)
     is killed: if it ended by itself, the others would fail too, with a broken connection, and hide the cause.
     """
     if link is not None:
-        link.enter(rank)  # this comes before any socket, as it may move this process into a network namespace
+        link.network.enter(rank)  # this comes before any socket, as it may move this process into a network namespace
     payload, recorder, orders, report, out, err, stacks = files
     write(report, ("started", os.getpid()))
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)

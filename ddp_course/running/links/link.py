@@ -96,20 +96,12 @@ class Link:
             )
 
     def prepare(self, world_size: int) -> None:
-        """In the launch's agent, before the ranks start: build the hosts, or the switch of the wire.
+        """In the launch's agent, before the ranks start: build `network`, the hosts or the switch of the wire.
 
         Blocks of neighbouring ranks share a host.
         """
         hosts = [rank * (self.hosts or world_size) // world_size for rank in range(world_size)]
         self.network = self.kind(hosts, self.bandwidth, self.latency)
-
-    def enter(self, rank: int) -> None:
-        """In a rank, before it makes any socket: move to its host, or put the throttle on the wire."""
-        self.network.enter(rank)
-
-    def master_address(self) -> str:
-        """Where the agent's rendezvous store can be reached from the ranks."""
-        return self.kind.master_address
 
     def describe(self) -> dict:
         """Ready for JSON: mode, bandwidth (bits per second), latency (seconds), hosts, whether torch feels it."""
