@@ -62,7 +62,9 @@ def serve(control: socket.socket, later: list) -> None:
         if control in ready and not answer(control, launches):
             break
         if reap(launches, ended) and not launches and later:
-            load(later)
+            for name in later:
+                if os.getppid() == caller:  # else the caller was killed meanwhile
+                    load([name])
             later = []
             linux.take_large_pages()
         if launches or control in ready:
@@ -185,5 +187,6 @@ if __name__ == "__main__":
         load(AT_ONCE + needed)
     if start != "rank":
         serve(socket.socket(fileno=os.dup(0)), LATER if start == "fork" else [])
+        os._exit(0)  # all that waits for its end need not wait for torch to be taken down
     elif setting := take_setting(0):
         importlib.import_module(AGENT).be_new_rank(setting)
