@@ -39,6 +39,12 @@ def gpipe(stage, stages, micro_batches):
 # %% 8.1 wrong: backward first | a micro-batch goes backward before it went forward
 #- [("F", m) for m in range(micro_batches)] + [("B", m) for m in range(micro_batches)]
 #+ [("B", m) for m in range(micro_batches)] + [("F", m) for m in range(micro_batches)]
+# %% 8.1 told: a set | 8 were expected
+#- return [("F", m) for m in range(micro_batches)] + [("B", m) for m in range(micro_batches)]
+#+ return {("F", 0), ("B", 0)}
+# %% 8.1 told: returns nothing | a list of steps was expected, not None
+#- return [
+#+ steps = [
 # %% 8.1 told: as words | each step is a pair such as ("F", 0)
 #- ("B", m)
 #+ f"B{m}"
@@ -111,6 +117,15 @@ def bubble(times, micro_batches):
     return np.mean(1 - micro_batches * times / total)
 
 
+# %% 8.3 right: a fraction
+from fractions import Fraction
+
+
+def bubble(times, micro_batches):
+    total = sum(times) + (micro_batches - 1) * max(times)
+    return 1 - Fraction(micro_batches * sum(times), len(times) * total)
+
+
 # %% 8.3 wrong: equal stages | that holds for equal stages: all others wait for the slowest one
 #-     total = sum(times) + (micro_batches - 1) * max(times)
 #-     return 1 - micro_batches * sum(times) / (len(times) * total)
@@ -151,6 +166,14 @@ from itertools import accumulate
 
 def most_held(steps):
     return max(accumulate(1 if step[0] == "F" else -1 for step in steps))
+
+
+# %% 8.4 right: a number of numpy's
+import numpy as np
+
+
+def most_held(steps):
+    return np.cumsum([1 if kind == "F" else -1 for kind, _ in steps]).max()
 
 
 # %% 8.4 wrong: all forward passes | that is how many there are; those that went backward are released
