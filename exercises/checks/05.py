@@ -106,14 +106,24 @@ class AverageInBackground:
     def probe(average_in_background, values):
         flats = [flat.clone() for flat in values[dist.get_rank()]]
         with ThreadPoolExecutor(1, "communication") as executor:
-            yield from watched(average_in_background, flats, executor)
+            order, threads, touched, alone = watched(average_in_background, flats, executor)
+            done, means = len(threads), [flat.clone() for flat in flats]
+        in_background = all(name.startswith("communication") for name in threads)
+        yield "waiting", "all_reduce was called", bool(order)
+        yield "waiting", "all_reduce runs in the executor's thread", in_background
+        yield "waiting", "the second bucket was submitted before the first was done", not any(alone[:1])
+        yield "waiting", "buckets that were done when your function returned", done
+        yield "waiting", "nobody changed a bucket while it was reduced", not any(touched)
+        yield "waiting", "buckets were reduced in the order", order
+        for index, flat in enumerate(means):
+            yield "mean", f"bucket {index}", flat
         for length, name in ((1, "first"), (2, "last")):
             about = f"an error in the communication thread, in the {name} bucket of two"
             yield "errors", about, error_of(average_in_background, length)
 
 
 def watched(function, flats, executor):
-    """Who reduces the buckets and when, and what is in them when the answer returns.
+    """In which order buckets are reduced, and in which threads; which changed meanwhile, and which nobody followed.
 
     The first bucket waits until the second one is submitted, and each takes its time.
     """
@@ -130,7 +140,6 @@ def watched(function, flats, executor):
 
     def all_reduce(flat):
         order.append([bucket.numel() for bucket in flats].index(flat.numel()))
-        threads.append(threading.current_thread().name)
         before = flat.clone()
         begun.set()
         alone.append(not second.wait(0.5))
@@ -140,21 +149,12 @@ def watched(function, flats, executor):
         delays.append(time.perf_counter() - start)
         touched.append(not before.equal(flat))
         ring_all_reduce(flat, group)
+        threads.append(threading.current_thread().name)
 
     executor.submit = submitted
     function(flats, all_reduce, executor, size)
-    done, means = len(touched), [flat.clone() for flat in flats]
     require(max(delays, default=0) < 0.5, BUSY)
-    in_background = all(name.startswith("communication") for name in threads)
-    yield "waiting", "all_reduce was called", bool(order)
-    yield "waiting", "all_reduce runs in the executor's thread", in_background
-    yield "waiting", "the second bucket was submitted before the first was done", not any(alone[:1])
-    yield "waiting", "buckets that were done when your function returned", done
-    executor.shutdown()
-    yield "waiting", "nobody changed a bucket while it was reduced", not any(touched)
-    yield "waiting", "buckets were reduced in the order", order
-    for index, flat in enumerate(means):
-        yield "mean", f"bucket {index}", flat
+    return order, threads, touched, alone
 
 
 def error_of(function, length):
@@ -253,8 +253,8 @@ def timeline_of(random, setting):
     end = start + sum(slots)
     spans = [("forward", start - 12, start), ("backward", start, end), ("update", end + 200, end + 203)]
     if setting == "one bucket":
-        spans.append(("communication", end + random.uniform(-2, 2), end + random.uniform(20, 60)))
-    now = end + random.uniform(-2, 2) if setting == "each on its own" else start
+        spans.append(("communication", end - random.uniform(0.5, 2), end + random.uniform(20, 60)))
+    now = end - random.uniform(0.5, 2) if setting == "each on its own" else start
     for index in range(len(slots) if setting != "one bucket" else 0):
         full = now if setting == "each on its own" else start + sum(slots[: index + 1])
         now = max(now + 0.3, full)
