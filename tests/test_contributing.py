@@ -33,12 +33,10 @@ class Twice:
     """Twice a number."""
 
     def draw(random, hidden):
-        """A number."""
-        return {"number": random.randrange(10)}
-
-    def probe(twice, number):
-        """The answer's result for a small and for a large number."""
-        return {"small": {str(number): twice(number)}, "large": {str(number + 100): twice(number + 100)}}
+        """A small and a large number."""
+        number = random.randrange(10)
+        yield "small", str(number), (number,)
+        yield "large", str(number + 100), (number + 100,)
 '''
 ANSWERS = """# %% 16.1 wrong: four times | that is four times the number
 #- 2 * number
