@@ -33,7 +33,6 @@ from .errors import CheckpointError, CourseError
 from .measuring import finite
 from .running import checkpoint
 from .running.devices import rank_device
-from .running.files import writable_folder
 from .running.join import join
 
 OPTIMIZERS: dict[str, Any] = {
@@ -109,7 +108,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     """
     torch.backends.cudnn.allow_tf32 = False  # All devices compute in the dtype that was asked for.
     with ExitStack() as folders:
-        from_rank_0(hold_folders, options, folders)
+        if options.checkpoint:  # No other run writes there, from the first step to the last.
+            from_rank_0(folders.enter_context, checkpoint.writing_to(options.checkpoint))
         saved = newest_checkpoint(options)
         problem = make_problem(options, rank_device())
         options.global_batch = global_batch(options, problem, saved)
@@ -132,20 +132,13 @@ def from_rank_0(function: Callable[..., Any], *arguments: Any) -> Any:
     if dist.get_rank() == 0:
         try:
             message[0] = function(*arguments)
-        except (ValueError, CheckpointError) as error:
+        except CheckpointError as error:
             message[1] = error
     dist.broadcast_object_list(message, src=0)
     result, complaint = message
     if complaint:
         raise complaint
     return result
-
-
-def hold_folders(options: argparse.Namespace, folders: ExitStack) -> None:
-    """Keep other runs from this run's checkpoints while `folders` is open; ValueError if a folder is not writable."""
-    if options.checkpoint:
-        writable_folder(options.checkpoint, "--checkpoint")
-        folders.enter_context(checkpoint.writing_to(options.checkpoint))
 
 
 def train_steps(

@@ -10,8 +10,8 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 
-def writable_folder(folder: str | Path, option: str = "--out") -> Path:
-    """Return `folder` as a Path, made if need be; ValueError, naming `option`, if nothing can be written there."""
+def writable_folder(folder: str | Path) -> Path:
+    """Return `folder` as a Path, made if need be; ValueError if nothing can be written there."""
     path = Path(folder)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -19,7 +19,7 @@ def writable_folder(folder: str | Path, option: str = "--out") -> Path:
             pass
     except OSError as error:
         raise ValueError(
-            f'cannot write to the folder "{folder}": {error.strerror}; choose another with {option}'
+            f'cannot write to the folder "{folder}": {error.strerror}; choose another with --out'
         ) from error
     return path
 
