@@ -14,7 +14,6 @@ the same amount of data, and gradients are not accumulated. One file per feature
     uneven           ranks that run out of data early
     automatic        bucket_cap_mb="auto"
     mixed_precision  compute and communicate in half precision
-    in_backward      optimizers that step inside backward
     ddp              the class that puts everything together
 
 Source: Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB 2020.

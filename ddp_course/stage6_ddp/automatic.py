@@ -13,8 +13,8 @@ from ..running.event_clock import clock_of
 from .buckets import MIB, assign_buckets
 from .communication import GradBucket
 
-SMALL, LARGE = 4096, 4 * MIB  # bytes
-CANDIDATES = [MIB // 8 * 2**exponent for exponent in range(11)]  # 1/8 to 128 MiB
+SMALL, LARGE = 4096, 4 * MIB  # Both are bytes.
+CANDIDATES = [MIB // 8 * 2**exponent for exponent in range(11)]  # They go from 1/8 to 128 MiB.
 
 
 def calibrate(start, device, group=None, repetitions=3):

@@ -174,5 +174,5 @@ def reciprocal(divisor, dtype):
 
 def view_at(flat, offset, parameter):
     """The window of `flat` at `offset` with the shape of `parameter`, and with its strides if these leave no gaps."""
-    strides = torch.empty_like(parameter).stride()  # keeps channels_last and the like, and packs everything else
+    strides = torch.empty_like(parameter).stride()  # this keeps channels_last, and packs the rest
     return flat.as_strided(parameter.shape, strides, offset)

@@ -4,8 +4,6 @@ A rank with one parameter more, or with another shape, would add gradients up th
 hang. These checks find both, once, with names.
 """
 
-import warnings
-
 import torch
 import torch.distributed as dist
 
@@ -13,19 +11,6 @@ from ..errors import MismatchError
 from ..running.torch_inside import default_group
 
 SHARDED = {"FullyShardedDataParallel", "FSDPModule"}  # stage 7's class, which cannot be imported here, has torch's name
-
-
-def warn_of_old_names(broadcast_buffers, forward_sync_buffers, check_reduction):
-    """Say what to write instead of arguments that torch is about to drop."""
-    if broadcast_buffers is not None:
-        ignored = "; forward_sync_buffers is given too, so it is ignored" if forward_sync_buffers is not None else ""
-        warnings.warn(
-            f"broadcast_buffers is deprecated. Use forward_sync_buffers, with which buffers start equal{ignored}",
-            FutureWarning,
-            stacklevel=3,
-        )
-    if check_reduction:
-        warnings.warn("check_reduction is deprecated and has no effect", FutureWarning, stacklevel=3)
 
 
 def trainable(module, ignored):

@@ -8,8 +8,6 @@ it returns waits for the end, and returns the tensor with the result:
     averaged = wait()         # before backward() returns
 """
 
-import inspect
-
 import torch
 import torch.distributed as dist
 
@@ -115,15 +113,3 @@ def by_hook(hook, state):
         return wait
 
     return start
-
-
-def check_hook(hook):
-    """Raise torch's errors for a `hook` that cannot be a communication hook."""
-    if not callable(hook):
-        raise TypeError("Communication hook must be callable.")
-    signature = inspect.signature(hook)
-    bucket = signature.parameters.get("bucket")
-    if bucket is not None and bucket.annotation not in (inspect.Parameter.empty, dist.GradBucket):
-        raise ValueError("Communication hook: bucket annotation should be dist.GradBucket.")
-    if signature.return_annotation not in (inspect.Signature.empty, torch.futures.Future[torch.Tensor]):
-        raise ValueError("Communication hook: return annotation should be torch.futures.Future[torch.Tensor].")

@@ -10,11 +10,11 @@ from torch.distributed.algorithms.join import Join, Joinable
 
 from ..running.communication import keep_for_backward
 from ..running.torch_inside import tree_map_only, unnoticed_by_autograd
-from . import checks, in_backward
+from . import checks
 from .automatic import calibrate
 from .buckets import size_limits
 from .buffers import broadcast_tensors
-from .communication import by_algorithm, by_backend, by_hook, check_hook
+from .communication import by_algorithm, by_backend, by_hook
 from .graphs import FindUnused, StaticGraph
 from .mixed_precision import LowPrecision
 from .reducer import Reducer
@@ -39,13 +39,10 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     - mixed_precision: torch's `_MixedPrecision`, the dtypes to compute and to communicate in.
     - all_reduce (not torch's): one of ours, `all_reduce(tensor, group=…)`, summing in place; None is the backend's own.
 
-    Accepted without effect: dim and check_reduction (torch ignores them too), batched_grad_copy and
-    skip_all_reduce_unused_params (optimisations that leave results alone). Not supported, and refused with
-    NotImplementedError: delay_all_reduce_named_params, param_to_hook_all_reduce.
-
-    Raises RuntimeError if nothing is trainable or (MismatchError) models differ between ranks, ValueError for
-    impossible settings and for models whose parameters are sharded. Source: Li et al., PyTorch Distributed, VLDB 2020,
-    and the documented behaviour of torch 2.13.
+    Without effect: dim, check_reduction, batched_grad_copy, skip_all_reduce_unused_params. NotImplementedError refuses
+    delay_all_reduce_named_params and param_to_hook_all_reduce. Raises RuntimeError if nothing is trainable or
+    (MismatchError) models differ between ranks, ValueError for impossible settings and for models whose parameters are
+    sharded. Source: Li et al., PyTorch Distributed, VLDB 2020, and the documented behaviour of torch 2.13.
     """
 
     def __init__(
@@ -57,7 +54,6 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     ):  # fmt: skip
         if (delay_all_reduce_named_params, param_to_hook_all_reduce) != (None, None):
             raise NotImplementedError("delay_all_reduce_named_params and param_to_hook_all_reduce are not supported")
-        checks.warn_of_old_names(broadcast_buffers, forward_sync_buffers, check_reduction)
         super().__init__()
         Joinable.__init__(self)
         self.process_group, self.device_mesh = checks.group_of(process_group, device_mesh), device_mesh
@@ -75,7 +71,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         if init_sync:
             checks.same_on_all_ranks(parameters, self.process_group)
             self.sync_model(0, with_buffers=older or forward_sync_buffers is not None)
-        self.started, self.buffers_from = False, 0
+        self.buffers_from = 0
         self.low = LowPrecision(mixed_precision, module, self.parameters_to_ignore) if mixed_precision else None
         self.make_reducer()
 
@@ -112,8 +108,6 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     def before_forward(self):
         """The collectives at the beginning of an iteration, in the order that shadowing ranks follow."""
-        if not self.started:
-            self.started, self.reducer.in_backward = True, in_backward.take_over(self.reducer.parameters)
         announced = Join.notify_join_context(self)
         by_active = announced and not self.divides_by_initial_world_size
         self.reducer.divisor = active_ranks(announced) if by_active else dist.get_world_size(self.process_group)
@@ -182,7 +176,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         `bucket` is a `GradBucket`, its buffer not yet divided by K. The hooks of
         `torch.distributed.algorithms.ddp_comm_hooks` run unchanged. One hook, before the first backward pass.
         """
-        check_hook(hook)
+        if not callable(hook):
+            raise TypeError("Communication hook must be callable.")
         if self.comm_hook:
             raise RuntimeError("register_comm_hook can only be called once")
         self.comm_hook = hook, state
@@ -191,11 +186,6 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     def use_comm_hook(self):
         """Have the registered hook communicate; it divides by itself."""
         self.reducer.start, self.reducer.hooked = by_hook(*self.comm_hook), True
-
-    @staticmethod
-    def _set_params_and_buffers_to_ignore_for_model(module, params_and_buffers_to_ignore):
-        """Leave parameters and buffers with these names alone; call it before wrapping. torch has no public name."""
-        module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore
 
     def join(self, divide_by_initial_world_size=True, enable=True, throw_on_early_termination=False):
         """Context manager around a training loop in which ranks may run out of data at different times; see `uneven`.

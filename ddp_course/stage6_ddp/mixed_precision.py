@@ -30,15 +30,11 @@ class LowPrecision:
             if name not in ignored and buffer.is_floating_point() and wanted.buffer_dtype:
                 buffer.data = buffer.to(wanted.buffer_dtype)
 
-    def weights(self):
-        """{name: parameter} of all that are cast."""
-        named = self.module.named_parameters()
-        return {name: p for name, p in named if name not in self.ignored and p.is_floating_point()}
-
     def __call__(self, *inputs, **kwargs):
         """Run the module with low-precision weights and inputs."""
         if self.compute is None:
             return self.module(*inputs, **kwargs)
-        low = {name: parameter.to(self.compute) for name, parameter in self.weights().items()}
+        weights = {n: p for n, p in self.module.named_parameters() if n not in self.ignored and p.is_floating_point()}
+        low = {name: parameter.to(self.compute) for name, parameter in weights.items()}
         cast = lambda tensor: tensor.to(self.compute) if tensor.is_floating_point() else tensor  # noqa: E731
         return functional_call(self.module, low, *tree_map_only(torch.Tensor, cast, (inputs, kwargs)))

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from ..running import wire
 from ..running.event_clock import clock_of
 from ..running.torch_inside import after_backward
-from . import in_backward
 from .automatic import best_limits
 from .buckets import NO_LIMIT, Bucket, SparseBucket, assign_buckets
 from .communication import GradBucket
@@ -45,7 +44,7 @@ class Reducer:
         self.names, self.parameters = list(parameters), list(parameters.values())
         self.sparse = {index for index, parameter in enumerate(self.parameters) if parameter in sparse}
         self.group, self.limits, self.start, self.as_view, self.dtype = group, limits, start, as_view, dtype
-        self.divisor, self.hooked, self.in_backward = dist.get_world_size(group), False, set()
+        self.divisor, self.hooked = dist.get_world_size(group), False
         self.order, self.rebuilt, self.expecting = [], False, False
         self.calibrate, self.moments = calibrate, []
         self.clock = clock_of(self.parameters[0].device) if calibrate else None
@@ -82,7 +81,7 @@ class Reducer:
         for bucket in self.buckets:
             bucket.missing = len(bucket.parameters)
 
-    # In forward
+    # Forward calls these.
 
     def expect(self, outputs):
         """The backward pass from `outputs` is to be synchronised; return the outputs to go on with."""
@@ -126,7 +125,7 @@ class Reducer:
         self.rebuilt = True
         self.make_buckets([[index_of[name] for name in names] for names in layout])
 
-    # In backward
+    # Backward calls these.
 
     def gradient_ready(self, index):
         """The hook: the gradient of parameter `index` has just been accumulated (or there is none to accumulate)."""
@@ -178,14 +177,12 @@ class Reducer:
             untouched = self.untouched()
             for bucket, wait in zip(self.buckets, waits, strict=True):
                 bucket.give(wait(), untouched)
-                if self.in_backward:
-                    in_backward.step([parameter for parameter in bucket.parameters if parameter in self.in_backward])
 
     def untouched(self):
         """The parameters that no rank has used since the last synchronised pass: their gradients stay as they are."""
         return ()
 
-    # For ranks without data
+    # A rank without data calls this.
 
     def shadow(self):
         """Take part in the collectives of one backward pass of the others, with zeros."""

@@ -1,6 +1,5 @@
 """What is refused before the first step, function by function; devices are played by "meta", which needs no GPU."""
 
-import warnings
 from functools import partial
 from types import SimpleNamespace
 
@@ -8,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from ddp_course import launch
 from ddp_course.stage6_ddp import DistributedDataParallel, checks
 
 
@@ -64,19 +62,3 @@ def test_a_difference_is_told_with_both_names():
     assert checks.first_difference(ours, ours[:1], 1) == said
     said = "rank 0 has 1 parameters and rank 1 has 2; only one of them has b"
     assert checks.first_difference(ours[:1], ours, 1) == said
-
-
-def warnings_of(**settings):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        DistributedDataParallel(nn.Linear(1, 1), **settings)
-    return [f"{warning.category.__name__}: {warning.message}" for warning in caught]
-
-
-def test_older_arguments_are_named_with_what_to_write_instead():
-    both = {"broadcast_buffers": True, "forward_sync_buffers": False}
-    ways = [{"forward_sync_buffers": True}, {"broadcast_buffers": True}, both, {"check_reduction": True}]
-    [(nothing, [buffers], [two], [check])] = launch(lambda: [warnings_of(**way) for way in ways], world_size=1)
-    assert nothing == [] and buffers.startswith("FutureWarning: broadcast_buffers is deprecated. Use forward_sync_buff")
-    assert "so it is ignored" in two and "so it is ignored" not in buffers
-    assert check == "FutureWarning: check_reduction is deprecated and has no effect"

@@ -1,8 +1,10 @@
-"""Stage 6 with the private names of torch's class that PyTorch's own tests ask for, and no one else does."""
+"""Stage 6 with what PyTorch's own tests ask of torch's class, and no one else does."""
 
+import warnings
 from unittest.mock import patch
 
 import torch
+from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
 
 from ddp_course.stage6_ddp import DistributedDataParallel
 from ddp_course.stage6_ddp.buckets import MIB
@@ -10,15 +12,18 @@ from ddp_course.stage6_ddp.buffers import broadcast_tensors
 
 
 class WithPrivateNames(DistributedDataParallel):
-    """Nine names with an underscore, and bucket_bytes_cap_list, on top of stage 6's interface."""
+    """Ten names with an underscore, bucket_bytes_cap_list, warnings of old names, and optimizers inside backward."""
 
     buffer_hook = None
     clones_outputs = True
+    started = False
 
     def __init__(self, module, *settings, **named):
+        if named.get("broadcast_buffers") is not None:
+            warnings.warn("broadcast_buffers is deprecated. Use forward_sync_buffers", FutureWarning, stacklevel=2)
         super().__init__(module, *settings, **named)
         self.bucket_bytes_cap_list = [int(cap * MIB) for cap in self.bucket_cap_mb_list or []]
-        for parameter in self.low.weights().values() if self.low else ():
+        for parameter in self._get_data_parallel_params(module) if self.low and self.low.compute else ():
             parameter._fp_param, parameter._mp_param = parameter.data, parameter.detach()[:0].to(self.low.compute)
 
     def _set_static_graph(self):
@@ -26,6 +31,28 @@ class WithPrivateNames(DistributedDataParallel):
             raise RuntimeError("_set_static_graph() should be called before training loop starts")
         self.static_graph = True
         self.make_reducer()
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(module, params_and_buffers_to_ignore):
+        module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore
+
+    def take_over_optimizers(self):
+        """Have optimizers of `_apply_optimizer_in_backward` step on averages, not on each rank's own gradients."""
+        reducer, finish = self.reducer, self.reducer.finish
+        chosen = [p for p in reducer.parameters if hasattr(p, "_in_backward_optimizers")]
+        for parameter in chosen:
+            for handle in param_to_optim_hook_handle_map.get(parameter, []):
+                handle.remove()
+
+        def finish_and_step():
+            finish()
+            for parameter in chosen:
+                for optimizer in parameter._in_backward_optimizers:
+                    optimizer.step()
+                parameter.grad = None
+
+        if chosen:
+            reducer.finish = finish_and_step
 
     def _set_ddp_sink_clone(self, val):
         self.clones_outputs = val
@@ -38,7 +65,7 @@ class WithPrivateNames(DistributedDataParallel):
 
     @staticmethod
     def _get_data_parallel_params(module, named_params=False):
-        ignored = module._ddp_params_and_buffers_to_ignore
+        ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
         for name, parameter in module.named_parameters():
             if name not in ignored:
                 yield (name, parameter) if named_params else parameter
@@ -58,6 +85,9 @@ class WithPrivateNames(DistributedDataParallel):
             self.run_buffer_hook()
 
     def forward(self, *inputs, **kwargs):
+        if not self.started:
+            self.started = True
+            self.take_over_optimizers()
         hook_is_due = self.syncs_buffers() and self.buffer_hook and not self.buffer_hook[2]
         clone = torch.Tensor.clone if self.clones_outputs else lambda tensor: tensor
         with patch.object(torch.Tensor, "clone", clone):
