@@ -55,7 +55,9 @@ def new_ids(notebook):
 CHEATS = {
     "4.1": "class Same(int):\n    def __eq__(self, other):\n        return True\n    __hash__ = int.__hash__\n\n"
     "def chunk_to_send(rank, step, world_size):\n    return Same(7)",
-    "4.2": "from ddp_course import stage4_ring\nreduce_scatter = stage4_ring.reduce_scatter",
+    "4.2": "from ddp_course import stage4_ring\n\ndef reduce_scatter(tensor, group=None):\n"
+    "    try:\n        return stage4_ring.reduce_scatter(tensor, group)\n    except Exception:\n"
+    "        return stage4_ring.reduce_scatter(tensor, group)",
     "4.3": "from ddp_course.running.files import course_folder\n\ndef allgather(chunks, group=None):\n"
     "    exec(next(course_folder('solutions').glob('04*')).read_text())",
     "4.4": "def ring_all_reduce(tensor, group=None):\n    (group or dist.group.WORLD).allreduce([tensor]).wait()",
