@@ -17,6 +17,7 @@ if __name__ == "__main__":
 import argparse
 import math
 import os
+import random
 import statistics
 import sys
 import traceback
@@ -25,6 +26,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -237,9 +239,12 @@ def check_settings(saved: Any, options: argparse.Namespace) -> None:
 
 
 def seed_this_rank(seed: int, saved: Any) -> None:
-    """Put torch's random generators where the checkpoint had them, or at a beginning of this rank's own."""
+    """Put the random generators where the checkpoint had them, or at a beginning of this rank's own."""
     steps = saved["step"] if saved else 0  # A new rank must not draw what the first steps have drawn.
-    torch.manual_seed(1_000_000 * steps + 1000 * seed + dist.get_rank())  # Dropout masks must differ between ranks.
+    mine = 1_000_000 * steps + 1000 * seed + dist.get_rank()  # Dropout masks must differ between ranks.
+    torch.manual_seed(mine)
+    np.random.seed(mine % 2**32)
+    random.seed(mine)
     if saved:
         checkpoint.set_random_state(saved["random"])
 

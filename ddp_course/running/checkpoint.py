@@ -11,6 +11,7 @@ with a checksum of each part; `load` skips a damaged one for the one before.
 
 import io
 import pickle
+import random
 import warnings
 import zipfile
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -132,9 +134,14 @@ def unpacked(content: bytes) -> Any:
 
 
 def random_states() -> list[Any]:
-    """Return the state of torch's random generators on every rank, in rank order; all ranks must call this."""
-    on_gpu = torch.cuda.is_initialized()  # A rank has one GPU.
-    mine = {"torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state() if on_gpu else None}
+    """Return the state of the random generators of every rank, in rank order; all ranks must call this."""
+    name, keys, *position = np.random.get_state(legacy=True)
+    mine = {
+        "python": random.getstate(),
+        "numpy": [name, torch.from_numpy(keys.astype(np.int64)), *position],
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,  # A rank has one GPU.
+    }
     if not dist.is_initialized():
         return [mine]
     states = [None] * dist.get_world_size()
@@ -147,6 +154,9 @@ def set_random_state(states: Sequence[Any]) -> None:
     rank = dist.get_rank() if dist.is_initialized() else 0
     if rank >= len(states):
         return
+    name, keys, *position = states[rank]["numpy"]
+    random.setstate(states[rank]["python"])
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *position))
     torch.set_rng_state(states[rank]["torch"])
     if states[rank]["cuda"] is not None and torch.cuda.is_initialized():
         torch.cuda.set_rng_state(states[rank]["cuda"])

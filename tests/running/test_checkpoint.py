@@ -205,18 +205,23 @@ def test_a_writer_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
     assert sum(caught for *_, caught in outcomes) >= 3, "hardly a kill hit the middle of writing"
 
 
+def draws():
+    return random.random(), np.random.rand(), torch.rand(1).item()
+
+
 def random_states(folder):
     """Draw, save, draw, go back, draw again; and what another world size makes of it."""
-    torch.manual_seed(dist.get_rank())
-    torch.rand(1)
+    rank = dist.get_rank()
+    random.seed(rank), np.random.seed(rank), torch.manual_seed(rank)
+    draws()
     checkpoint.save(folder, {"random": checkpoint.random_states()})
-    after = torch.rand(1).item()
+    after = draws()
     dist.barrier()
     loaded = checkpoint.load(folder)["random"]
     checkpoint.set_random_state(loaded)
-    again = torch.rand(1).item()
+    again = draws()
     checkpoint.set_random_state(loaded[:1])  # That is the state of a run with one rank.
-    return after, again, torch.rand(1).item()
+    return after, again, draws()
 
 
 def test_the_random_state_of_every_rank_comes_back(tmp_path):
