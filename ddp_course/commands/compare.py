@@ -4,15 +4,20 @@ import argparse
 import csv
 import io
 import json
+import os
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from tabulate import tabulate
 
 from .. import ladder
 from ..measuring.comparison import DEFAULT_STAGES, run
+from ..running.devices import rank_device
 from ..running.files import replace_file, writable_folder
+from ..running.join import join
 from ..running.links import MODES
+from ..running.parent import JOB
 from ..showing.plots import BUSY, compare_figure, stage_label
 
 __all__ = ["add_options", "run", "save", "table"]
@@ -42,10 +47,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> None:
-    """Run the comparison, write the results and print the table."""
+    """Run the comparison, on the ranks of torchrun if it has started them; write the results and print the table."""
     writable_folder(args.out)
     options = {name: value for name, value in vars(args).items() if name not in ("run", "out")}
-    results = run(**options, progress=True)
+    if JOB in os.environ:
+        rank, world_size = join(args.device)
+        here = {"world_size": world_size, "device": str(rank_device()), "device_speed": "none", "link": None}
+        results = run(**{**options, **here}, progress=rank == 0)
+        dist.destroy_process_group()
+        if rank:
+            return
+    else:
+        results = run(**options, progress=True)
     written = save(results, args.out)  # This comes first: whoever reads the table may stop listening.
     print(table(results))
     for path in written:

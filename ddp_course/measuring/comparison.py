@@ -19,6 +19,7 @@ parameters, gradient_bytes, link, and stages, a list of
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -77,8 +78,8 @@ def run(
     about, and none on GPUs, which have their own. On emulated devices the first steps are timed, and what is learned
     comes from a run of all steps without devices and links. `options`: `global_batch` (samples), `lr`, `seed`,
     `bucket_cap_mb` (of stages 5 and 6 and of torch's DDP, default 0.25: small enough that the default model fills
-    several), `parameters` (of bytes and synthetic), `timeout` (seconds per launch). `progress` shows a bar. Raises
-    ValueError for a setting that cannot work.
+    several), `parameters` (of bytes and synthetic), `timeout` (seconds per launch). `progress` shows a bar. Ranks of
+    torchrun all call this, without emulation, and train each stage. Raises ValueError for a setting that cannot work.
     """
     keys = stages.split(",") if isinstance(stages, str) else stages
     chosen = [ladder.find(str(key).strip()) for key in keys]
@@ -95,7 +96,8 @@ def header(job: Job, place: Place) -> dict:
     return {
         "problem": job.problem_name, "world_size": job.world_size, "steps": job.steps, "dtype": job.dtype,
         "global_batch": job.global_batch, "parameters": job.parameter_count, "gradient_bytes": job.gradient_bytes,
-        "torch": torch.__version__, "device": where.devices[0].split(":")[0], "backend": where.backend,
+        "torch": torch.__version__, "device": where.devices[0].split(":")[0],
+        "backend": dist.get_backend() if dist.is_initialized() else where.backend,
         "emulated_device": place.device.describe() if isinstance(place.device, Device) else None,
         "link": place.link and place.link.describe(),
     }  # fmt: skip
@@ -162,6 +164,8 @@ def reports(stage: Stage, job: Job, place: Place, reference: torch.Tensor | None
         "devices": names if on_emulated else place.placed(job.world_size).devices,
         "all_reduce": ring_all_reduce if ours else None,
     }
+    if dist.is_initialized():
+        return reports_of_this_job(stage, job, settings, reference)
     return launch(
         train_and_measure,
         stage,
@@ -173,6 +177,20 @@ def reports(stage: Stage, job: Job, place: Place, reference: torch.Tensor | None
         timeout=job.timeout,
         link=None if stage.one_process else link,
     )
+
+
+def reports_of_this_job(stage: Stage, job: Job, settings: dict, reference: torch.Tensor | None) -> list[dict]:
+    """What each rank that torchrun has started reports of one stage; every rank calls this."""
+    dist.barrier()
+    begin, report = time.perf_counter(), None  # Every machine has a clock of its own.
+    if dist.get_rank() == 0 or not stage.one_process:
+        report = train_and_measure(stage, job, settings, reference)
+        report["began_s"] = [start - begin for start in report["began_s"]]
+        for step in report["timelines"]:
+            step[:] = [[replace(s, start=s.start - begin, end=s.end - begin) for s in lane] for lane in step]
+    ranks: list[Any] = [None] * job.world_size
+    dist.all_gather_object(ranks, report)
+    return [report for report in ranks if report]
 
 
 def train_and_measure(stage: Stage, job: Job, settings: dict, reference: torch.Tensor | None) -> dict:

@@ -205,8 +205,11 @@ def draw_traffic(axes: Axes, results: dict[str, Any]) -> None:
     axes.bar(places, heights, width=0.6, color=[STAGES[stage["stage"]].colour for stage in counted])
     theory = [stage["bytes_formula"] / 1e6 for stage in counted]
     axes.hlines(theory, [x - 0.4 for x in places], [x + 0.4 for x in places], "black", linewidth=1.8, label="formula")
-    for place, height in zip(places, heights, strict=True):
-        axes.text(place, height / 2, f"{height:.2f} MB", ha="center", va="center", color="white", fontweight="bold")
+    for place, height, top in zip(places, heights, map(max, heights, theory), strict=True):
+        if len(counted) <= 5:
+            axes.text(place, height / 2, f"{height:.2f} MB", ha="center", va="center", color="white", fontweight="bold")
+        else:  # Narrow bars have their numbers above them.
+            axes.text(place, top, f"{height:.2f}", ha="center", va="bottom", fontweight="bold")
     axes.set_xticks(places, [_stacked(stage_label(stage["stage"], stage["name"])) for stage in counted])
     axes.set_ylim(0, max([*heights, *theory]) * 1.22 or 1)
     axes.set_xlim(-0.6, len(counted) - 0.4)

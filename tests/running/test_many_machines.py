@@ -1,5 +1,6 @@
 """Several hosts: virtual ones where this machine allows them, and what `deploy/` would start on real ones."""
 
+import json
 import os
 import stat
 import subprocess
@@ -87,6 +88,24 @@ def test_a_host_finds_the_programs_beside_its_python(tmp_path):
     """A notebook opened as .venv/bin/jupyter has none of them on its search path."""
     command = [sys.executable, "-m", "ddp_course.running.links.on_hosts", "--hosts", "1", "--", "torchrun", "--help"]
     assert "--nproc-per-node" in finished(tmp_path, command, PATH="/usr/sbin:/usr/bin:/sbin:/bin")
+
+
+def test_compare_trains_on_the_ranks_of_torchrun(tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    compare = ["-m", "ddp_course.cli", "compare", *MODEL, "--stages=1,4,7", "--steps=4", f"--out={tmp_path}/results"]
+    printed = finished(tmp_path, [*torchrun, *compare])
+    assert printed.count("fully sharded") == 1
+    results = json.loads((tmp_path / "results" / "compare.json").read_text())
+    assert results["world_size"] == 2 and results["steps"] == 4 and results["backend"] == "gloo"
+    assert results["emulated_device"] is None and results["link"] is None
+    single, ring, sharded = results["stages"]
+    assert ring["bytes_sent_max"] == results["gradient_bytes"]  # 2 (K-1)/K p
+    assert sharded["bytes_sent_max"] == pytest.approx(1.5 * ring["bytes_sent_max"], rel=0.1)  # 3 (K-1)/K p
+    for entry in (ring, sharded):
+        assert len({span[3] for span in entry["timeline"][0]}) and len(entry["timeline"]) >= 2
+        assert 0 < entry["max_abs_diff_vs_single"] < 1e-12
+        assert entry["loss"] == pytest.approx(single["loss"], abs=1e-12) and len(set(entry["loss"])) == 4
+    assert (tmp_path / "results" / "compare.png").read_bytes().startswith(b"\x89PNG")
 
 
 def programs(folder, **scripts):
