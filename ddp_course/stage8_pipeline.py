@@ -397,7 +397,7 @@ class Pipeline:
             self.post_receive(rank)
         transfer = self.arriving.pop(result)
         if self.expected[rank] and self.expected[rank][0].cut in self.forms:
-            self.post_receive(rank)  # of the next message, ahead of its time
+            self.post_receive(rank)  # The next message may come early.
         with wire.span("wait"):
             transfer.wait()
         if sent := self.leaving.pop(Instruction("forward", result.microbatch, result.cut), None):

@@ -74,7 +74,7 @@ class Table(str):
         return self.html
 
 
-COLUMNS = {  # by its title, what a column shows of a stage, and how
+COLUMNS = {  # A title stands for a key of a stage's entry and its format.
     "step\nms": ("step_ms", ".1f"),
     "predicted\nms": ("ideal_ms", ".1f"),
     "speed-up": ("speed_up", ".2f"),

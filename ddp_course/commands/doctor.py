@@ -12,7 +12,7 @@ NEEDED_MEMORY = 1.5 * GIB  # for a lesson with four ranks: docs/TROUBLESHOOTING.
 NEEDED_CORES = 2
 PACKAGES = ("jupyterlab", "ipykernel", "ipywidgets", "nbval", "matplotlib", "scikit-learn")
 
-Finding = tuple[str, ...]  # a name, what is there, and hints about what to do, if any
+Finding = tuple[str, ...]  # It has a name, what is there, and perhaps hints.
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

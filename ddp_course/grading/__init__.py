@@ -31,7 +31,7 @@ def check(number: str, *answers: Any, seed: int | None = None) -> None:
     if HAND_OVER in os.environ:  # this is the kernel of a submission that is being graded
         hand_over(number, answers)
         return
-    from .diagnosis import verdict  # on first use: they need torch
+    from .diagnosis import verdict  # These import torch, which takes seconds.
     from .evidence import Attempt, find, gather, known, solved
 
     task = find(number)

@@ -90,7 +90,7 @@ def mount(source: str | None, target: str, kind: str | None, flags: int) -> None
 
 def raise_loopback() -> None:
     """Bring up the loopback of a new network namespace, which starts without one."""
-    import fcntl  # Windows has none
+    import fcntl  # Windows does not have it.
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sH14x", b"lo", IFF_UP))

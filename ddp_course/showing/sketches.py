@@ -13,7 +13,7 @@ from .plots import SPAN_COLOURS, STAGE_COLOURS, Picture, panels
 
 RANK_COLOURS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#7F7F7F", "#F0E442"]
 CENTRE: Any = {"ha": "center", "va": "center"}
-APART: Any = {"shrinkA": 22, "shrinkB": 22}  # an arrow from the edge of a node to that of another
+APART: Any = {"shrinkA": 22, "shrinkB": 22}  # An arrow begins and ends at the edge of a node.
 BOTH_WAYS: Any = {"arrowstyle": "<|-|>", "mutation_scale": 10, "linewidth": 1.8, "zorder": 2}
 
 

@@ -128,7 +128,7 @@ class Prediction(ipywidgets.VBox):
         guess, line = self.buttons.value, f"you did not guess; {kind}: {result}"
         if guess is not None:
             line = f"your guess: {guess}; {kind}: {result} – {'right' if guess == answer else 'a surprise'}"
-        right = {"right": self.answers.index(answer)}  # by which a page without a kernel writes the line anew
+        right = {"right": self.answers.index(answer)}  # A page without a kernel writes the line anew with it.
         display({"text/plain": line, MIME: right}, raw=True)
 
     def _repr_mimebundle_(self, **options):
@@ -137,7 +137,7 @@ class Prediction(ipywidgets.VBox):
         return {**bundle, "text/plain": f"{self.question}\n{listed}"}
 
 
-predict = Prediction  # asked before the experiment; its `reveal` is called after it
+predict = Prediction  # It asks before the experiment; `reveal` comes after it.
 
 
 def nearest(value: Any, answers: Sequence[Any]) -> Any:

@@ -30,7 +30,7 @@ class AccumulateUnsynchronised:
         for size, group in worlds(2, 4):
             (model, optimizer), called, (all_reduce, reduced) = ONE.small_model(seed), [], noted_ring(group)
             parallel = DistributedDataParallel(model, process_group=group, all_reduce=all_reduce)
-            nn.functional.cross_entropy(parallel(mine[0][0]), mine[0][1]).backward()  # DDP tells now what it tells once
+            nn.functional.cross_entropy(parallel(mine[0][0]), mine[0][1]).backward()  # DDP says here what it says once.
             reduced.clear()
             parallel.register_forward_pre_hook(lambda *_, called=called: called.append(1))
             accumulate(parallel, optimizer, mine)
@@ -243,7 +243,9 @@ class AReducer:
         rank, model, started, waits = dist.get_rank(), Branches(seed), [], []
         weights = [layer.weight for layer in model.layers]
         buckets = [[weights[4]], [weights[3], weights[2], weights[1]], [weights[0]]]
-        lengths = [sum(weight.numel() for weight in bucket) for bucket in buckets]  # all differ
+        lengths = [
+            sum(weight.numel() for weight in bucket) for bucket in buckets
+        ]  # Each bucket has a length of its own.
 
         def start(tensor):
             started.append(lengths.index(tensor.numel()) if tensor.numel() in lengths else -1)

@@ -154,7 +154,7 @@ AFTER = (
     "DistBackendError: Broken pipe",
 )
 CONSEQUENCES = ((3, 5, 1, AFTER[0]), (10, 12, 0, AFTER[1]), (4, 7, 0, AFTER[2]))
-LATE = ((2, 4, 1), (1, 3, 0), (5, 12, 1), (11, 12, 0), (1, 6, 1))  # culprit, ranks, whether its line comes last
+LATE = ((2, 4, 1), (1, 3, 0), (5, 12, 1), (11, 12, 0), (1, 6, 1))  # They are culprit, ranks, 1 if its line is last.
 
 
 def log_of(random, culprit, size, late, after=AFTER[0], start=None):

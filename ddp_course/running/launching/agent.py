@@ -79,7 +79,7 @@ def start_ranks(setting: dict, link: Any, master: str, shared: list, launch: soc
     setting["store"] = setting["store"] or listener.getsockname()
     if setting["start"] == "fork":
         for name in ("ddp_course.running.launching.rank", *setting["modules"]):
-            with contextlib.suppress(Exception):  # a rank that needs it will tell
+            with contextlib.suppress(Exception):  # A rank that needs it raises the error.
                 importlib.import_module(name)  # they are read afresh for this launch, but once for all its ranks
     agent, ranks = os.getpid(), {}
     for number in setting["ranks"]:
@@ -116,7 +116,7 @@ def preloading_environment() -> dict:
 
 def be_rank(agent: int, setting: dict, number: int, link: Any, files: list, listener: socket.socket | None) -> None:
     """Be one rank of `agent`, until its last thread has ended. Never returns: gloo's threads are not torn down."""
-    from .rank import main  # here: an agent that forks nothing needs no torch
+    from .rank import main  # An agent that forks nothing needs no torch.
 
     code = 1
     try:

@@ -21,7 +21,7 @@ ENDING_SECONDS = 5.0  # all processes end so soon after the last result, or afte
 STACK_SECONDS = 2.0  # when time has run out, ranks may write their stacks for so long …
 QUIET_SECONDS = 0.4  # … or until nothing has come for so long
 TICK_SECONDS = 1.0  # the caller looks at least so often at what has become of the launch
-KEPT = 1 << 18  # characters of each rank's stacks, and of the log
+KEPT = 1 << 18  # It counts the characters of a rank's stacks, and of the log.
 UNCONNECTED = (
     "launch: no collective ran, so these are {} models that know nothing of each other, and they differ now. "
     "To train one together, wrap the model or average the gradients.\n"

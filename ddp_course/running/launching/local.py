@@ -73,7 +73,7 @@ class Server:
         self.complaints.close()
 
 
-_servers: list[Server] = []  # there is none before the first launch, then one
+_servers: list[Server] = []  # The first launch adds the only one.
 _lock = threading.Lock()
 
 
@@ -122,7 +122,7 @@ class LocalRanks(Ranks):
         connection, theirs = socket.socketpair()
         with theirs:
             self.server = ask_for_agent(theirs)
-        with suppress(BrokenPipeError, ConnectionResetError):  # then its end arrives next
+        with suppress(BrokenPipeError, ConnectionResetError):  # Its end arrives next.
             self.hand_over(connection, payload)
         self.inbox.add(connection.detach(), Mail(self.from_agent, self.all_gone))
 

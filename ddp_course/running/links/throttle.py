@@ -60,7 +60,7 @@ class Switch:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """While no other rank, and no other thread of this one, looks at the memory or writes there."""
-        import fcntl  # Windows has none
+        import fcntl  # Windows does not have it.
 
         with self.threads:  # the lock of the file is between processes only
             fcntl.lockf(self.file, fcntl.LOCK_EX)
