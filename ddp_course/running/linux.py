@@ -141,11 +141,11 @@ def free_memory() -> int:
 
 def available_memory() -> int:
     """Bytes that the machine has free, or would free at once for a process that asks."""
-    import psutil  # most processes that load this module need it for nothing else
-
     try:
+        import psutil  # Most processes that load this module need it for nothing else.
+
         return psutil.virtual_memory().available
-    except OSError:  # there is no /proc
+    except (ImportError, OSError):  # A borrowed machine may not have the package, and a container no /proc.
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 

@@ -190,10 +190,10 @@ def test_stages_are_held_against_their_ideals(on_devices):
 class NotSlowed(Link):
     """A link that carries far more than it says."""
 
-    def prepare(self, world_size, folder=None):
+    def prepare(self, world_size):
         """In the launch's agent: the caller, who derives the ideal, knows nothing of it."""
         self.bandwidth = 1e10
-        super().prepare(world_size, folder)
+        super().prepare(world_size)
 
 
 @pytest.mark.alone  # on a full machine the ring takes longer by itself
