@@ -20,10 +20,9 @@ from ..running.links import MODES
 from ..running.parent import JOB
 from ..showing.plots import BUSY, compare_figure, stage_label
 
-__all__ = ["add_options", "run", "save", "table"]
-
 
 def add_options(parser: argparse.ArgumentParser) -> None:
+    """Describe the options."""
     parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     speed = "of emulated devices, where there are no GPUs, such as 2GFLOP/s; none: ranks share the processor as it is"
     parser.add_argument("--problem", default="digits", help="digits, bytes or synthetic")
@@ -50,15 +49,15 @@ def main(args: argparse.Namespace) -> None:
     """Run the comparison, on the ranks of torchrun if it has started them; write the results and print the table."""
     writable_folder(args.out)
     options = {name: value for name, value in vars(args).items() if name not in ("run", "out")}
+    rank = 0
     if JOB in os.environ:
-        rank, world_size = join(args.device)
-        here = {"world_size": world_size, "device": str(rank_device()), "device_speed": "none", "link": None}
-        results = run(**{**options, **here}, progress=rank == 0)
+        rank, options["world_size"] = join(args.device)
+        options |= {"device": str(rank_device()), "device_speed": "none", "link": None}
+    results = run(**options, progress=rank == 0)
+    if dist.is_initialized():
         dist.destroy_process_group()
-        if rank:
-            return
-    else:
-        results = run(**options, progress=True)
+    if rank:
+        return
     written = save(results, args.out)  # This comes first: whoever reads the table may stop listening.
     print(table(results))
     for path in written:

@@ -19,12 +19,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """There are none."""
 
 
-def run(args: argparse.Namespace) -> int:
-    """The command itself."""
-    return main()
-
-
-def main() -> int:
+def main(args: argparse.Namespace | None = None) -> int:
     """Print the report; return 1 if the course cannot run here, else 0."""
     problems = []
     sections = {"Machine": machine, "Torch": torch_parts, "Links": links, "Notebooks": packages, "Lessons": lessons}
@@ -40,6 +35,9 @@ def main() -> int:
     verdict = "cannot run here: " + "; ".join(dict.fromkeys(problems)) if problems else "runs on this machine."
     print(f"\nThe course {verdict}")
     return 1 if problems else 0
+
+
+run = main
 
 
 def machine() -> Iterator[Finding]:

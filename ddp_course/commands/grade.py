@@ -20,8 +20,9 @@ from ..running.linux import usable_cores
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
+    """Describe the options."""
     parser.add_argument("paths", nargs="+", metavar="PATH", help="a notebook, or a folder of submissions")
-    parser.add_argument("--csv", metavar="FILE", help="write one line a task")
+    parser.add_argument("--csv", metavar="FILE", help="write one line per task")
     parser.add_argument("--html", metavar="DIR", help="write a page for each learner, and index.html")
     parser.add_argument("--json", metavar="FILE", help="write everything")
     parser.add_argument("--format", choices=gradebooks.FORMATS, help="write --grades for this gradebook")

@@ -27,6 +27,7 @@ OWNER_ONLY = 0o700
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
+    """Describe the options."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     start = actions.add_parser("start", help="run the controller, here, until it is stopped")
     start.add_argument("--ip", required=True, help="this machine's address, as the other machines reach it")

@@ -13,6 +13,7 @@ from ..running import files, units
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
+    """Describe the options."""
     parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     parser.add_argument("--model", default="resnet50", choices=resnets.SHAPES, help="whose layers are simulated")
     parser.add_argument("--step-time", default="100ms", help="computing of a step on one device")

@@ -99,7 +99,7 @@ def explain(error: CourseError, task: Task) -> str:
         return f"a rank sends to itself, or receives from itself{where}: the others are meant"
     if "modified by an inplace operation" in error.message:
         return f"weights changed between the forward and the backward pass{where}: step() comes after backward()"
-    if error.type_name in ("killed", "exited", "ended"):
+    if error.type_name in ("killed", "exited"):
         return f"your code ended the process of rank {error.rank} ({error.type_name} {error.message})"
     unknown = "; is it spelt right, and defined or imported in a cell?" if error.type_name == "NameError" else ""
     return f"your code raised {error.type_name}: {error.message[:300]}{where}{unknown}"

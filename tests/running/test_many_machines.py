@@ -102,7 +102,7 @@ def test_compare_trains_on_the_ranks_of_torchrun(tmp_path):
     assert ring["bytes_sent_max"] == results["gradient_bytes"]  # 2 (K-1)/K p
     assert sharded["bytes_sent_max"] == pytest.approx(1.5 * ring["bytes_sent_max"], rel=0.1)  # 3 (K-1)/K p
     for entry in (ring, sharded):
-        assert len({span[3] for span in entry["timeline"][0]}) and len(entry["timeline"]) >= 2
+        assert len(entry["timeline"]) >= 2
         assert 0 < entry["max_abs_diff_vs_single"] < 1e-12
         assert entry["loss"] == pytest.approx(single["loss"], abs=1e-12) and len(set(entry["loss"])) == 4
     assert (tmp_path / "results" / "compare.png").read_bytes().startswith(b"\x89PNG")
