@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from ddp_course import problems
 from ddp_course.collectives import pipelined_ring_all_reduce
-from ddp_course.errors import LinkError
+from ddp_course.errors import EmulationError
 from ddp_course.running.launching.launch import launch
 from ddp_course.running.links import Link
 from ddp_course.stage6_ddp import DistributedDataParallel
@@ -97,7 +97,7 @@ def virtual_hosts(bandwidth: str, world_size: int) -> Link | None:
     try:
         link = Link(bandwidth, mode="hosts")
         link.check(world_size)
-    except LinkError as error:
+    except EmulationError as error:
         print(f"not measured over virtual hosts: {error}", flush=True)
         return None
     return link

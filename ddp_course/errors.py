@@ -95,12 +95,8 @@ class LaunchError(CourseError):
     """The processes of a launch could not be started, or were ended from outside."""
 
 
-class LinkError(CourseError, ValueError):
-    """An emulated link was described with impossible values, or cannot be had on this machine."""
-
-
-class DeviceError(CourseError, ValueError):
-    """An emulated device was described with impossible values, or is too fast for this machine."""
+class EmulationError(CourseError, ValueError):
+    """An emulated link or device was described with impossible values, or cannot be had on this machine."""
 
 
 class CheckpointError(CourseError):

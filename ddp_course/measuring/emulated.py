@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from ..errors import DeviceError
+from ..errors import EmulationError
 from ..running.devices import Device, capacity
 from ..running.devices.placement import usable_gpus
 from ..running.links import Link
@@ -33,7 +33,7 @@ def chosen(
     real = isinstance(device, str) and on_gpus(device)
     if speed not in ("auto", "none"):
         if real:
-            raise DeviceError("GPUs have a speed of their own: leave --device-speed out, or choose --device cpu")
+            raise EmulationError("GPUs have a speed of their own: leave --device-speed out, or choose --device cpu")
         device = Device(speed)
     elif speed == "auto" and not real and not isinstance(device, Device):
         bandwidth = parse_bandwidth(link) if isinstance(link, str) and link not in ("auto", "none") else None

@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ..running import wire
 from ..running.devices import device_number
-from ..running.event_clock import EventClock, HostClock
+from ..running.event_clock import Clock
 from ..running.torch_inside import around
 
 BLOCKING = ("communication", "wait")  # While one of these is in its lane, a device computes nothing.
@@ -52,7 +52,8 @@ def recording() -> Iterator[list[Span]]:
     On CUDA the edges are events, read when the recording ends: a span is when the work ran, not when it was queued.
     """
     spans: list[Span] = []
-    clock = EventClock() if torch.cuda.is_initialized() else HostClock()
+    on_gpu = torch.cuda.is_initialized()
+    clock = Clock(torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"))
     with ExitStack() as stack:
         stack.enter_context(wire.clocked_by(clock))
         for hook in _module_hooks(spans) + _optimizer_hooks(spans):

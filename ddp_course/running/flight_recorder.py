@@ -11,10 +11,9 @@ import mmap
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from ctypes import Structure, c_bool, c_char, c_double, c_uint64, sizeof
+from contextlib import contextmanager
+from ctypes import Structure, c_bool, c_char, c_double, c_uint32, sizeof
 from functools import cache
-from hashlib import blake2b
 from types import SimpleNamespace
 from typing import Any
 from zlib import crc32
@@ -23,10 +22,10 @@ import torch
 import torch.distributed as dist
 
 from ..errors import MismatchError
+from .torch_inside import tree_leaves
 
 CALLS_PER_RANK = 64  # ranks are never further apart than that
 TEXT_BYTES, MOST_MEMBERS = 200, 128
-
 
 _own = SimpleNamespace(memory=None, rank=0)  # a process takes part in at most one launch, and shares its table
 _sequences: dict = {}
@@ -36,13 +35,12 @@ _inside = threading.local()
 class Call(Structure):
     """One collective of one rank, laid out as in C: `sequence` counts the calls in `group`; times are monotonic.
 
-    `digest` and `group` are numbers that stand for the words and for the group's name. `marks` has a mark at each of
-    the group's ranks, as far as they are among the first 128. A negative end is that of a call that was launched and
-    may still run.
+    `digest` and `group` are the numbers of all words and of the group's name. `marks` has a mark at each of the group's
+    ranks, as far as they are among the first 128. A negative end is that of a call that was launched and may still run.
     """
 
     _fields_ = [
-        ("digest", c_uint64), ("group", c_uint64), ("sequence", c_uint64), ("begin", c_double), ("end", c_double),
+        ("digest", c_uint32), ("group", c_uint32), ("sequence", c_uint32), ("begin", c_double), ("end", c_double),
         ("marks", c_bool * MOST_MEMBERS), ("words", c_char * TEXT_BYTES),
     ]  # fmt: skip
 
@@ -83,12 +81,14 @@ def entry(
         yield
         return
     what = f"{name} of {describe(tensors)}"
-    _inside.tag = 1 + (crc32(what.encode()) >> 2)
+    _inside.tag = number_of(what)
     try:
-        with nullcontext() if _own.memory is None else recorded(what, tensors, group):
-            yield
+        call = None if _own.memory is None else recorded(what, group)
+        yield
     finally:
         _inside.tag = 0
+    if call is not None:
+        call.end = -time.monotonic() if on_gpu(tensors) else time.monotonic()
 
 
 def has_entries() -> bool:
@@ -101,22 +101,20 @@ def tag() -> int:
     return getattr(_inside, "tag", 0)
 
 
-@contextmanager
-def recorded(what: str, tensors: torch.Tensor | Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> Iterator:
-    """Write down a collective, with its beginning and its end, and compare it with the other ranks' calls."""
+def recorded(what: str, group: dist.ProcessGroup | None) -> Call:
+    """Write down that a collective begins, and compare it with the other ranks' calls."""
     group_name, members = (group or dist.group.WORLD).group_name, tuple(dist.get_process_group_ranks(group))
     sequence = _sequences[group_name] = _sequences.get(group_name, 0) + 1
-    key, digest = number_of(group_name), number_of(what)
+    key = number_of(group_name)
     slot = (key + sequence) % CALLS_PER_RANK  # all ranks keep this call there
     own = _own.memory[_own.rank][slot]
     own.sequence = 0
-    own.digest, own.group, own.begin, own.end = digest, key, time.monotonic(), 0.0
+    own.digest, own.group, own.begin, own.end = tag(), key, time.monotonic(), 0.0
     own.marks, own.words = marks(members), what.encode()[:TEXT_BYTES]
     own.sequence = sequence  # it comes last: a reader that sees it has the rest complete
     for rank in members:
         compare(_own.memory[rank][slot], rank, own)
-    yield
-    own.end = -time.monotonic() if on_gpu(tensors) else time.monotonic()
+    return own
 
 
 @cache
@@ -126,8 +124,8 @@ def marks(members: tuple) -> Any:
 
 
 def number_of(text: str) -> int:
-    """A number of 64 bits that stands for `text`, the same in all processes."""
-    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
+    """A number of 30 bits, not 0, that stands for `text`, the same in all processes."""
+    return 1 + (crc32(text.encode()) >> 2)
 
 
 def describe(tensors: torch.Tensor | Sequence[torch.Tensor]) -> str:
@@ -141,8 +139,7 @@ def describe(tensors: torch.Tensor | Sequence[torch.Tensor]) -> str:
 
 def on_gpu(tensors: torch.Tensor | Sequence[torch.Tensor]) -> bool:
     """Whether the work on `tensors` is only queued when the call returns."""
-    listed = tensors if isinstance(tensors, (list, tuple)) else [tensors]
-    return any(isinstance(tensor, torch.Tensor) and tensor.is_cuda for tensor in listed)
+    return any(isinstance(tensor, torch.Tensor) and tensor.is_cuda for tensor in tree_leaves(tensors))
 
 
 def compare(other: Call, rank: int, own: Call) -> None:

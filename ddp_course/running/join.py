@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from .devices.placement import agreed_backend, gpu_identity, hide_gpus, placement
 from .parent import end_with_torchrun
-from .store import serve_store_on
+from .torch_inside import serve_store_on
 
 FIRST_PORT, PORTS = 20_000, 10_000  # each Slurm job meets at a port of its own
 CONNECT_SECONDS = 5.0

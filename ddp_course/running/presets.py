@@ -7,6 +7,8 @@ src/graph/tuning.cc, table hwLat, version 2.19): 3.4 us over NVLink, 5.7 over PC
 import math
 from typing import Any, NamedTuple
 
+from ..errors import EmulationError
+
 
 class Accelerator(NamedTuple):
     """`rate` of dense 16-bit arithmetic in floating-point operations per second, `memory` in bytes per second."""
@@ -27,11 +29,7 @@ class KnownLink(NamedTuple):
 ACCELERATORS = {
     "V100": Accelerator(125e12, 0.9e12, "NVIDIA, V100 datasheet (SXM2, 32 GB): 125 TFLOP/s of tensor cores, 900 GB/s"),
     "A100": Accelerator(312e12, 2.039e12, "NVIDIA, A100 datasheet (SXM, 80 GB): 312 TFLOP/s in bfloat16, 2,039 GB/s"),
-    "H100": Accelerator(
-        989e12,
-        3.35e12,
-        "NVIDIA, H100 datasheet (SXM): 1,979 TFLOP/s in bfloat16 with sparsity, half without; 3.35 TB/s",
-    ),
+    "H100": Accelerator(989e12, 3.35e12, "NVIDIA, H100 datasheet (SXM): 1,979 TFLOP/s with sparsity, half without"),
     "laptop": Accelerator(3.6e12, 0.1e12, "Apple, newsroom, 6 June 2022 (M2): GPU of 3.6 TFLOP/s, memory of 100 GB/s"),
 }
 NVLINK, PCIE, NETWORK = 3.4e-6, 5.7e-6, 14e-6
@@ -47,13 +45,10 @@ LINKS = {
 
 
 def find(table: dict[str, Any], kind: str, name: str, slowed: float, scale: float) -> Any:
-    """The entry `name` of a table of "device"s or "link"s; ValueError for an unknown name and for impossible factors.
-
-    `slowed` and `scale` are the factors of `Device.like` and `Link.like`: 1 or more.
-    """
+    """The entry `name` of a table of "device"s or "link"s; EmulationError without one, and for factors below 1."""
     if name not in table:
-        raise ValueError(f'unknown {kind} "{name}"; choose one of {", ".join(table)}')
+        raise EmulationError(f'unknown {kind} "{name}"; choose one of {", ".join(table)}')
     for factor, value in (("slowed", slowed), ("scale", scale)):
         if not (isinstance(value, (int, float)) and math.isfinite(value) and value >= 1):
-            raise ValueError(f"{factor} is {value!r}; it must be a number, 1 or more")
+            raise EmulationError(f"{factor} is {value!r}; it must be a number, 1 or more")
     return table[name]

@@ -4,6 +4,7 @@ No other module names a private part of torch; a test sees to it. (Stage 5 queue
 do, because a lesson shows that line.) A move to another torch starts here, and with the tests.
 """
 
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
@@ -22,7 +23,6 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
-torch_c10d: Any = torch._C._distributed_c10d  # its stubs know nothing of groups that Python defines
 uncompiled = torch._disable_dynamo  # torch.compile leaves functions with this decorator as they are
 BatchNorm = _BatchNorm
 busy_gpu = torch.cuda._sleep
@@ -65,6 +65,13 @@ def unnoticed_by_autograd(tensors: Sequence[torch.Tensor]) -> AbstractContextMan
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
     """How long a collective of `group` waits before it gives up."""
     return group._get_backend(group._device_types[0]).options._timeout
+
+
+def serve_store_on(listener: socket.socket, patience: timedelta = timedelta(minutes=5)) -> dist.TCPStore:
+    """Serve a key-value store on a bound socket, and on no other address: two jobs never clash."""
+    host, port = listener.getsockname()[:2]
+    own: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listener.detach()}
+    return dist.TCPStore(host, port, timeout=patience, **own)
 
 
 def messages() -> int:

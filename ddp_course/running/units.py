@@ -2,8 +2,8 @@
 
 import math
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+
+from ..errors import EmulationError
 
 BANDWIDTHS = {"bit": 1, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
 TIMES = {"s": 1, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
@@ -12,25 +12,23 @@ MEMORY = {"b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
 
 
 def bits_per_second(text: str | int) -> float:
-    """Parse a bandwidth such as "200Mbit", "3.6Tbit" or "1.5Gbit/s" into bits per second; ValueError otherwise."""
-    number = str(text).removesuffix("/s")
-    return _parse(number, BANDWIDTHS, "bandwidth", "200Mbit (bit, kbit, Mbit, Gbit or Tbit per second)")
+    """Parse a bandwidth such as "200Mbit", "3.6Tbit" or "1.5Gbit/s"; EmulationError otherwise."""
+    return _parse(text, BANDWIDTHS, "bandwidth", "200Mbit (bit, kbit, Mbit, Gbit or Tbit per second)")
 
 
 def seconds(text: str | int, zero: bool = True) -> float:
-    """Parse a time such as "5ms", "10us" or "0s" into seconds; ValueError otherwise, and for 0 unless `zero`."""
+    """Parse a time such as "5ms", "10us" or "0s"; EmulationError otherwise, and for 0 unless `zero`."""
     return _parse(text, TIMES, "time", "5ms (s, ms, us or ns)", zero)
 
 
 def flops_per_second(text: str | int) -> float:
-    """Parse a rate of computing such as "2GFLOP/s" into floating-point operations per second; ValueError otherwise."""
-    number = str(text).removesuffix("/s")
-    return _parse(number, RATES, "rate", "2GFLOP/s (FLOP/s, kFLOP/s, MFLOP/s, GFLOP/s or TFLOP/s)")
+    """Parse a rate of floating-point operations such as "2GFLOP/s"; EmulationError otherwise."""
+    return _parse(text, RATES, "rate", "2GFLOP/s (FLOP/s, kFLOP/s, MFLOP/s, GFLOP/s or TFLOP/s)")
 
 
 def bytes_per_second(text: str | int) -> float:
-    """Parse a memory's bandwidth such as "5GB/s" into bytes per second; ValueError otherwise."""
-    return _parse(str(text).removesuffix("/s"), MEMORY, "memory's bandwidth", "5GB/s (B/s, kB/s, MB/s, GB/s)")
+    """Parse a memory's bandwidth such as "5GB/s"; EmulationError otherwise."""
+    return _parse(text, MEMORY, "memory's bandwidth", "5GB/s (B/s, kB/s, MB/s, GB/s)")
 
 
 def readable(value: float) -> str:
@@ -44,25 +42,14 @@ def two_digits(value: float, up: bool = False) -> float:
     return (math.ceil if up else math.floor)(value / digit) * digit
 
 
-@contextmanager
-def refused_as(error_class: type[Exception]) -> Iterator[None]:
-    """Raise an `error_class` with the same message in place of a ValueError; also a decorator."""
-    try:
-        yield
-    except ValueError as error:
-        raise error_class(str(error)) from None
-
-
 def _parse(text, units, what, example, zero=False):
-    match = re.fullmatch(r"\s*([-+]?[\d.]+(?:e[-+]?\d+)?)\s*([a-zµ]+)\s*", str(text), re.IGNORECASE)
+    match = re.fullmatch(r"\s*([-+]?[\d.]+(?:e[-+]?\d+)?)\s*([a-zµ]+)(/s)?\s*", str(text), re.IGNORECASE)
     unit = match and match[2].replace("µ", "u").lower()
     try:
         value = float(match[1]) * units[unit]
     except (TypeError, KeyError, ValueError):
-        raise ValueError(f'cannot read the {what} "{text}"; write it like {example}') from None
-    if value < 0 or (value == 0 and not zero):
+        raise EmulationError(f'cannot read the {what} "{text}"; write it like {example}') from None
+    if not 0 <= value < math.inf or (value == 0 and not zero):
         least = "zero or more" if zero else "more than zero"
-        raise ValueError(f'the {what} "{text}" must be {least}; write it like {example}')
-    if math.isinf(value):
-        raise ValueError(f'the {what} "{text}" is out of range; write it like {example}')
+        raise EmulationError(f'the {what} "{text}" is out of range: it must be {least}; write it like {example}')
     return value

@@ -16,7 +16,6 @@ one without threads; so this module imports nothing that takes long.
 Sources: network_namespaces(7), user_namespaces(7), tc-tbf(8).
 """
 
-import json
 import os
 import socket
 import subprocess
@@ -30,7 +29,6 @@ from typing import Any
 from . import linux
 
 SWITCH_ADDRESS, PREFIX = "10.77.255.254", 16
-MAX_HOSTS = 250
 FRAME = 1514  # an Ethernet frame with 1,500 bytes of payload has so many
 BURST_SECONDS = 0.0008  # after a pause bytes pass at full speed for so long: the timers allow no less
 QUEUE_SECONDS = 0.2  # a port of the switch holds back so much before it drops packets
@@ -138,35 +136,33 @@ def forbidden_by() -> str | None:
     """One line about what forbids virtual hosts on this machine, None if nothing does; tried once."""
     if sys.platform != "linux":
         return "virtual hosts need Linux"
-    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    command, environ = [sys.executable, "-m", __name__], {**os.environ, "PYTHONPATH": path}
-    quiet: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "timeout": ATTEMPT_SECONDS}
+    command, package = [sys.executable, "-m", __name__], Path(__file__).parents[2]
     try:
-        return json.loads(subprocess.run(command, env=environ, check=False, **quiet).stdout)
-    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        subprocess.run(
+            command, cwd=package, stdin=subprocess.DEVNULL, capture_output=True, timeout=ATTEMPT_SECONDS, check=True
+        )
+    except subprocess.CalledProcessError as error:
+        return explain(error.stderr.decode().rpartition("Error: ")[2].strip() or error)
+    except (OSError, subprocess.TimeoutExpired) as error:
         return f"the attempt to build them failed ({error})"
-
-
-def attempt() -> str | None:
-    """Build two hosts and connect one to the other; one line about what forbids that, or None."""
-    try:
-        hosts = build(2, 1e9)
-        switch = os.open("/proc/self/ns/net", os.O_RDONLY)  # it keeps the switch alive while this process is in a host
-        linux.setns(hosts[0])
-        listener = socket.create_server((address(0), 0))
-        linux.setns(hosts[1])
-        socket.create_connection(listener.getsockname(), TIMEOUT_SECONDS).close()
-        os.close(switch)
-    except Exception as error:  # a person reads the reason, whatever it is
-        return explain(error)
     return None
 
 
-def explain(error: BaseException) -> str:
+def attempt() -> None:
+    """Build two hosts and connect one to the other; any exception is the reason why they cannot be had."""
+    hosts = build(2, 1e9)
+    switch = os.open("/proc/self/ns/net", os.O_RDONLY)  # it keeps the switch alive while this process is in a host
+    linux.setns(hosts[0])
+    listener = socket.create_server((address(0), 0))
+    linux.setns(hosts[1])
+    socket.create_connection(listener.getsockname(), TIMEOUT_SECONDS).close()
+    os.close(switch)
+
+
+def explain(error: object) -> str:
     """One line about what stood in the way."""
-    what = str(error) or type(error).__name__
-    return f"this system forbids namespaces, as containers and AppArmor often do, or cannot build them ({what})"
+    return f"this system forbids namespaces, as containers and AppArmor often do, or cannot build them ({error})"
 
 
 if __name__ == "__main__":
-    json.dump(attempt(), sys.stdout)
+    attempt()

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from . import flight_recorder
-from .event_clock import HostClock
+from .event_clock import Clock
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Card:
 
     def __init__(self, throttle: Any = None):
         self.throttle = throttle  # a links.throttle.Throttle; without it messages leave at full speed
-        self.clock = HostClock()  # an EventClock while a GPU is recorded
+        self.clock = Clock(torch.device("cpu"))  # one of events while a GPU is recorded
         self.observers: list[Callable[[Event], None]] = []
 
 
@@ -76,7 +76,7 @@ def now(device: torch.device | None = None) -> Any:
 
 
 @contextmanager
-def clocked_by(clock: HostClock) -> Iterator[None]:
+def clocked_by(clock: Clock) -> Iterator[None]:
     """Within this block events are marked by `clock`."""
     before, card.clock = card.clock, clock
     try:

@@ -9,7 +9,7 @@ On a GPU the GPU's own time counts, because work is queued long before it is don
 import torch
 import torch.distributed as dist
 
-from ..running.event_clock import clock_of
+from ..running.event_clock import Clock
 from .buckets import MIB, assign_buckets
 from .communication import GradBucket
 
@@ -30,7 +30,7 @@ def calibrate(start, device, group=None, repetitions=3):
 def timed(start, buffer, group=None):
     """Seconds until an all-reduce of `buffer`, begun by all ranks together, is done."""
     dist.barrier(group=group)
-    clock = clock_of(buffer.device)
+    clock = Clock(buffer.device)
     began = clock.now(buffer.device)
     start(GradBucket(0, buffer, [], True))()
     ended = clock.now(buffer.device)

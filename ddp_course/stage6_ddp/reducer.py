@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ..running import wire
-from ..running.event_clock import clock_of
+from ..running.event_clock import Clock
 from ..running.torch_inside import after_backward
 from .automatic import best_limits
 from .buckets import NO_LIMIT, Bucket, SparseBucket, assign_buckets
@@ -47,7 +47,7 @@ class Reducer:
         self.divisor, self.hooked = dist.get_world_size(group), False
         self.order, self.rebuilt, self.expecting = [], False, False
         self.calibrate, self.moments = calibrate, []
-        self.clock = clock_of(self.parameters[0].device) if calibrate else None
+        self.clock = Clock(self.parameters[0].device) if calibrate else None
         first_limits = limits if order_is_known else [NO_LIMIT]
         self.make_buckets(assign_buckets(self.parameters, first_limits, self.sparse)[::-1])
         self.listen()

@@ -6,13 +6,13 @@ import pytest
 
 from benchmarks import ddp, ring
 from ddp_course import launch
-from ddp_course.errors import LinkError
+from ddp_course.errors import EmulationError
 
 
 @pytest.mark.parametrize("refuses", ["__init__", "check"])
 def test_without_virtual_hosts_loopback_is_measured(monkeypatch, capsys, refuses):
     def refuse(*args, **kwargs):
-        raise LinkError("no hosts here")
+        raise EmulationError("no hosts here")
 
     monkeypatch.setattr(ddp.Link, refuses, refuse)
     monkeypatch.setattr(ddp, "on_cpu", lambda *args, **settings: 0.1)  # how long the backward pass takes

@@ -3,7 +3,7 @@
 import pytest
 
 from ddp_course import Device, Link
-from ddp_course.errors import DeviceError
+from ddp_course.errors import EmulationError
 from ddp_course.measuring import emulated
 from ddp_course.measuring.job import checked
 from ddp_course.running.devices import capacity
@@ -70,6 +70,6 @@ def test_gpus_are_not_slowed(monkeypatch):
     monkeypatch.setattr(emulated, "on_gpus", lambda device: device != "cpu")
     job = job_of()
     assert emulated.chosen(job, "auto", "auto", "auto", "0ms", "wire") == ("auto", None)
-    with pytest.raises(DeviceError, match="GPUs have a speed of their own"):
+    with pytest.raises(EmulationError, match="GPUs have a speed of their own"):
         emulated.chosen(job, "cuda", "2GFLOP/s", "auto", "0ms", "wire")
     assert isinstance(emulated.chosen(job, "cpu", "2GFLOP/s", "auto", "0ms", "wire")[0], Device)

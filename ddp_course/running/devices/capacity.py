@@ -1,6 +1,7 @@
 """What one core of this processor carries: an emulated device must leave it time for the real arithmetic."""
 
 import time
+import timeit
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -11,7 +12,7 @@ from torch.nn.functional import conv2d
 from ..linux import usable_cores
 
 HALF = 0.5  # the arithmetic may take this share of the emulated time; communication and Python need the rest
-TRIES = 5
+TRIES, CALLS = 8, 5
 SAMPLES, CHANNELS, SIDE = 16, 32, 8  # the digits' small convolutions are the slowest of what the lessons train
 VALUES = 1 << 20
 
@@ -38,14 +39,5 @@ def of_core() -> tuple[float, float]:
 
 
 def most_per_second(operation: Callable, work: float) -> float:
-    """How much of its `work` an operation does per second, at the best of several tries.
-
-    The thread's own processor time counts, so that it does not matter what else runs on the machine.
-    """
-    rates = []
-    for _ in range(TRIES):
-        start = time.thread_time()
-        for _ in range(TRIES):
-            operation()
-        rates.append(TRIES * work / (time.thread_time() - start))
-    return max(rates)
+    """How much of its `work` an operation does per second of this thread's own time, at the best of several tries."""
+    return CALLS * work / min(timeit.repeat(operation, timer=time.thread_time, repeat=TRIES, number=CALLS))

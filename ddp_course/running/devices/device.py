@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from copy import copy
 from typing import Any
 
-from ...errors import DeviceError
+from ...errors import EmulationError
 from .. import presets, units
 from . import capacity
 from .emulation import Emulation
@@ -17,18 +17,16 @@ class Device:
     """An emulated accelerator: "2GFLOP/s", with a `memory` of "5GB/s", or None for one that nothing waits for.
 
     An operation takes max(flops/rate, bytes/memory) of its time; the real arithmetic runs on the processor meanwhile,
-    so results are those of any other run, bit for bit. Raises DeviceError for what does not parse
+    so results are those of any other run, bit for bit. Raises EmulationError for what does not parse
     or cannot be.
     """
 
-    @units.refused_as(DeviceError)
     def __init__(self, rate, memory=None):
         self.rate = units.flops_per_second(rate)
         self.memory = None if memory is None else units.bytes_per_second(memory)
-        self.name, self.slowed, self.bus = None, 1.0, None
+        self.name, self.slowed, self.link = None, 1.0, None
 
     @classmethod
-    @units.refused_as(DeviceError)
     def like(cls, name: str, slowed: float = 1.0, scale: float = 1.0) -> "Device":
         """The accelerator `name` of ACCELERATORS in slow motion: all it does takes `slowed` times as long.
 
@@ -54,13 +52,9 @@ class Device:
         return (computing, "flops") if computing >= moving else (moving, "memory")
 
     def check(self, world_size: int) -> None:
-        """Raise DeviceError if this machine cannot carry `world_size` such devices; the message says what it can."""
-        factor = capacity.fitting(self, world_size)
-        if factor > 1:
-            capacity.of_core.cache_clear()  # the processor may have been busy at that moment
-            factor = min(factor, capacity.fitting(self, world_size))
-        if factor > 1:
-            raise DeviceError(
+        """Raise EmulationError if this machine cannot carry `world_size` such devices; the message says what it can."""
+        if (factor := capacity.fitting(self, world_size)) > 1:
+            raise EmulationError(
                 f"{world_size} emulated devices of {self} are more than this machine's processor carries; "
                 f"choose {self.slower(factor)}"
             )
@@ -75,12 +69,12 @@ class Device:
     def over(self, link: Any) -> "Device":
         """This device, for several in one process: copies between them take the time of `link`."""
         device = copy(self)
-        device.bus = (link.bandwidth, link.latency) if link else self.bus
+        device.link = link or self.link
         return device
 
     def emulate(self, link: Any = None, record: bool = False, sleep: bool = True) -> Emulation:
         """A context in which this process computes on such devices; copies between them take the time of `link`."""
-        return Emulation(self, self.over(link).bus, record, sleep)
+        return Emulation(self.over(link), record, sleep)
 
     def describe(self) -> dict:
         """Ready for JSON: rate (FLOP/s), memory (bytes/s or None), and the name and slow motion of a known device."""
@@ -88,13 +82,13 @@ class Device:
 
 
 def for_ranks(device: Any, world_size: int) -> list[Device]:
-    """`device` for each of `world_size` ranks: one for all, or a list with one each; DeviceError if they do not fit."""
+    """`device` for each of `world_size` ranks: one for all, or a list with one each; EmulationError otherwise."""
     devices = list(device) if isinstance(device, (list, tuple)) else [device] * world_size
     wrong = [each for each in devices if not isinstance(each, Device)]
     if wrong:
-        raise DeviceError(f'{wrong[0]!r} is no Device; write Device("2GFLOP/s"), or a list with one for each rank')
+        raise EmulationError(f'{wrong[0]!r} is no Device; write Device("2GFLOP/s"), or a list with one for each rank')
     if len(devices) != world_size:
-        raise DeviceError(f"{len(devices)} devices for {world_size} ranks; give one for all, or one for each")
+        raise EmulationError(f"{len(devices)} devices for {world_size} ranks; give one for all, or one for each")
     max(devices, key=lambda each: each.rate).check(world_size)
     return devices
 

@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from ...errors import DeviceError
+from ...errors import EmulationError
 from .. import wire
 from ..torch_inside import TorchDispatchMode, around, dispatch_modes
 from . import capacity, roofline
@@ -46,16 +46,16 @@ class Operation(NamedTuple):
 
 
 class Emulation:
-    """A context in which the operations of this process take the time of `device`, and copies that of `bus`.
+    """A context in which the operations of this process take the time of `device`, and copies that of its link, if any.
 
-    `bus` is (bits per second, seconds of latency) or None for copies that take no time. With `record`, `operations` is
-    the list of all `Operation`s. With `sleep=False` the clocks go on without waiting: they say what it would take.
+    With `record`, `operations` is the list of all `Operation`s. With `sleep=False` the clocks go on without waiting:
+    they say what it would take.
     """
 
     current: "Emulation | None" = None  # a process has at most one emulation
 
-    def __init__(self, device: Any, bus: Any = None, record: bool = False, sleep: bool = True):
-        self.device, self.bus, self.sleep, self.active = device, bus, sleep, False
+    def __init__(self, device: Any, record: bool, sleep: bool):
+        self.device, self.sleep, self.active = device, sleep, False
         self.operations = [] if record else None
         self.clocks = defaultdict(Clock)
         self.thread = ThreadClock()
@@ -65,7 +65,7 @@ class Emulation:
 
     def __enter__(self):
         if Emulation.current is not None:
-            raise DeviceError("this process emulates a device already; leave that emulation first")
+            raise EmulationError("this process emulates a device already; leave that emulation first")
         self.stack = ExitStack()
         for owner, name, number_of in (
             (torch.nn.Module, "__call__", lambda module: self.number_of_outputs(module.parameters())),
@@ -140,10 +140,10 @@ class Emulation:
             for tensor in roofline.tensors_in(operands)
             if self.home.get(tensor.untyped_storage(), 0) != number
         )
-        if nbytes and self.bus:
+        link = self.device.link
+        if nbytes and link:
             start = time.perf_counter()
-            bits_per_second, latency = self.bus
-            self.reach(self.thread.now + latency + 8 * nbytes / bits_per_second)
+            self.reach(self.thread.now + link.latency + 8 * nbytes / link.bandwidth)
             wire.tell("span", "copy", start)
         self.copied += nbytes
 

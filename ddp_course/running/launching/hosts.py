@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from ...errors import LaunchError
 from ..files import connection_folder, replace_file
-from ..store import serve_store_on
+from ..torch_inside import serve_store_on
 from . import engine
 from .launched import Launch, Ranks
 

@@ -25,7 +25,7 @@ from ...errors import CourseError
 from .. import flight_recorder
 from ..devices.device import emulation_of
 from ..devices.placement import hide_gpus
-from ..store import serve_store_on
+from ..torch_inside import serve_store_on
 from .channel import read_message, write
 from .pickling import Pickler
 from .progress import Steps

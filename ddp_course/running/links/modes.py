@@ -7,7 +7,7 @@ master_address          where the agent's rendezvous store can be reached from t
 enter(rank)             in a rank, before it makes any socket
 """
 
-from ...errors import LinkError
+from ...errors import EmulationError
 from .. import virtual_hosts, wire
 from ..launching.channel import LOOPBACK
 from ..launching.setting import start_method
@@ -28,7 +28,7 @@ class VirtualHosts:
             self.namespaces = virtual_hosts.build(max(hosts) + 1, bits_per_second)
         except Exception as error:
             reason = virtual_hosts.explain(error)
-            raise LinkError(f"virtual hosts could not be built: {reason}; {USE_WIRE}") from error
+            raise EmulationError(f"virtual hosts could not be built: {reason}; {USE_WIRE}") from error
 
     def enter(self, rank: int) -> None:
         """Move this rank to its host."""
@@ -63,14 +63,14 @@ MODES: dict[str, Mode] = {mode.name: mode for mode in (VirtualHosts, ThrottledWi
 
 
 def choose(name: str, latency: float) -> Mode:
-    """The mode called `name`, or for "auto" the first that this machine allows; LinkError for what it does not."""
+    """The mode called `name`, or for "auto" the first that this machine allows; EmulationError for what it does not."""
     if name != "auto" and name not in MODES:
-        raise LinkError(f"unknown mode {name!r}; choose auto, {' or '.join(MODES)}")
+        raise EmulationError(f"unknown mode {name!r}; choose auto, {' or '.join(MODES)}")
     for mode in MODES.values() if name == "auto" else [MODES[name]]:
         obstacle = mode.obstacle(latency)
         if obstacle is None:
             return mode
-    raise LinkError(f"{mode.title} cannot be had here: {obstacle}; {USE_WIRE}")
+    raise EmulationError(f"{mode.title} cannot be had here: {obstacle}; {USE_WIRE}")
 
 
 def available() -> dict[str, str | None]:

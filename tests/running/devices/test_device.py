@@ -5,7 +5,7 @@ from itertools import cycle
 import pytest
 
 from ddp_course import Device, launch
-from ddp_course.errors import DeviceError
+from ddp_course.errors import EmulationError
 from ddp_course.running.devices import capacity
 from ddp_course.running.devices.device import for_ranks
 
@@ -21,7 +21,7 @@ from ddp_course.running.devices.device import for_ranks
     ],
 )
 def test_impossible_devices_are_refused(options, words):
-    with pytest.raises(DeviceError, match=words):
+    with pytest.raises(EmulationError, match=words):
         Device(**options)
 
 
@@ -35,9 +35,9 @@ def test_known_accelerators_in_slow_motion():
     device = Device.like("A100", slowed=1000, scale=20)
     assert device.rate == pytest.approx(312e12 / 20_000) and device.memory == pytest.approx(2.039e12 / 20_000)
     assert "A100 slowed 1000 times" in str(device)
-    with pytest.raises(DeviceError, match=r"unknown device.*A100"):
+    with pytest.raises(EmulationError, match=r"unknown device.*A100"):
         Device.like("B52")
-    with pytest.raises(DeviceError, match=r"scale is 0.5"):
+    with pytest.raises(EmulationError, match=r"scale is 0.5"):
         Device.like("A100", 1, 0.5)
 
 
@@ -47,31 +47,23 @@ def test_what_the_processor_cannot_carry_is_refused_with_what_it_can(monkeypatch
     monkeypatch.setattr(capacity, "usable_cores", lambda: 2)
     capacity.of_core.cache_clear()
     Device("10GFLOP/s", memory="2GB/s").check(4)
-    with pytest.raises(DeviceError, match="at most 10 GFLOP/s"):
+    with pytest.raises(EmulationError, match="at most 10 GFLOP/s"):
         Device("11GFLOP/s").check(4)
-    with pytest.raises(DeviceError, match=r"choose at most 2\.5 GFLOP/s and memory of 2 GB/s"):
+    with pytest.raises(EmulationError, match=r"choose at most 2\.5 GFLOP/s and memory of 2 GB/s"):
         Device("5GFLOP/s", memory="4GB/s").check(4)
     Device("20GFLOP/s").check(2)
-    with pytest.raises(DeviceError, match=r"choose slowed=32000 or more"):
+    with pytest.raises(EmulationError, match=r"choose slowed=32000 or more"):
         Device.like("A100", slowed=1000).check(4)
     Device.like("A100", slowed=1020e3).check(4)
-    capacity.of_core.cache_clear()
-
-
-def test_a_bad_moment_does_not_lead_to_a_refusal(monkeypatch):
-    rates = iter([1e9, 8e9, 40e9, 8e9])
-    monkeypatch.setattr(capacity, "most_per_second", lambda operation, work: next(rates))
-    capacity.of_core.cache_clear()
-    Device("2GFLOP/s").check(2)
     capacity.of_core.cache_clear()
 
 
 def test_one_device_for_all_ranks_or_one_for_each():
     fast, slow = Device("20MFLOP/s"), Device("10MFLOP/s")
     assert for_ranks(fast, 2) == [fast, fast] and for_ranks([fast, slow], 2) == [fast, slow]
-    with pytest.raises(DeviceError, match="2 devices for 3 ranks"):
+    with pytest.raises(EmulationError, match="2 devices for 3 ranks"):
         launch(print, world_size=3, device=[fast, slow])
-    with pytest.raises(DeviceError, match="'cpu' is no Device"):
+    with pytest.raises(EmulationError, match="'cpu' is no Device"):
         launch(print, world_size=2, device=[fast, "cpu"])
-    with pytest.raises(DeviceError, match="choose at most"):
+    with pytest.raises(EmulationError, match="choose at most"):
         launch(print, world_size=2, device=[slow, Device("900TFLOP/s")])

@@ -25,7 +25,7 @@ from ddp_course import (
     stage8_pipeline,
     stage9_tensor,
 )
-from ddp_course.errors import DeviceError
+from ddp_course.errors import EmulationError
 from ddp_course.running.devices import capacity, emulation, full_speed
 
 PARAMETERS = weights(tiny_model()).numel()
@@ -126,7 +126,7 @@ def test_nothing_is_left_behind_even_after_an_exception():
         raise ZeroDivisionError
     assert (torch.nn.Module.__call__, torch.autograd._engine_run_backward) == before
     with Device("2GFLOP/s").emulate(sleep=False) as emulated:
-        with pytest.raises(DeviceError, match="already"), Device("1GFLOP/s").emulate():
+        with pytest.raises(EmulationError, match="already"), Device("1GFLOP/s").emulate():
             pass
         digits_step()()
     assert emulated.busy_s > 0

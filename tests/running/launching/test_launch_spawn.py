@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_course import Link, launch, ring_all_reduce
-from ddp_course.errors import LaunchError, LinkError
+from ddp_course.errors import EmulationError, LaunchError
 from ddp_course.running.launching import local, setting
 
 
@@ -57,7 +57,7 @@ def test_a_throttled_wire_between_new_processes():
 def test_links_say_what_they_are():
     """Virtual hosts cannot be entered by a new process: they are refused, and "auto" is the wire."""
     assert Link("20Mbit").mode == "wire" and not Link("20Mbit").carries_torch
-    with pytest.raises(LinkError, match=r"ranks are not forked here.*use mode="):
+    with pytest.raises(EmulationError, match=r"ranks are not forked here.*use mode="):
         Link("20Mbit", mode="hosts")
 
 

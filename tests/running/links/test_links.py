@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_course import launch, stage3_paramserver, stage4_ring
-from ddp_course.errors import LinkError
+from ddp_course.errors import EmulationError
 from ddp_course.running import links, virtual_hosts, wire
 from ddp_course.running.links import LINKS, Link, link, throttle
 
@@ -35,27 +35,27 @@ FASTER = 0.95  # a token bucket lets the first few kB of a message pass at once
     "option, values, words",
     [
         ("bandwidth", ["fast", "0Mbit", "900kbit", None], "bandwidth"),
-        ("latency", ["soon", "-1ms", "11s", None], "time|latency"),
+        ("latency", ["soon", "-1ms", None], "time|latency"),
         ("hosts", [0, 1.5], "hosts"),
         ("mode", ["x"], "unknown mode 'x'"),
     ],
 )
 def test_what_is_refused(option, values, words):
     for value in values:
-        with pytest.raises(LinkError, match=words):
+        with pytest.raises(EmulationError, match=words):
             Link(**{"mode": "wire", option: value})
 
 
 def test_more_hosts_than_ranks_and_nccl_are_refused():
-    with pytest.raises(LinkError, match="5 hosts for 3 ranks"):
+    with pytest.raises(EmulationError, match="5 hosts for 3 ranks"):
         launch(dist.get_rank, world_size=3, device="cpu", link=Link(hosts=5, mode="wire"))
-    with pytest.raises(LinkError, match=r"NCCL has wires of its own: .*--device cpu"):
+    with pytest.raises(EmulationError, match=r"NCCL has wires of its own: .*--device cpu"):
         Link(mode="wire").check(2, "nccl")
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_more_than_the_processor_carries_is_refused_with_the_highest_that_goes(mode):
-    with pytest.raises(LinkError, match=r"choose at most \d+\.?\d*Mbit") as refused:
+    with pytest.raises(EmulationError, match=r"choose at most \d+\.?\d*Mbit") as refused:
         launch(dist.get_rank, world_size=2, device="cpu", link=Link("29Tbit", mode=mode))
     Link(str(refused.value).rsplit(" ", 1)[-1], mode=mode).rehearse(2)
 
@@ -65,7 +65,7 @@ def test_a_busy_moment_does_not_lead_to_a_refusal(monkeypatch):
     monkeypatch.setattr(link, "carried", lambda *_: next(measured))
     monkeypatch.setattr(link, "_carried", {})
     Link("200Mbit", mode="wire").rehearse(4)
-    with pytest.raises(LinkError, match="at most 300Mbit"):
+    with pytest.raises(EmulationError, match="at most 300Mbit"):
         Link("400Mbit", mode="wire").rehearse(4)
     Link("400Mbit", hosts=1, mode="wire").rehearse(4)  # a single host has no link to measure
 
@@ -74,11 +74,11 @@ def test_known_links_in_slow_motion():
     made = Link.like("NVLink A100", slowed=1000, scale=20, mode="wire")
     assert made.bandwidth == pytest.approx(2.4e12 / 20_000) and made.latency == pytest.approx(3.4e-3)
     assert all(known.source for known in LINKS.values())
-    with pytest.raises(LinkError, match=r"unknown link.*NVLink A100"):
+    with pytest.raises(EmulationError, match=r"unknown link.*NVLink A100"):
         Link.like("string")
-    with pytest.raises(LinkError, match="slowed is 0"):
+    with pytest.raises(EmulationError, match="slowed is 0"):
         Link.like("PCIe 4", slowed=0)
-    with pytest.raises(LinkError, match="scale is -2"):
+    with pytest.raises(EmulationError, match="scale is -2"):
         Link.like("PCIe 4", scale=-2)
 
 
@@ -86,13 +86,11 @@ def test_automatic_mode_takes_the_wire_where_hosts_are_forbidden(monkeypatch):
     monkeypatch.setattr(virtual_hosts, "forbidden_by", lambda: "AppArmor says no")
     assert Link().mode == "wire" and "throttled wire" in str(Link())
     assert links.available() == {"hosts": "AppArmor says no", "wire": None}
-    with pytest.raises(LinkError, match=r"AppArmor says no.*wire"):
+    with pytest.raises(EmulationError, match=r"AppArmor says no.*wire"):
         Link(mode="hosts")
 
 
-@pytest.mark.parametrize(
-    "program, why", [("echo yes", "Expecting value"), ("exec sleep 99", "timed"), (None, "No such file")]
-)
+@pytest.mark.parametrize("program, why", [("exec sleep 99", "timed"), (None, "No such file")])
 def test_an_attempt_that_fails_takes_the_wire(program, why, monkeypatch, tmp_path):
     if program:
         (tmp_path / "python").write_text(f"#!/bin/sh\n{program}\n")
@@ -105,7 +103,7 @@ def test_an_attempt_that_fails_takes_the_wire(program, why, monkeypatch, tmp_pat
 def test_latency_takes_the_wire(monkeypatch):
     monkeypatch.setattr(virtual_hosts, "forbidden_by", lambda: None)
     assert Link().mode == "hosts" and Link(latency="5ms").mode == "wire"
-    with pytest.raises(LinkError, match="they have no latency; the wire has"):
+    with pytest.raises(EmulationError, match="they have no latency; the wire has"):
         Link(latency="5ms", mode="hosts")
 
 
