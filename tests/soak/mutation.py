@@ -3,10 +3,12 @@
 `pip install cosmic-ray` first, whose operators make the mutants: an operator or a number changed, a condition turned
 round, a decorator or a loop's body left out. Of each file `--count` of them are drawn, one by one put into a copy of
 this folder, and killed if the file's tests fail or do not end in time. Prints the share of killed ones, and the diffs
-of those that survived; `--only stage7` takes the files with this in their path.
+of those that survived; `--only stage7` takes the files with this in their path. What each file came to is kept in
+results/mutants.json.
 """
 
 import argparse
+import json
 import os
 import random
 import shutil
@@ -17,6 +19,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+REPORT = ROOT / "results/mutants.json"
 TESTS = {  # each pattern names the files that these tests hold
     "ddp_course/collectives/*.py": "tests/collectives",
     "ddp_course/stage4_*.py": "tests/test_stage4_ring.py",
@@ -37,7 +40,7 @@ name = "local"
 
 
 def mutate(copy, module, tests, count, seed, seconds):
-    """Try `count` mutants of one file; return (killed, tried) and print the others' diffs."""
+    """Try `count` mutants of one file; return (how many were tried, the diffs of survivors)."""
     config, session = copy / "mutation.toml", copy / "mutation.sqlite"
     config.write_text(CONFIG.format(module=module, seconds=seconds, python=sys.executable, tests=tests))
     session.unlink(missing_ok=True)
@@ -58,7 +61,7 @@ def mutate(copy, module, tests, count, seed, seconds):
         results = table.execute("SELECT test_outcome, diff FROM work_results").fetchall()
     survivors = [diff for outcome, diff in results if "survived" in outcome.lower()]
     print(f"{module}: {len(results) - len(survivors)} of {len(results)} killed", *survivors, sep="\n", flush=True)
-    return len(results) - len(survivors), len(results)
+    return len(results), survivors
 
 
 def main():
@@ -69,7 +72,7 @@ def main():
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--only", default="")
     settings = options.parse_args()
-    killed = tried = 0
+    report = json.loads(REPORT.read_text()) if REPORT.exists() else {}
     with tempfile.TemporaryDirectory(prefix="ddp_course_mutation_") as folder:
         copy = Path(folder, "copy")
         shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "__pycache__", "work"))
@@ -77,9 +80,11 @@ def main():
             for file in sorted(ROOT.glob(pattern)):
                 module = str(file.relative_to(ROOT))
                 if settings.only in module:
-                    result = mutate(copy, module, tests, settings.count, settings.seed, settings.seconds)
-                    killed, tried = killed + result[0], tried + result[1]
-    print(f"{killed} of {tried} mutants killed" + (f", {killed / tried:.1%}" if tried else ""))
+                    tried, survivors = mutate(copy, module, tests, settings.count, settings.seed, settings.seconds)
+                    report[module] = {"tried": tried, "killed": tried - len(survivors), "survivors": survivors}
+                    REPORT.write_text(json.dumps(report, indent=1, sort_keys=True) + "\n")
+    tried, killed = (sum(row[column] for row in report.values()) for column in ("tried", "killed"))
+    print(f"{killed} of {tried} mutants in {REPORT.name} killed, {killed / tried:.1%}")
 
 
 if __name__ == "__main__":
