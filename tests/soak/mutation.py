@@ -33,7 +33,7 @@ CONFIG = """[cosmic-ray]
 module-path = "{module}"
 timeout = {seconds}
 excluded-modules = []
-test-command = "{python} -m pytest -x -q -m 'not slow and not alone' -p no:cacheprovider {tests}"
+test-command = "{python} -m pytest -x -q -m 'not slow and not alone and not weekly' -p no:cacheprovider {tests}"
 [cosmic-ray.distributor]
 name = "local"
 """
