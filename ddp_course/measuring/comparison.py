@@ -37,7 +37,7 @@ from ..stage4_ring import ring_all_reduce
 from . import emulated
 from .ideals import ideals
 from .job import Job, checked
-from .recording import recording, summed_up
+from .recording import Recording, summed_up
 
 TIMED_STEPS = 10  # On emulated devices this is enough for a median.
 LEARNED = ("loss", "difference", "evaluation", "weights")  # They have the same bits with and without the emulation.
@@ -200,8 +200,8 @@ def train_and_measure(stage: Stage, job: Job, settings: dict, reference: torch.T
     model = job.model()
     torch.set_num_threads(1)  # On the CPU a device is one core in every stage.
     torch.backends.cudnn.allow_tf32 = False  # 10 bits of mantissa would be a difference between the stages
-    with recording() as record:
-        losses = stage.trainer(settings)(model, record.stamped(job.batches(*share)), job.lr)
+    record = Recording()
+    losses = stage.trainer(settings)(model, record.stamped(job.batches(*share)), job.lr)
     full_speed()  # The evaluation is not timed.
     weights = torch.nn.utils.parameters_to_vector(model.parameters()).detach().cpu()
     return {

@@ -1,7 +1,7 @@
 """What one rank did in each step of its training, and what all ranks' reports sum up to.
 
-with recording() as record:
-    train(model, record.stamped(batches), lr)
+record = Recording()
+train(model, record.stamped(batches), lr)
 record.report()                     seconds, waits, traffic and timeline of this rank's steps
 summed_up(stage, reports)           one stage's entry in the comparison: the slowest and the busiest rank count
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import nullcontext
 from itertools import pairwise
 
 from ..ladder import Stage
@@ -23,17 +23,6 @@ from . import timeline
 WARM_UP = 2  # steps in which caches fill, connections open and DDP lays its buckets out; they are not timed
 
 
-@contextmanager
-def recording() -> Iterator[Recording]:
-    """Record what this rank does in each step: `with recording() as record: train(model, record.stamped(batches))`."""
-    record = Recording()
-    record.on_gpu = rank_device().type == "cuda"
-    whole: AbstractContextManager[list] = nullcontext([]) if record.on_gpu else timeline.recording()
-    with whole as record.spans:
-        with wire.observing(lambda event: record.traffic[-1].add(event)):
-            yield record
-
-
 class Recording:
     """Spans and traffic of one rank's training, and when each step began.
 
@@ -41,21 +30,18 @@ class Recording:
     """
 
     def __init__(self):
-        self.spans, self.began, self.traffic, self.on_gpu = [], [], [wire.Traffic()], False
-        self.in_line, self.queued = ThreadClock().in_line, []
+        self.began, self.queued, self.spans, self.traffic = [], [], [], wire.Traffic()
+        self.on_gpu, self.in_line = rank_device().type == "cuda", ThreadClock().in_line
 
     def stamped(self, batches: Iterable) -> Iterator:
         """Yield the batches, noting when each was asked for, and when the last step was over."""
         self.note()
         for number, batch in enumerate(batches, 1):
-            self.traffic.append(wire.Traffic())
-            drawn = self.on_gpu and number % 2 == 0
-            step: AbstractContextManager[list] = timeline.recording() if drawn else nullcontext([])
-            with step as spans:
+            drawn = not self.on_gpu or number % 2 == 0
+            with wire.counting() as self.traffic, timeline.recording() if drawn else nullcontext([]) as spans:
                 yield batch
-            self.spans += spans
+            self.spans.append(spans)
             self.note()
-        self.traffic.append(wire.Traffic())  # What comes after the last step is counted apart.
 
     def note(self) -> None:
         """Note when a step begins, and for how long this thread has waited for a processor so far."""
@@ -68,30 +54,23 @@ class Recording:
         "queued": the share of a step for which this rank waited for a processor that others used; the median.
         """
         steps = list(pairwise(self.began))
-        traffic = self.traffic[len(steps)]
         numbers = range(min(WARM_UP, len(steps) - 1), len(steps))
-        drawn = [steps[n] for n in numbers if not self.on_gpu or n % 2 == 1] or steps[-1:]
-        timed = [steps[n] for n in numbers if not self.on_gpu or n % 2 == 0] or steps[-1:]
-        by_step = [[span for span in self.spans if start <= span.start < end] for start, end in drawn]
-        shares = [(self.queued[n + 1] - self.queued[n]) / (steps[n][1] - steps[n][0]) for n in numbers]
+        drawn = [n for n in numbers if not self.on_gpu or n % 2 == 1] or numbers[-1:]
+        timed = [n for n in numbers if not self.on_gpu or n % 2 == 0] or numbers[-1:]
+        seconds = [end - start for start, end in steps]
         return {
-            "queued": statistics.median(shares),
-            "step_s": [end - start for start, end in timed],
-            "drawn_s": [end - start for start, end in drawn],
-            "exposed_s": [timeline.exposed(inside) for inside in by_step],
+            "queued": statistics.median((self.queued[n + 1] - self.queued[n]) / seconds[n] for n in numbers),
+            "step_s": [seconds[n] for n in timed],
+            "drawn_s": [seconds[n] for n in drawn],
+            "exposed_s": [timeline.exposed(self.spans[n]) for n in drawn],
             "traffic": {
-                "bytes_sent_max": traffic.bytes_sent,
-                "bytes_received_max": traffic.bytes_received,
-                "messages_max": traffic.messages_sent + traffic.messages_received,
+                "bytes_sent_max": self.traffic.bytes_sent,
+                "bytes_received_max": self.traffic.bytes_received,
+                "messages_max": self.traffic.messages_sent + self.traffic.messages_received,
             },
-            "began_s": [begin for begin, _ in drawn],
-            "timelines": [timeline.laid_out(inside) for inside in by_step],
+            "began_s": [self.began[n] for n in drawn],
+            "timelines": [timeline.laid_out(self.spans[n]) for n in drawn],
         }
-
-
-def as_lists(lane: Iterable[timeline.Span], begin: float) -> list[list]:
-    """Spans as [name, start, end, lane], ready for JSON, in seconds from `begin`."""
-    return [[span.name, span.start - begin, span.end - begin, span.lane] for span in lane]
 
 
 def summed_up(stage: Stage, ranks: list[dict]) -> dict:
@@ -107,7 +86,11 @@ def summed_up(stage: Stage, ranks: list[dict]) -> dict:
     typical = min(range(len(drawn)), key=lambda step: abs(drawn[step] - median))
     exposed = max(rank["exposed_s"][typical] for rank in ranks)
     first = min(rank["began_s"][typical] for rank in ranks)
-    lanes = [as_lists(lane, first) for rank in ranks for lane in rank["timelines"][typical]]
+    lanes = [  # Each is a list of [name, start, end, lane], in seconds from the first rank's start.
+        [[span.name, span.start - first, span.end - first, span.lane] for span in lane]
+        for rank in ranks
+        for lane in rank["timelines"][typical]
+    ]
     # The copies between the threads of one process are timed on emulated devices only.
     timed = not stage.all_reduce or any(span[0] == "communication" for span in lanes[0])
     traffic = [rank["traffic"] for rank in ranks]

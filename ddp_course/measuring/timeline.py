@@ -1,18 +1,18 @@
 """What a rank was doing when: forward, backward, communication, waiting, update.
 
-Nothing in the stages is written for this. While a recording runs, torch's own hooks report modules and
-optimizers, `torch.autograd.backward` is wrapped, and the wire reports collectives.
+Nothing in the stages is written for this. While a recording runs, calls of modules and `torch.autograd.backward` are
+wrapped, torch's own hooks report optimizers, and the wire reports collectives.
 """
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..running import wire
@@ -51,18 +51,70 @@ def recording() -> Iterator[list[Span]]:
 
     On CUDA the edges are events, read when the recording ends: a span is when the work ran, not when it was queued.
     """
-    spans: list[Span] = []
-    on_gpu = torch.cuda.is_initialized()
-    clock = Clock(torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"))
+    recorder = Recorder()
+    gpu = torch.cuda.is_initialized()
+    clock = Clock(torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu"))
     with ExitStack() as stack:
         stack.enter_context(wire.clocked_by(clock))
-        for hook in _module_hooks(spans) + _optimizer_hooks(spans):
-            stack.callback(hook.remove)
-        stack.enter_context(around(torch.autograd, "backward", _timed_backward(spans)))
-        stack.enter_context(wire.observing(_communication(spans)))
-        yield spans
+        stack.enter_context(around(torch.nn.Module, "__call__", recorder.forward))
+        stack.enter_context(around(torch.autograd, "backward", recorder.backward))
+        stack.callback(register_optimizer_step_pre_hook(recorder.before_update).remove)
+        stack.callback(register_optimizer_step_post_hook(recorder.after_update).remove)
+        stack.enter_context(wire.observing(recorder.communication))
+        yield recorder.spans
     clock.finish()
-    spans[:] = [replace(span, start=clock.seconds(span.start), end=clock.seconds(span.end)) for span in spans]
+    spans = [replace(span, start=clock.seconds(span.start), end=clock.seconds(span.end)) for span in recorder.spans]
+    recorder.spans[:] = spans
+
+
+class Recorder:
+    """Notes the `spans` of a process. The thread that makes it drives device 0."""
+
+    def __init__(self):
+        self.spans, self.thread, self.inside = [], threading.current_thread(), threading.local()
+
+    @contextmanager
+    def span(self, name: str, tensor: torch.Tensor | None) -> Iterator[None]:
+        """Note what this thread does in the block, on the device of `tensor`."""
+        gpu = tensor.device if tensor is not None and tensor.is_cuda else None
+        start = wire.now(gpu)
+        try:
+            yield
+        finally:
+            first = tensor is None or threading.current_thread() is self.thread
+            self.spans.append(Span(name, start, wire.now(gpu), device=0 if first else device_number(tensor)))
+
+    def forward(self, run: Callable, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Note the outermost call of a module in each thread; the modules inside it are part of it."""
+        if getattr(self.inside, "a_call", False):
+            return run(module, *args, **kwargs)
+        self.inside.a_call = True
+        try:
+            with self.span("forward", next(module.parameters(), None)):
+                return run(module, *args, **kwargs)
+        finally:
+            self.inside.a_call = False
+
+    def backward(self, run: Callable, tensors: Any, *args: Any, **kwargs: Any) -> None:
+        """Note a backward pass."""
+        outputs = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        with self.span("backward", outputs[0]):
+            run(outputs, *args, **kwargs)
+
+    def before_update(self, *_: Any) -> None:
+        """Remember when an optimizer begins."""
+        self.update = wire.now()
+
+    def after_update(self, *_: Any) -> None:
+        """Note an update."""
+        self.spans.append(Span("update", self.update, wire.now()))
+
+    def communication(self, event: wire.Event) -> None:
+        """Note a collective, or that this thread waited for one."""
+        if event.kind == "span":
+            name = "wait" if event.name == "wait" else "communication"
+            lane = "compute" if event.thread == self.thread.name else "network"
+            self.spans.append(Span(name, event.start, event.end, lane))
 
 
 def laid_out(spans: Iterable[Span]) -> list[list[Span]]:
@@ -124,70 +176,3 @@ def hidden_share(spans: list[Span]) -> float:
     computing_from = min((span.start for span in spans if span.name == "backward"), default=0.0)
     hidden = sum(max(0.0, min(s.end, computing_until) - max(s.start, computing_from)) for s in communication)
     return hidden / total if total else 0.0
-
-
-def _module_hooks(spans):
-    """Time the outermost module call of each thread; the modules inside it are part of it."""
-    outermost, me = threading.local(), threading.get_ident()
-
-    def before(module, inputs):
-        outermost.depth = getattr(outermost, "depth", 0) + 1
-        if outermost.depth == 1:
-            outermost.start = _now(module.parameters())
-
-    def after(module, inputs, outputs):
-        outermost.depth -= 1
-        if outermost.depth == 0:
-            end = _now(module.parameters())
-            spans.append(Span("forward", outermost.start, end, device=_device(module.parameters(), me)))
-
-    return [register_module_forward_pre_hook(before), register_module_forward_hook(after, always_call=True)]
-
-
-def _now(tensors):
-    """This moment on the GPU of `tensors`, if they are on one."""
-    first = next(iter(tensors), None)
-    return wire.now(first.device if first is not None and first.is_cuda else None)
-
-
-def _device(tensors, main_thread):
-    """The number of the device on which a thread works on `tensors`; the thread that began drives the first."""
-    first = None if threading.get_ident() == main_thread else next(iter(tensors), None)
-    return 0 if first is None else device_number(first)
-
-
-def _optimizer_hooks(spans):
-    started = [wire.now()]
-
-    def before(optimizer, args, kwargs):
-        started[0] = wire.now()
-
-    def after(optimizer, args, kwargs):
-        spans.append(Span("update", started[0], wire.now()))
-
-    return [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
-
-
-def _timed_backward(spans):
-    me = threading.get_ident()
-
-    def backward(run, tensors, *args, **kwargs):
-        outputs = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        start = _now(outputs)
-        try:
-            return run(outputs, *args, **kwargs)
-        finally:
-            spans.append(Span("backward", start, _now(outputs), device=_device(outputs, me)))
-
-    return backward
-
-
-def _communication(spans):
-    here = threading.current_thread().name
-
-    def observe(event):
-        if event.kind == "span":
-            name = "wait" if event.name == "wait" else "communication"
-            spans.append(Span(name, event.start, event.end, "compute" if event.thread == here else "network"))
-
-    return observe
