@@ -71,13 +71,15 @@ def in_parts(stage: Stage, job: Job, device: Device, costs: theory.Costs) -> flo
     parts = split(layers_of(job.model()), job.world_size)
     batch = next(job.problem.batches(job.global_batch // MICROBATCHES, 1, job.seed))
     events = events_of(nn.Sequential(*parts), [(part, list(part.parameters())) for part in parts], batch, device)
-    cuts = [nbytes / MICROBATCHES for nbytes in job.activation_bytes]
-    return pipelined(*passes_of(events), cuts, costs) + job.work(device, job.world_size).update_s
+    schedule = one_forward_one_backward(job.world_size, MICROBATCHES)
+    messages = [costs.message(nbytes / MICROBATCHES) for nbytes in job.activation_bytes]
+    rows = timetable(schedule, *passes_of(events), message=messages)
+    return max(row[-1][2] for row in rows) + job.work(device, job.world_size).update_s
 
 
 def in_slices(stage: Stage, job: Job, device: Device, costs: theory.Costs) -> float:
     """Seconds of a step whose layers are split over all ranks."""
-    seconds = played(job, job.slice_of_model([]), device).compute_s
+    seconds = played(job, device, sliced=True).compute_s
     return seconds + sum(theory.seconds("ring", nbytes, job.world_size, costs) for nbytes in job.reduced_bytes)
 
 
@@ -151,16 +153,3 @@ def passes_of(events: list[Event]) -> tuple[list[float], list[float]]:
     seconds = [end - begin for begin, end in pairwise(moments)]
     middle = len(seconds) // 2
     return seconds[:middle], seconds[: middle - 1 : -1]
-
-
-def pipelined(
-    forward: Sequence[float],
-    backward: Sequence[float],
-    cuts: Sequence[float],
-    costs: theory.Costs,
-    microbatches: int = MICROBATCHES,
-) -> float:
-    """Seconds until ranks with these passes have sent `microbatches` through, with `cuts` bytes between them."""
-    schedule = one_forward_one_backward(len(forward), microbatches)
-    messages = [costs.message(nbytes) for nbytes in cuts]
-    return max(row[-1][2] for row in timetable(schedule, forward, backward, message=messages))

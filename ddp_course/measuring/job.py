@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -70,11 +70,8 @@ class Job:
 
     @cached_property
     def parameter_count(self) -> int:
-        """Trainable parameters of the model; ValueError if it has none."""
-        count = sum(parameter.numel() for parameter in self.model().parameters() if parameter.requires_grad)
-        if not count:
-            raise ValueError("the model has no trainable parameters: nothing to average, nothing to train")
-        return count
+        """Parameters of the model."""
+        return sum(parameter.numel() for parameter in self.model().parameters())
 
     @property
     def gradient_bytes(self) -> int:
@@ -111,13 +108,7 @@ class Job:
 
     def work(self, device: Device, ranks: int = 1) -> Profile:
         """What one of `ranks` shares of a batch takes on such a device."""
-        if (device, ranks) not in self._work:
-            self._work[device, ranks] = played(self, self.model(), device, ranks)
-        return self._work[device, ranks]
-
-    @cached_property
-    def _work(self) -> dict[tuple[Device, int], Profile]:
-        return {}
+        return played(self, device, ranks)
 
 
 def checked(
@@ -142,13 +133,17 @@ def checked(
     if global_batch is None:
         global_batch = max(world_size, own.global_batch // world_size * world_size)
     job = Job(problem, world_size, steps, global_batch, lr, parameters=parameters, **settings)
-    problems.share(global_batch, world_size)  # It refuses a batch that ranks cannot share equally.
-    next(job.batches())  # It refuses a batch that is larger than the data.
+    next(job.batches(0, world_size))  # It refuses a batch that ranks cannot share equally, or larger than the data.
     return job
 
 
-def played(job: Job, model: torch.nn.Module, device: Device, ranks: int = 1) -> Profile:
-    """Compute one step on the emulated device, whose clock runs ahead of the wall's: a `Layer` for each parameter."""
+@lru_cache(maxsize=16)
+def played(job: Job, device: Device, ranks: int = 1, sliced: bool = False) -> Profile:
+    """Compute one step on the emulated device, whose clock runs ahead of the wall's: a `Layer` for each parameter.
+
+    `sliced`: with one rank's slices of the layers.
+    """
+    model = job.slice_of_model([]) if sliced else job.model()
     inputs, targets = next(job.batches(0, ranks))
     optimizer, ready = SGD(model.parameters(), lr=0.0), {}
     with device.emulate(sleep=False) as emulation:

@@ -16,14 +16,15 @@ Of a plan's complexity: 0 for DDP, 1 for one wrapper, 2 for another layout of th
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from math import sqrt
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..running.units import bits_per_second, readable
 from .simulate import published
-from .simulate.transformers import LATENCY_S, Machine, Shape, Sharding, Split, fully_sharded_s, layer_s, step_s, words_s
+from .simulate.transformers import LATENCY_S, Machine, Shape, Sharding, Split, fully_sharded_s, step_s
 
 SIMPLER = 1.1  # A more complicated way must be that much faster.
 VOCABULARY = 51_200
@@ -36,20 +37,35 @@ ASSUMED = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Setting:
-    """Model and machine: bytes per second of one NIC, NICs per host, sequences of a device in a step."""
+    """Model and machine: billions of parameters, devices with so many GB of memory, `per_host` of them on each host.
 
-    parameters: float
+    `bandwidth` is that of one NIC ("200Gbit"), of which a host has `nics`; a device has `samples` sequences of `context`
+    tokens in a step; `gpu` is in `DATASHEETS`. Raises ValueError for numbers that cannot be, and where hosts of
+    `per_host` cannot be filled.
+    """
+
+    billions: float
     memory_gb: float
     devices: int
-    nic: float
-    nics: int
-    per_host: int
-    samples: int
-    context: int
-    gpu: str
+    bandwidth: str
+    per_host: int = 8
+    samples: int = 4
+    context: int = 2048
+    nics: int = 1
+    gpu: str = "A100"
     recompute: bool = False
+
+    def __post_init__(self):
+        for name, number in vars(self).items():
+            if name not in ("bandwidth", "gpu", "recompute") and not number > 0:
+                raise ValueError(f"{name.replace('_', ' ')} is {number}; it must be more than 0")
+        self.per_host = min(self.per_host, self.devices)
+        if self.devices % self.per_host:
+            do_not_fill = f"{self.devices} devices do not fill hosts of {self.per_host}"
+            raise ValueError(f"{do_not_fill}; choose a multiple of {self.per_host}")
+        self.parameters, self.nic = 1e9 * self.billions, bits_per_second(self.bandwidth) / 8
 
     @cached_property
     def shape(self) -> Shape:
@@ -74,9 +90,8 @@ class Setting:
     @cached_property
     def compute_s(self) -> float:
         """Seconds that a device computes in a step, all its samples at once."""
-        split = Split(1, self.devices, 1, self.samples)
-        layers_s = self.shape.layers * layer_s(self.shape, split, self.machine, self.recompute)
-        return layers_s + words_s(self.shape, split, self.machine)
+        alone = Split(1, 1, 1, self.samples)
+        return step_s(self.shape, alone, self.machine, self.samples, self.recompute)
 
 
 class Plan(NamedTuple):
@@ -90,34 +105,14 @@ class Plan(NamedTuple):
     complexity: int
 
 
-def decide(
-    billions: float,
-    memory_gb: float,
-    devices: int,
-    bandwidth: str,
-    per_host: int = 8,
-    samples: int = 4,
-    context: int = 2048,
-    nics: int = 1,
-    gpu: str = "A100",
-) -> tuple[Plan | None, str, list[Plan]]:
-    """(the plan to take or None, why in a few words, all plans): the simplest within 10 % of the fastest.
+def decide(*setting: Any, **settings: Any) -> tuple[Plan | None, str, list[Plan]]:
+    """(the plan to take or None, why in a few words, all plans) for the `Setting` with these arguments.
 
-    Of equally simple ones the one that needs the least memory counts. `bandwidth` is that of one NIC ("200Gbit"), of
-    which a host has `nics`; a device has `samples` sequences of `context` tokens in a step; `gpu` is in `DATASHEETS`.
-    Raises ValueError for numbers that cannot be, and where hosts of `per_host` cannot be filled.
+    It is the simplest within 10 % of the fastest; of equally simple ones the one that needs the least memory counts.
     """
-    for name, number in locals().copy().items():
-        if not isinstance(number, str) and not number > 0:
-            raise ValueError(f"{name.replace('_', ' ')} is {number}; it must be more than 0")
-    if devices > per_host and devices % per_host:
-        raise ValueError(f"{devices} devices do not fill hosts of {per_host}; choose a multiple of {per_host}")
-    setting = Setting(
-        1e9 * billions, memory_gb, devices, bits_per_second(bandwidth) / 8, nics, min(per_host, devices), samples,
-        context, gpu,
-    )  # fmt: skip
-    pairs = zip(ways(setting), ways(replace(setting, recompute=True)), strict=True)
-    plans = [frugal if frugal.fits and not plain.fits else plain for plain, frugal in pairs]
+    plain, frugal = Setting(*setting, **settings), Setting(*setting, **settings, recompute=True)
+    pairs = zip(ways(plain), ways(frugal), strict=True)
+    plans = [less if less.fits and not more.fits else more for more, less in pairs]
     fitting = [plan for plan in plans if plan.fits]
     if not fitting:
         least = min(plan.memory_gb for plan in plans)
@@ -126,14 +121,13 @@ def decide(
     near = [plan for plan in fitting if plan.step_s <= SIMPLER * fastest]
     chosen = min(near, key=lambda plan: (plan.complexity, plan.memory_gb))
     share = 100 * chosen.waiting_s / chosen.step_s
-    return chosen, f"{readable(chosen.step_s)} s per step, {share:.0f} % of it waiting{unchecked(setting)}", plans
+    return chosen, f"{readable(chosen.step_s)} s per step, {share:.0f} % of it waiting{unchecked(plain)}", plans
 
 
 def unchecked(setting: Setting) -> str:
     """A few words where the setting lies beyond what was checked, else nothing."""
     low, high, devices = CHECKED[setting.gpu]
-    billions = setting.parameters / 1e9
-    if low <= billions <= high and setting.devices <= devices:
+    if low <= setting.billions <= high and setting.devices <= devices:
         return ""
     return f"; beyond what was checked: {low:g} to {high:g} billion on up to {devices} {setting.gpu}s"
 
@@ -164,17 +158,12 @@ def ways(setting: Setting) -> list[Plan]:
 
 def all_splits(setting: Setting) -> Iterator[tuple[Split, Plan]]:
     """Every way to split by tensor inside a host, pipeline and data, with micro-batches of 1, 2, 4, …; and its plan."""
-    for tensor in (1, 2, 4, 8):
-        if tensor > setting.per_host or setting.per_host % tensor:
-            continue
-        rest = setting.devices // tensor
-        for stages in range(1, min(rest, setting.shape.layers) + 1):
-            if rest % stages or tensor * stages == 1:
-                continue
-            for size in (1, 2, 4, 8):
-                if setting.samples * tensor * stages % size == 0:
-                    split = Split(tensor, rest // stages, stages, size)
-                    yield split, split_plan(setting, split)
+    tensors = [ways for ways in (1, 2, 4, 8) if setting.per_host % ways == 0]
+    for tensor, stages, size in product(tensors, range(1, setting.shape.layers + 1), (1, 2, 4, 8)):
+        data, rest = divmod(setting.devices, tensor * stages)
+        if not rest and tensor * stages > 1 and setting.samples * tensor * stages % size == 0:
+            split = Split(tensor, data, stages, size)
+            yield split, split_plan(setting, split)
 
 
 def split_plan(setting: Setting, split: Split) -> Plan:

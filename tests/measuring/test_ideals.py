@@ -2,7 +2,7 @@
 
 import pytest
 
-from ddp_course import Device, Link, ladder, stage8_pipeline, theory
+from ddp_course import Device, Link, ladder, theory
 from ddp_course.measuring import emulated, ideals
 from ddp_course.measuring.job import checked
 from ddp_course.running.devices import capacity
@@ -64,19 +64,6 @@ def test_prefetch_hides_gathers_but_for_the_first_of_each_pass():
     seconds = ideals.fully_sharded(events, [2, 2, 2], 2, theory.Costs(0.0, 1.0))
     assert seconds == 1 + 3 + 1 + 6 + 1  # these are gather, forward, gather, backward and sum
     assert ideals.passes_of(events) == ([1, 1, 1], [2, 2, 2])
-
-
-@pytest.mark.parametrize("ranks, microbatches", [(1, 4), (2, 3), (4, 4), (3, 8)])
-def test_a_pipeline_of_equal_parts_idles_for_the_bubble(ranks, microbatches):
-    free = theory.Costs(0.0, 0.0)
-    seconds = ideals.pipelined([1.0] * ranks, [2.0] * ranks, [0] * (ranks - 1), free, microbatches)
-    assert seconds == 3 * (microbatches + ranks - 1)
-    assert 1 - 3 * microbatches / seconds == pytest.approx(stage8_pipeline.bubble(ranks, microbatches))
-
-
-def test_messages_make_a_pipeline_longer_by_their_way_there_and_back():
-    seconds = ideals.pipelined([1.0] * 3, [2.0] * 3, [5, 5], theory.Costs(0.0, 0.01), 1)
-    assert seconds == pytest.approx(9 + 4 * 0.05)
 
 
 @pytest.mark.parametrize("problem", ["digits", "bytes"])

@@ -3,20 +3,16 @@
 import pickle
 from dataclasses import replace
 
-import pytest
 import torch
 
 from ddp_course import Device
-from ddp_course.measuring import job as jobs
 from ddp_course.measuring.job import checked
 
 
-def test_what_follows_from_a_job_is_worked_out_once(monkeypatch):
+def test_what_follows_from_a_job_is_worked_out_once():
     job, device = checked("digits", 2), Device("2GFLOP/s")
     assert job.problem is job.problem and job.work(device, 2) is job.work(device, 2)
     assert job.work(device, 2).flops == job.work(device).flops / 2
-    monkeypatch.setattr(jobs, "played", None)
-    assert job.work(device).compute_s > 0
     assert replace(job, steps=3).problem is not job.problem
 
 
@@ -26,10 +22,3 @@ def test_ranks_get_the_settings_and_not_the_data():
     packed = pickle.dumps(job)
     assert len(packed) < 1000 < job.problem.windows.nbytes
     assert pickle.loads(packed) == job and pickle.loads(packed).model().head.weight.dtype == torch.float64
-
-
-def test_a_model_that_cannot_be_trained_is_refused(monkeypatch):
-    job = checked("digits", 2)
-    monkeypatch.setattr(job.problem, "model", lambda seed: torch.nn.ReLU())
-    with pytest.raises(ValueError, match="no trainable parameters"):
-        _ = job.gradient_bytes
