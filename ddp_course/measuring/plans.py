@@ -41,9 +41,9 @@ ASSUMED = (
 class Setting:
     """Model and machine: billions of parameters, devices with so many GB of memory, `per_host` of them on each host.
 
-    `bandwidth` is that of one NIC ("200Gbit"), of which a host has `nics`; a device has `samples` sequences of `context`
-    tokens in a step; `gpu` is in `DATASHEETS`. Raises ValueError for numbers that cannot be, and where hosts of
-    `per_host` cannot be filled.
+    `bandwidth` is that of one NIC ("200Gbit"), of which a host has `nics`; a device has `samples` sequences of
+    `context` tokens in a step; `gpu` is in `DATASHEETS`. Raises ValueError for numbers that cannot be, and where hosts
+    of `per_host` cannot be filled.
     """
 
     billions: float
