@@ -16,7 +16,7 @@ Of a plan's complexity: 0 for DDP, 1 for one wrapper, 2 for another layout of th
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from math import sqrt
@@ -110,8 +110,8 @@ def decide(*setting: Any, **settings: Any) -> tuple[Plan | None, str, list[Plan]
 
     It is the simplest within 10 % of the fastest; of equally simple ones the one that needs the least memory counts.
     """
-    plain, frugal = Setting(*setting, **settings), Setting(*setting, **settings, recompute=True)
-    pairs = zip(ways(plain), ways(frugal), strict=True)
+    plain = Setting(*setting, **settings)
+    pairs = zip(ways(plain), ways(replace(plain, recompute=True)), strict=True)
     plans = [less if less.fits and not more.fits else more for more, less in pairs]
     fitting = [plan for plan in plans if plan.fits]
     if not fitting:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 
 from ..ladder import Stage
@@ -38,7 +38,8 @@ class Recording:
         self.note()
         for number, batch in enumerate(batches, 1):
             drawn = not self.on_gpu or number % 2 == 0
-            with wire.counting() as self.traffic, timeline.recording() if drawn else nullcontext([]) as spans:
+            step: AbstractContextManager[list] = timeline.recording() if drawn else nullcontext([])
+            with wire.counting() as self.traffic, step as spans:
                 yield batch
             self.spans.append(spans)
             self.note()

@@ -52,8 +52,8 @@ def recording() -> Iterator[list[Span]]:
     On CUDA the edges are events, read when the recording ends: a span is when the work ran, not when it was queued.
     """
     recorder = Recorder()
-    gpu = torch.cuda.is_initialized()
-    clock = Clock(torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu"))
+    on_gpu = torch.cuda.is_initialized()
+    clock = Clock(torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"))
     with ExitStack() as stack:
         stack.enter_context(wire.clocked_by(clock))
         stack.enter_context(around(torch.nn.Module, "__call__", recorder.forward))
@@ -74,15 +74,15 @@ class Recorder:
         self.spans, self.thread, self.inside = [], threading.current_thread(), threading.local()
 
     @contextmanager
-    def span(self, name: str, tensor: torch.Tensor | None) -> Iterator[None]:
-        """Note what this thread does in the block, on the device of `tensor`."""
+    def span(self, name: str, tensor: Any) -> Iterator[None]:
+        """Note what this thread does in the block, on the device of `tensor`, if it has one."""
         gpu = tensor.device if tensor is not None and tensor.is_cuda else None
-        start = wire.now(gpu)
+        first = tensor is None or threading.current_thread() is self.thread
+        number, start = 0 if first else device_number(tensor), wire.now(gpu)
         try:
             yield
         finally:
-            first = tensor is None or threading.current_thread() is self.thread
-            self.spans.append(Span(name, start, wire.now(gpu), device=0 if first else device_number(tensor)))
+            self.spans.append(Span(name, start, wire.now(gpu), device=number))
 
     def forward(self, run: Callable, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Note the outermost call of a module in each thread; the modules inside it are part of it."""
