@@ -11,7 +11,7 @@ from importlib import import_module
 
 from .errors import CourseError
 
-COMMANDS = {  # each module has add_options(parser) and run(args), which returns the exit code
+COMMANDS = {  # each module has main(args), which returns the exit code, and perhaps add_options(parser)
     "lab": ("commands.lab", "lessons and exercises in JupyterLab"),
     "doctor": ("commands.doctor", "what this machine has, and what each lesson will use"),
     "compare": ("commands.compare", "train with every stage on the same batches and compare"),
@@ -35,10 +35,11 @@ def main(arguments: list[str] | None = None) -> int:
         command = subparsers.add_parser(name, help=help_text, description=help_text)
         if name == wanted:  # Only its module is loaded: the other commands' libraries take seconds.
             chosen = import_module(f".{module}", __package__)
-            command.set_defaults(run=chosen.run)
-            chosen.add_options(command)
+            command.set_defaults(main=chosen.main)
+            if hasattr(chosen, "add_options"):
+                chosen.add_options(command)
     args = parser.parse_args(arguments)
-    return exit_code(lambda: args.run(args))
+    return exit_code(lambda: args.main(args))
 
 
 def exit_code(command: Callable[[], int | None]) -> int:

@@ -21,7 +21,7 @@ def test_a_reader_who_has_seen_enough_is_no_error(monkeypatch):
         print("a table", flush=True)
         print("more")
 
-    speaker = SimpleNamespace(add_options=lambda parser: None, run=talk)
+    speaker = SimpleNamespace(main=talk)
     monkeypatch.setitem(cli.COMMANDS, "talk", ("commands.talk", ""))
     monkeypatch.setitem(sys.modules, "ddp_course.commands.talk", speaker)
     reading, writing = os.pipe()

@@ -6,21 +6,15 @@ from pathlib import Path
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", type=Path, metavar="FILE", help="a script that torchrun could start")
-    parser.add_argument(
-        "arguments",
-        nargs="*",
-        metavar="ARGUMENT",
-        help="after --, for the script; FOLDER stands for a temporary folder",
-    )
+    folder = "after --, for the script; FOLDER stands for a temporary folder"
+    parser.add_argument("arguments", nargs="*", metavar="ARGUMENT", help=folder)
 
 
-def run(args: argparse.Namespace) -> int:
+def main(args: argparse.Namespace) -> int:
     """The command itself; exit code 1 if something is wrong."""
     from ..measuring.audit import audit
 
     messages = audit(args.file.read_text(encoding="utf-8"), arguments=args.arguments)
-    print(
-        "\n".join(messages)
-        or "none of the five usual mistakes: samples, epochs, weights and checkpoint are as they should be"
-    )
+    right = "none of the five usual mistakes: samples, epochs, weights and checkpoint are as they should be"
+    print("\n".join(messages) or right)
     return int(any(not message.startswith("not seen") for message in messages))

@@ -23,7 +23,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds it may take (default 120)")
 
 
-def run(args: argparse.Namespace) -> int:
+def main(args: argparse.Namespace) -> int:
     """The command itself: 0 if all points were earned, 1 if not."""
     seed, exercises = secrets.randbelow(100_000), load_exercises(exercises_folder())
     if args.exercise not in exercises:

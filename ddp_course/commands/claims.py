@@ -7,14 +7,9 @@ from tabulate import tabulate
 from ..measuring import claims
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """There are none."""
-
-
-def run(args: argparse.Namespace) -> int:
-    """Print the table; returns 0."""
+def main(args: argparse.Namespace) -> None:
+    """Print the table."""
     rows = [
         [claim.number, claim.text, f"{claim.verdict} ({claim.kind})", claim.lesson[:2]] for claim in claims.decided()
     ]
     print(tabulate(rows, ["", "claim", "verdict", "lesson"], maxcolwidths=[None, 60, 40, None]))
-    return 0

@@ -22,33 +22,28 @@ from ..showing.plots import BUSY, compare_figure, stage_label
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Describe the options."""
     parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
-    speed = "of emulated devices, where there are no GPUs, such as 2GFLOP/s; none: ranks share the processor as it is"
     parser.add_argument("--problem", default="digits", help="digits, bytes or synthetic")
     parser.add_argument("--world-size", type=int, default=4, metavar="K", help="number of ranks")
     parser.add_argument("--steps", type=int, metavar="N", help="training steps; None: the problem's")
     parser.add_argument("--stages", default=",".join(DEFAULT_STAGES), help=f"there are {', '.join(ladder.STAGES)}")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, or one GPU such as cuda:0")
-    parser.add_argument("--device-speed", default="auto", metavar="RATE", help=speed)
+    parser.add_argument("--device-speed", default="auto", help="such as 2GFLOP/s, or none: the processor as it is")
     parser.add_argument("--dtype", default="float32", help="float32 or float64")
     parser.add_argument("--global-batch", type=int, metavar="B", help="samples per step; None: the problem's")
     parser.add_argument("--parameters", type=int, metavar="P", help="size of the model; None: the problem's")
     parser.add_argument("--bucket-cap-mb", type=float, default=0.25, metavar="M", help="MiB per bucket")
     parser.add_argument("--lr", type=float, help="learning rate; None: the problem's")
-    parser.add_argument("--seed", type=int, default=0, help="seed of weights and batches")
     parser.add_argument("--link", default="auto", help="bandwidth such as 100Mbit, or none; auto: by the problem")
-    parser.add_argument("--latency", default="0ms", help="one-way delay of the link, such as 2ms")
     parser.add_argument("--link-mode", choices=["auto", *MODES], default="auto", help="how to emulate links")
     parser.add_argument("--timeout", type=float, default=300.0, metavar="S", help="seconds for a stage")
     parser.add_argument("--out", default="results", metavar="DIR", help="where the results go")
-    parser.set_defaults(run=main)
 
 
 def main(args: argparse.Namespace) -> None:
     """Run the comparison, on the ranks of torchrun if it has started them; write the results and print the table."""
     writable_folder(args.out)
-    options = {name: value for name, value in vars(args).items() if name not in ("run", "out")}
+    options = {name: value for name, value in vars(args).items() if name not in ("main", "out")}
     rank = 0
     if JOB in os.environ:
         rank, options["world_size"] = join(args.device)
@@ -59,9 +54,7 @@ def main(args: argparse.Namespace) -> None:
     if rank:
         return
     written = save(results, args.out)  # This comes first: whoever reads the table may stop listening.
-    print(table(results))
-    for path in written:
-        print(f"wrote {path}")
+    print(table(results), *(f"wrote {path}" for path in written), sep="\n")
 
 
 class Table(str):
@@ -88,7 +81,8 @@ COLUMNS = {  # A title stands for a key of a stage's entry and its format.
 def table(results: dict) -> Table:
     """The results as text, a line per stage."""
     rows, note = [], ""
-    for stage in with_last_loss(results):
+    for stage in results["stages"]:
+        stage = stage | {"last_loss": stage["loss"][-1]}
         values = [(stage.get(key), form) for key, form in COLUMNS.values()]
         row = ["–" if value is None else format(value, form) for value, form in values]
         if stage.get("busy"):
@@ -98,34 +92,21 @@ def table(results: dict) -> Table:
     layout: Any = {"colalign": ["left"] + ["right"] * len(COLUMNS), "disable_numparse": True}
     text = Table(tabulate([titles, *rows], tablefmt="plain", **layout) + note)
     unbroken = [[row[0].replace(" ", "\N{NO-BREAK SPACE}"), *row[1:]] for row in rows]
-    text.html = tabulate(unbroken, [title.replace("\n", " ") for title in titles], "html", **layout) + note
+    text.html = tabulate(unbroken, titles, "html", **layout) + note
     return text
-
-
-def with_last_loss(results: dict) -> list[dict]:
-    """The stages of a comparison, each with the loss of its last step."""
-    return [stage | {"last_loss": stage["loss"][-1]} for stage in results["stages"]]
 
 
 def save(results: dict, folder: str | Path) -> list[Path]:
     """Write compare.json, .csv and .png into `folder`, each replaced in one go; return their paths."""
     written = writable_folder(folder)
-    picture = io.BytesIO()
-    figure = compare_figure(results)
-    figure.savefig(picture, format="png", dpi=120, metadata={"Description": figure.message})
-    contents = {
-        "compare.json": json.dumps(results, indent=1, allow_nan=False).encode(),
-        "compare.csv": _csv(results).encode(),
-        "compare.png": picture.getvalue(),
-    }
-    return [replace_file(written / name, content) for name, content in contents.items()]
-
-
-def _csv(results):
-    columns = ["stage", "name", "step_ms", "ideal_ms", "speed_up", "communication_ms"]
-    columns += ["bytes_sent_max", "bytes_received_max", "messages_max", "last_loss", "max_abs_diff_vs_single"]
+    columns = ["stage", "name", *(key for key, _ in COLUMNS.values()), "bytes_received_max"]
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, extrasaction="ignore")
     writer.writeheader()
-    writer.writerows(with_last_loss(results))
-    return text.getvalue()
+    writer.writerows(stage | {"last_loss": stage["loss"][-1]} for stage in results["stages"])
+    contents = {
+        "compare.json": json.dumps(results, indent=1, allow_nan=False).encode(),
+        "compare.csv": text.getvalue().encode(),
+        "compare.png": compare_figure(results).png(dpi=120),
+    }
+    return [replace_file(written / name, content) for name, content in contents.items()]

@@ -7,23 +7,14 @@ import warnings
 from collections.abc import Iterator
 from importlib.metadata import version
 
-GIB = 2**30
-NEEDED_MEMORY = 1.5 * GIB  # for a lesson with four ranks: docs/TROUBLESHOOTING.md says how it was measured
-NEEDED_CORES = 2
+NEEDED_GIB = 1.5  # for a lesson with four ranks: docs/TROUBLESHOOTING.md says how it was measured
 PACKAGES = ("jupyterlab", "ipykernel", "ipywidgets", "nbval", "matplotlib", "scikit-learn")
-
-Finding = tuple[str, ...]  # It has a name, what is there, and perhaps hints.
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """There are none."""
 
 
 def main(args: argparse.Namespace | None = None) -> int:
     """Print the report; return 1 if the course cannot run here, else 0."""
     problems = []
-    sections = {"Machine": machine, "Torch": torch_parts, "Links": links, "Notebooks": packages, "Lessons": lessons}
-    for title, section in sections.items():
+    for title, section in {"Machine": machine, "Torch": torch_parts, "Links and lessons": lessons}.items():
         print(title)
         try:
             for name, value, *hints in section():
@@ -37,30 +28,28 @@ def main(args: argparse.Namespace | None = None) -> int:
     return 1 if problems else 0
 
 
-run = main
-
-
-def machine() -> Iterator[Finding]:
-    """Cores, memory, system and Python: what the machine has, or what a hub's container allows of it."""
+def machine() -> Iterator[tuple[str, ...]]:
+    """What the machine has, or what a hub's container allows of it, and the packages of notebooks."""
     from ..running.linux import free_memory, processor_share
 
-    memory, cores = free_memory(), processor_share()
+    memory, cores = free_memory() / 2**30, processor_share()
     two = "set K = 2 in the first cell of each lesson, and give commands --world-size 2"
     yield "system", f"{platform.system()} {platform.release()} {platform.machine()}"
+    yield "cores", f"{cores:g}", *([f"four ranks want two cores; {two}"] if cores < 2 else [])
+    small = [f"four ranks want {NEEDED_GIB:g} GiB; {two}"] if memory < NEEDED_GIB else []
+    yield "memory", f"{memory:.1f} GiB free", *small
     yield "Python", platform.python_version()
-    yield "cores", f"{cores:g}", *([f"four ranks want two cores; {two}"] if cores < NEEDED_CORES else [])
-    small = [f"four ranks want {NEEDED_MEMORY / GIB:g} GiB; {two}"] if memory < NEEDED_MEMORY else []
-    yield "memory", f"{memory / GIB:.1f} GiB free", *small
+    for package in PACKAGES:
+        yield package, version(package)
 
 
-def torch_parts() -> Iterator[Finding]:
+def torch_parts() -> Iterator[tuple[str, ...]]:
     """torch, the GPUs, and whether ranks can be launched: whatever forbids it, a launch itself says it best."""
     import torch
     import torch.distributed as dist
 
     from ..running.devices.placement import usable_gpus
     from ..running.launching.launch import launch
-    from ..running.launching.setting import start_method
 
     yield "torch", torch.__version__
     with warnings.catch_warnings(record=True) as caught:
@@ -68,8 +57,6 @@ def torch_parts() -> Iterator[Finding]:
         gpus = [torch.cuda.get_device_name(index) for index in range(usable_gpus())]
     nccl = gpus and dist.is_nccl_available()
     yield "NCCL", ".".join(map(str, torch.cuda.nccl.version())) if nccl else "no (needs NVIDIA GPUs and Linux)"
-    fork = start_method() == "fork"
-    yield "ranks", "forked from a server that has torch loaded" if fork else "started anew: each launch loads torch"
     launch(dist.barrier, world_size=2, timeout=60)
     yield "two ranks", "were launched, and agree"
     private = os.environ.get("DDP_COURSE_NETWORK") == "private"
@@ -79,32 +66,20 @@ def torch_parts() -> Iterator[Finding]:
     yield "GPUs", ", ".join(gpus) or "none: ranks are processes on the CPU, and links are emulated", *unusable
 
 
-def links() -> Iterator[Finding]:
-    """Which ways of emulating links this machine allows."""
-    from ..running.links import available
-
-    for mode, reason in available().items():
-        yield mode, "yes" if reason is None else f"no: {reason}"
-
-
-def packages() -> Iterator[Finding]:
-    """The packages of notebooks and figures."""
-    for package in PACKAGES:
-        yield package, version(package)
-
-
-def lessons() -> Iterator[Finding]:
-    """What each group of lessons uses on this machine."""
+def lessons() -> Iterator[tuple[str, ...]]:
+    """Which ways of emulating links this machine allows, and what each group of lessons uses."""
     from ..running.devices.placement import usable_gpus
     from ..running.links import available
 
+    reasons = available()
+    for mode, reason in reasons.items():
+        yield mode, "yes" if reason is None else f"no: {reason}"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # They were shown above.
         gpus = usable_gpus()
     ranks = f"4 ranks on {min(4, gpus)} GPU{'s' if gpus > 1 else ''}" if gpus else "4 ranks on the CPU with gloo"
-    hosts = available()["hosts"] is None
-    by = "virtual hosts" if hosts else "a throttled wire"
+    by = "a throttled wire" if reasons["hosts"] else "virtual hosts"
     yield "01, 02", "one process" + (", the first GPU" if gpus else ", the CPU; threads stand in for devices")
     yield "03, 04, 05", ranks + ("" if gpus else f"; links of 200 Mbit/s by {by}")
     yield "06 to 11, 14", ranks
-    yield "12, 15", "torchrun, in 12 on virtual hosts" if hosts else "torchrun on this machine"
+    yield "12, 15", "torchrun on this machine" if reasons["hosts"] else "torchrun, in 12 on virtual hosts"

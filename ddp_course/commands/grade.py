@@ -5,7 +5,6 @@ import json
 import secrets
 import sys
 import threading
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,13 +13,11 @@ from ..grading import gradebooks, report
 from ..grading.grader import exercises_folder, grade
 from ..grading.remarks import note_likeness
 from ..grading.results import Result, best_of, clean, from_dict
-from ..grading.submissions import Pristine, Submission, find_submissions, load_exercises
-from ..running.files import replace_file
+from ..grading.submissions import Submission, find_submissions, load_exercises
 from ..running.linux import usable_cores
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Describe the options."""
     parser.add_argument("paths", nargs="+", metavar="PATH", help="a notebook, or a folder of submissions")
     parser.add_argument("--csv", metavar="FILE", help="write one line per task")
     parser.add_argument("--html", metavar="DIR", help="write a page for each learner, and index.html")
@@ -36,24 +33,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--exercises", type=Path, default=exercises_folder(), help=argparse.SUPPRESS)
 
 
-def run(args: argparse.Namespace) -> int:
+def main(args: argparse.Namespace) -> int:
     """The command itself: 0 if all pass, 1 if some do not."""
     check_options(args)
     skipped: list[Path] = []
-    exercises, submissions = load_exercises(args.exercises), find_submissions(args.paths, skipped)
-    roster = gradebooks.read_roster(args.roster) if args.roster else {}
-    seed = secrets.randbelow(100_000) if args.seed is None else args.seed
+    submissions = find_submissions(args.paths, skipped)
     for path in filter(None, (args.csv, args.json, args.html, args.grades)):
         Path(path).parent.mkdir(parents=True, exist_ok=True)  # An hour of grading is not lost for want of a folder.
     earlier = earlier_results(args.json) if args.resume else []
     done = {(result.learner, file) for result in earlier for file in result.files or [""]}
     waiting = [work for work in submissions if (work.learner, work.file) not in done]
-    if skipped:
-        names = ", ".join(clean(path.name) for path in skipped)
-        print(f"no notebooks, so skipped: {names}", file=sys.stderr)
-    print(f"grading {len(waiting)} submissions with inputs of seed {seed}", file=sys.stderr)
-    best = grade_and_write(waiting, earlier, exercises, seed, roster, args)
-    return 0 if all(result.passed for result in best) else 1
+    for path in skipped:
+        print(f"no notebook, so skipped: {clean(path.name)}", file=sys.stderr)
+    return 0 if all(result.passed for result in grade_and_write(waiting, earlier, args)) else 1
 
 
 def check_options(args: argparse.Namespace) -> None:
@@ -76,48 +68,33 @@ def earlier_results(file: str) -> list[Result]:
         raise GradingError(f'"{file}" is no report to resume from ({type(error).__name__}: {error})') from error
 
 
-def grade_and_write(
-    submissions: Sequence[Submission],
-    earlier: Sequence[Result],
-    exercises: dict[int, Pristine],
-    seed: int,
-    roster: gradebooks.Roster,
-    args: argparse.Namespace,
-) -> list[Result]:
+def grade_and_write(submissions: list[Submission], earlier: list[Result], args: argparse.Namespace) -> list[Result]:
     """Grade all, writing the reports after each; return each learner's best. GradingError after Ctrl-C."""
+    roster = gradebooks.read_roster(args.roster) if args.roster else {}
+    seed = secrets.randbelow(100_000) if args.seed is None else args.seed
     done, lock = {}, threading.Lock()
+    print(f"grading {len(submissions)} submissions with inputs of seed {seed}", file=sys.stderr)
 
     def so_far() -> list[Result]:
         return [*earlier, *(done[id(work)] for work in submissions if id(work) in done)]
 
     def note(submission: Submission, result: Result) -> None:
-        exercise = "?" if result.exercise is None else result.exercise
-        print(f"{result.learner}: exercise {exercise}, {result.points:g} of {result.possible:g}", file=sys.stderr)
+        points = f"{result.points:g} of {result.possible:g}"
+        print(f"{result.learner}: exercise {result.exercise or '?'}, {points}", file=sys.stderr)
         with lock:
             done[id(submission)] = result
             report.write_files(best_of(so_far()), args, seed)
 
     with suppress(KeyboardInterrupt):
-        grade(submissions, exercises, seed, args.jobs, args.timeout, args.hidden, progress=note)
+        grade(submissions, load_exercises(args.exercises), seed, args.jobs, args.timeout, args.hidden, progress=note)
     best = best_of(so_far())
     note_likeness(best)
     missing = [learner for learner in roster if learner not in {result.learner for result in best}]
-    report.write_files(best, args, seed, missing)
-    write_grades(best, roster, args)
+    grades = gradebooks.grade_files(args.format, args.grades, best, roster) if args.format else {}
+    report.write_files(best, args, seed, missing, grades)
     print(report.table(best, missing))
     if len(done) < len(submissions):
         again = "; --resume goes on" if args.json else ""
         count, whole = len(so_far()), len(earlier) + len(submissions)
         raise GradingError(f"interrupted after {count} of {whole} submissions{again}")
     return best
-
-
-def write_grades(results: Sequence[Result], roster: gradebooks.Roster, args: argparse.Namespace) -> None:
-    """Write the file, or the files, for a gradebook."""
-    if args.format == "gradescope":
-        for name, content in gradebooks.gradescope_files(results).items():
-            path = Path(args.grades) / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(path, content.encode())
-    elif args.format:
-        replace_file(Path(args.grades), gradebooks.WHOLE_CLASS[args.format](results, roster).encode())

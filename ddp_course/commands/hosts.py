@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,11 @@ from ..running.files import connection_folder
 MISSED_HEARTBEATS = 4  # an engine hears one a second, and gives up sooner than the controller, which waits for 10
 JOIN_SECONDS, REJOIN_SECONDS = 15, 120  # an engine waits so long for a controller, and for one that it has lost
 NOT_LET_IN = 255  # ipyparallel's exit code for an engine that no controller answered
-OWNER_ONLY = 0o700
+# A child process that calls this ends in good order when this program ends, however it does.
+end_with_us = partial(linux.prctl, linux.PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Describe the options."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     start = actions.add_parser("start", help="run the controller, here, until it is stopped")
     start.add_argument("--ip", required=True, help="this machine's address, as the other machines reach it")
@@ -36,22 +37,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     start.add_argument("--slurm", action="store_true", help="start an engine on each node of this Slurm allocation")
     join = actions.add_parser("join", help="take part: run an engine on this machine until the controller ends")
     join.add_argument("file", metavar="FILE", help='what "hosts start" has written; "-" reads it from the input')
-    join.set_defaults(run=take_part)
+    join.set_defaults(main=take_part)
 
 
-def run(args: argparse.Namespace) -> int:
+def main(args: argparse.Namespace) -> int:
     """Run the controller until it is interrupted, and the engines that were asked for; one controller for a folder."""
     folder = own_folder()
     try:
         with files.claimed(folder / "start"):
             return serve(folder, args)
     except BlockingIOError as error:
-        raise LaunchError(
-            f'"hosts start" runs already ({error}); end it there with Ctrl-C, '
-            "or have a second one beside it: set DDP_COURSE_HOSTS to another folder for it and its notebook"
-        ) from None
-    except KeyboardInterrupt:
-        return 0
+        second = "or set DDP_COURSE_HOSTS to another folder for this one and its notebook"
+        raise LaunchError(f'"hosts start" runs already ({error}); end it there with Ctrl-C, {second}') from None
 
 
 def serve(folder: Path, args: argparse.Namespace) -> int:
@@ -79,7 +76,7 @@ def own_folder() -> Path:
     """The folder of keys and logs, which only its owner can enter."""
     folder = connection_folder()
     folder.mkdir(parents=True, exist_ok=True)
-    folder.chmod(OWNER_ONLY)
+    folder.chmod(0o700)
     return folder
 
 
@@ -117,11 +114,6 @@ def start_program(name: str, *options: str, **environ: str) -> subprocess.Popen:
         return subprocess.Popen(command, env=os.environ | environ, umask=0o077, preexec_fn=end_with_us, **quiet)
 
 
-def end_with_us() -> None:
-    """In a child process: let it end in good order when this program ends, however it does."""
-    linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
 def start_engines(file: Path, names: list[str], slurm: bool) -> list[subprocess.Popen]:
     """One engine on each named host by ssh, which hands the file over; or one on each node by srun."""
     join = [sys.executable, "-m", "ddp_course.cli", "hosts", "join"]
@@ -147,14 +139,11 @@ def take_part(args: argparse.Namespace) -> int:
                 break
         finally:
             engine.terminate()
-        lost = "the controller is not heard any more, or the engine was killed"
-        print(f"ddp-course: {lost}; joining again", file=sys.stderr, flush=True)
+        print("ddp-course: the controller or the engine was lost; joining again", file=sys.stderr, flush=True)
         patience = REJOIN_SECONDS
         time.sleep(1)
-    raise LaunchError(
-        f"the controller of {args.file} did not let this machine in: it has ended, cannot be reached, or the file is "
-        "of another one; copy it anew"
-    )
+    reasons = "it has ended, cannot be reached, or the file is of another one; copy it anew"
+    raise LaunchError(f"the controller of {args.file} did not let this machine in: {reasons}")
 
 
 def connection(name: str) -> str:
@@ -163,6 +152,5 @@ def connection(name: str) -> str:
     try:
         json.loads(text)["curve_serverkey"]
     except (ValueError, KeyError, TypeError):
-        what = "the standard input" if name == "-" else name
-        raise LaunchError(f'{what} is not what "hosts start" has written; copy it anew from that machine') from None
+        raise LaunchError(f'"{name}" is not what "hosts start" has written; copy it anew from that machine') from None
     return text

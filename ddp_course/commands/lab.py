@@ -10,13 +10,14 @@ import hashlib
 import json
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from ..running.files import course_folder, replace_file
 
 FOLDERS = ("notebooks", "exercises", "docs")
 NOT_COPIED = {".ipynb_checkpoints", "__pycache__", "checks", "answers"}
-FIRST = "notebooks/00_start_here.ipynb"
 STYLE = """/* Words stay whole; on a phone a figure scrolls instead of shrinking, so that its letters can be read. */
 .jp-OutputArea-output.jp-RenderedText pre { word-break: normal; overflow-wrap: anywhere; }
 @media (max-width: 800px) { .jp-OutputArea-output img { flex-shrink: 0; max-width: none !important; } }"""
@@ -34,21 +35,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("options", nargs="*", metavar="OPTION", help="after --, for JupyterLab: -- --no-browser")
 
 
-def run(args: argparse.Namespace) -> int:
+def main(args: argparse.Namespace) -> None:
     """The command itself."""
     folder = args.folder.resolve()
     for path in bring(folder):
         print(f"{path}: kept yours; the course has a newer one, which comes when you rename or delete yours")
     if args.no_open:
         print(f"lessons and exercises are in {args.folder}; open them with: ddp-course lab {args.folder}")
-        return 0
+        return
     from jupyterlab.labapp import LabApp
 
     prepare_environment(folder)
     # A kernel that nobody has used for an hour ends, and gives back its memory.
-    culling = {"cull_idle_timeout": 3600, "cull_interval": 300, "cull_connected": True}
-    fixed = [f"--MappingKernelManager.{name}={value}" for name, value in culling.items()]
-    fixed += [f"--ServerApp.root_dir={folder}", f"--LabApp.default_url=/lab/tree/{FIRST}"]
+    fixed = ["--MappingKernelManager.cull_idle_timeout=3600", "--MappingKernelManager.cull_connected=True"]
+    fixed += [f"--ServerApp.root_dir={folder}", "--LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb"]
     fixed += ["--LabApp.news_url=None", "--LabApp.custom_css=True"]  # without an address it does not ask for news
     fixed += [f"--ServerApp.tornado_settings=static_custom_path={folder}/.jupyter/custom"]
     if os.name == "posix":  # where the server has no terminal itself, Jupyter's are login shells, which reset PATH
@@ -56,7 +56,6 @@ def run(args: argparse.Namespace) -> int:
         fixed += ["--allow-root"] * (os.geteuid() == 0)
     sys.argv = ["jupyter-lab"]  # its extensions look there too
     LabApp.launch_instance([*fixed, *args.options])
-    return 0
 
 
 def prepare_environment(folder: Path) -> None:
@@ -68,21 +67,21 @@ def prepare_environment(folder: Path) -> None:
     for path, text in files.items():
         (home / path).parent.mkdir(parents=True, exist_ok=True)
         (home / path).write_text(text, encoding="utf-8")
-    others = filter(None, [os.environ.get("JUPYTER_CONFIG_PATH")])
-    os.environ["JUPYTER_CONFIG_PATH"] = os.pathsep.join([str(home), *others])
+    folders = [str(home), os.environ.get("JUPYTER_CONFIG_PATH")]
+    os.environ["JUPYTER_CONFIG_PATH"] = os.pathsep.join(filter(None, folders))
 
 
 def bring(folder: Path) -> list[str]:
     """Copy the course's files into `folder`; return those that both the learner and the course changed: they stay."""
     record_path, kept = folder / RECORD, []
     record = json.loads(record_path.read_text(encoding="utf-8")) if record_path.exists() else {}
-    for name, source in course_files().items():
+    for name, source in course_files():
         content, there = source.read_bytes(), folder / name
         mine, theirs = digest(there.read_bytes()) if there.exists() else None, digest(content)
         if mine in (None, theirs, record.get(name)):
             there.parent.mkdir(parents=True, exist_ok=True)
             if mine != theirs:
-                replace_file(there, without_outputs(content))
+                replace_file(there, without_outputs(content) if there.suffix == ".ipynb" else content)
             record[name] = theirs
         elif record.get(name) != theirs:
             kept.append(name)
@@ -90,34 +89,26 @@ def bring(folder: Path) -> list[str]:
     return kept
 
 
-def course_files() -> dict[str, Path]:
-    """All files that a learner gets: {path in the course: where it is}."""
-    files = {}
-    for name in FOLDERS:
-        top = course_folder(name)
-        paths = (path for path in sorted(top.rglob("*")) if path.is_file() and not NOT_COPIED & {*path.parts})
-        files |= {f"{name}/{path.relative_to(top).as_posix()}": path for path in paths}
-    return files
-
-
-def cells_of(content: bytes) -> list[dict] | None:
-    """The cells of a notebook; None if `content` is something else."""
-    try:
-        return json.loads(content)["cells"]
-    except (ValueError, KeyError, TypeError):
-        return None
+def course_files() -> Iterator[tuple[str, Path]]:
+    """All files that a learner gets: the path in the course, and where the file is."""
+    for top in map(course_folder, FOLDERS):
+        for path in sorted(top.rglob("*")):
+            if path.is_file() and not NOT_COPIED & {*path.parts}:
+                yield path.relative_to(top.parent).as_posix(), path
 
 
 def without_outputs(content: bytes) -> bytes:
-    """A notebook before anybody ran it; other files as they are."""
-    if not (cells := cells_of(content)):
-        return content
-    bare = [cell | {"outputs": [], "execution_count": None} if cell["cell_type"] == "code" else cell for cell in cells]
-    return (json.dumps(json.loads(content) | {"cells": bare}, indent=1, ensure_ascii=False) + "\n").encode()
+    """A notebook before anybody ran it."""
+    notebook = json.loads(content)
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            cell.update(outputs=[], execution_count=None)
+    return (json.dumps(notebook, indent=1, ensure_ascii=False) + "\n").encode()
 
 
 def digest(content: bytes) -> str:
     """What tells one version of a file from another: of a notebook the sources of its cells."""
-    if cells := cells_of(content):
+    with suppress(ValueError, KeyError, TypeError):  # Other files count as they are.
+        cells = json.loads(content)["cells"]
         content = json.dumps([[cell["cell_type"], "".join(cell["source"])] for cell in cells]).encode()
     return hashlib.sha256(content).hexdigest()

@@ -21,12 +21,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", help="folder of predictions.json, .md and .png (default: results); for gpt a file")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Write the scoreboard, or fill a column for the settings in a file; returns 0."""
-    if args.what == "gpt":
-        return gpt(args.csv, args.out)
+def main(args: argparse.Namespace) -> None:
+    """Write the scoreboard, or fill a column for the settings in a file."""
+    if bool(args.csv) != (args.what == "gpt"):
+        raise ValueError(f"gpt and --csv FILE go together: a table with the columns of {published.GPT}.csv")
     if args.csv:
-        raise ValueError("--csv belongs to: ddp-course predict gpt --csv FILE")
+        gpt(args.csv, args.out)
+        return
     from ..showing.simulator_plots import predictions_figure
 
     folder, tables = files.writable_folder(args.out or "results"), predict.scoreboard()
@@ -37,15 +38,10 @@ def run(args: argparse.Namespace) -> int:
     files.replace_file(folder / "predictions.png", predictions_figure(rows).png())
     print(f"Errors, median / worst:\n\n{predict.overview(tables)}\n")
     print(f"{len(rows)} rows: {folder / 'predictions.json'}; page: {folder / 'predictions.md'}")
-    return 0
 
 
-def gpt(source: Path | None, target: str | None) -> int:
-    """Predict the step of every line of a CSV file; returns 0. ValueError names the line that cannot be."""
-    if source is None:
-        raise ValueError(
-            f"give the settings: ddp-course predict gpt --csv FILE, with the columns of {published.GPT}.csv"
-        )
+def gpt(source: Path, target: str | None) -> None:
+    """Predict the step of every line of a CSV file. ValueError names the line that cannot be."""
     try:
         with source.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)
@@ -71,4 +67,3 @@ def gpt(source: Path | None, target: str | None) -> int:
     errors = [abs(float(row[COLUMN]) / float(row[published.GPT_MS]) - 1) for row in rows if row.get(published.GPT_MS)]
     if errors:
         print(f"median error of {len(errors)} lines: {median(errors):.1%}, worst {max(errors):.1%}", file=sys.stderr)
-    return 0

@@ -1,7 +1,6 @@
 """The command `ddp-course simulate`: a table and a figure of training on devices that are not at hand."""
 
 import argparse
-from collections.abc import Sequence
 
 from tabulate import tabulate
 
@@ -13,11 +12,10 @@ from ..running import files, units
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Describe the options."""
     parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     parser.add_argument("--model", default="resnet50", choices=resnets.SHAPES, help="whose layers are simulated")
     parser.add_argument("--step-time", default="100ms", help="computing of a step on one device")
-    parser.add_argument("--devices", default="1..4096", help="1..4096 (doubling), 6, or 2,4,6")
+    parser.add_argument("--devices", default="1..4096", help="1..4096 (doubling), or 6")
     parser.add_argument("--per-host", type=int, default=8, help="devices on a host")
     parser.add_argument("--link", default="100Gbit", help="bandwidth between hosts")
     parser.add_argument("--local-link", default="3.6Tbit", help="bandwidth between the devices of a host")
@@ -25,25 +23,22 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--local-latency", default="2us", help="of a message inside a host")
     parser.add_argument("--algorithm", default="ring", help=", ".join(theory.ALL_REDUCE))
     parser.add_argument("--bucket-cap", type=float, default=25.0, help="in MiB")
-    parser.add_argument("--interference", type=float, default=0.0, help="share of a device that a collective takes")
     parser.add_argument("--out", default="results", help="folder of simulate.png")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Print the table, write the figure; returns 0."""
+def main(args: argparse.Namespace) -> None:
+    """Print the table, write the figure."""
     from ..showing.simulator_plots import scaling_figure
 
     devices, algorithm = parse_devices(args.devices), args.algorithm.replace("-", "_")
-    theory.form(algorithm)
-    network, folder = _network(args), files.writable_folder(args.out)
+    if args.per_host < 1:
+        raise ValueError(f"{args.per_host} devices per host: give at least 1")
+    links = [(args.link, args.latency), (args.local_link, args.local_latency)]
+    costs = [theory.Costs.of_link(units.bits_per_second(speed), units.seconds(delay)) for speed, delay in links]
+    network, folder = Network(*costs, args.per_host), files.writable_folder(args.out)
     profile = resnets.profile(args.model, units.seconds(args.step_time, zero=False))
-    others = [name for name in ("ring", "hierarchical_ring", "parameter_server") if name != algorithm]
-    if any(count > args.per_host and count % args.per_host for count in devices):
-        others = []  # There are no formulas for hosts that are not full.
-    options = {"bucket_cap_mb": args.bucket_cap, "interference": args.interference}
-    lines = {
-        name: [simulate(profile, count, network, name, **options) for count in devices] for name in [algorithm, *others]
-    }
+    names = dict.fromkeys([algorithm, "ring", "hierarchical_ring", "parameter_server"])
+    lines = {name: [simulate(profile, count, network, name, args.bucket_cap) for count in devices] for name in names}
     hosts = f"{args.per_host} devices per host at {args.local_link}, link {args.link}"
     print(f"{args.model}: {profile.gradient_bytes / 1e6:.4g} MB of gradients, {args.step_time} of computing per step")
     print(f"{algorithm.replace('_', ' ')}, {hosts}")
@@ -51,10 +46,9 @@ def run(args: argparse.Namespace) -> int:
     picture = scaling_figure(lines, f"{args.model}, {hosts}")
     print(picture.message)
     print(f"figure: {files.replace_file(folder / 'simulate.png', picture.png())}")
-    return 0
 
 
-def table(steps: Sequence[Step]) -> str:
+def table(steps: list[Step]) -> str:
     """The steps as lines of text: devices, milliseconds, efficiency."""
     rows = []
     for step in steps:
@@ -65,23 +59,12 @@ def table(steps: Sequence[Step]) -> str:
 
 
 def parse_devices(text: str) -> list[int]:
-    """Numbers of devices from "1..4096" (doubling from the first up to the last), "6" or "2,4,6"; ValueError if bad."""
-    first, dots, last = text.partition("..")
+    """Numbers of devices from "1..4096" (doubling from the first up to the last) or "6"; ValueError if bad."""
+    first, _, last = text.partition("..")
     try:
-        if dots:
-            devices = [int(first) << k for k in range(21) if int(first) << k <= int(last)]
-        else:
-            devices = sorted({int(part) for part in text.split(",")})
+        devices = [int(first) << k for k in range(21) if int(first) << k <= int(last or first)]
     except ValueError:
-        raise ValueError(f'cannot read the devices "{text}"; write 1..4096, 6 or 2,4,6') from None
+        raise ValueError(f'cannot read the devices "{text}"; write 1..4096 or 6') from None
     if not devices or devices[0] < 1 or devices[-1] > 2**20:
         raise ValueError(f'"{text}" are no numbers of devices; they go from 1 to {2**20}, the smaller first')
     return devices
-
-
-def _network(args):
-    if args.per_host < 1:
-        raise ValueError(f"{args.per_host} devices per host: give at least 1")
-    links = [(args.link, args.latency), (args.local_link, args.local_latency)]
-    between, within = (theory.Costs.of_link(units.bits_per_second(speed), units.seconds(lag)) for speed, lag in links)
-    return Network(between, within, args.per_host)

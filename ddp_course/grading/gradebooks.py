@@ -74,10 +74,12 @@ def as_moodle(results: Sequence[Result], roster: Roster) -> str:
     return as_rows(rows)
 
 
-def gradescope_files(results: Sequence[Result]) -> dict[str, str]:
-    """{path: content}: a results.json for each learner and exercise."""
+def grade_files(form: str, target: str, results: Sequence[Result], roster: Roster) -> dict[str, str]:
+    """{path: content}: the file `target`, or for Gradescope one per learner and exercise below it."""
+    if form in WHOLE_CLASS:
+        return {target: WHOLE_CLASS[form](results, roster)}
     return {
-        f"{file_name(result.learner)}/exercise{result.exercise:02d}/results.json": as_gradescope(result)
+        f"{target}/{file_name(result.learner)}/exercise{result.exercise:02d}/results.json": as_gradescope(result)
         for result in results
         if result.exercise
     }

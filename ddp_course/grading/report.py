@@ -18,9 +18,9 @@ from .submissions import UNTOUCHED
 COLUMNS = ["learner", "exercise", "task", "points", "possible", "message", "parts", "suspicious"]
 
 
-def write_files(results: Sequence[Result], args: Any, seed: int, missing: Sequence[str] = ()) -> None:
-    """Write the reports that were asked for, each replaced as a whole."""
-    files = {args.csv: as_csv(results), args.json: as_json(results)}
+def write_files(results: Sequence[Result], args: Any, seed: int, missing: Sequence[str] = (), grades: Any = ()) -> None:
+    """Write the reports that were asked for, and `grades`, {path: content}, each replaced as a whole."""
+    files = {args.csv: as_csv(results), args.json: as_json(results), **dict(grades)}
     if args.html:
         files |= {str(Path(args.html, name)): page for name, page in pages(results, seed, missing).items()}
     for path, text in files.items():
@@ -110,13 +110,8 @@ def pages(results: Sequence[Result], seed: int, missing: Sequence[str] = ()) -> 
     text = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
     template = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(text)
     about_all = {"class": by_learner, "files": files, "missing": missing, "summary": summary(results)}
-    return {
-        "index.html": template.render(about_all, title="All submissions", seed=seed),
-        **{
-            files[learner]: template.render(title=learner, records=records, seed=seed)
-            for learner, records in by_learner.items()
-        },
-    }
+    own = {files[name]: template.render(title=name, records=records, seed=seed) for name, records in by_learner.items()}
+    return {"index.html": template.render(about_all, title="All submissions", seed=seed), **own}
 
 
 def file_name(learner: str) -> str:

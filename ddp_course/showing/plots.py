@@ -62,7 +62,7 @@ class Picture(Figure):
         """The figure as the bytes of a PNG file."""
         file = io.BytesIO()
         with style():
-            self.savefig(file, format="png", dpi=dpi or self.dpi)
+            self.savefig(file, format="png", dpi=dpi or self.dpi, metadata={"Description": self.message})
         return file.getvalue()
 
     def _ipython_display_(self):

@@ -35,7 +35,7 @@ def test_a_hub_of_one_core_and_little_memory_says_what_to_set(capsys, monkeypatc
     """It is a hint, not the end."""
     monkeypatch.setattr(linux, "free_memory", lambda: 3 << 29)
     monkeypatch.setattr(linux, "processor_share", lambda: 1.0)
-    monkeypatch.setattr(doctor, "NEEDED_MEMORY", 2 << 30)
+    monkeypatch.setattr(doctor, "NEEDED_GIB", 2)
     assert doctor.main() == 0
     printed = capsys.readouterr().out
     for what in ("2 GiB", "two cores"):

@@ -14,8 +14,8 @@ def course(tmp_path, monkeypatch):
     home = tmp_path / "course"
     for name in lab.FOLDERS:
         (home / name).mkdir(parents=True)
-    (home / "notebooks" / "00_start_here.ipynb").write_text("first")
-    (home / "exercises" / "04_ring.ipynb").write_text("exercise")
+    (home / "notebooks" / "00_start_here.md").write_text("first")
+    (home / "exercises" / "04_ring.md").write_text("exercise")
     monkeypatch.setattr(lab, "course_folder", lambda name: home / name)
     return home
 
@@ -23,23 +23,23 @@ def course(tmp_path, monkeypatch):
 def test_all_is_copied_and_a_second_time_changes_nothing(course, tmp_path):
     mine = tmp_path / "mine"
     assert lab.bring(mine) == []
-    assert (mine / "notebooks" / "00_start_here.ipynb").read_text() == "first"
-    before = {path: path.stat().st_mtime_ns for path in mine.rglob("*.ipynb")}
-    assert lab.bring(mine) == [] and {path: path.stat().st_mtime_ns for path in mine.rglob("*.ipynb")} == before
+    assert (mine / "notebooks" / "00_start_here.md").read_text() == "first"
+    before = {path: path.stat().st_mtime_ns for path in mine.rglob("*.md")}
+    assert lab.bring(mine) == [] and {path: path.stat().st_mtime_ns for path in mine.rglob("*.md")} == before
 
 
 def test_an_update_renews_what_nobody_touched_and_keeps_the_learners_work(course, tmp_path):
     mine = tmp_path / "mine"
     lab.bring(mine)
-    answered = mine / "exercises" / "04_ring.ipynb"
+    answered = mine / "exercises" / "04_ring.md"
     answered.write_text("my answer")
     assert lab.bring(mine) == [] and answered.read_text() == "my answer"
-    (course / "exercises" / "04_ring.ipynb").write_text("exercise, mended")
-    (course / "notebooks" / "00_start_here.ipynb").write_text("first, mended")
+    (course / "exercises" / "04_ring.md").write_text("exercise, mended")
+    (course / "notebooks" / "00_start_here.md").write_text("first, mended")
     for _ in range(2):
-        assert lab.bring(mine) == ["exercises/04_ring.ipynb"] and answered.read_text() == "my answer"
-    assert (mine / "notebooks" / "00_start_here.ipynb").read_text() == "first, mended"
-    answered.rename(mine / "exercises" / "04_ring_mine.ipynb")
+        assert lab.bring(mine) == ["exercises/04_ring.md"] and answered.read_text() == "my answer"
+    assert (mine / "notebooks" / "00_start_here.md").read_text() == "first, mended"
+    answered.rename(mine / "exercises" / "04_ring_mine.md")
     assert lab.bring(mine) == [] and answered.read_text() == "exercise, mended"
 
 
@@ -59,10 +59,10 @@ def test_a_lesson_comes_without_outputs_and_running_it_does_not_make_it_the_lear
 
 
 def test_what_was_there_before_is_not_overwritten(course, tmp_path):
-    own = tmp_path / "mine" / "notebooks" / "00_start_here.ipynb"
+    own = tmp_path / "mine" / "notebooks" / "00_start_here.md"
     own.parent.mkdir(parents=True)
     own.write_text("not of this course")
-    assert lab.bring(tmp_path / "mine") == ["notebooks/00_start_here.ipynb"]
+    assert lab.bring(tmp_path / "mine") == ["notebooks/00_start_here.md"]
     assert own.read_text() == "not of this course"
 
 

@@ -90,7 +90,7 @@ def test_gradescope():
         "name": "4.1", "number": "4.1", "score": 1, "max_score": 1, "status": "passed", "output": "correct"
     }  # fmt: skip
     assert made["tests"][1]["status"] == "failed"
-    assert list(gradebooks.gradescope_files([ANNA])) == ["anna/exercise04/results.json"]
+    assert list(gradebooks.grade_files("gradescope", "here", [ANNA], {})) == ["here/anna/exercise04/results.json"]
 
 
 def test_a_roster_is_a_learner_a_line_or_a_table(roster, tmp_path):

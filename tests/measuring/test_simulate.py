@@ -183,7 +183,6 @@ def test_simulate_prints_a_table_and_writes_a_figure(tmp_path, capsys):
         ("--devices 12", "do not fill hosts of 8"),
         ("--bucket-cap 0", "bucket_cap_mb is 0.0"),
         ("--per-host 0", "at least 1"),
-        ("--interference -1", "interference is -1.0"),
         ("--step-time 0ms", "more than zero"),
     ],
 )
