@@ -34,8 +34,8 @@ def main(args: argparse.Namespace) -> None:
     if args.per_host < 1:
         raise ValueError(f"{args.per_host} devices per host: give at least 1")
     links = [(args.link, args.latency), (args.local_link, args.local_latency)]
-    costs = [theory.Costs.of_link(units.bits_per_second(speed), units.seconds(delay)) for speed, delay in links]
-    network, folder = Network(*costs, args.per_host), files.writable_folder(args.out)
+    between, within = (theory.Costs.of_link(units.bits_per_second(speed), units.seconds(lag)) for speed, lag in links)
+    network, folder = Network(between, within, args.per_host), files.writable_folder(args.out)
     profile = resnets.profile(args.model, units.seconds(args.step_time, zero=False))
     names = dict.fromkeys([algorithm, "ring", "hierarchical_ring", "parameter_server"])
     lines = {name: [simulate(profile, count, network, name, args.bucket_cap) for count in devices] for name in names}
