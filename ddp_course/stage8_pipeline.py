@@ -15,21 +15,19 @@ splits it: B computes the gradient of the stage's input, for which the rank befo
                    .  F0 F1 .  B0 F2 B1 W0 F3 B2 W1 B3 W2 W3
                    .  .  F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3
 
-In GPipe and 1F1B (one forward, one backward) a rank idles for (K-1)/(M+K-1) of the time, the bubble; zero bubble's is a
-third of that, (K-1)/(3M+K-1) of the time. GPipe keeps the activations of M micro-batches, 1F1B those of at most K-r,
-zero bubble those of at most K. The interleaved schedule gives every rank several thin stages, r, r+K, r+2K…: with two
-the bubble is half as long, and twice as many messages travel. Only activations and their gradients do. The gradients
-of all micro-batches add up to those of the whole batch.
+In GPipe and 1F1B (one forward, one backward) a rank idles for (K-1)/(M+K-1) of the time, the bubble; zero bubble's is
+(K-1)/(3M+K-1). GPipe keeps the activations of M micro-batches, 1F1B those of at most K-r, zero bubble those of at most
+K. The interleaved schedule gives every rank several thin stages, r, r+K, r+2K…: with two the bubble is half as long,
+and twice as many messages travel. The gradients of all micro-batches add up to those of the whole batch.
 
 Sources: Huang et al., GPipe, NeurIPS 2019; Narayanan et al., PipeDream, SOSP 2019, and Megatron-LM, SC 2021
 (interleaved); Qi et al., Zero bubble pipeline parallelism, ICLR 2024.
 """
 
-import math
 from collections import Counter, defaultdict, deque
-from functools import partial
+from functools import cache, partial
+from itertools import pairwise, zip_longest
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -38,13 +36,14 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 
 from .running import flight_recorder, wire
+from .running.communication import together
 from .running.torch_inside import twin
 from .stage3_paramserver import broadcast_parameters, gradients
 from .stage4_ring import average_on_ring
+from .stage6_ddp.unused import graph_behind
 from .stage7_sharded.clipping import Part, clip_grad_norm_
 
-broken: WeakKeyDictionary = WeakKeyDictionary()  # {group: the error that ended its last step}
-lanes: WeakKeyDictionary = WeakKeyDictionary()  # {group: its twins of two ranks}, which NCCL needs
+group_of_two = cache(twin)  # made once for the same ranks of the same group
 WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "BucketedDDP"}
 
 
@@ -82,12 +81,8 @@ def gpipe(ranks, microbatches):
 
 def one_forward_one_backward(ranks, microbatches):
     """The 1F1B schedule, a list of instructions for each rank: as few forward passes ahead as keep all ranks busy."""
-    schedule = []
-    for rank in range(ranks):
-        forward = [Instruction("forward", m, rank) for m in range(microbatches)]
-        backward = [Instruction("backward", m, rank) for m in range(microbatches)]
-        schedule.append(alternate(forward, backward, ahead=ranks - 1 - rank))
-    return schedule
+    places = [[(m, rank) for m in range(microbatches)] for rank in range(ranks)]
+    return [alternate(own, own, ahead=ranks - 1 - rank) for rank, own in enumerate(places)]
 
 
 def interleaved(ranks, microbatches, chunks=2):
@@ -101,17 +96,19 @@ def interleaved(ranks, microbatches, chunks=2):
     order = [(first + m, chunk) for first in groups for chunk in range(chunks) for m in range(ranks)]
     schedule = []
     for rank in range(ranks):
-        forward = [Instruction("forward", m, rank + ranks * chunk) for m, chunk in order]
-        backward = [Instruction("backward", m, rank + ranks * (chunks - 1 - chunk)) for m, chunk in order]
+        forward = [(m, rank + ranks * chunk) for m, chunk in order]
+        backward = [(m, rank + ranks * (chunks - 1 - chunk)) for m, chunk in order]
         schedule.append(alternate(forward, backward, ahead=2 * (ranks - 1 - rank) + ranks * (chunks - 1)))
     return schedule
 
 
 def alternate(forward, backward, ahead):
-    """The first `ahead` forward passes, then one forward and one backward pass in turn, then what is left."""
-    rest = len(forward) - min(ahead, len(forward))
-    pairs = zip(forward[len(forward) - rest :], backward[:rest], strict=True)
-    return forward[: len(forward) - rest] + [each for pair in pairs for each in pair] + backward[rest:]
+    """`ahead` forward passes, then one forward and one backward in turn; of two lists of (micro-batch, stage)."""
+    row = [Instruction("forward", *place) for place in forward[:ahead]]
+    for there, back in zip_longest(forward[ahead:], backward):
+        row += [Instruction("forward", *there)] if there else []
+        row.append(Instruction("backward", *back))
+    return row
 
 
 def zero_bubble(ranks, microbatches, schedule=one_forward_one_backward):
@@ -121,13 +118,14 @@ def zero_bubble(ranks, microbatches, schedule=one_forward_one_backward):
     """
     rows = []
     for rank, whole in enumerate(schedule(ranks, microbatches)):
-        instructions, later = [], deque()
-        for action, microbatch, stage in whole:
-            instructions.append(Instruction("input" if action == "backward" else action, microbatch, stage))
-            if action == "backward":
-                later.append(Instruction("weight", microbatch, stage))
-                instructions += [later.popleft()] if len(later) > rank else []
-        rows.append([*instructions, *later])
+        row, later = [], deque()
+        for instruction in whole:
+            row.append(instruction.result)
+            if instruction.action == "backward":
+                later.append(instruction._replace(action="weight"))
+            if len(later) > rank:
+                row.append(later.popleft())
+        rows.append([*row, *later])
     return rows
 
 
@@ -144,20 +142,25 @@ def timetable(schedule, forward=1.0, backward=2.0, message=0.0):
     and of messages by the stage before the cut. Raises ValueError for a schedule that cannot work.
     """
     homes = home_ranks(schedule)
+    forward, backward, message = (
+        [times] * len(homes) if isinstance(times, int | float) else times for times in (forward, backward, message)
+    )
+    half = [times / 2 for times in backward]
+    durations = {"forward": forward, "backward": backward, "input": half, "weight": half}
     waiting, rows = [deque(instructions) for instructions in schedule], [[] for _ in schedule]
-    known, links = {}, defaultdict(float)  # the times since which a result is known, until which a link is busy
+    known = {(None, rank): 0.0 for rank in range(len(schedule))}  # {(instruction, rank that knows its result): since}
+    links = defaultdict(float)  # {(from rank, to rank): until when this link is busy}
     while any(waiting):
         left = sum(map(len, waiting))
         for rank, queue in enumerate(waiting):
-            while queue and all((need, rank) in known for need in needs(queue[0], homes)):
+            while queue and (needed := (source(queue[0], homes), rank)) in known:
                 instruction = queue.popleft()
-                ready = [known[need, rank] for need in needs(instruction, homes)]
-                start = max([end for _, _, end in rows[rank][-1:]] + ready + [0.0])
-                end = start + duration(instruction, forward, backward)
+                start = max([known[needed], *(end for _, _, end in rows[rank][-1:])])
+                end = start + durations[instruction.action][instruction.stage]
                 rows[rank].append((instruction, start, end))
                 peer, known[instruction.result, rank] = homes.get(instruction.user, rank), end
                 if peer != rank:
-                    links[rank, peer] = max(links[rank, peer], end) + at(message, instruction.cut)
+                    links[rank, peer] = max(links[rank, peer], end) + message[instruction.cut]
                     known[instruction.result, peer] = links[rank, peer]
         if left == sum(map(len, waiting)):
             heads = [f"rank {rank} at {tuple(queue[0])}" for rank, queue in enumerate(waiting) if queue]
@@ -165,41 +168,27 @@ def timetable(schedule, forward=1.0, backward=2.0, message=0.0):
     return rows
 
 
-def at(times, stage):
-    """The time of one stage, where `times` is a number or has one for each."""
-    return times if isinstance(times, int | float) else times[stage]
-
-
-def duration(instruction, forward, backward):
-    """The time of an instruction."""
-    if instruction.action == "forward":
-        return at(forward, instruction.stage)
-    return at(backward, instruction.stage) / (1 if instruction.action == "backward" else 2)
-
-
-def needs(instruction, stages):
-    """The instructions whose results must be there before this one can start; `stages` is a container of all stages."""
-    action, m, stage = instruction
-    if action == "forward":
-        needed = [Instruction("forward", m, stage - 1)]
-    elif action == "weight":
-        needed = [Instruction("input", m, stage)]
-    else:
-        needed = [Instruction("forward", m, stage), Instruction("input", m, stage + 1)]
-    return [each for each in needed if each.stage in stages]
+def source(instruction, stages):
+    """The instruction of a neighbour among `stages` on whose result this one works; None if there is none."""
+    action, microbatch, stage = instruction.result
+    neighbour = {"forward": stage - 1, "input": stage + 1}.get(action)
+    return Instruction(action, microbatch, neighbour) if neighbour in stages else None
 
 
 def home_ranks(schedule):
     """The rank of every stage: {stage: rank}. Raises ValueError unless each micro-batch runs once at every stage."""
     homes = {stage: rank for rank, instructions in enumerate(schedule) for _, _, stage in instructions}
-    done = {(m, stage): [] for m in {each.microbatch for each in schedule[0]} for stage in range(max(homes) + 1)}
-    for action, *place in (instruction for instructions in schedule for instruction in instructions):
-        done.setdefault(tuple(place), []).append(action)
-    for (microbatch, stage), actions in done.items():
-        if sorted(actions) not in (["backward", "forward"], ["forward", "input", "weight"]):
+    stages, microbatches = range(max(homes) + 1), {each.microbatch for each in schedule[0]}
+    done = {(m, stage, homes.get(stage)): [] for m in microbatches for stage in stages}
+    for rank, instructions in enumerate(schedule):
+        for action, microbatch, stage in instructions:
+            done.setdefault((microbatch, stage, rank), []).append(action)
+    for (microbatch, stage, _), actions in done.items():
+        if actions not in (["forward", "backward"], ["forward", "input", "weight"]):
+            actions = " and ".join(actions) or "nothing"
             raise ValueError(
-                f"micro-batch {microbatch} runs {' and '.join(actions) or 'nothing'} at stage {stage}; it must run "
-                "forward and backward once, or forward, input and weight"
+                f"micro-batch {microbatch} runs {actions} at stage {stage}; it must run forward and then backward on "
+                "one rank, or forward, input and weight"
             )
     return dict(sorted(homes.items()))
 
@@ -229,8 +218,8 @@ def split(layers, stages):
     if len(layers) not in best:
         most = sum(size > 0 for size in sizes)
         raise ValueError(f"{most} layers with parameters cannot be split over {stages} ranks; use at most {most} ranks")
-    cuts = best[len(layers)][1]
-    parts = [torch.nn.Sequential(*layers[start:end]) for start, end in zip(cuts, [*cuts[1:], len(layers)], strict=True)]
+    cuts = [*best[len(layers)][1], len(layers)]
+    parts = [torch.nn.Sequential(*layers[start:end]) for start, end in pairwise(cuts)]
     owners = Counter(tensor for part in parts for tensor in {*part.parameters(), *part.buffers()})
     if any(count > 1 for count in owners.values()):
         raise ValueError("two stages would share a parameter or a buffer; a pipeline cannot keep it the same on both")
@@ -240,45 +229,25 @@ def split(layers, stages):
 def backward_input(start, outputs, gradient):
     """The first part of a backward pass: from the gradient of `outputs` to that of `start`, and not to the weights.
 
-    Returns what is left to do, as arguments of `torch.autograd.backward`: gradients that came by a function, and the
-    parameters to which another way leads from there. A parameter to which several do gets its gradient at once.
+    Returns what is left to do, as arguments of `torch.autograd.backward`: from the gradients that came by a function
+    to the weights beside it. Where a weight is used twice, the second part goes through the whole graph again.
     """
-    if not outputs.requires_grad:  # the first stages are frozen
-        return []
-    incoming = {}
-    if start is not None:
-        functions = [function for function in functions_below(outputs.grad_fn) if not hasattr(function, "variable")]
-        hooks = [function.register_prehook(partial(incoming.__setitem__, function)) for function in functions]
-        torch.autograd.backward(outputs, gradient, retain_graph=True, inputs=[start])
-        for hook in hooks:
-            hook.remove()
-    if not incoming:  # there is nothing to split
+    if start is None:  # no rank waits for a gradient of the first stage
         return [{"tensors": outputs, "grad_tensors": gradient}]
-    beside = {}
-    for function in incoming:
-        leaves = [below.variable for below in functions_below(function, incoming) if hasattr(below, "variable")]
-        beside[function] = [leaf for leaf in leaves if leaf is not start]
-    times = Counter(parameter for parameters in beside.values() for parameter in parameters)
-    if shared := [parameter for parameter in times if times[parameter] > 1]:
-        torch.autograd.backward(outputs, gradient, retain_graph=True, inputs=shared)
+    incoming, (functions, leaves) = {}, graph_behind([outputs.grad_fn])
+    hooks = [function.register_prehook(partial(incoming.__setitem__, function)) for function in functions]
+    torch.autograd.backward(outputs, gradient, retain_graph=True, inputs=[start])
+    for hook in hooks:
+        hook.remove()
+    beside = {function: graph_behind([function], incoming)[1] - {start} for function in incoming}
+    if sum(map(len, beside.values())) != len(leaves - {start}):
+        return [{"tensors": outputs, "grad_tensors": gradient, "inputs": [*leaves - {start}]}]
     rest = []
-    for function, leaves in beside.items():
-        own = [parameter for parameter in leaves if times[parameter] == 1]
+    for function, weights in beside.items():
         edges = {GradientEdge(function, n): each for n, each in enumerate(incoming[function]) if each is not None}
-        if own and edges:
-            rest.append({"tensors": [*edges], "grad_tensors": [*edges.values()], "inputs": own})
+        if weights and edges:
+            rest.append({"tensors": [*edges], "grad_tensors": [*edges.values()], "inputs": [*weights]})
     return rest
-
-
-def functions_below(root, stop=()):
-    """The functions of a graph to which the function `root` leads, itself first, not by way of those in `stop`."""
-    functions, seen = [root], {root, *stop}
-    for function in functions:  # the list grows meanwhile
-        for child, _ in function.next_functions:
-            if child is not None and child not in seen:
-                seen.add(child)
-                functions.append(child)
-    return functions
 
 
 class Pipeline:
@@ -295,8 +264,7 @@ class Pipeline:
         if microbatches < 1:
             raise ValueError(f"microbatches is {microbatches}; it must be 1 or more")
         self.microbatches, self.loss, self.group = microbatches, loss, group or dist.group.WORLD
-        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
-        self.schedule = schedule(self.world_size, microbatches)
+        self.rank, self.schedule = dist.get_rank(group), schedule(dist.get_world_size(group), microbatches)
         timetable(self.schedule)  # it raises if the schedule cannot work
         self.homes = home_ranks(self.schedule)
         own = [stage for stage, rank in self.homes.items() if rank == self.rank]
@@ -304,10 +272,7 @@ class Pipeline:
         if len(self.module) != len(own):
             raise ValueError(f"rank {self.rank} has stages {own} in this schedule, but {len(self.module)} modules")
         if wrappers := WRAPPERS & {type(module).__name__ for module in self.module.modules()}:
-            raise ValueError(
-                f"a stage contains {wrappers.pop()}, which would average after each micro-batch; leave it out, and "
-                "call average_part() after step()"
-            )
+            raise ValueError(f"a stage contains {wrappers.pop()}; leave it out, and call average_part() after step()")
         self.stages, self.last, self.most_kept = dict(zip(own, self.module, strict=True)), max(self.homes), 0
         self.forms_of_batch = {}  # {kind of batch: {stage: dtype and shape of its activations}}
 
@@ -315,27 +280,16 @@ class Pipeline:
         """Add the gradients of one batch to the parameters of this rank; return the loss where the last stage is.
 
         Every rank is given the same batch: the first stage works with its inputs, the last with its targets; the other
-        ranks return None. After an exception in the middle of a step there is no other, of this pipeline or of another
-        on the same group: messages of the broken step would be taken for its own.
+        ranks return None. After an exception in the middle of a step these ranks refuse any other.
         """
-        if self.group in broken:
-            raise RuntimeError(
-                f"an earlier step of a pipeline of these ranks ended with {broken[self.group]} while messages were on "
-                "their way, and the other ranks still wait for theirs: start the ranks again"
-            )
         if len(inputs) != len(targets) or len(inputs) < self.microbatches:
-            batch = f"{len(inputs)} inputs and {len(targets)} targets"
-            raise ValueError(f"{batch} cannot be cut into {self.microbatches} micro-batches")
+            lengths = f"{len(inputs)} inputs and {len(targets)} targets"
+            raise ValueError(f"{lengths} cannot be cut into {self.microbatches} micro-batches")
         self.samples, self.device, self.total = len(inputs), inputs.device, 0
         self.inputs, self.targets = inputs.tensor_split(self.microbatches), targets.tensor_split(self.microbatches)
-        self.lanes = self.make_lanes() if wire.on_nccl(inputs, self.group) else {}
         self.forms = self.forms_of_batch.setdefault((inputs.dtype, inputs.shape[1:]), {})
-        try:
-            with flight_recorder.entry("a pipeline's step with a batch", inputs, self.group):
-                self.run()
-        except BaseException as error:
-            broken[self.group] = f"{type(error).__name__}: {error}"
-            raise
+        with together(self.group), flight_recorder.entry("a pipeline's step with a batch", inputs, self.group):
+            self.run()
         for parameter in self.module.parameters():
             if parameter.grad is not None:
                 parameter.grad = parameter.grad.as_subclass(Part)
@@ -343,10 +297,11 @@ class Pipeline:
 
     def run(self):
         """Go through the instructions of this rank."""
-        self.kept, self.here, self.arriving, self.leaving, self.expected = {}, {}, {}, {}, {}
-        for rank in {*self.homes.values()} - {self.rank}:  # what it sends to this rank, in that order
-            results = [instruction.result for instruction in self.schedule[rank]]
-            self.expected[rank] = deque(result for result in results if self.homes.get(result.user) == self.rank)
+        self.kept, self.here, self.arriving, self.leaving = {}, {}, {}, {}
+        self.expected = {  # what each rank sends to this one, in that order
+            rank: deque(each.result for each in instructions if self.homes.get(each.user) == self.rank)
+            for rank, instructions in enumerate(self.schedule)
+        }
         for action, microbatch, stage in self.schedule[self.rank]:
             getattr(self, action)(microbatch, stage)
             self.most_kept = max(self.most_kept, len(self.kept))
@@ -368,20 +323,20 @@ class Pipeline:
             self.send(Instruction("forward", microbatch, stage), outputs.detach().contiguous())
         self.kept[microbatch, stage] = start, outputs
 
-    def backward(self, microbatch, stage):
+    def backward(self, microbatch, stage, compute=torch.autograd.backward):
         """Compute the gradients of the weights and of what came in, from the gradient of what went out."""
         start, outputs = self.kept.pop((microbatch, stage))
         gradient = self.take(Instruction("input", microbatch, stage + 1))
-        if outputs.requires_grad:  # else the first stages are frozen
-            outputs.backward(gradient)
-        self.send_gradient(start, microbatch, stage)
+        rest = compute(outputs, gradient) if outputs.requires_grad else []  # The first stages may be frozen.
+        if start is not None:
+            towards = torch.zeros_like(start) if start.grad is None else start.grad.contiguous()
+            self.send(Instruction("input", microbatch, stage), towards)
+        return rest
 
     def input(self, microbatch, stage):
-        """The first part of a backward pass: the gradient of what came in."""
-        start, outputs = self.kept[microbatch, stage]
-        gradient = self.take(Instruction("input", microbatch, stage + 1))
-        self.kept[microbatch, stage] = backward_input(start, outputs, gradient)
-        self.send_gradient(start, microbatch, stage)
+        """The first part of a backward pass: the gradient of what came in. What is left to do waits for `weight`."""
+        first_part = partial(backward_input, self.kept[microbatch, stage][0])
+        self.kept[microbatch, stage] = self.backward(microbatch, stage, first_part)
 
     def weight(self, microbatch, stage):
         """The second part of a backward pass: the gradients of the weights."""
@@ -418,21 +373,14 @@ class Pipeline:
     def announce(self, outputs, stage):
         """Before the first activations for batches of a shape, tell the next rank what they look like."""
         form = (outputs.dtype, outputs.shape[1:]) if isinstance(outputs, torch.Tensor) else (type(outputs).__name__,)
-        known, rank = self.forms.get(stage), self.homes[stage + 1]
-        if not getattr(form[0], "is_floating_point", False) or form != (known or form):
+        if not getattr(form[0], "is_floating_point", False) or form != self.forms.get(stage, form):
             raise ValueError(
                 f"stage {stage} on rank {self.rank} returns {form}, but only one tensor of floating-point numbers can "
                 "be passed on, of the same dtype and shape for each micro-batch: cut the model elsewhere"
             )
-        if known is None and rank != self.rank:
-            dist.send_object_list([form], *self.lane(rank, leaving=True), device=self.device)
+        if stage not in self.forms and self.homes[stage + 1] != self.rank:
+            dist.send_object_list([form], *self.lane(self.homes[stage + 1], leaving=True), device=self.device)
         self.forms[stage] = form
-
-    def send_gradient(self, start, microbatch, stage):
-        """Give the gradient of what came in to the stage before: zeros if nothing needed it."""
-        if start is not None:
-            gradient = torch.zeros_like(start) if start.grad is None else start.grad.contiguous()
-            self.send(Instruction("input", microbatch, stage), gradient)
 
     def send(self, result, tensor):
         """Give a result to the instruction that needs it, on this rank or another."""
@@ -446,21 +394,11 @@ class Pipeline:
         """The global rank of `peer`, and the group for messages to it (`leaving`) or from it.
 
         NCCL works through what a group was given one after the other, so a message that is waited for would hold up all
-        others. With it, two ranks have a group of their own for each direction.
+        others. With it, two ranks make a group of their own for each direction, when its first message is due.
         """
         ends = (self.rank, peer) if leaving else (peer, self.rank)
-        return wire.global_rank(peer, self.group), self.lanes.get(ends, self.group)
-
-    def make_lanes(self):
-        """The groups of two ranks, in an order in which all make them; those that the group has are used again."""
-        made, pairs = lanes.setdefault(self.group, {}), set()
-        for stage in range(self.last):
-            pair = self.homes[stage], self.homes[stage + 1]
-            pairs |= {pair, pair[::-1]}
-        for ends in sorted(pairs):
-            if self.rank in ends and ends[0] != ends[1] and ends not in made:
-                made[ends] = twin(self.group, ends)
-        return made
+        separate = wire.on_nccl(self.inputs[0], self.group)
+        return wire.global_rank(peer, self.group), group_of_two(self.group, ends) if separate else self.group
 
     def clip_grad_norm_(self, max_norm, norm_type=2.0):
         """Scale the gradients of all stages so that their norm is at most `max_norm`; return it. All ranks call it."""
@@ -470,10 +408,8 @@ class Pipeline:
 def mesh(**axes):
     """Arrange all ranks row by row, as in `mesh(data=2, pipeline=2)`; return {axis: this rank's group along it}."""
     world_size = dist.get_world_size()
-    if math.prod(axes.values()) != world_size:
-        raise ValueError(
-            f"{world_size} ranks cannot form a mesh of {axes}; the product of its axes must be {world_size}"
-        )
+    if torch.Size(axes.values()).numel() != world_size:
+        raise ValueError(f"{world_size} ranks cannot form a mesh of {axes}: its axes must multiply to {world_size}")
     ranks, groups = torch.arange(world_size).view(*axes.values()), {}
     for position, (axis, size) in enumerate(axes.items()):
         lines = ranks.movedim(position, -1).reshape(-1, size)
@@ -487,15 +423,6 @@ def average_part(part, group):
         average_on_ring(gradients(part), group=group)
 
 
-def share_parts(parts, homes, losses, group):
-    """Give every rank of a pipeline all trained parts, and the losses, which only the rank of the last stage knows."""
-    for stage, part in enumerate(parts):
-        broadcast_parameters(part, src=homes[stage], group=group)
-    everyones = [losses]
-    dist.broadcast_object_list(everyones, group_src=homes[len(parts) - 1], group=group)
-    return everyones[0]
-
-
 def train(model, batches, lr, stages=None, microbatches=4, schedule=one_forward_one_backward):
     """Train `model` in place as a pipeline over `stages` ranks (default: all); return the loss of every step.
 
@@ -507,15 +434,17 @@ def train(model, batches, lr, stages=None, microbatches=4, schedule=one_forward_
     broadcast_parameters(model)
     homes = home_ranks(schedule(dist.get_world_size(groups["pipeline"]), microbatches))
     parts = split(layers_of(model), len(homes))
-    rank = dist.get_rank(groups["pipeline"])
-    part = torch.nn.ModuleList(parts[stage] for stage in homes if homes[stage] == rank)
-    pipeline = Pipeline(part.children(), microbatches, schedule, group=groups["pipeline"])
-    optimizer = SGD(part.parameters(), lr=lr)
+    own = [parts[stage] for stage, rank in homes.items() if rank == dist.get_rank(groups["pipeline"])]
+    pipeline = Pipeline(own, microbatches, schedule, group=groups["pipeline"])
+    optimizer = SGD(pipeline.module.parameters(), lr=lr)
     losses = []
     for inputs, targets in batches:
         optimizer.zero_grad()
-        loss = pipeline.step(inputs, targets)
-        average_part(part, groups["data"])
+        losses.append(pipeline.step(inputs, targets))
+        average_part(pipeline.module, groups["data"])
         optimizer.step()
-        losses.append(loss)
-    return share_parts(parts, homes, losses, groups["pipeline"])
+    for stage, part in enumerate(parts):
+        broadcast_parameters(part, src=homes[stage], group=groups["pipeline"])
+    everyones = [losses]
+    dist.broadcast_object_list(everyones, group_src=homes[len(parts) - 1], group=groups["pipeline"])
+    return everyones[0]

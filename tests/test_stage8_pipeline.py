@@ -124,8 +124,8 @@ HALF = Instruction("input", 0, 0)
         ([[F(0), B(0), HALF]], "runs forward and backward and input at stage 0"),
         ([[F(0), HALF]], "runs forward and input at stage 0"),
         ([[F(0, 1), B(0, 1)]], "runs nothing at stage 0"),
-        ([[B(0), F(0)]], r"in a circle: rank 0 at \('backward', 0, 0\)"),
-        ([[F(0)], [B(0)]], "in a circle: rank 1"),
+        ([[B(0), F(0)]], "runs backward and forward at stage 0; it must run forward and then backward"),
+        ([[F(0)], [B(0)]], "runs backward at stage 0; it must run forward and then backward on one rank"),
         ([[F(0), B(0), F(1), B(1)], [F(0, 1), F(1, 1), B(0, 1), B(1, 1)]], "in a circle: rank 0 at"),
     ],
 )

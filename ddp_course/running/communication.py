@@ -10,9 +10,9 @@ order, so it keeps the process group, and the thread has a twin of it: same rank
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from queue import SimpleQueue
 from typing import Any
 from weakref import WeakKeyDictionary, finalize
@@ -23,6 +23,26 @@ import torch.distributed as dist
 from .torch_inside import after_backward, tree_leaves, twin
 
 _threads: WeakKeyDictionary = WeakKeyDictionary()  # the thread of each process group
+_failures: WeakKeyDictionary = WeakKeyDictionary()  # {process group: the error that ended its communication}
+
+
+@contextmanager
+def together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Around what all ranks of `group` do together: after an exception in it all that comes later fails too.
+
+    The other ranks may be in another collective, and this rank's next message would be taken for one of that.
+    """
+    group = group or dist.group.WORLD
+    if group in _failures:
+        raise RuntimeError(
+            f"communication on this process group has failed before ({_failures[group]}), and the ranks may have "
+            "stopped at different points: start the ranks again"
+        )
+    try:
+        yield
+    except BaseException as error:
+        _failures[group] = f"{type(error).__name__}: {error}"
+        raise
 
 
 def communication_thread(group: dist.ProcessGroup | None = None) -> "CommunicationThread":
@@ -34,14 +54,10 @@ def communication_thread(group: dist.ProcessGroup | None = None) -> "Communicati
 
 
 class CommunicationThread:
-    """Works through what `start` is given, one job after the other, with messages on `group`, a twin of the caller's.
-
-    After an exception in one job all later ones fail too: the other ranks may be in another collective, and this
-    rank's next message would be added to a tensor where it does not belong.
-    """
+    """Works through what `start` is given, one job after the other; messages go on `group`, a twin of the caller's."""
 
     def __init__(self, group):
-        self.group, self.failure, self.streams = twin(group), None, {}
+        self.group, self.streams = twin(group), {}
         self.jobs: SimpleQueue = SimpleQueue()
         threading.Thread(target=work, args=(self.jobs,), name="communication", daemon=True).start()
         finalize(self, self.jobs.put, None)
@@ -66,19 +82,10 @@ class CommunicationThread:
 
     def carry_out(self, function: Callable[..., Any], ready: Any, stream: Any) -> tuple[Any, torch.cuda.Event | None]:
         """Carry out a job in the thread; returns its result and, on CUDA, the event that marks its end."""
-        if self.failure is not None:
-            raise RuntimeError(
-                f"communication on this process group has failed before ({self.failure}), and the ranks may have "
-                "stopped at different points: start the ranks again"
-            )
-        try:
-            with torch.no_grad(), working_on(stream):
-                if ready:
-                    ready.wait()
-                return function(self.group), stream and stream.record_event()
-        except BaseException as error:
-            self.failure = f"{type(error).__name__}: {error}"
-            raise
+        with together(self.group), torch.no_grad(), working_on(stream):
+            if ready:
+                ready.wait()
+            return function(self.group), stream and stream.record_event()
 
     def stream(self, device: torch.device) -> torch.cuda.Stream | None:
         """The thread's own stream on a CUDA `device`, None on the CPU."""

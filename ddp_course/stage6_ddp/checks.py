@@ -39,18 +39,14 @@ def same_on_all_ranks(parameters, group=None):
 
     Compares number, shape, dtype and strides with rank 0's, in order; names only serve the message.
     """
-    mine = [(name, tuple(p.shape), str(p.dtype), empty_strides(p)) for name, p in parameters.items()]
+    gradients = {name: torch.empty_like(parameter, device="meta") for name, parameter in parameters.items()}
+    mine = [(name, tuple(g.shape), str(g.dtype), g.stride()) for name, g in gradients.items()]
     ranks = [None] * dist.get_world_size(group)
     dist.all_gather_object(ranks, mine, group=group)
     for rank, parameters_there in enumerate(ranks):
         difference = first_difference(ranks[0], parameters_there, rank)
         if difference:
             raise MismatchError(f"all ranks must have the same model, but {difference}")
-
-
-def empty_strides(parameter):
-    """The strides that the gradient will have."""
-    return torch.empty_like(parameter, device="meta").stride()
 
 
 def first_difference(expected, actual, rank):

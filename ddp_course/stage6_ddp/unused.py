@@ -17,17 +17,21 @@ from ..running.torch_inside import tree_flatten, tree_unflatten
 
 def used_by(outputs):
     """Return the set of parameters that the graph behind the tensors `outputs` leads to."""
-    waiting = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
-    seen, used = set(waiting), {tensor for tensor in outputs if tensor.is_leaf}
-    while waiting:
-        node = waiting.pop()
-        if type(node).__name__ == "AccumulateGrad":  # other nodes may have a `variable` too
-            used.add(node.variable)
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
+    functions = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+    return graph_behind(functions)[1] | {tensor for tensor in outputs if tensor.is_leaf}
+
+
+def graph_behind(roots, stop=()):
+    """The autograd functions to which `roots` lead, with these, but not by way of those in `stop`; and the leaves."""
+    functions, leaves, seen = [*roots], set(), {None, *roots, *stop}
+    for function in functions:  # the list grows meanwhile
+        if type(function).__name__ == "AccumulateGrad":  # other functions may have a `variable` too
+            leaves.add(function.variable)
+        for following, _ in function.next_functions:
+            if following not in seen:
                 seen.add(following)
-                waiting.append(following)
-    return used
+                functions.append(following)
+    return functions, leaves
 
 
 def tensors_in(outputs):

@@ -7,10 +7,9 @@
 So it sends as much as stage 4 and keeps 1/K of the optimizer's state.
 """
 
-from contextlib import contextmanager
-
 import torch
 
+from ..running.communication import together
 from ..stage3_paramserver import broadcast_parameters
 from ..stage5_bucketed import assign_buckets
 from ..stage6_ddp.checks import same_on_all_ranks
@@ -30,7 +29,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def __init__(self, params, optimizer_cls, group=None, **kwargs):
         super().__init__(params, check_elementwise(optimizer_cls, kwargs).defaults)
-        self.group, self.averaged, self.broken = group, False, False
+        self.group, self.averaged = group, False
         self.parameters = torch.nn.ParameterList(p for members in self.param_groups for p in members["params"])
         if any(hasattr(parameter, "is_shard") for parameter in self.parameters):
             raise ValueError("these are shards of FullyShardedDataParallel; give them to an ordinary optimizer")
@@ -44,15 +43,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.add_param_group = refusal("the shards are laid out already; make a new optimizer of all the parameters")
         for parameter in trainable:
             parameter.register_post_accumulate_grad_hook(guard)
-
-    @contextmanager
-    def together(self):
-        """Around collectives: a rank that leaves this block by an exception leaves the other ranks in the middle."""
-        if self.broken:
-            raise RuntimeError("an earlier call ended in the middle of what the ranks do together: start them again")
-        self.broken = True
-        yield
-        self.broken = False
 
     @torch.no_grad()
     def average(self):
@@ -68,7 +58,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "there are new gradients, but those clipped before have not been used: call step() or zero_grad() of "
                 "the optimizer after clipping"
             )
-        with self.together():
+        with together(self.group):
             for flat in [] if self.averaged else self.trainable():
                 flat.collect()
                 for parameter in list(flat.places):
@@ -85,7 +75,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for members, local in zip(self.param_groups, self.local.param_groups, strict=True):
             local.update({key: value for key, value in members.items() if key != "params"})
         self.average()
-        with self.together():
+        with together(self.group):
             self.averaged = False
             self.local.step()
             for flat in self.trainable():
@@ -102,8 +92,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def clip_grad_norm_(self, max_norm, norm_type=2.0):
         """Average the gradients and scale them so that their norm is at most `max_norm`; return the norm."""
         self.average()
-        with self.together():
-            return clip_grad_norm_(self.shards.values(), max_norm, norm_type, self.group, self.flats[0].full.device)
+        return clip_grad_norm_(self.shards.values(), max_norm, norm_type, self.group, self.flats[0].full.device)
 
     def trainable(self):
         """The parameters laid out together of which some are trainable."""
@@ -111,7 +100,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self):
         """Return the state dict of the unsharded optimizer, the same on every rank; all ranks must call this."""
-        with self.together():
+        with together(self.group):
             state = whole_state(self.local, self.flats, self.group)
         return {**super().state_dict(), "state": state}
 
