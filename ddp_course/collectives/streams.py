@@ -178,4 +178,4 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 def report(kind: str, tensor: torch.Tensor, start: float, peer: int) -> None:
     """Tell the observers of the wire of one message; an empty tensor is none."""
     if tensor.numel():
-        wire.tell(kind, kind, start, tensor.numel() * tensor.element_size(), peer)
+        wire.tell(kind, kind, start, bytes=tensor.numel() * tensor.element_size(), peer=peer)

@@ -55,12 +55,11 @@ def recording() -> Iterator[list[Span]]:
     on_gpu = torch.cuda.is_initialized()
     clock = Clock(torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"))
     with ExitStack() as stack:
-        stack.enter_context(wire.clocked_by(clock))
         stack.enter_context(around(torch.nn.Module, "__call__", recorder.forward))
         stack.enter_context(around(torch.autograd, "backward", recorder.backward))
         stack.callback(register_optimizer_step_pre_hook(recorder.before_update).remove)
         stack.callback(register_optimizer_step_post_hook(recorder.after_update).remove)
-        stack.enter_context(wire.observing(recorder.communication))
+        stack.enter_context(wire.observing(recorder.communication, clock))
         yield recorder.spans
     clock.finish()
     spans = [replace(span, start=clock.seconds(span.start), end=clock.seconds(span.end)) for span in recorder.spans]

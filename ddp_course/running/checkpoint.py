@@ -37,8 +37,8 @@ def save(path: str | Path, state: Any, keep: int = 2) -> Path | None:
     """Write `state` as the newest checkpoint in the folder `path`, and keep the `keep` newest.
 
     `state` is a dict of tensors and plain data (numbers, text, lists, dicts). With a process group, rank 0 writes
-    and the other ranks return at once. Returns the new file's path (None on the other ranks). Raises CheckpointError if
-    it cannot be written, on a full disk say, or if another run writes there; the checkpoints before stay as they are.
+    and the other ranks return None at once. Returns the new file's path. Raises CheckpointError if it cannot be
+    written, on a full disk say, or if another run writes there; the checkpoints before stay as they are.
     """
     if keep < 1:
         raise ValueError(f"keep is {keep}; at least 1 checkpoint must stay")
@@ -138,7 +138,7 @@ def random_states() -> list[Any]:
     name, keys, *position = np.random.get_state(legacy=True)
     mine = {
         "python": random.getstate(),
-        "numpy": [name, torch.from_numpy(keys.astype(np.int64)), *position],
+        "numpy": [name, keys.tolist(), *position],
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,  # A rank has one GPU.
     }
@@ -154,9 +154,8 @@ def set_random_state(states: Sequence[Any]) -> None:
     rank = dist.get_rank() if dist.is_initialized() else 0
     if rank >= len(states):
         return
-    name, keys, *position = states[rank]["numpy"]
     random.setstate(states[rank]["python"])
-    np.random.set_state((name, keys.numpy().astype(np.uint32), *position))
+    np.random.set_state(states[rank]["numpy"])
     torch.set_rng_state(states[rank]["torch"])
     if states[rank]["cuda"] is not None and torch.cuda.is_initialized():
         torch.cuda.set_rng_state(states[rank]["cuda"])

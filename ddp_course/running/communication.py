@@ -12,7 +12,7 @@ order, so it keeps the process group, and the thread has a twin of it: same rank
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from queue import SimpleQueue
 from typing import Any
 from weakref import WeakKeyDictionary, finalize
@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary, finalize
 import torch
 import torch.distributed as dist
 
-from .torch_inside import after_backward, tree_leaves, twin
+from .torch_inside import tree_leaves, twin
 
 _threads: WeakKeyDictionary = WeakKeyDictionary()  # the thread of each process group
 _failures: WeakKeyDictionary = WeakKeyDictionary()  # {process group: the error that ended its communication}
@@ -82,7 +82,8 @@ class CommunicationThread:
 
     def carry_out(self, function: Callable[..., Any], ready: Any, stream: Any) -> tuple[Any, torch.cuda.Event | None]:
         """Carry out a job in the thread; returns its result and, on CUDA, the event that marks its end."""
-        with together(self.group), torch.no_grad(), working_on(stream):
+        on_stream = torch.cuda.stream(stream) if stream else nullcontext()
+        with together(self.group), torch.no_grad(), on_stream:
             if ready:
                 ready.wait()
             return function(self.group), stream and stream.record_event()
@@ -101,24 +102,13 @@ def keep_for_backward(owner: object, outputs: Any) -> Any:
 
     Hooks on parameters must not keep a wrapper alive, or an old one would go on averaging when a model is wrapped anew.
     But in `BucketedDDP(model)(inputs).sum().backward()` nothing else holds the wrapper, and its gradients are still to
-    come. Every node of a graph has a dict for such things; a parameter that is itself an output gets a hook until then.
+    come. Every node of a graph has a dict for such things.
     """
     for tensor in [outputs] if isinstance(outputs, torch.Tensor) else tree_leaves(outputs):
         if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
             kept: Any = tensor.grad_fn.metadata  # the stubs of torch take this dict for a function
             kept.setdefault("owners", []).append(owner)
-        elif isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-            keep_until_backward(owner, tensor)
     return outputs
-
-
-def keep_until_backward(owner: object, leaf: torch.Tensor) -> None:
-    """Let `owner` live until a backward pass that reaches `leaf` is over."""
-
-    def let_go(owner: object = owner) -> None:
-        handle.remove()
-
-    handle = leaf.register_hook(lambda gradient: after_backward(let_go))
 
 
 def work(jobs: Any) -> None:
@@ -134,8 +124,3 @@ def work(jobs: Any) -> None:
 def is_queued(device: torch.device) -> bool:
     """Whether work on `device` is only queued when a call returns; on the CPU it is done."""
     return device.type == "cuda"
-
-
-def working_on(stream: torch.cuda.Stream | None) -> AbstractContextManager:
-    """Within this context work is queued on `stream` and its device; None changes nothing, and does not touch CUDA."""
-    return torch.cuda.stream(stream) if stream else nullcontext()

@@ -27,20 +27,21 @@ OWN_CGROUPS = Path("/proc/self/cgroup")
 
 @cache
 def libc() -> Any:
-    """The C library: Python has no prctl and mount of its own, and unshare only since 3.12."""
+    """The C library: Python has no prctl and mount of its own, and unshare and setns only since 3.12."""
     return ctypes.CDLL(None, use_errno=True)
 
 
-def check(returned: int, what: str) -> None:
-    """Raise the OSError that errno stands for if a call of the C library failed."""
-    if returned:
+def call(name: str, *arguments: Any) -> None:
+    """Call a function of the C library; OSError if it fails."""
+    if getattr(libc(), name)(*arguments):
         number = ctypes.get_errno()
-        raise OSError(number, f"{what}: {os.strerror(number)}")
+        raise OSError(number, f"{name}: {os.strerror(number)}")
 
 
-def prctl(option: int, value: int) -> bool:
-    """Call prctl(2); returns whether it succeeded."""
-    return sys.platform == "linux" and libc().prctl(option, value, 0, 0, 0) == 0
+def prctl(option: int, value: int) -> None:
+    """Call prctl(2), on Linux; what a sandbox refuses is left out."""
+    if sys.platform == "linux":
+        libc().prctl(option, value, 0, 0, 0)
 
 
 def die_with_parent(parent: int | None = None) -> None:
@@ -58,34 +59,23 @@ def adopt_orphans() -> None:
     prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
-def unshare(flags: int) -> None:
-    """Move this process into new namespaces; OSError where that is forbidden."""
-    check(libc().unshare(flags), "unshare")
-
-
 def unshare_as_anyone(flags: int) -> None:
-    """Like `unshare`, also for users without that right: they first enter a user namespace, where they have it.
+    """Move this process into new namespaces; users without that right first enter a user namespace, where they have it.
 
-    The process keeps its user and group there. It must have one thread only.
+    The process keeps its user and group there. It must have one thread only. OSError where that is forbidden.
     """
     try:
-        unshare(flags)
+        call("unshare", flags)
     except PermissionError:
         user, group = os.geteuid(), os.getegid()
-        unshare(flags | CLONE_NEWUSER)
+        call("unshare", flags | CLONE_NEWUSER)
         for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
             Path("/proc/self", name).write_text(text)
 
 
-def setns(descriptor: int) -> None:
-    """Move this process into the namespace that the descriptor stands for."""
-    check(libc().setns(descriptor, 0), "setns")
-
-
-def mount(source: str | None, target: str, kind: str | None, flags: int) -> None:
-    """Mount `source` at `target`, as mount(2) says."""
-    coded = [text and text.encode() for text in (source, target, kind)]
-    check(libc().mount(*coded, ctypes.c_ulong(flags), None), f"mount {target}")
+def mount(source: str, target: str, flags: int) -> None:
+    """Mount the file or folder `source` at `target`, as mount(2) says."""
+    call("mount", source.encode(), target.encode(), None, ctypes.c_ulong(flags), None)
 
 
 def raise_loopback() -> None:

@@ -33,6 +33,7 @@ FRAME = 1514  # an Ethernet frame with 1,500 bytes of payload has so many
 BURST_SECONDS = 0.0008  # after a pause bytes pass at full speed for so long: the timers allow no less
 QUEUE_SECONDS = 0.2  # a port of the switch holds back so much before it drops packets
 TIMEOUT_SECONDS, ATTEMPT_SECONDS = 10, 60
+ON_A_HOST = {"GLOO_SOCKET_IFNAME": "eth0"}  # the environment of what runs there
 
 
 def build(host_count: int, bits_per_second: float) -> list[int]:
@@ -44,27 +45,27 @@ def build(host_count: int, bits_per_second: float) -> list[int]:
     home = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     hosts = []
     for _ in range(host_count):  # the open descriptor keeps a network alive
-        linux.unshare(linux.CLONE_NEWNET)
+        linux.call("unshare", linux.CLONE_NEWNET)
         hosts.append(os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC))
-    linux.setns(home)
+    linux.call("setns", home, 0)
     name_hosts(host_count)
     build_switch(hosts, bits_per_second)
     for number, host in enumerate(hosts):
-        linux.setns(host)
+        linux.call("setns", host, 0)
         plug_in(number, bits_per_second)
-    linux.setns(home)
+    linux.call("setns", home, 0)
     os.close(home)
     return hosts
 
 
 def enter(hosts: Sequence[int], number: int) -> None:
     """Move this process into host `number` of the descriptors that `build` returned, for good."""
-    linux.setns(hosts[number])
+    linux.call("setns", hosts[number], 0)
     for host in hosts:
         os.close(host)
-    linux.unshare(linux.CLONE_NEWUTS)
+    linux.call("unshare", linux.CLONE_NEWUTS)
     socket.sethostname(f"host{number}")
-    os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+    os.environ.update(ON_A_HOST)
 
 
 def address(number: int) -> str:
@@ -76,12 +77,12 @@ def name_hosts(host_count: int) -> None:
     """Put the hosts' names into an /etc/hosts that only these namespaces see; its file has no other name."""
     lines = ["127.0.0.1 localhost", f"{SWITCH_ADDRESS} switch"]
     lines += [f"{address(number)} host{number}" for number in range(host_count)]
-    linux.mount(None, "/", None, linux.MS_REC | linux.MS_PRIVATE)
+    linux.mount("none", "/", linux.MS_REC | linux.MS_PRIVATE)
     with tempfile.NamedTemporaryFile("w", prefix="ddp_course_hosts_") as file:
         file.write("\n".join(lines) + "\n")
         file.flush()
         os.chmod(file.name, 0o644)
-        linux.mount(file.name, "/etc/hosts", None, linux.MS_BIND)
+        linux.mount(file.name, "/etc/hosts", linux.MS_BIND)
 
 
 def build_switch(hosts: Sequence[int], bits_per_second: float) -> None:
@@ -152,9 +153,9 @@ def attempt() -> None:
     """Build two hosts and connect one to the other; any exception is the reason why they cannot be had."""
     hosts = build(2, 1e9)
     switch = os.open("/proc/self/ns/net", os.O_RDONLY)  # it keeps the switch alive while this process is in a host
-    linux.setns(hosts[0])
+    linux.call("setns", hosts[0], 0)
     listener = socket.create_server((address(0), 0))
-    linux.setns(hosts[1])
+    linux.call("setns", hosts[1], 0)
     socket.create_connection(listener.getsockname(), TIMEOUT_SECONDS).close()
     os.close(switch)
 

@@ -21,6 +21,8 @@ import torch.distributed as dist
 from . import flight_recorder
 from .event_clock import Clock
 
+Group = dist.ProcessGroup | None
+
 
 @dataclass(frozen=True)
 class Event:
@@ -76,23 +78,15 @@ def now(device: torch.device | None = None) -> Any:
 
 
 @contextmanager
-def clocked_by(clock: Clock) -> Iterator[None]:
-    """Within this block events are marked by `clock`."""
-    before, card.clock = card.clock, clock
-    try:
-        yield
-    finally:
-        card.clock = before
-
-
-@contextmanager
-def observing(callback: Callable[[Event], None]) -> Iterator[None]:
-    """Call `callback(event)` after every finished message and span of this process, from any thread."""
+def observing(callback: Callable[[Event], None], clock: Clock | None = None) -> Iterator[None]:
+    """Call `callback(event)` after every message and span of this process, from any thread; `clock` marks when."""
+    before, card.clock = card.clock, clock or card.clock
     card.observers.append(callback)
     try:
         yield
     finally:
         card.observers.remove(callback)
+        card.clock = before
 
 
 @contextmanager
@@ -113,13 +107,13 @@ def span(name: str) -> Iterator[None]:
         tell("span", name, start)
 
 
-def ended(name: str, start: Any, tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
+def ended(name: str, start: Any, tensor: torch.Tensor, group: Group = None) -> None:
     """Tell the observers that a backend's collective on `tensor`, which began at `start` (by `now`), has just ended.
 
     It ran in a thread of the backend, not in the one that noticed its end. gloo computes on the processor, even where
     the tensor is on a GPU: what that GPU has been given meanwhile does not matter.
     """
-    tell("span", name, start, thread="communication", end=None if on_nccl(tensor, group) else perf_counter())
+    tell("span", name, start, None if on_nccl(tensor, group) else perf_counter(), thread="communication")
 
 
 def collective(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -144,7 +138,7 @@ def collective(function: Callable[..., Any]) -> Callable[..., Any]:
 class Transfer:
     """A message on its way. `wait()` returns when the tensor may be used again (sent) or read (received)."""
 
-    def __init__(self, kind: str, tensor: torch.Tensor, peer: int, group: dist.ProcessGroup | None = None):
+    def __init__(self, kind: str, tensor: torch.Tensor, peer: int, group: Group = None):
         self.kind, self.tensor, self.peer, self.nbytes = kind, tensor, peer, tensor.nbytes
         self.staged = _host_copy(kind, tensor, group)
         self.start = now()
@@ -173,37 +167,35 @@ class Transfer:
             self.throttle.finish(self.ticket)
         if self.kind == "recv" and self.staged is not self.tensor:
             self.tensor.copy_(self.staged)
-        tell(self.kind, self.kind, self.start, self.nbytes, self.peer)
+        tell(self.kind, self.kind, self.start, bytes=self.nbytes, peer=self.peer)
 
 
-def isend(tensor: torch.Tensor, dst: int, group: dist.ProcessGroup | None = None) -> Transfer:
+def isend(tensor: torch.Tensor, dst: int, group: Group = None) -> Transfer:
     """Start sending a contiguous `tensor` to global rank `dst`; do not write to it before `wait()`."""
     return Transfer("send", tensor, dst, group)
 
 
-def irecv(tensor: torch.Tensor, src: int, group: dist.ProcessGroup | None = None) -> Transfer:
+def irecv(tensor: torch.Tensor, src: int, group: Group = None) -> Transfer:
     """Start receiving into a contiguous `tensor` from global rank `src`; do not read it before `wait()`."""
     return Transfer("recv", tensor, src, group)
 
 
-def send(tensor: torch.Tensor, dst: int, group: dist.ProcessGroup | None = None) -> None:
+def send(tensor: torch.Tensor, dst: int, group: Group = None) -> None:
     """Send `tensor` to global rank `dst` and wait until it has left."""
     isend(tensor, dst, group).wait()
 
 
-def recv(tensor: torch.Tensor, src: int, group: dist.ProcessGroup | None = None) -> None:
+def recv(tensor: torch.Tensor, src: int, group: Group = None) -> None:
     """Receive into `tensor` from global rank `src`."""
     irecv(tensor, src, group).wait()
 
 
-def exchange(
-    outgoing: torch.Tensor, dst: int, incoming: torch.Tensor, src: int, group: dist.ProcessGroup | None = None
-) -> None:
+def exchange(outgoing: torch.Tensor, dst: int, incoming: torch.Tensor, src: int, group: Group = None) -> None:
     """Send `outgoing` to `dst` while receiving `incoming` from `src` (global ranks)."""
     exchange_all([(outgoing, dst)], [(incoming, src)], group)
 
 
-def exchange_all(outgoing: list, incoming: list, group: dist.ProcessGroup | None = None) -> None:
+def exchange_all(outgoing: list, incoming: list, group: Group = None) -> None:
     """Send and receive several messages at once, (tensor, global rank) pairs, and wait for all of them.
 
     The receives are posted before the sends: gloo's sender waits until the receiver is ready, and with the sends
@@ -217,12 +209,12 @@ def exchange_all(outgoing: list, incoming: list, group: dist.ProcessGroup | None
         transfer.wait()
 
 
-def on_nccl(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> bool:
+def on_nccl(tensor: torch.Tensor, group: Group = None) -> bool:
     """Whether NCCL carries `tensor` in `group`: a group may have one backend for the CPU and another for GPUs."""
     return tensor.is_cuda and "cuda:nccl" in dist.get_backend_config(group)
 
 
-def warm_up(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
+def warm_up(tensor: torch.Tensor, group: Group = None) -> None:
     """All ranks of `group` call this before its first message, with a tensor like those that will be sent.
 
     NCCL connects all ranks of a group at once, in its first operation; if that were a message between two of them,
@@ -234,19 +226,19 @@ def warm_up(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> Non
         dist.all_reduce(tensor.detach().new_zeros(1), group=group)
 
 
-def neighbours(group: dist.ProcessGroup | None = None) -> tuple[int, int, int, int]:
+def neighbours(group: Group = None) -> tuple[int, int, int, int]:
     """This rank in `group`, the group's size, and the global ranks of the left and the right neighbour."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     left, right = (global_rank((rank + step) % world_size, group) for step in (-1, 1))
     return rank, world_size, left, right
 
 
-def global_rank(rank: int, group: dist.ProcessGroup | None = None) -> int:
+def global_rank(rank: int, group: Group = None) -> int:
     """The rank in the whole job of member `rank` of `group`."""
     return rank if group is None else dist.get_global_rank(group, rank)
 
 
-def others(rank: int, group: dist.ProcessGroup | None = None) -> list[int]:
+def others(rank: int, group: Group = None) -> list[int]:
     """Global ranks of all members of `group` but its member `rank`, in rank order."""
     return [global_rank(peer, group) for peer in range(dist.get_world_size(group)) if peer != rank]
 
@@ -260,7 +252,7 @@ def _exchange_nccl(outgoing, incoming, group):
     for work in dist.batch_isend_irecv(operations) if operations else []:
         work.wait()
     for _, tensor, peer, kind in pairs:
-        tell(kind, kind, start, tensor.nbytes, peer)
+        tell(kind, kind, start, bytes=tensor.nbytes, peer=peer)
 
 
 def _host_copy(kind, tensor, group):
@@ -271,13 +263,10 @@ def _host_copy(kind, tensor, group):
     return staged.copy_(tensor) if kind == "send" else staged
 
 
-def tell(
-    kind: str, name: str, start: Any, nbytes: int = 0, peer: int | None = None, thread: str | None = None,
-    end: Any = None,
-) -> None:  # fmt: skip
-    """Tell the observers of something that began at `start` (by `now`) and ends at `end` or now, in this `thread`."""
+def tell(kind: str, name: str, start: Any, end: Any = None, **details: Any) -> None:
+    """Tell the observers of something that began at `start` (by `now`) and ends at `end` or now."""
     if card.observers:
-        where = thread or threading.current_thread().name
-        event = Event(kind, name, start, now() if end is None else end, nbytes, peer, where)
+        details = {"thread": threading.current_thread().name, **details}
+        event = Event(kind, name, start, now() if end is None else end, **details)
         for callback in list(card.observers):
             callback(event)

@@ -47,7 +47,7 @@ def main(folder, options):
     wait_for(folder, world_size=2)
     write(folder, events)
     Path(folder, "hurry").touch()
-    print("codes", [os.waitstatus_to_exitcode(os.waitpid(agent, 0)[1]) for agent in (first, third)], flush=True)
+    print("codes", [agent.wait() for agent in (first, third)], flush=True)
 
 
 def wait_for(folder, world_size, steps=20, seconds=150):

@@ -80,7 +80,7 @@ def test_a_command_that_fails_on_a_host_is_reported():
     )
     assert failed.returncode == 13 and sorted(failed.stdout.split()) == ["host0", "host1"]
     missing = subprocess.run([*command, "no-such-program"], capture_output=True, text=True, timeout=60)
-    assert missing.returncode == 127 and "no-such-program: No such file" in missing.stderr
+    assert missing.returncode == 2 and "No such file or directory: 'no-such-program'" in missing.stderr
 
 
 @needs_hosts

@@ -60,16 +60,13 @@ def main(folder):
     start += ["--engines", str(folder / "engines.json")]
     controller = on_hosts.start(hosts, 0, start, allocation, log)
     head = on_hosts.start(hosts, 0, [sys.executable, str(folder / "head.py")], environment)
-    code = None
-    while code is None:
-        pid, status = os.waitpid(head, os.WNOHANG)
-        code = os.waitstatus_to_exitcode(status) if pid else None
+    while head.poll() is None:
         for asked in folder.glob("ask-*"):
             happen(asked, folder, hosts, machines, environment, log)
         time.sleep(0.01)
     for child in (controller, *machines.values()):
         on_hosts.stop(child)
-    return code
+    return head.returncode
 
 
 def happen(asked, folder, hosts, machines, environment, log):

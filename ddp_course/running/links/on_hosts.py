@@ -10,6 +10,7 @@ This program must stay without threads, so it imports neither torch nor numpy.
 
 import argparse
 import os
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -19,49 +20,36 @@ from .. import linux, units, virtual_hosts
 
 
 def start(
-    hosts: Sequence[int],
-    number: int,
-    command: list[str],
-    environment: Mapping[str, str] | None = None,
+    hosts: Sequence[int], number: int, command: list[str], environment: Mapping[str, str] | None = None,
     output: int | None = None,
-) -> int:
+) -> subprocess.Popen:  # fmt: skip
     """Start `command` (a list of words) on host `number` of those that `virtual_hosts.build` returned.
 
-    Returns a process id for `stop` and `os.waitpid`. The command ends with this process. What it prints goes to the
-    file descriptor `output`. Programs of this Python's own environment (torchrun, ddp-course) come before others of
-    their name: a notebook server that was started by its path does not have them on the search path.
+    The command ends with this process. What it prints goes to the file descriptor `output`. Programs of this Python's
+    own environment (torchrun, ddp-course) come before others of their name: a notebook server that was started by its
+    path does not have them on the search path. OSError if there is no such program.
     """
-    child = os.fork()
-    if child:
-        return child
-    try:
+
+    def move() -> None:
         linux.die_with_parent()
         virtual_hosts.enter(hosts, number)
-        if output is not None:
-            os.dup2(output, 1)
-            os.dup2(output, 2)
-        os.environ.update(environment or {})
-        os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
-        os.execvp(command[0], [word.replace("{host}", str(number)) for word in command])
-    except OSError as error:
-        print(f"host{number}: {command[0]}: {error.strerror}", file=sys.stderr)
-    finally:
-        os._exit(127)
+
+    words = [word.replace("{host}", str(number)) for word in command]
+    environ = {**os.environ, **virtual_hosts.ON_A_HOST, **(environment or {})}
+    environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), environ.get("PATH", os.defpath)])
+    return subprocess.Popen(words, stdout=output, stderr=output, env=environ, preexec_fn=move)
 
 
-def stop(child: int) -> None:
+def stop(process: subprocess.Popen) -> None:
     """Kill what `start` started, with all that it started in turn, as if its host had lost power."""
-    first = psutil.Process(child)
-    for process in [first, *first.children(recursive=True)]:
-        process.kill()
-    os.waitpid(child, 0)
+    for each in [process, *psutil.Process(process.pid).children(recursive=True)]:
+        each.kill()
+    process.wait()
 
 
 def main() -> int:
     """Run the command line; the exit code is the greatest of the commands'."""
-    parser = argparse.ArgumentParser(
-        prog="python -m ddp_course.running.links.on_hosts", description=__doc__.split(",")[0]
-    )
+    parser = argparse.ArgumentParser("python -m ddp_course.running.links.on_hosts", description=__doc__.split(",")[0])
     parser.add_argument("--hosts", type=int, default=2, metavar="N", help="how many hosts (default 2)")
     parser.add_argument("--bandwidth", default="1Gbit", help="of every host's cable, each way (default 1Gbit)")
     parser.add_argument("command", nargs="+", help="what to run on each host, after --")
@@ -71,8 +59,11 @@ def main() -> int:
     except Exception as error:  # whatever forbids it, the reason is for a person to read
         print(f"virtual hosts cannot be had here: {virtual_hosts.explain(error)}", file=sys.stderr)
         return 2
-    running = [start(hosts, number, options.command) for number in range(options.hosts)]
-    return max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) % 256 for child in running)
+    try:
+        processes = [start(hosts, number, options.command) for number in range(options.hosts)]
+    except OSError as error:
+        parser.error(str(error))
+    return max(process.wait() % 256 for process in processes)
 
 
 if __name__ == "__main__":
