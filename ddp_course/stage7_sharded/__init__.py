@@ -15,13 +15,7 @@ Fully sharded, block by block, with the next block's allgather under this block'
     communication   | gather 1  | gather 2  | gather 2  | gather 1   | gather 0   | reduce 1   | reduce 0
                                                                      + reduce 2
 
-In reading order:
-
-    clipping    the norm of gradients that no rank has whole
-    flat        parameters end to end, cut into chunks; gathering and summing chunks; an optimizer's state in pieces
-    optimizer   ZeRO-1: the class ShardedOptimizer
-    blocks      what is gathered and freed together
-    fsdp        ZeRO-3: the class FullyShardedDataParallel
+In reading order: `clipping`, `flat` and `optimizer` are ZeRO-1; `blocks` and `fsdp` go on to ZeRO-3.
 
 Sources: Rajbhandari et al., ZeRO, SC 2020; Zhao et al., PyTorch FSDP, VLDB 2023.
 """

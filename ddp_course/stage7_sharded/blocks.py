@@ -56,7 +56,7 @@ class Block(Flat):
     def make_room(self):
         """Bring the memory of the whole parameters into being, with nothing in it yet."""
         self.full.untyped_storage().resize_(self.bytes)
-        for parameter, view, kind in zip(self.parameters, self.views(self.full), self.kinds, strict=True):
+        for (parameter, view), kind in zip(self.views(self.full).items(), self.kinds, strict=True):
             parameter.__class__ = kind
             parameter.data = view
 

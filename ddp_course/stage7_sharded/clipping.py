@@ -72,14 +72,10 @@ def clip_grad_norm_(parameters, max_norm, norm_type=2.0, group=None, device=None
     """
     if not norm_type > 0:
         raise ValueError(f"norm_type is {norm_type}; it must be a positive number, or infinity")
-    gradients = [p.grad.as_subclass(torch.Tensor) for p in parameters if p.grad is not None and p.grad.numel()]
-    wide = [torch.promote_types(gradient.dtype, torch.float64) for gradient in gradients]
-    norms = [torch.linalg.vector_norm(g, norm_type, dtype=dtype) for g, dtype in zip(gradients, wide, strict=True)]
+    parameters = [parameter for parameter in parameters if parameter.grad is not None and parameter.grad.numel()]
+    gradients = [parameter.grad.as_subclass(torch.Tensor) for parameter in parameters]
     of_ranks = torch.zeros(dist.get_world_size(group), dtype=torch.float64, device=device)
-    if norms:
-        of_ranks[dist.get_rank(group)] = torch.linalg.vector_norm(torch.stack(norms).abs(), norm_type)
+    of_ranks[dist.get_rank(group)] = torch.nn.utils.get_total_norm(gradients, norm_type)
     total = torch.linalg.vector_norm(ring_all_reduce(of_ranks, group), norm_type)
-    scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    for gradient in gradients:
-        gradient.mul_(scale.to(gradient.device))
+    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
     return total

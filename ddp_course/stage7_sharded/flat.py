@@ -32,20 +32,19 @@ class Flat:
         self.index = (rank + 1) % world_size  # stage 4's reduce-scatter leaves the sum of chunk r+1 on rank r
         self.mine = self.chunks[self.index]
         self.shard, self.pieces, self.shards = self.mine.clone() if copied else self.mine, {}, {}
-        low, start = sum(len(chunk) for chunk in self.chunks[: self.index]), 0
-        for parameter, view in zip(parameters, self.views(self.full), strict=True):
-            end = start + parameter.numel()
-            first = max(low, start)
-            last = max(first, min(low + len(self.mine), end))
+        low = self.mine.storage_offset()
+        for parameter, view in self.views(self.full).items():
+            start = view.storage_offset()
+            first, last = (min(max(low, end), low + len(self.mine)) for end in (start, start + parameter.numel()))
             self.pieces[parameter] = slice(first - start, last - start), slice(first - low, last - low)
             elements = like(self.shard[first - low : last - low], parameter)
             self.shards[parameter] = torch.nn.Parameter(elements, requires_grad=parameter.requires_grad)
-            parameter.data, start = view, end
+            parameter.data = view
 
     def views(self, flat):
-        """The part of `flat` (as long as `full`) that belongs to each parameter, in the parameter's shape."""
+        """{parameter: the part of `flat` (as long as `full`) that belongs to it, in its shape}."""
         pieces = flat.split([parameter.numel() for parameter in self.parameters])
-        return [piece.view(parameter.shape) for parameter, piece in zip(self.parameters, pieces, strict=True)]
+        return {p: piece.view(p.shape) for p, piece in zip(self.parameters, pieces, strict=True)}
 
     # Gradients go from the parameters, divided by K, into one message, and from the sum of the messages to the shards.
 
@@ -56,8 +55,7 @@ class Flat:
         sum for a parameter without a gradient on any rank is negative zero, and its shards are left as they are.
         """
         self.gradient = torch.full_like(self.full, -0.0)
-        views = zip(self.parameters, self.views(self.gradient), strict=True)
-        self.places = {parameter: view for parameter, view in views if parameter.requires_grad}
+        self.places = {p: view for p, view in self.views(self.gradient).items() if p.requires_grad}
 
     def take(self, parameter):
         """Move a finished gradient over to its place, divided by K on the way, and added to zero: none is negative."""
@@ -122,9 +120,8 @@ def whole_state(optimizer, flats, group=None):
     """
     meet("the state dict of a sharded optimizer", group)
     members, everyone, state = numbered(optimizer, flats), [None] * dist.get_world_size(group), {}
-    on_cpu = lambda tensor: tensor.as_subclass(torch.Tensor).detach().cpu()  # noqa: E731
     mine = [optimizer.state.get(shard, {}) if shard.numel() else {} for _, _, shard in members]
-    dist.all_gather_object(everyone, tree_map_only(torch.Tensor, on_cpu, mine), group=group)
+    dist.all_gather_object(everyone, tree_map_only(torch.Tensor, torch.Tensor.cpu, mine), group=group)
     in_order = everyone[-1:] + everyone[:-1]  # rank 0 has chunk 1, and the last rank chunk 0
     for number, (_, parameter, _) in enumerate(members):
         pieces = [entries[number] for entries in in_order if entries[number]]

@@ -36,7 +36,12 @@ class FullyShardedDataParallel(torch.nn.Module):
     def __init__(self, module, blocks=None, process_group=None, prefetch=True):
         super().__init__()
         self.names = {parameter: name for name, parameter in module.named_parameters()}
-        check_wrappable(module, self.names)
+        if any(hasattr(parameter, "is_shard") for parameter in self.names):
+            raise ValueError("a part of the model is fully sharded already; name the parts as blocks of one wrapper")
+        if any(type(each).__name__ == "OptimizedModule" or each._compiled_call_impl for each in module.modules()):
+            raise ValueError("the model, or a part of it, is compiled already; wrap it first")
+        if not any(parameter.requires_grad for parameter in self.names):
+            raise ValueError("the model has no trainable parameters: nothing to average, nothing to train")
         same_on_all_ranks({name: parameter for parameter, name in self.names.items()}, process_group)
         broadcast_parameters(module, group=process_group)
         members = assign_blocks(module, default_blocks(module) if blocks is None else blocks)
@@ -183,14 +188,13 @@ class FullyShardedDataParallel(torch.nn.Module):
         for block in self.blocks:
             if block.places:
                 self.reduce(block)
-        reducing, self.reducing, self.backward_pass = self.reducing, [], None
         with wire.span("wait"):
-            for wait in reducing:
+            for wait in self.reducing:
                 wait()
         for block in self.blocks:
             if block.averages is not None:
                 block.give()
-        self.free_all()
+        self.start_over()
 
     def free_all(self):
         """Let go of every block that is still whole."""
@@ -237,13 +241,3 @@ class FullyShardedDataParallel(torch.nn.Module):
             handle.remove()
         self.handles = []
         return self.module
-
-
-def check_wrappable(module, parameters):
-    """Raise ValueError if there is nothing to train, or the parameters are sharded or compiled already."""
-    if any(hasattr(parameter, "is_shard") for parameter in parameters):
-        raise ValueError("a part of the model is fully sharded already; name the parts as blocks of one wrapper")
-    if any(type(each).__name__ == "OptimizedModule" or each._compiled_call_impl for each in module.modules()):
-        raise ValueError("the model, or a part of it, is compiled already; wrap it first")
-    if not any(parameter.requires_grad for parameter in parameters):
-        raise ValueError("the model has no trainable parameters: nothing to average, nothing to train")

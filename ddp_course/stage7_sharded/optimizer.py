@@ -47,8 +47,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def average(self):
         """Reduce-scatter the gradients: the average of this rank's chunk goes to the shards."""
-        homes = ((flat.parameters, flat.views(flat.full)) for flat in self.flats)
-        if any(p.data_ptr() != view.data_ptr() for home in homes for p, view in zip(*home, strict=True)):
+        if any(p.data_ptr() != view.data_ptr() for flat in self.flats for p, view in flat.views(flat.full).items()):
             raise RuntimeError(
                 "a parameter lies in other memory than when its optimizer was made: convert and move a model before, "
                 "write values by parameter.copy_(…), and make one optimizer only"
@@ -101,8 +100,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def state_dict(self):
         """Return the state dict of the unsharded optimizer, the same on every rank; all ranks must call this."""
         with together(self.group):
-            state = whole_state(self.local, self.flats, self.group)
-        return {**super().state_dict(), "state": state}
+            return {**super().state_dict(), "state": whole_state(self.local, self.flats, self.group)}
 
     def load_state_dict(self, state_dict):
         """Take this rank's shards out of the state dict of an unsharded optimizer, or of any number of ranks."""
