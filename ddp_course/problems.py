@@ -8,11 +8,11 @@ A global batch depends on the seed and the step only, not on the number of ranks
 the very batch that one device would get. That is why all stages compute the same thing.
 """
 
+import inspect
 import math
 import os
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,10 +28,14 @@ NAMES = ("digits", "bytes", "synthetic")
 
 def make(name: str, **options: Any) -> "Problem":
     """Return the problem `name`: "digits", "bytes" or "synthetic"; options are those of its class below."""
-    classes = {"digits": Digits, "bytes": Bytes, "synthetic": Synthetic}
-    if name not in classes:
+    if name not in NAMES:
         raise ValueError(f'unknown problem "{name}"; choose one of {", ".join(NAMES)}')
-    return classes[name](**options)
+    chosen = {"digits": Digits, "bytes": Bytes, "synthetic": Synthetic}[name]
+    known = inspect.signature(chosen).parameters
+    for option in options:
+        if option not in known:
+            raise ValueError(f'"{option}" cannot be chosen for {name}, only {", ".join(known)}')
+    return chosen(**options)
 
 
 def shard(dataset_size: int, rank: int, world_size: int, epoch: int = 0, seed: int = 0) -> torch.Tensor:
@@ -64,12 +68,17 @@ class Problem:
     learning_rate: float
     global_batch: int
     steps: int
-    inputs: torch.Tensor
-    targets: torch.Tensor
-    test_inputs: torch.Tensor
-    test_targets: torch.Tensor
-    model: Callable[..., nn.Module]
-    evaluate: Callable[[nn.Module], dict[str, float]]
+    new_model: Callable[[], nn.Module]
+
+    def __init__(self, samples, held_out, dtype, device):
+        (self.inputs, self.targets), (self.test_inputs, self.test_targets) = samples, held_out
+        self.dtype, self.device = dtype, device
+
+    def model(self, seed: int = 0) -> nn.Module:
+        """A new model whose weights depend on `seed` only; the state of the random generators stays as it is."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return self.new_model().to(self.device, self.dtype)
 
     def batches(
         self, global_batch: int, steps: int, seed: int = 0, rank: int = 0, world_size: int = 1, start: int = 0
@@ -96,8 +105,11 @@ class Problem:
 
     def loss(self, model: nn.Module) -> float:
         """Mean loss of `model` on the held-out samples, as a float; no gradients, in evaluation mode."""
-        with evaluating(model):
-            return functional.cross_entropy(model(self.test_inputs), self.test_targets).item()
+        return functional.cross_entropy(outputs(model, self.test_inputs), self.test_targets).item()
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """Return {name of a measure: its value on the held-out samples}."""
+        return {"loss": self.loss(model)}
 
 
 class Digits(Problem):
@@ -109,33 +121,28 @@ class Digits(Problem):
         images, labels = _digit_images()
         images = torch.tensor(images, dtype=dtype, device=device).unsqueeze(1) / 6.0 - 0.8  # mean 0, deviation 1
         labels = torch.tensor(labels, device=device)
-        self.inputs, self.targets = images[360:], labels[360:]
-        self.test_inputs, self.test_targets = images[:360], labels[:360]
-        self.dropout, self.dtype, self.device = dropout, dtype, device
+        super().__init__((images[360:], labels[360:]), (images[:360], labels[:360]), dtype, device)
+        self.dropout = dropout
 
-    def model(self, seed: int = 0) -> nn.Module:
+    def new_model(self) -> nn.Module:
         """A net of 88,092 parameters, which 2, 3 and 4 ranks divide: (N, 1, 8, 8) pixels to (N, 10) logits."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            layers = [
-                nn.Conv2d(1, 32, 3, padding=1),
-                nn.ReLU(),
-                nn.Conv2d(32, 32, 3, padding=1),
-                nn.GroupNorm(4, 32),
-                nn.ReLU(),
-                nn.MaxPool2d(2),
-                nn.Flatten(),
-                nn.Dropout(self.dropout),
-                nn.Linear(512, 150),
-                nn.ReLU(),
-                nn.Linear(150, 10),
-            ]
-            return nn.Sequential(*layers).to(self.device, self.dtype)
+        return nn.Sequential(
+            nn.Conv2d(1, 32, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(32, 32, 3, padding=1),
+            nn.GroupNorm(4, 32),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Dropout(self.dropout),
+            nn.Linear(512, 150),
+            nn.ReLU(),
+            nn.Linear(150, 10),
+        )
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Return {"accuracy": share of the 360 held-out digits that are named right}."""
-        with evaluating(model):
-            hits = model(self.test_inputs).argmax(1) == self.test_targets
+        hits = outputs(model, self.test_inputs).argmax(1) == self.test_targets
         return {"accuracy": hits.double().mean().item()}
 
 
@@ -151,31 +158,18 @@ class Bytes(Problem):
         text = torch.frombuffer(bytearray(standard_library_text()), dtype=torch.uint8)
         windows = text[: len(text) // (context + 1) * (context + 1)].view(-1, context + 1)
         held_out = len(windows) // 10
-        self.windows, self.test_windows = windows[:-held_out], windows[-held_out:]
-        self.targets = self.windows  # There are as many samples as windows; `pick` makes the real targets.
+        tested = windows[-held_out:][:: max(1, held_out // 128)][:128].long().to(device)
+        samples = windows[:-held_out, :-1], windows[:-held_out, 1:]  # The target of each byte is the byte after it.
+        super().__init__(samples, (tested[:, :-1], tested[:, 1:]), dtype, device)
         self.parameters, self.context, self.dropout = parameters, context, dropout
-        self.dtype, self.device = dtype, device
 
     def pick(self, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and targets, both (N, context) of int64: the target of each byte is the byte after it."""
-        return self._split(self.windows[chosen])
+        """Inputs and targets, both (N, context) of int64, on the device."""
+        return self.inputs[chosen].long().to(self.device), self.targets[chosen].long().to(self.device)
 
-    def _split(self, windows):
-        windows = windows.long().to(self.device)
-        return windows[:, :-1], windows[:, 1:]
-
-    def model(self, seed: int = 0) -> nn.Module:
+    def new_model(self) -> nn.Module:
         """A `ByteGPT` of about `parameters` parameters."""
-        layers, width = gpt_shape(self.parameters)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            return ByteGPT(layers, width, self.context, self.dropout).to(self.device, self.dtype)
-
-    def loss(self, model: nn.Module) -> float:
-        """Mean loss in nats per byte on 128 held-out windows."""
-        inputs, targets = self._split(self.test_windows[:: max(1, len(self.test_windows) // 128)][:128])
-        with evaluating(model):
-            return functional.cross_entropy(model(inputs), targets).item()
+        return ByteGPT(*gpt_shape(self.parameters), self.context, self.dropout)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Return {"bits_per_byte": …} on held-out text; 8 is guessing, 0 is knowing the text by heart."""
@@ -187,8 +181,7 @@ class Bytes(Problem):
         text = list(prompt.encode())
         for _ in range(length):
             window = torch.tensor([text[-self.context :]], device=self.device)
-            with evaluating(model):
-                logits = model(window)[0, :, -1]
+            logits = outputs(model, window)[0, :, -1]
             text.append(int(torch.multinomial(logits.double().softmax(0).cpu(), 1, generator=generator)))
         return bytes(text).decode(errors="replace")
 
@@ -205,25 +198,17 @@ class Synthetic(Problem):
         generator = torch.Generator().manual_seed(0)
         data = torch.randn(samples + 256, width, generator=generator, dtype=torch.float64).to(device, dtype)
         labels = torch.randint(width, (samples + 256,), generator=generator).to(device)
-        self.inputs, self.targets = data[:samples], labels[:samples]
-        self.test_inputs, self.test_targets = data[samples:], labels[samples:]
+        super().__init__((data[:samples], labels[:samples]), (data[samples:], labels[samples:]), dtype, device)
         self.layers, self.width = max(1, round(parameters / width**2)), width
-        self.dtype, self.device = dtype, device
 
-    def model(self, seed: int = 0) -> nn.Module:
+    def new_model(self) -> nn.Module:
         """Linear layers with ReLU between: (N, width) to (N, width)."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            stack = nn.Sequential()
-            for _ in range(self.layers):
-                layer = nn.Linear(self.width, self.width, bias=False)
-                nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")  # Else the signal fades on the way.
-                stack.extend([layer, nn.ReLU()])
-            return stack[:-1].to(self.device, self.dtype)
-
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Return {"loss": mean loss on 256 held-out vectors}."""
-        return {"loss": self.loss(model)}
+        stack = nn.Sequential()
+        for _ in range(self.layers):
+            layer = nn.Linear(self.width, self.width, bias=False)
+            nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")  # Else the signal fades on the way.
+            stack.extend([layer, nn.ReLU()])
+        return stack[:-1]
 
 
 class TransformerBlock(nn.Module):
@@ -264,36 +249,32 @@ class ByteGPT(nn.Module):
 
     def forward(self, indices: torch.Tensor) -> torch.Tensor:
         """Predict the byte after each position."""
-        x = self.bytes(indices) + self.positions.weight[: indices.shape[1]]
-        return self.head(self.norm(self.blocks(self.dropout(x)))).transpose(1, 2)
+        return self.predict(self.blocks(self.embed(indices)))
 
-    def layers(self) -> list[nn.Module]:
-        """The same model as a list of modules to run one after the other, as a pipeline needs it."""
-        return [BeforeBlocks(self), *self.blocks, AfterBlocks(self)]
-
-
-class BeforeBlocks(nn.Module):
-    """What a `ByteGPT` does before its blocks, with that model's own parameters."""
-
-    def __init__(self, gpt):
-        super().__init__()
-        self.bytes, self.positions, self.dropout = gpt.bytes, gpt.positions, gpt.dropout
-
-    def forward(self, indices: torch.Tensor) -> torch.Tensor:
+    def embed(self, indices: torch.Tensor) -> torch.Tensor:
         """(N, T) of int64 to (N, T, width)."""
         return self.dropout(self.bytes(indices) + self.positions.weight[: indices.shape[1]])
 
-
-class AfterBlocks(nn.Module):
-    """What a `ByteGPT` does after its blocks, with that model's own parameters."""
-
-    def __init__(self, gpt):
-        super().__init__()
-        self.norm, self.head = gpt.norm, gpt.head
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def predict(self, x: torch.Tensor) -> torch.Tensor:
         """(N, T, width) to logits (N, 256, T)."""
         return self.head(self.norm(x)).transpose(1, 2)
+
+    def layers(self) -> list[nn.Module]:
+        """The same model as a list of modules to run one after the other, as a pipeline needs it."""
+        first = Step(self.embed, self.bytes, self.positions, self.dropout)
+        return [first, *self.blocks, Step(self.predict, self.norm, self.head)]
+
+
+class Step(nn.Module):
+    """A method of a model as a module of its own, with those of the model's layers that it uses."""
+
+    def __init__(self, method, *layers):
+        super().__init__()
+        self.method, self.used = method, nn.ModuleList(layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """What the method returns."""
+        return self.method(x)
 
 
 def gpt_shape(parameters: int) -> tuple[int, int]:
@@ -327,13 +308,12 @@ def _digit_images():
     return table[:, :-1].reshape(-1, 8, 8), table[:, -1]
 
 
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Within this block `model` is in evaluation mode, and computes without gradients."""
+def outputs(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+    """What `model` makes of the inputs in evaluation mode, without gradients."""
     training = model.training
     model.eval()
     try:
         with torch.no_grad():
-            yield
+            return model(inputs)
     finally:
         model.train(training)

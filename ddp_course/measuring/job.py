@@ -126,8 +126,6 @@ def checked(
     """
     if world_size < 1:
         raise ValueError(f"world size is {world_size}; it must be 1 or more")
-    if parameters is not None and problem == "digits":
-        raise ValueError("the model of digits has one size; choose --problem bytes or synthetic with --parameters")
     own = problems.make(problem, **({} if parameters is None else {"parameters": parameters}))
     steps, lr = own.steps if steps is None else steps, own.learning_rate if lr is None else lr
     if global_batch is None:

@@ -122,7 +122,7 @@ def test_a_loss_that_is_no_number_is_told_and_not_written():
         ({"bucket_cap_mb": 0.0}, "bucket_cap_mb is 0"),
         ({"dtype": "int8"}, "choose float32 or float64"),
         ({"parameters": 5, "problem": "bytes"}, "out of range"),
-        ({"parameters": 5}, "has one size"),
+        ({"parameters": 5}, "cannot be chosen for digits"),
         ({"lr": float("nan")}, "lr is nan"),
         ({"device": "tpu"}, "unknown device"),
         ({"device": "cuda:99"}, "GPUs"),

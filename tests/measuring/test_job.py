@@ -20,5 +20,5 @@ def test_ranks_get_the_settings_and_not_the_data():
     job = checked("bytes", 2, 5, parameters=20_000, dtype="float64")
     assert job.gradient_bytes == 8 * job.parameter_count
     packed = pickle.dumps(job)
-    assert len(packed) < 1000 < job.problem.windows.nbytes
+    assert len(packed) < 1000 < job.problem.inputs.nbytes
     assert pickle.loads(packed) == job and pickle.loads(packed).model().head.weight.dtype == torch.float64
