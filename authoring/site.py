@@ -24,7 +24,7 @@ from web import explorers, pages
 ROOT = Path(__file__).resolve().parents[1]
 WEB = Path(__file__).resolve().parent / "web"
 PICTURES = 180  # an explorer has at most about so many: a page stays below 6 MB
-ROOMS = {"The whole": ["cli", "train", "problems", "ladder", "wrapping", "errors"]}
+ROOMS = {"The whole": ["cli", "train", "problems", "ladder", "variants", "errors"]}
 
 
 def main(arguments=None):

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any
-
-Maker = Callable[..., Any] | str  # a function, or "module:name" within the package, imported when it is called
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One rung. `train(model, batches, lr, …)` trains in place and returns the losses of every step; without one the
-    loop of `wrapping` is used. `wrap(model, optimizer, …)` returns a `wrapping.Strategy`. Both get those settings of
-    the job that `options` names.
+    """One rung. `train(model, batches, lr, …)` trains in place and returns the loss of every step: that of the
+    module if no other is named here. It gets those settings of the job that `options` names.
 
     `bytes_sent(job)` is what the busiest rank sends in a step of a `measuring.job.Job`; None where nothing is sent.
     `step` says how a step goes on emulated devices: a name of `measuring.ideals.STEPS`, None where no formula is known.
@@ -28,10 +26,9 @@ class Stage:
     name: str
     idea: str
     module: str
-    wrap: Maker
     colour: str
     time: str  # to average p bytes over K ranks on links of b bytes/s
-    train: Maker | None = None
+    train: Callable[..., list[float]] | str = ""
     options: tuple[str, ...] = ()
     one_process: bool = False
     splits_batch: bool = True  # each rank gets a K-th of the global batch; otherwise all work on all of it
@@ -40,24 +37,13 @@ class Stage:
     all_reduce: str | None = None  # the closed form of its averaging, a name of `measuring.theory`
     step: str | None = None
 
-    def trainer(self, settings: dict) -> Callable:
+    def trainer(self, settings: dict) -> Callable[..., list[float]]:
         """Return this stage's `train(model, batches, lr)` with those of the job's `settings` that it knows."""
         chosen = {name: settings[name] for name in self.options if settings.get(name) is not None}
-        train = loaded(self.train or "wrapping:train")
-        return lambda model, batches, lr: train(model, batches, lr, **({} if self.train else {"stage": self}), **chosen)
-
-    def wrapped(self, model: Any, optimizer: Callable, **settings: Any) -> Any:
-        """Return the `wrapping.Strategy` of this stage for `model`; `optimizer(parameters)` makes its optimizer."""
-        chosen = {name: settings[name] for name in self.options if settings.get(name) is not None}
-        return loaded(self.wrap)(model, optimizer, **chosen)
-
-
-def loaded(maker: Maker) -> Callable:
-    """The function that a "module:name" names."""
-    if callable(maker):
-        return maker
-    module, name = maker.split(":")
-    return getattr(import_module(f".{module}", __package__), name)
+        if callable(self.train):
+            return partial(self.train, **chosen)
+        module, name = self.train.split(":") if self.train else (self.module, "train")
+        return partial(getattr(import_module(f".{module}", __package__), name), **chosen)
 
 
 def find(key: str) -> Stage:
@@ -98,68 +84,61 @@ STAGES: dict[str, Stage] = {
     stage.key: stage
     for stage in (
         Stage(
-            "1", "single device", "forward, backward, update on one device", "stage1_single",
-            wrap="wrapping:alone", train="stage1_single:train", colour="#A9A9A9",
+            "1", "single device", "forward, backward, update on one device", "stage1_single", colour="#A9A9A9",
             time="0", one_process=True, splits_batch=False, step="alone",
         ),
         Stage(
             "2", "DataParallel", "one process, K devices: scatter, replicate, gather, reduce", "stage2_dataparallel",
-            wrap="wrapping:in_threads", train="stage2_dataparallel:train", options=("devices",), colour="#E69F00",
-            time="the master carries it all", one_process=True, splits_batch=False,
-            all_reduce="parameter_server", step="averaged",
+            colour="#E69F00", time="the master carries it all", options=("devices",), one_process=True,
+            splits_batch=False, all_reduce="parameter_server", step="averaged",
         ),
         Stage(
             "3", "parameter server", "K processes; one collects, averages, sends back", "stage3_paramserver",
-            wrap="wrapping:by_server", train="stage3_paramserver:train", colour="#D55E00",
-            time="2(K-1) p/b", counted=True, bytes_sent=on_server, all_reduce="parameter_server", step="averaged",
+            colour="#D55E00", time="2(K-1) p/b", counted=True, bytes_sent=on_server,
+            all_reduce="parameter_server", step="averaged",
         ),
         Stage(
             "4w", "whole-gradient ring", "no server: whole gradients around a ring", "stage4_ring",
-            wrap="wrapping:by_whole_ring", train="wrapping:train_on_whole_ring", colour="#332288",
-            time="(K-1) p/b", counted=True, bytes_sent=on_server, all_reduce="whole_gradient_ring", step="averaged",
+            colour="#332288", time="(K-1) p/b", train="variants:train_on_whole_ring", counted=True,
+            bytes_sent=on_server, all_reduce="whole_gradient_ring", step="averaged",
         ),
         Stage(
-            "4", "ring", "the chunked ring: reduce-scatter and allgather", "stage4_ring",
-            wrap="wrapping:by_ring", train="stage4_ring:train", colour="#0072B2",
+            "4", "ring", "the chunked ring: reduce-scatter and allgather", "stage4_ring", colour="#0072B2",
             time="2(K-1)/K p/b", counted=True, bytes_sent=on_ring, all_reduce="ring", step="averaged",
         ),
         Stage(
             "5", "bucketed DDP", "buckets and hooks: communication under the backward pass", "stage5_bucketed",
-            wrap="wrapping:in_buckets", train="stage5_bucketed:train", options=("bucket_cap_mb",), colour="#009E73",
-            time="hidden behind compute", counted=True, bytes_sent=on_ring, all_reduce="ring", step="overlapped",
+            colour="#009E73", time="hidden behind compute", options=("bucket_cap_mb",), counted=True,
+            bytes_sent=on_ring, all_reduce="ring", step="overlapped",
         ),
         Stage(
             "6", "complete DDP", "everything a real one needs: a drop-in for torch's `DistributedDataParallel`",
-            "stage6_ddp",
-            wrap="wrapping:complete", train="stage6_ddp:train", options=("bucket_cap_mb", "all_reduce"),
-            colour="#CC79A7",
-            time="as 5", bytes_sent=on_ring, all_reduce="ring", step="overlapped",
+            "stage6_ddp", colour="#CC79A7", time="as 5", options=("bucket_cap_mb", "all_reduce"),
+            bytes_sent=on_ring, all_reduce="ring", step="overlapped",
         ),
         Stage(
             "7o", "sharded optimizer", "the optimizer's state split over the ranks", "stage7_sharded",
-            wrap="wrapping:optimizer_sharded", colour="#117733",
-            time="as 4", counted=True, bytes_sent=on_ring, all_reduce="ring", step="averaged",
+            colour="#117733", time="as 4", train="variants:train_with_sharded_optimizer", counted=True,
+            bytes_sent=on_ring, all_reduce="ring", step="averaged",
         ),
         Stage(
             "7", "fully sharded", "parameters and gradients too: memory falls with K", "stage7_sharded",
-            wrap="wrapping:FullySharded", train="stage7_sharded:train", colour="#56B4E9",
-            time="3(K-1)/K p/b", counted=True, bytes_sent=sharded, step="gathered",
+            colour="#56B4E9", time="3(K-1)/K p/b", counted=True, bytes_sent=sharded, step="gathered",
         ),
         Stage(
-            "8", "pipeline", "the model is split, not the data", "stage8_pipeline",
-            wrap="wrapping:Pipelined", train="stage8_pipeline:train", options=("stages",), colour="#882255",
-            time="activations only", splits_batch=False, counted=True, bytes_sent=along_pipeline, step="pipelined",
+            "8", "pipeline", "the model is split, not the data", "stage8_pipeline", colour="#882255",
+            time="activations only", options=("stages",), splits_batch=False, counted=True,
+            bytes_sent=along_pipeline, step="pipelined",
         ),
         Stage(
             "9", "tensor parallel", "layers are split too, and a mesh combines the ways", "stage9_tensor",
-            wrap="wrapping:TensorParallel", train="stage9_tensor:train", options=("tensor",), colour="#999933",
-            time="two all-reduces of activations per block and pass", splits_batch=False, counted=True,
-            bytes_sent=within_layers, step="split",
+            colour="#999933", time="two all-reduces of activations per block and pass", options=("tensor",),
+            splits_batch=False, counted=True, bytes_sent=within_layers, step="split",
         ),
         Stage(
-            "torch", "torch's DDP", "what you have built, as PyTorch ships it", "torch.nn.parallel",
-            wrap="wrapping:torchs_own", options=("bucket_cap_mb",), colour="#000000",
-            time="as 5", bytes_sent=on_ring, all_reduce="ring", step="overlapped",
+            "torch", "torch's DDP", "what you have built, as PyTorch ships it", "torch.nn.parallel", colour="#000000",
+            time="as 5", train="variants:train_with_torch", options=("bucket_cap_mb",), bytes_sent=on_ring,
+            all_reduce="ring", step="overlapped",
         ),
     )
 }  # fmt: skip

@@ -413,7 +413,7 @@ def mesh(**axes):
     ranks, groups = torch.arange(world_size).view(*axes.values()), {}
     for position, (axis, size) in enumerate(axes.items()):
         lines = ranks.movedim(position, -1).reshape(-1, size)
-        groups[axis] = dist.new_subgroups_by_enumeration(lines.tolist())[0]
+        groups[axis] = wire.group_among(dist.group.WORLD, tuple(map(tuple, lines.tolist())))
     return groups
 
 

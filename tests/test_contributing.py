@@ -14,14 +14,9 @@ RECIPES = (ROOT / "docs" / "CONTRIBUTING.md").read_text().split("<!-- recipes --
 
 STAGE = '''"""Stage 16: no communication at all."""
 
-from . import stage1_single, wrapping
+from . import stage1_single
 
 train = stage1_single.train
-
-
-def wrapped(model, optimizer):
-    """Every rank for itself."""
-    return wrapping.Replicated(model, optimizer(model.parameters()))
 '''
 TASK = '''"""Exercise 16: twice."""
 
@@ -113,13 +108,13 @@ def follow(house, recipe, contents):
             (house / name).write_text(content)
 
 
-LAST_STAGE = '    "wrapping | communicate_less",\n    "stage9'  # where the layers of the stages begin
+LAST_STAGE = '    "variants | communicate_less",\n    "stage9'  # where the layers of the stages begin
 
 
 def test_add_a_stage(house):
     entry = """        Stage(
             "16", "nobody", "no communication at all", "stage16_topic",
-            wrap="stage16_topic:wrapped", train="stage16_topic:train", colour="#000001", time="0",
+            colour="#000001", time="0",
         ),
 """
     follow(

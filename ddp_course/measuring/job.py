@@ -24,7 +24,8 @@ class Job:
     """A problem, and how it is trained. Data, sizes and work are made once, when they are asked for.
 
     `dtype` is a name; `parameters` is the size of the models of bytes and synthetic, None for the problem's own;
-    `timeout` is in seconds per launch. Data and models lie on the `device`, which a rank replaces by its own.
+    `dropout` is for digits and bytes; `timeout` is in seconds per launch. Data and models lie on the `device`, which a
+    rank replaces by its own.
     """
 
     problem_name: str
@@ -35,6 +36,7 @@ class Job:
     seed: int = 0
     dtype: str = "float32"
     parameters: int | None = None
+    dropout: float = 0.0
     bucket_cap_mb: float = 0.25
     timeout: float = 300.0
     device: str = "cpu"
@@ -57,8 +59,9 @@ class Job:
     @cached_property
     def problem(self) -> problems.Problem:
         """The data, and what trains on them."""
-        size = {} if self.parameters is None else {"parameters": self.parameters}
-        return problems.make(self.problem_name, dtype=getattr(torch, self.dtype), device=self.device, **size)
+        options = {"parameters": self.parameters, "dropout": self.dropout or None}
+        chosen = {name: value for name, value in options.items() if value is not None}
+        return problems.make(self.problem_name, dtype=getattr(torch, self.dtype), device=self.device, **chosen)
 
     def model(self) -> torch.nn.Module:
         """A new model with the job's weights."""

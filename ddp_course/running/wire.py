@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import wraps
+from functools import cache, wraps
 from inspect import signature
 from time import perf_counter
 from typing import Any
@@ -241,6 +241,12 @@ def global_rank(rank: int, group: Group = None) -> int:
 def others(rank: int, group: Group = None) -> list[int]:
     """Global ranks of all members of `group` but its member `rank`, in rank order."""
     return [global_rank(peer, group) for peer in range(dist.get_world_size(group)) if peer != rank]
+
+
+@cache  # A group keeps its threads and sockets as long as the job lives.
+def group_among(everyone: dist.ProcessGroup, lines: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup:
+    """This rank's group when `everyone` is divided into these `lines` of ranks; all ranks call this."""
+    return dist.new_subgroups_by_enumeration([list(line) for line in lines])[0]
 
 
 def _exchange_nccl(outgoing, incoming, group):

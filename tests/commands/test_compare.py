@@ -93,7 +93,7 @@ def without_division(model, batches, lr):
 def imaginary(train):
     """A stage that nobody has heard of, with the loop `train`."""
     return ladder.Stage(
-        "9", "imaginary", "adds nothing", "stage9_imaginary", wrap=print, train=train, colour="#123456",
+        "9", "imaginary", "adds nothing", "stage9_imaginary", train=train, colour="#123456",
         time="0", counted=True, bytes_sent=ladder.on_server,
     )  # fmt: skip
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from ddp_course import launch, wrapping
+from ddp_course import launch, variants
 from ddp_course.measuring import recording, timeline
 from ddp_course.running import event_clock, wire
 from ddp_course.running.devices import rank_device
@@ -131,7 +131,7 @@ def test_the_sums_of_torchs_own_class_are_recorded(gpu, monkeypatch):
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     monkeypatch.setattr(wire, "on_nccl", lambda tensor, group=None: True)
     with timeline.recording() as spans:
-        wrapping.observed_all_reduce(None, SimpleNamespace(buffer=lambda: torch.ones(3)))
+        variants.observed_all_reduce(None, SimpleNamespace(buffer=lambda: torch.ones(3)))
     assert [span.seconds / UNIT for span in spans] == [pytest.approx(2)]
 
 

@@ -1,0 +1,76 @@
+"""The rungs that have no module of their own: the whole-gradient ring, ZeRO-1 and torch's DistributedDataParallel."""
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+from . import stage1_single, stage4_ring
+from .running import wire
+from .running.communication import CommunicationThread, communication_thread
+from .running.devices import rank_device
+from .stage3_paramserver import broadcast_parameters
+from .stage7_sharded import ShardedOptimizer
+
+average_on_whole_ring = partial(stage4_ring.average_on_ring, all_reduce=stage4_ring.whole_gradient_ring)
+train_on_whole_ring = partial(stage4_ring.train, average=average_on_whole_ring)
+
+
+def train_with_sharded_optimizer(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], lr: float) -> list[float]:
+    """The loop of stage 1 with ZeRO-1: its optimizer averages the gradients, and each rank updates its part."""
+    broadcast_parameters(model)  # The optimizer broadcasts parameters, but no buffers.
+    optimizer = ShardedOptimizer(model.parameters(), SGD, lr=lr)
+    losses = []
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        loss = cross_entropy(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def train_with_torch(
+    model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], lr: float, **settings: Any
+) -> list[float]:
+    """The loop of stage 1 around torch's class, its all-reduces shown to the observers; on a throttled wire, ours."""
+    devices = [rank_device()] if rank_device().type == "cuda" else None
+    parallel = DistributedDataParallel(model, device_ids=devices, **settings)
+    if wire.card.throttle is None:
+        parallel.register_comm_hook(None, observed_all_reduce)
+    else:
+        parallel.register_comm_hook(communication_thread(), all_reduce_on_our_wire)
+    return stage1_single.train(parallel, batches, lr)
+
+
+def all_reduce_on_our_wire(thread: CommunicationThread, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """A hook that averages one bucket around our own ring: a throttled wire does not slow torch's collectives."""
+    flat, future = bucket.buffer().mul_(1 / dist.get_world_size()), torch.futures.Future()
+
+    def around_the_ring(group):
+        try:
+            future.set_result(stage4_ring.ring_all_reduce(flat, group=group))
+        except BaseException as error:
+            future.set_exception(error)
+            raise
+
+    thread.start(around_the_ring, flat.device)
+    return future
+
+
+def observed_all_reduce(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """torch's default averaging of one bucket, as a hook that also reports when it began and ended."""
+    start = wire.now()
+    flat = bucket.buffer().mul_(1 / dist.get_world_size())
+
+    def report(future):
+        wire.ended("all_reduce", start, flat)
+        return future.value()[0]
+
+    return dist.all_reduce(flat, async_op=True).get_future().then(report)
