@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 
 from ..errors import MismatchError
-from .torch_inside import tree_leaves
 
 CALLS_PER_RANK = 64  # ranks are never further apart than that
 TEXT_BYTES, MOST_MEMBERS = 200, 128
@@ -36,7 +35,7 @@ class Call(Structure):
     """One collective of one rank, laid out as in C: `sequence` counts the calls in `group`; times are monotonic.
 
     `digest` and `group` are the numbers of all words and of the group's name. `marks` has a mark at each of the group's
-    ranks, as far as they are among the first 128. A negative end is that of a call that was launched and may still run.
+    ranks, as far as they are among the first 128. At `end` the call returned; on a GPU its work may go on.
     """
 
     _fields_ = [
@@ -88,7 +87,7 @@ def entry(
     finally:
         _inside.tag = 0
     if call is not None:
-        call.end = -time.monotonic() if on_gpu(tensors) else time.monotonic()
+        call.end = time.monotonic()
 
 
 def has_entries() -> bool:
@@ -135,11 +134,6 @@ def describe(tensors: torch.Tensor | Sequence[torch.Tensor]) -> str:
     if isinstance(tensors, (list, tuple)):
         return f"{len(tensors)} tensors: " + "; ".join(describe(tensor) for tensor in tensors)
     return type(tensors).__name__
-
-
-def on_gpu(tensors: torch.Tensor | Sequence[torch.Tensor]) -> bool:
-    """Whether the work on `tensors` is only queued when the call returns."""
-    return any(isinstance(tensor, torch.Tensor) and tensor.is_cuda for tensor in tree_leaves(tensors))
 
 
 def compare(other: Call, rank: int, own: Call) -> None:

@@ -32,7 +32,7 @@ SWITCH_ADDRESS, PREFIX = "10.77.255.254", 16
 FRAME = 1514  # an Ethernet frame with 1,500 bytes of payload has so many
 BURST_SECONDS = 0.0008  # after a pause bytes pass at full speed for so long: the timers allow no less
 QUEUE_SECONDS = 0.2  # a port of the switch holds back so much before it drops packets
-TIMEOUT_SECONDS, ATTEMPT_SECONDS = 10, 60
+ATTEMPT_SECONDS = 60
 ON_A_HOST = {"GLOO_SOCKET_IFNAME": "eth0"}  # the environment of what runs there
 
 
@@ -149,21 +149,10 @@ def forbidden_by() -> str | None:
     return None
 
 
-def attempt() -> None:
-    """Build two hosts and connect one to the other; any exception is the reason why they cannot be had."""
-    hosts = build(2, 1e9)
-    switch = os.open("/proc/self/ns/net", os.O_RDONLY)  # it keeps the switch alive while this process is in a host
-    linux.call("setns", hosts[0], 0)
-    listener = socket.create_server((address(0), 0))
-    linux.call("setns", hosts[1], 0)
-    socket.create_connection(listener.getsockname(), TIMEOUT_SECONDS).close()
-    os.close(switch)
-
-
 def explain(error: object) -> str:
     """One line about what stood in the way."""
     return f"this system forbids namespaces, as containers and AppArmor often do, or cannot build them ({error})"
 
 
 if __name__ == "__main__":
-    attempt()
+    build(2, 1e9)

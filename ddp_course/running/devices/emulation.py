@@ -114,17 +114,18 @@ class Emulation:
             thread.catch_up()
         target = destination(operation, kwargs, number)
         if moves and (self.home or target != number):
-            self.fetch(target, (args, kwargs))
+            self.fetch(target, *args, kwargs)
         result = thread.real(operation, args, kwargs)
         if target:
-            self.home.update({tensor.untyped_storage(): target for tensor in roofline.tensors_in([result])})
+            self.home.update({tensor.untyped_storage(): target for tensor in roofline.tensors_in(result)})
         self.book(target, operation, formula, args, kwargs, result)
         return result
 
     def book(self, number: int, operation: Any, formula: Any, args: tuple, kwargs: dict, result: Any) -> None:
         """Advance the clock of device `number` by what the operation cost, and wait for it."""
-        flops = formula(*args, **kwargs, out_val=result) if formula else 0
-        nbytes = roofline.traffic((args, kwargs, [result])) if self.device.memory or self.operations is not None else 0
+        flops, nbytes = formula(*args, **kwargs, out_val=result) if formula else 0, 0
+        if self.device.memory or self.operations is not None:  # each tensor is read or written once
+            nbytes = sum(tensor.nbytes for tensor in roofline.tensors_in(args, kwargs, result))
         seconds, bound = self.device.seconds(flops, nbytes)
         end = self.clocks[number].book(self.thread.now, seconds)
         self.flops += flops
@@ -133,13 +134,10 @@ class Emulation:
             self.operations.append(Operation(name, number, flops, nbytes, bound, end - seconds, end))
         self.reach(end)
 
-    def fetch(self, number: int, operands: Any) -> None:
-        """Let the operands that live on other devices come over the bus to device `number`."""
-        nbytes = sum(
-            tensor.nbytes
-            for tensor in roofline.tensors_in(operands)
-            if self.home.get(tensor.untyped_storage(), 0) != number
-        )
+    def fetch(self, number: int, *operands: Any) -> None:
+        """Let the operands that live on other devices come over the link to device `number`."""
+        tensors = roofline.tensors_in(*operands)
+        nbytes = sum(t.nbytes for t in tensors if self.home.get(t.untyped_storage(), 0) != number)
         link = self.device.link
         if nbytes and link:
             start = time.perf_counter()

@@ -2,7 +2,6 @@
 
 import os
 import socket
-import warnings
 from typing import NamedTuple
 
 import torch
@@ -31,7 +30,7 @@ def placement(device: str, world_size: int) -> Placement:
     if kind not in ("auto", "cpu", "cuda") or (index and (kind != "cuda" or not index.isdigit())):
         raise ValueError(f'unknown device "{device}"; choose "auto", "cpu", "cuda" or one GPU, such as "cuda:0"')
     if kind == "cuda" and (gpus == 0 or (index and int(index) >= gpus)):
-        raise ValueError(f'device "{device}" was asked for, but this machine has {gpus} GPUs; try --device cpu')
+        raise ValueError(f'device "{device}" was asked for, but CUDA can use {gpus} GPUs here; try --device cpu')
     if kind == "cpu" or gpus == 0:
         return Placement("gloo", ["cpu"] * world_size)
     devices = [device if index else f"cuda:{rank % gpus}" for rank in range(world_size)]
@@ -39,17 +38,8 @@ def placement(device: str, world_size: int) -> Placement:
 
 
 def usable_gpus() -> int:
-    """How many GPUs CUDA can use. If it sees GPUs that it cannot use, a warning says why, and the count is 0."""
-    seen = torch.cuda.device_count()
-    if not seen:
-        return 0
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        if torch.cuda.is_available():
-            return seen
-    reason = str(caught[-1].message).split("\n")[0] if caught else "torch.cuda.is_available() is False"
-    warnings.warn(f"this machine has {seen} GPUs, but CUDA cannot use them ({reason}): the CPU is used", stacklevel=2)
-    return 0
+    """How many GPUs CUDA can use; where it sees some that it cannot use, torch warns and says why."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def hide_gpus() -> None:

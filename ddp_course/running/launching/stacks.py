@@ -44,7 +44,7 @@ def last_collective(calls: list, torch_call: str, now: float) -> str:
         return f"{call} (inside for {now - call.begin:.1f} s)"
     if torch_call:
         return f"torch.distributed.{torch_call} (inside)"
-    return f"{call} ({'launched' if call.end < 0 else 'finished'})" if call else ""
+    return f"{call} (returned)" if call else ""
 
 
 def missing_from_ours(calls: dict) -> tuple | None:

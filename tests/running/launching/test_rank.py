@@ -6,8 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_course.running import flight_recorder
-from ddp_course.running.launching import rank, stacks
+from ddp_course.running.launching import rank
 
 
 class Posing(torch.Tensor):
@@ -43,12 +42,3 @@ def test_results_on_a_gpu_arrive_on_the_cpu():
     kind, result = pickle.loads(packed)
     assert kind == "result" and result["number"] == 1
     assert type(result["tensor"]) is torch.Tensor and result["tensor"].tolist() == [0, 1, 2]
-
-
-def test_a_collective_on_a_gpu_was_launched_not_finished():
-    words = b"ring_all_reduce of float32 [3]"
-    calls = [flight_recorder.Call(sequence=3, begin=1.0, end=end, words=words) for end in (2.0, -2.0)]
-    texts = [stacks.last_collective([call], "", 5.0) for call in calls]
-    assert [text.rpartition(" ")[2] for text in texts] == ["(finished)", "(launched)"]
-    assert flight_recorder.on_gpu([torch.ones(1), torch.ones(1).as_subclass(Posing)])
-    assert not flight_recorder.on_gpu(torch.ones(1))
