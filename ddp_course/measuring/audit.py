@@ -23,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils import data
 
 from ..running.launching.launch import launch
+from ..running.torch_inside import tree_leaves
 
 FOLDER = "FOLDER"  # Among the arguments it stands for a folder that is gone afterwards.
 
@@ -122,8 +123,8 @@ def run_script(source: str, arguments: list[str]) -> None:
 
 def samples_of(batch: Any) -> list[int]:
     """A number for each sample of a batch, by its content, however the data set and its sampler are made."""
-    tensors = [batch] if isinstance(batch, torch.Tensor) else list(batch.values() if isinstance(batch, dict) else batch)
-    rows = zip(*[tensor for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.dim()], strict=False)
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    rows = zip(*tensors, strict=False)
     return [crc32(b"".join(part.numpy(force=True).tobytes() for part in row)) for row in rows]
 
 

@@ -22,33 +22,28 @@ def time_collective(
     The slowest rank counts in each. The best of several is the one that was least disturbed by what else runs on the
     machine. `collective` works in place and is called once beforehand, to open the connections.
     """
-    ranks = launch(_time_on_rank, collective, nbytes, repeats, world_size=world_size, link=link, device="cpu")
-    return min(max(times) for times in zip(*ranks, strict=True))
+    ranks = launch(_on_rank, collective, nbytes, repeats, world_size=world_size, link=link, device="cpu")
+    return min(max(times) for times in zip(*(times for _, times in ranks), strict=True))
 
 
-def _time_on_rank(collective, nbytes, repeats):
-    tensor = torch.full((nbytes // 4,), 1.0 + dist.get_rank())
-    collective(tensor.clone())
-    times = []
+def count_traffic(collective: Callable[[torch.Tensor], Any], nbytes: int, world_size: int) -> list[wire.Traffic]:
+    """What each rank sends and receives in one `collective(tensor)` of `nbytes`: a list of `wire.Traffic`."""
+    ranks = launch(_on_rank, collective, nbytes, 0, world_size=world_size, device="cpu")
+    return [traffic for traffic, _ in ranks]
+
+
+def _on_rank(collective, nbytes, repeats):
+    """The traffic of a first call, which opens the connections, and the seconds of `repeats` others."""
+    tensor, times = torch.full((nbytes // 4,), 1.0 + dist.get_rank()), []
+    with wire.counting() as traffic:
+        collective(tensor.clone())
     for _ in range(repeats):
         mine = tensor.clone()
         dist.barrier()
         start = perf_counter()
         collective(mine)
         times.append(perf_counter() - start)
-    return times
-
-
-def count_traffic(collective: Callable[[torch.Tensor], Any], nbytes: int, world_size: int) -> list[wire.Traffic]:
-    """What each rank sends and receives in one `collective(tensor)` of `nbytes`: a list of `wire.Traffic`."""
-    return launch(_count_on_rank, collective, nbytes, world_size=world_size, device="cpu")
-
-
-def _count_on_rank(collective, nbytes):
-    tensor = torch.full((nbytes // 4,), 1.0 + dist.get_rank())
-    with wire.counting() as traffic:
-        collective(tensor)
-    return traffic
+    return traffic, times
 
 
 @contextmanager

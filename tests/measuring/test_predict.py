@@ -128,8 +128,8 @@ def test_predict_gpt_fills_a_column(tmp_path, capsys):
     ("change", "words"),
     [
         ({"tensor parallelism": 2}, "2 x 8 x 16 ways are 256 GPUs, not 512"),
-        ({"# layers": -96}, '"-96"; it must be a whole number'),
-        ({"hidden size": "wide"}, '"wide"; it must be a whole number'),
+        ({"# layers": -96}, 'column "# layers" is -96; it must be a whole number'),
+        ({"hidden size": "wide"}, "is wide; it must be a whole number"),
         ({"micro batch": 5}, "does not come out even"),
         ({"# layers": 8}, "16 stages for 8 layers"),
         ({"# layers": 9600, "hidden size": 40000}, "has 80; take more tensor or pipeline ways"),
@@ -151,7 +151,7 @@ def test_a_file_without_a_column_and_one_without_lines_are_refused(tmp_path, cap
     assert cli.main(["predict", "gpt"]) == 2
     assert cli.main(["predict", "gpt", "--csv", str(tmp_path)]) == 2
     errors = capsys.readouterr().err.splitlines()
-    words = ('"# GPUs"', "no lines", "--csv FILE", "cannot read")
+    words = ('"# GPUs" is missing', "no lines", "--csv FILE", "cannot read")
     assert len(errors) == 4 and all(word in error for word, error in zip(words, errors, strict=True)), errors
 
 

@@ -135,10 +135,10 @@ def test_efficiency_falls_with_devices_and_the_knee_is_where_it_passes_90_percen
 
 
 def test_resnets_have_their_published_sizes():
-    sizes = {name: sum(size for _, size, _ in resnets.layers(name)) for name in resnets.SHAPES}
+    sizes = {name: sum(size for size, _ in resnets.layers(name)) for name in resnets.SHAPES}
     published_sizes = {"resnet50": 25557032, "resnet101": 44549160, "resnext50": 25028904, "resnext101": 88791336}
     assert sizes == published_sizes
-    assert sum(work for *_, work in resnets.layers("resnet50")) == pytest.approx(4.09e9, rel=1e-3)
+    assert sum(work for _, work in resnets.layers("resnet50")) == pytest.approx(4.09e9, rel=1e-3)
     assert resnets.profile("resnet50", 0.1).compute_s == pytest.approx(0.1)
 
 

@@ -6,6 +6,7 @@ gloo and NCCL are different algorithms on the same links, and the message-level 
 a delay: a segment is not sent before its receiver has said that it is ready, and only two segments are under way.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -105,9 +106,8 @@ def gpt_ms(row: Row, machine: Machine) -> float:
             f"{split.tensor} x {split.data} x {split.pipeline} ways are {split.gpus} GPUs, not {n['gpus']}"
         )
     shape = Shape(n["layers"], n["width"], n["context"])
-    kept_gb = (
-        (4 + 12 / split.data) * shape.parameters / split.tensor / split.pipeline / 1e9
-    )  # The optimizer is sharded, as with ZeRO-1.
+    part = shape.parameters / split.tensor / split.pipeline
+    kept_gb = (4 + 12 / split.data) * part / 1e9  # The optimizer is sharded, as with ZeRO-1.
     if kept_gb > A100_GB:
         raise ValueError(f"a GPU would keep {kept_gb:,.0f} GB and has {A100_GB}; take more tensor or pipeline ways")
     return 1e3 * step_s(shape, split, machine, n["batch"])
@@ -115,15 +115,10 @@ def gpt_ms(row: Row, machine: Machine) -> float:
 
 def whole(row: Row, column: str) -> int:
     """The whole number in a column of `row`; ValueError if there is none."""
-    try:
-        number = float(row[column])
-    except KeyError:
-        raise ValueError(f'there is no column "{column}"; the columns are those of facts.rows("{GPT}")') from None
-    except (TypeError, ValueError):
-        number = np.nan
-    if number < 1 or number != int(number if number == number else 0):
-        raise ValueError(f'{column} is "{row[column]}"; it must be a whole number, 1 or more')
-    return int(number)
+    number = str(row.get(column, "missing"))
+    if not re.fullmatch(r"[1-9]\d*(\.0)?", number):
+        raise ValueError(f'column "{column}" is {number}; it must be a whole number, 1 or more')
+    return int(float(number))
 
 
 def fit_machine(rows: Sequence[Row]) -> Machine:

@@ -8,49 +8,45 @@ from collections.abc import Iterator
 
 from .model import Layer, Profile
 
-BLOCKS = {"50": (3, 4, 6, 3), "101": (3, 4, 23, 3)}
 SHAPES = {  # blocks of each stage, groups, width of a group at the first stage
-    "resnet50": (BLOCKS["50"], 1, 64),
-    "resnet101": (BLOCKS["101"], 1, 64),
-    "resnext50": (BLOCKS["50"], 32, 4),
-    "resnext101": (BLOCKS["101"], 32, 8),
+    "resnet50": ((3, 4, 6, 3), 1, 64),
+    "resnet101": ((3, 4, 23, 3), 1, 64),
+    "resnext50": ((3, 4, 6, 3), 32, 4),
+    "resnext101": ((3, 4, 23, 3), 32, 8),
 }
 
 
-def layers(name: str) -> Iterator[tuple[str, int, int]]:
-    """Yield (name, parameters, multiplications per picture) for each layer of the network, in forward order.
+def layers(name: str) -> Iterator[tuple[int, int]]:
+    """Yield (parameters, multiplications per picture) of each layer of a network in SHAPES, in forward order.
 
-    A convolution counts with its batch normalisation. The names are those of SHAPES.
+    A convolution counts with its batch normalisation.
     """
     blocks, groups, group_width = SHAPES[name]
-    yield _convolution("stem", 3, 64, 7, 112)
+    yield _convolution(3, 64, 7, 112)
     channels, side = 64, 56
     for stage, count in enumerate(blocks):
         middle, out = groups * group_width * 2**stage, 256 * 2**stage
         for block in range(count):
-            before, label = side, f"stage{stage + 1}.{block + 1}"
-            side = side // 2 if stage and not block else side
-            yield _convolution(f"{label}.reduce", channels, middle, 1, before)
-            yield _convolution(f"{label}.middle", middle, middle, 3, side, groups)
-            yield _convolution(f"{label}.expand", middle, out, 1, side)
-            if not block:
-                yield _convolution(f"{label}.shortcut", channels, out, 1, side)
+            before, side = side, side // 2 if stage and not block else side
+            yield _convolution(channels, middle, 1, before)
+            yield _convolution(middle, middle, 3, side, groups)
+            yield _convolution(middle, out, 1, side)
+            if not block:  # the shortcut
+                yield _convolution(channels, out, 1, side)
             channels = out
-    yield "classifier", channels * 1000 + 1000, channels * 1000
+    yield channels * 1000 + 1000, channels * 1000
 
 
-def profile(name: str, compute_s: float, gradient_bytes: int = 4) -> Profile:
+def profile(name: str, compute_s: float) -> Profile:
     """A `Profile` whose step computes for `compute_s` seconds: a third forward, the rest backward, by multiplications.
 
-    `gradient_bytes` is the size of one number. Backward costs twice a forward: gradients of inputs and of weights.
+    Backward costs twice a forward: gradients of inputs and of weights. A number has 4 bytes.
     """
-    table = list(layers(name))
-    unit = compute_s / (3 * sum(work for *_, work in table))
-    return Profile(
-        tuple(Layer(label, work * unit, 2 * work * unit, size * gradient_bytes) for label, size, work in table)
-    )
+    sizes = list(layers(name))
+    unit = compute_s / (3 * sum(work for _, work in sizes))
+    return Profile(tuple(Layer("", work * unit, 2 * work * unit, 4 * size) for size, work in sizes))
 
 
-def _convolution(name, channels_in, channels_out, kernel, side, groups=1):
+def _convolution(channels_in, channels_out, kernel, side, groups=1):
     weights = channels_in // groups * channels_out * kernel**2
-    return name, weights + 2 * channels_out, weights * side**2
+    return weights + 2 * channels_out, weights * side**2

@@ -79,13 +79,9 @@ class Machine(NamedTuple):
 
     def slower(self, factor: float, links: float = 1.0) -> "Machine":
         """A machine that needs `factor` times as long for everything, with `links` times the links between hosts."""
-        return self._replace(
-            matmul=self.matmul / factor,
-            touched=self.touched * factor,
-            launch_s=self.launch_s * factor,
-            inside=self.inside / factor,
-            host_link=self.host_link * links / factor,
-        )
+        seconds = {"touched": self.touched * factor, "launch_s": self.launch_s * factor}
+        rates = {"matmul": self.matmul, "inside": self.inside, "host_link": self.host_link * links}
+        return self._replace(**seconds, **{name: rate / factor for name, rate in rates.items()})
 
     def on(self, gpu: str) -> "Machine":
         """The same shares of another GPU's datasheet; ValueError for a GPU that is not in DATASHEETS."""
@@ -104,7 +100,7 @@ class Sharding(NamedTuple):
 
 def step_s(shape: Shape, split: Split, machine: Machine, global_batch: int, recompute: bool = True) -> float:
     """Seconds of a step on `global_batch` sequences; ValueError where the split cannot be."""
-    micro_batches = check(shape, split, global_batch)
+    micro_batches = count_micro_batches(shape, split, global_batch)
     weights = shape.parameters / split.tensor / split.pipeline
     average_s = 2 * (split.data - 1) * (2 * weights / split.data / averaging_rate(split, machine) + LATENCY_S)
     stage_s = ceil(shape.layers / split.pipeline) * layer_s(shape, split, machine, recompute)
@@ -145,18 +141,14 @@ def fully_sharded_s(
 ) -> float:
     """Seconds of a step of fully sharded training (ZeRO-3, FSDP) on `gpus` GPUs, one micro-batch on each."""
     split = Split(1, gpus, 1, max(1, global_batch // gpus))
-    check(shape, split, global_batch)
     compute_s = shape.layers * layer_s(shape, split, machine, recompute) + words_s(shape, split, machine)
     rate = machine.inside if gpus <= machine.per_host else sharding.ring
     sent_s = 3 * (gpus - 1) * (2 * shape.parameters / gpus / rate + shape.layers * LATENCY_S)
     return max(compute_s, sent_s) + sharding.shows * min(compute_s, sent_s)
 
 
-def check(shape: Shape, split: Split, global_batch: int) -> int:
+def count_micro_batches(shape: Shape, split: Split, global_batch: int) -> int:
     """How many micro-batches each copy of the model has in a step; ValueError, with what to do, where none fits."""
-    for name, number in {**shape._asdict(), **split._asdict(), "global batch": global_batch}.items():
-        if not number >= 1:
-            raise ValueError(f"{name.replace('_', ' ')} is {number}; it must be 1 or more")
     if split.pipeline > shape.layers:
         raise ValueError(f"{split.pipeline} stages for {shape.layers} layers; give each stage at least one")
     if global_batch % (split.data * split.micro_batch):
