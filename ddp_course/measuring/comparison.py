@@ -40,7 +40,6 @@ from .job import Job, checked
 from .recording import Recording, summed_up
 
 TIMED_STEPS = 10  # On emulated devices this is enough for a median.
-LEARNED = ("loss", "difference", "evaluation", "weights")  # They have the same bits with and without the emulation.
 BUSY = 0.25  # share of a step; emulated devices leave the processor idle for five sixths of the time
 DEFAULT_STAGES = ("1", "2", "3", "4", "5", "6", "torch")
 
@@ -131,10 +130,10 @@ def shown(stages: list[Stage]) -> Iterator[Stage]:
 def measured(stage: Stage, job: Job, place: Place, reference: torch.Tensor | None) -> dict:
     """Run one stage on all its ranks; return its entry in the results, and stage 1's weights."""
     if isinstance(place.device, Device) and job.steps > TIMED_STEPS:
+        # What is learned has the same bits with and without the emulation.
         timed = reports(stage, replace(job, steps=TIMED_STEPS), place, None)
         learned = reports(stage, job, Place("cpu", None), reference)
-        pairs = zip(timed, learned, strict=True)
-        ranks = [{**timing, **{name: learning[name] for name in LEARNED}} for timing, learning in pairs]
+        ranks = [{**rank, "record": timing["record"]} for timing, rank in zip(timed, learned, strict=True)]
     else:
         ranks = reports(stage, job, place, reference)
     refuse_divergence(stage, ranks)
@@ -185,9 +184,9 @@ def reports_of_this_job(stage: Stage, job: Job, settings: dict, reference: torch
     begin, report = time.perf_counter(), None  # Every machine has a clock of its own.
     if dist.get_rank() == 0 or not stage.one_process:
         report = train_and_measure(stage, job, settings, reference)
-        report["began_s"] = [start - begin for start in report["began_s"]]
-        for step in report["timelines"]:
-            step[:] = [[replace(s, start=s.start - begin, end=s.end - begin) for s in lane] for lane in step]
+        record = report["record"]
+        record.began = [start - begin for start in record.began]
+        record.spans = [[replace(s, start=s.start - begin, end=s.end - begin) for s in step] for step in record.spans]
     ranks: list[Any] = [None] * job.world_size
     dist.all_gather_object(ranks, report)
     return [report for report in ranks if report]
@@ -205,7 +204,7 @@ def train_and_measure(stage: Stage, job: Job, settings: dict, reference: torch.T
     full_speed()  # The evaluation is not timed.
     weights = torch.nn.utils.parameters_to_vector(model.parameters()).detach().cpu()
     return {
-        **record.report(),
+        "record": record,
         "loss": losses,
         "difference": 0.0 if reference is None else (weights - reference).abs().max().item(),
         "evaluation": job.problem.evaluate(model) if dist.get_rank() == 0 else None,

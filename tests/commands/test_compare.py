@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from itertools import pairwise
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import denied
@@ -252,12 +253,12 @@ def test_a_busy_machine_is_named_in_table_and_figure(results):
 
 
 def test_a_rank_that_stands_in_line_is_noticed(monkeypatch):
-    clock = iter([0.0, 0.0, 0.0, 0.4, 0.9, 1.4])
+    in_line, now = iter([0.0, 0.0, 0.0, 0.4, 0.9, 1.4]), iter(range(6))
+    monkeypatch.setattr(recording, "ThreadClock", lambda: SimpleNamespace(in_line=lambda: next(in_line)))
+    monkeypatch.setattr(recording, "time", SimpleNamespace(perf_counter=lambda: next(now)))
     record = recording.Recording()
-    record.in_line, now = (lambda: next(clock)), iter(range(6))
-    monkeypatch.setattr(recording.time, "perf_counter", lambda: float(next(now)))
     list(record.stamped(range(5)))
-    assert record.report()["queued"] == pytest.approx(0.5)  # of the steps after the first two
+    assert record.share_in_line() == pytest.approx(0.5)  # of the steps after the first two
 
 
 WITHOUT_NAMESPACES = """

@@ -103,10 +103,9 @@ def test_steps_are_timed_where_nothing_is_recorded(gpu):
     told = []
     record = recording.Recording()
     train(gpu, record.stamped([torch.ones(3)] * 6), told)
-    report = record.report()
     assert [later - sooner for sooner, later in pairwise(told)] == [1, 1, 1, 1, 1]  # waits: steps 2, 4, 6, both ends
-    assert len(report["step_s"]) == 2 and len(report["drawn_s"]) == len(report["timelines"]) == 2  # 3, 5; 4, 6
-    assert all({span.name for span in lanes[0]} >= {"forward", "backward", "wait"} for lanes in report["timelines"])
+    assert record.steps(drawn=False) == [2, 4] and record.steps(drawn=True) == [3, 5]
+    assert all({span.name for span in record.spans[step]} >= {"forward", "backward", "wait"} for step in (3, 5))
 
 
 def test_what_gloo_does_ends_on_the_processor_and_what_nccl_does_on_the_gpu(gpu, monkeypatch):
