@@ -49,7 +49,7 @@ class Recording:
             note()
 
     def steps(self, drawn: bool) -> list[int]:
-        """Numbers of the steps after the warm-up, at least of the last; on a GPU of those that are `drawn`, or timed."""
+        """Numbers of the steps after the warm-up, at least the last; on a GPU of those that are `drawn`, or timed."""
         numbers = range(min(WARM_UP, len(self.spans) - 1), len(self.spans))
         return [n for n in numbers if not self.on_gpu or n % 2 == drawn] or [numbers[-1]]
 
