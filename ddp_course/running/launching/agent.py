@@ -18,30 +18,44 @@ from typing import Any
 
 from ...errors import LaunchError
 from .. import linux
-from .channel import LOOPBACK, PIPES_PER_RANK, close_all, write
+from .channel import FILES_PER_RANK, LOOPBACK, open_memory, send
 
 SCRIPT = str(Path(__file__).with_name("preloaded.py"))
 LONGEST_VARIABLE = 100_000  # bytes: Linux starts no program with much longer ones in its environment
 
 
-def own_ranks(launch: socket.socket, setting: dict) -> None:
-    """Carry out one launch: start its ranks, tell the caller how each one ended, and exit."""
-    write(launch.fileno(), ("agent", None, os.getpid()))
-    log, *shared = socket.recv_fds(launch, 1, 3)[1]
+def own_ranks(launch: socket.socket, setting: dict, log: int, shared: list) -> None:
+    """Carry out one launch: start its ranks, tell the caller how each one ended, and exit.
+
+    `shared`: the open files with the call and the recorder.
+    """
+    send(launch.fileno(), "agent", None, os.getpid())
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
     try:
         link = pickle.loads(setting["link"])
-        if setting["private"] and link is None and not setting["store"]:
-            leave_the_common_network()
-        master = lay_link(link, setting["world_size"])
+        master = prepare_network(setting, link)
     except Exception as error:
-        write(launch.fileno(), ("refused", None, error))
+        send(launch.fileno(), "refused", None, error)
         os._exit(1)
+    linux.die_with_parent()  # once more: Linux forgets it when a process changes its credentials
     wait_for(start_ranks(setting, link, master, shared, launch), launch)
     os._exit(0)
+
+
+def prepare_network(setting: dict, link: Any) -> str:
+    """Make the emulated link ready, if there is one, and return the address where the ranks find the store."""
+    if link is not None:
+        link.prepare(setting["world_size"])  # before any thread or socket: it may enter new namespaces
+        return link.network.master_address
+    if setting["private"] and not setting["store"]:
+        leave_the_common_network()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        if probe.connect_ex((LOOPBACK, 9)):  # sends nothing: it only looks for a way
+            raise LaunchError("ranks meet on 127.0.0.1, but this machine's loopback is down; run: ip link set lo up")
+    return LOOPBACK
 
 
 def leave_the_common_network() -> None:
@@ -51,29 +65,14 @@ def leave_the_common_network() -> None:
         linux.raise_loopback()
     except OSError as error:
         raise LaunchError(f"DDP_COURSE_NETWORK is private, which this system forbids ({error.strerror})") from None
-    linux.die_with_parent()  # once more: Linux forgets it when a process changes its credentials
-
-
-def lay_link(link: Any, world_size: int) -> str:
-    """Make the emulated link ready, if there is one, and return the address where the ranks find the store."""
-    if link is None:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            if probe.connect_ex((LOOPBACK, 9)):  # sends nothing: it only looks for a way
-                raise LaunchError(
-                    "ranks meet on 127.0.0.1, but this machine's loopback is down; run: ip link set lo up"
-                )
-        return LOOPBACK
-    link.prepare(world_size)  # before any thread or socket: it may enter new namespaces
-    linux.die_with_parent()  # once more: Linux forgets it when a process changes its credentials
-    return link.network.master_address
 
 
 def start_ranks(setting: dict, link: Any, master: str, shared: list, launch: socket.socket) -> dict:
-    """Start the ranks; returns their numbers by process id. `shared`: the open files with the call and the recorder.
+    """Start the ranks; returns their numbers by process id.
 
     Rank 0 serves their store, on a socket that is bound here: two launches never clash, and this process has no
     thread but its main one, so that it may fork (a lock that a thread holds at a fork stays locked for ever). A rank's
-    pipes are closed here once it has them: no other rank inherits them, so its end shows as their end.
+    pipes are closed here once it has them, and no other rank inherits them.
     """
     listener = None if setting["store"] else socket.create_server((master, 0), backlog=1024)
     setting["store"] = setting["store"] or listener.getsockname()
@@ -83,14 +82,15 @@ def start_ranks(setting: dict, link: Any, master: str, shared: list, launch: soc
                 importlib.import_module(name)  # they are read afresh for this launch, but once for all its ranks
     agent, ranks = os.getpid(), {}
     for number in setting["ranks"]:
-        pipes = socket.recv_fds(launch, 1, PIPES_PER_RANK)[1]
-        files = [*shared, *pipes]
+        own = socket.recv_fds(launch, 1, FILES_PER_RANK)[1]
+        files = [*shared, *own]
         pid = os.fork() if setting["start"] == "fork" else start_anew(setting, number, link, files, listener)
         if pid == 0:
             launch.close()
             be_rank(agent, setting, number, link, files, listener)
         ranks[pid] = number
-        close_all(pipes)
+        for descriptor in own:
+            os.close(descriptor)
     return ranks
 
 
@@ -99,13 +99,10 @@ def start_anew(setting: dict, number: int, link: Any, files: list, listener: soc
     port = listener.fileno() if listener is not None and number == 0 else None
     for descriptor in files if port is None else [*files, port]:
         os.set_inheritable(descriptor, True)
-    reading, writing = os.pipe()
-    command, stdin = [sys.executable, SCRIPT, "rank"], (os.POSIX_SPAWN_DUP2, reading, 0)
-    pid = os.posix_spawn(command[0], command, preloading_environment(), file_actions=[stdin])
-    os.close(reading)
-    write(writing, {**setting, "agent": os.getpid(), "link": pickle.dumps(link), "rank": (number, files, port)})
-    os.close(writing)
-    return pid
+    own = {**setting, "agent": os.getpid(), "link": pickle.dumps(link), "rank": (number, files, port)}
+    with open_memory("rank", pickle.dumps(own)) as file:
+        command, stdin = [sys.executable, SCRIPT, "rank"], (os.POSIX_SPAWN_DUP2, file.fileno(), 0)
+        return os.posix_spawn(command[0], command, preloading_environment(), file_actions=[stdin])
 
 
 def preloading_environment() -> dict:
@@ -133,7 +130,6 @@ def be_rank(agent: int, setting: dict, number: int, link: Any, files: list, list
 
 def be_new_rank(setting: dict) -> None:
     """Be one rank in a process that was started anew. Never returns."""
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     number, files, port = setting["rank"]
     listener = None if port is None else socket.socket(fileno=port)
     be_rank(setting["agent"], setting, number, pickle.loads(setting["link"]), files, listener)
@@ -147,4 +143,4 @@ def wait_for(ranks: dict, launch: socket.socket) -> None:
     while ranks:
         pid, status = os.wait()
         if pid in ranks:
-            write(launch.fileno(), ("exited", ranks.pop(pid), os.waitstatus_to_exitcode(status)))
+            send(launch.fileno(), "exited", ranks.pop(pid), os.waitstatus_to_exitcode(status))

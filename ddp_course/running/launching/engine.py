@@ -17,8 +17,9 @@ from typing import Any
 import psutil
 import torch
 
+from .channel import open_memory
 from .local import LocalRanks
-from .setting import describe_launch, open_memory
+from .setting import describe_launch
 
 LEASE_SECONDS = 2.5  # a host ends its ranks when no request for news came for so long
 NEWS_SECONDS = 0.4  # how long an engine waits for news
@@ -71,7 +72,7 @@ def news(number: int) -> bytes:
 
 
 def call(number: int, method: str, *arguments: Any) -> Any:
-    """Call a method of a launch's ranks on this host: order, ask or look."""
+    """Call a method of a launch's ranks on this host: order or look."""
     return getattr(_parts[number].ranks, method)(*arguments)
 
 
@@ -85,11 +86,9 @@ class Part:
     """The ranks of one launch that live on this host, and what they have said that the head has not heard yet."""
 
     def __init__(self, setting: dict, packed: bytes):
-        self.ranks, self.payload = LocalRanks(setting), open_memory("call")
+        self.ranks, self.payload = LocalRanks(setting), open_memory("call", packed)
         self.ending, self.asked_at, self.events, self.changed = False, time.monotonic(), [], threading.Condition()
         self.ranks.hear = self.note
-        self.payload.write(packed)
-        self.payload.flush()
         self.ranks.start(self.payload)
         threading.Thread(target=self.watch, daemon=True).start()
 
@@ -111,8 +110,6 @@ class Part:
         while not (self.ranks.gone or self.ending or time.monotonic() > self.asked_at + LEASE_SECONDS):
             self.ranks.step(TICK_SECONDS)
         self.ranks.end()
-        while self.ranks.step(0):
-            pass
         self.ranks.release()
         self.payload.close()
         self.note("over", self.ranks.cut_off, self.ranks.explain())

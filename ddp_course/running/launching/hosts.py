@@ -12,7 +12,7 @@ import pickle
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import IO, Any
 
 from ...errors import LaunchError
@@ -151,7 +151,6 @@ class RanksOnHosts(Ranks):
 
     def start(self, payload: IO[bytes]) -> None:
         """Open the store here, and start the ranks on all hosts."""
-        payload.seek(0)
         count, sizes = len(self.members), [len(ranks) for ranks in self.ranks_on]
         backends = set(self.call_all(engine.backend, sizes, [self.request["device"]] * count))
         self.store = serve_store_on(socket.create_server((head_address(), 0), backlog=1024))
@@ -218,33 +217,26 @@ class RanksOnHosts(Ranks):
             self.cut_off = True
             self.lost.append(reason)
 
-    def order(self, message: bytes) -> None:
-        """Give all ranks their next call, packed, or b"": all have their results, and may leave."""
+    def order(self, word: bytes) -> None:
+        """Tell all ranks that there is another call, or that they may leave."""
         for index in self.left:
-            self.call(index, engine.call, self.number, "order", message)
+            self.call(index, engine.call, self.number, "order", word)
 
-    def ask(self, pids: dict) -> None:
-        """Ask these ranks for their stacks."""
-        list(self.answers("ask", pids))
-
-    def look(self, pids: dict) -> tuple[dict, dict]:
-        """The state of each rank's process, and its last collectives, by rank."""
-        statuses, calls = {}, {}
-        for late, (states, made) in self.answers("look", pids):
-            statuses |= states
-            calls |= made
-            for call in (call for last in made.values() for call in last):
-                call.begin += late
-        return statuses, calls
-
-    def answers(self, method: str, pids: dict) -> Iterator[tuple]:
-        """What a method of their ranks returns on all hosts, and how late each host's clock is."""
-        replies = {index: self.call(index, engine.call, self.number, method, pids) for index in self.left}
+    def look(self, pids: dict) -> tuple[dict, dict, dict]:
+        """By rank: the state of its process, its stacks, and its last collectives."""
+        replies = {index: self.call(index, engine.call, self.number, "look", pids) for index in self.left}
+        statuses, dumps, calls = {}, {}, {}
         for index, reply in replies.items():
             try:
-                yield self.late[index], reply.get(timeout=SILENCE_SECONDS)
+                seen = reply.get(timeout=SILENCE_SECONDS)
             except Exception:  # the engine died, as in `take`
                 self.lose(index)
+                continue
+            for everywhere, here in zip((statuses, dumps, calls), seen, strict=True):
+                everywhere |= here
+            for call in (call for last in seen[2].values() for call in last):
+                call.begin += self.late[index]
+        return statuses, dumps, calls
 
     def host_of(self, rank: int) -> str:
         """The name of the host that a rank lives on."""

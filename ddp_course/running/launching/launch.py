@@ -14,9 +14,10 @@ from typing import IO, Any
 
 from ...errors import CourseError, LaunchError
 from . import pickling
+from .channel import open_memory
 from .launched import Launch, show_line
 from .local import LocalRanks
-from .setting import describe_launch, open_memory
+from .setting import describe_launch
 
 EXPECTED = (CourseError, ValueError, TypeError, KeyboardInterrupt)
 LONGEST_TIMEOUT = 1e7  # seconds
@@ -123,7 +124,4 @@ def pack_call(fn: Callable, args: tuple, kwargs: dict) -> IO[bytes]:
     except Exception as error:
         name, reason = pickling.unsendable(pickling.used_by(fn, args, kwargs)) or (repr(fn), error)
         raise TypeError(f"{name} cannot be sent to other processes: {reason}") from None
-    payload = open_memory("call")
-    payload.write(packed)
-    payload.flush()
-    return payload
+    return open_memory("call", packed)

@@ -11,6 +11,7 @@ from typing import IO, Any
 
 from ...errors import Failure, LaunchError, LaunchTimeout, RankError
 from . import stacks
+from .channel import LEAVE
 from .progress import Bar
 
 STARTING_SECONDS = 60.0  # torch may be imported from a cold disk; the launch's own time starts after that
@@ -18,10 +19,7 @@ GRACE_SECONDS = 0.25  # after a failure other ranks may report theirs: the earli
 KEPT_GRACE_SECONDS = 2.0  # ranks that stay have longer: if all of them fail, they need not end
 EXIT_CODE_SECONDS = 1.5  # after a connection was lost, the system may say so late which rank died, and how
 ENDING_SECONDS = 5.0  # all processes end so soon after the last result, or after the order to end
-STACK_SECONDS = 2.0  # when time has run out, ranks may write their stacks for so long …
-QUIET_SECONDS = 0.4  # … or until nothing has come for so long
 TICK_SECONDS = 1.0  # the caller looks at least so often at what has become of the launch
-KEPT = 1 << 18  # It counts the characters of a rank's stacks, and of the log.
 UNCONNECTED = (
     "launch: no collective ran, so these are {} models that know nothing of each other, and they differ now. "
     "To train one together, wrap the model or average the gradients.\n"
@@ -46,15 +44,14 @@ class Ranks:
 
     start(payload)      bring the ranks to life; `payload` is an open file with the packed call
     step(seconds)       pass on what has arrived, waiting at most so long for it; False if nothing came
-    order(message)      give all ranks their next call, packed; or b"": all have their results, and may leave
-    ask(pids)           ask these ranks for their stacks; process ids by rank
-    look(pids)          the state of each rank's process, and its last collectives, by rank
-    end(), release()    end what still runs, and wait until it has; give back what was open
-    explain()           which process that the ranks depend on has ended, and how; "" if that is not known
+    order(word)         tell all ranks that there is another call, or that they may leave: all have answered
+    look(pids)          what the ranks do, by rank: states of processes, stacks, last collectives
+    end(), release()    end what still runs, wait until it has, and read the last lines; give back what was open
+    explain()           why the ranks have ended, as far as that is known: "" or lines of text
 
-    What ranks say becomes events, `hear(kind, rank, value, late)`: "message" (pickled: the rank has started, or its
-    result, …), "stdout" and "stderr" (a line), "stack" and "log" (bytes), "exited" (a code), "refused" (an exception).
-    `late`: seconds by which the clock here is ahead of the rank's.
+    What ranks say becomes events, `hear(kind, rank, value, late)`: "started" (a process id), "steps" (their number),
+    "unconnected" (the sum over a model), "answer" (packed), "stdout" and "stderr" (a line), "exited" (a code, and the
+    last words), "refused" (an exception). `late`: seconds by which the clock here is ahead of the rank's.
     """
 
     hear: Callable
@@ -85,9 +82,8 @@ class Launch:
         self.pids: dict = {}
         self.results: dict = {}
         self.failures: dict = {}
-        self.exit_codes: dict = {}
+        self.died = False  # whether a rank's process has ended in mid-launch
         self.unconnected: dict = {}  # {rank that trained without any message: the sum over its model}
-        self.stacks, self.log = [""] * world_size, ""
         self.timed_out: LaunchTimeout | None = None
         self.refusal: Exception | None = None
         ranks.hear = self.hear
@@ -110,7 +106,7 @@ class Launch:
             self.look_at_ranks()
             return
         if self.has_all_results() and not self.failures and not self.keeps:
-            self.ranks.order(b"")
+            self.ranks.order(LEAVE)
             read_for(ENDING_SECONDS, lambda: self.ranks.gone or self.failures)
         if self.failures:
             read_for(KEPT_GRACE_SECONDS if self.keeps else GRACE_SECONDS, self.all_have_reported)
@@ -119,48 +115,44 @@ class Launch:
     def hear(self, kind: str, rank: int, value: Any = None, late: float = 0.0) -> None:
         """Note one event of `Ranks`."""
         match kind:
-            case "message":
-                self.note(rank, value, late)
+            case "started":
+                self.pids[rank] = value
+            case "steps":
+                self.bar.advance_to(value)
+            case "unconnected":
+                self.unconnected[rank] = value
+            case "answer":
+                self.answered(rank, value, late)
             case "stdout" | "stderr":
                 host = self.ranks.host_of(rank)
                 self.show(self.bar, f"{rank} {host}" if host else rank, kind, value)
-            case "stack":
-                self.stacks[rank] = (self.stacks[rank] + value.decode("utf-8", "replace"))[-KEPT:]
-            case "log":
-                self.log = (self.log + value.decode("utf-8", "replace"))[-KEPT:]
             case "refused":
                 self.refusal = value
             case "exited":
-                self.exited(rank, value)
+                self.exited(rank, *value)
 
-    def note(self, rank: int, pickled: bytes, late: float) -> None:
-        """Note that a rank has started, or trained a few steps, or returned a result, or failed."""
+    def answered(self, rank: int, packed: bytes, late: float) -> None:
+        """Note that a rank has returned a result, or failed."""
         try:
-            kind, value = pickle.loads(pickled)
+            kind, value = pickle.loads(packed)
         except Exception as error:
             message = f"its result cannot be read here: {type(error).__name__}: {error}"
             kind, value = "failed", {"type_name": "TypeError", "message": message, "time": time.monotonic() - late}
-        if kind == "started":
-            self.pids[rank] = value
-        elif kind == "steps":
-            self.bar.advance_to(value)
-        elif kind == "unconnected":
-            self.unconnected[rank] = value
-        elif kind == "result":
+        if kind == "result":
             self.results[rank] = value
         else:
             value["time"] += late
             self.failures[rank] = Failure(rank=rank, host=self.ranks.host_of(rank), **value)
 
-    def exited(self, rank: int, code: int) -> None:
-        """Note the exit code of a rank's process; one that never came to life has said why."""
+    def exited(self, rank: int, code: int, words: str) -> None:
+        """Note the exit code and the last words of a rank's process; one that never came to life has said why."""
         if not self.closing and (code or self.keeps or rank not in self.results):
-            self.exit_codes[rank] = code
-            kind, words = how_it_ended(code)
-            failure = Failure(rank, kind, words, time=time.monotonic(), host=self.ranks.host_of(rank))
+            self.died = True
+            kind, how = how_it_ended(code)
+            failure = Failure(rank, kind, how, words, time.monotonic(), host=self.ranks.host_of(rank))
             self.failures.setdefault(rank, failure)
             if code > 0 and rank not in self.pids:
-                self.refusal = LaunchError(f"the ranks could not be started\n{self.log}".strip())
+                self.refusal = LaunchError(f"the ranks could not be started\n{words}".strip())
 
     def is_decided(self) -> bool:
         """Whether nothing but the end is left to wait for."""
@@ -179,51 +171,34 @@ class Launch:
         return any(not failure.consequence for failure in self.failures.values())
 
     def look_at_ranks(self) -> None:
-        """Ask every rank for its stack, and note what each one was doing."""
-        self.ranks.ask({rank: pid for rank, pid in self.pids.items() if rank not in self.results})
-        deadline = time.monotonic() + STACK_SECONDS
-        while self.ranks.step(QUIET_SECONDS) and time.monotonic() < deadline:
-            pass
-        statuses, calls = self.ranks.look(self.pids)
-        states, cause = stacks.look(statuses, self.stacks, calls, self.results)
+        """Note what each rank is doing."""
+        states, cause = stacks.look(self.world_size, self.results, *self.ranks.look(self.pids))
         for state in states:
             state.host = self.ranks.host_of(state.rank)
         self.timed_out = LaunchTimeout(self.timeout, states, cause)
 
     def close(self) -> None:
-        """End what still runs, read the last lines, and give everything back."""
+        """End what still runs, and give everything back."""
         self.closing = True
         try:
             self.ranks.end()
-            while self.ranks.step(0):
-                pass
-            self.bar.close()
         finally:
             self.ranks.release()
+            self.bar.close()
 
     def outcome(self) -> list:
         """The results in rank order, or the error that says best what happened."""
         if error := self.refusal or self.timed_out:
             raise error
         if self.failures and (self.cause_is_known() or not self.ranks.cut_off):
-            raise RankError(self.ordered_failures(), self.world_size)
+            failures = sorted(self.failures.values(), key=lambda failure: (failure.consequence, failure.time))
+            raise RankError(failures, self.world_size)
         if self.failures or not self.has_all_results():
             reason = self.ranks.explain()
-            first = f"the ranks were ended from outside{': ' if reason else ''}{reason}; launch again"
-            raise LaunchError(f"{first}\n{self.log}".strip())
+            raise LaunchError(f"the ranks were ended from outside, launch again{': ' if reason else ''}{reason}")
         if len(self.unconnected) == self.world_size and len(set(self.unconnected.values())) > 1:
             self.bar.print(UNCONNECTED.format(self.world_size), "stderr")
         return [self.results[rank] for rank in range(self.world_size)]
-
-    def ordered_failures(self) -> list:
-        """The earliest first; broken connections, which only follow from another rank's failure, last.
-
-        A rank that died shows its last stack.
-        """
-        for rank in self.exit_codes:
-            frames = "\n".join(map(stacks.show, stacks.parse(self.stacks[rank])))
-            self.failures[rank].traceback = self.failures[rank].traceback or frames or self.log
-        return sorted(self.failures.values(), key=lambda failure: (failure.consequence, failure.time))
 
 
 def how_it_ended(code: int) -> tuple:

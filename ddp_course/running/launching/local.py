@@ -2,9 +2,9 @@
 
     caller ── server ── agent (one per launch) ── rank 0 … rank K-1
 
-Through one socket the agent gets the setting and the open files of its ranks: a log, the call, the flight recorder,
-and of each rank the far ends of the pipes on which it hears orders, reports, prints and shows its stacks. The caller
-reads all of them in one loop: no threads, no signal handlers, nothing for a cell to hang on.
+Through one socket the agent gets open files: those in memory, which hold the setting, a log, the call and the flight
+recorder, and for each rank the far ends of the pipes for its orders, messages and prints, and files for its stacks and
+its answer. The caller reads all pipes in one loop: no threads, no signal handlers, nothing for a cell to hang on.
 """
 
 import atexit
@@ -17,18 +17,22 @@ import subprocess
 import sys
 import tempfile
 import threading
-from contextlib import suppress
+import time
+from contextlib import ExitStack, suppress
 from functools import partial
-from typing import IO, Any
+from typing import IO
 
 from .. import flight_recorder
 from . import stacks
 from .agent import SCRIPT, preloading_environment
-from .channel import Inbox, Lines, Mail, close_all, write
+from .channel import LEAVE, Inbox, Lines, open_memory, parse
 from .launched import ENDING_SECONDS, Ranks, how_it_ended
-from .setting import open_memory, start_method
+from .setting import start_method
 
 MARK = "DDP_COURSE_LAUNCH"  # this environment variable marks all programs that ranks start
+STREAMS = ("stdout", "stderr")
+STACK_SECONDS = 1.0  # when time has run out, ranks may write their stacks for so long
+LONGEST_TEXT = 1 << 18  # bytes of the stacks of a rank, or of a log, that are shown
 NEEDED_TOO = ("torch._dynamo", "pytest")  # ranks need these as well if the caller has loaded them, and they load slowly
 
 
@@ -60,9 +64,7 @@ class Server:
 
     def log(self) -> str:
         """What it wrote on its standard error: nothing, unless it could not start."""
-        if self.complaints.closed:
-            return ""
-        return os.pread(self.complaints.fileno(), 1 << 16, 0).decode("utf-8", "replace")
+        return "" if self.complaints.closed else text_in(self.complaints)
 
     def close(self) -> None:
         """End it, unless it is of the process that forked us, and with it all launches that still run."""
@@ -112,10 +114,17 @@ class LocalRanks(Ranks):
         self.server: Server | None = None
         self.agent: int | None = None  # this process id is also the process group of all that it starts
         self.agent_code: int | None = None
-        self.orders: dict = {}  # {rank: the pipe over which it hears of the next call, or that it may leave}
-        self.far_ends: dict = {}
-        self.recorder = open_memory("recorder")
+        self.files = ExitStack()  # it closes all that is open but the inbox
+        self.log, self.recorder = self.open_file(), self.open_file()
         self.recorder.truncate(flight_recorder.size(setting["world_size"]))
+        self.stacks = {rank: self.open_file() for rank in self.ranks}
+        self.answers = {rank: self.open_file() for rank in self.ranks}
+        self.orders: list = []  # the pipes over which ranks hear of the next call, or that they may leave
+        self.words = ""  # what is in the log, once that is closed
+
+    def open_file(self, content: bytes = b"") -> IO[bytes]:
+        """A file in memory that is closed with the launch."""
+        return self.files.enter_context(open_memory("launch", content))
 
     def start(self, payload: IO[bytes]) -> None:
         """Have the server fork an agent, and hand over to it."""
@@ -124,40 +133,46 @@ class LocalRanks(Ranks):
             self.server = ask_for_agent(theirs)
         with suppress(BrokenPipeError, ConnectionResetError):  # Its end arrives next.
             self.hand_over(connection, payload)
-        self.inbox.add(connection.detach(), Mail(self.from_agent, self.all_gone))
+        self.inbox.add(connection.detach(), Lines(self.from_agent, self.all_gone))
 
     def hand_over(self, connection: socket.socket, payload: IO[bytes]) -> None:
-        """Give the agent what it needs: the setting, and open files.
+        """Give the agent the open files that it and its ranks need.
 
-        Far ends of pipes stay open here until their rank has spoken: macOS loses what is closed on its way.
+        Far ends of pipes stay open here, too: macOS loses what is closed on its way.
         """
-        write(connection.fileno(), self.setting)
-        log = self.inbox.pipe(partial(self.tell, "log", self.ranks[0]))
-        self.far_ends[self.ranks[0]] = [log]
-        socket.send_fds(connection, [b"f"], [log, payload.fileno(), self.recorder.fileno()])
+        files = [self.open_file(pickle.dumps(self.setting)), self.log, payload, self.recorder]
+        socket.send_fds(connection, [b"f"], [file.fileno() for file in files])
         for rank in self.ranks:
             orders, writing = os.pipe()
-            self.orders[rank] = open(writing, "wb")  # noqa: SIM115 (closed by `release`)
-            report = Mail(partial(self.tell, "message", rank))
-            prints = [Lines(partial(self.tell, stream, rank)) for stream in ("stdout", "stderr")]
-            readers: list = [report, *prints, partial(self.tell, "stack", rank)]
+            self.orders.append(writing)
+            readers = [partial(self.from_rank, rank), *(partial(self.hear, stream, rank) for stream in STREAMS)]
             ends = [orders, *map(self.inbox.pipe, readers)]
-            self.far_ends.setdefault(rank, []).extend(ends)
+            for end in (writing, *ends):
+                self.files.callback(os.close, end)
+            ends += [self.stacks[rank].fileno(), self.answers[rank].fileno()]
             socket.send_fds(connection, [b"f"], ends)
 
-    def from_agent(self, pickled: bytes) -> None:
-        """The agent lives, could not set up the link, or tells how a rank ended; or the server how the agent did."""
-        kind, rank, value = pickle.loads(pickled)
+    def from_agent(self, line: str) -> None:
+        """The agent lives, or could not set up the link, or tells how a rank ended; or the server how the agent did."""
+        kind, rank, value = parse(line)
         if kind == "agent":
             self.agent = value
         elif kind == "agent exited":
             self.agent_code = value
+        elif kind == "exited":
+            self.hear(kind, rank, (value, stacks.shown(text_in(self.stacks[rank])) or text_in(self.log)))
         else:
-            self.tell(kind, rank, value)
+            self.hear(kind, rank, value)
 
-    def tell(self, kind: str, rank: int, value: Any = None) -> None:
-        """Pass on an event."""
-        close_all(self.far_ends.pop(rank, []))
+    def from_rank(self, rank: int, line: str) -> None:
+        """Pass on a message of a rank, with its answer if it has given one; what cannot be read is an empty answer."""
+        try:
+            kind, value = parse(line)
+        except Exception:
+            kind, value = "answer", b""
+        if kind == "answered":
+            self.answers[rank].seek(0)
+            kind, value = "answer", self.answers[rank].read()
         self.hear(kind, rank, value)
 
     def step(self, seconds: float) -> bool:
@@ -170,23 +185,21 @@ class LocalRanks(Ranks):
             self.all_gone()
         return came
 
-    def order(self, message: bytes) -> None:
-        """Give all ranks their next call, packed, or b"": all have their results, and may leave."""
-        self.ending |= not message
-        for file in self.orders.values():
-            with suppress(OSError):  # the rank may have ended
-                write(file.fileno(), message)
+    def order(self, word: bytes) -> None:
+        """Tell all ranks that there is another call, or that they may leave."""
+        self.ending |= word == LEAVE
+        for pipe in self.orders:
+            os.write(pipe, word)
 
-    def ask(self, pids: dict) -> None:
-        """Ask these ranks, as far as they are here, for their stacks, by a signal."""
+    def look(self, pids: dict) -> tuple[dict, dict, dict]:
+        """By rank: the state of its process, its stacks as faulthandler writes them, and its last collectives."""
         for rank in pids.keys() & set(self.ranks):
             with suppress(ProcessLookupError):
                 os.kill(pids[rank], signal.SIGUSR1)
-
-    def look(self, pids: dict) -> tuple[dict, dict]:
-        """The state of each rank's process, and its last collectives, by rank."""
-        calls = flight_recorder.calls(self.recorder.fileno(), self.setting["world_size"])
-        return {rank: stacks.status_of(pids[rank]) if rank in pids else "" for rank in self.ranks}, calls
+        time.sleep(STACK_SECONDS)
+        statuses = {rank: stacks.status_of(pids[rank]) if rank in pids else "" for rank in self.ranks}
+        dumps = {rank: text_in(file) for rank, file in self.stacks.items()}
+        return statuses, dumps, flight_recorder.calls(self.recorder.fileno(), self.setting["world_size"])
 
     def all_gone(self) -> None:
         """Note that no process of the launch is left."""
@@ -194,11 +207,9 @@ class LocalRanks(Ranks):
         self.gone = True
 
     def end(self) -> None:
-        """Kill what still runs, and wait until the server has reaped it."""
+        """Kill what still runs, wait until the server has reaped it, and read the last lines."""
         self.ending = True
-        while self.step(0):
-            pass
-        if self.server is not None and not self.gone:
+        if self.server is not None:
             self.read_for(ENDING_SECONDS, lambda: self.agent or self.gone)
         if self.agent and (self.cut_off or not self.gone):
             with suppress(ProcessLookupError, PermissionError):
@@ -206,6 +217,8 @@ class LocalRanks(Ranks):
             self.read_for(ENDING_SECONDS, lambda: self.gone)
         if self.agent and (self.cut_off or sys.platform != "linux"):  # then no server has killed what left the group
             kill_marked(self.mark)
+        while self.step(0):
+            pass
 
     def server_code(self) -> int | None:
         """The exit code of the server, None while it runs; it ends a moment after its socket has."""
@@ -216,21 +229,24 @@ class LocalRanks(Ranks):
         return self.agent is None and (self.server_code() is not None or not self.server.usable())
 
     def explain(self) -> str:
-        """Whether the server or the agent has ended, and how."""
+        """Whether the server or the agent has ended, and how; and what they wrote."""
         for name, code in (("the launch server", self.server_code()), ("their agent", self.agent_code)):
             if code is not None:
                 kind, words = how_it_ended(code)
-                return f"{name} {'was ' * (code < 0)}{kind} {words}\n{self.server.log()}".rstrip()
-        return ""
+                return f"{name} {'was ' * (code < 0)}{kind} {words}\n{self.server.log()}{self.words}".rstrip()
+        return self.words
 
     def release(self) -> None:
-        """Close the pipes and the recorder's memory."""
+        """Close pipes and files."""
+        self.words = text_in(self.log)
+        self.orders.clear()
         self.inbox.close()
-        for ends in self.far_ends.values():
-            close_all(ends)
-        for file in self.orders.values():
-            file.close()
-        self.recorder.close()
+        self.files.close()
+
+
+def text_in(file: IO[bytes]) -> str:
+    """The text that other processes have written to a file so far."""
+    return os.pread(file.fileno(), LONGEST_TEXT, 0).decode("utf-8", "replace")
 
 
 def kill_marked(mark: str) -> None:

@@ -23,6 +23,7 @@ from IPython.core.magic_arguments import argument, magic_arguments, parse_argstr
 
 from ...errors import LaunchError
 from .cell import PROVIDED, compile_cell, run_cell, used_names
+from .channel import CALL, open_memory
 from .launch import EXPECTED, LONGEST_TIMEOUT, check_request, pack_call, plain, run_ranks
 from .launched import Launch, show_line
 from .local import LocalRanks
@@ -42,40 +43,37 @@ class KeptRanks(Launch):
     def __init__(self, world_size: int, device: str):
         setting = describe_launch(world_size, device, LONGEST_TIMEOUT, None, False)
         super().__init__(LocalRanks({**setting, "idle": IDLE_SECONDS}), world_size, 0.0, False, show_line)
-        self.last_use = time.monotonic()
+        self.payload, self.last_use = open_memory("call"), time.monotonic()
 
     def call(self, payload: IO[bytes], timeout: float, show: Callable) -> list:
         """Run a packed call on all ranks, the first time on new ones; results and errors are those of `launch`.
 
         After an error that left no rank dead or waiting for another, the ranks stay.
         """
-        self.timeout, self.show = timeout, show
+        self.timeout, self.show, self.results, self.failures, self.unconnected = timeout, show, {}, {}, {}
+        self.payload.seek(0)
+        self.payload.truncate()
+        self.payload.write(payload.read())
+        self.payload.flush()
         try:
             if not self.pids:
-                self.ranks.start(payload)
+                self.ranks.start(self.payload)
             elif time.monotonic() > self.last_use + IDLE_SECONDS:
                 raise LaunchError(f"the kept ranks have ended: no cell wanted them for {IDLE_SECONDS / 60:g} minutes")
             else:
-                self.results, self.failures, self.exit_codes = {}, {}, {}
-                while self.ranks.step(0):
-                    pass
-                payload.seek(0)
-                self.ranks.order(payload.read())
+                self.ranks.order(CALL)
             self.watch()
-        except BaseException:
-            self.close()
-            raise
-        self.last_use = time.monotonic()
-        if not self.goes_on():
-            self.close()
+            self.last_use = time.monotonic()
+        finally:
+            if not self.goes_on():
+                self.close()
         return self.outcome()
 
     def goes_on(self) -> bool:
         """Whether the ranks are fit for another call: none died or hangs, and all returned or all failed."""
-        failures = self.failures.values()
-        lonely = any(failure.consequence for failure in failures)
-        unharmed = not (self.timed_out or self.refusal or self.ranks.gone or self.exit_codes or lonely)
-        return unharmed and len(failures) in (0, self.world_size) and self.all_have_reported()
+        lonely = any(failure.consequence for failure in self.failures.values())
+        unharmed = not (self.timed_out or self.refusal or self.ranks.gone or self.died or lonely)
+        return unharmed and len(self.failures) in (0, self.world_size) and self.all_have_reported()
 
 
 def load_ipython_extension(ipython: Any) -> None:

@@ -26,9 +26,10 @@ import select
 import signal
 import socket
 import time
+from typing import BinaryIO
 
 from ddp_course.running import linux
-from ddp_course.running.launching.channel import read_message, write
+from ddp_course.running.launching.channel import send
 
 for name in [name for name in sys.modules if name.startswith("ddp_course")]:
     del sys.modules[name]  # every launch reads the package afresh
@@ -48,7 +49,6 @@ def serve(control: socket.socket, later: list) -> None:
     The modules `later` are loaded when the first launch is over.
     """
     launches: dict = {}  # {process id of the agent: launch socket}
-    ended: dict = {}  # {process id of an agent that has ended: its wait status}
     wakeup, signalled = socket.socketpair()  # the first becomes readable whenever a child ends
     signalled.setblocking(False)
     signal.set_wakeup_fd(signalled.fileno())
@@ -56,22 +56,24 @@ def serve(control: socket.socket, later: list) -> None:
     caller, last_use = os.getppid(), time.monotonic()
     linux.adopt_orphans()  # what an agent leaves behind becomes ours
     while os.getppid() == caller and time.monotonic() < last_use + IDLE_SECONDS:
-        ready, _, _ = select.select([control, wakeup], [], [], 0.02 if ended else 1.0)
-        if wakeup in ready:
-            wakeup.recv(4096)
+        ready, _, _ = select.select([control, wakeup], [], [], 1.0)
         if control in ready and not answer(control, launches):
             break
-        if reap(launches, ended) and not launches and later:
+        if wakeup in ready:
+            wakeup.recv(4096)
+            reap(launches)
+        if later and wakeup in ready and not launches:
             for name in later:
                 if os.getppid() == caller:  # else the caller was killed meanwhile
                     load([name])
             later = []
             linux.take_large_pages()
-        if launches or control in ready:
+        if launches or ready:
             last_use = time.monotonic()
-    ended.update(dict.fromkeys(launches, 0))  # the caller is gone: all launches are to end
+    for agent in launches:  # the caller is gone: all launches are to end
+        os.kill(agent, signal.SIGKILL)
     while launches:
-        reap(launches, ended)
+        reap(launches)
         time.sleep(0.002)
 
 
@@ -116,20 +118,20 @@ def become_agent(launch: socket.socket) -> None:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        if setting := take_setting(launch.fileno()):
-            importlib.import_module(AGENT).own_ranks(launch, setting)
+        if files := socket.recv_fds(launch, 1, 4)[1]:  # else the caller is gone
+            request, log, *shared = files
+            with open(request, "rb") as file:
+                setting = take_setting(file)
+            importlib.import_module(AGENT).own_ranks(launch, setting, log, shared)
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
         os._exit(1)
 
 
-def take_setting(descriptor: int) -> dict | None:
-    """The setting of a launch, with its folder, paths and environment taken on; None if the caller is gone."""
-    message = read_message(descriptor)
-    if not message:
-        return None
-    setting = pickle.loads(message)
+def take_setting(file: BinaryIO) -> dict:
+    """The setting of a launch, with its folder, paths and environment taken on."""
+    setting = pickle.load(file)
     sys.path[:], sys.argv[:] = setting["path"], setting["argv"]
     os.environ.clear()
     os.environ.update(setting["environ"])
@@ -138,47 +140,37 @@ def take_setting(descriptor: int) -> dict | None:
     return setting
 
 
-def reap(launches: dict, ended: dict) -> bool:
-    """Collect ended children; close the sockets of launches of which nothing is left. True if a launch is over."""
+def reap(launches: dict) -> None:
+    """Collect children that have ended. With its agent a launch is over: its caller is told, once nothing is left."""
     pid = -1
     while pid:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
-            break
-        if pid in launches:
-            ended[pid] = status
-    over = [agent for agent in ended if not kill_group(agent)]
-    if not over or kill_strays(launches):
-        return False
-    for agent in over:
-        launch = launches.pop(agent)
-        if status := ended.pop(agent):
-            with contextlib.suppress(OSError):  # the caller may be gone
-                write(launch.fileno(), ("agent exited", None, os.waitstatus_to_exitcode(status)))
-        launch.close()
-    return True
+            return
+        if launch := launches.pop(pid, None):
+            end_what_is_left(pid, launches)
+            if status:
+                with contextlib.suppress(OSError):  # the caller may be gone
+                    send(launch.fileno(), "agent exited", None, os.waitstatus_to_exitcode(status))
+            launch.close()
 
 
-def kill_group(pid: int) -> bool:
-    """Kill a launch's whole process group; False when none of it is left."""
-    try:
-        os.killpg(pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        return False
-    return True
+def end_what_is_left(agent: int, launches: dict) -> None:
+    """Kill the process group of an agent that has ended, and our children that are no agents: they had left it."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(agent, signal.SIGKILL)
+    while strays := children() - launches.keys():
+        for pid in strays:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
 
 
-def kill_strays(launches: dict) -> bool:
-    """Kill our children that are no agents: orphans that had left their launch's group. True if there was any."""
-    children = f"/proc/self/task/{os.getpid()}/children"  # this process has one thread
-    if not os.path.exists(children):
-        return False  # without /proc this is not Linux, and orphans do not come here
-    with open(children) as file:
-        strays = {int(pid) for pid in file.read().split()} - launches.keys()
-    for pid in strays:
-        os.kill(pid, signal.SIGKILL)
-    return bool(strays)
+def children() -> set:
+    """The process ids of our children, if the system tells: without /proc this is not Linux, and adopts no orphans."""
+    with contextlib.suppress(FileNotFoundError), open(f"/proc/self/task/{os.getpid()}/children") as file:
+        return {int(pid) for pid in file.read().split()}
+    return set()
 
 
 if __name__ == "__main__":
@@ -188,5 +180,4 @@ if __name__ == "__main__":
     if start != "rank":
         serve(socket.socket(fileno=os.dup(0)), LATER if start == "fork" else [])
         os._exit(0)  # all that waits for its end need not wait for torch to be taken down
-    elif setting := take_setting(0):
-        importlib.import_module(AGENT).be_new_rank(setting)
+    importlib.import_module(AGENT).be_new_rank(take_setting(sys.stdin.buffer))

@@ -8,7 +8,7 @@ from typing import Any, cast
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .. import flight_recorder, torch_inside
-from .channel import write
+from .channel import send
 
 SECONDS_BETWEEN = 0.1
 
@@ -31,7 +31,7 @@ class Steps:
         """Report the number of steps; without any step there is no report, and so no bar."""
         if self.report is not None and self.done:
             self.reported_at = time.monotonic()
-            write(self.report, ("steps", self.done))
+            send(self.report, "steps", self.done)
 
     def unconnected_model(self) -> float | None:
         """The sum of the trained parameters, if this rank has exchanged no message with any other; else None."""

@@ -1,11 +1,11 @@
 """What happens inside a rank: from the fork to the caller's function, and its result on the way back."""
 
 import faulthandler
-import io
 import linecache
 import mmap
 import os
 import pickle
+import select
 import signal
 import socket
 import sys
@@ -26,7 +26,7 @@ from .. import flight_recorder
 from ..devices.device import emulation_of
 from ..devices.placement import hide_gpus
 from ..torch_inside import serve_store_on
-from .channel import read_message, write
+from .channel import CALL, send
 from .pickling import Pickler
 from .progress import Steps
 
@@ -46,15 +46,15 @@ ELASTIC = "TORCHELASTIC_"  # variables of a torchrun that this launch may be par
 def main(setting: dict, rank: int, link: Any, files: list, listener: Any = None) -> None:
     """Be one rank: move to its place in the emulated network, and reach the caller's function, once or several times.
 
-    `files` are open ones: the packed call, the flight recorder, and pipes for orders, report, output, errors and
-    stacks; `listener`: the socket for the store, if rank 0 is to serve one. After the first call come further ones,
-    packed; or b"", when all ranks have their results and this one may leave. A rank that failed waits as well, until it
-    is killed: if it ended by itself, the others would fail too, with a broken connection, and hide the cause.
+    `files` are open ones: the packed call, the flight recorder, pipes for orders, messages, output and errors, and
+    those for stacks and the answer; `listener`: the socket for the store, if rank 0 is to serve one. A rank that failed
+    waits for orders as well, until it is killed: if it ended by itself, the others would fail too, with a broken
+    connection, and hide the cause.
     """
     if link is not None:
         link.network.enter(rank)  # this comes before any socket, as it may move this process into a network namespace
-    payload, recorder, orders, report, out, err, stacks = files
-    write(report, ("started", os.getpid()))
+    payload, recorder, orders, report, out, err, stacks, answers = files
+    send(report, "started", os.getpid())
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     faulthandler.enable(file=stacks, all_threads=False)  # a segmentation fault writes a stack as well
     steps = Steps(report if setting["progress"] and rank == 0 else None)
@@ -64,42 +64,45 @@ def main(setting: dict, rank: int, link: Any, files: list, listener: Any = None)
         join_group(setting, rank, listener)
         flight_recorder.attach(recorder, rank, setting["world_size"])
         redirect_output(out, err)
-        with mmap.mmap(payload, 0, access=mmap.ACCESS_READ) as packed:
-            function = unpack(packed)
-        result = call(function)
+        result = call()
         if (model := steps.unconnected_model()) is not None:
-            write(report, ("unconnected", model))
+            send(report, "unconnected", model)
         return result
 
-    def call(function):
+    def call():
+        with mmap.mmap(payload, 0, access=mmap.ACCESS_READ) as packed:
+            function = unpack(packed)
         with emulation_of(setting, rank, link):
             result = function()
         steps.tell()
         return result
 
-    write(report, answer(first_call))
-    with suppress(TimeoutError):  # nobody has wanted anything for so long: this rank may leave as well
-        while packed := read_message(orders, setting["idle"]):
-            write(report, answer(lambda: call(unpack(packed))))
+    answer(first_call, answers, report)
+    while select.select([orders], [], [], setting["idle"])[0] and os.read(orders, 1) == CALL:
+        answer(call, answers, report)
     if dist.is_initialized() and "nccl" in dist.get_backend_config():
         dist.destroy_process_group()  # gloo's threads are not torn down, they end with this process
 
 
-def answer(function: Callable[[], Any]) -> bytes:
-    """The message about what `function` returned or raised; a child that it forked, and that comes here, ends."""
+def answer(function: Callable[[], Any], answers: int, report: int) -> None:
+    """Leave what `function` returned or raised in a file, and tell so; a child that it forked ends here."""
     own = os.getpid()
     try:
-        message = pack_result(function())
+        kind, value = "result", function()
     except BaseException as error:
         if os.getpid() != own and not isinstance(error, SystemExit):
             traceback.print_exc()
-        message = pickle.dumps(("failed", describe(error)))
+        kind, value = "failed", describe(error)
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):  # the function may have closed it, or put something else in its place
             stream.flush()
     if os.getpid() != own:
         os._exit(0)
-    return message
+    try:
+        pack(kind, value, answers)
+    except Exception as error:
+        pack("failed", describe(unsendable_result(value, error)), answers)
+    send(report, "answered", None)
 
 
 def join_group(setting: dict, rank: int, listener: socket.socket | None) -> None:
@@ -158,17 +161,20 @@ def unpack(packed: Any) -> Callable[[], Any]:
     return partial(function, *args, **kwargs)
 
 
-def pack_result(result: Any) -> bytes:
-    """The message that carries a result to the caller."""
-    packed = io.BytesIO()
-    try:
-        Packing(packed, protocol=5).dump(("result", result))
-        return packed.getvalue()
-    except Exception as error:
-        raise TypeError(
-            f"the result is a {type(result).__qualname__}, which cannot be sent to the caller ({error}); "
-            "return numbers, tensors, lists or dicts of them"
-        ) from None
+def pack(kind: str, value: Any, answers: int) -> None:
+    """Replace what is in a file by this."""
+    with open(answers, "wb", closefd=False) as file:
+        file.seek(0)
+        file.truncate()
+        Packing(file, protocol=5).dump((kind, value))
+
+
+def unsendable_result(result: Any, error: Exception) -> TypeError:
+    """What to tell about a result that cannot be packed."""
+    return TypeError(
+        f"the result is a {type(result).__qualname__}, which cannot be sent to the caller ({error}); "
+        "return numbers, tensors, lists or dicts of them"
+    )
 
 
 class Packing(Pickler):

@@ -2,19 +2,18 @@
 
 import os
 import sys
-import tempfile
-from typing import IO, Any
+from typing import Any
 
 from ..devices.device import Device, for_ranks
 from ..devices.placement import placement
 from ..linux import free_memory, usable_cores
 from . import pickling
-from .channel import PIPES_PER_RANK
 
 LOOPBACK_CARD = "lo0" if sys.platform == "darwin" else "lo"
 MIB = 1 << 20
 RANK_MEMORY = 64 * MIB  # what an idle CPU rank has of its own, with a small model: measured 13 to 60 MiB
 GPU_RANK_MEMORY = 1024 * MIB  # host memory of a rank that has initialised CUDA
+RANK_FILES = 10  # what the caller has open for a rank: both ends of four pipes, and two files in memory
 SPARE_FILES = 64
 
 
@@ -62,11 +61,6 @@ def describe_launch(
     }
 
 
-def open_memory(name: str) -> IO[bytes]:
-    """A new file that no folder lists, in memory where the system can do that: a full disk is no obstacle."""
-    return tempfile.TemporaryFile() if not hasattr(os, "memfd_create") else open(os.memfd_create(name), "w+b")
-
-
 def check_world_size(world_size: int, argument_bytes: int, on_gpu: bool) -> None:
     """Raise ValueError, with the largest world size that fits, if `world_size` ranks need more than there is.
 
@@ -75,8 +69,8 @@ def check_world_size(world_size: int, argument_bytes: int, on_gpu: bool) -> None
     needed = (GPU_RANK_MEMORY if on_gpu else RANK_MEMORY) + argument_bytes
     free, files = free_memory(), free_files()
     memory = f"about {needed / MIB:,.0f} MiB and {free / MIB:,.0f} MiB are free"
-    pipes = f"{PIPES_PER_RANK} open files and this process may open {files or 'no'} more (see `ulimit -n`)"
-    for most, reason in ((free // needed, memory), (files // PIPES_PER_RANK, pipes)):
+    pipes = f"{RANK_FILES} open files and this process may open {files or 'no'} more (see `ulimit -n`)"
+    for most, reason in ((free // needed, memory), (files // RANK_FILES, pipes)):
         if world_size > most:
             largest = f"the largest that fits is {most}" if most else "not even one rank fits"
             raise ValueError(f"world size {world_size} does not fit: each rank needs {reason}; {largest}")

@@ -18,19 +18,19 @@ POINT_TO_POINT = {"send", "recv", "isend", "irecv", "batch_isend_irecv"}
 LIBRARY = ("/torch/distributed/c10d_logger.py", "/threading.py", "/concurrent/futures/thread.py")
 
 
-def look(statuses: dict, dumps: list, calls: dict, results: dict) -> tuple[list, str]:
+def look(world_size: int, results: dict, statuses: dict, dumps: dict, calls: dict) -> tuple[list, str]:
     """The RankState of every rank, and a sentence about the collective that those who come first did not enter.
 
-    By rank: the state of its process in words, "" before it has started; what faulthandler wrote; the collectives; and
-    the results of those that have finished.
+    By rank: the results of those that have finished; the state of its process in words, "" before it has started; what
+    faulthandler wrote; and the collectives.
     """
     states, entered = [], {}
-    for rank, dump in enumerate(dumps):
-        threads = parse(dump)
-        entered[rank] = next((call for frames in threads for call in torch_calls(frames)), "")
+    for rank in range(world_size):
+        dump = dumps.get(rank, "")
+        entered[rank] = next((call for frames in parse(dump) for call in torch_calls(frames)), "")
         status = "finished, waiting for the others" if rank in results else statuses.get(rank) or "not started yet"
         collective = last_collective(calls.get(rank, []), entered[rank], time.monotonic())
-        states.append(RankState(rank, status, collective, "\n".join(show(frames) for frames in threads)))
+        states.append(RankState(rank, status, collective, shown(dump)))
     name, inside, absent = missing_from_ours(calls) or missing_from_torchs(entered) or ("", [], [])
     verb = "waits" if len(inside) == 1 else "wait"
     cause = f"{enumerate_ranks(absent, 'has', 'have')} not entered {name}, in which {enumerate_ranks(inside)} {verb}"
@@ -116,6 +116,7 @@ def torch_calls(frames: list) -> list:
     return [name for file, _, name in frames if file.endswith("distributed_c10d.py") and not name.startswith("_")]
 
 
-def show(frames: list) -> str:
-    """Frames as in a Python traceback, with the source line where it is known."""
-    return "".join(traceback.format_list([(*frame, None) for frame in frames])).rstrip()
+def shown(dump: str) -> str:
+    """The frames of a dump as in Python tracebacks, with the source lines where they are known."""
+    threads = [traceback.format_list([(*frame, None) for frame in frames]) for frames in parse(dump)]
+    return "\n".join("".join(lines).rstrip() for lines in threads)

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from ..launching.setting import open_memory
+from ..launching.channel import open_memory
 
 CHANNELS = 4  # the default group has one channel, and all other groups share three, by their names
 DEPTH = 512  # so many messages between two ranks may be under way at once

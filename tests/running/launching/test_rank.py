@@ -1,5 +1,6 @@
 """What a rank does on a GPU, as far as it can be seen without one."""
 
+import os
 import pickle
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_course.running.launching import rank
+from ddp_course.running.launching.channel import open_memory
 
 
 class Posing(torch.Tensor):
@@ -38,7 +40,8 @@ def test_what_nccl_says_of_itself_is_a_cause_and_what_it_says_of_others_is_not(e
 
 
 def test_results_on_a_gpu_arrive_on_the_cpu():
-    packed = rank.pack_result({"tensor": torch.arange(3.0).as_subclass(Posing), "number": 1})
-    kind, result = pickle.loads(packed)
+    with open_memory("answer") as file:
+        rank.pack("result", {"tensor": torch.arange(3.0).as_subclass(Posing), "number": 1}, file.fileno())
+        kind, result = pickle.loads(os.pread(file.fileno(), 1 << 16, 0))
     assert kind == "result" and result["number"] == 1
     assert type(result["tensor"]) is torch.Tensor and result["tensor"].tolist() == [0, 1, 2]
