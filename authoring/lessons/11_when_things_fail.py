@@ -129,12 +129,13 @@ entered.
 ## On a cluster no launcher tells you
 
 There you have torchrun's log, and tools that work on any process. The first one is **py-spy**: it prints the stack of a
-running process from outside, without touching it (`py-spy dump --pid …`, for each rank). The next script trains on three ranks
-and then hangs (`CLINIC` stands for the folder `exercises/clinic`). In which line does each rank stand?
+running process from outside, without touching it (`py-spy dump --pid …`, for each rank). The script `patient_02.py` of the folder
+`exercises/clinic` trains on three ranks and then hangs. `stacks.py` there runs it under torchrun and, when the ranks stand
+still, asks py-spy about each. In which line does each rank stand?
 """
 
 # %% py-spy
-show.stacks("torchrun --standalone --nproc-per-node=3 CLINIC/patient_02.py")
+_ = show.command("python CLINIC/stacks.py CLINIC/patient_02.py")
 
 # %% [markdown]
 r"""

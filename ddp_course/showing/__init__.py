@@ -7,7 +7,7 @@ from .source import diff, source  # noqa: F401 (or the module would hide the fun
 _NAMES = {
     "plots": ("curves", "bars", "images", "timeline_figure", "compare_figure", "STAGE_COLOURS", "BUSY"),
     "widgets": ("predict", "progress"),
-    "shell": ("command", "stacks"),
+    "shell": ("command",),
     "simulator_plots": ("scaling_figure", "winners_figure", "predictions_figure"),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}

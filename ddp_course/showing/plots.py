@@ -6,10 +6,10 @@ shows itself, with a text for those who cannot see it, and prints its message as
 
 import base64
 import io
-import math
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,8 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from ..ladder import STAGES
 
@@ -32,14 +31,9 @@ SPAN_COLOURS = {
     "wait": "#F7C9A9",
     "update": "#1A1A1A",
 }
+MESSAGE_TICKS = {2**10: "1 KiB", 2**15: "32 KiB", 2**20: "1 MiB", 2**25: "32 MiB", 2**30: "1 GiB"}
 SETTINGS = matplotlib.rc_params_from_file(Path(__file__).with_name("course.mplstyle"), use_default_template=False)
-
-
-@contextmanager
-def style() -> Iterator[None]:
-    """Draw in the course's style inside this block; matplotlib's settings are as before afterwards."""
-    with matplotlib.rc_context(SETTINGS):
-        yield
+style = partial(matplotlib.rc_context, SETTINGS)  # `with style():` draws in the course's style.
 
 
 class Picture(Figure):
@@ -53,10 +47,14 @@ class Picture(Figure):
         self.message, self.seen, self.kind = message, seen, kind
 
     @property
+    def caption(self) -> str:
+        """The message, and where the numbers come from."""
+        return self.message + (f" ({self.kind})" if self.kind else "")
+
+    @property
     def alt(self) -> str:
-        """The alternative text: what can be seen, what that says, and where the numbers come from."""
-        text = ". ".join(dict.fromkeys(part for part in (self.seen, self.message) if part))
-        return text + (f" ({self.kind})" if self.kind else "")
+        """The alternative text: what can be seen, and the caption."""
+        return ". ".join(part for part in (self.seen, self.caption) if part)
 
     def png(self, dpi: float | None = None) -> bytes:
         """The figure as the bytes of a PNG file."""
@@ -68,12 +66,10 @@ class Picture(Figure):
     def _ipython_display_(self):
         from IPython.display import display
 
-        image = base64.b64encode(self.png()).decode()
-        kind = f" ({self.kind})" if self.kind else ""
-        metadata = {"image/png": {"alt": self.alt}}
+        image, metadata = base64.b64encode(self.png()).decode(), {"image/png": {"alt": self.alt}}
         display({"image/png": image, "text/plain": self.message or "figure"}, metadata=metadata, raw=True)
         if self.message:
-            print(self.message + kind)
+            print(self.caption)
 
 
 @contextmanager
@@ -106,9 +102,9 @@ def compare_figure(results: dict[str, Any]) -> Picture:
     stages = results["stages"]
     message = comparison_message(results)
     lanes = sum(max(1, len(stage.get("timeline") or [])) for stage in stages)
-    form: Any = {"width_ratios": [1, 1.15], "height_ratios": [1, 1.25]}
     seen = f"Four panels comparing {len(stages)} stages"
-    with panels(2, 2, 12.5, 6.2 + 0.08 * lanes, message, seen, **form) as (picture, axes):
+    ratios = {"width_ratios": [1, 1.15], "height_ratios": [1, 1.25]}
+    with panels(2, 2, 12.5, 6.2 + 0.08 * lanes, message, seen, gridspec_kw=ratios) as (picture, axes):
         picture.kind = "measured; counted; formulas derived"  # its panels say it for themselves
         draw_losses(axes[0, 0], stages)
         draw_step_times(axes[0, 1], stages)
@@ -128,14 +124,8 @@ def comparison_message(results: dict[str, Any]) -> str:
     short = {name: stages[key] for key, name in {"3": "server", "4": "ring", "5": "buckets"}.items() if key in stages}
     same = f"all end within {spread:.0e} of one device"
     same += f". {BUSY.capitalize()}" if any(stage.get("busy") for stage in results["stages"]) else ""
-    if not short:
-        return same
-    if not all(stage.get("speed_up") for stage in short.values()):
-        return f"{same}; a step takes: " + ", ".join(
-            f"{name} {stage['step_ms']:.0f} ms" for name, stage in short.items()
-        )
     gains = ", ".join(f"{name} {stage['speed_up']:.1f}" for name, stage in short.items())
-    return f"{results['world_size']} devices are faster than one by: {gains} times; {same}"
+    return f"{results['world_size']} devices are faster than one by: {gains} times; {same}" if gains else same
 
 
 def draw_losses(axes: Axes, stages: list[dict[str, Any]]) -> None:
@@ -162,35 +152,30 @@ def draw_step_times(axes: Axes, stages: list[dict[str, Any]]) -> None:
         axes.barh(position, waiting, left=computing, color="white", edgecolor=colour, hatch="////", height=0.62)
         ideal = stage.get("ideal_ms")
         if ideal:
-            axes.vlines(ideal, position - 0.42, position + 0.42, "black", linewidth=2)
+            name = "predicted: compute, then the formula" if position == 0 else ""
+            axes.plot([ideal] * 2, [position - 0.42, position + 0.42], "black", linewidth=2, label=name)
         place = max(stage["step_ms"], ideal or 0.0) + longest * 0.01
         axes.text(place, position, " " + step_text(stage, waiting), va="center", fontsize=9)
-    axes.set_yticks(range(len(stages)), [stage_label(stage["stage"], stage["name"]) for stage in stages])
-    axes.invert_yaxis()
+    name_rows(axes, [stage_label(stage["stage"], stage["name"]) for stage in stages])
     axes.set_xlim(0, longest * 1.75)
-    axes.grid(axis="y", visible=False)
     title = "Step time (measured): compute, and waiting for others"
     axes.set(xlabel="time of a step (ms, median, slowest rank)", title=title)
-    handles: list[Any] = [Patch(color="#777777"), Patch(facecolor="white", edgecolor="#777777", hatch="////")]
-    labels = ["compute", "communication not hidden"]
-    if any(stage.get("ideal_ms") for stage in stages):
-        handles.append(Line2D([], [], color="black", linewidth=2, marker="|", linestyle="none", markersize=12))
-        labels.append("predicted: compute, then the formula")
-    axes.legend(handles, labels, loc="upper center", bbox_to_anchor=(0.4, -0.2), ncols=3, handlelength=1.4)
+    hatched: Any = {"facecolor": "white", "edgecolor": "#777777", "hatch": "////"}
+    axes.barh(0, 0, color="#777777", label="compute")
+    axes.barh(0, 0, label="communication not hidden", **hatched)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.4, -0.2), ncols=3, handlelength=1.4)
 
 
 def step_text(stage: dict[str, Any], waiting: Any) -> str:
     """What stands beside a bar: "95 ms, 3.4 times as fast, 12 waiting"."""
-    parts = [f"{stage['step_ms']:.1f} ms"]
-    if stage.get("speed_up") and stage["stage"] != "1":
-        parts.append(f"{stage['speed_up']:.1f} times as fast")
-    if waiting >= 0.05:
-        parts.append(f"{waiting:.0f} waiting")
-    if stage.get("busy"):
-        parts.append("machine busy")
-    if stage.get("on_our_wire"):
-        parts.append("on our wire")
-    return ", ".join(parts)
+    parts = {
+        f"{stage['step_ms']:.1f} ms": True,
+        f"{stage['speed_up']:.1f} times as fast": stage["stage"] != "1",
+        f"{waiting:.0f} waiting": waiting >= 0.05,
+        "machine busy": stage.get("busy"),
+        "on our wire": stage.get("on_our_wire"),
+    }
+    return ", ".join(part for part, applies in parts.items() if applies)
 
 
 def draw_traffic(axes: Axes, results: dict[str, Any]) -> None:
@@ -202,25 +187,16 @@ def draw_traffic(axes: Axes, results: dict[str, Any]) -> None:
         return
     places = range(len(counted))
     heights = [stage["bytes_sent_max"] / 1e6 for stage in counted]
-    axes.bar(places, heights, width=0.6, color=[STAGES[stage["stage"]].colour for stage in counted])
+    drawn = axes.bar(places, heights, width=0.6, color=[STAGES[stage["stage"]].colour for stage in counted])
+    axes.bar_label(drawn, fmt="%.2f", padding=3, fontweight="bold")
     theory = [stage["bytes_formula"] / 1e6 for stage in counted]
     axes.hlines(theory, [x - 0.4 for x in places], [x + 0.4 for x in places], "black", linewidth=1.8, label="formula")
-    for place, height, top in zip(places, heights, map(max, heights, theory), strict=True):
-        if len(counted) <= 5:
-            axes.text(place, height / 2, f"{height:.2f} MB", ha="center", va="center", color="white", fontweight="bold")
-        else:  # Narrow bars have their numbers above them.
-            axes.text(place, top, f"{height:.2f}", ha="center", va="bottom", fontweight="bold")
-    axes.set_xticks(places, [_stacked(stage_label(stage["stage"], stage["name"])) for stage in counted])
+    axes.set_xticks(places, [textwrap.fill(stage_label(stage["stage"], stage["name"]), 10) for stage in counted])
     axes.set_ylim(0, max([*heights, *theory]) * 1.22 or 1)
     axes.set_xlim(-0.6, len(counted) - 0.4)
     axes.grid(axis="x", visible=False)
     axes.set_ylabel("MB per step")
     axes.legend(loc="upper right")
-
-
-def _stacked(label):
-    """A label with a line for each of its words, so that neighbours do not overlap."""
-    return "\n".join(textwrap.wrap(label.replace("whole-gradient", "whole- gradient"), 10))
 
 
 def draw_stage_timelines(axes: Axes, stages: list[dict[str, Any]]) -> None:
@@ -241,6 +217,13 @@ def draw_stage_timelines(axes: Axes, stages: list[dict[str, Any]]) -> None:
     axes.legend(handles, list(SPAN_COLOURS), loc="upper center", bbox_to_anchor=(0.4, -0.13), ncols=5, handlelength=1.2)
 
 
+def name_rows(axes: Axes, labels: Sequence[str]) -> None:
+    """Name bars or lanes from the top down, with no lines of the grid along them."""
+    axes.set_yticks(range(len(labels)), labels)
+    axes.set_ylim(len(labels) - 0.4, -0.6)
+    axes.grid(axis="y", visible=False)
+
+
 def draw_lane(axes: Axes, row: float, spans: Iterable[Any]) -> None:
     """Draw [name, start_s, end_s, lane] spans at `row`, in ms: compute above, the communication thread below."""
     two = any(span[3] == "network" for span in spans)
@@ -255,7 +238,7 @@ def timeline_figure(lanes: Sequence[Any], title: str, labels: Sequence[str] = ()
     With `align` each lane begins at 0: for lanes that did not run at the same time.
     """
     lanes = [
-        [span if isinstance(span, list | tuple) else [span.name, span.start, span.end, span.lane] for span in lane]
+        [span if isinstance(span, list) else [span.name, span.start, span.end, span.lane] for span in lane]
         for lane in lanes
     ]
     starts = [min((span[1] for span in lane), default=0.0) for lane in lanes]
@@ -264,10 +247,8 @@ def timeline_figure(lanes: Sequence[Any], title: str, labels: Sequence[str] = ()
     with panels(1, 1, 8.4, height, title, seen, "measured", title) as (picture, axes):
         for row, (lane, origin) in enumerate(zip(lanes, origins, strict=True)):
             draw_lane(axes, row, [[name, start - origin, end - origin, where] for name, start, end, where in lane])
-        axes.set_yticks(range(len(lanes)), labels or [f"rank {rank}" for rank in range(len(lanes))])
-        axes.set_ylim(len(lanes) - 0.4, -0.6)
+        name_rows(axes, labels or [f"rank {rank}" for rank in range(len(lanes))])
         axes.set_xlim(left=0)
-        axes.grid(axis="y", visible=False)
         axes.set_xlabel("time (ms)")
         name_spans(picture, lanes)
     return picture
@@ -295,21 +276,20 @@ def curves(
     """
     kind = with_lines(kind, theory)
     with panels(1, 1, 7.2, height, title, kind=kind, title=title) as (picture, axes):
-        colours = iter(["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"] * 3)
-        picked = {}
         for label, (xs, ys, *colour) in (theory or {}).items():
-            picked[label] = colour[0] if colour else next(colours)
-            axes.plot(xs, ys, color=picked[label], label=label, linestyle="-" if points else "--")
+            [line] = axes.plot(xs, ys, "-" if points else "--", color=colour[0] if colour else None, label=label)
+            if not points and len(set(ys)) == 1:  # Its name stands on it: a legend could only lie across it.
+                place: Any = ((1, ys[0]), (0, 3), axes.get_yaxis_transform(), "offset points")
+                axes.annotate(label, *place, ha="right", fontsize=9)
+                line.set_label("_" + label)
         for position, (label, (xs, ys, *colour)) in enumerate(series.items()):
-            shade = colour[0] if colour else next(colours)
             width_pt = 1.8 + 3.6 * (len(series) - 1 - position) * nested
-            axes.plot(xs, ys, "o" if points else "-", color=shade, label=label, linewidth=width_pt)
+            look: Any = {"color": colour[0] if colour else None, "linewidth": width_pt}
+            [line] = axes.plot(xs, ys, "o" if points else "-", label=label, **look)
             if label in (bands or {}):
-                axes.fill_between(*bands[label], color=shade, alpha=0.18, linewidth=0)
+                axes.fill_between(*bands[label], color=line.get_color(), alpha=0.18, linewidth=0)
         scale(axes, log, ticks)
         axes.set(xlabel=xlabel, ylabel=ylabel)
-        if across := [label for label, (_, ys, *_) in (theory or {}).items() if not points and len(set(ys)) == 1]:
-            name_levels(axes, across)
         if len(axes.get_legend_handles_labels()[1]) > 1:
             axes.legend()
     return picture
@@ -337,15 +317,6 @@ def scale(axes: Axes, log: Sequence[str], ticks: Any) -> None:
         axes.set_ylim(bottom=0)
 
 
-def name_levels(axes: Axes, labels: Any) -> None:
-    """Write the names of horizontal lines on them, instead of into a legend, which could only lie across one."""
-    for line in [line for line in axes.lines if line.get_label() in labels]:
-        height: Any = line.get_ydata()
-        place, name = (axes.get_xlim()[1], height[0]), str(line.get_label())
-        axes.annotate(name, place, (0, 3), textcoords="offset points", ha="right", fontsize=9)
-        line.set_label("_" + name)
-
-
 def bars(
     heights: dict[str, float], ylabel: str, title: str, colours: Any = None, theory: dict[str, Any] | None = None,
     width: float = 7.2, form: str = "{:.3g}", kind: str = "measured",
@@ -362,10 +333,9 @@ def bars(
         for place, (label, value) in enumerate(heights.items()):
             top = max(value, (theory or {}).get(label, value), 0)
             axes.annotate(form.format(value), (place, top), (0, 5), textcoords="offset points", ha="center", fontsize=9)
-        if theory:
-            lines = [(place, theory[label]) for place, label in zip(places, heights, strict=True) if label in theory]
-            axes.hlines([y for _, y in lines], [x - 0.38 for x, _ in lines], [x + 0.38 for x, _ in lines], "black")
-            axes.legend([Line2D([], [], color="black")], ["theory"])
+            if theory and label in theory:
+                [dash] = axes.plot([place - 0.38, place + 0.38], [theory[label]] * 2, "black")
+                axes.legend([dash], ["theory"])
         axes.set_xticks(places, list(heights))
         top = max([*heights.values(), *(theory or {}).values(), 0])
         axes.set_ylim(top=top * 1.2 if top else 1)
@@ -396,24 +366,10 @@ def logarithmic(axes: Axes, axis: str) -> None:
     ticks.set_minor_formatter(NullFormatter())
 
 
-def binary_bytes(axis: Any) -> None:
-    """Label a byte axis with 4 KiB, 1 MiB and so on."""
-
-    def label(value, _):
-        if value <= 0:
-            return "0"
-        power = min(3, int(math.log2(value) // 10))
-        return f"{value / 1024**power:g} {['B', 'KiB', 'MiB', 'GiB'][power]}"
-
-    axis.set_major_formatter(FuncFormatter(label))
-
-
 def link_text(results: dict[str, Any]) -> str:
     """The emulated link in words: "links of 200 Mbit/s (virtual hosts)"."""
     link = results.get("link")
     if not link or not link.get("bandwidth_bits_s"):
         return "links as they are"
-    rate = link["bandwidth_bits_s"]
-    speed = f"{rate / 1e9:g} Gbit/s" if rate >= 1e9 else f"{rate / 1e6:g} Mbit/s"
     mode = {"hosts": " (virtual hosts)", "wire": " (throttled wire)"}.get(link.get("mode"), "")
-    return f"links of {speed}{mode}"
+    return f"links of {EngFormatter('bit/s')(link['bandwidth_bits_s'])}{mode}"

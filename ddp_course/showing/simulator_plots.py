@@ -10,7 +10,7 @@ from matplotlib.ticker import FuncFormatter
 
 from ..measuring import theory
 from ..measuring.simulate.step import KNEE, knee
-from .plots import Picture, binary_bytes, panels
+from .plots import MESSAGE_TICKS, Picture, name_rows, panels
 
 ALGORITHM_COLOURS = {
     "parameter_server": "#D55E00",
@@ -64,8 +64,7 @@ def winners_figure(costs: Any) -> Picture:
         edges = np.arange(len(RANKS) + 1) - 0.5
         axes.pcolormesh(sizes, edges, np.array(best)[:, :-1], cmap=colours, vmin=-0.5, vmax=len(CONTENDERS) - 0.5)
         axes.set_xscale("log", base=2)
-        axes.set_xticks([2**10, 2**15, 2**20, 2**25, 2**30])
-        binary_bytes(axes.xaxis)
+        axes.set_xticks(list(MESSAGE_TICKS), MESSAGE_TICKS.values())
         axes.set_yticks(range(len(RANKS)), [str(count) for count in RANKS])
         axes.grid(visible=False)
         latency, bandwidth = costs.alpha * 1e6, 8 / costs.beta / 1e9
@@ -95,8 +94,8 @@ def predictions_figure(rows: Sequence[dict[str, Any]]) -> Picture:
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         axes.minorticks_off()
         label = f"predicted / measured (hollow: the fit saw this row; arrow: more than {EDGE:g})"
-        axes.set(xlim=(0.45, 1.05 * EDGE), ylim=(len(tables) - 0.5, -0.5), xlabel=label)
-        axes.set_yticks(range(len(tables)), [f"{name}\n{_errors_text(known[name])}" for name in tables])
+        axes.set(xlim=(0.45, 1.05 * EDGE), xlabel=label)
+        name_rows(axes, [f"{name}\n{_errors_text(known[name])}" for name in tables])
         new = [abs(row["error"]) for name in tables for row in known[name] if not row["calibrated"]]
         picture.message = f"median error of {len(new)} rows that no fit saw: {np.median(new):.1%}, worst {max(new):.0%}"
         axes.set_title(picture.message[0].upper() + picture.message[1:])

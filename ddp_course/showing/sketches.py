@@ -6,10 +6,10 @@ from contextlib import contextmanager
 from itertools import product
 from typing import Any
 
-from matplotlib.patches import Circle, FancyArrowPatch, FancyBboxPatch, Rectangle
+from matplotlib.patches import Circle, FancyArrowPatch, FancyBboxPatch
 from torch import nn
 
-from .plots import SPAN_COLOURS, STAGE_COLOURS, Picture, panels
+from .plots import SPAN_COLOURS, STAGE_COLOURS, Picture, name_rows, panels
 
 RANK_COLOURS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#7F7F7F", "#F0E442"]
 CENTRE: Any = {"ha": "center", "va": "center"}
@@ -52,10 +52,9 @@ def _arrow(axes, start, end, colour="#444444", bend=0.0, **look):
 
 def star(world_size: int = 4) -> Picture:
     """The parameter server: every arrow passes through the server's one link."""
-    others, s = world_size - 1, "s" if world_size > 2 else ""
-    message = f"through the server's link: {others} gradient{s} in, {others} average{s} out"
-    seen = f"A star: rank 0 in the middle, {f'{others} ranks around it' if s else 'one beside it'}"
-    title = "The star: gradients in, averages out"
+    others, title = world_size - 1, "The star: gradients in, averages out"
+    message = f"through the server's link: gradients of {others} ranks in, averages for {others} ranks out"
+    seen = f"A star: rank 0 in the middle, {others} ranks around it"
     with _blank(4.2, 3.6, seen, message, title, xlim=(-1.7, 1.7), ylim=(-1.45, 1.6)) as (picture, axes):
         _node(axes, (0, 0), "0\nserver", STAGE_COLOURS["3"], 0.3)
         for rank, place in enumerate(_places(others, 1.25), 1):
@@ -119,10 +118,8 @@ def buckets(model: nn.Module, bucket_cap_mb: float) -> Picture:
             note, place = f"bucket {position}: {sum(sizes):,.0f} KiB", (0.99, (row - len(group) / 2 - 0.5))
             axes.text(*place, note, color=colour, transform=axes.get_yaxis_transform(), ha="right", va="center")
             axes.axhline(row - 0.5, color="#BBBBBB", linewidth=0.8)
-        axes.set_yticks(range(row), labels)
-        axes.set_ylim(row - 0.4, -0.6)
+        name_rows(axes, labels)
         axes.set_xlim(right=axes.get_xlim()[1] * 1.35)
-        axes.grid(axis="y", visible=False)
         axes.set(xlabel="gradient (KiB)", title=f"Backward goes from the top down: {message}")
     return picture
 
@@ -195,15 +192,13 @@ def _chunk(axes, x, y, contributors, world_size):
     width = 1.2 / world_size
     for rank in range(world_size):
         colour = RANK_COLOURS[rank] if rank in contributors else "#F2F2F2"
-        axes.add_patch(
-            Rectangle((x + rank * width, y), width, 0.72, facecolor=colour, edgecolor="white", linewidth=0.8)
-        )
+        axes.barh(y, width, 0.72, x + rank * width, align="edge", color=colour, edgecolor="white", linewidth=0.8)
         if rank in contributors and world_size <= 6:
             centre = (x + (rank + 0.5) * width, y + 0.37)
             shade = "black" if rank in (1, 4, 7) else "white"
             axes.text(*centre, str(rank), color=shade, fontsize=9, **CENTRE)
     if len(contributors) == world_size:
-        axes.add_patch(Rectangle((x, y), 1.2, 0.72, fill=False, edgecolor="black", linewidth=2))
+        axes.barh(y, 1.2, 0.72, x, align="edge", fill=False, edgecolor="black", linewidth=2)
 
 
 PASSES = {  # of a pipeline: letter and colour
@@ -229,9 +224,8 @@ def schedules(timetables: dict[str, Sequence[Any]]) -> Picture:
             for rank, row in enumerate(rows):
                 for span in row:
                     _pass(axes, rank, len(rows), span, last)
-            axes.set_yticks(range(len(rows)), [f"rank {rank}" for rank in range(len(rows))])
-            axes.set(ylim=(len(rows) - 0.5, -0.5), xlim=(0, last), title=title)
-            axes.grid(axis="y", visible=False)
+            name_rows(axes, [f"rank {rank}" for rank in range(len(rows))])
+            axes.set(xlim=(0, last), title=title)
         panels_[-1, 0].set_xlabel("time (forward passes of a micro-batch)")
     return picture
 

@@ -17,8 +17,8 @@ from IPython.display import display
 from tqdm.auto import tqdm as progress  # noqa: F401 (for cells that take long)
 
 from ..running.units import readable
-from . import sketches
-from .plots import STAGE_COLOURS, Picture, bars, binary_bytes, curves, draw_lane, logarithmic, name_spans, panels
+from . import plots, sketches
+from .plots import STAGE_COLOURS, Picture, panels
 
 _LAYOUT = ipywidgets.Layout(width="560px", max_width="100%")
 _WIDE = {"description_width": "160px"}
@@ -49,8 +49,7 @@ class Explorer(ipywidgets.VBox):
         # The browser keeps this much room while it loads the new image: else all that is below would jump.
         self.image.width, self.image.height = (str(int(pixels)) for pixels in picture.bbox.size)
         self.image.value = picture.png()
-        kind = f" ({picture.kind})" if picture.kind else ""
-        self.message.value, self.alt = picture.message + kind, picture.alt
+        self.message.value, self.alt = picture.caption, picture.alt
 
     def picture(self) -> Picture:
         """The figure of the present values, as a plain `Picture`."""
@@ -79,13 +78,6 @@ def again(recipe: dict[str, Any]) -> Explorer:
     return globals()[recipe["explorer"]](*recipe["arguments"], **recipe["named"])
 
 
-def whole(name: str, value: Any, low: int, high: int, step: int = 1) -> Any:
-    """A slider for a whole number."""
-    return ipywidgets.IntSlider(
-        value=value, min=low, max=high, step=step, description=name, layout=_LAYOUT, style=_WIDE
-    )
-
-
 def choice(name: str, value: Any, options: Any) -> Any:
     """A slider over a list of values or of (label, value) pairs."""
     return ipywidgets.SelectionSlider(value=value, options=options, description=name, layout=_LAYOUT, style=_WIDE)
@@ -94,8 +86,8 @@ def choice(name: str, value: Any, options: Any) -> Any:
 @explorer
 def ring_stepper(world_size: int = 4) -> Any:
     """Step through the chunked ring: which chunk is where, and which ranks' gradients are added up in it."""
-    ranks = whole("ranks K", world_size, 2, 8)
-    step = whole("step", 0, 0, 2 * (world_size - 1))
+    ranks = choice("ranks K", world_size, range(2, 9))
+    step = ipywidgets.IntSlider(max=2 * (world_size - 1), description="step", layout=_LAYOUT, style=_WIDE)
 
     def limit(change):
         step.max = 2 * (change["new"] - 1)
@@ -160,26 +152,24 @@ def alpha_beta_figure(bandwidth: str = "10Gbit", latency: str = "100us", world_s
     """Time of an all-reduce by message size for four algorithms, from the closed forms of `theory`."""
     from ..measuring import theory
     from ..running.units import bits_per_second, seconds
+    from .simulator_plots import ALGORITHM_COLOURS, CONTENDERS, label
 
     costs = theory.Costs.of_link(bits_per_second(bandwidth), seconds(latency))
     sizes = [2.0**power for power in range(6, 31, 2)]
-    chosen = {"server": "parameter_server", "ring": "ring", "tree": "tree", "halving-doubling": "halving_doubling"}
-    colours = dict(zip(chosen, [STAGE_COLOURS["3"], STAGE_COLOURS["4"], "#009E73", "#CC79A7"], strict=True))
-    times = {name: [theory.seconds(form, n, world_size, costs) for n in sizes] for name, form in chosen.items()}
-    first, last = (fastest(times, at) for at in (0, -1))
+    times = {name: [1000 * theory.seconds(name, n, world_size, costs) for n in sizes] for name in CONTENDERS}
+    lines = {label(name): (sizes, times[name], ALGORITHM_COLOURS[name]) for name in CONTENDERS}
+    first, last = (fastest(lines, at) for at in (0, -1))
     title = f"Fastest on {world_size} ranks, {bandwidth}/s, {latency}:\nsmall: {first};\nlarge: {last}"
-    lines = {name: (sizes, [1000 * t for t in times[name]], colours[name]) for name in chosen}
-    picture = curves({}, "message", "time (ms)", title, lines, log="xy", height=3.9, kind="derived")
-    picture.axes[0].set_xticks([2**6, 2**10, 2**15, 2**20, 2**25, 2**30])
-    binary_bytes(picture.axes[0].xaxis)
+    picture = plots.curves({}, "message", "time (ms)", title, lines, log="xy", height=3.9, kind="derived")
+    picture.axes[0].set_xticks(list(plots.MESSAGE_TICKS), plots.MESSAGE_TICKS.values())
     picture.axes[0].minorticks_off()  # Nobody reads those, and they took more than half of the time to draw.
     return picture
 
 
-def fastest(times: dict[str, list[float]], at: int) -> str:
+def fastest(lines: dict[str, Any], at: int) -> str:
     """The names of the algorithms whose time at one message size is within 1 % of the shortest."""
-    shortest = min(seconds[at] for seconds in times.values())
-    return ", ".join(name for name, seconds in times.items() if seconds[at] <= 1.01 * shortest)
+    times = {name: line[1][at] for name, line in lines.items()}
+    return ", ".join(name for name, time in times.items() if time <= 1.01 * min(times.values()))
 
 
 SHARES = [0.5, 2, 8.5, 20, 50, 200]  # percent; 8.5 is the setting of `compare`
@@ -220,7 +210,7 @@ def strategies_figure(share: float = 8.5, world_size: int = 4, latency: float = 
     title = f"{world_size} devices, p/b is {share:g} % of a step: {winner}"
     colours = {names[stage]: STAGE_COLOURS[stage.key] for stage in stages}
     heights = {names[stage]: speed_up for stage, speed_up in faster.items()}
-    return bars(heights, "times as fast as one device", title, colours=colours, width=11, form="{:.1f}", kind="derived")
+    return plots.bars(heights, "times as fast as one device", title, colours, width=11, form="{:.1f}", kind="derived")
 
 
 def bucket_explorer(
@@ -252,14 +242,14 @@ def bucket_figure(steps: list[Any], measured: list[Any], row: int) -> Picture:
     times = {cap: step_ms for cap, _, step_ms, *_ in steps}
     form: Any = {"height": 4.4, "kind": "simulated", "height_ratios": [1, 3]}
     with panels(2, 1, message=message, title=message, **form) as (picture, (above, below)):
-        draw_lane(above, 0, spans)
-        name_spans(picture, [spans])
+        plots.draw_lane(above, 0, spans)
+        plots.name_spans(picture, [spans])
         above.set(xlim=(0, 1.05 * max(times.values())), ylim=(0.6, -0.6), yticks=[])
         above.set_xlabel("time in the simulated step (ms)")
         below.plot(list(times), list(times.values()), color=STAGE_COLOURS["5"], label="simulated")
         below.plot(*zip(*measured, strict=True), "o", color=STAGE_COLOURS["5"], label="measured")
         below.axvline(cap, color="#777777", linestyle=":")
-        logarithmic(below, "x")
+        plots.logarithmic(below, "x")
         highest = max(*[ms for _, ms in measured], *times.values())
         below.set(xlabel="bucket cap (MiB)", ylabel="step (ms)", ylim=(0, 1.1 * highest))
         below.legend(loc="lower left")
@@ -296,24 +286,20 @@ def decision_figure(setting: dict[str, Any], chosen: Any, reason: str, plans: Se
             panel.barh(range(len(plans)), values, color=colours, height=0.6)
             for row, value in enumerate(values):
                 panel.text(value, row, f" {readable(value)} {unit}", va="center", fontsize=9, bbox=PLAIN)
-            logarithmic(panel, "x")
+            plots.logarithmic(panel, "x")
             panel.set_xlim(min(values) / 3, max(*values, memory_gb if unit == "GB" else 0) * 6)
-            panel.grid(axis="y", visible=False)
+            plots.name_rows(panel, [plan.name for plan in plans])
         axes[0].axvline(memory_gb, color="black", linestyle="--")
-        axes[0].set(xlabel="memory per device (GB); dashed: what it has", ylim=(len(plans) - 0.4, -0.6))
-        axes[0].set_yticks(range(len(plans)), [p.name for p in plans])
-        axes[1].set(xlabel="time of a step (s, derived)")
+        axes[0].set_xlabel("memory per device (GB); dashed: what it has")
+        axes[1].set_xlabel("time of a step (s, derived)")
         title = f"{chosen.name if chosen else 'More devices'}: {reason}".replace("; ", ";\n")
         picture.suptitle(title, fontsize=10.5, fontweight="bold")
     return picture
 
 
 SCHEDULES = {
-    "gpipe": "GPipe",
-    "one_forward_one_backward": "1F1B",
-    "interleaved": "Interleaved",
-    "zero_bubble": "Zero bubble",
-}
+    "gpipe": "GPipe", "one_forward_one_backward": "1F1B", "interleaved": "Interleaved", "zero_bubble": "Zero bubble",
+}  # fmt: skip
 
 
 @explorer
@@ -322,7 +308,7 @@ def pipeline_explorer(world_size: int = 4, microbatches: int = 8) -> Any:
     return Explorer(
         pipeline_figure,
         schedule=choice("schedule", "gpipe", [(name, function) for function, name in SCHEDULES.items()]),
-        world_size=whole("ranks K", world_size, 2, 8),
+        world_size=choice("ranks K", world_size, range(2, 9)),
         microbatches=choice("micro-batches M", microbatches, [1, 2, 4, 8, 12, 16]),
     )
 
