@@ -29,8 +29,8 @@ def compare_results(stages=("1", "2", "3", "4w", "4", "5", "torch"), world_size=
         "stages": [
             {
                 "stage": stage, "name": names[stage], "step_ms": 10.0 + 7 * place, "communication_ms": 3.0 * place,
-                "speed_up": 1.0 + place, "bytes_sent_max": None if stage in "12torch" else p * (1 + place), "messages_max": 6,
-                "bytes_formula": None if stage in "12" else p,
+                "bytes_sent_max": None if stage in "12torch" else p * (1 + place), "messages_max": 6,
+                "speed_up": 1.0 + place, "bytes_formula": None if stage in "12" else p,
                 "loss": [2.3 / (1 + step) for step in range(12)], "max_abs_diff_vs_single": 1e-7 * place,
                 "timeline": [spans] * (1 if stage in "12" else world_size),
             }
