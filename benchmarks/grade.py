@@ -14,8 +14,8 @@ from typing import Any
 import nbformat
 import psutil
 
-from ddp_course.grading.grader import exercises_folder, grade
-from ddp_course.grading.submissions import find_submissions, load_exercises
+from ddp_course.grading.grader import grade
+from ddp_course.grading.submissions import PRISTINE, find_submissions, load_exercises
 from ddp_course.running.linux import usable_cores
 
 from .harness import Benchmark, Part, Promise
@@ -39,10 +39,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def throughput(args: argparse.Namespace) -> Part:
     """Submissions a minute and a core, and the peaks of memory in both halves of the time."""
-    exercises = load_exercises(exercises_folder())
+    exercises = load_exercises()
     with tempfile.TemporaryDirectory(prefix="ddp_course_bench_") as made:
         make_submissions(Path(made), args.exercise, args.count)
-        submissions = find_submissions([made])
+        submissions, _ = find_submissions([made])
         with watching_memory() as memory:
             start, before = time.perf_counter(), processor_seconds()
             results = grade(submissions, exercises, 1, args.jobs)
@@ -95,7 +95,7 @@ def make_submissions(folder: Path, exercise: int, count: int) -> None:
     (path,) = (Path(__file__).resolve().parents[1] / "solutions").glob(f"{exercise:02d}_*.ipynb")
     for number in range(count):
         kind = number % 5
-        source = exercises_folder() / path.name if kind == 0 else path
+        source = PRISTINE / path.name if kind == 0 else path
         notebook = nbformat.read(source, as_version=4)
         if kind and not is_right(number):
             old, new = WRONG[number % len(WRONG)]

@@ -14,7 +14,7 @@ from ddp_course.grading.checks import find
 
 CLINIC = Path(__file__).parents[1] / "exercises" / "clinic"
 find("11.5")
-CAUSES = sys.modules["exercise_checks_11"].CAUSES
+CAUSES = sys.modules["exercise_checks.11"].CAUSES
 FAILS = {  # exit code, and what is printed
     1: (1, "Received data size doesn't match"),
     2: (1, "Timed out waiting"),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ..errors import GradingError
 from ..grading import SO_FAR
-from ..grading.grader import exercises_folder, grade
+from ..grading.grader import grade
 from ..grading.results import TaskResult
 from ..grading.submissions import Submission, load_exercises
 
@@ -25,7 +25,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """The command itself: 0 if all points were earned, 1 if not."""
-    seed, exercises = secrets.randbelow(100_000), load_exercises(exercises_folder())
+    seed, exercises = secrets.randbelow(100_000), load_exercises()
     if args.exercise not in exercises:
         raise GradingError(f"there is no exercise {args.exercise}; choose one of 1 to {max(exercises)}")
     path = args.notebook or own_notebook(args.exercise)

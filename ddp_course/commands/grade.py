@@ -10,10 +10,10 @@ from pathlib import Path
 
 from ..errors import GradingError
 from ..grading import gradebooks, report
-from ..grading.grader import exercises_folder, grade
+from ..grading.grader import grade
 from ..grading.remarks import note_likeness
 from ..grading.results import Result, best_of, clean, from_dict
-from ..grading.submissions import Submission, find_submissions, load_exercises
+from ..grading.submissions import PRISTINE, Submission, find_submissions, load_exercises
 from ..running.linux import usable_cores
 
 
@@ -30,14 +30,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds a submission may take (default 120)")
     parser.add_argument("--hidden", action="store_true", help="draw more and harder inputs than the learner's checks")
     parser.add_argument("--seed", type=int, help="draw the inputs of an earlier grading again: the same messages too")
-    parser.add_argument("--exercises", type=Path, default=exercises_folder(), help=argparse.SUPPRESS)
+    parser.add_argument("--exercises", type=Path, default=PRISTINE, help=argparse.SUPPRESS)
 
 
 def main(args: argparse.Namespace) -> int:
     """The command itself: 0 if all pass, 1 if some do not."""
     check_options(args)
-    skipped: list[Path] = []
-    submissions = find_submissions(args.paths, skipped)
+    submissions, skipped = find_submissions(args.paths)
     for path in filter(None, (args.csv, args.json, args.html, args.grades)):
         Path(path).parent.mkdir(parents=True, exist_ok=True)  # An hour of grading is not lost for want of a folder.
     earlier = earlier_results(args.json) if args.resume else []

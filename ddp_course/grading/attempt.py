@@ -7,7 +7,7 @@ import linecache
 import os
 import pickle
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -20,7 +20,6 @@ import torch.distributed as dist
 
 from ..errors import Wrong
 from ..running.torch_inside import TorchDispatchMode
-from ..stage4_ring import ring_all_reduce
 from .checks import Task, find
 from .guard import enter
 from .plain import pack, unpack
@@ -32,15 +31,7 @@ COLLECTIVES = tuple(
     for name, thing in vars(dist).items()
     if name.startswith(BEGINNINGS) and type(thing) is FunctionType
 )
-SERVER = tuple(
-    f"ddp_course.stage3_paramserver.{name}"
-    for name in ("average_on_server", "collect_and_return", "broadcast_parameters")
-)
-RING = tuple(
-    f"ddp_course.stage4_ring.{name}"
-    for name in ("ring_all_reduce", "whole_gradient_ring", "reduce_scatter", "allgather", "average_on_ring")
-)
-_groups: dict[int, Any] = {}  # {size: the group of so many first ranks}, which lasts for the whole launch
+groups: dict[int, Any] = {}  # {size: the group of so many first ranks}, which lasts for the whole launch
 
 
 class Attempt(NamedTuple):
@@ -65,8 +56,10 @@ def make_attempts(attempts: Sequence[Attempt], folder: str, patience: float, wor
     torch.set_num_threads(1)  # probes are small: more threads would wait for each other
     tasks = [find(attempt.number) for attempt in attempts]
     for size in range(1, ranks + 1) if ranks > 1 else ():
-        _groups[size] = dist.new_group(list(range(size)), timeout=timedelta(seconds=patience))
-    silence_gloo()
+        groups[size] = dist.new_group(list(range(size)), timeout=timedelta(seconds=patience))
+    # A learner gets a message, and not the last words ("terminate called …") of gloo, as it ends a process.
+    sys.stderr = os.fdopen(os.dup(2), "w", buffering=1, encoding="utf-8", errors="backslashreplace")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     if work:
         enter(work)
     for place, (task, attempt) in enumerate(zip(tasks, attempts, strict=True)):
@@ -88,12 +81,6 @@ def assembled(attempt: Attempt, content: Sequence[bytes]) -> Evidence:
     except Exception as error:  # only what the answer returned can be odd here
         return Evidence(None, f"your answer returned something that cannot be compared ({str(error)[:300]})")
     return Evidence(by_rank[0] if find(attempt.number).ranks == 1 else values)
-
-
-def silence_gloo() -> None:
-    """Keep gloo's last words, as it ends a process ("terminate called …"), from a learner, who gets a message."""
-    sys.stderr = os.fdopen(os.dup(2), "w", buffering=1, encoding="utf-8", errors="backslashreplace")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 def load(task: Task, answers: Any) -> Sequence:
@@ -139,7 +126,7 @@ def refusing(forbidden: Sequence[str]) -> Iterator[None]:
             message, callers = messages[frame.f_code]
             for _ in range(callers):
                 frame = frame.f_back
-            if not frame.f_globals.get("__name__", "").startswith(("torch.", "ddp_course.")):
+            if not frame.f_globals.get("__name__", "").startswith(("torch.", "ddp_course.", "exercise_checks.")):
                 calls.append(message)
                 raise Wrong(message)
 
@@ -152,24 +139,6 @@ def refusing(forbidden: Sequence[str]) -> Iterator[None]:
         raise Wrong(calls[0])
 
 
-def worlds(*sizes: int) -> Iterator[tuple[int, Any]]:
-    """Yield (size, group) of the first 2, 3, … ranks to their members."""
-    for size in sizes:
-        if dist.get_rank() < size:
-            yield size, _groups[size]
-
-
-def noted_ring(group: Any) -> tuple[Callable, list]:
-    """The ring all-reduce in a group, and a list of (dtype, elements) of the tensors that it is called with."""
-    calls: list = []
-
-    def all_reduce(tensor: torch.Tensor, group: Any = group) -> torch.Tensor:
-        calls.append((str(tensor.dtype).removeprefix("torch."), tensor.numel()))
-        return ring_all_reduce(tensor, group)
-
-    return all_reduce, calls
-
-
 class PastTheWire(TorchDispatchMode):
     """Raises Wrong for what this thread sends through torch itself, but for messages, which the wire sends too."""
 
@@ -180,11 +149,3 @@ class PastTheWire(TorchDispatchMode):
         if name.startswith(("c10d::", "_c10d_functional::")) and not name.endswith(free):
             raise Wrong(f"your code calls torch's own {name}: send and receive with the wire's functions")
         return function(*args, **(kwargs or {}))
-
-
-def tensors(random: Any, count: int, *shape: int, dtype: torch.dtype = torch.float32, whole: bool = False) -> list:
-    """`count` tensors of `shape`, all different; whole numbers if sums are to be exact."""
-    generator = torch.Generator().manual_seed(random.randrange(2**31))
-    if whole:
-        return [torch.randint(-999, 999, shape, generator=generator).to(dtype) for _ in range(count)]
-    return [torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype) for _ in range(count)]

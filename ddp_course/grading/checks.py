@@ -13,16 +13,14 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from importlib.machinery import SourceFileLoader
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from ..errors import Wrong
 from ..running.files import course_folder
 
 HEADER = re.compile(r"^# %% (\d+\.\d+) (right|wrong|told|hidden): (.+?)(?: \| (.+))?$", re.MULTILINE)
 EDIT = re.compile(r"((?:^#- ?.*\n?)+)((?:^#\+ ?.*\n?)*)", re.MULTILINE)
-HANG = "does every receive have its send, and every send its receive, on all ranks?"
 
 
 def each_case(answer: Callable, rows: list) -> Iterator[tuple]:
@@ -49,7 +47,7 @@ class Task:
     bound: float = 1e-6
     forbidden: tuple = ()
     secret: tuple = ()
-    hang: str = HANG
+    hang: str = "does every receive have its send, and every send its receive, on all ranks?"
     seconds: float = 5.0
 
     @property
@@ -77,28 +75,12 @@ def task(number: str, names: str | tuple, parts: dict[str, float], **settings: A
     return register
 
 
-def require(condition: Any, message: str) -> None:
-    """Raise Wrong with `message` unless `condition` holds."""
-    if not condition:
-        raise Wrong(message)
-
-
-def several(answer: Any, count: int, message: str) -> Any:
-    """The answer, if it is a row of `count` things; else raise Wrong with `message`."""
-    require(isinstance(answer, list | tuple) and len(answer) == count, message)
-    return answer
-
-
 @cache
 def load_tasks(exercise: int) -> Any:
     """Run the file of an exercise's tasks, once a process; the module, None if there is none."""
-    name, path = f"exercise_checks_{exercise:02d}", course_folder("exercises") / "checks" / f"{exercise:02d}.py"
-    if not path.exists():
-        return None
-    module = sys.modules[name] = ModuleType(name)
-    module.__file__ = str(path)
-    SourceFileLoader(name, str(path)).exec_module(module)
-    return module
+    folder, package = course_folder("exercises") / "checks", ModuleType("exercise_checks")
+    sys.modules.setdefault(package.__name__, package).__path__ = [str(folder)]
+    return import_module(f"exercise_checks.{exercise:02d}") if (folder / f"{exercise:02d}.py").exists() else None
 
 
 def find(number: str) -> Task:
@@ -115,11 +97,6 @@ def of_exercise(exercise: int) -> list[Task]:
     """All tasks of an exercise, in order."""
     load_tasks(exercise)
     return [task for task in _tasks.values() if task.exercise == exercise]
-
-
-def exercises() -> list[int]:
-    """The numbers of all exercises that have checks, in order."""
-    return sorted(int(path.stem) for path in (course_folder("exercises") / "checks").glob("[0-9][0-9].py"))
 
 
 @dataclass(frozen=True)

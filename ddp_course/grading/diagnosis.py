@@ -13,7 +13,7 @@ import torch
 from .attempt import Evidence
 from .checks import Task, known_wrong
 from .evidence import BUSY
-from .plain import ODD, apart, largest, same
+from .plain import ODD, apart, largest
 
 SURE = 8  # equal numbers that are no coincidence
 
@@ -128,30 +128,39 @@ def ranks_in_words(values: Sequence[Value], wrong: Sequence[Value]) -> str:
     return f" (on rank {', '.join(map(str, ranks))}; the others are right)" if len(ranks) < len(of_case) else ""
 
 
-def unlike(actual: Any, expected: Any, what: str) -> str:
-    """The first difference of two pieces of plain data in words, "" if there is none that is seen at once."""
+def same(actual: Any, expected: Any, bound: float = 1e-6) -> bool:
+    """Whether two pieces of plain data are equal, numbers to rounding: `bound` times the largest magnitude."""
+    return not unlike(actual, expected, "it", bound)
+
+
+def unlike(actual: Any, expected: Any, what: str, bound: float = 1e-6) -> str:
+    """The first difference of two pieces of plain data in words, "" if they are the same."""
     if actual is None and expected is not None:
         return f"{what} is None: is there a `return`?"
     if isinstance(expected, torch.Tensor):
-        return unlike_tensor(actual, expected, what)
+        return unlike_tensor(actual, expected, what, bound)
     if isinstance(expected, list | tuple):
         if not isinstance(actual, list | tuple):
             return f"{what} is {kind_of(actual)}; a list was expected"
         if len(actual) != len(expected):
             return f"{what} has {len(actual)} items; {len(expected)} were expected"
         items = zip(actual, expected, strict=True)
-        return next(filter(None, (unlike(*pair, f"item {place} of {what}") for place, pair in enumerate(items))), "")
+        return next(filter(None, (unlike(*pair, f"item {n} of {what}", bound) for n, pair in enumerate(items))), "")
     if isinstance(expected, dict):
         if not isinstance(actual, dict) or actual.keys() != expected.keys():
             keys = sorted(map(str, actual)) if isinstance(actual, dict) else kind_of(actual)
             return f"{what} has {keys}; {sorted(map(str, expected))} was expected"
-        faults = (unlike(actual[key], item, f"{key} in {what}") for key, item in expected.items())
+        faults = (unlike(actual[key], item, f"{key} in {what}", bound) for key, item in expected.items())
         return next(filter(None, faults), "")
     if wrong_type := unlike_type(actual, expected):
         return f"{what} is {wrong_type}"
     if expected == "" and isinstance(actual, str):
         return actual  # a probe has put into words what is wrong
-    return "" if same(actual, expected) else f"{what} is {shown(actual)}; {shown(expected)} was expected"
+    if type(expected) is float:
+        equal = abs(actual - expected) <= min(bound, 1e-9) * max(1e-6, abs(expected))
+    else:
+        equal = type(actual) is type(expected) and bool(actual == expected)
+    return "" if equal else f"{what} is {shown(actual)}; {shown(expected)} was expected"
 
 
 def unlike_type(actual: Any, expected: Any) -> str:
@@ -160,7 +169,7 @@ def unlike_type(actual: Any, expected: Any) -> str:
     return "" if right else f"{kind_of(actual)}; a plain {type(expected).__name__} was expected"
 
 
-def unlike_tensor(actual: Any, expected: torch.Tensor, what: str) -> str:
+def unlike_tensor(actual: Any, expected: torch.Tensor, what: str, bound: float) -> str:
     """What is wrong with something that should be a tensor."""
     if not isinstance(actual, torch.Tensor):
         return f"{what} is {kind_of(actual)}; a tensor was expected"
@@ -168,7 +177,7 @@ def unlike_tensor(actual: Any, expected: torch.Tensor, what: str) -> str:
         return f"{what} has shape {list(actual.shape)}; {list(expected.shape)} was expected"
     if actual.dtype != expected.dtype:
         return f"{what} has dtype {actual.dtype}; {expected.dtype} was expected"
-    places = apart(actual, expected).reshape(-1).nonzero()
+    places = apart(actual, expected, bound).reshape(-1).nonzero()
     if not len(places):
         return ""
     place, x, y = int(places[0]), actual.reshape(-1).double(), expected.reshape(-1).double()

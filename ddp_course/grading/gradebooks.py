@@ -22,15 +22,14 @@ Roster = dict[str, dict[str, str]]  # who is in the class: {learner: what the ro
 def read_roster(path: str | Path) -> Roster:
     """A roster from a file: one learner per line, or CSV whose column `learner` says how their folders are called."""
     try:
-        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
+        text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise GradingError(f'the roster "{path}" cannot be read: {getattr(error, "strerror", error)}') from error
-    rows = [[cell.strip() for cell in row] for row in csv.reader(lines) if any(map(str.strip, row))]
+    rows = [[cell.strip() for cell in row] for row in csv.reader(text.splitlines()) if any(map(str.strip, row))]
     if not rows:
         raise GradingError(f'the roster "{path}" is empty; one learner per line, called as their folder is')
-    if "learner" not in rows[0]:
-        return {row[0]: {} for row in rows}
-    records = [dict(zip(rows[0], row, strict=False)) for row in rows[1:]]
+    titles, *lines = rows if "learner" in rows[0] else [["learner"], *rows]
+    records = [dict(zip(titles, line, strict=False)) for line in lines]
     return {record["learner"]: record for record in records if "learner" in record}
 
 
@@ -41,10 +40,9 @@ def possible_points(results: Sequence[Result]) -> dict[int, float]:
 
 def by_learner(results: Sequence[Result], roster: Roster) -> dict[str, list[Result | None]]:
     """{learner: their result of each exercise}: the roster's come first, then who else has handed something in."""
-    exercises = possible_points(results)
     graded = {(result.learner, result.exercise): result for result in results}
     learners = [*roster, *(result.learner for result in results)]
-    return {learner: [graded.get((learner, exercise)) for exercise in exercises] for learner in learners}
+    return {learner: [graded.get((learner, exercise)) for exercise in possible_points(results)] for learner in learners}
 
 
 def as_canvas(results: Sequence[Result], roster: Roster) -> str:

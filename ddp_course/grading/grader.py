@@ -31,11 +31,6 @@ SLOW = "it was stopped: not finished after {:g} s"
 DIED = "the code in it ended its own process, took too much memory, or could not be stopped"
 
 
-def exercises_folder() -> Path:
-    """Where the pristine exercises are: a part of the package, which nobody solves in place."""
-    return Path(__file__).with_name("pristine")
-
-
 def grade(
     submissions: Sequence[Submission],
     exercises: dict[int, Pristine],

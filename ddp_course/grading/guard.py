@@ -32,8 +32,8 @@ def enter(folder: str) -> None:
     """From here on this process and its children keep to limits, print nothing, and write below `folder` alone."""
     limit()
     os.environ["TMPDIR"], tempfile.tempdir = folder, None
-    exercises, solutions = course_folder("exercises"), course_folder("solutions")
-    hidden = [str(path) for path in (exercises / "checks", exercises / "answers", solutions)]
+    exercises = course_folder("exercises")
+    hidden = [str(path) for path in (exercises / "checks", exercises / "answers", course_folder("solutions"))]
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (until the process ends)
     sys.addaudithook(watch(os.path.realpath(folder), hidden))
 

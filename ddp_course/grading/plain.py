@@ -1,4 +1,4 @@
-"""Plain data: what may come back from code that nobody vouches for, and when two pieces of it are the same.
+"""Plain data: what may come back from code that nobody vouches for, and which numbers in it differ.
 
 Only exact types pass. An object whose `__eq__` is always true, or a tensor class with comparisons of its own, comes
 back as the name of its type and nothing else.
@@ -16,8 +16,6 @@ import torch
 
 MOST_ITEMS, MOST_DIGITS = 1 << 20, 60
 LAZY = (GeneratorType, range, map, zip, filter, reversed, enumerate, type({}.keys()), type({}.values()), deque)
-
-
 ODD = "an object of type"  # stands, with the name of its type, for something that is not plain data
 
 
@@ -53,23 +51,6 @@ def pack(thing: Any) -> bytes:
 def unpack(content: bytes) -> Any:
     """The other end of `pack`: `torch.load` makes nothing but plain data, or raises an error."""
     return torch.load(io.BytesIO(content), weights_only=True)
-
-
-def same(actual: Any, expected: Any, bound: float = 1e-6) -> bool:
-    """Whether two pieces of plain data are equal, numbers to rounding: `bound` times the largest magnitude."""
-    if isinstance(expected, torch.Tensor):
-        alike = isinstance(actual, torch.Tensor) and actual.shape == expected.shape and actual.dtype == expected.dtype
-        return alike and not bool(apart(actual, expected, bound).any())
-    if isinstance(expected, list | tuple):
-        alike = isinstance(actual, list | tuple) and len(actual) == len(expected)
-        return alike and all(same(*pair, bound) for pair in zip(actual, expected, strict=True))
-    if isinstance(expected, dict):
-        alike = isinstance(actual, dict) and actual.keys() == expected.keys()
-        return alike and all(same(actual[key], item, bound) for key, item in expected.items())
-    if type(expected) is float:
-        close = min(bound, 1e-9) if bound else 0.0
-        return type(actual) in (int, float) and abs(actual - expected) <= close * max(1e-6, abs(expected))
-    return type(actual) is type(expected) and bool(actual == expected)
 
 
 def apart(actual: torch.Tensor, expected: torch.Tensor, bound: float = 1e-6) -> torch.Tensor:

@@ -12,15 +12,14 @@ from typing import Any
 import jinja2
 
 from ..running.files import replace_file
-from .results import Result, TaskResult
+from .results import Result
 from .submissions import UNTOUCHED
-
-COLUMNS = ["learner", "exercise", "task", "points", "possible", "message", "parts", "suspicious"]
 
 
 def write_files(results: Sequence[Result], args: Any, seed: int, missing: Sequence[str] = (), grades: Any = ()) -> None:
     """Write the reports that were asked for, and `grades`, {path: content}, each replaced as a whole."""
-    files = {args.csv: as_csv(results), args.json: as_json(results), **dict(grades)}
+    everything = json.dumps([result.as_dict() for result in results], indent=1) + "\n"
+    files = {args.csv: as_csv(results), args.json: everything, **dict(grades)}
     if args.html:
         files |= {str(Path(args.html, name)): page for name, page in pages(results, seed, missing).items()}
     for path, text in files.items():
@@ -50,12 +49,10 @@ def table(results: Sequence[Result], missing: Sequence[str] = ()) -> str:
 
 def summary(results: Sequence[Result]) -> list[str]:
     """A line per task: how many solved it, how many have not begun, and the message that most others got."""
-    by_task: dict[str, list[TaskResult]] = {}
-    for result in sorted((result for result in results if result.exercise), key=lambda result: result.exercise or 0):
-        for task in result.tasks:
-            by_task.setdefault(task.id, []).append(task)
-    lines = []
-    for number, tasks in by_task.items():
+    in_order = sorted((result for result in results if result.exercise), key=lambda result: result.exercise or 0)
+    everyones, lines = [task for result in in_order for task in result.tasks], []
+    for number in dict.fromkeys(task.id for task in everyones):
+        tasks = [task for task in everyones if task.id == number]
         solved = sum(task.points == task.possible for task in tasks)
         untouched = sum(task.message.startswith(UNTOUCHED) for task in tasks)
         wrong = [first_line(task.message) for task in tasks if task.message and not task.message.startswith(UNTOUCHED)]
@@ -70,8 +67,8 @@ def first_line(message: str) -> str:
 
 
 def as_csv(results: Sequence[Result]) -> str:
-    """The COLUMNS, a line per task."""
-    rows: list[list] = [COLUMNS]
+    """A line per task."""
+    rows: list[list] = [["learner", "exercise", "task", "points", "possible", "message", "parts", "suspicious"]]
     for result in results:
         for task in result.tasks:
             parts = "; ".join(f"{part['name']} {part['points']:g}/{part['possible']:g}" for part in task.parts)
@@ -90,21 +87,13 @@ def as_rows(rows: Sequence[Sequence]) -> str:
     return file.getvalue()
 
 
-def as_json(results: Sequence[Result]) -> str:
-    """A list of submissions with their tasks."""
-    return json.dumps([result.as_dict() for result in results], indent=1) + "\n"
-
-
 def pages(results: Sequence[Result], seed: int, missing: Sequence[str] = ()) -> dict[str, str]:
     """{file name: page}: one self-contained page per learner, and index.html; what is not ours in them is escaped."""
-    by_learner: dict[str, list[Result]] = {}
-    for result in results:
-        by_learner.setdefault(result.learner, []).append(result)
+    by_learner = {result.learner: [other for other in results if other.learner == result.learner] for result in results}
     files: dict[str, str] = {}
     for learner in by_learner:  # all names differ on systems too that do not tell A from a
         name = file_name(learner)
-        taken = [other.lower() for other in files.values()]
-        while f"{name}.html".lower() in ["index.html", *taken]:
+        while f"{name}.html".lower() in ["index.html", *map(str.lower, files.values())]:
             name += "_"
         files[learner] = f"{name}.html"
     text = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")

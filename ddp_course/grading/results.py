@@ -71,11 +71,9 @@ def from_dict(record: dict[str, Any]) -> Result:
 
 def best_of(results: Sequence[Result]) -> list[Result]:
     """The results, of each learner's submissions to an exercise the best one alone, with a note."""
-    groups: dict[tuple[str, int | None], list[Result]] = {}
-    for result in results:
-        groups.setdefault((result.learner, result.exercise), []).append(result)
     best: list[Result] = []
-    for group in groups.values():
+    for work in dict.fromkeys((result.learner, result.exercise) for result in results):
+        group = [result for result in results if (result.learner, result.exercise) == work]
         first = max(group, key=lambda result: result.points)  # of equals it is the first
         count = sum(max(1, len(result.files)) for result in group)
         files = [file for result in group for file in result.files]

@@ -12,6 +12,7 @@ from ..errors import GradingError
 from .checks import cell_of
 from .results import clean
 
+PRISTINE = Path(__file__).with_name("pristine")  # the exercises as they are given out, which nobody solves in place
 MOST_BYTES = 256 << 20
 MISSING = "its answer cell is missing: it was deleted, or copied into a new cell"
 UNTOUCHED = "not solved yet"
@@ -59,7 +60,7 @@ class Laid(NamedTuple):
     troubles: dict[str, str]
 
 
-def load_exercises(folder: str | Path) -> dict[int, Pristine]:
+def load_exercises(folder: str | Path = PRISTINE) -> dict[int, Pristine]:
     """Read the pristine notebooks of a folder: {exercise: Pristine}."""
     exercises = {}
     for path in sorted(Path(folder).glob("[0-9][0-9]_*.ipynb")):
@@ -72,12 +73,10 @@ def load_exercises(folder: str | Path) -> dict[int, Pristine]:
     return exercises
 
 
-def find_submissions(paths: Iterable[str | Path], skipped: list[Path] | None = None) -> list[Submission]:
-    """All submissions under `paths`: notebooks, or folders with one folder or notebook per learner.
-
-    Other files there are no submissions; their paths are appended to the list `skipped`.
-    """
-    submissions, skipped = [], [] if skipped is None else skipped
+def find_submissions(paths: Iterable[str | Path]) -> tuple[list[Submission], list[Path]]:
+    """All submissions under `paths`, notebooks, or folders with one folder or notebook per learner; and other files."""
+    submissions: list[Submission] = []
+    others: list[Path] = []
     for path in map(Path, paths):
         if not path.exists():
             raise GradingError(f'"{path}" does not exist')
@@ -91,10 +90,10 @@ def find_submissions(paths: Iterable[str | Path], skipped: list[Path] | None = N
             if not notebooks and child.is_dir():
                 submissions.append(Submission(learner, None))
             elif not notebooks:
-                skipped.append(child)
+                others.append(child)
     if not submissions:
         raise GradingError(f"no submissions in {', '.join(map(str, paths))}")
-    return submissions
+    return submissions, others
 
 
 def read_notebook(path: Path | None) -> list[Cell]:
@@ -108,14 +107,10 @@ def read_notebook(path: Path | None) -> list[Cell]:
     try:
         text = path.read_text(encoding="utf-8-sig")
         return [as_cell(cell) for cell in nbformat.reads(text, as_version=4).cells if cell.cell_type == "code"]
-    except UnicodeDecodeError as error:
-        raise GradingError(f"is not UTF-8 text (byte {error.start}); save it from JupyterLab again") from error
-    except OSError as error:
-        raise GradingError(f"cannot be read: {error.strerror}") from error
     except nbformat.reader.NotJSONError as error:
         raise GradingError("is not valid JSON" if text.strip() else "is empty") from error
-    except Exception as error:  # nbformat has no error of its own for this
-        raise GradingError(f"is not a notebook ({type(error).__name__}: {error})") from error
+    except Exception as error:  # It is not UTF-8, say, or has an odd form, for which nbformat has no error of its own.
+        raise GradingError(f"cannot be read as a notebook ({type(error).__name__}: {error})") from error
 
 
 def as_cell(cell: Any) -> Cell:

@@ -3,9 +3,10 @@
 import torch
 from torch import nn
 
-from ddp_course.grading.attempt import tensors
 from ddp_course.grading.checks import task
-from ddp_course.grading.plain import same
+from ddp_course.grading.diagnosis import same
+
+from .shared import tensors
 
 
 @task("2.1", "scatter", {"uneven sizes": 1, "even sizes": 1}, forbidden=("ddp_course.stage2_dataparallel.scatter",))

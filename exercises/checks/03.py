@@ -3,9 +3,11 @@
 import torch
 import torch.distributed as dist
 
-from ddp_course.grading.attempt import COLLECTIVES, RING, SERVER, tensors, worlds
+from ddp_course.grading.attempt import COLLECTIVES
 from ddp_course.grading.checks import task
 from ddp_course.running import wire
+
+from .shared import RING, SERVER, tensors, worlds
 
 LENGTH = 17
 LOOP = {"ranks": 4, "forbidden": SERVER + RING + COLLECTIVES}

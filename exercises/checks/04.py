@@ -3,9 +3,11 @@
 import torch
 import torch.distributed as dist
 
-from ddp_course.grading.attempt import COLLECTIVES, RING, tensors, worlds
-from ddp_course.grading.checks import require, task
+from ddp_course.grading.attempt import COLLECTIVES
+from ddp_course.grading.checks import task
 from ddp_course.running import wire
+
+from .shared import RING, require, tensors, worlds
 
 LOOP = {"ranks": 4, "forbidden": RING + COLLECTIVES}
 LEFT = "you send to the left, to rank - 1; this ring goes to the right, to rank + 1, and receives from the left"

@@ -7,11 +7,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_course.grading.attempt import COLLECTIVES, RING, SERVER, noted_ring, tensors, worlds
-from ddp_course.grading.checks import load_tasks, require, task
+from ddp_course.grading.attempt import COLLECTIVES
+from ddp_course.grading.checks import load_tasks, task
 from ddp_course.running import wire
 from ddp_course.stage4_ring import ring_all_reduce
 from ddp_course.stage6_ddp import DistributedDataParallel
+
+from .shared import RING, SERVER, noted_ring, require, tensors, worlds
 
 SYNCHRONISE = "do all ranks synchronise in the same micro-batch?"
 ONE = load_tasks(1)  # its little net

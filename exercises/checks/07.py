@@ -3,9 +3,11 @@
 import torch
 import torch.distributed as dist
 
-from ddp_course.grading.attempt import COLLECTIVES, RING, SERVER, tensors, worlds
-from ddp_course.grading.checks import load_tasks, require, several, task
+from ddp_course.grading.attempt import COLLECTIVES
+from ddp_course.grading.checks import load_tasks, task
 from ddp_course.running import wire
+
+from .shared import RING, SERVER, require, several, tensors, worlds
 
 SCHEDULES = load_tasks(8)
 

@@ -4,8 +4,10 @@ import math
 from collections.abc import Iterable
 from numbers import Integral
 
-from ddp_course.grading.checks import require, several, task
+from ddp_course.grading.checks import task
 from ddp_course.stage8_pipeline import Instruction, gpipe, one_forward_one_backward, timetable
+
+from .shared import require, several
 
 
 def steps_of(steps, about, *kinds):

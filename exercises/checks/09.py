@@ -2,7 +2,9 @@
 
 import torch
 
-from ddp_course.grading.checks import require, task
+from ddp_course.grading.checks import task
+
+from .shared import require
 
 RANKS = 3  # as many as the sums of 9.2 pretend to be over
 

@@ -1,6 +1,8 @@
 """Exercise 15: what the capstone's runs wrote, and what explains the gap between prediction and measurement."""
 
-from ddp_course.grading.checks import require, several, task
+from ddp_course.grading.checks import task
+
+from .shared import require, several
 
 HOLDS = {"wrap": str, "world_size": int, "resumed": int, "steps": int, "parameters": int, "loss": float}
 

@@ -9,19 +9,17 @@ from pkgutil import resolve_name
 import nbformat
 import pytest
 import torch
-from answers import ROOT, edited, of_kind, tried, verdict_on
+from answers import EXERCISES, ROOT, edited, of_kind, tried, verdict_on
 
 from ddp_course.errors import Failure, RankError, Wrong
 from ddp_course.grading import CORRECT, check
 from ddp_course.grading.attempt import COLLECTIVES, refusing
-from ddp_course.grading.checks import exercises, find, of_exercise
+from ddp_course.grading.checks import find, of_exercise
 from ddp_course.grading.diagnosis import same
 from ddp_course.grading.evidence import explain
-from ddp_course.grading.grader import exercises_folder
 from ddp_course.grading.submissions import load_exercises
 from ddp_course.running import wire
 
-EXERCISES = exercises()
 TASKS = [task for exercise in EXERCISES for task in of_exercise(exercise)]
 
 
@@ -79,7 +77,7 @@ def test_ranks_that_wait_are_told_so_whichever_gives_up_first(reason):
 
 
 def test_every_task_has_parts_and_points():
-    for exercise, pristine in load_exercises(exercises_folder()).items():
+    for exercise, pristine in load_exercises().items():
         for task in of_exercise(exercise):
             assert len(task.parts) >= 2 and pristine.points[task.number] > 0, task.number
 

@@ -11,11 +11,11 @@ from benchmarks import grade as bench
 from ddp_course import cli
 from ddp_course.grading import guard, report
 from ddp_course.grading.checks import find
-from ddp_course.grading.grader import exercises_folder, grade
+from ddp_course.grading.grader import grade
 from ddp_course.grading.plain import ODD, pack, unpack
 from ddp_course.grading.remarks import clusters
 from ddp_course.grading.results import Result, TaskResult, clean
-from ddp_course.grading.submissions import Submission, find_submissions, load_exercises
+from ddp_course.grading.submissions import PRISTINE, Submission, find_submissions, load_exercises
 
 torch = pytest.importorskip("torch")
 NASTY = '<script>alert("x")</script>\x1b[31m\x07 & = {learner}'
@@ -36,7 +36,7 @@ def test_csv_has_a_line_a_task_and_no_formula():
 
 
 def test_json_has_the_agreed_form():
-    first, second = json.loads(report.as_json(RESULTS))
+    first, second = (result.as_dict() for result in RESULTS)
     assert first.keys() == {"learner", "exercise", "points", "possible", "tasks", "message", "note", "files"}
     assert (first["points"], first["possible"]) == (3, 5)
     assert first["tasks"][1]["parts"] == PARTS
@@ -124,9 +124,8 @@ def a_class(folder):
 
 
 def test_files_that_are_no_submissions_are_named(tmp_path):
-    skipped = []
-    found = find_submissions([a_class(tmp_path / "class")], skipped)
-    assert [one.learner for one in found] == ["anna", "anna", "ben", "dora"]
+    submissions, skipped = find_submissions([a_class(tmp_path / "class")])
+    assert [submission.learner for submission in submissions] == ["anna", "anna", "ben", "dora"]
     assert [path.name for path in skipped] == ["carl.zip", "list.txt"]
 
 
@@ -170,7 +169,7 @@ def test_of_several_submissions_to_an_exercise_the_best_counts(tmp_path, monkeyp
 
 def test_a_notebook_that_cannot_be_read_counts_nothing_of_what_there_is(tmp_path):
     (tmp_path / "08_mine.ipynb").write_text("{")
-    (result,) = grade([Submission("anna", tmp_path / "08_mine.ipynb")], load_exercises(exercises_folder()), seed=1)
+    (result,) = grade([Submission("anna", tmp_path / "08_mine.ipynb")], load_exercises(), seed=1)
     assert (result.points, result.passed) == (0, False) and result.possible > 10
     line, _ = report.table([result]).splitlines()
     assert "0 of " in line and "not valid JSON" in line
@@ -185,9 +184,9 @@ def test_what_cannot_be_judged_is_worth_nothing_in_each_of_its_parts(tmp_path):
     (tmp_path / "08_mine.ipynb").write_text("{")
     handed_in = [
         Submission("anna", tmp_path / "08_mine.ipynb"),
-        Submission("bert", exercises_folder() / "08_pipeline.ipynb"),
+        Submission("bert", PRISTINE / "08_pipeline.ipynb"),
     ]
-    results = grade(handed_in, load_exercises(exercises_folder()), seed=1)
+    results = grade(handed_in, load_exercises(), seed=1)
     for result, message in zip(results, ("not valid JSON", "not solved yet"), strict=True):
         for task in result.tasks:
             assert [part["name"] for part in task.parts] == list(find(task.id).parts)

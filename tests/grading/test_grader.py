@@ -12,10 +12,10 @@ from answers import ROOT, edited, hand_in, notebook_of, of_kind
 from ddp_course import cli
 from ddp_course.grading import grader
 from ddp_course.grading.checks import find, solution
-from ddp_course.grading.grader import exercises_folder, grade
+from ddp_course.grading.grader import grade
 from ddp_course.grading.submissions import Submission, load_exercises
 
-EXERCISES = load_exercises(exercises_folder())
+EXERCISES = load_exercises()
 LOOP = "while True:\n    pass\n"
 
 
@@ -121,9 +121,9 @@ ACCIDENTS = {
 }
 BROKEN = {
     "empty.ipynb": ("", "is empty"),
-    "binary.ipynb": (b"\xff\xfe\x00", "is not UTF-8"),
+    "binary.ipynb": (b"\xff\xfe\x00", "cannot be read as a notebook (UnicodeDecodeError"),
     "half.ipynb": ('{"cells": [', "is not valid JSON"),
-    "list.ipynb": ("[1, 2]", "is not a notebook"),
+    "list.ipynb": ("[1, 2]", "cannot be read as a notebook"),
     "other.ipynb": ('{"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": []}', "holds no answer cell"),
 }
 

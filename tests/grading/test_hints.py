@@ -1,13 +1,11 @@
 """Each task has three hints, and they are shown one by one."""
 
 import pytest
-from answers import ROOT
+from answers import EXERCISES, ROOT
 
 from ddp_course.grading import hint
 from ddp_course.grading.checks import of_exercise, solution
 from ddp_course.grading.hints import LEVELS, all_hints
-
-EXERCISES = sorted(int(path.name[:2]) for path in (ROOT / "exercises").glob("[0-9]*.ipynb"))
 
 
 def test_every_task_has_three_hints_that_are_not_the_answer():

@@ -3,12 +3,10 @@
 from itertools import combinations
 
 import pytest
-from answers import ROOT, of_kind, tried
+from answers import EXERCISES, ROOT, of_kind, tried
 
-from ddp_course.grading.checks import exercises, find, known_answers, of_exercise
+from ddp_course.grading.checks import find, known_answers, of_exercise
 from ddp_course.grading.diagnosis import same
-
-EXERCISES = exercises()
 
 
 def sources(answers):

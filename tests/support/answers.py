@@ -11,6 +11,7 @@ from ddp_course.grading.diagnosis import verdict
 from ddp_course.grading.evidence import gather
 
 ROOT = Path(__file__).parents[2]
+EXERCISES = sorted(int(path.stem) for path in (ROOT / "exercises/checks").glob("[0-9]*.py"))
 PATIENCE_SECONDS = 3.0  # that a rank waits for a message of a wrong answer
 
 

@@ -1,0 +1,58 @@
+"""What several exercises draw, forbid and require, and a ring that notes what it is called with."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddp_course.errors import Wrong
+from ddp_course.grading.attempt import groups
+from ddp_course.stage4_ring import ring_all_reduce
+
+SERVER = tuple(
+    f"ddp_course.stage3_paramserver.{name}"
+    for name in ("average_on_server", "collect_and_return", "broadcast_parameters")
+)
+RING = tuple(
+    f"ddp_course.stage4_ring.{name}"
+    for name in ("ring_all_reduce", "whole_gradient_ring", "reduce_scatter", "allgather", "average_on_ring")
+)
+
+
+def worlds(*sizes: int) -> Iterator[tuple[int, Any]]:
+    """Yield (size, group) of the first 2, 3, … ranks to their members."""
+    for size in sizes:
+        if dist.get_rank() < size:
+            yield size, groups[size]
+
+
+def noted_ring(group: Any) -> tuple[Callable, list]:
+    """The ring all-reduce in a group, and a list of (dtype, elements) of the tensors that it is called with."""
+    calls: list = []
+
+    def all_reduce(tensor: torch.Tensor, group: Any = group) -> torch.Tensor:
+        calls.append((str(tensor.dtype).removeprefix("torch."), tensor.numel()))
+        return ring_all_reduce(tensor, group)
+
+    return all_reduce, calls
+
+
+def tensors(random: Any, count: int, *shape: int, dtype: torch.dtype = torch.float32, whole: bool = False) -> list:
+    """`count` tensors of `shape`, all different; whole numbers if sums are to be exact."""
+    generator = torch.Generator().manual_seed(random.randrange(2**31))
+    if whole:
+        return [torch.randint(-999, 999, shape, generator=generator).to(dtype) for _ in range(count)]
+    return [torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype) for _ in range(count)]
+
+
+def require(condition: Any, message: str) -> None:
+    """Raise Wrong with `message` unless `condition` holds."""
+    if not condition:
+        raise Wrong(message)
+
+
+def several(answer: Any, count: int, message: str) -> Any:
+    """The answer, if it is a row of `count` things; else raise Wrong with `message`."""
+    require(isinstance(answer, list | tuple) and len(answer) == count, message)
+    return answer
