@@ -63,7 +63,7 @@ class Card:
     """The network card of a process; a launch over a throttled wire gives its ranks one with a throttle."""
 
     def __init__(self, throttle: Any = None):
-        self.throttle = throttle  # a links.throttle.Throttle; without it messages leave at full speed
+        self.throttle = throttle  # a links.throttle.ThrottledWire; without it messages leave at full speed
         self.clock = Clock(torch.device("cpu"))  # one of events while a GPU is recorded
         self.observers: list[Callable[[Event], None]] = []
 

@@ -9,10 +9,7 @@ What `Link` is for cables, `Device` is for accelerators: the arithmetic is real,
     with Device("2GFLOP/s", memory="5GB/s").emulate(record=True) as emulation:     in this process, without ranks
         train(model, batches, lr)
     emulation.operations        what each operation cost, and whether it was bound by flops or by memory
-    emulation.busy_s            seconds that the device worked
-
-    with Device("2GFLOP/s").emulate(sleep=False) as emulation:                     what would it take? Nobody waits
-    stage2_dataparallel.train(model, batches, lr, devices=["cpu:0", "cpu:1"])      two emulated devices, with a bus
+    emulation.busy_s            seconds that the device worked; with `sleep=False` nobody waits for it
 
 `full_speed()` inside a rank ends the emulation for the rest of the function.
 """

@@ -17,8 +17,7 @@ class Device:
     """An emulated accelerator: "2GFLOP/s", with a `memory` of "5GB/s", or None for one that nothing waits for.
 
     An operation takes max(flops/rate, bytes/memory) of its time; the real arithmetic runs on the processor meanwhile,
-    so results are those of any other run, bit for bit. Raises EmulationError for what does not parse
-    or cannot be.
+    so results are those of any other run, bit for bit. Raises EmulationError for what does not parse or cannot be.
     """
 
     def __init__(self, rate, memory=None):
@@ -102,8 +101,7 @@ def emulation_of(setting: dict, rank: int, link: Any = None) -> Iterator[None]:
         return
     with devices[rank].emulate(link) as emulation:
         yield
-    factor = emulation.behind_s and emulation.too_fast(len(devices))
-    if rank == 0 and factor:
+    if rank == 0 and (factor := emulation.too_fast(len(devices))):
         print(
             f"the emulated device of {devices[0]} was too fast for this machine: it ended {emulation.behind_s:.2g} s "
             f"late; choose {devices[0].slower(factor)}",

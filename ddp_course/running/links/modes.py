@@ -8,10 +8,9 @@ enter(rank)             in a rank, before it makes any socket
 """
 
 from ...errors import EmulationError
-from .. import virtual_hosts, wire
-from ..launching.channel import LOOPBACK
+from .. import virtual_hosts
 from ..launching.setting import start_method
-from .throttle import Switch, Throttle
+from .throttle import ThrottledWire
 
 USE_WIRE = 'use mode="wire"'
 
@@ -40,22 +39,6 @@ class VirtualHosts:
         if start_method() == "spawn":
             return "ranks are not forked here, and a new process cannot enter them"
         return virtual_hosts.forbidden_by() or ("they have no latency; the wire has" if latency else None)
-
-
-class ThrottledWire(Switch):
-    """Our own sends and receives wait as long as the link would need; torch's own collectives do not."""
-
-    name, title, carries_torch = "wire", "throttled wire", False
-    master_address = LOOPBACK
-
-    def enter(self, rank: int) -> None:
-        """Put the throttle on this rank's wire."""
-        wire.card = wire.Card(Throttle(self, rank))
-
-    @staticmethod
-    def obstacle(latency: float) -> str | None:
-        """Nothing: it works anywhere."""
-        return None
 
 
 Mode = type[VirtualHosts] | type[ThrottledWire]

@@ -26,7 +26,8 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from ..launching.channel import open_memory
+from .. import wire
+from ..launching.channel import LOOPBACK, open_memory
 
 CHANNELS = 4  # the default group has one channel, and all other groups share three, by their names
 DEPTH = 512  # so many messages between two ranks may be under way at once
@@ -34,12 +35,16 @@ NUMBER, DEPARTS, ARRIVES = range(3)
 AT_ONCE = 0.005  # seconds: a rank that sends so soon after it was woken did nothing in between
 
 
-class Switch:
-    """What all ranks share: when each host's two links are free, and a slot for every message under way.
+class ThrottledWire:
+    """Our own sends and receives wait as long as the link would need; torch's own collectives do not.
 
-    `hosts` is the host of every rank; ranks of one host share its links, and reach each other without them. The memory
-    is a file without a name, which forked ranks and new processes inherit as the open file `descriptor`.
+    All ranks share the memory in which they write when each host's two links are free, with a slot for every message
+    under way: a file without a name, which forked ranks and new processes inherit as the open file `descriptor`.
+    `hosts` is the host of every rank; ranks of one host share its links, and reach each other without them.
     """
+
+    name, title, carries_torch = "wire", "throttled wire", False
+    master_address = LOOPBACK
 
     def __init__(self, hosts: list, bits_per_second: float, latency: float, descriptor: int | None = None):
         self.hosts, self.latency = hosts, latency
@@ -56,6 +61,18 @@ class Switch:
 
     def __reduce__(self):
         return type(self), (self.hosts, 8 / self.seconds_per_byte, self.latency, self.file.fileno())
+
+    @staticmethod
+    def obstacle(latency: float) -> str | None:
+        """Nothing: it works anywhere."""
+        return None
+
+    def enter(self, rank: int) -> None:
+        """Throttle the wire of this process, which is `rank`."""
+        self.rank = rank
+        self.posted = np.zeros((2, *self.slots.shape[:3]), dtype=int)  # rows count what was sent and received
+        self.woken = threading.local()  # each thread knows when its last wait ended, and when it was due
+        wire.card = wire.Card(self)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -78,28 +95,19 @@ class Switch:
         incoming[destination] = max(start + self.latency, incoming[destination]) + duration
         return outgoing[source], incoming[destination]
 
-
-class Throttle:
-    """One rank's connection to the switch."""
-
-    def __init__(self, switch: Switch, rank: int):
-        self.switch, self.rank = switch, rank
-        self.posted = np.zeros((2, *switch.slots.shape[:3]), dtype=int)  # rows count what was sent and received
-        self.woken = threading.local()  # each thread knows when its last wait ended, and when it was due
-
     def post(self, kind: str, nbytes: int, peer: int, group: dist.ProcessGroup | None = None) -> Any:
         """Announce a "send" to or a "recv" from global rank `peer`; returns a ticket for `finish`."""
         receiving = int(kind == "recv")
         sender, receiver = (peer, self.rank) if receiving else (self.rank, peer)
-        if self.switch.hosts[sender] == self.switch.hosts[receiver]:
+        if self.hosts[sender] == self.hosts[receiver]:
             return None
         way, now = (sender, receiver, channel(group)), self.now()
-        with self.switch.locked():
+        with self.locked():
             self.posted[receiving][way] += 1
             number = self.posted[receiving][way]
-            slot = self.switch.slots[way][number % DEPTH]
+            slot = self.slots[way][number % DEPTH]
             if slot[NUMBER] == number:  # the other side has been there since the time in the slot
-                slot[DEPARTS:] = self.switch.book(sender, receiver, nbytes, max(now, slot[DEPARTS]))
+                slot[DEPARTS:] = self.book(sender, receiver, nbytes, max(now, slot[DEPARTS]))
             else:
                 slot[:] = number, now, 0.0
         return slot, number, ARRIVES if receiving else DEPARTS

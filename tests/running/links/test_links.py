@@ -116,14 +116,24 @@ def switch(monkeypatch):
     clock = SimpleNamespace(now=100.0, slept=[])
     monkeypatch.setattr(throttle.time, "monotonic", lambda: clock.now)
     monkeypatch.setattr(throttle.time, "sleep", clock.slept.append)
-    made = throttle.Switch([0, 0, 1, 2], 8000, 0.5)
+    monkeypatch.setattr(wire, "card", wire.card)
+    made = throttle.ThrottledWire([0, 0, 1, 2], 8000, 0.5)
     made.clock = clock
     return made
 
 
+def ends(switch, *ranks):
+    """The switch as several ranks have it, each in a process of its own."""
+    copies = [object.__new__(throttle.ThrottledWire) for _ in ranks]
+    for each, rank in zip(copies, ranks, strict=True):
+        vars(each).update(vars(switch))
+        each.enter(rank)
+    return copies
+
+
 def deliver(switch, sender, receiver, nbytes):
     """Post both sides; returns how long sender and receiver have to wait from now."""
-    sending, receiving = throttle.Throttle(switch, sender), throttle.Throttle(switch, receiver)
+    sending, receiving = ends(switch, sender, receiver)
     tickets = sending.post("send", nbytes, receiver), receiving.post("recv", nbytes, sender)
     switch.clock.slept.clear()
     for ticket in tickets:
@@ -149,7 +159,7 @@ def test_when_sender_and_receiver_go_on(switch, before, message, waits):
 
 
 def test_time_counts_from_the_moment_when_both_are_ready(switch):
-    sender, receiver = throttle.Throttle(switch, 0), throttle.Throttle(switch, 2)
+    sender, receiver = ends(switch, 0, 2)
     sent = sender.post("send", 1000, 2)
     switch.clock.now = 107.0
     received = receiver.post("recv", 1000, 0)
@@ -162,7 +172,7 @@ def test_time_counts_from_the_moment_when_both_are_ready(switch):
 @pytest.mark.parametrize("pause, late", [(0.001, 0.0), (1.0, 0.003)])
 def test_a_rank_that_was_woken_late_and_goes_on_at_once_makes_up_for_it(switch, monkeypatch, pause, late):
     monkeypatch.setattr(throttle.time, "sleep", lambda seconds: setattr(switch.clock, "now", 101.503))
-    first, second = throttle.Throttle(switch, 0), throttle.Throttle(switch, 2)
+    first, second = ends(switch, 0, 2)
     first.post("send", 1000, 2)
     answer, _, _ = first.post("recv", 1000, 2)
     second.finish(second.post("recv", 1000, 0))  # due at 101.5
