@@ -11,17 +11,17 @@ from importlib import import_module
 
 from .errors import CourseError
 
-COMMANDS = {  # each module has main(args), which returns the exit code, and perhaps add_options(parser)
-    "lab": ("commands.lab", "lessons and exercises in JupyterLab"),
-    "doctor": ("commands.doctor", "what this machine has, and what each lesson will use"),
-    "compare": ("commands.compare", "train with every stage on the same batches and compare"),
-    "simulate": ("commands.simulate", "bucketed DDP on thousands of simulated devices"),
-    "predict": ("commands.predict", "published runs, predicted and measured"),
-    "claims": ("commands.claims", "what people say, and the verdicts of the lessons"),
-    "grade": ("commands.grade", "grade exercises"),
-    "check": ("commands.check", "check your own exercise"),
-    "audit": ("commands.audit", "look for the usual mistakes in your own training script"),
-    "hosts": ("commands.hosts", "bring several machines together for launch(fn, hosts=...)"),
+COMMANDS = {  # Each has a module with main(args), which returns the exit code, and perhaps add_options(parser).
+    "lab": "lessons and exercises in JupyterLab",
+    "doctor": "what this machine has, and what each lesson will use",
+    "compare": "train with every stage on the same batches and compare",
+    "simulate": "bucketed DDP on thousands of simulated devices",
+    "predict": "published runs, predicted and measured",
+    "claims": "what people say, and the verdicts of the lessons",
+    "grade": "grade exercises",
+    "check": "check your own exercise",
+    "audit": "look for the usual mistakes in your own training script",
+    "hosts": "bring several machines together for launch(fn, hosts=...)",
 }
 
 
@@ -31,10 +31,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="ddp-course", description=__doc__.split("\n")[0])
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
     wanted = next((word for word in arguments if word in COMMANDS), None)
-    for name, (module, help_text) in COMMANDS.items():
+    for name, help_text in COMMANDS.items():
         command = subparsers.add_parser(name, help=help_text, description=help_text)
         if name == wanted:  # Only its module is loaded: the other commands' libraries take seconds.
-            chosen = import_module(f".{module}", __package__)
+            chosen = import_module(f".commands.{name}", __package__)
             command.set_defaults(main=chosen.main)
             if hasattr(chosen, "add_options"):
                 chosen.add_options(command)
@@ -49,7 +49,7 @@ def exit_code(command: Callable[[], int | None]) -> int:
         if sys.stdout is not None:  # It is None where the caller has closed it: >&-
             sys.stdout.flush()
         return code
-    except BrokenPipeError:  # `ddp-course … | head`: whoever read has seen enough
+    except BrokenPipeError:  # `ddp-course … | head`: the reader has seen enough.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python says nothing more about it at its end.
         return 128 + 13
     except (ValueError, OSError) as error:

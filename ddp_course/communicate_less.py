@@ -15,7 +15,7 @@ deep networks", 2012 (Downpour SGD).
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Optimizer
 
 from .running import wire
-from .stage3_paramserver import broadcast_parameters, gradients
+from .stage3_paramserver import broadcast_parameters, gradients, unflatten
 from .stage4_ring import average_on_ring, ring_all_reduce
 
 
@@ -83,34 +83,29 @@ class LowRank:
 
     def __call__(self, group, bucket):
         """The rank-r approximation of the mean gradient, written into the bucket, in two all-reduces."""
-        whole, keys, targets, matrices = [], [], [], []
-        for key, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+        gradient_of = dict(zip(bucket.parameters(), bucket.gradients(), strict=True))
+        whole, matrices = [], {}
+        for parameter, gradient in gradient_of.items():
             matrix = gradient.flatten(1) if gradient.dim() > 1 else gradient.reshape(-1, 1)
             if self.rank * sum(matrix.shape) < matrix.numel():
-                keys.append(key)
-                targets.append(gradient)
-                matrices.append(exact(matrix) + self.left.get(key, 0.0))
+                exact = matrix.to(torch.promote_types(matrix.dtype, torch.float32))  # Halves have no QR decomposition.
+                matrices[parameter] = exact + self.left.get(parameter, 0.0)
             else:
                 whole.append(gradient)
-        columns = [m @ self.directions.get(key, self.start(m)) for key, m in zip(keys, matrices, strict=True)]
+        columns = [m @ self.directions.get(parameter, self.start(m)) for parameter, m in matrices.items()]
         average_on_ring(columns + whole, group)
         columns = [torch.linalg.qr(each).Q for each in columns]
-        rows = [m.T @ each for m, each in zip(matrices, columns, strict=True)]
+        rows = [m.T @ each for m, each in zip(matrices.values(), columns, strict=True)]
         average_on_ring(rows, group)
-        for key, gradient, matrix, left, right in zip(keys, targets, matrices, columns, rows, strict=True):
-            self.left[key], self.directions[key] = matrix - left @ right.T, right
-            gradient.copy_((left @ right.T).view(gradient.shape))
+        for (parameter, matrix), left, right in zip(matrices.items(), columns, rows, strict=True):
+            self.left[parameter], self.directions[parameter] = matrix - left @ right.T, right
+            gradient_of[parameter].copy_((left @ right.T).view_as(gradient_of[parameter]))
         return done(bucket.buffer())
 
     def start(self, matrix: Tensor) -> Tensor:
         """The first directions: random, the same on all ranks."""
         generator = torch.Generator().manual_seed(0)  # the CPU's numbers are the same everywhere
         return torch.randn(matrix.shape[1], self.rank, generator=generator, dtype=matrix.dtype).to(matrix.device)
-
-
-def exact(matrix: Tensor) -> Tensor:
-    """The matrix in a dtype that has a QR decomposition: half-precision ones in float32."""
-    return matrix if matrix.dtype in (torch.float32, torch.float64) else matrix.float()
 
 
 def passed_around(tensors: list[Tensor], group: dist.ProcessGroup | None = None) -> list[list[Tensor]]:
@@ -183,11 +178,11 @@ def train_asynchronously(model: Module, batches: Iterable, lr: float) -> tuple[l
     if dist.get_world_size() == 1:
         raise ValueError("rank 0 only serves, so one rank would train nothing; use at least two")
     broadcast_parameters(model)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    weights = end_to_end([parameter.detach() for parameter in trained])
+    trained = [parameter.detach() for parameter in model.parameters() if parameter.requires_grad]
+    weights = end_to_end(trained)
     if dist.get_rank() == 0:
         staleness = serve(weights, lr)
-        lay_out(weights, trained)
+        unflatten(weights, trained)
         return [], staleness
     losses = []
     for inputs, targets in batches:
@@ -196,7 +191,7 @@ def train_asynchronously(model: Module, batches: Iterable, lr: float) -> tuple[l
         loss.backward()
         wire.send(end_to_end([*gradients(model), weights.new_ones(1)]), 0)  # 1 says that it is a gradient
         wire.recv(weights, 0)
-        lay_out(weights, trained)
+        unflatten(weights, trained)
         losses.append(loss.item())
     wire.send(weights.new_zeros(len(weights) + 1), 0)  # 0 says that there is none any more
     return losses, []
@@ -205,13 +200,6 @@ def train_asynchronously(model: Module, batches: Iterable, lr: float) -> tuple[l
 def end_to_end(tensors: list[Tensor]) -> Tensor:
     """One vector of all elements, in the widest dtype among them."""
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
-
-
-@torch.no_grad()
-def lay_out(flat: Tensor, parameters: Sequence[Tensor]) -> None:
-    """Copy a vector back into the parameters that it was made of."""
-    for piece, parameter in zip(flat.split([p.numel() for p in parameters]), parameters, strict=True):
-        parameter.copy_(piece.view(parameter.shape))
 
 
 def serve(weights: Tensor, lr: float) -> list[int]:

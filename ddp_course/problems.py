@@ -32,9 +32,8 @@ def make(name: str, **options: Any) -> "Problem":
         raise ValueError(f'unknown problem "{name}"; choose one of {", ".join(NAMES)}')
     chosen = {"digits": Digits, "bytes": Bytes, "synthetic": Synthetic}[name]
     known = inspect.signature(chosen).parameters
-    for option in options:
-        if option not in known:
-            raise ValueError(f'"{option}" cannot be chosen for {name}, only {", ".join(known)}')
+    if unknown := ", ".join(options.keys() - known):
+        raise ValueError(f'"{unknown}" cannot be chosen for {name}, only {", ".join(known)}')
     return chosen(**options)
 
 
@@ -47,10 +46,9 @@ def shard(dataset_size: int, rank: int, world_size: int, epoch: int = 0, seed: i
     """
     if not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} of {world_size}: ranks go from 0 to world_size - 1")
-    generator = torch.Generator().manual_seed(seed + epoch)
-    order = torch.randperm(dataset_size, generator=generator)
-    padding = -dataset_size % world_size
-    return torch.cat([order, order.repeat(math.ceil(padding / max(1, dataset_size)))[:padding]])[rank::world_size]
+    order = torch.randperm(dataset_size, generator=torch.Generator().manual_seed(seed + epoch))
+    positions = torch.arange(rank, dataset_size + -dataset_size % world_size, world_size)
+    return order[positions % dataset_size]
 
 
 def share(global_batch: int, world_size: int) -> int:
@@ -96,8 +94,7 @@ class Problem:
             epoch, position = divmod(step, per_epoch)
             if position == 0 or step == start:
                 indices = shard(len(self.targets), rank, world_size, epoch, seed)
-            chosen = indices[position * size : (position + 1) * size]
-            yield self.pick(chosen)
+            yield self.pick(indices[position * size : (position + 1) * size])
 
     def pick(self, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The (inputs, targets) of the samples with these indices."""

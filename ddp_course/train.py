@@ -48,8 +48,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--steps", type=int, metavar="N", help="training steps in all (default: the problem's)")
     add("--seed", type=int, default=0, help="seed of weights, batches and dropout (default 0)")
     add("--checkpoint", metavar="DIR", help="save here, and go on from the newest checkpoint that is there")
-    add("--every", type=positive, default=10, metavar="N", help="steps between checkpoints (default 10)")
-    add("--keep", type=positive, default=2, metavar="N", help="checkpoints to keep (default 2)")
+    add("--every", type=int, default=10, metavar="N", help="steps between checkpoints (default 10)")
+    add("--keep", type=int, default=2, metavar="N", help="checkpoints to keep (default 2)")
     add("--global-batch", type=int, metavar="B", help="samples per step, over all ranks together")
     add("--parameters", type=int, metavar="P", help="size of the model of bytes and synthetic")
     add("--dropout", type=float, default=0.0, help="share of activations dropped in training (default 0)")
@@ -61,14 +61,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def positive(text: str) -> int:
-    """A whole number of 1 or more."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is too small; it must be 1 or more")
-    return number
-
-
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Train to the last step, from the newest checkpoint if there is one; every rank calls this.
 
@@ -76,6 +68,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     "evaluation": …, "resumed": the step it went on from}. Raises CheckpointError if the checkpoint does not fit the
     options, ValueError for options that cannot work.
     """
+    if options.every < 1 or options.keep < 1:
+        raise ValueError(f"--every is {options.every} and --keep {options.keep}; each must be 1 or more")
     torch.backends.cudnn.allow_tf32 = False  # All devices compute in the dtype that was asked for.
     if ladder.find(options.stage).one_process and dist.get_world_size() > 1:
         raise ValueError(f"stage {options.stage} is a single process, but {dist.get_world_size()} ranks were started")
@@ -136,8 +130,7 @@ def check_settings(saved: Any, options: argparse.Namespace) -> None:
 
     A checkpoint of another program has none of the options. No step can be taken back.
     """
-    settings = saved.get("settings", {})
-    values = {name: (settings.get(name), getattr(options, name)) for name in MUST_MATCH}
+    values = {name: (saved.get("settings", {}).get(name), getattr(options, name)) for name in MUST_MATCH}
     differences = [f"--{n.replace('_', '-')} {old} (now {new})" for n, (old, new) in values.items() if old != new]
     if differences:
         raise CheckpointError(
@@ -157,7 +150,7 @@ def check_settings(saved: Any, options: argparse.Namespace) -> None:
 
 
 def leg(options: argparse.Namespace, job: Job, state: dict[str, Any]) -> dict[str, Any]:
-    """Train from the checkpoint `state` to the step of the next; return that, which is the same on all ranks."""
+    """Train from the checkpoint `state` to the step of the next; return that. Rank 0 writes its own."""
     stage, world_size, start = ladder.find(options.stage), dist.get_world_size(), state["step"]
     end = min(job.steps, start - start % options.every + options.every)
     model = job.model()

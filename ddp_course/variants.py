@@ -22,7 +22,7 @@ average_on_whole_ring = partial(stage4_ring.average_on_ring, all_reduce=stage4_r
 train_on_whole_ring = partial(stage4_ring.train, average=average_on_whole_ring)
 
 
-def train_with_sharded_optimizer(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], lr: float) -> list[float]:
+def train_with_sharded_optimizer(model: nn.Module, batches: Iterable, lr: float) -> list[float]:
     """The loop of stage 1 with ZeRO-1: its optimizer averages the gradients, and each rank updates its part."""
     broadcast_parameters(model)  # The optimizer broadcasts parameters, but no buffers.
     optimizer = ShardedOptimizer(model.parameters(), SGD, lr=lr)
@@ -36,9 +36,7 @@ def train_with_sharded_optimizer(model: nn.Module, batches: Iterable[tuple[Tenso
     return losses
 
 
-def train_with_torch(
-    model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], lr: float, **settings: Any
-) -> list[float]:
+def train_with_torch(model: nn.Module, batches: Iterable, lr: float, **settings: Any) -> list[float]:
     """The loop of stage 1 around torch's class, its all-reduces shown to the observers; on a throttled wire, ours."""
     devices = [rank_device()] if rank_device().type == "cuda" else None
     parallel = DistributedDataParallel(model, device_ids=devices, **settings)

@@ -22,7 +22,7 @@ def test_a_reader_who_has_seen_enough_is_no_error(monkeypatch):
         print("more")
 
     speaker = SimpleNamespace(main=talk)
-    monkeypatch.setitem(cli.COMMANDS, "talk", ("commands.talk", ""))
+    monkeypatch.setitem(cli.COMMANDS, "talk", "")
     monkeypatch.setitem(sys.modules, "ddp_course.commands.talk", speaker)
     reading, writing = os.pipe()
     os.close(reading)  # `| head` has ended
