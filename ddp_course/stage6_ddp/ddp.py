@@ -153,23 +153,6 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         with unnoticed_by_autograd(buffers):  # an earlier forward pass may have saved one for its backward pass
             broadcast_tensors(buffers, src, self.process_group)
 
-    def bucket_layout(self):
-        """Return the names of the parameters in each bucket, or None as long as they are those of the first pass.
-
-        The place of a gradient decides in which order more than two ranks add up, so save the layout with a checkpoint
-        for a resume that is exact to the last bit. All ranks must call this, between passes, and get the same.
-        """
-        self.reducer.rebuild()
-        return self.reducer.layout if self.reducer.rebuilt else None
-
-    def load_bucket_layout(self, layout):
-        """Go on with the buckets that `bucket_layout` returned, on all ranks; None leaves them to the first pass.
-
-        Raises ValueError if they are of another model.
-        """
-        if layout is not None:
-            self.reducer.lay_out(layout)
-
     def register_comm_hook(self, state, hook):
         """Let `hook(state, bucket)` average each bucket in place of the default; it returns a `torch.futures.Future`.
 

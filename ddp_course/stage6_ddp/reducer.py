@@ -110,21 +110,6 @@ class Reducer:
         self.rebuilt = True
         self.make_buckets(assign_buckets(self.parameters, limits, self.sparse, order))
 
-    @property
-    def layout(self):
-        """The names of the parameters in each bucket."""
-        name_of = dict(zip(self.parameters, self.names, strict=True))
-        return [[name_of[parameter] for parameter in bucket.parameters] for bucket in self.buckets]
-
-    def lay_out(self, layout):
-        """Take the buckets of `layout`, lists of names, as after a rebuild; ValueError if they do not fit."""
-        if sorted(name for names in layout for name in names) != sorted(self.names):
-            raise ValueError("the buckets are of another model: they do not have each of its parameters once")
-        self.check_finished()
-        index_of = {name: index for index, name in enumerate(self.names)}
-        self.rebuilt = True
-        self.make_buckets([[index_of[name] for name in names] for names in layout])
-
     # Backward calls these.
 
     def gradient_ready(self, index):

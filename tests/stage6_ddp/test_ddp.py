@@ -1,4 +1,4 @@
-"""The wrapper's own promises: buckets for checkpoints, inputs on their way to a device, what `Join` asks for."""
+"""The wrapper's own promises: inputs on their way to a device, what `Join` asks for."""
 
 import pytest
 import torch
@@ -6,45 +6,6 @@ import torch.distributed as dist
 
 from ddp_course import launch
 from ddp_course.stage6_ddp import DistributedDataParallel
-
-
-def branches(rank):
-    """A model of several small buckets whose gradients become ready in another order on each rank."""
-    torch.manual_seed(0)
-    left, right = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
-
-    def forward(inputs):
-        order = (left, right) if rank else (right, left)
-        return sum(layer(inputs) for layer in order)
-
-    model = torch.nn.ModuleList([left, right])
-    model.forward = forward
-    return DistributedDataParallel(model, bucket_cap_mb=0.001)
-
-
-def layouts():
-    """Of one that trains: before and after its first pass, and which passes change it; of one that loads it."""
-    trained, loaded = branches(dist.get_rank()), branches(dist.get_rank())
-    seen = [trained.bucket_layout()]
-    for _ in range(2):
-        trained(torch.ones(1, 16)).sum().backward()
-        seen.append(trained.bucket_layout())
-    loaded.load_bucket_layout(None)
-    seen.append(loaded.bucket_layout())
-    loaded.load_bucket_layout(seen[1])
-    sizes = [bucket.flat.numel() for bucket in loaded.reducer.buckets]
-    loaded(torch.ones(1, 16)).sum().backward()
-    with pytest.raises(ValueError, match="of another model"):
-        loaded.load_bucket_layout([*seen[1], ["2.weight"]])
-    return seen, loaded.bucket_layout(), sizes
-
-
-def test_the_buckets_of_stage_6_are_saved_and_loaded():
-    ranks = launch(layouts, world_size=2)
-    for (before, first, second, untouched), loaded, sizes in ranks:
-        assert before is None and untouched is None and first == second == loaded == ranks[0][0][1]
-        names = sorted(name for bucket in first for name in bucket)
-        assert names == ["0.bias", "0.weight", "1.bias", "1.weight"] and len(sizes) == len(first) > 1
 
 
 class Noting(torch.nn.Module):
