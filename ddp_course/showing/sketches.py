@@ -145,8 +145,9 @@ def ring_schedule(world_size: int) -> list[tuple[str, list[int]]]:
 
 
 def ring_step(world_size: int = 4, step: int = 0) -> Picture:
-    """The chunked ring after `step` of 2(K-1) steps; the arrows are the messages of the next step."""
-    schedule, state = ring_schedule(world_size), ring_states(world_size)[step]
+    """The chunked ring after `step` of 2(K-1) steps, or the last; the arrows are the messages of the next step."""
+    schedule, step = ring_schedule(world_size), min(step, 2 * (world_size - 1))
+    state = ring_states(world_size)[step]
     done, last = sum(len(chunk) == world_size for chunks in state for chunk in chunks), step == len(schedule)
     message = f"after step {step} of {len(schedule)}: {done} of {world_size**2} chunks complete"
     following = "all ranks have all sums" if last else f"next: {schedule[step][0]}"

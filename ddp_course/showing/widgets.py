@@ -6,6 +6,7 @@ is written into the notebook as its recipe, the function's name and plain values
 """
 
 import base64
+import inspect
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -25,17 +26,17 @@ _WIDE = {"description_width": "160px"}
 BANDWIDTHS = ["100Mbit", "1Gbit", "10Gbit", "100Gbit", "200Gbit", "400Gbit"]
 CAPS = (0.06, 0.12, 0.18, 0.25, 0.31, 0.37, 0.5)
 PLAIN = {"facecolor": "white", "edgecolor": "none", "pad": 1}
-LATENCIES = ["1us", "10us", "100us", "1ms", "10ms"]
 MIME = "application/vnd.ddp-course+json"  # no notebook program shows this type; the course's web site does
 
 
 class Explorer(ipywidgets.VBox):
-    """Sliders over a figure: `draw(**values)` returns a `Picture` for the values of the `controls` by name."""
+    """Sliders over a figure: `draw(**values)` returns a `Picture` for the values of the `controls` by name.
 
-    recipe = None
+    `again(recipe)` makes it anew; `maker` names the function here that has made it, from these `arguments`.
+    """
 
-    def __init__(self, draw, **controls):
-        self.draw, self.controls = draw, controls
+    def __init__(self, draw, maker, *arguments, **controls):
+        self.draw, self.controls, self.recipe = draw, controls, {"explorer": maker, "arguments": arguments}
         self.image = ipywidgets.Image(layout=ipywidgets.Layout(align_self="flex-start", max_width="calc(100% - 4px)"))
         self.message = ipywidgets.HTML()  # its text goes on in the next line, a Label's is cut
         super().__init__([*controls.values(), self.image, self.message])
@@ -58,24 +59,31 @@ class Explorer(ipywidgets.VBox):
     def _repr_mimebundle_(self, **options):
         bundle = super()._repr_mimebundle_(**options)
         bundle |= {"image/png": base64.b64encode(self.image.value).decode(), "text/plain": self.message.value}
-        return bundle | ({MIME: self.recipe} if self.recipe else {}), {"image/png": {"alt": self.alt}}
+        return bundle | {MIME: self.recipe}, {"image/png": {"alt": self.alt}}
 
 
-def explorer(make: Callable) -> Callable:
-    """Decorate a function that makes an explorer from plain values: its call is kept as the explorer's `recipe`."""
+def explorer(**sliders: tuple[str, Sequence[Any]]) -> Callable:
+    """Decorate a function that draws a figure: it makes an `Explorer` then, with a slider for each of its arguments.
 
-    @wraps(make)
-    def made(*arguments, **named):
-        built = make(*arguments, **named)
-        built.recipe = {"explorer": make.__name__, "arguments": arguments, "named": named}
-        return built
+    `sliders` are {argument: (title, values)}; they begin at the arguments of the call.
+    """
 
-    return made
+    def decorate(figure):
+        @wraps(figure)
+        def make(*arguments, **named):
+            call = inspect.signature(figure).bind(*arguments, **named)
+            call.apply_defaults()
+            controls = {name: choice(title, call.arguments[name], values) for name, (title, values) in sliders.items()}
+            return Explorer(figure, figure.__name__, *call.args, **controls)
+
+        return make
+
+    return decorate
 
 
 def again(recipe: dict[str, Any]) -> Explorer:
     """The explorer that `recipe` describes, made anew."""
-    return globals()[recipe["explorer"]](*recipe["arguments"], **recipe["named"])
+    return globals()[recipe["explorer"]](*recipe["arguments"], **recipe.get("named", {}))
 
 
 def choice(name: str, value: Any, options: Any) -> Any:
@@ -83,7 +91,6 @@ def choice(name: str, value: Any, options: Any) -> Any:
     return ipywidgets.SelectionSlider(value=value, options=options, description=name, layout=_LAYOUT, style=_WIDE)
 
 
-@explorer
 def ring_stepper(world_size: int = 4) -> Any:
     """Step through the chunked ring: which chunk is where, and which ranks' gradients are added up in it."""
     ranks = choice("ranks K", world_size, range(2, 9))
@@ -93,7 +100,7 @@ def ring_stepper(world_size: int = 4) -> Any:
         step.max = 2 * (change["new"] - 1)
 
     ranks.observe(limit, "value")
-    stepper = Explorer(lambda K, step: sketches.ring_step(K, min(step, 2 * (K - 1))), K=ranks, step=step)
+    stepper = Explorer(sketches.ring_step, "ring_stepper", world_size, world_size=ranks, step=step)
     play = ipywidgets.Play(min=0, max=step.max, interval=1200, repeat=True)
     for trait in ("value", "max"):
         ipywidgets.jslink((step, trait), (play, trait))
@@ -106,12 +113,9 @@ class Prediction(ipywidgets.VBox):
 
     def __init__(self, question, answers):
         self.question, self.answers = question, list(answers)
-        text = ipywidgets.HTML(f"<b>{question}</b>")
-        unknown = [("I have not decided", None)]
-        self.buttons = ipywidgets.RadioButtons(
-            options=unknown + [(str(answer), answer) for answer in self.answers], layout=ipywidgets.Layout(width="auto")
-        )
-        super().__init__([text, self.buttons])
+        options = [("I have not decided", None), *((str(answer), answer) for answer in self.answers)]
+        self.buttons = ipywidgets.RadioButtons(options=options, layout=ipywidgets.Layout(width="auto"))
+        super().__init__([ipywidgets.HTML(f"<b>{question}</b>"), self.buttons])
 
     def reveal(self, result: str, answer: Any, kind: str = "measured") -> None:
         """Show the guess beside the `result` (text) and its kind; `answer` is the right one among the answers."""
@@ -137,19 +141,13 @@ def nearest(value: Any, answers: Sequence[Any]) -> Any:
     return min(answers, key=lambda answer: abs(math.log(answer / max(value, 1e-300))))
 
 
-@explorer
-def alpha_beta_explorer(bandwidth: str = "10Gbit", latency: str = "100us", world_size: int = 8) -> Any:
-    """Which all-reduce is the fastest for which message size: sliders for the link and the number of ranks."""
-    return Explorer(
-        alpha_beta_figure,
-        bandwidth=choice("bandwidth", bandwidth, BANDWIDTHS),
-        latency=choice("latency", latency, LATENCIES),
-        world_size=choice("ranks K", world_size, [2, 3, 4, 6, 8, 12, 16, 64, 256, 1024]),
-    )
-
-
-def alpha_beta_figure(bandwidth: str = "10Gbit", latency: str = "100us", world_size: int = 8) -> Picture:
-    """Time of an all-reduce by message size for four algorithms, from the closed forms of `theory`."""
+@explorer(
+    bandwidth=("bandwidth", BANDWIDTHS),
+    latency=("latency", ["1us", "10us", "100us", "1ms", "10ms"]),
+    world_size=("ranks K", [2, 3, 4, 6, 8, 12, 16, 64, 256, 1024]),
+)
+def alpha_beta_explorer(bandwidth: str = "10Gbit", latency: str = "100us", world_size: int = 8) -> Picture:
+    """Which of four all-reduces is the fastest for which message size, from the closed forms of `theory`."""
     from ..measuring import theory
     from ..running.units import bits_per_second, seconds
     from .simulator_plots import ALGORITHM_COLOURS, CONTENDERS, label
@@ -172,22 +170,13 @@ def fastest(lines: dict[str, Any], at: int) -> str:
     return ", ".join(name for name, time in times.items() if time <= 1.01 * min(times.values()))
 
 
-SHARES = [0.5, 2, 8.5, 20, 50, 200]  # percent; 8.5 is the setting of `compare`
-
-
-@explorer
-def strategies_explorer(world_size: int = 4) -> Any:
-    """How many times as fast as one device each strategy is: sliders for links, ranks and latency."""
-    return Explorer(
-        strategies_figure,
-        share=choice("p/b (% of a step)", 8.5, SHARES),
-        world_size=choice("ranks K", world_size, [2, 4, 8]),
-        latency=choice("latency (% of a step)", 0, [0, 0.1, 1]),
-    )
-
-
-def strategies_figure(share: float = 8.5, world_size: int = 4, latency: float = 0) -> Picture:
-    """The plain figure of `strategies_explorer`, from what `compare` predicts for the digits on emulated devices.
+@explorer(
+    share=("p/b (% of a step)", [0.5, 2, 8.5, 20, 50, 200]),  # 8.5 is the setting of `compare`.
+    world_size=("ranks K", [2, 4, 8]),
+    latency=("latency (% of a step)", [0, 0.1, 1]),
+)
+def strategies_explorer(world_size: int = 4, share: float = 8.5, latency: float = 0) -> Picture:
+    """How many times as fast as one device each strategy is, as `compare` predicts it for the digits.
 
     `share`: the time to send the gradients once over a link, `latency`: that of a message, both in percent of a step of
     one device.
@@ -228,11 +217,10 @@ def bucket_explorer(
     return caps_explorer(rows, list(measured.items()))
 
 
-@explorer
 def caps_explorer(steps: list[Any], measured: list[Any]) -> Any:
     """`steps` are [cap, number of buckets, ms, share that is hidden, spans], `measured` [cap, ms]."""
     cap = choice("bucket cap (MiB)", len(steps) // 2, [(f"{cap:g}", row) for row, (cap, *_) in enumerate(steps)])
-    return Explorer(lambda cap: bucket_figure(steps, measured, cap), cap=cap)
+    return Explorer(lambda cap: bucket_figure(steps, measured, cap), "caps_explorer", steps, measured, cap=cap)
 
 
 def bucket_figure(steps: list[Any], measured: list[Any], row: int) -> Picture:
@@ -256,21 +244,17 @@ def bucket_figure(steps: list[Any], measured: list[Any], row: int) -> Picture:
     return picture
 
 
-@explorer
-def decision_chart(billions: int = 7, devices: int = 16, bandwidth: str = "100Gbit") -> Any:
-    """Which way for which model and machine: sliders over `decision_figure`, for hosts of up to 8 devices of 80 GB."""
+@explorer(
+    billions=("parameters (billions)", [0.1, 0.3, 1, 3, 7, 13, 30, 70, 180, 400]),
+    devices=("devices", [1, 2, 4, 8, 16, 64, 256, 1024]),
+    bandwidth=("link (one NIC)", BANDWIDTHS),
+)
+def decision_chart(billions: float = 7, devices: int = 16, bandwidth: str = "100Gbit") -> Picture:
+    """Which way for which model and machine, for hosts of up to 8 devices of 80 GB."""
     from ..measuring import plans
 
-    def draw(**moved):
-        setting = {**moved, "memory_gb": 80, "per_host": min(8, moved["devices"])}
-        return decision_figure(setting, *plans.decide(**setting))
-
-    return Explorer(
-        draw,
-        billions=choice("parameters (billions)", billions, [0.1, 0.3, 1, 3, 7, 13, 30, 70, 180, 400]),
-        devices=choice("devices", devices, [1, 2, 4, 8, 16, 64, 256, 1024]),
-        bandwidth=choice("link (one NIC)", bandwidth, BANDWIDTHS),
-    )
+    setting = {"billions": billions, "memory_gb": 80, "devices": devices, "bandwidth": bandwidth}
+    return decision_figure(setting, *plans.decide(**setting, per_host=min(8, devices)))
 
 
 def decision_figure(setting: dict[str, Any], chosen: Any, reason: str, plans: Sequence[Any]) -> Picture:
@@ -302,19 +286,13 @@ SCHEDULES = {
 }  # fmt: skip
 
 
-@explorer
-def pipeline_explorer(world_size: int = 4, microbatches: int = 8) -> Any:
-    """A pipeline's timetable, and how long the ranks idle: sliders for schedule, ranks and micro-batches."""
-    return Explorer(
-        pipeline_figure,
-        schedule=choice("schedule", "gpipe", [(name, function) for function, name in SCHEDULES.items()]),
-        world_size=choice("ranks K", world_size, range(2, 9)),
-        microbatches=choice("micro-batches M", microbatches, [1, 2, 4, 8, 12, 16]),
-    )
-
-
-def pipeline_figure(schedule: str = "gpipe", world_size: int = 4, microbatches: int = 8) -> Picture:
-    """The plain figure of `pipeline_explorer`; `schedule` is the name of a function of `stage8_pipeline`.
+@explorer(
+    schedule=("schedule", [(name, function) for function, name in SCHEDULES.items()]),
+    world_size=("ranks K", range(2, 9)),
+    microbatches=("micro-batches M", [1, 2, 4, 8, 12, 16]),
+)
+def pipeline_explorer(world_size: int = 4, microbatches: int = 8, schedule: str = "gpipe") -> Picture:
+    """A pipeline's timetable, and how long the ranks idle; `schedule` names a function of `stage8_pipeline`.
 
     Interleaved ranks have two stages of half the layers, and as many micro-batches as the next multiple of K.
     """

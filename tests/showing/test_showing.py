@@ -65,7 +65,7 @@ def all_pictures():
     yield "whole ring", sketches.whole_ring_step(4, 1)
     for step in (0, 3, 6):
         yield f"ring {step}", sketches.ring_step(4, step)
-    yield "alpha beta", widgets.alpha_beta_figure()
+    yield "alpha beta", widgets.alpha_beta_explorer().picture()
     yield "bucket cap", bucket_explorer({0.05: 60.0, 0.5: 80.0}).picture()
     yield "winners", simulator_plots.winners_figure(theory.Costs.of_link(2e8, 3e-4))
     yield "decision", decision(7, 80, 16, "100Gbit")
@@ -228,7 +228,7 @@ def test_sliders_redraw_and_leave_a_picture_and_a_recipe_without_widgets(name):
 def test_ring_stepper_follows_the_number_of_ranks():
     stepper = widgets.ring_stepper(4)
     stepper.controls["step"].value = 6
-    stepper.controls["K"].value = 2
+    stepper.controls["world_size"].value = 2
     assert stepper.controls["step"].max == 2 and stepper.controls["step"].value == 2
     assert "4 of 4 chunks complete" in stepper.message.value
 
@@ -244,11 +244,11 @@ def test_the_central_explorer_agrees_with_the_comparison_and_its_winners_change_
     from ddp_course import compare
 
     results = compare.run("digits", world_size=2, steps=1, stages="1,3,5", timeout=120)
-    figure = widgets.strategies_figure(world_size=2)
+    figure = widgets.strategies_explorer(world_size=2).picture()
     names = [label.get_text().replace("-\n", "-").replace("\n", " ") for label in figure.axes[0].get_xticklabels()]
     heights = dict(zip(names, [bar.get_height() for bar in figure.axes[0].patches], strict=False))
     single, *others = results["stages"]
     for stage in others:
         assert heights[stage["name"]] == pytest.approx(single["ideal_ms"] / stage["ideal_ms"], rel=0.05)
-    slow, fast = (widgets.strategies_figure(share=share).message for share in (200, 0.5))
+    slow, fast = (widgets.strategies_explorer(share=share).picture().message for share in (200, 0.5))
     assert "none is faster" in slow and "none is faster" not in fast
