@@ -32,13 +32,10 @@ _NAMES = {
 _TOP = (*ladder.MODULES, "collectives", "communicate_less", "errors", "ladder", "problems", "script", "train")
 _ROOMS = {  # A notebook imports these modules from here, so that it needs one line of imports.
     "running": ("checkpoint", "devices", "links", "wire"),
-    "measuring": (
-        "audit", "claims", "facts", "finite", "plans", "predict", "simulate", "theory",
-        "timeline", "timing",
-    ),
+    "measuring": ("audit", "claims", "facts", "finite", "plans", "predict", "simulate", "theory", "timeline", "timing"),
     "measuring.simulate": ("one_host", "published"),
     "commands": ("compare", "doctor"),
-}  # fmt: skip
+}
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 _MODULES = {
     **{name: f"ddp_course.{name}" for name in _TOP},
