@@ -36,11 +36,10 @@ class Epoch(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What one rank did: its epochs, how often it saved, the names of the tensors saved, and its weights at the end."""
+    """What one rank did: its epochs, the names of the tensors in each file that it saved, its weights at the end."""
 
     epochs: list[Epoch]
-    saves: int
-    names: list[str]
+    saves: list[list[str]]
     weights: torch.Tensor | None
 
 
@@ -62,7 +61,7 @@ def audit(source: str, world_size: int = 2, arguments: Sequence[str] = (FOLDER,)
         ),
         f"ranks {writers} all write the checkpoint: only rank 0 should": len(writers) > 1,
         "the checkpoint's names begin with \"module.\": it is the wrapper's, save the model's": any(
-            name.startswith("module.") for seen in ranks for name in seen.names
+            name.startswith("module.") for seen in ranks for names in seen.saves for name in names
         ),
         "not seen: which samples the ranks train on, for no DataLoader was trained on": not any(epochs),
         "not seen: whether the ranks' weights stay equal, for no optimizer made a step": weights == [None] * len(ranks),
@@ -103,12 +102,10 @@ def watched(source: str, arguments: list[str]) -> Seen:
         run_script(source, arguments)
     finally:
         torch.save = save  # The launch itself saves this rank's result.
-    weights = [
-        p.detach().reshape(-1) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]
-    ]
-    names = [name for state in states for name in names_of(state)]
+    groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
+    weights = [parameter.detach().reshape(-1) for parameters in groups for parameter in parameters]
     seen = [Epoch(samples, getattr(loader.sampler, "shuffle", False)) for loader, samples in trained]
-    return Seen(seen, len(states), names, torch.cat(weights).double() if weights else None)
+    return Seen(seen, list(map(names_of, states)), torch.cat(weights).double() if weights else None)
 
 
 def run_script(source: str, arguments: list[str]) -> None:

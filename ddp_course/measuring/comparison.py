@@ -136,21 +136,15 @@ def measured(stage: Stage, job: Job, place: Place, reference: torch.Tensor | Non
         ranks = [{**rank, "record": timing["record"]} for timing, rank in zip(timed, learned, strict=True)]
     else:
         ranks = reports(stage, job, place, reference)
-    refuse_divergence(stage, ranks)
+    entry = summed_up(stage, ranks)
+    for step, loss in enumerate(entry["loss"], 1):
+        if not math.isfinite(loss):
+            since = f"the loss of {stage.name} is no longer a number from step {step} on"
+            raise NotFiniteError(f"{since}: choose a smaller --lr")
     link = None if stage.one_process else place.link
     ours = bool(link) and not stage.counted and not link.carries_torch  # Else it would seem to have no link at all.
-    entry = summed_up(stage, ranks)
     busy = entry.pop("queued") > BUSY and isinstance(place.device, Device)
     return {**entry, "busy": busy, "on_our_wire": ours, "weights": ranks[0]["weights"]}
-
-
-def refuse_divergence(stage: Stage, ranks: list[dict]) -> None:
-    """Raise NotFiniteError if a loss is no number, in which step."""
-    for step, losses in enumerate(zip(*(rank["loss"] for rank in ranks), strict=True), 1):
-        if not all(map(math.isfinite, losses)):
-            raise NotFiniteError(
-                f"the loss of {stage.name} is no longer a number from step {step} on: choose a smaller --lr"
-            )
 
 
 def reports(stage: Stage, job: Job, place: Place, reference: torch.Tensor | None) -> list[dict]:
@@ -165,17 +159,11 @@ def reports(stage: Stage, job: Job, place: Place, reference: torch.Tensor | None
     }
     if dist.is_initialized():
         return reports_of_this_job(stage, job, settings, reference)
-    return launch(
-        train_and_measure,
-        stage,
-        job,
-        settings,
-        reference,
-        world_size=1 if stage.one_process else job.world_size,
-        device=device.over(link) if on_emulated else device,
-        timeout=job.timeout,
-        link=None if stage.one_process else link,
-    )
+    where: dict[str, Any] = {"world_size": job.world_size, "link": link}
+    if stage.one_process:
+        where = {"world_size": 1, "link": None}
+    where["device"] = device.over(link) if on_emulated else device
+    return launch(train_and_measure, stage, job, settings, reference, timeout=job.timeout, **where)
 
 
 def reports_of_this_job(stage: Stage, job: Job, settings: dict, reference: torch.Tensor | None) -> list[dict]:

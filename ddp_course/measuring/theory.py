@@ -18,7 +18,6 @@ Gropp, "Optimization of Collective Communication Operations in MPICH", IJHPCA 19
 "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 69 (2009).
 """
 
-from collections.abc import Callable
 from math import isfinite, log2
 from typing import Any, NamedTuple
 
@@ -95,7 +94,7 @@ def hierarchical_ring(
     return inside + (per_host - 1) * shard * costs.beta + (2 * hosts - 3) * max(shared, alone) + alone
 
 
-ALL_REDUCE = {
+ALL_REDUCE: dict[str, Any] = {
     form.__name__: form
     for form in (parameter_server, whole_gradient_ring, ring, tree, halving_doubling, hierarchical_ring)
 }
@@ -107,9 +106,10 @@ def seconds(algorithm: str, nbytes: float, world_size: int, costs: Costs, **opti
     Options go to the formula: `local` and `per_host` of hierarchical_ring. One rank has no partner: 0. Raises
     ValueError for an unknown name, negative bytes, or fewer than one rank.
     """
-    formula = form(algorithm)
+    if algorithm not in ALL_REDUCE:
+        raise ValueError(f'unknown algorithm "{algorithm}"; choose one of {", ".join(ALL_REDUCE)}')
     check_sizes(nbytes, world_size)
-    return formula(nbytes, world_size, costs, **options) if world_size > 1 else 0.0
+    return ALL_REDUCE[algorithm](nbytes, world_size, costs, **options) if world_size > 1 else 0.0
 
 
 def host_count(world_size: int, per_host: int) -> int:
@@ -125,10 +125,3 @@ def check_sizes(nbytes: float, world_size: int) -> None:
         raise ValueError(f"the message is {nbytes} bytes; it must be a number of bytes, 0 or more")
     if int(world_size) != world_size or world_size < 1:
         raise ValueError(f"the world size is {world_size}; it must be a whole number of ranks, 1 or more")
-
-
-def form(algorithm: str) -> Callable[..., float]:
-    """The formula called `algorithm`; ValueError, with the names there are, for any other."""
-    if algorithm not in ALL_REDUCE:
-        raise ValueError(f'unknown algorithm "{algorithm}"; choose one of {", ".join(ALL_REDUCE)}')
-    return ALL_REDUCE[algorithm]

@@ -39,10 +39,10 @@ class Profile(NamedTuple):
 
 def assign_buckets(profile: Profile, bucket_cap_mb: float = 25.0) -> list[list[int]]:
     """Stage 5's `assign_buckets` for the gradients of `profile`'s layers; returns lists of their indices."""
-    places, gradients = {}, []
-    for index, layer in enumerate(profile.layers):
-        if layer.gradient_bytes:
-            gradients.append(torch.empty(round(layer.gradient_bytes), dtype=torch.uint8, device="meta"))
-            places[id(gradients[-1])] = index
-    buckets = stage5_bucketed.assign_buckets(gradients, bucket_cap_mb)
-    return [[places[id(gradient)] for gradient in bucket] for bucket in buckets]
+    places = {
+        torch.empty(round(layer.gradient_bytes), dtype=torch.uint8, device="meta"): index
+        for index, layer in enumerate(profile.layers)
+        if layer.gradient_bytes
+    }
+    buckets = stage5_bucketed.assign_buckets(list(places), bucket_cap_mb)
+    return [[places[gradient] for gradient in bucket] for bucket in buckets]

@@ -109,7 +109,6 @@ def on_hosts(algorithm: Any, nbytes: float, world_size: int, network: Network) -
     up local and remote messages. ValueError where ranks do not fill hosts evenly, and for other algorithms.
     """
     link, local, per_host = network.link, network.local or network.link, min(network.per_host, world_size)
-    theory.form(algorithm)
     hosts = theory.host_count(world_size, per_host)
     if hosts == 1 or per_host == 1:
         return theory.seconds(algorithm, nbytes, world_size, local if hosts == 1 else link)
