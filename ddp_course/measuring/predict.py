@@ -60,10 +60,9 @@ def v100_steps() -> Table:
     name, rows = "ddp_step_seconds_v100", []
     table = facts.rows(name)
     bandwidth, interference = published.calibrate_v100(table)
+    step_s = partial(published.v100_step_s, bandwidth=bandwidth, interference=interference)
     for row in table:
-        seconds = {
-            k: published.v100_step_s(row["model"], row["gpus_1"], k, bandwidth, interference) for k in (2, 4, 8, 16)
-        }
+        seconds = {count: step_s(row["model"], row["gpus_1"], count) for count in (2, 4, 8, 16)}
         for count, at in seconds.items():
             predicted = at if count == 2 else row["gpus_2"] * at / seconds[2]
             keys = {"model": row["model"], "gpus": count}

@@ -31,11 +31,10 @@ def halving_doubling(rank: int, world_size: int, nbytes: float, simulation: Simu
         return
     if rank < paired:
         yield simulation.receive(rank, rank + 1)
-    place = rank // 2 if rank < paired else rank - paired // 2
+    ranks = [*range(0, paired, 2), *range(paired, world_size)]
     steps = [(2**k, nbytes / 2 ** (k + 1)) for k in range(power.bit_length() - 1)]
     for distance, size in [*steps, *reversed(steps)]:
-        other = place ^ distance
-        peer = 2 * other if 2 * other < paired else other + paired // 2  # Pairs stand at one place.
+        peer = ranks[ranks.index(rank) ^ distance]
         yield simulation.send(rank, peer, size) & simulation.receive(rank, peer)
     if rank < paired:
         yield simulation.send(rank, rank + 1, nbytes)

@@ -89,28 +89,26 @@ def calibrate_v100(rows: Sequence[Row]) -> tuple[float, float]:
 
 
 GPT = "gpt_step_ms_a100_3d"
-GPT_COLUMNS = {
-    "tensor": "tensor parallelism", "data": "data parallelism", "pipeline": "pipeline parallelism",
-    "micro_batch": "micro batch", "layers": "# layers", "width": "hidden size", "context": "sequence length",
-    "batch": "global batch", "gpus": "# GPUs",
-}  # fmt: skip
+GPT_COLUMNS = (
+    "tensor parallelism", "data parallelism", "pipeline parallelism", "micro batch", "# layers", "hidden size",
+    "sequence length", "global batch", "# GPUs",
+)  # fmt: skip
 GPT_MS, A100_GB = "iteration time (ms)", 80
 
 
 def gpt_ms(row: Row, machine: Machine) -> float:
     """Milliseconds of the step in a `row` with the columns of the published table; ValueError for what cannot be."""
-    n = {name: whole(row, column) for name, column in GPT_COLUMNS.items()}
-    split = Split(n["tensor"], n["data"], n["pipeline"], n["micro_batch"])
-    if split.gpus != n["gpus"]:
-        raise ValueError(
-            f"{split.tensor} x {split.data} x {split.pipeline} ways are {split.gpus} GPUs, not {n['gpus']}"
-        )
-    shape = Shape(n["layers"], n["width"], n["context"])
-    part = shape.parameters / split.tensor / split.pipeline
-    kept_gb = (4 + 12 / split.data) * part / 1e9  # The optimizer is sharded, as with ZeRO-1.
+    tensor, data, pipeline, micro_batch, layers, width, context, batch, gpus = (
+        whole(row, name) for name in GPT_COLUMNS
+    )
+    shape, split = Shape(layers, width, context), Split(tensor, data, pipeline, micro_batch)
+    if split.gpus != gpus:
+        raise ValueError(f"{tensor} x {data} x {pipeline} ways are {split.gpus} GPUs, not {gpus}")
+    part = shape.parameters / tensor / pipeline
+    kept_gb = (4 + 12 / data) * part / 1e9  # The optimizer is sharded, as with ZeRO-1.
     if kept_gb > A100_GB:
         raise ValueError(f"a GPU would keep {kept_gb:,.0f} GB and has {A100_GB}; take more tensor or pipeline ways")
-    return 1e3 * step_s(shape, split, machine, n["batch"])
+    return 1e3 * step_s(shape, split, machine, batch)
 
 
 def whole(row: Row, column: str) -> int:
