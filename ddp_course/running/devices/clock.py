@@ -35,9 +35,13 @@ class Clock:
 
 
 class ThreadClock(threading.local):
-    """The time `now` at which a thread would be if it always had a processor of its own; each thread has its own."""
+    """The time `now` at which a thread would be if it always had a processor of its own; each thread has its own.
 
-    def __init__(self):
+    One that does not `sleep` only counts the device's time.
+    """
+
+    def __init__(self, sleep: bool = True):
+        self.sleep = sleep
         self.line = open(SCHEDSTAT, "rb", buffering=0) if os.path.exists(SCHEDSTAT) else None  # noqa: SIM115
         self.now, self.total = time.perf_counter(), 0.0  # `total` is seconds of real arithmetic
         self.look()
@@ -62,6 +66,8 @@ class ThreadClock(threading.local):
 
     def catch_up(self) -> None:
         """Let pass what this thread has waited since it was here last, and what Python took beyond what is hidden."""
+        if not self.sleep:
+            return
         wall, computed, queued, arithmetic = self.wall, self.computed, self.queued, self.arithmetic
         self.look()
         computed, queued = self.computed - computed, self.queued - queued
@@ -73,11 +79,11 @@ class ThreadClock(threading.local):
         """Sleep until `moment`, unless it has passed in the meantime, and count from there."""
         self.now = moment
         early = moment - time.perf_counter()
-        if early > 0:
+        if self.sleep and early > 0:
             time.sleep(early)
             self.look()
 
     @property
     def behind(self) -> float:
         """Seconds by which this thread lags behind where it should be: what the processor could not keep up with."""
-        return time.perf_counter() - self.now
+        return time.perf_counter() - self.now if self.sleep else 0.0

@@ -56,10 +56,10 @@ class Emulation:
     current: "Emulation | None" = None  # a process has at most one emulation
 
     def __init__(self, device: Any, record: bool, sleep: bool):
-        self.device, self.sleep, self.active = device, sleep, False
+        self.device, self.active = device, False
         self.operations = [] if record else None
         self.clocks = defaultdict(Clock)
-        self.thread = ThreadClock()
+        self.thread = ThreadClock(sleep)
         self.home = WeakKeyDictionary()  # the device of each storage that is not on device 0
         self.flops = self.behind_s = 0.0
         self.copied = 0
@@ -83,9 +83,8 @@ class Emulation:
         """From here on everything runs at full speed."""
         if self.active:
             self.active = False
-            if self.sleep:
-                self.thread.catch_up()
-                self.behind_s = self.thread.behind
+            self.thread.catch_up()
+            self.behind_s = self.thread.behind
 
     def too_fast(self, world_size: int) -> float:
         """The factor by which the device was too fast for the arithmetic of `world_size` ranks; 0 if it was not."""
@@ -106,13 +105,11 @@ class Emulation:
             return operation(*args, **kwargs)
         if not (formula or (moves and (self.device.memory or self.home or operation is TO_COPY))):
             return self.thread.real(operation, args, kwargs)
-        thread = self.thread
-        if self.sleep:
-            thread.catch_up()
+        self.thread.catch_up()
         target = destination(operation, kwargs, number)
         if moves and (self.home or target != number):
             self.fetch(target, *args, kwargs)
-        result = thread.real(operation, args, kwargs)
+        result = self.thread.real(operation, args, kwargs)
         if target:
             self.home.update({tensor.untyped_storage(): target for tensor in roofline.tensors_in(result)})
         self.book(target, operation, formula, args, kwargs, result)
@@ -129,7 +126,7 @@ class Emulation:
         if self.operations is not None:
             name = operation.overloadpacket.__name__
             self.operations.append(Operation(name, number, flops, nbytes, bound, end - seconds, end))
-        self.reach(end)
+        self.thread.reach(end)
 
     def fetch(self, number: int, *operands: Any) -> None:
         """Let the operands that live on other devices come over the link to device `number`."""
@@ -138,15 +135,9 @@ class Emulation:
         link = self.device.link
         if nbytes and link:
             start = time.perf_counter()
-            self.reach(self.thread.now + link.latency + 8 * nbytes / link.bandwidth)
+            self.thread.reach(self.thread.now + link.latency + 8 * nbytes / link.bandwidth)
             wire.tell("span", "copy", start)
         self.copied += nbytes
-
-    def reach(self, moment: float) -> None:
-        if self.sleep:
-            self.thread.reach(moment)
-        else:
-            self.thread.now = moment
 
     def on_its_device(self, run: Callable, what: Any, *args: Any, **kwargs: Any) -> Any:
         """Around a module's call and a backward pass: in a thread that has no device yet, take the tensors' one."""
