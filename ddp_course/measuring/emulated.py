@@ -6,8 +6,6 @@ disturbs it. Emulated devices have the time of accelerators instead: see `runnin
 
 from __future__ import annotations
 
-import math
-
 from ..errors import EmulationError
 from ..running.devices import Device, capacity
 from ..running.devices.placement import usable_gpus
@@ -57,15 +55,10 @@ def default_device(job: Job, bandwidth: float | None = None) -> Device:
     ranks_per_core = job.world_size / usable_cores()
     python, real = STEP_SECONDS * max(1.0, ranks_per_core / 2), flops * max(1.0, ranks_per_core) / capacity.of_core()[0]
     seconds = max(python, SLACK * real, 8 * job.gradient_bytes / (SHARE * (bandwidth or FASTEST_LINK)))
-    return Device(f"{rounded(flops / seconds)}FLOP/s")
+    return Device(f"{flops / seconds:.2g}FLOP/s")
 
 
 def default_bandwidth(job: Job, device: Device) -> float:
     """Bits per second at which communication takes as large a part of the step as in the course's figures."""
-    return max(1e6, min(FASTEST_LINK, rounded(8 * job.gradient_bytes / (SHARE * job.work(device).compute_s))))
-
-
-def rounded(value: float) -> float:
-    """Two leading digits."""
-    digit = 10.0 ** (math.floor(math.log10(value)) - 1)
-    return round(value / digit) * digit
+    bandwidth = 8 * job.gradient_bytes / (SHARE * job.work(device).compute_s)
+    return max(1e6, min(FASTEST_LINK, float(f"{bandwidth:.2g}")))
