@@ -7,29 +7,12 @@ updates its own from its own share of the batch. So rank 0's are broadcast, and 
 import torch
 import torch.distributed as dist
 
-MESSAGE = 250 * 2**20  # a broadcast has no more bytes, because its flat copy takes memory
+from ..stage3_paramserver import flattened, unflatten
 
 
 @torch.no_grad()
 def broadcast_tensors(tensors, src=0, group=None):
-    """Overwrite `tensors` with those of rank `src` of `group`, in few messages: many tensors travel in one."""
-    for batch in batches(tensors):
-        flat = torch.cat([tensor.detach().reshape(-1) for tensor in batch])
+    """Overwrite `tensors` with those of rank `src` of `group`, in one message per dtype and device."""
+    for flat, members in flattened([tensor.detach() for tensor in tensors]):
         dist.broadcast(flat, group_src=src, group=group)
-        if dist.get_rank(group) != src:
-            for tensor, piece in zip(batch, flat.split([tensor.numel() for tensor in batch]), strict=True):
-                tensor.detach().copy_(piece.view(tensor.shape))
-
-
-def batches(tensors, limit=MESSAGE):
-    """Split `tensors` into lists of one dtype and device and at most `limit` bytes (or a single tensor)."""
-    filling = {}
-    for tensor in tensors:
-        key, size = (tensor.dtype, tensor.device), tensor.numel() * tensor.element_size()
-        batch, so_far = filling.get(key, ([], 0))
-        if batch and so_far + size > limit:
-            yield batch
-            batch, so_far = [], 0
-        filling[key] = [*batch, tensor], so_far + size
-    for batch, _ in filling.values():
-        yield batch
+        unflatten(flat, members)
