@@ -110,7 +110,7 @@ def attack(name, delay, stop):
     elif name == "agent killed":
         kill(agents[0], signal.SIGKILL)
     elif name == "server killed":
-        kill(psutil.Process(local.server_pid()), signal.SIGKILL)
+        kill(psutil.Process(local.servers[0].process.pid), signal.SIGKILL)
 
 
 def kill(process, number):
@@ -121,8 +121,8 @@ def kill(process, number):
 
 def launch_processes():
     """The agents and the ranks that run now."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        agents = psutil.Process(local.server_pid()).children()
+    with contextlib.suppress(psutil.NoSuchProcess, IndexError):
+        agents = psutil.Process(local.servers[0].process.pid).children()
         return agents, [rank for agent in agents for rank in agent.children()]
     return [], []
 

@@ -80,14 +80,14 @@ def start_ranks(setting: dict, link: Any, master: str, shared: list, launch: soc
         for name in ("ddp_course.running.launching.rank", *setting["modules"]):
             with contextlib.suppress(Exception):  # A rank that needs it raises the error.
                 importlib.import_module(name)  # they are read afresh for this launch, but once for all its ranks
-    agent, ranks = os.getpid(), {}
+    setting["agent"], ranks = os.getpid(), {}
     for number in setting["ranks"]:
         own = socket.recv_fds(launch, 1, FILES_PER_RANK)[1]
         files = [*shared, *own]
         pid = os.fork() if setting["start"] == "fork" else start_anew(setting, number, link, files, listener)
         if pid == 0:
             launch.close()
-            be_rank(agent, setting, number, link, files, listener)
+            be_rank(setting, number, link, files, listener)
         ranks[pid] = number
         for descriptor in own:
             os.close(descriptor)
@@ -99,7 +99,7 @@ def start_anew(setting: dict, number: int, link: Any, files: list, listener: soc
     port = listener.fileno() if listener is not None and number == 0 else None
     for descriptor in files if port is None else [*files, port]:
         os.set_inheritable(descriptor, True)
-    own = {**setting, "agent": os.getpid(), "link": pickle.dumps(link), "rank": (number, files, port)}
+    own = {**setting, "link": pickle.dumps(link), "rank": (number, files, port)}
     with open_memory("rank", pickle.dumps(own)) as file:
         command, stdin = [sys.executable, SCRIPT, "rank"], (os.POSIX_SPAWN_DUP2, file.fileno(), 0)
         return os.posix_spawn(command[0], command, preloading_environment(), file_actions=[stdin])
@@ -111,13 +111,13 @@ def preloading_environment() -> dict:
     return {**short, "TORCH_CPP_LOG_LEVEL": "ERROR", "OPENBLAS_NUM_THREADS": "1"}
 
 
-def be_rank(agent: int, setting: dict, number: int, link: Any, files: list, listener: socket.socket | None) -> None:
-    """Be one rank of `agent`, until its last thread has ended. Never returns: gloo's threads are not torn down."""
+def be_rank(setting: dict, number: int, link: Any, files: list, listener: socket.socket | None) -> None:
+    """Be one rank, until its last thread has ended. Never returns: gloo's threads are not torn down."""
     from .rank import main  # An agent that forks nothing needs no torch.
 
     code = 1
     try:
-        linux.die_with_parent(agent)
+        linux.die_with_parent(setting["agent"])
         main(setting, number, link, files, listener)
         threading._shutdown()  # type: ignore[attr-defined]  # multiprocessing's children do the same
         sys.stdout.flush()
@@ -132,7 +132,7 @@ def be_new_rank(setting: dict) -> None:
     """Be one rank in a process that was started anew. Never returns."""
     number, files, port = setting["rank"]
     listener = None if port is None else socket.socket(fileno=port)
-    be_rank(setting["agent"], setting, number, pickle.loads(setting["link"]), files, listener)
+    be_rank(setting, number, pickle.loads(setting["link"]), files, listener)
 
 
 def wait_for(ranks: dict, launch: socket.socket) -> None:

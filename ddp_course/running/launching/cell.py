@@ -1,6 +1,7 @@
 """The part of `%%ranks` that each rank runs: the text of one notebook cell."""
 
 import ast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,7 @@ def used_names(source: str) -> set:
     return {node.id for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name)}
 
 
-def run_cell(source: str, filename: str, given: dict, pull: list) -> dict:
+def run_cell(source: str, filename: str, pull: list, /, **given: Any) -> dict:
     """Run a cell on this rank with the names in `given`; print its last expression; rank 0 returns the names `pull`.
 
     A name that an earlier cell has assigned on ranks that stayed is theirs; all others come with each cell.

@@ -88,13 +88,11 @@ class Inbox:
         return bool(ready)
 
     def remove(self, key: selectors.SelectorKey) -> None:
-        """Close one pipe."""
         self.selector.unregister(key.fd)
         os.close(key.fd)
         key.data(b"")
 
     def close(self) -> None:
-        """Close all pipes."""
         for key in list(self.selector.get_map().values()):
             self.remove(key)
         self.selector.close()

@@ -11,7 +11,9 @@ import platform
 import socket
 import threading
 import time
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import psutil
@@ -52,13 +54,12 @@ def backend(count: int, device: str) -> str:
     return describe_launch(count, device, 1.0, None, False)["backend"]
 
 
-def begin(number: int, request: dict, packed: bytes) -> None:
+def begin(number: int, request: dict, packed: bytes, ranks: list, card: str) -> None:
     """Start this host's ranks of launch `number`; ValueError if this host cannot have them."""
-    count = len(request["ranks"])
     os.environ.pop("IPP_CONNECTION_INFO", None)  # the ranks need no key of the engine's
-    setting = describe_launch(count, request["device"], request["timeout"], None, request["progress"], len(packed))
-    setting["environ"]["GLOO_SOCKET_IFNAME"] = request["card"]
-    setting |= {name: request[name] for name in ("world_size", "ranks", "store", "backend")}
+    setting = describe_launch(len(ranks), request["device"], request["timeout"], None, request["progress"], len(packed))
+    setting["environ"]["GLOO_SOCKET_IFNAME"] = card
+    setting |= {"ranks": ranks, **{name: request[name] for name in ("world_size", "store", "backend")}}
     _parts[number] = Part(setting, packed)
 
 
@@ -86,30 +87,26 @@ class Part:
     """The ranks of one launch that live on this host, and what they have said that the head has not heard yet."""
 
     def __init__(self, setting: dict, packed: bytes):
-        self.ranks, self.payload = LocalRanks(setting), open_memory("call", packed)
-        self.ending, self.asked_at, self.events, self.changed = False, time.monotonic(), [], threading.Condition()
-        self.ranks.hear = self.note
+        self.ranks, self.payload, self.events = LocalRanks(setting), open_memory("call", packed), SimpleQueue()
+        self.ending, self.asked_at = False, time.monotonic()
+        self.ranks.hear = lambda *event: self.events.put(event)
         self.ranks.start(self.payload)
         threading.Thread(target=self.watch, daemon=True).start()
 
-    def note(self, *event: Any) -> None:
-        """Keep an event for the next request of the head."""
-        with self.changed:
-            self.events.append(event)
-            self.changed.notify()
-
     def news(self, patience: float) -> list:
         """The events since the last request; waits for the first of them up to `patience` seconds."""
-        with self.changed:
-            self.changed.wait_for(lambda: self.events, patience)
-            events, self.events, self.asked_at = self.events, [], time.monotonic()
+        events = []
+        with suppress(Empty):
+            events.append(self.events.get(timeout=patience))
+            while True:
+                events.append(self.events.get_nowait())
+        self.asked_at = time.monotonic()
         return events
 
     def watch(self) -> None:
         """In a thread: read from the ranks until they are gone, or the head has ended this launch, or is gone."""
         while not (self.ranks.gone or self.ending or time.monotonic() > self.asked_at + LEASE_SECONDS):
             self.ranks.step(TICK_SECONDS)
-        self.ranks.end()
-        self.ranks.release()
+        self.ranks.close()
         self.payload.close()
-        self.note("over", self.ranks.cut_off, self.ranks.explain())
+        self.events.put(("over", self.ranks.cut_off, self.ranks.explain()))

@@ -46,7 +46,7 @@ class Ranks:
     step(seconds)       pass on what has arrived, waiting at most so long for it; False if nothing came
     order(word)         tell all ranks that there is another call, or that they may leave: all have answered
     look(pids)          what the ranks do, by rank: states of processes, stacks, last collectives
-    end(), release()    end what still runs, wait until it has, and read the last lines; give back what was open
+    close()             end what still runs, wait until it has, read the last lines, and give back what was open
     explain()           why the ranks have ended, as far as that is known: "" or lines of text
 
     What ranks say becomes events, `hear(kind, rank, value, late)`: "started" (a process id), "steps" (their number),
@@ -159,11 +159,9 @@ class Launch:
         return bool(self.failures or self.refusal or self.has_all_results() or self.ranks.gone)
 
     def has_all_results(self) -> bool:
-        """Whether every rank has returned."""
         return len(self.results) == self.world_size
 
     def all_have_reported(self) -> bool:
-        """Whether every rank has returned or failed."""
         return len(self.failures.keys() | self.results.keys()) == self.world_size
 
     def cause_is_known(self) -> bool:
@@ -181,9 +179,8 @@ class Launch:
         """End what still runs, and give everything back."""
         self.closing = True
         try:
-            self.ranks.end()
+            self.ranks.close()
         finally:
-            self.ranks.release()
             self.bar.close()
 
     def outcome(self) -> list:

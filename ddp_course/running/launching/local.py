@@ -54,17 +54,16 @@ class Server:
     def usable(self) -> bool:
         """Whether it runs, not stopped by a signal, and belongs to this process, not to one that forked us."""
         alive = self.owner == os.getpid() and self.process.poll() is None
-        return alive and stacks.status_of(self.process.pid) != stacks.STATUS["stopped"]
+        return alive and stacks.status_of(self.process.pid) != stacks.STATUS["T"]
 
-    def exit_code(self, patience: float) -> int | None:
-        """How it ended, None if it has not within so many seconds."""
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(patience)
-        return self.process.returncode
-
-    def log(self) -> str:
-        """What it wrote on its standard error: nothing, unless it could not start."""
-        return "" if self.complaints.closed else text_in(self.complaints)
+    def how_it_ended(self, patience: float) -> str:
+        """Its end in words, with what it wrote on its standard error; "" if it has not ended in so many seconds."""
+        try:
+            code = self.process.wait(patience)
+        except subprocess.TimeoutExpired:
+            return ""
+        log = "" if self.complaints.closed else text_in(self.complaints)
+        return f"the launch server {ending(code)}\n{log}"
 
     def close(self) -> None:
         """End it, unless it is of the process that forked us, and with it all launches that still run."""
@@ -75,30 +74,25 @@ class Server:
         self.complaints.close()
 
 
-_servers: list[Server] = []  # The first launch adds the only one.
+servers: list[Server] = []  # The first launch adds the only one.
 _lock = threading.Lock()
 
 
 def use_server(server: Server | None) -> None:
     """From now on this process's launches go to `server`; the one before ends."""
-    for earlier in _servers:
+    for earlier in servers:
         earlier.close()
-    _servers[:] = [server] if server else []
-
-
-def server_pid() -> int | None:
-    """The process id of this process's server, None before its first launch."""
-    return _servers[0].process.pid if _servers else None
+    servers[:] = [server] if server else []
 
 
 def ask_for_agent(launch: socket.socket) -> Server:
     """Have the server fork an agent, which talks over this socket; start a server if there is none that answers."""
     with _lock:
-        if not (_servers and _servers[0].usable()):
+        if not (servers and servers[0].usable()):
             use_server(Server())
         with suppress(BrokenPipeError, ConnectionResetError):  # it dies right now: the launch notices, and tries again
-            socket.send_fds(_servers[0].control, [b"L"], [launch.fileno()])
-        return _servers[0]
+            socket.send_fds(servers[0].control, [b"L"], [launch.fileno()])
+        return servers[0]
 
 
 atexit.register(use_server, None)
@@ -111,9 +105,10 @@ class LocalRanks(Ranks):
         self.setting, self.ranks = setting, setting["ranks"]
         self.mark = setting["environ"][MARK] = secrets.token_hex(8)
         self.inbox, self.ending = Inbox(), False
+        self.step = self.inbox.read
         self.server: Server | None = None
         self.agent: int | None = None  # this process id is also the process group of all that it starts
-        self.agent_code: int | None = None
+        self.agent_end = ""  # in words, once it has ended too soon
         self.files = ExitStack()  # it closes all that is open but the inbox
         self.log, self.recorder = self.open_file(), self.open_file()
         self.recorder.truncate(flight_recorder.size(setting["world_size"]))
@@ -158,7 +153,7 @@ class LocalRanks(Ranks):
         if kind == "agent":
             self.agent = value
         elif kind == "agent exited":
-            self.agent_code = value
+            self.agent_end = f"their agent {ending(value)}\n"
         elif kind == "exited":
             self.hear(kind, rank, (value, stacks.shown(text_in(self.stacks[rank])) or text_in(self.log)))
         else:
@@ -175,24 +170,12 @@ class LocalRanks(Ranks):
             kind, value = "answer", self.answers[rank].read()
         self.hear(kind, rank, value)
 
-    def step(self, seconds: float) -> bool:
-        """Pass on what has arrived, waiting at most `seconds` for it; False if nothing came.
-
-        A server that was stopped by a signal forks no agent.
-        """
-        came = self.inbox.read(seconds)
-        if not came and not self.agent and self.server and not self.server.usable():
-            self.all_gone()
-        return came
-
     def order(self, word: bytes) -> None:
-        """Tell all ranks that there is another call, or that they may leave."""
         self.ending |= word == LEAVE
         for pipe in self.orders:
             os.write(pipe, word)
 
     def look(self, pids: dict) -> tuple[dict, dict, dict]:
-        """By rank: the state of its process, its stacks as faulthandler writes them, and its last collectives."""
         for rank in pids.keys() & set(self.ranks):
             with suppress(ProcessLookupError):
                 os.kill(pids[rank], signal.SIGUSR1)
@@ -202,13 +185,23 @@ class LocalRanks(Ranks):
         return statuses, dumps, flight_recorder.calls(self.recorder.fileno(), self.setting["world_size"])
 
     def all_gone(self) -> None:
-        """Note that no process of the launch is left."""
         self.cut_off |= not self.gone and not self.ending
         self.gone = True
 
-    def end(self) -> None:
-        """Kill what still runs, wait until the server has reaped it, and read the last lines."""
+    def close(self) -> None:
+        """Kill what still runs, wait until the server has reaped it, read the last lines, and close pipes and files."""
         self.ending = True
+        try:
+            self.end()
+            while self.step(0):
+                pass
+        finally:
+            self.words = text_in(self.log)
+            self.orders.clear()
+            self.inbox.close()
+            self.files.close()
+
+    def end(self) -> None:
         if self.server is not None:
             self.read_for(ENDING_SECONDS, lambda: self.agent or self.gone)
         if self.agent and (self.cut_off or not self.gone):
@@ -217,31 +210,17 @@ class LocalRanks(Ranks):
             self.read_for(ENDING_SECONDS, lambda: self.gone)
         if self.agent and (self.cut_off or sys.platform != "linux"):  # then no server has killed what left the group
             kill_marked(self.mark)
-        while self.step(0):
-            pass
-
-    def server_code(self) -> int | None:
-        """The exit code of the server, None while it runs; it ends a moment after its socket has."""
-        return self.server.exit_code(patience=1.0 if self.cut_off else 0.0)
-
-    def never_started(self) -> bool:
-        """Whether the server was gone before it forked an agent, so that the launch may be tried again."""
-        return self.agent is None and (self.server_code() is not None or not self.server.usable())
 
     def explain(self) -> str:
-        """Whether the server or the agent has ended, and how; and what they wrote."""
-        for name, code in (("the launch server", self.server_code()), ("their agent", self.agent_code)):
-            if code is not None:
-                kind, words = how_it_ended(code)
-                return f"{name} {'was ' * (code < 0)}{kind} {words}\n{self.server.log()}{self.words}".rstrip()
-        return self.words
+        patience = 1.0 if self.cut_off else 0.0  # the server ends a moment after its socket
+        reason = self.server.how_it_ended(patience) or self.agent_end
+        return (reason + self.words).rstrip()
 
-    def release(self) -> None:
-        """Close pipes and files."""
-        self.words = text_in(self.log)
-        self.orders.clear()
-        self.inbox.close()
-        self.files.close()
+
+def ending(code: int) -> str:
+    """An exit code in words, as the end of a sentence."""
+    kind, words = how_it_ended(code)
+    return f"{'was ' * (code < 0)}{kind} {words}"
 
 
 def text_in(file: IO[bytes]) -> str:

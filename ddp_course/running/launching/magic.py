@@ -27,7 +27,6 @@ from .channel import CALL, open_memory
 from .launch import EXPECTED, LONGEST_TIMEOUT, check_request, pack_call, plain, run_ranks
 from .launched import Launch, show_line
 from .local import LocalRanks
-from .pickling import unsendable
 from .setting import describe_launch
 
 NOT_SENT = {*PROVIDED, "In", "Out", "get_ipython", "exit", "quit"}
@@ -88,13 +87,12 @@ class RanksMagic(Magics):
     kept: KeptRanks | None = None
 
     @magic_arguments()
-    @argument("world_size", nargs="?", help="number of ranks (4, or as many as are kept); %%ranks stop ends kept ones")
+    @argument("world_size", nargs="?", type=int, help="number of ranks: 4, or as many as are kept")
     @argument("--keep", action="store_true", help="leave the ranks and their variables alive for the next cells")
     @argument("--pull", default="", help="names to bring back from rank 0, separated by commas")
     @argument("--device", default="auto", help="auto, cpu, cuda, or one GPU such as cuda:0")
     @argument("--hosts", help="machines that have joined: all, a number of them, or names separated by commas")
     @argument("--timeout", type=float, default=300.0, help="seconds (300)")
-    @argument("--help", action="store_true", help="show this")
     @line_cell_magic
     def ranks(self, line: str, cell: str | None = None) -> None:
         """Run the cell on several ranks, with rank, world_size, dist, torch and device at hand.
@@ -103,18 +101,17 @@ class RanksMagic(Magics):
         with the value of each rank's last expression. Each cell starts anew, unless the ranks are kept: then what
         cells assign on the ranks stays there for the next %%ranks cells, until %ranks stop.
         """
-        options = parse_argstring(self.ranks, line)
-        if options.help:
+        if line.strip() == "--help":
             print(self.ranks.__doc__)
         elif cell is None:
-            self.stop(options.world_size)
+            self.stop(line.strip())
         else:
             try:
-                self.run(options, cell)
+                self.run(parse_argstring(self.ranks, line), cell)
             except EXPECTED as error:
                 raise plain(error) from None
 
-    def stop(self, word: str | None) -> None:
+    def stop(self, word: str) -> None:
         """End the kept ranks, as `%ranks stop` asks."""
         if word != "stop":
             raise UsageError("%ranks takes stop or --help; to run a cell on the ranks, begin it with %%ranks")
@@ -131,7 +128,9 @@ class RanksMagic(Magics):
         filename = f"<ranks {crc32(cell.encode()):08x}>"
         linecache.cache[filename] = (len(cell), None, cell.splitlines(True), filename)
         compile_cell(cell, filename)  # a syntax error is shown before anything starts
-        call = pack_call(run_cell, (cell, filename, given_names(cell, self.shell.user_ns), pull), {})
+        names = used_names(cell) - NOT_SENT
+        given = {name: value for name, value in self.shell.user_ns.items() if name in names}
+        call = pack_call(run_cell, (cell, filename, pull), given)
         check_request(world_size, options.device, options.timeout, None)
         if options.keep and self.kept is None:
             self.kept = KeptRanks(world_size, options.device)
@@ -146,15 +145,14 @@ class RanksMagic(Magics):
             raise UsageError(f'"{missing[0]}" is to be pulled, but the cell assigned no such name on rank 0')
 
     def world_size(self, options: Any) -> int:
-        """How many ranks are asked for; UsageError if that is no number, or others are kept."""
-        text = options.world_size or str(self.kept.world_size if self.kept else 4)
-        if not text.lstrip("-").isdigit():
-            raise UsageError(f"world_size is {text!r}; it must be a whole number, such as %%ranks 4")
+        """How many ranks are asked for; UsageError if others are kept."""
         if options.hosts and (self.kept or options.keep):
             raise UsageError("ranks on other hosts cannot be kept; leave out --keep or --hosts, or run %ranks stop")
-        if self.kept and int(text) != self.kept.world_size:
+        if self.kept is None:
+            return 4 if options.world_size is None else options.world_size
+        if options.world_size not in (None, self.kept.world_size):
             raise UsageError(f"{self.kept.world_size} ranks are kept; end them with %ranks stop before others start")
-        return int(text)
+        return self.kept.world_size
 
 
 def run_grouped(call: IO[bytes], world_size: int, options: Any, kept: KeptRanks | None) -> list:
@@ -176,12 +174,3 @@ def run_grouped(call: IO[bytes], world_size: int, options: Any, kept: KeptRanks 
         for rank in sorted(printed, key=lambda rank: int(str(rank).split()[0])):
             for line in printed[rank]:
                 show_line(*line)
-
-
-def given_names(cell: str, notebook: dict) -> dict:
-    """Look up the notebook's names that the cell uses; TypeError for a value that cannot be sent."""
-    names = {name: notebook[name] for name in used_names(cell) - NOT_SENT if name in notebook}
-    if culprit := unsendable(names):
-        name, reason = culprit
-        raise TypeError(f'"{name}" is used in the cell, but cannot be sent to the ranks: {reason}')
-    return names

@@ -9,15 +9,7 @@ from typing import Any
 try:
     from cloudpickle import Pickler, dumps
 except ImportError:  # A machine with torch and numpy only is enough for `make gpu`.
-    from pickle import Pickler as Plain
-    from pickle import dumps
-
-    class Pickler(Plain):  # type: ignore[no-redef]
-        """pickle's own, with the method that cloudpickle's has."""
-
-        def reducer_override(self, obj: object) -> Any:
-            """Nothing is special."""
-            return NotImplemented
+    from pickle import Pickler, dumps  # type: ignore[assignment]
 
 
 def pack_cached(function: Any) -> tuple:
@@ -53,4 +45,4 @@ def used_by(function: Callable, args: tuple, kwargs: dict) -> dict:
         outside = inspect.getclosurevars(function)
     except (TypeError, ValueError):  # not written in Python, or called as it cannot be
         return {}
-    return {**given, **outside.nonlocals, **outside.globals}
+    return {**kwargs, **given, **outside.nonlocals, **outside.globals}

@@ -63,9 +63,7 @@ def serve(control: socket.socket, later: list) -> None:
             wakeup.recv(4096)
             reap(launches)
         if later and wakeup in ready and not launches:
-            for name in later:
-                if os.getppid() == caller:  # else the caller was killed meanwhile
-                    load([name])
+            load(later)
             later = []
             linux.take_large_pages()
         if launches or ready:

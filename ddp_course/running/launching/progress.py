@@ -1,7 +1,6 @@
 """One progress bar for all ranks: rank 0 counts its optimizer steps, the caller draws them."""
 
 import sys
-import time
 from contextlib import nullcontext, suppress
 from typing import Any, cast
 
@@ -10,27 +9,19 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from .. import flight_recorder, torch_inside
 from .channel import send
 
-SECONDS_BETWEEN = 0.1
-
 
 class Steps:
     """Counts the steps of a rank's optimizers, and reports their number on the pipe `report`, if there is one."""
 
     def __init__(self, report: int | None):
-        self.report, self.done, self.reported_at, self.optimizer = report, 0, 0.0, cast(Any, None)
+        self.report, self.done, self.optimizer = report, 0, cast(Any, None)
         register_optimizer_step_post_hook(self.count)
 
     def count(self, optimizer: Any, *_: Any) -> None:
-        """Count a step; report at most ten times per second."""
+        """Count a step."""
         self.done += 1
         self.optimizer = optimizer
-        if self.report is not None and time.monotonic() - self.reported_at > SECONDS_BETWEEN:
-            self.tell()
-
-    def tell(self) -> None:
-        """Report the number of steps; without any step there is no report, and so no bar."""
-        if self.report is not None and self.done:
-            self.reported_at = time.monotonic()
+        if self.report is not None:
             send(self.report, "steps", self.done)
 
     def unconnected_model(self) -> float | None:
@@ -49,12 +40,11 @@ class Bar:
 
     def advance_to(self, steps: int) -> None:
         """Show that rank 0 has done `steps` optimizer steps."""
-        if self.bar is None and sys.stderr is not None:
+        if self.bar is None:
             from tqdm.auto import tqdm  # here: it loads the notebook's widgets, which ranks do not need
 
-            self.bar = tqdm(total=self.total, desc="rank 0", unit="step")
-        if self.bar is not None:
-            self.bar.update(steps - self.bar.n)
+            self.bar = tqdm(total=self.total, desc="rank 0", unit="step", disable=sys.stderr is None)
+        self.bar.update(steps - self.bar.n)
 
     def print(self, text: str, stream: str) -> None:
         """Print a line above the bar. A stream that is closed or cannot show a character costs no result."""
@@ -67,6 +57,5 @@ class Bar:
                 file.write(text.encode(file.encoding, "backslashreplace").decode(file.encoding))
 
     def close(self) -> None:
-        """Leave the bar as it is."""
         if self.bar is not None:
             self.bar.close()

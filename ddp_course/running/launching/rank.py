@@ -73,9 +73,7 @@ def main(setting: dict, rank: int, link: Any, files: list, listener: Any = None)
         with mmap.mmap(payload, 0, access=mmap.ACCESS_READ) as packed:
             function = unpack(packed)
         with emulation_of(setting, rank, link):
-            result = function()
-        steps.tell()
-        return result
+            return function()
 
     answer(first_call, answers, report)
     while select.select([orders], [], [], setting["idle"])[0] and os.read(orders, 1) == CALL:
@@ -101,7 +99,11 @@ def answer(function: Callable[[], Any], answers: int, report: int) -> None:
     try:
         pack(kind, value, answers)
     except Exception as error:
-        pack("failed", describe(unsendable_result(value, error)), answers)
+        refusal = TypeError(
+            f"the result is a {type(value).__qualname__}, which cannot be sent to the caller ({error}); "
+            "return numbers, tensors, lists or dicts of them"
+        )
+        pack("failed", describe(refusal), answers)
     send(report, "answered", None)
 
 
@@ -141,8 +143,10 @@ def redirect_output(out: int, err: int) -> None:
     """From here on, what this rank prints goes to the caller, line by line; there is nobody to type anything."""
     os.dup2(out, 1)
     os.dup2(err, 2)
-    sys.stdout = os.fdopen(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
-    sys.stderr = os.fdopen(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+    sys.stdout, sys.stderr = (
+        os.fdopen(number, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+        for number in (1, 2)
+    )
     sys.breakpointhook = refuse_breakpoint
 
 
@@ -169,21 +173,13 @@ def pack(kind: str, value: Any, answers: int) -> None:
         Packing(file, protocol=5).dump((kind, value))
 
 
-def unsendable_result(result: Any, error: Exception) -> TypeError:
-    """What to tell about a result that cannot be packed."""
-    return TypeError(
-        f"the result is a {type(result).__qualname__}, which cannot be sent to the caller ({error}); "
-        "return numbers, tensors, lists or dicts of them"
-    )
-
-
 class Packing(Pickler):
     """Tensors on a GPU travel as tensors on the CPU: the caller need not have a GPU, nor use it."""
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, torch.Tensor) and obj.is_cuda:
             return obj.detach().cpu().requires_grad_(obj.requires_grad).__reduce_ex__(5)
-        return super().reducer_override(obj)
+        return super().reducer_override(obj) if hasattr(Pickler, "reducer_override") else NotImplemented
 
 
 def describe(error: BaseException) -> dict:

@@ -1,17 +1,20 @@
 """What each rank was doing when time ran out, in the learner's terms."""
 
 import re
+import sys
 import time
 import traceback
 from pathlib import Path
 
 from ...errors import RankState
+from .. import linux
 
 FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
-STATUS = {
-    "stopped": "stopped by a signal (SIGSTOP) and never continued",
-    "running": "running",
-    "zombie": "ended",
+STATUS = {  # by the letter that Linux has for the state of a process, or "" if it knows no such process
+    "T": "stopped by a signal (SIGSTOP) and never continued",
+    "R": "running",
+    "Z": "ended",
+    "": "ended" if sys.platform == "linux" else "waiting",
 }
 LAUNCHER = ("/launching/rank.py", "/launching/cell.py")
 POINT_TO_POINT = {"send", "recv", "isend", "irecv", "batch_isend_irecv"}
@@ -27,14 +30,17 @@ def look(world_size: int, results: dict, statuses: dict, dumps: dict, calls: dic
     states, entered = [], {}
     for rank in range(world_size):
         dump = dumps.get(rank, "")
-        entered[rank] = next((call for frames in parse(dump) for call in torch_calls(frames)), "")
+        entered[rank] = next((frame[2] for frames in parse(dump) for frame in frames if is_collective(frame)), "")
         status = "finished, waiting for the others" if rank in results else statuses.get(rank) or "not started yet"
         collective = last_collective(calls.get(rank, []), entered[rank], time.monotonic())
         states.append(RankState(rank, status, collective, shown(dump)))
-    name, inside, absent = missing_from_ours(calls) or missing_from_torchs(entered) or ("", [], [])
-    verb = "waits" if len(inside) == 1 else "wait"
-    cause = f"{enumerate_ranks(absent, 'has', 'have')} not entered {name}, in which {enumerate_ranks(inside)} {verb}"
-    return sorted(states, key=lambda state: state.rank not in absent), cause if name else ""
+    missing = missing_from_ours(calls) or missing_from_torchs(entered)
+    if missing is None:
+        return states, ""
+    name, inside, absent = missing
+    waiting = enumerate_ranks(inside, "waits", "wait")
+    cause = f"{enumerate_ranks(absent, 'has', 'have')} not entered {name}, in which {waiting}"
+    return sorted(states, key=lambda state: state.rank not in absent), cause
 
 
 def last_collective(calls: list, torch_call: str, now: float) -> str:
@@ -75,22 +81,16 @@ def missing_from_torchs(entered: dict) -> tuple | None:
     return (f"torch.distributed.{names.pop()}", inside, absent) if absent and len(names) == 1 else None
 
 
-def enumerate_ranks(ranks: list, singular: str = "", plural: str = "") -> str:
+def enumerate_ranks(ranks: list, singular: str, plural: str) -> str:
     """ "rank 2 has", "ranks 0 and 1 have"."""
-    numbers = " and ".join(filter(None, [", ".join(map(str, ranks[:-1])), *map(str, ranks[-1:])]))
-    return f"rank{'s' * (len(ranks) > 1)} {numbers} {plural if len(ranks) > 1 else singular}".rstrip()
+    *others, last = ranks
+    return f"ranks {', '.join(map(str, others))} and {last} {plural}" if others else f"rank {last} {singular}"
 
 
 def status_of(pid: int) -> str:
-    """The state of a process, in words, as the system reports it."""
-    try:
-        import psutil
-    except ImportError:  # A machine with torch and numpy only is enough for `make gpu`.
-        return "alive" if Path(f"/proc/{pid}").is_dir() else "ended"
-    try:
-        return STATUS.get(psutil.Process(pid).status(), "waiting")
-    except psutil.NoSuchProcess:
-        return "ended"
+    """The state of a process, in words, as far as the system tells."""
+    stat = linux.read(Path(f"/proc/{pid}/stat"))  # the letter for the state follows the name, which is in parentheses
+    return STATUS.get(stat.rpartition(") ")[2][:1], "waiting")
 
 
 def parse(dump: str) -> list:
@@ -111,9 +111,10 @@ def parse(dump: str) -> list:
     return threads[::-1]
 
 
-def torch_calls(frames: list) -> list:
-    """The names of torch's own collectives among these frames."""
-    return [name for file, _, name in frames if file.endswith("distributed_c10d.py") and not name.startswith("_")]
+def is_collective(frame: tuple) -> bool:
+    """Whether a frame is of one of torch's own collectives."""
+    file, _, name = frame
+    return file.endswith("distributed_c10d.py") and not name.startswith("_")
 
 
 def shown(dump: str) -> str:

@@ -80,14 +80,14 @@ def test_what_cannot_be_loaded_ahead_is_no_reason_to_refuse_a_launch(monkeypatch
     with monkeypatch.context() as patched:
         patched.setenv("TORCHINDUCTOR_CACHE_DIR", "/dev/null/nowhere")
         patched.delitem(sys.modules, "torch._dynamo", raising=False)
-        results = [(launch(rank_with_dynamo, world_size=1), local.server_pid()) for _ in range(4)]
+        results = [(launch(rank_with_dynamo, world_size=1), local.servers[0].process.pid) for _ in range(4)]
     local.use_server(None)
     assert results == [([False], results[0][1])] * 4, "one server, which lived on"
 
 
 def test_nothing_of_cuda_and_no_thread_in_the_server():
     launch(pid_and_rank, world_size=2)
-    server = psutil.Process(local.server_pid())
+    server = psutil.Process(local.servers[0].process.pid)
     assert server.num_threads() == 1, "a lock that another thread holds at a fork would stay locked in the rank"
     assert not [region.path for region in server.memory_maps() if "libcuda.so" in region.path]
 
@@ -270,7 +270,7 @@ def test_what_ends_a_launch_from_outside_is_told_and_takes_every_rank_along(name
     names, fault = {"__name__": "__main__"}, FROM_OUTSIDE[name]
     exec(HEADER, names)
     launch(pid_and_rank, world_size=1)
-    below = psutil.Process(local.server_pid())
+    below = psutil.Process(local.servers[0].process.pid)
     begin = time.monotonic()
     error, message = attempt(fault, 3, names, random.Random(0))
     assert error == fault.error and re.search(fault.pattern, message), message
@@ -283,7 +283,7 @@ def test_a_server_that_was_killed_or_stopped_or_left_idle_is_replaced(end, monke
     local.use_server(None)
     monkeypatch.setenv("DDP_COURSE_IDLE", "1" if end == "idle" else "900")
     launch(pid_and_rank, world_size=2)
-    first = local.server_pid()
+    first = local.servers[0].process.pid
     if end == "idle":
         with suppress(psutil.NoSuchProcess):  # it may have ended already
             psutil.Process(first).wait(30)
@@ -291,7 +291,7 @@ def test_a_server_that_was_killed_or_stopped_or_left_idle_is_replaced(end, monke
         os.kill(first, getattr(signal, end))
     monkeypatch.setenv("DDP_COURSE_IDLE", "900")
     assert [rank for _, rank in launch(pid_and_rank, world_size=2)] == [0, 1]
-    assert local.server_pid() != first
+    assert local.servers[0].process.pid != first
 
 
 def leave_children():
@@ -312,7 +312,7 @@ def test_children_of_ranks_go_with_the_server(capfd):
         while len(printed := re.findall(r"children (\d+) (\d+) (\d+)", capfd.readouterr().out)) < 1:
             time.sleep(0.05)
         pids.extend(map(int, printed[0]))
-        os.kill(local.server_pid(), signal.SIGKILL)
+        os.kill(local.servers[0].process.pid, signal.SIGKILL)
 
     pids = []
     attacker = threading.Thread(target=attack)

@@ -22,7 +22,7 @@ def spawn(monkeypatch):
     monkeypatch.setenv("DDP_COURSE_START", "spawn")
     before = children()
     yield
-    assert children() - before <= {local.server_pid()}
+    assert children() - before <= {server.process.pid for server in local.servers}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -64,7 +64,8 @@ def test_links_say_what_they_are():
 def test_no_process_that_has_torch_is_forked():
     first, second = (launch(os.getpid, world_size=2) for _ in range(2))
     assert len({*first, *second}) == 4
-    assert not [region for region in psutil.Process(local.server_pid()).memory_maps() if "libtorch" in region.path]
+    server = psutil.Process(local.servers[0].process.pid)
+    assert not [region for region in server.memory_maps() if "libtorch" in region.path]
 
 
 def test_an_environment_that_no_new_program_can_have_reaches_the_ranks(monkeypatch):

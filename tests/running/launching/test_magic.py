@@ -69,10 +69,10 @@ def test_errors_show_the_cell_and_what_was_printed_before(kernel):
     ("cell", "error", "words"),
     [
         ("%%ranks 2\nx = = 1", "SyntaxError", "x = = 1"),
-        ("%%ranks two\n1", "UsageError", "world_size is 'two'"),
+        ("%%ranks two\n1", "UsageError", "argument world_size: invalid int value: 'two'"),
         ("%%ranks 2 --pull absent\n1", "UsageError", '"absent" is to be pulled'),
         ("%%ranks 0\n1", "ValueError", "world size is 0"),
-        ("%%ranks 2\nunsendable", "TypeError", '"unsendable" is used in the cell'),
+        ("%%ranks 2\nunsendable", "TypeError", "unsendable cannot be sent"),
         ("%%ranks 2 --timeout 1\nwhile True: pass", "LaunchTimeout", "while True: pass"),
     ],
 )
