@@ -25,10 +25,7 @@ LONGEST_VARIABLE = 100_000  # bytes: Linux starts no program with much longer on
 
 
 def own_ranks(launch: socket.socket, setting: dict, log: int, shared: list) -> None:
-    """Carry out one launch: start its ranks, tell the caller how each one ended, and exit.
-
-    `shared`: the open files with the call and the recorder.
-    """
+    """Carry out one launch: start its ranks, tell the caller how each one ended, and exit."""
     send(launch.fileno(), "agent", None, os.getpid())
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(log, 1)
@@ -136,10 +133,7 @@ def be_new_rank(setting: dict) -> None:
 
 
 def wait_for(ranks: dict, launch: socket.socket) -> None:
-    """Tell the caller each rank's exit code as it ends; return when all have ended.
-
-    What a rank has started and left alone becomes a child of this process, and is only reaped.
-    """
+    """Tell the caller each rank's exit code as it ends; orphans of ranks are children too, and are only reaped."""
     while ranks:
         pid, status = os.wait()
         if pid in ranks:

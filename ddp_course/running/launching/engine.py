@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -24,8 +24,7 @@ from .local import LocalRanks
 from .setting import describe_launch
 
 LEASE_SECONDS = 2.5  # a host ends its ranks when no request for news came for so long
-NEWS_SECONDS = 0.4  # how long an engine waits for news
-TICK_SECONDS = 0.05
+TICK_SECONDS = 0.05  # so long an engine waits for news at a time
 
 _parts: dict = {}  # {number of a launch: this host's part of it}
 
@@ -42,11 +41,7 @@ def survey(head: str) -> dict:
 
 def versions() -> dict:
     """What must be the same on all hosts: Python, torch, and this package."""
-    try:
-        package = version("ddp-course")
-    except PackageNotFoundError:
-        package = "from a folder"
-    return {"Python": platform.python_version(), "torch": torch.__version__, "ddp_course": package}
+    return {"Python": platform.python_version(), "torch": torch.__version__, "ddp_course": version("ddp-course")}
 
 
 def backend(count: int, device: str) -> str:
@@ -64,12 +59,12 @@ def begin(number: int, request: dict, packed: bytes, ranks: list, card: str) -> 
 
 
 def news(number: int) -> bytes:
-    """The time here and what the ranks of a launch have said since, pickled; waits a moment for it."""
+    """What the ranks of a launch have said since, pickled; waits a moment for it."""
     part = _parts[number]
-    events = part.news(NEWS_SECONDS if len(_parts) == 1 else TICK_SECONDS)
+    events = part.news()
     if events and events[-1][0] == "over":
         del _parts[number]
-    return pickle.dumps((time.monotonic(), events))
+    return pickle.dumps(events)
 
 
 def call(number: int, method: str, *arguments: Any) -> Any:
@@ -93,11 +88,11 @@ class Part:
         self.ranks.start(self.payload)
         threading.Thread(target=self.watch, daemon=True).start()
 
-    def news(self, patience: float) -> list:
-        """The events since the last request; waits for the first of them up to `patience` seconds."""
+    def news(self) -> list:
+        """The events since the last request; waits a moment for the first of them."""
         events = []
         with suppress(Empty):
-            events.append(self.events.get(timeout=patience))
+            events.append(self.events.get(timeout=TICK_SECONDS))
             while True:
                 events.append(self.events.get_nowait())
         self.asked_at = time.monotonic()

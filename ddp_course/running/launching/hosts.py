@@ -16,7 +16,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import IO, Any
 
 from ...errors import LaunchError
@@ -122,7 +121,6 @@ class Host:
     ranks: list
     news: Any = None
     asked_at: float = 0.0
-    late: float = 0.0  # seconds by which the clock here is ahead of the host's
 
     def ask_for_news(self, number: int) -> None:
         """Ask what the ranks of a launch have said; the answer is still to come."""
@@ -182,10 +180,9 @@ class RanksOnHosts(Ranks):
         if not host.news.ready():
             return time.monotonic() > host.asked_at + SILENCE_SECONDS and self.lose(host)
         try:
-            now, events = pickle.loads(host.news.get(timeout=0))
+            events = pickle.loads(host.news.get(timeout=0))
         except Exception:  # the engine died: ipyparallel has no common base for what it then raises
             return self.lose(host)
-        host.late = time.monotonic() - now
         if not events or events[-1][0] != "over":
             host.ask_for_news(self.number)
         for kind, rank, value in events:
@@ -194,7 +191,7 @@ class RanksOnHosts(Ranks):
             elif kind == "refused":
                 self.hear(kind, rank, LaunchError(f"{host.name}: {value}"))
             else:
-                self.hear(kind, rank, value, host.late)
+                self.hear(kind, rank, value)
         return bool(events)
 
     def lose(self, host: Host) -> bool:
@@ -217,15 +214,13 @@ class RanksOnHosts(Ranks):
 
     def look(self, pids: dict) -> tuple[dict, dict, dict]:
         statuses, dumps, calls = {}, {}, {}
-        replies = [(host, host.view.apply_async(engine.call, self.number, "look", pids)) for host in self.left]
-        for host, reply in replies:
+        replies = [host.view.apply_async(engine.call, self.number, "look", pids) for host in self.left]
+        for reply in replies:
             with suppress(Exception):  # the engine died: nothing is known of its ranks
                 own_statuses, own_dumps, own_calls = reply.get(timeout=SILENCE_SECONDS)
                 statuses |= own_statuses
                 dumps |= own_dumps
                 calls |= own_calls
-                for call in chain(*own_calls.values()):
-                    call.begin += host.late
         return statuses, dumps, calls
 
     def host_of(self, rank: int) -> str:

@@ -122,6 +122,6 @@ def pack_call(fn: Callable, args: tuple, kwargs: dict) -> IO[bytes]:
     try:
         packed = pickling.dumps((sources, fn, args, kwargs), protocol=5)
     except Exception as error:
-        name, reason = pickling.unsendable(pickling.used_by(fn, args, kwargs)) or (repr(fn), error)
+        name, reason = pickling.unsendable(fn, args, kwargs) or (repr(fn), error)
         raise TypeError(f"{name} cannot be sent to other processes: {reason}") from None
     return open_memory("call", packed)

@@ -19,7 +19,6 @@ GRACE_SECONDS = 0.25  # after a failure other ranks may report theirs: the earli
 KEPT_GRACE_SECONDS = 2.0  # ranks that stay have longer: if all of them fail, they need not end
 EXIT_CODE_SECONDS = 1.5  # after a connection was lost, the system may say so late which rank died, and how
 ENDING_SECONDS = 5.0  # all processes end so soon after the last result, or after the order to end
-TICK_SECONDS = 1.0  # the caller looks at least so often at what has become of the launch
 UNCONNECTED = (
     "launch: no collective ran, so these are {} models that know nothing of each other, and they differ now. "
     "To train one together, wrap the model or average the gradients.\n"
@@ -49,9 +48,8 @@ class Ranks:
     close()             end what still runs, wait until it has, read the last lines, and give back what was open
     explain()           why the ranks have ended, as far as that is known: "" or lines of text
 
-    What ranks say becomes events, `hear(kind, rank, value, late)`: "started" (a process id), "steps" (their number),
-    "unconnected" (the sum over a model), "answer" (packed), "stdout" and "stderr" (a line), "exited" (a code, and the
-    last words), "refused" (an exception). `late`: seconds by which the clock here is ahead of the rank's.
+    What ranks say becomes events, `hear(kind, rank, value)`: "started" (a process id), "steps" (their number),
+    "answer" (packed), "stdout" and "stderr" (a line), "exited" (a code, and the last words), "refused" (an exception).
     """
 
     hear: Callable
@@ -67,7 +65,7 @@ class Ranks:
         """Pass on what arrives for `seconds`, or until `enough()`."""
         deadline = time.monotonic() + seconds
         while not enough() and time.monotonic() < deadline:
-            self.step(max(0.0, min(TICK_SECONDS, deadline - time.monotonic())))
+            self.step(max(0.0, deadline - time.monotonic()))
 
 
 class Launch:
@@ -83,7 +81,7 @@ class Launch:
         self.results: dict = {}
         self.failures: dict = {}
         self.died = False  # whether a rank's process has ended in mid-launch
-        self.unconnected: dict = {}  # {rank that trained without any message: the sum over its model}
+        self.models: dict = {}  # {rank: the sum over the model that it has trained without any message, or None}
         self.timed_out: LaunchTimeout | None = None
         self.refusal: Exception | None = None
         ranks.hear = self.hear
@@ -112,17 +110,15 @@ class Launch:
             read_for(KEPT_GRACE_SECONDS if self.keeps else GRACE_SECONDS, self.all_have_reported)
             read_for(EXIT_CODE_SECONDS, lambda: self.ranks.gone or self.cause_is_known())
 
-    def hear(self, kind: str, rank: int, value: Any = None, late: float = 0.0) -> None:
+    def hear(self, kind: str, rank: int, value: Any) -> None:
         """Note one event of `Ranks`."""
         match kind:
             case "started":
                 self.pids[rank] = value
             case "steps":
                 self.bar.advance_to(value)
-            case "unconnected":
-                self.unconnected[rank] = value
             case "answer":
-                self.answered(rank, value, late)
+                self.answered(rank, value)
             case "stdout" | "stderr":
                 host = self.ranks.host_of(rank)
                 self.show(self.bar, f"{rank} {host}" if host else rank, kind, value)
@@ -131,18 +127,19 @@ class Launch:
             case "exited":
                 self.exited(rank, *value)
 
-    def answered(self, rank: int, packed: bytes, late: float) -> None:
+    def answered(self, rank: int, packed: bytes) -> None:
         """Note that a rank has returned a result, or failed."""
+        host, now = self.ranks.host_of(rank), time.monotonic()
         try:
             kind, value = pickle.loads(packed)
         except Exception as error:
             message = f"its result cannot be read here: {type(error).__name__}: {error}"
-            kind, value = "failed", {"type_name": "TypeError", "message": message, "time": time.monotonic() - late}
+            kind, value = "failed", {"type_name": "TypeError", "message": message, "time": now}
         if kind == "result":
-            self.results[rank] = value
+            self.results[rank], self.models[rank] = value
         else:
-            value["time"] += late
-            self.failures[rank] = Failure(rank=rank, host=self.ranks.host_of(rank), **value)
+            value["time"] = now if host else value["time"]  # clocks of other hosts show other times
+            self.failures[rank] = Failure(rank=rank, host=host, **value)
 
     def exited(self, rank: int, code: int, words: str) -> None:
         """Note the exit code and the last words of a rank's process; one that never came to life has said why."""
@@ -193,7 +190,7 @@ class Launch:
         if self.failures or not self.has_all_results():
             reason = self.ranks.explain()
             raise LaunchError(f"the ranks were ended from outside, launch again{': ' if reason else ''}{reason}")
-        if len(self.unconnected) == self.world_size and len(set(self.unconnected.values())) > 1:
+        if None not in self.models.values() and len(set(self.models.values())) > 1:
             self.bar.print(UNCONNECTED.format(self.world_size), "stderr")
         return [self.results[rank] for rank in range(self.world_size)]
 

@@ -20,6 +20,7 @@ import threading
 import time
 from contextlib import ExitStack, suppress
 from functools import partial
+from itertools import chain
 from typing import IO
 
 from .. import flight_recorder
@@ -126,26 +127,22 @@ class LocalRanks(Ranks):
         connection, theirs = socket.socketpair()
         with theirs:
             self.server = ask_for_agent(theirs)
+        files = [self.open_file(pickle.dumps(self.setting)), self.log, payload, self.recorder]
         with suppress(BrokenPipeError, ConnectionResetError):  # Its end arrives next.
-            self.hand_over(connection, payload)
+            socket.send_fds(connection, [b"f"], [file.fileno() for file in files])
+            for rank in self.ranks:
+                socket.send_fds(connection, [b"f"], self.open_for(rank))
         self.inbox.add(connection.detach(), Lines(self.from_agent, self.all_gone))
 
-    def hand_over(self, connection: socket.socket, payload: IO[bytes]) -> None:
-        """Give the agent the open files that it and its ranks need.
-
-        Far ends of pipes stay open here, too: macOS loses what is closed on its way.
-        """
-        files = [self.open_file(pickle.dumps(self.setting)), self.log, payload, self.recorder]
-        socket.send_fds(connection, [b"f"], [file.fileno() for file in files])
-        for rank in self.ranks:
-            orders, writing = os.pipe()
-            self.orders.append(writing)
-            readers = [partial(self.from_rank, rank), *(partial(self.hear, stream, rank) for stream in STREAMS)]
-            ends = [orders, *map(self.inbox.pipe, readers)]
-            for end in (writing, *ends):
-                self.files.callback(os.close, end)
-            ends += [self.stacks[rank].fileno(), self.answers[rank].fileno()]
-            socket.send_fds(connection, [b"f"], ends)
+    def open_for(self, rank: int) -> list:
+        """The open files of a rank; far ends of pipes stay open here, too, as macOS loses what is closed on its way."""
+        orders, writing = os.pipe()
+        self.orders.append(writing)
+        readers = [partial(self.from_rank, rank), *(partial(self.hear, stream, rank) for stream in STREAMS)]
+        ends = [orders, *map(self.inbox.pipe, readers)]
+        for end in (writing, *ends):
+            self.files.callback(os.close, end)
+        return [*ends, self.stacks[rank].fileno(), self.answers[rank].fileno()]
 
     def from_agent(self, line: str) -> None:
         """The agent lives, or could not set up the link, or tells how a rank ended; or the server how the agent did."""
@@ -182,7 +179,10 @@ class LocalRanks(Ranks):
         time.sleep(STACK_SECONDS)
         statuses = {rank: stacks.status_of(pids[rank]) if rank in pids else "" for rank in self.ranks}
         dumps = {rank: text_in(file) for rank, file in self.stacks.items()}
-        return statuses, dumps, flight_recorder.calls(self.recorder.fileno(), self.setting["world_size"])
+        calls = flight_recorder.calls(self.recorder.fileno(), self.setting["world_size"])
+        for call in chain(*calls.values()):
+            call.begin -= time.monotonic()  # clocks of other hosts show other times
+        return statuses, dumps, calls
 
     def all_gone(self) -> None:
         self.cut_off |= not self.gone and not self.ending
@@ -192,7 +192,14 @@ class LocalRanks(Ranks):
         """Kill what still runs, wait until the server has reaped it, read the last lines, and close pipes and files."""
         self.ending = True
         try:
-            self.end()
+            if self.server is not None:
+                self.read_for(ENDING_SECONDS, lambda: self.agent or self.gone)
+            if self.agent and (self.cut_off or not self.gone):
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(self.agent, signal.SIGKILL)
+                self.read_for(ENDING_SECONDS, lambda: self.gone)
+            if self.agent and (self.cut_off or sys.platform != "linux"):  # then no server kills what left the group
+                kill_marked(self.mark)
             while self.step(0):
                 pass
         finally:
@@ -200,16 +207,6 @@ class LocalRanks(Ranks):
             self.orders.clear()
             self.inbox.close()
             self.files.close()
-
-    def end(self) -> None:
-        if self.server is not None:
-            self.read_for(ENDING_SECONDS, lambda: self.agent or self.gone)
-        if self.agent and (self.cut_off or not self.gone):
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.agent, signal.SIGKILL)
-            self.read_for(ENDING_SECONDS, lambda: self.gone)
-        if self.agent and (self.cut_off or sys.platform != "linux"):  # then no server has killed what left the group
-            kill_marked(self.mark)
 
     def explain(self) -> str:
         patience = 1.0 if self.cut_off else 0.0  # the server ends a moment after its socket

@@ -45,11 +45,8 @@ class KeptRanks(Launch):
         self.payload, self.last_use = open_memory("call"), time.monotonic()
 
     def call(self, payload: IO[bytes], timeout: float, show: Callable) -> list:
-        """Run a packed call on all ranks, the first time on new ones; results and errors are those of `launch`.
-
-        After an error that left no rank dead or waiting for another, the ranks stay.
-        """
-        self.timeout, self.show, self.results, self.failures, self.unconnected = timeout, show, {}, {}, {}
+        """Run a packed call on all ranks, the first time on new ones; results and errors are those of `launch`."""
+        self.timeout, self.show, self.results, self.failures = timeout, show, {}, {}
         self.payload.seek(0)
         self.payload.truncate()
         self.payload.write(payload.read())

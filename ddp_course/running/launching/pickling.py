@@ -25,12 +25,12 @@ def cache_again(function: Callable, parameters: dict) -> Callable:
 
 
 copyreg.pickle(type(functools.lru_cache(len)), pack_cached)
-__all__ = ["Pickler", "dumps", "unsendable", "used_by"]
+__all__ = ["Pickler", "dumps", "unsendable"]
 
 
-def unsendable(names: dict) -> tuple[str, str] | None:
-    """The first of these variables (by name) that cannot be sent to another process, and why; None if all can."""
-    for name, value in names.items():
+def unsendable(function: Callable, args: tuple, kwargs: dict) -> tuple[str, str] | None:
+    """The first variable, by name, that cannot be sent along with a call, and why; None if all can."""
+    for name, value in used_by(function, args, kwargs).items():
         try:
             dumps(value, protocol=5)
         except Exception as error:

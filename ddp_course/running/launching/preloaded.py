@@ -40,6 +40,7 @@ LATER = [  # what every rank would import for more than a second with its first 
     *("mpmath", "sympy", "torch.fx.experimental.symbolic_shapes", "torch.distributed.fsdp", "torch._dynamo"),
     "torch.utils.data",
 ]
+POLL_SECONDS = 0.005  # while a launch runs, this process looks so often whether its agent has ended
 IDLE_SECONDS = float(os.environ.get("DDP_COURSE_IDLE") or 900)  # then this process ends; the next launch starts another
 
 
@@ -49,38 +50,31 @@ def serve(control: socket.socket, later: list) -> None:
     The modules `later` are loaded when the first launch is over.
     """
     launches: dict = {}  # {process id of the agent: launch socket}
-    wakeup, signalled = socket.socketpair()  # the first becomes readable whenever a child ends
-    signalled.setblocking(False)
-    signal.set_wakeup_fd(signalled.fileno())
-    signal.signal(signal.SIGCHLD, lambda *_: None)
     caller, last_use = os.getppid(), time.monotonic()
     linux.adopt_orphans()  # what an agent leaves behind becomes ours
     while os.getppid() == caller and time.monotonic() < last_use + IDLE_SECONDS:
-        ready, _, _ = select.select([control, wakeup], [], [], 1.0)
-        if control in ready and not answer(control, launches):
+        ready, _, _ = select.select([control], [], [], POLL_SECONDS if launches else 1.0)
+        if ready and not answer(control, launches):
             break
-        if wakeup in ready:
-            wakeup.recv(4096)
-            reap(launches)
-        if later and wakeup in ready and not launches:
-            load(later)
-            later = []
-            linux.take_large_pages()
-        if launches or ready:
+        if launches:
             last_use = time.monotonic()
+            reap(launches)
+            if later and not launches:
+                load(later)
+                later = []
+                linux.take_large_pages()
     for agent in launches:  # the caller is gone: all launches are to end
         os.kill(agent, signal.SIGKILL)
     while launches:
         reap(launches)
-        time.sleep(0.002)
+        time.sleep(POLL_SECONDS)
 
 
 def load(names: list) -> None:
-    """Import modules; those that have been imported already cost nothing.
+    """Import modules; one that cannot be, as Dynamo where its cache cannot be made, is an error where it is needed.
 
-    A module that cannot be imported, as Dynamo where its cache cannot be made, is an error only for a rank that needs
-    it. What modules define is no garbage: without a search for any, a fifth of the time is saved, and what is
-    frozen is not copied into ranks that search.
+    What modules define is no garbage: without a search for any, a fifth of the time is saved, and what is frozen is not
+    copied into ranks that search.
     """
     gc.disable()
     for name in names:
@@ -113,8 +107,6 @@ def become_agent(launch: socket.socket) -> None:
         os.setpgid(0, 0)  # a launch has one process group: the agent, its ranks and theirs
         linux.die_with_parent()
         linux.adopt_orphans()
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         if files := socket.recv_fds(launch, 1, 4)[1]:  # else the caller is gone
             request, log, *shared = files

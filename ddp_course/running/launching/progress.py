@@ -25,10 +25,11 @@ class Steps:
             send(self.report, "steps", self.done)
 
     def unconnected_model(self) -> float | None:
-        """The sum of the trained parameters, if this rank has exchanged no message with any other; else None."""
-        if self.optimizer is None or torch_inside.messages() or flight_recorder.has_entries():
+        """The sum of what was trained in this call, if this rank has exchanged no message with any other; else None."""
+        optimizer, self.optimizer = self.optimizer, None
+        if optimizer is None or torch_inside.messages() or flight_recorder.has_entries():
             return None
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
         return sum(p.detach().double().sum().item() for p in parameters)
 
 

@@ -40,16 +40,13 @@ QUIET_NCCL = {  # its watchdog must not end a process before the launch has said
 }
 NCCL_LOST = ("ncclRemoteError", "remote process", "communicator was aborted", "Connection closed", "Connection reset")
 PEER_LOST = ("Connection closed by peer", "Connection reset", "Broken pipe", "recv failed")
-ELASTIC = "TORCHELASTIC_"  # variables of a torchrun that this launch may be part of, but its ranks are not
 
 
 def main(setting: dict, rank: int, link: Any, files: list, listener: Any = None) -> None:
     """Be one rank: move to its place in the emulated network, and reach the caller's function, once or several times.
 
-    `files` are open ones: the packed call, the flight recorder, pipes for orders, messages, output and errors, and
-    those for stacks and the answer; `listener`: the socket for the store, if rank 0 is to serve one. A rank that failed
-    waits for orders as well, until it is killed: if it ended by itself, the others would fail too, with a broken
-    connection, and hide the cause.
+    A rank that failed waits for orders as well, until it is killed: if it ended by itself, the others would fail too,
+    with a broken connection, and hide the cause.
     """
     if link is not None:
         link.network.enter(rank)  # this comes before any socket, as it may move this process into a network namespace
@@ -59,21 +56,18 @@ def main(setting: dict, rank: int, link: Any, files: list, listener: Any = None)
     faulthandler.enable(file=stacks, all_threads=False)  # a segmentation fault writes a stack as well
     steps = Steps(report if setting["progress"] and rank == 0 else None)
 
-    def first_call():
-        """Join the others, then reach the function: whatever fails on the way is reported as its error."""
+    def first_call():  # whatever fails on the way to the function is reported as its error
         join_group(setting, rank, listener)
         flight_recorder.attach(recorder, rank, setting["world_size"])
         redirect_output(out, err)
-        result = call()
-        if (model := steps.unconnected_model()) is not None:
-            send(report, "unconnected", model)
-        return result
+        return call()
 
     def call():
         with mmap.mmap(payload, 0, access=mmap.ACCESS_READ) as packed:
             function = unpack(packed)
         with emulation_of(setting, rank, link):
-            return function()
+            result = function()
+        return result, steps.unconnected_model()
 
     answer(first_call, answers, report)
     while select.select([orders], [], [], setting["idle"])[0] and os.read(orders, 1) == CALL:
@@ -100,7 +94,7 @@ def answer(function: Callable[[], Any], answers: int, report: int) -> None:
         pack(kind, value, answers)
     except Exception as error:
         refusal = TypeError(
-            f"the result is a {type(value).__qualname__}, which cannot be sent to the caller ({error}); "
+            f"the result is a {type(value[0]).__qualname__}, which cannot be sent to the caller ({error}); "
             "return numbers, tensors, lists or dicts of them"
         )
         pack("failed", describe(refusal), answers)
@@ -111,8 +105,6 @@ def join_group(setting: dict, rank: int, listener: socket.socket | None) -> None
     """Choose this rank's device, say in the environment what torchrun would, and bring the process group up."""
     choose_device(setting, rank)
     (address, port), world_size = setting["store"], setting["world_size"]
-    for name in [name for name in os.environ if name.startswith(ELASTIC)]:
-        del os.environ[name]
     local = {"LOCAL_RANK": setting["ranks"].index(rank), "LOCAL_WORLD_SIZE": len(setting["ranks"])}
     place = {"RANK": rank, "WORLD_SIZE": world_size, **local, "MASTER_ADDR": address, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in place.items()})

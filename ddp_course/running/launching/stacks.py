@@ -2,14 +2,14 @@
 
 import re
 import sys
-import time
 import traceback
+from itertools import takewhile
 from pathlib import Path
 
 from ...errors import RankState
 from .. import linux
 
-FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
+FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)  # the file, the line, the function
 STATUS = {  # by the letter that Linux has for the state of a process, or "" if it knows no such process
     "T": "stopped by a signal (SIGSTOP) and never continued",
     "R": "running",
@@ -32,7 +32,7 @@ def look(world_size: int, results: dict, statuses: dict, dumps: dict, calls: dic
         dump = dumps.get(rank, "")
         entered[rank] = next((frame[2] for frames in parse(dump) for frame in frames if is_collective(frame)), "")
         status = "finished, waiting for the others" if rank in results else statuses.get(rank) or "not started yet"
-        collective = last_collective(calls.get(rank, []), entered[rank], time.monotonic())
+        collective = last_collective(calls.get(rank, []), entered[rank])
         states.append(RankState(rank, status, collective, shown(dump)))
     missing = missing_from_ours(calls) or missing_from_torchs(entered)
     if missing is None:
@@ -43,11 +43,11 @@ def look(world_size: int, results: dict, statuses: dict, dumps: dict, calls: dic
     return sorted(states, key=lambda state: state.rank not in absent), cause
 
 
-def last_collective(calls: list, torch_call: str, now: float) -> str:
-    """The collective that a rank is in, or that it entered last, in words."""
+def last_collective(calls: list, torch_call: str) -> str:
+    """The collective that a rank is in, or that it entered last, in words; `begin` of a call counts from now."""
     call = calls[-1] if calls else None
     if call is not None and not call.end:
-        return f"{call} (inside for {now - call.begin:.1f} s)"
+        return f"{call} (inside for {-call.begin:.1f} s)"
     if torch_call:
         return f"torch.distributed.{torch_call} (inside)"
     return f"{call} (returned)" if call else ""
@@ -100,12 +100,8 @@ def parse(dump: str) -> list:
     """
     threads = []
     for part in dump.split("(most recent call first):")[1:]:
-        frames = []
-        for match in map(FRAME.match, part.splitlines()):
-            if match and match["file"].endswith(LAUNCHER):
-                break
-            if match and not match["file"].endswith(LIBRARY):
-                frames.append((match["file"], int(match["line"]), match["function"]))
+        own = takewhile(lambda frame: not frame[0].endswith(LAUNCHER), FRAME.findall(part))
+        frames = [(file, int(line), function) for file, line, function in own if not file.endswith(LIBRARY)]
         if frames:
             threads.append(frames[::-1])
     return threads[::-1]
