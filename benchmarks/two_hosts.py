@@ -1,7 +1,7 @@
 """A part of `python -m benchmarks launch`: does a job take as long when a cell starts it as when torchrun does?
 
 On two virtual hosts with cables of 1 Gbit/s, two ranks each, the ring averages the same tensor again and again: started
-by torchrun on each host, and by `launch(hosts=2)` on hosts that have joined. This file is also the program of a host:
+by torchrun on each host, and by `launch` on hosts that have joined. This file is also the program of a host:
 
     python -m benchmarks.two_hosts torchrun|head|join FOLDER
 """
@@ -96,7 +96,7 @@ def head(folder: Path) -> None:
                 time.sleep(0.1)
         for _ in range(2):
             began = time.perf_counter()
-            seconds = launch(job, world_size=HOSTS * RANKS_A_HOST, hosts=HOSTS, device="cpu")[0]
+            seconds = launch(job, world_size=HOSTS * RANKS_A_HOST, hosts="all", device="cpu")[0]
             whole = time.perf_counter() - began
         (folder / "seconds").write_text(f"{seconds} {whole}\n")
         engine.terminate()

@@ -48,28 +48,22 @@ def prepare_network(setting: dict, link: Any) -> str:
         link.prepare(setting["world_size"])  # before any thread or socket: it may enter new namespaces
         return link.network.master_address
     if setting["private"] and not setting["store"]:
-        leave_the_common_network()
+        try:
+            linux.unshare_as_anyone(linux.CLONE_NEWNET)  # there nobody else can reach the ranks
+            linux.raise_loopback()
+        except OSError as error:
+            raise LaunchError(f"DDP_COURSE_NETWORK is private, which this system forbids ({error.strerror})") from None
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         if probe.connect_ex((LOOPBACK, 9)):  # sends nothing: it only looks for a way
             raise LaunchError("ranks meet on 127.0.0.1, but this machine's loopback is down; run: ip link set lo up")
     return LOOPBACK
 
 
-def leave_the_common_network() -> None:
-    """Enter a network that has nothing but a loopback of its own, where nobody else can reach the ranks."""
-    try:
-        linux.unshare_as_anyone(linux.CLONE_NEWNET)
-        linux.raise_loopback()
-    except OSError as error:
-        raise LaunchError(f"DDP_COURSE_NETWORK is private, which this system forbids ({error.strerror})") from None
-
-
 def start_ranks(setting: dict, link: Any, master: str, shared: list, launch: socket.socket) -> dict:
     """Start the ranks; returns their numbers by process id.
 
     Rank 0 serves their store, on a socket that is bound here: two launches never clash, and this process has no
-    thread but its main one, so that it may fork (a lock that a thread holds at a fork stays locked for ever). A rank's
-    pipes are closed here once it has them, and no other rank inherits them.
+    thread but its main one, so that it may fork (a lock that a thread holds at a fork stays locked for ever).
     """
     listener = None if setting["store"] else socket.create_server((master, 0), backlog=1024)
     setting["store"] = setting["store"] or listener.getsockname()
@@ -87,7 +81,7 @@ def start_ranks(setting: dict, link: Any, master: str, shared: list, launch: soc
             be_rank(setting, number, link, files, listener)
         ranks[pid] = number
         for descriptor in own:
-            os.close(descriptor)
+            os.close(descriptor)  # so that no other rank inherits it
     return ranks
 
 

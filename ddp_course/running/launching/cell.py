@@ -37,8 +37,8 @@ def run_cell(source: str, filename: str, pull: list, /, **given: Any) -> dict:
     """
     statements, last = compile_cell(source, filename)
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    given = {"__name__": "__main__", **given}
-    given |= dict(zip(PROVIDED, (rank, world_size, dist, torch, rank_device()), strict=True))
+    provided = dict(zip(PROVIDED, (rank, world_size, dist, torch, rank_device()), strict=True))
+    given = {"__name__": "__main__", **given, **provided}
     assigned_here = {name for name, value in _names.items() if value is not _sent.get(name, _sent)}
     _sent.update({name: value for name, value in given.items() if name not in assigned_here})
     _names.update({name: value for name, value in _sent.items() if name not in assigned_here})

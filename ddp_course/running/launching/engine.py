@@ -29,14 +29,14 @@ TICK_SECONDS = 0.05  # so long an engine waits for news at a time
 _parts: dict = {}  # {number of a launch: this host's part of it}
 
 
-def survey(head: str) -> dict:
-    """Who this host is, what it runs on, and its card on the network where `head` (an address) is."""
+def survey(head: str) -> tuple:
+    """The name of this host, its card on the network where `head` (an address) is, and what it runs on."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as towards:
         towards.connect((head, 9))  # sends nothing: it only chooses the way
         address = towards.getsockname()[0]
     cards = psutil.net_if_addrs().items()
     card = next((name for name, uses in cards if any(use.address == address for use in uses)), "")
-    return {"host": socket.gethostname(), "card": card, **versions()}
+    return socket.gethostname(), card, versions()
 
 
 def versions() -> dict:
@@ -82,10 +82,11 @@ class Part:
     """The ranks of one launch that live on this host, and what they have said that the head has not heard yet."""
 
     def __init__(self, setting: dict, packed: bytes):
-        self.ranks, self.payload, self.events = LocalRanks(setting), open_memory("call", packed), SimpleQueue()
+        self.ranks, self.events = LocalRanks(setting), SimpleQueue()
         self.ending, self.asked_at = False, time.monotonic()
         self.ranks.hear = lambda *event: self.events.put(event)
-        self.ranks.start(self.payload)
+        with open_memory("call", packed) as payload:
+            self.ranks.start(payload)
         threading.Thread(target=self.watch, daemon=True).start()
 
     def news(self) -> list:
@@ -103,5 +104,4 @@ class Part:
         while not (self.ranks.gone or self.ending or time.monotonic() > self.asked_at + LEASE_SECONDS):
             self.ranks.step(TICK_SECONDS)
         self.ranks.close()
-        self.payload.close()
         self.events.put(("over", self.ranks.cut_off, self.ranks.explain()))

@@ -14,7 +14,7 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import IO, Any
 
@@ -32,7 +32,7 @@ HOSTS_BEFORE = "hosts.json"  # beside the keys: the names of hosts that have ans
 
 
 def run_on_hosts(
-    hosts: str | int | list, payload: IO[bytes], world_size: int, device: Any, timeout: float, link: Any,
+    hosts: str | list, payload: IO[bytes], world_size: int, device: Any, timeout: float, link: Any,
     progress: bool | int, show: Callable,
 ) -> list:  # fmt: skip
     """Run a packed call on ranks of several hosts; results in rank order, errors with the name of the host."""
@@ -41,8 +41,7 @@ def run_on_hosts(
     with connect() as client:
         members = members_of(client, hosts)[:world_size]
         request = {"world_size": world_size, "device": device, "timeout": timeout, "progress": progress}
-        ranks = RanksOnHosts(client, members, request)
-        return Launch(ranks, world_size, timeout, progress, show).run(payload).outcome()
+        return Launch(RanksOnHosts(members, request), world_size, timeout, progress, show).run(payload).outcome()
 
 
 def connect() -> Any:
@@ -51,43 +50,35 @@ def connect() -> Any:
     if not file.is_file():
         raise LaunchError(f"no hosts have been brought together ({file} is missing); run: ddp-course hosts start")
     from ipyparallel import Client  # only the extra ddp-course[hosts] has it, without which no host is started
-    from ipyparallel.error import TimeoutError as NoAnswer
 
     try:
         return Client(str(file), timeout=5)
-    except (NoAnswer, OSError) as error:
+    except Exception as error:  # an OSError, or ipyparallel's own TimeoutError
         raise LaunchError(f"the controller of {file} does not answer; run: ddp-course hosts start\n{error}") from None
 
 
-def members_of(client: Any, hosts: str | int | list) -> list:
-    """What the engines of the hosts that were asked for say of themselves, sorted by the names of their hosts.
+def members_of(client: Any, hosts: str | list) -> list:
+    """The hosts that were asked for, sorted by their names.
 
     LaunchError if some are missing, or run other versions than this machine.
     """
-    expected, count = wanted(hosts)
-    members = survey(client)
-    names = {member["host"] for member in members}
-    missing = sorted(expected - names) or [f"{count - len(members)} more"] * (len(members) < count)
+    if hosts != "all" and not isinstance(hosts, (list, tuple)):
+        raise ValueError(f'hosts is {hosts!r}; choose "all", or a list of their names')
+    expected = hosts_before() if hosts == "all" else set(hosts)
+    joined = survey(client)
+    names = {host.name for host in joined}
     replace_file(connection_folder() / HOSTS_BEFORE, json.dumps(sorted(names | hosts_before())).encode())
-    if missing:
+    if not names or expected - names:
+        missing = ", ".join(sorted(expected - names)) or "all"
         here = f"here are {', '.join(sorted(names))}" if names else "none has joined"
         without = f"; or launch without: hosts={sorted(names)}" if names and hosts == "all" else ""
-        raise LaunchError(f"missing: {', '.join(missing)}; {here}. On each host: ddp-course hosts join FILE{without}")
-    chosen = members[:count] if isinstance(hosts, int) else [m for m in members if m["host"] in (expected or names)]
-    for member in chosen:
+        raise LaunchError(f"missing: {missing}; {here}. On each host: ddp-course hosts join FILE{without}")
+    chosen = [host for host in joined if host.name in (expected or names)]
+    for host in chosen:
         for name, value in engine.versions().items():
-            if member[name] != value:
-                raise LaunchError(f"{member['host']} has {name} {member[name]}, this machine {value}; install the same")
+            if (theirs := host.versions[name]) != value:
+                raise LaunchError(f"{host.name} has {name} {theirs}, this machine {value}; install the same")
     return chosen
-
-
-def wanted(hosts: str | int | list) -> tuple[set, int]:
-    """The names of the hosts that must take part, and how many it must be; "all" are those that have ever answered."""
-    if isinstance(hosts, int):
-        return set(), max(hosts, 1)
-    if hosts != "all" and not isinstance(hosts, (list, tuple)):
-        raise ValueError(f'hosts is {hosts!r}; choose "all", a number of hosts, or a list of their names')
-    return hosts_before() if hosts == "all" else set(hosts), 1
 
 
 def hosts_before() -> set:
@@ -97,13 +88,14 @@ def hosts_before() -> set:
 
 
 def survey(client: Any) -> list:
-    """What all engines that answer say of themselves, sorted by the names of their hosts: ids follow the joining."""
-    replies = {number: client[number].apply_async(engine.survey, head_address()) for number in client.ids}
-    members = []
-    for number, reply in replies.items():
+    """All hosts whose engines answer, sorted by their names: the numbers of engines follow the order of joining."""
+    views = [client[number] for number in sorted(client.ids)]
+    replies = [view.apply_async(engine.survey, head_address()) for view in views]
+    hosts = []
+    for view, reply in zip(views, replies, strict=True):
         with suppress(Exception):  # ipyparallel has no common base for what it raises when an engine is gone
-            members.append({"engine": number, **reply.get(timeout=SURVEY_SECONDS)})
-    return sorted(members, key=lambda member: (member["host"], member["engine"]))
+            hosts.append(Host(view, *reply.get(timeout=SURVEY_SECONDS)))
+    return sorted(hosts, key=lambda host: host.name)
 
 
 def head_address() -> str:
@@ -113,12 +105,13 @@ def head_address() -> str:
 
 @dataclass(eq=False)
 class Host:
-    """A host that takes part in a launch: ipyparallel's view of its engine, its ranks, and their coming news."""
+    """A host: ipyparallel's view of its engine, what that says of itself, its ranks, and the coming news of them."""
 
+    view: Any
     name: str
     card: str
-    view: Any
-    ranks: list
+    versions: dict
+    ranks: list = field(default_factory=list)
     news: Any = None
     asked_at: float = 0.0
 
@@ -130,15 +123,11 @@ class Host:
 class RanksOnHosts(Ranks):
     """The ranks of a launch over several hosts: their engines are asked for news of them, again and again."""
 
-    def __init__(self, client: Any, members: list, request: dict):
-        self.request, self.number = request, secrets.randbits(64)
-        world_size, count = request["world_size"], len(members)
-        blocks = [[r for r in range(world_size) if r * count // world_size == index] for index in range(count)]
-        self.hosts = [
-            Host(member["host"], member["card"], client[member["engine"]], ranks)
-            for member, ranks in zip(members, blocks, strict=True)
-        ]
-        self.left = list(self.hosts)  # these still have processes of this launch
+    def __init__(self, hosts: list, request: dict):
+        self.hosts, self.request, self.number = hosts, request, secrets.randbits(64)
+        for rank in range(request["world_size"]):
+            hosts[rank * len(hosts) // request["world_size"]].ranks.append(rank)
+        self.left = list(hosts)  # these still have processes of this launch
         self.lost: list = []  # each says in words why a host is gone
         self.store: Any = None
 
@@ -149,8 +138,7 @@ class RanksOnHosts(Ranks):
             try:
                 answers.append(reply.get(timeout=SURVEY_SECONDS))
             except Exception as error:
-                words = str(error).split("\n")[0]
-                raise LaunchError(f"{host.name} cannot take part: {words}") from None
+                raise LaunchError(f"{host.name} cannot take part: {str(error).splitlines()[0]}") from None
         return answers
 
     def start(self, payload: IO[bytes]) -> None:
@@ -177,12 +165,14 @@ class RanksOnHosts(Ranks):
 
     def take(self, host: Host) -> bool:
         """Pass on the news of one host; returns whether there was any."""
-        if not host.news.ready():
-            return time.monotonic() > host.asked_at + SILENCE_SECONDS and self.lose(host)
+        silent = time.monotonic() > host.asked_at + SILENCE_SECONDS
+        if not host.news.ready() and not silent:
+            return False
         try:
             events = pickle.loads(host.news.get(timeout=0))
         except Exception:  # the engine died: ipyparallel has no common base for what it then raises
-            return self.lose(host)
+            self.leave(host, f"lost {host.name} in mid-launch")
+            return True
         if not events or events[-1][0] != "over":
             host.ask_for_news(self.number)
         for kind, rank, value in events:
@@ -194,16 +184,10 @@ class RanksOnHosts(Ranks):
                 self.hear(kind, rank, value)
         return bool(events)
 
-    def lose(self, host: Host) -> bool:
-        """A host is gone."""
-        self.leave(host, f"lost {host.name} in mid-launch")
-        self.gone = True
-        return True
-
     def leave(self, host: Host, reason: str) -> None:
         """Nothing of this launch is left on a host; `reason`: why, if that was too soon."""
         self.left.remove(host)
-        self.gone |= not self.left
+        self.gone |= not self.left or bool(reason)
         if reason:
             self.cut_off = True
             self.lost.append(reason)

@@ -25,14 +25,14 @@ LONGEST_TIMEOUT = 1e7  # seconds
 
 def launch(
     fn: Callable, *args: Any, world_size: int | None = None, device: Any = "auto", timeout: float = 300.0,
-    link: Any = None, progress: bool | int = False, hosts: str | int | list | None = None, **kwargs: Any,
+    link: Any = None, progress: bool | int = False, hosts: str | list | None = None, **kwargs: Any,
 ) -> list:  # fmt: skip
     """Call `fn(*args, **kwargs)` on `world_size` (4) ranks with the process group up; return the results in rank order.
 
     `fn` may be defined in a cell. `device`: "auto", "cpu", "cuda" or one GPU; or an emulated accelerator
     (`ddp_course.Device`) for each rank, or a list of them, in rank order. `timeout`: seconds for the whole launch.
     `link`: an emulated link between the ranks (`ddp_course.Link`). `hosts`: other machines that have joined
-    (`ddp-course hosts`): "all", a number of them, or a list of names; ranks go there in blocks. Raises RankError when
+    (`ddp-course hosts`): "all", or a list of names; ranks go there in blocks. Raises RankError when
     a rank fails, LaunchTimeout when time runs out, LaunchError when the ranks are ended from outside, ValueError for
     bad input.
     """
@@ -73,7 +73,7 @@ def plain(error: Any) -> BaseException:
 
 def run_ranks(
     payload: IO[bytes], world_size: int, device: Any = "cpu", timeout: float = 300.0, link: Any = None,
-    progress: bool | int = False, show: Callable = show_line, hosts: str | int | list | None = None,
+    progress: bool | int = False, show: Callable = show_line, hosts: str | list | None = None,
 ) -> list:  # fmt: skip
     """Run a packed call on all ranks, after `check_request`; `show(bar, rank, stream, text)` gets each printed line."""
     with payload:

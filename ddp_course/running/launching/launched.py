@@ -31,10 +31,7 @@ SIGNAL_HINTS = {
 
 
 def show_line(bar: Bar, rank: int | str, stream: str, text: str) -> None:
-    """Print one line of a rank on the caller's own stream ("stdout" or "stderr"), above the progress bar.
-
-    `rank` is its number, or its number and the name of its host.
-    """
+    """Print one line of a rank (its number, or that and its host) on the caller's own "stdout" or "stderr"."""
     bar.print(f"[rank {rank}] {text}\n", stream)
 
 
@@ -167,10 +164,8 @@ class Launch:
 
     def look_at_ranks(self) -> None:
         """Note what each rank is doing."""
-        states, cause = stacks.look(self.world_size, self.results, *self.ranks.look(self.pids))
-        for state in states:
-            state.host = self.ranks.host_of(state.rank)
-        self.timed_out = LaunchTimeout(self.timeout, states, cause)
+        hosts = [self.ranks.host_of(rank) for rank in range(self.world_size)]
+        self.timed_out = LaunchTimeout(self.timeout, *stacks.look(hosts, self.results, *self.ranks.look(self.pids)))
 
     def close(self) -> None:
         """End what still runs, and give everything back."""

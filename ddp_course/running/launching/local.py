@@ -15,7 +15,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from contextlib import ExitStack, suppress
@@ -31,7 +30,6 @@ from .launched import ENDING_SECONDS, Ranks, how_it_ended
 from .setting import start_method
 
 MARK = "DDP_COURSE_LAUNCH"  # this environment variable marks all programs that ranks start
-STREAMS = ("stdout", "stderr")
 STACK_SECONDS = 1.0  # when time has run out, ranks may write their stacks for so long
 LONGEST_TEXT = 1 << 18  # bytes of the stacks of a rank, or of a log, that are shown
 NEEDED_TOO = ("torch._dynamo", "pytest")  # ranks need these as well if the caller has loaded them, and they load slowly
@@ -42,7 +40,7 @@ class Server:
 
     def __init__(self):
         self.control, theirs = socket.socketpair()
-        self.complaints = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `close`)
+        self.complaints = open_memory("complaints")
         self.owner = os.getpid()
         needed = [name for name in NEEDED_TOO if name in sys.modules]
         with theirs:
@@ -138,7 +136,7 @@ class LocalRanks(Ranks):
         """The open files of a rank; far ends of pipes stay open here, too, as macOS loses what is closed on its way."""
         orders, writing = os.pipe()
         self.orders.append(writing)
-        readers = [partial(self.from_rank, rank), *(partial(self.hear, stream, rank) for stream in STREAMS)]
+        readers = [partial(self.from_rank, rank), partial(self.hear, "stdout", rank), partial(self.hear, "stderr", rank)]
         ends = [orders, *map(self.inbox.pipe, readers)]
         for end in (writing, *ends):
             self.files.callback(os.close, end)
@@ -229,10 +227,8 @@ def kill_marked(mark: str) -> None:
     """Kill all programs that the ranks of a launch have started, by the mark in their environment."""
     import psutil  # most launches end without it
 
-    killed = []
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
             if process.environ().get(MARK) == mark:
                 process.kill()
-                killed.append(process)
-    psutil.wait_procs(killed, timeout=1.0)
+                process.wait(1.0)

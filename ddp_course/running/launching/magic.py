@@ -1,12 +1,4 @@
-"""The cell magic `%%ranks`: run a notebook cell on every rank.
-
-%load_ext ddp_course
-
-%%ranks 4 --pull total
-total = torch.tensor(float(rank))
-dist.all_reduce(total)
-total
-"""
+"""The cell magic `%%ranks`: run a notebook cell on every rank."""
 
 import linecache
 import os
@@ -88,7 +80,7 @@ class RanksMagic(Magics):
     @argument("--keep", action="store_true", help="leave the ranks and their variables alive for the next cells")
     @argument("--pull", default="", help="names to bring back from rank 0, separated by commas")
     @argument("--device", default="auto", help="auto, cpu, cuda, or one GPU such as cuda:0")
-    @argument("--hosts", help="machines that have joined: all, a number of them, or names separated by commas")
+    @argument("--hosts", help="machines that have joined: all, or names separated by commas")
     @argument("--timeout", type=float, default=300.0, help="seconds (300)")
     @line_cell_magic
     def ranks(self, line: str, cell: str | None = None) -> None:
@@ -165,7 +157,7 @@ def run_grouped(call: IO[bytes], world_size: int, options: Any, kept: KeptRanks 
                 return kept.call(call, options.timeout, show)
             hosts = options.hosts
             if hosts and hosts != "all":
-                hosts = int(hosts) if hosts.isdigit() else [name.strip() for name in hosts.split(",")]
+                hosts = [name.strip() for name in hosts.split(",")]
             return run_ranks(call, world_size, options.device, options.timeout, show=show, hosts=hosts)
     finally:
         for rank in sorted(printed, key=lambda rank: int(str(rank).split()[0])):

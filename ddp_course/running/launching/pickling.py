@@ -29,20 +29,18 @@ __all__ = ["Pickler", "dumps", "unsendable"]
 
 
 def unsendable(function: Callable, args: tuple, kwargs: dict) -> tuple[str, str] | None:
-    """The first variable, by name, that cannot be sent along with a call, and why; None if all can."""
-    for name, value in used_by(function, args, kwargs).items():
+    """The first variable, by name, that cannot be sent along with a call, and why; None if no such is known.
+
+    These are the call's arguments, and what the function finds outside.
+    """
+    try:
+        given = inspect.signature(function).bind(*args, **kwargs).arguments
+        outside = inspect.getclosurevars(function)
+    except (TypeError, ValueError):  # not written in Python, or called as it cannot be
+        return None
+    for name, value in {**kwargs, **given, **outside.nonlocals, **outside.globals}.items():
         try:
             dumps(value, protocol=5)
         except Exception as error:
             return name, str(error)
     return None
-
-
-def used_by(function: Callable, args: tuple, kwargs: dict) -> dict:
-    """The variables that are sent along with a call, by name: its arguments, and what the function finds outside."""
-    try:
-        given = inspect.signature(function).bind(*args, **kwargs).arguments
-        outside = inspect.getclosurevars(function)
-    except (TypeError, ValueError):  # not written in Python, or called as it cannot be
-        return {}
-    return {**kwargs, **given, **outside.nonlocals, **outside.globals}

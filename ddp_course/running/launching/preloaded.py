@@ -1,9 +1,8 @@
 """A process that has imported torch once, and waits: the server, which forks the agent of every launch.
 
-A script, not a part of the package: it imports nothing of the learner's and forgets what it has of the course, so that
-every launch reads both afresh, and it never touches CUDA, which would not survive the fork. It is a child of the
-caller's, but not its fork, because the caller (a Jupyter kernel) is full of threads. A rank that is not forked begins
-here too, with its setting on its standard input.
+It forgets what it has of the course, so that every launch reads that afresh, and never touches CUDA, which would not
+survive the fork. It is no fork of the caller (a Jupyter kernel), which is full of threads. A rank that is not forked
+begins here too, with its setting on its standard input.
 
 The server's standard input brings a byte with the socket of each new launch. When it ends, the caller is gone: all is
 killed. Nothing outlives its agent, not even what has left the process group (setsid): orphans become the agent's
@@ -26,6 +25,7 @@ import select
 import signal
 import socket
 import time
+from pathlib import Path
 from typing import BinaryIO
 
 from ddp_course.running import linux
@@ -45,10 +45,7 @@ IDLE_SECONDS = float(os.environ.get("DDP_COURSE_IDLE") or 900)  # then this proc
 
 
 def serve(control: socket.socket, later: list) -> None:
-    """Fork an agent for each request, reap what has ended, until the caller is gone, or wants nothing for long.
-
-    The modules `later` are loaded when the first launch is over.
-    """
+    """Fork an agent for each request until the caller is gone or idle; after the first launch load modules `later`."""
     launches: dict = {}  # {process id of the agent: launch socket}
     caller, last_use = os.getppid(), time.monotonic()
     linux.adopt_orphans()  # what an agent leaves behind becomes ours
@@ -71,16 +68,12 @@ def serve(control: socket.socket, later: list) -> None:
 
 
 def load(names: list) -> None:
-    """Import modules; one that cannot be, as Dynamo where its cache cannot be made, is an error where it is needed.
-
-    What modules define is no garbage: without a search for any, a fifth of the time is saved, and what is frozen is not
-    copied into ranks that search.
-    """
-    gc.disable()
+    """Import modules; one that cannot be, as Dynamo where its cache cannot be made, is an error where it is needed."""
+    gc.disable()  # What modules define is no garbage: this saves a fifth of the time.
     for name in names:
         with contextlib.suppress(Exception):
             importlib.import_module(name)
-    gc.freeze()
+    gc.freeze()  # Ranks that search for garbage would otherwise copy what lies here.
     gc.enable()
 
 
@@ -131,15 +124,12 @@ def take_setting(file: BinaryIO) -> dict:
 
 
 def reap(launches: dict) -> None:
-    """Collect children that have ended. With its agent a launch is over: its caller is told, once nothing is left."""
-    pid = -1
-    while pid:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return
-        if launch := launches.pop(pid, None):
-            end_what_is_left(pid, launches)
+    """Look which agents have ended: then a launch is over, and its caller is told once nothing is left of it."""
+    for agent, launch in list(launches.items()):
+        ended, status = os.waitpid(agent, os.WNOHANG)
+        if ended:
+            del launches[agent]
+            end_what_is_left(agent, launches)
             if status:
                 with contextlib.suppress(OSError):  # the caller may be gone
                     send(launch.fileno(), "agent exited", None, os.waitstatus_to_exitcode(status))
@@ -150,17 +140,11 @@ def end_what_is_left(agent: int, launches: dict) -> None:
     """Kill the process group of an agent that has ended, and our children that are no agents: they had left it."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(agent, signal.SIGKILL)
-    while strays := children() - launches.keys():
+    children = Path(f"/proc/self/task/{os.getpid()}/children")  # only Linux has it, and gives us orphans
+    while strays := set(map(int, linux.read(children).split())) - launches.keys():
         for pid in strays:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-
-
-def children() -> set:
-    """The process ids of our children, if the system tells: without /proc this is not Linux, and adopts no orphans."""
-    with contextlib.suppress(FileNotFoundError), open(f"/proc/self/task/{os.getpid()}/children") as file:
-        return {int(pid) for pid in file.read().split()}
-    return set()
 
 
 if __name__ == "__main__":

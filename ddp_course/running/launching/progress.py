@@ -18,7 +18,6 @@ class Steps:
         register_optimizer_step_post_hook(self.count)
 
     def count(self, optimizer: Any, *_: Any) -> None:
-        """Count a step."""
         self.done += 1
         self.optimizer = optimizer
         if self.report is not None:

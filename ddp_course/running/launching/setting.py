@@ -12,7 +12,6 @@ from . import pickling
 LOOPBACK_CARD = "lo0" if sys.platform == "darwin" else "lo"
 MIB = 1 << 20
 RANK_MEMORY = 64 * MIB  # what an idle CPU rank has of its own, with a small model: measured 13 to 60 MiB
-GPU_RANK_MEMORY = 1024 * MIB  # host memory of a rank that has initialised CUDA
 RANK_FILES = 10  # what the caller has open for a rank: both ends of four pipes, and two files in memory
 SPARE_FILES = 64
 
@@ -32,11 +31,9 @@ def describe_launch(
 
     ValueError if this machine cannot hold so many ranks, each with `argument_bytes` of arguments.
     """
-    check_world_size(world_size, argument_bytes, on_gpu=False)  # first: a list of a billion ranks takes long
+    check_world_size(world_size, argument_bytes)  # first: a list of a billion ranks takes long
     emulated = for_ranks(device, world_size) if isinstance(device, (Device, list, tuple)) else None
     placed = placement("cpu" if emulated else str(device), world_size)
-    if placed.devices[0] != "cpu":
-        check_world_size(world_size, argument_bytes, on_gpu=True)
     if link is not None:
         link.check(world_size, placed.backend)
     return {
@@ -61,12 +58,9 @@ def describe_launch(
     }
 
 
-def check_world_size(world_size: int, argument_bytes: int, on_gpu: bool) -> None:
-    """Raise ValueError, with the largest world size that fits, if `world_size` ranks need more than there is.
-
-    Every rank gets its own copy of the arguments, `argument_bytes` of them.
-    """
-    needed = (GPU_RANK_MEMORY if on_gpu else RANK_MEMORY) + argument_bytes
+def check_world_size(world_size: int, argument_bytes: int) -> None:
+    """ValueError, with the largest world size that fits, if there is too little memory, or too few files are left."""
+    needed = RANK_MEMORY + argument_bytes  # every rank gets its own copy of the arguments
     free, files = free_memory(), free_files()
     memory = f"about {needed / MIB:,.0f} MiB and {free / MIB:,.0f} MiB are free"
     pipes = f"{RANK_FILES} open files and this process may open {files or 'no'} more (see `ulimit -n`)"

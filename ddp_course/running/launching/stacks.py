@@ -18,22 +18,24 @@ STATUS = {  # by the letter that Linux has for the state of a process, or "" if 
 }
 LAUNCHER = ("/launching/rank.py", "/launching/cell.py")
 POINT_TO_POINT = {"send", "recv", "isend", "irecv", "batch_isend_irecv"}
+TORCH = "/torch/distributed/distributed_c10d.py"
 LIBRARY = ("/torch/distributed/c10d_logger.py", "/threading.py", "/concurrent/futures/thread.py")
 
 
-def look(world_size: int, results: dict, statuses: dict, dumps: dict, calls: dict) -> tuple[list, str]:
+def look(hosts: list, results: dict, statuses: dict, dumps: dict, calls: dict) -> tuple[list, str]:
     """The RankState of every rank, and a sentence about the collective that those who come first did not enter.
 
-    By rank: the results of those that have finished; the state of its process in words, "" before it has started; what
-    faulthandler wrote; and the collectives.
+    By rank: its host; the results of those that have finished; the state of its process in words, "" before it has
+    started; what faulthandler wrote; and the collectives.
     """
     states, entered = [], {}
-    for rank in range(world_size):
+    for rank, host in enumerate(hosts):
         dump = dumps.get(rank, "")
-        entered[rank] = next((frame[2] for frames in parse(dump) for frame in frames if is_collective(frame)), "")
+        calls_of_torch = [name for frames in parse(dump) for file, _, name in frames if file.endswith(TORCH)]
+        entered[rank] = next((name for name in calls_of_torch if not name.startswith("_")), "")
         status = "finished, waiting for the others" if rank in results else statuses.get(rank) or "not started yet"
         collective = last_collective(calls.get(rank, []), entered[rank])
-        states.append(RankState(rank, status, collective, shown(dump)))
+        states.append(RankState(rank, status, collective, shown(dump), host))
     missing = missing_from_ours(calls) or missing_from_torchs(entered)
     if missing is None:
         return states, ""
@@ -94,9 +96,9 @@ def status_of(pid: int) -> str:
 
 
 def parse(dump: str) -> list:
-    """The threads of a dump that run the caller's code, the main thread first; frames are (file, line, function).
+    """The threads of a dump that run the caller's code, the main thread first, as lists of (file, line, function).
 
-    Frames come as in a traceback, most recent last, without those of the launcher and of thread start-up.
+    The most recent frame is the last, as in a traceback; those of the launcher and of thread start-up are left out.
     """
     threads = []
     for part in dump.split("(most recent call first):")[1:]:
@@ -107,13 +109,6 @@ def parse(dump: str) -> list:
     return threads[::-1]
 
 
-def is_collective(frame: tuple) -> bool:
-    """Whether a frame is of one of torch's own collectives."""
-    file, _, name = frame
-    return file.endswith("distributed_c10d.py") and not name.startswith("_")
-
-
 def shown(dump: str) -> str:
     """The frames of a dump as in Python tracebacks, with the source lines where they are known."""
-    threads = [traceback.format_list([(*frame, None) for frame in frames]) for frames in parse(dump)]
-    return "\n".join("".join(lines).rstrip() for lines in threads)
+    return "".join(traceback.format_list([(*frame, None) for frames in parse(dump) for frame in frames])).rstrip()

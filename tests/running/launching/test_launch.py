@@ -257,9 +257,9 @@ def test_a_world_too_large_is_refused_with_the_largest_that_fits(monkeypatch):
     monkeypatch.setattr(setting, "free_memory", lambda: 1 << 30)
     with pytest.raises(ValueError, match=r"1000 does not fit: .* the largest that fits is 15$"):
         launch(pid_and_rank, world_size=1000)
-    setting.check_world_size(16, 0, on_gpu=False)
+    setting.check_world_size(16, 0)
     with pytest.raises(ValueError, match=r"the largest that fits is 3$"):
-        setting.check_world_size(4, 256 << 20, on_gpu=False)
+        setting.check_world_size(4, 256 << 20)
     monkeypatch.setattr(setting, "free_memory", lambda: 1 << 50)
     with pytest.raises(ValueError, match=r"open files.*the largest that fits is"):
         launch(pid_and_rank, world_size=1_000_000)
