@@ -73,7 +73,7 @@ def members_of(client: Any, hosts: str | list) -> list:
         here = f"here are {', '.join(sorted(names))}" if names else "none has joined"
         without = f"; or launch without: hosts={sorted(names)}" if names and hosts == "all" else ""
         raise LaunchError(f"missing: {missing}; {here}. On each host: ddp-course hosts join FILE{without}")
-    chosen = [host for host in joined if host.name in (expected or names)]
+    chosen = joined if hosts == "all" else [host for host in joined if host.name in hosts]
     for host in chosen:
         for name, value in engine.versions().items():
             if (theirs := host.versions[name]) != value:

@@ -136,8 +136,8 @@ class LocalRanks(Ranks):
         """The open files of a rank; far ends of pipes stay open here, too, as macOS loses what is closed on its way."""
         orders, writing = os.pipe()
         self.orders.append(writing)
-        readers = [partial(self.from_rank, rank), partial(self.hear, "stdout", rank), partial(self.hear, "stderr", rank)]
-        ends = [orders, *map(self.inbox.pipe, readers)]
+        prints = [partial(self.hear, stream, rank) for stream in ("stdout", "stderr")]
+        ends = [orders, *map(self.inbox.pipe, [partial(self.from_rank, rank), *prints])]
         for end in (writing, *ends):
             self.files.callback(os.close, end)
         return [*ends, self.stacks[rank].fileno(), self.answers[rank].fileno()]
