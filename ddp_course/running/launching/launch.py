@@ -83,7 +83,7 @@ def run_ranks(
             return run_on_hosts(hosts, payload, world_size, device, timeout, link, progress, show)
         setting = describe_launch(world_size, device, timeout, link, progress, os.fstat(payload.fileno()).st_size)
         launched = Launch(LocalRanks(setting), world_size, timeout, progress, show).run(payload)
-        if launched.ranks.cut_off and not launched.ranks.agent:  # the server was just ending
+        if not launched.ranks.agent and launched.ranks.explain():  # the server was just ending
             launched = Launch(LocalRanks(setting), world_size, timeout, progress, show).run(payload)
         return launched.outcome()
 

@@ -289,6 +289,8 @@ def test_a_server_that_was_killed_or_stopped_or_left_idle_is_replaced(end, monke
             psutil.Process(first).wait(30)
     else:
         os.kill(first, getattr(signal, end))
+        while end == "SIGSTOP" and psutil.Process(first).status() != psutil.STATUS_STOPPED:
+            time.sleep(0.01)
     monkeypatch.setenv("DDP_COURSE_IDLE", "900")
     assert [rank for _, rank in launch(pid_and_rank, world_size=2)] == [0, 1]
     assert local.servers[0].process.pid != first
