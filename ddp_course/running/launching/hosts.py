@@ -138,7 +138,8 @@ class RanksOnHosts(Ranks):
             try:
                 answers.append(reply.get(timeout=SURVEY_SECONDS))
             except Exception as error:
-                raise LaunchError(f"{host.name} cannot take part: {str(error).splitlines()[0]}") from None
+                words, *_ = str(error).split("\n")
+                raise LaunchError(f"{host.name} cannot take part: {words}") from None
         return answers
 
     def start(self, payload: IO[bytes]) -> None:
@@ -214,7 +215,7 @@ class RanksOnHosts(Ranks):
         """Have all hosts end their ranks, wait until they have, and close the store."""
         for host in self.left:
             host.view.apply_async(engine.end, self.number)
-            if not host.news:
+            if host.news is None:
                 host.ask_for_news(self.number)
         self.read_for(ENDING_SECONDS, lambda: not self.left)
         self.store = None

@@ -32,9 +32,8 @@ def launch(
     `fn` may be defined in a cell. `device`: "auto", "cpu", "cuda" or one GPU; or an emulated accelerator
     (`ddp_course.Device`) for each rank, or a list of them, in rank order. `timeout`: seconds for the whole launch.
     `link`: an emulated link between the ranks (`ddp_course.Link`). `hosts`: other machines that have joined
-    (`ddp-course hosts`): "all", or a list of names; ranks go there in blocks. Raises RankError when
-    a rank fails, LaunchTimeout when time runs out, LaunchError when the ranks are ended from outside, ValueError for
-    bad input.
+    (`ddp-course hosts`): "all", or a list of names; ranks go there in blocks. Raises RankError when a rank fails,
+    LaunchTimeout when time runs out, LaunchError when the ranks are ended from outside, ValueError for bad input.
     """
     try:
         if world_size is None:

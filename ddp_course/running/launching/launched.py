@@ -135,7 +135,8 @@ class Launch:
         if kind == "result":
             self.results[rank], self.models[rank] = value
         else:
-            value["time"] = now if host else value["time"]  # clocks of other hosts show other times
+            if host:
+                value["time"] = now  # clocks of other hosts show other times
             self.failures[rank] = Failure(rank=rank, host=host, **value)
 
     def exited(self, rank: int, code: int, words: str) -> None:

@@ -29,10 +29,7 @@ __all__ = ["Pickler", "dumps", "unsendable"]
 
 
 def unsendable(function: Callable, args: tuple, kwargs: dict) -> tuple[str, str] | None:
-    """The first variable, by name, that cannot be sent along with a call, and why; None if no such is known.
-
-    These are the call's arguments, and what the function finds outside.
-    """
+    """The first argument, or name that the function finds outside, that cannot be sent, and why; None if all can."""
     try:
         given = inspect.signature(function).bind(*args, **kwargs).arguments
         outside = inspect.getclosurevars(function)
