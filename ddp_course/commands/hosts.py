@@ -92,7 +92,7 @@ def start_controller(folder: Path, address: str) -> subprocess.Popen:
     options = [f"--ip={address}", f"--location={address}", "--IPController.enable_curve=True", "--nodb", "--ping=1000"]
     options += [f"--IPController.{peer}_json_file={file}" for peer, file in written.items()]
     controller = start_program("controller", "--log-level=ERROR", *options)
-    while not all(file.is_file() for file in written.values()):
+    while not all(file.is_file() and file.stat().st_size for file in written.values()):
         if controller.poll() is not None:
             words = (folder / "controller.log").read_text(errors="replace").strip().split("\n")[-1]
             raise LaunchError(f"the controller did not start; is the address this machine's own? {words}")
