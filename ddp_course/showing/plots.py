@@ -99,7 +99,10 @@ def stage_label(stage: str, name: str) -> str:
 
 def compare_figure(results: dict[str, Any]) -> Picture:
     """The four panels of `ddp-course compare`, from its results: loss, step time, bytes sent, timeline."""
-    stages = results["stages"]
+    stages = [
+        {**stage, "label": stage_label(stage["stage"], stage["name"]), "colour": STAGES[stage["stage"]].colour}
+        for stage in results["stages"]
+    ]
     message = comparison_message(results)
     lanes = sum(max(1, len(stage.get("timeline") or [])) for stage in stages)
     seen = f"Four panels comparing {len(stages)} stages"
@@ -108,7 +111,7 @@ def compare_figure(results: dict[str, Any]) -> Picture:
         picture.kind = "measured; counted; formulas derived"  # its panels say it for themselves
         draw_losses(axes[0, 0], stages)
         draw_step_times(axes[0, 1], stages)
-        draw_traffic(axes[1, 0], results)
+        draw_traffic(axes[1, 0], stages)
         draw_stage_timelines(axes[1, 1], stages)
         emulated = results.get("emulated_device")
         device = f"emulated devices of {emulated['text']}" if emulated else results["device"]
@@ -132,9 +135,8 @@ def draw_losses(axes: Axes, stages: list[dict[str, Any]]) -> None:
     """All loss curves on one another: the first is drawn widest, so that those above leave it visible."""
     for position, stage in enumerate(stages):
         width = 1.2 + 1.6 * (len(stages) - 1 - position)
-        label = stage_label(stage["stage"], stage["name"])
-        colour = STAGES[stage["stage"]].colour
-        axes.plot(range(1, len(stage["loss"]) + 1), stage["loss"], color=colour, linewidth=width, label=label)
+        look = {"color": stage["colour"], "linewidth": width, "label": stage["label"]}
+        axes.plot(range(1, len(stage["loss"]) + 1), stage["loss"], **look)
     axes.set(xlabel="step", ylabel="loss (nats)", title="Loss (measured): the curves lie on one another")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylim(0, 1.08 * max(max(stage["loss"]) for stage in stages))
@@ -147,22 +149,20 @@ def draw_step_times(axes: Axes, stages: list[dict[str, Any]]) -> None:
     for position, stage in enumerate(stages):
         waiting = stage["communication_ms"] or 0.0
         computing = max(0.0, stage["step_ms"] - waiting)
-        colour = STAGES[stage["stage"]].colour
-        axes.barh(position, computing, color=colour, height=0.62)
-        axes.barh(position, waiting, left=computing, color="white", edgecolor=colour, hatch="////", height=0.62)
+        axes.barh(position, computing, color=stage["colour"], height=0.62)
+        hatched: Any = {"facecolor": "white", "edgecolor": stage["colour"], "hatch": "////"}
+        axes.barh(position, waiting, left=computing, height=0.62, **hatched)
         ideal = stage.get("ideal_ms")
         if ideal:
             name = "predicted: compute, then the formula" if position == 0 else ""
             axes.plot([ideal] * 2, [position - 0.42, position + 0.42], "black", linewidth=2, label=name)
         place = max(stage["step_ms"], ideal or 0.0) + longest * 0.01
         axes.text(place, position, " " + step_text(stage, waiting), va="center", fontsize=9)
-    name_rows(axes, [stage_label(stage["stage"], stage["name"]) for stage in stages])
-    axes.set_xlim(0, longest * 1.75)
-    title = "Step time (measured): compute, and waiting for others"
-    axes.set(xlabel="time of a step (ms, median, slowest rank)", title=title)
-    hatched: Any = {"facecolor": "white", "edgecolor": "#777777", "hatch": "////"}
+    name_rows(axes, [stage["label"] for stage in stages])
+    axes.set(xlim=(0, longest * 1.75), xlabel="time of a step (ms, median, slowest rank)")
+    axes.set_title("Step time (measured): compute, and waiting for others")
     axes.barh(0, 0, color="#777777", label="compute")
-    axes.barh(0, 0, label="communication not hidden", **hatched)
+    axes.barh(0, 0, label="communication not hidden", **hatched | {"edgecolor": "#777777"})
     axes.legend(loc="upper center", bbox_to_anchor=(0.4, -0.2), ncols=3, handlelength=1.4)
 
 
@@ -178,24 +178,22 @@ def step_text(stage: dict[str, Any], waiting: Any) -> str:
     return ", ".join(part for part, applies in parts.items() if applies)
 
 
-def draw_traffic(axes: Axes, results: dict[str, Any]) -> None:
+def draw_traffic(axes: Axes, stages: list[dict[str, Any]]) -> None:
     """Bytes sent by the busiest rank: bars are counted, a line across each is the formula."""
-    counted = [stage for stage in results["stages"] if None not in (stage["bytes_sent_max"], stage["bytes_formula"])]
+    counted = [stage for stage in stages if None not in (stage["bytes_sent_max"], stage["bytes_formula"])]
     axes.set_title("Bytes sent by the busiest rank in a step (counted)")
     if not counted:
         axes.text(0.5, 0.5, "none of these stages sends through our own wire", ha="center", transform=axes.transAxes)
         return
     places = range(len(counted))
     heights = [stage["bytes_sent_max"] / 1e6 for stage in counted]
-    drawn = axes.bar(places, heights, width=0.6, color=[STAGES[stage["stage"]].colour for stage in counted])
+    drawn = axes.bar(places, heights, width=0.6, color=[stage["colour"] for stage in counted])
     axes.bar_label(drawn, fmt="%.2f", padding=3, fontweight="bold")
     theory = [stage["bytes_formula"] / 1e6 for stage in counted]
     axes.hlines(theory, [x - 0.4 for x in places], [x + 0.4 for x in places], "black", linewidth=1.8, label="formula")
-    axes.set_xticks(places, [textwrap.fill(stage_label(stage["stage"], stage["name"]), 10) for stage in counted])
-    axes.set_ylim(0, max([*heights, *theory]) * 1.22 or 1)
-    axes.set_xlim(-0.6, len(counted) - 0.4)
+    axes.set_xticks(places, [textwrap.fill(stage["label"], 10) for stage in counted])
+    axes.set(ylim=(0, max([*heights, *theory]) * 1.22 or 1), xlim=(-0.6, len(counted) - 0.4), ylabel="MB per step")
     axes.grid(axis="x", visible=False)
-    axes.set_ylabel("MB per step")
     axes.legend(loc="upper right")
 
 
@@ -208,11 +206,10 @@ def draw_stage_timelines(axes: Axes, stages: list[dict[str, Any]]) -> None:
         for rank, spans in enumerate(lanes):
             draw_lane(axes, row + rank, spans)
         row += len(lanes) + 0.7
-    axes.set_yticks(ticks, [stage_label(stage["stage"], stage["name"]) for stage in stages])
-    axes.set_ylim(row - 0.4, -0.8)
-    axes.set_xlim(left=0)
+    axes.set_yticks(ticks, [stage["label"] for stage in stages])
+    axes.set(ylim=(row - 0.4, -0.8), xlim=(0, None), xlabel="time in the step (ms)")
     axes.grid(axis="y", visible=False)
-    axes.set(xlabel="time in the step (ms)", title="One step of every stage, a lane per rank (measured)")
+    axes.set_title("One step of every stage, a lane per rank (measured)")
     handles = [Patch(color=colour) for colour in SPAN_COLOURS.values()]
     axes.legend(handles, list(SPAN_COLOURS), loc="upper center", bbox_to_anchor=(0.4, -0.13), ncols=5, handlelength=1.2)
 
@@ -268,11 +265,9 @@ def curves(
 ) -> Picture:  # fmt: skip
     """Lines and points: `series` and `theory` are {label: (xs, ys)} or {label: (xs, ys, colour)}.
 
-    `series` are measurements (points, joined when `points` is False), `theory` is drawn as lines without points.
-    `log` names the axes that are logarithmic: "x", "y" or both. With `nested` each line is drawn wider than the next,
-    so that equal ones are all seen. `bands` are {label: (xs, lows, highs)}, the spread around a line of `series`;
-    `ticks` the places on the x axis that get a number. `kind` says what `series` are; lines are derived, if it says
-    nothing about them.
+    `series` are measurements: points, or without `points` lines, each wider than the next if they are `nested`;
+    `theory` are lines. `log` names the logarithmic axes: "x", "y" or both. `bands` are {label: (xs, lows, highs)}, the
+    spread around a line of `series`; `ticks` the places on the x axis that get a number. `kind` says what `series` are.
     """
     kind = with_lines(kind, theory)
     with panels(1, 1, 7.2, height, title, kind=kind, title=title) as (picture, axes):
@@ -321,10 +316,7 @@ def bars(
     heights: dict[str, float], ylabel: str, title: str, colours: Any = None, theory: dict[str, Any] | None = None,
     width: float = 7.2, form: str = "{:.3g}", kind: str = "measured",
 ) -> Picture:  # fmt: skip
-    """One bar per label: `heights` is {label: number}, `theory` {label: number} is drawn as dashes across the bars.
-
-    `kind` says what `heights` are; the dashes are derived, if it says nothing about them.
-    """
+    """One bar per label: `heights` is {label: number}, `theory` {label: number} is drawn as dashes across the bars."""
     kind = with_lines(kind, theory)
     with panels(1, 1, width, 3.4, title, kind=kind, title=title) as (picture, axes):
         places = range(len(heights))

@@ -53,8 +53,8 @@ def _arrow(axes, start, end, colour="#444444", bend=0.0, **look):
 def star(world_size: int = 4) -> Picture:
     """The parameter server: every arrow passes through the server's one link."""
     others, title = world_size - 1, "The star: gradients in, averages out"
-    message = f"through the server's link: gradients of {others} ranks in, averages for {others} ranks out"
-    seen = f"A star: rank 0 in the middle, {others} ranks around it"
+    message = f"through the server's link: {others} × gradients in, {others} × averages out"
+    seen = "A star: rank 0 in the middle, all others around it"
     with _blank(4.2, 3.6, seen, message, title, xlim=(-1.7, 1.7), ylim=(-1.45, 1.6)) as (picture, axes):
         _node(axes, (0, 0), "0\nserver", STAGE_COLOURS["3"], 0.3)
         for rank, place in enumerate(_places(others, 1.25), 1):
@@ -276,9 +276,9 @@ def mesh(data: int = 2, pipeline: int = 1, tensor: int = 2) -> Picture:
                 _arrow(axes, (x, y - 0.34), (x, y - 1.2), STAGE_COLOURS["4"], **BOTH_WAYS)
         for replica in range(data):
             axes.text(-0.6, -1.7 * replica, f"samples\n{replica + 1}/{data}", ha="right", va="center", fontsize=9)
-        names = [("9", "activations, added up", tensor), ("8", "activations, passed on", pipeline)]
-        names.append(("4", "gradients, averaged", data))
-        for line, (key, name) in enumerate((key, name) for key, name, size in names if size > 1):
+        names = {"9": ("activations, added up", tensor), "8": ("activations, passed on", pipeline)}
+        names["4"] = ("gradients, averaged", data)
+        for line, (key, name) in enumerate((key, name) for key, (name, size) in names.items() if size > 1):
             words: Any = {"color": STAGE_COLOURS[key], "fontsize": 9, "fontweight": "bold", "va": "center"}
             axes.text(-0.42, bottom - 0.3 * line, f"↔ {name}", **words)
     return picture

@@ -24,7 +24,6 @@ from .plots import STAGE_COLOURS, Picture, panels
 _LAYOUT = ipywidgets.Layout(width="560px", max_width="100%")
 _WIDE = {"description_width": "160px"}
 BANDWIDTHS = ["100Mbit", "1Gbit", "10Gbit", "100Gbit", "200Gbit", "400Gbit"]
-CAPS = (0.06, 0.12, 0.18, 0.25, 0.31, 0.37, 0.5)
 PLAIN = {"facecolor": "white", "edgecolor": "none", "pad": 1}
 MIME = "application/vnd.ddp-course+json"  # no notebook program shows this type; the course's web site does
 
@@ -202,10 +201,8 @@ def strategies_explorer(world_size: int = 4, share: float = 8.5, latency: float 
     return plots.bars(heights, "times as fast as one device", title, colours, width=11, form="{:.1f}", kind="derived")
 
 
-def bucket_explorer(
-    profile: Any, world_size: int, network: Any, measured: dict[float, float], caps: Sequence[float] = CAPS
-) -> Any:
-    """Choose the bucket cap: the simulated step of `profile`, and step times by cap beside `measured` {MiB: ms}."""
+def bucket_explorer(profile: Any, world_size: int, network: Any, measured: dict, caps: Sequence[float]) -> Explorer:
+    """Choose one of the bucket caps (MiB): the simulated step of `profile`, and step times beside `measured` ones."""
     from ..measuring.simulate import simulate
 
     rows = []
@@ -267,9 +264,9 @@ def decision_figure(setting: dict[str, Any], chosen: Any, reason: str, plans: Se
         for panel, column, unit in ((axes[0], "memory_gb", "GB"), (axes[1], "step_s", "s")):
             values = [getattr(p, column) for p in plans]
             colours = ["#000000" if p == chosen else STAGE_COLOURS["6"] if p.fits else "#D9D9D9" for p in plans]
-            panel.barh(range(len(plans)), values, color=colours, height=0.6)
-            for row, value in enumerate(values):
-                panel.text(value, row, f" {readable(value)} {unit}", va="center", fontsize=9, bbox=PLAIN)
+            drawn = panel.barh(range(len(plans)), values, color=colours, height=0.6)
+            texts = [f"{readable(value)} {unit}" for value in values]
+            panel.bar_label(drawn, texts, padding=3, fontsize=9, bbox=PLAIN)
             plots.logarithmic(panel, "x")
             panel.set_xlim(min(values) / 3, max(*values, memory_gb if unit == "GB" else 0) * 6)
             plots.name_rows(panel, [plan.name for plan in plans])

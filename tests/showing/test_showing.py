@@ -46,7 +46,9 @@ def decision(*setting):
 
 def bucket_explorer(measured):
     layers = tuple(simulate.Layer(str(i), 0.002, 0.004, 100_000) for i in range(8))
-    return widgets.bucket_explorer(simulate.Profile(layers), 4, simulate.Network(theory.Costs(3e-4, 4e-8)), measured)
+    return widgets.bucket_explorer(
+        simulate.Profile(layers), 4, simulate.Network(theory.Costs(3e-4, 4e-8)), measured, (0.06, 0.25, 0.5)
+    )
 
 
 def all_pictures():

@@ -22,7 +22,7 @@ CELLS = {
     "alpha beta": "show.widgets.alpha_beta_explorer()",
     "buckets": "layers = tuple(simulate.Layer(str(i), .002, .004, 1e5) for i in range(8))\n"
     "network = simulate.Network(theory.Costs.of_link(2e8, 3e-4))\n"
-    "show.widgets.bucket_explorer(simulate.Profile(layers), 4, network, {0.1: 50.0})",
+    "show.widgets.bucket_explorer(simulate.Profile(layers), 4, network, {0.1: 50.0}, (0.06, 0.25, 0.5))",
     "decision": "show.widgets.decision_chart()",
     "diff": "show.diff(stage3_paramserver.train, stage4_ring.train)",
     "table": "stage = dict(stage='3', name='parameter server', step_ms=239.04, ideal_ms=250.8, speed_up=1.36, "
