@@ -52,9 +52,9 @@ def _arrow(axes, start, end, colour="#444444", bend=0.0, **look):
 
 def star(world_size: int = 4) -> Picture:
     """The parameter server: every arrow passes through the server's one link."""
-    others, title = world_size - 1, "The star: gradients in, averages out"
-    message = f"through the server's link: {others} × gradients in, {others} × averages out"
-    seen = "A star: rank 0 in the middle, all others around it"
+    others, s = world_size - 1, "s" if world_size > 2 else ""
+    message = f"through the server's link: {others} gradient{s} in, {others} average{s} out"
+    seen, title = "A star: rank 0 in the middle, all others around it", "The star: gradients in, averages out"
     with _blank(4.2, 3.6, seen, message, title, xlim=(-1.7, 1.7), ylim=(-1.45, 1.6)) as (picture, axes):
         _node(axes, (0, 0), "0\nserver", STAGE_COLOURS["3"], 0.3)
         for rank, place in enumerate(_places(others, 1.25), 1):
