@@ -10,6 +10,7 @@ done early and may begin on the next bucket.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import takewhile
 from math import isfinite
 from typing import Any
 
@@ -94,12 +95,9 @@ def play(algorithm: Any, nbytes: float, world_size: int, network: Network, **opt
 
 def knee(steps: Iterable[Step]) -> int | None:
     """The largest K up to which every step is at least 90 % efficient, None if the first is not."""
-    reached = None
-    for step in sorted(steps, key=lambda step: step.world_size):
-        if step.efficiency < KNEE:
-            break
-        reached = step.world_size
-    return reached
+    ascending = sorted(steps, key=lambda step: step.world_size)
+    efficient = takewhile(lambda step: step.efficiency >= KNEE, ascending)
+    return max((step.world_size for step in efficient), default=None)
 
 
 def on_hosts(algorithm: Any, nbytes: float, world_size: int, network: Network) -> float:
