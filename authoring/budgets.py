@@ -16,7 +16,7 @@ BUDGETS = {  # lines of Python in the folders and files that a pattern names
     "ddp_course/stage9_tensor.py": 220,
     "ddp_course/collectives": 460,
     "ddp_course/running": 4_500,
-    "ddp_course/measuring": 2_770,
+    "ddp_course/measuring": 2_760,
     "ddp_course/showing": 1_450,
     "ddp_course/grading": 1_900,
     "ddp_course/commands": 800,
@@ -24,7 +24,7 @@ BUDGETS = {  # lines of Python in the folders and files that a pattern names
     "tests": 17_000,
 }
 NOT_YET = {  # what rooms have today that still have to shrink to the one above; the numbers only get smaller
-    "ddp_course": 16_071,
+    "ddp_course": 16_061,
     "ddp_course/running": 4_558,
 }
 

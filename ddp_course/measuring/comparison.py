@@ -22,7 +22,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,7 @@ import torch.distributed as dist
 from .. import ladder
 from ..errors import NotFiniteError
 from ..ladder import Stage
-from ..running.devices import Device, Placement, full_speed, placement, rank_device
+from ..running.devices import Device, full_speed, placement, rank_device
 from ..running.launching.launch import launch
 from ..running.links import Link
 from ..stage4_ring import ring_all_reduce
@@ -42,17 +42,6 @@ from .recording import Recording, summed_up
 TIMED_STEPS = 10  # On emulated devices this is enough for a median.
 BUSY = 0.25  # share of a step; emulated devices leave the processor idle for five sixths of the time
 DEFAULT_STAGES = ("1", "2", "3", "4", "5", "6", "torch")
-
-
-class Place(NamedTuple):
-    """Where the ranks of a job run: on which devices, over which links."""
-
-    device: Device | str
-    link: Link | None
-
-    def placed(self, world_size: int) -> Placement:
-        """The real devices of the ranks, and the backend between them."""
-        return placement(self.device if isinstance(self.device, str) else "cpu", world_size)
 
 
 def run(
@@ -85,36 +74,36 @@ def run(
     job = checked(problem, world_size, steps, dtype=dtype, **options)
     if isinstance(device, str):
         placement(device, world_size)  # It refuses a device that is not here.
-    place = Place(*emulated.chosen(job, device, device_speed, link, latency, link_mode))
-    return {**header(job, place), "stages": measure_all(chosen, job, place, progress)}
+    device, link = emulated.chosen(job, device, device_speed, link, latency, link_mode)
+    return {**header(job, device, link), "stages": measure_all(chosen, job, device, link, progress)}
 
 
-def header(job: Job, place: Place) -> dict:
+def header(job: Job, device: Device | str, link: Link | None) -> dict:
     """What the results say of the job and of where it runs."""
-    where = place.placed(job.world_size)
+    where = placement("cpu" if isinstance(device, Device) else device, job.world_size)
     return {
         "problem": job.problem_name, "world_size": job.world_size, "steps": job.steps, "dtype": job.dtype,
         "global_batch": job.global_batch, "parameters": job.parameter_count, "gradient_bytes": job.gradient_bytes,
         "torch": torch.__version__, "device": where.devices[0].split(":")[0],
         "backend": dist.get_backend() if dist.is_initialized() else where.backend,
-        "emulated_device": place.device.describe() if isinstance(place.device, Device) else None,
-        "link": place.link and place.link.describe(),
+        "emulated_device": device.describe() if isinstance(device, Device) else None,
+        "link": link and link.describe(),
     }  # fmt: skip
 
 
-def measure_all(chosen: list[Stage], job: Job, place: Place, progress: bool) -> list[dict]:
+def measure_all(chosen: list[Stage], job: Job, device: Device | str, link: Link | None, progress: bool) -> list[dict]:
     """The entries of all stages, each beside its prediction; one device trains first, to compare with."""
     stages = list(dict.fromkeys([ladder.find("1"), *chosen]))
-    ideal_ms = ideals(stages, job, place.device, place.link) if isinstance(place.device, Device) else {}
+    ideal_ms = ideals(stages, job, device, link) if isinstance(device, Device) else {}
     single, alone_ms, entries = None, None, []
     for stage in shown(stages) if progress else stages:
-        entry = measured(stage, job, place, single)
+        entry = measured(stage, job, device, link, single)
         weights = entry.pop("weights")
         if stage.key == "1":
             single, alone_ms = weights, entry["step_ms"]
         formula = None if stage.bytes_sent is None else round(stage.bytes_sent(job))
         entry |= {"bytes_formula": formula, "ideal_ms": ideal_ms.get(stage.key)}
-        entries.append({**entry, "device": str(place.device), "speed_up": alone_ms / entry["step_ms"]})
+        entries.append({**entry, "device": str(device), "speed_up": alone_ms / entry["step_ms"]})
     return [entry for stage, entry in zip(stages, entries, strict=True) if stage in chosen]
 
 
@@ -127,34 +116,35 @@ def shown(stages: list[Stage]) -> Iterator[Stage]:
         yield stage
 
 
-def measured(stage: Stage, job: Job, place: Place, reference: torch.Tensor | None) -> dict:
+def measured(stage: Stage, job: Job, device: Device | str, link: Link | None, reference: torch.Tensor | None) -> dict:
     """Run one stage on all its ranks; return its entry in the results, and stage 1's weights."""
-    if isinstance(place.device, Device) and job.steps > TIMED_STEPS:
+    if isinstance(device, Device) and job.steps > TIMED_STEPS:
         # What is learned has the same bits with and without the emulation.
-        timed = reports(stage, replace(job, steps=TIMED_STEPS), place, None)
-        learned = reports(stage, job, Place("cpu", None), reference)
+        timed = reports(stage, replace(job, steps=TIMED_STEPS), device, link, None)
+        learned = reports(stage, job, "cpu", None, reference)
         ranks = [{**rank, "record": timing["record"]} for timing, rank in zip(timed, learned, strict=True)]
     else:
-        ranks = reports(stage, job, place, reference)
+        ranks = reports(stage, job, device, link, reference)
     entry = summed_up(stage, ranks)
     for step, loss in enumerate(entry["loss"], 1):
         if not math.isfinite(loss):
             since = f"the loss of {stage.name} is no longer a number from step {step} on"
             raise NotFiniteError(f"{since}: choose a smaller --lr")
-    link = None if stage.one_process else place.link
-    ours = bool(link) and not stage.counted and not link.carries_torch  # Else it would seem to have no link at all.
-    busy = entry.pop("queued") > BUSY and isinstance(place.device, Device)
+    # Else a stage on our wire would seem to have no link at all.
+    ours = link is not None and not (stage.one_process or stage.counted or link.carries_torch)
+    busy = entry.pop("queued") > BUSY and isinstance(device, Device)
     return {**entry, "busy": busy, "on_our_wire": ours, "weights": ranks[0]["weights"]}
 
 
-def reports(stage: Stage, job: Job, place: Place, reference: torch.Tensor | None) -> list[dict]:
+def reports(
+    stage: Stage, job: Job, device: Device | str, link: Link | None, reference: torch.Tensor | None
+) -> list[dict]:
     """What each rank of one stage reports."""
-    device, link = place
-    on_emulated, ours = isinstance(device, Device), link is not None and not link.carries_torch
+    ours = link is not None and not link.carries_torch
     names = [f"cpu:{number}" for number in range(job.world_size)]
     settings = {
         "bucket_cap_mb": job.bucket_cap_mb,
-        "devices": names if on_emulated else place.placed(job.world_size).devices,
+        "devices": names if isinstance(device, Device) else placement(device, job.world_size).devices,
         "all_reduce": ring_all_reduce if ours else None,
     }
     if dist.is_initialized():
@@ -162,7 +152,7 @@ def reports(stage: Stage, job: Job, place: Place, reference: torch.Tensor | None
     where: dict[str, Any] = {"world_size": job.world_size, "link": link}
     if stage.one_process:
         where = {"world_size": 1, "link": None}
-    where["device"] = device.over(link) if on_emulated else device
+    where["device"] = device.over(link) if isinstance(device, Device) else device
     return launch(train_and_measure, stage, job, settings, reference, timeout=job.timeout, **where)
 
 
