@@ -33,7 +33,8 @@ def label(algorithm: str) -> str:
 def scaling_figure(steps: dict[str, Any], title: str = "Scaling efficiency") -> Picture:
     """Efficiency against K, a line per algorithm, the knee marked; `steps`: {algorithm: [Step, …]}."""
     knees = {name: knee(row) for name, row in steps.items()}
-    message = "; ".join(f"{label(name)}: {_knee_text(devices)}" for name, devices in knees.items())
+    reach = [f"{KNEE:.0%} efficient up to K = {k}" if k else f"never {KNEE:.0%} efficient" for k in knees.values()]
+    message = "; ".join(f"{label(name)}: {text}" for name, text in zip(knees, reach, strict=True))
     with panels(message=message, kind="simulated") as (picture, axes):
         for name, row in steps.items():
             ranks, efficiencies = [step.world_size for step in row], [100 * step.efficiency for step in row]
@@ -105,7 +106,3 @@ def predictions_figure(rows: Sequence[dict[str, Any]]) -> Picture:
 def _errors_text(rows):
     sizes = [abs(row["error"]) for row in rows]
     return f"median {np.median(sizes):.1%}, worst {max(sizes):.0%}"
-
-
-def _knee_text(devices):
-    return f"{KNEE:.0%} efficient up to K = {devices}" if devices else f"never {KNEE:.0%} efficient"

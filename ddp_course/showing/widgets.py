@@ -188,9 +188,8 @@ def strategies_explorer(world_size: int = 4, share: float = 8.5, latency: float 
     job, device = Job("digits", world_size, 1, global_batch=192, lr=0.05), Device("1GFLOP/s")
     one_s = job.work(device).compute_s
     costs = theory.Costs.of_link(8 * job.gradient_bytes / (share / 100 * one_s), latency / 100 * one_s)
-    stages = [stage for stage in ladder.STAGES.values() if stage.step]
-    if world_size > 5:  # The digits' network has five layers.
-        stages = [stage for stage in stages if stage.step != "pipelined"]
+    impossible = {None, "pipelined"} if world_size > 5 else {None}  # The digits' network has five layers.
+    stages = [stage for stage in ladder.STAGES.values() if stage.step not in impossible]
     faster = {stage: one_s / ideals.STEPS[str(stage.step)](stage, job, device, costs) for stage in stages}
     best = max(faster, key=lambda stage: faster[stage])
     names = {stage: re.sub("(?<=-)| ", "\n", stage.name) for stage in stages}
