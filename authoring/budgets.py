@@ -24,7 +24,7 @@ BUDGETS = {  # lines of Python in the folders and files that a pattern names
     "tests": 17_000,
 }
 NOT_YET = {  # what rooms have today that still have to shrink to the one above; the numbers only get smaller
-    "ddp_course": 16_061,
+    "ddp_course": 16_057,
     "ddp_course/running": 4_558,
 }
 
