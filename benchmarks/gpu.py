@@ -64,7 +64,7 @@ def exactness(args: argparse.Namespace) -> Part:
     for where, counts, asked in placements(args.device):
         for world_size in counts:
             with patch.dict(os.environ, NCCL_MULTI_RANK_GPU_ENABLE=asked):
-                backend = placement(where, world_size).backend
+                backend = placement(where, world_size)[0]
                 far = launch(distances, world_size=world_size, device=where, timeout=180)
             setting = {"device": where, "backend": backend, "world_size": world_size}
             rows += [{**setting, "stage": key, "distance": max(one[key] for one in far)} for key in far[0]]

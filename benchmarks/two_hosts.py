@@ -62,7 +62,7 @@ def on_hosts(command: list[str]) -> tuple[float, float]:
     """Run the command on both hosts, with a folder as its last word; its seconds: the job's, and from the start on."""
     with tempfile.TemporaryDirectory() as folder:
         environ = {**os.environ, "DDP_COURSE_HOSTS": f"{folder}/hosts"}
-        both = [sys.executable, "-m", "ddp_course.running.links.on_hosts", f"--hosts={HOSTS}", "--bandwidth=1Gbit"]
+        both = [sys.executable, "-m", "ddp_course.running.on_hosts", f"--hosts={HOSTS}", "--bandwidth=1Gbit"]
         began = time.perf_counter()
         subprocess.run(
             [*both, "--", *command, folder], env=environ, check=False, capture_output=True, timeout=LONGEST_SECONDS

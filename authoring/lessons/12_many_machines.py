@@ -113,7 +113,7 @@ other machines which rank is where. Here it runs lesson 06's script on two virtu
 
 # %% torchrun
 rendezvous = "--nnodes=2 --nproc-per-node=1 --rdzv-backend=c10d --rdzv-endpoint=host0:29400"
-torchrun = f"python -m ddp_course.running.links.on_hosts --hosts 2 -- torchrun {rendezvous}"
+torchrun = f"python -m ddp_course.running.on_hosts --hosts 2 -- torchrun {rendezvous}"
 alone = "torchrun --standalone --nproc-per-node=2"  # where virtual hosts are not allowed
 codes = show.command(f"{torchrun if link.mode == 'hosts' else alone} -m ddp_course.script FOLDER")
 

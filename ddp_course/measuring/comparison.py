@@ -80,12 +80,12 @@ def run(
 
 def header(job: Job, device: Device | str, link: Link | None) -> dict:
     """What the results say of the job and of where it runs."""
-    where = placement("cpu" if isinstance(device, Device) else device, job.world_size)
+    backend, devices = placement("cpu" if isinstance(device, Device) else device, job.world_size)
     return {
         "problem": job.problem_name, "world_size": job.world_size, "steps": job.steps, "dtype": job.dtype,
         "global_batch": job.global_batch, "parameters": job.parameter_count, "gradient_bytes": job.gradient_bytes,
-        "torch": torch.__version__, "device": where.devices[0].split(":")[0],
-        "backend": dist.get_backend() if dist.is_initialized() else where.backend,
+        "torch": torch.__version__, "device": devices[0].split(":")[0],
+        "backend": dist.get_backend() if dist.is_initialized() else backend,
         "emulated_device": device.describe() if isinstance(device, Device) else None,
         "link": link and link.describe(),
     }  # fmt: skip
@@ -144,7 +144,7 @@ def reports(
     names = [f"cpu:{number}" for number in range(job.world_size)]
     settings = {
         "bucket_cap_mb": job.bucket_cap_mb,
-        "devices": names if isinstance(device, Device) else placement(device, job.world_size).devices,
+        "devices": names if isinstance(device, Device) else placement(device, job.world_size)[1],
         "all_reduce": ring_all_reduce if ours else None,
     }
     if dist.is_initialized():

@@ -22,7 +22,7 @@ from itertools import product
 from math import sqrt
 from typing import Any, NamedTuple
 
-from ..running.units import bits_per_second, readable
+from ..running.units import bits_per_second
 from .simulate import published
 from .simulate.transformers import LATENCY_S, Machine, Shape, Sharding, Split, fully_sharded_s, step_s
 
@@ -122,6 +122,11 @@ def decide(*setting: Any, **settings: Any) -> tuple[Plan | None, str, list[Plan]
     chosen = min(near, key=lambda plan: (plan.complexity, plan.memory_gb))
     share = 100 * chosen.waiting_s / chosen.step_s
     return chosen, f"{readable(chosen.step_s)} s per step, {share:.0f} % of it waiting{unchecked(plain)}", plans
+
+
+def readable(value: float) -> str:
+    """A number to read: two digits below 10, and whole from there on ("0.29", "5.2", "3,460"), never 3.5e+03."""
+    return f"{value:,.0f}" if value >= 9.95 else f"{value:.2g}"
 
 
 def unchecked(setting: Setting) -> str:

@@ -27,7 +27,7 @@ CALLS_PER_RANK = 64  # ranks are never further apart than that
 TEXT_BYTES, MOST_MEMBERS = 200, 128
 
 _own = SimpleNamespace(memory=None, rank=0)  # a process takes part in at most one launch, and shares its table
-_sequences: dict = {}
+sequences: dict = {}  # how many collectives of ours this rank has entered, by the name of their group
 _inside = threading.local()
 
 
@@ -90,11 +90,6 @@ def entry(
         call.end = time.monotonic()
 
 
-def has_entries() -> bool:
-    """Whether this rank has entered any collective of ours."""
-    return bool(_sequences)
-
-
 def tag() -> int:
     """A number that stands for the collective that this thread is in, the same on all ranks; 0 outside of any."""
     return getattr(_inside, "tag", 0)
@@ -103,7 +98,7 @@ def tag() -> int:
 def recorded(what: str, group: dist.ProcessGroup | None) -> Call:
     """Write down that a collective begins, and compare it with the other ranks' calls."""
     group_name, members = (group or dist.group.WORLD).group_name, tuple(dist.get_process_group_ranks(group))
-    sequence = _sequences[group_name] = _sequences.get(group_name, 0) + 1
+    sequence = sequences[group_name] = sequences.get(group_name, 0) + 1
     key = number_of(group_name)
     slot = (key + sequence) % CALLS_PER_RANK  # all ranks keep this call there
     own = _own.memory[_own.rank][slot]

@@ -37,7 +37,7 @@ def join(device: str = "auto", timeout: float = 1800.0) -> tuple:
         environment = {} if "RANK" in os.environ else from_slurm(os.environ) or ALONE
         os.environ.update(environment)
         world_size, local = (int(os.environ.get(name, 1)) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-        mine = placement(device, local).devices[int(os.environ.get("LOCAL_RANK", 0))]
+        mine = placement(device, local)[1][int(os.environ.get("LOCAL_RANK", 0))]
         os.environ["DDP_COURSE_DEVICE"] = mine
         if mine.startswith("cuda"):
             torch.cuda.set_device(mine)
@@ -52,10 +52,7 @@ def join(device: str = "auto", timeout: float = 1800.0) -> tuple:
 
 
 def common_backend(store: dist.Store, rank: int, world_size: int, device: str) -> str:
-    """The backend that suits all ranks: each says which GPU it has, since a number is a different one for each of them.
-
-    Under Slurm's `--gpus-per-task=1`, for one, every rank has a `cuda:0` of its own.
-    """
+    """The backend that suits all ranks: each says which GPU it has. Under Slurm all may have a `cuda:0`."""
     store.set(f"ddp_course/gpu/{rank}", gpu_identity(device))
     return agreed_backend([store.get(f"ddp_course/gpu/{other}").decode() for other in range(world_size)])
 

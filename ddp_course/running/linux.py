@@ -18,7 +18,6 @@ from typing import Any
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWUSER, CLONE_NEWNET = 0x00020000, 0x04000000, 0x10000000, 0x40000000
-LARGE_PAGE, MADV_COLLAPSE = 2 << 20, 25
 MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
 SIOCSIFFLAGS, IFF_UP = 0x8914, 1
 CGROUPS = Path("/sys/fs/cgroup")
@@ -86,20 +85,6 @@ def raise_loopback() -> None:
         fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sH14x", b"lo", IFF_UP))
 
 
-def take_large_pages() -> None:
-    """Move this process's memory to pages of 2 MiB, where Linux (6.1) has them to give.
-
-    A fork copies the table of all pages: with these it takes a tenth of the time, and a launch of four ranks a third
-    less of the processor. A child that writes to one has a small page of its own all the same. It takes 0.2 s, once.
-    Source: madvise(2), MADV_COLLAPSE.
-    """
-    for line in read(Path("/proc/self/maps")).splitlines():
-        span, rights, _, _, inode, *_ = line.split()
-        start, end = (int(address, 16) for address in span.split("-"))
-        if rights == "rw-p" and inode == "0" and end - start >= LARGE_PAGE:
-            libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), MADV_COLLAPSE)
-
-
 def usable_cores() -> int:
     """Processor cores that this process may keep busy: those it may run on, and its containers' share of time."""
     return max(1, math.floor(processor_share()))
@@ -140,10 +125,9 @@ def available_memory() -> int:
 
 
 def cgroup_folders(controller: str) -> list[Path]:
-    """The folders of this process's control group and of all around it, each of which may set a limit.
+    """The folders of this process's control group and of all around it that a container can see: each may set a limit.
 
     `controller`: "memory" or "cpu". In version 1 every controller has a tree of its own, in version 2 all share one.
-    A path that a container cannot see is left out; the root of its view is always there.
     """
     folders = []
     for line in read(OWN_CGROUPS).splitlines():

@@ -31,11 +31,6 @@ def bytes_per_second(text: str | int) -> float:
     return _parse(text, MEMORY, "memory's bandwidth", "5GB/s (B/s, kB/s, MB/s, GB/s)")
 
 
-def readable(value: float) -> str:
-    """A number to read: two digits below 10, and whole from there on ("0.29", "5.2", "3,460"), never 3.5e+03."""
-    return f"{value:,.0f}" if value >= 9.95 else f"{value:.2g}"
-
-
 def two_digits(value: float, up: bool = False) -> float:
     """`value` cut to its two leading digits, or rounded `up` to them: a number to type."""
     digit = 10.0 ** (math.floor(math.log10(value)) - 1)

@@ -17,7 +17,7 @@ import ipywidgets
 from IPython.display import display
 from tqdm.auto import tqdm as progress  # noqa: F401 (for cells that take long)
 
-from ..running.units import readable
+from ..measuring.plans import readable
 from . import plots, sketches
 from .plots import STAGE_COLOURS, Picture, panels
 

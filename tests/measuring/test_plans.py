@@ -84,3 +84,8 @@ def test_what_cannot_be_is_refused_in_one_line(change, words):
     setting = {"billions": 1, "memory_gb": 80, "devices": 16, "bandwidth": "10Gbit"} | change
     with pytest.raises(ValueError, match=words):
         plans.decide(**setting)
+
+
+def test_numbers_are_readable():
+    texts = [plans.readable(value) for value in (0.0294, 2.94, 9.96, 184.0, 3460.0)]
+    assert texts == ["0.029", "2.9", "10", "184", "3,460"]

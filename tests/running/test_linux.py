@@ -1,9 +1,4 @@
-"""What a container may use, by the control groups that it is in; large pages."""
-
-import platform
-import subprocess
-import sys
-from pathlib import Path
+"""What a container may use, by the control groups that it is in."""
 
 import pytest
 
@@ -55,26 +50,3 @@ def test_what_a_container_may_use(tmp_path, monkeypatch, own, files, gib, cores)
 def test_without_proc_the_machine_is_all_there_is(tmp_path, monkeypatch):
     monkeypatch.setattr(linux, "OWN_CGROUPS", tmp_path / "missing")
     assert linux.cgroup_folders("memory") == [] and linux.free_memory() == pytest.approx(linux.available_memory(), 0.1)
-
-
-CONTENT = """
-from ddp_course.running.linux import take_large_pages
-def large():
-    return int(next(line for line in open("/proc/self/smaps_rollup") if "AnonHuge" in line).split()[1]) >> 10
-content = bytes(range(256)) * (1 << 17)
-before = large()
-take_large_pages()
-assert content == bytes(range(256)) * (1 << 17)
-assert large() - before >= 16, "MiB of the 32"
-"""
-
-
-@pytest.mark.skipif(
-    sys.platform != "linux"
-    or tuple(map(int, platform.release().split(".")[:2])) < (6, 1)
-    or not Path("/sys/kernel/mm/transparent_hugepage").exists(),
-    reason="large pages on demand are Linux 6.1's",
-)
-def test_memory_moves_to_large_pages_and_keeps_its_contents():
-    done = subprocess.run([sys.executable, "-c", CONTENT], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr

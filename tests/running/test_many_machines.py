@@ -57,7 +57,7 @@ def test_two_agents_on_two_hosts_train_as_one_machine_does(tmp_path):
     torchrun += ["--rdzv-backend=c10d", "--rdzv-endpoint=host0:29400", "-m", "ddp_course.train", *options]
     finished(
         tmp_path,
-        [sys.executable, "-m", "ddp_course.running.links.on_hosts", "--", *torchrun, "--checkpoint", str(tmp_path)],
+        [sys.executable, "-m", "ddp_course.running.on_hosts", "--", *torchrun, "--checkpoint", str(tmp_path)],
     )
     assert checkpoint.load(tmp_path)["world_size"] == 4
     assert_same_run(tmp_path, expected(options, 4))
@@ -74,7 +74,7 @@ def test_an_elastic_job_outlives_a_host_and_takes_in_another(tmp_path):
 
 @needs_hosts
 def test_a_command_that_fails_on_a_host_is_reported():
-    command = [sys.executable, "-m", "ddp_course.running.links.on_hosts", "--hosts", "2", "--"]
+    command = [sys.executable, "-m", "ddp_course.running.on_hosts", "--hosts", "2", "--"]
     failed = subprocess.run(
         [*command, "sh", "-c", "hostname; exit {host}3"], capture_output=True, text=True, timeout=60
     )
@@ -86,7 +86,7 @@ def test_a_command_that_fails_on_a_host_is_reported():
 @needs_hosts
 def test_a_host_finds_the_programs_beside_its_python(tmp_path):
     """A notebook opened as .venv/bin/jupyter has none of them on its search path."""
-    command = [sys.executable, "-m", "ddp_course.running.links.on_hosts", "--hosts", "1", "--", "torchrun", "--help"]
+    command = [sys.executable, "-m", "ddp_course.running.on_hosts", "--hosts", "1", "--", "torchrun", "--help"]
     assert "--nproc-per-node" in finished(tmp_path, command, PATH="/usr/sbin:/usr/bin:/sbin:/bin")
 
 

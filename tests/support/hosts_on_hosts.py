@@ -16,7 +16,7 @@ import psutil
 from pyroute2 import IPRoute
 
 from ddp_course.running import virtual_hosts
-from ddp_course.running.links import on_hosts
+from ddp_course.running import on_hosts
 
 HOSTS = 4
 SSHD = """

@@ -10,12 +10,10 @@ What `Link` is for cables, `Device` is for accelerators: the arithmetic is real,
         train(model, batches, lr)
     emulation.operations        what each operation cost, and whether it was bound by flops or by memory
     emulation.busy_s            seconds that the device worked; with `sleep=False` nobody waits for it
-
-`full_speed()` inside a rank ends the emulation for the rest of the function.
 """
 
 from .device import Device
 from .emulation import Emulation, device_number, full_speed
-from .placement import Placement, placement, rank_device
+from .placement import placement, rank_device
 
-__all__ = ["Device", "Emulation", "Placement", "device_number", "full_speed", "placement", "rank_device"]
+__all__ = ["Device", "Emulation", "device_number", "full_speed", "placement", "rank_device"]

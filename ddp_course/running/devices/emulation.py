@@ -62,7 +62,6 @@ class Emulation:
         self.thread = ThreadClock(sleep)
         self.home = WeakKeyDictionary()  # the device of each storage that is not on device 0
         self.flops = self.behind_s = 0.0
-        self.copied = 0
 
     def __enter__(self):
         if Emulation.current is not None:
@@ -130,14 +129,12 @@ class Emulation:
 
     def fetch(self, number: int, *operands: Any) -> None:
         """Let the operands that live on other devices come over the link to device `number`."""
-        tensors = roofline.tensors_in(*operands)
-        nbytes = sum(t.nbytes for t in tensors if self.number_of(t) != number)
+        nbytes = sum(t.nbytes for t in roofline.tensors_in(*operands) if self.number_of(t) != number)
         link = self.device.link
         if nbytes and link:
             start = time.perf_counter()
             self.thread.reach(self.thread.now + link.latency + 8 * nbytes / link.bandwidth)
             wire.tell("span", "copy", start)
-        self.copied += nbytes
 
     def on_its_device(self, run: Callable, what: Any, *args: Any, **kwargs: Any) -> Any:
         """Around a module's call and a backward pass: in a thread that has no device yet, take the tensors' one."""

@@ -2,22 +2,14 @@
 
 import os
 import socket
-from typing import NamedTuple
 
 import torch
 
 BOTH = "cpu:gloo,cuda:nccl"  # such a group has a backend for each kind of tensor
 
 
-class Placement(NamedTuple):
-    """The `torch.distributed` backend, and the name of each rank's device in rank order."""
-
-    backend: str
-    devices: list[str]
-
-
-def placement(device: str, world_size: int) -> Placement:
-    """Decide where `world_size` ranks run. `device` is "auto", "cpu", "cuda", or one GPU, such as "cuda:1".
+def placement(device: str, world_size: int) -> tuple[str, list[str]]:
+    """The backend of `world_size` ranks and the name of each one's device; `device` is "auto", "cpu", "cuda", "cuda:1".
 
     One GPU per rank where there are enough: NCCL for tensors on GPUs, gloo for those on the CPU. Otherwise ranks
     share GPUs with gloo, or with NCCL where that is asked for; without GPUs it is gloo on the CPU. Raises ValueError
@@ -32,9 +24,9 @@ def placement(device: str, world_size: int) -> Placement:
     if kind == "cuda" and (gpus == 0 or (index and int(index) >= gpus)):
         raise ValueError(f'device "{device}" was asked for, but CUDA can use {gpus} GPUs here; try --device cpu')
     if kind == "cpu" or gpus == 0:
-        return Placement("gloo", ["cpu"] * world_size)
+        return "gloo", ["cpu"] * world_size
     devices = [device if index else f"cuda:{rank % gpus}" for rank in range(world_size)]
-    return Placement(agreed_backend(devices), devices)
+    return agreed_backend(devices), devices
 
 
 def usable_gpus() -> int:
@@ -43,10 +35,7 @@ def usable_gpus() -> int:
 
 
 def hide_gpus() -> None:
-    """Keep this process off all GPUs, for a rank on the CPU: a CUDA context takes hundreds of MiB of a GPU's memory.
-
-    Works as long as CUDA has not been used in this process.
-    """
+    """Keep this process, which has not used CUDA yet, off all GPUs: a context takes hundreds of MiB of their memory."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 

@@ -98,7 +98,9 @@ class Launch:
         read_for(STARTING_SECONDS + self.timeout, lambda: self.pids or self.is_decided())
         read_for(self.timeout, self.is_decided)
         if not self.is_decided():
-            self.look_at_ranks()
+            hosts = [self.ranks.host_of(rank) for rank in range(self.world_size)]
+            seen = stacks.look(hosts, self.results, *self.ranks.look(self.pids))
+            self.timed_out = LaunchTimeout(self.timeout, *seen)
             return
         if self.has_all_results() and not self.failures and not self.keeps:
             self.ranks.order(LEAVE)
@@ -162,11 +164,6 @@ class Launch:
     def cause_is_known(self) -> bool:
         """Whether some rank has failed by itself, and has not only lost its connection to one that did."""
         return any(not failure.consequence for failure in self.failures.values())
-
-    def look_at_ranks(self) -> None:
-        """Note what each rank is doing."""
-        hosts = [self.ranks.host_of(rank) for rank in range(self.world_size)]
-        self.timed_out = LaunchTimeout(self.timeout, *stacks.look(hosts, self.results, *self.ranks.look(self.pids)))
 
     def close(self) -> None:
         """End what still runs, and give everything back."""

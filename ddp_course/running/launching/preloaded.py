@@ -59,7 +59,6 @@ def serve(control: socket.socket, later: list) -> None:
             if later and not launches:
                 load(later)
                 later = []
-                linux.take_large_pages()
     for agent in launches:  # the caller is gone: all launches are to end
         os.kill(agent, signal.SIGKILL)
     while launches:

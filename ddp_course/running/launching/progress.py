@@ -26,7 +26,7 @@ class Steps:
     def unconnected_model(self) -> float | None:
         """The sum of what was trained in this call, if this rank has exchanged no message with any other; else None."""
         optimizer, self.optimizer = self.optimizer, None
-        if optimizer is None or torch_inside.messages() or flight_recorder.has_entries():
+        if optimizer is None or torch_inside.messages() or flight_recorder.sequences:
             return None
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         return sum(p.detach().double().sum().item() for p in parameters)

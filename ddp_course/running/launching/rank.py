@@ -14,7 +14,6 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +63,10 @@ def main(setting: dict, rank: int, link: Any, files: list, listener: Any = None)
 
     def call():
         with mmap.mmap(payload, 0, access=mmap.ACCESS_READ) as packed:
-            function = unpack(packed)
+            cells, function, args, kwargs = pickle.loads(packed)
+        linecache.cache.update({name: (len(text), None, text.splitlines(True), name) for name, text in cells.items()})
         with emulation_of(setting, rank, link):
-            result = function()
+            result = function(*args, **kwargs)
         return result, steps.unconnected_model()
 
     answer(first_call, answers, report)
@@ -148,13 +148,6 @@ def refuse_breakpoint(*args: Any, **kwargs: Any) -> None:
         "breakpoint() cannot be used in a rank: nobody can type there. Print instead, or call the function in this "
         'process with one rank: docs/TROUBLESHOOTING.md, "Debug a rank"'
     )
-
-
-def unpack(packed: Any) -> Callable[[], Any]:
-    """Unpickle the caller's function with its arguments and the source of its cells."""
-    sources, function, args, kwargs = pickle.loads(packed)
-    linecache.cache.update({name: (len(text), None, text.splitlines(True), name) for name, text in sources.items()})
-    return partial(function, *args, **kwargs)
 
 
 def pack(kind: str, value: Any, answers: int) -> None:

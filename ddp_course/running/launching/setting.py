@@ -33,16 +33,16 @@ def describe_launch(
     """
     check_world_size(world_size, argument_bytes)  # first: a list of a billion ranks takes long
     emulated = for_ranks(device, world_size) if isinstance(device, (Device, list, tuple)) else None
-    placed = placement("cpu" if emulated else str(device), world_size)
+    backend, devices = placement("cpu" if emulated else str(device), world_size)
     if link is not None:
-        link.check(world_size, placed.backend)
+        link.check(world_size, backend)
     return {
         "world_size": world_size,
         "start": start_method(),
         "ranks": list(range(world_size)),  # those that this machine runs
         "store": None,  # address and port of the ranks' store, where rank 0 does not open it itself
-        "backend": placed.backend,
-        "devices": placed.devices,
+        "backend": backend,
+        "devices": devices,
         "timeout": timeout,
         "threads": max(1, usable_cores() // world_size),
         "link": pickling.dumps(link),

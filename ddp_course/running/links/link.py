@@ -88,10 +88,7 @@ class Link:
             )
 
     def prepare(self, world_size: int) -> None:
-        """In the launch's agent, before the ranks start: build `network`, the hosts or the switch of the wire.
-
-        Blocks of neighbouring ranks share a host.
-        """
+        """In the launch's agent, before the ranks start: build `network`, whose hosts have neighbouring ranks each."""
         hosts = [rank * (self.hosts or world_size) // world_size for rank in range(world_size)]
         self.network = self.kind(hosts, self.bandwidth, self.latency)
 

@@ -44,13 +44,12 @@ def gpus(monkeypatch):
 )
 def test_devices_and_backend(gpus, count, world_size, device, backend, devices):
     gpus(count)
-    where = placement(device, world_size)
-    assert (where.backend, where.devices) == (backend, devices)
+    assert placement(device, world_size) == (backend, devices)
 
 
 def test_gpus_that_cuda_cannot_use_are_left_alone(gpus):
     gpus(2, usable=False)
-    assert placement("auto", 2).devices == ["cpu", "cpu"]
+    assert placement("auto", 2) == ("gloo", ["cpu", "cpu"])
     with pytest.raises(ValueError, match="CUDA can use 0 GPUs here; try --device cpu"):
         placement("cuda", 2)
 
@@ -80,7 +79,7 @@ def test_ranks_share_a_gpu_over_nccl_where_it_can_and_is_asked(gpus, monkeypatch
     gpus(1)
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", asked)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
-    assert placement("auto", 3).backend == placement("cuda:0", 2).backend == backend
+    assert placement("auto", 3)[0] == placement("cuda:0", 2)[0] == backend
     assert agreed_backend(["a/1", "a/1"]) == backend and agreed_backend(["a/1", "cpu"]) == "gloo"
 
 
@@ -88,7 +87,7 @@ def test_slurms_one_gpu_a_task_is_nccl(gpus, monkeypatch):
     """Every task has a cuda:0 of its own, and four of them are on this host: by the count alone it would be gloo."""
     gpus(1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="U0"))
-    assert placement("auto", 4).devices == ["cuda:0"] * 4
+    assert placement("auto", 4)[1] == ["cuda:0"] * 4
     for last, backend in (("host/U3", BOTH), (gpu_identity("cuda:0"), "gloo")):
         store = dist.HashStore()
         for rank, name in enumerate(["", "host/U1", "host/U2", last]):

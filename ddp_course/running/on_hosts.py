@@ -1,6 +1,6 @@
 """Run a command on every one of several virtual hosts, as a cluster would:
 
-    python -m ddp_course.running.links.on_hosts --hosts 2 --bandwidth 200Mbit -- \\
+    python -m ddp_course.running.on_hosts --hosts 2 --bandwidth 200Mbit -- \\
         torchrun --nnodes=2 --nproc-per-node=2 --rdzv-backend=c10d --rdzv-endpoint=host0:29400 \\
         -m ddp_course.train --stage 4
 
@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 
 import psutil
 
-from .. import linux, units, virtual_hosts
+from . import linux, units, virtual_hosts
 
 
 def start(
@@ -49,7 +49,7 @@ def stop(process: subprocess.Popen) -> None:
 
 def main() -> int:
     """Run the command line; the exit code is the greatest of the commands'."""
-    parser = argparse.ArgumentParser("python -m ddp_course.running.links.on_hosts", description=__doc__.split(",")[0])
+    parser = argparse.ArgumentParser("python -m ddp_course.running.on_hosts", description=__doc__.split(",")[0])
     parser.add_argument("--hosts", type=int, default=2, metavar="N", help="how many hosts (default 2)")
     parser.add_argument("--bandwidth", default="1Gbit", help="of every host's cable, each way (default 1Gbit)")
     parser.add_argument("command", nargs="+", help="what to run on each host, after --")
@@ -59,10 +59,7 @@ def main() -> int:
     except Exception as error:  # whatever forbids it, the reason is for a person to read
         print(f"virtual hosts cannot be had here: {virtual_hosts.explain(error)}", file=sys.stderr)
         return 2
-    try:
-        processes = [start(hosts, number, options.command) for number in range(options.hosts)]
-    except OSError as error:
-        parser.error(str(error))
+    processes = [start(hosts, number, options.command) for number in range(options.hosts)]
     return max(process.wait() % 256 for process in processes)
 
 
