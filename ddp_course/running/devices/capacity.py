@@ -14,7 +14,6 @@ from ..linux import usable_cores
 HALF = 0.5  # the arithmetic may take this share of the emulated time; communication and Python need the rest
 TRIES, CALLS = 8, 5
 SAMPLES, CHANNELS, SIDE = 16, 32, 8  # the digits' small convolutions are the slowest of what the lessons train
-VALUES = 1 << 20
 
 
 def fitting(device: Any, world_size: int) -> float:
@@ -28,7 +27,7 @@ def fitting(device: Any, world_size: int) -> float:
 def of_core() -> tuple[float, float]:
     """Floating-point operations and bytes per second on one core: of a convolution, and of an addition in place."""
     images, kernels = torch.randn(SAMPLES, CHANNELS, SIDE, SIDE), torch.randn(CHANNELS, CHANNELS, 3, 3)
-    total, term = torch.zeros(2, VALUES)
+    total, term = torch.zeros(2, 1 << 20)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -61,7 +61,7 @@ class Emulation:
         self.clocks = defaultdict(Clock)
         self.thread = ThreadClock(sleep)
         self.home = WeakKeyDictionary()  # the device of each storage that is not on device 0
-        self.flops = self.behind_s = 0.0
+        self.flops = self.behind_s = self.copied = 0.0
 
     def __enter__(self):
         if Emulation.current is not None:
@@ -135,6 +135,7 @@ class Emulation:
             start = time.perf_counter()
             self.thread.reach(self.thread.now + link.latency + 8 * nbytes / link.bandwidth)
             wire.tell("span", "copy", start)
+        self.copied += nbytes
 
     def on_its_device(self, run: Callable, what: Any, *args: Any, **kwargs: Any) -> Any:
         """Around a module's call and a backward pass: in a thread that has no device yet, take the tensors' one."""
