@@ -15,8 +15,7 @@ from pathlib import Path
 import psutil
 from pyroute2 import IPRoute
 
-from ddp_course.running import virtual_hosts
-from ddp_course.running import on_hosts
+from ddp_course.running import on_hosts, virtual_hosts
 
 HOSTS = 4
 SSHD = """
