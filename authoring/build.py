@@ -391,8 +391,8 @@ def widget_ids(notebook):
     states = {key: json.dumps(state) for key, state in widgets.get("state", {}).items()}
     while waiting:
         text = waiting.pop(0)
-        found = [key for key in re.findall(r"[0-9a-f]{32}", text) if key in states and key not in ordered]
-        for key in dict.fromkeys(found):
+        keys = [key for key in re.findall(r"[0-9a-f]{32}", text) if key in states and key not in ordered]
+        for key in dict.fromkeys(keys):
             ordered.append(key)
             waiting.append(states[key])
     without_ids = {key: re.sub(r"[0-9a-f]{32}", "", states[key]) for key in states if key not in ordered}
@@ -418,12 +418,12 @@ def without_paths(text, root):
 
 def local_paths(notebook, root):
     """Paths of this machine that are left in the outputs."""
-    found, texts = set(), []
+    names, texts = set(), []
     for cell in notebook.cells:
         map_text(cell.get("outputs", []), texts.append)
     for prefix in (str(root), sys.prefix, str(Path.home()) + "/", tempfile.gettempdir() + "/"):
-        found.update(match for text in texts for match in re.findall(re.escape(prefix) + r"[\w./-]*", text or ""))
-    return sorted(found)
+        names.update(match for text in texts for match in re.findall(re.escape(prefix) + r"[\w./-]*", text or ""))
+    return sorted(names)
 
 
 if __name__ == "__main__":

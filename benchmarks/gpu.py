@@ -67,7 +67,7 @@ def exactness(args: argparse.Namespace) -> Part:
                 backend = placement(where, world_size)[0]
                 far = launch(distances, world_size=world_size, device=where, timeout=180)
             setting = {"device": where, "backend": backend, "world_size": world_size}
-            rows += [{**setting, "stage": key, "distance": max(one[key] for one in far)} for key in far[0]]
+            rows += [{**setting, "stage": key, "distance": max(each[key] for each in far)} for key in far[0]]
     return Part(rows, [Promise("distance to one device's weights, largest", max(r["distance"] for r in rows), EXACT)])
 
 
@@ -85,7 +85,7 @@ def distances() -> dict[str, float]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     problem = problems.make("synthetic", dtype=torch.float64, device=rank_device(), **VECTORS)
     world_size = dist.get_world_size()
-    single, found = problem.model(0), {}
+    single, distance = problem.model(0), {}
     ladder.find("1").trainer({})(single, problem.batches(24, 3, 0, 0, 1), 0.1)
     for key, stage in ladder.STAGES.items():
         if stage.one_process or key == "torch" or (key == "8" and world_size > 4):
@@ -94,8 +94,8 @@ def distances() -> dict[str, float]:
         with races(model):
             stage.trainer({"bucket_cap_mb": 0.1})(model, problem.batches(24, 3, 0, *mine), 0.1)
         pairs = zip(model.parameters(), single.parameters(), strict=True)
-        found[key] = max((one - other).abs().max().item() for one, other in pairs)
-    return found
+        distance[key] = max((weight - other).abs().max().item() for weight, other in pairs)
+    return distance
 
 
 @contextmanager
@@ -219,8 +219,8 @@ def steps(args: argparse.Namespace) -> Part:
     for world_size in world_sizes(args.device):
         setting = {"world_size": world_size, "parameters": (SMALL if args.device == "cpu" else LARGE)[1]["parameters"]}
         for order in permutations(("torch", "ours")):
-            one = partial(launch, step_times, args.repeats, order, args.device, timeout=300)
-            rows.append({**setting, "made first": order[0], **one(world_size=world_size, device=args.device)[0]})
+            measure = partial(launch, step_times, args.repeats, order, args.device, timeout=300)
+            rows.append({**setting, "made first": order[0], **measure(world_size=world_size, device=args.device)[0]})
     promises = []
     if args.device != "cpu":
         ratios = [row["ours"] / row["torch"] for row in rows]
@@ -309,14 +309,14 @@ def on_device(part: Callable[[argparse.Namespace], Part]) -> Callable[[argparse.
         if args.device == "cuda" and not usable_gpus():
             raise ValueError("there is no GPU here that CUDA can use; --device cpu tries the command without one")
         try:
-            found = part(args)
+            outcome = part(args)
         except Exception as error:  # of any kind: nobody may have run this on such a machine before
-            found = Part([{"ended by": f"{type(error).__name__}: {error}"}], [Promise("errors", 1, at_most=0)])
+            outcome = Part([{"ended by": f"{type(error).__name__}: {error}"}], [Promise("errors", 1, at_most=0)])
         if args.device == "cpu":
             print(NOT_ON_THE_CPU.get(part.__name__, NOT_ON_THE_CPU["steps"]))
         device = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
         count = usable_gpus() if args.device == "cuda" else 0
-        return Part(found.rows, found.promises, found.table, {**found.also, "device": device, "GPUs": count})
+        return Part(outcome.rows, outcome.promises, outcome.table, {**outcome.also, "device": device, "GPUs": count})
 
     return measured
 

@@ -75,7 +75,7 @@ def against(measure: Callable, most: float, ours: str, other: str, world_sizes: 
                 seconds = launch(measure, model, args.repeats, world_size=world_size, device="cpu", timeout=600)[0]
                 ratio, setting = seconds[ours] / seconds[other], {"model": model, "world_size": world_size}
                 rows.append({**setting, **seconds})
-                table.append({**setting, **{f"{key}, ms": 1e3 * one for key, one in seconds.items()}, "ratio": ratio})
+                table.append({**setting, **{f"{key}, ms": 1e3 * s for key, s in seconds.items()}, "ratio": ratio})
                 promises.append(Promise(f"{model}, K={world_size}: {ours}, times {other}", ratio, most))
         return Part(rows, promises, table)
 
@@ -111,7 +111,7 @@ def fully_sharded_times(model: str, repeats: int) -> dict[str, float]:
     fully_shard(theirs, mesh=mesh)
     ours = FullyShardedDataParallel(make())
     kinds = {"torch": theirs, "ours": ours}
-    return medians({k: timed(step, one, Adam(one.parameters(), lr=0.001), *batch) for k, one in kinds.items()}, repeats)
+    return medians({k: timed(step, net, Adam(net.parameters(), lr=0.001), *batch) for k, net in kinds.items()}, repeats)
 
 
 def pipeline_times(model: str, repeats: int) -> dict[str, float]:

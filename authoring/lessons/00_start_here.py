@@ -187,8 +187,8 @@ more in float64, which has nine more digits, and a bound to match:
 
 # %% in-float64
 exact = compare.run("digits", world_size=K, steps=3, dtype="float64", device_speed="none", link=None, progress=True)
-for name, found in (("float32, all steps", results), ("float64, three steps", exact)):
-    worst = max(stage["max_abs_diff_vs_single"] for stage in found["stages"])
+for name, comparison in (("float32, all steps", results), ("float64, three steps", exact)):
+    worst = max(stage["max_abs_diff_vs_single"] for stage in comparison["stages"])
     print(f"{name}: no weight is further than {worst:.0e} from the single device's (measured)")
 
 # %% check-same-training

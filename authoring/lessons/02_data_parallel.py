@@ -165,10 +165,10 @@ show.diff(stage1_single.train, stage2_dataparallel.train)
 
 # %% same-training
 digits = problems.make("digits")
-one, many = digits.model(), digits.model()
-stage1_single.train(one, digits.batches(48, 30), lr=0.05)
+single, many = digits.model(), digits.model()
+stage1_single.train(single, digits.batches(48, 30), lr=0.05)
 stage2_dataparallel.train(many, digits.batches(48, 30), lr=0.05, devices=["cpu"] * K)
-pairs = zip(one.parameters(), many.parameters())
+pairs = zip(single.parameters(), many.parameters())
 difference = max(float((a - b).detach().abs().max()) for a, b in pairs)
 
 # %% check-same-training

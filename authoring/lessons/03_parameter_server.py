@@ -157,15 +157,15 @@ def equal(same_seed, broadcast):
     return tuple(map(torch.equal, first, second))
 
 
-found = {(seed, way): equal(seed, way) for seed in (False, True) for way in (False, True)}
-for (same_seed, broadcast), (weights, masks) in found.items():
+equality = {(seed, way): equal(seed, way) for seed in (False, True) for way in (False, True)}
+for (same_seed, broadcast), (weights, masks) in equality.items():
     print(f"same seed: {same_seed!s:5}  broadcast: {broadcast!s:5}  equal weights: {weights!s:5}  equal masks: {masks}")
 
 # %% claim-7
 # NBVAL_CHECK_OUTPUT
 claims.decide(
     7, "All ranks must start with the same random seed.", "measured",
-    {"rank 0 broadcasts": not found[False, True][0], "nobody broadcasts": not found[False, False][0]},
+    {"rank 0 broadcasts": not equality[False, True][0], "nobody broadcasts": not equality[False, False][0]},
     "The broadcast makes the weights equal. The same seed everywhere gives all ranks the same dropout mask, which is worse.",
 )  # fmt: skip
 

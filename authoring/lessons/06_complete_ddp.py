@@ -187,9 +187,9 @@ class FindsUnused(Core):
 # NBVAL_CHECK_OUTPUT
 search = {"find_unused_parameters": True}
 for both in (False, True):
-    found = launch(two_steps, FindsUnused, both, world_size=2)
+    ours = launch(two_steps, FindsUnused, both, world_size=2)
     torchs = launch(two_steps, torch.nn.parallel.DistributedDataParallel, both, **search, world_size=2)
-    assert str(found) == str(torchs) and (found[0][-1] is not None) == both, (found, torchs)
+    assert str(ours) == str(torchs) and (ours[0][-1] is not None) == both, (ours, torchs)
 print("the same gradients as torch's DDP; that of the right branch is None only if no rank uses it")
 
 # %% [markdown]
@@ -447,11 +447,11 @@ mistakes = {
     "everybody saves": ("if dist.get_rank() == 0:", "if True:"),
     "the wrapper is saved": ("model.state_dict()", "parallel.state_dict()"),
 }
-found = {name: audit.audit(text.replace(right, wrong)) for name, (right, wrong) in mistakes.items()}
-for name, messages in found.items():
+messages_of = {name: audit.audit(text.replace(right, wrong)) for name, (right, wrong) in mistakes.items()}
+for name, messages in messages_of.items():
     print(f"{name}:\n    {'; '.join(messages)}")
 
-assert audit.audit(text) == [] and all(len(messages) == 1 for messages in found.values()), found
+assert audit.audit(text) == [] and all(len(messages) == 1 for messages in messages_of.values()), messages_of
 
 # %% [markdown]
 r"""

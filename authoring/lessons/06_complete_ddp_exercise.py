@@ -176,19 +176,19 @@ check("6.5", main)
 def mistakes(samples, weights, saved):
     """Return a set of words: "sampler", "epoch", "wrapper", "writers", "names"; empty if all is well."""
     ### BEGIN SOLUTION
-    found, size = set(), len(samples)
+    words, size = set(), len(samples)
     first = [set(rank[0]) for rank in samples]
     if any(len(first[0] & other) > size for other in first[1:]):
-        found.add("sampler")
+        words.add("sampler")
     if any(rank[0] == rank[1] for rank in samples):
-        found.add("epoch")
-    if any(one != weights[0] for one in weights):
-        found.add("wrapper")
+        words.add("epoch")
+    if any(other != weights[0] for other in weights):
+        words.add("wrapper")
     if sum(1 for names in saved if names) > 1:
-        found.add("writers")
+        words.add("writers")
     if any(name.startswith("module.") for names in saved for name in names):
-        found.add("names")
-    return found
+        words.add("names")
+    return words
     ### END SOLUTION
 
 
@@ -225,7 +225,7 @@ class Reducer:
         self.there.add(parameter)
         while len(self.sent) < len(self.buckets) and self.there.issuperset(self.buckets[len(self.sent)]):
             bucket = self.buckets[len(self.sent)]
-            parts = [torch.zeros_like(one) if one.grad is None else one.grad for one in bucket]
+            parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
             flat = torch.cat([part.flatten() for part in parts]) / self.world_size
             self.sent.append((bucket, flat, self.start(flat)))
         ### END SOLUTION
@@ -240,7 +240,7 @@ class Reducer:
         used = {parameter for parameter, count in zip(self.everyone, users, strict=True) if count}
         for bucket, flat, wait in self.sent:
             wait()
-            for parameter, part in zip(bucket, flat.split([one.numel() for one in bucket]), strict=True):
+            for parameter, part in zip(bucket, flat.split([each.numel() for each in bucket]), strict=True):
                 parameter.grad = part.view_as(parameter) if parameter in used else None
         self.there, self.sent = set(), []
         ### END SOLUTION

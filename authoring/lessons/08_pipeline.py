@@ -242,8 +242,8 @@ whole = stack(1)[0]
 cross_entropy(whole(torch.cat(samples)), torch.cat(targets)).backward()
 for name, schedule in schedules.items():
     stages = {number: gradient for rank in launch(run, schedule, world_size=K) for number, gradient in rank.items()}
-    found = torch.cat([stages[number] for number in sorted(stages)])
-    assert (found - gradients_of(whole)).abs().max() < 1e-14, name
+    gradient = torch.cat([stages[number] for number in sorted(stages)])
+    assert (gradient - gradients_of(whole)).abs().max() < 1e-14, name
     print(f"{name}: stages per rank: {len(stages) // K}; the gradients are those of one device")
 
 # %% [markdown]
@@ -294,8 +294,8 @@ def with_torch(name):
 
 
 for name in ("ScheduleGPipe", "Schedule1F1B"):
-    found = torch.cat(launch(with_torch, name, world_size=K))
-    assert (found - gradients_of(whole)).abs().max() < 1e-14, name
+    gradient = torch.cat(launch(with_torch, name, world_size=K))
+    assert (gradient - gradients_of(whole)).abs().max() < 1e-14, name
     print(f"torch's {name}: the gradients are those of one device")
 
 # %% [markdown]
@@ -377,11 +377,11 @@ small operations, which the formula leaves out. So no schedule gives all that it
 
 # %% four-measured
 derived = {name: 100 * show.sketches.idle(table) for name, table in rows.items()}
-found = {"GPipe": 100 * measured[M], "1F1B": 100 * idle(M, one_forward_one_backward),
+percent = {"GPipe": 100 * measured[M], "1F1B": 100 * idle(M, one_forward_one_backward),
          "interleaved": 100 * idle(M, stage8_pipeline.interleaved, 2),
          "zero bubble": 100 * idle(M, stage8_pipeline.zero_bubble)}  # fmt: skip
-show.bars(found, "idle (%)", "Ranks idle for as long as the schedule says, and some more", form="{:.0f}", theory=derived,
-          colours=dict.fromkeys(found, show.STAGE_COLOURS["8"]))  # fmt: skip
+show.bars(percent, "idle (%)", "Ranks idle for as long as the schedule says, and some more", form="{:.0f}", theory=derived,
+          colours=dict.fromkeys(percent, show.STAGE_COLOURS["8"]))  # fmt: skip
 
 # %% [markdown]
 r"""

@@ -47,19 +47,19 @@ def losses(world_size=1, rank=0):
     return train(text.model(), text.batches(48, 25, rank=rank, world_size=world_size), lr=0.5)
 
 
-one = losses()
+single = losses()
 many = launch(lambda: losses(dist.get_world_size(), dist.get_rank()), world_size=K)
 mean = [sum(step) / K for step in zip(*many)]
 
 # %% same-batch-figure
 show.curves(
-    {"one device": (range(25), one, show.STAGE_COLOURS["1"]), f"{K} ranks": (range(25), mean, show.STAGE_COLOURS["6"])},
+    {"one device": (range(25), single, show.STAGE_COLOURS["1"]), f"{K} ranks": (range(25), mean, show.STAGE_COLOURS["6"])},
     "step", "loss (nats)", "Same batch, same rate: the curves are one", points=False, nested=True,
 )  # fmt: skip
 
 # %% check-same-batch
 # NBVAL_CHECK_OUTPUT
-assert max(abs(a - b) for a, b in zip(one, mean)) < 1e-12
+assert max(abs(a - b) for a, b in zip(single, mean)) < 1e-12
 print("K ranks with B/K samples each learn exactly what one device learns with B, at the same rate")
 guess.reveal("1: the mean of the ranks' means is the mean of the batch", "1")
 
@@ -111,14 +111,14 @@ def sweep(problem, samples, batch, lr):
         return {run: final_loss(problem, samples, *run) for run in different[dist.get_rank() :: 4]}
 
     steps = sum(samples // run[0] for run in different[::4])
-    found = {run: loss for part in launch(every_fourth, world_size=4, progress=steps) for run, loss in part.items()}
-    return {name: [[found[runs[name, k, seed]] for seed in range(3)] for k in factors] for name in rules}
+    loss_of = {run: loss for part in launch(every_fourth, world_size=4, progress=steps) for run, loss in part.items()}
+    return {name: [[loss_of[runs[name, k, seed]] for seed in range(3)] for k in factors] for name in rules}
 
 
-def drawn(found, batch, title):
+def drawn(losses_by_rule, batch, title):
     bands = {name: (factors, [min(three) for three in row], [max(three) for three in row])
-             for name, row in found.items()}  # fmt: skip
-    series = {name: (factors, [sum(three) / 3 for three in row]) for name, row in found.items()}
+             for name, row in losses_by_rule.items()}  # fmt: skip
+    series = {name: (factors, [sum(three) / 3 for three in row]) for name, row in losses_by_rule.items()}
     return show.curves(series, f"batch, in units of {batch} samples", "held-out loss (nats)", title, log="x",
                        points=False, bands=bands, ticks=factors)  # fmt: skip
 
@@ -357,7 +357,7 @@ def difference(limit):
             parameter.grad /= dist.get_world_size()
     torch.nn.utils.clip_grad_norm_(late.parameters(), limit)
     pairs = zip(early.parameters(), late.parameters())
-    return max(float((one.grad - other.grad).abs().max() / other.grad.abs().max()) for one, other in pairs)
+    return max(float((mine.grad - other.grad).abs().max() / other.grad.abs().max()) for mine, other in pairs)
 
 
 # %% claim-16

@@ -77,8 +77,8 @@ seconds = {
 slow = theory.Costs.of_link(200e6)
 formula = dict.fromkeys(seconds, theory.seconds("ring", p, K, slow))
 formula["two levels"] = theory.seconds("ring", p, 2, slow)
-found = "2(K-1)/K p = 1.5 p for 4 ranks in a flat ring; 2(H-1)/H p = p for 2 hosts"
-guess.reveal(found, guess.answers[0], kind="derived")
+traffic = "2(K-1)/K p = 1.5 p for 4 ranks in a flat ring; 2(H-1)/H p = p for 2 hosts"
+guess.reveal(traffic, guess.answers[0], kind="derived")
 show.bars(
     {name: 1000 * s for name, s in seconds.items()}, "time to add up 1 MiB (ms)",
     "Two levels take {:.2f} of the flat ring's time, {:.2f} of plain TCP's".format(

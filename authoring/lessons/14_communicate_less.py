@@ -123,7 +123,7 @@ ways = {
 
 # %% run
 def trained(seed, steps=40):
-    text, found = problems.make("bytes", parameters=20_000, context=32), {}
+    text, outcomes = problems.make("bytes", parameters=20_000, context=32), {}
     for name, way in ways.items():
         model = text.model(seed)
         shares = steps * K // (K - 1) if name == "asynchronous" else steps
@@ -132,9 +132,9 @@ def trained(seed, steps=40):
             way(text.model(), [], 0.15)  # no steps: the broadcast at the start, and no more
         with wire.counting() as traffic:
             losses = way(model, share, 0.15)
-        found[name] = losses, (traffic.bytes_sent - before.bytes_sent) / steps, text.loss(model)
+        outcomes[name] = losses, (traffic.bytes_sent - before.bytes_sent) / steps, text.loss(model)
         dist.barrier()
-    return found
+    return outcomes
 
 
 runs = [launch(trained, seed, world_size=K) for seed in show.progress(range(3))]

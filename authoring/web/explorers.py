@@ -58,7 +58,7 @@ def movable_ends(explorer):
 
 def place(pairs, value):
     """Which of the (label, value) `pairs` has this value."""
-    return [one for _, one in pairs].index(value)
+    return [text for _, text in pairs].index(value)
 
 
 def thinned(every, first, most):
@@ -68,7 +68,7 @@ def thinned(every, first, most):
     """
     kept = {name: list(pairs) for name, pairs in every.items()}
     while math.prod(map(len, kept.values())) > most:
-        name = max(kept, key=lambda one: len(kept[one]))
+        name = max(kept, key=lambda control: len(kept[control]))
         others = [pair for pair in kept[name] if pair[1] != first[name]]
         inner = [pair for pair in others if pair not in (kept[name][0], kept[name][-1])]
         kept[name].remove((inner or others)[len(inner or others) // 2])
@@ -85,13 +85,13 @@ def branch(explorer, kept, names, lines, labels):
         rows = [lines.setdefault(line, len(lines)) for line in svg(picture).splitlines()]
         return [picture.message, picture.alt, rows]
     name, *rest = names
-    control, found = explorer.controls[name], []
+    control, branches = explorer.controls[name], []
     pairs = positions(control) if name in movable_ends(explorer) else kept[name]
     labels[name] = max(labels[name], [label for label, _ in pairs], key=len)
     for _, value in pairs:
         control.value = value
-        found.append(branch(explorer, kept, rest, lines, labels))
-    return found
+        branches.append(branch(explorer, kept, rest, lines, labels))
+    return branches
 
 
 def svg(picture) -> str:

@@ -91,12 +91,12 @@ def compared(values: Sequence[Value], wrong: Sequence[Value], message: str, secr
         return f"{first.case}: {in_short(first)}{message}{ranks_in_words(values, wrong)}"
     if secret:
         return f"{first.case}: {unlike_type(first.actual, first.expected) or f'{shown(first.actual)} is not it'}"
-    who = "" if first.rank is None else f"rank {first.rank}: "
+    where = "" if first.rank is None else f"rank {first.rank}: "
     difference = unlike(first.actual, first.expected, "the result") or "the result is another one"
     bad = {value.case for value in wrong}
     good = list(dict.fromkeys(value.case for value in values if value.case not in bad))
     right = f" (right: {'; '.join(good)})" if 0 < len(good) <= 2 else ""
-    return f"{first.case}: {who}{difference}{relation(values, wrong)}{ranks_in_words(values, wrong)}{right}"
+    return f"{first.case}: {where}{difference}{relation(values, wrong)}{ranks_in_words(values, wrong)}{right}"
 
 
 def in_short(value: Value) -> str:

@@ -352,14 +352,14 @@ def mistakes(samples, weights, saved):
 #- if names) > 1:
 #+ if names) > 0:
 # %% 6.6 wrong: the weights are not compared | "wrapper" is missing: the weights differ from rank to rank
-#- one != weights[0]
-#+ one != one
+#- other != weights[0]
+#+ other != other
 # %% 6.6 told: one word | a set of words was expected, not str
-#- return found
+#- return words
 #+ return "sampler"
 # %% 6.6 told: other words | ['weights'] is none of sampler, epoch, wrapper, writers, names
-#- found.add("wrapper")
-#+ found.add("weights")
+#- words.add("wrapper")
+#+ words.add("weights")
 # %% 6.7 right: divides at the end, the bitmap first
 class Reducer:
     def __init__(self, buckets, start, world_size):

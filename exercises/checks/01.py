@@ -69,17 +69,17 @@ class GradientBytes:
         return {"widths": [random.randrange(3, 40) for _ in range(3)], "tied": hidden}
 
     def probe(gradient_bytes, widths, tied):
-        one, two, three = widths
-        frozen = nn.Sequential(nn.Linear(one, two), nn.Linear(two, three))
+        small, middle, large = widths
+        frozen = nn.Sequential(nn.Linear(small, middle), nn.Linear(middle, large))
         frozen[0].requires_grad_(False)
-        shared = nn.Sequential(nn.Linear(two, two), nn.Linear(two, two))
+        shared = nn.Sequential(nn.Linear(middle, middle), nn.Linear(middle, middle))
         shared[1].weight = shared[0].weight
-        two_dtypes = nn.Sequential(nn.Linear(one, two), nn.Linear(two, three).double())
-        yield "dtypes", "a float32 model", gradient_bytes(nn.Linear(one, two))
-        yield "dtypes", "a float64 model", gradient_bytes(nn.Linear(two, three).double())
-        yield "dtypes", "a bfloat16 model", gradient_bytes(nn.Linear(three, one).bfloat16())
+        two_dtypes = nn.Sequential(nn.Linear(small, middle), nn.Linear(middle, large).double())
+        yield "dtypes", "a float32 model", gradient_bytes(nn.Linear(small, middle))
+        yield "dtypes", "a float64 model", gradient_bytes(nn.Linear(middle, large).double())
+        yield "dtypes", "a bfloat16 model", gradient_bytes(nn.Linear(large, small).bfloat16())
         yield "dtypes", "a model of two dtypes", gradient_bytes(two_dtypes)
-        with_buffers = nn.Sequential(nn.Linear(one, three), nn.BatchNorm1d(three))
+        with_buffers = nn.Sequential(nn.Linear(small, large), nn.BatchNorm1d(large))
         yield "trained only", "a model with buffers", gradient_bytes(with_buffers)
         yield "trained only", "a model with a frozen layer", gradient_bytes(frozen)
         if tied:
