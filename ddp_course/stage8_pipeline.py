@@ -323,7 +323,7 @@ class Pipeline:
             self.send(Instruction("forward", microbatch, stage), outputs.detach().contiguous())
         self.kept[microbatch, stage] = start, outputs
 
-    def backward(self, microbatch, stage, compute=torch.autograd.backward):
+    def backward(self, microbatch, stage, compute=torch.Tensor.backward):
         """Compute the gradients of the weights and of what came in, from the gradient of what went out."""
         start, outputs = self.kept.pop((microbatch, stage))
         gradient = self.take(Instruction("input", microbatch, stage + 1))
