@@ -56,10 +56,12 @@ def main() -> int:
     options = parser.parse_args()
     try:
         hosts = virtual_hosts.build(options.hosts, units.bits_per_second(options.bandwidth))
+        processes = [start(hosts, number, options.command) for number in range(options.hosts)]
+    except FileNotFoundError as error:
+        parser.error(str(error))
     except Exception as error:  # whatever forbids it, the reason is for a person to read
         print(f"virtual hosts cannot be had here: {virtual_hosts.explain(error)}", file=sys.stderr)
         return 2
-    processes = [start(hosts, number, options.command) for number in range(options.hosts)]
     return max(process.wait() % 256 for process in processes)
 
 

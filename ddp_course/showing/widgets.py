@@ -17,7 +17,7 @@ import ipywidgets
 from IPython.display import display
 from tqdm.auto import tqdm as progress  # noqa: F401 (for cells that take long)
 
-from ..measuring.plans import readable
+from ..measuring.plans import decide, readable
 from . import plots, sketches
 from .plots import STAGE_COLOURS, Picture, panels
 
@@ -247,10 +247,8 @@ def bucket_figure(steps: list[Any], measured: list[Any], row: int) -> Picture:
 )
 def decision_chart(billions: float = 7, devices: int = 16, bandwidth: str = "100Gbit") -> Picture:
     """Which way for which model and machine, for hosts of up to 8 devices of 80 GB."""
-    from ..measuring import plans
-
     setting = {"billions": billions, "memory_gb": 80, "devices": devices, "bandwidth": bandwidth}
-    return decision_figure(setting, *plans.decide(**setting, per_host=min(8, devices)))
+    return decision_figure(setting, *decide(**setting, per_host=min(8, devices)))
 
 
 def decision_figure(setting: dict[str, Any], chosen: Any, reason: str, plans: Sequence[Any]) -> Picture:

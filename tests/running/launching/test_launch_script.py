@@ -62,6 +62,7 @@ def test_fault_in_a_script(forked, fault):
     check(forked, fault, 3)
 
 
+@pytest.mark.weekly
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_fault_without_forks(spawned, fault):
     check(spawned, fault, 2)
