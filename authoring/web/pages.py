@@ -192,6 +192,6 @@ def prediction(text: str, number: int) -> str:
 
 def reveal(ours: dict, number: int, line: str) -> str:
     """The line that answers prediction `number`."""
-    found = html.escape(line.partition("; ")[2])  # "counted: 1.5 p": what it is, and the number
-    settings = f'data-number="{number}" data-right="{ours["right"]}" data-found="{found}"'
+    outcome = html.escape(line.partition("; ")[2])  # "counted: 1.5 p": what it is, and the number
+    settings = f'data-number="{number}" data-right="{ours["right"]}" data-found="{outcome}"'
     return f'<p class="reveal" {settings} aria-live="polite">{html.escape(line)}</p>'
