@@ -426,10 +426,10 @@ class Reducer:
 # %% 6.7 wrong: does not wait | wait for each sum before you hand it out
 #-             wait()
 # %% 6.7 wrong: not ready for the next pass | forget at the end of a pass what was ready and what has left
-#-             for parameter, part in zip(bucket, flat.split([one.numel() for one in bucket]), strict=True):
+#-             for parameter, part in zip(bucket, flat.split([each.numel() for each in bucket]), strict=True):
 #-                 parameter.grad = part.view_as(parameter) if parameter in used else None
 #-         self.there, self.sent = set(), []
-#+             for parameter, part in zip(bucket, flat.split([one.numel() for one in bucket]), strict=True):
+#+             for parameter, part in zip(bucket, flat.split([each.numel() for each in bucket]), strict=True):
 #+                 parameter.grad = part.view_as(parameter) if parameter in used else None
 # %% 6.7 wrong: unused never leave | the bucket of an unused parameter has not left: after backward, what is missing counts as ready
 #-         for parameter in self.everyone:
