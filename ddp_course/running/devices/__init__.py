@@ -9,7 +9,7 @@ What `Link` is for cables, `Device` is for accelerators: the arithmetic is real,
     with Device("2GFLOP/s", memory="5GB/s").emulate(record=True) as emulation:     in this process, without ranks
         train(model, batches, lr)
     emulation.operations        what each operation cost, and whether it was bound by flops or by memory
-    emulation.busy_s            seconds that the device worked; with `sleep=False` nobody waits for it
+    emulation.busy_s            seconds that the device worked; with `sleep=False` no thread waits for it
 """
 
 from .device import Device

@@ -17,7 +17,7 @@ SAMPLES, CHANNELS, SIDE = 16, 32, 8  # the digits' small convolutions are the sl
 
 
 def fitting(device: Any, world_size: int) -> float:
-    """By what factor `device` must be slower for `world_size` of them to fit this machine; 1 or less if they do."""
+    """Return the factor by which `device` must be slower so that `world_size` of them fit; 1 or less if they do fit."""
     flops, nbytes = of_core()
     share = HALF * min(1.0, usable_cores() / world_size)
     return max(device.rate / (share * flops), (device.memory or 0.0) / (share * nbytes))
@@ -25,7 +25,7 @@ def fitting(device: Any, world_size: int) -> float:
 
 @cache
 def of_core() -> tuple[float, float]:
-    """Floating-point operations and bytes per second on one core: of a convolution, and of an addition in place."""
+    """Return what one core does per second: the flops of a convolution, and the bytes of an addition in place."""
     images, kernels = torch.randn(SAMPLES, CHANNELS, SIDE, SIDE), torch.randn(CHANNELS, CHANNELS, 3, 3)
     total, term = torch.zeros(2, 1 << 20)
     threads = torch.get_num_threads()
@@ -38,5 +38,5 @@ def of_core() -> tuple[float, float]:
 
 
 def most_per_second(operation: Callable, work: float) -> float:
-    """How much of its `work` an operation does per second of this thread's own time, at the best of several tries."""
+    """Return how much of its `work` an operation does per second of this thread's time, at best in several tries."""
     return CALLS * work / min(timeit.repeat(operation, timer=time.thread_time, repeat=TRIES, number=CALLS))

@@ -3,10 +3,10 @@
     device   | conv 1 | conv 2 |                     | conv 3 |
     thread   | queues, sleeps  | waits for a message | queues, sleeps
 
-An operation begins when the thread has come to it and the device is free. The thread's own clock stands still
-while the processor does the real arithmetic, or runs another thread: the thread makes up for that by sleeping less, as
-an accelerator's queue would hide it. It goes on while the thread waits for a message or a lock, and while Python
-works for longer than a queue would hide. The system tells them apart: it counts every thread's seconds of computing,
+An operation begins when the thread has come to it and the device is free. The thread's own clock stands still while the
+processor does the real arithmetic, or runs another thread: the thread makes up for that by sleeping less, as an
+accelerator's queue would hide it. The clock goes on while the thread waits for a message or a lock, and while Python
+works for longer than a queue would hide. To tell the cases apart, the clock reads the thread's seconds of computing,
 and those in line for a processor.
 """
 
@@ -16,28 +16,28 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-SCHEDSTAT = "/proc/thread-self/schedstat"  # Linux tells the nanoseconds computed and those in line for a processor
-SHORT = 0.002  # seconds: a longer wait is a wait for another rank, and sets this thread's clock to the wall's
-HIDDEN = 0.003  # seconds: a queue of operations hides so much Python between two of them
+SCHEDSTAT = "/proc/thread-self/schedstat"  # Linux writes the nanoseconds of computing and of queueing here
+SHORT = 0.002  # a wait of more seconds is a wait for another rank, and sets this thread's clock to the wall's
+HIDDEN = 0.003  # a queue of operations hides this many seconds of Python between two of them
 
 
 class Clock:
-    """When an emulated device is free (seconds of `time.perf_counter`), and for how many seconds it has worked."""
+    """Knows when an emulated device is free (seconds of `time.perf_counter`), and how many seconds it has worked."""
 
     def __init__(self):
         self.free = self.busy = 0.0
 
     def book(self, ready: float, seconds: float) -> float:
-        """Let the device work for `seconds`, from the moment `ready` or when it is free; returns when it is done."""
+        """Let the device work for `seconds`, from `ready` on or once it is free; return the moment when it is done."""
         self.free = max(ready, self.free) + seconds
         self.busy += seconds
         return self.free
 
 
 class ThreadClock(threading.local):
-    """The time `now` at which a thread would be if it always had a processor of its own; each thread has its own.
+    """`now` is the time at which a thread would be if it always had its own processor; each thread has its own `now`.
 
-    One that does not `sleep` only counts the device's time.
+    A clock that does not `sleep` only counts the device's time.
     """
 
     def __init__(self, sleep: bool = True):
@@ -52,7 +52,7 @@ class ThreadClock(threading.local):
         self.arithmetic = 0.0
 
     def in_line(self) -> float:
-        """Seconds that this thread has stood in line for a processor so far; 0 where the system does not tell."""
+        """Return the seconds that this thread has stood in line for a processor so far; 0 if that is unknown."""
         return int(os.pread(self.line.fileno(), 64, 0).split()[1]) * 1e-9 if self.line else 0.0
 
     def real(self, function: Callable, args: tuple, kwargs: dict) -> Any:
@@ -65,7 +65,7 @@ class ThreadClock(threading.local):
         return result
 
     def catch_up(self) -> None:
-        """Let pass what this thread has waited since it was here last, and what Python took beyond what is hidden."""
+        """Advance `now` by this thread's waiting since the last call, and by the Python time that no queue hides."""
         if not self.sleep:
             return
         wall, computed, queued, arithmetic = self.wall, self.computed, self.queued, self.arithmetic
@@ -76,7 +76,7 @@ class ThreadClock(threading.local):
         self.now = self.wall if waited > SHORT else self.now + waited
 
     def reach(self, moment: float) -> None:
-        """Sleep until `moment`, unless it has passed in the meantime, and count from there."""
+        """Sleep until `moment`, unless that has passed already, and count from there."""
         self.now = moment
         early = moment - time.perf_counter()
         if self.sleep and early > 0:
@@ -85,5 +85,5 @@ class ThreadClock(threading.local):
 
     @property
     def behind(self) -> float:
-        """Seconds by which this thread lags behind where it should be: what the processor could not keep up with."""
+        """Seconds by which this thread is late, because the processor could not keep up with the device."""
         return time.perf_counter() - self.now if self.sleep else 0.0

@@ -14,10 +14,10 @@ from .emulation import Emulation
 
 
 class Device:
-    """An emulated accelerator: "2GFLOP/s", with a `memory` of "5GB/s", or None for one that nothing waits for.
+    """An emulated accelerator: its `rate`, such as "2GFLOP/s", and its `memory`, such as "5GB/s" or None for no limit.
 
-    An operation takes max(flops/rate, bytes/memory) of its time; the real arithmetic runs on the processor meanwhile,
-    so results are those of any other run, bit for bit. Raises EmulationError for what does not parse or cannot be.
+    An operation takes max(flops/rate, bytes/memory) seconds; the processor does the real arithmetic meanwhile, so
+    results equal those of any run, bit for bit. Raises EmulationError for numbers that are unreadable or out of range.
     """
 
     def __init__(self, rate, memory=None):
@@ -27,9 +27,9 @@ class Device:
 
     @classmethod
     def like(cls, name: str, slowed: float = 1.0, scale: float = 1.0) -> "Device":
-        """The accelerator `name` of ACCELERATORS in slow motion: all it does takes `slowed` times as long.
+        """Return the accelerator `name` of ACCELERATORS in slow motion: every operation takes `slowed` times as long.
 
-        With `scale` it stands for one that trains a model so many times larger: its rate shrinks along with the model.
+        With `scale` it stands for one that trains a model `scale` times larger: rate and memory shrink with the model.
         Give `Link.like` the same two numbers, and divide measured times by `slowed` for an estimate of the real ones.
         """
         known = presets.find(presets.ACCELERATORS, "device", name, slowed, scale)
@@ -46,7 +46,7 @@ class Device:
         return f"Device({self})"
 
     def seconds(self, flops: float, nbytes: float) -> tuple[float, str]:
-        """Seconds of an operation with so many flops and bytes of traffic, and what bounds it: "flops" or "memory"."""
+        """Return the seconds of an operation with these flops and bytes, and what bounds it: "flops" or "memory"."""
         computing, moving = flops / self.rate, nbytes / self.memory if self.memory else 0.0
         return (computing, "flops") if computing >= moving else (moving, "memory")
 
@@ -59,29 +59,29 @@ class Device:
             )
 
     def slower(self, factor: float) -> str:
-        """What to choose instead of this device, to have it `factor` times slower."""
+        """Return in words what to choose instead of this device, to have it `factor` times slower."""
         if self.name:
             return f"slowed={units.two_digits(self.slowed * factor, up=True):g} or more"
         rate, memory = (value and units.two_digits(value / factor) for value in (self.rate, self.memory))
         return f"at most {with_unit(rate, 'FLOP/s')}" + (f" and memory of {with_unit(memory, 'B/s')}" if memory else "")
 
     def over(self, link: Any) -> "Device":
-        """This device, for several in one process: copies between them take the time of `link`."""
+        """Return this device for a process that has several: copies between them take the time of `link`."""
         device = copy(self)
         device.link = link or self.link
         return device
 
     def emulate(self, link: Any = None, record: bool = False, sleep: bool = True) -> Emulation:
-        """A context in which this process computes on such devices; copies between them take the time of `link`."""
+        """Return a context in which this process computes on such devices; copies between them take `link`'s time."""
         return Emulation(self.over(link), record, sleep)
 
     def describe(self) -> dict:
-        """Ready for JSON: rate (FLOP/s), memory (bytes/s or None), and the name and slow motion of a known device."""
+        """Return what JSON can hold: rate (FLOP/s), memory (bytes/s or None), a known device's name and slow motion."""
         return {"rate": self.rate, "memory": self.memory, "name": self.name, "slowed": self.slowed, "text": str(self)}
 
 
 def for_ranks(device: Any, world_size: int) -> list[Device]:
-    """`device` for each of `world_size` ranks: one for all, or a list with one each; EmulationError otherwise."""
+    """Return one Device for each of `world_size` ranks, from one for all or a list; raises EmulationError otherwise."""
     devices = list(device) if isinstance(device, (list, tuple)) else [device] * world_size
     wrong = [each for each in devices if not isinstance(each, Device)]
     if wrong:
@@ -94,7 +94,7 @@ def for_ranks(device: Any, world_size: int) -> list[Device]:
 
 @contextmanager
 def emulation_of(setting: dict, rank: int, link: Any = None) -> Iterator[None]:
-    """In a rank: the emulation of its device, if the launch has one; rank 0 complains if it was too fast."""
+    """Emulate the device of `rank`, if the launch has emulated devices; rank 0 prints a warning if it was too fast."""
     devices = pickle.loads(setting["emulated"])
     if devices is None:
         yield
@@ -110,7 +110,7 @@ def emulation_of(setting: dict, rank: int, link: Any = None) -> Iterator[None]:
 
 
 def with_unit(value: float, unit: str) -> str:
-    """2.5e9 as "2.5 GFLOP/s"."""
+    """Return a number with its unit, such as "2.5 GFLOP/s" for 2.5e9."""
     for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= size:
             return f"{value / size:.3g} {prefix}{unit}"

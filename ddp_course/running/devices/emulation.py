@@ -1,12 +1,12 @@
 """The emulation at work: between Python and the arithmetic, every operation is given the time of a device.
 
-torch hands each operation of a thread to the `TorchDispatchMode` that is active there, forward and, through autograd,
-backward; the optimizer's too. The real arithmetic runs, the device's clock is advanced by what the operation costs,
+torch hands each operation of a thread to the `TorchDispatchMode` that is active there, in the forward pass, in the
+backward pass and in the optimizer. The real arithmetic runs, the device's clock is advanced by the operation's time,
 and the thread sleeps until then. So a gradient's hook fires when the device has finished that gradient.
 
 The mode is active in the thread that began the emulation, and wherever a module or a backward pass is called in a
-thread of its own (stage 2). Threads that only communicate are not slowed. A tensor that was moved to "cpu:1" lives on
-emulated device 1, and with it all that is computed from it there; what goes from one device to another takes the
+thread of its own (stage 2). Threads that only communicate are not slowed. A tensor that was moved to "cpu:1" is on
+emulated device 1, and so are all results that are computed from it there; a copy from one device to another takes the
 time of the bus.
 """
 
@@ -26,11 +26,11 @@ from ..torch_inside import TorchDispatchMode, around, dispatch_modes
 from . import capacity, roofline
 from .clock import Clock, ThreadClock
 
-LATE = 0.03  # share of the device's time: an emulation that ends later than that has not kept its clock
+LATE = 0.03  # an emulation that ends late by more than this share of the device's time has not kept its clock
 
 
 class Operation(NamedTuple):
-    """An operation of an emulated device: `bound` by "flops" or "memory"; `start` and `end` on the device's clock."""
+    """An operation of a device, `bound` by "flops" or "memory"; `start` and `end` are on the device's clock."""
 
     name: str
     device: int
@@ -42,15 +42,15 @@ class Operation(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """The device's time."""
+        """Seconds that the device took for the operation."""
         return self.end - self.start
 
 
 class Emulation:
     """A context in which the operations of this process take the time of `device`, and copies that of its link, if any.
 
-    With `record`, `operations` is the list of all `Operation`s. With `sleep=False` the clocks go on without waiting:
-    they say what it would take.
+    With `record`, `operations` is the list of all `Operation`s. With `sleep=False` no thread waits: the clocks say how
+    long the work would take.
     """
 
     current: "Emulation | None" = None  # a process has at most one emulation
@@ -60,7 +60,7 @@ class Emulation:
         self.operations = [] if record else None
         self.clocks = defaultdict(Clock)
         self.thread = ThreadClock(sleep)
-        self.home = WeakKeyDictionary()  # the device of each storage that is not on device 0
+        self.home = WeakKeyDictionary()  # this maps each storage on another device than 0 to its device
         self.flops = self.behind_s = self.copied = 0.0
 
     def __enter__(self):
@@ -79,14 +79,14 @@ class Emulation:
         self.stack.close()
 
     def stop(self) -> None:
-        """From here on everything runs at full speed."""
+        """Stop emulating: from here on everything runs at full speed."""
         if self.active:
             self.active = False
             self.thread.catch_up()
             self.behind_s = self.thread.behind
 
     def too_fast(self, world_size: int) -> float:
-        """The factor by which the device was too fast for the arithmetic of `world_size` ranks; 0 if it was not."""
+        """Return the factor by which the device was too fast for `world_size` ranks' arithmetic; 0 if it was not."""
         busy_s = self.busy_s or math.inf  # the server of lesson 14 computes nothing
         needed_s = self.thread.total * max(1.0, world_size / capacity.usable_cores()) / capacity.HALF
         return needed_s / busy_s if self.behind_s > LATE * busy_s and needed_s > busy_s else 0.0
@@ -97,7 +97,7 @@ class Emulation:
         return sum(clock.busy for clock in self.clocks.values())
 
     def perform(self, number: int, operation: Any, args: tuple, kwargs: dict) -> Any:
-        """Perform one operation on emulated device `number`, and let the time pass that it takes there."""
+        """Perform one operation on emulated device `number`, and let the device's time for it pass."""
         formula = roofline.flops_formula(operation)
         moves = roofline.has_traffic(operation)
         if not self.active:
@@ -115,7 +115,7 @@ class Emulation:
         return result
 
     def book(self, number: int, operation: Any, formula: Any, args: tuple, kwargs: dict, result: Any) -> None:
-        """Advance the clock of device `number` by what the operation cost, and wait for it."""
+        """Advance the clock of device `number` by the operation's time, and wait for that moment."""
         flops, nbytes = formula(*args, **kwargs, out_val=result) if formula else 0, 0
         if self.device.memory or self.operations is not None:  # each tensor is read or written once
             nbytes = sum(tensor.nbytes for tensor in roofline.tensors_in(args, kwargs, result))
@@ -128,7 +128,7 @@ class Emulation:
         self.thread.reach(end)
 
     def fetch(self, number: int, *operands: Any) -> None:
-        """Let the operands that live on other devices come over the link to device `number`."""
+        """Let the time pass that operands on other devices take over the link to device `number`."""
         nbytes = sum(t.nbytes for t in roofline.tensors_in(*operands) if self.number_of(t) != number)
         link = self.device.link
         if nbytes and link:
@@ -138,7 +138,7 @@ class Emulation:
         self.copied += nbytes
 
     def on_its_device(self, run: Callable, what: Any, *args: Any, **kwargs: Any) -> Any:
-        """Around a module's call and a backward pass: in a thread that has no device yet, take the tensors' one."""
+        """Run a module's call or a backward pass; a thread that has no device yet runs it on the tensors' device."""
         if not self.active or any(isinstance(mode, OnDevice) for mode in dispatch_modes()):
             return run(what, *args, **kwargs)
         tensor = next(iter(what.parameters() if isinstance(what, torch.nn.Module) else what), None)
@@ -146,7 +146,7 @@ class Emulation:
             return run(what, *args, **kwargs)
 
     def number_of(self, tensor: torch.Tensor) -> int:
-        """The emulated device on which a tensor lives."""
+        """Return the emulated device of a tensor."""
         return self.home.get(tensor.untyped_storage(), 0)
 
 
@@ -165,13 +165,13 @@ TO_COPY = torch.ops.aten._to_copy.default
 
 
 def destination(operation: Any, kwargs: dict, number: int) -> int:
-    """The emulated device on which the result will live: "cpu:1" is device 1, a plain "cpu" is device `number`."""
+    """Return the emulated device of an operation's result: "cpu:1" is device 1, a plain "cpu" is device `number`."""
     device = kwargs.get("device") if operation is TO_COPY else None
     return number if device is None or device.index is None else device.index
 
 
 def device_number(tensor: torch.Tensor) -> int:
-    """Which of this process's devices `tensor` lives on: its GPU, or the emulated device that it was moved to."""
+    """Return which of this process's devices `tensor` is on: its GPU, or the emulated device that it was moved to."""
     if tensor.is_cuda:
         return tensor.device.index
     return Emulation.current.number_of(tensor) if Emulation.current else 0

@@ -5,15 +5,15 @@ import socket
 
 import torch
 
-BOTH = "cpu:gloo,cuda:nccl"  # such a group has a backend for each kind of tensor
+BOTH = "cpu:gloo,cuda:nccl"  # a group with these two backends has one for each kind of tensor
 
 
 def placement(device: str, world_size: int) -> tuple[str, list[str]]:
-    """The backend of `world_size` ranks and the name of each one's device; `device` is "auto", "cpu", "cuda", "cuda:1".
+    """Return the ranks' backend and the name of each rank's device; `device` is "auto", "cpu", "cuda" or one "cuda:1".
 
-    One GPU per rank where there are enough: NCCL for tensors on GPUs, gloo for those on the CPU. Otherwise ranks
-    share GPUs with gloo, or with NCCL where that is asked for; without GPUs it is gloo on the CPU. Raises ValueError
-    for a device that this machine does not have.
+    Each rank has its own GPU where there are enough: NCCL is for tensors on GPUs, gloo for those on the CPU. Otherwise
+    ranks share GPUs with gloo, or with NCCL where the environment asks for it; without GPUs they use gloo on the CPU.
+    Raises ValueError for a device that this machine does not have.
     """
     if world_size < 1:
         raise ValueError(f"world size is {world_size}; it must be 1 or more")
@@ -30,7 +30,7 @@ def placement(device: str, world_size: int) -> tuple[str, list[str]]:
 
 
 def usable_gpus() -> int:
-    """How many GPUs CUDA can use; where it sees some that it cannot use, torch warns and says why."""
+    """Return how many GPUs CUDA can use; where CUDA sees GPUs that it cannot use, torch warns and says why."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
@@ -40,26 +40,26 @@ def hide_gpus() -> None:
 
 
 def nccl_can_share() -> bool:
-    """Whether this NCCL lets several ranks use one GPU where the environment asks for it: from 2.30 on."""
+    """Return whether this NCCL lets several ranks use one GPU if the environment asks for it: it does from 2.30 on."""
     return torch.distributed.is_nccl_available() and torch.cuda.nccl.version() >= (2, 30)
 
 
 def gpu_identity(device: str) -> str:
-    """A name that no other GPU has, whatever numbers processes give to it: host and UUID; "cpu" for the CPU."""
+    """Return a name that no other GPU has, whatever numbers processes use: host and UUID; "cpu" for the CPU."""
     if not device.startswith("cuda"):
         return "cpu"
     return f"{socket.gethostname()}/{torch.cuda.get_device_properties(torch.device(device)).uuid}"
 
 
 def agreed_backend(gpus: list[str]) -> str:
-    """The backend for ranks on these GPUs, one name per rank: NCCL wants one GPU per rank, unless it may share them."""
+    """Return the backend for ranks on `gpus`, a name per rank: NCCL needs a GPU per rank, unless it may share them."""
     shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" and nccl_can_share()
     one_each = len(set(gpus)) == len(gpus) or shared
     return BOTH if one_each and "cpu" not in gpus and torch.distributed.is_nccl_available() else "gloo"
 
 
 def rank_device() -> torch.device:
-    """The device of this rank: what the launcher chose, or under torchrun the GPU of its local rank, or the CPU."""
+    """Return this rank's device: the launcher's choice, or under torchrun the GPU of its local rank, or the CPU."""
     chosen = os.environ.get("DDP_COURSE_DEVICE")
     if not chosen:
         gpus = usable_gpus()

@@ -20,20 +20,20 @@ NO_TRAFFIC = {"_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty
 
 
 def flops_formula(operation: Any) -> Callable | None:
-    """torch's formula for the flops of `operation`, by its arguments and its result `out_val`; None if it has none."""
+    """Return torch's formula for `operation`'s flops from its arguments and result `out_val`; None without one."""
     packet = operation.overloadpacket
     return flop_registry.get(ATTENTION.get(packet, packet))
 
 
 @cache
 def has_traffic(operation: Any) -> bool:
-    """Whether `operation` reads or writes memory: views and empty tensors do not, nor do collectives."""
+    """Return whether `operation` reads or writes memory: views, empty tensors and collectives do not."""
     name = operation.overloadpacket.__name__
     return operation.namespace == "aten" and not operation.is_view and name not in NO_TRAFFIC
 
 
 def tensors_in(*operands: Any) -> Iterator[torch.Tensor]:
-    """The tensors among operands, and in their lists, tuples and dicts; `tree_leaves` takes twice as long."""
+    """Yield the tensors among operands, and in their lists, tuples and dicts; `tree_leaves` takes twice as long."""
     for operand in operands:
         if isinstance(operand, torch.Tensor):
             yield operand
