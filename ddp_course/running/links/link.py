@@ -12,21 +12,21 @@ from .. import presets, units, wire
 from ..launching.launch import pack_call, run_ranks
 from . import modes
 
-SLOWEST = 1e6  # bits per second: below that, the ranks would need minutes to find each other
-UNLIMITED = 30e9  # bits per second: no processor carries more between virtual hosts
+SLOWEST = 1e6  # with fewer bits per second the ranks would need minutes to find each other
+UNLIMITED = 30e9  # no processor carries more bits per second between virtual hosts
 HEADROOM = 0.6  # a link may take this share of what the processor carries; the model needs the rest
 TRIES = 3
 
-_carried: dict = {}  # the highest bandwidth that was measured, by mode and number of hosts
+_carried: dict = {}  # this maps a mode and a number of hosts to the highest measured bandwidth
 
 
 class Link:
     """An emulated link for every host: `bandwidth` in each direction, `latency` one way, as "200Mbit" and "5ms".
 
-    `hosts`: spread the ranks over this many hosts, in blocks (default: every rank on its own); inside a host all
-    is fast. `mode`: "hosts", "wire", or "auto" for virtual hosts where they are possible, else the wire. Torch's own
-    collectives feel it if `carries_torch`.
-    Raises EmulationError for values that do not parse or cannot be had here; the message says what can.
+    The ranks are spread over `hosts` hosts in blocks (by default every rank has its own host); inside a host nothing is
+    slowed. `mode` is "hosts", "wire", or "auto" for virtual hosts where they are possible, else the wire. The link
+    slows torch's own collectives too if `carries_torch` is True. Raises EmulationError for values that cannot be read,
+    or are not possible here; the message says which are.
     """
 
     def __init__(self, bandwidth="200Mbit", latency="0ms", hosts=None, mode="auto"):
@@ -41,10 +41,10 @@ class Link:
     def like(
         cls, name: str, slowed: float = 1.0, scale: float = 1.0, hosts: int | None = None, mode: str | None = "auto"
     ) -> "Link":
-        """The link called `name` in LINKS in slow motion: a message takes `slowed` times as long.
+        """Return the link `name` of LINKS in slow motion: a message takes `slowed` times as long.
 
-        With `scale` it stands for one that carries a model so many times larger: its bandwidth shrinks along with the
-        model, its latency does not. The same two numbers as in `Device.like`.
+        With `scale` it stands for one that carries a model `scale` times larger: its bandwidth shrinks along with the
+        model, its latency does not. `Device.like` takes the same two numbers.
         """
         known = presets.find(presets.LINKS, "link", name, slowed, scale)
         return cls(f"{known.bandwidth / (slowed * scale)}bit", f"{known.latency * slowed}s", hosts, mode)
@@ -69,10 +69,10 @@ class Link:
             )
 
     def rehearse(self, world_size: int) -> None:
-        """Launch so many hosts once, to see whether they work and whether the processor keeps their links busy.
+        """Launch this link's hosts once, to see whether they work and whether the processor keeps their links busy.
 
-        Raises EmulationError if not, with the bandwidth that it can. The caller of a launch does this. The processor
-        may be busy with something else for a moment, so the best of several measurements counts.
+        Raises EmulationError if not, with a bandwidth that is possible. The caller of a launch calls this. The
+        processor may be busy with something else for a moment, so the best of several measurements counts.
         """
         self.check(world_size)
         count = self.hosts or world_size
@@ -88,12 +88,12 @@ class Link:
             )
 
     def prepare(self, world_size: int) -> None:
-        """In the launch's agent, before the ranks start: build `network`, whose hosts have neighbouring ranks each."""
+        """Build `network`, whose hosts have neighbouring ranks each; the agent calls this before the ranks start."""
         hosts = [rank * (self.hosts or world_size) // world_size for rank in range(world_size)]
         self.network = self.kind(hosts, self.bandwidth, self.latency)
 
     def describe(self) -> dict:
-        """Ready for JSON: mode, bandwidth (bits per second), latency (seconds), hosts, whether torch feels it."""
+        """Return what JSON can hold: mode, bandwidth (bits per second), latency (seconds), hosts, if torch feels it."""
         return {
             "mode": self.mode,
             "bandwidth_bits_s": self.bandwidth,
@@ -104,7 +104,7 @@ class Link:
 
 
 def parse_bandwidth(text: Any) -> float:
-    """Bits per second of "200Mbit", "1Gbit" and the like; EmulationError for what does not parse or is too slow."""
+    """Return the bits per second of, say, "200Mbit"; raises EmulationError for text that is unreadable or too slow."""
     value = units.bits_per_second(text)
     if value < SLOWEST:
         raise EmulationError(f'the bandwidth "{text}" is out of range; choose 1Mbit or more')
@@ -112,14 +112,14 @@ def parse_bandwidth(text: Any) -> float:
 
 
 def carried(link: Link, host_count: int) -> float:
-    """The bandwidth (bits per second) at which this processor keeps all hosts' links busy at once, with headroom."""
+    """Return the bandwidth (bits per second) at which this processor keeps all hosts' links busy, with headroom."""
     unlimited = copy(link)
     unlimited.bandwidth, unlimited.latency, unlimited.hosts = UNLIMITED, 0.0, None
     return HEADROOM * 8 * min(run_ranks(pack_call(pass_around, (), {}), host_count, link=unlimited))
 
 
 def pass_around(message_bytes: int = 1 << 20, messages: int = 32) -> float:
-    """Send to the right and receive from the left, on all ranks; returns bytes per second, in each direction."""
+    """Send to the right and receive from the left, on all ranks; return the bytes per second in each direction."""
     _, _, left, right = wire.neighbours()
     outgoing, incoming = torch.zeros(2, message_bytes, dtype=torch.uint8)
     wire.exchange(outgoing, right, incoming, left)

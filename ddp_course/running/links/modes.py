@@ -1,10 +1,10 @@
 """The two ways of emulating links, behind one interface:
 
-obstacle(latency)       what stands in the way on this machine, in one line, or None
-Mode(hosts, …)          in the launch's agent, before the ranks start: build the network; `hosts` is the host of
+obstacle(latency)       returns what prevents this mode on this machine, in one line, or None
+Mode(hosts, …)          builds the network in the launch's agent, before the ranks start; `hosts` has the host of
                         each rank
-master_address          where the agent's rendezvous store can be reached from the ranks
-enter(rank)             in a rank, before it makes any socket
+master_address          is the address at which ranks reach the agent's rendezvous store
+enter(rank)             moves a rank onto the network, before the rank makes any socket
 """
 
 from ...errors import EmulationError
@@ -16,7 +16,7 @@ USE_WIRE = 'use mode="wire"'
 
 
 class VirtualHosts:
-    """Every host is a network namespace, and real TCP runs over its cable: all feel the link, torch's own too."""
+    """Every host is a network namespace whose cable carries real TCP, that of torch's own collectives too."""
 
     name, title, carries_torch = "hosts", "virtual hosts", True
     master_address = virtual_hosts.SWITCH_ADDRESS
@@ -35,7 +35,7 @@ class VirtualHosts:
 
     @staticmethod
     def obstacle(latency: float) -> str | None:
-        """What stands in the way of virtual hosts with this latency."""
+        """Return what prevents virtual hosts with this latency, or None."""
         if start_method() == "spawn":
             return "ranks are not forked here, and a new process cannot enter them"
         return virtual_hosts.forbidden_by() or ("they have no latency; the wire has" if latency else None)
@@ -46,7 +46,7 @@ MODES: dict[str, Mode] = {mode.name: mode for mode in (VirtualHosts, ThrottledWi
 
 
 def choose(name: str, latency: float) -> Mode:
-    """The mode called `name`, or for "auto" the first that this machine allows; EmulationError for what it does not."""
+    """Return mode `name`, or for "auto" the first that this machine allows; raises EmulationError if it allows none."""
     if name != "auto" and name not in MODES:
         raise EmulationError(f"unknown mode {name!r}; choose auto, {' or '.join(MODES)}")
     for mode in MODES.values() if name == "auto" else [MODES[name]]:
@@ -57,5 +57,5 @@ def choose(name: str, latency: float) -> Mode:
 
 
 def available() -> dict[str, str | None]:
-    """For each way of emulating links: None where this machine allows it, or one line about why not."""
+    """Return, for each mode, None where this machine allows it, or one line about why not."""
     return {name: mode.obstacle(0.0) for name, mode in MODES.items()}
