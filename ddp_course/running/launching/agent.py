@@ -1,8 +1,8 @@
 """The agent: the process that owns the ranks of one launch. It is never the caller itself.
 
-The server forks it; it starts the ranks and waits for them. Each rank reports straight to the caller through its own
-pipes; the agent only tells with which code each one ended. When the agent dies, so do its ranks. Ranks are forked, or,
-where a process with torch in it cannot safely be forked, started anew: then neither server nor agent loads torch.
+The server forks the agent; the agent starts the ranks and waits for them. Each rank reports to the caller through its
+own pipes; the agent only reports each rank's exit code. When the agent dies, so do its ranks. Ranks are forked. Where a
+process with torch in it cannot safely be forked, they are new processes, and neither server nor agent loads torch.
 """
 
 import contextlib
@@ -21,11 +21,11 @@ from .. import linux
 from .channel import FILES_PER_RANK, LOOPBACK, open_memory, send
 
 SCRIPT = str(Path(__file__).with_name("preloaded.py"))
-LONGEST_VARIABLE = 100_000  # bytes: Linux starts no program with much longer ones in its environment
+LONGEST_VARIABLE = 100_000  # Linux starts no program with an environment variable of much more than this many bytes
 
 
 def own_ranks(launch: socket.socket, setting: dict, log: int, shared: list) -> None:
-    """Carry out one launch: start its ranks, tell the caller how each one ended, and exit."""
+    """Carry out one launch: start its ranks, tell the caller how each rank ended, and exit."""
     send(launch.fileno(), "agent", None, os.getpid())
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(log, 1)
@@ -37,7 +37,7 @@ def own_ranks(launch: socket.socket, setting: dict, log: int, shared: list) -> N
     except Exception as error:
         send(launch.fileno(), "refused", None, error)
         os._exit(1)
-    linux.die_with_parent()  # once more: Linux forgets it when a process changes its credentials
+    linux.die_with_parent()  # this is repeated: Linux forgets it when a process changes its credentials
     wait_for(start_ranks(setting, link, master, shared, launch), launch)
     os._exit(0)
 
@@ -45,32 +45,32 @@ def own_ranks(launch: socket.socket, setting: dict, log: int, shared: list) -> N
 def prepare_network(setting: dict, link: Any) -> str:
     """Make the emulated link ready, if there is one, and return the address where the ranks find the store."""
     if link is not None:
-        link.prepare(setting["world_size"])  # before any thread or socket: it may enter new namespaces
+        link.prepare(setting["world_size"])  # this precedes any thread or socket, as it may enter new namespaces
         return link.network.master_address
     if setting["private"] and not setting["store"]:
         try:
-            linux.unshare_as_anyone(linux.CLONE_NEWNET)  # there nobody else can reach the ranks
+            linux.unshare_as_anyone(linux.CLONE_NEWNET)  # no process outside this namespace can reach the ranks
             linux.raise_loopback()
         except OSError as error:
             raise LaunchError(f"DDP_COURSE_NETWORK is private, which this system forbids ({error.strerror})") from None
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        if probe.connect_ex((LOOPBACK, 9)):  # sends nothing: it only looks for a way
+        if probe.connect_ex((LOOPBACK, 9)):  # this sends nothing, and only looks for a route
             raise LaunchError("ranks meet on 127.0.0.1, but this machine's loopback is down; run: ip link set lo up")
     return LOOPBACK
 
 
 def start_ranks(setting: dict, link: Any, master: str, shared: list, launch: socket.socket) -> dict:
-    """Start the ranks; returns their numbers by process id.
+    """Start the ranks; return a dict from process ids to the numbers of the ranks.
 
-    Rank 0 serves their store, on a socket that is bound here: two launches never clash, and this process has no
-    thread but its main one, so that it may fork (a lock that a thread holds at a fork stays locked for ever).
+    Rank 0 serves the ranks' store, on a socket that is bound here, so that two launches never clash. This process has
+    only its main thread, so that it may fork (a lock that a thread holds at a fork stays locked for ever).
     """
     listener = None if setting["store"] else socket.create_server((master, 0), backlog=1024)
     setting["store"] = setting["store"] or listener.getsockname()
     if setting["start"] == "fork":
         for name in ("ddp_course.running.launching.rank", *setting["modules"]):
-            with contextlib.suppress(Exception):  # A rank that needs it raises the error.
-                importlib.import_module(name)  # they are read afresh for this launch, but once for all its ranks
+            with contextlib.suppress(Exception):  # A rank that needs the module raises the error.
+                importlib.import_module(name)  # each launch reads these modules again, once for all its ranks
     setting["agent"], ranks = os.getpid(), {}
     for number in setting["ranks"]:
         own = socket.recv_fds(launch, 1, FILES_PER_RANK)[1]
@@ -81,12 +81,12 @@ def start_ranks(setting: dict, link: Any, master: str, shared: list, launch: soc
             be_rank(setting, number, link, files, listener)
         ranks[pid] = number
         for descriptor in own:
-            os.close(descriptor)  # so that no other rank inherits it
+            os.close(descriptor)  # no other rank may inherit it
     return ranks
 
 
 def start_anew(setting: dict, number: int, link: Any, files: list, listener: socket.socket | None) -> int:
-    """Start one rank in a new process, which inherits its open files by their numbers; returns its process id."""
+    """Start one rank in a new process, which inherits its open files by their numbers; return its process id."""
     port = listener.fileno() if listener is not None and number == 0 else None
     for descriptor in files if port is None else [*files, port]:
         os.set_inheritable(descriptor, True)
@@ -97,14 +97,14 @@ def start_anew(setting: dict, number: int, link: Any, files: list, listener: soc
 
 
 def preloading_environment() -> dict:
-    """The environment of a process that loads torch; its ranks get all of the caller's at their launch."""
+    """Return the environment for a process that loads torch; its ranks get the caller's whole environment later."""
     short = {name: value for name, value in os.environ.items() if len(value) < LONGEST_VARIABLE}
     return {**short, "TORCH_CPP_LOG_LEVEL": "ERROR", "OPENBLAS_NUM_THREADS": "1"}
 
 
 def be_rank(setting: dict, number: int, link: Any, files: list, listener: socket.socket | None) -> None:
-    """Be one rank, until its last thread has ended. Never returns: gloo's threads are not torn down."""
-    from .rank import main  # An agent that forks nothing needs no torch.
+    """Run one rank until its last thread has ended. This never returns: gloo's threads are not torn down."""
+    from .rank import main  # This loads torch, which an agent that forks no rank must not do.
 
     code = 1
     try:
@@ -120,14 +120,14 @@ def be_rank(setting: dict, number: int, link: Any, files: list, listener: socket
 
 
 def be_new_rank(setting: dict) -> None:
-    """Be one rank in a process that was started anew. Never returns."""
+    """Run one rank in a process that was started for it. This never returns."""
     number, files, port = setting["rank"]
     listener = None if port is None else socket.socket(fileno=port)
     be_rank(setting, number, pickle.loads(setting["link"]), files, listener)
 
 
 def wait_for(ranks: dict, launch: socket.socket) -> None:
-    """Tell the caller each rank's exit code as it ends; orphans of ranks are children too, and are only reaped."""
+    """Tell the caller each rank's exit code as it ends; orphans of ranks become children too, and are only reaped."""
     while ranks:
         pid, status = os.wait()
         if pid in ranks:

@@ -11,11 +11,11 @@ from ..devices import rank_device
 PROVIDED = ("rank", "world_size", "dist", "torch", "device")
 
 _names: dict = {}  # the cells that run on this rank share these global names
-_sent: dict = {}  # the notebook gave each name this value last
+_sent: dict = {}  # this maps each name to the value that the notebook sent last
 
 
 def compile_cell(source: str, filename: str) -> tuple:
-    """Compile a cell to its statements and its last expression, None if there is none or ";" silences it."""
+    """Compile a cell to its statements and its last expression, which is None if there is none or ";" silences it."""
     tree = ast.parse(source, filename)
     last = None
     end = tree.body[-1] if tree.body else None
@@ -33,7 +33,7 @@ def used_names(source: str) -> set:
 def run_cell(source: str, filename: str, pull: list, /, **given: Any) -> dict:
     """Run a cell on this rank with the names in `given`; print its last expression; rank 0 returns the names `pull`.
 
-    A name that an earlier cell has assigned on ranks that stayed is theirs; all others come with each cell.
+    On kept ranks, names that an earlier cell has assigned keep their values; the notebook sends all other names.
     """
     statements, last = compile_cell(source, filename)
     rank, world_size = dist.get_rank(), dist.get_world_size()

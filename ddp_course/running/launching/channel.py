@@ -1,7 +1,7 @@
 """What the processes of a launch say to each other, line by line over pipes, and the inbox where the caller reads it.
 
-A message is a line too: a pickle in hexadecimal digits. What may be long, as a call or a result, lies in a file without
-a name, which both sides have open.
+A message is a line too: a pickle in hexadecimal digits. A call or a result may be long, so it is in a file without a
+name, which both sides have open.
 """
 
 import os
@@ -12,11 +12,11 @@ from collections.abc import Callable
 from typing import IO, Any
 
 LOOPBACK = "127.0.0.1"
-FILES_PER_RANK = 6  # they are for orders, messages, stdout, stderr, stacks and the answer
-CALL, LEAVE = b"c", b"l"  # the orders to ranks: there is another call; all have answered, and may leave
+FILES_PER_RANK = 6  # these files carry orders, messages, stdout, stderr, stacks and the answer
+CALL, LEAVE = b"c", b"l"  # CALL orders ranks to take another call, LEAVE to end, once all have answered
 READ_AT_MOST = 1 << 16
-LONGEST_LINE = 1 << 20  # bytes: a longer line is shown in pieces of that length
-NOISE = ("[Gloo] Rank ",)  # gloo greets every new group on standard output
+LONGEST_LINE = 1 << 20  # a line of more bytes is shown in pieces of this length
+NOISE = ("[Gloo] Rank ",)  # gloo prints such lines for every new group
 
 
 def send(descriptor: int, *message: Any) -> None:
@@ -25,12 +25,12 @@ def send(descriptor: int, *message: Any) -> None:
 
 
 def parse(line: str) -> tuple:
-    """The message in a line; an exception, of whatever kind, if there is none."""
+    """Return the message in a line; raises an exception, of any type, if the line holds no message."""
     return pickle.loads(bytes.fromhex(line))
 
 
 def open_memory(name: str, content: bytes = b"") -> IO[bytes]:
-    """A new file that no folder lists, in memory where the system can do that: a full disk is no obstacle."""
+    """Open a new file that no folder lists, in memory where the system can do that: a full disk is no obstacle then."""
     in_memory = hasattr(os, "memfd_create")
     file = open(os.memfd_create(name), "w+b") if in_memory else tempfile.TemporaryFile()  # noqa: SIM115
     file.write(content)
@@ -39,13 +39,13 @@ def open_memory(name: str, content: bytes = b"") -> IO[bytes]:
 
 
 class Lines:
-    """Cuts what arrives on a pipe into whole lines; at the end it shows what is left, and calls `at_end`."""
+    """Cuts the bytes from a pipe into whole lines; at the pipe's end it shows the rest, and calls `at_end`."""
 
     def __init__(self, show: Callable, at_end: Callable = lambda: None):
         self.show, self.at_end, self.rest = show, at_end, b""
 
     def __call__(self, piece: bytes) -> None:
-        """Show the lines that `piece` completes. Of a progress bar, that is what follows its last carriage return."""
+        """Show the lines that `piece` completes; of a progress bar, show the text after its last carriage return."""
         *lines, self.rest = (self.rest + piece).split(b"\n")
         if len(self.rest) > LONGEST_LINE or (self.rest and not piece):
             lines, self.rest = [*lines, self.rest], b""
@@ -58,7 +58,7 @@ class Lines:
 
 
 class Inbox:
-    """The pipes that the processes of a launch write to; a function for each of them gets its lines."""
+    """The pipes that the processes of a launch write to; each pipe has a function that gets its lines."""
 
     def __init__(self):
         self.selector = selectors.DefaultSelector()
@@ -68,13 +68,13 @@ class Inbox:
         self.selector.register(descriptor, selectors.EVENT_READ, lines)
 
     def pipe(self, show: Callable) -> int:
-        """Open a pipe, of which `show` gets the lines; returns its writing end."""
+        """Open a pipe whose lines `show` gets; return its writing end."""
         reading, writing = os.pipe()
         self.add(reading, Lines(show))
         return writing
 
     def read(self, seconds: float) -> bool:
-        """Pass on what has arrived, waiting at most `seconds` for it; False if nothing came."""
+        """Pass on what has arrived, after at most `seconds` of waiting; return False if nothing came."""
         ready = self.selector.select(seconds)
         for key, _ in ready:
             try:

@@ -1,8 +1,8 @@
 """A host's part of a launch over several machines: what the head calls in the ipyparallel engine of that host.
 
-`survey` says who the host is, `begin` starts its ranks, `news` brings what they have said since. A thread reads from
-the ranks, so that the engine can serve several launches at once; when no `news` is asked for any more, the head or the
-way to it is gone, and the ranks are ended.
+`survey` says who the host is, `begin` starts its ranks, `news` returns the events of the ranks since the last request.
+A thread reads from the ranks, so that the engine can serve several launches at once. When requests for `news` stop, the
+head or the network to it is lost, and the engine ends the ranks.
 """
 
 import os
@@ -23,16 +23,16 @@ from .channel import open_memory
 from .local import LocalRanks
 from .setting import describe_launch
 
-LEASE_SECONDS = 2.5  # a host ends its ranks when no request for news came for so long
-TICK_SECONDS = 0.05  # so long an engine waits for news at a time
+LEASE_SECONDS = 2.5  # a host ends its ranks after this many seconds without a request for news
+TICK_SECONDS = 0.05  # an engine waits this many seconds for news at a time
 
-_parts: dict = {}  # {number of a launch: this host's part of it}
+_parts: dict = {}  # this maps a launch's number to this host's part of the launch
 
 
 def survey(head: str) -> tuple:
-    """The name of this host, its card on the network where `head` (an address) is, and what it runs on."""
+    """Return this host's name, its card on the network where `head` (an address) is, and its `versions`."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as towards:
-        towards.connect((head, 9))  # sends nothing: it only chooses the way
+        towards.connect((head, 9))  # this sends nothing, and only chooses a route
         address = towards.getsockname()[0]
     cards = psutil.net_if_addrs().items()
     card = next((name for name, uses in cards if any(use.address == address for use in uses)), "")
@@ -40,18 +40,18 @@ def survey(head: str) -> tuple:
 
 
 def versions() -> dict:
-    """What must be the same on all hosts: Python, torch, and this package."""
+    """Return the versions that must be the same on all hosts: those of Python, torch, and this package."""
     return {"Python": platform.python_version(), "torch": torch.__version__, "ddp_course": version("ddp-course")}
 
 
 def backend(count: int, device: str) -> str:
-    """The backend that `count` ranks would take on this host; ValueError if it cannot have them."""
+    """Return the backend that `count` ranks would use on this host; raises ValueError if it cannot hold them."""
     return describe_launch(count, device, 1.0, None, False)["backend"]
 
 
 def begin(number: int, request: dict, packed: bytes, ranks: list, card: str) -> None:
-    """Start this host's ranks of launch `number`; ValueError if this host cannot have them."""
-    os.environ.pop("IPP_CONNECTION_INFO", None)  # the ranks need no key of the engine's
+    """Start this host's ranks of launch `number`; raises ValueError if this host cannot hold them."""
+    os.environ.pop("IPP_CONNECTION_INFO", None)  # the ranks do not need the engine's key
     setting = describe_launch(len(ranks), request["device"], request["timeout"], None, request["progress"], len(packed))
     setting["environ"]["GLOO_SOCKET_IFNAME"] = card
     setting |= {"ranks": ranks, **{name: request[name] for name in ("world_size", "store", "backend")}}
@@ -59,7 +59,7 @@ def begin(number: int, request: dict, packed: bytes, ranks: list, card: str) -> 
 
 
 def news(number: int) -> bytes:
-    """What the ranks of a launch have said since, pickled; waits a moment for it."""
+    """Return the events of a launch's ranks since the last request, pickled; wait a moment for the first."""
     part = _parts[number]
     events = part.news()
     if events and events[-1][0] == "over":
@@ -73,13 +73,13 @@ def call(number: int, method: str, *arguments: Any) -> Any:
 
 
 def end(number: int) -> None:
-    """Have the ranks of a launch ended."""
+    """Have the thread of a launch end its ranks."""
     if number in _parts:
         _parts[number].ending = True
 
 
 class Part:
-    """The ranks of one launch that live on this host, and what they have said that the head has not heard yet."""
+    """The ranks of one launch that run on this host, and their events that the head has not asked for yet."""
 
     def __init__(self, setting: dict, packed: bytes):
         self.ranks, self.events = LocalRanks(setting), SimpleQueue()
@@ -90,7 +90,7 @@ class Part:
         threading.Thread(target=self.watch, daemon=True).start()
 
     def news(self) -> list:
-        """The events since the last request; waits a moment for the first of them."""
+        """Return the events since the last request; wait a moment for the first of them."""
         events = []
         with suppress(Empty):
             events.append(self.events.get(timeout=TICK_SECONDS))
@@ -100,7 +100,7 @@ class Part:
         return events
 
     def watch(self) -> None:
-        """In a thread: read from the ranks until they are gone, or the head has ended this launch, or is gone."""
+        """Read from the ranks, in a thread, until they are gone, or the head has ended this launch or is lost."""
         while not (self.ranks.gone or self.ending or time.monotonic() > self.asked_at + LEASE_SECONDS):
             self.ranks.step(TICK_SECONDS)
         self.ranks.close()

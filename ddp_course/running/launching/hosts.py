@@ -3,8 +3,8 @@
     caller (head) ── ipyparallel, CurveZMQ ── engine on host a ── ranks 0 … 3, as in a launch there
                                           └── engine on host b ── ranks 4 … 7
 
-The head packs the call once, tells every engine its ranks and where the store is, and then keeps asking for news.
-torch.distributed does the training: nothing of ours moves a gradient from host to host.
+The head packs the call once, tells every engine its ranks and the store's address, and then keeps asking for news.
+Gradients go from host to host through torch.distributed alone.
 """
 
 import json
@@ -24,18 +24,18 @@ from ..torch_inside import serve_store_on
 from . import engine
 from .launched import Launch, Ranks
 
-SILENCE_SECONDS = 2.5  # an engine that has not answered for so long is gone
+SILENCE_SECONDS = 2.5  # an engine that sends no answer for this many seconds counts as lost
 SURVEY_SECONDS = 20.0  # the first call to an engine imports torch there
-ENDING_SECONDS = SILENCE_SECONDS + 0.5  # seconds in which all hosts end their ranks
+ENDING_SECONDS = SILENCE_SECONDS + 0.5  # all hosts end their ranks within this many seconds
 POLL_SECONDS = 0.005
-HOSTS_BEFORE = "hosts.json"  # beside the keys: the names of hosts that have answered
+HOSTS_BEFORE = "hosts.json"  # this file, beside the keys, has the names of hosts that have answered
 
 
 def run_on_hosts(
     hosts: str | list, payload: IO[bytes], world_size: int, device: Any, timeout: float, link: Any,
     progress: bool | int, show: Callable,
 ) -> list:  # fmt: skip
-    """Run a packed call on ranks of several hosts; results in rank order, errors with the name of the host."""
+    """Run a packed call on ranks of several hosts; return results in rank order, or raise an error naming the host."""
     if link is not None:
         raise ValueError("between real hosts links are not emulated; launch without link, or without hosts")
     with connect() as client:
@@ -45,22 +45,22 @@ def run_on_hosts(
 
 
 def connect() -> Any:
-    """A client of the controller that `ddp-course hosts start` has started."""
+    """Return a client of the controller that `ddp-course hosts start` has started."""
     file = connection_folder() / "ipcontroller-client.json"
     if not file.is_file():
         raise LaunchError(f"no hosts have been brought together ({file} is missing); run: ddp-course hosts start")
-    from ipyparallel import Client  # only the extra ddp-course[hosts] has it, without which no host is started
+    from ipyparallel import Client  # the extra ddp-course[hosts] installs it; no host starts without that extra
 
     try:
         return Client(str(file), timeout=5)
-    except Exception as error:  # an OSError, or ipyparallel's own TimeoutError
+    except Exception as error:  # the error may be an OSError or ipyparallel's TimeoutError
         raise LaunchError(f"the controller of {file} does not answer; run: ddp-course hosts start\n{error}") from None
 
 
 def members_of(client: Any, hosts: str | list) -> list:
-    """The hosts that were asked for, sorted by their names.
+    """Return the hosts that were asked for, sorted by their names.
 
-    LaunchError if some are missing, or run other versions than this machine.
+    Raises LaunchError if hosts are missing, or have other versions than this machine.
     """
     if hosts != "all" and not isinstance(hosts, (list, tuple)):
         raise ValueError(f'hosts is {hosts!r}; choose "all", or a list of their names')
@@ -82,30 +82,30 @@ def members_of(client: Any, hosts: str | list) -> list:
 
 
 def hosts_before() -> set:
-    """The names of all hosts that have answered since the controller was started."""
+    """Return the names of all hosts that have answered since the controller was started."""
     file = connection_folder() / HOSTS_BEFORE
     return set(json.loads(file.read_text())) if file.is_file() else set()
 
 
 def survey(client: Any) -> list:
-    """All hosts whose engines answer, sorted by their names: the numbers of engines follow the order of joining."""
+    """Return all hosts whose engines answer, sorted by name, as engines are numbered in the order of joining."""
     views = [client[number] for number in sorted(client.ids)]
     replies = [view.apply_async(engine.survey, head_address()) for view in views]
     hosts = []
     for view, reply in zip(views, replies, strict=True):
-        with suppress(Exception):  # ipyparallel has no common base for what it raises when an engine is gone
+        with suppress(Exception):  # ipyparallel's errors for a lost engine have no common base
             hosts.append(Host(view, *reply.get(timeout=SURVEY_SECONDS)))
     return sorted(hosts, key=lambda host: host.name)
 
 
 def head_address() -> str:
-    """The controller's address, as the engines know it."""
+    """Return the controller's address, as the engines know it."""
     return json.loads((connection_folder() / "ipcontroller-engine.json").read_text())["location"]
 
 
 @dataclass(eq=False)
 class Host:
-    """A host: ipyparallel's view of its engine, what that says of itself, its ranks, and the coming news of them."""
+    """A host: ipyparallel's view of its engine, the engine's `survey`, its ranks, and the reply with their news."""
 
     view: Any
     name: str
@@ -116,23 +116,23 @@ class Host:
     asked_at: float = 0.0
 
     def ask_for_news(self, number: int) -> None:
-        """Ask what the ranks of a launch have said; the answer is still to come."""
+        """Ask for the events of a launch's ranks; the reply comes later, in `news`."""
         self.news, self.asked_at = self.view.apply_async(engine.news, number), time.monotonic()
 
 
 class RanksOnHosts(Ranks):
-    """The ranks of a launch over several hosts: their engines are asked for news of them, again and again."""
+    """The ranks of a launch over several hosts, whose engines are asked for the ranks' events again and again."""
 
     def __init__(self, hosts: list, request: dict):
         self.hosts, self.request, self.number = hosts, request, secrets.randbits(64)
         for rank in range(request["world_size"]):
             hosts[rank * len(hosts) // request["world_size"]].ranks.append(rank)
-        self.left = list(hosts)  # these still have processes of this launch
-        self.lost: list = []  # each says in words why a host is gone
+        self.left = list(hosts)  # these hosts still have processes of this launch
+        self.lost: list = []  # each entry says in words why a host is lost
         self.store: Any = None
 
     def gather(self, replies: list) -> list:
-        """The answers of all hosts, in their order; LaunchError if one of them is an exception."""
+        """Return the answers of all hosts, in their order; raises LaunchError if one of the answers is an exception."""
         answers = []
         for host, reply in zip(self.hosts, replies, strict=True):
             try:
@@ -158,26 +158,26 @@ class RanksOnHosts(Ranks):
             host.ask_for_news(self.number)
 
     def step(self, seconds: float) -> bool:
-        """Pass on what engines answer, waiting at most `seconds` for it, and ask them again; False if nothing came."""
+        """Pass on what engines answer within `seconds`, and ask them again; return False if nothing came."""
         deadline = time.monotonic() + seconds
         while not (came := any([self.take(host) for host in self.left.copy()])) and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
         return came
 
     def take(self, host: Host) -> bool:
-        """Pass on the news of one host; returns whether there was any."""
+        """Pass on the news of one host; return whether there was any."""
         silent = time.monotonic() > host.asked_at + SILENCE_SECONDS
         if not host.news.ready() and not silent:
             return False
         try:
             events = pickle.loads(host.news.get(timeout=0))
-        except Exception:  # the engine died: ipyparallel has no common base for what it then raises
+        except Exception:  # the engine died: ipyparallel's errors for that have no common base
             self.leave(host, f"lost {host.name} in mid-launch")
             return True
         if not events or events[-1][0] != "over":
             host.ask_for_news(self.number)
         for kind, rank, value in events:
-            if kind == "over":  # then rank and value say whether it ended too soon, and why
+            if kind == "over":  # here rank and value say whether the ranks ended too soon, and why
                 self.leave(host, f"{host.name}: {value}" if rank else "")
             elif kind == "refused":
                 self.hear(kind, rank, LaunchError(f"{host.name}: {value}"))
@@ -186,7 +186,7 @@ class RanksOnHosts(Ranks):
         return bool(events)
 
     def leave(self, host: Host, reason: str) -> None:
-        """Nothing of this launch is left on a host; `reason`: why, if that was too soon."""
+        """Note that no process of this launch is left on a host; `reason` says why, if that was too soon."""
         self.left.remove(host)
         self.gone |= not self.left or bool(reason)
         if reason:

@@ -1,6 +1,6 @@
 """`launch`: call a function on K ranks, get back one result for each.
 
-The request is checked and the call packed here; `local` or `hosts` brings ranks to life, and `launched` watches them.
+The request is checked and the call packed here; `local` or `hosts` starts the ranks, and `launched` watches them.
 """
 
 import inspect
@@ -20,7 +20,7 @@ from .local import LocalRanks
 from .setting import describe_launch
 
 EXPECTED = (CourseError, ValueError, TypeError, KeyboardInterrupt)
-LONGEST_TIMEOUT = 1e7  # seconds
+LONGEST_TIMEOUT = 1e7  # no launch may take more seconds
 
 
 def launch(
@@ -48,14 +48,14 @@ def launch(
 
 
 def check_arguments(fn: Any, args: tuple, kwargs: dict) -> None:
-    """Say so where an argument looks as if the world size were meant: TypeError if the function takes none such."""
+    """Tell the caller if an argument looks like a world size; raises TypeError if the function does not take it."""
     if len(args) != 1 or type(args[0]) is not int or not callable(fn):
         return
     name, meant = getattr(fn, "__name__", "fn"), f"for {args[0]} ranks write world_size={args[0]}"
     try:
         signature = inspect.signature(fn)
         parameter = next(iter(signature.bind(*args, **kwargs).arguments))
-    except ValueError:  # a function of C says nothing of its parameters
+    except ValueError:  # a function written in C may not name its parameters
         return
     except TypeError:
         raise TypeError(f"{name} does not take the argument {args[0]}; {meant}") from None
@@ -64,7 +64,7 @@ def check_arguments(fn: Any, args: tuple, kwargs: dict) -> None:
 
 
 def plain(error: Any) -> BaseException:
-    """An error without our own frames, which would bury its message; notebooks show the message alone."""
+    """Return an error without our own frames, which would bury its message; notebooks show the message alone."""
     name = type(error).__name__
     error._render_traceback_ = partial(list, [f"{name}: {error}" if str(error) else name])
     return error.with_traceback(None)
@@ -77,18 +77,18 @@ def run_ranks(
     """Run a packed call on all ranks, after `check_request`; `show(bar, rank, stream, text)` gets each printed line."""
     with payload:
         if hosts is not None:
-            from .hosts import run_on_hosts  # here: it needs the extra ddp-course[hosts]
+            from .hosts import run_on_hosts  # a launch on one machine does not need this module
 
             return run_on_hosts(hosts, payload, world_size, device, timeout, link, progress, show)
         setting = describe_launch(world_size, device, timeout, link, progress, os.fstat(payload.fileno()).st_size)
         launched = Launch(LocalRanks(setting), world_size, timeout, progress, show).run(payload)
-        if not launched.ranks.agent and launched.ranks.explain():  # the server was just ending
+        if not launched.ranks.agent and launched.ranks.explain():  # the server was just ending, so a new server tries
             launched = Launch(LocalRanks(setting), world_size, timeout, progress, show).run(payload)
         return launched.outcome()
 
 
 def check_request(world_size: Any, device: Any, timeout: Any, link: Any) -> int:
-    """The world size as an int; ValueError that says what was expected for any argument of the wrong kind."""
+    """Return the world size as an int; raises ValueError, with what was expected, for arguments of the wrong kind."""
     if sys.platform == "win32":
         raise LaunchError("on Windows ranks need WSL 2, which is Linux: docs/TROUBLESHOOTING.md")
     try:
@@ -110,7 +110,7 @@ def check_request(world_size: Any, device: Any, timeout: Any, link: Any) -> int:
 
 
 def pack_call(fn: Callable, args: tuple, kwargs: dict) -> IO[bytes]:
-    """A file without a name that holds the source of all cells and the call, pickled; ranks map it, none copies it."""
+    """Return a file without a name with the pickled call and the sources of all cells; ranks map the file uncopied."""
     sources = {
         name: "".join(entry[2])
         for name, entry in list(linecache.cache.items())

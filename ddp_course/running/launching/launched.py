@@ -1,6 +1,6 @@
 """One launch as its caller sees it: what the ranks say arrives, and in the end there are results or an error.
 
-The same for ranks of every kind: `local` has those on this machine, `hosts` those on several.
+This is the same for ranks of every kind: `local` has those on this machine, `hosts` those on several.
 """
 
 import pickle
@@ -15,10 +15,10 @@ from .channel import LEAVE
 from .progress import Bar
 
 STARTING_SECONDS = 60.0  # torch may be imported from a cold disk; the launch's own time starts after that
-GRACE_SECONDS = 0.25  # after a failure other ranks may report theirs: the earliest is named first
-KEPT_GRACE_SECONDS = 2.0  # ranks that stay have longer: if all of them fail, they need not end
-EXIT_CODE_SECONDS = 1.5  # after a connection was lost, the system may say so late which rank died, and how
-ENDING_SECONDS = 5.0  # all processes end so soon after the last result, or after the order to end
+GRACE_SECONDS = 0.25  # after a failure other ranks have this long to report theirs; the earliest is named first
+KEPT_GRACE_SECONDS = 2.0  # kept ranks have longer: if all of them fail, they need not end
+EXIT_CODE_SECONDS = 1.5  # after a connection is lost, the system has this long to say which rank died, and how
+ENDING_SECONDS = 5.0  # all processes have this long to end after the last result, or after the order to end
 UNCONNECTED = (
     "launch: no collective ran, so these are {} models that know nothing of each other, and they differ now. "
     "To train one together, wrap the model or average the gradients.\n"
@@ -31,31 +31,31 @@ SIGNAL_HINTS = {
 
 
 def show_line(bar: Bar, rank: int | str, stream: str, text: str) -> None:
-    """Print one line of a rank (its number, or that and its host) on the caller's own "stdout" or "stderr"."""
+    """Print one line of `rank` (its number, or its number and host) on the caller's own "stdout" or "stderr"."""
     bar.print(f"[rank {rank}] {text}\n", stream)
 
 
 class Ranks:
-    """The processes of one launch, as `Launch` knows them; how they come to be is in `local` and in `hosts`:
+    """The processes of one launch, as `Launch` uses them; `local` and `hosts` implement these methods:
 
-    start(payload)      bring the ranks to life; `payload` is an open file with the packed call
-    step(seconds)       pass on what has arrived, waiting at most so long for it; False if nothing came
-    order(word)         tell all ranks that there is another call, or that they may leave: all have answered
-    look(pids)          what the ranks do, by rank: states of processes, stacks, last collectives
-    close()             end what still runs, wait until it has, read the last lines, and give back what was open
-    explain()           why the ranks have ended, as far as that is known: "" or lines of text
+    start(payload)      start the ranks; `payload` is an open file with the packed call
+    step(seconds)       pass on what arrives within `seconds`; return False if nothing came
+    order(word)         tell all ranks that there is another call, or, once all have answered, that they may leave
+    look(pids)          return what the ranks do, by rank: states of processes, stacks, last collectives
+    close()             end the processes, wait until they have ended, read their last lines, and close all files
+    explain()           return why the ranks have ended, as far as that is known: "" or lines of text
 
-    What ranks say becomes events, `hear(kind, rank, value)`: "started" (a process id), "steps" (their number),
+    Messages of ranks become events, `hear(kind, rank, value)`: "started" (a process id), "steps" (their number),
     "answer" (packed), "stdout" and "stderr" (a line), "exited" (a code, and the last words), "refused" (an exception).
     """
 
     hear: Callable
     step: Callable
-    gone = False  # whether no process of the launch is left
-    cut_off = False  # whether processes have ended that the ranks still depended on
+    gone = False  # this becomes True when no process of the launch is left
+    cut_off = False  # this becomes True when processes end that the ranks still depend on
 
     def host_of(self, rank: int) -> str:
-        """The name of the host that a rank lives on, "" in a launch on this machine."""
+        """Return the name of a rank's host, "" in a launch on this machine."""
         return ""
 
     def read_for(self, seconds: float, enough: Callable) -> None:
@@ -66,9 +66,9 @@ class Ranks:
 
 
 class Launch:
-    """One launch: started, watched until its fate is known, closed, and then asked for its outcome."""
+    """One launch, which is started, watched until it is decided, closed, and then asked for its outcome."""
 
-    keeps = False  # whether the ranks stay for another call
+    keeps = False  # this is True if the ranks stay for another call
 
     def __init__(self, ranks: Any, world_size: int, timeout: float, progress: bool | int, show: Callable):
         self.ranks, self.world_size, self.timeout, self.show = ranks, world_size, timeout, show
@@ -77,8 +77,8 @@ class Launch:
         self.pids: dict = {}
         self.results: dict = {}
         self.failures: dict = {}
-        self.died = False  # whether a rank's process has ended in mid-launch
-        self.models: dict = {}  # {rank: the sum over the model that it has trained without any message, or None}
+        self.died = False  # this becomes True when a rank's process ends in mid-launch
+        self.models: dict = {}  # this maps a rank to the sum of the model it trained without any message, or None
         self.timed_out: LaunchTimeout | None = None
         self.refusal: Exception | None = None
         ranks.hear = self.hear
@@ -142,7 +142,7 @@ class Launch:
             self.failures[rank] = Failure(rank=rank, host=host, **value)
 
     def exited(self, rank: int, code: int, words: str) -> None:
-        """Note the exit code and the last words of a rank's process; one that never came to life has said why."""
+        """Note the exit code and the last words of a rank's process; if the rank never started, the words say why."""
         if not self.closing and (code or self.keeps or rank not in self.results):
             self.died = True
             kind, how = how_it_ended(code)
@@ -152,7 +152,7 @@ class Launch:
                 self.refusal = LaunchError(f"the ranks could not be started\n{words}".strip())
 
     def is_decided(self) -> bool:
-        """Whether nothing but the end is left to wait for."""
+        """Return whether the outcome is decided, so that only the end is left to wait for."""
         return bool(self.failures or self.refusal or self.has_all_results() or self.ranks.gone)
 
     def has_all_results(self) -> bool:
@@ -162,11 +162,11 @@ class Launch:
         return len(self.failures.keys() | self.results.keys()) == self.world_size
 
     def cause_is_known(self) -> bool:
-        """Whether some rank has failed by itself, and has not only lost its connection to one that did."""
+        """Return whether some rank has failed by itself, and has not only lost its connection to a rank that did."""
         return any(not failure.consequence for failure in self.failures.values())
 
     def close(self) -> None:
-        """End what still runs, and give everything back."""
+        """End what still runs, and close what is open."""
         self.closing = True
         try:
             self.ranks.close()
@@ -174,7 +174,7 @@ class Launch:
             self.bar.close()
 
     def outcome(self) -> list:
-        """The results in rank order, or the error that says best what happened."""
+        """Return the results in rank order, or raise the error that says best what happened."""
         if error := self.refusal or self.timed_out:
             raise error
         if self.failures and (self.cause_is_known() or not self.ranks.cut_off):
@@ -189,7 +189,7 @@ class Launch:
 
 
 def how_it_ended(code: int) -> tuple:
-    """An exit code in words: (kind, message)."""
+    """Return an exit code in words: (kind, message)."""
     if code >= 0:
         return "exited", f"with code {code}, without a result"
     name = signal.Signals(-code).name

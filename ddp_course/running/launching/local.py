@@ -4,7 +4,7 @@
 
 Through one socket the agent gets open files: those in memory, which hold the setting, a log, the call and the flight
 recorder, and for each rank the far ends of the pipes for its orders, messages and prints, and files for its stacks and
-its answer. The caller reads all pipes in one loop: no threads, no signal handlers, nothing for a cell to hang on.
+its answer. The caller reads all pipes in one loop, without threads or signal handlers on which a cell could hang.
 """
 
 import atexit
@@ -30,8 +30,8 @@ from .launched import ENDING_SECONDS, Ranks, how_it_ended
 from .setting import start_method
 
 MARK = "DDP_COURSE_LAUNCH"  # this environment variable marks all programs that ranks start
-STACK_SECONDS = 1.0  # when time has run out, ranks may write their stacks for so long
-LONGEST_TEXT = 1 << 18  # bytes of the stacks of a rank, or of a log, that are shown
+STACK_SECONDS = 1.0  # when time has run out, ranks have this long to write their stacks
+LONGEST_TEXT = 1 << 18  # no more bytes of a rank's stacks, or of a log, are shown
 NEEDED_TOO = ("torch._dynamo", "pytest")  # ranks need these as well if the caller has loaded them, and they load slowly
 
 
@@ -51,12 +51,12 @@ class Server:
             )  # fmt: skip
 
     def usable(self) -> bool:
-        """Whether it runs, not stopped by a signal, and belongs to this process, not to one that forked us."""
+        """Return whether the server runs, is not stopped by a signal, and was started by this process."""
         alive = self.owner == os.getpid() and self.process.poll() is None
         return alive and stacks.status_of(self.process.pid) != stacks.STATUS["T"]
 
     def how_it_ended(self, patience: float) -> str:
-        """Its end in words, with what it wrote on its standard error; "" if it has not ended in so many seconds."""
+        """Return in words how the server ended, with its standard error; "" if it runs on for `patience` seconds."""
         try:
             code = self.process.wait(patience)
         except subprocess.TimeoutExpired:
@@ -65,7 +65,7 @@ class Server:
         return f"the launch server {ending(code)}\n{log}"
 
     def close(self) -> None:
-        """End it, unless it is of the process that forked us, and with it all launches that still run."""
+        """End the server, and with it all running launches, unless a process that forked this one started it."""
         self.control.close()
         if self.owner == os.getpid():
             self.process.kill()
@@ -73,23 +73,23 @@ class Server:
         self.complaints.close()
 
 
-servers: list[Server] = []  # The first launch adds the only one.
+servers: list[Server] = []  # The first launch adds the only server.
 _lock = threading.Lock()
 
 
 def use_server(server: Server | None) -> None:
-    """From now on this process's launches go to `server`; the one before ends."""
+    """Send this process's launches to `server` from now on; the server before it ends."""
     for earlier in servers:
         earlier.close()
     servers[:] = [server] if server else []
 
 
 def ask_for_agent(launch: socket.socket) -> Server:
-    """Have the server fork an agent, which talks over this socket; start a server if there is none that answers."""
+    """Have the server fork an agent, which talks over this socket; start a server if none is usable."""
     with _lock:
         if not (servers and servers[0].usable()):
             use_server(Server())
-        with suppress(BrokenPipeError, ConnectionResetError):  # it dies right now: the launch notices, and tries again
+        with suppress(BrokenPipeError, ConnectionResetError):  # the server is dying: the launch tries again
             socket.send_fds(servers[0].control, [b"L"], [launch.fileno()])
         return servers[0]
 
@@ -106,34 +106,34 @@ class LocalRanks(Ranks):
         self.inbox, self.ending = Inbox(), False
         self.step = self.inbox.read
         self.server: Server | None = None
-        self.agent: int | None = None  # this process id is also the process group of all that it starts
-        self.agent_end = ""  # in words, once it has ended too soon
-        self.files = ExitStack()  # it closes all that is open but the inbox
+        self.agent: int | None = None  # this process id is also the number of the agent's process group
+        self.agent_end = ""  # this says how the agent ended, if it ended too soon
+        self.files = ExitStack()  # the stack closes all open files but the inbox's
         self.log, self.recorder = self.open_file(), self.open_file()
         self.recorder.truncate(flight_recorder.size(setting["world_size"]))
         self.stacks = {rank: self.open_file() for rank in self.ranks}
         self.answers = {rank: self.open_file() for rank in self.ranks}
-        self.orders: list = []  # the pipes over which ranks hear of the next call, or that they may leave
-        self.words = ""  # what is in the log, once that is closed
+        self.orders: list = []  # over these pipes ranks are told to take another call or to leave
+        self.words = ""  # this is the text of the log, once the log is closed
 
     def open_file(self, content: bytes = b"") -> IO[bytes]:
-        """A file in memory that is closed with the launch."""
+        """Open a file in memory that is closed with the launch."""
         return self.files.enter_context(open_memory("launch", content))
 
     def start(self, payload: IO[bytes]) -> None:
-        """Have the server fork an agent, and hand over to it."""
+        """Have the server fork an agent, and hand the launch's files over to it."""
         connection, theirs = socket.socketpair()
         with theirs:
             self.server = ask_for_agent(theirs)
         files = [self.open_file(pickle.dumps(self.setting)), self.log, payload, self.recorder]
-        with suppress(BrokenPipeError, ConnectionResetError):  # Its end arrives next.
+        with suppress(BrokenPipeError, ConnectionResetError):  # The agent has died: its socket's end is read next.
             socket.send_fds(connection, [b"f"], [file.fileno() for file in files])
             for rank in self.ranks:
                 socket.send_fds(connection, [b"f"], self.open_for(rank))
         self.inbox.add(connection.detach(), Lines(self.from_agent, self.all_gone))
 
     def open_for(self, rank: int) -> list:
-        """The open files of a rank; far ends of pipes stay open here, too, as macOS loses what is closed on its way."""
+        """Return a rank's open files; far ends of pipes stay open here too, as macOS loses those closed in transit."""
         orders, writing = os.pipe()
         self.orders.append(writing)
         prints = [partial(self.hear, stream, rank) for stream in ("stdout", "stderr")]
@@ -143,7 +143,7 @@ class LocalRanks(Ranks):
         return [*ends, self.stacks[rank].fileno(), self.answers[rank].fileno()]
 
     def from_agent(self, line: str) -> None:
-        """The agent lives, or could not set up the link, or tells how a rank ended; or the server how the agent did."""
+        """Note that the agent runs, or could not set up the link, or how a rank ended, or how the agent ended."""
         kind, rank, value = parse(line)
         if kind == "agent":
             self.agent = value
@@ -155,7 +155,7 @@ class LocalRanks(Ranks):
             self.hear(kind, rank, value)
 
     def from_rank(self, rank: int, line: str) -> None:
-        """Pass on a message of a rank, with its answer if it has given one; what cannot be read is an empty answer."""
+        """Pass on a message of a rank, with its answer if there is one; an unreadable message is an empty answer."""
         try:
             kind, value = parse(line)
         except Exception:
@@ -196,7 +196,7 @@ class LocalRanks(Ranks):
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(self.agent, signal.SIGKILL)
                 self.read_for(ENDING_SECONDS, lambda: self.gone)
-            if self.agent and (self.cut_off or sys.platform != "linux"):  # then no server kills what left the group
+            if self.agent and (self.cut_off or sys.platform != "linux"):  # no server kills what left the group
                 kill_marked(self.mark)
             while self.step(0):
                 pass
@@ -213,19 +213,19 @@ class LocalRanks(Ranks):
 
 
 def ending(code: int) -> str:
-    """An exit code in words, as the end of a sentence."""
+    """Return an exit code in words, as the end of a sentence."""
     kind, words = how_it_ended(code)
     return f"{'was ' * (code < 0)}{kind} {words}"
 
 
 def text_in(file: IO[bytes]) -> str:
-    """The text that other processes have written to a file so far."""
+    """Return the text that other processes have written to a file so far."""
     return os.pread(file.fileno(), LONGEST_TEXT, 0).decode("utf-8", "replace")
 
 
 def kill_marked(mark: str) -> None:
     """Kill all programs that the ranks of a launch have started, by the mark in their environment."""
-    import psutil  # most launches end without it
+    import psutil  # most launches do not need psutil
 
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):

@@ -22,7 +22,7 @@ from .local import LocalRanks
 from .setting import describe_launch
 
 NOT_SENT = {*PROVIDED, "In", "Out", "get_ipython", "exit", "quit"}
-IDLE_SECONDS = float(os.environ.get("DDP_COURSE_IDLE") or 1800)  # kept ranks end after so long without a cell
+IDLE_SECONDS = float(os.environ.get("DDP_COURSE_IDLE") or 1800)  # kept ranks end after this many seconds without a cell
 ENDED = "The kept ranks have ended, and their variables with them; %%ranks --keep starts new ones."
 
 
@@ -37,7 +37,7 @@ class KeptRanks(Launch):
         self.payload, self.last_use = open_memory("call"), time.monotonic()
 
     def call(self, payload: IO[bytes], timeout: float, show: Callable) -> list:
-        """Run a packed call on all ranks, the first time on new ones; results and errors are those of `launch`."""
+        """Run a packed call on all ranks, which the first call starts; results and errors are those of `launch`."""
         self.timeout, self.show, self.results, self.failures = timeout, show, {}, {}
         self.payload.seek(0)
         self.payload.truncate()
@@ -58,7 +58,7 @@ class KeptRanks(Launch):
         return self.outcome()
 
     def goes_on(self) -> bool:
-        """Whether the ranks are fit for another call: none died or hangs, and all returned or all failed."""
+        """Return whether the ranks are fit for another call: no rank died or hangs, and all returned or all failed."""
         lonely = any(failure.consequence for failure in self.failures.values())
         unharmed = not (self.timed_out or self.refusal or self.ranks.gone or self.died or lonely)
         return unharmed and len(self.failures) in (0, self.world_size) and self.all_have_reported()
@@ -134,7 +134,7 @@ class RanksMagic(Magics):
             raise UsageError(f'"{missing[0]}" is to be pulled, but the cell assigned no such name on rank 0')
 
     def world_size(self, options: Any) -> int:
-        """How many ranks are asked for; UsageError if others are kept."""
+        """Return how many ranks are asked for; raises UsageError if another number of ranks is kept."""
         if options.hosts and (self.kept or options.keep):
             raise UsageError("ranks on other hosts cannot be kept; leave out --keep or --hosts, or run %ranks stop")
         if self.kept is None:

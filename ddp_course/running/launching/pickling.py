@@ -13,14 +13,14 @@ except ImportError:  # A machine with torch and numpy only is enough for `make g
 
 
 def pack_cached(function: Any) -> tuple:
-    """A function under `functools.lru_cache`, which pickle knows by its name alone, as what it is made of."""
+    """Pack a function under `functools.lru_cache`, which pickle would know by its name alone, as its parts."""
     if function.__module__ == "__main__":
         return cache_again, (function.__wrapped__, function.cache_parameters())
     return function.__reduce__()
 
 
 def cache_again(function: Callable, parameters: dict) -> Callable:
-    """The other end of `pack_cached`: the same function, with nothing remembered yet."""
+    """Undo `pack_cached`: return the same function, with an empty cache."""
     return functools.lru_cache(**parameters)(function)
 
 
@@ -29,11 +29,11 @@ __all__ = ["Pickler", "dumps", "unsendable"]
 
 
 def unsendable(function: Callable, args: tuple, kwargs: dict) -> tuple[str, str] | None:
-    """The first argument, or name that the function finds outside, that cannot be sent, and why; None if all can."""
+    """Return the first argument, or outer name of the function, that cannot be sent, and why; None if all can."""
     try:
         given = inspect.signature(function).bind(*args, **kwargs).arguments
         outside = inspect.getclosurevars(function)
-    except (TypeError, ValueError):  # not written in Python, or called as it cannot be
+    except (TypeError, ValueError):  # the function is not written in Python, or does not take these arguments
         return None
     for name, value in {**kwargs, **given, **outside.nonlocals, **outside.globals}.items():
         try:

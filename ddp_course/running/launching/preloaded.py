@@ -1,12 +1,12 @@
 """A process that has imported torch once, and waits: the server, which forks the agent of every launch.
 
-It forgets what it has of the course, so that every launch reads that afresh, and never touches CUDA, which would not
-survive the fork. It is no fork of the caller (a Jupyter kernel), which is full of threads. A rank that is not forked
+It forgets the course's modules, so that every launch reads them again, and never touches CUDA, which would not survive
+the fork. It is not forked from the caller (a Jupyter kernel), which is full of threads. A rank that is not forked
 begins here too, with its setting on its standard input.
 
-The server's standard input brings a byte with the socket of each new launch. When it ends, the caller is gone: all is
-killed. Nothing outlives its agent, not even what has left the process group (setsid): orphans become the agent's
-children, and when that has ended, the server's.
+The server's standard input brings a byte with the socket of each new launch. When the input ends, the caller is gone,
+and all launches are killed. No process outlives its agent, even if it has left the process group (setsid): orphans
+become children of the agent, and when the agent has ended, of the server.
 """
 
 # ruff: noqa: E402 (the folder of this script must leave the path before anything else is imported)
@@ -32,23 +32,23 @@ from ddp_course.running import linux
 from ddp_course.running.launching.channel import send
 
 for name in [name for name in sys.modules if name.startswith("ddp_course")]:
-    del sys.modules[name]  # every launch reads the package afresh
+    del sys.modules[name]  # every launch reads the package again
 
-AGENT = "ddp_course.running.launching.agent"  # it is imported in the child, from the caller's paths
+AGENT = "ddp_course.running.launching.agent"  # the forked child imports it, from the caller's paths
 AT_ONCE = ["torch.distributed", "torch.multiprocessing", "numpy", "cloudpickle"]
-LATER = [  # what every rank would import for more than a second with its first optimizer: dynamo
+LATER = [  # each rank's first optimizer would otherwise import these for dynamo, in more than a second
     *("mpmath", "sympy", "torch.fx.experimental.symbolic_shapes", "torch.distributed.fsdp", "torch._dynamo"),
     "torch.utils.data",
 ]
-POLL_SECONDS = 0.005  # while a launch runs, this process looks so often whether its agent has ended
-IDLE_SECONDS = float(os.environ.get("DDP_COURSE_IDLE") or 900)  # then this process ends; the next launch starts another
+POLL_SECONDS = 0.005  # while a launch runs, the server looks this often whether the agent has ended
+IDLE_SECONDS = float(os.environ.get("DDP_COURSE_IDLE") or 900)  # an idle server ends; the next launch starts another
 
 
 def serve(control: socket.socket, later: list) -> None:
-    """Fork an agent for each request until the caller is gone or idle; after the first launch load modules `later`."""
-    launches: dict = {}  # {process id of the agent: launch socket}
+    """Fork an agent for each request until the caller is gone or idle; after the first launch import `later`."""
+    launches: dict = {}  # this maps an agent's process id to the launch's socket
     caller, last_use = os.getppid(), time.monotonic()
-    linux.adopt_orphans()  # what an agent leaves behind becomes ours
+    linux.adopt_orphans()  # orphans of an ended agent become children of this process
     while os.getppid() == caller and time.monotonic() < last_use + IDLE_SECONDS:
         ready, _, _ = select.select([control], [], [], POLL_SECONDS if launches else 1.0)
         if ready and not answer(control, launches):
@@ -59,7 +59,7 @@ def serve(control: socket.socket, later: list) -> None:
             if later and not launches:
                 load(later)
                 later = []
-    for agent in launches:  # the caller is gone: all launches are to end
+    for agent in launches:  # the caller is gone, so all launches must end
         os.kill(agent, signal.SIGKILL)
     while launches:
         reap(launches)
@@ -67,22 +67,22 @@ def serve(control: socket.socket, later: list) -> None:
 
 
 def load(names: list) -> None:
-    """Import modules; one that cannot be, as Dynamo where its cache cannot be made, is an error where it is needed."""
-    gc.disable()  # What modules define is no garbage: this saves a fifth of the time.
+    """Import modules; if one fails, as Dynamo where its cache cannot be made, its first user raises the error."""
+    gc.disable()  # Modules are no garbage: not searching them saves a fifth of the time.
     for name in names:
         with contextlib.suppress(Exception):
             importlib.import_module(name)
-    gc.freeze()  # Ranks that search for garbage would otherwise copy what lies here.
+    gc.freeze()  # Ranks that search for garbage would otherwise copy these modules' memory.
     gc.enable()
 
 
 def answer(control: socket.socket, launches: dict) -> bool:
-    """Fork the agent of a launch; False when the caller has closed the socket."""
+    """Fork the agent of a launch; return False if the caller has closed the socket."""
     request, descriptors, _, _ = socket.recv_fds(control, 1, 1)
     if not request:
         return False
     launch = socket.socket(fileno=descriptors[0])
-    launch.set_inheritable(False)  # ranks that are started anew shall not have it
+    launch.set_inheritable(False)  # ranks that are new processes must not have it
     pid = os.fork()
     if pid == 0:
         for other in (control, *launches.values()):
@@ -94,13 +94,13 @@ def answer(control: socket.socket, launches: dict) -> bool:
 
 
 def become_agent(launch: socket.socket) -> None:
-    """In the forked child: own the ranks of a launch. Never returns."""
+    """Own the ranks of a launch, in the forked child. This never returns."""
     try:
-        os.setpgid(0, 0)  # a launch has one process group: the agent, its ranks and theirs
+        os.setpgid(0, 0)  # the agent, its ranks and their children form one process group
         linux.die_with_parent()
         linux.adopt_orphans()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        if files := socket.recv_fds(launch, 1, 4)[1]:  # else the caller is gone
+        if files := socket.recv_fds(launch, 1, 4)[1]:  # without files the caller is gone
             request, log, *shared = files
             with open(request, "rb") as file:
                 setting = take_setting(file)
@@ -112,7 +112,7 @@ def become_agent(launch: socket.socket) -> None:
 
 
 def take_setting(file: BinaryIO) -> dict:
-    """The setting of a launch, with its folder, paths and environment taken on."""
+    """Read the setting of a launch, take on its folder, paths and environment, and return it."""
     setting = pickle.load(file)
     sys.path[:], sys.argv[:] = setting["path"], setting["argv"]
     os.environ.clear()
@@ -123,7 +123,7 @@ def take_setting(file: BinaryIO) -> dict:
 
 
 def reap(launches: dict) -> None:
-    """Look which agents have ended: then a launch is over, and its caller is told once nothing is left of it."""
+    """Look which agents have ended: their launches are over, which the caller learns once no process is left."""
     for agent, launch in list(launches.items()):
         ended, status = os.waitpid(agent, os.WNOHANG)
         if ended:
@@ -136,10 +136,10 @@ def reap(launches: dict) -> None:
 
 
 def end_what_is_left(agent: int, launches: dict) -> None:
-    """Kill the process group of an agent that has ended, and our children that are no agents: they had left it."""
+    """Kill the process group of an ended agent, and all children that are no agents: they had left that group."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(agent, signal.SIGKILL)
-    children = Path(f"/proc/self/task/{os.getpid()}/children")  # only Linux has it, and gives us orphans
+    children = Path(f"/proc/self/task/{os.getpid()}/children")  # only Linux has this file, and adopts orphans
     while strays := set(map(int, linux.read(children).split())) - launches.keys():
         for pid in strays:
             os.kill(pid, signal.SIGKILL)
@@ -148,9 +148,9 @@ def end_what_is_left(agent: int, launches: dict) -> None:
 
 if __name__ == "__main__":
     start, *needed = sys.argv[1:]
-    if start != "spawn":  # then the server stays without torch, and its ranks load it
+    if start != "spawn":  # with spawn only the ranks load torch, not the server
         load(AT_ONCE + needed)
     if start != "rank":
         serve(socket.socket(fileno=os.dup(0)), LATER if start == "fork" else [])
-        os._exit(0)  # all that waits for its end need not wait for torch to be taken down
+        os._exit(0)  # processes that wait for this end need not wait until torch is torn down
     importlib.import_module(AGENT).be_new_rank(take_setting(sys.stdin.buffer))

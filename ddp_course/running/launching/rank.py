@@ -30,10 +30,10 @@ from .pickling import Pickler
 from .progress import Steps
 
 HERE = Path(__file__).parent
-OWN_FILES = (str(HERE / "rank.py"), str(HERE / "cell.py"))  # tracebacks are shown without their frames
+OWN_FILES = (str(HERE / "rank.py"), str(HERE / "cell.py"))  # tracebacks leave out the frames of these files
 LIBRARIES = (str(HERE.parents[1]), str(Path(torch.__file__).parent))
-QUIET_NCCL = {  # its watchdog must not end a process before the launch has said which rank is the culprit
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",  # give up on the communicator, leave the process alone
+QUIET_NCCL = {  # NCCL's watchdog must not end a process before the launch has said which rank is the culprit
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",  # NCCL gives up the communicator, and leaves the process alone
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
 }
@@ -42,10 +42,10 @@ PEER_LOST = ("Connection closed by peer", "Connection reset", "Broken pipe", "re
 
 
 def main(setting: dict, rank: int, link: Any, files: list, listener: Any = None) -> None:
-    """Be one rank: move to its place in the emulated network, and reach the caller's function, once or several times.
+    """Run one rank: move to its place in the emulated network, and call the caller's function, once or several times.
 
-    A rank that failed waits for orders as well, until it is killed: if it ended by itself, the others would fail too,
-    with a broken connection, and hide the cause.
+    A rank that failed waits for orders as well, until it is killed: if it ended by itself, the other ranks would fail
+    too, with a broken connection, and hide the cause.
     """
     if link is not None:
         link.network.enter(rank)  # this comes before any socket, as it may move this process into a network namespace
@@ -55,7 +55,7 @@ def main(setting: dict, rank: int, link: Any, files: list, listener: Any = None)
     faulthandler.enable(file=stacks, all_threads=False)  # a segmentation fault writes a stack as well
     steps = Steps(report if setting["progress"] and rank == 0 else None)
 
-    def first_call():  # whatever fails on the way to the function is reported as its error
+    def first_call():  # an error before the function is called is reported as the function's error
         join_group(setting, rank, listener)
         flight_recorder.attach(recorder, rank, setting["world_size"])
         redirect_output(out, err)
@@ -77,7 +77,7 @@ def main(setting: dict, rank: int, link: Any, files: list, listener: Any = None)
 
 
 def answer(function: Callable[[], Any], answers: int, report: int) -> None:
-    """Leave what `function` returned or raised in a file, and tell so; a child that it forked ends here."""
+    """Write what `function` returned or raised to a file, and report that; a child that it forked ends here."""
     own = os.getpid()
     try:
         kind, value = "result", function()
@@ -86,7 +86,7 @@ def answer(function: Callable[[], Any], answers: int, report: int) -> None:
             traceback.print_exc()
         kind, value = "failed", describe(error)
     for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):  # the function may have closed it, or put something else in its place
+        with suppress(Exception):  # the function may have closed or replaced the stream
             stream.flush()
     if os.getpid() != own:
         os._exit(0)
@@ -102,7 +102,7 @@ def answer(function: Callable[[], Any], answers: int, report: int) -> None:
 
 
 def join_group(setting: dict, rank: int, listener: socket.socket | None) -> None:
-    """Choose this rank's device, say in the environment what torchrun would, and bring the process group up."""
+    """Choose this rank's device, set the variables that torchrun would set, and bring the process group up."""
     choose_device(setting, rank)
     (address, port), world_size = setting["store"], setting["world_size"]
     local = {"LOCAL_RANK": setting["ranks"].index(rank), "LOCAL_WORLD_SIZE": len(setting["ranks"])}
@@ -113,7 +113,7 @@ def join_group(setting: dict, rank: int, listener: socket.socket | None) -> None
         store = serve_store_on(listener, patience)
     else:
         if listener is not None:
-            listener.close()  # or a caller of rank 0 would wait after its end, instead of being refused
+            listener.close()  # otherwise connections to an ended rank 0 would wait, not be refused
         store = dist.TCPStore(address, port, timeout=patience)
     dist.init_process_group(setting["backend"], store=store, rank=rank, world_size=world_size, timeout=patience)
 
@@ -132,7 +132,7 @@ def choose_device(setting: dict, rank: int) -> None:
 
 
 def redirect_output(out: int, err: int) -> None:
-    """From here on, what this rank prints goes to the caller, line by line; there is nobody to type anything."""
+    """Send to the caller, line by line, what this rank prints from now on; no input can be typed in a rank."""
     os.dup2(out, 1)
     os.dup2(err, 2)
     sys.stdout, sys.stderr = (
@@ -143,7 +143,7 @@ def redirect_output(out: int, err: int) -> None:
 
 
 def refuse_breakpoint(*args: Any, **kwargs: Any) -> None:
-    """Stand in for `breakpoint()`."""
+    """Raise an error in place of `breakpoint()`."""
     raise CourseError(
         "breakpoint() cannot be used in a rank: nobody can type there. Print instead, or call the function in this "
         'process with one rank: docs/TROUBLESHOOTING.md, "Debug a rank"'
@@ -151,7 +151,7 @@ def refuse_breakpoint(*args: Any, **kwargs: Any) -> None:
 
 
 def pack(kind: str, value: Any, answers: int) -> None:
-    """Replace what is in a file by this."""
+    """Replace the content of the file `answers` by an answer."""
     with open(answers, "wb", closefd=False) as file:
         file.seek(0)
         file.truncate()
@@ -168,7 +168,7 @@ class Packing(Pickler):
 
 
 def describe(error: BaseException) -> dict:
-    """An exception as plain data: name, message, the traceback from the caller's function on, and the time."""
+    """Return an exception as plain data: name, message, the traceback from the caller's function on, and the time."""
     now = time.monotonic()
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename in OWN_FILES:
@@ -188,10 +188,10 @@ def describe(error: BaseException) -> dict:
 
 
 def is_broken_connection(error: BaseException, message: str) -> bool:
-    """Whether this exception only says that another rank has gone; one that the learner's own code raised does not."""
+    """Return whether an exception only says that another rank is gone; one raised by the learner's code does not."""
     if isinstance(error, dist.DistNetworkError):
         return True
-    if isinstance(error, dist.DistBackendError):  # NCCL's word for everything: "Duplicate GPU detected" is a cause
+    if isinstance(error, dist.DistBackendError):  # NCCL raises it for all errors: "Duplicate GPU detected" is a cause
         return any(mark in message for mark in NCCL_LOST)
     runtime = isinstance(error, RuntimeError)
     if runtime and "gloo" in message and "transport" in message:

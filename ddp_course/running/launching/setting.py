@@ -11,13 +11,13 @@ from . import pickling
 
 LOOPBACK_CARD = "lo0" if sys.platform == "darwin" else "lo"
 MIB = 1 << 20
-RANK_MEMORY = 64 * MIB  # what an idle CPU rank has of its own, with a small model: measured 13 to 60 MiB
-RANK_FILES = 10  # what the caller has open for a rank: both ends of four pipes, and two files in memory
+RANK_MEMORY = 64 * MIB  # an idle CPU rank with a small model was measured to have 13 to 60 MiB of its own
+RANK_FILES = 10  # for a rank the caller has open both ends of four pipes, and two files in memory
 SPARE_FILES = 64
 
 
 def start_method() -> str:
-    """How ranks come to life: by "fork" from a process with torch in it where that is safe, else by "spawn", anew."""
+    """Return how ranks start: by "fork" from a process with torch in it where that is safe, else new, by "spawn"."""
     asked = os.environ.get("DDP_COURSE_START")
     if asked not in (None, "", "fork", "spawn"):
         raise ValueError(f'DDP_COURSE_START is "{asked}"; choose fork or spawn')
@@ -27,11 +27,11 @@ def start_method() -> str:
 def describe_launch(
     world_size: int, device: Any, timeout: float, link: Any, progress: bool | int, argument_bytes: int = 0
 ) -> dict:
-    """Decide what follows from the request, and put down all that agent and ranks must know, as plain data.
+    """Decide what follows from the request, and return all that agent and ranks must know, as plain data.
 
-    ValueError if this machine cannot hold so many ranks, each with `argument_bytes` of arguments.
+    Raises ValueError if this machine cannot hold `world_size` ranks, each with `argument_bytes` of arguments.
     """
-    check_world_size(world_size, argument_bytes)  # first: a list of a billion ranks takes long
+    check_world_size(world_size, argument_bytes)  # this comes first, as a list of a billion ranks takes long
     emulated = for_ranks(device, world_size) if isinstance(device, (Device, list, tuple)) else None
     backend, devices = placement("cpu" if emulated else str(device), world_size)
     if link is not None:
@@ -39,8 +39,8 @@ def describe_launch(
     return {
         "world_size": world_size,
         "start": start_method(),
-        "ranks": list(range(world_size)),  # those that this machine runs
-        "store": None,  # address and port of the ranks' store, where rank 0 does not open it itself
+        "ranks": list(range(world_size)),  # this machine runs these ranks
+        "store": None,  # a store that rank 0 does not open itself has its address and port here
         "backend": backend,
         "devices": devices,
         "timeout": timeout,
@@ -52,14 +52,14 @@ def describe_launch(
         "path": list(sys.path),
         "argv": list(sys.argv),
         "folder": os.getcwd(),
-        "environ": {**os.environ, "GLOO_SOCKET_IFNAME": LOOPBACK_CARD},  # whatever card is set for other machines
-        "private": os.environ.get("DDP_COURSE_NETWORK") == "private",  # a network without anybody else in it
-        "idle": None,  # seconds that ranks which stay after their call wait for another one
+        "environ": {**os.environ, "GLOO_SOCKET_IFNAME": LOOPBACK_CARD},  # users may have set another card
+        "private": os.environ.get("DDP_COURSE_NETWORK") == "private",  # a private network has only the ranks in it
+        "idle": None,  # kept ranks wait this many seconds for another call
     }
 
 
 def check_world_size(world_size: int, argument_bytes: int) -> None:
-    """ValueError, with the largest world size that fits, if there is too little memory, or too few files are left."""
+    """Raise ValueError, with the largest world size that fits, if too little memory or too few open files are left."""
     needed = RANK_MEMORY + argument_bytes  # every rank gets its own copy of the arguments
     free, files = free_memory(), free_files()
     memory = f"about {needed / MIB:,.0f} MiB and {free / MIB:,.0f} MiB are free"
@@ -71,8 +71,8 @@ def check_world_size(world_size: int, argument_bytes: int) -> None:
 
 
 def free_files() -> int:
-    """Files that this process may still open."""
-    import resource  # Windows has none, and is refused in words
+    """Return how many more files this process may open."""
+    import resource  # Windows lacks this module, and `check_request` refuses it
 
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     open_now = len(os.listdir("/dev/fd")) if os.path.isdir("/dev/fd") else 0

@@ -9,8 +9,8 @@ from pathlib import Path
 from ...errors import RankState
 from .. import linux
 
-FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)  # the file, the line, the function
-STATUS = {  # by the letter that Linux has for the state of a process, or "" if it knows no such process
+FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)  # its groups are file, line, function
+STATUS = {  # the keys are Linux's letters for a process's state; "" is for a process that Linux does not know
     "T": "stopped by a signal (SIGSTOP) and never continued",
     "R": "running",
     "Z": "ended",
@@ -23,10 +23,10 @@ LIBRARY = ("/torch/distributed/c10d_logger.py", "/threading.py", "/concurrent/fu
 
 
 def look(hosts: list, results: dict, statuses: dict, dumps: dict, calls: dict) -> tuple[list, str]:
-    """The RankState of every rank, and a sentence about the collective that those who come first did not enter.
+    """Return the RankState of every rank, and a sentence about the collective that the first of them did not enter.
 
-    By rank: its host; the results of those that have finished; the state of its process in words, "" before it has
-    started; what faulthandler wrote; and the collectives.
+    The arguments are by rank: hosts, results of finished ranks, states of processes in words ("" before the start),
+    stacks that faulthandler wrote, and collectives.
     """
     states, entered = [], {}
     for rank, host in enumerate(hosts):
@@ -46,7 +46,7 @@ def look(hosts: list, results: dict, statuses: dict, dumps: dict, calls: dict) -
 
 
 def last_collective(calls: list, torch_call: str) -> str:
-    """The collective that a rank is in, or that it entered last, in words; `begin` of a call counts from now."""
+    """Return the collective that a rank is in, or entered last, in words; `begin` of a call counts from now."""
     call = calls[-1] if calls else None
     if call is not None and not call.end:
         return f"{call} (inside for {-call.begin:.1f} s)"
@@ -56,7 +56,7 @@ def last_collective(calls: list, torch_call: str) -> str:
 
 
 def missing_from_ours(calls: dict) -> tuple | None:
-    """(collective, ranks inside, ranks that are absent) by the flight recorder; None if no rank is absent.
+    """Return (collective, ranks inside, absent ranks) by the flight recorder; None if no rank is absent.
 
     When rank 0 waits for rank 1, and rank 1 waits elsewhere for rank 2, rank 2 is the culprit.
     """
@@ -76,7 +76,7 @@ def missing_from_ours(calls: dict) -> tuple | None:
 
 
 def missing_from_torchs(entered: dict) -> tuple | None:
-    """The same by the stacks, for torch's own collectives; None unless all waiting ranks are in the same one."""
+    """Return the same by the stacks, for torch's own collectives; None unless all waiting ranks are in the same one."""
     inside = [rank for rank, name in entered.items() if name]
     absent = [rank for rank, name in entered.items() if not name]
     names = {entered[rank] for rank in inside} - POINT_TO_POINT
@@ -84,21 +84,21 @@ def missing_from_torchs(entered: dict) -> tuple | None:
 
 
 def enumerate_ranks(ranks: list, singular: str, plural: str) -> str:
-    """ "rank 2 has", "ranks 0 and 1 have"."""
+    """Return ranks in words with a verb, such as "rank 2 has" or "ranks 0 and 1 have"."""
     *others, last = ranks
     return f"ranks {', '.join(map(str, others))} and {last} {plural}" if others else f"rank {last} {singular}"
 
 
 def status_of(pid: int) -> str:
-    """The state of a process, in words, as far as the system tells."""
+    """Return the state of a process in words, as far as the system tells."""
     stat = linux.read(Path(f"/proc/{pid}/stat"))  # the letter for the state follows the name, which is in parentheses
     return STATUS.get(stat.rpartition(") ")[2][:1], "waiting")
 
 
 def parse(dump: str) -> list:
-    """The threads of a dump that run the caller's code, the main thread first, as lists of (file, line, function).
+    """Return the threads of a dump that run the caller's code, the main one first, as lists of (file, line, function).
 
-    The most recent frame is the last, as in a traceback; those of the launcher and of thread start-up are left out.
+    The most recent frame is the last, as in a traceback; frames of the launcher and of thread start-up are left out.
     """
     threads = []
     for part in dump.split("(most recent call first):")[1:]:
@@ -110,5 +110,5 @@ def parse(dump: str) -> list:
 
 
 def shown(dump: str) -> str:
-    """The frames of a dump as in Python tracebacks, with the source lines where they are known."""
+    """Return the frames of a dump as in Python tracebacks, with the source lines where they are known."""
     return "".join(traceback.format_list([(*frame, None) for frames in parse(dump) for frame in frames])).rstrip()
