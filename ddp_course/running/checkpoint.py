@@ -1,12 +1,12 @@
 """Checkpoints that survive a power cut, and a resume that is exact to the last bit.
 
-A checkpoint is one file in a folder, as `torch.save` makes it. It is written beside its final name and renamed when it
-is whole:
+A checkpoint is one file in a folder, as `torch.save` makes it. It is written under a temporary name, and renamed when
+it is whole:
 
     temporary file → flush → fsync → os.replace → fsync of the folder → delete the oldest
 
-So at any moment the folder holds only whole checkpoints under their names, whatever is killed when. The file is a zip
-with a checksum of each part; `load` skips a damaged one for the one before.
+So at any moment every file with a checkpoint's name is whole, even after a process was killed. The file is a zip
+archive with a checksum of each part; `load` skips a damaged checkpoint, and reads the one before it.
 """
 
 import io
@@ -63,10 +63,10 @@ def save(path: str | Path, state: Any, keep: int = 2) -> Path | None:
 
 @contextmanager
 def writing_to(path: str | Path) -> Iterator[None]:
-    """Keep other processes from writing to the folder `path`, which is made if need be, during this block.
+    """Keep other processes from writing to the folder `path` during this block; the folder is made if it is missing.
 
-    A run that saves many times holds its folder all the while; `save` does so for one checkpoint. CheckpointError,
-    naming the process that writes there, if it does not end within a few seconds.
+    A run that saves many times claims its folder for all of them; `save` claims it for one checkpoint. Raises
+    CheckpointError, which names the process that writes there, if that process goes on for some seconds.
     """
     folder = Path(path)
     with ExitStack() as stack:
@@ -85,7 +85,7 @@ def writing_to(path: str | Path) -> Iterator[None]:
 def load(path: str | Path) -> Any:
     """Return the newest undamaged checkpoint of the folder `path`, its tensors on the CPU.
 
-    A damaged one is skipped with a warning. Only tensors and plain data are read (`weights_only=True`): a file
+    A damaged checkpoint is skipped with a warning. Only tensors and plain data are read (`weights_only=True`): a file
     from a stranger cannot run code. Raises CheckpointError if there is nothing to load.
     """
     saved = checkpoints(path)
@@ -100,12 +100,12 @@ def load(path: str | Path) -> Any:
 
 
 def checkpoints(path: str | Path) -> list[Path]:
-    """Return the files of all checkpoints in the folder `path`, newest first; none if there is no folder."""
+    """Return the files of all checkpoints in the folder `path`, newest first; [] if there is no folder."""
     return sorted(Path(path).glob(f"checkpoint-{8 * '[0-9]'}.pt"), reverse=True)
 
 
 def packed(state: Any) -> bytes:
-    """Return `state` as the bytes of a checkpoint; CheckpointError if `load` would not read it again."""
+    """Return `state` as the bytes of a checkpoint; raises CheckpointError if `load` could not read them."""
     content = io.BytesIO()
     try:
         torch.save(state, content)
@@ -122,14 +122,14 @@ def packed(state: Any) -> bytes:
 
 
 def unpacked(content: bytes) -> Any:
-    """Return the state in the bytes of a checkpoint; ValueError if they are damaged, or hold what none may hold."""
+    """Return the state in the bytes of a checkpoint; raises ValueError if they are damaged or not plain data."""
     file = io.BytesIO(content)
     try:
         if damaged := zipfile.ZipFile(file).testzip():
             raise ValueError(f"the checksum of {damaged} is wrong")
         file.seek(0)
         return torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # A file may hold anything, and raise anything.
+    except Exception as error:  # A damaged file may raise any error.
         raise ValueError(f"it is damaged, or no checkpoint: {type(error).__name__}: {error}".splitlines()[0]) from error
 
 
@@ -150,7 +150,7 @@ def random_states() -> list[Any]:
 
 
 def set_random_state(states: Sequence[Any]) -> None:
-    """Put this rank's random generators back into its state among `states`; a rank without one is left alone."""
+    """Set this rank's random generators to its state in `states`; a rank without a state there keeps its own."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     if rank >= len(states):
         return

@@ -3,10 +3,10 @@
     backward             | bucket 0 | bucket 1 | bucket 2 |
     communication thread            | ring 0   | ring 1   | ring 2 |
 
-Messages carry no address but their order, so two things must never mix. Two wrappers in one backward pass share the
-thread of their process group: the first to queue is the first to communicate, and as backward walks the same graph on
-every rank, that order is the same everywhere. What the model itself communicates (batch statistics, say) is not in this
-order, so it keeps the process group, and the thread has a twin of it: same ranks, other connections.
+Messages are matched by their order alone, so that order must be the same on all ranks. Two wrappers in one backward
+pass share the thread of their process group, which sends in the order of the queue; backward walks the same graph on
+all ranks, so the queues are the same. The model's own messages (batch statistics, say) are not in this order: they stay
+on the process group, and the thread has a twin of it, with the same ranks and other connections.
 """
 
 import threading
@@ -22,15 +22,15 @@ import torch.distributed as dist
 
 from .torch_inside import tree_leaves, twin
 
-_threads: WeakKeyDictionary = WeakKeyDictionary()  # the thread of each process group
-_failures: WeakKeyDictionary = WeakKeyDictionary()  # {process group: the error that ended its communication}
+_threads: WeakKeyDictionary = WeakKeyDictionary()  # this maps a process group to its thread
+_failures: WeakKeyDictionary = WeakKeyDictionary()  # this maps a failed process group to its error
 
 
 @contextmanager
 def together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Around what all ranks of `group` do together: after an exception in it all that comes later fails too.
+    """Mark a block that all ranks of `group` run together: after an exception in it, all later blocks fail too.
 
-    The other ranks may be in another collective, and this rank's next message would be taken for one of that.
+    The other ranks may then be in another collective, and would take this rank's next message for a part of that one.
     """
     group = group or dist.group.WORLD
     if group in _failures:
@@ -46,7 +46,7 @@ def together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
 
 
 def communication_thread(group: dist.ProcessGroup | None = None) -> "CommunicationThread":
-    """The communication thread of `group`; the first time, all its ranks must ask for it together."""
+    """Return the communication thread of `group`; on the first call, all ranks of the group must call this together."""
     group = group or dist.group.WORLD
     if group not in _threads:
         _threads[group] = CommunicationThread(group)
@@ -54,7 +54,7 @@ def communication_thread(group: dist.ProcessGroup | None = None) -> "Communicati
 
 
 class CommunicationThread:
-    """Works through what `start` is given, one job after the other; messages go on `group`, a twin of the caller's."""
+    """Carries out the jobs that `start` queues, one by one; messages go over `group`, a twin of the caller's group."""
 
     def __init__(self, group):
         self.group, self.streams = twin(group), {}
@@ -65,8 +65,8 @@ class CommunicationThread:
     def start(self, function: Callable, device: torch.device) -> Callable:
         """Queue `function(group)`, without gradients; return a function that waits for its result, or raises its error.
 
-        On CUDA it works on the thread's own stream, after all that the caller's stream holds so far; waiting for it
-        holds up the caller's current stream, not the processor.
+        On CUDA the function works on the thread's own stream, after all work that is already on the caller's stream;
+        waiting for its result holds up the caller's current stream, not the processor.
         """
         stream = self.stream(device)
         job, ready = Future(), stream and torch.cuda.current_stream(device).record_event()
@@ -89,7 +89,7 @@ class CommunicationThread:
             return function(self.group), stream and stream.record_event()
 
     def stream(self, device: torch.device) -> torch.cuda.Stream | None:
-        """The thread's own stream on a CUDA `device`, None on the CPU."""
+        """Return the thread's own stream on a CUDA `device`, or None on the CPU."""
         if is_queued(device) and device not in self.streams:
             self.streams[device] = torch.cuda.Stream(device)
             if "nccl" in dist.get_backend_config(self.group):  # NCCL wants a collective before the first message
@@ -98,11 +98,11 @@ class CommunicationThread:
 
 
 def keep_for_backward(owner: object, outputs: Any) -> Any:
-    """Let `owner` live as long as the graph behind `outputs`, and return them.
+    """Keep `owner` alive as long as the graph behind `outputs`, and return `outputs`.
 
-    Hooks on parameters must not keep a wrapper alive, or an old one would go on averaging when a model is wrapped anew.
-    But in `BucketedDDP(model)(inputs).sum().backward()` nothing else holds the wrapper, and its gradients are still to
-    come. Every node of a graph has a dict for such things.
+    Hooks on parameters must not keep a wrapper alive, or an old wrapper would go on averaging after a model is wrapped
+    again. But in `BucketedDDP(model)(inputs).sum().backward()` nothing else holds the wrapper, which must still average
+    the gradients. So a dict that every node of a graph has holds the wrapper.
     """
     for tensor in [outputs] if isinstance(outputs, torch.Tensor) else tree_leaves(outputs):
         if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
@@ -112,15 +112,15 @@ def keep_for_backward(owner: object, outputs: Any) -> Any:
 
 
 def work(jobs: Any) -> None:
-    """Run the thread. It has no reference to its owner, so that both end together; a daemon holds up no failed rank."""
+    """Run the thread. It has no reference to its owner, so that both end together; a failed rank never waits for it."""
     for job, call in iter(jobs.get, None):
         try:
             job.set_result(call())
         except BaseException as error:
             job.set_exception(error)
-        del job, call  # a thread that waits keeps nothing alive
+        del job, call  # a thread that waits for a job must keep no object alive
 
 
 def is_queued(device: torch.device) -> bool:
-    """Whether work on `device` is only queued when a call returns; on the CPU it is done."""
+    """Return whether work on `device` is only queued when a call returns; on the CPU the work is done by then."""
     return device.type == "cuda"

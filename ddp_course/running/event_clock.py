@@ -10,10 +10,10 @@ import torch
 
 
 class Clock:
-    """Marks moments of what `device` does, and tells later when they were.
+    """Marks moments in the work of `device`, and tells later when they were.
 
-    On the CPU, where work is done when the call returns, a mark is seconds of `time.perf_counter`. On a GPU it is an
-    event on the current stream of the thread that asks, with the device that has the stream.
+    On the CPU, where work is done when the call returns, a mark is a time in seconds of `time.perf_counter`. On a GPU a
+    mark is a device, with an event on the calling thread's current stream of that device.
     """
 
     def __init__(self, device: torch.device):
@@ -22,23 +22,23 @@ class Clock:
         self.now()
 
     def now(self, device: torch.device | None = None) -> Any:
-        """Mark this moment; on a GPU it is the end of all that the current stream of `device` has been given."""
+        """Mark this moment; on a GPU, mark the end of all work queued so far on the current stream of `device`."""
         if self.device.type == "cpu":
             return perf_counter()
         device = device or self.device
         if device not in self.beginnings:
-            torch.cuda.synchronize(device)  # the first event is to mark this very moment
+            torch.cuda.synchronize(device)  # the first event must mark this very moment
             self.beginnings[device] = event(device), perf_counter()
         return device, event(device)
 
     def finish(self) -> None:
-        """Wait until all that was marked is over."""
+        """Wait until all marked work is over."""
         for device in self.beginnings:
             torch.cuda.synchronize(device)
 
     def seconds(self, mark: Any) -> float:
-        """The moment of a mark in seconds of `time.perf_counter`; after `finish`."""
-        if isinstance(mark, float):  # the processor did the work, or gloo
+        """Return the moment of a mark in seconds of `time.perf_counter`; `finish` must have been called."""
+        if isinstance(mark, float):  # the processor or gloo did the work
             return mark
         device, end = mark
         beginning, seconds = self.beginnings[device]
@@ -46,7 +46,7 @@ class Clock:
 
 
 def event(device: torch.device) -> torch.cuda.Event:
-    """A new event, recorded on the current stream of `device`."""
+    """Return a new event, recorded on the current stream of `device`."""
     recorded = torch.cuda.Event(enable_timing=True)
     recorded.record(torch.cuda.current_stream(device))
     return recorded

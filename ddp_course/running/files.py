@@ -11,7 +11,7 @@ from filelock import FileLock, Timeout
 
 
 def writable_folder(folder: str | Path) -> Path:
-    """Return `folder` as a Path, made if need be; ValueError if nothing can be written there."""
+    """Return `folder` as a Path, and make it if it is missing; raises ValueError if nothing can be written there."""
     path = Path(folder)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -25,7 +25,7 @@ def writable_folder(folder: str | Path) -> Path:
 
 
 def replace_file(path: Path, content: bytes, option: str = "--out", mode: int = 0o644) -> Path:
-    """Write `content` (bytes) to `path`, with the rights `mode`; ValueError, naming `option`, if that fails."""
+    """Write `content` (bytes) to `path`, with the rights `mode`; raises ValueError, naming `option`, if that fails."""
     try:
         return write_whole(path, content, mode)
     except OSError as error:
@@ -61,9 +61,9 @@ def write_whole(path: Path, content: bytes, mode: int) -> Path:
 
 @contextmanager
 def claimed(path: Path, patience: float = 0.0) -> Iterator[None]:
-    """Keep other processes from this block with the same `path`, a file that names the process in it.
+    """Keep other processes out of this block with the same `path`, a file that names the process inside.
 
-    BlockingIOError, with the holder in its text, if another process stays in it for longer than `patience` seconds.
+    Raises BlockingIOError, which names the other process, if that stays in the block for more than `patience` seconds.
     """
     try:
         lock = FileLock(f"{path}.lock", is_singleton=True).acquire(timeout=patience)
@@ -76,12 +76,12 @@ def claimed(path: Path, patience: float = 0.0) -> Iterator[None]:
 
 
 def course_folder(name: str) -> Path:
-    """Where the course's `notebooks`, `exercises` or `docs` are: in its repository, or in the installed package."""
+    """Return the course's folder `notebooks`, `exercises` or `docs`, in its repository or in the installed package."""
     package = Path(__file__).resolve().parents[1]
-    packed = package / "course" / name  # setup.py puts them there
+    packed = package / "course" / name  # setup.py copies the course's folders there
     return packed if packed.is_dir() else package.parent / name
 
 
 def connection_folder() -> Path:
-    """Where `ddp-course hosts start` leaves the files with which heads and engines connect."""
+    """Return the folder where `ddp-course hosts start` leaves the files with which heads and engines connect."""
     return Path(os.environ.get("DDP_COURSE_HOSTS") or Path.home() / ".ddp_course" / "hosts")

@@ -16,10 +16,10 @@ from .devices.placement import agreed_backend, gpu_identity, hide_gpus, placemen
 from .parent import end_with_torchrun
 from .torch_inside import serve_store_on
 
-FIRST_PORT, PORTS = 20_000, 10_000  # each Slurm job meets at a port of its own
+FIRST_PORT, PORTS = 20_000, 10_000  # the ranks of each Slurm job meet at a port of their own
 CONNECT_SECONDS = 5.0
 LOOPBACK = "127.0.0.1"
-ALONE = {  # the environment of a job of one rank, which opens its store at any free port
+ALONE = {  # a job of one rank has this environment, and opens its store at any free port
     "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
     "MASTER_ADDR": LOOPBACK, "MASTER_PORT": "0",
 }  # fmt: skip
@@ -28,9 +28,9 @@ ALONE = {  # the environment of a job of one rank, which opens its store at any 
 def join(device: str = "auto", timeout: float = 1800.0) -> tuple:
     """Bring up the process group of the job that this process is part of; return (rank, world size).
 
-    `device` as in `launch`, each machine's ranks on its own devices; `timeout` (seconds) is how long a collective may
-    take. Under torchrun the environment says everything; Slurm's `srun` is translated to it; anywhere else this
-    process is the only rank. A process group that is up already is left alone. The process ends with its torchrun.
+    `device` is as in `launch`, for the ranks of each machine; a collective may take `timeout` seconds. Under torchrun
+    the environment says everything; the environment of Slurm's `srun` is translated to that; anywhere else this process
+    is the only rank. A process group that is up already is left alone. The process ends with its torchrun.
     """
     if not dist.is_initialized():
         end_with_torchrun()
@@ -52,19 +52,19 @@ def join(device: str = "auto", timeout: float = 1800.0) -> tuple:
 
 
 def common_backend(store: dist.Store, rank: int, world_size: int, device: str) -> str:
-    """The backend that suits all ranks: each says which GPU it has. Under Slurm all may have a `cuda:0`."""
+    """Return the backend that suits all ranks. Each names its GPU, as under Slurm all ranks may have a `cuda:0`."""
     store.set(f"ddp_course/gpu/{rank}", gpu_identity(device))
     return agreed_backend([store.get(f"ddp_course/gpu/{other}").decode() for other in range(world_size)])
 
 
 def fresh_store(timeout: float, one_machine: bool) -> dict[str, Any]:
-    """The key-value store, rank and world size for `init_process_group`, as its keywords.
+    """Return the key-value store, rank and world size for `init_process_group`, as its keywords.
 
-    torchrun of torch 2.13 keeps one store over all restarts, with the addresses of ranks that are gone: started
-    again, ranks would now and then call those. So rank 0 opens a store of its own and leaves its address in the old
-    one; a rank that reads an old address there is refused, and looks again.
+    torchrun of torch 2.13 keeps one store over all restarts, with the addresses of ranks that are gone: restarted ranks
+    would sometimes connect to those. So rank 0 opens a new store and leaves its port in the old store; a rank that
+    reads an outdated port there is refused, and reads again.
 
-    Any process that reaches a store can write into it: where all ranks are on one machine, it listens on the loopback.
+    Any process that reaches a store can write into it: on one machine, the store listens on the loopback.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     patience = timedelta(seconds=timeout)
@@ -88,7 +88,7 @@ def fresh_store(timeout: float, one_machine: bool) -> dict[str, Any]:
 
 
 def look_up(old: dist.Store, host: str, patience: timedelta) -> dist.TCPStore:
-    """Connect to the store whose port is in the store `old`, as soon as it answers."""
+    """Connect to the store whose port is in the store `old`, as soon as that store answers."""
     end = time.monotonic() + patience.total_seconds()
     while True:
         port = int(old.get("ddp_course/store"))
@@ -104,9 +104,9 @@ def look_up(old: dist.Store, host: str, patience: timedelta) -> dist.TCPStore:
 
 
 def from_slurm(environ: Mapping[str, str]) -> dict[str, str] | None:
-    """The environment that torchrun would give, from that of a task of `srun`; None outside of one.
+    """Return the environment that torchrun would give, made from that of a task of `srun`; None outside of a task.
 
-    `srun` alone sets SLURM_STEP_…: the batch script itself is no task, although it has a SLURM_PROCID too.
+    Only `srun` sets SLURM_STEP_…: the batch script itself is no task, although it has a SLURM_PROCID too.
     """
     if "SLURM_STEP_NUM_TASKS" not in environ or "SLURM_PROCID" not in environ:
         return None
@@ -124,13 +124,13 @@ def from_slurm(environ: Mapping[str, str]) -> dict[str, str] | None:
 
 
 def first_node(nodes: str) -> str:
-    """The first host of a Slurm node list: "gpu[03-07,11],login" is "gpu03"."""
+    """Return the first host of a Slurm node list: "gpu03" for "gpu[03-07,11],login"."""
     first = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\])?([^,]*)", nodes)
     return "".join(part or "" for part in first.groups())
 
 
 def tasks_on_node(counts: str, node: int) -> int:
-    """How many tasks node number `node` has, from Slurm's short form: "2(x3),1" is 2, 2, 2, 1."""
+    """Return how many tasks node number `node` has, from Slurm's short form: "2(x3),1" means 2, 2, 2, 1."""
     tasks = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts):
         tasks += [int(count)] * int(times or 1)

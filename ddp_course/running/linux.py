@@ -26,27 +26,27 @@ OWN_CGROUPS = Path("/proc/self/cgroup")
 
 @cache
 def libc() -> Any:
-    """The C library: Python has no prctl and mount of its own, and unshare and setns only since 3.12."""
+    """Return the C library: Python has no prctl and mount of its own, and has unshare and setns only since 3.12."""
     return ctypes.CDLL(None, use_errno=True)
 
 
 def call(name: str, *arguments: Any) -> None:
-    """Call a function of the C library; OSError if it fails."""
+    """Call a function of the C library; raises OSError if it fails."""
     if getattr(libc(), name)(*arguments):
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}")
 
 
 def prctl(option: int, value: int) -> None:
-    """Call prctl(2), on Linux; what a sandbox refuses is left out."""
+    """Call prctl(2) on Linux; a refusal, as in a sandbox, is ignored."""
     if sys.platform == "linux":
         libc().prctl(option, value, 0, 0, 0)
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Have the kernel kill this process when its parent ends; leave at once if `parent`, a process id, has ended.
+    """Have the kernel kill this process when its parent ends; exit at once if `parent`, a process id, has ended.
 
-    Linux forgets this when a process changes its credentials, as by entering a user namespace: call it again then.
+    Linux forgets this when a process changes its credentials, as by entering a user namespace: call this again then.
     """
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent is not None and os.getppid() != parent:
@@ -61,7 +61,7 @@ def adopt_orphans() -> None:
 def unshare_as_anyone(flags: int) -> None:
     """Move this process into new namespaces; users without that right first enter a user namespace, where they have it.
 
-    The process keeps its user and group there. It must have one thread only. OSError where that is forbidden.
+    The process keeps its user and group there. It must have one thread only. Raises OSError where that is forbidden.
     """
     try:
         call("unshare", flags)
@@ -78,31 +78,31 @@ def mount(source: str, target: str, flags: int) -> None:
 
 
 def raise_loopback() -> None:
-    """Bring up the loopback of a new network namespace, which starts without one."""
-    import fcntl  # Windows does not have it.
+    """Bring up the loopback of a new network namespace, where it is down at first."""
+    import fcntl  # Windows does not have this module.
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sH14x", b"lo", IFF_UP))
 
 
 def usable_cores() -> int:
-    """Processor cores that this process may keep busy: those it may run on, and its containers' share of time."""
+    """Return how many processor cores this process may keep busy, by its affinity and its containers' share of time."""
     return max(1, math.floor(processor_share()))
 
 
 def processor_share() -> float:
-    """The cores as a fraction: a container may be given half of one."""
+    """Return the usable cores as a fraction: a container may be given half a core."""
     cores: float = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for folder in cgroup_folders("cpu"):
         words = f"{read(folder / 'cpu.cfs_quota_us')} {read(folder / 'cpu.cfs_period_us')} {read(folder / 'cpu.max')}"
-        quota, _, period = words.strip().partition(" ")  # both are microseconds
+        quota, _, period = words.strip().partition(" ")  # both are in microseconds
         if quota.isdigit() and period.isdigit():
             cores = min(cores, int(quota) / int(period))
     return cores
 
 
 def free_memory() -> int:
-    """Bytes that new processes may use: what the machine has free, or what the containers around us allow."""
+    """Return the bytes that new processes may use: the machine's free memory, or less if a container allows less."""
     free = available_memory()
     for folder in cgroup_folders("memory"):
         limit = read(folder / "memory.max") or read(folder / "memory.limit_in_bytes")
@@ -115,9 +115,9 @@ def free_memory() -> int:
 
 
 def available_memory() -> int:
-    """Bytes that the machine has free, or would free at once for a process that asks."""
+    """Return the bytes that the machine has free, or would free at once for a process that asks."""
     try:
-        import psutil  # Most processes that load this module need it for nothing else.
+        import psutil  # Most processes that load this module do not need psutil.
 
         return psutil.virtual_memory().available
     except (ImportError, OSError):  # A borrowed machine may not have the package, and a container no /proc.
@@ -125,9 +125,9 @@ def available_memory() -> int:
 
 
 def cgroup_folders(controller: str) -> list[Path]:
-    """The folders of this process's control group and of all around it that a container can see: each may set a limit.
+    """Return the folders of this process's control group and of all visible groups around it: each may set a limit.
 
-    `controller`: "memory" or "cpu". In version 1 every controller has a tree of its own, in version 2 all share one.
+    `controller` is "memory" or "cpu". In version 1 every controller has a tree of its own, in version 2 all share one.
     """
     folders = []
     for line in read(OWN_CGROUPS).splitlines():
@@ -140,7 +140,7 @@ def cgroup_folders(controller: str) -> list[Path]:
 
 
 def read(path: Path) -> str:
-    """The text of a file of the kernel, "" if there is none."""
+    """Return the text of a file of the kernel, or "" if there is no such file."""
     try:
         return path.read_text().strip()
     except OSError:

@@ -25,9 +25,9 @@ def start(
 ) -> subprocess.Popen:  # fmt: skip
     """Start `command` (a list of words) on host `number` of those that `virtual_hosts.build` returned.
 
-    The command ends with this process. What it prints goes to the file descriptor `output`. Programs of this Python's
-    own environment (torchrun, ddp-course) come before others of their name: a notebook server that was started by its
-    path does not have them on the search path. OSError if there is no such program.
+    The command ends with this process. Its output goes to the file descriptor `output`. Programs of this Python's own
+    environment (torchrun, ddp-course) come before others of the same name: a notebook server that was started by its
+    path does not have them on the search path. Raises OSError if there is no such program.
     """
 
     def move() -> None:
@@ -41,14 +41,14 @@ def start(
 
 
 def stop(process: subprocess.Popen) -> None:
-    """Kill what `start` started, with all that it started in turn, as if its host had lost power."""
+    """Kill a process that `start` started, and all its descendants, as if its host had lost power."""
     for each in [process, *psutil.Process(process.pid).children(recursive=True)]:
         each.kill()
     process.wait()
 
 
 def main() -> int:
-    """Run the command line; the exit code is the greatest of the commands'."""
+    """Run the command line, and return the greatest of the commands' exit codes."""
     parser = argparse.ArgumentParser("python -m ddp_course.running.on_hosts", description=__doc__.split(",")[0])
     parser.add_argument("--hosts", type=int, default=2, metavar="N", help="how many hosts (default 2)")
     parser.add_argument("--bandwidth", default="1Gbit", help="of every host's cable, each way (default 1Gbit)")
@@ -59,7 +59,7 @@ def main() -> int:
         processes = [start(hosts, number, options.command) for number in range(options.hosts)]
     except FileNotFoundError as error:
         parser.error(str(error))
-    except Exception as error:  # whatever forbids it, the reason is for a person to read
+    except Exception as error:  # whatever the error is, a person should read its reason
         print(f"virtual hosts cannot be had here: {virtual_hosts.explain(error)}", file=sys.stderr)
         return 2
     return max(process.wait() % 256 for process in processes)

@@ -17,7 +17,7 @@ def end_with_torchrun() -> None:
     """Have this process end as soon as the torchrun that started it does; without torchrun nothing happens."""
     if JOB not in os.environ:
         return
-    import psutil  # Only ranks of torchrun come here.
+    import psutil  # Only ranks of torchrun need this module.
 
     try:
         parent = psutil.Process(os.getppid())
@@ -26,7 +26,7 @@ def end_with_torchrun() -> None:
         orphaned = parent.exe() != psutil.Process().exe() and parent.environ().get(JOB) != os.environ[JOB]
     except psutil.Error:
         orphaned = True
-    if orphaned:  # torchrun had ended before, and init or the like adopted this rank
+    if orphaned:  # torchrun had ended already, and another process, such as init, adopted this rank
         os._exit(1)
     if sys.platform != "linux":
         threading.Thread(target=lambda: (parent.wait(), os._exit(1)), daemon=True).start()

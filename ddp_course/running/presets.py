@@ -1,6 +1,6 @@
 """Accelerators and links as their makers publish them, and how they are slowed down.
 
-Latencies are those that NCCL reckons with for one step of a ring with its protocol for large messages (file
+Latencies are those that NCCL assumes for one step of a ring with its protocol for large messages (file
 src/graph/tuning.cc, table hwLat, version 2.19): 3.4 us over NVLink, 5.7 over PCIe, 14 over a network.
 """
 
@@ -11,7 +11,7 @@ from ..errors import EmulationError
 
 
 class Accelerator(NamedTuple):
-    """`rate` of dense 16-bit arithmetic in floating-point operations per second, `memory` in bytes per second."""
+    """`rate` is in floating-point operations per second of dense 16-bit arithmetic, `memory` is in bytes per second."""
 
     rate: float
     memory: float
@@ -19,7 +19,7 @@ class Accelerator(NamedTuple):
 
 
 class KnownLink(NamedTuple):
-    """`bandwidth` in bits per second, each way; `latency` in seconds; `source` of the bandwidth."""
+    """`bandwidth` is in bits per second each way, `latency` is in seconds, `source` is that of the bandwidth."""
 
     bandwidth: float
     latency: float
@@ -45,7 +45,7 @@ LINKS = {
 
 
 def find(table: dict[str, Any], kind: str, name: str, slowed: float, scale: float) -> Any:
-    """The entry `name` of a table of "device"s or "link"s; EmulationError without one, and for factors below 1."""
+    """Return entry `name` of a table of devices or links; raises EmulationError without it and for factors below 1."""
     if name not in table:
         raise EmulationError(f'unknown {kind} "{name}"; choose one of {", ".join(table)}')
     for factor, value in (("slowed", slowed), ("scale", scale)):

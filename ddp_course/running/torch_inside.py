@@ -26,16 +26,16 @@ from torch.utils._pytree import tree_unflatten as tree_unflatten
 uncompiled = torch._disable_dynamo  # torch.compile leaves functions with this decorator as they are
 BatchNorm = _BatchNorm
 busy_gpu = torch.cuda._sleep
-default_group = distributed_c10d._get_default_group  # It raises ValueError where none has been made.
-dispatch_modes = _get_current_dispatch_mode_stack  # They are those of this thread, the innermost last.
-as_plain_tensors = torch._C.DisableTorchFunctionSubclass  # Functions then take subclasses of Tensor for tensors.
-backward_pass = torch._C._current_graph_task_id  # It numbers the backward passes from 0; outside of one it is -1.
+default_group = distributed_c10d._get_default_group  # The function raises ValueError where no group has been made.
+dispatch_modes = _get_current_dispatch_mode_stack  # The function returns this thread's modes, the innermost last.
+as_plain_tensors = torch._C.DisableTorchFunctionSubclass  # In this block functions treat subclasses as plain tensors.
+backward_pass = torch._C._current_graph_task_id  # Backward passes have numbers from 0; -1 means no pass.
 UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_  # a gradient scaler calls this
 
 
 @contextmanager
 def around(owner: Any, name: str, hook: Callable) -> Iterator[None]:
-    """Within this block `owner.name(…)` is `hook(run, …)`, with `run` the function itself.
+    """Within this block `owner.name(…)` is `hook(run, …)`, where `run` is the original function.
 
     torch has hooks before and after a module's call, but none around it, and none at a backward pass.
     """
@@ -63,33 +63,33 @@ def unnoticed_by_autograd(tensors: Sequence[torch.Tensor]) -> AbstractContextMan
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """How long a collective of `group` waits before it gives up."""
+    """Return how long a collective of `group` waits before it gives up."""
     return group._get_backend(group._device_types[0]).options._timeout
 
 
 def serve_store_on(listener: socket.socket, patience: timedelta = timedelta(minutes=5)) -> dist.TCPStore:
-    """Serve a key-value store on a bound socket, and on no other address: two jobs never clash."""
+    """Serve a key-value store on a bound socket, and on no other address, so that two jobs never clash."""
     host, port = listener.getsockname()[:2]
     own: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listener.detach()}
     return dist.TCPStore(host, port, timeout=patience, **own)
 
 
 def messages() -> int:
-    """How many collectives, sends and receives of torch's own this process has begun, in all its process groups."""
-    groups: Any = distributed_c10d._world.pg_map  # the stubs do not know that groups number what they begin
+    """Return how many of torch's own collectives, sends and receives this process has begun, in all process groups."""
+    groups: Any = distributed_c10d._world.pg_map  # the stubs do not know that groups count their operations
     count = 0
     for group in groups:
-        with suppress(RuntimeError):  # the backend of a mesh's group does not number what it begins
+        with suppress(RuntimeError):  # the backend of a mesh's group does not count its operations
             count += group._get_sequence_number_for_group()
     return count
 
 
 def twin(group: dist.ProcessGroup, members: Sequence[int] | None = None) -> dist.ProcessGroup:
-    """A process group with the backend and timeout of `group` and its ranks, or only those ranks of it in `members`.
+    """Make a process group with the backend and timeout of `group`, and with all its ranks or only its `members`.
 
-    Made by these alone, all of them together: `dist.new_group` would have to be called by every rank of the job; with
-    `use_local_synchronization` it makes up a name from how many groups a rank is in, which need not be the same on all.
-    So this takes its inner part.
+    Only the new group's ranks call this, all of them together. Every rank of the job would have to call
+    `dist.new_group`; with `use_local_synchronization` that derives a name from the number of groups that a rank is in,
+    which may differ between ranks. So this calls the inner part of `dist.new_group`.
     """
     everyone = dist.get_process_group_ranks(group)
     members = range(len(everyone)) if members is None else members

@@ -12,27 +12,27 @@ MEMORY = {"b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
 
 
 def bits_per_second(text: str | int) -> float:
-    """Parse a bandwidth such as "200Mbit", "3.6Tbit" or "1.5Gbit/s"; EmulationError otherwise."""
+    """Parse a bandwidth such as "200Mbit", "3.6Tbit" or "1.5Gbit/s"; raises EmulationError for other text."""
     return _parse(text, BANDWIDTHS, "bandwidth", "200Mbit (bit, kbit, Mbit, Gbit or Tbit per second)")
 
 
 def seconds(text: str | int, zero: bool = True) -> float:
-    """Parse a time such as "5ms", "10us" or "0s"; EmulationError otherwise, and for 0 unless `zero`."""
+    """Parse a time such as "5ms", "10us" or "0s"; raises EmulationError for other text, and for 0 unless `zero`."""
     return _parse(text, TIMES, "time", "5ms (s, ms, us or ns)", zero)
 
 
 def flops_per_second(text: str | int) -> float:
-    """Parse a rate of floating-point operations such as "2GFLOP/s"; EmulationError otherwise."""
+    """Parse a rate of floating-point operations such as "2GFLOP/s"; raises EmulationError for other text."""
     return _parse(text, RATES, "rate", "2GFLOP/s (FLOP/s, kFLOP/s, MFLOP/s, GFLOP/s or TFLOP/s)")
 
 
 def bytes_per_second(text: str | int) -> float:
-    """Parse a memory's bandwidth such as "5GB/s"; EmulationError otherwise."""
+    """Parse a memory's bandwidth such as "5GB/s"; raises EmulationError for other text."""
     return _parse(text, MEMORY, "memory's bandwidth", "5GB/s (B/s, kB/s, MB/s, GB/s)")
 
 
 def two_digits(value: float, up: bool = False) -> float:
-    """`value` cut to its two leading digits, or rounded `up` to them: a number to type."""
+    """Return `value` cut to its two leading digits, or rounded `up` to them: a number that is easy to type."""
     digit = 10.0 ** (math.floor(math.log10(value)) - 1)
     return (math.ceil if up else math.floor)(value / digit) * digit
 

@@ -11,8 +11,8 @@ TCP runs over it: gloo, torch's own DDP and torchrun need no change. The namespa
 only processes and open descriptors hold them, so the kernel removes them when the last process ends, however
 it ends. Root unshares them directly; anyone else first becomes root in a user namespace of their own.
 
-`forbidden_by` says what stands in the way on this machine. It tries once, in a small process, because namespaces want
-one without threads; so this module imports nothing that takes long.
+`forbidden_by` says what forbids virtual hosts on this machine. It tries once to build them, in a small process, as only
+a process without threads can; so this module imports nothing that takes long.
 Sources: network_namespaces(7), user_namespaces(7), tc-tbf(8).
 """
 
@@ -29,17 +29,17 @@ from typing import Any
 from . import linux
 
 SWITCH_ADDRESS, PREFIX = "10.77.255.254", 16
-FRAME = 1514  # an Ethernet frame with 1,500 bytes of payload has so many
-BURST_SECONDS = 0.0008  # after a pause bytes pass at full speed for so long: the timers allow no less
-QUEUE_SECONDS = 0.2  # a port of the switch holds back so much before it drops packets
+FRAME = 1514  # an Ethernet frame with 1,500 bytes of payload has this many bytes
+BURST_SECONDS = 0.0008  # after a pause bytes pass at full speed for this long: the kernel's timers allow no less
+QUEUE_SECONDS = 0.2  # a port of the switch queues this many seconds of traffic before it drops packets
 ATTEMPT_SECONDS = 60
-ON_A_HOST = {"GLOO_SOCKET_IFNAME": "eth0"}  # the environment of what runs there
+ON_A_HOST = {"GLOO_SOCKET_IFNAME": "eth0"}  # commands on a host get these variables
 
 
 def build(host_count: int, bits_per_second: float) -> list[int]:
     """Move this process into new namespaces and build the network; return one descriptor for each host.
 
-    The process must have one thread only. Raises OSError, or pyroute2's NetlinkError, where it is not allowed.
+    The process must have one thread only. Raises OSError, or pyroute2's NetlinkError, where that is not allowed.
     """
     linux.unshare_as_anyone(linux.CLONE_NEWNET | linux.CLONE_NEWNS | linux.CLONE_NEWUTS)
     home = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
@@ -59,7 +59,7 @@ def build(host_count: int, bits_per_second: float) -> list[int]:
 
 
 def enter(hosts: Sequence[int], number: int) -> None:
-    """Move this process into host `number` of the descriptors that `build` returned, for good."""
+    """Move this process into host `number` for good; `hosts` are the descriptors that `build` returned."""
     linux.call("setns", hosts[number], 0)
     for host in hosts:
         os.close(host)
@@ -69,7 +69,7 @@ def enter(hosts: Sequence[int], number: int) -> None:
 
 
 def address(number: int) -> str:
-    """The IP address of host `number`."""
+    """Return the IP address of host `number`."""
     return f"10.77.0.{number + 1}"
 
 
@@ -87,7 +87,7 @@ def name_hosts(host_count: int) -> None:
 
 def build_switch(hosts: Sequence[int], bits_per_second: float) -> None:
     """Make the bridge, and for every host a cable whose far end is that host's eth0."""
-    from pyroute2 import IPRoute  # to import it takes long, and only Linux has it
+    from pyroute2 import IPRoute  # this import takes long, and works on Linux only
 
     with IPRoute() as ip:
         ip.link("set", index=1, state="up")
@@ -103,7 +103,7 @@ def build_switch(hosts: Sequence[int], bits_per_second: float) -> None:
 
 
 def plug_in(number: int, bits_per_second: float) -> None:
-    """Configure a host from inside: loopback, address, and the token bucket of what it sends.
+    """Configure a host from inside: loopback, address, and the token bucket for the bytes that it sends.
 
     TCP is told to use Reno on this route: BBR, the default of some kernels, probes for bandwidth by slowing down
     now and then, which made single measurements up to 40 % longer.
@@ -128,13 +128,13 @@ def limit(ip: Any, index: int, bits_per_second: float) -> None:
 
 
 def segment(bits_per_second: float) -> int:
-    """Bytes that TCP hands over in one piece: the token bucket lets a piece pass whole, and then waits."""
+    """Return the bytes that TCP hands over in one piece: the token bucket lets a piece pass whole, and then waits."""
     return int(min(max(bits_per_second / 8 * BURST_SECONDS, 2 * FRAME), 60_000))
 
 
 @cache
 def forbidden_by() -> str | None:
-    """One line about what forbids virtual hosts on this machine, None if nothing does; tried once."""
+    """Return one line about what forbids virtual hosts on this machine, or None; the machine is tried only once."""
     if sys.platform != "linux":
         return "virtual hosts need Linux"
     command, package = [sys.executable, "-m", __name__], Path(__file__).parents[2]
@@ -150,7 +150,7 @@ def forbidden_by() -> str | None:
 
 
 def explain(error: object) -> str:
-    """One line about what stood in the way."""
+    """Return one line about the error that virtual hosts met."""
     return f"this system forbids namespaces, as containers and AppArmor often do, or cannot build them ({error})"
 
 

@@ -1,8 +1,8 @@
 """Send and receive between ranks, with every byte and message counted.
 
-All algorithms of the course send through here, never through `torch.distributed` directly. That gives three
-things for free: traffic can be counted and held against a formula, spans can be drawn on a timeline, and a
-slower link can be emulated: all three are settings of the one `card` that a process has.
+All algorithms of the course send through here, never through `torch.distributed` directly. That gives three things for
+free: traffic can be counted and compared with a formula, spans can be drawn on a timeline, and a slower link can be
+emulated. All three are settings of the one `card` that a process has.
 """
 
 import threading
@@ -60,11 +60,11 @@ class Traffic:
 
 
 class Card:
-    """The network card of a process; a launch over a throttled wire gives its ranks one with a throttle."""
+    """The network card of a process; a launch over a throttled wire gives each rank a card with a throttle."""
 
     def __init__(self, throttle: Any = None):
-        self.throttle = throttle  # a links.throttle.ThrottledWire; without it messages leave at full speed
-        self.clock = Clock(torch.device("cpu"))  # one of events while a GPU is recorded
+        self.throttle = throttle  # without a links.throttle.ThrottledWire messages leave at full speed
+        self.clock = Clock(torch.device("cpu"))  # the clock has CUDA events while a GPU is recorded
         self.observers: list[Callable[[Event], None]] = []
 
 
@@ -73,13 +73,13 @@ _connected: WeakSet = WeakSet()  # NCCL has connected the ranks of these groups
 
 
 def now(device: torch.device | None = None) -> Any:
-    """This moment by the card's clock: on a GPU, when `device` will have done what it was given so far."""
+    """Return this moment by the card's clock: on a GPU, when `device` will have done all work queued so far."""
     return card.clock.now(device)
 
 
 @contextmanager
 def observing(callback: Callable[[Event], None], clock: Clock | None = None) -> Iterator[None]:
-    """Call `callback(event)` after every message and span of this process, from any thread; `clock` marks when."""
+    """Call `callback(event)` after every message and span of this process, from any thread; `clock` marks times."""
     before, card.clock = card.clock, clock or card.clock
     card.observers.append(callback)
     try:
@@ -110,8 +110,8 @@ def span(name: str) -> Iterator[None]:
 def ended(name: str, start: Any, tensor: torch.Tensor, group: Group = None) -> None:
     """Tell the observers that a backend's collective on `tensor`, which began at `start` (by `now`), has just ended.
 
-    It ran in a thread of the backend, not in the one that noticed its end. gloo computes on the processor, even where
-    the tensor is on a GPU: what that GPU has been given meanwhile does not matter.
+    The collective ran in a thread of the backend, not in the thread that noticed its end. gloo computes on the
+    processor, even where the tensor is on a GPU: the work that was queued on that GPU meanwhile does not matter.
     """
     tell("span", name, start, None if on_nccl(tensor, group) else perf_counter(), thread="communication")
 
@@ -120,7 +120,7 @@ def collective(function: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate an algorithm in which all ranks of a `group` take part; its first argument is a tensor or several.
 
     Each call becomes a span for the timeline and an entry of the flight recorder, by which mismatched shapes and hangs
-    are reported with the names of the ranks.
+    are reported with the numbers of the ranks.
     """
     parameters = signature(function)
 
@@ -148,7 +148,7 @@ class Transfer:
 
     def _post(self, group):
         post = dist.isend if self.kind == "send" else dist.irecv
-        if on_nccl(self.tensor, group):  # outside of a batch NCCL blocks until the peer comes
+        if on_nccl(self.tensor, group):  # outside of a batch NCCL blocks until the peer is ready
             return dist.batch_isend_irecv([dist.P2POp(post, self.tensor, self.peer, group)])[0]
         return post(self.staged, self.peer, group, flight_recorder.tag())
 
@@ -196,7 +196,7 @@ def exchange(outgoing: torch.Tensor, dst: int, incoming: torch.Tensor, src: int,
 
 
 def exchange_all(outgoing: list, incoming: list, group: Group = None) -> None:
-    """Send and receive several messages at once, (tensor, global rank) pairs, and wait for all of them.
+    """Send and receive several messages at once, given as (tensor, global rank) pairs, and wait for all of them.
 
     The receives are posted before the sends: gloo's sender waits until the receiver is ready, and with the sends
     first two neighbours would wait for each other's turn, at half the speed.
@@ -210,15 +210,15 @@ def exchange_all(outgoing: list, incoming: list, group: Group = None) -> None:
 
 
 def on_nccl(tensor: torch.Tensor, group: Group = None) -> bool:
-    """Whether NCCL carries `tensor` in `group`: a group may have one backend for the CPU and another for GPUs."""
+    """Return whether NCCL carries `tensor` in `group`: a group may have a backend for the CPU and one for GPUs."""
     return tensor.is_cuda and "cuda:nccl" in dist.get_backend_config(group)
 
 
 def warm_up(tensor: torch.Tensor, group: Group = None) -> None:
-    """All ranks of `group` call this before its first message, with a tensor like those that will be sent.
+    """Connect `group`; all its ranks call this before its first message, with a tensor like those that will be sent.
 
-    NCCL connects all ranks of a group at once, in its first operation; if that were a message between two of them,
-    they would wait for the others. So a first sum of nothing makes the connections. With gloo nothing happens.
+    NCCL connects all ranks of a group at once, in the group's first operation; if that were a message between two
+    ranks, both would wait for the others. So an all-reduce of a zero connects them first. With gloo nothing happens.
     """
     group = group or dist.group.WORLD
     if group not in _connected and on_nccl(tensor, group):
@@ -227,30 +227,30 @@ def warm_up(tensor: torch.Tensor, group: Group = None) -> None:
 
 
 def neighbours(group: Group = None) -> tuple[int, int, int, int]:
-    """This rank in `group`, the group's size, and the global ranks of the left and the right neighbour."""
+    """Return this rank in `group`, the group's size, and the global ranks of the left and the right neighbour."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     left, right = (global_rank((rank + step) % world_size, group) for step in (-1, 1))
     return rank, world_size, left, right
 
 
 def global_rank(rank: int, group: Group = None) -> int:
-    """The rank in the whole job of member `rank` of `group`."""
+    """Return the rank in the whole job of member `rank` of `group`."""
     return rank if group is None else dist.get_global_rank(group, rank)
 
 
 def others(rank: int, group: Group = None) -> list[int]:
-    """Global ranks of all members of `group` but its member `rank`, in rank order."""
+    """Return the global ranks of all members of `group` but its member `rank`, in rank order."""
     return [global_rank(peer, group) for peer in range(dist.get_world_size(group)) if peer != rank]
 
 
-@cache  # A group keeps its threads and sockets as long as the job lives.
+@cache  # Each new group would keep its threads and sockets until the job ends.
 def group_among(everyone: dist.ProcessGroup, lines: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup:
-    """This rank's group when `everyone` is divided into these `lines` of ranks; all ranks call this."""
+    """Return this rank's group when `everyone` is divided into these `lines` of ranks; all ranks call this."""
     return dist.new_subgroups_by_enumeration([list(line) for line in lines])[0]
 
 
 def _exchange_nccl(outgoing, incoming, group):
-    """NCCL wants both directions in one group call, or two neighbours that send first would deadlock."""
+    """Exchange over NCCL, both directions in one group call: else two neighbours that send first would deadlock."""
     pairs = [(dist.irecv, *message, "recv") for message in incoming] + [(dist.isend, *m, "send") for m in outgoing]
     pairs = [pair for pair in pairs if pair[1].numel()]
     start = now()
@@ -270,7 +270,7 @@ def _host_copy(kind, tensor, group):
 
 
 def tell(kind: str, name: str, start: Any, end: Any = None, **details: Any) -> None:
-    """Tell the observers of something that began at `start` (by `now`) and ends at `end` or now."""
+    """Tell the observers of a message or a span that began at `start` (by `now`) and ended at `end`, or just now."""
     if card.observers:
         details = {"thread": threading.current_thread().name, **details}
         event = Event(kind, name, start, now() if end is None else end, **details)
