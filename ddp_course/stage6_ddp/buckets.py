@@ -90,7 +90,7 @@ class Bucket:
 
     @torch.no_grad()
     def adopt(self):
-        """Move gradients that exist already into this bucket: after a rebuild they are views of the old ones."""
+        """Move existing gradients into this bucket, where `take` divides them as torch does; a copy has other bits."""
         for parameter, view in zip(self.parameters, self.views, strict=True):
             if parameter.grad is not None:
                 parameter.grad = view.copy_(parameter.grad)

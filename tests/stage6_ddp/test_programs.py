@@ -7,7 +7,7 @@ from ddp_course.stage6_ddp import DistributedDataParallel
 
 
 def test_torchs_class_and_ours_play_random_programs_alike():
-    assert programs.run(programs.differences, 0, 8, world_size=2, batch=8) == {}
+    assert programs.run(programs.differences, 0, 8, world_size=3, batch=8) == {}
 
 
 def test_stage_5_and_the_collectives_in_random_programs():
