@@ -52,7 +52,8 @@ def mutate(copy, module, tests, count, seed, seconds):
     cosmic_ray("cosmic-ray", "baseline", config.name)  # or every mutant would count as killed
     cosmic_ray("cosmic-ray", "init", config.name, session.name)
     with sqlite3.connect(session) as table:
-        jobs = sorted(row[0] for row in table.execute("SELECT job_id FROM work_items"))
+        order = "operator_name, operator_args, occurrence"  # job_id is another number every time
+        jobs = [row[0] for row in table.execute(f"SELECT job_id FROM mutation_specs ORDER BY {order}")]
         drawn = set(random.Random(seed).sample(jobs, min(count, len(jobs))))
         for name in ("mutation_specs", "work_items"):
             table.executemany(f"DELETE FROM {name} WHERE job_id = ?", [(job,) for job in jobs if job not in drawn])
