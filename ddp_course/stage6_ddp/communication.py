@@ -59,7 +59,6 @@ def by_backend(group=None):
     It calls the group directly: `dist.all_reduce` would check its arguments anew for every bucket of every pass.
     """
     options = dist.AllreduceOptions()
-    options.asyncOp = True
 
     def start(bucket):
         """Have the backend sum it."""

@@ -40,9 +40,8 @@ class FindUnused(Reducer):
 
     def completed_by(self, index):
         """With the first gradient of a pass all unused parameters too."""
-        while self.unused:
-            yield self.unused.pop(0)
-        yield index
+        unused, self.unused = self.unused, []
+        yield from [*unused, index]
 
     def all_sent(self):
         """Send the bitmap after the last bucket."""
@@ -92,12 +91,12 @@ class StaticGraph(Reducer):
             self.ready.add(index)
             self.counts[index] += 1
             return
-        while self.unused:
-            yield self.unused.pop(0)
-        self.remaining[index] -= 1
-        if self.remaining[index] < 0:
+        unused, self.unused = self.unused, []
+        yield from unused
+        if not self.remaining[index]:
             raise RuntimeError(used_anew(self.names[index]))
-        if self.remaining[index] == 0:
+        self.remaining[index] -= 1
+        if not self.remaining[index]:
             yield index
 
     def reduce_all(self):

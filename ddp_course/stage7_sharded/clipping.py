@@ -63,8 +63,7 @@ class OwnGradient(Part):
     )
 
 
-@torch.no_grad()
-def clip_grad_norm_(parameters, max_norm, norm_type=2.0, group=None, device=None):
+def clip_grad_norm_(parameters, max_norm, norm_type, group, device):
     """Scale the gradients of all ranks' `parameters` so that their norm is at most `max_norm`; return the norm.
 
     Like `torch.nn.utils.clip_grad_norm_`, if all the gradients were on one device. All ranks of `group` must call

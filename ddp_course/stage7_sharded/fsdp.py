@@ -36,7 +36,7 @@ class FullyShardedDataParallel(torch.nn.Module):
     def __init__(self, module, blocks=None, process_group=None, prefetch=True):
         super().__init__()
         self.names = {parameter: name for name, parameter in module.named_parameters()}
-        if any(hasattr(parameter, "is_shard") for parameter in self.names):
+        if any(getattr(parameter, "is_shard", False) for parameter in self.names):
             raise ValueError("a part of the model is fully sharded already; name the parts as blocks of one wrapper")
         if any(type(each).__name__ == "OptimizedModule" or each._compiled_call_impl for each in module.modules()):
             raise ValueError("the model, or a part of it, is compiled already; wrap it first")

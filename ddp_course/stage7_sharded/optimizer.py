@@ -31,7 +31,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().__init__(params, check_elementwise(optimizer_cls, kwargs).defaults)
         self.group, self.averaged = group, False
         self.parameters = torch.nn.ParameterList(p for members in self.param_groups for p in members["params"])
-        if any(hasattr(parameter, "is_shard") for parameter in self.parameters):
+        if any(getattr(parameter, "is_shard", False) for parameter in self.parameters):
             raise ValueError("these are shards of FullyShardedDataParallel; give them to an ordinary optimizer")
         same_on_all_ranks(dict(self.parameters.named_parameters(prefix="parameter")), group)
         broadcast_parameters(self.parameters, group=group)
