@@ -1,8 +1,8 @@
 """`bucket_cap_mb="auto"`: the bucket size that would have been best in the first backward pass.
 
-Small buckets leave early, but each costs a latency; large ones leave late, and nothing hides the last one. The better
-size depends on the link and on the model, so both are measured: the link with a few all-reduces, alpha + beta * bytes,
-the model by the moments at which the first pass had its gradients ready. Then every cap is played on paper.
+Small buckets leave early, but each costs a latency; large ones leave late, and nothing hides the last one. The best
+size depends on the link and on the model, so both are measured: a few all-reduces give the link's alpha + beta * bytes,
+and the first pass gives the moments at which gradients are ready. From both, the end is calculated for every size.
 On a GPU the GPU's own time counts, because work is queued long before it is done.
 """
 
@@ -13,8 +13,8 @@ from ..running.event_clock import Clock
 from .buckets import MIB, assign_buckets
 from .communication import GradBucket
 
-SMALL, LARGE = 4096, 4 * MIB  # Both are bytes.
-CANDIDATES = [MIB // 8 * 2**exponent for exponent in range(11)]  # They go from 1/8 to 128 MiB.
+SMALL, LARGE = 4096, 4 * MIB  # Messages of these two sizes, in bytes, measure the link.
+CANDIDATES = [MIB // 8 * 2**exponent for exponent in range(11)]  # The bucket sizes go from 1/8 to 128 MiB.
 
 
 def calibrate(start, device, group=None, repetitions=3):

@@ -5,7 +5,7 @@ A bucket is one flat tensor with a window, a *view*, for each gradient in it. Th
     gradient_as_bucket_view=False    grad --copy, x 1/K--> view --all-reduce--> view --copy--> grad
     gradient_as_bucket_view=True     grad *is* the view after the first pass: no copies, no second memory
 
-Without views a gradient is this rank's own until `backward()` ends, so nobody who looks at it earlier (another wrapper,
+Without views a gradient is this rank's own until `backward()` ends, so no code that reads it earlier (another wrapper,
 a hook, the owner of a flat tensor of gradients) finds a half-finished sum. The price is the memory of the buckets.
 
 The layout is the one that `torch.nn.parallel.DistributedDataParallel` computes, bucket for bucket: the tests compare
@@ -41,9 +41,9 @@ def size_limits(cap_mb, cap_mb_list=None):
 
 
 def assign_buckets(tensors, limits, sparse=(), order=None):
-    """Return a list of indices into `tensors` for each bucket: one (dtype, device), closed on reaching its limit.
+    """Return the indices into `tensors` for each bucket, which has one (dtype, device) and closes at its limit.
 
-    Every (dtype, device) walks through `limits` (bytes) on its own. `sparse` holds the indices of tensors with
+    The buckets of each (dtype, device) use `limits` (bytes) one by one. `sparse` holds the indices of tensors with
     sparse gradients, which travel alone. `order` is the order in which gradients become ready; without it, tensors
     are taken as they come and the buckets sorted by their first member. Buckets that are still open at the end come
     last, those of the dtype seen last before the others.
@@ -65,7 +65,7 @@ def assign_buckets(tensors, limits, sparse=(), order=None):
 
 
 class Filling:
-    """A bucket that is still open: its members' indices, its size in bytes, and the limits from here on."""
+    """A bucket that is still open: its members' indices, its size in bytes, and the limits of it and later buckets."""
 
     def __init__(self, limits):
         self.members, self.size, self.limits = [], 0, limits
@@ -115,7 +115,7 @@ class Bucket:
                 parameter.grad = view
 
     def without_graph(self, grad):
-        """`grad`, detached. Raise RuntimeError where torch does: for a graph behind more than a single gradient."""
+        """Return `grad` without its graph. Raise RuntimeError, as torch does, if the bucket has several gradients."""
         if len(self.parameters) > 1:
             raise RuntimeError(HIGHER_ORDER)
         warnings.warn(HIGHER_ORDER, stacklevel=2)
@@ -126,7 +126,7 @@ class Bucket:
         return torch.zeros_like(self.flat)
 
     def give(self, averages, untouched=()):
-        """Hand the flat tensor `averages` back to the parameters, except to those `untouched` by any rank."""
+        """Make the flat tensor `averages` the parameters' gradients, except for the `untouched`, which no rank used."""
         if averages.data_ptr() != self.flat.data_ptr():
             self.flat.copy_(averages.view(-1))
         grads, views = [], []
@@ -168,11 +168,11 @@ class SparseBucket:
 
 @cache
 def reciprocal(divisor, dtype):
-    """1 / `divisor` as a tensor, for gradients of `dtype`: to convert a number takes five times as long as the copy."""
+    """1 / `divisor` as a tensor, for gradients of `dtype`: converting a number takes five times as long as the copy."""
     return torch.tensor(1 / divisor, dtype=torch.promote_types(dtype, torch.float32))
 
 
 def view_at(flat, offset, parameter):
     """The window of `flat` at `offset` with the shape of `parameter`, and with its strides if these leave no gaps."""
-    strides = torch.empty_like(parameter).stride()  # this keeps channels_last, and packs the rest
+    strides = torch.empty_like(parameter).stride()  # `empty_like` keeps channels_last, and packs other layouts
     return flat.as_strided(parameter.shape, strides, offset)

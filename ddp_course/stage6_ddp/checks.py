@@ -1,7 +1,7 @@
 """Checks before the first step: what can be trained, and are all ranks about to train the same model?
 
-A rank with one parameter more, or with another shape, would add gradients up that do not belong together, or
-hang. These checks find both, once, with names.
+A rank with one parameter more, or with another shape, would add up gradients that do not belong together, or hang.
+These checks find such a rank before training begins, and name its parameter.
 """
 
 import torch
@@ -74,7 +74,7 @@ def group_of(process_group, device_mesh):
 
 
 def devices_of(parameters, device_ids, output_device):
-    """Check `device_ids` and `output_device`; return the GPU to move inputs to in a list, and the output's, or None."""
+    """Check `device_ids` and `output_device`; return [the inputs' GPU] and the outputs' GPU, or None for both."""
     devices = {parameter.device for parameter in parameters.values()}
     if device_ids is not None and len(device_ids) > 1:
         raise ValueError("device_ids can only be None or contain a single element.")

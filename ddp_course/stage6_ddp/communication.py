@@ -34,7 +34,7 @@ class GradBucket:
         return self._buffer
 
     def gradients(self):
-        """Windows of the buffer that is set now, packed, a tensor of the parameter's shape for each parameter."""
+        """Views of the present buffer, one for each parameter, in the parameter's shape and without gaps."""
         if self._buffer.is_sparse:
             return [self._buffer]
         pieces = self._buffer.split([parameter.numel() for parameter in self._parameters])
@@ -61,7 +61,7 @@ def by_backend(group=None):
     options = dist.AllreduceOptions()
 
     def start(bucket):
-        """Have the backend sum it."""
+        """Have the backend sum the bucket."""
         began, flat = wire.now(), bucket.buffer()
         work = (group or default_group()).allreduce([torch.view_as_real(flat) if flat.is_complex() else flat], options)
         if wire.card.observers:
@@ -81,7 +81,7 @@ def by_algorithm(all_reduce, group=None):
     thread, backend = communication_thread(group), by_backend(group)
 
     def start(bucket):
-        """Have the communication thread sum it."""
+        """Have the communication thread sum the bucket."""
         tensor = bucket.buffer()
         if tensor.is_sparse:
             return backend(bucket)
@@ -97,7 +97,7 @@ def by_algorithm(all_reduce, group=None):
 
 
 def by_hook(hook, state):
-    """A communication hook: `hook(state, bucket)` returns a future of the averaged tensor, and divides by itself."""
+    """A communication hook: `hook(state, bucket)` returns a future of the averaged tensor, and divides by K."""
 
     def start(bucket):
         """Call the hook."""

@@ -76,7 +76,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self.make_reducer()
 
     def make_reducer(self):
-        """Lay out the buckets and listen to the gradients; also after unpickling."""
+        """Lay out the buckets and listen to the gradients; unpickling calls this too."""
         self.has_buffers = bool(self.named_buffers_in_sync())
         group, automatically = self.process_group, self.bucket_cap_mb == "auto"
         start = by_algorithm(self.all_reduce, group) if self.all_reduce else by_backend(group)
@@ -150,7 +150,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         if src is None:
             src = common_rank(self, True) if self._join_config.enable else self.buffers_from
         buffers = self.named_buffers_in_sync().values()
-        with unnoticed_by_autograd(buffers):  # an earlier forward pass may have saved one for its backward pass
+        with unnoticed_by_autograd(buffers):  # an earlier forward pass may have saved a buffer for its backward pass
             broadcast_tensors(buffers, src, self.process_group)
 
     def register_comm_hook(self, state, hook):
@@ -167,7 +167,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self.use_comm_hook()
 
     def use_comm_hook(self):
-        """Have the registered hook communicate; it divides by itself."""
+        """Have the registered hook communicate, and divide by the number of ranks."""
         self.reducer.start, self.reducer.hooked = by_hook(*self.comm_hook), True
 
     def join(self, divide_by_initial_world_size=True, enable=True, throw_on_early_termination=False):
@@ -180,10 +180,10 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         return Join([self], enable, throw_on_early_termination, **divide)
 
     def join_hook(self, **kwargs):
-        """The part of a rank without data in every iteration of the others."""
+        """What a rank without data does in every iteration of the other ranks."""
         return Shadow(self, kwargs.get("divide_by_initial_world_size", True))
 
-    join_device = property(lambda self: self.device)  # the join context counts there
+    join_device = property(lambda self: self.device)  # the join context counts ranks there
     join_process_group = property(lambda self: self.process_group)
 
     def __getstate__(self):

@@ -1,7 +1,7 @@
 """Reducers for models in which a pass does not compute each gradient exactly once.
 
-find_unused_parameters    a parameter may get no gradient, another one in each pass and on each rank
-static_graph              it may get none, or several parts, but the same number in every pass
+find_unused_parameters    each pass and each rank may leave other parameters without a gradient
+static_graph              a gradient may come in no part or in several, but in the same number in every pass
 """
 
 from ..running.torch_inside import after_backward
@@ -15,7 +15,7 @@ class FindUnused(Reducer):
     reason = UNUSED_ALTHOUGH_SEARCHED
 
     def __init__(self, parameters, *settings, **named):
-        self.unused = []  # these are not marked ready yet
+        self.unused = []  # these parameters are not marked ready yet
         self.used = [0] * len(parameters)  # 1 stands for a use on this rank since the last synchronised pass
         self.users = [0] * len(parameters)  # the last bitmap said how many ranks used each parameter
         super().__init__(parameters, *settings, **named | {"order_is_known": True})
@@ -29,7 +29,7 @@ class FindUnused(Reducer):
         return behind_entrance(outputs, lambda: None)
 
     def rebuild(self):
-        """Keep the buckets; raise RuntimeError if the last pass has no end."""
+        """Keep the buckets; raise RuntimeError if the last pass was not finished."""
         self.check_finished()
 
     def gradient_ready(self, index):
@@ -65,7 +65,7 @@ class StaticGraph(Reducer):
 
     def __init__(self, parameters, *settings, **named):
         self.counts, self.counted = [0] * len(parameters), False
-        self.idle = None  # these were used by no rank in the first pass
+        self.idle = None  # it becomes the set of parameters that no rank used in the first pass
         super().__init__(parameters, *settings, **named)
 
     def start_over(self):
@@ -80,7 +80,7 @@ class StaticGraph(Reducer):
         return outputs if self.counted else behind_entrance(outputs, self.first_backward)
 
     def first_backward(self):
-        """The first backward pass begins: all gradients are reduced at its end, once."""
+        """When the first backward pass begins, arrange that all gradients are reduced once, at its end."""
         if self.expecting and not self.end_is_queued:
             self.end_is_queued = True
             after_backward(self.reduce_all)
@@ -100,7 +100,7 @@ class StaticGraph(Reducer):
             yield index
 
     def reduce_all(self):
-        """The end of the first pass: all gradients are there, in however many parts they came."""
+        """At the end of the first pass, reduce all gradients, in however many parts they came."""
         self.counted, self.ready = True, set()
         self.counting = count_users(self.counts, self.parameters[0].device, self.group)
         for index in range(len(self.parameters)):
@@ -108,7 +108,7 @@ class StaticGraph(Reducer):
         self.order = []  # the next pass shows in which order gradients become ready
 
     def untouched(self):
-        """The parameters that no rank used in the first pass: asked once."""
+        """The parameters that no rank used in the first pass; the ranks are asked once."""
         if self.idle is None:
             self.idle = {p for p, count in zip(self.parameters, self.counting(), strict=True) if count == 0}
         return self.idle

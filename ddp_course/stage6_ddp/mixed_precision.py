@@ -5,8 +5,8 @@
     weights <--optimizer-- gradient, float32 <--cast-- bucket in reduce_dtype <--cast+
 
 The casts are ordinary operations in the graph, so autograd finds the way back by itself, and nothing has to be undone
-after an exception or in evaluation. Between passes everybody sees float32: optimizer, checkpoints, accumulated
-gradients. A bucket in half precision has half the bytes. `torch.autocast` is the other way: it chooses a precision
+after an exception or in evaluation. Between passes all is float32: optimizer, checkpoints, accumulated
+gradients. A bucket in half precision has half the bytes. `torch.autocast` works otherwise: it chooses a precision
 for each operation, and communicates in float32.
 """
 

@@ -8,7 +8,7 @@
 Ranks may finish their gradients in different orders, but bucket 1 never leaves before bucket 0: otherwise two ranks
 could add different buckets up. For the same reason all ranks rebuild their buckets in rank 0's order.
 
-Here every parameter gets one gradient in every pass; `graphs` has the two reducers for models that do otherwise.
+Here every parameter gets one gradient in every pass; `graphs` has the two reducers for all other models.
 """
 
 import weakref
@@ -65,7 +65,7 @@ class Reducer:
 
     def make_buckets(self, layout):
         """Allocate one bucket for each list of parameter indices in `layout`."""
-        self.buckets, self.home = [], [None] * len(self.parameters)  # old buckets go before new ones are made
+        self.buckets, self.home = [], [None] * len(self.parameters)  # old buckets are freed before new ones are made
         for members in layout:
             kind = SparseBucket if members[0] in self.sparse else Bucket
             parameters = [self.parameters[index] for index in members]
@@ -81,10 +81,10 @@ class Reducer:
         for bucket in self.buckets:
             bucket.missing = len(bucket.parameters)
 
-    # Forward calls these.
+    # The forward pass calls the next methods.
 
     def expect(self, outputs):
-        """The backward pass from `outputs` is to be synchronised; return the outputs to go on with."""
+        """Prepare to synchronise the backward pass from `outputs`; return the outputs that the loss is to use."""
         self.start_over()
         self.expecting, self.order, self.moments = True, [], []
         return outputs
@@ -110,7 +110,7 @@ class Reducer:
         self.rebuilt = True
         self.make_buckets(assign_buckets(self.parameters, limits, self.sparse, order))
 
-    # Backward calls these.
+    # The backward pass calls the next methods.
 
     def gradient_ready(self, index):
         """The hook: the gradient of parameter `index` has just been accumulated (or there is none to accumulate)."""
@@ -167,10 +167,10 @@ class Reducer:
         """The parameters that no rank has used since the last synchronised pass: their gradients stay as they are."""
         return ()
 
-    # A rank without data calls this.
+    # A rank without data calls the next method.
 
     def shadow(self):
-        """Take part in the collectives of one backward pass of the others, with zeros."""
+        """Take part, with zeros, in the collectives of one backward pass of the other ranks."""
         waits = [self.start(self.as_grad_bucket(bucket, bucket.zeros())) for bucket in self.buckets]
         for wait in waits:
             wait()

@@ -59,7 +59,7 @@ class SyncBatchNorm(BatchNorm):
 
     @classmethod
     def convert_sync_batchnorm(cls, module, process_group=None):
-        """Return `module`, all of whose BatchNorm layers have become synchronised ones, with everything they own."""
+        """Return `module`, whose BatchNorm layers are synchronised now and keep their parameters and buffers."""
         for layer in module.modules():
             if isinstance(layer, BatchNorm) and not isinstance(layer, cls):
                 layer.__class__, layer.process_group = cls, process_group
@@ -91,7 +91,7 @@ class Normalise(Function):
 
 
 def whole_batch_statistics(inputs, group=None):
-    """Mean and biased variance of each channel over all ranks' inputs, and N. One collective."""
+    """Mean and biased variance of each channel over all ranks' inputs, and N, by one collective."""
     channels = inputs.transpose(0, 1).flatten(1)
     count = channels.shape[1]
     mean = channels.mean(1) if count else channels.new_zeros(len(channels))
@@ -101,12 +101,12 @@ def whole_batch_statistics(inputs, group=None):
     dist.all_gather(everyone, mine, group=group)
     means, deviations, counts = torch.stack(everyone).split([len(mean), len(mean), 1], dim=1)
     total = counts.sum()
-    if count <= 1 and total <= 1:  # a rank with 2 values does not look at `total`, for which a GPU would wait
+    if count <= 1 and total <= 1:  # with 2 values a rank does not read `total`, for which it would wait on a GPU
         raise ValueError(f"training needs more than 1 value per channel over all ranks together, got {int(total)}")
     mean = (counts * means).sum(0) / total
     return mean, (deviations + counts * (means - mean).square()).sum(0) / total, total
 
 
 def per_channel(values, inputs):
-    """Shape a value for each channel so that it broadcasts over (N, C, …)."""
+    """Shape `values`, one for each channel, so that they broadcast over (N, C, …)."""
     return values.view(1, -1, *[1] * (inputs.dim() - 2))

@@ -1,8 +1,8 @@
 """Ranks that run out of data early, while the others still wait for them in every collective.
 
-Inside `with ddp.join():` a rank that is done does not leave. It *shadows* the others: for every forward and backward
-pass of theirs it takes part in the same collectives, with zeros. The context manager and its protocol are
-`torch.distributed.algorithms.Join`; this is what one shadowed iteration of DDP consists of.
+Inside `with ddp.join():` a rank that is done does not leave. It *shadows* the other ranks: in each of their forward
+and backward passes it takes part in the same collectives, with zeros. The context manager and its protocol are
+`torch.distributed.algorithms.Join`; this module has what a rank does in one shadowed iteration of DDP.
 """
 
 import torch
@@ -11,7 +11,7 @@ from torch.distributed.algorithms.join import JoinHook
 
 
 class Shadow(JoinHook):
-    """The part of a rank without data. `divide_by_initial_world_size` chooses the divisor of the others' sum:
+    """What a rank without data does. `divide_by_initial_world_size` chooses the divisor of the other ranks' sum:
 
     True: by K, as if the missing shares were zero, so every sample of the epoch weighs the same.
     False: by the number of ranks that still have data, so the late samples weigh more.
@@ -22,7 +22,7 @@ class Shadow(JoinHook):
         self.ddp, ddp.divides_by_initial_world_size, ddp.buffers_from = ddp, divide_by_initial_world_size, 0
 
     def main_hook(self):
-        """Shadow one iteration: rebuilding, buffers, and if the others synchronise in it, all buckets."""
+        """Shadow one iteration: rebuild buckets, sync buffers, and reduce all buckets if the other ranks do."""
         ddp, reducer = self.ddp, self.ddp.reducer
         reducer.rebuild()
         if ddp.syncs_buffers():
@@ -32,14 +32,14 @@ class Shadow(JoinHook):
             reducer.shadow()
 
     def post_hook(self, is_last_joiner):
-        """All are done: the rank that trained last has the newest buffers, so its model goes to all."""
+        """All ranks are done: the rank that trained last has the newest buffers, so all ranks get its model."""
         self.ddp.sync_model(common_rank(self.ddp, is_last_joiner), self.ddp.forward_sync_buffers)
         self.ddp._join_config = type(self.ddp._join_config).construct_disabled_join_config()
-        self.ddp.buffers_from = dist.get_world_size(self.ddp.process_group) - 1  # torch stays in join mode too
+        self.ddp.buffers_from = dist.get_world_size(self.ddp.process_group) - 1  # torch's class takes the last rank too
 
 
 def common_rank(ddp, candidate):
-    """Agree on one rank among those that are candidates: the highest."""
+    """Agree on one rank: the highest among the candidates."""
     rank = torch.tensor([dist.get_rank(ddp.process_group) if candidate else -1], device=ddp.device)
     dist.all_reduce(rank, op=dist.ReduceOp.MAX, group=ddp.process_group)
     return rank.item()
@@ -54,5 +54,5 @@ def others_synchronise(ddp, mine):
 
 def active_ranks(work):
     """The number of ranks that still have data, from the all-reduce that announced this iteration."""
-    work.wait()  # the current stream waits for it; it would not wait for gloo's future
+    work.wait()  # this makes the current stream wait, which gloo's future would not do
     return int(work.get_future().wait()[0].item())

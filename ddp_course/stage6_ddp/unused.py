@@ -4,8 +4,8 @@ A bucket leaves when all its gradients are there. If the model skips a layer, th
 `find_unused_parameters=True` every forward pass ends with a walk over the autograd graph, from the outputs down
 to the parameters; a parameter that the walk does not meet is marked ready at once, with zeros.
 
-Other ranks may have used it, so the ranks add up a bitmap as well: 1 for used here. Where the sum is 0, nobody used
-the parameter and its gradient stays as it was, even None; everywhere else it gets the average.
+Other ranks may have used this parameter, so the ranks also add up a bitmap: 1 means that this rank used it. Where the
+sum is 0, no rank used the parameter, and its gradient stays as it was, even None; otherwise it gets the average.
 """
 
 import torch
@@ -22,9 +22,9 @@ def used_by(outputs):
 
 
 def graph_behind(roots, stop=()):
-    """The autograd functions to which `roots` lead, with these, but not by way of those in `stop`; and the leaves."""
+    """Return `roots` and the autograd functions that they lead to without passing through `stop`, and the leaves."""
     functions, leaves, seen = [*roots], set(), {None, *roots, *stop}
-    for function in functions:  # the list grows meanwhile
+    for function in functions:  # the loop also visits the functions that it appends
         if type(function).__name__ == "AccumulateGrad":  # other functions may have a `variable` too
             leaves.add(function.variable)
         for following, _ in function.next_functions:
