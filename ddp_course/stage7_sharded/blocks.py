@@ -9,9 +9,9 @@ from .flat import Flat, gather_chunks
 
 
 class Sharded(torch.nn.Parameter):
-    """What a parameter is while its block does not compute: only its shape and kind are here. All else is refused.
+    """A parameter while its block does not compute: only its shape and kind are here. All else is refused.
 
-    A parameter turns into this and back as `torch.nn.UninitializedParameter` turns into one: its class is exchanged.
+    A parameter's class is exchanged for this one and back, as that of a `torch.nn.UninitializedParameter` is.
     """
 
     is_shard = True
@@ -37,11 +37,11 @@ HARMLESS |= {getattr(torch.Tensor, name).__get__ for name in ATTRIBUTES}
 
 
 class Block(Flat):
-    """The parameters of one `module`: whole between `make_room`, `gather` and `free`; in between only `shard` stays.
+    """The parameters of one `module`, whole from `make_room` and `gather` until `free`; otherwise only `shard` stays.
 
-    Memory is freed by resizing the storage to nothing, so that the tensors which autograd keeps for backward come back
-    to life with the next `gather`. `make_room` and `free` are for the thread that trains: see `fsdp` for the reason.
-    `gathering` waits until the block is whole; None while it is not. `following` has the block after it in each phase.
+    Memory is freed by resizing the storage to nothing, so that the tensors which autograd keeps for backward get their
+    values back with the next `gather`. Only the training thread calls `make_room` and `free`: `fsdp` says why.
+    `gathering` waits until the block is whole, or is None. `following` has the block that comes next in each phase.
     """
 
     def __init__(self, number, module, parameters, group):
@@ -54,19 +54,19 @@ class Block(Flat):
         self.gathering = None
 
     def make_room(self):
-        """Bring the memory of the whole parameters into being, with nothing in it yet."""
+        """Allocate the memory of the whole parameters, which `gather` will fill."""
         self.full.untyped_storage().resize_(self.bytes)
         for (parameter, view), kind in zip(self.views(self.full).items(), self.kinds, strict=True):
             parameter.__class__ = kind
             parameter.data = view
 
     def gather(self, group):
-        """Fill the room (in the communication thread); this rank sends (K-1)/K of its bytes."""
+        """Fill this memory, in the communication thread; this rank sends (K-1)/K of its bytes."""
         self.mine.copy_(self.shard)
         gather_chunks(self.chunks, group)
 
     def free(self):
-        """Let go of the whole parameters, here or still on their way: from now on they are `Sharded`."""
+        """Free the whole parameters, even if they are still on their way: from now on they are `Sharded`."""
         if self.gathering is not None:
             with suppress(Exception):  # the block that waited for the parameters has raised the error
                 self.gathering()
@@ -79,7 +79,7 @@ class Block(Flat):
 
 
 def refusal(words):
-    """A function that raises RuntimeError with these `words`, to stand in place of what stage 7 does not do."""
+    """A function that raises RuntimeError with these `words`, in place of a method that stage 7 does not support."""
 
     def refuse(*_, **__):
         raise RuntimeError(words)

@@ -1,8 +1,8 @@
 """Gradients of which a rank has a part only: what may be computed from one, and the norm of all parts together.
 
-Element by element, a part is as good as the whole. What mixes elements, such as a norm or an optimizer's view of a
-whole matrix, would be another number on every rank. Nothing would fail, and the model would be trained with gradients
-that point elsewhere. So it is refused, by one rule: what is computed from a part has its shape, or the same elements.
+Element by element, a part is as good as the whole. A function that mixes elements, such as a norm or an optimizer's
+view of a matrix, would give another result on every rank. Nothing would fail, and the model would be trained with wrong
+gradients. So such functions are refused, by one rule: a result has the shape of the part, or the same elements.
 """
 
 import torch
@@ -11,24 +11,24 @@ import torch.distributed as dist
 from ..running.torch_inside import UNSCALE, as_plain_tensors, tree_leaves, tree_map_only
 from ..stage4_ring import ring_all_reduce
 
-MIXING = {UNSCALE, torch.renorm, torch.Tensor.renorm, torch.Tensor.renorm_}  # these keep the shape, and mix
+MIXING = {UNSCALE, torch.renorm, torch.Tensor.renorm, torch.Tensor.renorm_}  # these keep the shape, but mix elements
 REARRANGING = {  # these put the same elements in other places
     *("__getitem__", "reshape", "view", "view_as", "flatten", "cat", "split", "tensor_split"),
     *("new_empty", "new_zeros"),
 }
-LINEAR = {  # the training loop, or torch, may do this to a gradient before the average
+LINEAR = {  # the training loop, or torch, may apply these to a gradient before the average
     *("__get__", "__set__", "__repr__", "__format__", "__len__", "clone", "detach", "detach_", "requires_grad_"),
     *("zero_", "_foreach_zero_", "add_", "mul_", "div_", "__imul__", "__itruediv__", "_foreach_mul_"),
 }
 
 
 class Part(torch.Tensor):
-    """A gradient of which other ranks have other parts: an ordinary tensor for all that works element by element.
+    """A gradient of which other ranks have other parts: an ordinary tensor for functions that work element by element.
 
-    `gradient.as_subclass(Part)` is one, on the same memory, and so is what is computed from it.
+    `gradient.as_subclass(Part)` is one on the same memory, and so are the results that are computed from it.
     """
 
-    allowed: set[str] | None = None  # These functions alone are allowed; None stands for all of single elements.
+    allowed: set[str] | None = None  # Only these functions are allowed; None allows all that work on single elements.
     refusal = (
         "looks at more than single elements; this rank has a part of the gradient only. To clip, call clip_grad_norm_ "
         "of FullyShardedDataParallel, ShardedOptimizer, Pipeline or stage9_tensor instead; optimizers must work "
@@ -54,7 +54,7 @@ class Part(torch.Tensor):
 
 
 class OwnGradient(Part):
-    """A gradient before the average: whole, but of this rank's samples. Only what is linear may come before the sum."""
+    """A gradient before the average: whole, but of this rank's samples. Only linear functions may precede the sum."""
 
     allowed = LINEAR
     refusal = (

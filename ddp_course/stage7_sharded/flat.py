@@ -21,7 +21,7 @@ class Flat:
     The parameters become views into `full`. `pieces[p]` is a pair of slices: the part of parameter p that lies in
     this rank's chunk, as a range of p's elements and as a range of the chunk, both empty if there is none.
     `shards[p]` is that part as a parameter of its own, for an optimizer, with as many dimensions as p; together they
-    are `shard`: the memory of the chunk, or a copy that stays when the chunk goes.
+    are `shard`: the memory of the chunk, or a copy that stays when the chunk is freed.
     """
 
     def __init__(self, parameters, group=None, copied=False):
@@ -51,21 +51,21 @@ class Flat:
     def collect(self):
         """Make room for the gradients in one message; `places` has the views of those that are missing.
 
-        A parameter that gets no gradient keeps negative zeros: negative zero plus anything is that thing, so only the
+        A parameter that gets no gradient keeps negative zeros: negative zero plus a number is that number, so only the
         sum for a parameter without a gradient on any rank is negative zero, and its shards are left as they are.
         """
         self.gradient = torch.full_like(self.full, -0.0)
         self.places = {p: view for p, view in self.views(self.gradient).items() if p.requires_grad}
 
     def take(self, parameter):
-        """Move a finished gradient over to its place, divided by K on the way, and added to zero: none is negative."""
+        """Move a finished gradient, divided by K, to its place; zero is added, so that no zero in it is negative."""
         gradient = parameter.grad
         gradient = gradient.to_dense() if gradient.is_sparse else gradient.as_subclass(torch.Tensor)
         torch.add(gradient.new_zeros(()), gradient, alpha=1 / len(self.chunks), out=self.places.pop(parameter))
         parameter.grad = None
 
     def average(self, group=None):
-        """Reduce-scatter the gradients and keep this rank's chunk for `give`; return those that a GPU still sends."""
+        """Reduce-scatter the gradients and keep this rank's chunk for `give`; return the message if it is on a GPU."""
         chunks = self.gradient.tensor_split(len(self.chunks))
         sum_chunks(chunks, group)
         message, self.gradient, self.places = self.gradient, None, {}
@@ -73,7 +73,7 @@ class Flat:
         return message if message.is_cuda else None
 
     def give(self):
-        """Add the averages to the shards' `.grad`: when the pass is over, so that one that broke off leaves none."""
+        """Add the averages to the shards' `.grad`, after the pass, so that a pass that failed leaves no gradients."""
         for parameter, (_, inside) in self.pieces.items():
             average, shard = self.averages[inside], self.shards[parameter]
             if average.numel() and not (average[0] == 0 and average[0].signbit()):
@@ -87,11 +87,11 @@ class Flat:
 
 
 def like(piece, tensor):
-    """A view of the vector `piece` with as many dimensions as `tensor`, for those who let weights of matrices decay."""
+    """A view of the vector `piece` with as many dimensions as `tensor`, by which training loops choose weight decay."""
     return piece.view(-1, *[1] * (tensor.dim() - 1))
 
 
-# An optimizer's state lies in pieces on every rank; a state dict has it whole, as one device would.
+# Every rank has pieces of an optimizer's state; a state dict has the whole state, as on one device.
 
 
 def meet(what, group=None):
@@ -105,7 +105,7 @@ def meet(what, group=None):
 
 
 def numbered(optimizer, flats):
-    """(flat, parameter, shard) of each shard in `optimizer`, as its state dict numbers them; ValueError for others."""
+    """(flat, parameter, shard) of each shard in `optimizer`, in its order; ValueError if it has other parameters."""
     homes = {shard: (flat, parameter, shard) for flat in flats for parameter, shard in flat.shards.items()}
     shards = [shard for members in optimizer.param_groups for shard in members["params"]]
     if not all(shard in homes for shard in shards):
@@ -136,13 +136,13 @@ def whole_state(optimizer, flats, group=None):
 def load_whole_state_dict(optimizer, flats, state_dict):
     """Give an `optimizer` of shards this rank's pieces of an ordinary optimizer's `state_dict`.
 
-    Raises torch's errors, with nothing changed, if it is of other groups or of parameters of other sizes.
+    Raises torch's errors, with nothing changed, if it has other groups, or parameters of other sizes.
     """
     saved, state = [number for members in state_dict["param_groups"] for number in members["params"]], {}
     for number, (flat, parameter, shard) in zip(saved, numbered(optimizer, flats), strict=False):
         for key, value in state_dict["state"].get(number, {}).items():
             if isinstance(value, torch.Tensor) and key != "step" and (value.dim() or not parameter.dim()):
                 elements = value.reshape(parameter.shape).reshape(-1)
-                value = like(elements[flat.pieces[parameter][0]], shard).clone()  # deepcopy would copy all of it
+                value = like(elements[flat.pieces[parameter][0]], shard).clone()  # deepcopy would copy the whole tensor
             state.setdefault(number, {})[key] = deepcopy(value)
     optimizer.load_state_dict({**state_dict, "state": state})

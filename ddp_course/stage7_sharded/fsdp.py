@@ -1,8 +1,8 @@
 """ZeRO-3: hooks that have each block whole just while it computes, and the next one on its way.
 
-On CUDA nothing waits but streams, and the processor is far ahead of them. So the training thread allocates and frees
-all memory, and a message waits for what was queued before its memory was taken. At most two blocks are whole, and two
-blocks' gradients, however far ahead the processor is.
+On CUDA only streams wait, and the processor is far ahead of them. So only the training thread allocates and frees
+memory, and a message waits for the work that was queued before its memory was allocated. However far ahead the
+processor is, at most two blocks are whole, and the gradients of at most two blocks take memory.
 """
 
 from contextlib import suppress
@@ -59,14 +59,14 @@ class FullyShardedDataParallel(torch.nn.Module):
         self.free_all()
 
     def named_modules(self, memo=None, prefix="", remove_duplicate=True):
-        """The wrapper alone, so that the parameters of it, and of a model around it, are the shards."""
+        """Yield the wrapper alone, so that its parameters, and those of a model around it, are the shards."""
         memo = set() if memo is None else memo
         if self not in memo:
             memo.add(self)
             yield prefix, self
 
     def watch(self, block):
-        """Register the hooks that gather, free and reduce `block` at the right moments: first before, last behind."""
+        """Register the hooks that gather, free and reduce `block`: the first before `forward`, the last after it."""
         yield block.module.register_forward_pre_hook(lambda *_: self.before_forward(block), prepend=True)
         yield block.module.register_forward_hook(lambda module, inputs, outputs: self.after_forward(block, outputs))
         for parameter in block.parameters:
@@ -75,11 +75,11 @@ class FullyShardedDataParallel(torch.nn.Module):
 
     @uncompiled
     def forward(self, *args, **kwargs):
-        """What the module returns; its blocks are gathered one after the other."""
+        """Return the module's outputs; its blocks are gathered one after the other."""
         self.check_usable()
         if backward_pass() != -1:
             return self.module(*args, **kwargs)
-        if not (self.training and torch.is_grad_enabled()):  # rank 0 may evaluate alone
+        if not (self.training and torch.is_grad_enabled()):  # rank 0 may try to evaluate alone
             meet("a forward pass of a sharded model", self.group)
         self.start_over()  # the pass before may have ended with an exception
         self.passes += 1
@@ -88,14 +88,14 @@ class FullyShardedDataParallel(torch.nn.Module):
         return outputs
 
     def check_usable(self):
-        """Raise RuntimeError if the wrapper is at its end, or parameters were frozen or unfrozen behind its back."""
+        """Raise RuntimeError after `restore`, or if parameters were frozen or unfrozen after wrapping."""
         if not self.handles:
             raise RuntimeError("restore() has made the module an ordinary one again; use that, or wrap it anew")
         if any(parameter.requires_grad != shard.requires_grad for parameter, shard in self.shards.items()):
             raise RuntimeError("requires_grad was changed after wrapping; freeze parameters before")
 
     def start_over(self):
-        """Wait for messages on their way, and forget what a pass that broke off has left behind."""
+        """Wait for messages on their way, and drop the gradients and whole blocks of a pass that failed."""
         reducing, self.reducing, self.backward_pass, self.latest = self.reducing, [], None, None
         for wait in reducing:
             with suppress(Exception):  # the communication thread raises the error again in its next job
@@ -105,7 +105,7 @@ class FullyShardedDataParallel(torch.nn.Module):
         self.free_all()
 
     def before_forward(self, block):
-        """Have `block` whole; inside a backward pass it is activation checkpointing that computes forward again."""
+        """Have `block` whole; inside a backward pass, activation checkpointing computes forward again."""
         if backward_pass() == -1:
             self.enter(block, "forward")
         else:
@@ -130,7 +130,7 @@ class FullyShardedDataParallel(torch.nn.Module):
         return block.gathering
 
     def start(self, what, block, collective):
-        """Queue a collective for the communication thread; its name tells the flight recorder one pass from another."""
+        """Queue a collective for the communication thread; the flight recorder knows it by block and pass."""
         phase = "forward" if self.backward_pass is None else "backward"
         name = f"{what} of block {block.number}, {phase} {self.passes},"
 
@@ -141,7 +141,7 @@ class FullyShardedDataParallel(torch.nn.Module):
         return self.thread.start(recorded, self.device)
 
     def after_forward(self, block, outputs):
-        """Free the block after its forward pass, and be told when backward reaches its outputs."""
+        """Free the block after its forward pass, and put a hook on its outputs that runs when backward reaches them."""
         version = block.shard._version
         for tensor in tensors_in(outputs):
             if tensor.requires_grad:
@@ -166,7 +166,7 @@ class FullyShardedDataParallel(torch.nn.Module):
                 raise RuntimeError("the parameters have changed since the forward pass; call backward() before step()")
             self.enter(block, "backward")
             while communication.is_queued(self.device) and len(self.reducing) > 1:
-                self.reducing.pop(0)()  # the stream waits, and the gradients can go
+                self.reducing.pop(0)()  # the stream waits for this average, so its message can be freed
             block.collect()
 
     def gradient_ready(self, block, parameter):
@@ -178,13 +178,13 @@ class FullyShardedDataParallel(torch.nn.Module):
             self.reduce(block)
 
     def reduce(self, block):
-        """Start to average the gradients of `block`; nobody needs its parameters any more, unless some are frozen."""
+        """Start to average the gradients of `block`; its parameters are not needed any more, unless some are frozen."""
         if all(parameter.requires_grad for parameter in block.parameters):
             block.free()
         self.reducing.append(self.start("average", block, block.average))
 
     def finish(self):
-        """Before `backward()` returns: average the blocks of which not all parameters took part; wait for all."""
+        """Before `backward()` returns: average blocks in which some parameters took no part; wait for all averages."""
         for block in self.blocks:
             if block.places:
                 self.reduce(block)
@@ -197,7 +197,7 @@ class FullyShardedDataParallel(torch.nn.Module):
         self.start_over()
 
     def free_all(self):
-        """Let go of every block that is still whole."""
+        """Free every block that is still whole."""
         for block in self.blocks:
             block.free()
 
@@ -206,7 +206,7 @@ class FullyShardedDataParallel(torch.nn.Module):
         return clip_grad_norm_(self.shards.values(), max_norm, norm_type, self.group, self.device)
 
     def begin(self, what):
-        """Have all ranks together for a call that gathers the model, with nothing on its way and rank 0's buffers."""
+        """Wait for all ranks and all messages before a call that gathers the model, and broadcast rank 0's buffers."""
         self.check_usable()
         meet(f"{what} of a sharded model", self.group)
         self.start_over()

@@ -19,7 +19,7 @@ from .flat import Flat, gather_chunks, load_whole_state_dict, whole_state
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """ZeRO-1: averages the gradients, updates this rank's shard of the parameters, and shares it with the others.
+    """ZeRO-1: averages the gradients, updates this rank's shard of the parameters, and gathers all ranks' shards.
 
     `params` as for any optimizer, groups too; `optimizer_cls(**kwargs)` must work element by element, as SGD and Adam
     do: then results equal those of the unsharded optimizer bit for bit. Training starts from rank 0's parameters.
@@ -69,7 +69,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        """Average the gradients, update this rank's shard, gather everyone's: each rank sends 2 (K-1)/K p bytes."""
+        """Average the gradients, update this rank's shard, gather all shards: each rank sends 2 (K-1)/K p bytes."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         for members, local in zip(self.param_groups, self.local.param_groups, strict=True):
             local.update({key: value for key, value in members.items() if key != "params"})
@@ -83,7 +83,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none=True):
-        """Drop all gradients, those that `clip_grad_norm_` has averaged already too."""
+        """Drop all gradients, even those that `clip_grad_norm_` has averaged already."""
         super().zero_grad(set_to_none)
         self.local.zero_grad()
         self.averaged = False
@@ -94,7 +94,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return clip_grad_norm_(self.shards.values(), max_norm, norm_type, self.group, self.flats[0].full.device)
 
     def trainable(self):
-        """The parameters laid out together of which some are trainable."""
+        """The flat tensors in which some parameter is trainable."""
         return [flat for flat in self.flats if any(parameter.requires_grad for parameter in flat.parameters)]
 
     def state_dict(self):
@@ -103,7 +103,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return {**super().state_dict(), "state": whole_state(self.local, self.flats, self.group)}
 
     def load_state_dict(self, state_dict):
-        """Take this rank's shards out of the state dict of an unsharded optimizer, or of any number of ranks."""
+        """Take this rank's shards out of the state dict of an unsharded optimizer, or of one on any number of ranks."""
         load_whole_state_dict(self.local, self.flats, state_dict)
         super().load_state_dict({**state_dict, "state": {}})
 
@@ -121,6 +121,6 @@ def check_elementwise(optimizer_cls, kwargs):
 
 
 def guard(parameter):
-    """The hook: a gradient that has just been computed is this rank's own, not the average."""
+    """The hook: mark a new gradient as this rank's own, because it is not averaged yet."""
     if not parameter.grad.is_sparse:  # sparse tensors have no subclasses
         parameter.grad = parameter.grad.as_subclass(OwnGradient)
