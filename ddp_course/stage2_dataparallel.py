@@ -57,8 +57,8 @@ def reduce(module, replicas):
 
 
 def in_threads(function, *arguments):
-    """Call `function` once a device, in parallel; the first exception is raised here."""
-    enabled = torch.is_grad_enabled()  # a setting of the thread, so new threads must be told
+    """Call `function` once per device, in parallel; the first exception is raised here."""
+    enabled = torch.is_grad_enabled()  # each thread has its own setting, so new threads must get this one
     with ThreadPoolExecutor(len(arguments[0]), initializer=torch.set_grad_enabled, initargs=(enabled,)) as threads:
         return list(threads.map(function, *arguments))
 

@@ -31,7 +31,7 @@ def broadcast_parameters(module, src=0, group=None):
 
 
 def gradients(module):
-    """Return the gradient of every trainable parameter, zeros where backward left none: all ranks send alike."""
+    """Return the gradient of every trainable parameter, zeros where backward left none: all ranks send equal sizes."""
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if not parameters:
         raise ValueError("the model has no trainable parameters: nothing to average, nothing to train")

@@ -1,7 +1,7 @@
 """Stage 5: the ring starts while the backward pass still runs.
 
-Backward finishes the last layers' gradients first. A hook on each parameter notices; as soon as all gradients
-of a bucket are there, a communication thread reduces it while backward computes the next bucket:
+Backward finishes the last layers' gradients first, and a hook on each parameter reports them. As soon as all gradients
+of a bucket are there, a communication thread reduces the bucket while backward computes the next one:
 
     backward       | bucket 0 | bucket 1 | bucket 2 |
     communication             | ring 0   | ring 1   | ring 2 |        only the end of ring 2 is not hidden
@@ -87,7 +87,7 @@ class BucketedDDP(torch.nn.Module):
         self.module, self.process_group, self.all_reduce = module, process_group, all_reduce
         self.buckets = [Bucket(members) for members in assign_buckets(parameters, bucket_cap_mb)]
         self.bucket_of = {parameter: bucket for bucket in self.buckets for parameter in bucket.views}
-        self.communication = communication_thread(process_group)  # what comes first is sent first
+        self.communication = communication_thread(process_group)  # it sends buckets in the order of their arrival
         self.start_over()
         this = weakref.ref(self)  # a wrapper that is gone must not listen any more
         for parameter in parameters:
@@ -106,7 +106,7 @@ class BucketedDDP(torch.nn.Module):
 
     def start_over(self):
         """Expect every gradient: before each forward pass, so that nothing is left of a backward pass that failed."""
-        self.in_backward, self.waits = False, []  # the waits are those of the buckets that have left
+        self.in_backward, self.waits = False, []  # `waits` has a function for each bucket that has left
         for bucket in self.buckets:
             bucket.missing = set(bucket.views)
             for parameter in bucket.views:

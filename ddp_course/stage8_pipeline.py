@@ -1,7 +1,7 @@
 """Stage 8: the model is split, not the data. Each rank holds a few layers, and micro-batches stream through.
 
 Rank r computes stage r of the model. With one batch at a time, all ranks but one would wait; cut into M
-micro-batches, the ranks work on different ones at once. What a rank does, and in which order, is a schedule: data.
+micro-batches, the ranks work on different ones at once. A schedule lists what each rank does, in order.
 Three schedules, here for K = 3 and M = 4, with a backward pass (B) twice as long as a forward pass (F). The last one
 splits it: B computes the gradient of the stage's input, for which the rank before waits, and W that of the weights.
 
@@ -43,7 +43,7 @@ from .stage4_ring import average_on_ring
 from .stage6_ddp.unused import graph_behind
 from .stage7_sharded.clipping import Part, clip_grad_norm_
 
-group_of_two = cache(twin)  # made once for the same ranks of the same group
+group_of_two = cache(twin)  # two ranks make their group only once per process group
 WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "BucketedDDP"}
 
 
@@ -59,7 +59,7 @@ class Instruction(NamedTuple):
 
     @property
     def result(self):
-        """The instruction by whose result others go on: of a whole backward pass they need the first part only."""
+        """The instruction whose result other stages need: of a whole backward pass they need the first part only."""
         return self._replace(action="input") if self.action == "backward" else self
 
     @property
@@ -103,7 +103,7 @@ def interleaved(ranks, microbatches, chunks=2):
 
 
 def alternate(forward, backward, ahead):
-    """`ahead` forward passes, then one forward and one backward in turn; of two lists of (micro-batch, stage)."""
+    """Order two lists of (micro-batch, stage): `ahead` forward passes, then one forward and one backward in turn."""
     row = [Instruction("forward", *place) for place in forward[:ahead]]
     for there, back in zip_longest(forward[ahead:], backward):
         row += [Instruction("forward", *there)] if there else []
@@ -114,7 +114,7 @@ def alternate(forward, backward, ahead):
 def zero_bubble(ranks, microbatches, schedule=one_forward_one_backward):
     """`schedule` with its backward passes split: rank r computes the weights' gradients r micro-batches later.
 
-    The time in which it would wait for a gradient is filled so. With 1F1B this is ZB-H1 of the paper.
+    This fills the time in which the rank would wait for a gradient. With 1F1B this is ZB-H1 of the paper.
     """
     rows = []
     for rank, whole in enumerate(schedule(ranks, microbatches)):
@@ -130,7 +130,7 @@ def zero_bubble(ranks, microbatches, schedule=one_forward_one_backward):
 
 
 def bubble(ranks, microbatches, chunks=1):
-    """The share (0 to 1) of the time that a rank idles, in GPipe and 1F1B, and interleaved with so many chunks."""
+    """The share (0 to 1) of the time that a rank idles, in GPipe and 1F1B, and with `chunks` interleaved stages."""
     return (ranks - 1) / (chunks * microbatches + ranks - 1)
 
 
@@ -138,8 +138,8 @@ def timetable(schedule, forward=1.0, backward=2.0, message=0.0):
     """When each rank does what: a list of (instruction, start, end) for each rank.
 
     `forward` and `backward` are the times of a pass, in any unit; "input" and "weight" take half of the latter each.
-    `message` is the time of a message to another rank; one travels after the other. All may be lists: by stage,
-    and of messages by the stage before the cut. Raises ValueError for a schedule that cannot work.
+    `message` is the time of a message to another rank; a link carries one at a time. All may be lists of times: one for
+    each stage, and one message time for each cut. Raises ValueError for a schedule that cannot work.
     """
     homes = home_ranks(schedule)
     forward, backward, message = (
@@ -148,8 +148,8 @@ def timetable(schedule, forward=1.0, backward=2.0, message=0.0):
     half = [times / 2 for times in backward]
     durations = {"forward": forward, "backward": backward, "input": half, "weight": half}
     waiting, rows = [deque(instructions) for instructions in schedule], [[] for _ in schedule]
-    known = {(None, rank): 0.0 for rank in range(len(schedule))}  # {(instruction, rank that knows its result): since}
-    links = defaultdict(float)  # {(from rank, to rank): until when this link is busy}
+    known = {(None, rank): 0.0 for rank in range(len(schedule))}  # {(instruction, rank): when the rank has its result}
+    links = defaultdict(float)  # {(from rank, to rank): when the link is free again}
     while any(waiting):
         left = sum(map(len, waiting))
         for rank, queue in enumerate(waiting):
@@ -169,7 +169,7 @@ def timetable(schedule, forward=1.0, backward=2.0, message=0.0):
 
 
 def source(instruction, stages):
-    """The instruction of a neighbour among `stages` on whose result this one works; None if there is none."""
+    """The instruction of a neighbour among `stages` whose result `instruction` needs; None if it needs none."""
     action, microbatch, stage = instruction.result
     neighbour = {"forward": stage - 1, "input": stage + 1}.get(action)
     return Instruction(action, microbatch, neighbour) if neighbour in stages else None
@@ -205,7 +205,7 @@ def layers_of(model):
 def split(layers, stages):
     """Cut `layers` into `stages` Sequentials with parameters in all of them, as evenly as can be (least squares).
 
-    Raises ValueError if there are too few layers with parameters, or if two stages would share one, or a buffer.
+    Raises ValueError if too few layers have parameters, or if two stages would share a parameter or a buffer.
     """
     sizes = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
     best = {0: (0, [])}  # {number of layers: (sum of squared sizes, where each stage starts)}
@@ -229,8 +229,8 @@ def split(layers, stages):
 def backward_input(start, outputs, gradient):
     """The first part of a backward pass: from the gradient of `outputs` to that of `start`, and not to the weights.
 
-    Returns what is left to do, as arguments of `torch.autograd.backward`: from the gradients that came by a function
-    to the weights beside it. Where a weight is used twice, the second part goes through the whole graph again.
+    Returns the second part as arguments of `torch.autograd.backward`: from the gradients that came to a function to the
+    weights that it uses. Where a weight is used twice, the second part goes through the whole graph again.
     """
     if start is None:  # no rank waits for a gradient of the first stage
         return [{"tensors": outputs, "grad_tensors": gradient}]
@@ -280,7 +280,7 @@ class Pipeline:
         """Add the gradients of one batch to the parameters of this rank; return the loss where the last stage is.
 
         Every rank is given the same batch: the first stage works with its inputs, the last with its targets; the other
-        ranks return None. After an exception in the middle of a step these ranks refuse any other.
+        ranks return None. After an exception in the middle of a step these ranks refuse all further steps.
         """
         if len(inputs) != len(targets) or len(inputs) < self.microbatches:
             lengths = f"{len(inputs)} inputs and {len(targets)} targets"
@@ -298,7 +298,7 @@ class Pipeline:
     def run(self):
         """Go through the instructions of this rank."""
         self.kept, self.here, self.arriving, self.leaving = {}, {}, {}, {}
-        self.expected = {  # what each rank sends to this one, in that order
+        self.expected = {  # this lists the results that each rank sends to this rank, in the order of sending
             rank: deque(each.result for each in instructions if self.homes.get(each.user) == self.rank)
             for rank, instructions in enumerate(self.schedule)
         }
@@ -309,11 +309,11 @@ class Pipeline:
             transfer.wait()
 
     def forward(self, microbatch, stage):
-        """Compute from the activations of the stage before, and send the result on. The last one computes the loss."""
+        """Compute a stage's outputs from the stage before, and send them on. The last stage computes the loss."""
         start, inputs = None, self.inputs[microbatch]
         if stage > 0:
             start = self.take(Instruction("forward", microbatch, stage - 1)).requires_grad_()
-            inputs = start.clone()  # layers may overwrite what they are given, but not a leaf of the graph
+            inputs = start.clone()  # layers may overwrite their inputs, but not a leaf of the graph
         outputs = self.stages[stage](inputs)
         if stage == self.last:
             outputs = self.loss(outputs, self.targets[microbatch]) * (len(self.targets[microbatch]) / self.samples)
@@ -324,7 +324,7 @@ class Pipeline:
         self.kept[microbatch, stage] = start, outputs
 
     def backward(self, microbatch, stage, compute=torch.Tensor.backward):
-        """Compute the gradients of the weights and of what came in, from the gradient of what went out."""
+        """Compute the gradients of the stage's weights and input from the gradient of its output."""
         start, outputs = self.kept.pop((microbatch, stage))
         gradient = self.take(Instruction("input", microbatch, stage + 1))
         rest = compute(outputs, gradient) if outputs.requires_grad else []  # The first stages may be frozen.
@@ -334,7 +334,7 @@ class Pipeline:
         return rest
 
     def input(self, microbatch, stage):
-        """The first part of a backward pass: the gradient of what came in. What is left to do waits for `weight`."""
+        """The first part of a backward pass: the gradient of the stage's input. `weight` does the second part later."""
         first_part = partial(backward_input, self.kept[microbatch, stage][0])
         self.kept[microbatch, stage] = self.backward(microbatch, stage, first_part)
 
@@ -344,7 +344,7 @@ class Pipeline:
             torch.autograd.backward(**part)
 
     def take(self, result):
-        """Return what another instruction computed, on this rank or another; None from behind the last stage."""
+        """Return what another instruction computed, on this rank or another; None if its stage does not exist."""
         rank = self.homes.get(result.stage)
         if rank is None or rank == self.rank:
             return self.here.pop(result, None)
@@ -360,7 +360,7 @@ class Pipeline:
         return transfer.tensor
 
     def post_receive(self, rank):
-        """Begin to receive the next message from `rank`; before the first one over a cut, hear what it looks like."""
+        """Begin to receive the next message from `rank`; before the first over a cut, receive its dtype and shape."""
         result = self.expected[rank].popleft()
         if result.cut not in self.forms:
             form = [None]
@@ -371,7 +371,7 @@ class Pipeline:
         self.arriving[result] = wire.irecv(room, *self.lane(rank))
 
     def announce(self, outputs, stage):
-        """Before the first activations for batches of a shape, tell the next rank what they look like."""
+        """Before the first activations for batches of a shape, tell the next rank the activations' dtype and shape."""
         form = (outputs.dtype, outputs.shape[1:]) if isinstance(outputs, torch.Tensor) else (type(outputs).__name__,)
         if not getattr(form[0], "is_floating_point", False) or form != self.forms.get(stage, form):
             raise ValueError(
@@ -393,8 +393,8 @@ class Pipeline:
     def lane(self, peer, leaving=False):
         """The global rank of `peer`, and the group for messages to it (`leaving`) or from it.
 
-        NCCL works through what a group was given one after the other, so a message that is waited for would hold up all
-        others. With it, two ranks make a group of their own for each direction, when its first message is due.
+        NCCL works through a group's messages one after the other, so a message that is waited for would hold up all
+        others. So with NCCL two ranks make a group of their own for each direction, when its first message is due.
         """
         ends = (self.rank, peer) if leaving else (peer, self.rank)
         separate = wire.on_nccl(self.inputs[0], self.group)

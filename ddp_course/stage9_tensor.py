@@ -5,7 +5,7 @@ A linear layer y = x Wᵀ can be split in two ways (the names are those of Wᵀ,
     column-split   a rank has some of W's outputs   needs all of x      computes some of y
     row-split      a rank has some of W's inputs    needs some of x     computes one of T terms of y: all-reduce
 
-What the first leaves split is what the second needs split, so a pair of layers needs one all-reduce in each pass:
+A column-split layer's outputs are split as a row-split layer needs its inputs: a pair needs one all-reduce per pass:
 
                x ──Enter──> column-split ──> activation ──> row-split ──Leave──> y
     forward      as it is                                              all-reduce
@@ -42,7 +42,7 @@ from .stage4_ring import average_on_ring, ring_all_reduce
 from .stage7_sharded import clipping
 from .stage8_pipeline import mesh
 
-ELEMENTWISE = (nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid)  # what may stand between the two layers of a pair
+ELEMENTWISE = (nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid)  # these may stand between the two layers of a pair
 
 
 class Enter(torch.autograd.Function):
@@ -96,8 +96,8 @@ class SplitLinear(nn.Module):
 
     def __init__(self, layer, mine, all_reduce):
         super().__init__()
-        self.whole_layer, self.all_reduce = [layer], all_reduce  # in a list: it is no part of this one
-        self.weight, self.bias = layer.weight, layer.bias  # the same objects: an optimizer may know them already
+        self.whole_layer, self.all_reduce = [layer], all_reduce  # in a list, `layer` is not a submodule
+        self.weight, self.bias = layer.weight, layer.bias  # an optimizer may know these objects already
         for name, parameter in layer.named_parameters():
             if name in self.split_along:
                 parameter.cut = Cut(self.split_along[name], mine, parameter.shape, all_reduce)
@@ -106,7 +106,7 @@ class SplitLinear(nn.Module):
 
 
 def guard(parameter):
-    """The norm of a slice is not that of the gradient: who asks for it is told to use `clip_grad_norm_`."""
+    """The hook: make the gradient of a slice refuse its norm, which `clip_grad_norm_` computes over all slices."""
     if hasattr(parameter, "cut") and parameter.shape != parameter.cut.shape:
         parameter.grad = parameter.grad.as_subclass(clipping.Part)
 
@@ -131,7 +131,7 @@ class RowLinear(SplitLinear):
 
 
 def pairs(model):
-    """Yield what can be split: (parent, names of two layers, rows of the first and columns of the second per unit)."""
+    """Yield each pair that can be split: (parent, two layers' names, rows of the first and columns of the second)."""
     for module in model.modules():
         if isinstance(module, TransformerBlock):
             columns = torch.arange(module.out.in_features).view(-1, module.head_width)
@@ -161,8 +161,8 @@ def split(model, rank, ranks, all_reduce):
 
 
 def parallelize(model, group=None):
-    """Share out the layers of `model`, in place, over the ranks of `group`; all call this, with the same model."""
-    states = checkpoint.random_states()  # those of the first: dropout must drop the same on all ranks of the group
+    """Share out the layers of `model`, in place, over the ranks of `group`; all ranks call this with the same model."""
+    states = checkpoint.random_states()  # all take those of the first rank, so that dropout drops the same
     checkpoint.set_random_state([states[wire.global_rank(0, group)]] * len(states))
     return split(model, dist.get_rank(group), dist.get_world_size(group), partial(ring_all_reduce, group=group))
 

@@ -12,8 +12,8 @@ from .flat import copied_back, flattened
 def halving_doubling_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """Recursive halving, then recursive doubling: exchange half, a quarter, an eighth …, and the same way back.
 
-    Partners are neighbours first, then at distance 2, 4 …. Where K is not a power of two, the first ranks are folded
-    together in twos until it is: the odd one of each two hands its tensor over and waits.
+    Partners are neighbours first, then at distance 2, 4 …. Where K is not a power of two, some of the first ranks form
+    pairs, each of which acts as one rank: the odd rank sends its tensor to the even rank, and waits for the sum.
     """
     flat = flattened(tensor)
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)

@@ -10,7 +10,7 @@ from ..stage4_ring import allgather, reduce_scatter
 from . import streams
 from .flat import copied_back, flattened
 
-SEGMENT = 2**20  # bytes: small enough to stay in the processor's cache until added
+SEGMENT = 2**20  # A segment of this many bytes stays in the processor's cache until it is added.
 
 
 @wire.collective
@@ -39,7 +39,7 @@ def pass_around(chunks: Sequence[torch.Tensor], rank: int, group: dist.ProcessGr
     world_size, parts = len(chunks), max(1, -(-chunks[0].nbytes // SEGMENT))
     steps = range(2 * (world_size - 1))
     arriving = [segment for s in steps for segment in chunks[(rank - 1 - s) % world_size].tensor_split(parts)]
-    to_add = len(arriving) // 2  # the reduce-scatter adds its segments; the allgather keeps its as they come
+    to_add = len(arriving) // 2  # reduce-scatter adds the segments that arrive; allgather keeps them as they are
     scratch = torch.empty_like(max(arriving, key=len))
     places = [scratch[: len(s)] if n < to_add else s for n, s in enumerate(arriving)]
     with streams.to_neighbours(group, sum(chunk.nbytes for chunk in chunks)) as links:

@@ -1,8 +1,8 @@
 """The two links of a rank in a ring: tensors go out to the right neighbour and come in from the left one, in order.
 
-gloo sends messages: it asks the receiver for every one whether it is ready, and wakes up a thread of its own to move
-it, which is dear when there are more threads than cores. In a ring no rank needs to ask, because each knows what
-comes next. So a plain TCP stream will do: one thread writes, the caller reads, and nothing but the tensors travels.
+gloo sends messages: for each message it asks whether the receiver is ready, and wakes up a thread of its own to move
+it, which takes long when there are more threads than cores. In a ring no rank needs to ask, because each knows what
+comes next. So a plain TCP stream is enough: one thread writes, the caller reads, and nothing but the tensors travels.
 
     with streams.to_neighbours(group, nbytes) as links:
         links.send(tensor)                          # returns at once; leave `tensor` alone until the end of the block
@@ -28,23 +28,23 @@ from ..running import wire
 from ..running.torch_inside import timeout_of
 
 ADDRESS_BYTES, PASSWORD_BYTES, SIZE_BYTES = 128, 16, 8
-PASSWORD_SECONDS = 5.0  # a connection has so long to give the password
+PASSWORD_SECONDS = 5.0  # A connection that sends no password for this many seconds is closed.
 _open: WeakKeyDictionary = WeakKeyDictionary()  # {process group: its streams}
 
 
 def are_possible(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> bool:
-    """Whether `tensor` can travel by streams of our own: from a CPU's memory, over links as they are."""
+    """Whether streams of our own can carry `tensor`: it must be in a CPU's memory, and the wire not throttled."""
     on_cpu = tensor.device.type == "cpu" and not wire.on_nccl(tensor, group)
     return on_cpu and wire.card.throttle is None and "MASTER_ADDR" in os.environ
 
 
 @contextmanager
 def to_neighbours(group: dist.ProcessGroup | None, nbytes: int) -> Iterator["Streams"]:
-    """The links of this rank in the ring of `group`, for pieces of `nbytes` in all; at the end all have left.
+    """The links of this rank in the ring of `group`, for tensors of `nbytes` in all; the block ends when all have left.
 
-    All ranks must enter together: the first time they connect. A ValueError says that the left neighbour's tensor has
-    another size. After an error the streams are closed, because parts of a tensor may still be in them, and the
-    neighbours get a ConnectionError. Ranks that all go on nevertheless connect anew.
+    All ranks must enter together, because the first time they connect. A ValueError says that the left neighbour's
+    tensor has another size. After an error the streams are closed, because parts of a tensor may still be in them, and
+    the neighbours get a ConnectionError. If all ranks go on nevertheless, they connect anew.
     """
     group = group or dist.group.WORLD
     if group not in _open:
@@ -71,7 +71,7 @@ class Streams:
     def agree(self, nbytes: int) -> None:
         """Raise ValueError if the left neighbour is about to sum another number of bytes.
 
-        A stream has no ends of messages by which that would show.
+        A stream does not mark where a message ends, so nothing else would show this.
         """
         self.leaving.append(self.writer.submit(self.outgoing.sendall, nbytes.to_bytes(SIZE_BYTES, "little")))
         theirs = bytearray(SIZE_BYTES)
@@ -165,17 +165,17 @@ def own_address() -> tuple[socket.AddressFamily, str]:
     """The address, with its family, under which other ranks reach this one: that from which it reaches MASTER_ADDR."""
     family, kind, _, _, there = socket.getaddrinfo(os.environ["MASTER_ADDR"], 1, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
-        probe.connect(there)  # sends nothing: for datagrams it only looks up the way
+        probe.connect(there)  # this sends nothing: for datagrams, `connect` only looks up the route
         return family, probe.getsockname()[0]
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a flat `tensor` as bytes."""
-    array: Any = tensor.detach().view(torch.uint8).numpy()  # a buffer, which its type does not say
+    array: Any = tensor.detach().view(torch.uint8).numpy()  # an array is a buffer, but its type does not say so
     return memoryview(array)
 
 
 def report(kind: str, tensor: torch.Tensor, start: float, peer: int) -> None:
-    """Tell the observers of the wire of one message; an empty tensor is none."""
+    """Report one message to the observers of the wire; an empty tensor is no message."""
     if tensor.numel():
         wire.tell(kind, kind, start, bytes=tensor.numel() * tensor.element_size(), peer=peer)

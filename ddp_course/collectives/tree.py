@@ -12,7 +12,7 @@ from .flat import copied_back, flattened
 def tree_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """Sum up a binomial tree to rank 0, and copy the result down the same tree.
 
-    In round d = 1, 2, 4, … every rank that is an odd multiple of d sends all it has to the rank d below.
+    In round d = 1, 2, 4, … every rank r that is an odd multiple of d sends its sum so far to rank r - d.
     """
     flat = flattened(tensor)
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
