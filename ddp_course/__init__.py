@@ -10,7 +10,7 @@
     stage8_pipeline      the model is split, not the data
     stage9_tensor        layers are split too, and a mesh combines the ways
 
-`launch` brings K ranks to life from a script or a notebook cell.
+`launch` starts K ranks from a script or a notebook cell.
 """
 
 from importlib import import_module

@@ -49,7 +49,7 @@ def exit_code(command: Callable[[], int | None]) -> int:
         if sys.stdout is not None:  # It is None where the caller has closed it: >&-
             sys.stdout.flush()
         return code
-    except BrokenPipeError:  # `ddp-course … | head`: the reader has seen enough.
+    except BrokenPipeError:  # In `ddp-course … | head` the reader may end first.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python says nothing more about it at its end.
         return 128 + 13
     except (ValueError, OSError) as error:

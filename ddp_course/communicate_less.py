@@ -5,7 +5,7 @@
                                step of an outer optimizer along the mean change (DiLoCo)
     train_asynchronously       a server that never waits: gradients arrive that belong to older weights
 
-What a lossy hook leaves out it keeps, and adds to the next step's gradient: error feedback. Without it the small
+A lossy hook keeps what it leaves out, and adds it to the next step's gradient: error feedback. Without it the small
 gradients would never be sent.
 
 Sources: Stich, "Local SGD converges fast and communicates little", 2019; Douillard et al., "DiLoCo", 2023; Vogels et
@@ -31,13 +31,13 @@ from .stage4_ring import average_on_ring, ring_all_reduce
 
 def done(tensor: Tensor) -> torch.futures.Future[Tensor]:
     """What a hook returns when its bucket is ready: a future that already has the averaged gradients."""
-    future = torch.futures.Future(devices=[tensor.device] if tensor.is_cuda else None)  # their streams wait for it
+    future = torch.futures.Future(devices=[tensor.device] if tensor.is_cuda else None)  # the GPU's streams wait for it
     future.set_result(tensor)
     return future
 
 
 def fp16_hook(group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """A hook: the ring on half-precision numbers. Half the bytes; values keep 3 of their 7 digits."""
+    """A hook that runs the ring on half-precision numbers: it sends half the bytes, and values keep 3 of 7 digits."""
     small = bucket.buffer().div(dist.get_world_size(group)).to(torch.float16)
     return done(bucket.buffer().copy_(ring_all_reduce(small, group)))
 
@@ -49,7 +49,7 @@ class TopK:
     """
 
     def __init__(self, share, feedback=True):
-        self.share, self.feedback, self.left = share, feedback, {}  # by parameter: DDP makes other buckets
+        self.share, self.feedback, self.left = share, feedback, {}  # `left` goes by parameter: DDP makes new buckets
         self.__name__ = self.__qualname__ = "TopK"  # torch's DDP asks a hook for its names
 
     def __call__(self, group, bucket):
@@ -74,11 +74,11 @@ class TopK:
 class LowRank:
     """A hook: PowerSGD. A gradient matrix M travels as P = M Q and Q = Mᵀ P with `rank` columns; vectors go whole.
 
-    One step of power iteration a training step: Q stays from step to step and turns towards M's largest directions.
+    Each training step is one step of power iteration: Q is kept, and turns towards M's largest directions.
     """
 
     def __init__(self, rank):
-        self.rank, self.left, self.directions = rank, {}, {}  # both go by parameter
+        self.rank, self.left, self.directions = rank, {}, {}  # their keys are parameters
         self.__name__ = self.__qualname__ = "LowRank"
 
     def __call__(self, group, bucket):
@@ -193,7 +193,7 @@ def train_asynchronously(model: Module, batches: Iterable, lr: float) -> tuple[l
         wire.recv(weights, 0)
         unflatten(weights, trained)
         losses.append(loss.item())
-    wire.send(weights.new_zeros(len(weights) + 1), 0)  # 0 says that there is none any more
+    wire.send(weights.new_zeros(len(weights) + 1), 0)  # 0 says that no gradient follows
     return losses, []
 
 

@@ -15,8 +15,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Stage:
-    """One rung. `train(model, batches, lr, …)` trains in place and returns the loss of every step: that of the
-    module if no other is named here. It gets those settings of the job that `options` names.
+    """One rung. `train(model, batches, lr, …)` trains in place and returns the loss of every step; if it is empty, the
+    module's function `train` does this. It gets those settings of the job that `options` names.
 
     `bytes_sent(job)` is what the busiest rank sends in a step of a `measuring.job.Job`; None where nothing is sent.
     `step` says how a step goes on emulated devices: a name of `measuring.ideals.STEPS`, None where no formula is known.
@@ -27,14 +27,14 @@ class Stage:
     idea: str
     module: str
     colour: str
-    time: str  # to average p bytes over K ranks on links of b bytes/s
+    time: str  # it takes this time to average p bytes over K ranks on links of b bytes/s
     train: Callable[..., list[float]] | str = ""
     options: tuple[str, ...] = ()
     one_process: bool = False
     splits_batch: bool = True  # each rank gets a K-th of the global batch; otherwise all work on all of it
     counted: bool = False  # its bytes go over our own wire, where they are counted
     bytes_sent: Callable[[Any], float] | None = None
-    all_reduce: str | None = None  # the closed form of its averaging, a name of `measuring.theory`
+    all_reduce: str | None = None  # `measuring.theory` has the closed form of its averaging under this name
     step: str | None = None
 
     def trainer(self, settings: dict) -> Callable[..., list[float]]:
@@ -47,14 +47,14 @@ class Stage:
 
 
 def find(key: str) -> Stage:
-    """The stage called `key`; raises ValueError for a name that is none."""
+    """The stage called `key`; raises ValueError if there is none."""
     if key not in STAGES:
         raise ValueError(f"unknown stage '{key}'; choose among {', '.join(STAGES)}")
     return STAGES[key]
 
 
 def on_server(job: Any) -> float:
-    """What the busiest rank sends when one collects all and sends back, or when all is passed around whole."""
+    """What the busiest rank sends, if it is the server, or if whole gradients go around a ring."""
     return (job.world_size - 1) * job.gradient_bytes
 
 
@@ -79,7 +79,7 @@ def within_layers(job: Any) -> float:
     return 2 * (job.world_size - 1) * sum(job.reduced_bytes) / job.world_size
 
 
-# Colours: Okabe and Ito's, which people with any kind of colour vision can tell apart, and three more.
+# The colours are Okabe and Ito's, which people with any kind of colour vision can tell apart, and three more.
 STAGES: dict[str, Stage] = {
     stage.key: stage
     for stage in (

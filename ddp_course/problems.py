@@ -52,7 +52,7 @@ def shard(dataset_size: int, rank: int, world_size: int, epoch: int = 0, seed: i
 
 
 def share(global_batch: int, world_size: int) -> int:
-    """Samples of a global batch that each of `world_size` ranks gets; ValueError if it does not come out even."""
+    """Samples of a global batch that each of `world_size` ranks gets; ValueError if shares would be unequal."""
     if global_batch < 1 or global_batch % world_size:
         wanted = max(1, round(global_batch / world_size)) * world_size
         raise ValueError(f"{world_size} ranks cannot share a batch of {global_batch} equally; try {wanted}")
@@ -116,7 +116,7 @@ class Digits(Problem):
 
     def __init__(self, dropout=0.0, dtype=torch.float32, device="cpu"):
         images, labels = _digit_images()
-        images = torch.tensor(images, dtype=dtype, device=device).unsqueeze(1) / 6.0 - 0.8  # mean 0, deviation 1
+        images = torch.tensor(images, dtype=dtype, device=device).unsqueeze(1) / 6.0 - 0.8  # this normalises them
         labels = torch.tensor(labels, device=device)
         super().__init__((images[360:], labels[360:]), (images[:360], labels[:360]), dtype, device)
         self.dropout = dropout
@@ -203,13 +203,13 @@ class Synthetic(Problem):
         stack = nn.Sequential()
         for _ in range(self.layers):
             layer = nn.Linear(self.width, self.width, bias=False)
-            nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")  # Else the signal fades on the way.
+            nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")  # Smaller weights would let the signal fade.
             stack.extend([layer, nn.ReLU()])
         return stack[:-1]
 
 
 class TransformerBlock(nn.Module):
-    """A transformer block: causal self-attention, then a two-layer net, each added to what came in."""
+    """A transformer block: causal self-attention, then a two-layer net, each added to its input."""
 
     def __init__(self, width, heads, dropout):
         super().__init__()
@@ -297,7 +297,7 @@ def standard_library_text() -> bytes:
 def _digit_images():
     """Pixels (1797, 8, 8) of 0 to 16 and labels, in a fixed random order.
 
-    Read from the file inside scikit-learn: importing the library would cost every rank a second.
+    They are read from the file inside scikit-learn: importing the library would cost every rank a second.
     """
     library = Path(find_spec("sklearn").origin).parent
     table = np.loadtxt(library / "datasets" / "data" / "digits.csv.gz", delimiter=",", dtype=np.int64)

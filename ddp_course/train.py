@@ -4,8 +4,8 @@
     torchrun --nproc-per-node=4 --max-restarts=3 -m ddp_course.train --stage 6 --checkpoint runs/first
     srun --ntasks=8 python -m ddp_course.train --stage 6 --checkpoint runs/first
 
-The stage's own `train()` goes from one checkpoint to the next: each leg begins as a run does that is started again. So
-such a run goes on from the newest checkpoint as if nothing had happened: same batches, same dropout masks, same bits.
+The stage's own `train()` goes from one checkpoint to the next: each leg begins as a restarted run does. So a restarted
+run goes on from the newest checkpoint as if nothing had happened: same batches, same dropout masks, same bits.
 A finished run ends at once.
 """
 
@@ -73,7 +73,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     torch.backends.cudnn.allow_tf32 = False  # All devices compute in the dtype that was asked for.
     if ladder.find(options.stage).one_process and dist.get_world_size() > 1:
         raise ValueError(f"stage {options.stage} is a single process, but {dist.get_world_size()} ranks were started")
-    with ExitStack() as claims:  # No other run writes there, from the first step to the last.
+    with ExitStack() as claims:  # No other run writes into the folder until the last step.
         saved = newest_checkpoint(options.checkpoint, claims) if options.checkpoint else None
         job = complete(options, saved)
         if saved:
@@ -95,9 +95,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def newest_checkpoint(folder: str, claims: ExitStack) -> dict[str, Any] | None:
-    """What rank 0 finds in the folder, the same on all ranks; None if there is nothing yet.
+    """The checkpoint that rank 0 finds in the folder, the same on all ranks; None if there is nothing yet.
 
-    No other run writes there until `claims` are given up. An error of rank 0 is raised on all ranks.
+    No other run writes into the folder until `claims` are closed. An error of rank 0 is raised on all ranks.
     """
     message: list[Any] = [None, None]  # It holds a checkpoint and an error.
     if dist.get_rank() == 0:
@@ -114,7 +114,7 @@ def newest_checkpoint(folder: str, claims: ExitStack) -> dict[str, Any] | None:
 
 
 def complete(options: argparse.Namespace, saved: Any) -> Job:
-    """The job that the options ask for; those that were left out are those of the checkpoint, or the problem's own."""
+    """The job that the options ask for; missing options come from the checkpoint, or else from the problem."""
     if saved and options.global_batch is None:
         options.global_batch = saved.get("settings", {}).get("global_batch")
     job = checked(
@@ -128,7 +128,7 @@ def complete(options: argparse.Namespace, saved: Any) -> Job:
 def check_settings(saved: Any, options: argparse.Namespace) -> None:
     """Raise CheckpointError if the checkpoint was made with other options; stage, ranks and steps may change.
 
-    A checkpoint of another program has none of the options. No step can be taken back.
+    A checkpoint of another program has none of the options. One beyond `--steps` is refused: steps cannot be undone.
     """
     values = {name: (saved.get("settings", {}).get(name), getattr(options, name)) for name in MUST_MATCH}
     differences = [f"--{n.replace('_', '-')} {old} (now {new})" for n, (old, new) in values.items() if old != new]
@@ -150,7 +150,7 @@ def check_settings(saved: Any, options: argparse.Namespace) -> None:
 
 
 def leg(options: argparse.Namespace, job: Job, state: dict[str, Any]) -> dict[str, Any]:
-    """Train from the checkpoint `state` to the step of the next; return that. Rank 0 writes its own."""
+    """Train from the checkpoint `state` to the next checkpoint, and return that; only rank 0's is saved."""
     stage, world_size, start = ladder.find(options.stage), dist.get_world_size(), state["step"]
     end = min(job.steps, start - start % options.every + options.every)
     model = job.model()
@@ -173,8 +173,8 @@ def leg(options: argparse.Namespace, job: Job, state: dict[str, Any]) -> dict[st
 
 
 def seed_this_rank(seed: int, state: dict[str, Any]) -> None:
-    """Put the random generators where the checkpoint had them, or at a beginning of this rank's own."""
-    mine = 1_000_000 * state["step"] + 1000 * seed + dist.get_rank()  # A new rank draws masks that none has drawn.
+    """Restore this rank's random generators from the checkpoint; seed them if the checkpoint has none for this rank."""
+    mine = 1_000_000 * state["step"] + 1000 * seed + dist.get_rank()  # A new rank draws masks that no rank has drawn.
     torch.manual_seed(mine)
     np.random.seed(mine % 2**32)
     random.seed(mine)
@@ -214,7 +214,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # Python would wait for the communication thread, and that for a rank that has gone
+    os._exit(code)  # Python would wait for the communication thread, which may wait for a rank that has ended
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ def train_with_sharded_optimizer(model: nn.Module, batches: Iterable, lr: float)
 
 
 def train_with_torch(model: nn.Module, batches: Iterable, lr: float, **settings: Any) -> list[float]:
-    """The loop of stage 1 around torch's class, its all-reduces shown to the observers; on a throttled wire, ours."""
+    """The loop of stage 1 around torch's class; observers see its all-reduces, or ours on a throttled wire."""
     devices = [rank_device()] if rank_device().type == "cuda" else None
     parallel = DistributedDataParallel(model, device_ids=devices, **settings)
     if wire.card.throttle is None:
