@@ -3,7 +3,7 @@
     python tests/soak/faults.py --minutes 30
 
 Every fault is one of: SIGKILL, SIGSEGV, SIGTERM of a random rank. torchrun starts all ranks again from the newest
-checkpoint. A short pause in every step sees to it that the one run lasts as long as the faults do; then it hurries.
+checkpoint. A short pause in every step makes the run last as long as the faults; after the last fault it stops pausing.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def unharmed(options, world_size):
     def run():
         from ddp_course import train
 
-        torch.set_num_threads(1)  # as torchrun does
+        torch.set_num_threads(1)  # torchrun does the same
         train.say = lambda text: None
         return train.run(train.parse(options))
 
@@ -48,12 +48,12 @@ def ranks_of(agent):
         try:
             ranks[int(process.environ()["RANK"])] = process
         except (KeyError, psutil.Error):
-            continue  # a helper process, or one that has just ended
+            continue  # this is a helper process, or it has just ended
     return ranks
 
 
 def run_with_faults(options, world_size, minutes, every, pause, chance, folder, enough=math.inf):
-    """Train under torchrun, with a fault every `every` seconds for so many minutes, or until there were `enough`."""
+    """Train under torchrun, with a fault every `every` seconds for `minutes`, or until there were `enough` faults."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
     command += ["--max-restarts=100000", "--monitor-interval=0.1", str(SLOW_TRAIN), *options]
     hurry, faults = Path(folder, "hurry"), 0
@@ -84,8 +84,8 @@ def run_with_faults(options, world_size, minutes, every, pause, chance, folder, 
 
 
 def soak(minutes, every=20.0, world_size=2, pause=0.03, seed=0, enough=math.inf):
-    """One run of so many minutes under faults; returns (faults, steps), raises AssertionError if a bit differs."""
-    steps = int(60 * minutes / pause)  # more than there is time for, before the run may hurry
+    """One run of `minutes` with faults; returns (faults, steps), raises AssertionError if a bit differs."""
+    steps = int(60 * minutes / pause)  # the pauses of these steps alone take `minutes`
     options = [*OPTIONS, "--steps", str(steps), "--every", "10", "--seed", str(seed)]
     with tempfile.TemporaryDirectory() as folder:
         faults = run_with_faults(options, world_size, minutes, every, pause, random.Random(seed), folder, enough)

@@ -1,9 +1,9 @@
 """A workshop on one hub: `python tests/soak/hub.py [--learners 12] [--gib 2]`.
 
-Opens as many kernels at once, and runs in all of them, at the same time, what lesson 00 is made of: launches, a stage
-trained on four ranks, a cell on every rank. Prints the memory of a learner at its peak, all that the kernel started
-included and shared pages counted once. Ends with exit code 1 if a learner got an error, another's results or more than
-the memory allowed, or if a process or file was left.
+Opens one kernel per learner, and runs in all of them, at the same time, cells like those of lesson 00: launches, a
+stage trained on four ranks, a cell on every rank. Prints the peak memory per learner, which includes all processes
+below the kernel and counts shared pages once. Ends with exit code 1 if a learner got an error, another learner's
+results or more memory than allowed, or if a process or file was left.
 """
 
 import argparse
@@ -44,7 +44,7 @@ CELLS = [
 
 
 def main():
-    """Run the workshop; 0 if nothing was wrong."""
+    """Run the workshop; return 0 if nothing was wrong."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--learners", type=int, default=12)
     parser.add_argument("--ranks", type=int, default=4)
@@ -81,7 +81,7 @@ def work(kernel, me, ranks):
 
 
 def watch(kernels, stop):
-    """The most bytes that each kernel, with all below it, had at one time, until `stop` is set."""
+    """The most bytes that each kernel, with all processes below it, had at one time, until `stop` is set."""
     most = [0] * len(kernels)
     while not stop.wait(1.0):
         for place, kernel in enumerate(kernels):
@@ -90,7 +90,7 @@ def watch(kernels, stop):
 
 
 def memory_of(pid):
-    """The bytes of a process and all below it: a page that n processes share counts for each of them as an nth."""
+    """The bytes of a process and all processes below it: each of n processes that share a page counts an nth of it."""
     total = 0
     with suppress(psutil.NoSuchProcess):
         for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
@@ -101,5 +101,5 @@ def memory_of(pid):
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory(prefix="ddp_course_soak") as own_folder:
-        os.environ["TMPDIR"] = tempfile.tempdir = own_folder  # whatever is left in it, we left there
+        os.environ["TMPDIR"] = tempfile.tempdir = own_folder  # so no other program leaves files in it
         sys.exit(main())

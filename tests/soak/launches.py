@@ -2,7 +2,7 @@
 
     python tests/soak/launches.py --count 1000
 
-Prints one line a fault and a summary, and ends with exit code 1 if an error was not the expected one, a process or
+Prints one line per fault and a summary, and ends with exit code 1 if an error was not the expected one, a process or
 a file was left, or open files or memory of this process grew.
 """
 
@@ -30,9 +30,9 @@ from launch_faults import FAULTS, HEADER, Fault
 
 from ddp_course.running.launching import local
 
-ALLOWED_GROWTH = 5 << 20  # bytes
-TORCH_CACHE = "torchinductor_"  # one folder a user, which torch makes wherever an optimizer is made
-WARM_UP = 20  # launches before the first measurement
+ALLOWED_GROWTH = 5 << 20  # Memory may grow by this many bytes.
+TORCH_CACHE = "torchinductor_"  # Torch makes one such folder per user when an optimizer is made.
+WARM_UP = 20  # The first measurement comes after this many launches.
 SLOW = "time.sleep(100)"
 FROM_OUTSIDE = {
     "interrupt": Fault("interrupt", SLOW, "KeyboardInterrupt", "", SLOW),
@@ -44,7 +44,7 @@ NONE = Fault("no fault", "pass", "none", "", "pass")
 
 
 def main():
-    """Run the launches; 0 if nothing was wrong."""
+    """Run the launches; return 0 if nothing was wrong."""
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     arguments.add_argument("--count", type=int, default=1000)
     arguments.add_argument("--seed", type=int, default=0)
@@ -73,7 +73,7 @@ def main():
 
 
 def attempt(fault, world_size, names, chance):
-    """One launch with one fault: the name of the exception that came, or "none", and its message."""
+    """Launch once with one fault; return the name of the exception that was raised, or "none", and its message."""
     source = fault.cell(world_size)
     linecache.cache["<fault>"] = (len(source), None, source.splitlines(True), "<fault>")
     stop = threading.Event()
@@ -91,7 +91,7 @@ def attempt(fault, world_size, names, chance):
 
 
 def attack(name, delay, stop):
-    """From a thread: hurt the running launch, if that is the fault."""
+    """In a thread, interrupt the running launch or kill one of its processes, if the fault comes from outside."""
     if name not in FROM_OUTSIDE:
         return
     deadline = time.monotonic() + 30
@@ -128,7 +128,7 @@ def launch_processes():
 
 
 def measure():
-    """Open files and memory of this process, and the processes below it."""
+    """Count the open files and the bytes of this process, and the processes below it."""
     gc.collect()
     process = psutil.Process()
     below = [child.pid for child in process.children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
@@ -136,12 +136,12 @@ def measure():
 
 
 def left_behind(before, after):
-    """What should not be there after the last launch."""
+    """Return a line for each thing that should not be there after the last launch."""
     found = []
     files = [name for name in os.listdir(tempfile.gettempdir()) if not name.startswith(TORCH_CACHE)]
     if files:
         found.append(f"left in the temporary folder: {files}")
-    if after["processes"] > 1:  # the server
+    if after["processes"] > 1:  # one is the server
         found.append(f"{after['processes'] - 1} processes left")
     if after["files"] > before["files"]:
         found.append(f"open files grew from {before['files']} to {after['files']}")
@@ -161,5 +161,5 @@ def report(count, seconds, before, after, wrong):
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory(prefix="ddp_course_soak") as own_folder:
-        os.environ["TMPDIR"] = tempfile.tempdir = own_folder  # whatever is left in it, we left there
+        os.environ["TMPDIR"] = tempfile.tempdir = own_folder  # so no other program leaves files in it
         sys.exit(main())

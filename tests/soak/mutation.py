@@ -1,10 +1,10 @@
 """Break the stages by small faults and see whether their tests notice: `python tests/soak/mutation.py --count 30`.
 
-`pip install cosmic-ray` first, whose operators make the mutants: an operator or a number changed, a condition turned
-round, a decorator or a loop's body left out. Of each file `--count` of them are drawn, one by one put into a copy of
-this folder, and killed if the file's tests fail or do not end in time. Prints the share of killed ones, and the diffs
-of those that survived; `--only stage7` takes the files with this in their path. What each file came to is kept in
-results/mutants.json.
+Run `pip install cosmic-ray` first. Its operators make the mutants: an operator or a number is changed, a condition is
+negated, a decorator or a loop's body is left out. `--count` mutants of each file are drawn. Each is put into a copy of
+this folder, and counts as killed if the file's tests fail or do not end in time. Prints the share of killed mutants
+and the diffs of the survivors; `--only stage7` takes the files with this word in their path. The results of each file
+are kept in results/mutants.json.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 REPORT = ROOT / "results/mutants.json"
-TESTS = {  # each pattern names the files that these tests hold
+TESTS = {  # Each pattern names the files that the tests beside it check.
     "ddp_course/collectives/*.py": "tests/collectives",
     "ddp_course/stage4_*.py": "tests/test_stage4_ring.py",
     "ddp_course/stage5_*.py": "tests/test_stage5_bucketed.py",
@@ -49,7 +49,7 @@ def mutate(copy, module, tests, count, seed, seconds):
     def cosmic_ray(*arguments):
         return subprocess.run(arguments, cwd=copy, env=environment, check=True, capture_output=True, text=True).stdout
 
-    cosmic_ray("cosmic-ray", "baseline", config.name)  # or every mutant would count as killed
+    cosmic_ray("cosmic-ray", "baseline", config.name)  # it stops if the tests fail without a mutant
     cosmic_ray("cosmic-ray", "init", config.name, session.name)
     with sqlite3.connect(session) as table:
         order = "operator_name, operator_args, occurrence"  # job_id is another number every time

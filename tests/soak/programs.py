@@ -1,9 +1,9 @@
 """Random programs that torch's class and ours play in the same processes: `python tests/soak/programs.py [--count N]`.
 
 A program is a model, the settings of a wrapper and a list of operations: training steps, accumulation, abandoned and
-nested forward passes, exceptions, uneven inputs, and so on. After each of them gradients, weights and buffers must be
-the same bits with both classes, or both must have refused it. A number stands for a program, so a failure is repeated
-with `--first N --count 1`. Beside them: stage 5 against one device, and the collectives against `dist.all_reduce`.
+nested forward passes, exceptions, uneven inputs, and so on. After each operation gradients, weights and buffers must be
+the same bits with both classes, or both must have refused it. A number stands for a program: `--first N --count 1`
+repeats a failure. Stage 5 is also compared with one device, and the collectives with `dist.all_reduce`.
 """
 
 import argparse
@@ -35,8 +35,8 @@ from ddp_course.stage5_bucketed import BucketedDDP  # noqa: E402
 from ddp_course.stage6_ddp import DistributedDataParallel  # noqa: E402
 
 CLASSES = {"torch": TorchDDP, "ours": DistributedDataParallel}
-TRAITS = ["tied", "frozen", "double", "buffers", "two wrappers"]  # not "sparse": torch 2.13 spoils dense ones beside
-NEIGHBOURS = ["reads", "scales", "flat", "field"]  # others who look at the gradients, and a function with a field
+TRAITS = ["tied", "frozen", "double", "buffers", "two wrappers"]  # torch 2.13 spoils dense gradients beside sparse ones
+NEIGHBOURS = ["reads", "scales", "flat", "field"]  # other code uses the gradients, or a function has a field
 PLACES = ["forward", "backward", "gradient hook"]
 OPERATIONS = ["train"] * 6 + ["no_sync"] * 2 + ["abandon", "without gradients", "evaluate", "replace", "load", "copy"]
 OPERATIONS += ["raise", "two forwards", "two backwards", "late backward", "clip", "join"]
@@ -45,11 +45,11 @@ ALL = {"which": "ab", "set_to_none": True}
 
 
 class Explosion(Exception):
-    """What the programs raise."""
+    """The exception that the programs raise."""
 
 
 class Bomb(torch.autograd.Function):
-    """The identity, until its backward pass."""
+    """The identity, whose backward pass raises an exception."""
 
     @staticmethod
     def forward(ctx, x):
@@ -74,7 +74,7 @@ class Field(torch.autograd.Function):
 
 
 class Model(nn.Module):
-    """Two branches and a layer that always takes part; `which` says what does, `bomb` where it explodes."""
+    """Two branches, of which those in `which` take part, and a last layer; `bomb` says where the model explodes."""
 
     def __init__(self, traits):
         super().__init__()
@@ -137,27 +137,27 @@ def program(number):
     if draw.random() < 0.2:
         settings["bucket_cap_mb_list"] = [0.0001, 0.0003]
     hook = draw.choice(["none"] * 4 + ["allreduce", "fp16", "power"])
-    if hook == "power":  # it communicates several times a bucket, in gloo's threads: nothing else must, at that time
+    if hook == "power":  # it communicates several times per bucket, in gloo's threads, when nothing else may
         settings["bucket_cap_mb"], traits = None, traits - {"double", "two wrappers"}
         settings.pop("bucket_cap_mb_list", None)
         settings.pop("find_unused_parameters", None)
     operations = [operation(draw, traits, settings) for _ in range(draw.randint(2, 7))]
     broken = [place for place, (what, _) in enumerate(operations) if what in ("abandon", "raise")]
     for place in range(min(broken, default=9), len(operations)):
-        # A pass was left: a rank whose unsynchronised pass makes up for it would wait for others, who refuse, with
-        # torch's class and with ours; and with torch's class a rank that joins may wait for ever.
+        # A pass is not finished. A rank whose unsynchronised pass finishes it would wait for ranks that refuse the next
+        # pass, with torch's class and with ours; and with torch's class a rank that joins may wait forever.
         if operations[place][0] in ("no_sync", "late backward"):
             operations[place][1]["which"] = "ab"
         if operations[place][0] == "join":
             operations[place] = ("train", ALL)
     late = [place for place, (what, _) in enumerate(operations) if what == "late backward"]
     for _, arguments in operations[min(late, default=9) :]:
-        # torch's class counts as used in the next pass what was used here, and hangs or reports its own bug.
+        # torch's class counts parameters used here as used in the next pass too, and hangs or reports its own bug.
         arguments["which"] = "ab"
     if settings.get("static_graph"):  # torch's class needs a plain first pass, and another one after copying
         operations = [("train", ALL), *(step for step in operations if step[0] != "copy")]
     traits |= {trait for trait in NEIGHBOURS if draw.random() < 0.2}
-    if settings.get("gradient_as_bucket_view"):  # a gradient in flight must not be touched
+    if settings.get("gradient_as_bucket_view"):  # a bucket must not be touched while it is summed
         traits -= {"reads", "scales"}
     return traits, settings, hook, operations
 
@@ -172,14 +172,14 @@ def operation(draw, traits, settings):
         arguments |= {"bomb": draw.choice(PLACES), "which": draw.choice(branches)}  # all ranks fail at one point
     if what == "two backwards" and changing:  # torch's class can then hang in the next pass, or reports its own bug
         what = "train"
-    if what == "abandon" and changing:  # else one rank alone may refuse the next pass, and the other waits for it
+    if what == "abandon" and changing:  # otherwise one rank alone may refuse the next pass, and another waits for it
         arguments["which"] = "ab"
     if what == "join" and ("two wrappers" in traits or settings.get("static_graph")):
         what = "train"
     if what == "join":
         steps = [draw.randint(0, 3) for _ in range(8)]
-        if settings.get("find_unused_parameters"):  # a rank that joins before its first pass shows others, with torch
-            steps = [max(1, count) for count in steps]  # 2.13, what lay in memory where its bitmap is to be
+        if settings.get("find_unused_parameters"):  # with torch 2.13, a rank that joins before its first
+            steps = [max(1, count) for count in steps]  # pass sends uninitialised memory as its bitmap
         arguments |= {"steps": steps, "by_all": draw.random() < 0.5}
     return what, arguments
 
@@ -211,7 +211,7 @@ class Player:
             wrapper.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
     def play(self):
-        """Yield what each operation left behind: whether it was refused, and all tensors."""
+        """Yield after each operation its name, the error that refused it (or None), and all tensors."""
         for what, arguments in self.operations:
             arguments = {name: v[self.rank] if isinstance(v, list) else v for name, v in arguments.items()}
             refused = None
@@ -219,10 +219,10 @@ class Player:
                 getattr(self, what.replace(" ", "_"))(**arguments)
             except (Explosion, RuntimeError) as error:
                 refused = f"{type(error).__name__}: {error}"
-                self.zero(set_to_none=True)  # which gradients had come is nobody's promise
+                self.zero(set_to_none=True)  # no class promises which gradients have come
             yield what, refused, self.tensors()
             if refused and "Explosion" not in refused:
-                return  # what comes after a refusal is nobody's promise
+                return  # no class promises what comes after a refusal
 
     def tensors(self):
         """{name: tensor or None} of gradients, weights and buffers."""
@@ -368,13 +368,13 @@ def differences(first, count, reached):
 
 
 def counted(first, count, reached):
-    """The numbers from `first` on; which is at play stands in the file `reached`."""
+    """The numbers from `first` on; the file `reached` has the number of the program that runs."""
     for number in range(first, first + count):
         Path(reached).write_text(str(number))
         yield number
 
 
-# Stage 5 against one device
+# Stage 5 is compared with one device.
 
 
 def stage5_difference(number):
@@ -385,7 +385,7 @@ def stage5_difference(number):
     pair = [nn.Sequential(*(nn.Linear(*size) for size in pairwise(widths))).double() for _ in "ab"]
     both, alone = nn.Sequential(*(nn.Sequential(p, nn.Linear(widths[-1], widths[0]).double()) for p in pair)), None
     if draw.random() < 0.3:
-        both[1][1].weight = both[0][1].weight  # tied across the two wrappers' modules would be averaged twice
+        both[1][1].weight = both[0][1].weight  # a weight tied across two wrappers would be averaged twice
         both = both[:1]
     alone = copy.deepcopy(both)
     all_reduce = draw.choice([ring_all_reduce, *EVERY.values()])
@@ -411,7 +411,7 @@ def stage5_difference(number):
     return f"stage 5 is off by {error:.2g}" if error > 1e-12 else None
 
 
-# The collectives against dist.all_reduce
+# The collectives are compared with dist.all_reduce.
 
 EVERY = {
     "ring": ring_all_reduce,
@@ -459,7 +459,7 @@ def other_differences(first, count, reached):
 
 
 def run(play, first, count, world_size, batch=100, timeout=300.0):
-    """Play `count` programs, some in a launch; return {number: what went wrong}. Who hangs is told, and left out."""
+    """Play `count` programs, `batch` per launch; return {number: error}. A program that hangs counts as wrong."""
     wrong, start, end = {}, first, first + count
     while start < end:
         size = min(batch, end - start)

@@ -1,10 +1,10 @@
 """Random training programs for stages 7, 7o and 8 against one device: `python tests/soak/programs78.py 1000`.
 
 A program is a model (tied, frozen, unused, sometimes used or repeated layers, layers in place or of one parameter,
-several dtypes), an optimizer with groups and a schedule, and steps: passes that accumulate, evaluation, clipping, steps
-left out after it, exceptions in forward, backward or a hook on all ranks, state dicts loaded back, and in the middle a
-change of the world size, with state dicts of one device handed over. Equal losses' gradients mean equal weights, norms
-and optimizer states; the first that are not are shown.
+several dtypes), an optimizer with groups and a schedule, and steps: passes that accumulate, evaluation, clipping,
+updates left out, exceptions in forward, backward or a hook on all ranks, state dicts loaded back, and in the middle a
+change of the world size, with whole state dicts handed over. Weights, norms and optimizer states must equal those of
+one device; programs in which they do not are shown.
 """
 
 import random
@@ -62,7 +62,7 @@ class InFloat32(torch.nn.Linear):
 
 
 class Twice(torch.nn.Linear):
-    """The same weights two times in one layer, the second time not by way of the first."""
+    """A layer that uses its weights twice, and its bias once more outside of the linear function."""
 
     def forward(self, inputs):
         """(N, WIDTH) to the same."""
@@ -70,7 +70,7 @@ class Twice(torch.nn.Linear):
 
 
 class Sometimes(torch.nn.Linear):
-    """Some samples go through it; a rank that has none of them does not use it."""
+    """A layer for some samples only; a rank that has none of these samples does not use the layer."""
 
     def forward(self, inputs):
         """(N, WIDTH) to the same."""
@@ -79,7 +79,7 @@ class Sometimes(torch.nn.Linear):
 
 
 class Net(torch.nn.Module):
-    """A chain of layers, beside it a layer that is never used."""
+    """A chain of layers, and on request a layer that is never used."""
 
     def __init__(self, layers, unused):
         super().__init__()
@@ -97,12 +97,12 @@ class Net(torch.nn.Module):
 
 
 def drawn(seed, stage):
-    """The program of this seed for a stage: plain data."""
+    """The program of this seed for a stage, as plain data."""
     chance = random.Random(f"{seed} {stage}")
     kinds = ["linear", "linear", "norm", "tanh", "relu in place", "float32", "one parameter", "sometimes"]
     kinds += ["twice", "normalised"]
     layers = ["linear", "linear", *chance.choices(kinds, k=chance.randrange(3, 7)), "linear"]
-    for index, (before, kind) in enumerate(pairwise(layers), 1):  # some need their output to go backward
+    for index, (before, kind) in enumerate(pairwise(layers), 1):  # some layers need their output in backward
         if kind == "relu in place" and before in ("tanh", "relu in place", "sometimes"):
             layers[index] = "linear"
     blocks = [] if "sometimes" in layers else chance.choice([None, []])  # all ranks must run the same blocks
@@ -136,7 +136,7 @@ def drawn(seed, stage):
 
 
 def build(program, stage):
-    """The model of a program, and its trap; where training starts from rank 0's weights, other ranks have others."""
+    """The model of a program, and its trap; if training starts from rank 0's weights, other ranks get other weights."""
     starts_from_rank_0 = stage in ("7", "7o")
     torch.manual_seed(program["seed"] + 1000 * dist.get_rank() * starts_from_rank_0)
     make = {
@@ -164,7 +164,7 @@ def build(program, stage):
 
 
 class Player:
-    """One stage at play: what a program needs of it."""
+    """One stage with what a program needs: the wrapped model, the optimizer and its schedule."""
 
     def __init__(self, program, stage, state=None):
         self.program, self.stage = program, stage
@@ -240,7 +240,7 @@ class Player:
 
 
 def play(program, stage, steps, start=None):
-    """Play the `steps` (a slice) of a program, from state dicts of another player on; what there is to compare."""
+    """Play the `steps` (a slice) of a program, from the result `start` of another player; return what is compared."""
     player, norms = Player(program, stage, start and start["state"]), []
     if start:
         player.load(start["state"])
@@ -280,7 +280,7 @@ def play_all(programs, stage, first=True, starts=None):
 
 
 def whole(programs):
-    """What one device makes of the programs, at once."""
+    """The results of the whole programs on one device."""
     return [play(program, "1", slice(None)) for program in programs]
 
 
@@ -303,7 +303,7 @@ def apart(one, other):
 
 
 def tolerance(program):
-    """Rounding of the least exact dtype in the program, and what Adam makes of it where gradients are near zero."""
+    """Allow for rounding in the least exact dtype, which Adam magnifies where gradients are near zero."""
     return 2e-3 if "float32" in program["layers"] else 1e-7
 
 
@@ -332,7 +332,7 @@ def failures(stage, world_sizes, seeds):
 
 
 def main(count):
-    """Play `count` programs for each stage and change of world size; the exit status is whether all were right."""
+    """Play `count` programs for each stage and change of world size; return whether any program was wrong."""
     bad = 0
     for start in range(0, count, 50):
         for stage, sizes in [("7", (4, 2)), ("7", (2, 3)), ("7o", (4, 3)), ("7o", (2, 4)), ("8", (2,)), ("8", (3,))]:
