@@ -1,9 +1,9 @@
 """The five usual mistakes of a training script, found by watching it run on a few ranks.
 
-    audit(source)      -> [] for a script without them, else a line for each
+    audit(source)      -> a line for each mistake; [] for a script without one
 
-`source` is the text of a script for torchrun, like `ddp_course.script`. It is watched where every script passes by:
-what its DataLoaders yield, what `torch.save` is given, and the weights of the optimizer that steps.
+`source` is the text of a script for torchrun, like `ddp_course.script`. While it runs, the audit
+notes what its DataLoaders yield, what `torch.save` is given, and the weights of the optimizer that steps.
 """
 
 import linecache
@@ -25,11 +25,11 @@ from torch.utils import data
 from ..running.launching.launch import launch
 from ..running.torch_inside import tree_leaves
 
-FOLDER = "FOLDER"  # Among the arguments it stands for a folder that is gone afterwards.
+FOLDER = "FOLDER"  # This word in the arguments stands for a temporary folder.
 
 
 class Epoch(NamedTuple):
-    """One pass over a loader that was trained on: the samples that a rank saw, and whether set_epoch would shuffle."""
+    """One pass of a rank over a DataLoader that it trained on: its samples, and whether set_epoch can shuffle them."""
 
     samples: list[int]
     shuffles: bool
@@ -70,14 +70,14 @@ def audit(source: str, world_size: int = 2, arguments: Sequence[str] = (FOLDER,)
 
 
 def shared_samples(epochs: list[list[Epoch]]) -> bool:
-    """Whether two ranks saw the same samples in their first epoch, but for the few that fill up the last round."""
+    """Whether another rank saw K or more of rank 0's samples in the first epoch; a sampler's padding repeats fewer."""
     seen = [set(rank[0].samples) if rank else set() for rank in epochs]
     return any(len(seen[0] & other) >= len(epochs) for other in seen[1:])
 
 
 def watched(source: str, arguments: list[str]) -> Seen:
-    """Run the script as this rank's `__main__`, and watch. What is replaced here ends with the rank's process."""
-    epochs: list[tuple[Any, list[int]]] = []  # (a loader, the samples of one pass over it)
+    """Run the script as this rank's `__main__` and note what it does; the patches here end with the rank's process."""
+    epochs: list[tuple[Any, list[int]]] = []  # Each pair is a loader and the samples of one pass over it.
     trained, optimizers, states = [], [], []
     batches, save = data.DataLoader.__iter__, torch.save
 
@@ -119,7 +119,7 @@ def run_script(source: str, arguments: list[str]) -> None:
 
 
 def samples_of(batch: Any) -> list[int]:
-    """A number for each sample of a batch, by its content, however the data set and its sampler are made."""
+    """A checksum of each sample's content, which identifies the sample whatever its data set and sampler are."""
     tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()]
     rows = zip(*tensors, strict=False)
     return [crc32(b"".join(part.numpy(force=True).tobytes() for part in row)) for row in rows]

@@ -38,7 +38,7 @@ def decide(number: int, text: str, kind: str, outcomes: dict[str, bool], why: st
 
 
 def verdict(outcomes: dict[str, bool]) -> str:
-    """The verdict on outcomes by condition; conditions "K = 2", "K = 16", … are a scale with an end."""
+    """The verdict on outcomes by condition; on conditions "K = 2", "K = 16", … it may be "holds up to K = 2"."""
     true = [name for name, holds in outcomes.items() if holds]
     if len(true) == len(outcomes):
         return "holds"
@@ -49,7 +49,7 @@ def verdict(outcomes: dict[str, bool]) -> str:
 
 
 def decided() -> list[Decision]:
-    """All claims by number, as the lessons' stored outputs tell them."""
+    """All claims in the lessons' stored outputs, sorted by number."""
     decisions = []
     for path in sorted(course_folder("notebooks").glob("*.ipynb")):
         for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:

@@ -10,7 +10,7 @@ parameters, gradient_bytes, link, and stages, a list of
     communication_ms        what the backward pass did not hide
     bytes_sent_max, bytes_received_max, messages_max
                             per step, of the busiest rank; null where torch or threads do the sending
-    busy                    whether its ranks had to wait for a processor that others used, on emulated devices
+    busy                    whether its ranks, on emulated devices, waited for a processor that other programs used
     bytes_formula           what the busiest rank should send
     loss                    of the global batch, each step
     max_abs_diff_vs_single, timeline, evaluation
@@ -40,7 +40,7 @@ from .job import Job, checked
 from .recording import Recording, summed_up
 
 TIMED_STEPS = 10  # On emulated devices this is enough for a median.
-BUSY = 0.25  # share of a step; emulated devices leave the processor idle for five sixths of the time
+BUSY = 0.25  # Waiting for a processor for a larger share of a step is no chance: ranks leave it idle for five sixths.
 DEFAULT_STAGES = ("1", "2", "3", "4", "5", "6", "torch")
 
 
@@ -61,10 +61,10 @@ def run(
     """Train with every stage on the same global batches and return the results, ready for JSON.
 
     Without GPUs the ranks compute on emulated devices, slow enough for this machine to time them exactly: `device`
-    may be a `Device`, `device_speed` its rate, such as "2GFLOP/s", or "none" for the processor as it is. `link`: a
-    `Link`, a bandwidth with `latency` and `link_mode`, or None; "auto" is one whose figure shows what the course is
-    about, and none on GPUs, which have their own. On emulated devices the first steps are timed, and what is learned
-    comes from a run of all steps without devices and links. `options`: `global_batch` (samples), `lr`, `seed`,
+    may be a `Device`, `device_speed` its rate, such as "2GFLOP/s", or "none" for the processor as it is. `link` is a
+    `Link`, a bandwidth with `latency` and `link_mode`, or None; "auto" is a bandwidth that fits the device, and None on
+    GPUs, which have links of their own. On emulated devices the first steps are timed, and losses and weights come
+    from a run of all steps without devices and links. `options`: `global_batch` (samples), `lr`, `seed`,
     `bucket_cap_mb` (of stages 5 and 6 and of torch's DDP, default 0.25: small enough that the default model fills
     several), `parameters` (of bytes and synthetic), `timeout` (seconds per launch). `progress` shows a bar. Ranks of
     torchrun all call this, without emulation, and train each stage. Raises ValueError for a setting that cannot work.
@@ -73,7 +73,7 @@ def run(
     chosen = [ladder.find(str(key).strip()) for key in keys]
     job = checked(problem, world_size, steps, dtype=dtype, **options)
     if isinstance(device, str):
-        placement(device, world_size)  # It refuses a device that is not here.
+        placement(device, world_size)  # This call refuses a device that this machine lacks.
     device, link = emulated.chosen(job, device, device_speed, link, latency, link_mode)
     return {**header(job, device, link), "stages": measure_all(chosen, job, device, link, progress)}
 
@@ -92,7 +92,7 @@ def header(job: Job, device: Device | str, link: Link | None) -> dict:
 
 
 def measure_all(chosen: list[Stage], job: Job, device: Device | str, link: Link | None, progress: bool) -> list[dict]:
-    """The entries of all stages, each beside its prediction; one device trains first, to compare with."""
+    """The entries of all stages, each with its prediction; stage 1 trains first, as the others are compared with it."""
     stages = list(dict.fromkeys([ladder.find("1"), *chosen]))
     ideal_ms = ideals(stages, job, device, link) if isinstance(device, Device) else {}
     single, alone_ms, entries = None, None, []
@@ -108,8 +108,8 @@ def measure_all(chosen: list[Stage], job: Job, device: Device | str, link: Link 
 
 
 def shown(stages: list[Stage]) -> Iterator[Stage]:
-    """The `stages`, with a bar that names them."""
-    from tqdm.auto import tqdm  # A borrowed machine may not have it, and then shows no bar.
+    """Yield the `stages`, and show a progress bar that names them."""
+    from tqdm.auto import tqdm  # A machine without tqdm can still compare without a bar.
 
     for stage in (bar := tqdm(stages, unit="stage")):
         bar.set_description(stage.name)
@@ -119,7 +119,7 @@ def shown(stages: list[Stage]) -> Iterator[Stage]:
 def measured(stage: Stage, job: Job, device: Device | str, link: Link | None, reference: torch.Tensor | None) -> dict:
     """Run one stage on all its ranks; return its entry in the results, and stage 1's weights."""
     if isinstance(device, Device) and job.steps > TIMED_STEPS:
-        # What is learned has the same bits with and without the emulation.
+        # Losses and weights have the same bits with and without the emulation.
         timed = reports(stage, replace(job, steps=TIMED_STEPS), device, link, None)
         learned = reports(stage, job, "cpu", None, reference)
         ranks = [{**rank, "record": timing["record"]} for timing, rank in zip(timed, learned, strict=True)]
@@ -130,7 +130,7 @@ def measured(stage: Stage, job: Job, device: Device | str, link: Link | None, re
         if not math.isfinite(loss):
             since = f"the loss of {stage.name} is no longer a number from step {step} on"
             raise NotFiniteError(f"{since}: choose a smaller --lr")
-    # Else a stage on our wire would seem to have no link at all.
+    # torch's DDP sends through our wire where the link cannot slow torch's own collectives; the figure says so.
     ours = link is not None and not (stage.one_process or stage.counted or link.carries_torch)
     busy = entry.pop("queued") > BUSY and isinstance(device, Device)
     return {**entry, "busy": busy, "on_our_wire": ours, "weights": ranks[0]["weights"]}
@@ -176,7 +176,7 @@ def train_and_measure(stage: Stage, job: Job, settings: dict, reference: torch.T
     share = (dist.get_rank(), job.world_size) if stage.splits_batch else (0, 1)
     model = job.model()
     torch.set_num_threads(1)  # On the CPU a device is one core in every stage.
-    torch.backends.cudnn.allow_tf32 = False  # 10 bits of mantissa would be a difference between the stages
+    torch.backends.cudnn.allow_tf32 = False  # TF32's 10 bits of mantissa would make the stages differ.
     record = Recording()
     losses = stage.trainer(settings)(model, record.stamped(job.batches(*share)), job.lr)
     full_speed()  # The evaluation is not timed.

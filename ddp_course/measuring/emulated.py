@@ -1,7 +1,7 @@
 """Comparisons on emulated devices: which device and links are used by default.
 
-Without GPUs the ranks of one machine fight for its cores, and the compute that should hide communication is what
-disturbs it. Emulated devices have the time of accelerators instead: see `running.devices`.
+Without GPUs the ranks of one machine share its cores, so the compute that should hide communication slows it down.
+Emulated devices take the time that accelerators would take: see `running.devices`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from .job import Job
 
 # A step of one device takes this many seconds: with 2 ranks per core that is ten times what Python needs.
 STEP_SECONDS = 0.32
-# This share of that step is p/b: 4 ranks then need a third of their step for a ring, and two thirds with a server.
+# Sending all gradients once over a link takes this share of that step: for 4 ranks a ring is a third of a step then.
 SHARE = 0.085
-FASTEST_LINK = 400e6  # bits per second that two cores carry between 4 virtual hosts, with time to spare
+FASTEST_LINK = 400e6  # Two cores carry this many bits per second between 4 virtual hosts, with time to spare.
 # At the processor's best, real arithmetic takes a sixth of the emulated time. The convolutions of the digits reach a
 # third of that best, and half of the time stays free.
 SLACK = 6.0

@@ -14,8 +14,8 @@ def watch(model: torch.nn.Module) -> list:
     """Check each gradient of `model` on this rank before it is averaged; call this before wrapping the model.
 
     `backward()` then raises NotFiniteError with this rank and the parameter. Returns the hooks' handles. The check
-    is one sum a parameter: a sum is finite only if all its terms are. On a GPU the sums are looked at once, when the
-    pass is over: to look at each would stop the queue of work as often.
+    is one sum per parameter: a sum is finite only if all its terms are. On a GPU all sums are read together, when the
+    pass is over: reading each would make the CPU wait for the GPU each time.
     """
     names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
     later = Later(names)
@@ -27,7 +27,7 @@ def watch(model: torch.nn.Module) -> list:
 
 
 class Later:
-    """The sums of one backward pass, taken as its gradients come and looked at when it is over."""
+    """The sums of one backward pass, which are started as its gradients are made and read when the pass is over."""
 
     def __init__(self, names):
         self.names, self.sums, self.backward_pass = names, {}, None

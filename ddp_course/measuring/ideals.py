@@ -4,8 +4,8 @@ ideal of        C seconds of compute on one device, p bytes, K ranks, links of b
 single          C
 averaged        C/K + the closed form of its all-reduce (`theory`): 2(K-1) p/b, 2(K-1)/K p/b …
 overlapping     the simulator's: a bucket travels when it is full and the one before has arrived
-fully sharded   C/K, block by block: each waits until it has been gathered, while the next and the sums are on
-                their way, one after the other
+fully sharded   C/K, block by block: each waits until it has been gathered; the gather of the next block and the
+                sums of gradients share the link, one after the other
 layers split    C of the slices of one rank + the closed form of each all-reduce of activations
 pipeline        micro-batches through K parts: a pass begins when its rank is free and its message has arrived
 """
@@ -28,13 +28,13 @@ from . import theory
 from .job import Job, played
 from .simulate import Network, simulate
 
-MICROBATCHES = 4  # Stage 8 makes so many by default.
+MICROBATCHES = 4  # Stage 8 makes this many micro-batches by default.
 
-Event = tuple[float, str, int]  # seconds of work until a block's "forward" or "backward" pass, its gradients, the "end"
+Event = tuple[float, str, int]  # Each is (seconds of work so far, "forward", "backward", "done" or "end", block).
 
 
 def ideals(stages: list[Stage], job: Job, device: Device, link: Link | None) -> dict[str, float]:
-    """{stage's key: milliseconds that its step should take on these devices and links}, without those of no formula."""
+    """{stage's key: milliseconds that its step should take on these devices and links}, for stages with a formula."""
     costs = theory.Costs.of_link(link.bandwidth, link.latency) if link else theory.Costs(0.0, 0.0)
     return {stage.key: 1000 * STEPS[stage.step](stage, job, device, costs) for stage in stages if stage.step}
 
@@ -126,8 +126,8 @@ def events_of(
 def fully_sharded(events: list[Event], sizes: list[int], world_size: int, costs: theory.Costs) -> float:
     """Seconds of the passes of stage 7 with prefetch, whose blocks have `sizes` bytes.
 
-    Gathers and sums share one line: each leaves when the one before has arrived. A pass of a block begins when its
-    parameters have arrived, and then those of the next block leave.
+    Gathers and sums of gradients share one link: each leaves when the one before has arrived. A pass of a block begins
+    when the block's parameters have arrived, and the gather of the next block leaves then.
     """
     now, line_free, worked, arrival = 0.0, 0.0, 0.0, {}
 

@@ -24,7 +24,7 @@ class Job:
     """A problem, and how it is trained. Data, sizes and work are made once, when they are asked for.
 
     `dtype` is a name; `parameters` is the size of the models of bytes and synthetic, None for the problem's own;
-    `dropout` is for digits and bytes; `timeout` is in seconds per launch. Data and models lie on the `device`, which a
+    `dropout` is for digits and bytes; `timeout` is in seconds per launch. Data and models are on the `device`, which a
     rank replaces by its own.
     """
 
@@ -58,7 +58,7 @@ class Job:
 
     @cached_property
     def problem(self) -> problems.Problem:
-        """The data, and what trains on them."""
+        """The problem: its data and its models."""
         options = {"parameters": self.parameters, "dropout": self.dropout or None}
         chosen = {name: value for name, value in options.items() if value is not None}
         return problems.make(self.problem_name, dtype=getattr(torch, self.dtype), device=self.device, **chosen)
@@ -110,7 +110,7 @@ class Job:
         return split_layers(self.model(), 0, self.world_size, note)
 
     def work(self, device: Device, ranks: int = 1) -> Profile:
-        """What one of `ranks` shares of a batch takes on such a device."""
+        """The times of a step on `device` with one of `ranks` equal shares of a batch."""
         return played(self, device, ranks)
 
 
@@ -134,15 +134,15 @@ def checked(
     if global_batch is None:
         global_batch = max(world_size, own.global_batch // world_size * world_size)
     job = Job(problem, world_size, steps, global_batch, lr, parameters=parameters, **settings)
-    next(job.batches(0, world_size))  # It refuses a batch that ranks cannot share equally, or larger than the data.
+    next(job.batches(0, world_size))  # This refuses a batch that ranks cannot share equally, or that exceeds the data.
     return job
 
 
 @lru_cache(maxsize=16)
 def played(job: Job, device: Device, ranks: int = 1, sliced: bool = False) -> Profile:
-    """Compute one step on the emulated device, whose clock runs ahead of the wall's: a `Layer` for each parameter.
+    """Compute one step on the emulated device without waiting for its clock; return a `Layer` for each parameter.
 
-    `sliced`: with one rank's slices of the layers.
+    If `sliced`, the model has one rank's slices of the layers.
     """
     model = job.slice_of_model([]) if sliced else job.model()
     inputs, targets = next(job.batches(0, ranks))

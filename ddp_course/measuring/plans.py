@@ -1,8 +1,8 @@
 """Which way of training for which transformer and machine: memory and step time of each, and the simplest fast one.
 
 Times are those of `simulate.transformers`, with the numbers fitted to published steps (`simulate.published`): one model
-for the scoreboard and for this choice. Kept are 16 bytes per parameter (weights and gradients in bfloat16, 4 each for
-a float32 copy and Adam's two); and per token and layer 34 h bytes of activations, or 2 h where they are recomputed
+for the scoreboard and for this choice. Training keeps 16 bytes per parameter (weights and gradients in bfloat16, 4 each
+for a float32 copy and Adam's two), and 34 h bytes of activations per token and layer, or 2 h where they are recomputed
 (Korthikanti et al. 2022). K devices, D of them on each host, T x P x R ways of tensor, pipeline and data parallelism:
 
     way                  kept of 16 bytes      sent by a device, 2 bytes per parameter       hidden under
@@ -12,7 +12,7 @@ a float32 copy and Adam's two); and per token and layer 34 h bytes of activation
     sharded in a host    16/D + 2 layers       3(D-1)/D inside, 2(H-1)/H /D outside          as fully sharded; backward
     T x P x R            16/(T P)              activations; 2(R-1)/R /(T P)                  nothing
 
-Of a plan's complexity: 0 for DDP, 1 for one wrapper, 2 for another layout of the model or of the ranks, 3 for both.
+A plan's complexity is 0 for DDP, 1 for one wrapper, 2 for another layout of the model or of the ranks, 3 for both.
 """
 
 from collections.abc import Iterator
@@ -26,9 +26,9 @@ from ..running.units import bits_per_second
 from .simulate import published
 from .simulate.transformers import LATENCY_S, Machine, Shape, Sharding, Split, fully_sharded_s, step_s
 
-SIMPLER = 1.1  # A more complicated way must be that much faster.
+SIMPLER = 1.1  # A more complicated plan must be faster by this factor.
 VOCABULARY = 51_200
-CHECKED = {"A100": (3.6, 175, 768), "H100": (8, 8, 128), "V100": (0.02, 0.1, 16)}  # billions from, to; devices
+CHECKED = {"A100": (3.6, 175, 768), "H100": (8, 8, 128), "V100": (0.02, 0.1, 16)}
 ASSUMED = (
     "Assumed: 16-bit products and traffic, attention without stored scores, 10 µs per message, equal layers, no "
     "stragglers, no congestion; GPUs and links reach the share of their datasheets that published runs reached.\n"
@@ -39,11 +39,11 @@ ASSUMED = (
 
 @dataclass
 class Setting:
-    """Model and machine: billions of parameters, devices with so many GB of memory, `per_host` of them on each host.
+    """Model and machine: `billions` of parameters, `devices` with `memory_gb` GB each, `per_host` of them on each host.
 
     `bandwidth` is that of one NIC ("200Gbit"), of which a host has `nics`; a device has `samples` sequences of
-    `context` tokens in a step; `gpu` is in `DATASHEETS`. Raises ValueError for numbers that cannot be, and where hosts
-    of `per_host` cannot be filled.
+    `context` tokens in a step; `gpu` is in `DATASHEETS`. Raises ValueError for numbers that are not positive, and if
+    the devices do not fill hosts of `per_host`.
     """
 
     billions: float
@@ -69,7 +69,7 @@ class Setting:
 
     @cached_property
     def shape(self) -> Shape:
-        """A model of so many parameters whose width is 128 times its layers, as published ones have it."""
+        """A model with `parameters` whose width is 128 times its number of layers, as in published models."""
         layers = max(1, round((self.parameters / (12 * 128**2)) ** (1 / 3)))
         a, b = 12 * layers, VOCABULARY
         return Shape(layers, (sqrt(b * b + 4 * a * self.parameters) - b) / (2 * a), self.context, VOCABULARY)
@@ -95,7 +95,7 @@ class Setting:
 
 
 class Plan(NamedTuple):
-    """One way: memory of a device (GB), seconds of a step, and those of them in which a device does not compute."""
+    """One plan: memory of a device (GB), seconds of a step, and the part of them in which a device does not compute."""
 
     name: str
     memory_gb: float
@@ -108,7 +108,7 @@ class Plan(NamedTuple):
 def decide(*setting: Any, **settings: Any) -> tuple[Plan | None, str, list[Plan]]:
     """(the plan to take or None, why in a few words, all plans) for the `Setting` with these arguments.
 
-    It is the simplest within 10 % of the fastest; of equally simple ones the one that needs the least memory counts.
+    The plan is the simplest within 10 % of the fastest; of equally simple plans, the one that needs the least memory.
     """
     plain = Setting(*setting, **settings)
     pairs = zip(ways(plain), ways(replace(plain, recompute=True)), strict=True)
@@ -130,7 +130,7 @@ def readable(value: float) -> str:
 
 
 def unchecked(setting: Setting) -> str:
-    """A few words where the setting lies beyond what was checked, else nothing."""
+    """Words on a setting beyond CHECKED, which has the least and most billions and the most devices of each GPU."""
     low, high, devices = CHECKED[setting.gpu]
     if low <= setting.billions <= high and setting.devices <= devices:
         return ""
@@ -138,12 +138,12 @@ def unchecked(setting: Setting) -> str:
 
 
 def ways(setting: Setting) -> list[Plan]:
-    """All plans for a setting, the simplest first; of tensor and pipeline ways the fastest of each kind."""
+    """All plans for a setting, the simplest first; of plans with tensor or pipeline ways the fastest of each kind."""
     devices, per_host, compute_s = setting.devices, setting.per_host, setting.compute_s
     if devices == 1:
         return [plan(setting, "one device", 16, compute_s, 0)]
     forward_s = compute_s / (4 if setting.recompute else 3)
-    average_s = max(compute_s, forward_s + all_reduce_s(setting))  # It hides under the backward pass.
+    average_s = max(compute_s, forward_s + all_reduce_s(setting))  # The all-reduce hides under the backward pass.
     two_layers = 4 / setting.shape.layers
     plans = [
         plan(setting, "DDP", 16, average_s, 0),
@@ -162,7 +162,7 @@ def ways(setting: Setting) -> list[Plan]:
 
 
 def all_splits(setting: Setting) -> Iterator[tuple[Split, Plan]]:
-    """Every way to split by tensor inside a host, pipeline and data, with micro-batches of 1, 2, 4, …; and its plan."""
+    """Every split into tensor ways inside a host, pipeline and data ways, with micro-batches up to 8; and its plan."""
     tensors = [ways for ways in (1, 2, 4, 8) if setting.per_host % ways == 0]
     for tensor, stages, size in product(tensors, range(1, setting.shape.layers + 1), (1, 2, 4, 8)):
         data, rest = divmod(setting.devices, tensor * stages)
@@ -185,7 +185,7 @@ def split_plan(setting: Setting, split: Split) -> Plan:
 def plan(
     setting: Setting, name: str, per_parameter: float, seconds: float, complexity: int, left: float | None = None
 ) -> Plan:
-    """The plan that keeps so many bytes per parameter, and those that activations leave: by default of all samples."""
+    """The plan that keeps `per_parameter` bytes, and `left` bytes of activations: by default those of all samples."""
     left = activations(setting, setting.samples) if left is None else left
     memory_gb = (per_parameter * setting.parameters + left) / 1e9
     name += ", recomputing" if setting.recompute else ""
@@ -194,7 +194,7 @@ def plan(
 
 
 def activations(setting: Setting, sequences: float, tensor: int = 1, share: float = 1.0) -> float:
-    """Bytes that micro-batches leave behind: in a `share` of all layers, whole in one layer when recomputing."""
+    """Bytes of activations kept for backward in a `share` of all layers; when recomputing, in full for one layer."""
     shape = setting.shape
     values = sequences * shape.context * shape.width
     whole = (10 + 24 / tensor) * values
@@ -203,7 +203,7 @@ def activations(setting: Setting, sequences: float, tensor: int = 1, share: floa
 
 
 def sharded_s(setting: Setting, devices: int) -> float:
-    """Seconds of a step that is fully sharded over so many of the devices."""
+    """Seconds of a step that is fully sharded over this many of the devices."""
     batch = setting.samples * devices
     return fully_sharded_s(setting.shape, devices, setting.machine, setting.sharding, batch, setting.recompute)
 

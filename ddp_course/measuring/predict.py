@@ -2,7 +2,7 @@
 
 A row is a dict: the table, the keys of the setting, the `quantity` with its unit, `measured` (None: not known here),
 `predicted`, `error` (predicted over measured, minus 1) and `calibrated`: whether the fit saw this row. Where the fit
-saw every row, `left_out` says how well the model does on others: its median error on rows that a second fit left out.
+saw every row, `left_out` is the model's median error on rows that a second fit did not see.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -29,7 +29,7 @@ Rows that the fit saw are *calibrated*; *left out* is the median error on rows t
 
 
 class Table(NamedTuple):
-    """Predictions for one published table; in words what was fitted; the median error on rows left out."""
+    """Predictions for one published table, what was `fitted`, in words, and the median error on rows left out."""
 
     name: str
     rows: list[Row]
@@ -43,7 +43,7 @@ def scoreboard() -> list[Table]:
 
 
 def shaped_links() -> Table:
-    """All-reduces over shaped links: fitted at 4 ranks; 8 are predicted, and 16 and 32, which nobody published."""
+    """All-reduces over shaped links: fitted at 4 ranks, predicted at 8, and at 16 and 32, which are not published."""
     name, rows = "allreduce_on_shaped_links", []
     for library in ("gloo", "nccl"):
         table = [{"library": library, "ms": row[f"{library}_ms"], **row} for row in facts.rows(name)]
@@ -85,7 +85,7 @@ def nccl_in_one_host() -> Table:
 def nccl_sizes() -> Table:
     """NCCL's ring on 8 A100s, every power of two from the smallest published size to twice the largest.
 
-    Left out are sizes where all were published: 4 A100s of another host.
+    The error of rows left out is that on 4 A100s of another host, for which all sizes are published.
     """
     name, quantity = "nccl_ring_a100x8_sizes", "time_us"
     numbers = published.fit_protocols(facts.rows(name))
@@ -102,9 +102,9 @@ def nccl_sizes() -> Table:
 
 
 def schedules() -> Table:
-    """Pipeline schedules; of the two larger models one row each is known.
+    """Pipeline schedules; one row is known of each of the two larger models.
 
-    Left out is a model of which the fit saw one row, 1F1B with the most micro-batches.
+    The second fit sees one row of a model, 1F1B with the most micro-batches, and predicts the model's other rows.
     """
     name, quantity = "pipeline_schedules_a100", "samples_per_gpu_per_s"
     table = facts.rows(name)
@@ -148,7 +148,7 @@ def zero3_and_3d() -> Table:
 
 
 def fsdp() -> Table:
-    """Llama 3.1 8B on H100s: the speed by what A100s reach of their datasheet, the loss from 8 to 128 GPUs fitted."""
+    """Llama 3.1 8B on H100s: the A100s' share of their datasheet gives the speed; the loss up to 128 GPUs is fitted."""
     sharding = published.sharding_of_today()
     model = partial(published.fsdp_tokens_per_s, sharding=sharding)
     settings = [{"gpus": 8}, {"gpus": 128}]
@@ -172,7 +172,7 @@ def gpt_steps() -> Table:
 
 
 def bus_bandwidth() -> Table:
-    """All-reduces on H200 and B200 hosts by latency and rate alone, from two sizes: what a plain model misses."""
+    """All-reduces on H200 and B200 hosts by a latency and a rate from two sizes, to show what a plain model misses."""
     name, quantity, rows = "nccl_bus_bandwidth_h200_b200", "busbw_GBps", []
     for machine, gpus in (("H200x8", 8), ("B200 1 host", 8), ("B200 4 hosts", 32)):
         sizes = {row["KiB"]: row[quantity] for row in facts.rows(name) if row["machine"] == machine}
@@ -198,9 +198,9 @@ def entries(
     table: str, quantity: str, settings: Sequence[Row], model: Callable[[Row], float],
     calibrated: Callable[[Row], bool] = bool,
 ) -> list[Row]:  # fmt: skip
-    """The scoreboard's rows of a table: what `model` predicts for each setting beside the published row of the same.
+    """The scoreboard's rows of a table: what `model` predicts for each setting, beside the published row of that one.
 
-    Unless told otherwise, what was measured was used to calibrate.
+    Unless `calibrated` says otherwise, every measured row counts as seen by the fit.
     """
     known, rows = facts.rows(table), []
     for setting in settings:
@@ -221,7 +221,7 @@ def entry(table: str, keys: Row, quantity: str, measured: float | None, predicte
 
 
 def halves(rows: Sequence[Row]) -> list[tuple[Sequence[Row], Sequence[Row]]]:
-    """(rows to fit, rows to predict), twice: every other one, and the others."""
+    """(rows to fit, rows to predict), twice: the even and the odd rows, and the other way round."""
     return [(rows[::2], rows[1::2]), (rows[1::2], rows[::2])]
 
 
@@ -246,7 +246,7 @@ def summary(table: Table) -> Row:
 
 
 def overview(tables: Sequence[Table]) -> str:
-    """The errors of all tables, as text that is a table in Markdown too."""
+    """The errors of all tables as text, which is a table in Markdown too."""
     titles = ["table", "rows", "calibrated", "predicted", "left out", "held back"]
     rows = []
     for table in tables:

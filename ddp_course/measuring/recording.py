@@ -18,13 +18,13 @@ from ..running.devices import rank_device
 from ..running.devices.clock import ThreadClock
 from . import timeline
 
-WARM_UP = 2  # steps in which caches fill, connections open and DDP lays its buckets out; they are not timed
+WARM_UP = 2  # The first steps are not timed: caches fill, connections open, and DDP lays out its buckets.
 
 
 class Recording:
     """When each step of one rank's training began, the spans of each, and the traffic of the last one.
 
-    On a GPU spans are recorded in every second step, and the others are timed: events take time, too.
+    On a GPU spans are recorded in every second step, and the other steps are timed: recording events takes time, too.
     """
 
     def __init__(self):
@@ -49,7 +49,7 @@ class Recording:
             note()
 
     def steps(self, drawn: bool) -> list[int]:
-        """Numbers of the steps after the warm-up, at least the last; on a GPU of those that are `drawn`, or timed."""
+        """Numbers of the steps after the warm-up, at least the last; on a GPU only those that are `drawn`, or timed."""
         numbers = range(min(WARM_UP, len(self.spans) - 1), len(self.spans))
         return [n for n in numbers if not self.on_gpu or n % 2 == drawn] or [numbers[-1]]
 
@@ -58,7 +58,7 @@ class Recording:
         return self.began[step + 1] - self.began[step]
 
     def share_in_line(self) -> float:
-        """The share of a step for which this rank waited for a processor that others used; the median."""
+        """The median share of a step for which this rank waited for a processor that other processes used."""
         steps = self.steps(drawn=False)
         return statistics.median((self.queued[n + 1] - self.queued[n]) / self.seconds(n) for n in steps)
 

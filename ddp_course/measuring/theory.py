@@ -67,8 +67,8 @@ def tree(nbytes: float, world_size: int, costs: Costs) -> float:
 def halving_doubling(nbytes: float, world_size: int, costs: Costs) -> float:
     """Seconds of recursive halving and doubling (Rabenseifner 2004; Thakur et al. 2005).
 
-    With P the largest power of two in K: 2 log2 P alpha + 2 (P-1)/P p beta. The K-P ranks left over hand all to a
-    partner first and get all back last: another 2 (alpha + p beta).
+    With P the largest power of two in K: 2 log2 P alpha + 2 (P-1)/P p beta. Each of the other K-P ranks
+    first sends its tensor to a partner and in the end receives the sum: another 2 (alpha + p beta).
     """
     power = 2 ** (world_size.bit_length() - 1)
     total = 2 * log2(power) * costs.alpha + 2 * (power - 1) / power * nbytes * costs.beta
@@ -81,8 +81,8 @@ def hierarchical_ring(
     """Seconds of the two-level ring: D = `per_host` ranks per host with `local` costs, `costs` for the host's link.
 
     Reduce-scatter inside the host, (D-1) (alpha' + p/D beta'); a ring over the H hosts for each of the D shards;
-    allgather inside, as long as the first. The D rings take turns on the host's link: with messages of m = p/(DH)
-    bytes a step takes max(D m beta, alpha + m beta), as the latency of one ring hides behind the others; the first
+    allgather inside, as long as the reduce-scatter. The D rings take turns on the host's link: with m = p/(DH)
+    bytes per message a step takes max(D m beta, alpha + m beta), as a ring's latency hides behind the others; the first
     message waits (D-1) m beta. For large p the middle part is 2 (H-1)/H p beta. Source: Mikami et al., "Massively
     Distributed SGD", 2018 (2D-torus all-reduce).
     """
@@ -113,7 +113,7 @@ def seconds(algorithm: str, nbytes: float, world_size: int, costs: Costs, **opti
 
 
 def host_count(world_size: int, per_host: int) -> int:
-    """How many hosts hold `world_size` ranks, `per_host` on each; ValueError unless they come out even."""
+    """How many hosts hold `world_size` ranks, `per_host` on each; ValueError if they do not fill the hosts."""
     if per_host < 1 or world_size % per_host:
         raise ValueError(f"{world_size} ranks do not fill hosts of {per_host} evenly; choose a divisor of {world_size}")
     return world_size // per_host

@@ -20,7 +20,7 @@ from ..running.devices import device_number
 from ..running.event_clock import Clock
 from ..running.torch_inside import around
 
-BLOCKING = ("communication", "wait")  # While one of these is in its lane, a device computes nothing.
+BLOCKING = ("communication", "wait")  # A device computes nothing during spans of these names in its compute lane.
 ON_TOP = (*BLOCKING, "update", "backward", "forward")  # Where spans of one device overlap, the first of these counts.
 
 
@@ -28,8 +28,8 @@ ON_TOP = (*BLOCKING, "update", "backward", "forward")  # Where spans of one devi
 class Span:
     """`name` is forward, backward, communication, wait or update; times in seconds of `time.perf_counter`.
 
-    `lane` is "compute" for a thread that trains and "network" for a communication thread beside it. A wait lies
-    inside a backward pass: the part of the communication that the pass could not hide. `device` is the number of the
+    `lane` is "compute" for a thread that trains and "network" for a communication thread beside it. A wait is inside
+    a backward pass: the part of the communication that the pass could not hide. `device` is the number of the
     device in this process: 0, except in stage 2, whose threads drive several.
     """
 
@@ -49,7 +49,7 @@ class Span:
 def recording() -> Iterator[list[Span]]:
     """Record the spans of this process, from the calling thread and from communication: `with recording() as spans`.
 
-    On CUDA the edges are events, read when the recording ends: a span is when the work ran, not when it was queued.
+    On CUDA a span's edges are events, read when the recording ends: they say when work ran, not when it was queued.
     """
     recorder = Recorder()
     on_gpu = torch.cuda.is_initialized()
@@ -67,14 +67,14 @@ def recording() -> Iterator[list[Span]]:
 
 
 class Recorder:
-    """Notes the `spans` of a process. The thread that makes it drives device 0."""
+    """Notes the `spans` of a process. The thread that makes the recorder drives device 0."""
 
     def __init__(self):
         self.spans, self.thread, self.inside = [], threading.current_thread(), threading.local()
 
     @contextmanager
     def span(self, name: str, tensor: Any) -> Iterator[None]:
-        """Note what this thread does in the block, on the device of `tensor`, if it has one."""
+        """Note a span for the block in this thread, on the device of `tensor`; device 0 if that is None."""
         gpu = tensor.device if tensor is not None and tensor.is_cuda else None
         first = tensor is None or threading.current_thread() is self.thread
         number, start = 0 if first else device_number(tensor), wire.now(gpu)
@@ -119,9 +119,9 @@ class Recorder:
 def laid_out(spans: Iterable[Span]) -> list[list[Span]]:
     """The spans of one step as lanes to draw, one per device, in which nothing is drawn twice and no wait is missing.
 
-    Where spans of a device overlap, communication counts before waiting, and both before the pass that they lie in.
-    torch's DDP waits in C++: there the wait begins when the last gradient is done, with the last bucket's departure.
-    In stage 2 the master waits while its own device is done and another is not.
+    Where spans of a device overlap, communication counts before waiting, and both before the pass around them.
+    torch's DDP waits in C++, which no hook notes: its wait begins when the last gradient is done and the last bucket
+    leaves. In stage 2 the master waits while its own device is done and another is not.
     """
     lanes = defaultdict(list)
     for span in _with_waits(list(spans)):
@@ -136,7 +136,7 @@ def laid_out(spans: Iterable[Span]) -> list[list[Span]]:
 def exposed(spans: Iterable[Span]) -> float:
     """Seconds of communication that were not hidden behind compute in one step.
 
-    Communication in the training thread counts whole, and so do waits; on several devices, the first counts.
+    Communication in the training thread counts in full, and so do waits; of several devices only the first counts.
     """
     return sum(span.seconds for span in laid_out(spans)[0] if span.lane == "compute" and span.name in BLOCKING)
 
@@ -152,7 +152,7 @@ def _with_waits(spans):
 
 
 def _without_overlap(spans):
-    """The spans of one device: those of its compute lane cut where another counts, those of the network as they are."""
+    """The spans of one device: those of its compute lane cut where another span counts, the network's unchanged."""
     computing = [span for span in spans if span.lane == "compute"]
     pieces = []
     for start, end in pairwise(sorted({edge for span in computing for edge in (span.start, span.end)})):

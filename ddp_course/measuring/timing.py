@@ -19,8 +19,8 @@ def time_collective(
 ) -> float:
     """Seconds of `collective(tensor)` on a float32 tensor of `nbytes` and `world_size` ranks: the best of `repeats`.
 
-    The slowest rank counts in each. The best of several is the one that was least disturbed by what else runs on the
-    machine. `collective` works in place and is called once beforehand, to open the connections.
+    In each repeat the slowest rank counts. The best repeat is the one that other programs on the machine disturbed
+    least. `collective` works in place and is called once beforehand, to open the connections.
     """
     ranks = launch(_on_rank, collective, nbytes, repeats, world_size=world_size, link=link, device="cpu")
     return min(max(times) for times in zip(*(times for _, times in ranks), strict=True))
@@ -33,7 +33,7 @@ def count_traffic(collective: Callable[[torch.Tensor], Any], nbytes: int, world_
 
 
 def _on_rank(collective, nbytes, repeats):
-    """The traffic of a first call, which opens the connections, and the seconds of `repeats` others."""
+    """The traffic of a first call, which opens the connections, and the seconds of `repeats` further calls."""
     tensor, times = torch.full((nbytes // 4,), 1.0 + dist.get_rank()), []
     with wire.counting() as traffic:
         collective(tensor.clone())

@@ -1,7 +1,7 @@
 """All-reduces as the messages they consist of: what one rank does, to be played by a `Simulation`.
 
-Each program is a generator for one rank: `program(rank, world_size, nbytes, simulation)`. It serves where a collective
-cannot be run and replayed: on thousands of ranks, or when it is a library's own.
+Each program is a generator for one rank: `program(rank, world_size, nbytes, simulation)`. It is for
+collectives that cannot be run and replayed: on thousands of ranks, or of another library.
 """
 
 from collections import deque
@@ -21,7 +21,7 @@ def ring(rank: int, world_size: int, nbytes: float, simulation: Simulation) -> G
 def halving_doubling(rank: int, world_size: int, nbytes: float, simulation: Simulation) -> Generator[Any, Any, None]:
     """Exchange halves with the neighbour, quarters at distance two, …; then all the way back.
 
-    Of each pair among the first 2 (K-P) ranks, P the largest power of two in K, the odd one only hands over.
+    Of each pair among the first 2 (K-P) ranks, P the largest power of two in K, the odd one only sends and receives.
     """
     power = 2 ** (world_size.bit_length() - 1)
     paired = 2 * (world_size - power)
@@ -43,9 +43,9 @@ def halving_doubling(rank: int, world_size: int, nbytes: float, simulation: Simu
 def gloo_ring(
     rank: int, world_size: int, nbytes: float, simulation: Simulation, segment_s: float
 ) -> Generator[Any, Any, None]:
-    """gloo's `all_reduce`: the ring in segments of at most 1 MiB, two in flight; each needs `segment_s` of processor.
+    """gloo's `all_reduce`: the ring in segments of at most 1 MiB, two in flight; each takes a processor `segment_s`.
 
-    The segments are made alike: their number is a multiple of K and at least 2 K, so that each rank's chunk has two.
+    All segments have one size: their number is a multiple of K and at least 2 K, so that each rank's chunk has two.
     Source: gloo's allreduce.cc (pytorch/gloo). Play it on a `Network` with `handshake`.
     """
     segments = max(-(-int(nbytes) // 2**20), 2 * world_size)
@@ -63,7 +63,7 @@ def gloo_ring(
 
 
 def nccl_ring(rank: int, world_size: int, nbytes: float, simulation: Simulation) -> Generator[Any, Any, None]:
-    """NCCL's ring: two channels, chunks of 2 MiB, passed on in two slices as they come in, without asking first.
+    """NCCL's ring: two channels, chunks of 2 MiB, passed on in two slices as they come in, without a handshake.
 
     Rounds of K chunks per channel follow one another until all is sent; the last one is smaller if need be. Source:
     NCCL's all_reduce.h, protocol Simple: 8 buffer steps of 512 KiB, four to a chunk, two to a slice.

@@ -4,11 +4,11 @@ What a rank does is a generator that yields the events it waits for:
 
     yield simulation.send(0, 1, nbytes) & simulation.receive(0, 3)      both at once, go on when both are done
     yield simulation.clock.timeout(0.001)                               a millisecond later
-    yield simulation.clock.process(another_generator())                 what is beside this one
+    yield simulation.clock.process(another_generator())                 a process beside this one
 
 A message starts when sender and receiver are both there and the links are free: the sender's way out and the
 receiver's way in. It occupies them for beta n seconds and arrives alpha seconds later; the latency occupies
-nothing. The message that has waited longest goes first. Ranks of one host talk over local links, one each; all traffic
+nothing. The message that has waited longest goes first. Ranks of one host send over local links, one each; all traffic
 of a host to others shares that host's one link, both ways at once.
 """
 
@@ -22,8 +22,8 @@ from ..theory import Costs
 class Network(NamedTuple):
     """`link` between hosts, `local` inside a host (None: the same), `per_host` ranks on each host.
 
-    With `handshake` a sender learns a latency later that its receiver is ready, as with gloo: a message of a few
-    bytes, which slips in between the packets of others and so waits for no link.
+    With `handshake` a sender learns a latency later that its receiver is ready, as with gloo. That message has a few
+    bytes and passes between the packets of others, so it waits for no link.
     """
 
     link: Costs
@@ -42,7 +42,7 @@ class Simulation:
     """simpy's `clock`, the links of a `Network`, and the messages under way."""
 
     def __init__(self, network):
-        import simpy  # A borrowed machine may not have it, and plays no messages.
+        import simpy  # A machine without simpy can still use the closed forms.
 
         self.network, self.clock, self.busy, self.queue = network, simpy.Environment(), set(), []
         self.senders, self.receivers = defaultdict(deque), defaultdict(deque)
@@ -59,7 +59,7 @@ class Simulation:
         return self.clock.now
 
     def send(self, rank: int, target: int, nbytes: float, tag: int = 0) -> Any:
-        """Begin a message of `rank` to `target`; returns the event of its arrival. Equal tags meet in order."""
+        """Begin a message of `rank` to `target`; returns the event of its arrival. Equal tags arrive in order."""
         arrival = self.clock.event()
         self.senders[rank, target, tag].append((arrival, nbytes))
         self._match(rank, target, tag)

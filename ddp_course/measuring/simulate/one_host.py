@@ -1,7 +1,7 @@
 """NCCL's all-reduce inside one host, predicted for more GPUs than it was measured on, from how they are wired.
 
-A100s hang on switches: every pair has the whole bandwidth, whatever K is. V100s have six wires each, soldered to
-certain partners. There a ring exists only along wires, several rings share the message, and how many fit depends on
+A100s are joined by switches: every pair has the whole bandwidth, whatever K is. V100s have six wires each, to
+fixed partners. Their rings exist only along wires, several rings share the message, and how many fit depends on
 which GPUs take part: one for two GPUs, two for three, four for four. So more GPUs can be *faster*.
 
     A100   c + 2(K-1) a + p (2(K-1)/K / b + d)      d: reading and writing the message once, whatever K is
@@ -34,7 +34,7 @@ V100_WIRES = {
 def rings(gpus: int) -> int:
     """How many rings over the first `gpus` V100s fit on the wires at once, each wire used once in each direction.
 
-    Where no ring exists along wires, a step may pass through a GPU in between and take two.
+    Where no ring exists along wires, a step may pass through a GPU in between and take two wires.
     """
     free = {way: count for (a, b), count in V100_WIRES.items() if b < gpus for way in ((a, b), (b, a))}
     ways = list(free)

@@ -23,7 +23,7 @@ from .step import play, simulate
 from .transformers import Machine, Shape, Sharding, Split, fully_sharded_s, idle_stages, step_s
 
 MIB = 2**20
-PER_HOST, HOST_LINK, GPU_LATENCY = 8, 8 / 400e9, 1e-5  # 4 x 100 Gbit/s; 10 us per message are assumed, not fitted
+PER_HOST, HOST_LINK, GPU_LATENCY = 8, 8 / 400e9, 1e-5  # Hosts have 4 x 100 Gbit/s; 10 us per message are assumed.
 Row = dict[str, Any]
 Model = Callable[[Row, Any], float]
 
@@ -132,8 +132,8 @@ def machine() -> Machine:
 
 
 ZERO3 = "zero3_and_3d_parallel_a100"
-MEGATRON = {"174.6B": (Shape(96, 12_288), 12), "529.6B": (Shape(105, 20_480), 35)}  # shape, stages; 8 tensor ways
-NIC = 25e9  # bytes per second of 200 Gbit/s: 8 of them per host, where the machine of the GPT steps has 4
+MEGATRON = {"174.6B": (Shape(96, 12_288), 12), "529.6B": (Shape(105, 20_480), 35)}  # Each model has a shape and stages.
+NIC = 25e9  # A NIC of 200 Gbit/s, in bytes per second: these hosts have 8, where those of the GPT steps have 4.
 LINKS = 2.0
 
 
@@ -170,14 +170,14 @@ LLAMA = Shape(32, 4096, 8192, 128_256)
 
 
 def fsdp_tokens_per_s(row: Row, sharding: Sharding) -> float:
-    """Tokens per GPU and second of Llama 3.1 8B, fully sharded over H100s, by what A100s reach of their datasheet."""
+    """Tokens per GPU and second of Llama 3.1 8B, fully sharded over H100s, by the A100s' share of their datasheet."""
     gpus, here = int(row["gpus"]), machine().slower(megatron()[0]).on("H100")
     return 2 * LLAMA.context / fully_sharded_s(LLAMA, gpus, here, sharding, 2 * gpus)
 
 
 @cache
 def sharding_of_today() -> Sharding:
-    """What FSDP reaches on H100s: ZeRO-3's share of a NIC of 400 Gbit/s, and the part that shows by one efficiency."""
+    """What FSDP reaches on H100s: ZeRO-3's share of a NIC of 400 Gbit/s, and the part that shows, of one efficiency."""
     ring = 2 * megatron()[1].ring
     few, many = facts.rows(FSDP)
 
@@ -194,7 +194,7 @@ QI = {
     "6.2B": Shape(30, 4096, 1024),
     "14.6B": Shape(46, 5120, 1024),
     "28.3B": Shape(62, 6144, 1024),
-}  # Qi et al. 2024, Table 3
+}  # These are the models of Qi et al. 2024, Table 3.
 
 
 def samples_per_s(row: Row, numbers: Sequence[float]) -> float:

@@ -23,7 +23,7 @@ def replay(collective: Callable[..., Any], nbytes: int, world_size: int, network
 
 
 def _messages_on_rank(collective, nbytes):
-    """One rank: the messages of one call as (kind, peer, bytes, start, end)."""
+    """On each rank: the messages of one call as (kind, peer, bytes, start, end)."""
     tensor, events = torch.zeros(nbytes // 4), []
     with wire.observing(events.append):
         collective(tensor)

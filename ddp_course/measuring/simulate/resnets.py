@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from .model import Layer, Profile
 
-SHAPES = {  # blocks of each stage, groups, width of a group at the first stage
+SHAPES = {  # Each has the blocks of each stage, the groups, and the width of a group at the first stage.
     "resnet50": ((3, 4, 6, 3), 1, 64),
     "resnet101": ((3, 4, 23, 3), 1, 64),
     "resnext50": ((3, 4, 6, 3), 32, 4),
@@ -31,16 +31,16 @@ def layers(name: str) -> Iterator[tuple[int, int]]:
             yield _convolution(channels, middle, 1, before)
             yield _convolution(middle, middle, 3, side, groups)
             yield _convolution(middle, out, 1, side)
-            if not block:  # the shortcut
+            if not block:  # The first block's shortcut changes the channels.
                 yield _convolution(channels, out, 1, side)
             channels = out
     yield channels * 1000 + 1000, channels * 1000
 
 
 def profile(name: str, compute_s: float) -> Profile:
-    """A `Profile` whose step computes for `compute_s` seconds: a third forward, the rest backward, by multiplications.
+    """A `Profile` whose step computes for `compute_s` seconds: a third forward, the rest backward.
 
-    Backward costs twice a forward: gradients of inputs and of weights. A number has 4 bytes.
+    A layer's share is that of its multiplications; gradients of inputs and of weights make backward cost twice forward.
     """
     sizes = list(layers(name))
     unit = compute_s / (3 * sum(work for _, work in sizes))

@@ -3,8 +3,8 @@
     compute   | forward | layer 3 | layer 2 | layer 1 |  waits   | update |
     network             | bucket 0 |   bucket 1     | bucket 2 |
 
-All ranks do the same at the same time. So one rank is played, and a bucket takes the seconds of the closed form: that
-is how thousands of devices fit into milliseconds. For the server and the tree it is an upper bound, as some ranks are
+All ranks do the same at the same time. So one rank is played, and a bucket takes the seconds of the closed form: this
+simulates thousands of devices within milliseconds. For the server and the tree it is an upper bound, as some ranks are
 done early and may begin on the next bucket.
 """
 
@@ -20,7 +20,7 @@ from .algorithms import PROGRAMS
 from .model import Profile, assign_buckets
 from .network import Network, Simulation
 
-KNEE = 0.9  # the efficiency below which we say that scaling has ended
+KNEE = 0.9  # Scaling has ended where the efficiency is lower.
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def simulate(
     begin = now = sum(layer.forward_s for layer in profile.layers)
     spans, free = [Span("forward", 0.0, begin)], 0.0
     for index in reversed(range(len(profile.layers))):
-        slow = max(0.0, free - now)  # A collective is on its way for so long.
+        slow = max(0.0, free - now)  # A collective is on its way for this many seconds more.
         seconds = profile.layers[index].backward_s
         now += seconds + interference * min(seconds, slow / (1 + interference))
         if index in full_after:
@@ -84,7 +84,7 @@ def simulate(
 
 
 def play(algorithm: Any, nbytes: float, world_size: int, network: Network, **options: Any) -> float:
-    """Seconds of one all-reduce, played message by message; `algorithm` is a name or a program. Options go to it."""
+    """Seconds of one all-reduce, played message by message; `algorithm`, a name or a program, gets the options."""
     theory.check_sizes(nbytes, world_size)
     if not callable(algorithm) and algorithm not in PROGRAMS:
         raise ValueError(f'there are no messages of "{algorithm}"; choose {" or ".join(PROGRAMS)}, or replay your own')

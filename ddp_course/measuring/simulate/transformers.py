@@ -21,8 +21,8 @@ from math import ceil
 from typing import NamedTuple
 
 LATENCY_S = 1e-5  # A message between GPUs takes this long; it is assumed, not fitted.
-A100_FLOPS, A100_MEMORY = 312e12, 2.0e12  # flops per second in bfloat16, bytes per second
-DATASHEETS = {  # flops in 16 bits, bytes per second of memory and of NVLink each way (NVIDIA, 2017, 2020, 2022)
+A100_FLOPS, A100_MEMORY = 312e12, 2.0e12  # They are flops per second in bfloat16, and bytes per second.
+DATASHEETS = {  # NVIDIA (2017, 2020, 2022) states 16-bit flops, and bytes per second of memory and of NVLink each way.
     "V100": (125e12, 0.9e12, 150e9),
     "A100": (A100_FLOPS, A100_MEMORY, 300e9),
     "H100": (989e12, 3.35e12, 450e9),
@@ -92,7 +92,7 @@ class Machine(NamedTuple):
 
 
 class Sharding(NamedTuple):
-    """Of fully sharded training, fitted: bytes per second of its ring, and the part of the shorter that shows."""
+    """Fitted to fully sharded training: bytes per second of its ring, and the part of the shorter time that shows."""
 
     ring: float
     shows: float
