@@ -108,7 +108,7 @@ def compare_figure(results: dict[str, Any]) -> Picture:
     seen = f"Four panels comparing {len(stages)} stages"
     ratios = {"width_ratios": [1, 1.15], "height_ratios": [1, 1.25]}
     with panels(2, 2, 12.5, 6.2 + 0.08 * lanes, message, seen, gridspec_kw=ratios) as (picture, axes):
-        picture.kind = "measured; counted; formulas derived"  # its panels say it for themselves
+        picture.kind = "measured; counted; formulas derived"  # The titles of the panels say it for each.
         draw_losses(axes[0, 0], stages)
         draw_step_times(axes[0, 1], stages)
         draw_traffic(axes[1, 0], stages)
@@ -140,7 +140,7 @@ def draw_losses(axes: Axes, stages: list[dict[str, Any]]) -> None:
     axes.set(xlabel="step", ylabel="loss (nats)", title="Loss (measured): the curves lie on one another")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylim(0, 1.08 * max(max(stage["loss"]) for stage in stages))
-    axes.legend(ncols=2, handlelength=1.4, columnspacing=1.0)  # It fits into the space under a slow curve.
+    axes.legend(ncols=2, handlelength=1.4, columnspacing=1.0)  # Two columns fit under a slow curve.
 
 
 def draw_step_times(axes: Axes, stages: list[dict[str, Any]]) -> None:
@@ -230,7 +230,7 @@ def draw_lane(axes: Axes, row: float, spans: Iterable[Any]) -> None:
 
 
 def timeline_figure(lanes: Sequence[Any], title: str, labels: Sequence[str] = (), align: bool = False) -> Picture:
-    """Lanes of [name, start_s, end_s, lane] spans (or `Span`s), one a rank, times counted from the earliest start.
+    """Lanes of [name, start_s, end_s, lane] spans (or `Span`s), one per rank, times counted from the earliest start.
 
     With `align` each lane begins at 0: for lanes that did not run at the same time.
     """
@@ -273,7 +273,7 @@ def curves(
     with panels(1, 1, 7.2, height, title, kind=kind, title=title) as (picture, axes):
         for label, (xs, ys, *colour) in (theory or {}).items():
             [line] = axes.plot(xs, ys, "-" if points else "--", color=colour[0] if colour else None, label=label)
-            if not points and len(set(ys)) == 1:  # Its name stands on it: a legend could only lie across it.
+            if not points and len(set(ys)) == 1:  # A flat line carries its name, as a legend would cover it.
                 place: Any = ((1, ys[0]), (0, 3), axes.get_yaxis_transform(), "offset points")
                 axes.annotate(label, *place, ha="right", fontsize=9)
                 line.set_label("_" + label)

@@ -10,18 +10,18 @@ import tempfile
 from ..running.files import course_folder
 
 PROGRAMS = {"torchrun": ["-m", "torch.distributed.run"], "ddp-course": ["-m", "ddp_course.cli"], "python": []}
-NOISE = ("W1", "I1", "E1", "W0", "I0", "E0", "*****", "Setting OMP", "[Gloo]", "[W", "[I", "[E")  # of the launcher
+NOISE = ("W1", "I1", "E1", "W0", "I0", "E0", "*****", "Setting OMP", "[Gloo]", "[W", "[I", "[E")  # torchrun logs these.
 
 
 def command(*lines: str, timeout: float = 120) -> list[int]:
     """Run command lines at the same time, print each and the last lines of what it prints; returns their exit codes.
 
-    Each begins with torchrun, python or ddp-course; FOLDER stands for a folder that is gone afterwards, CLINIC for
+    Each begins with torchrun, python or ddp-course; FOLDER stands for a temporary folder, CLINIC for
     exercises/clinic. Raises ValueError for other programs, and subprocess.TimeoutExpired, with all of them ended, after
     `timeout` seconds.
     """
     with tempfile.TemporaryDirectory(prefix="ddp_course_", ignore_cleanup_errors=True) as folder:
-        running = [_start(line, folder) for line in lines]  # torchrun leaves folders for its logs there.
+        running = [_start(line, folder) for line in lines]  # torchrun leaves the folders of its logs in this one.
         try:
             for line, process in zip(lines, running, strict=True):
                 output, _ = process.communicate(timeout=timeout)

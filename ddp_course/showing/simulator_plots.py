@@ -21,8 +21,8 @@ ALGORITHM_COLOURS = {
     "hierarchical_ring": "#56B4E9",
 }
 CONTENDERS = ("parameter_server", "ring", "tree", "halving_doubling")
-EDGE = 2.5  # The figure of predictions ends there, and shows what lies beyond as an arrow.
-RANKS = sorted([2**k for k in range(1, 13)] + [3 * 2**k for k in range(11)])  # 2, 3, 4, 6, 8, 12, …, 4096
+EDGE = 2.5  # The figure of predictions ends at this ratio, and an arrow stands for a larger one.
+RANKS = sorted([2**k for k in range(1, 13)] + [3 * 2**k for k in range(11)])  # They are 2, 3, 4, 6, 8, 12, …, 4096.
 
 
 def label(algorithm: str) -> str:

@@ -92,7 +92,7 @@ def scatter_gather(devices: int = 4) -> Picture:
             axes.text(-1.35, y, f"device {device}" if device else "master", ha="right", va="center", fontsize=9.5)
             for place, step in ((0, "shard"), (1, "copy" if device else "model"), (2, "outputs"), (4, "gradient")):
                 _box(axes, 2 * place, y, f"{step} {device}", colour)
-            for place in (0, 1) if device else ():  # The master hands out shards and copies.
+            for place in (0, 1) if device else ():  # The master sends shards and copies to the other devices.
                 _arrow(axes, (2 * place - 0.75, -0.1), (2 * place - 0.77, y), "#888888", 0.5 / device)
             _arrow(axes, (2.77, y), (3.23, y), colour)
             for place in (2, 4):
@@ -127,7 +127,7 @@ def buckets(model: nn.Module, bucket_cap_mb: float) -> Picture:
 def ring_states(world_size: int) -> list[Any]:
     """What each rank's chunks hold after every step: a list of `states[rank][chunk]`, the ranks added up so far.
 
-    It follows the schedule of `reduce_scatter` and `allgather`; the state of step 0 is before the first message.
+    The states follow the schedule of `reduce_scatter` and `allgather`; that of step 0 is before the first message.
     """
     states = [[[frozenset([rank])] * world_size for rank in range(world_size)]]
     for _, sent in ring_schedule(world_size):
@@ -164,9 +164,9 @@ def whole_ring_step(world_size: int = 4, step: int = 0) -> Picture:
 
 
 def _chunks(state, sent, message, title, labels):
-    """Columns are ranks, rows are chunks, stripes the ranks summed up; an arrow from each rank at the chunk it sends.
+    """Columns are ranks, rows chunks, stripes the ranks summed up; an arrow starts at the chunk that a rank sends.
 
-    The arrow that leaves on the right comes in on the left.
+    The arrow of the last rank leaves on the right and comes in on the left.
     """
     world_size, height = len(state), 0.62 * len(labels) + 1.4
     width = max(5.6, 1.7 * world_size + 0.6)
@@ -202,7 +202,7 @@ def _chunk(axes, x, y, contributors, world_size):
         axes.barh(y, 1.2, 0.72, x, align="edge", fill=False, edgecolor="black", linewidth=2)
 
 
-PASSES = {  # of a pipeline: letter and colour
+PASSES = {  # Each pass of a pipeline has a letter and a colour.
     "forward": ("F", SPAN_COLOURS["forward"]),
     "backward": ("B", SPAN_COLOURS["backward"]),
     "input": ("B", SPAN_COLOURS["backward"]),
@@ -211,9 +211,9 @@ PASSES = {  # of a pipeline: letter and colour
 
 
 def schedules(timetables: dict[str, Sequence[Any]]) -> Picture:
-    """Timetables of pipelines one below the other, in the same time; a rank's second stage is paler.
+    """Timetables of pipelines one below the other, on one axis of time; a rank's second stage is paler.
 
-    By title: rows of (instruction, start, end) from `stage8_pipeline.timetable`, one lane per rank.
+    `timetables`: {title: rows of (instruction, start, end) from `stage8_pipeline.timetable`}, one row per rank.
     """
     last = max(end for rows in timetables.values() for row in rows for _, _, end in row)
     titles = [f"{title}; idle {100 * idle(rows):.0f} %" for title, rows in timetables.items()]
@@ -243,7 +243,7 @@ def _pass(axes, rank, ranks, span, last):
     second = instruction.stage >= ranks
     look = {"facecolors": colour, "edgecolor": "white", "alpha": 0.6 if second else 1}
     axes.broken_barh([(start, end - start)], (rank - 0.4, 0.8), **look)
-    size = min(9, 330 * (end - start) / last)  # A label of three letters fits.
+    size = min(9, 330 * (end - start) / last)  # A label of three letters fits at this size.
     if size >= 5:
         shade = "black" if letter == "F" or second else "white"
         axes.text((start + end) / 2, rank, f"{letter}{instruction.microbatch}", fontsize=size, color=shade, **CENTRE)

@@ -1,7 +1,7 @@
 """Figures with sliders, and a recorder for predictions.
 
-An `Explorer` redraws one figure when a slider moves. Where no slider can work, on a printed page, the figure of its
-first setting stands in its place. The course's web site draws every setting beforehand: the call that made an explorer
+An `Explorer` redraws one figure when a slider moves. Where no slider can work, as on a printed page, the figure of
+its first setting is shown. The course's web site draws every setting beforehand: the call that made an explorer
 is written into the notebook as its recipe, the function's name and plain values.
 """
 
@@ -31,13 +31,13 @@ MIME = "application/vnd.ddp-course+json"  # no notebook program shows this type;
 class Explorer(ipywidgets.VBox):
     """Sliders over a figure: `draw(**values)` returns a `Picture` for the values of the `controls` by name.
 
-    `again(recipe)` makes it anew; `maker` names the function here that has made it, from these `arguments`.
+    `again(recipe)` makes it anew; `maker` is the name of the function in this module that made it from `arguments`.
     """
 
     def __init__(self, draw, maker, *arguments, **controls):
         self.draw, self.controls, self.recipe = draw, controls, {"explorer": maker, "arguments": arguments}
         self.image = ipywidgets.Image(layout=ipywidgets.Layout(align_self="flex-start", max_width="calc(100% - 4px)"))
-        self.message = ipywidgets.HTML()  # its text goes on in the next line, a Label's is cut
+        self.message = ipywidgets.HTML()  # HTML wraps a long text, which a Label would cut.
         super().__init__([*controls.values(), self.image, self.message])
         for control in controls.values():
             control.observe(self.redraw, "value")
@@ -46,7 +46,7 @@ class Explorer(ipywidgets.VBox):
     def redraw(self, change: Any = None) -> None:
         """Draw the figure for the present values."""
         picture = self.picture()
-        # The browser keeps this much room while it loads the new image: else all that is below would jump.
+        # The browser keeps this much room while it loads the new image: without it the page below would jump.
         self.image.width, self.image.height = (str(int(pixels)) for pixels in picture.bbox.size)
         self.image.value = picture.png()
         self.message.value, self.alt = picture.caption, picture.alt
@@ -62,9 +62,9 @@ class Explorer(ipywidgets.VBox):
 
 
 def explorer(**sliders: tuple[str, Sequence[Any]]) -> Callable:
-    """Decorate a function that draws a figure: it makes an `Explorer` then, with a slider for each of its arguments.
+    """Decorate a function that draws a figure, so that it makes an `Explorer` with a slider for each of its arguments.
 
-    `sliders` are {argument: (title, values)}; they begin at the arguments of the call.
+    `sliders` are {argument: (title, values)}; a slider begins at the argument of the call.
     """
 
     def decorate(figure):
@@ -123,7 +123,7 @@ class Prediction(ipywidgets.VBox):
         guess, line = self.buttons.value, f"you did not guess; {kind}: {result}"
         if guess is not None:
             line = f"your guess: {guess}; {kind}: {result} – {'right' if guess == answer else 'a surprise'}"
-        right = {"right": self.answers.index(answer)}  # A page without a kernel writes the line anew with it.
+        right = {"right": self.answers.index(answer)}  # The web site, which has no kernel, judges the guess by it.
         display({"text/plain": line, MIME: right}, raw=True)
 
     def _repr_mimebundle_(self, **options):
@@ -132,7 +132,7 @@ class Prediction(ipywidgets.VBox):
         return {**bundle, "text/plain": f"{self.question}\n{listed}"}
 
 
-predict = Prediction  # It asks before the experiment; `reveal` comes after it.
+predict = Prediction  # `predict` asks before the experiment, `reveal` answers after it.
 
 
 def nearest(value: Any, answers: Sequence[Any]) -> Any:
@@ -159,7 +159,7 @@ def alpha_beta_explorer(bandwidth: str = "10Gbit", latency: str = "100us", world
     title = f"Fastest on {world_size} ranks, {bandwidth}/s, {latency}:\nsmall: {first};\nlarge: {last}"
     picture = plots.curves({}, "message", "time (ms)", title, lines, log="xy", height=3.9, kind="derived")
     picture.axes[0].set_xticks(list(plots.MESSAGE_TICKS), plots.MESSAGE_TICKS.values())
-    picture.axes[0].minorticks_off()  # Nobody reads those, and they took more than half of the time to draw.
+    picture.axes[0].minorticks_off()  # They took half of the time to draw, and no reader needs them.
     return picture
 
 
@@ -246,7 +246,7 @@ def bucket_figure(steps: list[Any], measured: list[Any], row: int) -> Picture:
     bandwidth=("link (one NIC)", BANDWIDTHS),
 )
 def decision_chart(billions: float = 7, devices: int = 16, bandwidth: str = "100Gbit") -> Picture:
-    """Which way for which model and machine, for hosts of up to 8 devices of 80 GB."""
+    """Which plan suits which model and machine, for hosts of up to 8 devices of 80 GB."""
     setting = {"billions": billions, "memory_gb": 80, "devices": devices, "bandwidth": bandwidth}
     return decision_figure(setting, *decide(**setting, per_host=min(8, devices)))
 
