@@ -14,7 +14,7 @@ from ..grading.grader import grade
 from ..grading.results import TaskResult
 from ..grading.submissions import Submission, load_exercises
 
-FOLDERS = (".", "work/exercises", "work", "exercises", "../exercises")  # where a notebook is looked for
+FOLDERS = (".", "work/exercises", "work", "exercises", "../exercises")  # The learner's notebook is looked for here.
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +53,7 @@ def own_notebook(exercise: int) -> Path:
 
 
 def show(task: TaskResult) -> None:
-    """Print what became of a task as soon as it is done, with the properties that are right if only some are."""
+    """Print the result of a task as soon as it is graded, with the properties that are right if only some are."""
     holds = [part["name"] for part in task.parts if part["points"] and task.points < task.possible]
     so_far = f" ({SO_FAR}{', '.join(holds)})" if holds else ""
     print(f"{task.id}  {'correct' if task.points == task.possible else task.message}{so_far}", flush=True)

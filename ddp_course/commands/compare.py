@@ -53,7 +53,7 @@ def main(args: argparse.Namespace) -> None:
         dist.destroy_process_group()
     if rank:
         return
-    written = save(results, args.out)  # This comes first: whoever reads the table may stop listening.
+    written = save(results, args.out)  # Files come first: the program that reads the table may close the pipe.
     print(table(results), *(f"wrote {path}" for path in written), sep="\n")
 
 
@@ -66,7 +66,7 @@ class Table(str):
         return self.html
 
 
-COLUMNS = {  # A title stands for a key of a stage's entry and its format.
+COLUMNS = {  # Each title has a key of a stage's entry and a format.
     "step\nms": ("step_ms", ".1f"),
     "predicted\nms": ("ideal_ms", ".1f"),
     "speed-up": ("speed_up", ".2f"),

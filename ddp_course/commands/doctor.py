@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator
 from importlib.metadata import version
 
-NEEDED_GIB = 1.5  # for a lesson with four ranks: docs/TROUBLESHOOTING.md says how it was measured
+NEEDED_GIB = 1.5  # A lesson with four ranks needs this much: docs/TROUBLESHOOTING.md says how it was measured.
 PACKAGES = ("jupyterlab", "ipykernel", "ipywidgets", "nbval", "matplotlib", "scikit-learn")
 
 
@@ -19,7 +19,7 @@ def main(args: argparse.Namespace | None = None) -> int:
         try:
             for name, value, *hints in section():
                 print(f"  {name:<22}{value}", *(f"{'':<24}! {hint}" for hint in hints), sep="\n")
-        except Exception as error:  # whatever it is, the course cannot do without
+        except Exception as error:  # Without this section the course cannot run, whatever failed.
             what = "; run: make setup" if isinstance(error, ImportError) else ""
             problems.append(str(error).partition("\n")[0] + what)
             print(f"  ! {problems[-1]}")
@@ -44,7 +44,7 @@ def machine() -> Iterator[tuple[str, ...]]:
 
 
 def torch_parts() -> Iterator[tuple[str, ...]]:
-    """torch, the GPUs, and whether ranks can be launched: whatever forbids it, a launch itself says it best."""
+    """torch, the GPUs, and whether ranks can be launched: the error of a real launch says best what forbids it."""
     import torch
     import torch.distributed as dist
 
@@ -75,7 +75,7 @@ def lessons() -> Iterator[tuple[str, ...]]:
     for mode, reason in reasons.items():
         yield mode, "yes" if reason is None else f"no: {reason}"
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # They were shown above.
+        warnings.simplefilter("ignore")  # The report on torch has shown these warnings.
         gpus = usable_gpus()
     ranks = f"4 ranks on {min(4, gpus)} GPU{'s' if gpus > 1 else ''}" if gpus else "4 ranks on the CPU with gloo"
     by = "a throttled wire" if reasons["hosts"] else "virtual hosts"

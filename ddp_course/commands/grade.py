@@ -38,7 +38,7 @@ def main(args: argparse.Namespace) -> int:
     check_options(args)
     submissions, skipped = find_submissions(args.paths)
     for path in filter(None, (args.csv, args.json, args.html, args.grades)):
-        Path(path).parent.mkdir(parents=True, exist_ok=True)  # An hour of grading is not lost for want of a folder.
+        Path(path).parent.mkdir(parents=True, exist_ok=True)  # A missing folder must not cost an hour of grading.
     earlier = earlier_results(args.json) if args.resume else []
     done = {(result.learner, file) for result in earlier for file in result.files or [""]}
     waiting = [work for work in submissions if (work.learner, work.file) not in done]
@@ -68,7 +68,7 @@ def earlier_results(file: str) -> list[Result]:
 
 
 def grade_and_write(submissions: list[Submission], earlier: list[Result], args: argparse.Namespace) -> list[Result]:
-    """Grade all, writing the reports after each; return each learner's best. GradingError after Ctrl-C."""
+    """Grade all submissions, writing the reports after each; return each learner's best. GradingError after Ctrl-C."""
     roster = gradebooks.read_roster(args.roster) if args.roster else {}
     seed = secrets.randbelow(100_000) if args.seed is None else args.seed
     done, lock = {}, threading.Lock()

@@ -1,7 +1,7 @@
 """`ddp-course hosts`: bring several machines together for `launch(fn, hosts=…)`.
 
-`start` runs ipyparallel's controller on this machine, `join` its engine on each machine that is to have ranks. All that
-goes between them is encrypted (CurveZMQ), and only a machine with the file that `start` writes can join.
+`start` runs ipyparallel's controller on this machine, `join` its engine on each machine that is to have ranks. All
+their messages are encrypted (CurveZMQ), and only a machine with the file that `start` writes can join.
 """
 
 import argparse
@@ -21,10 +21,10 @@ from ..errors import LaunchError
 from ..running import files, linux
 from ..running.files import connection_folder
 
-MISSED_HEARTBEATS = 4  # an engine hears one a second, and gives up sooner than the controller, which waits for 10
-JOIN_SECONDS, REJOIN_SECONDS = 15, 120  # an engine waits so long for a controller, and for one that it has lost
-NOT_LET_IN = 255  # ipyparallel's exit code for an engine that no controller answered
-# A child process that calls this ends in good order when this program ends, however it does.
+MISSED_HEARTBEATS = 4  # Of one heartbeat per second an engine misses this many before it gives up, the controller 10.
+JOIN_SECONDS, REJOIN_SECONDS = 15, 120  # An engine waits this long for a controller, and for one that it has lost.
+NOT_LET_IN = 255  # An ipyparallel engine that no controller answered exits with this code.
+# A child process that calls this gets SIGTERM when this program ends, however it ends.
 end_with_us = partial(linux.prctl, linux.PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
@@ -81,7 +81,7 @@ def own_folder() -> Path:
 
 
 def delete_keys(folder: Path) -> None:
-    """Delete the files with which heads and engines connect, and the list of hosts."""
+    """Delete the files with which notebooks and engines connect, and the list of hosts."""
     for file in folder.glob("*.json"):
         file.unlink()
 
@@ -105,7 +105,7 @@ def start_program(name: str, *options: str, **environ: str) -> subprocess.Popen:
     if find_spec("ipyparallel") is None:
         raise LaunchError('several hosts need the package ipyparallel; run: pip install "ddp-course[hosts]"')
     for ending in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(ending, signal.default_int_handler)  # the callers end what they have started
+        signal.signal(ending, signal.default_int_handler)  # On KeyboardInterrupt the callers end their processes.
     folder = own_folder()
     (folder / name).mkdir(exist_ok=True)
     command = [sys.executable, "-m", f"ipyparallel.{name}", f"--profile-dir={folder / name}", *options]
@@ -115,7 +115,7 @@ def start_program(name: str, *options: str, **environ: str) -> subprocess.Popen:
 
 
 def start_engines(file: Path, names: list[str], slurm: bool) -> list[subprocess.Popen]:
-    """One engine on each named host by ssh, which hands the file over; or one on each node by srun."""
+    """Start an engine on each named host by ssh, which also sends the file; or one on each node by srun."""
     join = [sys.executable, "-m", "ddp_course.cli", "hosts", "join"]
     started = []
     for name in names:
@@ -129,7 +129,7 @@ def start_engines(file: Path, names: list[str], slurm: bool) -> list[subprocess.
 
 
 def take_part(args: argparse.Namespace) -> int:
-    """Keep an engine on this machine: a new one whenever the way to the controller was cut, until it stays away."""
+    """Keep an engine running on this machine: start a new one when the controller was lost, until none answers."""
     content, patience = connection(args.file), JOIN_SECONDS
     options = ["--log-level=CRITICAL", f"--IPEngine.max_heartbeat_misses={MISSED_HEARTBEATS}"]
     while True:

@@ -2,7 +2,7 @@
 
 What you changed there stays as it is, also when the course has been updated since; what you did not touch is renewed.
 A notebook counts as changed when the source of a cell is: opening, running and saving one changes nothing. Lessons come
-without outputs, so that no answer stands there before the guess.
+without outputs, so that they show no answer before the guess.
 """
 
 import argparse
@@ -21,11 +21,11 @@ NOT_COPIED = {".ipynb_checkpoints", "__pycache__", "checks", "answers"}
 STYLE = """/* Words stay whole; on a phone a figure scrolls instead of shrinking, so that its letters can be read. */
 .jp-OutputArea-output.jp-RenderedText pre { word-break: normal; overflow-wrap: anywhere; }
 @media (max-width: 800px) { .jp-OutputArea-output img { flex-shrink: 0; max-width: none !important; } }"""
-RECORD = ".ddp-course.json"  # what was copied: {path: SHA-256 of the course's own}
+RECORD = ".ddp-course.json"  # This file records the copies: {path: SHA-256 of the course's version}.
 SETTINGS = {
     "@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": False},
-    "@jupyterlab/notebook-extension:tracker": {"codeCellConfig": {"lineWrap": True}},  # no code beyond the edge
-    "@jupyter-widgets/jupyterlab-manager:plugin": {"saveState": True},  # explorers are there when a lesson is reopened
+    "@jupyterlab/notebook-extension:tracker": {"codeCellConfig": {"lineWrap": True}},
+    "@jupyter-widgets/jupyterlab-manager:plugin": {"saveState": True},  # Explorers return when a lesson is reopened.
 }
 
 
@@ -46,15 +46,15 @@ def main(args: argparse.Namespace) -> None:
     from jupyterlab.labapp import LabApp
 
     prepare_environment(folder)
-    # A kernel that nobody has used for an hour ends, and gives back its memory.
+    # A kernel that has been idle for an hour ends, and frees its memory.
     fixed = ["--MappingKernelManager.cull_idle_timeout=3600", "--MappingKernelManager.cull_connected=True"]
     fixed += [f"--ServerApp.root_dir={folder}", "--LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb"]
-    fixed += ["--LabApp.news_url=None", "--LabApp.custom_css=True"]  # without an address it does not ask for news
+    fixed += ["--LabApp.news_url=None", "--LabApp.custom_css=True"]  # Without an address JupyterLab asks for no news.
     fixed += [f"--ServerApp.tornado_settings=static_custom_path={folder}/.jupyter/custom"]
-    if os.name == "posix":  # where the server has no terminal itself, Jupyter's are login shells, which reset PATH
+    if os.name == "posix":  # Without a terminal of its own, the server would open login shells, which reset PATH.
         fixed.append(f"--ServerApp.terminado_settings=shell_command={os.environ.get('SHELL', 'sh')}")
         fixed += ["--allow-root"] * (os.geteuid() == 0)
-    sys.argv = ["jupyter-lab"]  # its extensions look there too
+    sys.argv = ["jupyter-lab"]  # JupyterLab's extensions read the arguments from there.
     LabApp.launch_instance([*fixed, *args.options])
 
 
@@ -98,7 +98,7 @@ def course_files() -> Iterator[tuple[str, Path]]:
 
 
 def without_outputs(content: bytes) -> bytes:
-    """A notebook before anybody ran it."""
+    """The notebook without its outputs."""
     notebook = json.loads(content)
     for cell in notebook["cells"]:
         if cell["cell_type"] == "code":
@@ -107,8 +107,8 @@ def without_outputs(content: bytes) -> bytes:
 
 
 def digest(content: bytes) -> str:
-    """What tells one version of a file from another: of a notebook the sources of its cells."""
-    with suppress(ValueError, KeyError, TypeError):  # Other files count as they are.
+    """A hash that tells versions of a file apart; of a notebook only the sources of its cells count."""
+    with suppress(ValueError, KeyError, TypeError):  # Any other file counts as it is.
         cells = json.loads(content)["cells"]
         content = json.dumps([[cell["cell_type"], "".join(cell["source"])] for cell in cells]).encode()
     return hashlib.sha256(content).hexdigest()

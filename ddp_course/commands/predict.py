@@ -41,7 +41,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def gpt(source: Path, target: str | None) -> None:
-    """Predict the step of every line of a CSV file. ValueError names the line that cannot be."""
+    """Predict the step of every line of a CSV file. ValueError names a line that cannot be predicted."""
     try:
         with source.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)
