@@ -1,12 +1,12 @@
 """Exercises: checked while they are solved (`check`), and graded afterwards (`ddp-course grade`).
 
-A submission's way to its mark goes in one direction, through five modules. `submissions` finds and reads the notebook,
-and lays its cells, as they stand, into the pristine one, with the course's own check cells. `grader` leads, and puts
-the points together. `run_cells` runs what was laid under nbval; its check cells write down what they are given.
-`evidence` tries each of these answers on ranks, and brings back plain data. `diagnosis` holds that data against the
-solution's and known wrong answers'. It takes three kinds of processes: the grader, where nothing of a submission ever
-runs; nbval with the notebook's kernel; and the ranks. The last two are under the limits of `guard`. The check cell in
-the lab takes the last two steps of the same way.
+Five modules grade a submission. `submissions` finds and reads the notebook, and puts its cells, unchanged, into the
+pristine notebook with the course's own check cells. `run_cells` runs the result under nbval; its check cells write down
+the answers that they are given. `evidence` tries each of these answers on ranks, and returns plain data. `diagnosis`
+compares that data with the solution's and with that of known wrong answers. `grader` calls the other four and adds up
+the points. There are three kinds of processes: the grader, where nothing of a submission ever runs; nbval with the
+notebook's kernel; and the ranks. The last two are under the limits of `guard`. A check cell in the lab uses `evidence`
+and `diagnosis` alone.
 """
 
 import os
@@ -28,7 +28,7 @@ def check(number: str, *answers: Any, seed: int | None = None) -> None:
     The answer runs on ranks of its own, with inputs that are drawn anew each time. A message about a wrong answer
     ends with the seed: the same seed draws the same inputs again.
     """
-    if HAND_OVER in os.environ:  # this is the kernel of a submission that is being graded
+    if HAND_OVER in os.environ:  # This is the kernel of a submission that is being graded.
         hand_over(number, answers)
         return
     from .diagnosis import verdict  # These import torch, which takes seconds.

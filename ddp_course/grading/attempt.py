@@ -31,7 +31,7 @@ COLLECTIVES = tuple(
     for name, thing in vars(dist).items()
     if name.startswith(BEGINNINGS) and type(thing) is FunctionType
 )
-groups: dict[int, Any] = {}  # {size: the group of so many first ranks}, which lasts for the whole launch
+groups: dict[int, Any] = {}  # {size: group of the first `size` ranks}; the groups last for the whole launch.
 
 
 class Attempt(NamedTuple):
@@ -43,21 +43,21 @@ class Attempt(NamedTuple):
 
 
 class Evidence(NamedTuple):
-    """What an attempt left: `values` are {part: {case: value}}, or a `failure` says why there are none."""
+    """What an attempt returned: `values` are {part: {case: value}}, or a `failure` says why there are none."""
 
     values: dict | None
     failure: str = ""
 
 
 def make_attempts(attempts: Sequence[Attempt], folder: str, patience: float, work: str) -> None:
-    """One rank's part: make every attempt and write its evidence down, in a file called by its place and the rank."""
+    """On each rank: make every attempt and write its evidence into a file named by the attempt's place and the rank."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(rank)
-    torch.set_num_threads(1)  # probes are small: more threads would wait for each other
+    torch.set_num_threads(1)  # Probes are small: more threads would wait for each other.
     tasks = [find(attempt.number) for attempt in attempts]
     for size in range(1, ranks + 1) if ranks > 1 else ():
         groups[size] = dist.new_group(list(range(size)), timeout=timedelta(seconds=patience))
-    # A learner gets a message, and not the last words ("terminate called …") of gloo, as it ends a process.
+    # A learner gets our message, and not what gloo prints ("terminate called …") when it ends a process.
     sys.stderr = os.fdopen(os.dup(2), "w", buffering=1, encoding="utf-8", errors="backslashreplace")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     if work:
@@ -65,7 +65,7 @@ def make_attempts(attempts: Sequence[Attempt], folder: str, patience: float, wor
     for place, (task, attempt) in enumerate(zip(tasks, attempts, strict=True)):
         answers = load(task, attempt.answers)
         if ranks > 1:
-            dist.barrier()  # nobody waits in an answer for a rank that is still loading
+            dist.barrier()  # No rank waits in an answer for one that is still loading.
         Path(folder, f"{place}-{rank}").write_bytes(pack(probed(task, answers, attempt.inputs)))
 
 
@@ -78,17 +78,17 @@ def assembled(attempt: Attempt, content: Sequence[bytes]) -> Evidence:
             for part, cases in parts.items():
                 for case, value in cases.items():
                     values.setdefault(part, {}).setdefault(case, {})[rank] = value
-    except Exception as error:  # only what the answer returned can be odd here
+    except Exception as error:  # Only a value that the answer returned can fail here.
         return Evidence(None, f"your answer returned something that cannot be compared ({str(error)[:300]})")
     return Evidence(by_rank[0] if find(attempt.number).ranks == 1 else values)
 
 
 def load(task: Task, answers: Any) -> Sequence:
-    """What an answer cell defined, in order."""
+    """The objects that an answer defines, in the order of the task's `names`."""
     if not isinstance(answers, bytes | dict):
         return answers
     functions, sources = pickle.loads(answers) if isinstance(answers, bytes) else ((), answers)
-    for name, text in sources.items():  # tracebacks show the lines of cells
+    for name, text in sources.items():  # Tracebacks then show the lines of cells.
         linecache.cache[name] = (len(text), None, text.splitlines(True), name)
     if functions:
         return functions
@@ -99,7 +99,7 @@ def load(task: Task, answers: Any) -> Sequence:
 
 
 def probed(task: Task, answers: Sequence, inputs: dict) -> dict:
-    """The evidence of one answer on this rank; where torch's collectives are forbidden, all has to go by the wire."""
+    """The evidence of one answer on this rank; where torch's collectives are forbidden, the wire must send all."""
     evidence: dict = {}
     past = PastTheWire() if set(COLLECTIVES) <= set(task.forbidden) else nullcontext()
     with past, refusing(task.forbidden):
@@ -110,12 +110,12 @@ def probed(task: Task, answers: Sequence, inputs: dict) -> dict:
 
 @contextmanager
 def refusing(forbidden: Sequence[str]) -> Iterator[None]:
-    """Wrong is raised where anything but torch and the course calls a forbidden function, and at the end once more."""
+    """Raise Wrong where code outside of torch and the course calls a forbidden function, and once more at the end."""
     messages, calls = {}, []
     for name in forbidden:
         sends = ", with wire.send and wire.recv" if name.startswith(SENDERS) else ""
         message = f"your code calls {name.removeprefix('ddp_course.')}: write it yourself{sends}"
-        with suppress(ImportError, AttributeError):  # this version of torch has none
+        with suppress(ImportError, AttributeError):  # This version of torch may lack the function.
             function, callers = resolve_name(name), 1
             while hasattr(function, "__wrapped__"):
                 function, callers = function.__wrapped__, callers + 1
@@ -135,12 +135,12 @@ def refusing(forbidden: Sequence[str]) -> Iterator[None]:
         yield
     finally:
         sys.setprofile(None)
-    if calls:  # The answer may have caught the first.
+    if calls:  # The answer may have caught the first error.
         raise Wrong(calls[0])
 
 
 class PastTheWire(TorchDispatchMode):
-    """Raises Wrong for what this thread sends through torch itself, but for messages, which the wire sends too."""
+    """Raises Wrong if this thread calls torch's collectives; it may call sends and receives, as the wire does."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Refuse collectives."""

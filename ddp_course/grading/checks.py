@@ -1,8 +1,8 @@
 """What stands beside an exercise: `checks/NN.py`, how its tasks are tried, and `answers/NN.py`, known answers to them.
 
 A task draws inputs from a seed (`draw`), tries an answer on some rank (`probe`, which gives evidence: plain data), and
-names its parts with their points. Right is what has the evidence of the course's own solution. How both files are
-written is told in docs/CONTRIBUTING.md.
+names its parts with their points. An answer is right if its evidence equals that of the course's own solution.
+docs/CONTRIBUTING.md says how both files are written.
 """
 
 import copy
@@ -24,7 +24,7 @@ EDIT = re.compile(r"((?:^#- ?.*\n?)+)((?:^#\+ ?.*\n?)*)", re.MULTILINE)
 
 
 def each_case(answer: Callable, rows: list) -> Iterator[tuple]:
-    """Probe: what an answer returns in each case, for arguments of its own."""
+    """The usual probe: what an answer returns in each case, called with copies of the arguments."""
     return ((part, case, answer(*copy.deepcopy(arguments))) for part, case, arguments in rows)
 
 
@@ -33,9 +33,9 @@ class Task:
     """One task. `names` are what its answer cell defines; `parts` are {property: its weight among the task's points}.
 
     `draw(random, hidden)` gives keyword arguments (harder cases if `hidden`). `probe(*answers, **inputs)` runs on each
-    of `ranks` ranks and yields (part, case, value); without it `draw` yields (part, case, arguments). Numbers differ by
-    `bound` times the largest at most. `forbidden` are dotted names of functions that would be the answer. What is
-    expected in `secret` parts is not told; `hang` is said when ranks wait for ever; an attempt has so many `seconds`.
+    of `ranks` ranks and yields (part, case, value); without it `draw` yields (part, case, arguments). Numbers may
+    differ by `bound` times the largest. `forbidden` are dotted names of functions that an answer must not call. The
+    values of `secret` parts are not told; `hang` is the hint if ranks wait for ever; an attempt may take `seconds`.
     """
 
     number: str
@@ -56,7 +56,7 @@ class Task:
         return int(self.number.split(".")[0])
 
     def inputs(self, seed: int, hidden: bool = False) -> dict[str, Any]:
-        """What is drawn from a seed."""
+        """The inputs that are drawn from a seed."""
         drawn = self.draw(random.Random(f"{seed} {self.number}"), hidden)
         return {"rows": list(drawn)} if isinstance(drawn, Iterator) else drawn
 
@@ -77,7 +77,7 @@ def task(number: str, names: str | tuple, parts: dict[str, float], **settings: A
 
 @cache
 def load_tasks(exercise: int) -> Any:
-    """Run the file of an exercise's tasks, once a process; the module, None if there is none."""
+    """Import the file of an exercise's tasks, once per process; return the module, or None if there is no file."""
     folder, package = course_folder("exercises") / "checks", ModuleType("exercise_checks")
     sys.modules.setdefault(package.__name__, package).__path__ = [str(folder)]
     return import_module(f"exercise_checks.{exercise:02d}") if (folder / f"{exercise:02d}.py").exists() else None
@@ -101,10 +101,10 @@ def of_exercise(exercise: int) -> list[Task]:
 
 @dataclass(frozen=True)
 class Known:
-    """A known answer to a task: "right"; "wrong", and `message` is the diagnosis of all with the same evidence.
+    """A known answer to a task: "right"; "wrong", whose `message` goes to all answers with the same evidence.
 
-    What is "told" is wrong, but no diagnosis of others: it raises, waits for ever, or has the wrong type. What is
-    "hidden" is wrong on hidden inputs only. Of both `message` is a piece of what the learner is told.
+    A "told" answer is wrong, but no diagnosis of other answers: it raises, waits for ever, or has the wrong type. A
+    "hidden" answer is wrong on hidden inputs only. In both, `message` is a part of what the learner is told.
     """
 
     task: str
@@ -116,7 +116,7 @@ class Known:
 
 @cache
 def known_answers(exercise: int) -> list[Known]:
-    """All of `answers/NN.py`: cells with a header, and a body that is an answer or edits of the solution."""
+    """All known answers of `answers/NN.py`: cells with a header and a body, an answer or edits of the solution."""
     path = course_folder("exercises") / "answers" / f"{exercise:02d}.py"
     _, *pieces = HEADER.split(path.read_text(encoding="utf-8") if path.exists() else "")
     answers = []
@@ -127,7 +127,7 @@ def known_answers(exercise: int) -> list[Known]:
 
 
 def known_wrong(number: str) -> list[Known]:
-    """The known wrong answers to a task that are a diagnosis."""
+    """The known answers to a task that are of the kind "wrong", and so a diagnosis."""
     return [known for known in known_answers(find(number).exercise) if (known.task, known.kind) == (number, "wrong")]
 
 

@@ -1,7 +1,7 @@
 """Say whether an answer is right, part by part, and if not, why: held against the solution and known wrong answers.
 
-An answer whose evidence equals that of a known wrong answer on the same inputs has its fault. Of any other the relation
-is told that explains all wrong values (unchanged, zeros, a factor, another order), or the first number that differs.
+An answer whose evidence equals that of a known wrong answer on the same inputs gets its message. For other answers the
+message is a relation that explains all wrong values (unchanged, zeros, a factor, another order), or the first of them.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,23 +15,23 @@ from .checks import Task, known_wrong
 from .evidence import BUSY
 from .plain import ODD, apart, largest
 
-SURE = 8  # equal numbers that are no coincidence
+SURE = 8  # This many equal numbers are no coincidence.
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is wrong with each part of an answer, such as "bytes"; "" if it holds."""
+    """What is wrong with each part of an answer, such as "bytes"; "" if the part is right."""
 
     parts: dict[str, str]
 
     @property
     def message(self) -> str:
-        """What is wrong with the first part that is; "" if the answer is right."""
+        """What is wrong with the first wrong part; "" if the answer is right."""
         return next(filter(None, self.parts.values()), "")
 
 
 class Value(NamedTuple):
-    """A value of a part, on a rank or (None) for all; `still` is what it is after an answer that does nothing."""
+    """A value of a part, on one rank or (None) for all; `still` is the value after an answer that does nothing."""
 
     case: str
     rank: int | None
@@ -41,12 +41,12 @@ class Value(NamedTuple):
 
 
 def nothing(task: Task, message: str) -> Verdict:
-    """The verdict on an answer that has no property."""
+    """The verdict on an answer that fails in all parts, with the same `message`."""
     return Verdict(dict.fromkeys(task.parts, message))
 
 
 def verdict(task: Task, evidence: Evidence, solution: Evidence, others: Callable[[], Sequence[Evidence]]) -> Verdict:
-    """What is wrong with evidence; `others` gives that of an answer that does nothing and of the known wrong ones."""
+    """The verdict on `evidence`; `others` gives the evidence of an answer that does nothing and of known wrong ones."""
     if evidence.values is None:
         return nothing(task, evidence.failure)
     if solution.values is None:
@@ -85,7 +85,7 @@ def differing(values: Sequence[Value], bound: float) -> list[Value]:
 
 
 def compared(values: Sequence[Value], wrong: Sequence[Value], message: str, secret: bool) -> str:
-    """What is wrong with a part: the `message` of a known answer, or if there is none, what is seen by itself."""
+    """What is wrong with a part: the `message` of a known answer, or if there is none, what differs."""
     first = wrong[0]
     if message:
         return f"{first.case}: {in_short(first)}{message}{ranks_in_words(values, wrong)}"
@@ -100,7 +100,7 @@ def compared(values: Sequence[Value], wrong: Sequence[Value], message: str, secr
 
 
 def in_short(value: Value) -> str:
-    """A number that came back, or a short list beside what was expected."""
+    """The answer's number, or its short list beside the expected one; "" for any other value."""
     if type(value.actual) in (int, float):
         return f"{shown(value.actual)}; "
     short = isinstance(value.actual, list | tuple) and len(repr(value.actual)) + len(repr(value.expected)) < 100
@@ -108,9 +108,9 @@ def in_short(value: Value) -> str:
 
 
 def known_fault(part: str, values: Sequence[Value], wrong: Sequence[Value], known: Sequence[tuple]) -> str:
-    """The message of the known wrong answer that is like this part: everywhere, or wherever it is wrong.
+    """The message of a known wrong answer that has the same values in this part: all of them, or all that are wrong.
 
-    If none is, of the one that is like it in the first case that is wrong, if enough numbers are alike.
+    If there is none, the same values in the first wrong case are enough, if they are SURE numbers or more; else "".
     """
     first = [value for value in wrong if value.case == wrong[0].case]
     enough = first if sum(len(numbers(value.actual)) for value in first) >= SURE else []
@@ -123,7 +123,7 @@ def known_fault(part: str, values: Sequence[Value], wrong: Sequence[Value], know
 
 
 def ranks_in_words(values: Sequence[Value], wrong: Sequence[Value]) -> str:
-    """Which ranks are wrong in the first case that is, if not all are."""
+    """Which ranks are wrong in the first wrong case; "" if all ranks are."""
     ranks, of_case = ([value.rank for value in some if value.case == wrong[0].case] for some in (wrong, values))
     return f" (on rank {', '.join(map(str, ranks))}; the others are right)" if len(ranks) < len(of_case) else ""
 
@@ -155,7 +155,7 @@ def unlike(actual: Any, expected: Any, what: str, bound: float = 1e-6) -> str:
     if wrong_type := unlike_type(actual, expected):
         return f"{what} is {wrong_type}"
     if expected == "" and isinstance(actual, str):
-        return actual  # a probe has put into words what is wrong
+        return actual  # The probe has said in words what is wrong.
     if type(expected) is float:
         equal = abs(actual - expected) <= min(bound, 1e-9) * max(1e-6, abs(expected))
     else:
@@ -164,7 +164,7 @@ def unlike(actual: Any, expected: Any, what: str, bound: float = 1e-6) -> str:
 
 
 def unlike_type(actual: Any, expected: Any) -> str:
-    """What came back where a plain number is expected, "" if it is one."""
+    """The type of a value where a plain number is expected; "" if it is such a number."""
     right = type(expected) not in (int, float) or type(actual) in (int, type(expected))
     return "" if right else f"{kind_of(actual)}; a plain {type(expected).__name__} was expected"
 
@@ -187,7 +187,7 @@ def unlike_tensor(actual: Any, expected: torch.Tensor, what: str, bound: float) 
 
 
 def kind_of(actual: Any) -> str:
-    """What type of thing came back, with an article."""
+    """The type of a value, with an article."""
     if actual is None:
         return "None (is there a `return`?)"
     name = actual[ODD] if isinstance(actual, dict) and ODD in actual else type(actual).__name__
@@ -245,7 +245,7 @@ def near(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 def owner(values: Sequence[Value], wrong: Sequence[Value], index: int) -> int | None:
-    """The rank that has the first of the wrong values in its column `index`, if others have all of them there."""
+    """The rank whose expected (`index` 3) or idle (4) value is the first wrong value, if each wrong value has one."""
     owners = []
     for value in wrong:
         x = numbers(value.actual)

@@ -1,6 +1,6 @@
 """Try answers on the ranks of a launch, and bring their evidence back: plain data, or how an answer failed.
 
-Each rank writes a file per attempt: after a bad answer the launch is repeated from the next one on.
+Each rank writes a file per attempt: after a bad answer the launch is repeated from the next attempt on.
 """
 
 import re
@@ -15,10 +15,10 @@ from ..running.launching.launch import launch
 from .attempt import Attempt, Evidence, assembled, make_attempts
 from .checks import Task, cells_with, find, known_wrong, of_exercise, solution
 
-PATIENCE_SECONDS = 5.0  # a receive that waits longer waits for ever
+PATIENCE_SECONDS = 5.0  # A receive that waits longer counts as one that waits for ever.
 START_SECONDS = 7.0
 BUSY = "the machine was busy; run the cell above again"
-TRIES = 3  # of an attempt for which the machine is too busy
+TRIES = 3  # An attempt gets this many tries if the machine is too busy.
 TOO_LONG = "a message was longer than the tensor it was received into: do both sides mean the same chunk and dtype?"
 BOTH_SEND = " Two ranks that both send first wait for ever: wire.exchange sends and receives at once"
 GAVE_UP = re.compile("timed out waiting|timeout|connection closed by peer|connection reset by peer", re.IGNORECASE)
@@ -50,7 +50,7 @@ def solved(task: Task, inputs: dict) -> Attempt:
 
 
 def known(task: Task, inputs: dict) -> list[Attempt]:
-    """An answer that does nothing, and the known wrong ones, to be tried on the inputs of one that is wrong."""
+    """Attempts with an answer that does nothing and with the known wrong ones, on the inputs of a wrong answer."""
     idle = "\n".join(f"def {name}(*args, **kwargs): pass" for name in task.names)
     texts = [idle, *(answer.source for answer in known_wrong(task.number))]
     return [Attempt(task.number, inputs, cells_with(task.number, text)) for text in texts]
@@ -58,7 +58,7 @@ def known(task: Task, inputs: dict) -> list[Attempt]:
 
 @cache
 def warm_up() -> None:
-    """Start what launches are forked from, once a process, whatever time that takes on a busy machine."""
+    """Start the server that forks the ranks of launches, once per process, however long a busy machine takes."""
     launch(int, world_size=1, device="cpu")
 
 
@@ -77,7 +77,7 @@ def launched(attempts: Sequence, task: Task, patience: float, work: str) -> tupl
 
 
 def explain(error: CourseError, task: Task) -> str:
-    """What became of a launch that failed, in words for the learner."""
+    """Why a launch failed, in words for the learner."""
     if isinstance(error, LaunchTimeout):
         return f"not finished in time: {task.hang if task.ranks > 1 else 'is there a loop that never ends?'}"
     if not isinstance(error, RankError):
@@ -106,7 +106,7 @@ def explain(error: CourseError, task: Task) -> str:
 
 
 class Frame(NamedTuple):
-    """A line of a learner's: the task whose answer it is in, its number there, its function, and its text."""
+    """A line of the learner's: the task whose answer it is in, its number there, its function, and its text."""
 
     task: str
     line: str
@@ -126,7 +126,7 @@ def own_frame(traceback: str, task: Task) -> Frame | None:
 
 
 def place(frame: Frame | None, task: Task) -> str:
-    """A line of the learner's own in brackets; of another task's answer, with its number."""
+    """The learner's line in brackets; if it is in another task's answer, with the number of that task."""
     if not frame:
         return ""
     if frame.task != task.number:

@@ -16,11 +16,11 @@ from .results import Result
 
 CANVAS = ("Student", "ID", "SIS User ID", "SIS Login ID", "Section")
 MOODLE = ("ID number", "Email address")
-Roster = dict[str, dict[str, str]]  # who is in the class: {learner: what the roster's columns say}
+Roster = dict[str, dict[str, str]]  # A roster is {learner: {title: cell} of the learner's line}.
 
 
 def read_roster(path: str | Path) -> Roster:
-    """A roster from a file: one learner per line, or CSV whose column `learner` says how their folders are called."""
+    """A roster from a file: one learner per line, or CSV whose column `learner` has the names of their folders."""
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -39,7 +39,7 @@ def possible_points(results: Sequence[Result]) -> dict[int, float]:
 
 
 def by_learner(results: Sequence[Result], roster: Roster) -> dict[str, list[Result | None]]:
-    """{learner: their result of each exercise}: the roster's come first, then who else has handed something in."""
+    """{learner: their result of each exercise}: the roster's come first, then others who handed something in."""
     graded = {(result.learner, result.exercise): result for result in results}
     learners = [*roster, *(result.learner for result in results)]
     return {learner: [graded.get((learner, exercise)) for exercise in possible_points(results)] for learner in learners}

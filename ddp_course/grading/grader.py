@@ -25,7 +25,7 @@ from .run_cells import RESULTS, run_cells
 from .submissions import NUMBERED, Cell, Laid, Pristine, Submission, exercise_of, lay, read_notebook
 
 CELL_SECONDS, END_SECONDS = 20.0, 10.0
-MOST_SHOWN = 20_000  # characters of an answer in a report
+MOST_SHOWN = 20_000  # A report shows at most this many characters of an answer.
 LOADED = ["ddp_course.grading.run_cells", "nbval.plugin", "ipykernel.kernelapp", "torch.distributed"]
 SLOW = "it was stopped: not finished after {:g} s"
 DIED = "the code in it ended its own process, took too much memory, or could not be stopped"
@@ -44,7 +44,7 @@ def grade(
     """Grade all submissions, `jobs` at a time; return a Result for each, in their order.
 
     `progress(submission, result)` is called for each submission, and `task_done(result)` for each task, from one of
-    several threads. Ctrl-C ends it as soon as those submissions are done that have begun.
+    several threads. Ctrl-C ends the grading as soon as the submissions that have begun are done.
     """
     judge = Judge(secrets.randbelow(100_000) if seed is None else seed, hidden)
 
@@ -62,14 +62,14 @@ def grade(
 
 
 class Judge:
-    """What the grader holds evidence against: for each task its inputs, the solution's evidence, and known answers."""
+    """What the grader compares evidence with: for each task its inputs, the solution's evidence, and known answers."""
 
     def __init__(self, seed: int, hidden: bool) -> None:
         self.seed, self.hidden, self.lock = seed, hidden, threading.RLock()
         self.book = cache(self.made)
 
     def made(self, number: str) -> tuple[dict, Evidence, Callable[[], Sequence[Evidence]]]:
-        """A task's inputs, the solution's evidence, and how to get that of the known wrong answers, made once."""
+        """A task's inputs, the solution's evidence, and a function that gets the known wrong answers' evidence once."""
         task = find(number)
         inputs = task.inputs(self.seed, self.hidden)
         tries = (gather([solved(task, inputs)])[0] for _ in range(TRIES))
@@ -88,7 +88,7 @@ class Judge:
 def grade_one(
     submission: Submission, exercises: dict[int, Pristine], judge: Judge, seconds: float, task_done: Callable
 ) -> Result:
-    """Grade one submission, whatever it is; a fault of the grader's own is said to be one."""
+    """Grade one submission, whatever it is; an error of the grader itself is reported as such."""
     name = submission.path.name if submission.path else ""
     numbered = NUMBERED.match(name)
     number = int(numbered[1]) if numbered else None
@@ -99,7 +99,7 @@ def grade_one(
         result.tasks = points_of(exercises[number], cells, judge, seconds, task_done)
     except GradingError as error:
         result.message = clean(f'"{name}" {error}' if name else error)
-    except Exception as error:  # whatever is odd about this one, the others' results do not suffer
+    except Exception as error:  # One odd submission must not spoil the others' results.
         fault = f"could not be graded, by a fault of the grader ({type(error).__name__}: {error}); please report it"
         result.message = clean(fault)
     result.exercise = number if number in exercises else None
@@ -133,7 +133,7 @@ def points_of(
 
 
 def name_what_comes_first(result: TaskResult, before: Sequence[TaskResult], source: str) -> None:
-    """Add to the message of an answer that uses an earlier one which is not right, which one that is."""
+    """If a wrong answer uses an earlier answer that is wrong too, add that task to its message."""
     words = set(re.findall(r"\w+", source))
     wrong = (other.id for other in before if other.points < other.possible and words & set(find(other.id).names))
     first = next(wrong, "")
@@ -142,12 +142,12 @@ def name_what_comes_first(result: TaskResult, before: Sequence[TaskResult], sour
 
 
 def run(pristine: Any, cells: Sequence[Cell], folder: str, seconds: float) -> tuple[Laid, dict[str, str]]:
-    """Run the laid notebook, again without a cell that ended it or did not end; {task: why it handed nothing over}."""
+    """Run the laid notebook, again without a cell that ended it or hung; return it and {task: why it has no answer}."""
     without: dict[str, str] = {}
     while True:
         laid = lay(pristine, cells, list(without))
         if laid.sources.keys() <= laid.troubles.keys():
-            return laid, {}  # nothing was answered, so nothing runs
+            return laid, {}  # Nothing was answered, so nothing runs.
         messages, slow = run_once(laid.notebook, folder, seconds)
         names = [cell.id for cell in laid.notebook.cells]
         if len(messages) == len(names) or len(without) > len(cells):
@@ -158,14 +158,14 @@ def run(pristine: Any, cells: Sequence[Cell], folder: str, seconds: float) -> tu
 
 
 def error_of(task: str, messages: dict[str, str]) -> str:
-    """What the last answer cell of a task raised, or its check, by the messages {id of a laid cell: its error}."""
+    """The error of a task's last answer cell, or of its check; `messages` are {id of a laid cell: its error}."""
     of_task = [message for name, message in messages.items() if name.startswith(f"{cell_of(task)}-") and message]
     check = messages.get(cell_of(task).replace("answer", "check"))
     return f"the answer cell fails: {of_task[-1]}" if of_task else f"its check fails: {check}" if check else ""
 
 
 def run_once(notebook: Any, folder: str, seconds: float) -> tuple[list[str], bool]:
-    """Run a notebook under nbval: for each cell that came to its end the error, or "", and whether it was stopped."""
+    """Run a notebook under nbval: the error, or "", of each cell that ended, and whether the run was stopped."""
     path, results = Path(folder, "notebook.ipynb"), Path(folder, RESULTS)
     nbformat.write(notebook, path)
     results.write_text("")
@@ -173,11 +173,11 @@ def run_once(notebook: Any, folder: str, seconds: float) -> tuple[list[str], boo
     child.start()
     child.join(seconds)
     if slow := child.is_alive():
-        child.terminate()  # it ends all that it has started
+        child.terminate()  # The child then ends all that it has started.
         child.join(END_SECONDS)
     child.kill()
     child.join()
-    if child.exitcode == 1:  # it ended by an error of its own
+    if child.exitcode == 1:  # The child ended by an error of its own.
         raise RuntimeError("the notebook could not be run")
     return list(map(json.loads, results.read_text().splitlines())), slow
 

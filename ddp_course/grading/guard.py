@@ -1,6 +1,6 @@
 """What a process that runs a submission may take and touch: accidents end here, and lazy cheats.
 
-It is no wall against somebody who wants out: docs/GRADING.md says what a container is for.
+The limits do not stop somebody who wants to break out: docs/GRADING.md says what a container is for.
 """
 
 import linecache
@@ -46,11 +46,11 @@ def limit() -> None:
 
 
 def watch(folder: str, hidden: Sequence[str]) -> Callable:
-    """The audit hook: raises for what a submission has no business with. Processes are counted over all that fork."""
+    """The audit hook, which refuses what a submission must not do; it counts the processes that all processes fork."""
     started = mmap.mmap(-1, 8)
 
     def hook(event: str, arguments: tuple) -> None:
-        """Refuse what an answer has no business to do."""
+        """Refuse what an answer must not do."""
         if event == "open" and isinstance(arguments[0], str | bytes):
             path, writes = os.fsdecode(arguments[0]), arguments[2] & WRITING
             if below(path, hidden):
@@ -76,7 +76,7 @@ def watch(folder: str, hidden: Sequence[str]) -> Callable:
 
 
 def below(path: Any, folders: Sequence[str]) -> bool:
-    """Whether a path is one of some folders or in it; an open file's number is."""
+    """Whether a path is one of `folders` or in one; the number of an open file counts as one that is."""
     if not isinstance(path, str | bytes | os.PathLike):
         return True
     real = os.path.realpath(os.fsdecode(path))
@@ -84,8 +84,8 @@ def below(path: Any, folders: Sequence[str]) -> bool:
 
 
 def hand_over(number: str, answers: tuple) -> None:
-    """The check cell in the grader: write down what it is given, with the source of the cells that it comes from."""
-    from ..running.launching.pickling import dumps  # here: who only imports `check` needs none
+    """Write down the answers that a check cell is given in the grader, with the source of the cells they come from."""
+    from ..running.launching.pickling import dumps  # Importing `check` alone does not need it.
 
     lines = {name: entry[2] for name, entry in list(linecache.cache.items()) if len(entry) == 4}
     sources = {name: "".join(of_cell) for name, of_cell in lines.items() if not os.path.exists(name)}

@@ -16,11 +16,11 @@ import torch
 
 MOST_ITEMS, MOST_DIGITS = 1 << 20, 60
 LAZY = (GeneratorType, range, map, zip, filter, reversed, enumerate, type({}.keys()), type({}.values()), deque)
-ODD = "an object of type"  # stands, with the name of its type, for something that is not plain data
+ODD = "an object of type"  # This key, with the name of a type, stands for an object that is not plain data.
 
 
 def plain(thing: Any) -> Any:
-    """Plain data of exactly these types; numpy's numbers and fractions are numbers, generators and the like lists."""
+    """Make plain data of exact types: numpy's numbers and fractions become numbers, generators and the like lists."""
     kind = type(thing)
     if kind in (bool, str, float, type(None)):
         return thing
@@ -42,7 +42,7 @@ def plain(thing: Any) -> Any:
 
 
 def pack(thing: Any) -> bytes:
-    """Bytes that `unpack` makes plain data of."""
+    """Bytes from which `unpack` makes plain data."""
     buffer = io.BytesIO()
     torch.save(plain(thing), buffer)
     return buffer.getvalue()

@@ -10,19 +10,19 @@ from difflib import SequenceMatcher
 from .checks import solution
 from .results import Result, TaskResult
 
-LEAST_TOKENS = 60  # shorter answers are alike because there is one way to write them
+LEAST_TOKENS = 60  # Shorter answers are alike because there is one way to write them.
 ALIKE = 0.95
 MOST_REMARKS = 6
 LEADS_OUT = frozenset({
     "__builtins__", "__closure__", "__code__", "__dict__", "__globals__", "__import__", "__subclasses__", "_getframe",
     "builtins", "ctypes", "eval", "exec", "f_back", "get_objects", "importlib", "inspect", "linecache", "os",
     "multiprocessing", "open", "pathlib", "pickle", "shutil", "socket", "subprocess", "tempfile",
-    "__eq__", "__ne__", "__lt__", "__bool__", "__float__", "__len__", "__class__",  # These can lie.
+    "__eq__", "__ne__", "__lt__", "__bool__", "__float__", "__len__", "__class__",  # These fake equality.
 })  # fmt: skip
 
 
 def remarks(source: str, given: str = "") -> list[str]:
-    """The lines of an answer that are odd, with the word that is; nothing of the notebook that was `given` out is."""
+    """The lines of an answer that have an odd word, and the word; no word of the notebook `given` out is odd."""
     usual = {token.string for token in tokens(given)}
     lines: dict[str, None] = {}
     for token in tokens(source):
@@ -33,7 +33,7 @@ def remarks(source: str, given: str = "") -> list[str]:
 
 
 def tokens(source: str) -> Iterator[tokenize.TokenInfo]:
-    """The words of a piece of Python, up to where it is none: the kernel says so."""
+    """The tokens of a piece of Python, up to a syntax error, which the kernel reports."""
     with suppress(tokenize.TokenError, SyntaxError):
         yield from tokenize.generate_tokens(io.StringIO(source).readline)
 
@@ -59,7 +59,7 @@ def alike(words: Sequence[str], other: Sequence[str]) -> bool:
 
 
 def clusters(answers: Mapping[str, str], lesson: str = "") -> list[list[str]]:
-    """Groups of learners of alike answers ({learner: source}), but for short ones and those like the lesson's code."""
+    """Groups of learners with alike `answers`, {learner: source}, but for short ones and those like the lesson's."""
     known, shapes = shape(lesson), {learner: shape(source) for learner, source in answers.items()}
     groups: dict[str, list[str]] = {}
     for learner, words in shapes.items():
@@ -70,7 +70,7 @@ def clusters(answers: Mapping[str, str], lesson: str = "") -> list[list[str]]:
 
 
 def note_likeness(results: Sequence[Result]) -> None:
-    """Write into the results of learners whose answers are alike who they are; only what earned points is compared."""
+    """Name learners whose answers are alike in each other's results; only answers that earned points are compared."""
     by_task: dict[str, dict[str, TaskResult]] = {}
     for result in results:
         for task in result.tasks:

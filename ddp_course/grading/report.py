@@ -78,7 +78,7 @@ def as_csv(results: Sequence[Result]) -> str:
 
 
 def as_rows(rows: Sequence[Sequence]) -> str:
-    """CSV text, in which no cell is one that a spreadsheet takes for a formula."""
+    """CSV text without cells that a spreadsheet would take for a formula."""
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     for row in rows:
@@ -88,10 +88,10 @@ def as_rows(rows: Sequence[Sequence]) -> str:
 
 
 def pages(results: Sequence[Result], seed: int, missing: Sequence[str] = ()) -> dict[str, str]:
-    """{file name: page}: one self-contained page per learner, and index.html; what is not ours in them is escaped."""
+    """{file name: page}: one self-contained page per learner, and index.html; text from submissions is escaped."""
     by_learner = {result.learner: [other for other in results if other.learner == result.learner] for result in results}
     files: dict[str, str] = {}
-    for learner in by_learner:  # all names differ on systems too that do not tell A from a
+    for learner in by_learner:  # Names must differ even where a system does not tell A from a.
         name = file_name(learner)
         while f"{name}.html".lower() in ["index.html", *map(str.lower, files.values())]:
             name += "_"

@@ -70,11 +70,11 @@ def from_dict(record: dict[str, Any]) -> Result:
 
 
 def best_of(results: Sequence[Result]) -> list[Result]:
-    """The results, of each learner's submissions to an exercise the best one alone, with a note."""
+    """The results, with only the best of each learner's submissions to an exercise, and a note on their number."""
     best: list[Result] = []
     for work in dict.fromkeys((result.learner, result.exercise) for result in results):
         group = [result for result in results if (result.learner, result.exercise) == work]
-        first = max(group, key=lambda result: result.points)  # of equals it is the first
+        first = max(group, key=lambda result: result.points)  # Of equal results it is the first.
         count = sum(max(1, len(result.files)) for result in group)
         files = [file for result in group for file in result.files]
         note = f"handed in {count} times; the best counts" if count > 1 else first.note
@@ -93,7 +93,7 @@ def result_of(task: str, possible: float, verdict: Verdict) -> TaskResult:
 
 
 def clean(text: object, most: int = MOST_MESSAGE) -> str:
-    """Text without control characters, which could move the cursor or colour a terminal, and not too long."""
+    """Text without control characters, which could move the cursor or colour a terminal, cut to length `most`."""
     text = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", str(text)).encode("utf-8", "replace").decode()
     text = "".join(letter if letter in "\n\t" or unicodedata.category(letter)[0] != "C" else "?" for letter in text)
     return text if len(text) <= most else f"{text[: most - 2]} …"

@@ -1,6 +1,6 @@
 """Run a notebook under nbval, in a process of its own, which ends with the notebook's kernel.
 
-The kernel is a fork of this process, which has loaded torch: to load it anew took longer than all else.
+The kernel is a fork of this process, which has loaded torch: loading it anew would take longer than all else.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ class Reporter:
 
 
 def last_error(traceback: str) -> str:
-    """The error at the end of a kernel's traceback, with all its lines; of a line that is no Python, its number."""
+    """The error at the end of a kernel's traceback, with all its lines; a SyntaxError gets the number of its line."""
     starts = [match.start() for match in re.finditer(r"^[A-Za-z_][\w.]*(: |$)", traceback, re.MULTILINE)]
     words = traceback[starts[-1] :] if starts else traceback.splitlines()[-1]
     lines = re.findall(r"\bline (\d+)", traceback)
@@ -53,20 +53,20 @@ def last_error(traceback: str) -> str:
 
 
 def start_kernel(command: list[str], env: dict, **_: Any) -> Any:
-    """In place of Jupyter's `launch_kernel`: a fork with what Jupyter uses of `subprocess.Popen`."""
-    kernel = FORK.Process(target=be_kernel, args=(command[-1], env))  # the last word names the file with the ports
+    """Stand in for Jupyter's `launch_kernel`: return a fork with what Jupyter uses of `subprocess.Popen`."""
+    kernel = FORK.Process(target=be_kernel, args=(command[-1], env))  # The last word names the file with the ports.
     kernel.start()
     kernel.stdin = kernel.stdout = kernel.stderr = None
     kernel.poll, kernel.wait = lambda: kernel.exitcode, kernel.join
     kernel.send_signal = lambda number: os.kill(kernel.pid, number)
     with suppress(OSError, AttributeError):
-        os.setpgid(kernel.pid, kernel.pid)  # an interrupt is for its group
+        os.setpgid(kernel.pid, kernel.pid)  # Jupyter interrupts the kernel's process group.
     threading.Thread(target=end_with, args=(kernel,), daemon=True).start()
     return kernel
 
 
 def end_with(kernel: Any) -> None:
-    """Wait for the kernel's end, which nbval notices only when a cell's whole time is over."""
+    """End this process when the kernel ends: nbval would notice only after the cell's whole time."""
     kernel.join()
     end_children(True)
 
@@ -80,7 +80,7 @@ def be_kernel(file: str, environment: dict) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ.update(environment)
     torch.set_num_threads(1)
-    asyncio.set_event_loop(asyncio.new_event_loop())  # the one that came with the fork is busy
+    asyncio.set_event_loop(asyncio.new_event_loop())  # The loop that came with the fork is busy.
     app = IPKernelApp.instance()
     app.initialize(["-f", file])
     enter(environment[HAND_OVER])
@@ -88,7 +88,7 @@ def be_kernel(file: str, environment: dict) -> None:
 
 
 def run_cells(notebook: Path, seconds: float) -> None:
-    """Run a notebook, each cell for so many seconds, and write a line of JSON for each."""
+    """Run a notebook, each cell for at most `seconds`, and write a line of JSON for each."""
     os.setsid()
     folder = str(notebook.parent)
     homes = ("HOME", "TMPDIR", "IPYTHONDIR", "MPLCONFIGDIR", "JUPYTER_RUNTIME_DIR", HAND_OVER)
@@ -99,7 +99,7 @@ def run_cells(notebook: Path, seconds: float) -> None:
     silent = os.open(os.devnull, os.O_RDWR)
     for descriptor in range(3):
         os.dup2(silent, descriptor)
-    linux.adopt_orphans()  # what a submission starts stays below this process
+    linux.adopt_orphans()  # Processes that a submission starts stay below this one.
     signal.signal(signal.SIGTERM, end_children)
     limit()
     local_provisioner.launch_kernel = start_kernel  # type: ignore[assignment]
@@ -109,7 +109,7 @@ def run_cells(notebook: Path, seconds: float) -> None:
 
 
 def end_children(*signalled: Any) -> None:
-    """Kill all that this process has started, whatever group or session it went to; a signal ends it as well."""
+    """Kill all that this process has started, whatever group or session it is in; after a signal, end it as well."""
     while children := psutil.Process().children(recursive=True):
         for child in children:
             with suppress(psutil.Error):

@@ -12,13 +12,13 @@ from ..errors import GradingError
 from .checks import cell_of
 from .results import clean
 
-PRISTINE = Path(__file__).with_name("pristine")  # the exercises as they are given out, which nobody solves in place
+PRISTINE = Path(__file__).with_name("pristine")  # It has the exercises as they are given out; learners solve copies.
 MOST_BYTES = 256 << 20
 MISSING = "its answer cell is missing: it was deleted, or copied into a new cell"
 UNTOUCHED = "not solved yet"
 NUMBERED = re.compile(r"(\d{1,2})[_\- .]")
 ANSWER_ID = re.compile(r"answer-(\d+)-(\d+)$")
-LEFT_BEHIND = {".ipynb_checkpoints", "__MACOSX"}  # by Jupyter and by archives
+LEFT_BEHIND = {".ipynb_checkpoints", "__MACOSX"}  # Jupyter and archives leave these behind.
 
 
 class Pristine(NamedTuple):
@@ -36,7 +36,7 @@ class Submission(NamedTuple):
 
     @property
     def file(self) -> str:
-        """Its name within the learner's folder; "" if there is no notebook."""
+        """The notebook's name within the learner's folder; "" if there is no notebook."""
         if self.path is None:
             return ""
         parts = self.path.parts
@@ -114,7 +114,7 @@ def read_notebook(path: Path | None) -> list[Cell]:
 
 
 def as_cell(cell: Any) -> Cell:
-    """A code cell that was handed in; an answer is told by its metadata or by its id."""
+    """A code cell that was handed in; an answer is recognised by its metadata or by its id."""
     about, name = cell.get("metadata", {}).get("ddp_course", {}), cell.get("id", "")
     match = ANSWER_ID.match(name)
     task = str(about.get("task", "")) if about.get("role") == "answer" else f"{match[1]}.{match[2]}" if match else ""
@@ -133,7 +133,7 @@ def exercise_of(cells: Sequence[Cell], number: int | None, exercises: dict[int, 
 
 
 def lay(pristine: Any, cells: Sequence[Cell], without: Sequence[str] = ()) -> Laid:
-    """The learner's cells in their order, as they stand, among the pristine ones; each check follows its answer.
+    """The learner's cells in their order, unchanged, among the pristine ones; each check follows its answer.
 
     `without` are ids of laid cells that are left out: they ended the whole notebook when it ran.
     """
