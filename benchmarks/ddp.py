@@ -1,7 +1,7 @@
 """`python -m benchmarks ddp`: stage 6 beside torch's own DistributedDataParallel, on gloo and the CPU.
 
 Both train copies of the same model in the same processes and take turns step by step, so that whatever disturbs the
-machine disturbs both. Measured besides: what the Python hooks cost a parameter, memory, overlap, and "auto" buckets
+machine disturbs both. Other parts measure what the Python hooks cost per parameter, memory, overlap, and "auto" buckets
 over a slow link.
 """
 
@@ -38,15 +38,15 @@ MODELS = {
     "encoder, 48 small parameters": ("encoder", {}, 16),
     "GPT, 1 M, large batch": ("bytes", {"parameters": 1_000_000}, 24),
 }
-STEPS, SLOW = list(MODELS)[:4], list(MODELS)[4]  # over the slow link, backward must take as long as the all-reduce
-VIEWS = ("MLP, 4 M", "encoder, 48 small parameters")  # few large parameters, many small ones
+STEPS, SLOW = list(MODELS)[:4], list(MODELS)[4]  # SLOW's backward pass must last as long as a slow all-reduce.
+VIEWS = ("MLP, 4 M", "encoder, 48 small parameters")  # One has few large parameters, the other many small ones.
 RING = {"all_reduce": pipelined_ring_all_reduce}
 WRAPPERS: dict[str, Callable[..., Any]] = {
     "torch": TorchDDP,
     "ours": DistributedDataParallel,
     "ours, ring": partial(DistributedDataParallel, **RING),
 }
-ORDERS = list(permutations(WRAPPERS))  # the last is the first, backwards
+ORDERS = list(permutations(WRAPPERS))  # The last order is the first one reversed.
 MEMORY_LAUNCHES, VIEW_LAUNCHES = 9, 5
 HOSTS_BANDWIDTH = "1Gbit"
 
@@ -54,9 +54,6 @@ HOSTS_BANDWIDTH = "1Gbit"
 def on_cpu(function: Callable, *args: Any, world_size: int, **settings: Any) -> Any:
     """Rank 0's result of a launch on the CPU."""
     return launch(function, *args, world_size=world_size, device="cpu", **settings)[0]
-
-
-# Step time
 
 
 def step_times(args: argparse.Namespace) -> Part:
@@ -67,7 +64,7 @@ def step_times(args: argparse.Namespace) -> Part:
     """
     rows = []
     for (network, link), model, world_size in product(networks().items(), STEPS, WORLD_SIZES):
-        orders = ORDERS if link is None else (ORDERS[0], ORDERS[-1])  # slower, and more alike: two will do
+        orders = ORDERS if link is None else (ORDERS[0], ORDERS[-1])  # Over links times vary less: two orders will do.
         train = partial(on_cpu, wrappers_in_turn, model, args.repeats, world_size=world_size, link=link)
         seconds = means([train(order) for order in orders])
         rows.append({"network": network, "model": model, "world_size": world_size, **seconds})
@@ -112,9 +109,9 @@ def promised_steps(rows: list[Row]) -> list[Promise]:
 
 
 def views_into_buckets(args: argparse.Namespace) -> Part:
-    """The same with `gradient_as_bucket_view=True`, in both orders of making the wrappers, a row for each.
+    """Seconds of a step with `gradient_as_bucket_view=True`, in both orders of making the wrappers, a row for each.
 
-    As above, a row has the geometric means of several launches' medians.
+    As in `step_times`, a row has the geometric means of several launches' medians.
     """
     rows: list[Row] = []
     for model, world_size, order in product(VIEWS, WORLD_SIZES, permutations(("torch", "ours"))):
@@ -139,11 +136,8 @@ def training_step(wrapper: Callable, model: str) -> Callable[[], float]:
     return timed(step, parallel, torch.optim.SGD(parallel.parameters(), lr=0.01), inputs, targets)
 
 
-# What the hooks cost
-
-
 def hook_costs(args: argparse.Namespace) -> Part:
-    """Microseconds that a wrapper adds to a step, a parameter, when nothing is communicated."""
+    """Microseconds per parameter that a wrapper adds to a step when nothing is communicated."""
     cost = on_cpu(cost_without_communication, 5 * args.repeats, world_size=1)
     promise = Promise("Python hooks, microseconds a parameter", cost["ours"], HOOK_MICROSECONDS)
     return Part([cost], [promise], [{f"{name}, us per parameter": us for name, us in cost.items()}])
@@ -177,14 +171,11 @@ def bare_step(module: torch.nn.Module, inputs: torch.Tensor) -> float:
     return time.thread_time() - began
 
 
-# Memory
-
-
 def memory(args: argparse.Namespace) -> Part:
     """Peak bytes of tensors and peak resident bytes, each kind in processes of its own.
 
-    The smallest of `MEMORY_LAUNCHES` counts. What lies above it is chance: when gloo's thread lets go of a bucket, and
-    what malloc keeps of it.
+    The smallest of `MEMORY_LAUNCHES` counts. A larger peak is due to chance: when gloo's thread frees a bucket, and how
+    much of it malloc keeps.
     """
     rows, promises = [], []
     for as_view in (False, True):
@@ -218,22 +209,19 @@ def peak_bytes(kind: str, as_view: bool) -> dict[str, int]:
     return {"tensors": peak, "resident": resident}
 
 
-# Overlap
-
-
 def overlap(args: argparse.Namespace) -> Part:
     """Share of the all-reduces' time in which the backward pass was computing, from torch's profiler for both."""
     rows, promises = [], []
     for model in ("MLP, 4 M", "GPT, 10 M"):
         row = {"model": model, **on_cpu(hidden_shares, model, args.repeats, world_size=2)}
         rows.append(row)
-        least = row["torch"] - 0.02  # two medians of the same share differ by that much
+        least = row["torch"] - 0.02  # Two medians of the same share differ by 0.02.
         promises.append(Promise(f"overlap, {model}, share of communication hidden", row["ours"], at_least=least))
     return Part(rows, promises)
 
 
 def hidden_shares(model: str, repeats: int) -> dict[str, float]:
-    """On each rank: the median over steps that take turns."""
+    """On each rank: the median `hidden_share` of each wrapper's steps, which take turns."""
     steps = {kind: training_step(partial(WRAPPERS[kind], bucket_cap_mb=4), model) for kind in ("torch", "ours")}
 
     def profiled(train):
@@ -252,9 +240,6 @@ def hidden_share(events: list[Any]) -> float:
     sums = [(start, end) for name, start, end in spans if name == "gloo:all_reduce"]
     total = sum(end - start for start, end in sums)
     return sum(max(0, min(end, computed) - start) for start, end in sums) / total
-
-
-# A slow link
 
 
 def slow_link(args: argparse.Namespace) -> Part:

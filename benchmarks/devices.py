@@ -29,16 +29,16 @@ from .harness import Benchmark, Part, Promise
 
 SETTINGS, SEED, STEPS = 30, 11, 8
 RANKS, CAPS_MB = (2, 3, 4, 6, 8), (0.02, 0.05, 0.1, 0.25, 25.0)
-RANK_SECONDS = 0.04  # of a rank's step, for every rank that shares this machine: at least so slow is its device
+RANK_SECONDS = 0.04  # A rank's step takes at least this long for each rank on this machine.
 MBITS = (30, 50, 80, 120)
 MEDIAN, WORST = 0.05, 0.15
 OFF_IDEAL = {2: 0.08, 4: 0.20}
 OFF_RATE, OVERHEAD_US, OPERATIONS, TRIES = 0.03, 15.0, 2000, 9
-FASTER = {"5": 3.2, "3": 1.2}  # than one device, at 4 ranks
+FASTER = {"5": 3.2, "3": 1.2}  # At 4 ranks these stages must be this many times as fast as one device.
 
 
 def clock(args: argparse.Namespace) -> Part:
-    """Steps of 4 ranks that do not communicate, beside flops/rate; and processor time of the emulation an operation."""
+    """Steps of 4 ranks that do not communicate, beside flops/rate; and the emulation's processor time per operation."""
     job = job_of({"K": 4, "cap_mb": 25.0})
     device = Device(f"{job.work(Device('1GFLOP/s'), 4).flops / (4 * RANK_SECONDS)}FLOP/s")
     derived = job.work(device, 4).compute_s

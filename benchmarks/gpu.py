@@ -2,7 +2,7 @@
 
 Is every stage right there, with races made likely? Does the preloaded server survive CUDA, do failures name the
 culprit, does nothing stay on the device? How long is a step of stage 6 beside torch's, and how much memory does it
-take? With `--device cpu` the same runs where there is no GPU, as far as it goes. Needs torch (2.10 or newer)
+take? With `--device cpu` the same runs without a GPU, as far as that is possible. It needs torch (2.10 or newer)
 and numpy, nothing else: `python -m benchmarks gpu` in the checkout.
 """
 
@@ -39,27 +39,24 @@ from .training import model_and_batch, step
 
 EXACT, EACH, STEP_RATIO, MEMORY_RATIO = 1e-12, 1.05, 1.02, 1.05
 LARGE = ("bytes", {"parameters": 100_000_000}, 8)
-SMALL = ("bytes", {"parameters": 1_000_000}, 8)  # for trying the command on a CPU
-VECTORS = {"parameters": 6 * 64**2, "width": 64, "samples": 256}  # needs no file of data
-NOT_ON_THE_CPU = {  # what a part has not looked at
+SMALL = ("bytes", {"parameters": 1_000_000}, 8)  # This model is for trying the command on a CPU.
+VECTORS = {"parameters": 6 * 64**2, "width": 64, "samples": 256}  # This problem needs no file of data.
+NOT_ON_THE_CPU = {  # On a CPU each part says what it cannot look at.
     "exactness": "Not looked at without a GPU: NCCL, streams, late gradients, a training stream of its own.",
     "safety": "Not looked at without a GPU: CUDA in the caller, CUDA contexts of CPU ranks, processes left on a GPU.",
     "steps": "Not looked at without a GPU: a GPU's step times and memory; these are a processor's.",
     "own_tests": "Not looked at without a GPU: what these tests test; they are skipped.",
 }
-CYCLES = 2_000_000  # about a millisecond of a GPU's time
+CYCLES = 2_000_000  # This is about a millisecond of a GPU's time.
 
 
 def world_sizes(device: str) -> list[int]:
-    """1, 2, 4, 8: as many ranks as there are GPUs for one each; 2 on the CPU."""
+    """Those of 1, 2, 4 and 8 ranks that can have a GPU each; 2 on the CPU."""
     return [2] if device == "cpu" else [count for count in (1, 2, 4, 8) if count <= usable_gpus()]
 
 
-# Right?
-
-
 def exactness(args: argparse.Namespace) -> Part:
-    """How far each stage's weights end from stage 1's in float64: K ranks on one device, and one a GPU."""
+    """How far each stage's weights end from stage 1's in float64: K ranks on one device, and one per GPU."""
     rows = []
     for where, counts, asked in placements(args.device):
         for world_size in counts:
@@ -80,8 +77,8 @@ def placements(device: str) -> list[tuple[str, list[int], str]]:
 
 
 def distances() -> dict[str, float]:
-    """On each rank: train with every stage, the device kept busy in between; how far it ends from stage 1."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or each rank warns that cuBLAS may not repeat itself
+    """On each rank: train with every stage while the device is kept busy; how far each stage ends from stage 1."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # Without it, ranks warn that cuBLAS results vary.
     torch.use_deterministic_algorithms(True, warn_only=True)
     problem = problems.make("synthetic", dtype=torch.float64, device=rank_device(), **VECTORS)
     world_size = dist.get_world_size()
@@ -89,7 +86,7 @@ def distances() -> dict[str, float]:
     ladder.find("1").trainer({})(single, problem.batches(24, 3, 0, 0, 1), 0.1)
     for key, stage in ladder.STAGES.items():
         if stage.one_process or key == "torch" or (key == "8" and world_size > 4):
-            continue  # torch's class waits for gloo by a future, which knows no stream but the default one
+            continue  # torch's DDP waits for gloo by a future, which knows only the default stream.
         model, mine = problem.model(0), (dist.get_rank(), world_size) if stage.splits_batch else (0, 1)
         with races(model):
             stage.trainer({"bucket_cap_mb": 0.1})(model, problem.batches(24, 3, 0, *mine), 0.1)
@@ -113,13 +110,10 @@ def races(model: torch.nn.Module) -> Any:
     torch.cuda.synchronize()
 
 
-# Safe?
-
-
 def safety(args: argparse.Namespace) -> Part:
-    """Failures and what they leave behind: seconds until each was told, and whether it was told as it should be."""
+    """Failures and what they leave: seconds until each was reported, and whether the report was as it should be."""
     device = "cpu" if args.device == "cpu" else "cuda:0"
-    torch.ones(1, device=device)  # this process is on the GPU, too, before others are looked for
+    torch.ones(1, device=device)  # This process must be on the GPU, too, when `mine` is listed.
     mine = processes_on_gpus()
     checks: dict[str, Callable[[], bool]] = {
         "out of memory in one rank": partial(told, RankError, "rank 1", out_of_memory, device),
@@ -135,7 +129,7 @@ def safety(args: argparse.Namespace) -> Part:
         right = check()
         rows.append({"check": name, "as it should be": right, "seconds": time.perf_counter() - began})
     if device != "cpu":
-        time.sleep(1.0)  # the driver forgets a process a moment after its end
+        time.sleep(1.0)  # The driver lists a process for a moment after its end.
         left = processes_on_gpus() - mine
         rows.append({"check": "no process left on a GPU", "as it should be": not left, "seconds": 0.0})
     wrong = sum(not row["as it should be"] for row in rows)
@@ -191,7 +185,7 @@ def killed() -> None:
 
 
 def absent() -> None:
-    """Rank 1 does something else."""
+    """Rank 1 sleeps while rank 0 waits for it."""
     if dist.get_rank() == 1:
         time.sleep(60)
     total()
@@ -208,9 +202,6 @@ def cuda_after_training() -> bool:
     batches = problem.batches(8, 2, 0, dist.get_rank(), dist.get_world_size())
     ladder.find("5").trainer({})(problem.model(0), batches, 0.1)
     return torch.cuda.is_initialized()
-
-
-# Fast?
 
 
 def steps(args: argparse.Namespace) -> Part:
@@ -242,7 +233,7 @@ def step_times(repeats: int, order: tuple[str, ...], device: str) -> Row:
         train(), train()
         return train
 
-    two_steps(lambda model: model)  # what CUDA's libraries keep for themselves is no wrapper's memory
+    two_steps(lambda model: model)  # CUDA's libraries take their own memory here, before a wrapper is measured.
     ways, memory = {}, {}
     for name in order:
         before = allocated()
@@ -270,13 +261,10 @@ def finished(function: Callable) -> None:
         torch.cuda.synchronize()
 
 
-# And the rest of the course
-
-
 def compared(args: argparse.Namespace) -> Part:
     """The comparison of all stages on the device, as `ddp-course compare` makes it."""
     ranks = 2 if args.device == "cpu" else max(2, *world_sizes(args.device))
-    rate = 0.01  # with which rounding does not grow from step to step
+    rate = 0.01  # At this rate rounding errors do not grow from step to step.
     results = comparison.run(
         "synthetic", ranks, 24, "1,2,3,4,5,6,torch", args.device, link=None, parameters=200_000, lr=rate, timeout=180
     )
@@ -303,14 +291,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def on_device(part: Callable[[argparse.Namespace], Part]) -> Callable[[argparse.Namespace], Part]:
-    """Refuse to measure a GPU that is not there; name the one that is. A part that fails does not cost the others."""
+    """Refuse to measure without a GPU; name the GPU in the report. A part that fails does not cost the others."""
 
     def measured(args: argparse.Namespace) -> Part:
         if args.device == "cuda" and not usable_gpus():
             raise ValueError("there is no GPU here that CUDA can use; --device cpu tries the command without one")
         try:
             outcome = part(args)
-        except Exception as error:  # of any kind: nobody may have run this on such a machine before
+        except Exception as error:  # A part may fail in any way on a kind of machine that is new to it.
             outcome = Part([{"ended by": f"{type(error).__name__}: {error}"}], [Promise("errors", 1, at_most=0)])
         if args.device == "cpu":
             print(NOT_ON_THE_CPU.get(part.__name__, NOT_ON_THE_CPU["steps"]))

@@ -1,4 +1,4 @@
-"""`python -m benchmarks grade`: how many submissions per minute the grader gets through, and whether its memory stays.
+"""`python -m benchmarks grade`: how many submissions per minute the grader gets through, and whether its memory grows.
 
 The submissions are copies of one exercise's solution, of which some are unsolved and some wrong, in a folder of their
 own. The rate is for each core that is used, with as many submissions at a time as there are cores.
@@ -20,9 +20,9 @@ from ddp_course.running.linux import usable_cores
 
 from .harness import Benchmark, Part, Promise
 
-WANTED_PER_MINUTE_AND_CORE = 10.0  # that is sixty submissions in three minutes on two cores
-MOST_PROCESSOR_SECONDS = 6.0  # a submission may take so much, and leaves room for other programs
-MOST_GROWTH = 1.1  # the second half's peak of memory, by the first half's
+WANTED_PER_MINUTE_AND_CORE = 10.0  # This is sixty submissions in three minutes on two cores.
+MOST_PROCESSOR_SECONDS = 6.0  # A submission that takes no more leaves room for other programs.
+MOST_GROWTH = 1.1  # The second half's peak of memory may be this many times the first half's.
 WRONG = (
     ("(rank - step)", "(rank + step)"),
     ("target += incoming", "target.copy_(incoming)"),
@@ -31,14 +31,14 @@ WRONG = (
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """What is graded."""
+    """The options of this benchmark."""
     parser.add_argument("--count", type=int, default=60, help="submissions (default 60)")
     parser.add_argument("--exercise", type=int, default=4, help="which exercise (default 4)")
     parser.add_argument("--jobs", type=int, default=usable_cores(), help="at a time (default: one a core)")
 
 
 def throughput(args: argparse.Namespace) -> Part:
-    """Submissions a minute and a core, and the peaks of memory in both halves of the time."""
+    """Submissions per minute and core, and the peaks of memory in both halves of the time."""
     exercises = load_exercises()
     with tempfile.TemporaryDirectory(prefix="ddp_course_bench_") as made:
         make_submissions(Path(made), args.exercise, args.count)
@@ -107,7 +107,7 @@ def make_submissions(folder: Path, exercise: int, count: int) -> None:
 
 
 class watching_memory:
-    """While the block runs, note what this process and all its descendants hold, once a second."""
+    """While the block runs, note the bytes of this process and all its descendants, once per second."""
 
     def __enter__(self):
         self.samples, self.stop = [], threading.Event()
@@ -120,14 +120,14 @@ class watching_memory:
         self.thread.join()
 
     def watch(self) -> None:
-        """Sum the memory that each process has for itself."""
+        """Note the sum of the memory that the processes do not share."""
         while not self.stop.wait(1.0):
             everyone = [psutil.Process(), *psutil.Process().children(recursive=True)]
             self.samples.append(sum(map(own_bytes, everyone)))
 
 
 def processor_seconds() -> float:
-    """What this process has used so far, and its children with all of theirs that have ended."""
+    """Processor seconds of this process, of its children, and of their children that have ended, so far."""
     own = psutil.Process().cpu_times()
     times = [child.cpu_times() for child in psutil.Process().children()]
     return own.user + own.system + sum(of.user + of.system + of.children_user + of.children_system for of in times)

@@ -1,8 +1,8 @@
 """What all benchmarks do alike: ways take turns, the slowest rank counts, promises are judged, a report is written.
 
 results/bench_NAME.json (for GPUs: gpu.json) is {"benchmark", "machine", "parts": {part: {"repeats", "rows": […],
-"promises": [{"promise", "value", "at_least", "at_most", "kept"}]}}}. Times are seconds, and all that stands in one row
-took turns.
+"promises": [{"promise", "value", "at_least", "at_most", "kept"}]}}}. Times are in seconds, and all times of one row
+were measured in turns.
 """
 
 import argparse
@@ -28,7 +28,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Promise:
-    """What is promised of a measured `value`: that it is at least and at most so much."""
+    """What is promised of a measured `value`: that it is from `at_least` to `at_most`."""
 
     what: str
     value: float
@@ -36,7 +36,7 @@ class Promise:
     at_least: float = -math.inf
 
     def record(self) -> Row:
-        """The promise as in the report; a bound that there is not is None."""
+        """The promise as an entry of the report, with None for a bound that is missing."""
         bounds = {name: getattr(self, name) for name in ("at_least", "at_most")}
         finite = {name: bound if math.isfinite(bound) else None for name, bound in bounds.items()}
         kept = self.at_least <= self.value <= self.at_most
@@ -44,7 +44,7 @@ class Promise:
 
 
 def promises_of_ratios(what: str, ratios: list[float], mean: float, each: float) -> list[Promise]:
-    """That the geometric mean of the `ratios` is at most `mean`, and the largest at most `each`."""
+    """The promises that the geometric mean of the `ratios` is at most `mean`, and the largest at most `each`."""
     geometric = Promise(f"{what}, geometric mean", statistics.geometric_mean(ratios), mean)
     return [geometric, Promise(f"{what}, slowest", max(ratios), each)]
 
@@ -115,7 +115,7 @@ def table(rows: list[Row]) -> str:
     """The `rows` in lines and columns, under their keys."""
     try:
         from tabulate import tabulate
-    except ImportError:  # a machine with torch and numpy only
+    except ImportError:  # Some machines have torch and numpy only.
         written = lambda value: f"{value:.4g}" if isinstance(value, float) else str(value)  # noqa: E731
         return "\n".join(", ".join(f"{key}: {written(value)}" for key, value in row.items()) for row in rows)
     return tabulate(rows, headers="keys", floatfmt=".4g")
@@ -137,7 +137,7 @@ def earlier_parts(file: Path, measured_now: Iterable[str] = ()) -> dict[str, Row
 
 
 def machine() -> Row:
-    """Where the numbers come from."""
+    """The machine and the versions that the numbers come from."""
     processor = platform.processor()
     if Path("/proc/cpuinfo").is_file():
         names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
@@ -156,7 +156,7 @@ def take_turns(
 ) -> dict[str, list]:
     """Call each way `repeats` times after `warm_up` calls; return what each returned, once the ranks `agree` on it.
 
-    The order rotates, and every second turn goes backwards: nobody always follows the same other one.
+    The order rotates, and every second turn goes backwards: no way always follows the same other way.
     """
     names, seconds = list(ways), {name: [] for name in ways}
     for turn in turns(repeats + warm_up):
@@ -170,10 +170,10 @@ def take_turns(
 
 
 def turns(count: int) -> Iterable[int]:
-    """0, 1, 2 …, with a bar where somebody looks."""
+    """0, 1, 2 …, with a progress bar in a terminal."""
     if not sys.stderr.isatty():
         return range(count)
-    from tqdm.auto import tqdm  # here: ranks can do without
+    from tqdm.auto import tqdm  # Ranks show no bar and do not need it.
 
     return tqdm(range(count), unit="turn", leave=False)
 

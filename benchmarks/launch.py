@@ -1,8 +1,8 @@
-"""`python -m benchmarks launch`: what it costs to bring K ranks to life.
+"""`python -m benchmarks launch`: how long it takes to start K ranks.
 
 Every way calls an empty function with the process group up (gloo, CPU): `launch` warm and cold,
-`torch.multiprocessing.spawn`, fork, and accelerate's `notebook_launcher` where it is installed. On two virtual hosts,
-a job started by `launch` and by torchrun.
+`torch.multiprocessing.spawn`, fork, and accelerate's `notebook_launcher` where it is installed. Another part
+compares a job on two virtual hosts that `launch` starts with one that torchrun starts.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from .harness import Benchmark, Part, Promise, take_turns, timed
 WARM_WORLD_SIZES = (1, 2, 4, 8, 10, 12, 16)
 COMPARED_WORLD_SIZE = 4
 WARM_SECONDS, LARGE_WORLD_SECONDS, TIMES_FASTER_THAN_SPAWN, TIMES_IMPORT = 0.35, 0.6, 10, 1.3
-WARM_UP_SECONDS = 3.0  # for the server to load, in the background, what it loads after the first launch
+WARM_UP_SECONDS = 3.0  # After the first launch the server loads more in the background for this long.
 
 IMPORT = "import time; begin = time.perf_counter(); import torch; print(time.perf_counter() - begin)"
 FIRST_LAUNCH = """
@@ -49,7 +49,7 @@ print(time.perf_counter() - begin)
 
 
 def compare(args: argparse.Namespace) -> Part:
-    """Median seconds of every way to start, one row, and all of them beside."""
+    """Median seconds of every way to start, in one row; the report has the seconds of each turn, too."""
     ways = ways_to_start()
     launch(lambda: None, world_size=1)
     time.sleep(WARM_UP_SECONDS)
@@ -107,7 +107,7 @@ def start(method: str) -> None:
 
 
 def join_group(rank: int, world_size: int, meeting: str) -> None:
-    """One rank of `start`."""
+    """Be one rank of `start`."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world_size)
     dist.destroy_process_group()

@@ -35,13 +35,13 @@ ALGORITHMS = {
 FORMULA = {"gloo": "ring"}
 WORLD_SIZES = {"hosts": "2,3,4", "wire": "2,3,4,8"}
 COLUMNS = ("mode", "algorithm", "world_size", "bytes", "bandwidth_bits_s")
-CALIBRATION_SECONDS, ROUNDS = 0.1, 10  # the link time of the longest message of a calibration, and how often it goes
-PAUSE_SECONDS = 0.01  # every message finds links that have rested
+CALIBRATION_SECONDS, ROUNDS = 0.1, 10  # A calibration's longest message takes this long, and goes this often.
+PAUSE_SECONDS = 0.01  # The links rest this long before each message.
 JUDGED_BYTES, LOWEST, HIGHEST, SLOWER_THAN_GLOO = 4 << 20, 0.97, 1.12, 1.05
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """What is measured."""
+    """The options of this benchmark."""
     parser.add_argument("--modes", default="hosts,wire", help="default %(default)s; hosts only where possible")
     parser.add_argument("--bandwidths", default="100Mbit,200Mbit", help="default %(default)s")
     parser.add_argument("--world-sizes", metavar="K", help="default 2,3,4, and for wire 8 too")
@@ -66,7 +66,7 @@ def compare(args: argparse.Namespace) -> Part:
 
 
 def usable_modes(modes: list[str]) -> Iterator[str]:
-    """Leave out what this machine does not allow, and say so."""
+    """Yield the modes that this machine allows, and print why it does not allow the others."""
     possible = links.available()
     for mode in modes:
         reason = possible.get(mode)
@@ -119,14 +119,14 @@ def time_all(names: list[str], sizes: list[int], repeats: int) -> list[dict[str,
     """On each rank: for each size the seconds of every turn of each algorithm."""
     turns = []
     for size in sizes:
-        tensor = torch.zeros(size // 4)  # zeros stay zeros, however often they are summed
+        tensor = torch.zeros(size // 4)  # Zeros stay zeros, however often they are summed.
         ways = {name: timed(ALGORITHMS[name], tensor) for name in names}
         turns.append(take_turns(ways, repeats, agree=slowest))
     return turns
 
 
 def merge(earlier: list[Row], rows: list[Row]) -> list[Row]:
-    """The `earlier` rows, those measured again replaced, sorted."""
+    """The `earlier` rows and the new `rows`, which replace earlier ones of the same setting, sorted."""
     known = {tuple(row[column] for column in COLUMNS): row for row in [*earlier, *rows]}
     return [known[key] for key in sorted(known, key=lambda key: (key[0], key[4], key[2], key[3], key[1]))]
 

@@ -33,11 +33,11 @@ MODELS = {
     "MLP, 4 M": ("synthetic", {"parameters": 2**22, "width": 512}, 32),
     "GPT, 1 M": ("bytes", {"parameters": 1_000_000}, 8),
 }
-SHARDING, NAN_CHECK = 1.10, 1.02  # at most this many times torch's step, and the step without the check
+SHARDING, NAN_CHECK = 1.10, 1.02  # Our step may take this many times torch's, and a checked step an unchecked one's.
 
 
 class Delay(torch.nn.Module):
-    """A layer that takes time and leaves its inputs alone: milliseconds a sample, forward and backward.
+    """A layer that takes time and leaves its inputs alone: milliseconds per sample, forward and backward.
 
     It sleeps, so that ranks which share a core do not slow each other down, and waiting shows up as waiting.
     """
@@ -138,8 +138,8 @@ def pipeline_times(model: str, repeats: int) -> dict[str, float]:
 def nan_check_times(model: str, repeats: int) -> dict[str, float]:
     """Seconds of a step of stage 5 whose gradients are checked for NaN, and of the checks in it.
 
-    They take less than a step varies by, so they are timed by themselves, where they happen: in the backward pass,
-    when the gradient has just been computed.
+    The checks take less time than a step varies by, so they are timed by themselves, where they happen: in the backward
+    pass, when the gradient has just been computed.
     """
     make, *batch = model_and_batch(*MODELS[model])
     watched, spent = make(), [0.0]

@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 
 from ddp_course import problems
 
-Model = tuple[str, dict[str, Any], int]  # a problem, its options, samples per rank
+Model = tuple[str, dict[str, Any], int]  # A model is a problem, its options, and samples per rank.
 
 
 class Encoder(torch.nn.Module):
@@ -40,7 +40,7 @@ def model_and_batch(name: str, options: dict[str, Any], samples: int) -> tuple[C
 
 
 def step(forward: Callable, optimizer: Any, inputs: Tensor, targets: Tensor) -> None:
-    """Forward, backward, update."""
+    """Make one step: forward, backward, update."""
     optimizer.zero_grad()
     cross_entropy(forward(inputs), targets).backward()
     optimizer.step()

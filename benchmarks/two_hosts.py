@@ -1,7 +1,7 @@
 """A part of `python -m benchmarks launch`: does a job take as long when a cell starts it as when torchrun does?
 
 On two virtual hosts with cables of 1 Gbit/s, two ranks each, the ring averages the same tensor again and again: started
-by torchrun on each host, and by `launch` on hosts that have joined. This file is also the program of a host:
+by torchrun on each host, and by `launch` on hosts that have joined. This file is also the program that a host runs:
 
     python -m benchmarks.two_hosts torchrun|head|join FOLDER
 """
@@ -59,7 +59,7 @@ def compare(args: argparse.Namespace) -> Part:
 
 
 def on_hosts(command: list[str]) -> tuple[float, float]:
-    """Run the command on both hosts, with a folder as its last word; its seconds: the job's, and from the start on."""
+    """Run the command on both hosts, with a folder as its last word; the seconds of the job, and from the start on."""
     with tempfile.TemporaryDirectory() as folder:
         environ = {**os.environ, "DDP_COURSE_HOSTS": f"{folder}/hosts"}
         both = [sys.executable, "-m", "ddp_course.running.on_hosts", f"--hosts={HOSTS}", "--bandwidth=1Gbit"]
@@ -73,7 +73,7 @@ def on_hosts(command: list[str]) -> tuple[float, float]:
 
 
 def job() -> float:
-    """Average 1 MiB on the ring so often; the slowest rank's seconds, without the first few."""
+    """Average 1 MiB on the ring STEPS times, after a warm-up; the slowest rank's seconds."""
     tensor, began = torch.ones(FLOATS), 0.0
     for step in range(WARM_UP + STEPS):
         if step == WARM_UP:
@@ -85,7 +85,7 @@ def job() -> float:
 
 
 def head(folder: Path) -> None:
-    """Bring both hosts together, launch the job once to warm up and once to measure; without a controller all end."""
+    """Bring both hosts together, launch the job once to warm up and once to measure; end the controller last."""
     start = ["start", "--ip", virtual_hosts.address(0), "--engines", str(folder / "engines.json")]
     controller = subprocess.Popen([*COURSE, "hosts", *start], stdout=subprocess.DEVNULL)
     try:
@@ -106,18 +106,18 @@ def head(folder: Path) -> None:
 
 
 def join_as_engine(folder: Path) -> subprocess.Popen:
-    """This host takes part."""
+    """Start this host's engine."""
     return subprocess.Popen([*COURSE, "hosts", "join", str(folder / "engines.json")])
 
 
 def wait_for(file: Path) -> None:
-    """Until another host has written it."""
+    """Wait until another host has written the file."""
     while not file.is_file() or not file.stat().st_size:
         time.sleep(0.05)
 
 
 def main(part: str, folder: Path) -> None:
-    """Be one host, or under torchrun one rank."""
+    """Be one host, or be one rank under torchrun."""
     if part == "torchrun":
         join("cpu")
         seconds = job()
