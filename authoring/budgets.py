@@ -1,13 +1,13 @@
 """How many lines a room may have: `python authoring/budgets.py` prints the table, and fails beyond a budget.
 
-A feature pays for its lines: with others that go, or with a reason for a larger number here.
+A change that adds lines deletes as many others, or gives a reason for a larger number here.
 """
 
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-BUDGETS = {  # lines of Python in the folders and files that a pattern names
+BUDGETS = {  # The folders and files of a pattern may have this many lines of Python.
     "ddp_course": 16_000,
     "ddp_course/stage[1-5]_*.py": 470,
     "ddp_course/stage6_ddp": 1_400,

@@ -85,13 +85,13 @@ def build_all(root, only=None):
         else:
             given = opened(exercise(source, False), "exercises", source)
             built[root / "exercises" / f"{topic}.ipynb"] = given
-            built[root / PRISTINE / f"{topic}.ipynb"] = given  # what is graded starts from this one, never solved
+            built[root / PRISTINE / f"{topic}.ipynb"] = given  # The grader starts from this unsolved copy.
             built[root / "solutions" / f"{topic}.ipynb"] = exercise(source, solved=True)
     return built
 
 
 def opened(notebook, folder, source):
-    """`notebook` with what opens it elsewhere below its title, and a link between lesson and exercise."""
+    """`notebook` with the cells that open it elsewhere below its title, and a link between lesson and exercise."""
     topic = source.stem.removesuffix("_exercise")
     folders = {"notebooks": source.with_name(f"{topic}.py"), "exercises": source.with_name(f"{topic}_exercise.py")}
     other = next((name for name, path in folders.items() if name != folder and path.exists()), None)
@@ -343,7 +343,7 @@ def execute_all(root, built):
     failed = False
     for path, notebook in built.items():
         if path.parent.name in ("exercises", "pristine"):
-            continue  # unsolved: they raise
+            continue  # Unsolved exercises raise errors.
         start = time.perf_counter()
         problem = execute(notebook, path, root)
         print(f"{path.parent.name}/{path.name}: {problem or 'ran'} in {time.perf_counter() - start:.1f} s", flush=True)

@@ -1,6 +1,6 @@
 """Badges that open a notebook on somebody else's machine, and the cell that installs the course there.
 
-The repository's address stands in pyproject.toml, under [project.urls], and nowhere else.
+The repository's address is in pyproject.toml, under [project.urls], and nowhere else.
 """
 
 import re
@@ -9,8 +9,8 @@ from pathlib import Path
 from nbformat.v4 import new_code_cell, new_markdown_cell
 
 ROOT = Path(__file__).resolve().parents[1]
-BADGES, INSTALL = "open-elsewhere", "install-elsewhere"  # ids of the two cells
-NEEDED = ("cloudpickle", "nbval", "pyroute2", "simpy")  # what Colab and Kaggle lack: the rest is there, torch above all
+BADGES, INSTALL = "open-elsewhere", "install-elsewhere"  # These are the ids of the two cells.
+NEEDED = ("cloudpickle", "nbval", "pyroute2", "simpy")  # Colab and Kaggle lack these; they have torch and the rest.
 INSTALLING = """\
 # On Colab and Kaggle this installs the course and leaves torch as it is. Anywhere else it does nothing.
 import importlib.util, os, subprocess, sys
@@ -48,5 +48,5 @@ def cells(folder: str, topic: str, other: str | None) -> list:
         back = "Lesson" if folder == "exercises" else "Exercise"
         row.append(f"[{back} {int(topic[:2])}](../{other}/{topic}.ipynb)")
     install = INSTALLING.format(repository=repository(), needed=list(NEEDED))
-    folded = {"jupyter": {"source_hidden": True}, "cellView": "form"}  # in JupyterLab and on Colab
+    folded = {"jupyter": {"source_hidden": True}, "cellView": "form"}  # JupyterLab and Colab read one each.
     return [new_markdown_cell("\n".join(row), id=BADGES), new_code_cell(install, id=INSTALL, metadata=folded)]

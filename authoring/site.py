@@ -23,7 +23,7 @@ from web import explorers, pages
 
 ROOT = Path(__file__).resolve().parents[1]
 WEB = Path(__file__).resolve().parent / "web"
-PICTURES = 180  # an explorer has at most about so many: a page stays below 6 MB
+PICTURES = 180  # An explorer has at most about this many, so that a page stays below 6 MB.
 ROOMS = {"The whole": ["cli", "train", "problems", "ladder", "variants", "errors"]}
 
 
@@ -65,12 +65,12 @@ def write_sources(folder, pictures):
 
 
 def draw(recipes, pictures):
-    """{place: data} of all explorers. One after the other: a process forked beside torch's threads may never end."""
+    """{place: data} of all explorers, drawn in turn: a process that is forked beside torch's threads may never end."""
     return {place: explorers.drawn(recipe, pictures) for place, recipe in tqdm(recipes.items(), desc="explorers")}
 
 
 def write_page(folder, page, drawn):
-    """Write one page, its pictures, and its explorers' data, as scripts: a page opened from a file reads no other."""
+    """Write one page, its pictures, and its explorers' data, as scripts: a page that is a file loads nothing else."""
     path = folder / page.path
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page.markdown, encoding="utf-8")
@@ -82,7 +82,7 @@ def write_page(folder, page, drawn):
 
 
 def first_page():
-    """What sells the course in one screen: the comparison, the ladder, where to start."""
+    """The text of the first page: the comparison, the ladder, and where to start."""
     filled = {
         "repository": elsewhere.repository(),
         "name": elsewhere.repository().rsplit("/", 1)[1],
@@ -114,7 +114,7 @@ def reference(folder):
     for title, names in rooms.items():
         page = f"{title.lower().replace(' ', '_')}.md"
         blocks = [f"## {name}\n\n::: ddp_course.{name}\n    options: {{show_root_heading: false}}" for name in names]
-        behind = "---\nsearch:\n  boost: 0.2\n---"  # lessons come first among what the search finds
+        behind = "---\nsearch:\n  boost: 0.2\n---"  # The search shows lessons first.
         (folder / page).write_text("\n\n".join([behind, f"# {title}: reference", *blocks, ""]), encoding="utf-8")
         nav.append({title: f"reference/{page}"})
     return nav
