@@ -30,7 +30,7 @@ class Scatter:
 
 
 def replicas_of(seed, count, frozen):
-    """A model and its copies, each with gradients of its own; if `frozen`, the last layer of only the last has one."""
+    """A model and its copies, each with own gradients; if `frozen`, only the last copy has one in its last layer."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         models = [nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double() for _ in range(count)]
@@ -54,7 +54,7 @@ def gradients(model):
     forbidden=("ddp_course.stage2_dataparallel.reduce",),
 )
 class Reduce:
-    """The master's gradients become the sum; the replicas' own stay theirs."""
+    """The master's gradients become the sum; the other replicas keep their own."""
 
     def draw(random, hidden):
         return {"seed": random.randrange(10**6), "counts": (3, 1, 2, 5) if hidden else (3, 1, 2)}

@@ -33,7 +33,7 @@ def probe_server(function, values, servers):
 
 @task("3.1", "collect", {"values": 1, "bytes": 1}, **LOOP)
 class Collect:
-    """The first loop: the server has the sum, the others what they had, and send it once."""
+    """The first loop: the server has the sum; each other rank keeps its tensor, and sends it once."""
 
     draw = draw_server
     probe = probe_server
@@ -41,7 +41,7 @@ class Collect:
 
 @task("3.2", "send_back", {"values": 1, "bytes": 1}, **LOOP)
 class SendBack:
-    """The second loop: everyone has the server's tensor, and only the server sends."""
+    """The second loop: all ranks have the server's tensor, and only the server sends."""
 
     draw = draw_server
     probe = probe_server

@@ -34,7 +34,7 @@ def draw_chunks(random, hidden):
 
 
 def probe_chunks(function, lengths, values, part, what):
-    """What `function(chunks, group)` leaves in the chunks that are finished then, and in all; and what it sends."""
+    """What `function(chunks, group)` leaves in the finished chunks and in all chunks, and what it sends."""
     for size, group in worlds(3, 4, 2):
         rank, case = dist.get_rank(), f"with {size} ranks"
         own = values[rank]
@@ -50,7 +50,7 @@ def probe_chunks(function, lengths, values, part, what):
 
 
 def try_equal_chunks(function, chunks, group):
-    """Wrong for what shows with equal chunks alone: with others all that is seen may be a message that does not fit."""
+    """Raise Wrong for faults that equal chunks show: with uneven chunks, messages that do not fit may hide them."""
     rank, size, left, _ = wire.neighbours(group)
     events = []
     with wire.observing(events.append):

@@ -1,6 +1,6 @@
 """Exercise 5: buckets, the hook that tells when a gradient is ready, and the place to wait.
 
-5.3's "waiting" is judged by hand, as its evidence is time: whether one thing has happened before another.
+The evidence for "waiting" in 5.3 is time: the probe itself notes whether one event has happened before another.
 """
 
 import itertools
@@ -124,9 +124,9 @@ class AverageInBackground:
 
 
 def watched(function, flats, executor):
-    """In which order buckets are reduced, and in which threads; which changed meanwhile, and which nobody followed.
+    """In which order buckets are reduced, and in which threads; which changed meanwhile, and which ran alone.
 
-    The first bucket waits until the second one is submitted, and each takes its time.
+    The first bucket waits, at most 0.5 s, until the second one is submitted; then each takes 0.03 s and its sum.
     """
     ((size, group),) = worlds(3)
     order, threads, touched, alone, delays = [], [], [], [], []
@@ -136,7 +136,7 @@ def watched(function, flats, executor):
         if begun.is_set():
             second.set()
         future = submit(*args, **kwargs)
-        begun.wait(0.5)  # an answer that goes on to change the bucket does so while it is being reduced
+        begun.wait(0.5)  # An answer that changes the bucket now changes it while it is being reduced.
         return future
 
     def all_reduce(flat):
@@ -267,7 +267,7 @@ def timeline_of(random, setting):
 
 @task("5.6", "setting_of", {"after backward": 1, "beside backward": 1})
 class WhichTimeline:
-    """Four settings, told by their timelines: where nothing runs beside backward, and where communication does."""
+    """Four settings and their timelines: where nothing runs beside backward, and where communication does."""
 
     def draw(random, hidden):
         for setting in random.sample(SETTINGS * (3 + 3 * hidden), len(SETTINGS) * (3 + 3 * hidden)):
@@ -294,7 +294,7 @@ def backward_seconds(width, rate, memory, samples):
 
 
 def limited(measure, most=40):
-    """The same function, which may be called at most so many times."""
+    """The function `measure`, which raises Wrong when it is called more than `most` times."""
     times = itertools.count(1)
 
     def limited_measure(samples):
@@ -307,11 +307,11 @@ def limited(measure, most=40):
 
 @task("5.7", "when_it_hides", {"predicted": 1, "measured": 1, "explained": 1}, secret=("explained",), seconds=30)
 class WhenItHides:
-    """A straight line, a measurement, and what stands between them."""
+    """The prediction of a straight line, a measurement, and the cause of their difference."""
 
     def draw(random, hidden):
         cases = [(32, 200, 100, 0.8), (48, 100, 10, 0.6), (48, 100, 10, 0.05), (48, 100, 10, 0.12)]
-        cases += [(48, 100, 10, 0.03)]  # the line meets the ring below one sample
+        cases += [(48, 100, 10, 0.03)]  # Here the line meets the ring below one sample.
         cases += [(64, 100, 1, 0.2)] * hidden
         return {"cases": [(*device, part * random.uniform(0.9, 1.1)) for *device, part in cases]}
 

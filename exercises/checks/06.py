@@ -16,7 +16,7 @@ from ddp_course.stage6_ddp import DistributedDataParallel
 from .shared import RING, SERVER, noted_ring, require, tensors, worlds
 
 SYNCHRONISE = "do all ranks synchronise in the same micro-batch?"
-ONE = load_tasks(1)  # its little net
+ONE = load_tasks(1)  # Exercise 1 has a little net.
 
 
 @task("6.1", "accumulate", {"bytes": 1, "weights": 2}, ranks=4, bound=1e-9, hang=SYNCHRONISE)
@@ -32,7 +32,7 @@ class AccumulateUnsynchronised:
         for size, group in worlds(2, 4):
             (model, optimizer), called, (all_reduce, reduced) = ONE.small_model(seed), [], noted_ring(group)
             parallel = DistributedDataParallel(model, process_group=group, all_reduce=all_reduce)
-            nn.functional.cross_entropy(parallel(mine[0][0]), mine[0][1]).backward()  # DDP says here what it says once.
+            nn.functional.cross_entropy(parallel(mine[0][0]), mine[0][1]).backward()  # DDP sends more in a first pass.
             reduced.clear()
             parallel.register_forward_pre_hook(lambda *_, called=called: called.append(1))
             accumulate(parallel, optimizer, mine)
@@ -141,7 +141,7 @@ class RealScript:
                 seen.extend(torch.cdist(batch[0], inputs).argmin(1).tolist())
 
         model.register_forward_pre_hook(note)
-        torch.manual_seed(seed + dist.get_rank())  # ranks shuffle differently, as processes do
+        torch.manual_seed(seed + dist.get_rank())  # Ranks shuffle differently, as processes do.
         with tempfile.TemporaryDirectory() as folder:
             main(folder, nn.parallel.DistributedDataParallel, model, data, 2)
             files = sorted(os.listdir(folder))
@@ -189,7 +189,7 @@ def symptoms(random, wrong, size):
 
 @task("6.6", "mistakes", {"samples": 1, "weights and files": 1})
 class FromSymptoms:
-    """Which of the five mistakes were made, from what a run leaves."""
+    """Which of the five mistakes a run has made, from what it leaves."""
 
     def draw(random, hidden):
         chosen = [set(), *({mistake} for mistake in USUAL), set(USUAL), {"sampler", "epoch"}]
@@ -234,7 +234,7 @@ PASSES = {
 
 @task("6.7", "Reducer", {"mean": 2, "unused": 1, "order": 1}, ranks=3, hang="do all ranks start the same sums?")
 class AReducer:
-    """Buckets leave in order while backward runs; who is not ready at its end was not used."""
+    """Buckets leave in order while backward runs; a parameter that is not ready at its end was not used."""
 
     def draw(random, hidden):
         inputs = [tensors(random, 3, 4, 3, dtype=torch.float64) for _ in range(3)]

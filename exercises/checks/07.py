@@ -46,7 +46,7 @@ LOOP = {"ranks": 4, "forbidden": SERVER + RING + COLLECTIVES, "hang": SAME_ORDER
 
 @task("7.2", "sharded_step", {"values": 2, "bytes": 1}, **LOOP)
 class ShardedStep:
-    """Step what you own, then give it to the others."""
+    """Each rank steps the parameters that it owns, then sends them to the others."""
 
     def draw(random, hidden):
         values, gradients = ([tensors(random, 1, *shape, dtype=torch.float64)[0] for shape in SHAPES] for _ in "ab")
@@ -88,7 +88,7 @@ TICKS = {"gather": 2, "reduce": 2, "forward": 1, "backward": 2}
 
 
 def play(order, blocks, fit):
-    """Play the order tick by tick, with room for `fit` blocks: the ticks it takes, or in words who waits for ever."""
+    """Play the order tick by tick, with room for `fit` blocks: the ticks it takes, or in words what waits for ever."""
     queues = {"network": list(order), "compute": [("forward", block) for block in range(blocks)]}
     queues["compute"] += [("backward", block) for block in reversed(range(blocks))]
     taken, whole, done, running, now = 0, set(), set(), {}, 0

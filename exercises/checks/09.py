@@ -6,12 +6,12 @@ from ddp_course.grading.checks import task
 
 from .shared import require
 
-RANKS = 3  # as many as the sums of 9.2 pretend to be over
+RANKS = 3  # The sums of 9.2 act as if there were this many ranks.
 
 
 @task("9.1", "my_slices", {"sum": 2, "sizes": 1})
 class MySlices:
-    """Rows of both halves and columns that belong together, shared out evenly."""
+    """Rows of both halves and the columns that belong to them, split evenly over the ranks."""
 
     def draw(random, hidden):
         shapes = [(8, 4, 2), (12, 5, 4), (random.randrange(5, 20) * 2 + 1, 6, random.choice((2, 4))), (7, 3, 1)]
@@ -37,7 +37,7 @@ class MySlices:
 
 @task("9.2", ("Enter", "Leave"), {"Enter": 1, "Leave": 1})
 class EnterAndLeave:
-    """Nothing forward and a sum backward; a sum forward and nothing backward."""
+    """Enter does nothing forward and sums backward; Leave sums forward and does nothing backward."""
 
     def draw(random, hidden):
         generator = torch.Generator().manual_seed(random.randrange(2**31))

@@ -10,7 +10,7 @@ from .shared import noted_ring, require, several, worlds
 
 
 def plain(indices):
-    """A list of a tensor of indices; all else as it is."""
+    """A tensor of indices as a list; any other value unchanged."""
     return indices.tolist() if isinstance(indices, torch.Tensor) else indices
 
 
@@ -27,7 +27,7 @@ class EpochIndices:
         for number, (size, world_size, epoch, seed) in enumerate(cases):
             shares = []
             for rank in range(world_size):
-                torch.manual_seed(100 * number + rank)  # in training, too, each rank's generator is in another state
+                torch.manual_seed(100 * number + rank)  # In training, too, ranks' generators have different states.
                 shares.append(plain(epoch_indices(size, rank, world_size, epoch, seed)))
             part = "uneven sizes" if size % world_size else "even shares"
             yield part, f"{size} samples, {world_size} ranks, epoch {epoch}", shares

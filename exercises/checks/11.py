@@ -15,21 +15,21 @@ from ddp_course.grading.checks import load_tasks, task
 
 from .shared import require, several, tensors
 
-EX1 = load_tasks(1)  # exercise 1 makes the batches
+EX1 = load_tasks(1)  # Exercise 1 makes the batches.
 
 
 SYNCS = [name for name in ("fsync", "fdatasync") if hasattr(os, name)]
 
 
 class Unwritable:
-    """Something in the middle of a checkpoint that cannot be written: the disk is full."""
+    """An object in the middle of a checkpoint that cannot be written, as if the disk were full."""
 
     def __reduce__(self):
         raise OSError(28, "No space left on device")
 
 
 def loaded(path):
-    """What `torch.load` finds; how it fails, if it does."""
+    """What `torch.load` returns, or the name of the error that it raises."""
     try:
         return torch.load(path, weights_only=False)
     except Exception as error:
@@ -38,7 +38,7 @@ def loaded(path):
 
 @contextmanager
 def watching(path, names):
-    """Notes syncs, and each time a file takes another's name: what both hold then, and whether it lay beside."""
+    """Note syncs, and each rename to `path`: what both files hold then, and whether they are in the same folder."""
     events, watched, syncs = [], [str(path)], {name: getattr(os, name) for name in SYNCS}
 
     def synced(handle):
@@ -54,7 +54,7 @@ def watching(path, names):
     own = {name: synced for name, value in names.items() if value in syncs.values()}
     with mock.patch.multiple(os, **dict.fromkeys(syncs, synced)), mock.patch.dict(names, own):
         yield events
-    watched.clear()  # an audit hook stays for good
+    watched.clear()  # An audit hook cannot be removed: this silences it.
 
 
 @task("11.1", "save_checkpoint", {"saved": 1, "a full disk": 1, "in one step": 1})
@@ -107,7 +107,7 @@ def dropout_model(seed):
 
 
 def train(model, optimizer, batches):
-    """Some steps; the loss of each."""
+    """Train on all `batches`; return the loss of each step."""
     losses = []
     for inputs, targets in batches:
         optimizer.zero_grad()
@@ -120,7 +120,7 @@ def train(model, optimizer, batches):
 
 @task("11.2", ("capture", "resume"), {"state": 1, "goes on exactly": 1, "twice": 1}, bound=1e-9)
 class ExactResume:
-    """Stop, start again, and nobody can tell."""
+    """A run that stops and starts again is the same as one that does not stop."""
 
     def draw(random, hidden):
         seed, stop = random.randrange(10**6), random.randrange(3, 6)
@@ -155,11 +155,11 @@ AFTER = (
     "DistBackendError: Broken pipe",
 )
 CONSEQUENCES = ((3, 5, 1, AFTER[0]), (10, 12, 0, AFTER[1]), (4, 7, 0, AFTER[2]))
-LATE = ((2, 4, 1), (1, 3, 0), (5, 12, 1), (11, 12, 0), (1, 6, 1))  # They are culprit, ranks, 1 if its line is last.
+LATE = ((2, 4, 1), (1, 3, 0), (5, 12, 1), (11, 12, 0), (1, 6, 1))  # Each is (culprit, ranks, 1 if its line is last).
 
 
 def log_of(random, culprit, size, late, after=AFTER[0], start=None):
-    """Lines in the order in which they reached the log, which is not the order in time; `after` comes too early."""
+    """Lines in the order in which they reached the log, which is not the order in time; `after` has an earlier time."""
     start = random.uniform(10, 90) if start is None else start
     lines = [f"{start + random.uniform(0, 1):.3f} rank {rank}: step {random.randrange(9)} done" for rank in range(size)]
     ranks = random.sample([rank for rank in range(size) if rank != culprit], size - 1)
@@ -220,7 +220,7 @@ class FindTheBugInTheRun:
 
 CLINIC = Path(__file__).resolve().parents[1] / "clinic"
 KINDS = ("skips", "order", "shape", "alone", "uneven", "straggler", "NaN", "same GPU", "port", "loads alone")
-CAUSES = {  # of each patient: the rank, and a piece of each line that may be named
+CAUSES = {  # Each patient has a rank, and a piece of each line that may be named.
     1: (2, ("if most < 8", "all_reduce(most")),
     2: (1, ("if rank != 1", "all_reduce(totals")),
     3: (2, ("range(rank, 1436, 3)", "all_gather(")),

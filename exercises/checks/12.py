@@ -75,7 +75,7 @@ class Foresee:
 
 
 def log_of(random, cause, ranks):
-    """Lines of a log: one node first, then two. Numbers differ a little from rank to rank, as they do."""
+    """Lines of a log: one node first, then two. Numbers differ a little from rank to rank, as in real logs."""
     compute, data, wait = random.uniform(0.15, 0.4), random.uniform(0.002, 0.006), random.uniform(0.01, 0.02)
     batch = random.choice((16, 32, 64))
 
@@ -112,7 +112,7 @@ LOOK = {
 
 @task("12.3", "why_no_faster", {"what was started": 1, "where the seconds go": 2})
 class WhyNoFaster:
-    """A log of one node and of two; no speed-up; one cause."""
+    """The one cause for which two nodes are no faster than one, from a log of both."""
 
     def draw(random, hidden):
         causes = random.sample([*LOOK] * 2, 2 * len(LOOK))

@@ -6,7 +6,7 @@ from .shared import require
 
 GPIPE = [
     (2, 1, 1.0), (4, 1, 1.07), (8, 1, 1.3), (2, 4, 1.7), (4, 4, 3.2), (8, 4, 4.8), (2, 32, 1.8), (4, 32, 3.4), (8, 32, 6.3),
-]  # Huang et al., NeurIPS 2019, Table 2: Transformer  # fmt: skip
+]  # These are the Transformer's rows in Huang et al., NeurIPS 2019, Table 2.  # fmt: skip
 
 
 def formula(stages, micro_batches):
@@ -41,7 +41,7 @@ class TooGood:
 
 @task("13.2", ("seconds", "crossover", "used"), {"seconds": 1, "crossover": 1, "used": 1})
 class ReadABenchmark:
-    """From bus bandwidth to time; where two protocols cross; a protocol that never has its turn."""
+    """From bus bandwidth to time; where two protocols cross; a protocol that is never the fastest."""
 
     def draw(random, hidden):
         benches = [(random.randrange(50, 500), 2 ** random.randrange(20, 34), ranks) for ranks in (2, 8, 32)]

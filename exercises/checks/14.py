@@ -74,7 +74,7 @@ class FindTheLossyHook:
 
 
 def kept_promises(about, steps, owed, drift):
-    """At most a quarter per step; never more than there was; of either sign; nearly all of it in the end."""
+    """What a hook must send: at most a quarter per step, no more than there was, either sign, in the end nearly all."""
     arrived, most = steps.sum(0), int((steps != 0).sum(1).max())
     never = (arrived == 0) & (owed.abs() > 4)
     more = int((arrived.abs() > 1.5 * owed.abs() + 4).sum())
