@@ -10,7 +10,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell
 
 ROOT = Path(__file__).resolve().parents[1]
 BADGES, INSTALL = "open-elsewhere", "install-elsewhere"  # These are the ids of the two cells.
-NEEDED = ("cloudpickle", "nbval", "pyroute2", "simpy")  # Colab and Kaggle lack these; they have torch and the rest.
+NEEDED = ("cloudpickle", "nbval", "pyroute2", "simpy")  # Colab and Kaggle lack these packages and have the rest.
 INSTALLING = """\
 # On Colab and Kaggle this installs the course and leaves torch as it is. Anywhere else it does nothing.
 import importlib.util, os, subprocess, sys
@@ -48,5 +48,5 @@ def cells(folder: str, topic: str, other: str | None) -> list:
         back = "Lesson" if folder == "exercises" else "Exercise"
         row.append(f"[{back} {int(topic[:2])}](../{other}/{topic}.ipynb)")
     install = INSTALLING.format(repository=repository(), needed=list(NEEDED))
-    folded = {"jupyter": {"source_hidden": True}, "cellView": "form"}  # JupyterLab and Colab read one each.
+    folded = {"jupyter": {"source_hidden": True}, "cellView": "form"}  # JupyterLab reads one, Colab the other.
     return [new_markdown_cell("\n".join(row), id=BADGES), new_code_cell(install, id=INSTALL, metadata=folded)]

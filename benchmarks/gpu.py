@@ -78,7 +78,7 @@ def placements(device: str) -> list[tuple[str, list[int], str]]:
 
 def distances() -> dict[str, float]:
     """On each rank: train with every stage while the device is kept busy; how far each stage ends from stage 1."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # Without it, ranks warn that cuBLAS results vary.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # Ranks print cuBLAS warnings without this setting.
     torch.use_deterministic_algorithms(True, warn_only=True)
     problem = problems.make("synthetic", dtype=torch.float64, device=rank_device(), **VECTORS)
     world_size = dist.get_world_size()

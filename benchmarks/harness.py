@@ -173,7 +173,7 @@ def turns(count: int) -> Iterable[int]:
     """0, 1, 2 …, with a progress bar in a terminal."""
     if not sys.stderr.isatty():
         return range(count)
-    from tqdm.auto import tqdm  # Ranks show no bar and do not need it.
+    from tqdm.auto import tqdm  # Ranks show no bar and do not need tqdm.
 
     return tqdm(range(count), unit="turn", leave=False)
 

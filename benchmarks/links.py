@@ -35,7 +35,7 @@ ALGORITHMS = {
 FORMULA = {"gloo": "ring"}
 WORLD_SIZES = {"hosts": "2,3,4", "wire": "2,3,4,8"}
 COLUMNS = ("mode", "algorithm", "world_size", "bytes", "bandwidth_bits_s")
-CALIBRATION_SECONDS, ROUNDS = 0.1, 10  # A calibration's longest message takes this long, and goes this often.
+CALIBRATION_SECONDS, ROUNDS = 0.1, 10  # A calibration's longest message takes this long, and is sent this often.
 PAUSE_SECONDS = 0.01  # The links rest this long before each message.
 JUDGED_BYTES, LOWEST, HIGHEST, SLOWER_THAN_GLOO = 4 << 20, 0.97, 1.12, 1.05
 

@@ -21,7 +21,7 @@ from ..errors import LaunchError
 from ..running import files, linux
 from ..running.files import connection_folder
 
-MISSED_HEARTBEATS = 4  # Of one heartbeat per second an engine misses this many before it gives up, the controller 10.
+MISSED_HEARTBEATS = 4  # An engine gives up after missing this many heartbeats, one per second, the controller after 10.
 JOIN_SECONDS, REJOIN_SECONDS = 15, 120  # An engine waits this long for a controller, and for one that it has lost.
 NOT_LET_IN = 255  # An ipyparallel engine that no controller answered exits with this code.
 # A child process that calls this gets SIGTERM when this program ends, however it ends.

@@ -54,7 +54,7 @@ def main(args: argparse.Namespace) -> None:
     if os.name == "posix":  # Without a terminal of its own, the server would open login shells, which reset PATH.
         fixed.append(f"--ServerApp.terminado_settings=shell_command={os.environ.get('SHELL', 'sh')}")
         fixed += ["--allow-root"] * (os.geteuid() == 0)
-    sys.argv = ["jupyter-lab"]  # JupyterLab's extensions read the arguments from there.
+    sys.argv = ["jupyter-lab"]  # JupyterLab's extensions read these arguments, too.
     LabApp.launch_instance([*fixed, *args.options])
 
 

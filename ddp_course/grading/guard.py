@@ -15,7 +15,7 @@ from typing import Any
 
 from ..running.files import course_folder
 
-HAND_OVER = "DDP_COURSE_HAND_OVER"  # this environment variable names the folder of a submission's kernel
+HAND_OVER = "DDP_COURSE_HAND_OVER"  # This environment variable names the folder of a submission's kernel
 MEMORY_BYTES, STARTS = 3 << 30, 64
 LIMITS = {
     resource.RLIMIT_DATA: MEMORY_BYTES,

@@ -17,7 +17,7 @@ LEADS_OUT = frozenset({
     "__builtins__", "__closure__", "__code__", "__dict__", "__globals__", "__import__", "__subclasses__", "_getframe",
     "builtins", "ctypes", "eval", "exec", "f_back", "get_objects", "importlib", "inspect", "linecache", "os",
     "multiprocessing", "open", "pathlib", "pickle", "shutil", "socket", "subprocess", "tempfile",
-    "__eq__", "__ne__", "__lt__", "__bool__", "__float__", "__len__", "__class__",  # These fake equality.
+    "__eq__", "__ne__", "__lt__", "__bool__", "__float__", "__len__", "__class__",  # These names can fake equality.
 })  # fmt: skip
 
 

@@ -74,7 +74,7 @@ def best_of(results: Sequence[Result]) -> list[Result]:
     best: list[Result] = []
     for work in dict.fromkeys((result.learner, result.exercise) for result in results):
         group = [result for result in results if (result.learner, result.exercise) == work]
-        first = max(group, key=lambda result: result.points)  # Of equal results it is the first.
+        first = max(group, key=lambda result: result.points)  # Of equal results, `max` takes the first.
         count = sum(max(1, len(result.files)) for result in group)
         files = [file for result in group for file in result.files]
         note = f"handed in {count} times; the best counts" if count > 1 else first.note

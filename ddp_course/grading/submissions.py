@@ -12,13 +12,13 @@ from ..errors import GradingError
 from .checks import cell_of
 from .results import clean
 
-PRISTINE = Path(__file__).with_name("pristine")  # It has the exercises as they are given out; learners solve copies.
+PRISTINE = Path(__file__).with_name("pristine")  # This folder has the exercises as given out; learners solve copies.
 MOST_BYTES = 256 << 20
 MISSING = "its answer cell is missing: it was deleted, or copied into a new cell"
 UNTOUCHED = "not solved yet"
 NUMBERED = re.compile(r"(\d{1,2})[_\- .]")
 ANSWER_ID = re.compile(r"answer-(\d+)-(\d+)$")
-LEFT_BEHIND = {".ipynb_checkpoints", "__MACOSX"}  # Jupyter and archives leave these behind.
+LEFT_BEHIND = {".ipynb_checkpoints", "__MACOSX"}  # Jupyter and archives leave these folders behind.
 
 
 class Pristine(NamedTuple):
@@ -109,7 +109,7 @@ def read_notebook(path: Path | None) -> list[Cell]:
         return [as_cell(cell) for cell in nbformat.reads(text, as_version=4).cells if cell.cell_type == "code"]
     except nbformat.reader.NotJSONError as error:
         raise GradingError("is not valid JSON" if text.strip() else "is empty") from error
-    except Exception as error:  # It is not UTF-8, say, or has an odd form, for which nbformat has no error of its own.
+    except Exception as error:  # The file is not UTF-8, say, or has a form for which nbformat has no error of its own.
         raise GradingError(f"cannot be read as a notebook ({type(error).__name__}: {error})") from error
 
 

@@ -40,7 +40,7 @@ from .job import Job, checked
 from .recording import Recording, summed_up
 
 TIMED_STEPS = 10  # On emulated devices this is enough for a median.
-BUSY = 0.25  # Waiting for a processor for a larger share of a step is no chance: ranks leave it idle for five sixths.
+BUSY = 0.25  # A larger share of a step spent waiting for a processor means other load: ranks leave it mostly idle.
 DEFAULT_STAGES = ("1", "2", "3", "4", "5", "6", "torch")
 
 
@@ -79,7 +79,7 @@ def run(
 
 
 def header(job: Job, device: Device | str, link: Link | None) -> dict:
-    """What the results say of the job and of where it runs."""
+    """The entries of the results about the job and about the machine."""
     backend, devices = placement("cpu" if isinstance(device, Device) else device, job.world_size)
     return {
         "problem": job.problem_name, "world_size": job.world_size, "steps": job.steps, "dtype": job.dtype,

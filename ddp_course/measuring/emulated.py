@@ -16,7 +16,7 @@ from .job import Job
 
 # A step of one device takes this many seconds: with 2 ranks per core that is ten times what Python needs.
 STEP_SECONDS = 0.32
-# Sending all gradients once over a link takes this share of that step: for 4 ranks a ring is a third of a step then.
+# Sending all gradients once takes this share of that step: 4 ranks then need a third of a step for a ring.
 SHARE = 0.085
 FASTEST_LINK = 400e6  # Two cores carry this many bits per second between 4 virtual hosts, with time to spare.
 # At the processor's best, real arithmetic takes a sixth of the emulated time. The convolutions of the digits reach a

@@ -30,7 +30,7 @@ from .simulate import Network, simulate
 
 MICROBATCHES = 4  # Stage 8 makes this many micro-batches by default.
 
-Event = tuple[float, str, int]  # Each is (seconds of work so far, "forward", "backward", "done" or "end", block).
+Event = tuple[float, str, int]  # An event is (seconds of work so far, "forward", "backward", "done" or "end", block).
 
 
 def ideals(stages: list[Stage], job: Job, device: Device, link: Link | None) -> dict[str, float]:

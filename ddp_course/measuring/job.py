@@ -134,7 +134,7 @@ def checked(
     if global_batch is None:
         global_batch = max(world_size, own.global_batch // world_size * world_size)
     job = Job(problem, world_size, steps, global_batch, lr, parameters=parameters, **settings)
-    next(job.batches(0, world_size))  # This refuses a batch that ranks cannot share equally, or that exceeds the data.
+    next(job.batches(0, world_size))  # This call refuses a batch that is too large or that ranks cannot share equally.
     return job
 
 

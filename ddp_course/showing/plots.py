@@ -108,7 +108,7 @@ def compare_figure(results: dict[str, Any]) -> Picture:
     seen = f"Four panels comparing {len(stages)} stages"
     ratios = {"width_ratios": [1, 1.15], "height_ratios": [1, 1.25]}
     with panels(2, 2, 12.5, 6.2 + 0.08 * lanes, message, seen, gridspec_kw=ratios) as (picture, axes):
-        picture.kind = "measured; counted; formulas derived"  # The titles of the panels say it for each.
+        picture.kind = "measured; counted; formulas derived"  # Each panel's title says its own.
         draw_losses(axes[0, 0], stages)
         draw_step_times(axes[0, 1], stages)
         draw_traffic(axes[1, 0], stages)

@@ -21,7 +21,7 @@ def command(*lines: str, timeout: float = 120) -> list[int]:
     `timeout` seconds.
     """
     with tempfile.TemporaryDirectory(prefix="ddp_course_", ignore_cleanup_errors=True) as folder:
-        running = [_start(line, folder) for line in lines]  # torchrun leaves the folders of its logs in this one.
+        running = [_start(line, folder) for line in lines]  # torchrun leaves its logs in `folder`.
         try:
             for line, process in zip(lines, running, strict=True):
                 output, _ = process.communicate(timeout=timeout)

@@ -12,7 +12,7 @@ from pygments.lexers import PythonLexer
 
 _COLOURS = {"+": "background:rgba(0,158,115,0.22)", "-": "background:rgba(213,94,0,0.22)", " ": ""}
 _BLOCK = "font-family:monospace;font-size:0.9em;line-height:1.35;white-space:pre-wrap;overflow-x:auto;"
-_THEMED = "color:var(--jp-content-font-color1, inherit);"  # JupyterLab's is light or dark; others inherit theirs.
+_THEMED = "color:var(--jp-content-font-color1, inherit);"  # JupyterLab sets this colour; other pages inherit theirs.
 
 
 class Source:

@@ -25,7 +25,7 @@ _LAYOUT = ipywidgets.Layout(width="560px", max_width="100%")
 _WIDE = {"description_width": "160px"}
 BANDWIDTHS = ["100Mbit", "1Gbit", "10Gbit", "100Gbit", "200Gbit", "400Gbit"]
 PLAIN = {"facecolor": "white", "edgecolor": "none", "pad": 1}
-MIME = "application/vnd.ddp-course+json"  # no notebook program shows this type; the course's web site does
+MIME = "application/vnd.ddp-course+json"  # No notebook program shows this type; the course's web site does.
 
 
 class Explorer(ipywidgets.VBox):
@@ -123,7 +123,7 @@ class Prediction(ipywidgets.VBox):
         guess, line = self.buttons.value, f"you did not guess; {kind}: {result}"
         if guess is not None:
             line = f"your guess: {guess}; {kind}: {result} – {'right' if guess == answer else 'a surprise'}"
-        right = {"right": self.answers.index(answer)}  # The web site, which has no kernel, judges the guess by it.
+        right = {"right": self.answers.index(answer)}  # The web site, without a kernel, judges by this index.
         display({"text/plain": line, MIME: right}, raw=True)
 
     def _repr_mimebundle_(self, **options):
@@ -159,7 +159,7 @@ def alpha_beta_explorer(bandwidth: str = "10Gbit", latency: str = "100us", world
     title = f"Fastest on {world_size} ranks, {bandwidth}/s, {latency}:\nsmall: {first};\nlarge: {last}"
     picture = plots.curves({}, "message", "time (ms)", title, lines, log="xy", height=3.9, kind="derived")
     picture.axes[0].set_xticks(list(plots.MESSAGE_TICKS), plots.MESSAGE_TICKS.values())
-    picture.axes[0].minorticks_off()  # They took half of the time to draw, and no reader needs them.
+    picture.axes[0].minorticks_off()  # Minor ticks took half of the time to draw, and no reader needs them.
     return picture
 
 

@@ -54,7 +54,7 @@ def watching(path, names):
     own = {name: synced for name, value in names.items() if value in syncs.values()}
     with mock.patch.multiple(os, **dict.fromkeys(syncs, synced)), mock.patch.dict(names, own):
         yield events
-    watched.clear()  # An audit hook cannot be removed: this silences it.
+    watched.clear()  # An audit hook cannot be removed, so it is silenced.
 
 
 @task("11.1", "save_checkpoint", {"saved": 1, "a full disk": 1, "in one step": 1})
@@ -155,7 +155,7 @@ AFTER = (
     "DistBackendError: Broken pipe",
 )
 CONSEQUENCES = ((3, 5, 1, AFTER[0]), (10, 12, 0, AFTER[1]), (4, 7, 0, AFTER[2]))
-LATE = ((2, 4, 1), (1, 3, 0), (5, 12, 1), (11, 12, 0), (1, 6, 1))  # Each is (culprit, ranks, 1 if its line is last).
+LATE = ((2, 4, 1), (1, 3, 0), (5, 12, 1), (11, 12, 0), (1, 6, 1))  # A row is (culprit, ranks, 1 if its line is last).
 
 
 def log_of(random, culprit, size, late, after=AFTER[0], start=None):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from .model import Layer, Profile
 
-SHAPES = {  # Each has the blocks of each stage, the groups, and the width of a group at the first stage.
+SHAPES = {  # A network has the blocks of each stage, the groups, and the width of a group at the first stage.
     "resnet50": ((3, 4, 6, 3), 1, 64),
     "resnet101": ((3, 4, 23, 3), 1, 64),
     "resnext50": ((3, 4, 6, 3), 32, 4),

@@ -21,7 +21,7 @@ from math import ceil
 from typing import NamedTuple
 
 LATENCY_S = 1e-5  # A message between GPUs takes this long; it is assumed, not fitted.
-A100_FLOPS, A100_MEMORY = 312e12, 2.0e12  # They are flops per second in bfloat16, and bytes per second.
+A100_FLOPS, A100_MEMORY = 312e12, 2.0e12  # An A100 has these flops in bfloat16 and bytes per second.
 DATASHEETS = {  # NVIDIA (2017, 2020, 2022) states 16-bit flops, and bytes per second of memory and of NVLink each way.
     "V100": (125e12, 0.9e12, 150e9),
     "A100": (A100_FLOPS, A100_MEMORY, 300e9),
