@@ -234,7 +234,7 @@ def hidden_shares(model: str, repeats: int) -> dict[str, float]:
 
 
 def hidden_share(events: list[Any]) -> float:
-    """Share of the time of gloo's all-reduces that lies before the last gradient was computed."""
+    """Share of the time of gloo's all-reduces that has passed when the last gradient is computed."""
     spans = [(e.name(), e.start_ns(), e.start_ns() + e.duration_ns()) for e in events]
     computed = max(end for name, _, end in spans if name.startswith("autograd::engine::evaluate_function"))
     sums = [(start, end) for name, start, end in spans if name == "gloo:all_reduce"]

@@ -137,7 +137,7 @@ def safety(args: argparse.Namespace) -> Part:
 
 
 def processes_on_gpus() -> set[str]:
-    """Process ids that nvidia-smi sees on GPUs, which a container numbers anew; none where there is no such program."""
+    """Process ids that nvidia-smi sees on GPUs, which a container numbers differently; none without that program."""
     try:
         asked = ["nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader"]
         printed = subprocess.run(asked, capture_output=True, text=True, timeout=30).stdout

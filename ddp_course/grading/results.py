@@ -31,7 +31,7 @@ class TaskResult:
 
 @dataclass
 class Result:
-    """One submission, graded. `exercise` is None if it could not be told; a `note` costs no points.
+    """One submission, graded. `exercise` is None if it is unknown; a `note` costs no points.
 
     `files` are the names of the notebooks that were handed in for it, as found in the learner's folder.
     """

@@ -39,7 +39,7 @@ style = partial(matplotlib.rc_context, SETTINGS)  # `with style():` draws in the
 class Picture(Figure):
     """A figure with a `message` (one line, what it shows) and what can be `seen` in it, for those who cannot see it.
 
-    `kind` says where its numbers come from: measured, counted, simulated, derived. It stands at the right edge.
+    `kind` says where its numbers come from: measured, counted, simulated, derived. It is at the right edge.
     """
 
     def __init__(self, width=7.2, height=3.6, message="", seen="", kind=""):
@@ -167,7 +167,7 @@ def draw_step_times(axes: Axes, stages: list[dict[str, Any]]) -> None:
 
 
 def step_text(stage: dict[str, Any], waiting: Any) -> str:
-    """What stands beside a bar: "95 ms, 3.4 times as fast, 12 waiting"."""
+    """The text beside a bar: "95 ms, 3.4 times as fast, 12 waiting"."""
     parts = {
         f"{stage['step_ms']:.1f} ms": True,
         f"{stage['speed_up']:.1f} times as fast": stage["stage"] != "1",

@@ -8,7 +8,7 @@ HOLDS = {"wrap": str, "world_size": int, "resumed": int, "steps": int, "paramete
 
 
 def nothing(random, hidden):
-    """Nothing is drawn: the runs are the learner's."""
+    """Draw nothing: the runs are the learner's."""
     return {}
 
 
