@@ -4,14 +4,12 @@ Buffers, such as the running averages of batch normalisation, have no gradients 
 updates its own from its own share of the batch. So rank 0's are broadcast, and those of the others are lost.
 """
 
-import torch
 import torch.distributed as dist
 
 from ..stage3_paramserver import flattened, unflatten
 
 
-@torch.no_grad()
-def broadcast_tensors(tensors, src=0, group=None):
+def broadcast_tensors(tensors, src, group):
     """Overwrite `tensors` with those of rank `src` of `group`, in one message per dtype and device."""
     for flat, members in flattened([tensor.detach() for tensor in tensors]):
         dist.broadcast(flat, group_src=src, group=group)

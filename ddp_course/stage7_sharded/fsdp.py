@@ -210,7 +210,7 @@ class FullyShardedDataParallel(torch.nn.Module):
         self.check_usable()
         meet(f"{what} of a sharded model", self.group)
         self.start_over()
-        broadcast_tensors(list(self.module.buffers()), group=self.group)
+        broadcast_tensors(list(self.module.buffers()), 0, self.group)
 
     @torch.no_grad()
     def state_dict(self):
