@@ -1,4 +1,4 @@
-"""What else an all-reduce can be. Each sums `tensor` over the ranks of `group` in place, like `ring_all_reduce`.
+"""Other algorithms for an all-reduce. Each sums `tensor` over the ranks of `group` in place, like `ring_all_reduce`.
 
 For p bytes over K ranks, links of bandwidth b and latency a, additions free:
 

@@ -1,4 +1,4 @@
-"""Tensors of any strides, worked on as flat memory."""
+"""Tensors of any strides as flat memory, and back."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""What stands beside an exercise: `checks/NN.py`, how its tasks are tried, and `answers/NN.py`, known answers to them.
+"""The files beside an exercise: `checks/NN.py` says how its tasks are tried, `answers/NN.py` has known answers to them.
 
 A task draws inputs from a seed (`draw`), tries an answer on some rank (`probe`, which gives evidence: plain data), and
 names its parts with their points. An answer is right if its evidence equals that of the course's own solution.

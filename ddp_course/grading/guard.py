@@ -1,4 +1,4 @@
-"""What a process that runs a submission may take and touch: accidents end here, and lazy cheats.
+"""The limits of a process that runs a submission: they stop accidents and lazy cheats.
 
 The limits do not stop somebody who wants to break out: docs/GRADING.md says what a container is for.
 """

@@ -1,4 +1,4 @@
-"""Plain data: what may come back from code that nobody vouches for, and which numbers in it differ.
+"""Plain data: the only kind of value that may come back from a submission, and a comparison that says what differs.
 
 Only exact types pass. An object whose `__eq__` is always true, or a tensor class with comparisons of its own, comes
 back as the name of its type and nothing else.

@@ -1,4 +1,4 @@
-"""What a person should look at, at no cost in points: answers that reach for what none needs, and that are alike."""
+"""Remarks for a person, at no cost in points: answers that use what no answer needs, and answers that are alike."""
 
 import io
 import keyword
