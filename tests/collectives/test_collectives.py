@@ -41,10 +41,12 @@ DTYPES = [torch.float32, torch.float64, torch.float16, torch.int64]
 
 
 def all_sums():
-    """Every algorithm on every shape and dtype; the pipelined ring with segments so small that there are many."""
+    """Every algorithm on parameters of all shapes and dtypes; the pipelined ring has small segments, hence many."""
     collectives.pipelined_ring.SEGMENT = 256
     return {
-        (name, shape, dtype): algorithm(rank_tensor(dist.get_rank(), shape, dtype))
+        (name, shape, dtype): algorithm(
+            rank_tensor(dist.get_rank(), shape, dtype).requires_grad_(dtype.is_floating_point)
+        )
         for name, algorithm in ALGORITHMS.items()
         for shape in SHAPES
         for dtype in DTYPES
