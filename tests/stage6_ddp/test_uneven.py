@@ -1,5 +1,7 @@
 """`join`, looked at from inside and from after: whose buffers go on, and what a wrapper keeps of it."""
 
+from contextlib import nullcontext
+
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -11,18 +13,19 @@ CLASSES = {"torch": TorchDDP, "ours": DistributedDataParallel}
 
 
 def train(parallel, steps):
-    """Some passes; the running mean that each of them begins with."""
+    """Some passes, the second without communication; the running mean that each of them begins with."""
     began = []
     handle = parallel.module.register_forward_pre_hook(lambda module, _: began.append(module.running_mean.tolist()))
     for step in range(steps):
         batch = torch.randn(3, 2, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
-        parallel(batch).square().sum().backward()
+        with parallel.no_sync() if step == 1 else nullcontext():
+            parallel(batch).square().sum().backward()
     handle.remove()
     return began
 
 
 def joined_twice(kind):
-    """Means at the beginning of all passes: rank 0 has data for longer; after it; in a join that is switched off."""
+    """Means at the beginning of all passes, and the last gradient: rank 0 has data for longer, rank 1, neither."""
     parallel = CLASSES[kind](torch.nn.BatchNorm1d(2))
     with parallel.join():
         seen = train(parallel, 3 - 2 * dist.get_rank())
@@ -31,7 +34,7 @@ def joined_twice(kind):
         seen += train(parallel, 2)
     with parallel.join():
         seen += train(parallel, 1 + dist.get_rank())
-    return seen + train(parallel, 2)
+    return seen + train(parallel, 2) + [parallel.module.bias.grad.tolist()]
 
 
 def test_the_buffers_that_go_on_are_those_that_go_on_with_torch():
@@ -40,5 +43,5 @@ def test_the_buffers_that_go_on_are_those_that_go_on_with_torch():
     for rank in ranks:
         assert rank["ours"] == rank["torch"]
     longer, shorter = (rank["ours"] for rank in ranks)
-    assert len(longer) == 3 + 2 + 2 + 1 + 2 and len(shorter) == 1 + 2 + 2 + 2 + 2
+    assert len(longer) == 3 + 2 + 2 + 1 + 2 + 1 and len(shorter) == 1 + 2 + 2 + 2 + 2 + 1
     assert longer[0] != longer[1] != longer[2], "rank 0's own went on while rank 1 was out of data"
