@@ -36,7 +36,7 @@ from ddp_course.stage6_ddp import DistributedDataParallel  # noqa: E402
 
 CLASSES = {"torch": TorchDDP, "ours": DistributedDataParallel}
 TRAITS = ["tied", "frozen", "double", "buffers", "two wrappers"]  # torch 2.13 spoils dense gradients beside sparse ones
-NEIGHBOURS = ["reads", "scales", "flat", "field"]  # other code uses the gradients, or a function has a field
+NEIGHBOURS = ["reads", "scales", "flat", "field", "spare"]  # what other code does with gradients and outputs
 PLACES = ["forward", "backward", "gradient hook"]
 OPERATIONS = ["train"] * 6 + ["no_sync"] * 2 + ["abandon", "without gradients", "evaluate", "replace", "load", "copy"]
 OPERATIONS += ["raise", "two forwards", "two backwards", "late backward", "clip", "join"]
@@ -74,7 +74,10 @@ class Field(torch.autograd.Function):
 
 
 class Model(nn.Module):
-    """Two branches, of which those in `which` take part, and a last layer; `bomb` says where the model explodes."""
+    """Two branches, of which those in `which` take part, and a last layer; `bomb` says where the model explodes.
+
+    A "spare" output has a layer of its own, and the loss does not use it.
+    """
 
     def __init__(self, traits):
         super().__init__()
@@ -88,6 +91,8 @@ class Model(nn.Module):
             self.last.double()
         if "buffers" in traits:
             self.norm = nn.BatchNorm1d(5)
+        if "spare" in traits:
+            self.spare = nn.Linear(5, 5)
         self.seen = []
         if traits & {"reads", "scales"}:
             self.a.register_full_backward_hook(self.look)
@@ -113,13 +118,15 @@ class Model(nn.Module):
         x = Bomb.apply(x) if bomb == "backward" else x
         x = self.b(x).tanh() if "b" in which else x
         x = self.last(x.to(self.last.weight.dtype))
-        return Field.apply(x) if "field" in self.traits else x
+        x = Field.apply(x) if "field" in self.traits else x
+        return (x, self.spare(x)) if "spare" in self.traits else x
 
 
 def lay(place, parameter):
     """Move a gradient to the place that its owner keeps for it."""
-    place.data.copy_(parameter.grad)
-    parameter.grad = place
+    if parameter.grad is not None:
+        place.data.copy_(parameter.grad)
+        parameter.grad = place
 
 
 def program(number):
@@ -159,6 +166,8 @@ def program(number):
     traits |= {trait for trait in NEIGHBOURS if draw.random() < 0.2}
     if settings.get("gradient_as_bucket_view"):  # a bucket must not be touched while it is summed
         traits -= {"reads", "scales"}
+    if broken or not settings.get("find_unused_parameters") or settings.get("static_graph"):
+        traits -= {"spare"}  # an unsynchronised pass finishes a broken one with torch's class alone
     return traits, settings, hook, operations
 
 
@@ -241,7 +250,8 @@ class Player:
         seed = 1000 * self.number + 10 * self.count + self.rank
         x = torch.randn(BATCH, 5, generator=torch.Generator().manual_seed(seed))
         for wrapper in self.wrapped:
-            x = wrapper(x, which, bomb if wrapper is self.wrapped[-1] else None)
+            outputs = wrapper(x, which, bomb if wrapper is self.wrapped[-1] else None)
+            x = outputs[0] if isinstance(outputs, tuple) else outputs  # the loss does not use the spare output
         return x.square().sum()
 
     def zero(self, set_to_none):
