@@ -187,6 +187,7 @@ def test_a_rank_that_was_woken_late_and_goes_on_at_once_makes_up_for_it(switch, 
 def timed(function):
     """Seconds from the moment all ranks are ready to the end on this rank."""
     dist.barrier()
+    time.sleep(2 * throttle.AT_ONCE)  # a rank that was woken late and sends at once would begin before `start`
     start = time.monotonic()
     function()
     return time.monotonic() - start
