@@ -183,7 +183,7 @@ def restore(model):
 def clip_grad_norm_(model, max_norm, group=None):
     """Scale the gradients of a split `model` so that their norm is at most `max_norm`; return the norm before."""
     counted = [p for p in model.parameters() if dist.get_rank(group) == 0 or hasattr(p, "cut")]  # each element once
-    total = clipping.clip_grad_norm_(counted, math.inf, 2.0, group, counted[0].device)
+    total = clipping.clip_grad_norm_(counted, math.inf, 2.0, group, None)
     nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, total)
     return total
 

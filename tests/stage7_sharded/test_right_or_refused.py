@@ -244,7 +244,8 @@ REFUSED = {
         MEMORY, lambda: zero_1(lambda model, _: ShardedOptimizer(model.parameters(), torch.optim.SGD)),
     ),
     "ZeRO-1, clipped and forgotten": ("those clipped before have not been used", lambda: zero_1(clipped_and_forgotten)),
-    "ZeRO-1, a norm of no order": ("norm_type is 0", lambda: zero_1(lambda _, own: own.clip_grad_norm_(1.0, 0))),
+    "ZeRO-1, a norm of order 0": ("norm_type is 0", lambda: zero_1(lambda _, own: own.clip_grad_norm_(1.0, 0))),
+    "ZeRO-1, a norm of no order": ("norm_type is -1", lambda: zero_1(lambda _, own: own.clip_grad_norm_(1.0, -1))),
     "ZeRO-1, other groups": ("doesn't match the size of optimizer's group", lambda: other_state((5, 5))),
     "ZeRO-1, other sizes": ("is invalid for input of size 2", lambda: other_state((2,), (5,))),
     "ZeRO-1, more parameters": (
