@@ -1,4 +1,6 @@
-"""The promises about the package as a whole: imports point one way, and functions are short enough to be read."""
+"""The promises about the package as a whole: imports point one way, and functions are short enough
+to be read.
+"""
 
 import ast
 import shutil
@@ -13,8 +15,15 @@ MODULES = sorted(ROOT.glob("ddp_course/**/*.py"))
 
 
 def lint_imports(folder):
-    """What import-linter says of the package in `folder`, by the contracts in its pyproject.toml."""
-    command = [sys.executable, "-c", "from importlinter.cli import lint_imports_command as run; run()", "--no-cache"]
+    """What import-linter says of the package in `folder`, by the contracts in its
+    pyproject.toml.
+    """
+    command = [
+        sys.executable,
+        "-c",
+        "from importlinter.cli import lint_imports_command as run; run()",
+        "--no-cache",
+    ]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
 
 
@@ -22,7 +31,11 @@ def lint_imports(folder):
 def house(tmp_path_factory):
     """A copy of the package's modules and of the contracts."""
     folder = tmp_path_factory.mktemp("house")
-    shutil.copytree(ROOT / "ddp_course", folder / "ddp_course", ignore=shutil.ignore_patterns("__pycache__", "*.ini"))
+    shutil.copytree(
+        ROOT / "ddp_course",
+        folder / "ddp_course",
+        ignore=shutil.ignore_patterns("__pycache__", "*.ini"),
+    )
     shutil.copy(ROOT / "pyproject.toml", folder)
     return folder
 
@@ -35,11 +48,31 @@ def test_imports_point_one_way():
 @pytest.mark.parametrize(
     "module, line, shown",
     [
-        ("running/wire.py", "from ..measuring import theory", "ddp_course.running.wire -> ddp_course.measuring.theory"),
-        ("stage4_ring.py", "from .stage5_bucketed import BucketedDDP", "ddp_course.stage4_ring -> ddp_course.stage5"),
-        ("measuring/timing.py", "def late():\n    from ..commands import doctor", "-> ddp_course.commands.doctor"),
-        ("grading/report.py", "from ..showing import source", "ddp_course.grading.report -> ddp_course.showing.source"),
-        ("running/launching/rank.py", "from ..links import throttle", "-> ddp_course.running.links.throttle"),
+        (
+            "running/wire.py",
+            "from ..measuring import theory",
+            "ddp_course.running.wire -> ddp_course.measuring.theory",
+        ),
+        (
+            "stage4_ring.py",
+            "from .stage5_bucketed import BucketedDDP",
+            "ddp_course.stage4_ring -> ddp_course.stage5",
+        ),
+        (
+            "measuring/timing.py",
+            "def late():\n    from ..commands import doctor",
+            "-> ddp_course.commands.doctor",
+        ),
+        (
+            "checking/plain.py",
+            "from ..showing import source",
+            "ddp_course.checking.plain -> ddp_course.showing.source",
+        ),
+        (
+            "running/launching/rank.py",
+            "from ..links import throttle",
+            "-> ddp_course.running.links.throttle",
+        ),
         ("leftovers.py", "", "leftovers"),
         ("running/leftovers.py", "", "leftovers"),
     ],
@@ -63,4 +96,6 @@ def long_functions(source, most=40):
 
 def test_no_function_is_longer_than_a_screen():
     assert long_functions("def f():\n" + "    pass\n" * 40) == ["f"]
-    assert not [path.relative_to(ROOT).as_posix() for path in MODULES if long_functions(path.read_text())]
+    assert not [
+        path.relative_to(ROOT).as_posix() for path in MODULES if long_functions(path.read_text())
+    ]

@@ -17,7 +17,7 @@ of, where its time goes, and what the batch size does.
 
 # %% imports
 from ddp_course import Device, problems, show, stage1_single, timeline, torch
-from ddp_course.grading import check
+from ddp_course.checking import check
 
 # %% [markdown]
 r"""

@@ -18,8 +18,9 @@ on many machines all devices share one network card. This lesson crosses that bo
 
 # %% imports
 from ddp_course import (
-    Link, collectives, facts, launch, one_host, ring_all_reduce, show, simulate, theory, timing, torch,
+    Link, collectives, facts, launch, ring_all_reduce, show, simulate, theory, timing, torch,
 )  # fmt: skip
+from ddp_predictions import one_host
 
 K = 4  # how many ranks, on two hosts; 2 works as well
 
