@@ -1,7 +1,7 @@
-"""Rules of plain code that ruff does not have: `python authoring/plainness.py` prints each break of one, and fails.
+"""Rules of plain code that ruff does not have: `python authoring/plainness.py` prints each break.
 
-A file in plainness.txt still breaks a rule. That list only gets shorter: `--shrink` drops files that have become plain.
-docs/CONTRIBUTING.md shows each rule with code before and after.
+A file in plainness.txt still breaks a rule. That list only gets shorter: `--shrink` drops the files
+that have become plain. docs/CONTRIBUTING.md shows each rule with code before and after.
 """
 
 import argparse
@@ -70,21 +70,35 @@ def comprehensions_inside(tree: ast.AST) -> Iterator[Break]:
         if isinstance(node, COMPREHENSIONS):
             for below in ast.walk(node):
                 if below is not node and isinstance(below, COMPREHENSIONS):
-                    yield node, "a comprehension inside a comprehension: give the inner one a name, or write a loop"
+                    yield (
+                        node,
+                        "a comprehension inside a comprehension: name it, or write a loop",
+                    )
                     break
 
 
 def conditions_inside(tree: ast.AST) -> Iterator[Break]:
     """`x if c else y` anywhere but as a whole assignment, argument or return."""
     parents = parents_of(tree)
-    whole = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.NamedExpr, ast.Return, ast.keyword, ast.Lambda)
+    whole = (
+        ast.Assign,
+        ast.AnnAssign,
+        ast.AugAssign,
+        ast.NamedExpr,
+        ast.Return,
+        ast.keyword,
+        ast.Lambda,
+    )
     for node in ast.walk(tree):
         if not isinstance(node, ast.IfExp):
             continue
         parent = parents[node]
         argument = isinstance(parent, ast.Call) and node in parent.args
         if not isinstance(parent, whole) and not argument:
-            yield node, "a conditional expression inside an expression: write an if, or give it a name"
+            yield (
+                node,
+                "a conditional expression inside an expression: write an if, or give it a name",
+            )
 
 
 def is_boolean(node: ast.AST) -> bool:
@@ -134,44 +148,55 @@ def is_at_most_one(node: ast.AST) -> bool:
 
 
 def loops_over_one(tree: ast.AST) -> Iterator[Break]:
-    """A loop over one element, instead of an assignment or an `if`; or over the letters of a text."""
+    """A loop over one element as an assignment or an `if`; or over letters that are not used."""
     for node in ast.walk(tree):
         if isinstance(node, ast.For | ast.comprehension):
             if is_at_most_one(node.iter):
                 yield node.iter, "a loop over one element: write an assignment, or an if"
-            elif isinstance(node.iter, ast.Constant) and isinstance(node.target, ast.Name):
-                if node.target.id == "_":
-                    yield node.iter, "a loop over letters that are not used: write range"
+            elif isinstance(node.iter, ast.Constant) and ast.unparse(node.target) == "_":
+                yield node.iter, "a loop over letters that are not used: write range"
 
 
 def iterators_repeated(tree: ast.AST) -> Iterator[Break]:
     """`[iter(x)] * n`."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-            if ast.unparse(node.left).startswith("[iter("):
-                yield node, "one iterator many times: write itertools.batched's loop in a function with a name"
+        product = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult)
+        if product and ast.unparse(node.left).startswith("[iter("):
+            yield node, "one iterator many times: write a function that cuts into batches"
 
 
 def named_tuples(tree: ast.AST) -> set[str]:
     """Names of the classes in a module that are NamedTuples."""
     classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
-    return {node.name for node in classes if any(ast.unparse(base).endswith("NamedTuple") for base in node.bases)}
+    return {
+        node.name
+        for node in classes
+        if any(ast.unparse(base).endswith("NamedTuple") for base in node.bases)
+    }
+
+
+def called(node: ast.AST) -> str:
+    """The name of the function that a call calls; no name if this is no call."""
+    return ast.unparse(node.func) if isinstance(node, ast.Call) else ""
 
 
 def variables_of(tree: ast.AST, classes: set[str]) -> set[str]:
     """Names that are annotated with one of these classes, or assigned from a call of one."""
     names = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.arg) and node.annotation and ast.unparse(node.annotation) in classes:
+        if (
+            isinstance(node, ast.arg)
+            and node.annotation
+            and ast.unparse(node.annotation) in classes
+        ):
             names.add(node.arg)
-        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
-            if ast.unparse(node.value.func) in classes:
-                names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.Assign) and called(node.value) in classes:
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
     return names
 
 
 def numbers_for_fields(tree: ast.AST) -> Iterator[Break]:
-    """`each[2]`, where `each` is seen to be a NamedTuple of this module; and `self[2]` inside one."""
+    """`each[2]`, where `each` is a NamedTuple of this module; and `self[2]` inside one."""
     classes = named_tuples(tree)
     variables = variables_of(tree, classes)
     for node in ast.walk(tree):
@@ -183,15 +208,17 @@ def numbers_for_fields(tree: ast.AST) -> Iterator[Break]:
 def indexed(tree: ast.AST, variables: set[str]) -> Iterator[Break]:
     """Where one of these variables has a number for its index."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and is_count(node.slice):
-            if node.value.id in variables:
-                yield node, "a number as the index of a NamedTuple: write the field's name"
+        numbered = isinstance(node, ast.Subscript) and is_count(node.slice)
+        if numbered and ast.unparse(node.value) in variables:
+            yield node, "a number as the index of a NamedTuple: write the field's name"
 
 
 def is_data(node: ast.AST) -> bool:
-    """Whether a statement or a decorator holds a table: a display or a call with a display of several rows."""
+    """Whether a statement or a decorator holds a table: a display with several rows."""
     tables = [each for each in ast.walk(node) if isinstance(each, DISPLAYS)]
-    return any(len(table.keys if isinstance(table, ast.Dict) else table.elts) >= 2 for table in tables)
+    return any(
+        len(table.keys if isinstance(table, ast.Dict) else table.elts) >= 2 for table in tables
+    )
 
 
 def layouts_by_hand(tree: ast.AST, source: str) -> Iterator[Break]:
@@ -201,10 +228,15 @@ def layouts_by_hand(tree: ast.AST, source: str) -> Iterator[Break]:
         if isinstance(node, ast.stmt | ast.expr) and not isinstance(node, ast.Name | ast.Constant):
             ends.setdefault(node.end_lineno or 0, []).append(node)
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT and token.string.startswith(("# fmt: skip", "# fmt: off")):
+        if token.type == tokenize.COMMENT and token.string.startswith(
+            ("# fmt: skip", "# fmt: off")
+        ):
             line = token.start[0]
             if not any(map(is_data, ends.get(line, []))):
-                yield ast.Pass(lineno=line), "fmt: skip without a table of data: let ruff lay it out"
+                yield (
+                    ast.Pass(lineno=line),
+                    "fmt: skip without a table of data: let ruff lay it out",
+                )
 
 
 RULES = (
@@ -229,14 +261,26 @@ def breaks(source: str, path: str = "") -> list[Found]:
 def files(root: Path = ROOT) -> list[Path]:
     """The Python files of all rooms, but for the lessons, whose cells are notebooks."""
     lessons = root / "authoring" / "lessons"
-    return [path for room in ROOMS for path in sorted((root / room).rglob("*.py")) if lessons not in path.parents]
+    return [
+        path
+        for room in ROOMS
+        for path in sorted((root / room).rglob("*.py"))
+        if lessons not in path.parents
+    ]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print breaks of rules in files that are not in the list; return 1 if there are any, else 0."""
+    """Print the breaks in files that are not in the list; return 1 if there are any, else 0."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("paths", nargs="*", type=Path, help="only these files, and whether they are in the list or not")
-    parser.add_argument("--shrink", action="store_true", help="drop files from the list that have become plain")
+    parser.add_argument(
+        "paths",
+        nargs="*",
+        type=Path,
+        help="only these files, and whether they are in the list or not",
+    )
+    parser.add_argument(
+        "--shrink", action="store_true", help="drop files from the list that have become plain"
+    )
     options = parser.parse_args(arguments)
     listed = set(LIST.read_text().split()) if LIST.exists() else set()
     found = []
@@ -244,7 +288,9 @@ def main(arguments: list[str] | None = None) -> int:
         name = path.relative_to(ROOT).as_posix()
         found += breaks(path.read_text(encoding="utf-8"), name)
     if options.shrink:
-        LIST.write_text("".join(f"{name}\n" for name in sorted(listed & {each.path for each in found})))
+        LIST.write_text(
+            "".join(f"{name}\n" for name in sorted(listed & {each.path for each in found}))
+        )
     shown = [each for each in found if options.paths or each.path not in listed]
     print(*shown, sep="\n", end="\n" * bool(shown))
     return int(bool(shown))
