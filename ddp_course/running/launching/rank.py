@@ -169,8 +169,8 @@ def refuse_strangers() -> None:
     if users:
         names = ", ".join(map(str, sorted(users - {-1})))
         raise CourseError(
-            f"user {names} of this machine has connected to this launch's ranks, which received nothing from there; where namespaces are allowed"
-            " nobody can: docs/WORKSHOP.md"
+            f"user {names} of this machine has connected to this launch's ranks, which received"
+            " nothing from there; where namespaces are allowed nobody can: docs/WORKSHOP.md"
         )
 
 
