@@ -1,5 +1,7 @@
 """A mesh: the ranks of a job arranged along several axes, one for each way of training."""
 
+import math
+
 import torch
 import torch.distributed as dist
 
@@ -14,12 +16,11 @@ def mesh(**axes: int) -> dict[str, dist.ProcessGroup]:
     multiply to the number of ranks.
     """
     world_size = dist.get_world_size()
-    if any(not isinstance(size, int) or size < 1 for size in axes.values()):
-        raise ValueError(f"a mesh of {axes} cannot be: each axis is a whole number of 1 or more")
-    if torch.Size(axes.values()).numel() != world_size:
+    whole = all(isinstance(size, int) and size > 0 for size in axes.values())
+    if not whole or math.prod(axes.values()) != world_size:
         raise ValueError(
-            f"{world_size} ranks cannot form a mesh of {axes}: its axes must multiply to"
-            f" {world_size}"
+            f"{world_size} ranks cannot form a mesh of {axes}: its axes must be whole numbers, 1 or"
+            f" more, that multiply to {world_size}"
         )
     ranks = torch.arange(world_size).view(*axes.values())
     groups = {}

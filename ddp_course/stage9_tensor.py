@@ -45,7 +45,7 @@ from torch.optim import SGD
 from .mesh import mesh
 from .problems import TransformerBlock
 from .running import checkpoint, wire
-from .running.torch_inside import as_plain_tensors, uncompiled
+from .running.torch_inside import allow_foreach, as_plain_tensors, uncompiled
 from .stage3_paramserver import broadcast_parameters, gradients
 from .stage4_ring import average_on_ring, ring_all_reduce
 from .stage7_sharded import clipping
@@ -125,6 +125,9 @@ class Slice(PartOfParameter):
 
     A parameter's class is exchanged for this one and back, because an optimizer may know it.
     """
+
+
+allow_foreach(Slice)
 
 
 class SplitLinear(nn.Module):

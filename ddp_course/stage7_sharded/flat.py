@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ..running import wire
-from ..running.torch_inside import as_plain_tensors, timeout_of, tree_map_only
+from ..running.torch_inside import allow_foreach, as_plain_tensors, timeout_of, tree_map_only
 from ..stage4_ring import allgather, reduce_scatter
 from .parts import PartOfParameter, refuse_with
 
@@ -35,6 +35,9 @@ class Shard(PartOfParameter):
     def takes(self, values):
         """Never: what is trained is the memory that this has now."""
         return False
+
+
+allow_foreach(Shard)
 
 
 class Flat:

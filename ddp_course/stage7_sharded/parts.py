@@ -12,7 +12,7 @@ from functools import cache
 import torch
 import torch.distributed as dist
 
-from ..running.torch_inside import as_plain_tensors, tree_leaves, tree_map_only
+from ..running.torch_inside import allow_foreach, as_plain_tensors, tree_leaves, tree_map_only
 
 SAME_ELEMENTS = {  # These copy elements, convert them, or make room for as many.
     *("view", "view_as", "reshape", "flatten", "cat", "split", "view_as_real", "view_as_complex"),
@@ -123,6 +123,9 @@ class Part(torch.Tensor):
 
     def __reduce_ex__(self, protocol):
         return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
+
+
+allow_foreach(Part)
 
 
 class OwnGradient(Part):
