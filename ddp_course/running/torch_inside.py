@@ -67,8 +67,10 @@ def allow_foreach(kind: type) -> None:
     """Have optimizers work on many tensors of this subclass at once, as they do on a GPU with
     ordinary ones; torch itself does this for its DTensor.
     """
-    for kinds in (_foreach_utils._foreach_supported_types, optimizer._foreach_supported_types):
-        kinds.append(kind)
+    clipping: list[Any] = _foreach_utils._foreach_supported_types
+    updates: list[Any] = optimizer._foreach_supported_types
+    clipping.append(kind)
+    updates.append(kind)
 
 
 def after_backward(function: Callable[[], None]) -> None:
