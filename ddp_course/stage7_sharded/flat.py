@@ -32,9 +32,10 @@ class Shard(PartOfParameter):
     no_hooks = "hooks on shards would never be called; add them to the parameters before wrapping"
     register_hook = register_post_accumulate_grad_hook = refuse_with(no_hooks)
 
-    def takes(self, values):
-        """Never: what is trained is the memory that this has now."""
-        return False
+    @classmethod
+    def takes(cls, tensor, values):
+        """Not if the tensor is a shard: what is trained is the memory that it has now."""
+        return not isinstance(tensor, Shard)
 
 
 allow_foreach(Shard)

@@ -14,35 +14,45 @@ import torch.distributed as dist
 
 from ..running.torch_inside import allow_foreach, as_plain_tensors, tree_leaves, tree_map_only
 
-SAME_ELEMENTS = {  # These copy elements, convert them, or make room for as many.
-    *("view", "view_as", "reshape", "flatten", "cat", "split", "view_as_real", "view_as_complex"),
-    *("detach", "detach_", "contiguous", "to", "type", "cpu", "cuda", "float", "double", "half"),
-    *("bfloat16", "conj", "copy_", "_foreach_copy_", "zeros_like", "ones_like", "full_like"),
-    *("empty_like", "new_empty", "new_zeros", "new_ones", "new_full"),
-    *("zero_", "_foreach_zero_", "fill_", "constant_", "requires_grad_"),
-}
-NO_ELEMENTS = {  # These tell of the tensor itself, or show it to a person.
-    *("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset"),
-    *("data_ptr", "untyped_storage", "get_device", "is_contiguous", "is_floating_point"),
-    *("is_complex", "is_pinned", "is_shared", "share_memory_", "register_hook"),
-    *("register_post_accumulate_grad_hook", "__len__", "__repr__", "__format__"),
-    *("__set__", "__delete__", "backward", "grad"),
-}
-ALIASES = {
-    **{"floordiv": "div", "floor_divide": "div", "true_divide": "div", "divide": "div"},
-    **{"multiply": "mul", "subtract": "sub", "absolute": "abs", "negative": "neg"},
-}
-NOT_POINTWISE = {"equal", "_foreach_max"}  # Other forms of these are.
-OPTIMIZERS = {"_fused_sgd_", "_fused_adam_", "_fused_adamw_", "_fused_adagrad_"}
-ALLOWED = SAME_ELEMENTS | NO_ELEMENTS | OPTIMIZERS
+# These copy elements, convert them, or make room for as many.
+SAME_ELEMENTS = """
+    view view_as reshape flatten cat split view_as_real view_as_complex detach detach_ contiguous
+    to type cpu cuda float double half bfloat16 conj copy_ _foreach_copy_ zero_ _foreach_zero_ fill_
+    constant_ zeros_like ones_like full_like empty_like new_empty new_zeros new_ones new_full
+    requires_grad_
+"""
+# These tell of the tensor itself, show it to a person, or have autograd work on it.
+NO_ELEMENTS = """
+    size dim ndimension numel nelement element_size stride storage_offset data_ptr untyped_storage
+    get_device is_contiguous is_floating_point is_complex is_pinned is_shared share_memory_
+    register_hook register_post_accumulate_grad_hook backward grad
+    __len__ __repr__ __format__ __set__ __delete__
+"""
+OPTIMIZERS = "_fused_sgd_ _fused_adam_ _fused_adamw_ _fused_adagrad_"
+OTHER_SHAPES = """
+    view view_as reshape flatten cat split view_as_real view_as_complex grad
+    new_empty new_zeros new_ones new_full
+"""
+# The training loop, or torch, may apply these to a gradient before the average.
+LINEAR = """
+    clone detach detach_ requires_grad_ zero_ _foreach_zero_ add_ mul_ div_ _foreach_mul_
+    __imul__ __itruediv__ __get__ __set__ __repr__ __format__ __len__
+"""
+ALLOWED = frozenset(f"{SAME_ELEMENTS} {NO_ELEMENTS} {OPTIMIZERS}".split())
+MAY_CHANGE_SHAPE = frozenset(OTHER_SHAPES.split())
+ALLOWED_BEFORE_AVERAGE = frozenset(LINEAR.split())
 ACCESS = {"__get__", "__set__"}
 TURNED = {"T", "mT", "H", "mH"}
-OTHER_SHAPES = {"reshape", "view", "flatten", "cat", "split", "view_as_real", "view_as_complex"}
-OTHER_SHAPES |= {"grad", "view_as", "new_empty", "new_zeros", "new_ones", "new_full"}
-LINEAR = {  # The training loop, or torch, may apply these to a gradient before the average.
-    *("__get__", "__set__", "__repr__", "__format__", "__len__", "clone", "detach", "detach_"),
-    *("requires_grad_", "zero_", "_foreach_zero_", "add_", "mul_", "div_", "__imul__"),
-    *("__itruediv__", "_foreach_mul_"),
+NOT_POINTWISE = {"equal", "_foreach_max"}  # Other forms of these are.
+ALIASES = {
+    "floordiv": "div",
+    "floor_divide": "div",
+    "true_divide": "div",
+    "divide": "div",
+    "multiply": "mul",
+    "subtract": "sub",
+    "absolute": "abs",
+    "negative": "neg",
 }
 
 
@@ -66,7 +76,7 @@ class Part(torch.Tensor):
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = function.__name__
-        if name == "__set__" and label(function) == "data" and not args[0].takes(args[1]):
+        if name == "__set__" and label(function) == "data" and not cls.takes(*args):
             raise RuntimeError(
                 "this parameter is a part of one, and lies in memory of its own: write values into"
                 " it by copy_(…), and whole weights before the model is wrapped or split"
@@ -86,7 +96,7 @@ class Part(torch.Tensor):
             ) from error
         if name.startswith("_foreach_"):
             return marked_like_lists(result, args)
-        if name not in OTHER_SHAPES and name not in ACCESS:
+        if name not in MAY_CHANGE_SHAPE and name not in ACCESS:
             made = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
             parts = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Part)]
             if not {each.shape for each in made} <= {each.shape for each in parts}:
@@ -112,9 +122,10 @@ class Part(torch.Tensor):
         """The class of what is computed from tensors of this class."""
         return Part
 
-    def takes(self, values):
-        """Whether `tensor.data = values` leaves this the same part."""
-        return values.shape == self.shape
+    @classmethod
+    def takes(cls, tensor, values):
+        """Whether `tensor.data = values` leaves the tensor the same part, if it is one."""
+        return values.shape == tensor.shape
 
     def __deepcopy__(self, memo):
         with as_plain_tensors():
@@ -142,7 +153,7 @@ class OwnGradient(Part):
     @classmethod
     def allows(cls, function, args):
         """Whether the function is linear."""
-        return function.__name__ in LINEAR
+        return function.__name__ in ALLOWED_BEFORE_AVERAGE
 
     @classmethod
     def kind_of_results(cls):
