@@ -42,7 +42,7 @@ else
 	$(BIN)/python -m pytest $(ARGS)
 endif
 
-test-rest: setup  ## the tests that cost most: other lessons, torch's whole suite, hosts, faults, site and browser
+test-rest: setup  ## the tests that cost most: other lessons, torch's whole suite, faults, site and browser
 	$(call run_tests,slow)
 
 test-all: setup  ## make test, then make test-rest
