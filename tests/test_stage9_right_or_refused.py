@@ -95,7 +95,8 @@ def gap(ours, one):
 
 def trained(change, optimizer=OPTIMIZERS["sgd"], foreach=None):
     """The distance of a split model to one device after three steps, and whether it was split."""
-    ours, one = net(), net()
+    ours = net()
+    one = net()
     for model in (ours, one):
         change(model)
     stage9_tensor.parallelize(ours)
@@ -128,7 +129,8 @@ def test_a_split_model_ends_where_one_device_ends():
 def averaged(kind, arguments):
     """A mesh of two by two: gradients over the data axis; the distance to one device."""
     groups = mesh(data=2, tensor=2)
-    ours, one = net(), net()
+    ours = net()
+    one = net()
     stage9_tensor.parallelize(ours, groups["tensor"])
     copies = [copy.deepcopy(ours), torch.optim.swa_utils.AveragedModel(ours)]
     if kind is ShardedOptimizer:
@@ -191,7 +193,8 @@ def test_all_ranks_start_from_the_first_ranks_weights():
 
 def after_an_average():
     """Copies and averages of a split model, and a model that was compiled after it was split."""
-    ours, one = net(), net()
+    ours = net()
+    one = net()
     stage9_tensor.parallelize(ours)
     gaps = []
     for model in (ours, one):
@@ -278,7 +281,8 @@ def each_weight(function):
     return function(next(p for p in model.parameters() if isinstance(p, stage9_tensor.Slice)))
 
 
-PART, AXIS = "this rank has a part of the tensor only", "is split over ranks of this process group"
+PART = "this rank has a part of the tensor only"
+AXIS = "is split over ranks of this process group"
 INIT = nn.init
 REFUSED = {
     "a gradient penalty": ("differentiate twice", lambda: penalty(lambda m, x: x)),

@@ -204,10 +204,11 @@ def marked_like_lists(result, lists):
     lists = [each for each in lists if isinstance(each, list | tuple)]
     if result is None:
         return None
-    return [
-        marked(each, Part) if any(isinstance(members[place], Part) for members in lists) else each
-        for place, each in enumerate(result)
-    ]
+    several = []
+    for each, *members in zip(result, *lists, strict=True):
+        has_part = any(isinstance(member, Part) for member in members)
+        several.append(marked(each, Part) if has_part else each)
+    return several
 
 
 def marked(result, kind):

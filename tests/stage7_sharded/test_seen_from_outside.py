@@ -91,7 +91,8 @@ def differences():
     """{change: how far a sharded model is from an ordinary one}."""
     gaps = {}
     for change in CHANGES:
-        expected, state = after_a_change(change, False), after_a_change(change, True)
+        expected = after_a_change(change, False)
+        state = after_a_change(change, True)
         assert list(expected) == list(state), change
         gaps[change.__name__] = max(
             (expected[name].double() - state[name].double()).abs().max().item() for name in state
@@ -106,11 +107,13 @@ def test_loops_over_modules_parameters_and_buffers_do_what_they_do_on_one_device
 
 def what_is_seen():
     """Names of modules, parameters and buffers, wrapped and not, and those of a model around."""
-    plain, wrapped = model(), FullyShardedDataParallel(model())
+    plain = model()
+    wrapped = FullyShardedDataParallel(model())
     outer = Around(FullyShardedDataParallel(model()))
-    kinds = [[type(layer).__name__ for layer in each.modules()] for each in (plain, wrapped)]
-    names = [[n for n, _ in each.named_parameters()] for each in (plain, wrapped.module, outer)]
-    buffers = [[n for n, _ in each.named_buffers()] for each in (plain, wrapped.module)]
+    kinds = [[type(layer).__name__ for layer in plain.modules()]]
+    kinds.append([type(layer).__name__ for layer in wrapped.modules()])
+    names = [list(dict(each.named_parameters())) for each in (plain, wrapped.module, outer)]
+    buffers = [list(dict(each.named_buffers())) for each in (plain, wrapped.module)]
     elements = torch.tensor(sum(p.numel() for p in wrapped.parameters()))
     dist.all_reduce(elements)
     same = elements.item() == sum(p.numel() for p in plain.parameters())
@@ -143,7 +146,8 @@ class Tied(Module):
 def tied():
     """The distance to one device after three steps, an error and an evaluation in between."""
     torch.manual_seed(0)
-    ours, one = Tied().double(), Tied().double()
+    ours = Tied().double()
+    one = Tied().double()
     one.load_state_dict(ours.state_dict())
     wrapped = FullyShardedDataParallel(ours)
     for each in (wrapped, one):
