@@ -83,6 +83,7 @@ lint: setup  ## style, types, imports, notebooks in step with their sources, wei
 	$(BIN)/lint-imports
 	$(BIN)/python authoring/build.py --check
 	$(BIN)/python authoring/weights.py
+	$(BIN)/python authoring/plainness.py
 
 clean:  ## remove what was installed and built
 	rm -rf $(VENV) build site .pytest_cache .ruff_cache .mypy_cache .import_linter_cache
