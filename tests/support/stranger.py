@@ -38,7 +38,8 @@ def watch_as_stranger(report):
     """Connect to each new port, as another user, until killed; write a byte for each."""
     os.setgid(NOBODY)
     os.setuid(NOBODY)
-    known, connections = set(), []
+    known = set()
+    connections = []
     while True:
         for line in linux.read(Path("/proc/self/net/tcp")).splitlines()[1:]:
             _, near, _, state = line.split()[:4]
