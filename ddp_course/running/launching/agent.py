@@ -52,7 +52,7 @@ def prepare_network(setting: dict, link: Any) -> str:
 
     All this precedes any thread or socket, as it may enter new namespaces.
     """
-    if link is not None and link.carries_torch:  # virtual hosts are a network of their own
+    if link is not None and link.mode == "hosts":  # virtual hosts are a network of their own
         setting["closed"] = True
     else:
         setting["closed"] = enter_own_network(setting["network"])

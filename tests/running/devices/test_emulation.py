@@ -162,7 +162,7 @@ def test_stage_2_drives_as_many_devices_and_its_bus_carries_the_model_out_and_th
     assert torch.equal(weights(model), weights(plain))
     with device.emulate(sleep=False) as single:
         stage1_single.train(tiny_model(), tiny_batches(steps=2), 0.1)
-    shares = [emulated.clocks[number].busy for number in range(world_size)]
+    shares = [emulated.busy[number] for number in range(world_size)]
     assert sum(shares) == pytest.approx(single.busy_s)
     assert shares == pytest.approx([single.busy_s / world_size] * world_size)
     samples = 24 * (world_size - 1) // world_size
