@@ -71,7 +71,7 @@ def make_attempts(attempts: Sequence[Attempt], folder: str, patience: float, wor
     sys.stderr = os.fdopen(os.dup(2), "w", buffering=1, encoding="utf-8", errors="backslashreplace")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     if work:
-        enter(work)
+        enter(work, folder)
     for place, (task, attempt) in enumerate(zip(tasks, attempts, strict=True)):
         answers = load(task, attempt.answers)
         if ranks > 1:

@@ -91,7 +91,7 @@ def launched(
     """
     timeout = START_SECONDS + task.seconds * len(attempts)
     failure = None
-    with tempfile.TemporaryDirectory(prefix="ddp_course_", dir=work or None) as folder:
+    with tempfile.TemporaryDirectory(prefix="ddp_course_") as folder:
         arguments = (list(attempts), folder, patience, work)
         try:
             launch(make_attempts, *arguments, world_size=task.ranks, device="cpu", timeout=timeout)

@@ -14,12 +14,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from ..running.files import course_folder
+from .landlock import fence
 
 HAND_OVER = (
-    "DDP_COURSE_HAND_OVER"  # This environment variable names the folder of a submission's kernel
+    "DDP_COURSE_HAND_OVER"  # This environment variable names a folder for a kernel's answers.
 )
 MEMORY_BYTES, STARTS = 3 << 30, 64
+THREADS_BYTES = 4 << 30  # Threads reserve this much address space, and use little of it.
 LIMITS = {
     resource.RLIMIT_DATA: MEMORY_BYTES,
     resource.RLIMIT_FSIZE: 64 << 20,
@@ -27,71 +31,70 @@ LIMITS = {
     resource.RLIMIT_CORE: 0,
 }
 PROGRAMS = {"subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn"}
-CHANGES = {
-    "os.remove",
-    "os.rename",
-    "os.rmdir",
-    "os.mkdir",
-    "os.truncate",
-    "os.chmod",
-    "os.chown",
-    "os.symlink",
+CHANGES: dict[str, list] = {  # {event: places of a path and of its open folder in the arguments}
+    "os.remove": [(0, 1)],
+    "os.rename": [(0, 2), (1, 3)],
+    "os.rmdir": [(0, 1)],
+    "os.mkdir": [(0, 2)],
+    "os.truncate": [(0, None)],
+    "os.chmod": [(0, 2)],
+    "os.chown": [(0, 3)],
+    "os.symlink": [(1, 2)],
+    "os.link": [(0, 2), (1, 3)],
 }
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+DEVICES = [f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom", "tty")]
+SHARED_MEMORY = "/dev/shm"  # The C library makes semaphores and shared tensors of workers here.
+SECRETS = ("solutions", "authoring", "exercises/checks", "exercises/answers")
 
 
-def enter(folder: str) -> None:
-    """From here on this process and its children keep to limits, print nothing, and write below
-    `folder` alone.
+def enter(folder: str, *also: str) -> None:
+    """From here on this process and its children keep to limits, print nothing, work in `folder`,
+    and write below `folder` and `also` alone.
     """
     limit()
     os.environ["TMPDIR"], tempfile.tempdir = folder, None
-    exercises = course_folder("exercises")
-    hidden = [
-        str(path)
-        for path in (exercises / "checks", exercises / "answers", course_folder("solutions"))
-    ]
+    os.chdir(folder)
+    sys.path.insert(0, folder)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (until the process ends)
-    sys.addaudithook(watch(os.path.realpath(folder), hidden))
+    course = course_folder("exercises").parent
+    secrets = [os.path.realpath(course / name) for name in SECRETS]
+    folders = [os.path.realpath(path) for path in (folder, *also)]
+    fence([*folders, SHARED_MEMORY], DEVICES)
+    sys.addaudithook(watch(folders, secrets))
 
 
 def limit() -> None:
-    """Limits on memory, on the size of a file, and on open files."""
-    for kind, wanted in LIMITS.items():
+    """Limits on memory, shared memory among it, on the size of a file, and on open files."""
+    address_space = psutil.Process().memory_info().vms + MEMORY_BYTES + THREADS_BYTES
+    for kind, wanted in {**LIMITS, resource.RLIMIT_AS: address_space}.items():
         hard = resource.getrlimit(kind)[1]
-        resource.setrlimit(
-            kind, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard),) * 2
-        )
+        least = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(kind, (least, least))
 
 
-def watch(folder: str, hidden: Sequence[str]) -> Callable:
-    """The audit hook, which refuses what a submission must not do; it counts the processes that all
-    processes fork.
+def watch(folders: Sequence[str], secrets: Sequence[str]) -> Callable:
+    """The audit hook, which says what a submission must not do, and refuses it where there is no
+    Landlock; it counts the processes that all processes fork.
     """
     started = mmap.mmap(-1, 8)
 
     def hook(event: str, arguments: tuple) -> None:
         """Refuse what an answer must not do."""
         if event == "open" and isinstance(arguments[0], str | bytes):
-            path, writes = os.fsdecode(arguments[0]), arguments[2] & WRITING
-            if below(path, hidden):
-                raise PermissionError(
-                    f'your code opens "{Path(path).name}": a solution is no answer'
-                )
-            if writes and not below(path, [folder, "/dev"]):
-                raise PermissionError(
-                    f'your code writes to "{path}": an answer writes into its own folder'
-                )
+            refuse_file(arguments[0], bool(arguments[2] & WRITING), folders, secrets)
         elif event in CHANGES:
-            if not all(
-                below(path, [folder, "/dev"]) for path in arguments[: 1 + (event == "os.rename")]
-            ):
-                raise PermissionError(
-                    f'your code changes "{arguments[0]}": an answer keeps to its own folder'
-                )
+            for place, start in CHANGES[event]:
+                path = full_path(arguments[place], -1 if start is None else arguments[start])
+                if not below(path, folders):
+                    raise PermissionError(
+                        f'your code changes "{path}": an answer keeps to its own folder'
+                    )
         elif event == "os.fork":
-            started[:8] = (int.from_bytes(started[:8], "little") + 1).to_bytes(8, "little")
-            if int.from_bytes(started[:8], "little") > STARTS:
+            count = int.from_bytes(started[:8], "little") + 1
+            started[:8] = count.to_bytes(8, "little")
+            if count > STARTS:
                 raise PermissionError(
                     f"your code starts too many processes: at most {STARTS} are allowed here"
                 )
@@ -102,10 +105,36 @@ def watch(folder: str, hidden: Sequence[str]) -> Callable:
                 raise PermissionError(
                     f"your code connects to {arguments[1][0]}: there is no network here"
                 )
-        elif event == "os.kill" and (arguments[0] <= 1 or arguments[0] == os.getppid()):
+        elif event in ("os.kill", "os.killpg") and not is_own(arguments[0]):
             raise PermissionError("your code ends a process that is not its own")
 
     return hook
+
+
+def refuse_file(
+    name: str | bytes, writes: bool, folders: Sequence[str], secrets: Sequence[str]
+) -> None:
+    """PermissionError if an answer must not open a file."""
+    path = os.fsdecode(name)
+    if below(path, secrets):
+        raise PermissionError(f'your code opens "{Path(path).name}": a solution is no answer')
+    if writes and not below(path, [*folders, *DEVICES]):
+        raise PermissionError(f'your code writes to "{path}": an answer writes into its own folder')
+
+
+def full_path(path: Any, start: int) -> Any:
+    """A path that begins in the open folder `start`, or in the current one if that is -1."""
+    if start == -1 or not isinstance(path, str | bytes | os.PathLike):
+        return path
+    return os.path.join(os.path.realpath(f"/proc/self/fd/{start}"), os.fsdecode(path))
+
+
+def is_own(process: int) -> bool:
+    """Whether a process, or a group by its first process, is this one or was started by it."""
+    if process == 0:
+        return os.getpgrp() == os.getpid()
+    started = psutil.Process().children(recursive=True)
+    return process in [os.getpid(), *(child.pid for child in started)]
 
 
 def below(path: Any, folders: Sequence[str]) -> bool:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from answers import submission_of
 
 from benchmarks import grade as bench
 from ddp_course import cli
@@ -16,7 +17,7 @@ from ddp_grading import report
 from ddp_grading.grader import grade
 from ddp_grading.remarks import clusters
 from ddp_grading.results import Result, TaskResult, clean
-from ddp_grading.submissions import PRISTINE, Submission, find_submissions, load_exercises
+from ddp_grading.submissions import PRISTINE, find_submissions, load_exercises
 
 torch = pytest.importorskip("torch")
 NASTY = '<script>alert("x")</script>\x1b[31m\x07 & = {learner}'
@@ -39,7 +40,7 @@ RESULTS = [
 
 def test_csv_has_a_line_a_task_and_no_formula():
     rows = list(csv.reader(io.StringIO(report.as_csv(RESULTS))))
-    assert ",".join(rows[0]) == "learner,exercise,task,points,possible,message,parts,suspicious"
+    assert ",".join(rows[0]) == "learner,exercise,task,points,possible,message,parts,suspicious,comment"
     assert rows[2] == ["'=cmd()", "4", "4.2", "3", "3", "", "sums 2/2; bytes 1/1", ""]
     assert rows[3][1:5] == ["", "notebook", "0", "0"]
 
@@ -62,9 +63,9 @@ def test_json_has_the_agreed_form():
 
 
 def test_pages_escape_everything_and_need_nothing_else():
-    pages = report.pages(RESULTS, seed=7)
-    assert sorted(pages) == ["_cmd_.html", "_etc_anna_b_.html", "index.html"]
-    page = pages["_cmd_.html"]
+    pages = report.pages(RESULTS)
+    assert sorted(pages) == ["hand_back/_cmd_.html", "hand_back/_etc_anna_b_.html", "index.html"]
+    page = pages["hand_back/_cmd_.html"]
     assert "<script>alert" not in page and "&lt;script&gt;" in page and "\x1b" not in page
     assert "{learner}" in page, "a learner's braces are not ours"
     assert "sums: right" in page and "bytes: right" in page
@@ -223,12 +224,12 @@ def test_of_several_submissions_to_an_exercise_the_best_counts(tmp_path, monkeyp
     assert [(row[0], row[3]) for row in rows if row[0] == "anna"] == [("anna", "1")]
     anna, *_ = json.loads(files["json"].read_text())
     assert anna["note"] == "handed in 2 times; the best counts" and anna["points"] == 1
-    assert "the best counts" in (files["html"] / "anna.html").read_text()
+    assert "the best counts" in (files["html"] / "hand_back/anna.html").read_text()
 
 
 def test_a_notebook_that_cannot_be_read_counts_nothing_of_what_there_is(tmp_path):
     (tmp_path / "08_mine.ipynb").write_text("{")
-    (result,) = grade([Submission("anna", tmp_path / "08_mine.ipynb")], load_exercises(), seed=1)
+    (result,) = grade([submission_of(tmp_path / "08_mine.ipynb")], load_exercises(), seed=1)
     assert (result.points, result.passed) == (0, False) and result.possible > 10
     line, _ = report.table([result]).splitlines()
     assert "0 of " in line and "not valid JSON" in line
@@ -244,8 +245,8 @@ def test_an_untouched_exercise_takes_one_line():
 def test_what_cannot_be_judged_is_worth_nothing_in_each_of_its_parts(tmp_path):
     (tmp_path / "08_mine.ipynb").write_text("{")
     handed_in = [
-        Submission("anna", tmp_path / "08_mine.ipynb"),
-        Submission("bert", PRISTINE / "08_pipeline.ipynb"),
+        submission_of(tmp_path / "08_mine.ipynb"),
+        submission_of(PRISTINE / "08_pipeline.ipynb", "bert"),
     ]
     results = grade(handed_in, load_exercises(), seed=1)
     for result, message in zip(results, ("not valid JSON", "not solved yet"), strict=True):
@@ -253,7 +254,7 @@ def test_what_cannot_be_judged_is_worth_nothing_in_each_of_its_parts(tmp_path):
             assert [part["name"] for part in task.parts] == list(find(task.id).parts)
             assert sum(part["possible"] for part in task.parts) == pytest.approx(task.possible)
             assert all(part["points"] == 0 and message in part["message"] for part in task.parts)
-    page = report.pages(results, seed=1)["bert.html"]
+    page = report.pages(results)["hand_back/bert.html"]
     assert page.count("as above") == sum(len(task.parts) for task in results[1].tasks)
 
 
