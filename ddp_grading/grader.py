@@ -7,24 +7,34 @@ import re
 import secrets
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from ddp_course.checking.attempt import Attempt
 from ddp_course.checking.checks import cell_of, find
 from ddp_course.checking.diagnosis import Verdict, nothing, verdict
-from ddp_course.checking.evidence import BUSY, TRIES, Evidence, gather, known, solved
+from ddp_course.checking.evidence import (
+    PATIENCE_SECONDS,
+    TRIES,
+    Evidence,
+    gather,
+    known,
+    solved,
+)
 from ddp_course.errors import GradingError
 
+from .guard import enter
 from .remarks import remarks
 from .results import Result, TaskResult, clean, result_of
 from .run_cells import run_cells
 from .submissions import NUMBERED, Laid, Pristine, Submission, exercise_of, lay
 
 END_SECONDS = 10.0
+PATIENCE_FACTOR = 3.0  # Ranks wait so many times longer than the course's own solution took.
 MOST_SHOWN = 20_000  # A report shows at most this many characters of an answer.
 LOADED = ["ddp_grading.run_cells", "ipykernel.inprocess.ipkernel", "torch.distributed"]
 
@@ -67,6 +77,7 @@ class Judge:
     def __init__(self, seed: int) -> None:
         self.seed, self.lock = seed, threading.RLock()
         self.book = cache(self.made)
+        self.patience: dict[str, float] = {}
 
     def made(self, number: str) -> tuple[dict, Evidence, Callable[[], Sequence[Evidence]]]:
         """A task's inputs, the solution's evidence, and a function that gets the known wrong
@@ -74,17 +85,21 @@ class Judge:
         """
         task = find(number)
         inputs = task.inputs(self.seed)
-        tries = (gather([solved(task, inputs)])[0] for _ in range(TRIES))
-        right = next(
-            (evidence for evidence in tries if evidence.values is not None), Evidence(None, BUSY)
-        )
+        for _ in range(TRIES):
+            start = time.monotonic()
+            (right,) = gather([solved(task, inputs)])
+            took = time.monotonic() - start
+            if right.values is not None:
+                break
+        self.patience[number] = max(PATIENCE_SECONDS, PATIENCE_FACTOR * took)
         return inputs, right, cache(lambda: gather(known(task, inputs)))
 
     def verdict(self, number: str, content: bytes, folder: str) -> Verdict:
         """Try an answer that a notebook has handed over, and say whether it is right."""
         with self.lock:
             inputs, right, others = self.book(number)
-        (evidence,) = gather([Attempt(number, inputs, content)], work=folder)
+        attempt = Attempt(number, inputs, content)
+        (evidence,) = gather([attempt], self.patience[number], partial(enter, folder))
         with self.lock:
             return verdict(find(number), evidence, right, others)
 

@@ -17,7 +17,7 @@ from ddp_course.errors import GradingError
 from .results import clean
 
 CANVAS = re.compile(r"([^\W\d_][^\W_]*)_(LATE_)?(\d{3,})_(\d{3,})_")
-MOODLE = re.compile(r"(.+?)_(\d+)_assignsubmission_(?:file|onlinetext)")
+MOODLE = re.compile(r"(.+?)_(\d+)_assignsubmission_(?:file|onlinetext)_?")
 NUMBERED = re.compile(r"(\d{1,2})[_\- .]")
 PLACES = re.compile(  # A folder that is called so is no person.
     r"(exercises|notebooks|solutions|work|submitted|src|ddp_course)"
@@ -26,7 +26,7 @@ PLACES = re.compile(  # A folder that is called so is no person.
 )
 LEARNER, NAMES, IDS = "learner", ("Student", "Full name", "Name"), (
     "ID", "SIS User ID", "SIS Login ID", "Email address", "Email", "ID number", "Identifier", "SID",
-    "github_username", "identifier",
+    "identifier", "github_username",
 )  # fmt: skip
 Roster = dict[str, dict[str, str]]  # A roster is {learner: {title: cell} of the learner's line}.
 
@@ -95,7 +95,7 @@ def owner_by_folder(parts: Sequence[str]) -> Owner:
     learner's name, unless that is the exercise's.
     """
     *folders, file = parts
-    if len(folders) == 1 and not NUMBERED.match(file):
+    if not folders or (len(folders) == 1 and not NUMBERED.match(file)):
         return Owner(clean(PurePath(file).stem), "/".join(parts))
     for depth in range(len(folders), 0, -1):
         if not PLACES.fullmatch(folders[depth - 1]):

@@ -15,12 +15,14 @@ from typing import Any
 
 import psutil
 
-from ddp_course.checking.guard import HAND_OVER, enter
+from ddp_course.checking.handing_over import HAND_OVER
 from ddp_course.running import linux
+
+from .guard import enter
 
 FORK: Any = multiprocessing.get_context("fork")
 CELL_SECONDS, INTERRUPT_SECONDS = 20.0, 3.0
-CELL_SHARE, ROUND_SHARE, SLOW_SHARE = 0.4, 0.6, 0.05  # These are parts of a submission's time.
+FIRST_SHARE, SLOW_SHARE = 0.5, 0.05  # These are parts of a submission's time.
 DIED = "the code in it ended its own process, took too much memory, or could not be stopped"
 LEFT_OUT = "it was left out after {:.0f} s: the submission's time was running out"
 NEVER_RUN = "the submission's time was over before this cell could run"
@@ -34,8 +36,8 @@ class Stopped(BaseException):
 def run_cells(cells: Mapping[str, str], folder: str, seconds: float, answers: Connection) -> None:
     """Run cells, {id: source}, for at most `seconds` in all; send {id: its error, or ""}.
 
-    If one ends the kernel, or the time runs out, the rest runs again without it and without all
-    others that were slow. Checks write answers to `folder`/answers; cells work in `folder`/work.
+    If one ends the kernel, the rest runs again without it; if half of the time is over, without all
+    that were slow. Checks write answers to `folder`/answers; cells work in `folder`/work.
     """
     os.setsid()
     linux.adopt_orphans()  # Processes that a submission starts stay below this one.
@@ -43,44 +45,44 @@ def run_cells(cells: Mapping[str, str], folder: str, seconds: float, answers: Co
     os.environ.update(dict.fromkeys(HOMES, f"{folder}/work"), OMP_NUM_THREADS="1")
     os.environ.update({"IPYTHONDIR": f"{folder}/ipython", HAND_OVER: f"{folder}/answers"})
     errors: dict[str, str] = {}
-    slow: dict[str, str] = {}
-    end = time.monotonic() + seconds
-    while time.monotonic() < end and len(slow) < len(cells):
-        waiting = {name: source for name, source in cells.items() if name not in slow}
-        bad, errors = run_once(waiting, folder, seconds, end)
-        slow |= bad
+    left_out: dict[str, str] = {}
+    start = time.monotonic()
+    end, most = start + FIRST_SHARE * seconds, min(CELL_SECONDS, FIRST_SHARE * seconds)
+    while time.monotonic() < start + seconds:
+        waiting = {name: source for name, source in cells.items() if name not in left_out}
+        bad, errors = run_once(waiting, folder, most, end)
+        left_out |= bad
         if not bad:
             break
-    answers.send({name: (errors | slow).get(name, NEVER_RUN) for name in cells})
+        if time.monotonic() > end:  # From now on no cell may be slow.
+            end, most = start + seconds, min(most, SLOW_SHARE * seconds)
+    answers.send({name: (errors | left_out).get(name, NEVER_RUN) for name in cells})
 
 
 def run_once(
-    cells: Mapping[str, str], folder: str, seconds: float, end: float
+    cells: Mapping[str, str], folder: str, most: float, end: float
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Run cells in a new kernel: {id: why it must be left out}, and {id: its error} of the others.
-
-    A round takes a part of the time until `end`, so that another one has time to do without what
-    was slow.
+    """Run cells in a new kernel until `end`, each for at most `most` seconds: {id: why it must be
+    left out}, and {id: its error} of the others.
     """
     kernel = Kernel(folder)
     errors: dict[str, str] = {}
     took: dict[str, float] = {}
-    round_end = time.monotonic() + ROUND_SHARE * (end - time.monotonic())
+    bad: dict[str, str] = {}
     for name, source in cells.items():
         start = time.monotonic()
-        most = min(CELL_SECONDS, CELL_SHARE * seconds, max(0.0, round_end - start))
-        error = kernel.run(source, most)
+        error = kernel.run(source, max(0.1, min(most, end - start)))
         took[name] = time.monotonic() - start
         if error is None:
-            end_children()
-            return {name: DIED}, errors
-        if time.monotonic() > round_end:
-            end_children()
-            slow = [other for other in took if took[other] > SLOW_SHARE * seconds] or [name]
-            return {other: LEFT_OUT.format(took[other]) for other in slow}, errors
+            bad = {name: DIED}
+            break
+        if time.monotonic() > end:
+            slow = [other for other in took if took[other] > SLOW_SHARE * most] or [name]
+            bad = {other: LEFT_OUT.format(took[other]) for other in slow}
+            break
         errors[name] = error
     end_children()
-    return {}, errors
+    return bad, errors
 
 
 class Kernel:

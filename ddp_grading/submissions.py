@@ -134,9 +134,8 @@ def find_submissions(
         if not path.exists() and not path.is_symlink():
             raise GradingError(f'"{path}" does not exist')
         real = path.resolve() if path.is_dir() else path
-        root = [path.absolute().parent.name] if path.suffix.lower() == ".ipynb" else []
-        if path.is_dir() and len(paths) > 1:
-            root = [real.parent.name]  # Each of several folders is one learner's, or holds theirs.
+        whole = path.is_dir() or path.suffix.lower() == ".zip"
+        root = [] if whole and len(paths) == 1 else [path.absolute().parent.name]
         items += walk(real, (*root, real.name))
     notebooks = [item for item in items if item.is_notebook]
     owned = [(item, owner) for item in notebooks for owner in owners_of_item(item, items)]

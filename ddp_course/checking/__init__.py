@@ -10,7 +10,7 @@ import secrets
 from typing import Any
 
 from ..errors import Wrong
-from .guard import HAND_OVER, hand_over
+from .handing_over import HAND_OVER, hand_over
 from .hints import hint
 
 __all__ = ["check", "hint"]

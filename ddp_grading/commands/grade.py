@@ -8,11 +8,10 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-from ddp_course.checking import landlock
 from ddp_course.errors import GradingError
 from ddp_course.running.linux import usable_cores
 
-from .. import gradebooks, report
+from .. import gradebooks, landlock, report
 from ..comments import read_comments, with_comments
 from ..grader import grade
 from ..people import Roster, read_roster

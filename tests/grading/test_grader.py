@@ -9,13 +9,12 @@ from pathlib import Path
 import nbformat
 import psutil
 import pytest
-from answers import ROOT, edited, hand_in, notebook_of, of_kind
+from answers import ROOT, edited, hand_in, notebook_of
 
 from ddp_course import cli
-from ddp_course.checking.checks import find, solution
+from ddp_course.checking.checks import solution
 from ddp_grading import run_cells
-from ddp_grading.grader import grade
-from ddp_grading.submissions import Submission, load_exercises
+from ddp_grading.submissions import load_exercises
 
 EXERCISES = load_exercises()
 LOOP = "while True:\n    pass\n"

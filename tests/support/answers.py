@@ -16,7 +16,6 @@ from ddp_course.checking.checks import (
 )
 from ddp_course.checking.diagnosis import verdict
 from ddp_course.checking.evidence import gather
-
 from ddp_grading.people import Owner
 from ddp_grading.submissions import read_submission, walk
 

@@ -12,7 +12,7 @@ import struct
 import sys
 from collections.abc import Sequence
 
-from ..running.linux import libc, prctl
+from ddp_course.running.linux import libc, prctl
 
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # The numbers are the same on all machines.
 ASK_VERSION, PATH_BENEATH, SCOPE_SIGNAL, PR_SET_NO_NEW_PRIVS = 1, 1, 2, 38

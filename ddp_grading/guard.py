@@ -4,7 +4,6 @@ The limits do not stop somebody who wants to break out: docs/GRADING.md says wha
 for.
 """
 
-import linecache
 import mmap
 import os
 import resource
@@ -16,7 +15,8 @@ from typing import Any
 
 import psutil
 
-from ..running.files import course_folder
+from ddp_course.running.files import course_folder
+
 from .landlock import fence
 
 HAND_OVER = (
@@ -85,30 +85,41 @@ def watch(folders: Sequence[str], secrets: Sequence[str]) -> Callable:
         if event == "open" and isinstance(arguments[0], str | bytes):
             refuse_file(arguments[0], bool(arguments[2] & WRITING), folders, secrets)
         elif event in CHANGES:
-            for place, start in CHANGES[event]:
-                path = full_path(arguments[place], -1 if start is None else arguments[start])
-                if not below(path, folders):
-                    raise PermissionError(
-                        f'your code changes "{path}": an answer keeps to its own folder'
-                    )
+            refuse_change(event, arguments, folders)
         elif event == "os.fork":
-            count = int.from_bytes(started[:8], "little") + 1
-            started[:8] = count.to_bytes(8, "little")
-            if count > STARTS:
-                raise PermissionError(
-                    f"your code starts too many processes: at most {STARTS} are allowed here"
-                )
-        elif event in PROGRAMS:
-            raise PermissionError("your code starts another program: the grader runs none")
+            count_process(started)
         elif event in ("socket.connect", "socket.sendto") and isinstance(arguments[1], tuple):
-            if not str(arguments[1][0]).startswith(("127.", "::1", "localhost")):
-                raise PermissionError(
-                    f"your code connects to {arguments[1][0]}: there is no network here"
-                )
+            refuse_address(str(arguments[1][0]))
         elif event in ("os.kill", "os.killpg") and not is_own(arguments[0]):
             raise PermissionError("your code ends a process that is not its own")
+        elif event in PROGRAMS:
+            raise PermissionError("your code starts another program: the grader runs none")
 
     return hook
+
+
+def refuse_change(event: str, arguments: tuple, folders: Sequence[str]) -> None:
+    """PermissionError if what is removed, made or renamed does not lie in an answer's folders."""
+    for place, start in CHANGES[event]:
+        path = full_path(arguments[place], -1 if start is None else arguments[start])
+        if not below(path, folders):
+            raise PermissionError(f'your code changes "{path}": an answer keeps to its own folder')
+
+
+def count_process(started: mmap.mmap) -> None:
+    """PermissionError if a submission has started too many processes."""
+    count = int.from_bytes(started[:8], "little") + 1
+    started[:8] = count.to_bytes(8, "little")
+    if count > STARTS:
+        raise PermissionError(
+            f"your code starts too many processes: at most {STARTS} are allowed here"
+        )
+
+
+def refuse_address(address: str) -> None:
+    """PermissionError if an address is another machine's."""
+    if not address.startswith(("127.", "::1", "localhost")):
+        raise PermissionError(f"your code connects to {address}: there is no network here")
 
 
 def refuse_file(
@@ -145,16 +156,3 @@ def below(path: Any, folders: Sequence[str]) -> bool:
         return True
     real = os.path.realpath(os.fsdecode(path))
     return any(real == folder or real.startswith(folder + os.sep) for folder in folders)
-
-
-def hand_over(number: str, answers: tuple) -> None:
-    """Write down the answers that a check cell is given in the grader, with the source of the cells
-    they come from.
-    """
-    from ..running.launching.pickling import dumps  # Importing `check` alone does not need it.
-
-    lines = {name: entry[2] for name, entry in list(linecache.cache.items()) if len(entry) == 4}
-    sources = {
-        name: "".join(of_cell) for name, of_cell in lines.items() if not os.path.exists(name)
-    }
-    Path(os.environ[HAND_OVER], f"{number}.answers").write_bytes(dumps((answers, sources)))
