@@ -22,7 +22,8 @@ from .landlock import fence
 HAND_OVER = (
     "DDP_COURSE_HAND_OVER"  # This environment variable names a folder for a kernel's answers.
 )
-MEMORY_BYTES, STARTS = 3 << 30, 64
+MEMORY_BYTES = 3 << 30
+STARTS = 64
 THREADS_BYTES = 4 << 30  # Threads reserve this much address space, and use little of it.
 LIMITS = {
     resource.RLIMIT_DATA: MEMORY_BYTES,
@@ -53,7 +54,8 @@ def enter(folder: str, *also: str) -> None:
     and write below `folder` and `also` alone.
     """
     limit()
-    os.environ["TMPDIR"], tempfile.tempdir = folder, None
+    os.environ["TMPDIR"] = folder
+    tempfile.tempdir = None
     os.chdir(folder)
     sys.path.insert(0, folder)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -14,9 +14,16 @@ from collections.abc import Sequence
 
 from ddp_course.running.linux import libc, prctl
 
-CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # The numbers are the same on all machines.
-ASK_VERSION, PATH_BENEATH, SCOPE_SIGNAL, PR_SET_NO_NEW_PRIVS = 1, 1, 2, 38
-WRITE_FILE, REFER, TRUNCATE = 1 << 1, 1 << 13, 1 << 14
+CREATE_RULESET = 444  # The numbers of system calls are the same on all machines.
+ADD_RULE = 445
+RESTRICT_SELF = 446
+ASK_VERSION = 1
+PATH_BENEATH = 1
+SCOPE_SIGNAL = 2
+PR_SET_NO_NEW_PRIVS = 38
+WRITE_FILE = 1 << 1
+REFER = 1 << 13
+TRUNCATE = 1 << 14
 REMOVE_AND_MAKE = sum(1 << bit for bit in range(4, 13))
 SINCE = {REFER: 2, TRUNCATE: 3}  # Older kernels refuse a whole call that has one of these.
 

@@ -24,7 +24,9 @@ PLACES = re.compile(  # A folder that is called so is no person.
     r"|\d{1,2}|(exercise|assignment|homework|hw|ps|lab|week|task)[-_ ]?\d{1,2}([-_ .].*)?",
     re.IGNORECASE,
 )
-LEARNER, NAMES, IDS = "learner", ("Student", "Full name", "Name"), (
+LEARNER = "learner"
+NAMES = ("Student", "Full name", "Name")
+IDS = (
     "ID", "SIS User ID", "SIS Login ID", "Email address", "Email", "ID number", "Identifier", "SID",
     "identifier", "github_username",
 )  # fmt: skip
@@ -53,7 +55,7 @@ def read_roster(path: str | Path) -> Roster:
         reason = getattr(error, "strerror", error)
         raise GradingError(f'the roster "{path}" cannot be read: {reason}') from error
     lines = csv.reader(text.splitlines())
-    rows = [[cell.strip() for cell in row] for row in lines if "".join(row).strip()]
+    rows = [list(map(str.strip, row)) for row in lines if "".join(row).strip()]
     if not rows:
         raise GradingError(
             f'the roster "{path}" is empty; one learner per line, called as their folder is'
@@ -145,8 +147,8 @@ def names_of(learner: str, about: dict[str, str]) -> set[str]:
     names = set()
     for name in (learner, *(about.get(title, "") for title in NAMES)):
         last, comma, first = name.partition(",")
-        words = name.split()
-        names |= {plainly(name), plainly(first + last) if comma else plainly("".join(words[::-1]))}
+        turned = first + last if comma else "".join(name.split()[::-1])
+        names |= {plainly(name), plainly(turned)}
     return names - {""}
 
 

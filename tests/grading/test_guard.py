@@ -42,7 +42,8 @@ def run_inside(folder, code, sender):
 @pytest.fixture
 def folders(tmp_path):
     """A submission's own folder, and another learner's with a notebook in it."""
-    own, other = tmp_path / "own", tmp_path / "other"
+    own = tmp_path / "own"
+    other = tmp_path / "other"
     own.mkdir()
     other.mkdir()
     (other / "04.ipynb").write_text("whole")
