@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..errors import Wrong
+from ..errors import TooSlow, Wrong
 from ..running.torch_inside import TorchDispatchMode
 from .checks import Task, find
 from .plain import pack, unpack
@@ -58,10 +58,6 @@ class Evidence(NamedTuple):
 
     values: dict | None
     failure: str = ""
-
-
-class TooSlow(BaseException):
-    """Raised in an answer that has used up its processor time; `except Exception` lets it pass."""
 
 
 def make_attempts(

@@ -12,9 +12,9 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from ..errors import CourseError, LaunchTimeout, RankError
+from ..errors import CourseError, LaunchTimeout, RankError, TooSlow
 from ..running.launching.launch import launch
-from .attempt import Attempt, Evidence, TooSlow, assembled, make_attempts
+from .attempt import Attempt, Evidence, assembled, make_attempts
 from .checks import Task, cells_with, find, known_wrong, of_exercise, solution
 
 PATIENCE_SECONDS = 5.0  # A receive that waits longer counts as one that waits for ever.
