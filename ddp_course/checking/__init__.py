@@ -14,7 +14,7 @@ from .handing_over import HAND_OVER, hand_over
 from .hints import hint
 
 __all__ = ["check", "hint"]
-CORRECT = "correct. The grader draws other inputs, some of them harder."
+CORRECT = "correct. The grader draws other inputs."
 SO_FAR = "right so far: "
 
 
