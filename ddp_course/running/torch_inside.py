@@ -105,6 +105,19 @@ def serve_store_on(
     return dist.TCPStore(host, port, timeout=patience, **own)
 
 
+def after_each_group(action: Callable[[], None]) -> None:
+    """Have `action` called whenever this process has made a process group, from now on."""
+    make = distributed_c10d._new_process_group_helper
+
+    @wraps(make)
+    def make_and_act(*args: Any, **kwargs: Any) -> Any:
+        made = make(*args, **kwargs)
+        action()
+        return made
+
+    distributed_c10d._new_process_group_helper = make_and_act
+
+
 def messages() -> int:
     """Return how many of torch's own collectives, sends and receives this process has begun, in all
     process groups.
