@@ -48,66 +48,27 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         prog="python -m ddp_course.train", description=__doc__.split(":")[0]
     )
     add = parser.add_argument
-    add("--problem", default="digits", choices=problems.NAMES, help="default digits")
-    add(
-        "--stage",
-        default="6",
-        choices=ladder.STAGES,
-        help="default 6; 4w: whole-gradient ring, 7o: ZeRO-1",
-    )
-    add(
-        "--steps",
-        type=whole_number,
-        metavar="N",
-        help="training steps in all (default: the problem's)",
-    )
+    stages = "default 6; 4w: whole-gradient ring, 7o: ZeRO-1"
+    add("--stage", default="6", choices=ladder.STAGES, help=stages)
+    add("--checkpoint", metavar="DIR", help="save here, and go on from the newest that is there")
+    add("--device", default="auto", help="auto, cpu, cuda, or one GPU such as cuda:0")
     add("--seed", type=int, default=0, help="seed of weights, batches and dropout (default 0)")
-    add(
-        "--checkpoint",
-        metavar="DIR",
-        help="save here, and go on from the newest checkpoint that is there",
-    )
-    add(
-        "--every",
-        type=whole_number,
-        default=10,
-        metavar="N",
-        help="steps between checkpoints (default 10)",
-    )
-    add("--keep", type=whole_number, default=2, metavar="N", help="checkpoints to keep (default 2)")
-    add(
-        "--global-batch",
-        type=whole_number,
-        metavar="B",
-        help="samples per step, over all ranks together",
-    )
-    add(
-        "--parameters",
-        type=whole_number,
-        metavar="P",
-        help="size of the model of bytes and synthetic",
-    )
-    add(
-        "--dropout",
-        type=float,
-        default=0.0,
-        help="share of activations dropped in training (default 0)",
-    )
+    counts = {
+        "--steps": ("N", None, "training steps in all (default: the problem's)"),
+        "--every": ("N", 10, "steps between checkpoints (default 10)"),
+        "--keep": ("N", 2, "checkpoints to keep (default 2)"),
+        "--global-batch": ("B", None, "samples per step, over all ranks together"),
+        "--parameters": ("P", None, "size of the model of bytes and synthetic"),
+        "--pipeline": ("S", None, "stage 8: ranks that form a pipeline (default: all)"),
+        "--tensor": ("T", None, "stage 9: ranks that share each layer (default: all)"),
+    }
+    for option, (letter, default, words) in counts.items():
+        add(option, type=whole_number, metavar=letter, default=default, help=words)
+    add("--problem", default="digits", choices=problems.NAMES, help="default digits")
+    dropped = "share of activations dropped in training (default 0)"
+    add("--dropout", type=float, default=0.0, help=dropped)
     add("--dtype", default="float32", choices=("float32", "float64"), help="default float32")
     add("--lr", type=positive_number, help="learning rate (default: the problem's)")
-    add(
-        "--pipeline",
-        type=whole_number,
-        metavar="S",
-        help="stage 8: ranks that form a pipeline (default: all)",
-    )
-    add(
-        "--tensor",
-        type=whole_number,
-        metavar="T",
-        help="stage 9: ranks that share each layer (default: all)",
-    )
-    add("--device", default="auto", help="auto, cpu, cuda, or one GPU such as cuda:0")
     return parser.parse_args(arguments)
 
 
