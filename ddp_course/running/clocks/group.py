@@ -27,7 +27,8 @@ class Work(dist.Work):
 
     def __init__(self, work: Any, ticket: events.Ticket):
         super().__init__()
-        self.work, self.ticket = work, ticket
+        self.work = work
+        self.ticket = ticket
         self.ended: int | None = None
 
     def wait(self, timeout: Any = None) -> bool:
@@ -93,7 +94,8 @@ class Future(torch.futures.Future):
         thread = own()
         ended = self.work.settle()
         self.work.work.wait()
-        later, thread.moment = thread.moment, ended
+        later = thread.moment
+        thread.moment = ended
         try:
             self.set_result(self.work.work.get_future().value())
         finally:
@@ -152,7 +154,8 @@ class Group(dist.ProcessGroup):
 
     def __init__(self, store: Any, rank: int, size: int, timeout: Any):
         super().__init__(rank, size)
-        self.store, self.patience = store, timeout
+        self.store = store
+        self.patience = timeout
         self.options = Options(_timeout=timeout, global_ranks_in_group=[], group_name="")
         self.supports_coalescing = False
         self.log2 = (size - 1).bit_length()
