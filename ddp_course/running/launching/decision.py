@@ -12,6 +12,7 @@ from enum import Enum
 from typing import Any
 
 from ...errors import Failure, LaunchError
+from .protocol import Refused, Started
 
 # torch may be imported from a cold disk; the launch's own time starts after that
 STARTING_SECONDS = 60.0
@@ -48,14 +49,6 @@ class Phase:
 
 
 @dataclass(frozen=True)
-class RankStarted:
-    """The process of a rank runs."""
-
-    rank: int
-    pid: int
-
-
-@dataclass(frozen=True)
 class Returned:
     """A rank's function has returned; `model` is the sum of the weights that it trained without any
     message, or None.
@@ -85,18 +78,11 @@ class Ended:
 
 
 @dataclass(frozen=True)
-class NotPrepared:
-    """The agent could not set up this launch."""
-
-    error: Exception
-
-
-@dataclass(frozen=True)
 class Gone:
     """No process of the launch is left."""
 
 
-Event = RankStarted | Returned | Raised | Ended | NotPrepared | Gone
+Event = Started | Returned | Raised | Ended | Refused | Gone
 
 
 @dataclass(frozen=True)
@@ -148,7 +134,7 @@ def decide(phase: Phase, events: Sequence[Event], now: float) -> Ending | None:
     results = results_of(events)
     gone = any(isinstance(event, Gone) for event in events)
     for event in events:
-        if isinstance(event, NotPrepared):
+        if isinstance(event, Refused):
             return Refusal(event.error)
         if isinstance(event, Ended) and event.code > 0 and event.rank not in pids_of(events):
             return Refusal(LaunchError(f"the ranks could not be started\n{event.words}".strip()))
@@ -186,7 +172,7 @@ def decide_failure(
 
 def pids_of(events: Sequence[Event]) -> dict[int, int]:
     """Return the process ids of the ranks that have started, by rank."""
-    return {event.rank: event.pid for event in events if isinstance(event, RankStarted)}
+    return {event.rank: event.pid for event in events if isinstance(event, Started)}
 
 
 def results_of(events: Sequence[Event]) -> dict[int, Returned]:

@@ -29,9 +29,7 @@ from .decision import (
     Ended,
     Event,
     Gone,
-    NotPrepared,
     Raised,
-    RankStarted,
     Returned,
 )
 from .inbox import Inbox, Lines, Messages
@@ -125,8 +123,8 @@ class Ranks:
                 self.agent = pid
             case AgentExited(code):
                 self.agent_end = f"their agent {ending_in_words(code)}\n"
-            case Refused(error):
-                self.heard.append(NotPrepared(error))
+            case Refused():
+                self.heard.append(message)
             case RankExited(rank, code):
                 words = stacks.shown(text_in(self.stacks[rank])) or text_in(self.log)
                 self.heard.append(Ended(rank, code, words, time.monotonic()))
@@ -138,8 +136,8 @@ class Ranks:
     def hear_rank(self, rank: int, message: Any) -> None:
         """Note what a rank says; of a message that cannot be read its answer is to blame."""
         match message:
-            case Started(pid):
-                self.heard.append(RankStarted(rank, pid))
+            case Started():
+                self.heard.append(message)
             case Stepped(steps):
                 self.advance_to(steps)
             case Answered():

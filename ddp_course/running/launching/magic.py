@@ -17,9 +17,9 @@ from IPython.core.magic_arguments import argument, magic_arguments, parse_argstr
 from ...errors import LaunchError
 from ..files import open_memory
 from .cell import PROVIDED, compile_cell, run_cell, used_names
-from .decision import Failures, RankStarted, Results, Stage
+from .decision import Failures, Results, Stage
 from .launch import EXPECTED, LONGEST_TIMEOUT, check_request, pack_call, plain, run_ranks
-from .protocol import Call
+from .protocol import Call, Started
 from .setting import describe_launch
 from .watch import Launch, show_line
 
@@ -50,7 +50,7 @@ class KeptRanks(Launch):
         first = self.ending is None
         stage = Stage.STARTING if first else Stage.RUNNING
         self.phase = replace(self.phase, stage=stage, since=began, timeout=timeout)
-        self.events = [event for event in self.events if isinstance(event, RankStarted)]
+        self.events = [event for event in self.events if isinstance(event, Started)]
         self.ending = None
         self.show = show
         self.payload.seek(0)

@@ -105,8 +105,9 @@ class RankExited:
 
 @dataclass(frozen=True)
 class Started:
-    """A rank runs."""
+    """A rank runs, as this process."""
 
+    rank: int
     pid: int
 
 

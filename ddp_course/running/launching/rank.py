@@ -73,7 +73,7 @@ def main(
             rank
         )  # this comes before any socket, as it may move this process into a network namespace
     shared, own = files
-    send(own.report, Started(os.getpid()))
+    send(own.report, Started(rank, os.getpid()))
     faulthandler.register(signal.SIGUSR1, file=own.stacks, all_threads=True)
     faulthandler.enable(
         file=own.stacks, all_threads=False

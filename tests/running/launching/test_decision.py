@@ -18,10 +18,8 @@ from ddp_course.running.launching.decision import (
     Ended,
     Failures,
     Gone,
-    NotPrepared,
     Phase,
     Raised,
-    RankStarted,
     Refusal,
     Results,
     Returned,
@@ -30,8 +28,9 @@ from ddp_course.running.launching.decision import (
     decide,
     next_phase,
 )
+from ddp_course.running.launching.protocol import Refused, Started
 
-UP = [RankStarted(rank, 100 + rank) for rank in range(3)]
+UP = [Started(rank, 100 + rank) for rank in range(3)]
 WAIT = GRACE_SECONDS + EXIT_CODE_SECONDS
 
 
@@ -168,7 +167,7 @@ def test_broken_connections_alone_are_told_after_a_while():
 
 def test_what_cannot_begin_is_refused():
     error = LaunchError("no loopback")
-    assert play([(0.5, NotPrepared(error))]) == (Refusal(error), 0.5)
+    assert play([(0.5, Refused(error))]) == (Refusal(error), 0.5)
     ending, _ = play([(0.0, UP[0]), (0.5, Ended(1, 1, "no torch", 0.5))])
     assert str(ending.error) == "the ranks could not be started\nno torch"
     ending, now = play([], timeout=1.0)
