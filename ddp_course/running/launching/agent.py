@@ -17,7 +17,6 @@ import traceback
 
 from ...errors import LaunchError
 from .. import linux
-from ..files import open_memory
 from .environment import SCRIPT, preloading_environment
 from .protocol import (
     LOOPBACK,
@@ -149,6 +148,8 @@ def start_anew(
     """Start one rank in a new process, which inherits its open files by their numbers; return its
     process id.
     """
+    from ..files import open_memory  # an agent that forks its ranks need not load this
+
     port = listener.fileno() if listener is not None and number == 0 else None
     launch_files, own = files
     inherited = [launch_files.call, launch_files.recorder, *own]
