@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 uncompiled = torch._disable_dynamo  # torch.compile leaves functions with this decorator as they are
 BatchNorm = _BatchNorm
+Operator = torch._ops.OpOverload  # A dispatch mode is given these.
 busy_gpu = torch.cuda._sleep
 default_group = (
     distributed_c10d._get_default_group
