@@ -13,6 +13,17 @@ from typing import IO
 from filelock import FileLock, Timeout
 
 
+def open_memory(name: str, content: bytes = b"") -> IO[bytes]:
+    """Open a new file that no folder lists, in memory where the system can do that: a full disk is
+    no obstacle then.
+    """
+    in_memory = hasattr(os, "memfd_create")
+    file = open(os.memfd_create(name), "w+b") if in_memory else tempfile.TemporaryFile()  # noqa: SIM115
+    file.write(content)
+    file.seek(0)
+    return file
+
+
 def writable_folder(folder: str | Path) -> Path:
     """Return `folder` as a Path, and make it if it is missing; raises ValueError if nothing can be
     written there.
@@ -92,14 +103,3 @@ def course_folder(name: str) -> Path:
     package = Path(__file__).resolve().parents[1]
     packed = package / "course" / name  # setup.py copies the course's folders there
     return packed if packed.is_dir() else package.parent / name
-
-
-def open_memory(name: str, content: bytes = b"") -> IO[bytes]:
-    """Open a new file that no folder lists, in memory where the system can do that: a full disk is
-    no obstacle then.
-    """
-    in_memory = hasattr(os, "memfd_create")
-    file = open(os.memfd_create(name), "w+b") if in_memory else tempfile.TemporaryFile()  # noqa: SIM115
-    file.write(content)
-    file.seek(0)
-    return file

@@ -101,9 +101,9 @@ def for_ranks(device: Any, world_size: int) -> list[Device]:
 
 
 @contextmanager
-def emulation_of(setting: dict, rank: int, link: Any = None) -> Iterator[None]:
+def emulation_of(packed: bytes, rank: int, link: Any = None) -> Iterator[None]:
     """Emulate the device of `rank`, if the launch has emulated devices."""
-    devices = pickle.loads(setting["emulated"])
+    devices = pickle.loads(packed)
     if devices is None:
         yield
         return

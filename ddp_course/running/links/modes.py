@@ -11,7 +11,7 @@ enter(rank)             moves a rank onto the network, before the rank makes any
 from ...errors import EmulationError
 from .. import virtual_hosts
 from ..clocks import Table
-from ..launching.channel import LOOPBACK
+from ..launching.protocol import LOOPBACK
 from ..launching.setting import start_method
 
 USE_VIRTUAL = 'use mode="virtual"'
