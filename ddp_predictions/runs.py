@@ -1,8 +1,8 @@
 """From what people write to a `Run`: lines of tables, Hugging Face's config.json, and presets.
 
 `read_run` takes a dict of texts or numbers with the columns of transformer_throughput.csv, with the
-names of a config.json, or with those of gpt_step_ms_a100_3d.csv. A model that models.csv knows needs
-no shape. What is missing has a default, and every default that counts is returned in words.
+names of a config.json, or with those of gpt_step_ms_a100_3d.csv. A model of models.csv needs no
+shape. What is missing has a default, and every default that counts is returned in words.
 """
 
 import csv
@@ -20,8 +20,9 @@ Row = dict[str, Any]
 COLUMNS = {  # Other people's names of a column, and ours.
     "num_hidden_layers": "layers", "n_layer": "layers", "# layers": "layers", "n_layers": "layers",
     "hidden_size": "hidden", "n_embd": "hidden", "hidden size": "hidden", "d_model": "hidden",
-    "num_attention_heads": "heads", "n_head": "heads", "attention heads": "heads", "n_heads": "heads",
-    "num_key_value_heads": "kv_heads", "intermediate_size": "ff", "n_inner": "ff",
+    "num_attention_heads": "heads", "n_head": "heads", "attention heads": "heads",
+    "n_heads": "heads", "num_key_value_heads": "kv_heads", "intermediate_size": "ff",
+    "n_inner": "ff",
     "vocab_size": "vocab", "sequence length": "seq", "n_positions": "longest",
     "max_position_embeddings": "longest", "micro batch": "micro_batch", "tp": "tensor",
     "pp": "pipeline", "dp": "data", "tensor parallelism": "tensor", "# GPUs": "gpus",

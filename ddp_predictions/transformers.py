@@ -4,8 +4,8 @@ A layer of W weights and width h computes a micro-batch of n tokens in sequences
 each layer, P stages share the layers, K copies share the batch:
 
     products    2 W n / T flops at `matmul` of the peak; twice as many in the backward pass
-    attention   2 s h n / T flops (half of all scores is masked) at `attend` of an A100's peak, and on
-                another GPU as its multiprocessors and clock allow; 2.5 times as many backward
+    attention   2 s h n / T flops (half the scores is masked) at `attend` of an A100's peak; other
+                GPUs as multiprocessors and clock allow; 2.5 times as many backward
     memory      `touched` bytes per value, that is per token and unit of width
     launch      `launch` seconds per layer and micro-batch that no rate explains
     tensor      two all-reduces of 2 n h bytes in each pass, hidden by nothing
@@ -16,7 +16,7 @@ What is sent for weights and gradients hides under computing: the longer of the 
 
     fsdp        gathers weights in each pass, and scatters gradients, per layer and micro-batch
     zero2       gathers once, and keeps the weights until the backward pass
-    hybrid      as fsdp inside a host; the all-reduce between hosts runs under the last backward pass
+    hybrid      as fsdp inside a host; all-reduce between hosts under the last backward pass
     zero1, ddp  reduce under the last backward pass; zero1 gathers under a forward pass
     pipeline    (M + P - 1) stages; each hands 4 n h / T bytes to a neighbour
     update      40 bytes through memory per own weight, 16 per gradient that is kept whole
@@ -28,14 +28,13 @@ Sources: Narayanan et al., SC 2021; Korthikanti et al., "Reducing Activation Rec
 Transformer Models", 2022; Dao, "FlashAttention-2", 2023; Shah et al., "FlashAttention-3", 2024.
 """
 
-import csv
 from dataclasses import dataclass
-from functools import cache
-from importlib.resources import files
 from math import ceil
 from typing import Any, NamedTuple
 
 from ddp_course.running import presets
+
+from .frozen import constants
 
 A100 = presets.ACCELERATORS["A100"]
 WHOLE = 10 / 34  # This part of the activations is not divided by tensor ways (Korthikanti et al.).
@@ -44,13 +43,6 @@ UPDATE = 40  # AdamW reads and writes so many bytes per own weight.
 GRADIENT = 16  # Bytes per gradient that is kept whole: accumulated, scaled and read.
 WAYS = ("ddp", "zero1", "zero1 in host", "zero2", "fsdp", "hybrid")
 SHARDED = ("zero2", "fsdp", "hybrid")
-
-
-@cache
-def constants(column: str = "today") -> dict[str, float]:
-    """The frozen constants of the model, {name: value}; `column` is "today" or "of_2021"."""
-    with (files(__package__) / "constants.csv").open(encoding="utf-8") as file:
-        return {row["name"]: float(row[column]) for row in csv.DictReader(file)}
 
 
 class Machine(NamedTuple):

@@ -5,7 +5,9 @@ Latencies are those that NCCL assumes for one step of a ring with its protocol f
 network.
 """
 
+import csv
 import math
+from importlib.resources import files
 from typing import Any, NamedTuple
 
 from ..errors import EmulationError
@@ -13,18 +15,19 @@ from ..errors import EmulationError
 
 class Accelerator(NamedTuple):
     """`rate` is in floating-point operations per second of dense 16-bit arithmetic, `memory` is in
-    bytes per second. `capacity_gb` is that of the memory, `cycles` are multiprocessors times boost
-    clock, `link` joins it to its neighbours in a host (a name in LINKS), and `network` is in bits
-    per second of all cards of such a host, as clouds rent it out.
+    bytes per second, of a capacity of `capacity_gb`. `cycles` are multiprocessors times clock.
+
+    `link` joins it to its neighbours in a host (a name in LINKS); `network` is in bits per second
+    of all cards of such a host.
     """
 
     rate: float
     memory: float
+    capacity_gb: float
+    cycles: float
+    link: str
+    network: float
     source: str
-    capacity_gb: float = 16
-    cycles: float = 0.0
-    link: str = "PCIe 4"
-    network: float = 100e9
 
 
 class KnownLink(NamedTuple):
@@ -37,19 +40,6 @@ class KnownLink(NamedTuple):
     source: str
 
 
-# fmt: off
-ACCELERATORS = {
-    "V100": Accelerator(125e12, 0.9e12, "NVIDIA, V100 datasheet (SXM2, 32 GB): 125 TFLOP/s of tensor cores, 900 GB/s", 32, 80 * 1.53e9, "NVLink V100", 400e9),
-    "A100-40GB": Accelerator(312e12, 1.555e12, "NVIDIA, A100 datasheet (SXM, 40 GB): 312 TFLOP/s in bfloat16, 1,555 GB/s", 40, 108 * 1.41e9, "NVLink A100", 1600e9),
-    "A100": Accelerator(312e12, 2.039e12, "NVIDIA, A100 datasheet (SXM, 80 GB): 312 TFLOP/s in bfloat16, 2,039 GB/s", 80, 108 * 1.41e9, "NVLink A100", 1600e9),
-    "H100": Accelerator(989e12, 3.35e12, "NVIDIA, H100 datasheet (SXM): 1,979 TFLOP/s with sparsity, half without", 80, 132 * 1.83e9, "NVLink H100", 3200e9),
-    "H200": Accelerator(989e12, 4.8e12, "NVIDIA, H200 datasheet (SXM): as the H100, 141 GB at 4.8 TB/s", 141, 132 * 1.83e9, "NVLink H100", 3200e9),
-    "L40S": Accelerator(362e12, 0.864e12, "NVIDIA, L40S datasheet: 733 TFLOP/s with sparsity, half without; 864 GB/s", 48, 142 * 2.52e9),
-    "RTX 4090": Accelerator(165e12, 1.008e12, "NVIDIA, Ada GPU architecture paper: 165 TFLOP/s in bfloat16, summed in float32", 24, 128 * 2.52e9),
-    "RTX 3090": Accelerator(71e12, 0.936e12, "NVIDIA, Ampere GA102 paper: 71 TFLOP/s in bfloat16, summed in float32; 936 GB/s", 24, 82 * 1.695e9),
-    "laptop": Accelerator(3.6e12, 0.1e12, "Apple, newsroom, 6 June 2022 (M2): GPU of 3.6 TFLOP/s, memory of 100 GB/s"),
-}
-# fmt: on
 ALIASES = {"A100-80GB": "A100", "H100-80GB": "H100"}
 NVLINK, PCIE, NETWORK = 3.4e-6, 5.7e-6, 14e-6
 LINKS = {
@@ -84,3 +74,25 @@ def find(table: dict[str, Any], kind: str, name: str, slowed: float, scale: floa
         if not (isinstance(value, (int, float)) and math.isfinite(value) and value >= 1):
             raise EmulationError(f"{factor} is {value!r}; it must be a number, 1 or more")
     return table[name]
+
+
+def _accelerators():
+    with (files(__package__) / "accelerators.csv").open(encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            tflops, memory, capacity, cores, clock = (float(row[name]) for name in _SHEET)
+            yield (
+                row["name"],
+                Accelerator(
+                    1e12 * tflops,
+                    1e9 * memory,
+                    capacity,
+                    1e9 * cores * clock,
+                    row["link"],
+                    1e9 * float(row["network_gbit"]),
+                    row["source"],
+                ),
+            )
+
+
+_SHEET = ("tflops", "memory_gb_per_s", "capacity_gb", "multiprocessors", "clock_ghz")
+ACCELERATORS = dict(_accelerators())
