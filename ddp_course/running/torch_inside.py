@@ -18,6 +18,8 @@ import torch.distributed as dist
 from torch._C import Future as Future
 from torch.distributed import distributed_c10d
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import optimizer
+from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_flatten as tree_flatten
@@ -39,7 +41,6 @@ as_plain_tensors = (
 backward_pass = (
     torch._C._current_graph_task_id
 )  # Backward passes have numbers from 0; -1 means no pass.
-UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_  # a gradient scaler calls this
 
 
 @contextmanager
@@ -60,6 +61,16 @@ def around(owner: Any, name: str, hook: Callable) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, run)
+
+
+def allow_foreach(kind: type) -> None:
+    """Have optimizers work on many tensors of this subclass at once, as they do on a GPU with
+    ordinary ones; torch itself does this for its DTensor.
+    """
+    clipping: list[Any] = _foreach_utils._foreach_supported_types
+    updates: list[Any] = optimizer._foreach_supported_types
+    clipping.append(kind)
+    updates.append(kind)
 
 
 def after_backward(function: Callable[[], None]) -> None:
