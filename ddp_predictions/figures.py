@@ -24,10 +24,17 @@ def predictions_figure(rows: Sequence[dict[str, Any]]) -> Picture:
     with panels(1, 1, 9.6, height, seen="Points by table", kind=kind) as (picture, axes):
         for place, name in enumerate(tables):
             colour = list(ALGORITHM_COLOURS.values())[place % len(ALGORITHM_COLOURS)]
+            count = len(known[name])
             for index, row in enumerate(known[name]):
-                height = place + 0.5 * ((index + 0.5) / len(known[name]) - 0.5)
-                face = "none" if row["calibrated"] else colour
-                ratio, mark = min(1 + row["error"], EDGE), ">" if 1 + row["error"] > EDGE else "o"
+                height = place + 0.5 * ((index + 0.5) / count - 0.5)
+                ratio = 1 + row["error"]
+                mark = "o"
+                if ratio > EDGE:
+                    mark = ">"
+                    ratio = EDGE
+                face = colour
+                if row["calibrated"]:
+                    face = "none"
                 axes.plot(ratio, height, mark, ms=4.5, markeredgecolor=colour, markerfacecolor=face)
         axes.axvline(1, color="black", linewidth=1)
         axes.set_xscale("log", base=2)

@@ -41,7 +41,9 @@ class Decision:
         for other in self.others:
             change = other.step_s / self.chosen.step_s - 1
             simpler = complexity(other.run) <= complexity(self.chosen.run)
-            reason = f"{change:+.0%}" if simpler else f"{change:+.0%}, more complicated"
+            reason = f"{change:+.0%}"
+            if not simpler:
+                reason += ", more complicated"
             run = other.run
             sizes = f"{run.accumulate} x {run.micro_batch} sequences"
             lines.append(f"next: {describe(run)}, {sizes}: {readable(other.step_s)} s ({reason})")
@@ -133,18 +135,24 @@ def score(numbers: Any = None) -> Score:
         predicted = tokens_per_s(run, step(run, None, numbers).seconds)
         tokens = run.tokens * run.accumulate * run.data
         name = run.model.split(" ")[0]
-        work = (name, run.gpu, run.gpus, run.network, run.seq, tokens)
-        way = (run.way, run.tensor, run.recompute, run.micro_batch)
+        work = (name, run.gpu, run.gpus, tokens)
+        way = (run.way, run.tensor, run.recompute, run.micro_batch, run.seq)
         pair = (predicted, row["tokens_per_s_per_gpu"])
         groups.setdefault(work, {}).setdefault(way, []).append(pair)
-    kept, blind_kept, blind_within = [], [], []
+    kept = []
+    blind_kept = []
+    blind_within = []
     for group in groups.values():
-        ways = [(pairs[0][0], fmean(pair[1] for pair in pairs)) for pairs in group.values()]
+        ways = []
+        for pairs in group.values():
+            measured = [pair[1] for pair in pairs]
+            ways.append((pairs[0][0], fmean(measured)))
         if len(ways) < 2:
             continue
-        best = max(measured for _, measured in ways)
+        speeds = [measured for _, measured in ways]
+        best = max(speeds)
         kept.append(max(ways)[1] / best)
-        blind_kept.append(fmean(measured / best for _, measured in ways))
-        blind_within.append(fmean(measured >= (1 - CLOSE) * best for _, measured in ways))
+        blind_kept.append(fmean(speed / best for speed in speeds))
+        blind_within.append(fmean(speed >= (1 - CLOSE) * best for speed in speeds))
     within = fmean(speed >= 1 - CLOSE for speed in kept)
     return Score(len(kept), within, fmean(kept), fmean(blind_within), fmean(blind_kept))

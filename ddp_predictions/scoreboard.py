@@ -93,8 +93,7 @@ def overview(tables: Sequence[Table]) -> str:
 
 
 def page(tables: Sequence[Table]) -> str:
-    """The scoreboard in Markdown: errors by table, what was fitted, and the largest misses.
-    """
+    """The scoreboard in Markdown: errors by table, what was fitted, and the largest misses."""
     parts = [PAGE.format(overview(tables))]
     for table in tables:
         parts += [f"## {table.name}", facts.SOURCES[table.name], f"Fitted: {table.fitted}."]

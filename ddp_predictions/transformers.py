@@ -207,7 +207,8 @@ def passes(run: Run, machine: Machine, numbers: Any) -> tuple[Work, Work]:
     if run.kernels == "eager" and run.gated:
         per_value += EAGER
     divided = WHOLE + (1 - WHOLE) / run.tensor
-    memory = per_value / 3 * run.tokens * run.hidden * divided / machine.memory
+    values = run.tokens * run.hidden * divided
+    memory = per_value / 3 * values / machine.memory
     moved = numbers["moved"] * run.weights / run.tensor / machine.memory
     launch = (numbers["launch"] + moved) / 3
     tensor = 4 * ring(run, machine, 2 * run.tokens * run.hidden, run.tensor, 1, numbers)
@@ -279,16 +280,19 @@ def step(run: Run, machine: Machine | None = None, numbers: Any = None) -> Step:
     words = 6 * run.hidden * logits / (numbers["matmul"] * machine.peak)
     words += numbers["logit"] * logits / machine.memory
     if run.layers % run.pipeline:
-        words = max(0.0, words - sum(forward) - sum(backward))
+        spare = sum(forward) + sum(backward)
+        words = max(0.0, words - spare)
     handed = 0.0
     if run.pipeline > 1:
         outside = numbers["outside"] * machine.nics / run.inside_host
         inside = numbers["inside"] * machine.nvlink
         across = inside if run.gpus <= run.inside_host else outside
         handed = 4 * run.tokens * run.hidden / run.tensor / across
-    stage = layers * (sum(forward) + sum(backward)) + shown + handed
+    layer = sum(forward) + sum(backward)
+    stage = layers * layer + shown + handed
     whole = run.kept if run.way in ("ddp", "zero1", "zero1 in host") else 0.0
-    update = (UPDATE * run.kept / run.shards + GRADIENT * whole) / machine.memory
+    own = run.kept / run.shards
+    update = (UPDATE * own + GRADIENT * whole) / machine.memory
     times = run.accumulate
     spent = [times * layers * (a + b) for a, b in zip(forward, backward, strict=True)]
     parts = dict(zip(Work._fields, spent, strict=True))
@@ -301,7 +305,8 @@ def step(run: Run, machine: Machine | None = None, numbers: Any = None) -> Step:
 
 def tokens_per_s(run: Run, seconds: float) -> float:
     """Tokens per second and GPU."""
-    return run.tokens * run.accumulate * run.data / run.gpus / seconds
+    tokens = run.tokens * run.accumulate * run.data
+    return tokens / run.gpus / seconds
 
 
 def mfu(run: Run, seconds: float) -> float:
@@ -310,8 +315,10 @@ def mfu(run: Run, seconds: float) -> float:
     N are all weights but those of the input words; recomputing does not count.
     """
     weights = run.parameters - run.vocab * run.hidden
-    flops = 6 * weights + 12 * run.layers * run.seq * run.hidden
-    return flops * tokens_per_s(run, seconds) / run.machine.peak
+    scores = run.layers * run.seq * run.hidden
+    flops = 6 * weights + 12 * scores
+    reached = flops * tokens_per_s(run, seconds)
+    return reached / run.machine.peak
 
 
 def memory_gb(run: Run) -> dict[str, float]:
@@ -326,9 +333,11 @@ def memory_gb(run: Run) -> dict[str, float]:
     unfused = 5 * run.heads * run.seq if run.attention == "unfused" else 0
     n = run.tokens / run.tensor
     layer = (32 * run.hidden + unfused) * n
-    left = (1 - run.recompute) * layer + run.recompute * 2 * n * run.hidden
+    inputs = 2 * n * run.hidden
+    left = (1 - run.recompute) * layer + run.recompute * inputs
     in_flight = min(run.accumulate, run.pipeline)
-    activations = in_flight * ceil(run.layers / run.pipeline) * left + run.recompute * layer
+    layers = ceil(run.layers / run.pipeline)
+    activations = in_flight * layers * left + run.recompute * layer
     kept = {
         "weights, gradients, optimizer": per_weight * run.kept,
         "gathered layers": gathered,
