@@ -19,6 +19,7 @@ from ddp_course.measuring import facts
 from ddp_course.running.files import replace_file
 from ddp_predictions import frozen, one_host, transformers
 from ddp_predictions.runs import read_run
+from ddp_predictions.scoreboard import LEFT_OUT
 
 from . import published, scoreboard
 from .harness import Benchmark, Part, Promise
@@ -319,7 +320,7 @@ def ablation() -> list[Row]:
 
 def strayed(args: Any) -> Part:
     """How far the frozen constants are from a fit to the tables."""
-    rows = []
+    rows: list[Row] = []
     for column, pairs, free in (("today", today(), TODAY), ("of_2021", gpts(), OF_2021)):
         fitted = fit_transformer(pairs, free, column)
         known = frozen.constants(column)
@@ -330,7 +331,7 @@ def strayed(args: Any) -> Part:
             frozen_value = frozen.numbers(name)[place]
             rows.append({"constant": f"{name}, {place}", "fit": value, "is": frozen_value})
     for name, value in left_out().items():
-        rows.append({"constant": f"left out, {name}", "fit": value, "is": value})
+        rows.append({"constant": f"left out, {name}", "fit": value, "is": LEFT_OUT[name]})
     furthest = max(abs(row["fit"] / row["is"] - 1) for row in rows)
     return Part(rows, [Promise("frozen constants, furthest from a fit", furthest, 0.02)], rows)
 

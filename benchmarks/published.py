@@ -89,7 +89,7 @@ def megatron_tflops(row: Row, zero3: Sequence[float] | None = None) -> float:
     layers, hidden, heads, stages = MEGATRON[row["parameters"]]
     gpus = int(row["gpus"])
     batch = global_batch(row)
-    run = {"# GPUs": gpus, "layers": layers, "hidden": hidden, "heads": heads, "seq": 2048}
+    run: Row = {"# GPUs": gpus, "layers": layers, "hidden": hidden, "heads": heads, "seq": 2048}
     run |= {"network": 1600, "batch": batch}
     changed = constants("of_2021")
     if row["plan"] == "ZeRO-3":

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from ddp_course.measuring import facts
 
 from .answers import CLOSE, ROOM, Answer, answer, describe, readable
-from .runs import read_run
+from .runs import Reader, read_run
 from .transformers import SHARDED, WAYS, Run, step, tokens_per_s
 
 SIMPLE = {"ddp": 0, "zero1": 1, "zero2": 1, "fsdp": 1, "zero1 in host": 2, "hybrid": 2}
@@ -92,9 +92,7 @@ def decide(**fields: Any) -> Decision:
     """
     plain = {name: value for name, value in fields.items() if name != "batch"}
     run, assumed = read_run(plain)
-    batch = int(fields.get("batch") or 4 * run.gpus)
-    if batch < 1:
-        raise ValueError(f'"batch" is {batch}; it must be a whole number, 1 or more')
+    batch = Reader({"batch": fields.get("batch", 4 * run.gpus)}).whole("batch")
     assumed = [words for words in assumed if "micro-batch" not in words and "recomp" not in words]
     assumed.append(f"{batch:,} sequences per step")
     answers = [answer(setting, assumed) for setting in settings(run, batch)]

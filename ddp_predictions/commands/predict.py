@@ -99,13 +99,13 @@ def fill(source: Path, target: str | None) -> None:
         try:
             run, defaults = read_run(row)
             result = answer(run, defaults)
-            error = measured_error(row, result)
+            miss = measured_error(row, result)
         except ValueError as wrong:
             raise ValueError(f"{source}, line {number}: {wrong}") from None
         row |= result.columns()
-        row["error"] = "" if error is None else f"{error:+.3f}"
+        row["error"] = "" if miss is None else f"{miss:+.3f}"
         assumed.update(dict.fromkeys(result.assumed))
-        errors += [] if error is None else [abs(error)]
+        errors += [] if miss is None else [abs(miss)]
     if not errors:
         rows = [{name: value for name, value in row.items() if name != "error"} for row in rows]
     text = io.StringIO()

@@ -244,6 +244,22 @@ def fsdp_layer(forward, backward, weights, gpus, rate):
     return total
 
 
+# %% 13.5 right: flops and bytes first
+def passes(weights, width, tokens, context):
+    flops = {"products": 2 * weights * tokens, "attention": 2 * context * width * tokens}
+    rates = {"products": 234e12, "attention": 0.32 * 312e12}
+    forward = {name: flops[name] / rates[name] for name in flops}
+    return sum(forward.values()), 2 * forward["products"] + 2.5 * forward["attention"]
+
+
+def fsdp_layer(forward, backward, weights, gpus, rate):
+    nbytes = 2 * weights * (gpus - 1) / gpus
+    gather = nbytes / rate
+    first = forward + gather - 0.85 * min(forward, gather)
+    second = backward + 2 * gather - 0.85 * min(backward, 2 * gather)
+    return first + second
+
+
 # %% 13.5 wrong: backward as long as forward | the backward pass has twice the products: gradients of inputs and of weights
 #- return products + attention, 2 * products + 2.5 * attention
 #+ return products + attention, products + attention

@@ -186,11 +186,20 @@ class LayerUnderFsdp:
         layers = []
         for width in (1024, 4096, 8192):
             context = random.choice((512, 2048, 16384))
-            layers.append((random.randrange(8, 14) * width**2, width, random.randrange(1, 9) * context, context))
+            layers.append(
+                (
+                    random.randrange(8, 14) * width**2,
+                    width,
+                    random.randrange(1, 9) * context,
+                    context,
+                )
+            )
         cases = []
         for forward, backward in ((0.02, 0.05), (0.001, 0.002), (0.004, 0.03)):
             weights = random.randrange(150, 250) * 1e6
-            cases.append((forward, backward, weights, random.choice((2, 8, 64)), random.uniform(3e10, 6e10)))
+            cases.append(
+                (forward, backward, weights, random.choice((2, 8, 64)), random.uniform(3e10, 6e10))
+            )
         return {"layers": layers, "cases": cases}
 
     def probe(passes, fsdp_layer, layers, cases):

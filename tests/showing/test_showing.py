@@ -4,7 +4,6 @@ words.
 
 import io
 import json
-import re
 from itertools import combinations
 
 import pytest
