@@ -58,9 +58,11 @@ def packed_rings(gpus: int) -> int:
     }
     ways = list(free)
     around = list(cycles(gpus, free, through=False)) or list(cycles(gpus, free, through=True))
-    used = np.array(
-        [[ring.count(way) for way in ways] for ring in {tuple(sorted(ring)) for ring in around}]
-    ).T
+    different = {tuple(sorted(ring)) for ring in around}
+    counts = []
+    for ring in different:
+        counts.append([ring.count(way) for way in ways])
+    used = np.array(counts).T
     limit = LinearConstraint(used, ub=[free[way] for way in ways])
     packed = milp(-np.ones(used.shape[1]), constraints=limit, integrality=np.ones(used.shape[1]))
     return round(-packed.fun)
@@ -74,7 +76,9 @@ def cycles(gpus: int, free: dict, through: bool) -> Iterator[list[tuple[int, int
     def steps(a, b):
         direct = [((a, b),)] if (a, b) in free else []
         middle = [((a, m), (m, b)) for m in range(gpus) if (a, m) in free and (m, b) in free]
-        return direct or (middle if through else [])
+        if direct or not through:
+            return direct
+        return middle
 
     for order in permutations(range(1, gpus)):
         for chosen in product(*(steps(a, b) for a, b in pairwise((0, *order, 0)))):
@@ -137,9 +141,10 @@ def calibrate_v100(rows: Sequence[Row]) -> tuple[float, float]:
 
 def fit_schedules(rows: Sequence[Row]) -> tuple[float, ...]:
     """The numbers of `samples_per_s`, from rows with all models."""
-    highest = [
-        max(row["samples_per_gpu_per_s"] for row in rows if row["model"] == model) for model in QI
-    ]
+    highest = []
+    for model in QI:
+        speeds = [row["samples_per_gpu_per_s"] for row in rows if row["model"] == model]
+        highest.append(max(speeds))
     return fit(
         published.samples_per_s, rows, "samples_per_gpu_per_s", (8e4, 0.4, 0.95, 0.99, *highest)
     )
@@ -151,7 +156,8 @@ def fit_protocols(rows: Sequence[Row]) -> tuple[float, ...]:
     LL sends a flag with every 4 bytes, LL128 with every 120, Simple none; so the lines are steep,
     flatter, flattest.
     """
-    latency, rate = min(row["time_us"] for row in rows), rows[-1]["time_us"] / rows[-1]["KiB"]
+    latency = min(row["time_us"] for row in rows)
+    rate = rows[-1]["time_us"] / rows[-1]["KiB"]
     start = (0.9 * latency, 1.7 * latency, 5 * latency, 10 * rate, 1.2 * rate, rate)
     return fit(published.protocol_us, rows, "time_us", start)
 

@@ -39,7 +39,8 @@ def shaped_link_ms(row: Row, numbers: Sequence[float]) -> float:
     share, extra = numbers
     delay = row["link_delay_ms"] / 1e3
     link = Costs(delay, 8 / (row["link_gbit_s"] * 1e9 * share))
-    ranks, nbytes = int(row["K"]), row["message_mib"] * MIB
+    ranks = int(row["K"])
+    nbytes = row["message_mib"] * MIB
     if row["library"] == "gloo":
         return 1e3 * play(
             gloo_ring, nbytes, ranks, Network(link, handshake=True), segment_s=extra / 1e3

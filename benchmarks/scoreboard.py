@@ -32,7 +32,8 @@ def shaped_links() -> Table:
     """All-reduces over shaped links: fitted at 4 ranks, predicted at 8, and at 16 and 32, which are
     not published.
     """
-    name, rows = "allreduce_on_shaped_links", []
+    name = "allreduce_on_shaped_links"
+    rows = []
     for library in ("gloo", "nccl"):
         table = [
             {"library": library, "ms": row[f"{library}_ms"], **row} for row in facts.rows(name)
@@ -63,7 +64,8 @@ def v100_steps() -> Table:
     """Steps of torch's DDP: a network's own time at 2 GPUs times the simulated growth from
     there.
     """
-    name, rows = "ddp_step_seconds_v100", []
+    name = "ddp_step_seconds_v100"
+    rows = []
     table = facts.rows(name)
     bandwidth, interference = numbers("steps of V100s")
     step_s = partial(published.v100_step_s, bandwidth=bandwidth, interference=interference)
@@ -82,7 +84,8 @@ def v100_steps() -> Table:
 
 def nccl_in_one_host() -> Table:
     """NCCL on 2 to 8 GPUs of a host, from how they are wired."""
-    name, rows = "nccl_all_reduce_in_one_host", []
+    name = "nccl_all_reduce_in_one_host"
+    rows = []
     sizes = sorted({row["message_mib"] for row in facts.rows(name)})
     for gpu in one_host.GPUS:
         settings = [
@@ -122,7 +125,8 @@ def schedules() -> Table:
     The second fit sees one row of a model, 1F1B with the most micro-batches, and predicts the
     model's other rows.
     """
-    name, quantity = "pipeline_schedules_a100", "samples_per_gpu_per_s"
+    name = "pipeline_schedules_a100"
+    quantity = "samples_per_gpu_per_s"
     values = numbers("schedules")
     counts = {
         "1.5B": (24, 32, 64),
@@ -191,9 +195,9 @@ def gpt_steps() -> Table:
     """GPT steps of 2021 by tensor, data and pipeline parallelism."""
     name = published.GPT
     quantity = published.GPT_MS
-    settings = [
-        {key: value for key, value in row.items() if key != quantity} for row in facts.rows(name)
-    ]
+    settings = facts.rows(name)
+    for setting in settings:
+        del setting[quantity]
     values = constants("of_2021")
     words = ", ".join(f"{key} {values[key]:.3g}" for key in OF_2021)
     words = f"{words} (constants.csv says what they are)"
@@ -221,7 +225,8 @@ def nccl_two_hosts() -> Table:
     """All-reduces over two hosts by a latency and a rate, from the smallest and largest size."""
     name = "nccl_efa_two_hosts_a100"
     known = {row["bytes"]: row["all_reduce_us"] for row in facts.rows(name)}
-    small, large = min(known), max(known)
+    small = min(known)
+    large = max(known)
     per_byte = (known[large] - known[small]) / (large - small)
     rows = []
     for nbytes, measured in known.items():
@@ -238,11 +243,14 @@ def bus_bandwidth() -> Table:
     """All-reduces on H200 and B200 hosts by a latency and a rate from two sizes, to show what a
     plain model misses.
     """
-    name, quantity, rows = "nccl_bus_bandwidth_h200_b200", "busbw_GBps", []
+    name = "nccl_bus_bandwidth_h200_b200"
+    quantity = "busbw_GBps"
+    rows = []
     for machine, gpus in (("H200x8", 8), ("B200 1 host", 8), ("B200 4 hosts", 32)):
         sizes = {row["KiB"]: row[quantity] for row in facts.rows(name) if row["machine"] == machine}
         moved = {kib: 2 * (gpus - 1) / gpus * kib * 1024 / 1e9 for kib in sizes}
-        small, large = 1024, max(sizes)
+        small = 1024
+        large = max(sizes)
         rate = (moved[large] - moved[small]) / (
             moved[large] / sizes[large] - moved[small] / sizes[small]
         )
@@ -289,7 +297,8 @@ def entries(
 
     Unless `calibrated` says otherwise, every measured row counts as seen by the fit.
     """
-    known, rows = facts.rows(table), []
+    known = facts.rows(table)
+    rows = []
     for setting in settings:
         measured = next((row[quantity] for row in known if setting.items() <= row.items()), None)
         seen = measured is not None and calibrated(setting)
@@ -301,10 +310,10 @@ def entry(
     table: str, keys: Row, quantity: str, measured: float | None, predicted: float, calibrated: bool
 ) -> Row:
     """One row of the scoreboard."""
-    keys = {
-        key: int(value) if isinstance(value, float) and value == int(value) else value
-        for key, value in keys.items()
-    }
+    keys = dict(keys)
+    for key, value in keys.items():
+        if isinstance(value, float) and value == int(value):
+            keys[key] = int(value)
     error = None if measured is None else round(predicted / measured - 1, 4)
     numbers = {"measured": measured, "predicted": float(f"{predicted:.5g}"), "error": error}
     return {"table": table, **keys, "quantity": quantity, **numbers, "calibrated": calibrated}

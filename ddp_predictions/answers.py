@@ -21,6 +21,7 @@ BOUNDS = {  # What is made twice as fast, and its name in an answer.
     "nvlink": "links inside a host",
     "nics": "the network",
 }
+WORD = {True: "yes", False: "no"}
 CLOSE = 0.05  # Ways within this part of the step are as good as each other.
 ROOM = 0.95  # A choice leaves a twentieth of the memory for what is not counted.
 COLUMNS = (
@@ -126,7 +127,7 @@ class Answer:
             f"{self.step_s:.5g}",
             f"{self.mfu:.3f}",
             f"{self.memory_gb:.1f}",
-            "yes" if self.fits else "no",
+            WORD[self.fits],
             self.bound,
             f"{expected_error(self.run)[0]:.3f}",
         )
@@ -134,7 +135,8 @@ class Answer:
 
     def words(self) -> str:
         """The answer in sentences."""
-        run, parts = self.run, self.step.parts
+        run = self.run
+        parts = self.step.parts
         micro_batch = f"{run.accumulate} micro-batch(es) of {run.micro_batch} x {run.seq:,} tokens"
         lines = [f"{run.model}, {run.gpus} x {run.gpu}, {describe(run)}, {micro_batch}:"]
         verdict = "" if self.fits else "; IT DOES NOT FIT"

@@ -64,14 +64,14 @@ def summary(table: Table) -> Row:
     for row in table.rows:
         if row["error"] is not None:
             errors[row["calibrated"]].append(abs(row["error"]))
-    fitted, new = (
-        (median(errors[seen]), max(errors[seen])) if errors[seen] else None
-        for seen in (True, False)
-    )
+    both: dict[bool, Any] = {True: None, False: None}
+    for seen, sizes in errors.items():
+        if sizes:
+            both[seen] = (median(sizes), max(sizes))
     unknown = sum(row["measured"] is None for row in table.rows)
     return {
-        "calibrated": fitted,
-        "predicted": new,
+        "calibrated": both[True],
+        "predicted": both[False],
         "left out": table.left_out,
         "held back": unknown,
     }
