@@ -124,3 +124,7 @@ class Wrong(CourseError):
 
 class NotFiniteError(CourseError):
     """A gradient has NaN or infinite elements; the message names the rank and the parameter."""
+
+
+class TooSlow(BaseException):
+    """Raised in an answer that has used up its processor time; `except Exception` lets it pass."""

@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 uncompiled = torch._disable_dynamo  # torch.compile leaves functions with this decorator as they are
 BatchNorm = _BatchNorm
+Operator = torch._ops.OpOverload  # A dispatch mode is given these.
 busy_gpu = torch.cuda._sleep
 default_group = (
     distributed_c10d._get_default_group
@@ -103,6 +104,19 @@ def serve_store_on(
         "master_listen_fd": listener.detach(),
     }
     return dist.TCPStore(host, port, timeout=patience, **own)
+
+
+def after_each_group(action: Callable[[], None]) -> None:
+    """Have `action` called whenever this process has made a process group, from now on."""
+    make = distributed_c10d._new_process_group_helper
+
+    @wraps(make)
+    def make_and_act(*args: Any, **kwargs: Any) -> Any:
+        made = make(*args, **kwargs)
+        action()
+        return made
+
+    distributed_c10d._new_process_group_helper = make_and_act
 
 
 def messages() -> int:

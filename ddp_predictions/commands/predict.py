@@ -92,7 +92,8 @@ def fill(source: Path, target: str | None) -> None:
         raise ValueError(f"cannot read {source} ({error}); give a CSV file") from None
     if not rows:
         raise ValueError(f"{source} has no lines below its titles; write one line per run")
-    errors, assumed = [], {}
+    errors = []
+    assumed: dict[str, None] = {}
     for number, row in enumerate(rows, 2):
         if None in row:
             raise ValueError(f"{source}, line {number}: it has more cells than there are titles")
