@@ -11,7 +11,8 @@ class Bar:
     """
 
     def __init__(self, total: int | None):
-        self.total, self.bar = total, cast(Any, None)
+        self.total = total
+        self.bar = cast(Any, None)
 
     def advance_to(self, steps: int) -> None:
         """Show that rank 0 has done `steps` optimizer steps."""

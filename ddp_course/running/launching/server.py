@@ -60,7 +60,8 @@ def serve(control: socket.socket, later: list) -> None:
     import `later`.
     """
     launches: dict = {}  # this maps an agent's process id to the launch's socket
-    caller, last_use = os.getppid(), time.monotonic()
+    caller = os.getppid()
+    last_use = time.monotonic()
     linux.adopt_orphans()  # orphans of an ended agent become children of this process
     while os.getppid() == caller and time.monotonic() < last_use + IDLE_SECONDS:
         ready, _, _ = select.select([control], [], [], POLL_SECONDS if launches else 1.0)

@@ -14,7 +14,9 @@ class Steps:
     """
 
     def __init__(self, report: int | None):
-        self.report, self.done, self.optimizer = report, 0, cast(Any, None)
+        self.report = report
+        self.done = 0
+        self.optimizer = cast(Any, None)
         register_optimizer_step_post_hook(self.count)
 
     def count(self, optimizer: Any, *_: Any) -> None:
