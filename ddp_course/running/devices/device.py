@@ -127,11 +127,11 @@ def for_ranks(device: Any, world_size: int) -> list[Device]:
 
 
 @contextmanager
-def emulation_of(setting: dict, rank: int, link: Any = None) -> Iterator[None]:
+def emulation_of(packed: bytes, rank: int, link: Any = None) -> Iterator[None]:
     """Emulate the device of `rank`, if the launch has emulated devices; rank 0 prints a warning if
     it was too fast.
     """
-    devices = pickle.loads(setting["emulated"])
+    devices = pickle.loads(packed)
     if devices is None:
         yield
         return

@@ -29,7 +29,8 @@ import numpy as np
 import torch.distributed as dist
 
 from .. import wire
-from ..launching.channel import LOOPBACK, open_memory
+from ..files import open_memory
+from ..launching.protocol import LOOPBACK
 
 CHANNELS = 4  # the default group has one channel, and all other groups share three, by their names
 DEPTH = 512  # at most this many messages between two ranks may be under way at once

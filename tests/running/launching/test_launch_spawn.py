@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ddp_course import Link, launch, ring_all_reduce
 from ddp_course.errors import EmulationError, LaunchError
-from ddp_course.running.launching import local, setting
+from ddp_course.running.launching import server_handle, setting
 
 
 @pytest.fixture(autouse=True)
@@ -24,15 +24,15 @@ def spawn(monkeypatch):
     monkeypatch.setenv("DDP_COURSE_START", "spawn")
     before = children()
     yield
-    assert children() - before <= {server.process.pid for server in local.servers}
+    assert children() - before <= {server.process.pid for server in server_handle.servers}
 
 
 @pytest.fixture(autouse=True, scope="module")
 def own_server():
     """A server that has no torch: its ranks cannot have any from there."""
-    local.use_server(None)
+    server_handle.use_server(None)
     yield
-    local.use_server(None)
+    server_handle.use_server(None)
 
 
 def children():
@@ -68,12 +68,12 @@ def test_links_say_what_they_are():
 def test_no_process_that_has_torch_is_forked():
     first, second = (launch(os.getpid, world_size=2) for _ in range(2))
     assert len({*first, *second}) == 4
-    server = psutil.Process(local.servers[0].process.pid)
+    server = psutil.Process(server_handle.servers[0].process.pid)
     assert not [region for region in server.memory_maps() if "libtorch" in region.path]
 
 
 def test_an_environment_that_no_new_program_can_have_reaches_the_ranks(monkeypatch):
-    local.use_server(None)
+    server_handle.use_server(None)
     monkeypatch.setenv("LONG", "x" * 200_000)
     assert launch(lambda: len(os.environ["LONG"]), world_size=2) == [200_000] * 2
 
@@ -105,14 +105,14 @@ def test_ranks_end_with_a_caller_that_was_killed():
 def test_a_python_that_cannot_start_is_told(monkeypatch, tmp_path):
     (tmp_path / "python").write_text("#!/bin/sh\necho this Python is broken >&2\nexit 1\n")
     (tmp_path / "python").chmod(0o755)
-    local.use_server(None)
+    server_handle.use_server(None)
     with monkeypatch.context() as patched:
         patched.setattr(sys, "executable", str(tmp_path / "python"))
         with pytest.raises(
             LaunchError, match=r"(?s)the launch server exited with code 1.*this Python is broken"
         ):
             launch(os.getpid, world_size=2)
-    local.use_server(None)
+    server_handle.use_server(None)
 
 
 @pytest.mark.parametrize("platform, chosen", [("darwin", "spawn"), ("linux", "fork")])
