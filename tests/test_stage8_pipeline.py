@@ -2,17 +2,20 @@
 what is refused.
 """
 
+from contextlib import nullcontext
 from itertools import pairwise
 
 import pytest
 import torch
 import torch.distributed as dist
 from oracles import tiny_batches, weights
+from torch import nn
 from torch.nn.functional import cross_entropy
 
 from ddp_course import launch, problems, stage1_single, stage8_pipeline
 from ddp_course.errors import RankError
 from ddp_course.running import wire
+from ddp_course.running.devices import Device
 from ddp_course.stage6_ddp import DistributedDataParallel
 from ddp_course.stage8_pipeline import (
     Backward,
@@ -601,3 +604,24 @@ def test_on_cuda():
         assert (result - expected).abs().max() < 1e-12 and (
             losses - expected_losses
         ).abs().max() < 1e-12
+
+
+def gradients_of_two_steps(emulated):
+    """The gradients that two steps leave; on an emulated device operations are looked at."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)]
+    pipeline = Pipeline(split(layers, 2)[dist.get_rank()], 2, loss=nn.functional.mse_loss)
+    device = Device("1GFLOP/s", "1GB/s").emulate(sleep=False) if emulated else nullcontext()
+    with device:
+        for _ in range(2):
+            pipeline.step(torch.ones(4, 4), torch.zeros(4, 4))
+    return [p.grad.as_subclass(torch.Tensor) for p in pipeline.module.parameters()]
+
+
+def test_gradients_add_up_over_steps_on_emulated_devices_too():
+    for ours, theirs in zip(
+        launch(gradients_of_two_steps, True, world_size=2),
+        launch(gradients_of_two_steps, False, world_size=2),
+        strict=True,
+    ):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))

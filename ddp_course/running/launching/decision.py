@@ -145,8 +145,9 @@ def decide(phase: Phase, events: Sequence[Event], now: float) -> Ending | None:
         return Results(results) if phase.keeps or gone or late else None
     if gone:
         return CutOff()
-    starting_seconds = STARTING_SECONDS if phase.stage is Stage.STARTING else 0.0
-    patience = phase.timeout + starting_seconds
+    patience = phase.timeout
+    if phase.stage is Stage.STARTING:
+        patience += STARTING_SECONDS
     return TimedOut() if now >= phase.since + patience else None
 
 
@@ -155,8 +156,8 @@ def decide_failure(
 ) -> Ending | None:
     """Return the ending after a failure, or None while other ranks may still name its cause."""
     first = min(event.heard for event in failed.values())
-    grace_seconds = KEPT_GRACE_SECONDS if phase.keeps else GRACE_SECONDS
-    grace = first + grace_seconds
+    patience = KEPT_GRACE_SECONDS if phase.keeps else GRACE_SECONDS
+    grace = first + patience
     all_heard = len(failed.keys() | results.keys()) == phase.world_size
     failures = [failure_of(event) for event in failed.values()]
     cause_known = any(not failure.consequence for failure in failures)
