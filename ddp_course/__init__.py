@@ -54,7 +54,7 @@ _HOME = {name: module for module, names in _NAMES.items() for name in names}
 _MODULES = {
     **{name: f"ddp_course.{name}" for name in _TOP},
     **{name: f"ddp_course.{room}.{name}" for room, names in _ROOMS.items() for name in names},
-    **{"show": "ddp_course.showing", "torch": "torch", "dist": "torch.distributed"},
+    "show": "ddp_course.showing",
 }
 __all__ = sorted([*_HOME, *_MODULES])
 

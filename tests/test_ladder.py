@@ -46,7 +46,7 @@ def test_from_3_to_4_only_the_sum_changes():
 
 def test_the_whole_idea_is_read_in_half_an_hour():
     lines = sum(len(Path(stage.__file__).read_text().splitlines()) for stage in STAGES)
-    assert lines <= 470
+    assert lines <= 570
 
 
 def test_every_rung_is_whole_and_what_it_names_is_there():

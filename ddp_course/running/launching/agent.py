@@ -36,6 +36,7 @@ def own_ranks(launch: socket.socket, setting: dict, log: int, shared: list) -> N
     try:
         link = pickle.loads(setting["link"])
         master = prepare_network(setting, link)
+        setting["clocks"] = prepare_clocks(setting, link)
     except Exception as error:
         send(launch.fileno(), "refused", None, error)
         os._exit(1)
@@ -71,6 +72,17 @@ def prepare_network(setting: dict, link: Any) -> str:
                 " lo up"
             )
     return LOOPBACK
+
+
+def prepare_clocks(setting: dict, link: Any) -> Any:
+    """Return the table of a launch whose time is virtual, or None if its time is real."""
+    if link is not None:
+        return getattr(link.network, "table", None)
+    if pickle.loads(setting["emulated"]) is None:
+        return None
+    from ..clocks import Table  # a launch in real time does not need it
+
+    return Table([0] * setting["world_size"])
 
 
 def start_ranks(setting: dict, link: Any, master: str, shared: list, launch: socket.socket) -> dict:

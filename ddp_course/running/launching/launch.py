@@ -51,7 +51,7 @@ def launch(
         count = check_request(4 if world_size is None else world_size, device, timeout, link)
         payload = pack_call(fn, args, kwargs)
         if link is not None and hosts is None:
-            link.rehearse(count)
+            link.check(count)
         return run_ranks(payload, count, device, timeout, link, progress, hosts=hosts)
     except EXPECTED as error:
         raise plain(error) from None

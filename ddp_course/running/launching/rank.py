@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from ...errors import CourseError
-from .. import flight_recorder
+from .. import clocks, flight_recorder
 from ..devices.device import emulation_of
 from ..devices.placement import hide_gpus
 from ..torch_inside import serve_store_on
@@ -62,9 +62,10 @@ def main(setting: dict, rank: int, link: Any, files: list, listener: Any = None)
     other ranks would fail too, with a broken connection, and hide the cause.
     """
     if link is not None:
-        link.network.enter(
-            rank
-        )  # this comes before any socket, as it may move this process into a network namespace
+        # this comes before any socket, as it may move this process into a network namespace
+        link.network.enter(rank)
+    if setting["clocks"] is not None:
+        clocks.enter(setting["clocks"], rank)
     payload, recorder, orders, report, out, err, stacks, answers = files
     send(report, "started", os.getpid())
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
@@ -85,7 +86,7 @@ def main(setting: dict, rank: int, link: Any, files: list, listener: Any = None)
         linecache.cache.update(
             {name: (len(text), None, text.splitlines(True), name) for name, text in cells.items()}
         )
-        with emulation_of(setting, rank, link):
+        with clocks.calling(), emulation_of(setting, rank, link):
             result = function(*args, **kwargs)
         return result, steps.unconnected_model()
 
