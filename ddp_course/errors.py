@@ -129,3 +129,7 @@ class Wrong(CourseError):
 
 class NotFiniteError(CourseError):
     """A gradient has NaN or infinite elements; the message names the rank and the parameter."""
+
+
+class OrderError(CourseError):
+    """A message's memory was touched before the wait, or nobody waited: other orders would show."""

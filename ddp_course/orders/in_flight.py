@@ -8,6 +8,7 @@ way. Views and slices have other tensors, but the same memory.
 
 import _thread
 import json
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,11 +20,18 @@ import torch
 
 from ..errors import OrderError
 from ..running import clocks
+from ..running.clocks import group
+from ..running.clocks.stalls import line_of
 from ..running.devices import roofline
 from ..running.torch_inside import TorchDispatchMode, around, is_wrapper
 
 EARLY, OVERWRITTEN, NOT_WAITED = "touched too early", "overwritten too early", "not waited for"
 LOOKS_AT_SHAPES = ("new_", "is_", "sym_")  # Such operations read no element of their operands.
+
+
+def own_line() -> str:
+    """The line of the program that this thread is at."""
+    return line_of(sys._getframe())
 
 
 class Flight(NamedTuple):
@@ -49,6 +57,7 @@ class Watch:
         self.threads: dict = {}  # This maps what messages share, such as a group, to its thread.
         self.shared: set = set()  # These are addresses of memory that NumPy knows.
         self.doubts: set = set()
+        self.refusal: OrderError | None = None
 
     def tell(self, kind: str, text: str, **details: Any) -> None:
         """Write an event of this rank down."""
@@ -66,15 +75,17 @@ class Watch:
     def refuse(self, kind: str, text: str, lines: list) -> None:
         """Say what is wrong: in one line, and at which lines of the program."""
         self.tell("wrong", text, wrong=kind, lines=lines)
-        if self.found is None:
-            raise OrderError(text)
-        self.found(kind, text)
+        if self.found is not None:
+            self.found(kind, text)
+            return
+        self.refusal = OrderError(text)
+        raise self.refusal
 
     def started(self, work: Any, name: str, reads: list, writes: list, way: Any) -> None:
         """Something has been posted that reads and writes these tensors; it shares `way` with what
         has the same.
         """
-        line = clocks.own_line()
+        line = own_line()
         tensors = [(tensor, False) for tensor in reads] + [(tensor, True) for tensor in writes]
         with self.lock:
             for tensor, written in tensors:
@@ -91,14 +102,14 @@ class Watch:
         with self.lock:
             flight = self.flights.pop(id(work), None)
         if flight is not None:
-            self.tell("wait", flight.name, line=clocks.own_line())
+            self.tell("wait", flight.name, line=own_line())
 
     def touched(self, tensor: torch.Tensor, writes: bool, name: str, line: str = "") -> None:
         """An operation reads or writes a tensor: refuse that if its memory is on its way."""
         for flight in list(self.flights.values()):
             for other, written in flight.tensors:
                 if (writes or written) and overlap(other, tensor):
-                    line = line or clocks.own_line()
+                    line = line or own_line()
                     self.refuse(*complaint(flight, written, writes, name, line))
                     return
 
@@ -181,10 +192,64 @@ def overlap(message: torch.Tensor, tensor: torch.Tensor) -> bool:
     return bool(inside.any())
 
 
+PARTS: dict[str, tuple] = {  # Operations of a group: the places of what they read, of what they write.
+    "send": ((0,), ()),
+    "recv": ((), (0,)),
+    "allreduce": ((), (0,)),
+    "allreduce_coalesced": ((), (0,)),
+    "broadcast": ((), (0,)),
+    "reduce": ((), (0,)),
+    "allgather": ((1,), (0,)),
+    "_allgather_base": ((1,), (0,)),
+    "allgather_into_tensor_coalesced": ((1,), (0,)),
+    "reduce_scatter": ((1,), (0,)),
+    "_reduce_scatter_base": ((1,), (0,)),
+    "gather": ((1,), (0,)),
+    "scatter": ((1,), (0,)),
+    "alltoall_base": ((1,), (0,)),
+    "alltoall": ((1,), (0,)),
+    "barrier": ((), ()),
+}
+MESSAGES = {"send": "the send to rank {}", "recv": "the receive from rank {}"}
+
+
+def posting(watch: Watch, delay: Callable, name: str) -> Callable:
+    """Return what is done around a group's operation `name`: the watch learns what it began."""
+    reads, writes = PARTS[name]
+
+    def post(run: Callable, group: Any, *args: Any, **kwargs: Any) -> Any:
+        delay()
+        work = run(group, *args, **kwargs)
+        way: tuple = (group.number,)
+        title = f"the {name.strip('_').removesuffix('_base')}"
+        if name in MESSAGES:
+            peer, tag = args[1], args[2]
+            way = group.number, name, peer, tag
+            title = MESSAGES[name].format(group.members[peer])
+        read, written = operands(args, reads), operands(args, writes)
+        if name in ("broadcast", "reduce") and root_keeps(name, group, args[1]):
+            read, written = written, read
+        watch.started(work, title, read, written, way)
+        return work
+
+    return post
+
+
+def operands(args: tuple, places: tuple) -> list:
+    """The tensors at these places of the arguments."""
+    return [tensor for place in places for tensor in roofline.tensors_in(args[place])]
+
+
+def root_keeps(name: str, group: Any, options: Any) -> bool:
+    """Whether this rank's tensor is only read: the root's of a broadcast, all others' of a reduce."""
+    is_root = options.rootRank == group.rank()
+    return is_root if name == "broadcast" else not is_root
+
+
 @contextmanager
-def watching(watch: Watch, delay: Callable | None = None) -> Iterator[None]:
+def watching(watch: Watch, delay: Callable) -> Iterator[None]:
     """Show `watch` what this rank's threads post, wait for and touch; `delay()` is called before
-    each post and question.
+    each post and each question.
     """
 
     def start(run: Callable, thread: threading.Thread) -> None:
@@ -200,11 +265,32 @@ def watching(watch: Watch, delay: Callable | None = None) -> Iterator[None]:
         watch.shared.add(memory_of(tensor)[0])
         return run(tensor, *args, **kwargs)
 
+    def settle(run: Callable, work: Any) -> Any:
+        moment = run(work)
+        watch.waited(work)
+        return moment
+
+    def ask(run: Callable, work: Any) -> bool:
+        watch.doubt("it asks whether a message has arrived")
+        delay()
+        return run(work)
+
+    def from_any(run: Callable, *args: Any) -> Any:
+        watch.doubt("it receives from any rank")
+        return run(*args)
+
+    hooks = [
+        (threading.Thread, "start", start),
+        (torch.Tensor, "tolist", to_list),
+        (torch.Tensor, "numpy", to_numpy),
+        (group.Work, "settle", settle),
+        (group.Work, "is_completed", ask),
+        (group.Group, "recv_anysource", from_any),
+        *((group.Group, name, posting(watch, delay, name)) for name in PARTS),
+    ]
     with ExitStack() as stack:
-        stack.enter_context(around(threading.Thread, "start", start))
-        stack.enter_context(around(torch.Tensor, "tolist", to_list))
-        stack.enter_context(around(torch.Tensor, "numpy", to_numpy))
-        stack.enter_context(clocks.observed(watch, delay))
+        for hook in hooks:
+            stack.enter_context(around(*hook))
         stack.enter_context(Touches(watch))
         yield
 

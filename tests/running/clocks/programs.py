@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from ddp_course.running import clocks
 
+reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # torch 2.13 renamed it
 WIDTH = 8  # a row of N is multiplied by a matrix of WIDTH x WIDTH
 COLLECTIVES = (
     "all_reduce",
@@ -299,7 +300,7 @@ class Player:
             "all_gather": (dist.all_gather, parts, own),
             "gather": (dist.gather, own, parts if is_first else None, first),
             "scatter": (dist.scatter, own, parts if is_first else None, first),
-            "reduce_scatter": (dist.reduce_scatter_tensor, own, torch.ones(size * count)),
+            "reduce_scatter": (reduce_scatter, own, torch.ones(size * count)),
             "all_to_all": (dist.all_to_all_single, torch.ones(size * count), torch.ones(size * count)),
         }
         function, *arguments = ways[name]
