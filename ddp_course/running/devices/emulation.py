@@ -3,7 +3,7 @@ device.
 
 torch hands each operation of a thread to the `TorchDispatchMode` that is active there, in the
 forward pass, in the backward pass and in the optimizer. The real arithmetic runs, the device's
-clock is advanced by the operation's time, and the thread sleeps until then. So a gradient's hook
+clock is advanced by the operation's time, and so is the thread's. So a gradient's hook
 fires when the device has finished that gradient.
 
 The mode is active in the thread that began the emulation, and wherever a module or a backward pass
@@ -12,7 +12,6 @@ that was moved to "cpu:1" is on emulated device 1, and so are all results that a
 there; a copy from one device to another takes the time of the bus.
 """
 
-import math
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -26,8 +25,6 @@ from ...errors import EmulationError
 from .. import clocks, wire
 from ..torch_inside import TorchDispatchMode, around, dispatch_modes
 from . import roofline
-
-# an emulation that ends late by more than this share of the device's time has not kept its clock
 
 
 class Operation(NamedTuple):

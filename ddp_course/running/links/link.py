@@ -10,15 +10,16 @@ from . import modes
 
 SLOWEST = 1e6  # with fewer bits per second the ranks would need minutes to find each other
 
+
 class Link:
     """An emulated link for every host: `bandwidth` in each direction, `latency` one way, as
     "200Mbit" and "5ms".
 
     The ranks are spread over `hosts` hosts in blocks (by default every rank has its own host);
-    inside a host nothing is slowed. `mode` is "hosts", "wire", or "auto" for virtual hosts where
-    they are possible, else the wire. The link slows torch's own collectives too if `carries_torch`
-    is True. Raises EmulationError for values that cannot be read, or are not possible here; the
-    message says which are.
+    inside a host nothing takes time. `mode` is "virtual", which "auto" is too: time is virtual
+    (docs/VIRTUAL_TIME.md), or "hosts": real sockets on virtual hosts, in real time. Raises
+    EmulationError for values that cannot be read, or are not possible here; the message says which
+    are.
     """
 
     def __init__(self, bandwidth="200Mbit", latency="0ms", hosts=None, mode="auto"):
@@ -30,7 +31,7 @@ class Link:
             )
         self.hosts = hosts
         self.kind = modes.choose(mode, self.latency)
-        self.mode, self.carries_torch = self.kind.name, self.kind.carries_torch
+        self.mode = self.kind.name
 
     @classmethod
     def like(
@@ -82,15 +83,14 @@ class Link:
         self.network = self.kind(hosts, self.bandwidth, self.latency)
 
     def describe(self) -> dict:
-        """Return what JSON can hold: mode, bandwidth (bits per second), latency (seconds), hosts,
-        if torch feels it.
+        """Return what JSON can hold: mode, bandwidth (bits per second), latency (seconds) and
+        hosts.
         """
         return {
             "mode": self.mode,
             "bandwidth_bits_s": self.bandwidth,
             "latency_s": self.latency,
             "hosts": self.hosts,
-            "carries_torch": self.carries_torch,
         }
 
 

@@ -22,7 +22,7 @@ class VirtualHosts:
     collectives too.
     """
 
-    name, title, carries_torch = "hosts", "virtual hosts", True
+    name, title = "hosts", "virtual hosts"
     master_address = virtual_hosts.SWITCH_ADDRESS
 
     def __init__(self, hosts: list[int], bits_per_second: float, latency: float):
@@ -52,7 +52,7 @@ class VirtualHosts:
 class VirtualTime:
     """A message is booked on a model of its hosts' links, and nobody waits for it in real time."""
 
-    name, title, carries_torch = "virtual", "virtual time", True
+    name, title = "virtual", "virtual time"
     master_address = LOOPBACK
 
     def __init__(self, hosts: list[int], bits_per_second: float, latency: float):
