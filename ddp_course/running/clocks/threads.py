@@ -69,6 +69,8 @@ class Lock:
     def release(self) -> None:
         """Give the lock back, or to the thread that has waited longest."""
         clock = own()
+        if self.turns and clock is not None:
+            clock.take_turn()  # Whoever comes for the lock before this moment must find it taken.
         with self.guard:
             if not self.waiting:
                 self.real.release()
@@ -91,6 +93,10 @@ class Lock:
 
     def _is_owned(self):
         return self.real.locked()  # a condition would try to take the lock, which is a question
+
+    def _is_owned(self):
+        # Without it a condition tries to take the lock: that is a question, and takes time.
+        return self.real.locked()
 
     def _at_fork_reinit(self):
         self.__init__()

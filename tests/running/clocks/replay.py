@@ -203,7 +203,8 @@ class Replay:
         message = self.messages.setdefault(key, Message(self.clock, key, 4 * count))
         message.posts += 1
         if message.posts == 2:
-            self.due.append(message)
+            at_once = self.setting.host(source) == self.setting.host(target)
+            self.make_due(message, at_once)
         return message
 
     def join(self, thread: tuple, name: str, count: int, group: int) -> Collective:
@@ -222,8 +223,16 @@ class Replay:
         collective.has_bytes, collective.steps = nbytes > 0, steps
         collective.joined += 1
         if collective.joined == size:
-            self.due.append(collective)
+            hosts = {self.setting.host(rank) for rank in members}
+            self.make_due(collective, len(hosts) == 1 or collective.duration == 0)
         return collective
+
+    def make_due(self, booking: Any, at_once: bool) -> None:
+        """Leave a booking to the arbiter, unless it needs no link and takes no time."""
+        if at_once:
+            self.book(booking)
+        else:
+            self.due.append(booking)
 
     def finish(self, side: int | None, booking: Any) -> Any:
         """Wait until a message has left (side 0) or arrived (side 1), or a collective is over."""
