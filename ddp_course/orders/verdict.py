@@ -38,4 +38,5 @@ class Verdict:
             rows += [event for event in self.events if event[0] == rank][-SHOWN:]
         for rank, moment, what, line in sorted(rows, key=lambda event: event[1]):
             column = "    " * about.index(rank)
-            print(f"{1000 * moment:10.3f} ms  {column}rank {rank}: {what}  ({line})")
+            place = line.partition(":")[0]
+            print(f"{1000 * moment:10.3f} ms  {column}rank {rank}: {what}  ({place})")
