@@ -315,6 +315,23 @@ show.diff(stage4_ring.train, stage5_bucketed.train)
 
 # %% [markdown]
 r"""
+## How far does data parallelism reach?
+
+The same two times say how many devices are worth having. Let the batch of a step be fixed, since a larger one trains
+differently (lesson 10): G tokens. A model of n parameters takes 4 n flops per token backward, so K devices of R flop/s
+compute for $4\,n\,G / (K R)$ seconds. A ring sends gradients of e bytes for $2\,\frac{K-1}{K}\,n\,e / W$ seconds over
+links of W bytes/s. All is hidden while the first is the longer one. n cancels, and K too, but for K-1:
+
+$$K \le 1 + \frac{2\,G\,W}{e\,R}$$
+
+In words: a device must have at least $\frac{e}{2}\cdot\frac{R}{W}$ tokens in its share. R/W, flops per byte, belongs to the
+machine: an H100 with 4·10¹⁴ flop/s (bfloat16, what one reaches in practice) and 50 GB/s per GPU has 8,000, so each GPU needs
+8,000 tokens for gradients of two bytes, however large the model is. A batch of four million tokens then feeds 500 such
+GPUs. Beyond that, more devices wait for the network. Task 5.8 asks for this K.
+"""
+
+# %% [markdown]
+r"""
 ## What torch does
 
 `DistributedDataParallel` is this, in C++: the same hooks, the same reverse order, 25 MiB buckets with a first one

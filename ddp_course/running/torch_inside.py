@@ -138,4 +138,4 @@ def twin(group: dist.ProcessGroup, members: Sequence[int] | None = None) -> dist
 
 def make_groups_with(group_class: type) -> None:
     """Have torch make a process group with `group_class` wherever this process asks for gloo."""
-    distributed_c10d.ProcessGroupGloo = group_class
+    setattr(distributed_c10d, "ProcessGroupGloo", group_class)  # noqa: B010 (the stubs forbid it)

@@ -1,6 +1,8 @@
-"""Virtual time: each thread of each rank has a clock; operations and messages move it on, and nobody sleeps.
+"""Virtual time: each thread of each rank has a clock; operations and messages move it on, and
+nobody sleeps.
 
-docs/VIRTUAL_TIME.md has the definition. Where a device or a link is emulated, `running_in` gives a rank its clocks.
+docs/VIRTUAL_TIME.md has the definition. Where a device or a link is emulated, `running_in` gives a
+rank its clocks.
 
     now() advance(seconds)      this thread's time in seconds; let time pass
     post(…) join(…) wait(…)     what the process group calls for messages and collectives
@@ -16,11 +18,24 @@ from .events import join, post, wait
 from .stalls import DeadlockError
 from .table import CLOCK, FAILED, FLOOR, NEEDED, RUNNING, STATE, Table
 
-__all__ = ["DeadlockError", "Table", "advance", "join", "moment", "now", "own", "post", "several_compute", "wait"]
+__all__ = [
+    "DeadlockError",
+    "Table",
+    "advance",
+    "join",
+    "moment",
+    "now",
+    "own",
+    "post",
+    "several_compute",
+    "wait",
+]
 
 
 def enter(table: Table, rank: int) -> None:
-    """Give this process, which is `rank`, clocks, and have torch make groups with clocks where it would use gloo."""
+    """Give this process, which is `rank`, clocks, and have torch make groups with clocks where it
+    would use gloo.
+    """
     from .. import torch_inside
     from . import group, stalls, threads
 
@@ -37,7 +52,9 @@ def enter(table: Table, rank: int) -> None:
 
 @contextmanager
 def calling() -> Iterator[None]:
-    """While the caller's function runs, the main thread has a clock; a rank that failed causes no deadlock."""
+    """While the caller's function runs, the main thread has a clock; a rank that failed causes no
+    deadlock.
+    """
     table: Any = process.table
     if table is None:
         yield

@@ -1,7 +1,8 @@
-"""The arbiter: it books messages and collectives, and ends turns and timers, in the order of virtual time.
+"""The arbiter: it books messages and collectives, and ends turns and timers, in the order of
+virtual time.
 
-There is no process of that name: whoever stops, or passes the moment for which the arbiter waits, does its work. All
-functions are called under the table's lock.
+There is no process of that name: whoever stops, or passes the moment for which the arbiter waits,
+does its work. All functions are called under the table's lock.
 """
 
 from .table import (
@@ -38,7 +39,9 @@ from .table import (
     Table,
 )
 
-MESSAGE, COLLECTIVE, NEW_GROUP = range(3)  # the kinds of a row; those of one moment are booked in this order
+MESSAGE, COLLECTIVE, NEW_GROUP = range(
+    3
+)  # the kinds of a row; those of one moment are booked in this order
 ORDER = [KIND, FIRST, SECOND, GROUP, TAG, COUNT]  # what a row is sorted by
 
 
@@ -129,7 +132,9 @@ def book(table: Table, row: int) -> None:
 
 
 def times_of_message(table: Table, row: int) -> tuple[int, int]:
-    """Book a message on the way out of its sender's host and on the way in of its receiver's; both times are its end."""
+    """Book a message on the way out of its sender's host and on the way in of its receiver's; both
+    times are its end.
+    """
     ready = table.rows[MOMENT, row]
     if not needs_order(table, row):
         return ready, ready
@@ -198,7 +203,9 @@ def find(table: Table, key: int) -> int:
         return int(known[0])
     free = (keys == 0).nonzero()[0]
     if not len(free):
-        raise RuntimeError(f"more than {len(keys)} messages and collectives are under way: wait for some of them")
+        raise RuntimeError(
+            f"more than {len(keys)} messages and collectives are under way: wait for some of them"
+        )
     row = int(free[0])
     for field in range(len(table.arrays["rows"])):
         table.rows[field, row] = 0

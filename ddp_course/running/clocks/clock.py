@@ -1,4 +1,4 @@
-"""The clock of one thread: it moves on, takes turns, and stops while the thread waits for another."""
+"""The clock of one thread: it moves on, takes turns, and stops while the thread waits."""
 
 import threading
 from types import SimpleNamespace
@@ -46,18 +46,24 @@ class Clock:
                 arbiter.settle(self.table)
 
     def take_turn(self) -> None:
-        """Wait until all that happens up to now has happened, if another thread of this rank can have a part in it."""
+        """Wait until all that happens up to now has happened, if another thread of this rank can
+        have a part in it.
+        """
         if process.threads > 1:
             self.sleep_until(self.moment, "for its turn")
 
     def sleep_until(self, moment: int, why: str) -> None:
-        """Wait until the arbiter comes to `moment`; then no other thread can come before it any more."""
+        """Wait until the arbiter comes to `moment`; then no other thread can come before it any
+        more.
+        """
         with self.table.lock:
             self.stop(moment)
         self.stand(why)
 
     def ask(self, answer: bool) -> bool:
-        """Return the answer to a question; a "no" takes some time, so that a loop of questions comes to an end."""
+        """Return the answer to a question; a "no" takes some time, so that a loop of questions
+        comes to an end.
+        """
         if not answer:
             self.advance(self.moment + QUESTION)
         return answer
@@ -75,7 +81,9 @@ class Clock:
         arbiter.settle(self.table)
 
     def stand(self, why: str) -> None:
-        """Sleep, without the lock, until this clock has been released; raises DeadlockError if it never can be."""
+        """Sleep, without the lock, until this clock has been released; raises DeadlockError if it
+        never can be.
+        """
         table, slot = self.table, self.slot
         while table.threads[STATE, slot] == BLOCKED:
             if table.head[DEADLOCK] and table.threads[NEEDED, slot]:
@@ -105,13 +113,17 @@ def own() -> Clock | None:
 
 
 def moment() -> int:
-    """Return this thread's time in picoseconds; that of the real clock for a thread that has no clock."""
+    """Return this thread's time in picoseconds; that of the real clock for a thread that has no
+    clock.
+    """
     clock = own()
     return round(real_clock() * 1e12) if clock is None else clock.moment
 
 
 def now() -> float:
-    """Return this thread's time in seconds; that of `time.perf_counter` for a thread that has no clock."""
+    """Return this thread's time in seconds; that of `time.perf_counter` for a thread that has no
+    clock.
+    """
     clock = own()
     return real_clock() if clock is None else clock.moment / 1e12
 
@@ -124,16 +136,17 @@ def advance(seconds: float) -> None:
 
 
 def new_clock(parent: Clock, needed: bool) -> Clock:
-    """Return a clock for a thread that `parent`'s thread is about to start; without it, `needed` ones may all wait."""
+    """Return a clock for a thread that `parent`'s thread is about to start; without it, `needed`
+    ones may all wait.
+    """
     table = parent.table
     with table.lock:
         for slot in table.own_threads():
             if table.threads[STATE, slot] == FREE:
                 break
         else:
-            raise RuntimeError(
-                f"a rank may have {table.threads_per_rank} threads at once where time is virtual; end some first"
-            )
+            most = table.threads_per_rank
+            raise RuntimeError(f"a rank may have {most} threads where time is virtual; end some")
         process.started += 1
         process.threads += 1
         process.needed += int(needed)
@@ -145,7 +158,9 @@ def new_clock(parent: Clock, needed: bool) -> Clock:
 
 
 def several_compute() -> bool:
-    """Return whether another thread of this rank may compute, too; a daemon may once it has computed."""
+    """Return whether another thread of this rank may compute, too; a daemon may once it has
+    computed.
+    """
     clock = own()
     if clock is None:
         return False

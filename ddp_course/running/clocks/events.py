@@ -26,7 +26,9 @@ from .table import (
 
 
 class Ticket(NamedTuple):
-    """What `wait` needs: a `row` of the table, which of its moments counts, and in words what is waited for."""
+    """What `wait` needs: a `row` of the table, which of its moments counts, and in words what is
+    waited for.
+    """
 
     row: int
     side: int
@@ -61,17 +63,23 @@ def post(sending: bool, nbytes: int, peer: int, group: int = 0, tag: int = 0) ->
 
 
 def join(group: int, members: list[int], duration: int, has_bytes: bool, name: str) -> Ticket:
-    """Take part in a collective, which begins when all `members` (global ranks) have joined; return a ticket."""
+    """Take part in a collective, which begins when all `members` (global ranks) have joined; return
+    a ticket.
+    """
     number = process.calls[group] = process.calls.get(group, 0) + 1
     what = f"for ranks {members} in {name}"
-    return joined(hash((group, number)), arbiter.COLLECTIVE, group, number, members, duration, has_bytes, what)
+    return joined(
+        hash((group, number)), arbiter.COLLECTIVE, group, number, members, duration, has_bytes, what
+    )
 
 
 def join_new_group(name: str, members: list[int]) -> int:
     """Make a group with all its members; return its number."""
     digest = hashlib.sha256(name.encode()).digest()
     key = int.from_bytes(digest[:7], "big")
-    ticket = joined(key, arbiter.NEW_GROUP, 0, 0, members, 0, False, f"for ranks {members} to make a group")
+    ticket = joined(
+        key, arbiter.NEW_GROUP, 0, 0, members, 0, False, f"for ranks {members} to make a group"
+    )
     clock = own()
     stand_until_booked(ticket)
     number = process.table.rows[GROUP, ticket.row]
@@ -82,7 +90,14 @@ def join_new_group(name: str, members: list[int]) -> int:
 
 
 def joined(
-    key: int, kind: int, group: int, number: int, members: list[int], duration: int, has_bytes: bool, what: str
+    key: int,
+    kind: int,
+    group: int,
+    number: int,
+    members: list[int],
+    duration: int,
+    has_bytes: bool,
+    what: str,
 ) -> Ticket:
     """Note that this rank has come to a collective."""
     table, clock = process.table, own()
@@ -114,7 +129,9 @@ def fill(
 
 
 def wait(ticket: Ticket) -> int:
-    """Wait until the message has left (sender) or arrived (receiver), or the collective has ended; return when."""
+    """Wait until the message has left (sender) or arrived (receiver), or the collective has ended;
+    return when.
+    """
     stand_until_booked(ticket)
     table, clock = process.table, own()
     moment = table.rows[ticket.side, ticket.row]

@@ -1,14 +1,21 @@
-"""A process group over gloo whose operations take virtual time: gloo moves the data, the table says when.
+"""A process group over gloo whose operations take virtual time: gloo moves the data, the table says
+when.
 
-Each operation begins in gloo before it is posted in the table, so that gloo never waits for a rank that has not come.
+Each operation begins in gloo before it is posted in the table, so that gloo never waits for a rank
+that has not come.
 """
+
+# mypy: disable-error-code="override, attr-defined, misc, call-arg"
+# The stubs of torch overload these methods in ways that no class can follow.
 
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroupGloo  # the class itself: torch's name for it is replaced in ranks
+from torch.distributed import (
+    ProcessGroupGloo,
+)  # the class itself: torch's name for it is replaced in ranks
 
 from .. import torch_inside
 from . import events
@@ -47,7 +54,9 @@ class Work(dist.Work):
     def get_future(self) -> torch.futures.Future:
         """Return a future; its callbacks run at the moment of the operation's end."""
         future = Future(self)
-        if torch_inside.backward_pass() != -1:  # DDP's reducer will wait for it in C++, where no clock can see it
+        if (
+            torch_inside.backward_pass() != -1
+        ):  # DDP's reducer will wait for it in C++, where no clock can see it
             torch_inside.after_backward(future.bring)
         return future
 
@@ -69,7 +78,9 @@ class Work(dist.Work):
 
 
 class Future(torch.futures.Future):
-    """The future of a `Work`: who waits for it, or for a future that follows from it, waits in virtual time."""
+    """The future of a `Work`: who waits for it, or for a future that follows from it, waits in
+    virtual time.
+    """
 
     def __init__(self, work: Work):
         super().__init__()
@@ -200,12 +211,16 @@ class Group(dist.ProcessGroup):
     def send(self, tensors: list, peer: int, tag: int) -> Work:
         """Post a send."""
         work = self.inner.send(tensors, peer, tag)
-        return Work(work, events.post(True, nbytes_of(tensors), self.members[peer], self.number, tag))
+        return Work(
+            work, events.post(True, nbytes_of(tensors), self.members[peer], self.number, tag)
+        )
 
     def recv(self, tensors: list, peer: int, tag: int) -> Work:
         """Post a receive."""
         work = self.inner.recv(tensors, peer, tag)
-        return Work(work, events.post(False, nbytes_of(tensors), self.members[peer], self.number, tag))
+        return Work(
+            work, events.post(False, nbytes_of(tensors), self.members[peer], self.number, tag)
+        )
 
     def recv_anysource(self, tensors: list, tag: int) -> Any:
         """Wait for the oldest message from any rank, and post its receive."""
@@ -215,16 +230,22 @@ class Group(dist.ProcessGroup):
     def allreduce(self, tensors: list, opts: Any = None) -> Work:
         """Sum tensors over all members."""
         work = self.inner.allreduce(tensors, opts or dist.AllreduceOptions())
-        return self.timed("all_reduce", work, 2 * (self.size() - 1), nbytes_of(tensors) / self.size())
+        return self.timed(
+            "all_reduce", work, 2 * (self.size() - 1), nbytes_of(tensors) / self.size()
+        )
 
     def allreduce_coalesced(self, tensors: list, opts: Any = None) -> Work:
         """Sum several tensors over all members."""
         work = self.inner.allreduce_coalesced(tensors, opts or dist.AllreduceCoalescedOptions())
-        return self.timed("all_reduce", work, 2 * (self.size() - 1), nbytes_of(tensors) / self.size())
+        return self.timed(
+            "all_reduce", work, 2 * (self.size() - 1), nbytes_of(tensors) / self.size()
+        )
 
     def broadcast(self, tensors: list, opts: Any) -> Work:
         """Copy one member's tensors to all."""
-        return self.timed("broadcast", self.inner.broadcast(tensors, opts), self.log2, nbytes_of(tensors))
+        return self.timed(
+            "broadcast", self.inner.broadcast(tensors, opts), self.log2, nbytes_of(tensors)
+        )
 
     def reduce(self, tensors: list, opts: Any) -> Work:
         """Sum tensors on one member."""
@@ -239,13 +260,19 @@ class Group(dist.ProcessGroup):
         work = self.inner._allgather_base(output, tensor, opts or dist.AllgatherOptions())
         return self.timed("all_gather", work, self.size() - 1, nbytes_of(tensor))
 
-    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None, **_: Any) -> Work:
+    def all_gather_single(
+        self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None, **_: Any
+    ) -> Work:
         """Collect each member's tensor in one of all."""
         return self._allgather_base(output, tensor, opts)
 
-    def allgather_into_tensor_coalesced(self, outputs: list, inputs: list, opts: Any = None) -> Work:
+    def allgather_into_tensor_coalesced(
+        self, outputs: list, inputs: list, opts: Any = None
+    ) -> Work:
         """Collect each member's tensors, in one for each."""
-        work = self.inner.allgather_into_tensor_coalesced(outputs, inputs, opts or dist.AllgatherOptions())
+        work = self.inner.allgather_into_tensor_coalesced(
+            outputs, inputs, opts or dist.AllgatherOptions()
+        )
         return self.timed("all_gather", work, self.size() - 1, nbytes_of(inputs))
 
     def reduce_scatter(self, outputs: list, inputs: list, opts: Any = None) -> Work:
@@ -253,43 +280,76 @@ class Group(dist.ProcessGroup):
         work = self.inner.reduce_scatter(outputs, inputs, opts or dist.ReduceScatterOptions())
         return self.timed("reduce_scatter", work, self.size() - 1, nbytes_of(outputs))
 
-    def _reduce_scatter_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Work:
+    def _reduce_scatter_base(
+        self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None
+    ) -> Work:
         work = self.inner._reduce_scatter_base(output, tensor, opts or dist.ReduceScatterOptions())
         return self.timed("reduce_scatter", work, self.size() - 1, nbytes_of(output))
 
-    def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None, **_: Any) -> Work:
+    def reduce_scatter_single(
+        self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None, **_: Any
+    ) -> Work:
         """Sum a tensor, a part on each member."""
         return self._reduce_scatter_base(output, tensor, opts)
 
     def gather(self, outputs: list, inputs: list, opts: Any) -> Work:
         """Collect each member's tensor on one."""
-        return self.timed("gather", self.inner.gather(outputs, inputs, opts), self.size() - 1, nbytes_of(inputs))
+        return self.timed(
+            "gather", self.inner.gather(outputs, inputs, opts), self.size() - 1, nbytes_of(inputs)
+        )
 
     def scatter(self, outputs: list, inputs: list, opts: Any) -> Work:
         """Give each member its part of one member's tensors."""
-        return self.timed("scatter", self.inner.scatter(outputs, inputs, opts), self.size() - 1, nbytes_of(outputs))
+        return self.timed(
+            "scatter",
+            self.inner.scatter(outputs, inputs, opts),
+            self.size() - 1,
+            nbytes_of(outputs),
+        )
 
-    def alltoall_base(self, output: Any, tensor: Any, output_splits: Any, input_splits: Any, opts: Any = None) -> Work:
+    def alltoall_base(
+        self, output: Any, tensor: Any, output_splits: Any, input_splits: Any, opts: Any = None
+    ) -> Work:
         """Give each member a part of each member's tensor."""
-        work = self.inner.alltoall_base(output, tensor, output_splits, input_splits, opts or dist.AllToAllOptions())
+        work = self.inner.alltoall_base(
+            output, tensor, output_splits, input_splits, opts or dist.AllToAllOptions()
+        )
         return self.timed("all_to_all", work, self.size() - 1, nbytes_of(tensor) / self.size())
 
-    def all_to_all_single(self, output: Any, tensor: Any, output_splits: Any, input_splits: Any, opts: Any = None, **_: Any) -> Work:
+    def all_to_all_single(
+        self,
+        output: Any,
+        tensor: Any,
+        output_splits: Any,
+        input_splits: Any,
+        opts: Any = None,
+        **_: Any,
+    ) -> Work:
         """Give each member a part of each member's tensor."""
         return self.alltoall_base(output, tensor, output_splits, input_splits, opts)
 
     def alltoall(self, outputs: list, inputs: list, opts: Any = None) -> Work:
         """Give each member one of each member's tensors."""
         parts = list(inputs)
-        sends = [self.inner.send([part.contiguous()], peer, ALL_TO_ALL) for peer, part in enumerate(parts) if peer != self.rank()]
-        receives = [self.inner.recv([part], peer, ALL_TO_ALL) for peer, part in enumerate(outputs) if peer != self.rank()]
+        sends = [
+            self.inner.send([part.contiguous()], peer, ALL_TO_ALL)
+            for peer, part in enumerate(parts)
+            if peer != self.rank()
+        ]
+        receives = [
+            self.inner.recv([part], peer, ALL_TO_ALL)
+            for peer, part in enumerate(outputs)
+            if peer != self.rank()
+        ]
         outputs[self.rank()].copy_(parts[self.rank()])
         work = Several([*sends, *receives])
         return self.timed("all_to_all", work, self.size() - 1, nbytes_of(inputs) / self.size())
 
     def barrier(self, opts: Any = None) -> Work:
         """Wait for all members."""
-        return self.timed("barrier", self.inner.barrier(opts or dist.BarrierOptions()), self.log2, 0)
+        return self.timed(
+            "barrier", self.inner.barrier(opts or dist.BarrierOptions()), self.log2, 0
+        )
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """Wait for all members; if one never comes, the deadlock is reported, with all names."""

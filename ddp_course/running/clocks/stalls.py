@@ -1,4 +1,6 @@
-"""What is said when nothing can go on: a deadlock is an error of all ranks, a thread that holds up all is named."""
+"""What is said when nothing can go on: a deadlock is an error of all ranks, a thread that holds up
+all is named.
+"""
 
 import os
 import sys
@@ -11,7 +13,9 @@ import torch
 from ...errors import CourseError
 from .table import BLOCKED, FLOOR, LATEST, LINE, NEEDED, RUNNING, STATE, real_clock, real_sleep
 
-PATIENCE_S = 3.0  # virtual time may stand still for so long before the watchdog says who holds it up
+PATIENCE_S = (
+    3.0  # virtual time may stand still for so long before the watchdog says who holds it up
+)
 LOOK_S = 0.5
 GATHER_S = 0.4  # all ranks of a deadlock write their lines in this time
 OWN_FOLDER = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -24,9 +28,12 @@ class DeadlockError(CourseError, RuntimeError):
 
 
 def deadlock(clock: Any, why: str) -> DeadlockError:
-    """Return the error of a thread in a deadlock: it names all ranks, what they wait for, since when, and where."""
+    """Return the error of a thread in a deadlock: it names all ranks, what they wait for, since
+    when, and where.
+    """
     table = clock.table
-    line = f"rank {table.rank} waits {why} since {clock.moment / 1e12:.6f} s, {line_of(sys._getframe())}"
+    since = f"{clock.moment / 1e12:.6f} s"
+    line = f"rank {table.rank} waits {why} since {since}, {line_of(sys._getframe())}"
     if not table.lines[table.rank, 0] or clock.slot == table.own_threads()[0]:
         encoded = line.encode()[: LINE - 1]
         table.lines[table.rank, : len(encoded)] = list(encoded)
@@ -54,7 +61,9 @@ def line_of(frame: Any) -> str:
 
 
 def watch(table: Any) -> None:
-    """Say, on standard error, which line of this rank holds up virtual time, once for each such line."""
+    """Say, on standard error, which line of this rank holds up virtual time, once for each such
+    line.
+    """
     said: set[str] = set()
     before, since = None, real_clock()
     while True:
@@ -78,4 +87,7 @@ def report(table: Any, slot: int, said: set[str]) -> None:
     line = "" if frame is None else line_of(frame)
     if line and line not in said:
         said.add(line)
-        print(f"virtual time stands still: rank {table.rank} holds up all others, {line}", file=sys.stderr)
+        print(
+            f"virtual time stands still: rank {table.rank} holds up all others, {line}",
+            file=sys.stderr,
+        )

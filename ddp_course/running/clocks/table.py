@@ -1,11 +1,13 @@
-"""The table that all ranks of a launch share: threads' clocks, links, and what is under way between ranks.
+"""The table that all ranks of a launch share: threads' clocks, links, and what is under way between
+ranks.
 
-It is a file without a name, which forked ranks and new processes inherit as an open file. All moments are whole
-picoseconds. A row of `threads` or `rows` is one property of all threads, or of all messages and collectives.
+It is a file without a name, which forked ranks and new processes inherit as an open file. All
+moments are whole picoseconds. A row of `threads` or `rows` is one property of all threads, or of
+all messages and collectives.
 
-A thread's `FLOOR` is written without the lock: no moment before it can come from that thread any more. Another rank
-that still reads the value before (ARM may deliver late) only books later, never in another order; whoever waits looks
-again after a moment.
+A thread's `FLOOR` is written without the lock: no moment before it can come from that thread any
+more. Another rank that still reads the value before (ARM may deliver late) only books later, never
+in another order; whoever waits looks again after a moment.
 """
 
 import ctypes
@@ -21,13 +23,30 @@ from typing import Any
 
 import numpy as np
 
-from ..launching.channel import open_memory
+from ..files import open_memory
 
 FOREVER = 1 << 62  # this moment never comes
 FREE, RUNNING, BLOCKED = range(3)  # the states of a thread
 FLOOR, CLOCK, STATE, NEEDED, TIMER, AWAITS, NUMBER = range(7)  # the properties of a thread
-OPEN, READY, BOOKED = range(1, 4)  # the states of a message or a collective; 0 is a row that is free
-KEY, STAGE, MOMENT, KIND, FIRST, SECOND, GROUP, TAG, COUNT, SIZE, PRESENT, DEPARTS, ARRIVES, READERS = range(14)
+OPEN, READY, BOOKED = range(
+    1, 4
+)  # the states of a message or a collective; 0 is a row that is free
+(
+    KEY,
+    STAGE,
+    MOMENT,
+    KIND,
+    FIRST,
+    SECOND,
+    GROUP,
+    TAG,
+    COUNT,
+    SIZE,
+    PRESENT,
+    DEPARTS,
+    ARRIVES,
+    READERS,
+) = range(14)
 THRESHOLD, DEADLOCK, FAILED, GROUPS, PENDING, LATEST = range(6)  # the numbers of the table's head
 HEAD, THREAD_FIELDS, ROW_FIELDS = 8, 7, 14
 MOST_GROUPS, LINE = 1024, 240
@@ -39,7 +58,17 @@ fuzz_ms = float(os.environ.get("DDP_COURSE_FUZZ") or 0)
 
 
 class Table:
-    """The memory; `hosts` has the host of each rank. Ranks of one host reach each other without links."""
+    """The memory; `hosts` has the host of each rank. Ranks of one host reach each other without
+    links.
+    """
+
+    head: Any  # these are views of the memory; `__init__` sets them by their names
+    threads: Any
+    rows: Any
+    links: Any
+    members: Any
+    anyone: Any
+    words: Any
 
     def __init__(
         self,
@@ -64,7 +93,7 @@ class Table:
         }
         numbers = sum(math.prod(shape) for shape in shapes.values())
         total = 8 * numbers + self.ranks * LINE
-        self.file = open_memory("clocks") if descriptor is None else open(descriptor, "r+b")  # noqa: SIM115
+        self.file = open_memory("clocks") if descriptor is None else os.fdopen(descriptor, "r+b")
         self.file.truncate(total)
         os.set_inheritable(self.file.fileno(), True)
         self.memory = mmap.mmap(self.file.fileno(), total)
@@ -81,7 +110,9 @@ class Table:
         self.lock = Lock(self.file)
         self.rank = 0
         self.idents: dict[int, int] = {}  # the threads of this process, by their places
-        self.dropped: list[int] = []  # rows that this process has read and the table does not know of yet
+        self.dropped: list[
+            int
+        ] = []  # rows that this process has read and the table does not know of yet
         if descriptor is None:
             self.clear()
 
@@ -127,7 +158,7 @@ class Table:
 
 
 class Lock:
-    """Keeps all other ranks, and other threads of this rank, off the table: `with table.lock: …`."""
+    """Keeps all other ranks, and other threads of this rank, off the table."""
 
     def __init__(self, file):
         self.file, self.threads = file.fileno(), plain_lock()

@@ -1,12 +1,15 @@
-"""Python's threads in virtual time. All that they share is built on locks, so a lock with a clock is enough.
+"""Python's threads in virtual time. All that they share is built on locks, so a lock with a clock
+is enough.
 
-    Condition Event Semaphore Barrier Queue Future executor       Python's own, on the locks of this module
-    acquire        takes a turn: whoever comes first in virtual time gets the lock first
+    Condition Event Semaphore Barrier Queue Future executor       Python's own, on the locks of this
+    module acquire        takes a turn: whoever comes first in virtual time gets the lock first
     release        hands the lock over: its next owner goes on at this moment
 
-So an item cannot leave a queue before it was put there: the lock of the queue was taken in the order of virtual time.
-Threads without a clock may use the same locks; they wait in real time.
+So an item cannot leave a queue before it was put there: the lock of the queue was taken in the
+order of virtual time. Threads without a clock may use the same locks; they wait in real time.
 """
+
+# mypy: disable-error-code="assignment, method-assign, attr-defined, misc, union-attr, name-defined"
 
 import _queue
 import concurrent.futures
@@ -21,8 +24,12 @@ from . import arbiter, clock
 from .clock import Clock, own
 from .table import CLOCK, FOREVER, real_sleep
 
-plain_lock = threading._allocate_lock  # type: ignore[attr-defined]
-plain_start, plain_join, plain_run = threading.Thread.start, threading.Thread.join, threading.Thread.run
+plain_lock = threading._allocate_lock
+plain_start, plain_join, plain_run = (
+    threading.Thread.start,
+    threading.Thread.join,
+    threading.Thread.run,
+)
 plain_is_set, plain_done = threading.Event.is_set, concurrent.futures.Future.done
 
 
@@ -103,7 +110,9 @@ class Lock:
 
 
 class Waiter(Lock):
-    """The lock on which one thread waits for a condition; the condition's own lock has put all in order already."""
+    """The lock on which one thread waits for a condition; the condition's own lock has put all in
+    order already.
+    """
 
     turns = False
 
@@ -163,25 +172,27 @@ def start(thread: threading.Thread) -> None:
         plain_start(thread)
         return
     parent.take_turn()
-    thread.clock = clock.new_clock(parent, needed=not thread.daemon)  # type: ignore[attr-defined]
-    thread.ending = Waiter()  # type: ignore[attr-defined]
-    thread.ending.real.acquire()  # type: ignore[attr-defined]
+    thread.clock = clock.new_clock(parent, needed=not thread.daemon)
+    thread.ending = Waiter()
+    thread.ending.real.acquire()
     run = thread.run
 
     def run_with_clock():
-        own_clock = thread.clock  # type: ignore[attr-defined]
+        own_clock = thread.clock
         own_clock.table.idents[own_clock.slot] = threading.get_ident()
         clock.local.clock = own_clock
         try:
             run()
         finally:
             own_clock.take_turn()
-            thread.ending.release()  # type: ignore[attr-defined]
+            thread.ending.release()
             own_clock.end()
             clock.local.clock = None
 
-    thread.run = run_with_clock  # type: ignore[method-assign]
-    clock.local.clock = None  # `Thread.start` waits for the new thread's first sign of life, in real time
+    thread.run = run_with_clock
+    clock.local.clock = (
+        None  # `Thread.start` waits for the new thread's first sign of life, in real time
+    )
     try:
         plain_start(thread)
     finally:
@@ -193,14 +204,14 @@ def join(thread: threading.Thread, timeout: float | None = None) -> None:
     if own() is None or not hasattr(thread, "ending") or thread is threading.current_thread():
         plain_join(thread, timeout)
         return
-    own().take_turn()  # type: ignore[union-attr]
-    if thread.ending.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):  # type: ignore[attr-defined]
-        thread.ending.release()  # type: ignore[attr-defined]
+    own().take_turn()
+    if thread.ending.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
+        thread.ending.release()
         plain_join(thread)
 
 
 def is_alive(thread: threading.Thread) -> bool:
-    """Return whether a thread still runs; a "yes" takes a moment, so that a loop comes to an end."""
+    """Return whether a thread still runs; a "yes" takes a moment, so that a loop ends."""
     own_clock = own()
     if own_clock is None or not hasattr(thread, "ending"):
         return plain_is_alive(thread)
@@ -226,7 +237,7 @@ def done(future: concurrent.futures.Future) -> bool:
     return plain_done(future) if own_clock is None else own_clock.ask(plain_done(future))
 
 
-class SimpleQueue(queue._PySimpleQueue):  # type: ignore[name-defined]
+class SimpleQueue(queue._PySimpleQueue):
     """Python's queue without C, on the locks of this module."""
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
@@ -276,16 +287,16 @@ plain_nanoseconds = time.perf_counter_ns
 def patch() -> None:
     """Have this process's threads use the locks and clocks of this module."""
     os.register_at_fork(after_in_child=forget)
-    threading.Lock = Lock  # type: ignore[assignment,misc]
-    threading.RLock = RLock  # type: ignore[assignment,misc]
-    threading._allocate_lock = Waiter  # type: ignore[attr-defined]
-    threading.Thread.start = start  # type: ignore[method-assign]
-    threading.Thread.join = join  # type: ignore[method-assign]
-    threading.Thread.is_alive = is_alive  # type: ignore[method-assign]
-    threading.Event.is_set = is_set  # type: ignore[method-assign]
-    concurrent.futures.Future.done = done  # type: ignore[method-assign]
-    queue.SimpleQueue = _queue.SimpleQueue = SimpleQueue  # type: ignore[misc,assignment]
-    threading._time = queue.time = time.monotonic = time.perf_counter = seconds  # type: ignore[attr-defined]
+    threading.Lock = Lock
+    threading.RLock = RLock
+    threading._allocate_lock = Waiter
+    threading.Thread.start = start
+    threading.Thread.join = join
+    threading.Thread.is_alive = is_alive
+    threading.Event.is_set = is_set
+    concurrent.futures.Future.done = done
+    queue.SimpleQueue = _queue.SimpleQueue = SimpleQueue
+    threading._time = queue.time = time.monotonic = time.perf_counter = seconds
     time.monotonic_ns = time.perf_counter_ns = nanoseconds
     time.sleep = sleep
 

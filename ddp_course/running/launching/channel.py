@@ -8,9 +8,10 @@ a file without a name, which both sides have open.
 import os
 import pickle
 import selectors
-import tempfile
 from collections.abc import Callable
-from typing import IO, Any
+from typing import Any
+
+from ..files import open_memory as open_memory
 
 LOOPBACK = "127.0.0.1"
 FILES_PER_RANK = 6  # these files carry orders, messages, stdout, stderr, stacks and the answer
@@ -33,17 +34,6 @@ def parse(line: str) -> tuple:
     message.
     """
     return pickle.loads(bytes.fromhex(line))
-
-
-def open_memory(name: str, content: bytes = b"") -> IO[bytes]:
-    """Open a new file that no folder lists, in memory where the system can do that: a full disk is
-    no obstacle then.
-    """
-    in_memory = hasattr(os, "memfd_create")
-    file = open(os.memfd_create(name), "w+b") if in_memory else tempfile.TemporaryFile()  # noqa: SIM115
-    file.write(content)
-    file.seek(0)
-    return file
 
 
 class Lines:

@@ -1,6 +1,4 @@
-"""What follows from the request for a launch, on the caller's machine and on each host that takes
-part.
-"""
+"""What follows from the request for a launch, as plain data."""
 
 import os
 import sys
