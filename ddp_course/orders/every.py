@@ -9,7 +9,6 @@ import json
 import random
 import re
 import tempfile
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -19,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import RankError
-from ..running.clocks import DeadlockError
+from ..running.clocks import DeadlockError, own
 from ..running.launching.launch import launch
 from ..running.links import Link
 from ..running.torch_inside import tree_leaves
@@ -105,11 +104,13 @@ def watched(fn: Callable, args: tuple, kwargs: dict, seeds: list, folder: str) -
 
 
 def drawn_delay(draw: random.Random, delays: bool) -> Callable:
-    """What is called before each post: it lets a random time pass if there are delays."""
+    """What is called before each post: if there are delays, it waits for a random moment."""
 
     def delay() -> None:
-        if delays:
-            time.sleep(draw.uniform(0, LONGEST_DELAY_S))
+        clock = own()
+        if delays and clock is not None:
+            moment = clock.moment + round(draw.uniform(0, LONGEST_DELAY_S) * 1e12)
+            clock.sleep_until(moment, "for its turn")
 
     return delay
 

@@ -85,11 +85,15 @@ def another_thread_reads():
     _, right, left = neighbours()
     sent, received = torch.ones(4), torch.zeros(4)
     arriving, leaving = dist.irecv(received, left), dist.isend(sent, right)
-    thread = threading.Thread(target=received.sum)
+    thread = threading.Thread(target=add_up, args=(received,))
     thread.start()
     arriving.wait()
     leaving.wait()
     thread.join()
+
+
+def add_up(tensor):
+    return tensor.sum()
 
 
 def nobody_waits():
@@ -118,11 +122,13 @@ def reads_the_neighbouring_chunk():
 
 
 def collectives_in_another_order():
-    first, second = torch.ones(4), torch.ones(6)
+    tensor = torch.ones(4)
     if dist.get_rank() == 0:
-        first, second = second, first
-    dist.all_reduce(first)
-    dist.broadcast(second, 0) if dist.get_rank() else dist.recv(second, 1)
+        dist.broadcast(tensor, 0)
+        dist.all_reduce(tensor)
+    else:
+        dist.all_reduce(tensor)
+        dist.broadcast(tensor, 0)
 
 
 def two_threads_use_one_group():

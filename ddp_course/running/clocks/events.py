@@ -1,6 +1,7 @@
 """Messages and collectives between ranks: `post` or `join` one, then `wait` for its end."""
 
 import hashlib
+import zlib
 from typing import Any, NamedTuple
 
 from . import arbiter
@@ -69,7 +70,7 @@ def join(group: int, members: list[int], duration: int, has_bytes: bool, name: s
     number = process.calls[group] = process.calls.get(group, 0) + 1
     what = f"for ranks {members} in {name}"
     return joined(
-        hash((group, number)), arbiter.COLLECTIVE, group, number, members, duration, has_bytes, what
+        hash((group, number, zlib.crc32(name.encode()))), arbiter.COLLECTIVE, group, number, members, duration, has_bytes, what
     )
 
 

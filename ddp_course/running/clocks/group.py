@@ -29,12 +29,20 @@ class Work(dist.Work):
         super().__init__()
         self.work, self.ticket = work, ticket
         self.ended: int | None = None
+        self.finished = False
 
     def wait(self, timeout: Any = None) -> bool:
         """Wait in virtual time, then for gloo."""
         if own() is not None:
             self.settle()
-        return self.work.wait()
+        self.finish()
+        return True
+
+    def finish(self) -> None:
+        """Wait for gloo, once: a second wait for one message would be for the next."""
+        if not self.finished:
+            self.work.wait()
+            self.finished = True
 
     def settle(self) -> int:
         """Wait in virtual time; return the moment of the end."""
@@ -48,7 +56,9 @@ class Work(dist.Work):
         clock = own()
         if self.ended is None and clock is not None:
             clock.sleep_until(clock.moment, "for its turn")
-            return clock.ask(events.has_ended(self.ticket)) and self.work.wait()
+            if not clock.ask(events.has_ended(self.ticket)):
+                return False
+            self.finish()
         return True
 
     def get_future(self) -> torch.futures.Future:
@@ -92,7 +102,7 @@ class Future(torch.futures.Future):
             return
         thread = own()
         ended = self.work.settle()
-        self.work.work.wait()
+        self.work.finish()
         later, thread.moment = thread.moment, ended
         try:
             self.set_result(self.work.work.get_future().value())
