@@ -86,6 +86,10 @@ guess
 r"""
 ## The code
 
+One iteration of data parallel training on three devices, with what is new in this lesson below:
+
+![Each of three ranks takes a third of the batch and runs forward and backward with equal weights; an all-reduce sums the gradients around a ring and divides by three, beginning with the first full bucket while backward still computes; every rank makes the same update, so the weights stay equal](../docs/figures/ddp_iteration.svg)
+
 Two moments matter. The hook: mark this gradient as ready, and hand every complete bucket, in order, to the
 communication thread. The end of backward: wait for that thread. Tasks 5.1 to 5.3 of
 [exercise 5](../exercises/05_bucketed_ddp.ipynb) ask you to write the parts, which is worth more before you look.

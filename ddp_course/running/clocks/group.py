@@ -280,9 +280,9 @@ class Group(dist.ProcessGroup):
         self, outputs: list, inputs: list, opts: Any = None
     ) -> Work:
         """Collect each member's tensors, in one for each."""
-        work = self.inner.allgather_into_tensor_coalesced(
-            outputs, inputs, opts or dist.AllgatherOptions()
-        )
+        pairs = zip(outputs, inputs, strict=True)
+        options = opts or dist.AllgatherOptions()
+        work = Several([self.inner._allgather_base(*pair, options) for pair in pairs])
         return self.timed("all_gather", work, self.size() - 1, nbytes_of(inputs))
 
     def reduce_scatter(self, outputs: list, inputs: list, opts: Any = None) -> Work:

@@ -20,7 +20,8 @@ LOOK_S = 0.5
 GATHER_S = 0.4  # all ranks of a deadlock write their lines in this time
 OWN_FOLDER = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 PYTHON = os.path.dirname(os.path.abspath(threading.__file__))
-LIBRARIES = (OWN_FOLDER, os.path.dirname(os.path.abspath(torch.__file__)), PYTHON)
+PACKAGES = os.path.dirname(os.path.dirname(os.path.abspath(torch.__file__)))
+LIBRARIES = (OWN_FOLDER, PACKAGES, PYTHON)
 
 
 class DeadlockError(CourseError, RuntimeError):

@@ -55,7 +55,9 @@ class Lock:
             if blocking:
                 self.waiting.append(clock)
                 with clock.table.lock:
-                    clock.stop(clock.moment + round(timeout * 1e12) if timeout >= 0 else FOREVER)
+                    clock.stop(
+                        clock.moment + max(1, round(timeout * 1e12)) if timeout >= 0 else FOREVER
+                    )
         if not blocking:
             return clock.ask(False)
         try:
