@@ -192,7 +192,9 @@ def overlap(message: torch.Tensor, tensor: torch.Tensor) -> bool:
     return bool(inside.any())
 
 
-PARTS: dict[str, tuple] = {  # Operations of a group: the places of what they read, of what they write.
+PARTS: dict[
+    str, tuple
+] = {  # Operations of a group: the places of what they read, of what they write.
     "send": ((0,), ()),
     "recv": ((), (0,)),
     "allreduce": ((), (0,)),

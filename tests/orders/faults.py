@@ -132,7 +132,10 @@ def collectives_in_another_order():
 
 
 def two_threads_use_one_group():
-    tensors = [torch.full((2,), float(dist.get_rank() + 1)), torch.full((2,), 10.0 * dist.get_rank())]
+    tensors = [
+        torch.full((2,), float(dist.get_rank() + 1)),
+        torch.full((2,), 10.0 * dist.get_rank()),
+    ]
     threads = [threading.Thread(target=dist.all_reduce, args=(tensor,)) for tensor in tensors]
     for thread in threads:
         thread.start()

@@ -144,7 +144,12 @@ class State(NamedTuple):
 
 def all_interleavings(program: Program) -> Outcome:
     """Try every interleaving, with buffers and without."""
-    waits = {(rank, *step[1:]) for rank, own in enumerate(program.steps) for step in own if step[0] == "wait"}
+    waits = {
+        (rank, *step[1:])
+        for rank, own in enumerate(program.steps)
+        for step in own
+        if step[0] == "wait"
+    }
     posts = {
         (rank, step[0], step[1]) for rank, own in enumerate(program.steps) for step in own
         if step[0] in ("send", "receive")
@@ -164,7 +169,10 @@ def all_interleavings(program: Program) -> Outcome:
             state = todo.pop()
             following = list(successors(program, state, buffered))
             if not following:
-                over = all(place == len(own) for place, own in zip(state.places, program.steps, strict=True))
+                over = all(
+                    place == len(own)
+                    for place, own in zip(state.places, program.steps, strict=True)
+                )
                 deadlock = deadlock or not over
                 if over:
                     ends.add((state.buffers, state.sums))
@@ -184,7 +192,9 @@ def successors(program: Program, state: State, buffered: bool) -> Any:
     for send, receive in matched(program):
         if send in taken and receive in receives and receive not in state.delivered:
             rank, buffer = receives[receive]
-            buffers = changed(state.buffers, rank, changed(state.buffers[rank], buffer, taken[send]))
+            buffers = changed(
+                state.buffers, rank, changed(state.buffers[rank], buffer, taken[send])
+            )
             yield state._replace(buffers=buffers, delivered=state.delivered | {receive})
     for rank, own in enumerate(program.steps):
         if state.places[rank] < len(own):
@@ -193,12 +203,16 @@ def successors(program: Program, state: State, buffered: bool) -> Any:
                 yield following._replace(places=changed(state.places, rank, state.places[rank] + 1))
 
 
-def after_step(program: Program, state: State, rank: int, step: tuple, buffered: bool, taken: dict) -> State | None:
+def after_step(
+    program: Program, state: State, rank: int, step: tuple, buffered: bool, taken: dict
+) -> State | None:
     """The state after a rank's step, but for its place; None if the step has to wait."""
     if step[0] == "write":
         buffer, number = step[1:]
         value = (3 * state.buffers[rank][buffer] + number) % MODULUS
-        return state._replace(buffers=changed(state.buffers, rank, changed(state.buffers[rank], buffer, value)))
+        return state._replace(
+            buffers=changed(state.buffers, rank, changed(state.buffers[rank], buffer, value))
+        )
     if step[0] == "read":
         total = (31 * state.sums[rank] + state.buffers[rank][step[1]]) % MODULUS
         return state._replace(sums=changed(state.sums, rank, total))
@@ -231,7 +245,9 @@ def matched(program: Program) -> list[tuple]:
             if step[0] in ("send", "receive"):
                 way = (rank, step[3]) if step[0] == "send" else (step[3], rank)
                 ways.setdefault(way, ([], []))[step[0] == "receive"].append(step[1])
-    return [pair for sends, receives in ways.values() for pair in zip(sends, receives, strict=False)]
+    return [
+        pair for sends, receives in ways.values() for pair in zip(sends, receives, strict=False)
+    ]
 
 
 def changed(row: tuple, place: int, value: Any) -> tuple:

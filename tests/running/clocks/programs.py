@@ -26,7 +26,9 @@ import torch.distributed as dist
 
 from ddp_course.running import clocks
 
-reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # torch 2.13 renamed it
+reduce_scatter = getattr(
+    dist, "reduce_scatter_single", dist.reduce_scatter_tensor
+)  # torch 2.13 renamed it
 WIDTH = 8  # a row of N is multiplied by a matrix of WIDTH x WIDTH
 COLLECTIVES = (
     "all_reduce",
@@ -117,7 +119,9 @@ class Writer:
         count = self.draw.choice(COUNTS)
         members = set(self.setting.groups[1])
         group = self.draw.choice([0, 1]) if {sender[0], receiver[0]} <= members else 0
-        tag = 4 * self.draw.choice([0, 1]) + 2 * sender[1] + receiver[1]  # no two threads share a way
+        tag = (
+            4 * self.draw.choice([0, 1]) + 2 * sender[1] + receiver[1]
+        )  # no two threads share a way
         ends = [(sender, "send", receiver[0]), (receiver, "recv", sender[0])]
         if self.draw.random() < 0.5:
             ends.reverse()
@@ -301,7 +305,11 @@ class Player:
             "gather": (dist.gather, own, parts if is_first else None, first),
             "scatter": (dist.scatter, own, parts if is_first else None, first),
             "reduce_scatter": (reduce_scatter, own, torch.ones(size * count)),
-            "all_to_all": (dist.all_to_all_single, torch.ones(size * count), torch.ones(size * count)),
+            "all_to_all": (
+                dist.all_to_all_single,
+                torch.ones(size * count),
+                torch.ones(size * count),
+            ),
         }
         function, *arguments = ways[name]
         return function(*arguments, group=self.groups[group], async_op=asynchronous)

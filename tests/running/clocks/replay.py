@@ -194,7 +194,9 @@ class Replay:
         self.works[thread, key] = None, self.join(thread, *what)
         yield from ()
 
-    def post(self, thread: tuple, sending: bool, peer: int, count: int, tag: int, group: int) -> Message:
+    def post(
+        self, thread: tuple, sending: bool, peer: int, count: int, tag: int, group: int
+    ) -> Message:
         """Post one side of a message; the second side makes it due."""
         source, target = (thread[0], peer) if sending else (peer, thread[0])
         way = source, target, group, tag

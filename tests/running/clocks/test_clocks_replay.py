@@ -70,7 +70,9 @@ def test_a_replay_with_a_wrong_rule_differs(wrong):
     different = 0
     for number in range(7):
         setting, programs = programs_of(number)
-        different += sum(replay(setting, steps) != replay(setting, steps, wrong) for steps in programs)
+        different += sum(
+            replay(setting, steps) != replay(setting, steps, wrong) for steps in programs
+        )
     assert different >= 10
 
 
@@ -81,5 +83,7 @@ def test_a_message_takes_what_the_formula_says():
         (0, 0): [("compute", 3), ("send", 1, 125, 0, 0), ("send", 1, 125, 0, 0)],
         (1, 0): [("recv", 0, 125, 0, 0), ("recv", 0, 125, 0, 0)],
     }
-    microseconds = {thread: [moment / 1e6 for moment in own] for thread, own in replay(setting, steps).items()}
+    microseconds = {
+        thread: [moment / 1e6 for moment in own] for thread, own in replay(setting, steps).items()
+    }
     assert microseconds == {(0, 0): [3, 7, 12], (1, 0): [8, 13]}

@@ -96,13 +96,22 @@ KINDS = {  # {program: (number of ranks, what its message says)}
     both_receive_first: (2, "rank 0 waits to receive from rank 1 .*rank 1 waits to receive from"),
     both_send_large_messages_first: (2, "rank 0 waits to send to rank 1 .*rank 1 waits to send to"),
     one_has_returned: (2, "rank 0 waits to receive from rank 1 .*rank 1 has returned"),
-    all_reduce_against_receive: (2, "rank 0 waits .*all_reduce.*rank 1 waits to receive from rank 0"),
+    all_reduce_against_receive: (
+        2,
+        "rank 0 waits .*all_reduce.*rank 1 waits to receive from rank 0",
+    ),
     one_collective_more: (2, "rank 1 waits .*all_reduce.*rank 0 has returned"),
     the_wrong_peer: (3, "rank 0 waits to send to rank 1 .*rank 2 waits to receive from rank 1"),
     a_future_that_nobody_sets: (2, "rank 0 waits for another thread .*rank 1 waits .*barrier"),
     a_lock_that_a_waiter_holds: (2, "rank 0 waits for another thread .*rank 1 waits for another"),
-    a_schedule_that_cannot_run: (2, "rank 0 waits to receive from rank 1 .*rank 1 waits to receive"),
-    one_skips_the_barrier: (3, "rank 0 waits .*barrier.*rank 2 waits .*barrier.*rank 1 has returned"),
+    a_schedule_that_cannot_run: (
+        2,
+        "rank 0 waits to receive from rank 1 .*rank 1 waits to receive",
+    ),
+    one_skips_the_barrier: (
+        3,
+        "rank 0 waits .*barrier.*rank 2 waits .*barrier.*rank 1 has returned",
+    ),
 }
 
 

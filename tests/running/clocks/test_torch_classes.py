@@ -48,7 +48,9 @@ def alone():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
         optimizer.zero_grad()
-        torch.stack([model(batch_of(rank)).square().mean() for rank in range(RANKS)]).mean().backward()
+        torch.stack(
+            [model(batch_of(rank)).square().mean() for rank in range(RANKS)]
+        ).mean().backward()
         optimizer.step()
     return [parameter.detach() for parameter in model.parameters()]
 
