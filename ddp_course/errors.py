@@ -128,3 +128,7 @@ class NotFiniteError(CourseError):
 
 class OrderError(CourseError):
     """A message's memory was touched before the wait, or nobody waited: other orders would show."""
+
+
+class TooSlow(BaseException):
+    """Raised in an answer that has used up its processor time; `except Exception` lets it pass."""

@@ -5,7 +5,7 @@
 # which order to send. Then all of it at work, and timelines to read.
 #
 # Stuck? `hint("5.1")` gives the first of three hints for a task, and
-# `hint("5.1", 2)` the next. Reports count them.
+# `hint("5.1", 2)` the next.
 # %% imports
 import math
 

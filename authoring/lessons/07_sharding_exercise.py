@@ -6,7 +6,7 @@
 # keep the parameters: you write what FSDP does before, after and behind each layer.
 #
 # Stuck? `hint("7.1")` gives the first of three hints for a task, and
-# `hint("7.1", 2)` the next. Reports count them.
+# `hint("7.1", 2)` the next.
 # %% imports
 import torch
 import torch.distributed as dist

@@ -5,7 +5,7 @@
 # `("F", 2)` is the forward pass of micro-batch 2, `("B", 2)` its backward pass. Stages and micro-batches count from 0.
 #
 # Stuck? `hint("8.1")` gives the first of three hints for a task, and
-# `hint("8.1", 2)` the next. Reports count them.
+# `hint("8.1", 2)` the next.
 # %% imports
 import torch
 

@@ -5,7 +5,7 @@
 # for a machine with two kinds of links. The first three need a few lines each; the last is a search with a score.
 #
 # Stuck? `hint("9.1")` gives the first of three hints for a task, and
-# `hint("9.1", 2)` the next. Reports count them.
+# `hint("9.1", 2)` the next.
 # %% imports
 import torch
 

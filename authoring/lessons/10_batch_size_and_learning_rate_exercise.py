@@ -4,7 +4,7 @@
 # The data, the learning rate, and what to do when shards are not equal.
 #
 # Stuck? `hint("10.1")` gives the first of three hints for a task, and
-# `hint("10.1", 2)` the next. Reports count them.
+# `hint("10.1", 2)` the next.
 # %% imports
 import math
 

@@ -4,7 +4,7 @@
 # Long runs fail. What counts is what is left, and who was to blame.
 #
 # Stuck? `hint("11.1")` gives the first of three hints for a task, and
-# `hint("11.1", 2)` the next. Reports count them.
+# `hint("11.1", 2)` the next.
 # %% imports
 import copy
 import os

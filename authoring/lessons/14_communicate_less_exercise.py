@@ -4,7 +4,7 @@
 # Send the largest values, meet less often, find what a hook loses, and bet on the right way for a link.
 #
 # Stuck? `hint("14.1")` gives the first of three hints for a task, and
-# `hint("14.1", 2)` the next. Reports count them.
+# `hint("14.1", 2)` the next.
 # %% imports
 import torch
 

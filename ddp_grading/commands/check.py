@@ -12,8 +12,9 @@ from ddp_course.checking import SO_FAR
 from ddp_course.errors import GradingError
 
 from ..grader import grade
+from ..people import Owner
 from ..results import TaskResult
-from ..submissions import Submission, load_exercises
+from ..submissions import load_exercises, read_submission, walk
 
 FOLDERS = (
     ".",
@@ -46,9 +47,9 @@ def main(args: argparse.Namespace) -> int:
         raise GradingError(f'"{path}" is not there')
     saved = time.strftime("%H:%M:%S on %d %B", time.localtime(path.stat().st_mtime))
     print(f"{path}, saved {saved}: its cells run first, then task by task", flush=True)
-    (result,) = grade(
-        [Submission("you", path)], exercises, seed, timeout=args.timeout, task_done=show
-    )
+    (item,) = walk(path, (path.name,))
+    submission = read_submission(item, Owner("you", path.name))
+    (result,) = grade([submission], exercises, seed, timeout=args.timeout, task_done=show)
     if result.exercise not in (None, args.exercise):
         raise GradingError(f'"{path}" is exercise {result.exercise}, not {args.exercise}')
     if result.message:
@@ -58,7 +59,7 @@ def main(args: argparse.Namespace) -> int:
         if result.passed or result.message
         else f"; the same inputs again in a cell: check(…, seed={seed})"
     )
-    print(f"{result.points:g} of {result.possible:g} points{again}")
+    print(f"{result.in_words} points{again}")
     return 0 if result.passed else 1
 
 

@@ -76,7 +76,7 @@ def assign_buckets(parameters, cap_bytes):
     return stage5_bucketed.assign_buckets(parameters, cap_bytes / 2**20)
 
 
-# %% 5.1 hidden: knows two dtypes | KeyError
+# %% 5.1 told: knows two dtypes | KeyError
 #- filling, closed = {}, []
 #+ filling, closed = {torch.float32: [], torch.float64: []}, []
 #- filling.setdefault(p.dtype, [])

@@ -165,6 +165,9 @@ def fewest_ranks(parameters, memory, level):
 # %% 7.3 wrong: rounded down | that is one too few: what is left over needs a place too
 #- -(-shared // (memory - whole))
 #+ shared // (memory - whole)
+# %% 7.3 wrong: one more where it fits exactly | what fits exactly fits: that is one rank too many
+#- -(-shared // (memory - whole))
+#+ shared // (memory - whole) + 1
 # %% 7.3 wrong: never says 0 | what stays whole does not fit, and no number of ranks changes that: 0
 #-     if whole >= memory:
 #-         return 0

@@ -194,6 +194,19 @@ def most_held(steps):
 # %% 8.4 wrong: peak minus one | a backward pass releases its micro-batch when it is done, so the peak is before it
 #- return most
 #+ return most - 1
+# %% 8.4 wrong: from the oldest to the newest | between the oldest and the newest that wait, others have gone backward
+def most_held(steps):
+    waiting, most = set(), 0
+    for kind, m in steps:
+        if kind == "F":
+            waiting.add(m)
+        else:
+            waiting.discard(m)
+        if waiting:
+            most = max(most, max(waiting) - min(waiting) + 1)
+    return most
+
+
 # %% 8.4 told: the longest run of forward passes | was expected
 #- held += 1 if kind == "F" else -1
 #+ held = held + 1 if kind == "F" else 0

@@ -35,6 +35,9 @@ def my_slices(gate_and_up, down, rank, ranks):
 # %% 9.1 wrong: only the first rank's slice | every rank has the same slice: rank says which is its own
 #- (ranks)[rank]
 #+ (ranks)[0]
+# %% 9.1 wrong: the rest to the last rank | share the rest out as well: two ranks differ by one unit at most
+#- torch.arange(len(gate)).tensor_split(ranks)[rank]
+#+ torch.arange(len(gate))[rank * (len(gate) // ranks) :][: None if rank == ranks - 1 else len(gate) // ranks]
 # %% 9.1 told: only the gate is split | shapes cannot be multiplied
 #- torch.cat([gate[mine], up[mine]])
 #+ torch.cat([gate[mine], up])

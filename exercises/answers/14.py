@@ -46,7 +46,7 @@ def compress(gradient, left, share):
 # %% 14.1 wrong: rounds down | one value is missing: round(share * n), not int
 #- round(share * len(owed))
 #+ int(share * len(owed))
-# %% 14.1 hidden: at least one is forgotten | 1 was expected
+# %% 14.1 told: at least one is forgotten | 1 was expected
 #- max(1, round(share * len(owed)))
 #+ round(share * len(owed))
 # %% 14.2 right: the mean first

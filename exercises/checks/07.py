@@ -119,17 +119,16 @@ class FewestRanks:
         for level, whole in enumerate((16, 4, 2, 0)):
             parameters = 840 * random.randrange(10**3, 10**6)
             shared = (16 - whole) * parameters
-            ranks = [random.randrange(2, 9), random.randrange(9, 90)] if level else []
-            enough = [whole * parameters + 2 * shared // (2 * k - 1) for k in ranks] + [
-                17 * parameters
-            ]
-            for memory in [*enough, *[whole * parameters * 3 // 4] * (whole > 0)]:
+            exactly = random.randrange(2, 9) if level else 1
+            enough = [17 * parameters, whole * parameters + shared // exactly]
+            if level:
+                ranks = [random.randrange(2, 9), random.randrange(9, 90)]
+                enough += [whole * parameters + 2 * shared // (2 * k - 1) for k in ranks]
+            never = [whole * parameters * 3 // 4] if whole else []
+            for memory in enough + never:
                 case = f"{parameters:,} parameters, {memory:,} bytes of memory, level {level}"
-                yield (
-                    "enough" if memory in enough else "never enough",
-                    case,
-                    (parameters, memory, level),
-                )
+                part = "enough" if memory in enough else "never enough"
+                yield part, case, (parameters, memory, level)
 
 
 TICKS = {"gather": 2, "reduce": 2, "forward": 1, "backward": 2}

@@ -143,7 +143,9 @@ class MostHeld:
             letters(schedule, *case[1:])[case[0]] for case in cases[::2] for schedule in schedules
         ]
         fixed = [("F", 0), ("F", 1), ("B", 1), ("F", 2), ("F", 3), ("B", 0), ("B", 2), ("B", 3)]
-        other = [fixed, any_order(random, 6), any_order(random, 9)]
+        stays = "F0 F1 B1 F2 B2 F3 B3 F4 B4 B0"  # An early one stays while later ones come and go.
+        stays = [(step[0], int(step[1])) for step in stays.split()]
+        other = [fixed, stays, any_order(random, 6), any_order(random, 9)]
         for part, orders in {"GPipe and 1F1B": usual, "any order": other}.items():
             for order in orders:
                 yield part, " ".join(f"{kind}{m}" for kind, m in order), (order,)

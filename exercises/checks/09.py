@@ -24,6 +24,7 @@ class MySlices:
             (12, 5, 4),
             (random.randrange(5, 20) * 2 + 1, 6, random.choice((2, 4))),
             (7, 3, 1),
+            (11, 6, 4),  # Three are left over.
         ]
         generator = torch.Generator().manual_seed(random.randrange(2**31))
         made = []

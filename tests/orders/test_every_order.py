@@ -11,7 +11,6 @@ from interleavings import all_interleavings, play, right_program, starting_buffe
 
 from ddp_course import collectives, every_order, stage3_paramserver, stage4_ring
 from ddp_course.errors import RankError
-from ddp_course.orders.in_flight import Watch, watching
 
 DEADLOCK, EARLY = "deadlock", "touched too early"
 OVERWRITTEN, NOT_WAITED = "overwritten too early", "not waited for"

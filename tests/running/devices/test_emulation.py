@@ -195,9 +195,9 @@ def span_of(names):
 def test_threads_of_two_devices_work_at_the_same_time_and_those_of_one_take_turns():
     device = Device("100MFLOP/s")
     ((taken, busy),) = launch(span_of, ["cpu:0", "cpu:1"], world_size=1, device=device)
-    assert taken == pytest.approx(busy / 2)
+    assert taken == pytest.approx(busy / 2, rel=1e-3)  # the pool asks for idle workers, 10 us each
     ((taken, busy),) = launch(span_of, ["cpu", "cpu"], world_size=1, device=device)
-    assert taken == pytest.approx(busy)
+    assert taken == pytest.approx(busy, rel=1e-3)
 
 
 # Launches
