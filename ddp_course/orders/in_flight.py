@@ -126,7 +126,8 @@ def complaint(flight: Flight, written: bool, writes: bool, name: str, line: str)
         kind, what = EARLY, f"{'writes' if writes else 'reads'} a buffer that may not have arrived"
     else:
         kind, what = OVERWRITTEN, "overwrites a buffer that may not have left"
-    text = f"{name} {what} ({line}): {flight.name} was begun before ({flight.line}), and not waited for"
+    begun = f"{flight.name} was begun before ({flight.line}), and not waited for"
+    text = f"{name} {what} ({line}): {begun}"
     return kind, text, [flight.line, line]
 
 
@@ -243,7 +244,9 @@ def operands(args: tuple, places: tuple) -> list:
 
 
 def root_keeps(name: str, group: Any, options: Any) -> bool:
-    """Whether this rank's tensor is only read: the root's of a broadcast, all others' of a reduce."""
+    """Whether this rank's tensor is only read: the root's of a broadcast, all others' of a
+    reduce.
+    """
     is_root = options.rootRank == group.rank()
     return is_root if name == "broadcast" else not is_root
 
@@ -281,7 +284,7 @@ def watching(watch: Watch, delay: Callable) -> Iterator[None]:
         watch.doubt("it receives from any rank")
         return run(*args)
 
-    hooks = [
+    hooks: list = [
         (threading.Thread, "start", start),
         (torch.Tensor, "tolist", to_list),
         (torch.Tensor, "numpy", to_numpy),

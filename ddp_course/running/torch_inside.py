@@ -22,6 +22,7 @@ from torch.optim import optimizer
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
@@ -29,6 +30,8 @@ from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 uncompiled = torch._disable_dynamo  # torch.compile leaves functions with this decorator as they are
 BatchNorm = _BatchNorm
+# Tensors of such classes, as DTensor, have others inside.
+is_wrapper = is_traceable_wrapper_subclass_type
 busy_gpu = torch.cuda._sleep
 default_group = (
     distributed_c10d._get_default_group

@@ -1,4 +1,6 @@
-"""Programs with one fault each, and their right relatives: what `every_order` must find and must not blame."""
+"""Programs with one fault each, and their right relatives: what `every_order` must find and must
+not blame.
+"""
 
 import threading
 
@@ -22,7 +24,7 @@ def both_send_first():
 
 
 def waits_in_an_order_that_needs_buffers():
-    rank, right, left = neighbours()
+    _, right, left = neighbours()
     sent, received = torch.ones(4), torch.zeros(4)
     leaving = dist.isend(sent, right)
     leaving.wait()

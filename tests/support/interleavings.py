@@ -1,4 +1,5 @@
-"""Small random programs of messages, and what all their interleavings come to: the oracle for `every_order`.
+"""Small random programs of messages, and what all their interleavings come to: the oracle for
+`every_order`.
 
 A program has a list of steps for each rank, which has three buffers and a sum of what it read:
 
@@ -8,8 +9,10 @@ A program has a list of steps for each rank, which has three buffers and a sum o
     ("write", buffer, number)         buffer = 3 buffer + number
     ("read", buffer)                  sum = 31 sum + buffer
 
-Every interleaving of the ranks' steps with the moments at which bytes are read from the sender's buffer and written to
-the receiver's is tried, with buffers (a send ends when its bytes are read) and without (when they are delivered).
+Every interleaving of the ranks' steps with the moments at which bytes are read from the sender's
+buffer and written to
+the receiver's is tried, with buffers (a send ends when its bytes are read) and without (when they
+are delivered).
 """
 
 import random
@@ -20,7 +23,9 @@ MODULUS = 2**20  # whole numbers up to here are exact in float64, also times 31
 
 
 class Outcome(NamedTuple):
-    """What all interleavings come to: the different ends, whether one is a deadlock, and whether a wait is missing."""
+    """What all interleavings come to: the different ends, whether one is a deadlock, and whether
+    a wait is missing.
+    """
 
     ends: frozenset
     deadlock: bool
@@ -28,7 +33,9 @@ class Outcome(NamedTuple):
 
     @property
     def right(self) -> bool:
-        """Whether all interleavings end, in the same way, and nothing is left that nobody waited for."""
+        """Whether all interleavings end, in the same way, and nothing is left that nobody waited
+        for.
+        """
         return not self.deadlock and not self.unwaited and len(self.ends) == 1
 
 
@@ -49,7 +56,9 @@ def starting_buffers(rank: int) -> tuple:
 
 
 def right_program(draw: random.Random) -> Program:
-    """A program whose steps, in the order in which they are drawn, never wait and never touch a buffer on its way."""
+    """A program whose steps, in the order in which they are drawn, never wait and never touch a
+    buffer on its way.
+    """
     ranks = draw.randint(2, 3)
     steps: list = [[] for _ in range(ranks)]
     pending: list = []  # waits that are not in the program yet: (rank, step, buffer)
@@ -95,7 +104,9 @@ def touch(draw: random.Random, steps: list, in_use: list) -> None:
 
 
 def with_fault(draw: random.Random, program: Program) -> Program:
-    """The program after one change that may be a fault: a step goes or moves, or all messages block."""
+    """The program after one change that may be a fault: a step goes or moves, or all messages
+    block.
+    """
     steps = [list(own) for own in program.steps]
     own = steps[draw.choice([rank for rank in range(program.ranks) if steps[rank]])]
     step = own.pop(draw.randrange(len(own)))
@@ -107,7 +118,9 @@ def with_fault(draw: random.Random, program: Program) -> Program:
 
 
 def blocking(own: tuple) -> list:
-    """The steps of a rank that waits for each of its sends at once, and posts each receive where it waits for it."""
+    """The steps of a rank that waits for each of its sends at once, and posts each receive where
+    it waits for it.
+    """
     receives = {step[1]: step for step in own if step[0] == "receive"}
     steps: list = []
     for step in own:
@@ -133,7 +146,9 @@ def makes_sense(steps: list) -> bool:
 
 
 class State(NamedTuple):
-    """One moment of a run: places in the programs, buffers, sums, and what each message has come to."""
+    """One moment of a run: places in the programs, buffers, sums, and what each message has come
+    to.
+    """
 
     places: tuple
     buffers: tuple
@@ -182,7 +197,9 @@ def all_interleavings(program: Program) -> Outcome:
 
 
 def successors(program: Program, state: State, buffered: bool) -> Any:
-    """Yield the states that may follow: a rank makes a step, bytes are read, or bytes are delivered."""
+    """Yield the states that may follow: a rank makes a step, bytes are read, or bytes are
+    delivered.
+    """
     taken = dict(state.taken)
     sends, receives = posted(program, state)
     for message, (rank, buffer) in sends.items():
@@ -256,7 +273,9 @@ def changed(row: tuple, place: int, value: Any) -> tuple:
 
 
 def play(program: Program, rank: int, send: Any, receive: Any, buffers: Any, total: Any) -> None:
-    """Really run the steps of a rank, on float64 tensors; `send` and `receive` post and return what has a `wait`."""
+    """Really run the steps of a rank, on float64 tensors; `send` and `receive` post and return
+    what has a `wait`.
+    """
     works = {}
     for step in program.steps[rank]:
         if step[0] in ("send", "receive"):

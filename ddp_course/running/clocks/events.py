@@ -69,9 +69,8 @@ def join(group: int, members: list[int], duration: int, has_bytes: bool, name: s
     """
     number = process.calls[group] = process.calls.get(group, 0) + 1
     what = f"for ranks {members} in {name}"
-    return joined(
-        hash((group, number, zlib.crc32(name.encode()))), arbiter.COLLECTIVE, group, number, members, duration, has_bytes, what
-    )
+    key = hash((group, number, zlib.crc32(name.encode())))  # Unlike collectives never meet.
+    return joined(key, arbiter.COLLECTIVE, group, number, members, duration, has_bytes, what)
 
 
 def join_new_group(name: str, members: list[int]) -> int:

@@ -103,10 +103,6 @@ class Lock:
     def _is_owned(self):
         return self.real.locked()  # a condition would try to take the lock, which is a question
 
-    def _is_owned(self):
-        # Without it a condition tries to take the lock: that is a question, and takes time.
-        return self.real.locked()
-
     def _at_fork_reinit(self):
         self.__init__()
 

@@ -4,14 +4,16 @@ A program has a list of steps for each (rank, thread); thread 0 is the rank's ma
 
     compute N                a matrix product of 128 N floating-point operations
     sleep NANOSECONDS
-    send / recv              PEER COUNT TAG GROUP: a message of COUNT float32, done when the step is over
+    send / recv              PEER COUNT TAG GROUP: a message of COUNT float32, done when the step
+    is over
     isend / irecv            KEY PEER COUNT TAG GROUP: the same, posted only
     collective NAME COUNT GROUP,  icollective KEY NAME COUNT GROUP
     wait KEY                 for what was posted with this key
     start / join             THREAD: of the same rank
     put / get QUEUE,  lock / unlock LOCK,  set / await EVENT: what threads of a rank share
 
-Steps are drawn in an order in which all of them can be done, so no program waits for ever. Durations are drawn from few
+Steps are drawn in an order in which all of them can be done, so no program waits for ever.
+Durations are drawn from few
 values: many things happen at the same moment, and the rules for ties are tried as well.
 """
 
@@ -45,7 +47,9 @@ COUNTS = (125, 250, 31)  # float32 of a message: at 1 Gbit/s they take 4, 8 and 
 
 
 class Setting(NamedTuple):
-    """What the programs of one launch have in common; `groups` are lists of ranks, the first is the whole job."""
+    """What the programs of one launch have in common; `groups` are lists of ranks, the first is
+    the whole job.
+    """
 
     world_size: int
     bandwidth: float
@@ -72,7 +76,9 @@ def draw_setting(number: int) -> Setting:
 
 
 class Writer:
-    """Writes a program: the steps so far, what was posted and not waited for, and which threads run."""
+    """Writes a program: the steps so far, what was posted and not waited for, and which threads
+    run.
+    """
 
     def __init__(self, setting: Setting, draw: random.Random):
         self.setting, self.draw = setting, draw
@@ -112,7 +118,9 @@ class Writer:
                 self.add(thread, "sleep", self.draw.choice([1000, 2000, 4000, 992]))
 
     def message(self) -> None:
-        """One message between threads of two ranks, posted and waited for later, or both at once."""
+        """One message between threads of two ranks, posted and waited for later, or both at
+        once.
+        """
         sender, receiver = self.draw.sample(sorted(self.running), 2)
         if sender[0] == receiver[0]:
             return
@@ -197,7 +205,9 @@ def draw_program(setting: Setting, number: int) -> dict:
 
 
 def play_all(setting: Setting, programs: list) -> list:
-    """Run every program on this rank; return for each the moments after all steps, by thread, since its start."""
+    """Run every program on this rank; return for each the moments after all steps, by thread,
+    since its start.
+    """
     rank = dist.get_rank()
     groups = [None, *(dist.new_group(list(members)) for members in setting.groups[1:])]
     layer = torch.nn.Linear(WIDTH, WIDTH, bias=False)
@@ -212,7 +222,9 @@ def play_all(setting: Setting, programs: list) -> list:
 
 
 class Player:
-    """Runs the steps of one rank; `moments` are picoseconds since the start, after each step, by thread."""
+    """Runs the steps of one rank; `moments` are picoseconds since the start, after each step, by
+    thread.
+    """
 
     def __init__(self, rank: int, setting: Setting, steps: dict, groups: list, layer: Any):
         self.rank, self.setting, self.steps = rank, setting, steps
@@ -291,7 +303,9 @@ class Player:
         return getattr(dist, kind)(torch.ones(count), peer, self.groups[group], tag)
 
     def joined(self, name: str, count: int, group: int, asynchronous: bool) -> Any:
-        """Take part in a collective; `count` is the p of the definition's table, or p / K for all_to_all."""
+        """Take part in a collective; `count` is the p of the definition's table, or p / K for
+        all_to_all.
+        """
         members = self.setting.groups[group]
         size, first = len(members), members[0]
         own, parts = torch.ones(count), [torch.ones(count) for _ in members]

@@ -1,4 +1,6 @@
-"""Real programs under virtual clocks take the moments of a replay that was written from the definition."""
+"""Real programs under virtual clocks take the moments of a replay that was written from the
+definition.
+"""
 
 import pytest
 from programs import Setting, draw_program, draw_setting, play_all

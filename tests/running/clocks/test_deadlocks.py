@@ -1,4 +1,6 @@
-"""Ten kinds of deadlock: each is named at once, with every rank that waits and its line; so is who holds all up."""
+"""Ten kinds of deadlock: each is named at once, with every rank that waits and its line; so is
+who holds all up.
+"""
 
 import queue
 import re
@@ -77,7 +79,9 @@ def a_lock_that_a_waiter_holds():
 
 
 def a_schedule_that_cannot_run():
-    """A pipeline of two stages: the first waits for a gradient before it has sent the activations."""
+    """A pipeline of two stages: the first waits for a gradient before it has sent the
+    activations.
+    """
     activations, gradients = torch.zeros(4), torch.zeros(4)
     if dist.get_rank() == 0:
         dist.recv(gradients, 1)

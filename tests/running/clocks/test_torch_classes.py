@@ -187,7 +187,9 @@ def by_a_batch_of_messages():
 
 
 def by_whoever_is_first():
-    """Ranks 3, 2 and 1 send in this order of virtual time, and rank 0 receives in it; ties go by rank."""
+    """Ranks 3, 2 and 1 send in this order of virtual time, and rank 0 receives in it; ties go by
+    rank.
+    """
     rank = dist.get_rank()
     order = []
     for late in (True, False):
