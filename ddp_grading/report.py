@@ -56,7 +56,7 @@ def write_files(
     for path, text in files.items():
         if path:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
-            replace_file(Path(path), text.encode())
+            replace_file(Path(path), text.encode(), "file for the report")
 
 
 def table(results: Sequence[Result], missing: Sequence[str] = ()) -> str:

@@ -15,7 +15,10 @@ from ddp_course.errors import RankError
 from ddp_course.running import wire
 from ddp_course.stage6_ddp import DistributedDataParallel
 from ddp_course.stage8_pipeline import (
-    Instruction,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
     Pipeline,
     bubble,
     gpipe,
@@ -26,6 +29,8 @@ from ddp_course.stage8_pipeline import (
     timetable,
     zero_bubble,
 )
+
+KINDS = {kind.name: kind for kind in (Forward, Backward, BackwardInput, BackwardWeight)}
 
 
 def interleaved_zero_bubble(ranks, microbatches):
@@ -48,7 +53,7 @@ def wave(ranks, microbatches):
         for action, way in [("input", 1), ("input", 0)]
     ]
     actions += [("weight", m, way) for m in range(microbatches) for way in (0, 1)]
-    return [[Instruction(action, m, own[way]) for action, m, way in actions] for own in stages]
+    return [[KINDS[action](m, own[way]) for action, m, way in actions] for own in stages]
 
 
 SCHEDULES = [gpipe, one_forward_one_backward]
@@ -96,7 +101,7 @@ def test_messages_and_uneven_stages_take_their_time():
 
 
 def most_held(instructions):
-    steps = [{"forward": 1, "input": 0}.get(instruction.action, -1) for instruction in instructions]
+    steps = [{"forward": 1, "input": 0}.get(instruction.name, -1) for instruction in instructions]
     return max(sum(steps[:end]) for end in range(len(steps) + 1))
 
 
@@ -108,18 +113,15 @@ def test_one_forward_one_backward_holds_fewer_microbatches():
         assert max(most_held(rank) for rank in zero_bubble(ranks, microbatches)) <= ranks
 
 
-LETTERS = {"forward": "F", "backward": "B", "input": "B", "weight": "W"}
-
-
 def drawn(schedule):
     """The rows of the module docstring's table."""
     lines = []
     for row in timetable(schedule):
         cells = [". "] * 18
         for instruction, start, end in row:
-            cells[int(start) : int(end)] = [
-                LETTERS[instruction.action] + str(instruction.microbatch)
-            ] * int(end - start)
+            cells[int(start) : int(end)] = [instruction.letter + str(instruction.microbatch)] * int(
+                end - start
+            )
         lines.append(" ".join(cells).rstrip(". "))
     return lines
 
@@ -135,11 +137,15 @@ def test_the_table_in_the_docstring_is_what_the_code_does():
     ]
 
 
-F, B = (
-    (lambda m, stage=0: Instruction("forward", m, stage)),
-    (lambda m, stage=0: Instruction("backward", m, stage)),
-)
-HALF = Instruction("input", 0, 0)
+def F(microbatch, stage=0):
+    return Forward(microbatch, stage)
+
+
+def B(microbatch, stage=0):
+    return Backward(microbatch, stage)
+
+
+HALF = BackwardInput(0, 0)
 
 
 @pytest.mark.parametrize(
@@ -251,14 +257,10 @@ def test_a_pipeline_equals_one_device(world_size):
 
 def torchs_order(torchs, ranks, microbatches):
     """What a schedule of torch lets the ranks do, as our instructions."""
-    names = {"F": "forward", "B": "backward", "I": "input", "W": "weight"}
+    names = {"F": Forward, "B": Backward, "I": BackwardInput, "W": BackwardWeight}
     rows = [[each for each in torchs.pipeline_order[rank] if each] for rank in range(ranks)]
     return [
-        [
-            Instruction(names[kind.value], m, stage)
-            for stage, kind, m, *_ in row
-            if kind.value in names
-        ]
+        [names[kind.value](m, stage) for stage, kind, m, *_ in row if kind.value in names]
         for row in rows
     ]
 

@@ -12,7 +12,13 @@ from functools import cache
 import torch
 import torch.distributed as dist
 
-from ..running.torch_inside import allow_foreach, as_plain_tensors, tree_leaves, tree_map_only
+from ..running.torch_inside import (
+    Operator,
+    allow_foreach,
+    as_plain_tensors,
+    tree_leaves,
+    tree_map_only,
+)
 
 # These copy elements, convert them, or make room for as many.
 SAME_ELEMENTS = """
@@ -75,6 +81,9 @@ class Part(torch.Tensor):
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if isinstance(function, Operator):  # A dispatch mode calls it for an allowed function.
+            with as_plain_tensors():
+                return function(*args, **kwargs)
         name = function.__name__
         if name == "__set__" and label(function) == "data" and not cls.takes(*args):
             raise RuntimeError(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ddp_course.checking import SO_FAR
 from ddp_course.errors import GradingError
+from ddp_course.running.units import positive_number, whole_number
 
 from ..grader import grade
 from ..people import Owner
@@ -26,12 +27,14 @@ FOLDERS = (
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("exercise", type=int, metavar="N", help="the number of the exercise")
+    parser.add_argument(
+        "exercise", type=whole_number, metavar="N", help="the number of the exercise"
+    )
     parser.add_argument(
         "--notebook", type=Path, help="your notebook, if it is not exercises/NN_….ipynb"
     )
     parser.add_argument(
-        "--timeout", type=float, default=120.0, help="seconds it may take (default 120)"
+        "--timeout", type=positive_number, default=120.0, help="seconds it may take (default 120)"
     )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ddp_course.errors import GradingError
 from ddp_course.running.linux import usable_cores
+from ddp_course.running.units import positive_number, whole_number
 
 from .. import gradebooks, landlock, report
 from ..comments import read_comments, with_comments
@@ -55,12 +56,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--jobs",
-        type=int,
+        type=whole_number,
         default=usable_cores(),
         help="submissions at a time (default: one a core)",
     )
     parser.add_argument(
-        "--timeout", type=float, default=120.0, help="seconds a submission may take (default 120)"
+        "--timeout",
+        type=positive_number,
+        default=120.0,
+        help="seconds a submission may take (default 120)",
     )
     parser.add_argument(
         "--seed",
@@ -123,8 +127,6 @@ def not_graded_yet(submissions: list[Submission], earlier: list[Result]) -> list
 
 def check_options(args: argparse.Namespace) -> None:
     """GradingError for options that do not go together."""
-    if args.jobs < 1 or not args.timeout > 0:
-        raise GradingError("--jobs and --timeout must be positive")
     if bool(args.format) != bool(args.grades):
         raise GradingError(
             "--format and --grades go together: a gradebook, and where to write its file"

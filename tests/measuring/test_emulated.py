@@ -32,7 +32,8 @@ def test_the_default_is_a_third_of_a_second_and_links_in_proportion():
 
 @pytest.mark.parametrize("problem", ["digits", "synthetic"])
 def test_device_and_link_are_the_same_for_any_number_of_ranks(problem):
-    devices, links = set(), set()
+    devices = set()
+    links = set()
     for world_size in (2, 4, 16):
         job = checked(problem, world_size, 1, global_batch=192)
         device = emulated.default_device(job)

@@ -33,7 +33,9 @@ class Clock:
     """The clock of the thread at place `slot` of the table; `moment` is in picoseconds."""
 
     def __init__(self, table: Table, slot: int, moment: int):
-        self.table, self.slot, self.moment = table, slot, moment
+        self.table = table
+        self.slot = slot
+        self.moment = moment
 
     def advance(self, moment: int) -> None:
         """Set the clock to `moment`, unless it is later already."""
@@ -84,7 +86,8 @@ class Clock:
         """Sleep, without the lock, until this clock has been released; raises DeadlockError if it
         never can be.
         """
-        table, slot = self.table, self.slot
+        table = self.table
+        slot = self.slot
         while table.threads[STATE, slot] == BLOCKED:
             if table.head[DEADLOCK] and table.threads[NEEDED, slot]:
                 raise stalls.deadlock(self, why)

@@ -38,7 +38,8 @@ class Ticket(NamedTuple):
 
 def post(sending: bool, nbytes: int, peer: int, group: int = 0, tag: int = 0) -> Ticket:
     """Announce a message to or from global rank `peer` in a group; return a ticket for `wait`."""
-    table, clock = process.table, own()
+    table = process.table
+    clock = own()
     sender, receiver = (table.rank, peer) if sending else (peer, table.rank)
     way = (sender, receiver, group, tag, sending)
     number = process.calls[way] = process.calls.get(way, 0) + 1
@@ -100,7 +101,8 @@ def joined(
     what: str,
 ) -> Ticket:
     """Note that this rank has come to a collective."""
-    table, clock = process.table, own()
+    table = process.table
+    clock = own()
     with table.lock:
         row = arbiter.find(table, key or 1)
         rows = table.rows
@@ -133,7 +135,8 @@ def wait(ticket: Ticket) -> int:
     return when.
     """
     stand_until_booked(ticket)
-    table, clock = process.table, own()
+    table = process.table
+    clock = own()
     moment = table.rows[ticket.side, ticket.row]
     clock.advance(moment)
     table.dropped.append(ticket.row)
@@ -142,13 +145,15 @@ def wait(ticket: Ticket) -> int:
 
 def stand_until_booked(ticket: Ticket) -> None:
     """Stop this thread's clock until a ticket's moment is known."""
-    table, clock = process.table, own()
+    table = process.table
+    clock = own()
     if table.rows[STAGE, ticket.row] == BOOKED:
         return
     with table.lock:
         booked = table.rows[STAGE, ticket.row] == BOOKED
         if not booked:
-            clock.stop(awaits=2 * ticket.row + (2 if ticket.side == DEPARTS else 3))
+            side = 2 if ticket.side == DEPARTS else 3
+            clock.stop(awaits=2 * ticket.row + side)
     if not booked:
         clock.stand(ticket.why)
 
@@ -167,7 +172,8 @@ def drop(ticket: Ticket) -> None:
 
 def oldest_sender(group: int, tag: int) -> int:
     """Wait for a message to this rank that its sender has posted; return the rank of the oldest."""
-    table, clock = process.table, own()
+    table = process.table
+    clock = own()
     clock.sleep_until(clock.moment, "for its turn")
     while True:
         with table.lock:

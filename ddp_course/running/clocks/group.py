@@ -27,7 +27,8 @@ class Work(dist.Work):
 
     def __init__(self, work: Any, ticket: events.Ticket):
         super().__init__()
-        self.work, self.ticket = work, ticket
+        self.work = work
+        self.ticket = ticket
         self.ended: int | None = None
         self.finished = False
 
@@ -103,7 +104,8 @@ class Future(torch.futures.Future):
         thread = own()
         ended = self.work.settle()
         self.work.finish()
-        later, thread.moment = thread.moment, ended
+        later = thread.moment
+        thread.moment = ended
         try:
             self.set_result(self.work.work.get_future().value())
         finally:
@@ -162,7 +164,8 @@ class Group(dist.ProcessGroup):
 
     def __init__(self, store: Any, rank: int, size: int, timeout: Any):
         super().__init__(rank, size)
-        self.store, self.patience = store, timeout
+        self.store = store
+        self.patience = timeout
         self.options = Options(_timeout=timeout, global_ranks_in_group=[], group_name="")
         self.supports_coalescing = False
         self.log2 = (size - 1).bit_length()

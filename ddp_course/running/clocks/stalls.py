@@ -66,13 +66,15 @@ def watch(table: Any) -> None:
     line.
     """
     said: set[str] = set()
-    before, since = None, real_clock()
+    before = None
+    since = real_clock()
     while True:
         real_sleep(LOOK_S)
         threads = table.arrays["threads"]
         state = (table.head[LATEST], tuple(threads[FLOOR].tolist()))
         if state != before:
-            before, since = state, real_clock()
+            before = state
+            since = real_clock()
             continue
         others_wait = bool(((threads[STATE] == BLOCKED) & (threads[NEEDED] > 0)).any())
         if real_clock() - since > PATIENCE_S and others_wait:

@@ -48,12 +48,17 @@ OPEN, READY, BOOKED = range(
     READERS,
 ) = range(14)
 THRESHOLD, DEADLOCK, FAILED, GROUPS, PENDING, LATEST = range(6)  # the numbers of the table's head
-HEAD, THREAD_FIELDS, ROW_FIELDS = 8, 7, 14
-MOST_GROUPS, LINE = 1024, 240
+HEAD = 8
+THREAD_FIELDS = 7
+ROW_FIELDS = 14
+MOST_GROUPS = 1024
+LINE = 240
 LOOK_AGAIN_S = 0.2  # a thread that waits looks at the table this often
 POLL_S = 0.0005  # where no other process can wake a thread, it looks this often
 
-real_sleep, real_clock, plain_lock = time.sleep, time.perf_counter, threading.Lock
+real_sleep = time.sleep
+real_clock = time.perf_counter
+plain_lock = threading.Lock
 fuzz_ms = float(os.environ.get("DDP_COURSE_FUZZ") or 0)
 
 
@@ -77,8 +82,11 @@ class Table:
         latency: float = 0.0,
         descriptor: int | None = None,
     ):
-        self.hosts, self.bits_per_second, self.latency_s = hosts, bits_per_second, latency
-        self.latency, self.byte = round(latency * 1e12), 8e12 / bits_per_second
+        self.hosts = hosts
+        self.bits_per_second = bits_per_second
+        self.latency_s = latency
+        self.latency = round(latency * 1e12)
+        self.byte = 8e12 / bits_per_second
         self.ranks = len(hosts)
         self.threads_per_rank = max(16, 256 // self.ranks)
         slots = self.ranks * self.threads_per_rank
@@ -161,7 +169,8 @@ class Lock:
     """Keeps all other ranks, and other threads of this rank, off the table."""
 
     def __init__(self, file):
-        self.file, self.threads = file.fileno(), plain_lock()
+        self.file = file.fileno()
+        self.threads = plain_lock()
 
     def __enter__(self):
         if fuzz_ms:

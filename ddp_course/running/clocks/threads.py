@@ -25,12 +25,11 @@ from .clock import Clock, own
 from .table import CLOCK, FOREVER, real_sleep
 
 plain_lock = threading._allocate_lock
-plain_start, plain_join, plain_run = (
-    threading.Thread.start,
-    threading.Thread.join,
-    threading.Thread.run,
-)
-plain_is_set, plain_done = threading.Event.is_set, concurrent.futures.Future.done
+plain_start = threading.Thread.start
+plain_join = threading.Thread.join
+plain_run = threading.Thread.run
+plain_is_set = threading.Event.is_set
+plain_done = concurrent.futures.Future.done
 
 
 class Lock:
@@ -39,7 +38,8 @@ class Lock:
     turns = True
 
     def __init__(self):
-        self.real, self.guard = plain_lock(), plain_lock()
+        self.real = plain_lock()
+        self.guard = plain_lock()
         self.waiting: deque[Clock] = deque()
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
@@ -119,7 +119,9 @@ class RLock:
     """A lock that its owner may take again."""
 
     def __init__(self):
-        self.lock, self.owner, self.count = Lock(), None, 0
+        self.lock = Lock()
+        self.owner = None
+        self.count = 0
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         """Take the lock, as `threading.RLock.acquire` does."""
@@ -128,7 +130,8 @@ class RLock:
             return True
         got = self.lock.acquire(blocking, timeout)
         if got:
-            self.owner, self.count = threading.get_ident(), 1
+            self.owner = threading.get_ident()
+            self.count = 1
         return got
 
     def release(self) -> None:
@@ -148,7 +151,8 @@ class RLock:
 
     def _release_save(self):
         state = self.count, self.owner
-        self.count, self.owner = 0, None
+        self.count = 0
+        self.owner = None
         self.lock.release()
         return state
 

@@ -25,7 +25,8 @@ SMALL_RUN = "350ca2d7899d2c5c0ac2871d42b4a7cdbfb703c9b013e319c80e326eb74b4464"
 def a_message():
     clocks.advance(0.002 * dist.get_rank())
     tensor = torch.ones(250)
-    (wire.send if dist.get_rank() == 0 else wire.recv)(tensor, 1 - dist.get_rank())
+    act = wire.send if dist.get_rank() == 0 else wire.recv
+    act(tensor, 1 - dist.get_rank())
     return clocks.moment()
 
 
@@ -50,7 +51,8 @@ def test_a_receive_from_any_rank_takes_the_oldest_message():
 
 
 def collectives():
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    size = dist.get_world_size()
     moments = []
     tensor = torch.full((1000,), float(rank))
     dist.all_reduce(tensor)
@@ -81,7 +83,9 @@ def test_torchs_collectives_take_their_closed_forms():
 
 def hand_overs():
     """What threads of one rank give each other, with the moments."""
-    jobs, seen, lock = queue.Queue(), [], threading.Lock()
+    jobs = queue.Queue()
+    seen = []
+    lock = threading.Lock()
 
     def work(number):
         time.sleep(0.001 * number)
@@ -119,7 +123,8 @@ def ask_until_completed():
         clocks.advance(0.001)
         dist.send(torch.zeros(1000), 0)
         return 0
-    work, questions = dist.irecv(torch.zeros(1000), 1), 1
+    work = dist.irecv(torch.zeros(1000), 1)
+    questions = 1
     while not work.is_completed():
         questions += 1
     return questions
@@ -140,7 +145,10 @@ def one_returns():
 
 def all_reduce_against_receive():
     tensor = torch.zeros(1)
-    dist.recv(tensor, 1) if dist.get_rank() == 0 else dist.all_reduce(tensor)
+    if dist.get_rank() == 0:
+        dist.recv(tensor, 1)
+    else:
+        dist.all_reduce(tensor)
 
 
 def a_future_that_nobody_sets():
@@ -189,7 +197,9 @@ def digest(results):
     """The SHA-256 of what a comparison must have the same on every machine."""
     same = {key: results[key] for key in ("world_size", "emulated_device", "link")}
     keys = ("stage", "step_ms", "communication_ms", "bytes_sent_max", "timeline")
-    same["stages"] = [{key: stage[key] for key in keys} for stage in results["stages"]]
+    same["stages"] = []
+    for stage in results["stages"]:
+        same["stages"].append({key: stage[key] for key in keys})
     return hashlib.sha256(json.dumps(same).encode()).hexdigest()
 
 
