@@ -48,7 +48,8 @@ def every_order(fn: Callable, *args: Any, world_size: int = 3, **kwargs: Any) ->
     less = f"{SEEDS} orders were tried, which proves less, because of this: {'; '.join(doubts)}"
     verdict = judge(tried, 1 + SEEDS, less)
     if verdict.ok and any(differ(results[0], other) for other in results[1:]):
-        verdict.ok, verdict.kind = False, "unlike results"
+        verdict.ok = False
+        verdict.kind = "unlike results"
         verdict.proof = f"the results depend on the order of messages; {less}"
     return verdict
 
@@ -61,9 +62,16 @@ def one_launch(fn: Callable, args: tuple, kwargs: dict, seeds: list, world_size:
     with tempfile.TemporaryDirectory(prefix="ddp_course_") as folder:
         try:
             by_rank = launch(
-                watched, fn, args, kwargs, seeds, folder,
-                world_size=world_size, device="cpu", link=Link(**SLOW),
-            )  # fmt: skip
+                watched,
+                fn,
+                args,
+                kwargs,
+                seeds,
+                folder,
+                world_size=world_size,
+                device="cpu",
+                link=Link(**SLOW),
+            )
             results = list(zip(*by_rank, strict=True))
         except RankError as error:
             events = read(folder, world_size)
@@ -133,7 +141,8 @@ def judge(events: list, runs: int, proof: str) -> Verdict:
     touches = [event for event in wrong if event["wrong"] != "deadlock"]
     if touches:
         first = touches[0]
-        text, rank = first["text"], first["rank"]
+        text = first["text"]
+        rank = first["rank"]
         return Verdict(
             False, runs, f"rank {rank}: {text}", first["wrong"], [rank], first["lines"], shown
         )

@@ -25,7 +25,9 @@ from ..running.clocks.stalls import line_of
 from ..running.devices import roofline
 from ..running.torch_inside import TorchDispatchMode, around, is_wrapper
 
-EARLY, OVERWRITTEN, NOT_WAITED = "touched too early", "overwritten too early", "not waited for"
+EARLY = "touched too early"
+OVERWRITTEN = "overwritten too early"
+NOT_WAITED = "not waited for"
 LOOKS_AT_SHAPES = ("new_", "is_", "sym_")  # Such operations read no element of their operands.
 
 
@@ -51,7 +53,8 @@ class Watch:
     """
 
     def __init__(self, log: Path | None = None, found: Callable | None = None):
-        self.log, self.found = log, found
+        self.log = log
+        self.found = found
         self.flights: dict[int, Flight] = {}
         self.lock = _thread.RLock()  # This lock is real: virtual time must not depend on it.
         self.threads: dict = {}  # This maps what messages share, such as a group, to its thread.
@@ -123,9 +126,12 @@ class Watch:
 def complaint(flight: Flight, written: bool, writes: bool, name: str, line: str) -> tuple:
     """What is wrong with an operation: its kind, a sentence, and the lines of both sides."""
     if written:
-        kind, what = EARLY, f"{'writes' if writes else 'reads'} a buffer that may not have arrived"
+        kind = EARLY
+        verb = "writes" if writes else "reads"
+        what = f"{verb} a buffer that may not have arrived"
     else:
-        kind, what = OVERWRITTEN, "overwrites a buffer that may not have left"
+        kind = OVERWRITTEN
+        what = "overwrites a buffer that may not have left"
     begun = f"{flight.name} was begun before ({flight.line}), and not waited for"
     text = f"{name} {what} ({line}): {begun}"
     return kind, text, [flight.line, line]
@@ -181,7 +187,8 @@ def memory_of(tensor: torch.Tensor) -> tuple[int, int]:
 
 def overlap(message: torch.Tensor, tensor: torch.Tensor) -> bool:
     """Whether a tensor has an element in the memory of a message, which has no gaps."""
-    (first, last), (begin, end) = memory_of(message), memory_of(tensor)
+    (first, last) = memory_of(message)
+    (begin, end) = memory_of(tensor)
     if begin >= last or first >= end:
         return False
     if tensor.numel() * tensor.element_size() == end - begin:
@@ -226,10 +233,12 @@ def posting(watch: Watch, delay: Callable, name: str) -> Callable:
         way: tuple = (group.number,)
         title = f"the {name.strip('_').removesuffix('_base')}"
         if name in MESSAGES:
-            peer, tag = args[1], args[2]
+            peer = args[1]
+            tag = args[2]
             way = group.number, name, peer, tag
             title = MESSAGES[name].format(group.members[peer])
-        read, written = operands(args, reads), operands(args, writes)
+        read = operands(args, reads)
+        written = operands(args, writes)
         if name in ("broadcast", "reduce") and root_keeps(name, group, args[1]):
             read, written = written, read
         watch.started(work, title, read, written, way)

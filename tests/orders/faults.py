@@ -12,7 +12,8 @@ from ddp_course import wire
 
 def neighbours():
     """This rank, and its neighbours in the ring of all ranks."""
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    size = dist.get_world_size()
     return rank, (rank + 1) % size, (rank - 1) % size
 
 
@@ -25,7 +26,8 @@ def both_send_first():
 
 def waits_in_an_order_that_needs_buffers():
     _, right, left = neighbours()
-    sent, received = torch.ones(4), torch.zeros(4)
+    sent = torch.ones(4)
+    received = torch.zeros(4)
     leaving = dist.isend(sent, right)
     leaving.wait()
     dist.irecv(received, left).wait()
@@ -33,8 +35,10 @@ def waits_in_an_order_that_needs_buffers():
 
 def reads_before_the_wait():
     _, right, left = neighbours()
-    sent, received = torch.ones(4), torch.zeros(4)
-    arriving, leaving = dist.irecv(received, left), dist.isend(sent, right)
+    sent = torch.ones(4)
+    received = torch.zeros(4)
+    arriving = dist.irecv(received, left)
+    leaving = dist.isend(sent, right)
     total = received.sum()
     arriving.wait()
     leaving.wait()
@@ -43,8 +47,10 @@ def reads_before_the_wait():
 
 def reads_a_slice_of_a_view():
     _, right, left = neighbours()
-    sent, received = torch.ones(6), torch.zeros(6)
-    arriving, leaving = dist.irecv(received, left), dist.isend(sent, right)
+    sent = torch.ones(6)
+    received = torch.zeros(6)
+    arriving = dist.irecv(received, left)
+    leaving = dist.isend(sent, right)
     total = received.view(2, 3)[1, 1:].clone()
     arriving.wait()
     leaving.wait()
@@ -53,8 +59,10 @@ def reads_a_slice_of_a_view():
 
 def reads_by_numpy():
     _, right, left = neighbours()
-    sent, received = torch.ones(6), torch.zeros(6)
-    arriving, leaving = dist.irecv(received, left), dist.isend(sent, right)
+    sent = torch.ones(6)
+    received = torch.zeros(6)
+    arriving = dist.irecv(received, left)
+    leaving = dist.isend(sent, right)
     total = received.numpy().sum()
     arriving.wait()
     leaving.wait()
@@ -63,8 +71,10 @@ def reads_by_numpy():
 
 def overwrites_what_it_sends():
     _, right, left = neighbours()
-    sent, received = torch.ones(4), torch.zeros(4)
-    arriving, leaving = dist.irecv(received, left), dist.isend(sent, right)
+    sent = torch.ones(4)
+    received = torch.zeros(4)
+    arriving = dist.irecv(received, left)
+    leaving = dist.isend(sent, right)
     sent[1:3] = 7
     arriving.wait()
     leaving.wait()
@@ -85,8 +95,10 @@ def an_optimizer_overwrites_what_is_sent():
 
 def another_thread_reads():
     _, right, left = neighbours()
-    sent, received = torch.ones(4), torch.zeros(4)
-    arriving, leaving = dist.irecv(received, left), dist.isend(sent, right)
+    sent = torch.ones(4)
+    received = torch.zeros(4)
+    arriving = dist.irecv(received, left)
+    leaving = dist.isend(sent, right)
     thread = threading.Thread(target=add_up, args=(received,))
     thread.start()
     arriving.wait()
@@ -100,7 +112,8 @@ def add_up(tensor):
 
 def nobody_waits():
     _, right, left = neighbours()
-    sent, received = torch.ones(4), torch.zeros(4)
+    sent = torch.ones(4)
+    received = torch.zeros(4)
     dist.isend(sent, right)
     dist.recv(received, left)
 
@@ -177,8 +190,10 @@ def sum_of_whoever_comes():
 
 def asks_until_it_has_arrived():
     _, right, left = neighbours()
-    sent, received = torch.ones(4), torch.zeros(4)
-    arriving, leaving = dist.irecv(received, left), dist.isend(sent, right)
+    sent = torch.ones(4)
+    received = torch.zeros(4)
+    arriving = dist.irecv(received, left)
+    leaving = dist.isend(sent, right)
     while not arriving.is_completed():
         sent.sum()
     arriving.wait()
@@ -189,8 +204,10 @@ def asks_until_it_has_arrived():
 def reads_what_it_sends_and_other_columns():
     """What is sent may be read; the columns beside a message are not on their way."""
     _, right, left = neighbours()
-    sent, rows = torch.ones(4), torch.zeros(4, 4)
-    arriving, leaving = dist.irecv(rows[1], left), dist.isend(sent, right)
+    sent = torch.ones(4)
+    rows = torch.zeros(4, 4)
+    arriving = dist.irecv(rows[1], left)
+    leaving = dist.isend(sent, right)
     total = sent.sum() + rows[2:].sum() + rows[0].sum() + torch.zeros_like(rows).sum()
     arriving.wait()
     leaving.wait()
@@ -199,8 +216,10 @@ def reads_what_it_sends_and_other_columns():
 
 def another_thread_gets_it_after_the_wait():
     _, right, left = neighbours()
-    sent, received = torch.ones(4), torch.zeros(4)
-    arriving, leaving = dist.irecv(received, left), dist.isend(sent, right)
+    sent = torch.ones(4)
+    received = torch.zeros(4)
+    arriving = dist.irecv(received, left)
+    leaving = dist.isend(sent, right)
     arriving.wait()
     thread = threading.Thread(target=received.sum)
     thread.start()

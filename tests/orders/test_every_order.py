@@ -12,8 +12,10 @@ from interleavings import all_interleavings, play, right_program, starting_buffe
 from ddp_course import collectives, every_order, stage3_paramserver, stage4_ring
 from ddp_course.errors import RankError
 
-DEADLOCK, EARLY = "deadlock", "touched too early"
-OVERWRITTEN, NOT_WAITED = "overwritten too early", "not waited for"
+DEADLOCK = "deadlock"
+EARLY = "touched too early"
+OVERWRITTEN = "overwritten too early"
+NOT_WAITED = "not waited for"
 FAULTS = {
     faults.both_send_first: DEADLOCK,
     faults.waits_in_an_order_that_needs_buffers: DEADLOCK,

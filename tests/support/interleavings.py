@@ -70,7 +70,8 @@ def right_program(draw: random.Random) -> Program:
         free = [sorted(set(range(BUFFERS)) - in_use[rank]) for rank in (source, target)]
         if not all(free):
             continue
-        out, into = draw.choice(free[0]), draw.choice(free[1])
+        out = draw.choice(free[0])
+        into = draw.choice(free[1])
         steps[source].append(("send", message, out, target))
         steps[target].append(("receive", message, into, source))
         pending.append((source, ("wait", "send", message), out))
@@ -166,9 +167,11 @@ def all_interleavings(program: Program) -> Outcome:
         if step[0] == "wait"
     }
     posts = {
-        (rank, step[0], step[1]) for rank, own in enumerate(program.steps) for step in own
+        (rank, step[0], step[1])
+        for rank, own in enumerate(program.steps)
+        for step in own
         if step[0] in ("send", "receive")
-    }  # fmt: skip
+    }
     ends: set = set()
     deadlock = False
     for buffered in (False, True):
@@ -179,7 +182,8 @@ def all_interleavings(program: Program) -> Outcome:
             (),
             frozenset(),
         )
-        reached, todo = {start}, [start]
+        reached = {start}
+        todo = [start]
         while todo:
             state = todo.pop()
             following = list(successors(program, state, buffered))
@@ -246,11 +250,13 @@ def after_step(
 
 def posted(program: Program, state: State) -> tuple[dict, dict]:
     """The sends and the receives that were posted so far: {message: (rank, buffer)}."""
-    sends, receives = {}, {}
+    sends = {}
+    receives = {}
     for rank, own in enumerate(program.steps):
         for step in own[: state.places[rank]]:
             if step[0] in ("send", "receive"):
-                (sends if step[0] == "send" else receives)[step[1]] = rank, step[2]
+                kind = sends if step[0] == "send" else receives
+                kind[step[1]] = rank, step[2]
     return sends, receives
 
 

@@ -81,7 +81,8 @@ class Writer:
     """
 
     def __init__(self, setting: Setting, draw: random.Random):
-        self.setting, self.draw = setting, draw
+        self.setting = setting
+        self.draw = draw
         self.steps: dict = {(rank, 0): [] for rank in range(setting.world_size)}
         self.pending: list = []  # pairs of a thread and the key that it will wait for
         self.running: set = set(self.steps)
@@ -148,7 +149,8 @@ class Writer:
         members = [(rank, thread_number) for rank in self.setting.groups[group]]
         if not set(members) <= self.running:
             return
-        name, count = self.draw.choice(COLLECTIVES), self.draw.choice(COUNTS)
+        name = self.draw.choice(COLLECTIVES)
+        count = self.draw.choice(COUNTS)
         for member in members:
             if self.draw.random() < 0.5:
                 self.add(member, "collective", name, count, group)
@@ -227,8 +229,11 @@ class Player:
     """
 
     def __init__(self, rank: int, setting: Setting, steps: dict, groups: list, layer: Any):
-        self.rank, self.setting, self.steps = rank, setting, steps
-        self.groups, self.layer = groups, layer
+        self.rank = rank
+        self.setting = setting
+        self.steps = steps
+        self.groups = groups
+        self.layer = layer
         self.began = clocks.moment()
         self.moments: dict = {thread: [] for thread in steps}
         self.works: dict = {}
@@ -307,17 +312,19 @@ class Player:
         all_to_all.
         """
         members = self.setting.groups[group]
-        size, first = len(members), members[0]
-        own, parts = torch.ones(count), [torch.ones(count) for _ in members]
-        is_first = self.rank == first
+        size = len(members)
+        first = members[0]
+        own = torch.ones(count)
+        parts = [torch.ones(count) for _ in members]
+        of_all = parts if self.rank == first else None
         ways: dict = {
             "all_reduce": (dist.all_reduce, own),
             "broadcast": (dist.broadcast, own, first),
             "reduce": (dist.reduce, own, first),
             "barrier": (dist.barrier,),
             "all_gather": (dist.all_gather, parts, own),
-            "gather": (dist.gather, own, parts if is_first else None, first),
-            "scatter": (dist.scatter, own, parts if is_first else None, first),
+            "gather": (dist.gather, own, of_all, first),
+            "scatter": (dist.scatter, own, of_all, first),
             "reduce_scatter": (reduce_scatter, own, torch.ones(size * count)),
             "all_to_all": (
                 dist.all_to_all_single,

@@ -38,24 +38,34 @@ class Message:
     """
 
     def __init__(self, clock: simpy.Environment, key: tuple, nbytes: int):
-        self.key, self.nbytes, self.posts = key, nbytes, 0
-        self.booked, self.ends = clock.event(), None
+        self.key = key
+        self.nbytes = nbytes
+        self.posts = 0
+        self.booked = clock.event()
+        self.ends = None
 
 
 class Collective:
     """A collective that some members have joined."""
 
     def __init__(self, clock: simpy.Environment, key: tuple, members: tuple):
-        self.key, self.members, self.joined, self.duration = key, members, 0, 0
-        self.has_bytes, self.steps = False, 0
-        self.booked, self.end = clock.event(), 0
+        self.key = key
+        self.members = members
+        self.joined = 0
+        self.duration = 0
+        self.has_bytes = False
+        self.steps = 0
+        self.booked = clock.event()
+        self.end = 0
 
 
 class Replay:
     """One program on its way."""
 
     def __init__(self, setting: Any, steps: dict, wrong: str = ""):
-        self.setting, self.steps, self.wrong = setting, steps, wrong
+        self.setting = setting
+        self.steps = steps
+        self.wrong = wrong
         self.clock = simpy.Environment(initial_time=0)
         self.moments: dict = {thread: [] for thread in steps}
         self.alive = {thread for thread in steps if thread[1] == 0}
@@ -90,7 +100,9 @@ class Replay:
                 yield self.clock.timeout(0)
             if self.due:
                 round_, self.due = self.due, []
-                for booking in round_ if self.wrong == "by arrival" else sorted(round_, key=order):
+                if self.wrong != "by arrival":
+                    round_.sort(key=order)
+                for booking in round_:
                     self.book(booking)
             elif self.turns:
                 self.turns.pop(min(self.turns)).succeed()
@@ -112,7 +124,8 @@ class Replay:
         now = self.clock.now
         if source == target:
             return now, now
-        duration, latency = self.bytes_take(message.nbytes), self.latency
+        duration = self.bytes_take(message.nbytes)
+        latency = self.latency
         start = max(now, self.way_out[source])
         departs = self.way_out[source] = start + duration
         arrives = max(start + latency, self.way_in[target]) + duration
@@ -230,7 +243,8 @@ class Replay:
             nbytes /= size
         duration = steps * (self.latency + self.bytes_take(nbytes))
         collective.duration = max(collective.duration, duration)
-        collective.has_bytes, collective.steps = nbytes > 0, steps
+        collective.has_bytes = nbytes > 0
+        collective.steps = steps
         collective.joined += 1
         if collective.joined == size:
             hosts = {self.setting.host(rank) for rank in members}

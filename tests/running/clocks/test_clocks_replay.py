@@ -85,7 +85,5 @@ def test_a_message_takes_what_the_formula_says():
         (0, 0): [("compute", 3), ("send", 1, 125, 0, 0), ("send", 1, 125, 0, 0)],
         (1, 0): [("recv", 0, 125, 0, 0), ("recv", 0, 125, 0, 0)],
     }
-    microseconds = {
-        thread: [moment / 1e6 for moment in own] for thread, own in replay(setting, steps).items()
-    }
-    assert microseconds == {(0, 0): [3, 7, 12], (1, 0): [8, 13]}
+    moments = replay(setting, steps)
+    assert moments == {(0, 0): [3_000_000, 7_000_000, 12_000_000], (1, 0): [8_000_000, 13_000_000]}

@@ -82,7 +82,8 @@ def a_schedule_that_cannot_run():
     """A pipeline of two stages: the first waits for a gradient before it has sent the
     activations.
     """
-    activations, gradients = torch.zeros(4), torch.zeros(4)
+    activations = torch.zeros(4)
+    gradients = torch.zeros(4)
     if dist.get_rank() == 0:
         dist.recv(gradients, 1)
         dist.send(activations, 1)
@@ -164,7 +165,10 @@ def slow_without_a_deadlock():
     with pytest.raises(queue.Empty):
         items.get(timeout=50)
     tensor = torch.full((LARGE,), float(rank))
-    dist.send(tensor, 1) if rank == 0 else dist.recv(tensor, 0)
+    if rank == 0:
+        dist.send(tensor, 1)
+    else:
+        dist.recv(tensor, 0)
     return tensor[0].item()
 
 

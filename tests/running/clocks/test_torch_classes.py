@@ -155,11 +155,14 @@ def by_objects():
 
 def by_groups():
     rank = dist.get_rank()
-    even, odd = dist.new_group([0, 2]), dist.new_group([1, 3])
+    even = dist.new_group([0, 2])
+    odd = dist.new_group([1, 3])
     own = torch.tensor([float(rank)])
-    dist.all_reduce(own, group=odd if rank % 2 else even)
+    group = odd if rank % 2 else even
+    dist.all_reduce(own, group=group)
     dist.monitored_barrier()
-    assert own.item() == (4.0 if rank % 2 else 2.0)
+    expected = 4.0 if rank % 2 else 2.0
+    assert own.item() == expected
     return True
 
 
@@ -176,7 +179,8 @@ def by_all_to_all():
 
 def by_a_batch_of_messages():
     rank = dist.get_rank()
-    sent, received = torch.full((3,), float(rank)), torch.zeros(3)
+    sent = torch.full((3,), float(rank))
+    received = torch.zeros(3)
     operations = [
         dist.P2POp(dist.isend, sent, (rank + 1) % RANKS),
         dist.P2POp(dist.irecv, received, (rank - 1) % RANKS),
