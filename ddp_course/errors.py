@@ -126,5 +126,9 @@ class NotFiniteError(CourseError):
     """A gradient has NaN or infinite elements; the message names the rank and the parameter."""
 
 
+class OrderError(CourseError):
+    """A message's memory was touched before the wait, or nobody waited: other orders would show."""
+
+
 class TooSlow(BaseException):
     """Raised in an answer that has used up its processor time; `except Exception` lets it pass."""

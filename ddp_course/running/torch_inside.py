@@ -21,7 +21,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import optimizer
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import (
+    _get_current_dispatch_mode_stack,
+    is_traceable_wrapper_subclass_type,
+)
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
@@ -29,6 +32,8 @@ from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 uncompiled = torch._disable_dynamo  # torch.compile leaves functions with this decorator as they are
 BatchNorm = _BatchNorm
+# Tensors of such classes, as DTensor, have others inside.
+is_wrapper = is_traceable_wrapper_subclass_type
 Operator = torch._ops.OpOverload  # A dispatch mode is given these.
 busy_gpu = torch.cuda._sleep
 default_group = (

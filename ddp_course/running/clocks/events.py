@@ -1,6 +1,7 @@
 """Messages and collectives between ranks: `post` or `join` one, then `wait` for its end."""
 
 import hashlib
+import zlib
 from typing import Any, NamedTuple
 
 from . import arbiter
@@ -69,9 +70,8 @@ def join(group: int, members: list[int], duration: int, has_bytes: bool, name: s
     """
     number = process.calls[group] = process.calls.get(group, 0) + 1
     what = f"for ranks {members} in {name}"
-    return joined(
-        hash((group, number)), arbiter.COLLECTIVE, group, number, members, duration, has_bytes, what
-    )
+    key = hash((group, number, zlib.crc32(name.encode())))  # Unlike collectives never meet.
+    return joined(key, arbiter.COLLECTIVE, group, number, members, duration, has_bytes, what)
 
 
 def join_new_group(name: str, members: list[int]) -> int:

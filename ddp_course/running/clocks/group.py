@@ -30,12 +30,20 @@ class Work(dist.Work):
         self.work = work
         self.ticket = ticket
         self.ended: int | None = None
+        self.finished = False
 
     def wait(self, timeout: Any = None) -> bool:
         """Wait in virtual time, then for gloo."""
         if own() is not None:
             self.settle()
-        return self.work.wait()
+        self.finish()
+        return True
+
+    def finish(self) -> None:
+        """Wait for gloo, once: a second wait for one message would be for the next."""
+        if not self.finished:
+            self.work.wait()
+            self.finished = True
 
     def settle(self) -> int:
         """Wait in virtual time; return the moment of the end."""
@@ -49,7 +57,9 @@ class Work(dist.Work):
         clock = own()
         if self.ended is None and clock is not None:
             clock.sleep_until(clock.moment, "for its turn")
-            return clock.ask(events.has_ended(self.ticket)) and self.work.wait()
+            if not clock.ask(events.has_ended(self.ticket)):
+                return False
+            self.finish()
         return True
 
     def get_future(self) -> torch.futures.Future:
@@ -93,7 +103,7 @@ class Future(torch.futures.Future):
             return
         thread = own()
         ended = self.work.settle()
-        self.work.work.wait()
+        self.work.finish()
         later = thread.moment
         thread.moment = ended
         try:
@@ -273,9 +283,9 @@ class Group(dist.ProcessGroup):
         self, outputs: list, inputs: list, opts: Any = None
     ) -> Work:
         """Collect each member's tensors, in one for each."""
-        work = self.inner.allgather_into_tensor_coalesced(
-            outputs, inputs, opts or dist.AllgatherOptions()
-        )
+        pairs = zip(outputs, inputs, strict=True)
+        options = opts or dist.AllgatherOptions()
+        work = Several([self.inner._allgather_base(*pair, options) for pair in pairs])
         return self.timed("all_gather", work, self.size() - 1, nbytes_of(inputs))
 
     def reduce_scatter(self, outputs: list, inputs: list, opts: Any = None) -> Work:

@@ -78,6 +78,8 @@ class Lock:
     def release(self) -> None:
         """Give the lock back, or to the thread that has waited longest."""
         clock = own()
+        if self.turns and clock is not None:
+            clock.take_turn()  # Whoever comes for the lock before this moment must find it taken.
         with self.guard:
             if not self.waiting:
                 self.real.release()

@@ -1,0 +1,295 @@
+"""Small random programs of messages, and what all their interleavings come to: the oracle for
+`every_order`.
+
+A program has a list of steps for each rank, which has three buffers and a sum of what it read:
+
+    ("send", message, buffer, peer)   post, the bytes leave at any moment until the wait is over
+    ("receive", message, buffer, peer)
+    ("wait", kind, message)           for the send or the receive of this rank
+    ("write", buffer, number)         buffer = 3 buffer + number
+    ("read", buffer)                  sum = 31 sum + buffer
+
+Every interleaving of the ranks' steps with the moments at which bytes are read from the sender's
+buffer and written to
+the receiver's is tried, with buffers (a send ends when its bytes are read) and without (when they
+are delivered).
+"""
+
+import random
+from typing import Any, NamedTuple
+
+BUFFERS = 3
+MODULUS = 2**20  # whole numbers up to here are exact in float64, also times 31
+
+
+class Outcome(NamedTuple):
+    """What all interleavings come to: the different ends, whether one is a deadlock, and whether
+    a wait is missing.
+    """
+
+    ends: frozenset
+    deadlock: bool
+    unwaited: bool
+
+    @property
+    def right(self) -> bool:
+        """Whether all interleavings end, in the same way, and nothing is left that nobody waited
+        for.
+        """
+        return not self.deadlock and not self.unwaited and len(self.ends) == 1
+
+
+class Program(NamedTuple):
+    """The steps of each rank."""
+
+    steps: tuple
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks take part."""
+        return len(self.steps)
+
+
+def starting_buffers(rank: int) -> tuple:
+    """What the buffers of a rank hold at the start."""
+    return tuple(100 * (rank + 1) + buffer for buffer in range(BUFFERS))
+
+
+def right_program(draw: random.Random) -> Program:
+    """A program whose steps, in the order in which they are drawn, never wait and never touch a
+    buffer on its way.
+    """
+    ranks = draw.randint(2, 3)
+    steps: list = [[] for _ in range(ranks)]
+    pending: list = []  # waits that are not in the program yet: (rank, step, buffer)
+    in_use: list = [set() for _ in range(ranks)]
+    for message in range(draw.randint(1, 4)):
+        place_some_waits(draw, steps, pending, in_use)
+        touch(draw, steps, in_use)
+        source, target = draw.sample(range(ranks), 2)
+        free = [sorted(set(range(BUFFERS)) - in_use[rank]) for rank in (source, target)]
+        if not all(free):
+            continue
+        out = draw.choice(free[0])
+        into = draw.choice(free[1])
+        steps[source].append(("send", message, out, target))
+        steps[target].append(("receive", message, into, source))
+        pending.append((source, ("wait", "send", message), out))
+        pending.append((target, ("wait", "receive", message), into))
+        in_use[source].add(out)
+        in_use[target].add(into)
+        touch(draw, steps, in_use)
+    while pending:
+        place_some_waits(draw, steps, pending, in_use)
+        touch(draw, steps, in_use)
+    return Program(tuple(map(tuple, steps)))
+
+
+def place_some_waits(draw: random.Random, steps: list, pending: list, in_use: list) -> None:
+    """Append the waits of some messages that are on their way; their buffers may be used again."""
+    draw.shuffle(pending)
+    for _ in range(draw.randint(0, len(pending))):
+        rank, step, buffer = pending.pop()
+        steps[rank].append(step)
+        in_use[rank].discard(buffer)
+
+
+def touch(draw: random.Random, steps: list, in_use: list) -> None:
+    """Append a read and a write of buffers that are not on their way."""
+    for rank, own in enumerate(steps):
+        for buffer in set(range(BUFFERS)) - in_use[rank]:
+            if draw.random() < 0.1:
+                own.append(("write", buffer, draw.randint(1, 99)))
+            if draw.random() < 0.1:
+                own.append(("read", buffer))
+
+
+def with_fault(draw: random.Random, program: Program) -> Program:
+    """The program after one change that may be a fault: a step goes or moves, or all messages
+    block.
+    """
+    steps = [list(own) for own in program.steps]
+    own = steps[draw.choice([rank for rank in range(program.ranks) if steps[rank]])]
+    step = own.pop(draw.randrange(len(own)))
+    if draw.random() < 0.4:
+        steps = [blocking(own) for own in program.steps]
+    elif step[0] != "wait" or draw.random() < 0.6:
+        own.insert(draw.randint(0, len(own)), step)
+    return Program(tuple(map(tuple, steps))) if makes_sense(steps) else with_fault(draw, program)
+
+
+def blocking(own: tuple) -> list:
+    """The steps of a rank that waits for each of its sends at once, and posts each receive where
+    it waits for it.
+    """
+    receives = {step[1]: step for step in own if step[0] == "receive"}
+    steps: list = []
+    for step in own:
+        if step[0] == "send":
+            steps += [step, ("wait", *step[:2])]
+        elif step[:2] == ("wait", "receive"):
+            steps += [receives[step[2]], step]
+        elif step[0] in ("write", "read"):
+            steps.append(step)
+    return steps
+
+
+def makes_sense(steps: list) -> bool:
+    """Whether on each rank every wait comes after its post."""
+    for own in steps:
+        posted = set()
+        for step in own:
+            if step[0] in ("send", "receive"):
+                posted.add((step[0], step[1]))
+            elif step[0] == "wait" and step[1:] not in posted:
+                return False
+    return True
+
+
+class State(NamedTuple):
+    """One moment of a run: places in the programs, buffers, sums, and what each message has come
+    to.
+    """
+
+    places: tuple
+    buffers: tuple
+    sums: tuple
+    taken: tuple  # {message: the bytes that were read from the sender's buffer}, as pairs
+    delivered: frozenset
+
+
+def all_interleavings(program: Program) -> Outcome:
+    """Try every interleaving, with buffers and without."""
+    waits = {
+        (rank, *step[1:])
+        for rank, own in enumerate(program.steps)
+        for step in own
+        if step[0] == "wait"
+    }
+    posts = {
+        (rank, step[0], step[1])
+        for rank, own in enumerate(program.steps)
+        for step in own
+        if step[0] in ("send", "receive")
+    }
+    ends: set = set()
+    deadlock = False
+    for buffered in (False, True):
+        start = State(
+            (0,) * program.ranks,
+            tuple(starting_buffers(rank) for rank in range(program.ranks)),
+            (0,) * program.ranks,
+            (),
+            frozenset(),
+        )
+        reached = {start}
+        todo = [start]
+        while todo:
+            state = todo.pop()
+            following = list(successors(program, state, buffered))
+            if not following:
+                over = all(
+                    place == len(own)
+                    for place, own in zip(state.places, program.steps, strict=True)
+                )
+                deadlock = deadlock or not over
+                if over:
+                    ends.add((state.buffers, state.sums))
+            todo += [each for each in following if each not in reached]
+            reached.update(following)
+    return Outcome(frozenset(ends), deadlock, waits != posts)
+
+
+def successors(program: Program, state: State, buffered: bool) -> Any:
+    """Yield the states that may follow: a rank makes a step, bytes are read, or bytes are
+    delivered.
+    """
+    taken = dict(state.taken)
+    sends, receives = posted(program, state)
+    for message, (rank, buffer) in sends.items():
+        if message not in taken:
+            value = state.buffers[rank][buffer]
+            yield state._replace(taken=tuple(sorted({**taken, message: value}.items())))
+    for send, receive in matched(program):
+        if send in taken and receive in receives and receive not in state.delivered:
+            rank, buffer = receives[receive]
+            buffers = changed(
+                state.buffers, rank, changed(state.buffers[rank], buffer, taken[send])
+            )
+            yield state._replace(buffers=buffers, delivered=state.delivered | {receive})
+    for rank, own in enumerate(program.steps):
+        if state.places[rank] < len(own):
+            following = after_step(program, state, rank, own[state.places[rank]], buffered, taken)
+            if following is not None:
+                yield following._replace(places=changed(state.places, rank, state.places[rank] + 1))
+
+
+def after_step(
+    program: Program, state: State, rank: int, step: tuple, buffered: bool, taken: dict
+) -> State | None:
+    """The state after a rank's step, but for its place; None if the step has to wait."""
+    if step[0] == "write":
+        buffer, number = step[1:]
+        value = (3 * state.buffers[rank][buffer] + number) % MODULUS
+        return state._replace(
+            buffers=changed(state.buffers, rank, changed(state.buffers[rank], buffer, value))
+        )
+    if step[0] == "read":
+        total = (31 * state.sums[rank] + state.buffers[rank][step[1]]) % MODULUS
+        return state._replace(sums=changed(state.sums, rank, total))
+    if step[0] != "wait":
+        return state
+    _, kind, message = step
+    if kind == "receive":
+        return state if message in state.delivered else None
+    if buffered:
+        return state if message in taken else None
+    partners = dict(matched(program))
+    return state if message in partners and partners[message] in state.delivered else None
+
+
+def posted(program: Program, state: State) -> tuple[dict, dict]:
+    """The sends and the receives that were posted so far: {message: (rank, buffer)}."""
+    sends = {}
+    receives = {}
+    for rank, own in enumerate(program.steps):
+        for step in own[: state.places[rank]]:
+            if step[0] in ("send", "receive"):
+                kind = sends if step[0] == "send" else receives
+                kind[step[1]] = rank, step[2]
+    return sends, receives
+
+
+def matched(program: Program) -> list[tuple]:
+    """Which send meets which receive: between two ranks, the first the first, and so on."""
+    ways: dict = {}
+    for rank, own in enumerate(program.steps):
+        for step in own:
+            if step[0] in ("send", "receive"):
+                way = (rank, step[3]) if step[0] == "send" else (step[3], rank)
+                ways.setdefault(way, ([], []))[step[0] == "receive"].append(step[1])
+    return [
+        pair for sends, receives in ways.values() for pair in zip(sends, receives, strict=False)
+    ]
+
+
+def changed(row: tuple, place: int, value: Any) -> tuple:
+    """The row with another value in one place."""
+    return (*row[:place], value, *row[place + 1 :])
+
+
+def play(program: Program, rank: int, send: Any, receive: Any, buffers: Any, total: Any) -> None:
+    """Really run the steps of a rank, on float64 tensors; `send` and `receive` post and return
+    what has a `wait`.
+    """
+    works = {}
+    for step in program.steps[rank]:
+        if step[0] in ("send", "receive"):
+            post = send if step[0] == "send" else receive
+            works[step[:2]] = post(buffers[step[2]], step[3])
+        elif step[0] == "wait":
+            works[step[1:]].wait()
+        elif step[0] == "write":
+            buffers[step[1]].mul_(3).add_(step[2]).remainder_(MODULUS)
+        else:
+            total.mul_(31).add_(buffers[step[1]]).remainder_(MODULUS)
