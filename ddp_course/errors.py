@@ -126,6 +126,10 @@ class NotFiniteError(CourseError):
     """A gradient has NaN or infinite elements; the message names the rank and the parameter."""
 
 
+class DeadlockError(CourseError, RuntimeError):
+    """Under virtual time every thread of every rank waits for another; the message names all."""
+
+
 class OrderError(CourseError):
     """A message's memory was touched before the wait, or nobody waited: other orders would show."""
 

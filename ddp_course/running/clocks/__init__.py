@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from ...errors import DeadlockError
 from .clock import Clock, advance, local, moment, now, own, process, several_compute
 from .events import join, post, wait
-from .stalls import DeadlockError
 from .table import CLOCK, FAILED, FLOOR, NEEDED, RUNNING, STATE, Table
 
 __all__ = [

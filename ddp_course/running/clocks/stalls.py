@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ...errors import CourseError
+from ...errors import DeadlockError
 from .table import BLOCKED, FLOOR, LATEST, LINE, NEEDED, RUNNING, STATE, real_clock, real_sleep
 
 PATIENCE_S = (
@@ -22,10 +22,6 @@ OWN_FOLDER = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__f
 PYTHON = os.path.dirname(os.path.abspath(threading.__file__))
 PACKAGES = os.path.dirname(os.path.dirname(os.path.abspath(torch.__file__)))
 LIBRARIES = (OWN_FOLDER, PACKAGES, PYTHON)
-
-
-class DeadlockError(CourseError, RuntimeError):
-    """Every thread of every rank waits for another."""
 
 
 def deadlock(clock: Any, why: str) -> DeadlockError:
