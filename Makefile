@@ -76,13 +76,13 @@ notebooks: setup  ## build and run the notebooks from authoring/lessons
 site: setup  ## the course as a web page, in site/
 	$(BIN)/python authoring/site.py $(ARGS)
 
-lint: setup  ## style, types, imports, notebooks in step with their sources, budgets of lines
+lint: setup  ## style, types, imports, notebooks in step with their sources, weights of rooms
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python authoring/build.py --check
-	$(BIN)/python authoring/budgets.py
+	$(BIN)/python authoring/weights.py
 
 clean:  ## remove what was installed and built
 	rm -rf $(VENV) build site .pytest_cache .ruff_cache .mypy_cache .import_linter_cache

@@ -1,4 +1,6 @@
-"""Puts lessons, exercises and documents into the wheel; everything else about the package is in pyproject.toml."""
+"""Puts lessons, exercises and documents into the wheel; everything else about the package is in
+pyproject.toml.
+"""
 
 import shutil
 from pathlib import Path

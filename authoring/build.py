@@ -1,17 +1,19 @@
 """Build what is made from sources: `python authoring/build.py [--check] [--execute] [--only 04]`.
 
     authoring/lessons/NN_topic.py            ->  notebooks/NN_topic.ipynb
-    authoring/lessons/NN_topic_exercise.py   ->  exercises/NN_topic.ipynb and solutions/NN_topic.ipynb
+    authoring/lessons/NN_topic_exercise.py   ->  exercises/NN_topic.ipynb and
+                                                 solutions/NN_topic.ipynb
     ddp_course/ladder.py                     ->  the table of stages in README.md
     docs/figures/compare.json                ->  the caption of the figure in README.md
     ddp_course/**/*.py                       ->  the list of files in docs/MAP.md
 
-Sources are jupytext's py:percent. A cell is named in its first line (`# %% ring-animation`), or else after its first
-words, and its id is made of the name, so that a rebuild is the same to the byte. Outputs of cells whose source did
-not change are kept. In exercises nbgrader's markers count: what stands between `### BEGIN SOLUTION` and
-`### END SOLUTION` becomes a NotImplementedError, what stands between the HIDDEN TESTS markers goes.
-Lessons and exercises, never solutions, get badges and a cell that installs the course on Colab (elsewhere.py).
-A cell `answer-4-2` is the learner's answer to task 4.2; `check-4-2` with `points=2` is its check.
+Sources are jupytext's py:percent. A cell is named in its first line (`# %% ring-animation`), or
+else after its first words, and its id is made of the name, so that a rebuild is the same to the
+byte. Outputs of cells whose source did not change are kept. In exercises nbgrader's markers count:
+what stands between `### BEGIN SOLUTION` and `### END SOLUTION` becomes a NotImplementedError, what
+stands between the HIDDEN TESTS markers goes. Lessons and exercises, never solutions, get badges and
+a cell that installs the course on Colab (elsewhere.py). A cell `answer-4-2` is the learner's answer
+to task 4.2; `check-4-2` with `points=2` is its check.
 """
 
 import argparse
@@ -35,9 +37,15 @@ from ddp_course import ladder
 from ddp_course.showing.plots import link_text
 
 ROOT = Path(__file__).resolve().parents[1]
-PRISTINE = "ddp_course/grading/pristine"
+PRISTINE = "ddp_grading/pristine"
+PACKAGES = ("ddp_course", "ddp_grading", "ddp_predictions")
 KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
-LANGUAGE = {"file_extension": ".py", "mimetype": "text/x-python", "name": "python", "pygments_lexer": "ipython3"}
+LANGUAGE = {
+    "file_extension": ".py",
+    "mimetype": "text/x-python",
+    "name": "python",
+    "pygments_lexer": "ipython3",
+}
 MARKER = re.compile(r"^(\s*)###\s*(BEGIN|END)\s+(SOLUTION|HIDDEN TESTS)\s*$")
 NEAR_MARKER = re.compile(r"^\s*#+\s*(BEGIN|END)\s+(SOLUTIONS?|HIDDEN\s+TESTS?)\b", re.IGNORECASE)
 TASK_CELL = re.compile(r"(answer|check)-(\d+)-(\d+)$")
@@ -50,10 +58,21 @@ class SourceError(ValueError):
 
 def main(arguments=None):
     """Build, check or execute what was asked for; return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--check", action="store_true", help="change nothing; fail if a notebook is not as its source")
-    parser.add_argument("--execute", action="store_true", help="run what was built, and keep the outputs")
-    parser.add_argument("--only", metavar="NN", action="append", help="only lessons whose name starts so; repeatable")
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="change nothing; fail if a notebook is not as its source",
+    )
+    parser.add_argument(
+        "--execute", action="store_true", help="run what was built, and keep the outputs"
+    )
+    parser.add_argument(
+        "--only",
+        metavar="NN",
+        action="append",
+        help="only lessons whose name starts so; repeatable",
+    )
     parser.add_argument("--root", type=Path, default=ROOT, help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     try:
@@ -74,26 +93,37 @@ def main(arguments=None):
 
 
 def build_all(root, only=None):
-    """Return {path: notebook without outputs} for all sources, or those whose name starts with one of `only`."""
+    """Return {path: notebook without outputs} for all sources, or those whose name starts with one
+    of `only`.
+    """
     built = {}
     for source in sorted((root / "authoring" / "lessons").glob("[0-9][0-9]_*.py")):
         if only and not source.name.startswith(tuple(only)):
             continue
         topic = source.stem.removesuffix("_exercise")
         if topic == source.stem:
-            built[root / "notebooks" / f"{topic}.ipynb"] = opened(lesson(source), "notebooks", source)
+            built[root / "notebooks" / f"{topic}.ipynb"] = opened(
+                lesson(source), "notebooks", source
+            )
         else:
             given = opened(exercise(source, False), "exercises", source)
             built[root / "exercises" / f"{topic}.ipynb"] = given
-            built[root / PRISTINE / f"{topic}.ipynb"] = given  # The grader starts from this unsolved copy.
+            built[root / PRISTINE / f"{topic}.ipynb"] = (
+                given  # The grader starts from this unsolved copy.
+            )
             built[root / "solutions" / f"{topic}.ipynb"] = exercise(source, solved=True)
     return built
 
 
 def opened(notebook, folder, source):
-    """`notebook` with the cells that open it elsewhere below its title, and a link between lesson and exercise."""
+    """`notebook` with the cells that open it elsewhere below its title, and a link between lesson
+    and exercise.
+    """
     topic = source.stem.removesuffix("_exercise")
-    folders = {"notebooks": source.with_name(f"{topic}.py"), "exercises": source.with_name(f"{topic}_exercise.py")}
+    folders = {
+        "notebooks": source.with_name(f"{topic}.py"),
+        "exercises": source.with_name(f"{topic}_exercise.py"),
+    }
     other = next((name for name, path in folders.items() if name != folder and path.exists()), None)
     below_title = int(notebook.cells[0].cell_type == "markdown")
     notebook.cells[below_title:below_title] = elsewhere.cells(folder, topic, other)
@@ -110,11 +140,17 @@ def lesson(source):
 
 
 def exercise(source, solved):
-    """The notebook of one exercise: with its solutions, or with NotImplementedError in their places."""
+    """The notebook of one exercise: with its solutions, or with NotImplementedError in their
+    places.
+    """
     cells, title = read_cells(source), {}
     for cell in cells:
         if cell.cell_type == "markdown":
-            title.update(re.findall(r"^#+\s+(?:Exercise\s+)?(\d+\.\d+)[:.]?\s+(.+?)\s*$", cell.source, re.MULTILINE))
+            title.update(
+                re.findall(
+                    r"^#+\s+(?:Exercise\s+)?(\d+\.\d+)[:.]?\s+(.+?)\s*$", cell.source, re.MULTILINE
+                )
+            )
         else:
             named = TASK_CELL.match(cell.id)
             task = f"{named[2]}.{named[3]}" if named else None
@@ -130,7 +166,9 @@ def exercise(source, solved):
 
 
 def without_regions(text, where, solved, message):
-    """Take the marked regions out of a cell; refuse markers that are nested, unclosed, misspelt or unopened."""
+    """Take the marked regions out of a cell; refuse markers that are nested, unclosed, misspelt or
+    unopened.
+    """
     kept, inside, at = [], None, 0
     for number, line in enumerate(text.splitlines(), 1):
         marker = MARKER.match(line)
@@ -142,11 +180,16 @@ def without_regions(text, where, solved, message):
             continue
         indent, edge, kind = marker.groups()
         if edge == "BEGIN" and inside is not None:
-            raise SourceError(f"{where}, line {number}: BEGIN {kind} inside the {inside} region begun in line {at}")
+            raise SourceError(
+                f"{where}, line {number}: BEGIN {kind} inside the {inside} region begun in line"
+                f" {at}"
+            )
         if edge == "END" and inside != kind:
             raise SourceError(f"{where}, line {number}: END {kind} without its BEGIN")
         if edge == "BEGIN" and kind == "SOLUTION" and not solved:
-            kept.append(f"{indent}raise NotImplementedError({json.dumps(message, ensure_ascii=False)})")
+            kept.append(
+                f"{indent}raise NotImplementedError({json.dumps(message, ensure_ascii=False)})"
+            )
         inside, at = (kind if edge == "BEGIN" else None), number
     if inside is not None:
         raise SourceError(f"{where}, line {at}: BEGIN {inside} is never closed")
@@ -158,7 +201,9 @@ def mark_for_grading(cell, role, task, where):
     points = cell.metadata.pop("points", None)
     if (points is None) == (role == "check"):
         raise SourceError(f"{where}: a check cell states its points, an answer cell does not")
-    cell.metadata["ddp_course"] = {"role": role, "task": task} | ({"points": points} if role == "check" else {})
+    cell.metadata["ddp_course"] = {"role": role, "task": task} | (
+        {"points": points} if role == "check" else {}
+    )
     cell.metadata["nbgrader"] = {
         "grade": role == "check",
         "grade_id": cell.id,
@@ -218,7 +263,9 @@ def unused(identifier, taken):
 
 def notebook_of(cells):
     """A notebook with our fixed metadata."""
-    return new_notebook(cells=cells, metadata={"kernelspec": dict(KERNEL), "language_info": dict(LANGUAGE)})
+    return new_notebook(
+        cells=cells, metadata={"kernelspec": dict(KERNEL), "language_info": dict(LANGUAGE)}
+    )
 
 
 def keep_outputs(notebook, path):
@@ -259,7 +306,9 @@ def without_outputs(path):
 
 
 def readme(root):
-    """The text of README.md with the caption of its figure and the table of `ladder.py`, each between its two marks."""
+    """The text of README.md with the caption of its figure and the table of `ladder.py`, each
+    between its two marks.
+    """
     text = (root / "README.md").read_text()
     for mark, part in {"caption": caption(root), "ladder": ladder_table()}.items():
         before, _, after = text.split(f"<!-- {mark} -->")
@@ -268,34 +317,57 @@ def readme(root):
 
 
 def rungs():
-    """(number, module, ideas, times to average) of each module, in the order in which they are climbed."""
+    """(number, module, ideas, times to average) of each module, in the order in which they are
+    climbed.
+    """
     rows = []
     for module in ladder.MODULES:
         steps = [stage for stage in ladder.STAGES.values() if stage.module == module]
-        ideas, times = (dict.fromkeys(getattr(step, field) for step in steps) for field in ("idea", "time"))
-        rows.append((module.split("_")[0].removeprefix("stage"), module, ", then ".join(ideas), ", then ".join(times)))
+        ideas, times = (
+            dict.fromkeys(getattr(step, field) for step in steps) for field in ("idea", "time")
+        )
+        rows.append(
+            (
+                module.split("_")[0].removeprefix("stage"),
+                module,
+                ", then ".join(ideas),
+                ", then ".join(times),
+            )
+        )
     return rows
 
 
 def ladder_table():
     """The ladder as the README's table, one row per module."""
-    rows = ["| N | module | the one new idea | time to average p bytes over K ranks, link of b bytes/s |"]
+    rows = [
+        "| N | module | the one new idea | time to average p bytes over K ranks, link of b"
+        " bytes/s |"
+    ]
     rows += ["|---|---|---|---|"]
-    rows += [f"| {number} | `{module}` | {ideas} | {times} |" for number, module, ideas, times in rungs()]
+    rows += [
+        f"| {number} | `{module}` | {ideas} | {times} |" for number, module, ideas, times in rungs()
+    ]
     return "\n".join(rows)
 
 
 def map_of_files(root):
-    """The text of docs/MAP.md with a table per folder: each module, and the first line of its docstring."""
+    """The text of docs/MAP.md with a table per folder: each module, and the first paragraph of its
+    docstring.
+    """
     before, _, after = (root / "docs" / "MAP.md").read_text().split("<!-- files -->")
     folders = {}
-    for path in sorted((root / "ddp_course").rglob("*.py")):
+    files = [path for package in PACKAGES for path in sorted((root / package).rglob("*.py"))]
+    for path in files:
         docstring = ast.get_docstring(ast.parse(path.read_text()))
         if docstring:
-            line = docstring.splitlines()[0].replace("|", "\\|")
-            folders.setdefault(path.parent.relative_to(root), []).append(f"| `{path.name}` | {line} |")
+            paragraph = " ".join(docstring.split("\n\n")[0].split())
+            line = paragraph.replace("|", "\\|")
+            folders.setdefault(path.parent.relative_to(root), []).append(
+                f"| `{path.name}` | {line} |"
+            )
     tables = [
-        f"**`{folder}/`**\n\n| module | what |\n|---|---|\n" + "\n".join(rows) for folder, rows in folders.items()
+        f"**`{folder}/`**\n\n| module | what |\n|---|---|\n" + "\n".join(rows)
+        for folder, rows in folders.items()
     ]
     return f"{before}<!-- files -->\n\n" + "\n\n".join(tables) + f"\n\n<!-- files -->{after}"
 
@@ -306,10 +378,10 @@ def caption(root):
     faster = {stage["stage"]: f"{stage['speed_up']:.1f}" for stage in results["stages"]}
     devices = results["world_size"]
     return textwrap.fill(
-        f"*`make compare` on two CPU cores: {devices} emulated devices of "
-        f"{results['emulated_device']['text']}, joined by {link_text(results)}. All end with the same weights. "
-        f"A server makes {devices} devices {faster['3']} times as fast as one, a ring {faster['4']} times, "
-        f"buckets {faster['5']} times.*",
+        f"*`make compare` on two CPU cores: {devices} emulated devices of"
+        f" {results['emulated_device']['text']}, joined by {link_text(results)}. All end with the"
+        f" same weights. A server makes {devices} devices {faster['3']} times as fast as one, a"
+        f" ring {faster['4']} times, buckets {faster['5']} times.*",
         120,
     )
 
@@ -327,14 +399,19 @@ def report_differences(root, built, complete):
             wrong.append("README.md differs from ddp_course/ladder.py or docs/figures/compare.json")
         page = root / "docs" / "MAP.md"
         if page.exists() and map_of_files(root) != page.read_text():
-            wrong.append("docs/MAP.md differs from the first lines of the package's modules")
+            wrong.append("docs/MAP.md differs from the first paragraphs of the packages' modules")
         for folder in ("notebooks", "exercises", "solutions", PRISTINE):
             strays = set((root / folder).glob("*.ipynb")) - built.keys()
-            wrong += [f"{folder}/{path.name} has no source in authoring/lessons" for path in sorted(strays)]
+            wrong += [
+                f"{folder}/{path.name} has no source in authoring/lessons"
+                for path in sorted(strays)
+            ]
     for line in wrong:
         print(f"build.py: {line}", file=sys.stderr)
     if wrong:
-        print("build.py: run `python authoring/build.py` and commit what it writes", file=sys.stderr)
+        print(
+            "build.py: run `python authoring/build.py` and commit what it writes", file=sys.stderr
+        )
     return 1 if wrong else 0
 
 
@@ -346,7 +423,11 @@ def execute_all(root, built):
             continue  # Unsolved exercises raise errors.
         start = time.perf_counter()
         problem = execute(notebook, path, root)
-        print(f"{path.parent.name}/{path.name}: {problem or 'ran'} in {time.perf_counter() - start:.1f} s", flush=True)
+        print(
+            f"{path.parent.name}/{path.name}: {problem or 'ran'} in"
+            f" {time.perf_counter() - start:.1f} s",
+            flush=True,
+        )
         failed = failed or problem is not None
         if problem is None:
             write(notebook, path)
@@ -360,7 +441,9 @@ def execute(notebook, path, root):
 
     notebook.metadata.pop("widgets", None)
     where = {"metadata": {"path": str(path.parent)}}
-    client = NotebookClient(notebook, timeout=300, kernel_name="python3", resources=where, record_timing=False)
+    client = NotebookClient(
+        notebook, timeout=300, kernel_name="python3", resources=where, record_timing=False
+    )
     try:
         client.execute(env={**os.environ, "PYTHONHASHSEED": "0"})
     except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
@@ -372,11 +455,16 @@ def execute(notebook, path, root):
 
 def tidy(notebook, path, root):
     """Make outputs the same on every machine: no paths, no random widget ids, our own metadata."""
-    notebook.metadata["language_info"], notebook.metadata["kernelspec"] = dict(LANGUAGE), dict(KERNEL)
+    notebook.metadata["language_info"], notebook.metadata["kernelspec"] = (
+        dict(LANGUAGE),
+        dict(KERNEL),
+    )
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)
         if cell.cell_type == "code":
-            cell.outputs = nbformat.from_dict(map_text(cell.outputs, lambda text: without_paths(text, root)))
+            cell.outputs = nbformat.from_dict(
+                map_text(cell.outputs, lambda text: without_paths(text, root))
+            )
     text = nbformat.writes(notebook, version=4)
     for position, old in enumerate(widget_ids(notebook)):
         text = text.replace(old, hashlib.md5(f"{path.name} {position}".encode()).hexdigest())
@@ -385,24 +473,35 @@ def tidy(notebook, path, root):
 
 
 def widget_ids(notebook):
-    """The ids of all widgets, which are drawn at random: those in the outputs first, then those that they refer to."""
-    widgets = notebook.metadata.get("widgets", {}).get("application/vnd.jupyter.widget-state+json", {})
+    """The ids of all widgets, which are drawn at random: those in the outputs first, then those
+    that they refer to.
+    """
+    widgets = notebook.metadata.get("widgets", {}).get(
+        "application/vnd.jupyter.widget-state+json", {}
+    )
     waiting, ordered = [json.dumps([cell.get("outputs") for cell in notebook.cells])], []
     states = {key: json.dumps(state) for key, state in widgets.get("state", {}).items()}
     while waiting:
         text = waiting.pop(0)
-        keys = [key for key in re.findall(r"[0-9a-f]{32}", text) if key in states and key not in ordered]
+        keys = [
+            key for key in re.findall(r"[0-9a-f]{32}", text) if key in states and key not in ordered
+        ]
         for key in dict.fromkeys(keys):
             ordered.append(key)
             waiting.append(states[key])
-    without_ids = {key: re.sub(r"[0-9a-f]{32}", "", states[key]) for key in states if key not in ordered}
+    without_ids = {
+        key: re.sub(r"[0-9a-f]{32}", "", states[key]) for key in states if key not in ordered
+    }
     return ordered + sorted(without_ids, key=without_ids.get)
 
 
 def map_text(thing, change):
     """Apply `change` to every string in nested dicts and lists, except pictures."""
     if isinstance(thing, dict):
-        return {key: value if key.startswith("image/p") else map_text(value, change) for key, value in thing.items()}
+        return {
+            key: value if key.startswith("image/p") else map_text(value, change)
+            for key, value in thing.items()
+        }
     if isinstance(thing, list):
         return [map_text(value, change) for value in thing]
     return change(thing) if isinstance(thing, str) else thing
@@ -412,7 +511,9 @@ def without_paths(text, root):
     """Shorten paths of this checkout, its environment and its temporary cell files."""
     text = LOCAL_NAMES.sub("cell", text)
     for prefix in {str(root), str(Path(sys.prefix)), str(Path(sys.base_prefix))}:
-        text = re.sub(re.escape(prefix) + r"/((?:\.venv/)?lib/python[\d.]+/(?:site-packages/)?)?", "", text)
+        text = re.sub(
+            re.escape(prefix) + r"/((?:\.venv/)?lib/python[\d.]+/(?:site-packages/)?)?", "", text
+        )
     return text.replace(str(Path.home()) + "/", "~/")
 
 
@@ -422,7 +523,11 @@ def local_paths(notebook, root):
     for cell in notebook.cells:
         map_text(cell.get("outputs", []), texts.append)
     for prefix in (str(root), sys.prefix, str(Path.home()) + "/", tempfile.gettempdir() + "/"):
-        names.update(match for text in texts for match in re.findall(re.escape(prefix) + r"[\w./-]*", text or ""))
+        names.update(
+            match
+            for text in texts
+            for match in re.findall(re.escape(prefix) + r"[\w./-]*", text or "")
+        )
     return sorted(names)
 
 

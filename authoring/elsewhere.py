@@ -1,4 +1,5 @@
-"""Badges that open a notebook on somebody else's machine, and the cell that installs the course there.
+"""Badges that open a notebook on somebody else's machine, and the cell that installs the course
+there.
 
 The repository's address is in pyproject.toml, under [project.urls], and nowhere else.
 """
@@ -10,12 +11,19 @@ from nbformat.v4 import new_code_cell, new_markdown_cell
 
 ROOT = Path(__file__).resolve().parents[1]
 BADGES, INSTALL = "open-elsewhere", "install-elsewhere"  # These are the ids of the two cells.
-NEEDED = ("cloudpickle", "nbval", "pyroute2", "simpy")  # Colab and Kaggle lack these packages and have the rest.
+NEEDED = (
+    "cloudpickle",
+    "nbval",
+    "pyroute2",
+    "simpy",
+)  # Colab and Kaggle lack these packages and have the rest.
 INSTALLING = """\
-# On Colab and Kaggle this installs the course and leaves torch as it is. Anywhere else it does nothing.
+# On Colab and Kaggle this installs the course and leaves torch as it is.
+# Anywhere else it does nothing.
 import importlib.util, os, subprocess, sys
 
-if {{"COLAB_RELEASE_TAG", "KAGGLE_KERNEL_RUN_TYPE"}} & os.environ.keys() and not importlib.util.find_spec("ddp_course"):
+hosted = {{"COLAB_RELEASE_TAG", "KAGGLE_KERNEL_RUN_TYPE"}} & os.environ.keys()
+if hosted and not importlib.util.find_spec("ddp_course"):
     for wanted in (["--no-deps", "ddp-course @ git+{repository}"], {needed}):
         subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *wanted], check=True)"""
 
@@ -23,11 +31,15 @@ if {{"COLAB_RELEASE_TAG", "KAGGLE_KERNEL_RUN_TYPE"}} & os.environ.keys() and not
 def repository() -> str:
     """The address of the course's repository on GitHub, such as https://github.com/owner/name."""
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    return re.search(r'^Repository = "(https://github\.com/[\w.-]+/[\w.-]+)"$', text, re.MULTILINE)[1]
+    return re.search(r'^Repository = "(https://github\.com/[\w.-]+/[\w.-]+)"$', text, re.MULTILINE)[
+        1
+    ]
 
 
 def addresses(path: str) -> dict[str, str]:
-    """{place: address that opens the notebook at `path`, a path in the repository}; solutions are refused."""
+    """{place: address that opens the notebook at `path`, a path in the repository}; solutions are
+    refused.
+    """
     if not path.startswith(("notebooks/", "exercises/")):
         raise ValueError(f"badges open lessons and exercises, not {path}")
     home = repository()
@@ -41,12 +53,23 @@ def addresses(path: str) -> dict[str, str]:
 
 
 def cells(folder: str, topic: str, other: str | None) -> list:
-    """The two cells: badges, with a link to the `other` notebook (exercise or lesson) of this `topic`, and install."""
+    """The two cells: badges, with a link to the `other` notebook (exercise or lesson) of this
+    `topic`, and install.
+    """
     opened = addresses(f"{folder}/{topic}.ipynb")
-    row = [f"[![Open in {place}](../docs/badges/{place.lower()}.svg)]({opened[place]})" for place in opened]
+    row = [
+        f"[![Open in {place}](../docs/badges/{place.lower()}.svg)]({opened[place]})"
+        for place in opened
+    ]
     if other:
         back = "Lesson" if folder == "exercises" else "Exercise"
         row.append(f"[{back} {int(topic[:2])}](../{other}/{topic}.ipynb)")
     install = INSTALLING.format(repository=repository(), needed=list(NEEDED))
-    folded = {"jupyter": {"source_hidden": True}, "cellView": "form"}  # JupyterLab reads one, Colab the other.
-    return [new_markdown_cell("\n".join(row), id=BADGES), new_code_cell(install, id=INSTALL, metadata=folded)]
+    folded = {
+        "jupyter": {"source_hidden": True},
+        "cellView": "form",
+    }  # JupyterLab reads one, Colab the other.
+    return [
+        new_markdown_cell("\n".join(row), id=BADGES),
+        new_code_cell(install, id=INSTALL, metadata=folded),
+    ]

@@ -1,11 +1,13 @@
 """Build the course as a web site: `python authoring/site.py [--out site]`.
 
-    notebooks/*.ipynb, exercises/*.ipynb  ->  pages of Markdown (web/pages.py), explorers drawn (web/explorers.py)
+    notebooks/*.ipynb, exercises/*.ipynb  ->  pages of Markdown (web/pages.py), explorers drawn
+                                              (web/explorers.py)
     docs/*.md                             ->  pages too
     the package's docstrings              ->  reference/, by mkdocstrings
     all of it                             ->  HTML by Material for MkDocs (web/mkdocs.yml says why)
 
-Nothing is fetched, neither when the site is built nor when its pages are opened, from a server or from a file.
+Nothing is fetched, neither when the site is built nor when its pages are opened, from a server or
+from a file.
 """
 
 import argparse
@@ -29,12 +31,19 @@ ROOMS = {"The whole": ["cli", "train", "problems", "ladder", "variants", "errors
 
 def main(arguments=None):
     """Build the whole site; return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, default=ROOT / "site", help="folder to build into (default: site)")
-    parser.add_argument("--pictures", type=int, default=PICTURES, metavar="N", help="most pictures an explorer gets")
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "site", help="folder to build into (default: site)"
+    )
+    parser.add_argument(
+        "--pictures", type=int, default=PICTURES, metavar="N", help="most pictures an explorer gets"
+    )
     args = parser.parse_args(arguments)
     if args.out.exists() and any(args.out.iterdir()) and not (args.out / "index.html").exists():
-        print(f"site.py: {args.out} is not empty and holds no site; choose another folder", file=sys.stderr)
+        print(
+            f"site.py: {args.out} is not empty and holds no site; choose another folder",
+            file=sys.stderr,
+        )
         return 2
     with tempfile.TemporaryDirectory() as folder:
         nav = write_sources(Path(folder), args.pictures)
@@ -47,8 +56,12 @@ def main(arguments=None):
 def write_sources(folder, pictures):
     """Write all Markdown, pictures and scripts into `folder`; return the table of contents."""
     made = {
-        "Lessons": [pages.notebook(path) for path in sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))],
-        "Exercises": [pages.notebook(path) for path in sorted((ROOT / "exercises").glob("[0-9]*.ipynb"))],
+        "Lessons": [
+            pages.notebook(path) for path in sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
+        ],
+        "Exercises": [
+            pages.notebook(path) for path in sorted((ROOT / "exercises").glob("[0-9]*.ipynb"))
+        ],
         "More": [pages.document(path) for path in sorted((ROOT / "docs").glob("*.md"))],
     }
     every = [page for group in made.values() for page in group]
@@ -60,17 +73,27 @@ def write_sources(folder, pictures):
         shutil.copytree(ROOT / "docs" / name, folder / "docs" / name)
     shutil.copytree(WEB / "assets", folder / "assets")
     (folder / "index.md").write_text(first_page(), encoding="utf-8")
-    nav = [{"Start": "index.md"}, *({name: [page.path for page in group]} for name, group in made.items())]
+    nav = [
+        {"Start": "index.md"},
+        *({name: [page.path for page in group]} for name, group in made.items()),
+    ]
     return [*nav, {"Reference": reference(folder / "reference")}]
 
 
 def draw(recipes, pictures):
-    """{place: data} of all explorers, drawn in turn: a process that is forked beside torch's threads may never end."""
-    return {place: explorers.drawn(recipe, pictures) for place, recipe in tqdm(recipes.items(), desc="explorers")}
+    """{place: data} of all explorers, drawn in turn: a process that is forked beside torch's
+    threads may never end.
+    """
+    return {
+        place: explorers.drawn(recipe, pictures)
+        for place, recipe in tqdm(recipes.items(), desc="explorers")
+    }
 
 
 def write_page(folder, page, drawn):
-    """Write one page, its pictures, and its explorers' data, as scripts: a page that is a file loads nothing else."""
+    """Write one page, its pictures, and its explorers' data, as scripts: a page that is a file
+    loads nothing else.
+    """
     path = folder / page.path
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page.markdown, encoding="utf-8")
@@ -96,13 +119,17 @@ def first_page():
 
 
 def rung(number, module, ideas, times):
-    """One line of the ladder on the first page: the idea, which leads to its lesson, and what an average costs."""
+    """One line of the ladder on the first page: the idea, which leads to its lesson, and what an
+    average costs.
+    """
     [lesson] = (ROOT / "notebooks").glob(f"{int(number):02}_*.ipynb")
     return f"{number}. [{ideas}](notebooks/{lesson.stem}.md) <span>{times}</span>"
 
 
 def reference(folder):
-    """Write the pages of the reference, a page for the stages and one for each room; return their part of the nav."""
+    """Write the pages of the reference, a page for the stages and one for each room; return their
+    part of the nav.
+    """
     folder.mkdir(parents=True)
     package = ROOT / "ddp_course"
     stages = sorted(path for path in package.glob("stage*") if path.name != "__pycache__")
@@ -113,9 +140,14 @@ def reference(folder):
     nav = []
     for title, names in rooms.items():
         page = f"{title.lower().replace(' ', '_')}.md"
-        blocks = [f"## {name}\n\n::: ddp_course.{name}\n    options: {{show_root_heading: false}}" for name in names]
+        blocks = [
+            f"## {name}\n\n::: ddp_course.{name}\n    options: {{show_root_heading: false}}"
+            for name in names
+        ]
         behind = "---\nsearch:\n  boost: 0.2\n---"  # The search shows lessons first.
-        (folder / page).write_text("\n\n".join([behind, f"# {title}: reference", *blocks, ""]), encoding="utf-8")
+        (folder / page).write_text(
+            "\n\n".join([behind, f"# {title}: reference", *blocks, ""]), encoding="utf-8"
+        )
         nav.append({title: f"reference/{page}"})
     return nav
 
@@ -134,7 +166,11 @@ def generate(sources, out, nav):
     from mkdocs.config import load_config
 
     logging.basicConfig(level=logging.WARNING, format="site.py: %(message)s")
-    build(load_config(str(WEB / "mkdocs.yml"), docs_dir=str(sources), site_dir=str(out), nav=nav, strict=True))
+    build(
+        load_config(
+            str(WEB / "mkdocs.yml"), docs_dir=str(sources), site_dir=str(out), nav=nav, strict=True
+        )
+    )
 
 
 if __name__ == "__main__":

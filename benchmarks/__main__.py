@@ -10,9 +10,13 @@ from . import BENCHMARKS
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the benchmark that the first word names with the options after it; return the exit code."""
+    """Run the benchmark that the first word names with the options after it; return the exit
+    code.
+    """
     words = sys.argv[1:] if arguments is None else arguments
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="measure speed ratios, side by side")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description="measure speed ratios, side by side"
+    )
     parser.add_argument("name", choices=BENCHMARKS, help="NAME --help lists its options")
     benchmark = import_module(f".{parser.parse_args(words[:1]).name}", __package__).BENCHMARK
     args = benchmark.parser().parse_args(words[1:])

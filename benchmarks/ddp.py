@@ -1,8 +1,9 @@
-"""`python -m benchmarks ddp`: stage 6 beside torch's own DistributedDataParallel, on gloo and the CPU.
+"""`python -m benchmarks ddp`: stage 6 beside torch's own DistributedDataParallel, on gloo and the
+CPU.
 
-Both train copies of the same model in the same processes and take turns step by step, so that whatever disturbs the
-machine disturbs both. Other parts measure what the Python hooks cost per parameter, memory, overlap, and "auto" buckets
-over a slow link.
+Both train copies of the same model in the same processes and take turns step by step, so that
+whatever disturbs the machine disturbs both. Other parts measure what the Python hooks cost per
+parameter, memory, overlap, and "auto" buckets over a slow link.
 """
 
 import argparse
@@ -30,7 +31,14 @@ from .harness import Benchmark, Part, Promise, Row, medians, promises_of_ratios,
 from .training import model_and_batch, step
 
 WORLD_SIZES = (2, 4)
-EACH, GEOMETRIC_MEAN, RING_EACH, MEMORY, SLOW_LINK, HOOK_MICROSECONDS = 1.05, 1.00, 1.10, 1.05, 0.95, 15
+EACH, GEOMETRIC_MEAN, RING_EACH, MEMORY, SLOW_LINK, HOOK_MICROSECONDS = (
+    1.05,
+    1.00,
+    1.10,
+    1.05,
+    0.95,
+    15,
+)
 MODELS = {
     "MLP, 4 M": ("synthetic", {"parameters": 2**22, "width": 1024}, 64),
     "GPT, 1 M": ("bytes", {"parameters": 1_000_000}, 8),
@@ -38,8 +46,14 @@ MODELS = {
     "encoder, 48 small parameters": ("encoder", {}, 16),
     "GPT, 1 M, large batch": ("bytes", {"parameters": 1_000_000}, 24),
 }
-STEPS, SLOW = list(MODELS)[:4], list(MODELS)[4]  # SLOW's backward pass must last as long as a slow all-reduce.
-VIEWS = ("MLP, 4 M", "encoder, 48 small parameters")  # One has few large parameters, the other many small ones.
+STEPS, SLOW = (
+    list(MODELS)[:4],
+    list(MODELS)[4],
+)  # SLOW's backward pass must last as long as a slow all-reduce.
+VIEWS = (
+    "MLP, 4 M",
+    "encoder, 48 small parameters",
+)  # One has few large parameters, the other many small ones.
 RING = {"all_reduce": pipelined_ring_all_reduce}
 WRAPPERS: dict[str, Callable[..., Any]] = {
     "torch": TorchDDP,
@@ -59,13 +73,18 @@ def on_cpu(function: Callable, *args: Any, world_size: int, **settings: Any) -> 
 def step_times(args: argparse.Namespace) -> Part:
     """Seconds of a step with each wrapper for each network, model and K.
 
-    Where a model happens to lie in memory shifts its times by some percent. So the wrappers are made in several
-    orders, each in a launch of its own; a row has the geometric means of the launches' medians.
+    Where a model happens to lie in memory shifts its times by some percent. So the wrappers are
+    made in several orders, each in a launch of its own; a row has the geometric means of the
+    launches' medians.
     """
     rows = []
     for (network, link), model, world_size in product(networks().items(), STEPS, WORLD_SIZES):
-        orders = ORDERS if link is None else (ORDERS[0], ORDERS[-1])  # Over links times vary less: two orders will do.
-        train = partial(on_cpu, wrappers_in_turn, model, args.repeats, world_size=world_size, link=link)
+        orders = (
+            ORDERS if link is None else (ORDERS[0], ORDERS[-1])
+        )  # Over links times vary less: two orders will do.
+        train = partial(
+            on_cpu, wrappers_in_turn, model, args.repeats, world_size=world_size, link=link
+        )
         seconds = means([train(order) for order in orders])
         rows.append({"network": network, "model": model, "world_size": world_size, **seconds})
     return Part(rows, promised_steps(rows), [ratios(row) for row in rows])
@@ -73,24 +92,33 @@ def step_times(args: argparse.Namespace) -> Part:
 
 def means(launches: list[dict[str, float]]) -> dict[str, float]:
     """{wrapper: the geometric mean of its seconds} of several launches."""
-    return {kind: statistics.geometric_mean([medians[kind] for medians in launches]) for kind in launches[0]}
+    return {
+        kind: statistics.geometric_mean([medians[kind] for medians in launches])
+        for kind in launches[0]
+    }
 
 
 def ratios(row: Row) -> Row:
     """A row of step times as it is printed."""
     setting: Row = {name: row[name] for name in ("network", "model", "world_size") if name in row}
-    ours = {f"{name}, times that": row[name] / row["torch"] for name in row if name.startswith("ours")}
+    ours = {
+        f"{name}, times that": row[name] / row["torch"] for name in row if name.startswith("ours")
+    }
     return {**setting, "torch, ms": 1e3 * row["torch"], **ours}
 
 
 def networks() -> dict[str, Link | None]:
-    """{name: link}: loopback, and virtual hosts if this machine allows them and can carry their links."""
+    """{name: link}: loopback, and virtual hosts if this machine allows them and can carry their
+    links.
+    """
     link = virtual_hosts(HOSTS_BANDWIDTH, max(WORLD_SIZES))
     return {"loopback": None} | ({"virtual hosts": link} if link else {})
 
 
 def virtual_hosts(bandwidth: str, world_size: int) -> Link | None:
-    """Links between virtual hosts, which torch's collectives feel too; None, with the reason printed, if not here."""
+    """Links between virtual hosts, which torch's collectives feel too; None, with the reason
+    printed, if not here.
+    """
     try:
         link = Link(bandwidth, mode="hosts")
         link.check(world_size)
@@ -105,28 +133,44 @@ def promised_steps(rows: list[Row]) -> list[Promise]:
     same = [row["ours"] / row["torch"] for row in rows]
     ring = [row["ours, ring"] / row["torch"] for row in rows]
     promises = promises_of_ratios("step time, times torch's", same, GEOMETRIC_MEAN, EACH)
-    return [*promises, Promise("step time with our ring, times torch's, slowest", max(ring), RING_EACH)]
+    return [
+        *promises,
+        Promise("step time with our ring, times torch's, slowest", max(ring), RING_EACH),
+    ]
 
 
 def views_into_buckets(args: argparse.Namespace) -> Part:
-    """Seconds of a step with `gradient_as_bucket_view=True`, in both orders of making the wrappers, a row for each.
+    """Seconds of a step with `gradient_as_bucket_view=True`, in both orders of making the wrappers,
+    a row for each.
 
     As in `step_times`, a row has the geometric means of several launches' medians.
     """
     rows: list[Row] = []
     for model, world_size, order in product(VIEWS, WORLD_SIZES, permutations(("torch", "ours"))):
-        train = partial(on_cpu, wrappers_in_turn, model, args.repeats, order, True, world_size=world_size)
+        train = partial(
+            on_cpu, wrappers_in_turn, model, args.repeats, order, True, world_size=world_size
+        )
         seconds = means([train() for _ in range(VIEW_LAUNCHES)])
         rows.append({"model": model, "world_size": world_size, "made first": order[0], **seconds})
     ratio = [row["ours"] / row["torch"] for row in rows]
-    promises = promises_of_ratios("step time with views, times torch's", ratio, GEOMETRIC_MEAN, EACH)
+    promises = promises_of_ratios(
+        "step time with views, times torch's", ratio, GEOMETRIC_MEAN, EACH
+    )
     return Part(rows, promises, [{"made first": row["made first"], **ratios(row)} for row in rows])
 
 
-def wrappers_in_turn(model: str, repeats: int, order: tuple[str, ...], as_view: bool = False) -> dict[str, float]:
-    """On each rank: median seconds of a step for each wrapper in `order`, each with a model of its own."""
+def wrappers_in_turn(
+    model: str, repeats: int, order: tuple[str, ...], as_view: bool = False
+) -> dict[str, float]:
+    """On each rank: median seconds of a step for each wrapper in `order`, each with a model of its
+    own.
+    """
     wrappers = {name: partial(WRAPPERS[name], gradient_as_bucket_view=as_view) for name in order}
-    return medians({name: training_step(wrapper, model) for name, wrapper in wrappers.items()}, repeats, warm_up=4)
+    return medians(
+        {name: training_step(wrapper, model) for name, wrapper in wrappers.items()},
+        repeats,
+        warm_up=4,
+    )
 
 
 def training_step(wrapper: Callable, model: str) -> Callable[[], float]:
@@ -144,7 +188,9 @@ def hook_costs(args: argparse.Namespace) -> Part:
 
 
 def cost_without_communication(repeats: int) -> dict[str, float]:
-    """On each rank: the difference to the bare model, for 400 small parameters and a hook that sends nothing."""
+    """On each rank: the difference to the bare model, for 400 small parameters and a hook that
+    sends nothing.
+    """
 
     def nothing(state, bucket):
         future = torch.futures.Future()
@@ -164,7 +210,9 @@ def cost_without_communication(repeats: int) -> dict[str, float]:
 
 
 def bare_step(module: torch.nn.Module, inputs: torch.Tensor) -> float:
-    """Processor seconds of a forward and backward pass in this thread, which other processes cannot lengthen."""
+    """Processor seconds of a forward and backward pass in this thread, which other processes cannot
+    lengthen.
+    """
     began = time.thread_time()
     module.zero_grad()
     module(inputs).sum().backward()
@@ -174,12 +222,15 @@ def bare_step(module: torch.nn.Module, inputs: torch.Tensor) -> float:
 def memory(args: argparse.Namespace) -> Part:
     """Peak bytes of tensors and peak resident bytes, each kind in processes of its own.
 
-    The smallest of `MEMORY_LAUNCHES` counts. A larger peak is due to chance: when gloo's thread frees a bucket, and how
-    much of it malloc keeps.
+    The smallest of `MEMORY_LAUNCHES` counts. A larger peak is due to chance: when gloo's thread
+    frees a bucket, and how much of it malloc keeps.
     """
     rows, promises = [], []
     for as_view in (False, True):
-        kinds = {kind: partial(on_cpu, peak_bytes, kind, as_view, world_size=2) for kind in ("torch", "ours")}
+        kinds = {
+            kind: partial(on_cpu, peak_bytes, kind, as_view, world_size=2)
+            for kind in ("torch", "ours")
+        }
         peaks = take_turns(kinds, MEMORY_LAUNCHES)
         for what in ("tensors", "resident"):
             least = {kind: min(peak[what] for peak in peaks[kind]) for kind in kinds}
@@ -190,7 +241,9 @@ def memory(args: argparse.Namespace) -> Part:
 
 
 def peak_bytes(kind: str, as_view: bool) -> dict[str, int]:
-    """On each rank: train with Adam; the peaks over model, gradients, buckets, optimizer and activations."""
+    """On each rank: train with Adam; the peaks over model, gradients, buckets, optimizer and
+    activations.
+    """
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         model = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(16)])
@@ -201,7 +254,9 @@ def peak_bytes(kind: str, as_view: bool) -> dict[str, int]:
             parallel(torch.ones(8, 1024)).square().sum().backward()
             optimizer.step()
         resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events = [
+        event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
     held, peak = 0, 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         held += event.nbytes()
@@ -210,19 +265,26 @@ def peak_bytes(kind: str, as_view: bool) -> dict[str, int]:
 
 
 def overlap(args: argparse.Namespace) -> Part:
-    """Share of the all-reduces' time in which the backward pass was computing, from torch's profiler for both."""
+    """Share of the all-reduces' time in which the backward pass was computing, from torch's
+    profiler for both.
+    """
     rows, promises = [], []
     for model in ("MLP, 4 M", "GPT, 10 M"):
         row = {"model": model, **on_cpu(hidden_shares, model, args.repeats, world_size=2)}
         rows.append(row)
         least = row["torch"] - 0.02  # Two medians of the same share differ by 0.02.
-        promises.append(Promise(f"overlap, {model}, share of communication hidden", row["ours"], at_least=least))
+        promises.append(
+            Promise(f"overlap, {model}, share of communication hidden", row["ours"], at_least=least)
+        )
     return Part(rows, promises)
 
 
 def hidden_shares(model: str, repeats: int) -> dict[str, float]:
     """On each rank: the median `hidden_share` of each wrapper's steps, which take turns."""
-    steps = {kind: training_step(partial(WRAPPERS[kind], bucket_cap_mb=4), model) for kind in ("torch", "ours")}
+    steps = {
+        kind: training_step(partial(WRAPPERS[kind], bucket_cap_mb=4), model)
+        for kind in ("torch", "ours")
+    }
 
     def profiled(train):
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
@@ -230,31 +292,49 @@ def hidden_shares(model: str, repeats: int) -> dict[str, float]:
         return hidden_share(profiler.profiler.kineto_results.events())
 
     ways = {kind: partial(profiled, train) for kind, train in steps.items()}
-    return {kind: statistics.median(shares) for kind, shares in take_turns(ways, repeats, warm_up=3).items()}
+    return {
+        kind: statistics.median(shares)
+        for kind, shares in take_turns(ways, repeats, warm_up=3).items()
+    }
 
 
 def hidden_share(events: list[Any]) -> float:
-    """Share of the time of gloo's all-reduces that has passed when the last gradient is computed."""
+    """Share of the time of gloo's all-reduces that has passed when the last gradient is
+    computed.
+    """
     spans = [(e.name(), e.start_ns(), e.start_ns() + e.duration_ns()) for e in events]
-    computed = max(end for name, _, end in spans if name.startswith("autograd::engine::evaluate_function"))
+    computed = max(
+        end for name, _, end in spans if name.startswith("autograd::engine::evaluate_function")
+    )
     sums = [(start, end) for name, start, end in spans if name == "gloo:all_reduce"]
     total = sum(end - start for start, end in sums)
     return sum(max(0, min(end, computed) - start) for start, end in sums) / total
 
 
 def slow_link(args: argparse.Namespace) -> Part:
-    """A link on which the all-reduce takes as long as the backward pass: torch's defaults, and ours on "auto"."""
+    """A link on which the all-reduce takes as long as the backward pass: torch's defaults, and ours
+    on "auto".
+    """
     world_size = 2
     seconds = on_cpu(backward_seconds, SLOW, world_size=world_size)
     name, options, _ = MODELS[SLOW]
-    gradient_bits = 32 * sum(parameter.numel() for parameter in problems.make(name, **options).model().parameters())
+    gradient_bits = 32 * sum(
+        parameter.numel() for parameter in problems.make(name, **options).model().parameters()
+    )
     bandwidth = 2 * (world_size - 1) / world_size * gradient_bits / seconds
     link = virtual_hosts(f"{bandwidth / 1e6:.0f}Mbit", world_size)
     if link is None:
         return Part([])
-    row = {"model": SLOW, "world_size": world_size, "bandwidth_bits_s": bandwidth, "backward": seconds}
+    row = {
+        "model": SLOW,
+        "world_size": world_size,
+        "bandwidth_bits_s": bandwidth,
+        "backward": seconds,
+    }
     row |= on_cpu(auto_in_turn, SLOW, args.repeats, world_size=world_size, link=link)
-    promise = Promise("slow link, step time on auto, times torch's", row["ours, auto"] / row["torch"], SLOW_LINK)
+    promise = Promise(
+        "slow link, step time on auto, times torch's", row["ours, auto"] / row["torch"], SLOW_LINK
+    )
     return Part([row], [promise], [{"Mbit/s": bandwidth / 1e6, **ratios(row)}])
 
 
@@ -273,7 +353,9 @@ def backward_seconds(model: str) -> float:
 
 
 def auto_in_turn(model: str, repeats: int) -> dict[str, float]:
-    """On each rank: median seconds of a step with torch's defaults, and with our ring and automatic buckets."""
+    """On each rank: median seconds of a step with torch's defaults, and with our ring and automatic
+    buckets.
+    """
     automatic = partial(DistributedDataParallel, bucket_cap_mb="auto", **RING)
     wrappers: dict[str, Callable[..., Any]] = {
         "torch": TorchDDP,

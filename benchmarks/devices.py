@@ -1,9 +1,10 @@
-"""`python -m benchmarks devices`: do emulated devices keep their time, and do simulator and emulation agree?
+"""`python -m benchmarks devices`: do emulated devices keep their time, and do simulator and
+emulation agree?
 
-"clock": a step without communication in a launch of 4 ranks, and what the emulation itself costs. "steps": the
-comparison's stages at 2 and 4 ranks, each beside its ideal. "simulator": stage 5 on random settings
-(ranks, buckets, devices, links), measured on emulated devices and predicted by the simulator from the same device's
-layer times and the link's bandwidth, nothing fitted.
+"clock": a step without communication in a launch of 4 ranks, and what the emulation itself costs.
+"steps": the comparison's stages at 2 and 4 ranks, each beside its ideal. "simulator": stage 5 on
+random settings (ranks, buckets, devices, links), measured on emulated devices and predicted by the
+simulator from the same device's layer times and the link's bandwidth, nothing fitted.
 """
 
 import argparse
@@ -34,11 +35,16 @@ MBITS = (30, 50, 80, 120)
 MEDIAN, WORST = 0.05, 0.15
 OFF_IDEAL = {2: 0.08, 4: 0.20}
 OFF_RATE, OVERHEAD_US, OPERATIONS, TRIES = 0.03, 15.0, 2000, 9
-FASTER = {"5": 3.2, "3": 1.2}  # At 4 ranks these stages must be this many times as fast as one device.
+FASTER = {
+    "5": 3.2,
+    "3": 1.2,
+}  # At 4 ranks these stages must be this many times as fast as one device.
 
 
 def clock(args: argparse.Namespace) -> Part:
-    """Steps of 4 ranks that do not communicate, beside flops/rate; and the emulation's processor time per operation."""
+    """Steps of 4 ranks that do not communicate, beside flops/rate; and the emulation's processor
+    time per operation.
+    """
     job = job_of({"K": 4, "cap_mb": 25.0})
     device = Device(f"{job.work(Device('1GFLOP/s'), 4).flops / (4 * RANK_SECONDS)}FLOP/s")
     derived = job.work(device, 4).compute_s
@@ -49,7 +55,11 @@ def clock(args: argparse.Namespace) -> Part:
     overhead = slowed - operation_us()
     row = {"step_ms": 1000 * measured, "derived_ms": 1000 * derived, "overhead_us": overhead}
     promises = [
-        Promise("4 ranks without communication, beside flops/rate", abs(measured / derived - 1), OFF_RATE),
+        Promise(
+            "4 ranks without communication, beside flops/rate",
+            abs(measured / derived - 1),
+            OFF_RATE,
+        ),
         Promise("the emulation itself, microseconds an operation", overhead, OVERHEAD_US),
     ]
     return Part([row], promises)
@@ -70,34 +80,51 @@ def steps(args: argparse.Namespace) -> Part:
     """The stages of the comparison, measured and ideal."""
     rows, promises = [], []
     for world_size, allowed in OFF_IDEAL.items():
-        results = comparison.run("digits", world_size, comparison.TIMED_STEPS, link_mode=args.link_mode)
+        results = comparison.run(
+            "digits", world_size, comparison.TIMED_STEPS, link_mode=args.link_mode
+        )
         for stage in results["stages"]:
-            shown = {name: stage[name] for name in ("stage", "name", "step_ms", "ideal_ms", "speed_up")}
+            shown = {
+                name: stage[name] for name in ("stage", "name", "step_ms", "ideal_ms", "speed_up")
+            }
             rows.append({"K": world_size, **shown, "off": stage["step_ms"] / stage["ideal_ms"] - 1})
         worst = max(abs(row["off"]) for row in rows if row["K"] == world_size)
         promises.append(Promise(f"{world_size} ranks, furthest from the ideal", worst, allowed))
     at_four = {row["stage"]: row["speed_up"] for row in rows if row["K"] == 4}
-    promises += [Promise(f"stage {key} at 4 ranks, speed-up", at_four[key], at_least=s) for key, s in FASTER.items()]
+    promises += [
+        Promise(f"stage {key} at 4 ranks, speed-up", at_four[key], at_least=s)
+        for key, s in FASTER.items()
+    ]
     return Part(rows, promises)
 
 
 def against_simulator(args: argparse.Namespace) -> Part:
-    """Random settings of stage 5: what emulated devices take, and what the simulator says that they should."""
+    """Random settings of stage 5: what emulated devices take, and what the simulator says that they
+    should.
+    """
     chance, rows = random.Random(SEED), []
     for _ in range(args.settings):
-        setting = {"K": chance.choice(RANKS), "cap_mb": chance.choice(CAPS_MB), "mbit": chance.choice(MBITS)}
+        setting = {
+            "K": chance.choice(RANKS),
+            "cap_mb": chance.choice(CAPS_MB),
+            "mbit": chance.choice(MBITS),
+        }
         setting["rank_s"] = setting["K"] * RANK_SECONDS * chance.uniform(1.0, 2.0)
         rows.append({**setting, **both(setting, args.link_mode)})
     differences = sorted(abs(row["difference"]) for row in rows)
     promises = [
-        Promise("simulator and emulation, median difference", statistics.median(differences), MEDIAN),
+        Promise(
+            "simulator and emulation, median difference", statistics.median(differences), MEDIAN
+        ),
         Promise("simulator and emulation, largest difference", differences[-1], WORST),
     ]
     return Part(rows, promises)
 
 
 def both(setting: dict[str, Any], mode: str) -> dict[str, float]:
-    """Milliseconds of a step in one setting, emulated and simulated, and by how much the first is longer."""
+    """Milliseconds of a step in one setting, emulated and simulated, and by how much the first is
+    longer.
+    """
     job = job_of(setting)
     device = Device(f"{job.work(Device('1GFLOP/s'), setting['K']).flops / setting['rank_s']}FLOP/s")
     work = job.work(device, setting["K"])
@@ -106,12 +133,18 @@ def both(setting: dict[str, Any], mode: str) -> dict[str, float]:
     predicted = 1000 * simulate(work, setting["K"], network, bucket_cap_mb=setting["cap_mb"]).step_s
     ranks = launch(train, job, "5", world_size=setting["K"], device=device, link=link)
     measured = 1000 * statistics.median(max(step) for step in zip(*ranks, strict=True))
-    return {"emulated_ms": measured, "simulated_ms": predicted, "difference": measured / predicted - 1}
+    return {
+        "emulated_ms": measured,
+        "simulated_ms": predicted,
+        "difference": measured / predicted - 1,
+    }
 
 
 def job_of(setting: dict[str, Any]) -> Job:
     """The digits, in batches that any number of ranks can share."""
-    return checked("digits", setting["K"], STEPS, 48 * setting["K"], bucket_cap_mb=setting["cap_mb"])
+    return checked(
+        "digits", setting["K"], STEPS, 48 * setting["K"], bucket_cap_mb=setting["cap_mb"]
+    )
 
 
 def train(job: Job, stage: str) -> list[float]:
@@ -124,8 +157,15 @@ def train(job: Job, stage: str) -> list[float]:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of this benchmark."""
-    parser.add_argument("--settings", type=int, default=SETTINGS, help="random settings (default %(default)s)")
-    parser.add_argument("--link-mode", choices=["auto", "hosts", "wire"], default="auto", help="how links are emulated")
+    parser.add_argument(
+        "--settings", type=int, default=SETTINGS, help="random settings (default %(default)s)"
+    )
+    parser.add_argument(
+        "--link-mode",
+        choices=["auto", "hosts", "wire"],
+        default="auto",
+        help="how links are emulated",
+    )
 
 
 BENCHMARK = Benchmark(

@@ -1,9 +1,11 @@
-"""`python -m benchmarks gpu`: what can only be seen on a machine with GPUs, in at most eight minutes on one of them.
+"""`python -m benchmarks gpu`: what can only be seen on a machine with GPUs, in at most eight
+minutes on one of them.
 
-Is every stage right there, with races made likely? Does the preloaded server survive CUDA, do failures name the
-culprit, does nothing stay on the device? How long is a step of stage 6 beside torch's, and how much memory does it
-take? With `--device cpu` the same runs without a GPU, as far as that is possible. It needs torch (2.10 or newer)
-and numpy, nothing else: `python -m benchmarks gpu` in the checkout.
+Is every stage right there, with races made likely? Does the preloaded server survive CUDA, do
+failures name the culprit, does nothing stay on the device? How long is a step of stage 6 beside
+torch's, and how much memory does it take? With `--device cpu` the same runs without a GPU, as far
+as that is possible. It needs torch (2.10 or newer) and numpy, nothing else: `python -m benchmarks
+gpu` in the checkout.
 """
 
 import argparse
@@ -40,10 +42,19 @@ from .training import model_and_batch, step
 EXACT, EACH, STEP_RATIO, MEMORY_RATIO = 1e-12, 1.05, 1.02, 1.05
 LARGE = ("bytes", {"parameters": 100_000_000}, 8)
 SMALL = ("bytes", {"parameters": 1_000_000}, 8)  # This model is for trying the command on a CPU.
-VECTORS = {"parameters": 6 * 64**2, "width": 64, "samples": 256}  # This problem needs no file of data.
+VECTORS = {
+    "parameters": 6 * 64**2,
+    "width": 64,
+    "samples": 256,
+}  # This problem needs no file of data.
 NOT_ON_THE_CPU = {  # On a CPU each part says what it cannot look at.
-    "exactness": "Not looked at without a GPU: NCCL, streams, late gradients, a training stream of its own.",
-    "safety": "Not looked at without a GPU: CUDA in the caller, CUDA contexts of CPU ranks, processes left on a GPU.",
+    "exactness": (
+        "Not looked at without a GPU: NCCL, streams, late gradients, a training stream of its own."
+    ),
+    "safety": (
+        "Not looked at without a GPU: CUDA in the caller, CUDA contexts of CPU ranks, processes"
+        " left on a GPU."
+    ),
     "steps": "Not looked at without a GPU: a GPU's step times and memory; these are a processor's.",
     "own_tests": "Not looked at without a GPU: what these tests test; they are skipped.",
 }
@@ -56,7 +67,9 @@ def world_sizes(device: str) -> list[int]:
 
 
 def exactness(args: argparse.Namespace) -> Part:
-    """How far each stage's weights end from stage 1's in float64: K ranks on one device, and one per GPU."""
+    """How far each stage's weights end from stage 1's in float64: K ranks on one device, and one
+    per GPU.
+    """
     rows = []
     for where, counts, asked in placements(args.device):
         for world_size in counts:
@@ -64,12 +77,24 @@ def exactness(args: argparse.Namespace) -> Part:
                 backend = placement(where, world_size)[0]
                 far = launch(distances, world_size=world_size, device=where, timeout=180)
             setting = {"device": where, "backend": backend, "world_size": world_size}
-            rows += [{**setting, "stage": key, "distance": max(each[key] for each in far)} for key in far[0]]
-    return Part(rows, [Promise("distance to one device's weights, largest", max(r["distance"] for r in rows), EXACT)])
+            rows += [
+                {**setting, "stage": key, "distance": max(each[key] for each in far)}
+                for key in far[0]
+            ]
+    return Part(
+        rows,
+        [
+            Promise(
+                "distance to one device's weights, largest", max(r["distance"] for r in rows), EXACT
+            )
+        ],
+    )
 
 
 def placements(device: str) -> list[tuple[str, list[int], str]]:
-    """Devices, numbers of ranks, and whether NCCL is asked to let ranks share a GPU; gloo lets them do so anyway."""
+    """Devices, numbers of ranks, and whether NCCL is asked to let ranks share a GPU; gloo lets them
+    do so anyway.
+    """
     if device == "cpu":
         return [("cpu", [2, 4], "0")]
     shared = [("cuda:0", [2, 4], "1")] if nccl_can_share() else []
@@ -77,8 +102,12 @@ def placements(device: str) -> list[tuple[str, list[int], str]]:
 
 
 def distances() -> dict[str, float]:
-    """On each rank: train with every stage while the device is kept busy; how far each stage ends from stage 1."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # Ranks print cuBLAS warnings without this setting.
+    """On each rank: train with every stage while the device is kept busy; how far each stage ends
+    from stage 1.
+    """
+    os.environ.setdefault(
+        "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+    )  # Ranks print cuBLAS warnings without this setting.
     torch.use_deterministic_algorithms(True, warn_only=True)
     problem = problems.make("synthetic", dtype=torch.float64, device=rank_device(), **VECTORS)
     world_size = dist.get_world_size()
@@ -87,7 +116,10 @@ def distances() -> dict[str, float]:
     for key, stage in ladder.STAGES.items():
         if stage.one_process or key == "torch" or (key == "8" and world_size > 4):
             continue  # torch's DDP waits for gloo by a future, which knows only the default stream.
-        model, mine = problem.model(0), (dist.get_rank(), world_size) if stage.splits_batch else (0, 1)
+        model, mine = (
+            problem.model(0),
+            (dist.get_rank(), world_size) if stage.splits_batch else (0, 1),
+        )
         with races(model):
             stage.trainer({"bucket_cap_mb": 0.1})(model, problem.batches(24, 3, 0, *mine), 0.1)
         pairs = zip(model.parameters(), single.parameters(), strict=True)
@@ -97,7 +129,9 @@ def distances() -> dict[str, float]:
 
 @contextmanager
 def races(model: torch.nn.Module) -> Any:
-    """Make wrong orders visible on a GPU: gradients come late, and the training itself runs on a stream of its own."""
+    """Make wrong orders visible on a GPU: gradients come late, and the training itself runs on a
+    stream of its own.
+    """
     if rank_device().type != "cuda":
         yield
         return
@@ -111,13 +145,17 @@ def races(model: torch.nn.Module) -> Any:
 
 
 def safety(args: argparse.Namespace) -> Part:
-    """Failures and what they leave: seconds until each was reported, and whether the report was as it should be."""
+    """Failures and what they leave: seconds until each was reported, and whether the report was as
+    it should be.
+    """
     device = "cpu" if args.device == "cpu" else "cuda:0"
     torch.ones(1, device=device)  # This process must be on the GPU, too, when `mine` is listed.
     mine = processes_on_gpus()
     checks: dict[str, Callable[[], bool]] = {
         "out of memory in one rank": partial(told, RankError, "rank 1", out_of_memory, device),
-        "a rank killed in mid-collective": partial(told, RankError, "killed: by SIGKILL", killed, device),
+        "a rank killed in mid-collective": partial(
+            told, RankError, "killed: by SIGKILL", killed, device
+        ),
         "a rank that never comes": partial(told, LaunchTimeout, "", absent, device, timeout=8),
     }
     if device != "cpu":
@@ -127,17 +165,23 @@ def safety(args: argparse.Namespace) -> Part:
     for name, check in checks.items():
         began = time.perf_counter()
         right = check()
-        rows.append({"check": name, "as it should be": right, "seconds": time.perf_counter() - began})
+        rows.append(
+            {"check": name, "as it should be": right, "seconds": time.perf_counter() - began}
+        )
     if device != "cpu":
         time.sleep(1.0)  # The driver lists a process for a moment after its end.
         left = processes_on_gpus() - mine
-        rows.append({"check": "no process left on a GPU", "as it should be": not left, "seconds": 0.0})
+        rows.append(
+            {"check": "no process left on a GPU", "as it should be": not left, "seconds": 0.0}
+        )
     wrong = sum(not row["as it should be"] for row in rows)
     return Part(rows, [Promise("checks that failed", wrong, at_most=0)])
 
 
 def processes_on_gpus() -> set[str]:
-    """Process ids that nvidia-smi sees on GPUs, which a container numbers differently; none without that program."""
+    """Process ids that nvidia-smi sees on GPUs, which a container numbers differently; none without
+    that program.
+    """
     try:
         asked = ["nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader"]
         printed = subprocess.run(asked, capture_output=True, text=True, timeout=30).stdout
@@ -147,7 +191,9 @@ def processes_on_gpus() -> set[str]:
 
 
 def after_cuda_in_the_caller(device: str) -> bool:
-    """Whether ranks start, and can use the device, when CUDA is already up in the process that launches them."""
+    """Whether ranks start, and can use the device, when CUDA is already up in the process that
+    launches them.
+    """
     torch.ones(1, device=device)
     totals = [launch(total, world_size=2, device=device, timeout=60) for _ in range(2)]
     return totals == [[3.0, 3.0]] * 2
@@ -160,7 +206,9 @@ def total() -> float:
     return number.item()
 
 
-def told(error: type[CourseError], words: str, function: Callable, device: str, timeout: float = 60) -> bool:
+def told(
+    error: type[CourseError], words: str, function: Callable, device: str, timeout: float = 60
+) -> bool:
     """Whether a launch of `function` raises `error` with `words` in its message."""
     try:
         launch(function, world_size=2, device=device, timeout=timeout)
@@ -205,13 +253,24 @@ def cuda_after_training() -> bool:
 
 
 def steps(args: argparse.Namespace) -> Part:
-    """Seconds of a step and peak memory of stage 6 beside torch's class, wrappers made in both orders."""
+    """Seconds of a step and peak memory of stage 6 beside torch's class, wrappers made in both
+    orders.
+    """
     rows: list[Row] = []
     for world_size in world_sizes(args.device):
-        setting = {"world_size": world_size, "parameters": (SMALL if args.device == "cpu" else LARGE)[1]["parameters"]}
+        setting = {
+            "world_size": world_size,
+            "parameters": (SMALL if args.device == "cpu" else LARGE)[1]["parameters"],
+        }
         for order in permutations(("torch", "ours")):
             measure = partial(launch, step_times, args.repeats, order, args.device, timeout=300)
-            rows.append({**setting, "made first": order[0], **measure(world_size=world_size, device=args.device)[0]})
+            rows.append(
+                {
+                    **setting,
+                    "made first": order[0],
+                    **measure(world_size=world_size, device=args.device)[0],
+                }
+            )
     promises = []
     if args.device != "cpu":
         ratios = [row["ours"] / row["torch"] for row in rows]
@@ -222,18 +281,24 @@ def steps(args: argparse.Namespace) -> Part:
 
 
 def step_times(repeats: int, order: tuple[str, ...], device: str) -> Row:
-    """On each rank: the median seconds of a step with each wrapper, and on a GPU the memory at its peak."""
+    """On each rank: the median seconds of a step with each wrapper, and on a GPU the memory at its
+    peak.
+    """
     make, inputs, targets = model_and_batch(*(SMALL if device == "cpu" else LARGE))
     inputs, targets = inputs.to(rank_device()), targets.to(rank_device())
     wrappers: dict[str, Callable] = {"torch": TorchDDP, "ours": DistributedDataParallel}
 
     def two_steps(wrap: Callable) -> Callable:
         parallel = wrap(make().to(rank_device()))
-        train = partial(step, parallel, torch.optim.SGD(parallel.parameters(), lr=0.01), inputs, targets)
+        train = partial(
+            step, parallel, torch.optim.SGD(parallel.parameters(), lr=0.01), inputs, targets
+        )
         train(), train()
         return train
 
-    two_steps(lambda model: model)  # CUDA's libraries take their own memory here, before a wrapper is measured.
+    two_steps(
+        lambda model: model
+    )  # CUDA's libraries take their own memory here, before a wrapper is measured.
     ways, memory = {}, {}
     for name in order:
         before = allocated()
@@ -242,11 +307,16 @@ def step_times(repeats: int, order: tuple[str, ...], device: str) -> Row:
             memory[f"{name}, GiB"] = (torch.cuda.max_memory_allocated() - before) / 2**30
         ways[name] = timed(finished, train)
     turns = take_turns(ways, repeats, warm_up=4)
-    return {**{name: sorted(seconds)[len(seconds) // 2] for name, seconds in turns.items()}, **memory}
+    return {
+        **{name: sorted(seconds)[len(seconds) // 2] for name, seconds in turns.items()},
+        **memory,
+    }
 
 
 def allocated() -> int:
-    """Bytes of this rank's tensors on its GPU, 0 on the CPU; their peak is counted anew from here."""
+    """Bytes of this rank's tensors on its GPU, 0 on the CPU; their peak is counted anew from
+    here.
+    """
     if rank_device().type != "cuda":
         return 0
     torch.cuda.empty_cache()
@@ -266,10 +336,21 @@ def compared(args: argparse.Namespace) -> Part:
     ranks = 2 if args.device == "cpu" else max(2, *world_sizes(args.device))
     rate = 0.01  # At this rate rounding errors do not grow from step to step.
     results = comparison.run(
-        "synthetic", ranks, 24, "1,2,3,4,5,6,torch", args.device, link=None, parameters=200_000, lr=rate, timeout=180
+        "synthetic",
+        ranks,
+        24,
+        "1,2,3,4,5,6,torch",
+        args.device,
+        link=None,
+        parameters=200_000,
+        lr=rate,
+        timeout=180,
     )
     columns = ("stage", "name", "step_ms", "communication_ms", "max_abs_diff_vs_single")
-    rows = [{"world_size": ranks, **{name: stage[name] for name in columns}} for stage in results["stages"]]
+    rows = [
+        {"world_size": ranks, **{name: stage[name] for name in columns}}
+        for stage in results["stages"]
+    ]
     far = max(stage["max_abs_diff_vs_single"] for stage in results["stages"])
     return Part(rows, [Promise("distance to one device's weights in float32, largest", far, 1e-4)])
 
@@ -279,7 +360,17 @@ def own_tests(args: argparse.Namespace) -> Part:
     root = Path(__file__).resolve().parents[1]
     if importlib.util.find_spec("pytest") is None or not (root / "tests").is_dir():
         return Part([{"tests": "not run: they need pytest and the checkout"}])
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "cuda", "-p", "no:cacheprovider", "tests"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-m",
+        "cuda",
+        "-p",
+        "no:cacheprovider",
+        "tests",
+    ]
     ended = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300)
     summary = (ended.stdout.strip() or ended.stderr.strip() or "nothing printed").splitlines()[-1]
     return Part([{"tests": summary}], [Promise("exit code of pytest", ended.returncode, at_most=0)])
@@ -287,24 +378,40 @@ def own_tests(args: argparse.Namespace) -> Part:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The device to look at."""
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu tries it without a GPU")
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu tries it without a GPU"
+    )
 
 
 def on_device(part: Callable[[argparse.Namespace], Part]) -> Callable[[argparse.Namespace], Part]:
-    """Refuse to measure without a GPU; name the GPU in the report. A part that fails does not cost the others."""
+    """Refuse to measure without a GPU; name the GPU in the report. A part that fails does not cost
+    the others.
+    """
 
     def measured(args: argparse.Namespace) -> Part:
         if args.device == "cuda" and not usable_gpus():
-            raise ValueError("there is no GPU here that CUDA can use; --device cpu tries the command without one")
+            raise ValueError(
+                "there is no GPU here that CUDA can use; --device cpu tries the command without one"
+            )
         try:
             outcome = part(args)
-        except Exception as error:  # A part may fail in any way on a kind of machine that is new to it.
-            outcome = Part([{"ended by": f"{type(error).__name__}: {error}"}], [Promise("errors", 1, at_most=0)])
+        except (
+            Exception
+        ) as error:  # A part may fail in any way on a kind of machine that is new to it.
+            outcome = Part(
+                [{"ended by": f"{type(error).__name__}: {error}"}],
+                [Promise("errors", 1, at_most=0)],
+            )
         if args.device == "cpu":
             print(NOT_ON_THE_CPU.get(part.__name__, NOT_ON_THE_CPU["steps"]))
         device = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
         count = usable_gpus() if args.device == "cuda" else 0
-        return Part(outcome.rows, outcome.promises, outcome.table, {**outcome.also, "device": device, "GPUs": count})
+        return Part(
+            outcome.rows,
+            outcome.promises,
+            outcome.table,
+            {**outcome.also, "device": device, "GPUs": count},
+        )
 
     return measured
 

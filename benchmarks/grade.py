@@ -1,7 +1,9 @@
-"""`python -m benchmarks grade`: how many submissions per minute the grader gets through, and whether its memory grows.
+"""`python -m benchmarks grade`: how many submissions per minute the grader gets through, and
+whether its memory grows.
 
-The submissions are copies of one exercise's solution, of which some are unsolved and some wrong, in a folder of their
-own. The rate is for each core that is used, with as many submissions at a time as there are cores.
+The submissions are copies of one exercise's solution, of which some are unsolved and some wrong, in
+a folder of their own. The rate is for each core that is used, with as many submissions at a time as
+there are cores.
 """
 
 import argparse
@@ -14,9 +16,9 @@ from typing import Any
 import nbformat
 import psutil
 
-from ddp_course.grading.grader import grade
-from ddp_course.grading.submissions import PRISTINE, find_submissions, load_exercises
 from ddp_course.running.linux import usable_cores
+from ddp_grading.grader import grade
+from ddp_grading.submissions import PRISTINE, find_submissions, load_exercises
 
 from .harness import Benchmark, Part, Promise
 
@@ -34,7 +36,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of this benchmark."""
     parser.add_argument("--count", type=int, default=60, help="submissions (default 60)")
     parser.add_argument("--exercise", type=int, default=4, help="which exercise (default 4)")
-    parser.add_argument("--jobs", type=int, default=usable_cores(), help="at a time (default: one a core)")
+    parser.add_argument(
+        "--jobs", type=int, default=usable_cores(), help="at a time (default: one a core)"
+    )
 
 
 def throughput(args: argparse.Namespace) -> Part:
@@ -48,7 +52,11 @@ def throughput(args: argparse.Namespace) -> Part:
             results = grade(submissions, exercises, 1, args.jobs)
             seconds, processor = time.perf_counter() - start, processor_seconds() - before
     half = len(memory) // 2
-    misjudged = [result for result in results if result.passed != is_right(int(result.learner.removeprefix("learner")))]
+    misjudged = [
+        result
+        for result in results
+        if result.passed != is_right(int(result.learner.removeprefix("learner")))
+    ]
     for result in misjudged:
         print(f"misjudged: {result}")
     row = {
@@ -58,7 +66,9 @@ def throughput(args: argparse.Namespace) -> Part:
         "misjudged": len(misjudged),
         "jobs": args.jobs,
         "seconds": round(seconds, 1),
-        "per_minute_and_core": round(60 * len(results) / seconds / min(args.jobs, usable_cores()), 1),
+        "per_minute_and_core": round(
+            60 * len(results) / seconds / min(args.jobs, usable_cores()), 1
+        ),
         "processor_seconds_per_submission": round(processor / len(results), 2),
         "memory_mib_first_half": peak(memory[:half]),
         "memory_mib_second_half": peak(memory[half:]),
@@ -72,9 +82,15 @@ def promised(row: dict[str, Any]) -> list[Promise]:
     growth = row["memory_mib_second_half"] / max(1, row["memory_mib_first_half"])
     return [
         Promise("right answers that fail and wrong ones that pass", row["misjudged"], at_most=0),
-        Promise("submissions per minute and core", row["per_minute_and_core"], at_least=WANTED_PER_MINUTE_AND_CORE),
         Promise(
-            "processor seconds per submission", row["processor_seconds_per_submission"], at_most=MOST_PROCESSOR_SECONDS
+            "submissions per minute and core",
+            row["per_minute_and_core"],
+            at_least=WANTED_PER_MINUTE_AND_CORE,
+        ),
+        Promise(
+            "processor seconds per submission",
+            row["processor_seconds_per_submission"],
+            at_most=MOST_PROCESSOR_SECONDS,
         ),
         Promise("memory of the second half, times the first half's", growth, at_most=MOST_GROWTH),
     ]
@@ -91,7 +107,9 @@ def is_right(number: int) -> bool:
 
 
 def make_submissions(folder: Path, exercise: int, count: int) -> None:
-    """`count` learners: of each five one has handed in nothing, two something wrong, two the solution."""
+    """`count` learners: of each five one has handed in nothing, two something wrong, two the
+    solution.
+    """
     (path,) = (Path(__file__).resolve().parents[1] / "solutions").glob(f"{exercise:02d}_*.ipynb")
     for number in range(count):
         kind = number % 5
@@ -107,7 +125,9 @@ def make_submissions(folder: Path, exercise: int, count: int) -> None:
 
 
 class watching_memory:
-    """While the block runs, note the bytes of this process and all its descendants, once per second."""
+    """While the block runs, note the bytes of this process and all its descendants, once per
+    second.
+    """
 
     def __enter__(self):
         self.samples, self.stop = [], threading.Event()
@@ -127,10 +147,16 @@ class watching_memory:
 
 
 def processor_seconds() -> float:
-    """Processor seconds of this process, of its children, and of their children that have ended, so far."""
+    """Processor seconds of this process, of its children, and of their children that have ended, so
+    far.
+    """
     own = psutil.Process().cpu_times()
     times = [child.cpu_times() for child in psutil.Process().children()]
-    return own.user + own.system + sum(of.user + of.system + of.children_user + of.children_system for of in times)
+    return (
+        own.user
+        + own.system
+        + sum(of.user + of.system + of.children_user + of.children_system for of in times)
+    )
 
 
 def own_bytes(process: psutil.Process) -> int:
@@ -143,5 +169,8 @@ def own_bytes(process: psutil.Process) -> int:
 
 
 BENCHMARK = Benchmark(
-    "grade", "submissions graded a minute and a core", {"throughput": throughput}, add_options=add_options
+    "grade",
+    "submissions graded a minute and a core",
+    {"throughput": throughput},
+    add_options=add_options,
 )

@@ -1,8 +1,9 @@
-"""What all benchmarks do alike: ways take turns, the slowest rank counts, promises are judged, a report is written.
+"""What all benchmarks do alike: ways take turns, the slowest rank counts, promises are judged, a
+report is written.
 
-results/bench_NAME.json (for GPUs: gpu.json) is {"benchmark", "machine", "parts": {part: {"repeats", "rows": […],
-"promises": [{"promise", "value", "at_least", "at_most", "kept"}]}}}. Times are in seconds, and all times of one row
-were measured in turns.
+results/bench_NAME.json (for GPUs: gpu.json) is {"benchmark", "machine", "parts": {part: {"repeats",
+"rows": […], "promises": [{"promise", "value", "at_least", "at_most", "kept"}]}}}. Times are in
+seconds, and all times of one row were measured in turns.
 """
 
 import argparse
@@ -44,16 +45,20 @@ class Promise:
 
 
 def promises_of_ratios(what: str, ratios: list[float], mean: float, each: float) -> list[Promise]:
-    """The promises that the geometric mean of the `ratios` is at most `mean`, and the largest at most `each`."""
+    """The promises that the geometric mean of the `ratios` is at most `mean`, and the largest at
+    most `each`.
+    """
     geometric = Promise(f"{what}, geometric mean", statistics.geometric_mean(ratios), mean)
     return [geometric, Promise(f"{what}, slowest", max(ratios), each)]
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one part of a benchmark measured: `rows` for the report, what is promised of them, and the table to print.
+    """What one part of a benchmark measured: `rows` for the report, what is promised of them, and
+    the table to print.
 
-    `table`: a row of column titles and texts or numbers for each line; `also`: more entries of the report.
+    `table`: a row of column titles and texts or numbers for each line; `also`: more entries of the
+    report.
     """
 
     rows: list[Row]
@@ -64,9 +69,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A name, one line about it, and its parts: functions of the command's options that measure. `file`: its report.
+    """A name, one line about it, and its parts: functions of the command's options that measure.
+    `file`: its report.
 
-    `on_request`: parts that only `--only` runs. `finish(report, folder)` writes more files, and returns their paths.
+    `on_request`: parts that only `--only` runs. `finish(report, folder)` writes more files, and
+    returns their paths.
     """
 
     name: str
@@ -80,25 +87,42 @@ class Benchmark:
 
     def parser(self) -> argparse.ArgumentParser:
         """The options of this benchmark on the command line."""
-        parser = argparse.ArgumentParser(prog=f"python -m benchmarks {self.name}", description=self.help)
+        parser = argparse.ArgumentParser(
+            prog=f"python -m benchmarks {self.name}", description=self.help
+        )
         if self.repeats:
-            parser.add_argument("--repeats", type=int, default=self.repeats, help="turns of each (default %(default)s)")
+            parser.add_argument(
+                "--repeats",
+                type=int,
+                default=self.repeats,
+                help="turns of each (default %(default)s)",
+            )
         if len(self.parts) > 1:
-            parser.add_argument("--only", choices=self.parts, help="measure this alone, and keep the rest of a report")
-        parser.add_argument("--out", default="results", metavar="DIR", help="where the results go (default results)")
+            parser.add_argument(
+                "--only",
+                choices=self.parts,
+                help="measure this alone, and keep the rest of a report",
+            )
+        parser.add_argument(
+            "--out", default="results", metavar="DIR", help="where the results go (default results)"
+        )
         if self.add_options:
             self.add_options(parser)
         return parser
 
     def run(self, args: argparse.Namespace) -> int:
-        """Measure, print tables and verdicts, write the report part by part; 1 if a promise is not kept, else 0."""
+        """Measure, print tables and verdicts, write the report part by part; 1 if a promise is not
+        kept, else 0.
+        """
         folder, only = writable_folder(args.out), getattr(args, "only", None)
         file = folder / (self.file or f"bench_{self.name}.json")
         if getattr(args, "repeats", 1) < 1:
             raise ValueError(f"{args.repeats} repeats measure nothing; give at least 1")
         parts = earlier_parts(file, [only] if only else [*self.parts.keys() - set(self.on_request)])
         report = {"benchmark": self.name, "machine": machine(), "parts": parts}
-        for name in [only] if only else [name for name in self.parts if name not in self.on_request]:
+        for name in (
+            [only] if only else [name for name in self.parts if name not in self.on_request]
+        ):
             part = self.parts[name](args)
             promises = [promise.record() for promise in part.promises]
             repeats = {"repeats": args.repeats} if self.repeats else {}
@@ -108,7 +132,11 @@ class Benchmark:
             replace_file(file, (json.dumps(report, indent=1) + "\n").encode())
         for path in [file, *(self.finish(report, folder) if self.finish else [])]:
             print(f"wrote {path}")
-        return 0 if all(promise["kept"] for part in parts.values() for promise in part["promises"]) else 1
+        return (
+            0
+            if all(promise["kept"] for part in parts.values() for promise in part["promises"])
+            else 1
+        )
 
 
 def table(rows: list[Row]) -> str:
@@ -117,15 +145,22 @@ def table(rows: list[Row]) -> str:
         from tabulate import tabulate
     except ImportError:  # Some machines have torch and numpy only.
         written = lambda value: f"{value:.4g}" if isinstance(value, float) else str(value)  # noqa: E731
-        return "\n".join(", ".join(f"{key}: {written(value)}" for key, value in row.items()) for row in rows)
+        return "\n".join(
+            ", ".join(f"{key}: {written(value)}" for key, value in row.items()) for row in rows
+        )
     return tabulate(rows, headers="keys", floatfmt=".4g")
 
 
 def verdict(promise: Row) -> str:
     """A line that says whether a promise of the report is kept."""
     bounds = {"at least": promise["at_least"], "at most": promise["at_most"]}
-    limits = ", ".join(f"{words} {bound:.3g}" for words, bound in bounds.items() if bound is not None)
-    return f"{'kept' if promise['kept'] else 'NOT KEPT'}: {promise['promise']}: {promise['value']:.3g} ({limits})"
+    limits = ", ".join(
+        f"{words} {bound:.3g}" for words, bound in bounds.items() if bound is not None
+    )
+    return (
+        f"{'kept' if promise['kept'] else 'NOT KEPT'}: {promise['promise']}: {promise['value']:.3g}"
+        f" ({limits})"
+    )
 
 
 def earlier_parts(file: Path, measured_now: Iterable[str] = ()) -> dict[str, Row]:
@@ -133,18 +168,26 @@ def earlier_parts(file: Path, measured_now: Iterable[str] = ()) -> dict[str, Row
     report = json.loads(file.read_text()) if file.exists() else {}
     if not isinstance(report, dict) or report.get("machine") != machine():
         return {}
-    return {part: content for part, content in report["parts"].items() if part not in set(measured_now)}
+    return {
+        part: content for part, content in report["parts"].items() if part not in set(measured_now)
+    }
 
 
 def machine() -> Row:
     """The machine and the versions that the numbers come from."""
     processor = platform.processor()
     if Path("/proc/cpuinfo").is_file():
-        names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+        names = [
+            line
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ]
         processor = names[0].partition(": ")[2] if names else processor
     return {
         "processor": processor or platform.machine(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": (
+            len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        ),
         "system": platform.system(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -152,11 +195,16 @@ def machine() -> Row:
 
 
 def take_turns(
-    ways: Mapping[str, Callable[[], Any]], repeats: int, warm_up: int = 0, agree: Callable[[Any], Any] | None = None
+    ways: Mapping[str, Callable[[], Any]],
+    repeats: int,
+    warm_up: int = 0,
+    agree: Callable[[Any], Any] | None = None,
 ) -> dict[str, list]:
-    """Call each way `repeats` times after `warm_up` calls; return what each returned, once the ranks `agree` on it.
+    """Call each way `repeats` times after `warm_up` calls; return what each returned, once the
+    ranks `agree` on it.
 
-    The order rotates, and every second turn goes backwards: no way always follows the same other way.
+    The order rotates, and every second turn goes backwards: no way always follows the same other
+    way.
     """
     names, seconds = list(ways), {name: [] for name in ways}
     for turn in turns(repeats + warm_up):
@@ -178,8 +226,12 @@ def turns(count: int) -> Iterable[int]:
     return tqdm(range(count), unit="turn", leave=False)
 
 
-def medians(ways: Mapping[str, Callable[[], float]], repeats: int, warm_up: int = 2) -> dict[str, float]:
-    """On each rank: the median seconds of each way that returns seconds, the slowest rank's time counting."""
+def medians(
+    ways: Mapping[str, Callable[[], float]], repeats: int, warm_up: int = 2
+) -> dict[str, float]:
+    """On each rank: the median seconds of each way that returns seconds, the slowest rank's time
+    counting.
+    """
     turns = take_turns(ways, repeats, warm_up, slowest)
     return {name: statistics.median(seconds) for name, seconds in turns.items()}
 
@@ -192,7 +244,9 @@ def slowest(seconds: float) -> float:
 
 
 def timed(function: Callable[..., Any], *args: Any) -> Callable[[], float]:
-    """A function that calls `function(*args)`, on all ranks at once if there are ranks, and returns its seconds."""
+    """A function that calls `function(*args)`, on all ranks at once if there are ranks, and returns
+    its seconds.
+    """
 
     def call() -> float:
         if dist.is_initialized():

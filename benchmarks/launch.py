@@ -1,8 +1,8 @@
 """`python -m benchmarks launch`: how long it takes to start K ranks.
 
 Every way calls an empty function with the process group up (gloo, CPU): `launch` warm and cold,
-`torch.multiprocessing.spawn`, fork, and accelerate's `notebook_launcher` where it is installed. Another part
-compares a job on two virtual hosts that `launch` starts with one that torchrun starts.
+`torch.multiprocessing.spawn`, fork, and accelerate's `notebook_launcher` where it is installed.
+Another part compares a job on two virtual hosts that `launch` starts with one that torchrun starts.
 """
 
 import argparse
@@ -28,9 +28,13 @@ from .harness import Benchmark, Part, Promise, take_turns, timed
 WARM_WORLD_SIZES = (1, 2, 4, 8, 10, 12, 16)
 COMPARED_WORLD_SIZE = 4
 WARM_SECONDS, LARGE_WORLD_SECONDS, TIMES_FASTER_THAN_SPAWN, TIMES_IMPORT = 0.35, 0.6, 10, 1.3
-WARM_UP_SECONDS = 3.0  # After the first launch the server loads more in the background for this long.
+WARM_UP_SECONDS = (
+    3.0  # After the first launch the server loads more in the background for this long.
+)
 
-IMPORT = "import time; begin = time.perf_counter(); import torch; print(time.perf_counter() - begin)"
+IMPORT = (
+    "import time; begin = time.perf_counter(); import torch; print(time.perf_counter() - begin)"
+)
 FIRST_LAUNCH = """
 import time
 from ddp_course import launch
@@ -49,7 +53,9 @@ print(time.perf_counter() - begin)
 
 
 def compare(args: argparse.Namespace) -> Part:
-    """Median seconds of every way to start, in one row; the report has the seconds of each turn, too."""
+    """Median seconds of every way to start, in one row; the report has the seconds of each turn,
+    too.
+    """
     ways = ways_to_start()
     launch(lambda: None, world_size=1)
     time.sleep(WARM_UP_SECONDS)
@@ -64,7 +70,10 @@ def ways_to_start() -> dict[str, Callable[[], float]]:
     ways: dict[str, Callable[[], float]] = {
         "import torch": partial(in_new_process, IMPORT),
         "first launch, K=4": partial(in_new_process, FIRST_LAUNCH),
-        **{f"warm launch, K={world_size}": timed(start_warm, world_size) for world_size in WARM_WORLD_SIZES},
+        **{
+            f"warm launch, K={world_size}": timed(start_warm, world_size)
+            for world_size in WARM_WORLD_SIZES
+        },
         "torch.multiprocessing.spawn, K=4": timed(start, "spawn"),
     }
     if sys.platform == "linux":
@@ -80,20 +89,34 @@ def promised(medians: dict[str, float]) -> list[Promise]:
     spawn, imported = medians["torch.multiprocessing.spawn, K=4"], medians["import torch"]
     return [
         Promise("warm launch at K=4, seconds", warm, at_most=WARM_SECONDS),
-        Promise("warm launch at K=16, seconds", medians["warm launch, K=16"], at_most=LARGE_WORLD_SECONDS),
-        Promise("warm launch at K=4, times faster than spawn", spawn / warm, at_least=TIMES_FASTER_THAN_SPAWN),
-        Promise("first launch at K=4, times importing torch", first / imported, at_most=TIMES_IMPORT),
+        Promise(
+            "warm launch at K=16, seconds",
+            medians["warm launch, K=16"],
+            at_most=LARGE_WORLD_SECONDS,
+        ),
+        Promise(
+            "warm launch at K=4, times faster than spawn",
+            spawn / warm,
+            at_least=TIMES_FASTER_THAN_SPAWN,
+        ),
+        Promise(
+            "first launch at K=4, times importing torch", first / imported, at_most=TIMES_IMPORT
+        ),
     ]
 
 
 def start_warm(world_size: int) -> None:
-    """Start ranks by `launch`; the lambda is sent as it is, while a named function's module would have to load."""
+    """Start ranks by `launch`; the lambda is sent as it is, while a named function's module would
+    have to load.
+    """
     launch(lambda: None, world_size=world_size, device="cpu")
 
 
 def in_new_process(source: str) -> float:
     """Run `source` in a fresh interpreter, which prints the seconds that count."""
-    ended = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, check=True
+    )
     return float(ended.stdout.split()[-1])
 
 

@@ -19,20 +19,31 @@ MODE_NAMES = {"hosts": "virtual hosts", "wire": "throttled wire"}
 
 
 def link_figure(rows: list[dict[str, Any]]) -> Picture:
-    """Time against K and against p, on logarithmic scales: points are measured, lines are the formulas.
+    """Time against K and against p, on logarithmic scales: points are measured, lines are the
+    formulas.
 
-    `rows` are those of bench_links.json, which have the formulas' seconds. One bandwidth is drawn, the highest; the
-    left panel has its largest messages, the right panel the largest number of ranks measured in every mode.
+    `rows` are those of bench_links.json, which have the formulas' seconds. One bandwidth is drawn,
+    the highest; the left panel has its largest messages, the right panel the largest number of
+    ranks measured in every mode.
     """
     bandwidth = max(row["bandwidth_bits_s"] for row in rows)
     rows = [row for row in rows if row["bandwidth_bits_s"] == bandwidth]
     size = max(row["bytes"] for row in rows)
     modes = sorted({row["mode"] for row in rows})
-    ranks = max(set.intersection(*({row["world_size"] for row in rows if row["mode"] == mode} for mode in modes)))
-    ratios = [row["ratio"] for row in rows if row["bytes"] >= 4 << 20 and row["algorithm"] != "gloo"]
+    ranks = max(
+        set.intersection(
+            *({row["world_size"] for row in rows if row["mode"] == mode} for mode in modes)
+        )
+    )
+    ratios = [
+        row["ratio"] for row in rows if row["bytes"] >= 4 << 20 and row["algorithm"] != "gloo"
+    ]
     spread = f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else "not measured"
     message = f"measured over theory from 4 MiB on: {spread}, at {bandwidth / 1e6:g} Mbit/s"
-    with panels(1, 2, 10.5, 4.6, message, "Time by ranks and by size") as (picture, (by_ranks, by_size)):
+    with panels(1, 2, 10.5, 4.6, message, "Time by ranks and by size") as (
+        picture,
+        (by_ranks, by_size),
+    ):
         at_size = [row for row in rows if row["bytes"] == size]
         draw(by_ranks, at_size, "world_size")
         by_ranks.set(xlabel="ranks K", ylabel="seconds", title=f"By ranks: {size / 2**20:g} MiB")
@@ -50,14 +61,27 @@ def draw(axes: Axes, rows: list[dict[str, Any]], column: str) -> None:
     for mode, (marker, dashes) in LOOKS_OF_MODES.items():
         here = [row for row in rows if row["mode"] == mode]
         for name, (stage, _) in LOOKS.items():
-            points = sorted((row for row in here if row["algorithm"] == name), key=lambda row: row[column])
+            points = sorted(
+                (row for row in here if row["algorithm"] == name), key=lambda row: row[column]
+            )
             if points and name != "gloo":
                 line = [row["theory_s"] for row in points]
-                axes.plot([row[column] for row in points], line, dashes, color=STAGE_COLOURS[stage], zorder=2)
+                axes.plot(
+                    [row[column] for row in points],
+                    line,
+                    dashes,
+                    color=STAGE_COLOURS[stage],
+                    zorder=2,
+                )
             axes.plot(
-                [row[column] for row in points], [row["measured_s"] for row in points], marker, zorder=3,
-                color=STAGE_COLOURS[stage], fillstyle="none", markersize=11 if name == "gloo" else 7,
-            )  # fmt: skip
+                [row[column] for row in points],
+                [row["measured_s"] for row in points],
+                marker,
+                zorder=3,
+                color=STAGE_COLOURS[stage],
+                fillstyle="none",
+                markersize=11 if name == "gloo" else 7,
+            )
     axes.set(xscale="log", yscale="log")
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.xaxis.set_minor_locator(NullLocator())
@@ -71,13 +95,21 @@ def legend(rows: list[dict[str, Any]]) -> list[Line2D]:
     names = {row["algorithm"] for row in rows}
     points_only: dict[str, Any] = {"ls": "", "marker": "o", "mfc": "none", "ms": 11}
     handles = [
-        Line2D([], [], color=STAGE_COLOURS[stage], label=label, **(points_only if name == "gloo" else {}))
+        Line2D(
+            [],
+            [],
+            color=STAGE_COLOURS[stage],
+            label=label,
+            **(points_only if name == "gloo" else {}),
+        )
         for name, (stage, label) in LOOKS.items()
         if name in names
     ]
     modes = sorted({row["mode"] for row in rows})
     points = [
-        Line2D([], [], ls=dashes, marker=marker, color="#555555", mfc="none", label=MODE_NAMES[mode])
+        Line2D(
+            [], [], ls=dashes, marker=marker, color="#555555", mfc="none", label=MODE_NAMES[mode]
+        )
         for mode, (marker, dashes) in LOOKS_OF_MODES.items()
         if mode in modes
     ]

@@ -1,9 +1,9 @@
 """`python -m benchmarks links`: do measured times over emulated links lie on the textbook formulas?
 
-For each mode, bandwidth and world size the link is calibrated by a ping-pong between two ranks (b, headers and
-all); then the parameter server, the whole-gradient ring and the ring average messages of several sizes, and each
-time is divided by its formula without latency, 2(K-1)p/b, (K-1)p/b and 2(K-1)/K p/b. Over virtual hosts gloo's own
-all-reduce takes turns with them.
+For each mode, bandwidth and world size the link is calibrated by a ping-pong between two ranks (b,
+headers and all); then the parameter server, the whole-gradient ring and the ring average messages
+of several sizes, and each time is divided by its formula without latency, 2(K-1)p/b, (K-1)p/b and
+2(K-1)/K p/b. Over virtual hosts gloo's own all-reduce takes turns with them.
 """
 
 import argparse
@@ -35,18 +35,25 @@ ALGORITHMS = {
 FORMULA = {"gloo": "ring"}
 WORLD_SIZES = {"hosts": "2,3,4", "wire": "2,3,4,8"}
 COLUMNS = ("mode", "algorithm", "world_size", "bytes", "bandwidth_bits_s")
-CALIBRATION_SECONDS, ROUNDS = 0.1, 10  # A calibration's longest message takes this long, and is sent this often.
+CALIBRATION_SECONDS, ROUNDS = (
+    0.1,
+    10,
+)  # A calibration's longest message takes this long, and is sent this often.
 PAUSE_SECONDS = 0.01  # The links rest this long before each message.
 JUDGED_BYTES, LOWEST, HIGHEST, SLOWER_THAN_GLOO = 4 << 20, 0.97, 1.12, 1.05
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of this benchmark."""
-    parser.add_argument("--modes", default="hosts,wire", help="default %(default)s; hosts only where possible")
+    parser.add_argument(
+        "--modes", default="hosts,wire", help="default %(default)s; hosts only where possible"
+    )
     parser.add_argument("--bandwidths", default="100Mbit,200Mbit", help="default %(default)s")
     parser.add_argument("--world-sizes", metavar="K", help="default 2,3,4, and for wire 8 too")
     parser.add_argument("--sizes", default="1,4,16", help="MiB to average (default %(default)s)")
-    parser.add_argument("--add", action="store_true", help="keep the rows of earlier runs that this one leaves out")
+    parser.add_argument(
+        "--add", action="store_true", help="keep the rows of earlier runs that this one leaves out"
+    )
 
 
 def compare(args: argparse.Namespace) -> Part:
@@ -61,7 +68,10 @@ def compare(args: argparse.Namespace) -> Part:
     for link, world_size in tqdm(settings, unit="setting", disable=None):
         rows += measure(link, world_size, sizes, args.repeats)
     if args.add:
-        rows = merge(earlier_parts(Path(args.out) / "bench_links.json").get("links", {"rows": []})["rows"], rows)
+        rows = merge(
+            earlier_parts(Path(args.out) / "bench_links.json").get("links", {"rows": []})["rows"],
+            rows,
+        )
     return Part(rows, promised(rows), table(rows))
 
 
@@ -80,14 +90,25 @@ def measure(link: links.Link, world_size: int, sizes: list[int], repeats: int) -
     """One launch: all algorithms at all sizes on `world_size` ranks. Returns a row each."""
     bandwidth = calibrated(link)
     names = [name for name in ALGORITHMS if name != "gloo" or link.carries_torch]
-    of_sizes = launch(time_all, names, sizes, repeats, link=link, world_size=world_size, device="cpu", timeout=1800.0)[
-        0
-    ]
+    of_sizes = launch(
+        time_all,
+        names,
+        sizes,
+        repeats,
+        link=link,
+        world_size=world_size,
+        device="cpu",
+        timeout=1800.0,
+    )[0]
     rows = []
     for size, turns in zip(sizes, of_sizes, strict=True):
         for name, seconds in turns.items():
-            expected = theory.seconds(FORMULA.get(name, name), size, world_size, theory.Costs.of_link(bandwidth))
-            key = dict(zip(COLUMNS, (link.mode, name, world_size, size, link.bandwidth), strict=True))
+            expected = theory.seconds(
+                FORMULA.get(name, name), size, world_size, theory.Costs.of_link(bandwidth)
+            )
+            key = dict(
+                zip(COLUMNS, (link.mode, name, world_size, size, link.bandwidth), strict=True)
+            )
             measured = statistics.median(seconds)
             times = {"measured_s": measured, "theory_s": expected, "ratio": measured / expected}
             rows.append({**key, **times, "calibrated_bits_s": bandwidth, "runs_s": seconds})
@@ -95,15 +116,22 @@ def measure(link: links.Link, world_size: int, sizes: list[int], repeats: int) -
 
 
 def calibrated(link: links.Link) -> float:
-    """Bits per second that the link really carries, headers and all, from messages of four sizes to and fro."""
-    sizes = [int(part * CALIBRATION_SECONDS * link.bandwidth / 8) // 8 * 8 for part in (0.25, 0.5, 0.75, 1.0)]
+    """Bits per second that the link really carries, headers and all, from messages of four sizes to
+    and fro.
+    """
+    sizes = [
+        int(part * CALIBRATION_SECONDS * link.bandwidth / 8) // 8 * 8
+        for part in (0.25, 0.5, 0.75, 1.0)
+    ]
     seconds = launch(ping_pong, sizes, world_size=2, device="cpu", link=link)[0]
     slope, _ = np.polyfit(sizes, seconds, 1, w=1 / np.array(seconds))
     return float(8 / slope)
 
 
 def ping_pong(sizes: list[int]) -> list[float]:
-    """Send messages of these sizes (bytes) to and fro between two ranks; returns the fewest seconds one way."""
+    """Send messages of these sizes (bytes) to and fro between two ranks; returns the fewest seconds
+    one way.
+    """
     rank, times = dist.get_rank(), {size: [] for size in sizes}
     for size in sizes * ROUNDS:
         message = torch.zeros(size, dtype=torch.uint8)
@@ -126,13 +154,20 @@ def time_all(names: list[str], sizes: list[int], repeats: int) -> list[dict[str,
 
 
 def merge(earlier: list[Row], rows: list[Row]) -> list[Row]:
-    """The `earlier` rows and the new `rows`, which replace earlier ones of the same setting, sorted."""
+    """The `earlier` rows and the new `rows`, which replace earlier ones of the same setting,
+    sorted.
+    """
     known = {tuple(row[column] for column in COLUMNS): row for row in [*earlier, *rows]}
-    return [known[key] for key in sorted(known, key=lambda key: (key[0], key[4], key[2], key[3], key[1]))]
+    return [
+        known[key]
+        for key in sorted(known, key=lambda key: (key[0], key[4], key[2], key[3], key[1]))
+    ]
 
 
 def promised(rows: list[Row]) -> list[Promise]:
-    """What is promised of messages of 4 MiB and more: close to the formulas, and a ring as fast as gloo's."""
+    """What is promised of messages of 4 MiB and more: close to the formulas, and a ring as fast as
+    gloo's.
+    """
     judged = [row for row in rows if row["bytes"] >= JUDGED_BYTES]
     ratios = {describe(row): row["ratio"] for row in judged if row["algorithm"] != "gloo"}
     gloo = {setting(row): row["measured_s"] for row in judged if row["algorithm"] == "gloo"}
@@ -141,11 +176,17 @@ def promised(rows: list[Row]) -> list[Promise]:
     promises = []
     if ratios:
         low, high = min(ratios, key=ratios.__getitem__), max(ratios, key=ratios.__getitem__)
-        promises.append(Promise(f"least time over its formula ({low})", ratios[low], at_least=LOWEST))
-        promises.append(Promise(f"most time over its formula ({high})", ratios[high], at_most=HIGHEST))
+        promises.append(
+            Promise(f"least time over its formula ({low})", ratios[low], at_least=LOWEST)
+        )
+        promises.append(
+            Promise(f"most time over its formula ({high})", ratios[high], at_most=HIGHEST)
+        )
     if over_gloo:
         worst = max(over_gloo, key=over_gloo.__getitem__)
-        promises.append(Promise(f"ring, times gloo's ({worst})", over_gloo[worst], at_most=SLOWER_THAN_GLOO))
+        promises.append(
+            Promise(f"ring, times gloo's ({worst})", over_gloo[worst], at_most=SLOWER_THAN_GLOO)
+        )
     return promises
 
 
@@ -174,7 +215,9 @@ def table(rows: list[Row]) -> list[Row]:
 
 def draw(report: Row, folder: Path) -> Iterator[Path]:
     """Write bench_links.png."""
-    replace_file(folder / "bench_links.png", link_figure(report["parts"]["links"]["rows"]).png(dpi=120))
+    replace_file(
+        folder / "bench_links.png", link_figure(report["parts"]["links"]["rows"]).png(dpi=120)
+    )
     yield folder / "bench_links.png"
 
 

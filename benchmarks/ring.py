@@ -1,7 +1,8 @@
 """`python -m benchmarks ring`: our rings beside gloo's own all_reduce, on this machine's loopback.
 
-The three take turns on the same tensor. The promises are about the pipelined ring of `collectives`, on plain TCP
-streams; stage 4's, which is there to be read and sends through gloo, is measured beside it.
+The three take turns on the same tensor. The promises are about the pipelined ring of `collectives`,
+on plain TCP streams; stage 4's, which is there to be read and sends through gloo, is measured
+beside it.
 """
 
 import argparse
@@ -41,7 +42,9 @@ def compare(args: argparse.Namespace) -> Part:
 def promised(rows: list[Row]) -> list[Promise]:
     """What is promised of the pipelined ring."""
     ratios = [row["pipelined"] / row["gloo"] for row in rows]
-    return promises_of_ratios("pipelined ring, times gloo's all_reduce", ratios, GEOMETRIC_MEAN, EACH)
+    return promises_of_ratios(
+        "pipelined ring, times gloo's all_reduce", ratios, GEOMETRIC_MEAN, EACH
+    )
 
 
 def times(repeats: int) -> list[Row]:

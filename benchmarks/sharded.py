@@ -1,7 +1,8 @@
-"""`python -m benchmarks sharded`: stages 7 and 8 beside torch's own, what the NaN check costs, a hierarchical sum.
+"""`python -m benchmarks sharded`: stages 7 and 8 beside torch's own, what the NaN check costs, a
+hierarchical sum.
 
-Ours and torch's train copies of one model in the same processes and take turns step by step. Everything runs on gloo
-and the CPU.
+Ours and torch's train copies of one model in the same processes and take turns step by step.
+Everything runs on gloo and the CPU.
 """
 
 import argparse
@@ -24,7 +25,14 @@ from ddp_course.running.links import Link
 from ddp_course.stage4_ring import ring_all_reduce
 from ddp_course.stage5_bucketed import BucketedDDP
 from ddp_course.stage7_sharded import FullyShardedDataParallel, ShardedOptimizer
-from ddp_course.stage8_pipeline import Pipeline, bubble, gpipe, layers_of, one_forward_one_backward, split
+from ddp_course.stage8_pipeline import (
+    Pipeline,
+    bubble,
+    gpipe,
+    layers_of,
+    one_forward_one_backward,
+    split,
+)
 
 from .harness import Benchmark, Part, Promise, medians, slowest, take_turns, timed
 from .training import model_and_batch, step
@@ -33,13 +41,18 @@ MODELS = {
     "MLP, 4 M": ("synthetic", {"parameters": 2**22, "width": 512}, 32),
     "GPT, 1 M": ("bytes", {"parameters": 1_000_000}, 8),
 }
-SHARDING, NAN_CHECK = 1.10, 1.02  # Our step may take this many times torch's, and a checked step an unchecked one's.
+SHARDING, NAN_CHECK = (
+    1.10,
+    1.02,
+)  # Our step may take this many times torch's, and a checked step an unchecked one's.
 
 
 class Delay(torch.nn.Module):
-    """A layer that takes time and leaves its inputs alone: milliseconds per sample, forward and backward.
+    """A layer that takes time and leaves its inputs alone: milliseconds per sample, forward and
+    backward.
 
-    It sleeps, so that ranks which share a core do not slow each other down, and waiting shows up as waiting.
+    It sleeps, so that ranks which share a core do not slow each other down, and waiting shows up as
+    waiting.
     """
 
     def __init__(self, forward_ms, backward_ms):
@@ -53,7 +66,9 @@ class Delay(torch.nn.Module):
 
 class _Sleep(torch.autograd.Function):
     @staticmethod
-    def forward(context: Any, inputs: torch.Tensor, forward_ms: Any, backward_ms: Any) -> torch.Tensor:
+    def forward(
+        context: Any, inputs: torch.Tensor, forward_ms: Any, backward_ms: Any
+    ) -> torch.Tensor:
         context.backward_ms = backward_ms
         time.sleep(forward_ms * len(inputs) / 1000)
         return inputs.view_as(inputs)
@@ -64,26 +79,45 @@ class _Sleep(torch.autograd.Function):
         return gradient, None, None
 
 
-def against(measure: Callable, most: float, ours: str, other: str, world_sizes: tuple[int, ...] = (2, 4)) -> Callable:
-    """A part that calls `measure` for every model and K; `ours` is to take at most `most` times the `other`'s time."""
+def against(
+    measure: Callable, most: float, ours: str, other: str, world_sizes: tuple[int, ...] = (2, 4)
+) -> Callable:
+    """A part that calls `measure` for every model and K; `ours` is to take at most `most` times the
+    `other`'s time.
+    """
 
     def part(args: argparse.Namespace) -> Part:
         """Seconds of a step, a row for each model and world size."""
         rows, table, promises = [], [], []
         for model in MODELS:
             for world_size in world_sizes:
-                seconds = launch(measure, model, args.repeats, world_size=world_size, device="cpu", timeout=600)[0]
-                ratio, setting = seconds[ours] / seconds[other], {"model": model, "world_size": world_size}
+                seconds = launch(
+                    measure, model, args.repeats, world_size=world_size, device="cpu", timeout=600
+                )[0]
+                ratio, setting = (
+                    seconds[ours] / seconds[other],
+                    {"model": model, "world_size": world_size},
+                )
                 rows.append({**setting, **seconds})
-                table.append({**setting, **{f"{key}, ms": 1e3 * s for key, s in seconds.items()}, "ratio": ratio})
-                promises.append(Promise(f"{model}, K={world_size}: {ours}, times {other}", ratio, most))
+                table.append(
+                    {
+                        **setting,
+                        **{f"{key}, ms": 1e3 * s for key, s in seconds.items()},
+                        "ratio": ratio,
+                    }
+                )
+                promises.append(
+                    Promise(f"{model}, K={world_size}: {ours}, times {other}", ratio, most)
+                )
         return Part(rows, promises, table)
 
     return part
 
 
 def optimizer_times(model: str, repeats: int) -> dict[str, float]:
-    """Seconds of a step with torch's DDP and ZeroRedundancyOptimizer, and with ours, which averages by itself."""
+    """Seconds of a step with torch's DDP and ZeroRedundancyOptimizer, and with ours, which averages
+    by itself.
+    """
     from torch.distributed.optim import ZeroRedundancyOptimizer
     from torch.nn.parallel import DistributedDataParallel
 
@@ -91,7 +125,9 @@ def optimizer_times(model: str, repeats: int) -> dict[str, float]:
     make, *batch = model_and_batch(*MODELS[model])
     theirs, ours = DistributedDataParallel(make()), make()
     ways = {
-        "torch": timed(step, theirs, ZeroRedundancyOptimizer(theirs.parameters(), Adam, lr=0.001), *batch),
+        "torch": timed(
+            step, theirs, ZeroRedundancyOptimizer(theirs.parameters(), Adam, lr=0.001), *batch
+        ),
         "ours": timed(step, ours, ShardedOptimizer(ours.parameters(), Adam, lr=0.001), *batch),
     }
     return medians(ways, repeats)
@@ -111,11 +147,16 @@ def fully_sharded_times(model: str, repeats: int) -> dict[str, float]:
     fully_shard(theirs, mesh=mesh)
     ours = FullyShardedDataParallel(make())
     kinds = {"torch": theirs, "ours": ours}
-    return medians({k: timed(step, net, Adam(net.parameters(), lr=0.001), *batch) for k, net in kinds.items()}, repeats)
+    return medians(
+        {k: timed(step, net, Adam(net.parameters(), lr=0.001), *batch) for k, net in kinds.items()},
+        repeats,
+    )
 
 
 def pipeline_times(model: str, repeats: int) -> dict[str, float]:
-    """Seconds of a step, forward and backward, of torch's 1F1B and GPipe and of ours, 2 K micro-batches."""
+    """Seconds of a step, forward and backward, of torch's 1F1B and GPipe and of ours, 2 K
+    micro-batches.
+    """
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
     make, inputs, targets = model_and_batch(*MODELS[model])
@@ -129,7 +170,9 @@ def pipeline_times(model: str, repeats: int) -> dict[str, float]:
     for name, schedule in {"torch 1F1B": Schedule1F1B, "torch GPipe": ScheduleGPipe}.items():
         stage = PipelineStage(part(), rank, world_size, torch.device("cpu"))
         train = schedule(stage, count, loss_fn=cross_entropy).step
-        ways[name] = timed(partial(train, target=targets) if rank == world_size - 1 else train, *[inputs][rank:])
+        ways[name] = timed(
+            partial(train, target=targets) if rank == world_size - 1 else train, *[inputs][rank:]
+        )
     for name, order in {"ours 1F1B": one_forward_one_backward, "ours GPipe": gpipe}.items():
         ways[name] = timed(Pipeline(part(), count, order).step, inputs, targets)
     return medians(ways, repeats)
@@ -138,8 +181,8 @@ def pipeline_times(model: str, repeats: int) -> dict[str, float]:
 def nan_check_times(model: str, repeats: int) -> dict[str, float]:
     """Seconds of a step of stage 5 whose gradients are checked for NaN, and of the checks in it.
 
-    The checks take less time than a step varies by, so they are timed by themselves, where they happen: in the backward
-    pass, when the gradient has just been computed.
+    The checks take less time than a step varies by, so they are timed by themselves, where they
+    happen: in the backward pass, when the gradient has just been computed.
     """
     make, *batch = model_and_batch(*MODELS[model])
     watched, spent = make(), [0.0]
@@ -151,7 +194,9 @@ def nan_check_times(model: str, repeats: int) -> dict[str, float]:
 
     for name, parameter in watched.named_parameters():
         parameter.register_post_accumulate_grad_hook(partial(check, name=name))
-    train = timed(step, BucketedDDP(watched), torch.optim.SGD(watched.parameters(), lr=0.01), *batch)
+    train = timed(
+        step, BucketedDDP(watched), torch.optim.SGD(watched.parameters(), lr=0.01), *batch
+    )
 
     def both():
         spent[0] = 0.0
@@ -163,28 +208,50 @@ def nan_check_times(model: str, repeats: int) -> dict[str, float]:
 
 
 def hierarchy(args: argparse.Namespace) -> Part:
-    """A flat and a hierarchical all-reduce over two virtual hosts of two ranks, beside the theory."""
+    """A flat and a hierarchical all-reduce over two virtual hosts of two ranks, beside the
+    theory.
+    """
     link, nbytes = Link("100Mbit", hosts=2), 2**20
-    seconds = launch(all_reduce_times, nbytes, args.repeats, world_size=4, device="cpu", link=link)[0]
+    seconds = launch(all_reduce_times, nbytes, args.repeats, world_size=4, device="cpu", link=link)[
+        0
+    ]
     base = nbytes * 8 / link.bandwidth
     theory = {"flat": 2 * 3 / 4 * base, "hierarchical": 2 * 1 / 2 * base}
-    setting = {"hosts": 2, "ranks_per_host": 2, "bytes": nbytes, "bandwidth_bits_s": link.bandwidth, "mode": link.mode}
-    return Part([{"ring": name, **setting, "measured_s": seconds[name], "theory_s": theory[name]} for name in theory])
+    setting = {
+        "hosts": 2,
+        "ranks_per_host": 2,
+        "bytes": nbytes,
+        "bandwidth_bits_s": link.bandwidth,
+        "mode": link.mode,
+    }
+    return Part(
+        [
+            {"ring": name, **setting, "measured_s": seconds[name], "theory_s": theory[name]}
+            for name in theory
+        ]
+    )
 
 
 def all_reduce_times(nbytes: int, repeats: int) -> dict[str, float]:
     """Seconds of both all-reduces of `nbytes` bytes."""
     tensor = torch.zeros(nbytes // 4)
     hierarchical = partial(hierarchical_all_reduce, ranks_per_host=2)
-    return medians({"flat": timed(ring_all_reduce, tensor), "hierarchical": timed(hierarchical, tensor)}, repeats)
+    return medians(
+        {"flat": timed(ring_all_reduce, tensor), "hierarchical": timed(hierarchical, tensor)},
+        repeats,
+    )
 
 
 def bubbles(args: argparse.Namespace) -> Part:
-    """The measured bubble of both schedules beside the formula, with layers that sleep instead of computing."""
+    """The measured bubble of both schedules beside the formula, with layers that sleep instead of
+    computing.
+    """
     rows = []
     for microbatches in (2, 4, 8):
         for schedule in (gpipe, one_forward_one_backward):
-            share = launch(idle_share, schedule, microbatches, args.repeats, world_size=3, device="cpu")[0]
+            share = launch(
+                idle_share, schedule, microbatches, args.repeats, world_size=3, device="cpu"
+            )[0]
             setting = {"schedule": schedule.__name__, "world_size": 3, "microbatches": microbatches}
             rows.append({**setting, "measured": share, "formula": bubble(3, microbatches)})
     return Part(rows)

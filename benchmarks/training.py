@@ -1,4 +1,6 @@
-"""A step of training as the benchmarks take it: a problem's model, and this rank's share of one fixed batch."""
+"""A step of training as the benchmarks take it: a problem's model, and this rank's share of one
+fixed batch.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,12 +16,16 @@ Model = tuple[str, dict[str, Any], int]  # A model is a problem, its options, an
 
 
 class Encoder(torch.nn.Module):
-    """A transformer encoder of four layers with 48 small parameters: (N, 256), read as 8 tokens of 32, to (N, 256)."""
+    """A transformer encoder of four layers with 48 small parameters: (N, 256), read as 8 tokens of
+    32, to (N, 256).
+    """
 
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        layer = torch.nn.TransformerEncoderLayer(32, nhead=4, dim_feedforward=64, dropout=0.0, batch_first=True)
+        layer = torch.nn.TransformerEncoderLayer(
+            32, nhead=4, dim_feedforward=64, dropout=0.0, batch_first=True
+        )
         self.layers = torch.nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -27,10 +33,13 @@ class Encoder(torch.nn.Module):
         return self.layers(inputs.view(len(inputs), 8, 32)).flatten(1)
 
 
-def model_and_batch(name: str, options: dict[str, Any], samples: int) -> tuple[Callable, Tensor, Tensor]:
+def model_and_batch(
+    name: str, options: dict[str, Any], samples: int
+) -> tuple[Callable, Tensor, Tensor]:
     """A function that makes the model, always the same, and this rank's inputs and targets.
 
-    Besides the course's problems there is "encoder", many small parameters on the data of "synthetic".
+    Besides the course's problems there is "encoder", many small parameters on the data of
+    "synthetic".
     """
     problem = problems.make("synthetic" if name == "encoder" else name, **options)
     rank, world_size = dist.get_rank(), dist.get_world_size()

@@ -1,7 +1,9 @@
-"""A part of `python -m benchmarks launch`: does a job take as long when a cell starts it as when torchrun does?
+"""A part of `python -m benchmarks launch`: does a job take as long when a cell starts it as when
+torchrun does?
 
-On two virtual hosts with cables of 1 Gbit/s, two ranks each, the ring averages the same tensor again and again: started
-by torchrun on each host, and by `launch` on hosts that have joined. This file is also the program that a host runs:
+On two virtual hosts with cables of 1 Gbit/s, two ranks each, the ring averages the same tensor
+again and again: started by torchrun on each host, and by `launch` on hosts that have joined. This
+file is also the program that a host runs:
 
     python -m benchmarks.two_hosts torchrun|head|join FOLDER
 """
@@ -34,14 +36,24 @@ NAME = "benchmarks.two_hosts"
 THIS = [sys.executable, "-m", NAME]
 COURSE = [sys.executable, "-m", "ddp_course.cli"]
 TORCHRUN = [
-    "torchrun", f"--nnodes={HOSTS}", f"--nproc-per-node={RANKS_A_HOST}", "--rdzv-backend=c10d",
-    "--rdzv-endpoint=host0:29400", "-m", NAME, "torchrun",
-]  # fmt: skip
+    "torchrun",
+    f"--nnodes={HOSTS}",
+    f"--nproc-per-node={RANKS_A_HOST}",
+    "--rdzv-backend=c10d",
+    "--rdzv-endpoint=host0:29400",
+    "-m",
+    NAME,
+    "torchrun",
+]
 
 
 def compare(args: argparse.Namespace) -> Part:
-    """Seconds of the job by both ways, in turns; and from the command, or the cell, to the result."""
-    refused = available()["hosts"] or (None if importlib.util.find_spec("ipyparallel") else "needs ipyparallel")
+    """Seconds of the job by both ways, in turns; and from the command, or the cell, to the
+    result.
+    """
+    refused = available()["hosts"] or (
+        None if importlib.util.find_spec("ipyparallel") else "needs ipyparallel"
+    )
     if refused:
         return Part([{"way": "two hosts", "refused": refused}])
     branch = f'exec {" ".join(THIS)} $(test {{host}} = 0 && echo head || echo join) "$0"'
@@ -51,21 +63,40 @@ def compare(args: argparse.Namespace) -> Part:
         for way, command in commands.items():
             runs[way].append(on_hosts(command))
     rows: list[Row] = [
-        {"way": way, "job_s": median([job for job, _ in each]), "from_start_s": median([whole for _, whole in each])}
+        {
+            "way": way,
+            "job_s": median([job for job, _ in each]),
+            "from_start_s": median([whole for _, whole in each]),
+        }
         for way, each in runs.items()
     ]
     ratio = rows[1]["job_s"] / rows[0]["job_s"]
-    return Part(rows, [Promise("two hosts, times torchrun's seconds for the same job", ratio, at_most=AS_LONG)])
+    return Part(
+        rows,
+        [Promise("two hosts, times torchrun's seconds for the same job", ratio, at_most=AS_LONG)],
+    )
 
 
 def on_hosts(command: list[str]) -> tuple[float, float]:
-    """Run the command on both hosts, with a folder as its last word; the seconds of the job, and from the start on."""
+    """Run the command on both hosts, with a folder as its last word; the seconds of the job, and
+    from the start on.
+    """
     with tempfile.TemporaryDirectory() as folder:
         environ = {**os.environ, "DDP_COURSE_HOSTS": f"{folder}/hosts"}
-        both = [sys.executable, "-m", "ddp_course.running.on_hosts", f"--hosts={HOSTS}", "--bandwidth=1Gbit"]
+        both = [
+            sys.executable,
+            "-m",
+            "ddp_course.running.on_hosts",
+            f"--hosts={HOSTS}",
+            "--bandwidth=1Gbit",
+        ]
         began = time.perf_counter()
         subprocess.run(
-            [*both, "--", *command, folder], env=environ, check=False, capture_output=True, timeout=LONGEST_SECONDS
+            [*both, "--", *command, folder],
+            env=environ,
+            check=False,
+            capture_output=True,
+            timeout=LONGEST_SECONDS,
         )
         whole = time.perf_counter() - began
         seconds = [float(word) for word in (Path(folder) / "seconds").read_text().split()]
@@ -85,7 +116,9 @@ def job() -> float:
 
 
 def head(folder: Path) -> None:
-    """Bring both hosts together, launch the job once to warm up and once to measure; end the controller last."""
+    """Bring both hosts together, launch the job once to warm up and once to measure; end the
+    controller last.
+    """
     start = ["start", "--ip", virtual_hosts.address(0), "--engines", str(folder / "engines.json")]
     controller = subprocess.Popen([*COURSE, "hosts", *start], stdout=subprocess.DEVNULL)
     try:

@@ -24,29 +24,45 @@ _NAMES = {
     "running.links": ("Link",),
     "stage2_dataparallel": ("DataParallel",),
     "stage3_paramserver": ("average_on_server", "broadcast_parameters"),
-    "stage4_ring": ("whole_gradient_ring", "ring_all_reduce", "reduce_scatter", "allgather", "average_on_ring"),
+    "stage4_ring": (
+        "whole_gradient_ring",
+        "ring_all_reduce",
+        "reduce_scatter",
+        "allgather",
+        "average_on_ring",
+    ),
     "stage5_bucketed": ("BucketedDDP",),
     "stage6_ddp": ("DistributedDataParallel", "SyncBatchNorm"),
     "stage7_sharded": ("ShardedOptimizer", "FullyShardedDataParallel"),
 }
-_TOP = (*ladder.MODULES, "collectives", "communicate_less", "errors", "ladder", "problems", "script", "train")
+_TOP = (
+    *ladder.MODULES,
+    "collectives",
+    "communicate_less",
+    "errors",
+    "ladder",
+    "problems",
+    "script",
+    "train",
+)
 _ROOMS = {  # A notebook imports these modules from here, so that it needs one line of imports.
     "running": ("checkpoint", "devices", "links", "wire"),
-    "measuring": ("audit", "claims", "facts", "finite", "plans", "predict", "simulate", "theory", "timeline", "timing"),
-    "measuring.simulate": ("one_host", "published"),
+    "measuring": ("audit", "claims", "facts", "finite", "simulate", "theory", "timeline", "timing"),
     "commands": ("compare", "doctor"),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 _MODULES = {
     **{name: f"ddp_course.{name}" for name in _TOP},
     **{name: f"ddp_course.{room}.{name}" for room, names in _ROOMS.items() for name in names},
-    **{"show": "ddp_course.showing", "torch": "torch", "dist": "torch.distributed"},
+    "show": "ddp_course.showing",
 }
 __all__ = sorted([*_HOME, *_MODULES])
 
 
 def __getattr__(name):
-    """Import on first use: `import ddp_course` stays instant, and a rank loads only what it needs."""
+    """Import on first use: `import ddp_course` stays instant, and a rank loads only what it
+    needs.
+    """
     if name in _HOME:
         return getattr(import_module(f".{_HOME[name]}", __name__), name)
     if name in _MODULES:

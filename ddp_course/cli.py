@@ -1,6 +1,7 @@
 """The command `ddp-course`: doctor, compare, grade and the rest.
 
-A bad setting ends with one line that says what to do and exit code 2; a failed run with exit code 1.
+A bad setting ends with one line that says what to do and exit code 2; a failed run with exit code
+1.
 """
 
 import argparse
@@ -11,7 +12,8 @@ from importlib import import_module
 
 from .errors import CourseError
 
-COMMANDS = {  # Each has a module with main(args), which returns the exit code, and perhaps add_options(parser).
+# Each has a module with main(args), which returns the exit code, and perhaps add_options(parser).
+COMMANDS = {
     "lab": "lessons and exercises in JupyterLab",
     "doctor": "what this machine has, and what each lesson will use",
     "compare": "train with every stage on the same batches and compare",
@@ -24,17 +26,23 @@ COMMANDS = {  # Each has a module with main(args), which returns the exit code, 
     "hosts": "bring several machines together for launch(fn, hosts=...)",
 }
 
+PACKAGES = {
+    "predict": "ddp_predictions",
+    "grade": "ddp_grading",
+    "check": "ddp_grading",
+}  # others: ddp_course
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    parser = argparse.ArgumentParser(prog="ddp-course", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="ddp-course", description=__doc__.split("\n\n")[0])
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
     wanted = next((word for word in arguments if word in COMMANDS), None)
     for name, help_text in COMMANDS.items():
         command = subparsers.add_parser(name, help=help_text, description=help_text)
         if name == wanted:  # Only its module is loaded: the other commands' libraries take seconds.
-            chosen = import_module(f".commands.{name}", __package__)
+            chosen = import_module(f"{PACKAGES.get(name, __package__)}.commands.{name}")
             command.set_defaults(main=chosen.main)
             if hasattr(chosen, "add_options"):
                 chosen.add_options(command)
@@ -43,14 +51,18 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def exit_code(command: Callable[[], int | None]) -> int:
-    """Run the command; return its exit code, with one line about what went wrong instead of a traceback."""
+    """Run the command; return its exit code, with one line about what went wrong instead of a
+    traceback.
+    """
     try:
         code = command() or 0
         if sys.stdout is not None:  # It is None where the caller has closed it: >&-
             sys.stdout.flush()
         return code
     except BrokenPipeError:  # In `ddp-course … | head` the reader may end first.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python says nothing more about it at its end.
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # Python says nothing more about it at its end.
         return 128 + 13
     except (ValueError, OSError) as error:
         print(f"ddp-course: {error}", file=sys.stderr)

@@ -1,16 +1,20 @@
-"""Communicate less: fewer bytes, less often, or without waiting. None gives the single device's weights any more.
+"""Communicate less: fewer bytes, less often, or without waiting. None gives the single device's
+weights any more.
 
-    fp16_hook, TopK, LowRank   fewer bytes per step: halves, the largest k, a matrix as two thin ones
-    train_local                every rank on its own for H steps, then the mean of the weights (local SGD), or one
+    fp16_hook, TopK, LowRank   fewer bytes per step: halves, the largest k, a matrix as two thin
+                               ones
+    train_local                every rank on its own for H steps, then the mean of the weights
+                               (local SGD), or one
                                step of an outer optimizer along the mean change (DiLoCo)
-    train_asynchronously       a server that never waits: gradients arrive that belong to older weights
+    train_asynchronously       a server that never waits: gradients arrive that belong to older
+                               weights
 
-A lossy hook keeps what it leaves out, and adds it to the next step's gradient: error feedback. Without it the small
-gradients would never be sent.
+A lossy hook keeps what it leaves out, and adds it to the next step's gradient: error feedback.
+Without it the small gradients would never be sent.
 
-Sources: Stich, "Local SGD converges fast and communicates little", 2019; Douillard et al., "DiLoCo", 2023; Vogels et
-al., "PowerSGD", 2019; Karimireddy et al., "Error feedback fixes SignSGD", 2019; Dean et al., "Large scale distributed
-deep networks", 2012 (Downpour SGD).
+Sources: Stich, "Local SGD converges fast and communicates little", 2019; Douillard et al.,
+"DiLoCo", 2023; Vogels et al., "PowerSGD", 2019; Karimireddy et al., "Error feedback fixes SignSGD",
+2019; Dean et al., "Large scale distributed deep networks", 2012 (Downpour SGD).
 """
 
 import math
@@ -30,26 +34,40 @@ from .stage4_ring import average_on_ring, ring_all_reduce
 
 
 def done(tensor: Tensor) -> torch.futures.Future[Tensor]:
-    """What a hook returns when its bucket is ready: a future that already has the averaged gradients."""
-    future = torch.futures.Future(devices=[tensor.device] if tensor.is_cuda else None)  # the GPU's streams wait for it
+    """What a hook returns when its bucket is ready: a future that already has the averaged
+    gradients.
+    """
+    future = torch.futures.Future(
+        devices=[tensor.device] if tensor.is_cuda else None
+    )  # the GPU's streams wait for it
     future.set_result(tensor)
     return future
 
 
-def fp16_hook(group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """A hook that runs the ring on half-precision numbers: it sends half the bytes, and values keep 3 of 7 digits."""
+def fp16_hook(
+    group: dist.ProcessGroup | None, bucket: dist.GradBucket
+) -> torch.futures.Future[Tensor]:
+    """A hook that runs the ring on half-precision numbers: it sends half the bytes, and values keep
+    3 of 7 digits.
+    """
     small = bucket.buffer().div(dist.get_world_size(group)).to(torch.float16)
     return done(bucket.buffer().copy_(ring_all_reduce(small, group)))
 
 
 class TopK:
-    """A hook: every rank sends only its largest values with their places, a `share` (0 to 1) of all.
+    """A hook: every rank sends only its largest values with their places, a `share` (0 to 1) of
+    all.
 
-    Each rank receives all K lists, K-1 times k values and k places. `feedback` keeps what was not sent.
+    Each rank receives all K lists, K-1 times k values and k places. `feedback` keeps what was not
+    sent.
     """
 
     def __init__(self, share, feedback=True):
-        self.share, self.feedback, self.left = share, feedback, {}  # `left` goes by parameter: DDP makes new buckets
+        self.share, self.feedback, self.left = (
+            share,
+            feedback,
+            {},
+        )  # `left` goes by parameter: DDP makes new buckets
         self.__name__ = self.__qualname__ = "TopK"  # torch's DDP asks a hook for its names
 
     def __call__(self, group, bucket):
@@ -63,18 +81,26 @@ class TopK:
         flat.index_fill_(0, places.long(), 0.0)
         if self.feedback:
             self.left.update(
-                zip(bucket.parameters(), [gradient.clone() for gradient in bucket.gradients()], strict=True)
+                zip(
+                    bucket.parameters(),
+                    [gradient.clone() for gradient in bucket.gradients()],
+                    strict=True,
+                )
             )
         flat.zero_()
-        for value, place in passed_around([values, places], group):  # in one order, so that replicas stay equal
+        for value, place in passed_around(
+            [values, places], group
+        ):  # in one order, so that replicas stay equal
             flat.index_add_(0, place, value, alpha=1 / world_size)
         return done(flat)
 
 
 class LowRank:
-    """A hook: PowerSGD. A gradient matrix M travels as P = M Q and Q = Mᵀ P with `rank` columns; vectors go whole.
+    """A hook: PowerSGD. A gradient matrix M travels as P = M Q and Q = Mᵀ P with `rank` columns;
+    vectors go whole.
 
-    Each training step is one step of power iteration: Q is kept, and turns towards M's largest directions.
+    Each training step is one step of power iteration: Q is kept, and turns towards M's largest
+    directions.
     """
 
     def __init__(self, rank):
@@ -82,17 +108,23 @@ class LowRank:
         self.__name__ = self.__qualname__ = "LowRank"
 
     def __call__(self, group, bucket):
-        """The rank-r approximation of the mean gradient, written into the bucket, in two all-reduces."""
+        """The rank-r approximation of the mean gradient, written into the bucket, in two
+        all-reduces.
+        """
         gradient_of = dict(zip(bucket.parameters(), bucket.gradients(), strict=True))
         whole, matrices = [], {}
         for parameter, gradient in gradient_of.items():
             matrix = gradient.flatten(1) if gradient.dim() > 1 else gradient.reshape(-1, 1)
             if self.rank * sum(matrix.shape) < matrix.numel():
-                exact = matrix.to(torch.promote_types(matrix.dtype, torch.float32))  # Halves have no QR decomposition.
+                exact = matrix.to(
+                    torch.promote_types(matrix.dtype, torch.float32)
+                )  # Halves have no QR decomposition.
                 matrices[parameter] = exact + self.left.get(parameter, 0.0)
             else:
                 whole.append(gradient)
-        columns = [m @ self.directions.get(parameter, self.start(m)) for parameter, m in matrices.items()]
+        columns = [
+            m @ self.directions.get(parameter, self.start(m)) for parameter, m in matrices.items()
+        ]
         average_on_ring(columns + whole, group)
         columns = [torch.linalg.qr(each).Q for each in columns]
         rows = [m.T @ each for m, each in zip(matrices.values(), columns, strict=True)]
@@ -105,10 +137,14 @@ class LowRank:
     def start(self, matrix: Tensor) -> Tensor:
         """The first directions: random, the same on all ranks."""
         generator = torch.Generator().manual_seed(0)  # the CPU's numbers are the same everywhere
-        return torch.randn(matrix.shape[1], self.rank, generator=generator, dtype=matrix.dtype).to(matrix.device)
+        return torch.randn(matrix.shape[1], self.rank, generator=generator, dtype=matrix.dtype).to(
+            matrix.device
+        )
 
 
-def passed_around(tensors: list[Tensor], group: dist.ProcessGroup | None = None) -> list[list[Tensor]]:
+def passed_around(
+    tensors: list[Tensor], group: dist.ProcessGroup | None = None
+) -> list[list[Tensor]]:
     """All ranks' `tensors` in rank order, by K-1 steps of the ring's allgather."""
     rank, world_size, left, right = wire.neighbours(group)
     everything = [tensors] * world_size
@@ -120,8 +156,11 @@ def passed_around(tensors: list[Tensor], group: dist.ProcessGroup | None = None)
     return everything
 
 
-def train_local(model: Module, batches: Iterable, lr: float, every: int, outer: Callable | None = None) -> list[float]:
-    """Train on this rank's share alone; after `every` steps take the mean of all ranks' weights. Returns its losses.
+def train_local(
+    model: Module, batches: Iterable, lr: float, every: int, outer: Callable | None = None
+) -> list[float]:
+    """Train on this rank's share alone; after `every` steps take the mean of all ranks' weights.
+    Returns its losses.
 
     `outer(parameters)` makes an optimizer that gets the mean change as its gradient: DiLoCo takes
     `SGD(…, lr=0.7, momentum=0.9, nesterov=True)`. Plain local SGD is an outer SGD with rate 1.
@@ -145,17 +184,23 @@ def train_local(model: Module, batches: Iterable, lr: float, every: int, outer: 
 
 
 def same_on_all_ranks(step: float, device: torch.device) -> None:
-    """Raise ValueError unless all ranks meet after the same step; infinity stands for the end of the batches."""
+    """Raise ValueError unless all ranks meet after the same step; infinity stands for the end of
+    the batches.
+    """
     steps = torch.zeros(dist.get_world_size(), dtype=torch.float64, device=device)
     steps[dist.get_rank()] = step
     if ring_all_reduce(steps).unique().numel() > 1:
         early = [rank for rank, each in enumerate(steps.tolist()) if math.isinf(each)]
-        raise ValueError(f"ranks {early} have no more batches, and the others do; give all ranks equally many")
+        raise ValueError(
+            f"ranks {early} have no more batches, and the others do; give all ranks equally many"
+        )
 
 
 @torch.no_grad()
 def meet(model: Module, shared: list[Tensor], outer: Optimizer) -> None:
-    """Move the `shared` weights by the mean change of all ranks, and go on from there; so do running statistics."""
+    """Move the `shared` weights by the mean change of all ranks, and go on from there; so do
+    running statistics.
+    """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for start, parameter in zip(shared, trained, strict=True):
         start.grad = start - parameter
@@ -166,15 +211,20 @@ def meet(model: Module, shared: list[Tensor], outer: Optimizer) -> None:
         parameter.copy_(start)
 
 
-def train_asynchronously(model: Module, batches: Iterable, lr: float) -> tuple[list[float], list[int]]:
-    """Rank 0 serves, all others train as fast as they can; returns (losses, staleness of every update on rank 0).
+def train_asynchronously(
+    model: Module, batches: Iterable, lr: float
+) -> tuple[list[float], list[int]]:
+    """Rank 0 serves, all others train as fast as they can; returns (losses, staleness of every
+    update on rank 0).
 
-    Staleness counts the updates between the weights that a gradient was computed for and those it is applied to.
-    Workers may have any number of batches. Raises ValueError on one rank, and with NCCL, which works through messages
-    in the order in which they were asked for.
+    Staleness counts the updates between the weights that a gradient was computed for and those it
+    is applied to. Workers may have any number of batches. Raises ValueError on one rank, and with
+    NCCL, which works through messages in the order in which they were asked for.
     """
     if wire.on_nccl(next(model.parameters())):
-        raise ValueError("over NCCL a server cannot answer whoever comes first: keep the model on the CPU")
+        raise ValueError(
+            "over NCCL a server cannot answer whoever comes first: keep the model on the CPU"
+        )
     if dist.get_world_size() == 1:
         raise ValueError("rank 0 only serves, so one rank would train nothing; use at least two")
     broadcast_parameters(model)
@@ -189,7 +239,9 @@ def train_asynchronously(model: Module, batches: Iterable, lr: float) -> tuple[l
         model.zero_grad()
         loss = cross_entropy(model(inputs), targets)
         loss.backward()
-        wire.send(end_to_end([*gradients(model), weights.new_ones(1)]), 0)  # 1 says that it is a gradient
+        wire.send(
+            end_to_end([*gradients(model), weights.new_ones(1)]), 0
+        )  # 1 says that it is a gradient
         wire.recv(weights, 0)
         unflatten(weights, trained)
         losses.append(loss.item())
@@ -203,7 +255,9 @@ def end_to_end(tensors: list[Tensor]) -> Tensor:
 
 
 def serve(weights: Tensor, lr: float) -> list[int]:
-    """The server: a thread for each rank, which applies its gradients as they come and sends the newest weights."""
+    """The server: a thread for each rank, which applies its gradients as they come and sends the
+    newest weights.
+    """
     lock, staleness = threading.Lock(), []
 
     def attend(peer):

@@ -13,11 +13,12 @@ class CourseError(Exception):
 
 @dataclass
 class Failure:
-    """How one rank failed: `type_name` is the exception's name, or "killed", "exited" for a process that ended.
+    """How one rank failed: `type_name` is the exception's name, or "killed", "exited" for a process
+    that ended.
 
-    `traceback` is text, from the caller's function down to the failing line; `time` is seconds on the machine's
-    monotonic clock; `consequence` marks a broken connection, which follows from another rank's failure; `host` is
-    named in a launch over several machines.
+    `traceback` is text, from the caller's function down to the failing line; `time` is seconds on
+    the machine's monotonic clock; `consequence` marks a broken connection, which follows from
+    another rank's failure; `host` is named in a launch over several machines.
     """
 
     rank: int
@@ -36,7 +37,9 @@ class Failure:
 
 
 class RankError(CourseError):
-    """A rank of a launch raised an exception or ended without a result; `failures` has the culprit first."""
+    """A rank of a launch raised an exception or ended without a result; `failures` has the culprit
+    first.
+    """
 
     def __init__(self, failures: list, world_size: int):
         self.failures, self.world_size = failures, world_size
@@ -61,7 +64,9 @@ class MismatchError(CourseError, RuntimeError):
 
 @dataclass
 class RankState:
-    """What a rank was doing when time ran out: `stack` as text, and the last collective it entered."""
+    """What a rank was doing when time ran out: `stack` as text, and the last collective it
+    entered.
+    """
 
     rank: int
     status: str
@@ -71,10 +76,11 @@ class RankState:
 
 
 class LaunchTimeout(CourseError):
-    """A launch was not finished in time; `states` says for each rank where it was, and in which collective.
+    """A launch was not finished in time; `states` says for each rank where it was, and in which
+    collective.
 
-    `cause` tells which ranks did not enter the collective that the others wait in, if that is known; their states
-    come first.
+    `cause` tells which ranks did not enter the collective that the others wait in, if that is
+    known; their states come first.
     """
 
     def __init__(self, timeout: float, states: list, cause: str = ""):
@@ -83,9 +89,15 @@ class LaunchTimeout(CourseError):
 
     def __str__(self):
         cause = f": {self.cause}" if self.cause else ""
-        lines = [f"not finished after {self.timeout:g} s{cause}. All ranks were ended. This is where they were:"]
+        lines = [
+            f"not finished after {self.timeout:g} s{cause}. All ranks were ended. This is where"
+            " they were:"
+        ]
         for state in self.states:
-            lines += ["", f"rank {state.rank}{f' on {state.host}' if state.host else ''}: {state.status}"]
+            lines += [
+                "",
+                f"rank {state.rank}{f' on {state.host}' if state.host else ''}: {state.status}",
+            ]
             lines += [f"  last collective: {state.collective}"] if state.collective else []
             lines += [state.stack.rstrip()] if state.stack else []
         return "\n".join(lines)
@@ -96,7 +108,9 @@ class LaunchError(CourseError):
 
 
 class EmulationError(CourseError, ValueError):
-    """An emulated link or device was described with impossible values, or cannot be had on this machine."""
+    """An emulated link or device was described with impossible values, or cannot be had on this
+    machine.
+    """
 
 
 class CheckpointError(CourseError):
@@ -108,7 +122,9 @@ class GradingError(CourseError, ValueError):
 
 
 class Wrong(CourseError):
-    """An answer to an exercise is wrong; the message says what about it, in words for the learner."""
+    """An answer to an exercise is wrong; the message says what about it, in words for the
+    learner.
+    """
 
 
 class NotFiniteError(CourseError):

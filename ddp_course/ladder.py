@@ -1,7 +1,9 @@
-"""The one list of stages. What the comparison, the script, the figures and the grader know of a stage stands here.
+"""The one list of stages. What the comparison, the script, the figures and the grader know of a
+stage stands here.
 
-To add a stage: write its module, append a `Stage`. It then trains in `ddp-course compare --stages …`, in
-`ddp_course.train --stage …`, and is drawn in its colour. Nothing is imported until a stage is used.
+To add a stage: write its module, append a `Stage`. It then trains in `ddp-course compare --stages
+…`, in `ddp_course.train --stage …`, and is drawn in its colour. Nothing is imported until a stage
+is used.
 """
 
 from __future__ import annotations
@@ -15,11 +17,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Stage:
-    """One rung. `train(model, batches, lr, …)` trains in place and returns the loss of every step; if it is empty, the
-    module's function `train` does this. It gets those settings of the job that `options` names.
+    """One rung. `train(model, batches, lr, …)` trains in place and returns the loss of every step;
+    if it is empty, the module's function `train` does this. It gets those settings of the job that
+    `options` names.
 
-    `bytes_sent(job)` is what the busiest rank sends in a step of a `measuring.job.Job`; None where nothing is sent.
-    `step` says how a step goes on emulated devices: a name of `measuring.ideals.STEPS`, None where no formula is known.
+    `bytes_sent(job)` is what the busiest rank sends in a step of a `measuring.job.Job`; None where
+    nothing is sent. `step` says how a step goes on emulated devices: a name of
+    `measuring.ideals.STEPS`, None where no formula is known.
     """
 
     key: str
@@ -31,14 +35,20 @@ class Stage:
     train: Callable[..., list[float]] | str = ""
     options: tuple[str, ...] = ()
     one_process: bool = False
-    splits_batch: bool = True  # each rank gets a K-th of the global batch; otherwise all work on all of it
+    splits_batch: bool = (
+        True  # each rank gets a K-th of the global batch; otherwise all work on all of it
+    )
     counted: bool = False  # its bytes go over our own wire, where they are counted
     bytes_sent: Callable[[Any], float] | None = None
-    all_reduce: str | None = None  # `measuring.theory` has the closed form of its averaging under this name
+    all_reduce: str | None = (
+        None  # `measuring.theory` has the closed form of its averaging under this name
+    )
     step: str | None = None
 
     def trainer(self, settings: dict) -> Callable[..., list[float]]:
-        """Return this stage's `train(model, batches, lr)` with those of the job's `settings` that it knows."""
+        """Return this stage's `train(model, batches, lr)` with those of the job's `settings` that
+        it knows.
+        """
         chosen = {name: settings[name] for name in self.options if settings.get(name) is not None}
         if callable(self.train):
             return partial(self.train, **chosen)
@@ -64,82 +74,183 @@ def on_ring(job: Any) -> float:
 
 
 def sharded(job: Any) -> float:
-    """What each rank sends if parameters are gathered for forward and backward, and gradients scattered."""
+    """What each rank sends if parameters are gathered for forward and backward, and gradients
+    scattered.
+    """
     return 3 * (job.world_size - 1) * job.gradient_bytes / job.world_size
 
 
 def along_pipeline(job: Any) -> float:
-    """What the busiest rank of a pipeline sends: activations to the right, their gradients to the left."""
+    """What the busiest rank of a pipeline sends: activations to the right, their gradients to the
+    left.
+    """
     cuts = job.activation_bytes
     return max(right + left for right, left in zip([*cuts, 0], [0, *cuts], strict=True))
 
 
 def within_layers(job: Any) -> float:
-    """What each rank sends if layers are split over all ranks: all-reduces of activations and their gradients."""
+    """What each rank sends if layers are split over all ranks: all-reduces of activations and their
+    gradients.
+    """
     return 2 * (job.world_size - 1) * sum(job.reduced_bytes) / job.world_size
 
 
-# The colours are Okabe and Ito's, which people with any kind of colour vision can tell apart, and three more.
+# The colours are Okabe and Ito's, which people with any kind of colour vision can tell apart, and
+# three more.
 STAGES: dict[str, Stage] = {
     stage.key: stage
     for stage in (
         Stage(
-            "1", "single device", "forward, backward, update on one device", "stage1_single", colour="#A9A9A9",
-            time="0", one_process=True, splits_batch=False, step="alone",
+            "1",
+            "single device",
+            "forward, backward, update on one device",
+            "stage1_single",
+            colour="#A9A9A9",
+            time="0",
+            one_process=True,
+            splits_batch=False,
+            step="alone",
         ),
         Stage(
-            "2", "DataParallel", "one process, K devices: scatter, replicate, gather, reduce", "stage2_dataparallel",
-            colour="#E69F00", time="the master carries it all", options=("devices",), one_process=True,
-            splits_batch=False, all_reduce="parameter_server", step="averaged",
+            "2",
+            "DataParallel",
+            "one process, K devices: scatter, replicate, gather, reduce",
+            "stage2_dataparallel",
+            colour="#E69F00",
+            time="the master carries it all",
+            options=("devices",),
+            one_process=True,
+            splits_batch=False,
+            all_reduce="parameter_server",
+            step="averaged",
         ),
         Stage(
-            "3", "parameter server", "K processes; one collects, averages, sends back", "stage3_paramserver",
-            colour="#D55E00", time="2(K-1) p/b", counted=True, bytes_sent=on_server,
-            all_reduce="parameter_server", step="averaged",
+            "3",
+            "parameter server",
+            "K processes; one collects, averages, sends back",
+            "stage3_paramserver",
+            colour="#D55E00",
+            time="2(K-1) p/b",
+            counted=True,
+            bytes_sent=on_server,
+            all_reduce="parameter_server",
+            step="averaged",
         ),
         Stage(
-            "4w", "whole-gradient ring", "no server: whole gradients around a ring", "stage4_ring",
-            colour="#332288", time="(K-1) p/b", train="variants:train_on_whole_ring", counted=True,
-            bytes_sent=on_server, all_reduce="whole_gradient_ring", step="averaged",
+            "4w",
+            "whole-gradient ring",
+            "no server: whole gradients around a ring",
+            "stage4_ring",
+            colour="#332288",
+            time="(K-1) p/b",
+            train="variants:train_on_whole_ring",
+            counted=True,
+            bytes_sent=on_server,
+            all_reduce="whole_gradient_ring",
+            step="averaged",
         ),
         Stage(
-            "4", "ring", "the chunked ring: reduce-scatter and allgather", "stage4_ring", colour="#0072B2",
-            time="2(K-1)/K p/b", counted=True, bytes_sent=on_ring, all_reduce="ring", step="averaged",
+            "4",
+            "ring",
+            "the chunked ring: reduce-scatter and allgather",
+            "stage4_ring",
+            colour="#0072B2",
+            time="2(K-1)/K p/b",
+            counted=True,
+            bytes_sent=on_ring,
+            all_reduce="ring",
+            step="averaged",
         ),
         Stage(
-            "5", "bucketed DDP", "buckets and hooks: communication under the backward pass", "stage5_bucketed",
-            colour="#009E73", time="hidden behind compute", options=("bucket_cap_mb",), counted=True,
-            bytes_sent=on_ring, all_reduce="ring", step="overlapped",
+            "5",
+            "bucketed DDP",
+            "buckets and hooks: communication under the backward pass",
+            "stage5_bucketed",
+            colour="#009E73",
+            time="hidden behind compute",
+            options=("bucket_cap_mb",),
+            counted=True,
+            bytes_sent=on_ring,
+            all_reduce="ring",
+            step="overlapped",
         ),
         Stage(
-            "6", "complete DDP", "everything a real one needs: a drop-in for torch's `DistributedDataParallel`",
-            "stage6_ddp", colour="#CC79A7", time="as 5", options=("bucket_cap_mb", "all_reduce"),
-            bytes_sent=on_ring, all_reduce="ring", step="overlapped",
+            "6",
+            "complete DDP",
+            "everything a real one needs: a drop-in for torch's `DistributedDataParallel`",
+            "stage6_ddp",
+            colour="#CC79A7",
+            time="as 5",
+            options=("bucket_cap_mb", "all_reduce"),
+            bytes_sent=on_ring,
+            all_reduce="ring",
+            step="overlapped",
         ),
         Stage(
-            "7o", "sharded optimizer", "the optimizer's state split over the ranks", "stage7_sharded",
-            colour="#117733", time="as 4", train="variants:train_with_sharded_optimizer", counted=True,
-            bytes_sent=on_ring, all_reduce="ring", step="averaged",
+            "7o",
+            "sharded optimizer",
+            "the optimizer's state split over the ranks",
+            "stage7_sharded",
+            colour="#117733",
+            time="as 4",
+            train="variants:train_with_sharded_optimizer",
+            counted=True,
+            bytes_sent=on_ring,
+            all_reduce="ring",
+            step="averaged",
         ),
         Stage(
-            "7", "fully sharded", "parameters and gradients too: memory falls with K", "stage7_sharded",
-            colour="#56B4E9", time="3(K-1)/K p/b", counted=True, bytes_sent=sharded, step="gathered",
+            "7",
+            "fully sharded",
+            "parameters and gradients too: memory falls with K",
+            "stage7_sharded",
+            colour="#56B4E9",
+            time="3(K-1)/K p/b",
+            counted=True,
+            bytes_sent=sharded,
+            step="gathered",
         ),
         Stage(
-            "8", "pipeline", "the model is split, not the data", "stage8_pipeline", colour="#882255",
-            time="activations only", options=("stages",), splits_batch=False, counted=True,
-            bytes_sent=along_pipeline, step="pipelined",
+            "8",
+            "pipeline",
+            "the model is split, not the data",
+            "stage8_pipeline",
+            colour="#882255",
+            time="activations only",
+            options=("stages",),
+            splits_batch=False,
+            counted=True,
+            bytes_sent=along_pipeline,
+            step="pipelined",
         ),
         Stage(
-            "9", "tensor parallel", "layers are split too, and a mesh combines the ways", "stage9_tensor",
-            colour="#999933", time="two all-reduces of activations per block and pass", options=("tensor",),
-            splits_batch=False, counted=True, bytes_sent=within_layers, step="split",
+            "9",
+            "tensor parallel",
+            "layers are split too, and a mesh combines the ways",
+            "stage9_tensor",
+            colour="#999933",
+            time="two all-reduces of activations per block and pass",
+            options=("tensor",),
+            splits_batch=False,
+            counted=True,
+            bytes_sent=within_layers,
+            step="split",
         ),
         Stage(
-            "torch", "torch's DDP", "what you have built, as PyTorch ships it", "torch.nn.parallel", colour="#000000",
-            time="as 5", train="variants:train_with_torch", options=("bucket_cap_mb",), bytes_sent=on_ring,
-            all_reduce="ring", step="overlapped",
+            "torch",
+            "torch's DDP",
+            "what you have built, as PyTorch ships it",
+            "torch.nn.parallel",
+            colour="#000000",
+            time="as 5",
+            train="variants:train_with_torch",
+            options=("bucket_cap_mb",),
+            bytes_sent=on_ring,
+            all_reduce="ring",
+            step="overlapped",
         ),
     )
-}  # fmt: skip
-MODULES = tuple(dict.fromkeys(stage.module for stage in STAGES.values() if stage.module.startswith("stage")))
+}
+MODULES = tuple(
+    dict.fromkeys(stage.module for stage in STAGES.values() if stage.module.startswith("stage"))
+)

@@ -1,11 +1,13 @@
 """What every stage trains on: two real data sets that need no download, and one model of any size.
 
-    digits     scikit-learn's handwritten digits, a small convolutional net, accuracy on held-out images
+    digits     scikit-learn's handwritten digits, a small convolutional net, accuracy on held-out
+               images
     bytes      the Python standard library's own source text, a byte-level GPT, bits per byte
     synthetic  random vectors, a stack of linear layers: for measuring communication
 
-A global batch depends on the seed and the step only, not on the number of ranks: K ranks get K equal shares of
-the very batch that one device would get. That is why all stages compute the same thing.
+A global batch depends on the seed and the step only, not on the number of ranks: K ranks get K
+equal shares of the very batch that one device would get. That is why all stages compute the same
+thing.
 """
 
 import inspect
@@ -27,7 +29,9 @@ NAMES = ("digits", "bytes", "synthetic")
 
 
 def make(name: str, **options: Any) -> "Problem":
-    """Return the problem `name`: "digits", "bytes" or "synthetic"; options are those of its class below."""
+    """Return the problem `name`: "digits", "bytes" or "synthetic"; options are those of its class
+    below.
+    """
     if name not in NAMES:
         raise ValueError(f'unknown problem "{name}"; choose one of {", ".join(NAMES)}')
     chosen = {"digits": Digits, "bytes": Bytes, "synthetic": Synthetic}[name]
@@ -37,12 +41,16 @@ def make(name: str, **options: Any) -> "Problem":
     return chosen(**options)
 
 
-def shard(dataset_size: int, rank: int, world_size: int, epoch: int = 0, seed: int = 0) -> torch.Tensor:
-    """Return the indices of rank `rank`'s share of an epoch, a 1-D int64 tensor of equal length on all ranks.
+def shard(
+    dataset_size: int, rank: int, world_size: int, epoch: int = 0, seed: int = 0
+) -> torch.Tensor:
+    """Return the indices of rank `rank`'s share of an epoch, a 1-D int64 tensor of equal length on
+    all ranks.
 
-    The epoch's order is drawn anew from (seed + epoch), the same on every rank; rank r takes positions r, r+K, …
-    Shares do not overlap, except that the epoch is padded with its first samples until K divides it (which counts
-    these twice in an evaluation). The result equals `torch.utils.data.DistributedSampler`'s.
+    The epoch's order is drawn anew from (seed + epoch), the same on every rank; rank r takes
+    positions r, r+K, … Shares do not overlap, except that the epoch is padded with its first
+    samples until K divides it (which counts these twice in an evaluation). The result equals
+    `torch.utils.data.DistributedSampler`'s.
     """
     if not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} of {world_size}: ranks go from 0 to world_size - 1")
@@ -52,15 +60,21 @@ def shard(dataset_size: int, rank: int, world_size: int, epoch: int = 0, seed: i
 
 
 def share(global_batch: int, world_size: int) -> int:
-    """Samples of a global batch that each of `world_size` ranks gets; ValueError if shares would be unequal."""
+    """Samples of a global batch that each of `world_size` ranks gets; ValueError if shares would be
+    unequal.
+    """
     if global_batch < 1 or global_batch % world_size:
         wanted = max(1, round(global_batch / world_size)) * world_size
-        raise ValueError(f"{world_size} ranks cannot share a batch of {global_batch} equally; try {wanted}")
+        raise ValueError(
+            f"{world_size} ranks cannot share a batch of {global_batch} equally; try {wanted}"
+        )
     return global_batch // world_size
 
 
 class Problem:
-    """A data set `self.inputs`, `self.targets` (first dimension: samples) with a model that learns it."""
+    """A data set `self.inputs`, `self.targets` (first dimension: samples) with a model that learns
+    it.
+    """
 
     name: str
     learning_rate: float
@@ -73,23 +87,35 @@ class Problem:
         self.dtype, self.device = dtype, device
 
     def model(self, seed: int = 0) -> nn.Module:
-        """A new model whose weights depend on `seed` only; the state of the random generators stays as it is."""
+        """A new model whose weights depend on `seed` only; the state of the random generators stays
+        as it is.
+        """
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return self.new_model().to(self.device, self.dtype)
 
     def batches(
-        self, global_batch: int, steps: int, seed: int = 0, rank: int = 0, world_size: int = 1, start: int = 0
+        self,
+        global_batch: int,
+        steps: int,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        start: int = 0,
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield (inputs, targets) of `rank`'s share of the global batches `start` to `steps - 1`.
 
-        Every epoch is shuffled anew; the samples that do not fill a whole global batch at its end are left out.
-        Raises ValueError if `world_size` does not divide `global_batch` or the data has fewer samples.
+        Every epoch is shuffled anew; the samples that do not fill a whole global batch at its end
+        are left out. Raises ValueError if `world_size` does not divide `global_batch` or the data
+        has fewer samples.
         """
         size = share(global_batch, world_size)
         per_epoch = len(self.targets) // global_batch
         if per_epoch == 0:
-            raise ValueError(f"a batch of {global_batch} is more than the {len(self.targets)} samples of {self.name}")
+            raise ValueError(
+                f"a batch of {global_batch} is more than the {len(self.targets)} samples of"
+                f" {self.name}"
+            )
         for step in range(start, steps):
             epoch, position = divmod(step, per_epoch)
             if position == 0 or step == start:
@@ -101,7 +127,9 @@ class Problem:
         return self.inputs[chosen], self.targets[chosen]
 
     def loss(self, model: nn.Module) -> float:
-        """Mean loss of `model` on the held-out samples, as a float; no gradients, in evaluation mode."""
+        """Mean loss of `model` on the held-out samples, as a float; no gradients, in evaluation
+        mode.
+        """
         return functional.cross_entropy(outputs(model, self.test_inputs), self.test_targets).item()
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
@@ -110,19 +138,25 @@ class Problem:
 
 
 class Digits(Problem):
-    """1,797 handwritten digits of 8 x 8 pixels (UCI ML repository, shipped with scikit-learn); 360 are held out."""
+    """1,797 handwritten digits of 8 x 8 pixels (UCI ML repository, shipped with scikit-learn); 360
+    are held out.
+    """
 
     name, learning_rate, global_batch, steps = "digits", 0.05, 192, 80
 
     def __init__(self, dropout=0.0, dtype=torch.float32, device="cpu"):
         images, labels = _digit_images()
-        images = torch.tensor(images, dtype=dtype, device=device).unsqueeze(1) / 6.0 - 0.8  # this normalises them
+        images = (
+            torch.tensor(images, dtype=dtype, device=device).unsqueeze(1) / 6.0 - 0.8
+        )  # this normalises them
         labels = torch.tensor(labels, device=device)
         super().__init__((images[360:], labels[360:]), (images[:360], labels[:360]), dtype, device)
         self.dropout = dropout
 
     def new_model(self) -> nn.Module:
-        """A net of 88,092 parameters, which 2, 3 and 4 ranks divide: (N, 1, 8, 8) pixels to (N, 10) logits."""
+        """A net of 88,092 parameters, which 2, 3 and 4 ranks divide: (N, 1, 8, 8) pixels to (N, 10)
+        logits.
+        """
         return nn.Sequential(
             nn.Conv2d(1, 32, 3, padding=1),
             nn.ReLU(),
@@ -144,42 +178,59 @@ class Digits(Problem):
 
 
 class Bytes(Problem):
-    """Source text of the Python standard library, byte by byte; the last tenth of the text is held out.
+    """Source text of the Python standard library, byte by byte; the last tenth of the text is held
+    out.
 
-    `parameters` sets the size of the GPT, about 20,000 to 100 million; `context` is the bytes it sees at a time.
+    `parameters` sets the size of the GPT, about 20,000 to 100 million; `context` is the bytes it
+    sees at a time.
     """
 
     name, learning_rate, global_batch, steps = "bytes", 0.3, 32, 80
 
-    def __init__(self, parameters=1_000_000, context=64, dropout=0.0, dtype=torch.float32, device="cpu"):
+    def __init__(
+        self, parameters=1_000_000, context=64, dropout=0.0, dtype=torch.float32, device="cpu"
+    ):
         text = torch.frombuffer(bytearray(standard_library_text()), dtype=torch.uint8)
         windows = text[: len(text) // (context + 1) * (context + 1)].view(-1, context + 1)
         held_out = len(windows) // 10
         tested = windows[-held_out:][:: max(1, held_out // 128)][:128].long().to(device)
-        samples = windows[:-held_out, :-1], windows[:-held_out, 1:]  # The target of each byte is the byte after it.
+        samples = (
+            windows[:-held_out, :-1],
+            windows[:-held_out, 1:],
+        )  # The target of each byte is the byte after it.
         super().__init__(samples, (tested[:, :-1], tested[:, 1:]), dtype, device)
         self.parameters, self.context, self.dropout = parameters, context, dropout
 
     def pick(self, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs and targets, both (N, context) of int64, on the device."""
-        return self.inputs[chosen].long().to(self.device), self.targets[chosen].long().to(self.device)
+        return self.inputs[chosen].long().to(self.device), self.targets[chosen].long().to(
+            self.device
+        )
 
     def new_model(self) -> nn.Module:
         """A `ByteGPT` of about `parameters` parameters."""
         return ByteGPT(*gpt_shape(self.parameters), self.context, self.dropout)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Return {"bits_per_byte": …} on held-out text; 8 is guessing, 0 is knowing the text by heart."""
+        """Return {"bits_per_byte": …} on held-out text; 8 is guessing, 0 is knowing the text by
+        heart.
+        """
         return {"bits_per_byte": self.loss(model) / math.log(2)}
 
-    def sample(self, model: nn.Module, prompt: str = "def ", length: int = 100, seed: int = 0) -> str:
-        """Let `model` continue `prompt` by `length` bytes; return the text, unreadable bytes replaced."""
+    def sample(
+        self, model: nn.Module, prompt: str = "def ", length: int = 100, seed: int = 0
+    ) -> str:
+        """Let `model` continue `prompt` by `length` bytes; return the text, unreadable bytes
+        replaced.
+        """
         generator = torch.Generator().manual_seed(seed)
         text = list(prompt.encode())
         for _ in range(length):
             window = torch.tensor([text[-self.context :]], device=self.device)
             logits = outputs(model, window)[0, :, -1]
-            text.append(int(torch.multinomial(logits.double().softmax(0).cpu(), 1, generator=generator)))
+            text.append(
+                int(torch.multinomial(logits.double().softmax(0).cpu(), 1, generator=generator))
+            )
         return bytes(text).decode(errors="replace")
 
 
@@ -191,11 +242,17 @@ class Synthetic(Problem):
 
     name, learning_rate, global_batch, steps = "synthetic", 0.1, 24, 10
 
-    def __init__(self, parameters=2**20, width=256, samples=4096, dtype=torch.float32, device="cpu"):
+    def __init__(
+        self, parameters=2**20, width=256, samples=4096, dtype=torch.float32, device="cpu"
+    ):
         generator = torch.Generator().manual_seed(0)
-        data = torch.randn(samples + 256, width, generator=generator, dtype=torch.float64).to(device, dtype)
+        data = torch.randn(samples + 256, width, generator=generator, dtype=torch.float64).to(
+            device, dtype
+        )
         labels = torch.randint(width, (samples + 256,), generator=generator).to(device)
-        super().__init__((data[:samples], labels[:samples]), (data[samples:], labels[samples:]), dtype, device)
+        super().__init__(
+            (data[:samples], labels[:samples]), (data[samples:], labels[samples:]), dtype, device
+        )
         self.layers, self.width = max(1, round(parameters / width**2)), width
 
     def new_model(self) -> nn.Module:
@@ -203,7 +260,9 @@ class Synthetic(Problem):
         stack = nn.Sequential()
         for _ in range(self.layers):
             layer = nn.Linear(self.width, self.width, bias=False)
-            nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")  # Smaller weights would let the signal fade.
+            nn.init.kaiming_normal_(
+                layer.weight, nonlinearity="relu"
+            )  # Smaller weights would let the signal fade.
             stack.extend([layer, nn.ReLU()])
         return stack[:-1]
 
@@ -216,7 +275,9 @@ class TransformerBlock(nn.Module):
         self.head_width = width // heads
         self.before_attention, self.before_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -227,21 +288,30 @@ class TransformerBlock(nn.Module):
     def attend(self, x: torch.Tensor) -> torch.Tensor:
         """Every position looks at itself and the positions before it."""
         samples, length, _ = x.shape
-        query, key, value = self.qkv(x).view(samples, length, 3, -1, self.head_width).permute(2, 0, 3, 1, 4)
+        query, key, value = (
+            self.qkv(x).view(samples, length, 3, -1, self.head_width).permute(2, 0, 3, 1, 4)
+        )
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         return self.out(mixed.transpose(1, 2).flatten(2))
 
 
 class ByteGPT(nn.Module):
-    """A GPT over bytes: (N, T) of int64 below 256 to logits (N, 256, T), as `cross_entropy` wants them."""
+    """A GPT over bytes: (N, T) of int64 below 256 to logits (N, 256, T), as `cross_entropy` wants
+    them.
+    """
 
     def __init__(self, layers, width, context, dropout=0.0):
         super().__init__()
         self.bytes, self.positions = nn.Embedding(256, width), nn.Embedding(context, width)
         self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.Sequential(*(TransformerBlock(width, max(1, width // 32), dropout) for _ in range(layers)))
+        self.blocks = nn.Sequential(
+            *(TransformerBlock(width, max(1, width // 32), dropout) for _ in range(layers))
+        )
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256)
-        for quiet in (self.positions, self.head):  # The bytes' vectors, of deviation 1, differ from the first step on.
+        for quiet in (
+            self.positions,
+            self.head,
+        ):  # The bytes' vectors, of deviation 1, differ from the first step on.
             nn.init.normal_(quiet.weight, std=0.02)
 
     def forward(self, indices: torch.Tensor) -> torch.Tensor:
@@ -257,7 +327,9 @@ class ByteGPT(nn.Module):
         return self.head(self.norm(x)).transpose(1, 2)
 
     def layers(self) -> list[nn.Module]:
-        """The same model as a list of modules to run one after the other, as a pipeline needs it."""
+        """The same model as a list of modules to run one after the other, as a pipeline needs
+        it.
+        """
         first = Step(self.embed, self.bytes, self.positions, self.dropout)
         return [first, *self.blocks, Step(self.predict, self.norm, self.head)]
 
@@ -275,20 +347,44 @@ class Step(nn.Module):
 
 
 def gpt_shape(parameters: int) -> tuple[int, int]:
-    """Return (layers, width) of the GPT whose size is nearest to `parameters`; a block has about 12 width² of them."""
+    """Return (layers, width) of the GPT whose size is nearest to `parameters`; a block has about 12
+    width² of them.
+    """
     if not 20_000 <= parameters <= 200_000_000:
-        raise ValueError(f"a GPT of {parameters:,} parameters is out of range; choose 20,000 to 200,000,000")
-    shapes = [(layers, width) for layers in range(1, 25) for width in range(32, 1025, 32) if width <= 64 * layers]
-    return min(shapes, key=lambda shape: (abs(12 * shape[0] * shape[1] ** 2 + 600 * shape[1] - parameters), shape))
+        raise ValueError(
+            f"a GPT of {parameters:,} parameters is out of range; choose 20,000 to 200,000,000"
+        )
+    shapes = [
+        (layers, width)
+        for layers in range(1, 25)
+        for width in range(32, 1025, 32)
+        if width <= 64 * layers
+    ]
+    return min(
+        shapes,
+        key=lambda shape: (abs(12 * shape[0] * shape[1] ** 2 + 600 * shape[1] - parameters), shape),
+    )
 
 
 @cache
 def standard_library_text() -> bytes:
-    """About 4 MB of the standard library's own source as bytes; packages installed beside it are left out."""
+    """About 4 MB of the standard library's own source as bytes; packages installed beside it are
+    left out.
+    """
     folder = Path(os.__file__).parent
     files = sorted([*folder.glob("*.py"), *folder.glob("[a-z]*/*.py")])
-    skipped = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
-    texts = [file.read_bytes() for file in files if not skipped & set(file.relative_to(folder).parts)]
+    skipped = {
+        "site-packages",
+        "dist-packages",
+        "test",
+        "tests",
+        "idlelib",
+        "lib2to3",
+        "__pycache__",
+    }
+    texts = [
+        file.read_bytes() for file in files if not skipped & set(file.relative_to(folder).parts)
+    ]
     random.Random(0).shuffle(texts)
     return b"".join(texts)[:4_000_000]
 
@@ -297,10 +393,13 @@ def standard_library_text() -> bytes:
 def _digit_images():
     """Pixels (1797, 8, 8) of 0 to 16 and labels, in a fixed random order.
 
-    They are read from the file inside scikit-learn: importing the library would cost every rank a second.
+    They are read from the file inside scikit-learn: importing the library would cost every rank a
+    second.
     """
     library = Path(find_spec("sklearn").origin).parent
-    table = np.loadtxt(library / "datasets" / "data" / "digits.csv.gz", delimiter=",", dtype=np.int64)
+    table = np.loadtxt(
+        library / "datasets" / "data" / "digits.csv.gz", delimiter=",", dtype=np.int64
+    )
     np.random.default_rng(0).shuffle(table)
     return table[:, :-1].reshape(-1, 8, 8), table[:, -1]
 

@@ -1,9 +1,12 @@
-"""A training script for torchrun, as short as it can be. Copy it, and put your own model and data in.
+"""A training script for torchrun, as short as it can be. Copy it, and put your own model and data
+in.
 
     torchrun --nproc-per-node=2 -m ddp_course.script runs/first            with torch's DDP
-    torchrun --nproc-per-node=2 -m ddp_course.script runs/first ours       with the one built in this course
+    torchrun --nproc-per-node=2 -m ddp_course.script runs/first ours  with the one built in this
+                                                                      course
 
-`ddp_course.train` is its grown-up sister: exact resume, every stage, Slurm, errors that name the rank.
+`ddp_course.train` is its grown-up sister: exact resume, every stage, Slurm, errors that name the
+rank.
 """
 
 import os
@@ -24,11 +27,15 @@ from ddp_course import problems, stage6_ddp
 
 
 def main(folder: str, wrap: type = DistributedDataParallel, epochs: int = 3) -> torch.nn.Module:
-    """Train on this rank's share, on its own GPU if there are any; rank 0 leaves a checkpoint in `folder`."""
+    """Train on this rank's share, on its own GPU if there are any; rank 0 leaves a checkpoint in
+    `folder`.
+    """
     cuda, local_rank = torch.cuda.is_available(), int(os.environ["LOCAL_RANK"])
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
-        torch.cuda.set_device(device)  # what is exchanged beside tensors goes by way of the current one
+        torch.cuda.set_device(
+            device
+        )  # what is exchanged beside tensors goes by way of the current one
     dist.init_process_group("nccl" if cuda else "gloo")
     digits = problems.make("digits")
     data = TensorDataset(digits.inputs, digits.targets)
@@ -46,11 +53,16 @@ def main(folder: str, wrap: type = DistributedDataParallel, epochs: int = 3) -> 
             optimizer.step()
         if dist.get_rank() == 0:
             print(f"epoch {epoch}: loss {loss.item():.3f}", flush=True)
-            torch.save({"epoch": epoch, "model": model.state_dict()}, os.path.join(folder, "checkpoint.pt"))
+            torch.save(
+                {"epoch": epoch, "model": model.state_dict()}, os.path.join(folder, "checkpoint.pt")
+            )
     dist.destroy_process_group()
     return model
 
 
 if __name__ == "__main__":
     os.makedirs(sys.argv[1], exist_ok=True)
-    main(sys.argv[1], stage6_ddp.DistributedDataParallel if "ours" in sys.argv else DistributedDataParallel)
+    main(
+        sys.argv[1],
+        stage6_ddp.DistributedDataParallel if "ours" in sys.argv else DistributedDataParallel,
+    )

@@ -4,10 +4,10 @@
     model --replicate--> replica k                                                              |
     model.grad <--reduce-- gradient k <--backward k-- output gradient k <--scatter--------------+
 
-The first device is the master. It holds the model, all outputs, the loss and the sum of all gradients, and the
-model is copied from it again in every step: the load is unbalanced. The loss is taken over the whole batch, so
-the sum of the replicas' gradients *is* the gradient of one device. Nothing needs to be averaged.
-The algorithm is that of `torch.nn.DataParallel`.
+The first device is the master. It holds the model, all outputs, the loss and the sum of all
+gradients, and the model is copied from it again in every step: the load is unbalanced. The loss is
+taken over the whole batch, so the sum of the replicas' gradients *is* the gradient of one device.
+Nothing needs to be averaged. The algorithm is that of `torch.nn.DataParallel`.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +19,9 @@ from torch.optim import SGD
 
 
 def scatter(tensor, devices):
-    """Split `tensor` along its first dimension, one shard per device; a batch too small leaves devices idle."""
+    """Split `tensor` along its first dimension, one shard per device; a batch too small leaves
+    devices idle.
+    """
     shards = tensor.tensor_split(len(devices))
     return [shard.to(device) for shard, device in zip(shards, devices, strict=True) if len(shard)]
 
@@ -53,27 +55,36 @@ def reduce(module, replicas):
         for parameter, copy in zip(module.parameters(), replica.parameters(), strict=True):
             if copy.grad is not None:
                 gradient = copy.grad.to(parameter.device)
-                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+                parameter.grad = (
+                    gradient if parameter.grad is None else parameter.grad.add_(gradient)
+                )
 
 
 def in_threads(function, *arguments):
     """Call `function` once per device, in parallel; the first exception is raised here."""
-    enabled = torch.is_grad_enabled()  # each thread has its own setting, so new threads must get this one
-    with ThreadPoolExecutor(len(arguments[0]), initializer=torch.set_grad_enabled, initargs=(enabled,)) as threads:
+    enabled = (
+        torch.is_grad_enabled()
+    )  # each thread has its own setting, so new threads must get this one
+    with ThreadPoolExecutor(
+        len(arguments[0]), initializer=torch.set_grad_enabled, initargs=(enabled,)
+    ) as threads:
         return list(threads.map(function, *arguments))
 
 
 class DataParallel(torch.nn.Module):
     """Run `module` on several `devices` from one process; a device may be named twice.
 
-    `parallel(inputs)` returns the outputs of the whole batch on the master. After `loss.backward()`, which
-    stops at these outputs, `parallel.backward()` carries on through the replicas. Raises ValueError without devices.
+    `parallel(inputs)` returns the outputs of the whole batch on the master. After
+    `loss.backward()`, which stops at these outputs, `parallel.backward()` carries on through the
+    replicas. Raises ValueError without devices.
     """
 
     def __init__(self, module, devices):
         super().__init__()
         if not devices:
-            raise ValueError("DataParallel needs at least one device, such as devices=['cpu', 'cpu']")
+            raise ValueError(
+                "DataParallel needs at least one device, such as devices=['cpu', 'cpu']"
+            )
         self.devices = [torch.device(device) for device in devices]
         self.module = module.to(self.devices[0])
 
@@ -93,7 +104,9 @@ class DataParallel(torch.nn.Module):
 
 
 def train(model, batches, lr, devices=("cpu", "cpu")):
-    """Train `model` in place on whole batches, split over `devices`; return the loss of every step."""
+    """Train `model` in place on whole batches, split over `devices`; return the loss of every
+    step.
+    """
     parallel = DataParallel(model, devices)
     optimizer = SGD(model.parameters(), lr=lr)
     losses = []

@@ -1,12 +1,14 @@
-"""Stage 3: K processes. One of them, the server, collects all gradients, averages them and sends them back.
+"""Stage 3: K processes. One of them, the server, collects all gradients, averages them and sends
+them back.
 
     rank 1 --p bytes--> server (adds up) --p bytes--> rank 1
     rank 2 --p bytes--> server           --p bytes--> rank 2
     ...
 
-The server's link carries (K-1) p bytes in and then (K-1) p bytes out, one after the other, while everyone
-else waits: T = 2 (K-1) p/b on a link of b bytes per second. Every rank works on its own share of the batch with its
-own optimizer; equal weights at the start and equal gradients in every step keep the replicas equal.
+The server's link carries (K-1) p bytes in and then (K-1) p bytes out, one after the other, while
+everyone else waits: T = 2 (K-1) p/b on a link of b bytes per second. Every rank works on its own
+share of the batch with its own optimizer; equal weights at the start and equal gradients in every
+step keep the replicas equal.
 """
 
 import torch
@@ -31,10 +33,14 @@ def broadcast_parameters(module, src=0, group=None):
 
 
 def gradients(module):
-    """Return the gradient of every trainable parameter, zeros where backward left none: all ranks send equal sizes."""
+    """Return the gradient of every trainable parameter, zeros where backward left none: all ranks
+    send equal sizes.
+    """
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if not parameters:
-        raise ValueError("the model has no trainable parameters: nothing to average, nothing to train")
+        raise ValueError(
+            "the model has no trainable parameters: nothing to average, nothing to train"
+        )
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
@@ -44,9 +50,11 @@ def gradients(module):
 @wire.collective
 @torch.no_grad()
 def average_on_server(tensors, server=0, group=None):
-    """Replace every tensor by its mean over the ranks, in place, by way of rank `server` of `group`.
+    """Replace every tensor by its mean over the ranks, in place, by way of rank `server` of
+    `group`.
 
-    Each rank sends one message per dtype and device, multiplied by 1/K beforehand as torch's DDP does.
+    Each rank sends one message per dtype and device, multiplied by 1/K beforehand as torch's DDP
+    does.
     """
     for flat, members in flattened(tensors):
         flat.mul_(1 / dist.get_world_size(group))
@@ -79,12 +87,16 @@ def flattened(tensors):
 
 def unflatten(flat, members):
     """Copy the flat tensor back into the `members` it was made of."""
-    for piece, member in zip(flat.split([member.numel() for member in members]), members, strict=True):
+    for piece, member in zip(
+        flat.split([member.numel() for member in members]), members, strict=True
+    ):
         member.copy_(piece.view_as(member))
 
 
 def train(model, batches, lr, average=average_on_server):
-    """Train `model` in place on this rank's share of each batch; return this rank's loss of every step."""
+    """Train `model` in place on this rank's share of each batch; return this rank's loss of every
+    step.
+    """
     broadcast_parameters(model)
     optimizer = SGD(model.parameters(), lr=lr)
     losses = []

@@ -1,14 +1,17 @@
-"""Stage 4: no server. Every rank talks to its two neighbours only, and all links are busy all the time.
+"""Stage 4: no server. Every rank talks to its two neighbours only, and all links are busy all the
+time.
 
-The whole-gradient ring passes complete gradients around, K-1 times: T = (K-1) p/b. The chunked ring cuts the
-gradient into K chunks and passes one chunk a step, 2(K-1) times: T = 2(K-1)/K p/b, nearly independent of K.
+The whole-gradient ring passes complete gradients around, K-1 times: T = (K-1) p/b. The chunked ring
+cuts the gradient into K chunks and passes one chunk a step, 2(K-1) times: T = 2(K-1)/K p/b, nearly
+independent of K.
 
     chunk sent by rank r    step 0   step 1   …   step s
     reduce-scatter          r        r-1          r-s        (mod K), added by the receiver
     allgather               r+1      r            r+1-s      (mod K), kept by the receiver
 
-After reduce-scatter, rank r owns the finished chunk r+1. Each chunk is finished on one rank and copied from
-there, so all ranks end with the same bits. Source: Patarasuk and Yuan, J. Parallel Distrib. Comput. 69 (2009).
+After reduce-scatter, rank r owns the finished chunk r+1. Each chunk is finished on one rank and
+copied from there, so all ranks end with the same bits. Source: Patarasuk and Yuan, J. Parallel
+Distrib. Comput. 69 (2009).
 """
 
 import torch
@@ -23,7 +26,8 @@ from .stage3_paramserver import broadcast_parameters, flattened, gradients, unfl
 @wire.collective
 @torch.no_grad()
 def whole_gradient_ring(tensor, group=None):
-    """Sum `tensor` over the ranks of `group` in place: pass on what came in until everyone has seen everything.
+    """Sum `tensor` over the ranks of `group` in place: pass on what came in until everyone has seen
+    everything.
 
     Each rank adds in an order of its own, so for K > 2 the ranks' results differ in the last bits.
     """
@@ -40,7 +44,9 @@ def whole_gradient_ring(tensor, group=None):
 @wire.collective
 @torch.no_grad()
 def ring_all_reduce(tensor, group=None):
-    """Sum `tensor` over the ranks of `group` in place; any shape and dtype, even fewer elements than ranks."""
+    """Sum `tensor` over the ranks of `group` in place; any shape and dtype, even fewer elements
+    than ranks.
+    """
     flat = tensor.contiguous().view(-1)
     chunks = flat.tensor_split(dist.get_world_size(group))
     reduce_scatter(chunks, group)
@@ -51,26 +57,38 @@ def ring_all_reduce(tensor, group=None):
 
 
 def reduce_scatter(chunks, group=None):
-    """K-1 steps: send a chunk right, add what comes from the left. Rank r ends up with the sum of chunk r+1."""
+    """K-1 steps: send a chunk right, add what comes from the left. Rank r ends up with the sum of
+    chunk r+1.
+    """
     rank, world_size, left, right = wire.neighbours(group)
     scratch = torch.empty_like(chunks[0])
     for step in range(world_size - 1):
-        outgoing, target = chunks[(rank - step) % world_size], chunks[(rank - step - 1) % world_size]
+        outgoing, target = (
+            chunks[(rank - step) % world_size],
+            chunks[(rank - step - 1) % world_size],
+        )
         incoming = scratch[: len(target)]
         wire.exchange(outgoing, right, incoming, left, group)
         target += incoming
 
 
 def allgather(chunks, group=None):
-    """K-1 steps: send a finished chunk right, keep the one that comes from the left, until all have all."""
+    """K-1 steps: send a finished chunk right, keep the one that comes from the left, until all have
+    all.
+    """
     rank, world_size, left, right = wire.neighbours(group)
     for step in range(world_size - 1):
-        outgoing, target = chunks[(rank + 1 - step) % world_size], chunks[(rank - step) % world_size]
+        outgoing, target = (
+            chunks[(rank + 1 - step) % world_size],
+            chunks[(rank - step) % world_size],
+        )
         wire.exchange(outgoing, right, target, left, group)
 
 
 def average_on_ring(tensors, group=None, all_reduce=ring_all_reduce):
-    """Replace every tensor by its mean over the ranks, in place, with one `all_reduce` per dtype and device."""
+    """Replace every tensor by its mean over the ranks, in place, with one `all_reduce` per dtype
+    and device.
+    """
     for flat, members in flattened(tensors):
         flat.mul_(1 / dist.get_world_size(group))
         all_reduce(flat, group=group)
@@ -78,7 +96,9 @@ def average_on_ring(tensors, group=None, all_reduce=ring_all_reduce):
 
 
 def train(model, batches, lr, average=average_on_ring):
-    """Train `model` in place on this rank's share of each batch; return this rank's loss of every step."""
+    """Train `model` in place on this rank's share of each batch; return this rank's loss of every
+    step.
+    """
     broadcast_parameters(model)
     optimizer = SGD(model.parameters(), lr=lr)
     losses = []

@@ -1,14 +1,16 @@
 """Stage 5: the ring starts while the backward pass still runs.
 
-Backward finishes the last layers' gradients first, and a hook on each parameter reports them. As soon as all gradients
-of a bucket are there, a communication thread reduces the bucket while backward computes the next one:
+Backward finishes the last layers' gradients first, and a hook on each parameter reports them. As
+soon as all gradients of a bucket are there, a communication thread reduces the bucket while
+backward computes the next one:
 
     backward       | bucket 0 | bucket 1 | bucket 2 |
-    communication             | ring 0   | ring 1   | ring 2 |        only the end of ring 2 is not hidden
+    communication             | ring 0   | ring 1   | ring 2 |  only the end of ring 2 is not hidden
     update                                                   | step |
 
-Buckets are filled in reverse parameter order, roughly the order of backward, and always reduced in index order:
-ranks that disagreed on the order would add up different parameters. Source: Li et al., PyTorch Distributed, VLDB 2020.
+Buckets are filled in reverse parameter order, roughly the order of backward, and always reduced in
+index order: ranks that disagreed on the order would add up different parameters. Source: Li et al.,
+PyTorch Distributed, VLDB 2020.
 """
 
 import weakref
@@ -28,33 +30,50 @@ DEFAULT_CAP_MB = 25.0
 
 
 class Bucket:
-    """Parameters whose gradients travel together: `flat` is the message, `views[p]` the gradient of p in it."""
+    """Parameters whose gradients travel together: `flat` is the message, `views[p]` the gradient of
+    p in it.
+    """
 
     def __init__(self, parameters):
         sizes = [parameter.numel() for parameter in parameters]
         self.flat = parameters[0].new_zeros(sum(sizes), requires_grad=False)
-        self.views = {p: piece.view_as(p) for p, piece in zip(parameters, self.flat.split(sizes), strict=True)}
+        self.views = {
+            p: piece.view_as(p) for p, piece in zip(parameters, self.flat.split(sizes), strict=True)
+        }
         self.missing = set(parameters)
 
     def take(self, parameter):
         """Note that the gradient of `parameter` is ready, and make it a view into the bucket."""
         if parameter.grad is None or parameter.grad.is_sparse or parameter.grad.requires_grad:
-            raise RuntimeError("stage 5 averages no sparse gradient, none with a graph, and none that a hook dropped")
+            raise RuntimeError(
+                "stage 5 averages no sparse gradient, none with a graph, and none that a hook"
+                " dropped"
+            )
         if vars(parameter).setdefault("bucket", id(self)) != id(self):
-            raise RuntimeError("two wrappers average the same parameter: wrap it once, and let go of older wrappers")
+            raise RuntimeError(
+                "two wrappers average the same parameter: wrap it once, and let go of older"
+                " wrappers"
+            )
         if parameter not in self.missing:
-            raise RuntimeError("a gradient was computed twice in one backward pass; stage 6 has static_graph for that")
+            raise RuntimeError(
+                "a gradient was computed twice in one backward pass; stage 6 has static_graph for"
+                " that"
+            )
         parameter.grad = self.views[parameter].copy_(parameter.grad)
         self.missing.remove(parameter)
 
 
 def assign_buckets(parameters, bucket_cap_mb=DEFAULT_CAP_MB):
-    """Group `parameters`, last first, into lists of one dtype and device, closed on reaching `bucket_cap_mb` MiB.
+    """Group `parameters`, last first, into lists of one dtype and device, closed on reaching
+    `bucket_cap_mb` MiB.
 
-    With the default cap the first bucket of a kind closes at 1 MiB, so that communication can start early.
+    With the default cap the first bucket of a kind closes at 1 MiB, so that communication can start
+    early.
     """
     if bucket_cap_mb <= 0:
-        raise ValueError(f"bucket_cap_mb is {bucket_cap_mb}; it must be a positive number of MiB, such as 25")
+        raise ValueError(
+            f"bucket_cap_mb is {bucket_cap_mb}; it must be a positive number of MiB, such as 25"
+        )
     filling, closed, caps = {}, [], {}
     for parameter in reversed(parameters):
         key = (parameter.dtype, parameter.device)
@@ -69,54 +88,81 @@ def assign_buckets(parameters, bucket_cap_mb=DEFAULT_CAP_MB):
 class BucketedDDP(torch.nn.Module):
     """Data parallel training in which gradients are averaged by the time `backward()` returns.
 
-    Every parameter must take part in every backward pass. Gradients are views of the buckets: each pass overwrites
-    those of the last. `all_reduce(tensor, group=…)` sums in place: `ring_all_reduce` or `torch.distributed.all_reduce`.
-    Raises ValueError if nothing is trainable or models differ between ranks.
+    Every parameter must take part in every backward pass. Gradients are views of the buckets: each
+    pass overwrites those of the last. `all_reduce(tensor, group=…)` sums in place:
+    `ring_all_reduce` or `torch.distributed.all_reduce`. Raises ValueError if nothing is trainable
+    or models differ between ranks.
     """
 
-    def __init__(self, module, bucket_cap_mb=DEFAULT_CAP_MB, process_group=None, all_reduce=ring_all_reduce):
+    def __init__(
+        self, module, bucket_cap_mb=DEFAULT_CAP_MB, process_group=None, all_reduce=ring_all_reduce
+    ):
         super().__init__()
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         if not parameters:
-            raise ValueError("the model has no trainable parameters: nothing to average, nothing to train")
+            raise ValueError(
+                "the model has no trainable parameters: nothing to average, nothing to train"
+            )
         shapes = [None] * dist.get_world_size(process_group)
-        dist.all_gather_object(shapes, [parameter.shape for parameter in parameters], group=process_group)
+        dist.all_gather_object(
+            shapes, [parameter.shape for parameter in parameters], group=process_group
+        )
         if any(others != shapes[0] for others in shapes):
             raise ValueError("the ranks' models have parameters of different shapes")
         broadcast_parameters(module, group=process_group)
         self.module, self.process_group, self.all_reduce = module, process_group, all_reduce
         self.buckets = [Bucket(members) for members in assign_buckets(parameters, bucket_cap_mb)]
-        self.bucket_of = {parameter: bucket for bucket in self.buckets for parameter in bucket.views}
-        self.communication = communication_thread(process_group)  # it sends buckets in the order of their arrival
+        self.bucket_of = {
+            parameter: bucket for bucket in self.buckets for parameter in bucket.views
+        }
+        self.communication = communication_thread(
+            process_group
+        )  # it sends buckets in the order of their arrival
         self.start_over()
         this = weakref.ref(self)  # a wrapper that is gone must not listen any more
         for parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(lambda ready: this() and this().gradient_ready(ready))
+            parameter.register_post_accumulate_grad_hook(
+                lambda ready: this() and this().gradient_ready(ready)
+            )
 
     def forward(self, *args, **kwargs):
-        """Run the module. RuntimeError after an exception in backward, and when parameters were frozen or unfrozen."""
+        """Run the module. RuntimeError after an exception in backward, and when parameters were
+        frozen or unfrozen.
+        """
         if self.waits:
             raise RuntimeError(
-                "the last backward pass was cut short by an exception: other ranks may wait for it. Start all again"
+                "the last backward pass was cut short by an exception: other ranks may wait for it."
+                " Start all again"
             )
         if {p for p in self.module.parameters() if p.requires_grad} != self.bucket_of.keys():
-            raise RuntimeError("parameters were frozen, unfrozen or replaced after wrapping: wrap the model anew")
+            raise RuntimeError(
+                "parameters were frozen, unfrozen or replaced after wrapping: wrap the model anew"
+            )
         self.start_over()
         return keep_for_backward(self, self.module(*args, **kwargs))
 
     def start_over(self):
-        """Expect every gradient: before each forward pass, so that nothing is left of a backward pass that failed."""
-        self.in_backward, self.waits = False, []  # `waits` has a function for each bucket that has left
+        """Expect every gradient: before each forward pass, so that nothing is left of a backward
+        pass that failed.
+        """
+        self.in_backward, self.waits = (
+            False,
+            [],
+        )  # `waits` has a function for each bucket that has left
         for bucket in self.buckets:
             bucket.missing = set(bucket.views)
             for parameter in bucket.views:
                 vars(parameter).pop("bucket", None)
 
     def gradient_ready(self, parameter):
-        """The hook: runs in the middle of backward, right after the gradient of `parameter` is complete."""
+        """The hook: runs in the middle of backward, right after the gradient of `parameter` is
+        complete.
+        """
         if not self.in_backward:
             self.in_backward = True
-            torch.autograd.Variable._execution_engine.queue_callback(self.finish)  # when this pass ends
+            torch.autograd.Variable._execution_engine.queue_callback(
+                self.finish
+            )  # when this pass ends
         self.bucket_of[parameter].take(parameter)
         while len(self.waits) < len(self.buckets) and not self.buckets[len(self.waits)].missing:
             flat = self.buckets[len(self.waits)].flat
@@ -128,21 +174,30 @@ class BucketedDDP(torch.nn.Module):
         self.all_reduce(flat, group=group)
 
     def finish(self):
-        """Before `backward()` returns: wait for all buckets, then get ready for the next backward pass."""
+        """Before `backward()` returns: wait for all buckets, then get ready for the next backward
+        pass.
+        """
         with wire.span("wait"):
             for wait in self.waits:
                 wait()
         unused = sum(len(bucket.missing) for bucket in self.buckets)
         if unused:
-            raise RuntimeError(f"{unused} parameters got no gradient in this backward pass; stage 6 allows that")
+            raise RuntimeError(
+                f"{unused} parameters got no gradient in this backward pass; stage 6 allows that"
+            )
         self.start_over()
 
     def __reduce_ex__(self, protocol):
-        raise TypeError("BucketedDDP has hooks and a thread, which cannot be copied: copy its `module` and wrap that")
+        raise TypeError(
+            "BucketedDDP has hooks and a thread, which cannot be copied: copy its `module` and wrap"
+            " that"
+        )
 
 
 def train(model, batches, lr, bucket_cap_mb=DEFAULT_CAP_MB):
-    """Train `model` in place on this rank's share of each batch; return this rank's loss of every step."""
+    """Train `model` in place on this rank's share of each batch; return this rank's loss of every
+    step.
+    """
     parallel = BucketedDDP(model, bucket_cap_mb)
     optimizer = SGD(model.parameters(), lr=lr)
     losses = []

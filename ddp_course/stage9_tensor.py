@@ -1,24 +1,31 @@
-"""Stage 9: layers are split too. Each rank holds a slice of every large matrix, and T ranks work on the same samples.
+"""Stage 9: layers are split too. Each rank holds a slice of every large matrix, and T ranks work on
+the same samples.
 
-A linear layer y = x Wᵀ can be split in two ways (the names are those of Wᵀ, by which x is multiplied):
+A linear layer y = x Wᵀ can be split in two ways (the names are those of Wᵀ, by which x is
+multiplied):
 
     column-split   a rank has some of W's outputs   needs all of x      computes some of y
-    row-split      a rank has some of W's inputs    needs some of x     computes one of T terms of y: all-reduce
+    row-split      a rank has some of W's inputs    needs some of x  computes one of T terms of y:
+                                                                     all-reduce
 
-A column-split layer's outputs are split as a row-split layer needs its inputs: a pair needs one all-reduce per pass:
+A column-split layer's outputs are split as a row-split layer needs its inputs: a pair needs one
+all-reduce per pass:
 
                x ──Enter──> column-split ──> activation ──> row-split ──Leave──> y
     forward      as it is                                              all-reduce
     backward     all-reduce                                            as it is
 
-A transformer block is two pairs: attention, whose heads are shared out, and the MLP. If its activations x have a
-bytes, a ring sends 2(T-1)/T a in each of four all-reduces per block and step. All other layers are whole on every rank.
+A transformer block is two pairs: attention, whose heads are shared out, and the MLP. If its
+activations x have a bytes, a ring sends 2(T-1)/T a in each of four all-reduces per block and step.
+All other layers are whole on every rank.
 
 A mesh of D x T ranks combines this with data parallel training: rank = d T + t. For D = T = 2:
 
                t = 0     t = 1
-    d = 0      rank 0    rank 1      a row: the same samples, different slices; activations are added up
-    d = 1      rank 2    rank 3      a column: different samples, the same slices; gradients are averaged
+    d = 0      rank 0    rank 1      a row: the same samples, different slices; activations are
+                                     added up
+    d = 1      rank 2    rank 3      a column: different samples, the same slices; gradients are
+                                     averaged
 
 Source: Shoeybi et al., Megatron-LM, arXiv:1909.08053 (2019); its f and g are our Enter and Leave.
 """
@@ -42,11 +49,19 @@ from .stage4_ring import average_on_ring, ring_all_reduce
 from .stage7_sharded import clipping
 from .stage8_pipeline import mesh
 
-ELEMENTWISE = (nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid)  # these may stand between the two layers of a pair
+ELEMENTWISE = (
+    nn.ReLU,
+    nn.GELU,
+    nn.SiLU,
+    nn.Tanh,
+    nn.Sigmoid,
+)  # these may stand between the two layers of a pair
 
 
 class Enter(torch.autograd.Function):
-    """Into a column-split layer: forward x goes on as it is; backward the gradient of x is the sum of all ranks'."""
+    """Into a column-split layer: forward x goes on as it is; backward the gradient of x is the sum
+    of all ranks'.
+    """
 
     @staticmethod
     def forward(ctx, x, all_reduce):
@@ -59,7 +74,9 @@ class Enter(torch.autograd.Function):
 
 
 class Leave(torch.autograd.Function):
-    """Out of a row-split layer: forward y is the sum of all ranks' terms; backward each term has y's gradient."""
+    """Out of a row-split layer: forward y is the sum of all ranks' terms; backward each term has
+    y's gradient.
+    """
 
     @staticmethod
     def forward(ctx, term, all_reduce):
@@ -86,7 +103,9 @@ class Cut(NamedTuple):
     def whole(self, piece):
         """The whole tensor from every rank's slice; all ranks call this."""
         indices = self.mine.to(piece.device)
-        return self.all_reduce(piece.new_zeros(self.shape).index_copy_(self.dim, indices, piece.detach()))
+        return self.all_reduce(
+            piece.new_zeros(self.shape).index_copy_(self.dim, indices, piece.detach())
+        )
 
 
 class SplitLinear(nn.Module):
@@ -96,8 +115,14 @@ class SplitLinear(nn.Module):
 
     def __init__(self, layer, mine, all_reduce):
         super().__init__()
-        self.whole_layer, self.all_reduce = [layer], all_reduce  # in a list, `layer` is not a submodule
-        self.weight, self.bias = layer.weight, layer.bias  # an optimizer may know these objects already
+        self.whole_layer, self.all_reduce = (
+            [layer],
+            all_reduce,
+        )  # in a list, `layer` is not a submodule
+        self.weight, self.bias = (
+            layer.weight,
+            layer.bias,
+        )  # an optimizer may know these objects already
         for name, parameter in layer.named_parameters():
             if name in self.split_along:
                 parameter.cut = Cut(self.split_along[name], mine, parameter.shape, all_reduce)
@@ -106,13 +131,17 @@ class SplitLinear(nn.Module):
 
 
 def guard(parameter):
-    """The hook: make the gradient of a slice refuse its norm, which `clip_grad_norm_` computes over all slices."""
+    """The hook: make the gradient of a slice refuse its norm, which `clip_grad_norm_` computes over
+    all slices.
+    """
     if hasattr(parameter, "cut") and parameter.shape != parameter.cut.shape:
         parameter.grad = parameter.grad.as_subclass(clipping.Part)
 
 
 class ColumnLinear(SplitLinear):
-    """Some of a linear layer's outputs: (…, inputs) to (…, len(mine)). All ranks are given the same inputs."""
+    """Some of a linear layer's outputs: (…, inputs) to (…, len(mine)). All ranks are given the same
+    inputs.
+    """
 
     split_along = {"weight": 0, "bias": 0}
 
@@ -121,7 +150,9 @@ class ColumnLinear(SplitLinear):
 
 
 class RowLinear(SplitLinear):
-    """Some of a linear layer's inputs: (…, len(mine)) to (…, outputs). All ranks return the same outputs."""
+    """Some of a linear layer's inputs: (…, len(mine)) to (…, outputs). All ranks return the same
+    outputs.
+    """
 
     split_along = {"weight": 1}
 
@@ -131,11 +162,15 @@ class RowLinear(SplitLinear):
 
 
 def pairs(model):
-    """Yield each pair that can be split: (parent, two layers' names, rows of the first and columns of the second)."""
+    """Yield each pair that can be split: (parent, two layers' names, rows of the first and columns
+    of the second).
+    """
     for module in model.modules():
         if isinstance(module, TransformerBlock):
             columns = torch.arange(module.out.in_features).view(-1, module.head_width)
-            rows = torch.cat([columns, columns + columns.numel(), columns + 2 * columns.numel()], dim=1)
+            rows = torch.cat(
+                [columns, columns + columns.numel(), columns + 2 * columns.numel()], dim=1
+            )
             yield module, "qkv", "out", rows, columns
         children = list(module.named_children()) if isinstance(module, nn.Sequential) else []
         while len(children) > 2:
@@ -147,24 +182,44 @@ def pairs(model):
 
 
 def split(model, rank, ranks, all_reduce):
-    """Leave in `model` slice `rank` of `ranks` of each pair that is used once and has units for all ranks."""
+    """Leave in `model` slice `rank` of `ranks` of each pair that is used once and has units for all
+    ranks.
+    """
     uses = Counter(weight for _, weight in model.named_parameters(remove_duplicate=False))
     chosen = [pair for pair in pairs(model) if len(pair[3]) >= ranks]
-    chosen = [pair for pair in chosen if all(uses[getattr(pair[0], name).weight] == 1 for name in pair[1:3])]
+    chosen = [
+        pair
+        for pair in chosen
+        if all(uses[getattr(pair[0], name).weight] == 1 for name in pair[1:3])
+    ]
     if not chosen:
-        raise ValueError(f"{type(model).__name__} has no two linear layers that could be split over {ranks} ranks")
+        raise ValueError(
+            f"{type(model).__name__} has no two linear layers that could be split over {ranks}"
+            " ranks"
+        )
     for parent, first, last, *units in chosen:
-        rows, columns = (indices.tensor_split(ranks)[rank].flatten().sort().values for indices in units)
+        rows, columns = (
+            indices.tensor_split(ranks)[rank].flatten().sort().values for indices in units
+        )
         setattr(parent, first, ColumnLinear(getattr(parent, first), rows, all_reduce))
         setattr(parent, last, RowLinear(getattr(parent, last), columns, all_reduce))
     return model
 
 
 def parallelize(model, group=None):
-    """Share out the layers of `model`, in place, over the ranks of `group`; all ranks call this with the same model."""
-    states = checkpoint.random_states()  # all take those of the first rank, so that dropout drops the same
+    """Share out the layers of `model`, in place, over the ranks of `group`; all ranks call this
+    with the same model.
+    """
+    states = (
+        checkpoint.random_states()
+    )  # all take those of the first rank, so that dropout drops the same
     checkpoint.set_random_state([states[wire.global_rank(0, group)]] * len(states))
-    return split(model, dist.get_rank(group), dist.get_world_size(group), partial(ring_all_reduce, group=group))
+    return split(
+        model,
+        dist.get_rank(group),
+        dist.get_world_size(group),
+        partial(ring_all_reduce, group=group),
+    )
 
 
 def restore(model):
@@ -181,15 +236,21 @@ def restore(model):
 
 
 def clip_grad_norm_(model, max_norm, group=None):
-    """Scale the gradients of a split `model` so that their norm is at most `max_norm`; return the norm before."""
-    counted = [p for p in model.parameters() if dist.get_rank(group) == 0 or hasattr(p, "cut")]  # each element once
+    """Scale the gradients of a split `model` so that their norm is at most `max_norm`; return the
+    norm before.
+    """
+    counted = [
+        p for p in model.parameters() if dist.get_rank(group) == 0 or hasattr(p, "cut")
+    ]  # each element once
     total = clipping.clip_grad_norm_(counted, math.inf, 2.0, group, None)
     nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, total)
     return total
 
 
 def train(model, batches, lr, tensor=None):
-    """Train `model` in place, layers split over `tensor` ranks (default: all), on this mesh row's share of batches."""
+    """Train `model` in place, layers split over `tensor` ranks (default: all), on this mesh row's
+    share of batches.
+    """
     tensor = tensor or dist.get_world_size()
     groups = mesh(data=dist.get_world_size() // tensor, tensor=tensor)
     broadcast_parameters(model)

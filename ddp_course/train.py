@@ -1,12 +1,13 @@
-"""The script form of every stage, for one process, torchrun and Slurm, with checkpoints and exact resume:
+"""The script form of every stage, for one process, torchrun and Slurm, with checkpoints and exact
+resume:
 
     python -m ddp_course.train --problem bytes --stage 6 --steps 200 --checkpoint runs/first
-    torchrun --nproc-per-node=4 --max-restarts=3 -m ddp_course.train --stage 6 --checkpoint runs/first
-    srun --ntasks=8 python -m ddp_course.train --stage 6 --checkpoint runs/first
+    torchrun --nproc-per-node=4 --max-restarts=3 -m ddp_course.train --stage 6 --checkpoint
+    runs/first srun --ntasks=8 python -m ddp_course.train --stage 6 --checkpoint runs/first
 
-The stage's own `train()` goes from one checkpoint to the next: each leg begins as a restarted run does. So a restarted
-run goes on from the newest checkpoint as if nothing had happened: same batches, same dropout masks, same bits.
-A finished run ends at once.
+The stage's own `train()` goes from one checkpoint to the next: each leg begins as a restarted run
+does. So a restarted run goes on from the newest checkpoint as if nothing had happened: same
+batches, same dropout masks, same bits. A finished run ends at once.
 """
 
 from .running.parent import end_with_torchrun
@@ -41,22 +42,48 @@ MUST_MATCH = ("problem", "seed", "global_batch", "parameters", "dropout", "dtype
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of `python -m ddp_course.train`."""
-    parser = argparse.ArgumentParser(prog="python -m ddp_course.train", description=__doc__.split(":")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m ddp_course.train", description=__doc__.split(":")[0]
+    )
     add = parser.add_argument
     add("--problem", default="digits", choices=problems.NAMES, help="default digits")
-    add("--stage", default="6", choices=ladder.STAGES, help="default 6; 4w: whole-gradient ring, 7o: ZeRO-1")
+    add(
+        "--stage",
+        default="6",
+        choices=ladder.STAGES,
+        help="default 6; 4w: whole-gradient ring, 7o: ZeRO-1",
+    )
     add("--steps", type=int, metavar="N", help="training steps in all (default: the problem's)")
     add("--seed", type=int, default=0, help="seed of weights, batches and dropout (default 0)")
-    add("--checkpoint", metavar="DIR", help="save here, and go on from the newest checkpoint that is there")
+    add(
+        "--checkpoint",
+        metavar="DIR",
+        help="save here, and go on from the newest checkpoint that is there",
+    )
     add("--every", type=int, default=10, metavar="N", help="steps between checkpoints (default 10)")
     add("--keep", type=int, default=2, metavar="N", help="checkpoints to keep (default 2)")
     add("--global-batch", type=int, metavar="B", help="samples per step, over all ranks together")
     add("--parameters", type=int, metavar="P", help="size of the model of bytes and synthetic")
-    add("--dropout", type=float, default=0.0, help="share of activations dropped in training (default 0)")
+    add(
+        "--dropout",
+        type=float,
+        default=0.0,
+        help="share of activations dropped in training (default 0)",
+    )
     add("--dtype", default="float32", choices=("float32", "float64"), help="default float32")
     add("--lr", type=float, help="learning rate (default: the problem's)")
-    add("--pipeline", type=int, metavar="S", help="stage 8: ranks that form a pipeline (default: all)")
-    add("--tensor", type=int, metavar="T", help="stage 9: ranks that share each layer (default: all)")
+    add(
+        "--pipeline",
+        type=int,
+        metavar="S",
+        help="stage 8: ranks that form a pipeline (default: all)",
+    )
+    add(
+        "--tensor",
+        type=int,
+        metavar="T",
+        help="stage 9: ranks that share each layer (default: all)",
+    )
     add("--device", default="auto", help="auto, cpu, cuda, or one GPU such as cuda:0")
     return parser.parse_args(arguments)
 
@@ -64,15 +91,20 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Train to the last step, from the newest checkpoint if there is one; every rank calls this.
 
-    Returns {"losses": mean loss of every global batch from the first step on, "model": the whole state dict,
-    "evaluation": …, "resumed": the step it went on from}. Raises CheckpointError if the checkpoint does not fit the
-    options, ValueError for options that cannot work.
+    Returns {"losses": mean loss of every global batch from the first step on, "model": the whole
+    state dict, "evaluation": …, "resumed": the step it went on from}. Raises CheckpointError if the
+    checkpoint does not fit the options, ValueError for options that cannot work.
     """
     if options.every < 1 or options.keep < 1:
-        raise ValueError(f"--every is {options.every} and --keep {options.keep}; each must be 1 or more")
+        raise ValueError(
+            f"--every is {options.every} and --keep {options.keep}; each must be 1 or more"
+        )
     torch.backends.cudnn.allow_tf32 = False  # All devices compute in the dtype that was asked for.
     if ladder.find(options.stage).one_process and dist.get_world_size() > 1:
-        raise ValueError(f"stage {options.stage} is a single process, but {dist.get_world_size()} ranks were started")
+        raise ValueError(
+            f"stage {options.stage} is a single process, but {dist.get_world_size()} ranks were"
+            " started"
+        )
     with ExitStack() as claims:  # No other run writes into the folder until the last step.
         saved = newest_checkpoint(options.checkpoint, claims) if options.checkpoint else None
         job = complete(options, saved)
@@ -95,9 +127,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def newest_checkpoint(folder: str, claims: ExitStack) -> dict[str, Any] | None:
-    """The checkpoint that rank 0 finds in the folder, the same on all ranks; None if there is nothing yet.
+    """The checkpoint that rank 0 finds in the folder, the same on all ranks; None if there is
+    nothing yet.
 
-    No other run writes into the folder until `claims` are closed. An error of rank 0 is raised on all ranks.
+    No other run writes into the folder until `claims` are closed. An error of rank 0 is raised on
+    all ranks.
     """
     message: list[Any] = [None, None]  # It holds a checkpoint and an error.
     if dist.get_rank() == 0:
@@ -114,24 +148,42 @@ def newest_checkpoint(folder: str, claims: ExitStack) -> dict[str, Any] | None:
 
 
 def complete(options: argparse.Namespace, saved: Any) -> Job:
-    """The job that the options ask for; missing options come from the checkpoint, or else from the problem."""
+    """The job that the options ask for; missing options come from the checkpoint, or else from the
+    problem.
+    """
     if saved and options.global_batch is None:
         options.global_batch = saved.get("settings", {}).get("global_batch")
     job = checked(
-        options.problem, dist.get_world_size(), options.steps, options.global_batch, options.lr, options.parameters,
-        seed=options.seed, dtype=options.dtype, dropout=options.dropout, device=str(rank_device()),
-    )  # fmt: skip
+        options.problem,
+        dist.get_world_size(),
+        options.steps,
+        options.global_batch,
+        options.lr,
+        options.parameters,
+        seed=options.seed,
+        dtype=options.dtype,
+        dropout=options.dropout,
+        device=str(rank_device()),
+    )
     options.steps, options.global_batch, options.lr = job.steps, job.global_batch, job.lr
     return job
 
 
 def check_settings(saved: Any, options: argparse.Namespace) -> None:
-    """Raise CheckpointError if the checkpoint was made with other options; stage, ranks and steps may change.
+    """Raise CheckpointError if the checkpoint was made with other options; stage, ranks and steps
+    may change.
 
-    A checkpoint of another program has none of the options. One beyond `--steps` is refused: steps cannot be undone.
+    A checkpoint of another program has none of the options. One beyond `--steps` is refused: steps
+    cannot be undone.
     """
-    values = {name: (saved.get("settings", {}).get(name), getattr(options, name)) for name in MUST_MATCH}
-    differences = [f"--{n.replace('_', '-')} {old} (now {new})" for n, (old, new) in values.items() if old != new]
+    values = {
+        name: (saved.get("settings", {}).get(name), getattr(options, name)) for name in MUST_MATCH
+    }
+    differences = [
+        f"--{n.replace('_', '-')} {old} (now {new})"
+        for n, (old, new) in values.items()
+        if old != new
+    ]
     if differences:
         raise CheckpointError(
             f'the checkpoint in "{options.checkpoint}" was made with {", ".join(differences)}. '
@@ -139,29 +191,41 @@ def check_settings(saved: Any, options: argparse.Namespace) -> None:
         )
     if saved["step"] > options.steps:
         raise CheckpointError(
-            f'the run in "{options.checkpoint}" is at step {saved["step"]}, beyond --steps {options.steps}. '
+            f'the run in "{options.checkpoint}" is at step {saved["step"]}, beyond --steps'
+            f" {options.steps}. "
             f"Ask for {saved['step']} or more, or use another folder."
         )
     if saved["world_size"] != dist.get_world_size():
         say(
-            f"the checkpoint was written by {saved['world_size']} ranks, this run has {dist.get_world_size()}: "
-            "it goes on with the same batches; dropout masks and the last bits of sums will differ"
+            f"the checkpoint was written by {saved['world_size']} ranks, this run has"
+            f" {dist.get_world_size()}: it goes on with the same batches; dropout masks and the"
+            " last bits of sums will differ"
         )
 
 
 def leg(options: argparse.Namespace, job: Job, state: dict[str, Any]) -> dict[str, Any]:
-    """Train from the checkpoint `state` to the next checkpoint, and return that; only rank 0's is saved."""
+    """Train from the checkpoint `state` to the next checkpoint, and return that; only rank 0's is
+    saved.
+    """
     stage, world_size, start = ladder.find(options.stage), dist.get_world_size(), state["step"]
     end = min(job.steps, start - start % options.every + options.every)
     model = job.model()
     model.load_state_dict(state["model"])
     finite.watch(model)
     seed_this_rank(job.seed, state)
-    gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())] if rank_device().type == "cuda" else None
+    gpus = (
+        [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+        if rank_device().type == "cuda"
+        else None
+    )
     train = stage.trainer({"devices": gpus, "stages": options.pipeline, "tensor": options.tensor})
-    ranks_per_replica = 1 if stage.splits_batch else options.pipeline or options.tensor or world_size
+    ranks_per_replica = (
+        1 if stage.splits_batch else options.pipeline or options.tensor or world_size
+    )
     share = dist.get_rank() // ranks_per_replica, world_size // ranks_per_replica
-    losses = train(model, job.problem.batches(job.global_batch, end, job.seed, *share, start), job.lr)
+    losses = train(
+        model, job.problem.batches(job.global_batch, end, job.seed, *share, start), job.lr
+    )
     return {
         "step": end,
         "losses": state["losses"] + mean_over_ranks(losses),
@@ -173,8 +237,12 @@ def leg(options: argparse.Namespace, job: Job, state: dict[str, Any]) -> dict[st
 
 
 def seed_this_rank(seed: int, state: dict[str, Any]) -> None:
-    """Restore this rank's random generators from the checkpoint; seed them if the checkpoint has none for this rank."""
-    mine = 1_000_000 * state["step"] + 1000 * seed + dist.get_rank()  # A new rank draws masks that no rank has drawn.
+    """Restore this rank's random generators from the checkpoint; seed them if the checkpoint has
+    none for this rank.
+    """
+    mine = (
+        1_000_000 * state["step"] + 1000 * seed + dist.get_rank()
+    )  # A new rank draws masks that no rank has drawn.
     torch.manual_seed(mine)
     np.random.seed(mine % 2**32)
     random.seed(mine)
@@ -195,7 +263,9 @@ def say(text: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the script and end the process: 0 for success, 1 for a failed run, 2 for options that cannot work."""
+    """Run the script and end the process: 0 for success, 1 for a failed run, 2 for options that
+    cannot work.
+    """
     try:
         options = parse(arguments)
         join(options.device)
@@ -214,7 +284,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # Python would wait for the communication thread, which may wait for a rank that has ended
+    os._exit(
+        code
+    )  # Python would wait for the communication thread, which may wait for a rank that has ended
 
 
 if __name__ == "__main__":

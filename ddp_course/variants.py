@@ -1,4 +1,6 @@
-"""The rungs that have no module of their own: the whole-gradient ring, ZeRO-1 and torch's DistributedDataParallel."""
+"""The rungs that have no module of their own: the whole-gradient ring, ZeRO-1 and torch's
+DistributedDataParallel.
+"""
 
 from collections.abc import Iterable
 from functools import partial
@@ -18,12 +20,16 @@ from .running.devices import rank_device
 from .stage3_paramserver import broadcast_parameters
 from .stage7_sharded import ShardedOptimizer
 
-average_on_whole_ring = partial(stage4_ring.average_on_ring, all_reduce=stage4_ring.whole_gradient_ring)
+average_on_whole_ring = partial(
+    stage4_ring.average_on_ring, all_reduce=stage4_ring.whole_gradient_ring
+)
 train_on_whole_ring = partial(stage4_ring.train, average=average_on_whole_ring)
 
 
 def train_with_sharded_optimizer(model: nn.Module, batches: Iterable, lr: float) -> list[float]:
-    """The loop of stage 1 with ZeRO-1: its optimizer averages the gradients, and each rank updates its part."""
+    """The loop of stage 1 with ZeRO-1: its optimizer averages the gradients, and each rank updates
+    its part.
+    """
     broadcast_parameters(model)  # The optimizer broadcasts parameters, but no buffers.
     optimizer = ShardedOptimizer(model.parameters(), SGD, lr=lr)
     losses = []
@@ -36,8 +42,12 @@ def train_with_sharded_optimizer(model: nn.Module, batches: Iterable, lr: float)
     return losses
 
 
-def train_with_torch(model: nn.Module, batches: Iterable, lr: float, **settings: Any) -> list[float]:
-    """The loop of stage 1 around torch's class; observers see its all-reduces, or ours on a throttled wire."""
+def train_with_torch(
+    model: nn.Module, batches: Iterable, lr: float, **settings: Any
+) -> list[float]:
+    """The loop of stage 1 around torch's class; observers see its all-reduces, or ours on a
+    throttled wire.
+    """
     devices = [rank_device()] if rank_device().type == "cuda" else None
     parallel = DistributedDataParallel(model, device_ids=devices, **settings)
     if wire.card.throttle is None:
@@ -47,8 +57,12 @@ def train_with_torch(model: nn.Module, batches: Iterable, lr: float, **settings:
     return stage1_single.train(parallel, batches, lr)
 
 
-def all_reduce_on_our_wire(thread: CommunicationThread, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """A hook that averages one bucket around our own ring: a throttled wire does not slow torch's collectives."""
+def all_reduce_on_our_wire(
+    thread: CommunicationThread, bucket: dist.GradBucket
+) -> torch.futures.Future[Tensor]:
+    """A hook that averages one bucket around our own ring: a throttled wire does not slow torch's
+    collectives.
+    """
     flat, future = bucket.buffer().mul_(1 / dist.get_world_size()), torch.futures.Future()
 
     def around_the_ring(group):
@@ -63,7 +77,9 @@ def all_reduce_on_our_wire(thread: CommunicationThread, bucket: dist.GradBucket)
 
 
 def observed_all_reduce(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """torch's default averaging of one bucket, as a hook that also reports when it began and ended."""
+    """torch's default averaging of one bucket, as a hook that also reports when it began and
+    ended.
+    """
     start = wire.now()
     flat = bucket.buffer().mul_(1 / dist.get_world_size())
 

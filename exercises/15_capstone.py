@@ -1,10 +1,11 @@
-"""The template of the capstone: a training script for torchrun with your own model and data, which writes what it did.
+"""The template of the capstone: a training script for torchrun with your own model and data, which
+writes what it did.
 
     torchrun --nproc-per-node=2 my_capstone.py runs/ddp --wrap ddp
 
-Lesson 15 copies it to `my_capstone.py`. Change `make_model` and `make_batch` there; all else can stay. It goes on from
-the checkpoint in the folder, and leaves `run.json` there: wrap, world size, parameters, last loss, median step time,
-the step it resumed from.
+Lesson 15 copies it to `my_capstone.py`. Change `make_model` and `make_batch` there; all else can
+stay. It goes on from the checkpoint in the folder, and leaves `run.json` there: wrap, world size,
+parameters, last loss, median step time, the step it resumed from.
 """
 
 import argparse
@@ -29,8 +30,12 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_course import problems
 from ddp_course.running.join import join
 
-WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # on rank 0, the same with every wrap and world size
-SPREAD = StateDictOptions(full_state_dict=True)  # every rank has read all of it, and takes what is its own
+WHOLE = StateDictOptions(
+    full_state_dict=True, cpu_offload=True
+)  # on rank 0, the same with every wrap and world size
+SPREAD = StateDictOptions(
+    full_state_dict=True
+)  # every rank has read all of it, and takes what is its own
 
 
 def make_model() -> torch.nn.Module:
@@ -40,7 +45,9 @@ def make_model() -> torch.nn.Module:
 
 
 def make_batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Your data: inputs and targets of one rank in one step, the same ones when the step is run again."""
+    """Your data: inputs and targets of one rank in one step, the same ones when the step is run
+    again.
+    """
     generator = torch.Generator().manual_seed(1000 * step + rank)
     begin = torch.randint(200, (8, 1), generator=generator)
     text = (begin + torch.arange(65)) % 256  # each byte follows from the one before
@@ -48,7 +55,9 @@ def make_batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def wrapped(model: torch.nn.Module, wrap: str) -> torch.nn.Module:
-    """The model as torch's DDP, sharded block by block, or as it is: then every rank trains alone."""
+    """The model as torch's DDP, sharded block by block, or as it is: then every rank trains
+    alone.
+    """
     if wrap == "ddp":
         return DistributedDataParallel(model)
     if wrap == "fully_shard":
@@ -73,7 +82,11 @@ def resume(folder: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer
         return 0
     saved = torch.load(path, weights_only=True)
     set_state_dict(
-        model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"], options=SPREAD
+        model,
+        optimizer,
+        model_state_dict=saved["model"],
+        optim_state_dict=saved["optimizer"],
+        options=SPREAD,
     )
     return saved["step"]
 
@@ -99,9 +112,15 @@ def train(options: argparse.Namespace) -> None:
     dist.all_gather_object(slowest, (statistics.median(seconds), loss.item()))
     if dist.get_rank() == 0:
         times, losses = zip(*slowest, strict=True)
-        run = {"wrap": options.wrap, "world_size": len(times), "resumed": resumed, "steps": options.steps,
-               "parameters": sum(p.numel() for p in model.parameters()),
-               "loss": statistics.fmean(losses), "step_s": max(times)}  # fmt: skip
+        run = {
+            "wrap": options.wrap,
+            "world_size": len(times),
+            "resumed": resumed,
+            "steps": options.steps,
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "loss": statistics.fmean(losses),
+            "step_s": max(times),
+        }
         with open(f"{options.folder}/run.json", "w") as file:
             json.dump(run, file)
         print(json.dumps(run), flush=True)
@@ -112,7 +131,9 @@ if __name__ == "__main__":
     parser.add_argument("folder")
     parser.add_argument("--wrap", default="ddp", choices=("ddp", "fully_shard", "none"))
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--kill-after", type=int, help="rank 1 kills itself after this step, once: to try a resume")
+    parser.add_argument(
+        "--kill-after", type=int, help="rank 1 kills itself after this step, once: to try a resume"
+    )
     arguments = parser.parse_args()
     os.makedirs(arguments.folder, exist_ok=True)
     join("cpu")

@@ -13,36 +13,50 @@ import psutil
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # as in many containers: every rank would compile the course anew
+os.environ.pop(
+    "PYTHONDONTWRITEBYTECODE", None
+)  # as in many containers: every rank would compile the course anew
 sys.dont_write_bytecode = False
 
 
 def pytest_configure(config):
-    """Give this run a temporary folder of its own until it ends, so that what is left behind in it is ours."""
+    """Give this run a temporary folder of its own until it ends, so that what is left behind in it
+    is ours.
+    """
     is_worker = hasattr(config, "workerinput")  # of pytest-xdist, which inherits the environment
     if is_worker or "DDP_COURSE_TESTS" not in os.environ:
         tempfile.tempdir = folder = tempfile.mkdtemp(prefix="tests_")
         os.environ["DDP_COURSE_TESTS"] = os.environ["TMPDIR"] = folder
         keywords = {"ignore_errors": True}
-        Finalize(None, shutil.rmtree, args=(folder,), kwargs=keywords, exitpriority=-200)  # Python's own comes before
+        Finalize(
+            None, shutil.rmtree, args=(folder,), kwargs=keywords, exitpriority=-200
+        )  # Python's own comes before
 
 
-DURATIONS = Path(__file__).with_name("durations.csv")  # seconds of tests, or of whole files with all their tests
+DURATIONS = Path(__file__).with_name(
+    "durations.csv"
+)  # seconds of tests, or of whole files with all their tests
 MOST_SECONDS = 9.0  # a test that takes longer is for `make test-rest`
 
 
 def pytest_runtest_logreport(report):
-    """With DDP_COURSE_DURATIONS=FILE write down what each test costs: tests/durations.py makes the table from it."""
+    """With DDP_COURSE_DURATIONS=FILE write down what each test costs: tests/durations.py makes the
+    table from it.
+    """
     path = os.environ.get("DDP_COURSE_DURATIONS")
     if path and "PYTEST_XDIST_WORKER" not in os.environ and report.duration >= 0.1:
         with open(path, "a", encoding="utf-8", newline="") as file:
-            csv.writer(file).writerow([f"{report.duration:.1f}", report.nodeid.removeprefix("tests/"), report.when])
+            csv.writer(file).writerow(
+                [f"{report.duration:.1f}", report.nodeid.removeprefix("tests/"), report.when]
+            )
 
 
 def pytest_collection_modifyitems(items):
-    """Mark as slow what has cost too much for every day, by itself or as a file; "keep" makes an exception.
+    """Mark as slow what has cost too much for every day, by itself or as a file; "keep" makes an
+    exception.
 
-    The files with the longest tests come first, so that no worker begins one when the others have ended.
+    The files with the longest tests come first, so that no worker begins one when the others have
+    ended.
     """
     with DURATIONS.open(encoding="utf-8") as file:
         rows = {row["test"]: row for row in csv.DictReader(file)}
@@ -50,10 +64,16 @@ def pytest_collection_modifyitems(items):
     for name, row in rows.items():
         file = name.partition("::")[0]
         longest[file] = max(longest.get(file, 0.0), float(row["seconds"]))
-    items.sort(key=lambda item: -longest.get(item.nodeid.removeprefix("tests/").partition("::")[0], 0.0))
+    items.sort(
+        key=lambda item: -longest.get(item.nodeid.removeprefix("tests/").partition("::")[0], 0.0)
+    )
     for item in items:
         name = item.nodeid.removeprefix("tests/")
-        names = [name, name.split("[")[0], name.partition("::")[0]]  # the table may name any of these
+        names = [
+            name,
+            name.split("[")[0],
+            name.partition("::")[0],
+        ]  # the table may name any of these
         row = next((rows[name] for name in names if name in rows), None)
         if row and row["why"] != "keep" and float(row["seconds"]) > MOST_SECONDS:
             item.add_marker(pytest.mark.slow)
@@ -61,7 +81,9 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """A file's tests stay with one worker, which shares its launches; each lesson goes anywhere: it shares none."""
+    """A file's tests stay with one worker, which shares its launches; each lesson goes anywhere: it
+    shares none.
+    """
     from xdist.scheduler import LoadFileScheduling  # here: a contributor may have come without it
 
     class ByFileOrLesson(LoadFileScheduling):
@@ -71,7 +93,9 @@ def pytest_xdist_make_scheduler(config, log):
     return ByFileOrLesson(config, log) if config.option.dist == "loadfile" else None
 
 
-OWN = re.compile(r"launching/preloaded\.py|multiprocessing.(forkserver|resource_tracker)")  # they end with this process
+OWN = re.compile(
+    r"launching/preloaded\.py|multiprocessing.(forkserver|resource_tracker)"
+)  # they end with this process
 
 
 def descendants():
@@ -87,7 +111,9 @@ def descendants():
 
 
 def entries():
-    """Names in the temporary folder, but for caches of pytest and torch, and what Python removes at its end."""
+    """Names in the temporary folder, but for caches of pytest and torch, and what Python removes at
+    its end.
+    """
     return {
         path.name
         for path in Path(tempfile.gettempdir()).iterdir()

@@ -1,7 +1,9 @@
-"""python tests/durations.py FILE…: make tests/durations.csv anew from what tests cost in these runs.
+"""python tests/durations.py FILE…: make tests/durations.csv anew from what tests cost in these
+runs.
 
-DDP_COURSE_DURATIONS=FILE make test-all writes such a file. A row for a whole file, and the reason of each row, stay as
-they are in the table; of single tests the table holds those above `LEAST` seconds.
+DDP_COURSE_DURATIONS=FILE make test-all writes such a file. A row for a whole file, and the reason
+of each row, stay as they are in the table; of single tests the table holds those above `LEAST`
+seconds.
 """
 
 import csv
@@ -14,7 +16,9 @@ LEAST = 8.0
 
 
 def names(test):
-    """Under which names a test may stand in the table: with its parameters, without them, as its file."""
+    """Under which names a test may stand in the table: with its parameters, without them, as its
+    file.
+    """
     return test, test.split("[")[0], test.partition("::")[0]
 
 

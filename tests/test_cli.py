@@ -12,7 +12,10 @@ from ddp_course import cli
 
 def run(*arguments):
     return subprocess.run(
-        [sys.executable, "-m", "ddp_course.cli", *map(str, arguments)], capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "ddp_course.cli", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
 
 
@@ -32,7 +35,19 @@ def test_a_reader_who_has_seen_enough_is_no_error(monkeypatch):
 
 
 def test_compare_prints_a_table_and_writes_results(tmp_path):
-    done = run("compare", "--world-size", 2, "--steps", 3, "--stages", "1,4", "--link", "none", "--out", tmp_path)
+    done = run(
+        "compare",
+        "--world-size",
+        2,
+        "--steps",
+        3,
+        "--stages",
+        "1,4",
+        "--link",
+        "none",
+        "--out",
+        tmp_path,
+    )
     assert done.returncode == 0, done.stderr
     assert "single device" in done.stdout and "ring" in done.stdout
     results = json.loads((tmp_path / "compare.json").read_text())
@@ -41,7 +56,13 @@ def test_compare_prints_a_table_and_writes_results(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "arguments", [("--world-size", "0"), ("--link", "fast"), ("--out", "/proc/results"), ("--world-size", "two")]
+    "arguments",
+    [
+        ("--world-size", "0"),
+        ("--link", "fast"),
+        ("--out", "/proc/results"),
+        ("--world-size", "two"),
+    ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -57,7 +78,19 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments, capsys, tmp_path, monk
 
 
 def test_a_run_that_takes_too_long_is_exit_code_1(capsys, tmp_path):
-    slow = ["compare", "--steps", "100000", "--timeout", "3", "--stages", "3", "--link", "none", "--out", str(tmp_path)]
+    slow = [
+        "compare",
+        "--steps",
+        "100000",
+        "--timeout",
+        "3",
+        "--stages",
+        "3",
+        "--link",
+        "none",
+        "--out",
+        str(tmp_path),
+    ]
     assert cli.main(slow) == 1
     assert "ddp-course: " in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

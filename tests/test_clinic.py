@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddp_course.grading.checks import find
+from ddp_course.checking.checks import find
 
 CLINIC = Path(__file__).parents[1] / "exercises" / "clinic"
 find("11.5")
@@ -31,11 +31,27 @@ FAILS = {  # exit code, and what is printed
 
 def torchrun(script, folder):
     """Run a script on three ranks; (exit code, what it printed)."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", str(script)]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "TMPDIR": str(folder)}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environ, timeout=120)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=3",
+        str(script),
+    ]
+    environ = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "TMPDIR": str(folder),
+    }
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=folder, env=environ, timeout=120
+    )
     everywhere = [process.info["environ"] or {} for process in psutil.process_iter(["environ"])]
-    assert str(folder) not in [environ.get("TMPDIR") for environ in everywhere], "processes are left behind"
+    assert str(folder) not in [environ.get("TMPDIR") for environ in everywhere], (
+        "processes are left behind"
+    )
     return done.returncode, done.stdout + done.stderr
 
 

@@ -1,4 +1,6 @@
-"""Communicating less: where nothing is left out the result is DDP's, and what is left out is kept or counted."""
+"""Communicating less: where nothing is left out the result is DDP's, and what is left out is kept
+or counted.
+"""
 
 import pytest
 import torch
@@ -6,14 +8,24 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 
-from ddp_course import DistributedDataParallel, communicate_less, launch, problems, stage1_single, stage4_ring, wire
+from ddp_course import (
+    DistributedDataParallel,
+    communicate_less,
+    launch,
+    problems,
+    stage1_single,
+    stage4_ring,
+    wire,
+)
 
 RATE, STEPS = 0.05, 6
 MOMENTUM = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
 
 
 def made():
-    return problems.make("synthetic", parameters=3 * 32**2, width=32, samples=512, dtype=torch.float64)
+    return problems.make(
+        "synthetic", parameters=3 * 32**2, width=32, samples=512, dtype=torch.float64
+    )
 
 
 def flat(model):
@@ -97,7 +109,9 @@ def test_replicas_that_have_not_met_yet_differ():
     weights, sent = run(local(STEPS + 1))
     assert not torch.equal(weights[0], weights[1])
     start = flat(made().model())
-    assert sent == 3 * start.numel() * 8 + 6 * 8, "nothing but the broadcast of rank 0, and that this is the end"
+    assert sent == 3 * start.numel() * 8 + 6 * 8, (
+        "nothing but the broadcast of rank 0, and that this is the end"
+    )
 
 
 def test_bytes_are_those_of_the_formulas():
@@ -113,11 +127,15 @@ def test_bytes_are_those_of_the_formulas():
     assert sent(hooked(communicate_less.TopK(0.1))) == 3 * (world_size - 1) * kept * (8 + 4)
     thin = 3 * 2 * (32 + 32) * 8  # three matrices, two columns each way
     assert sent(hooked(communicate_less.LowRank(2))) == 3 * 2 * (world_size - 1) / world_size * thin
-    assert sent(local(3)) == ring_bytes + 6 * 8, "and which step it is for each rank, around the ring"
+    assert sent(local(3)) == ring_bytes + 6 * 8, (
+        "and which step it is for each rank, around the ring"
+    )
 
 
 def test_what_is_left_out_is_sent_later():
-    """With feedback all that was ever computed is either sent or still kept; without, it is lost."""
+    """With feedback all that was ever computed is either sent or still kept; without, it is
+    lost.
+    """
     weights = {}
     for feedback in (True, False):
         hook = communicate_less.TopK(0.02, feedback)
@@ -128,16 +146,26 @@ def test_what_is_left_out_is_sent_later():
 
 def asynchronous(steps):
     problem, model = made(), made().model()
-    batches = problem.batches(24, steps, rank=max(0, dist.get_rank() - 1), world_size=max(1, dist.get_world_size() - 1))
+    batches = problem.batches(
+        24, steps, rank=max(0, dist.get_rank() - 1), world_size=max(1, dist.get_world_size() - 1)
+    )
     losses, staleness = communicate_less.train_asynchronously(model, batches, RATE)
     return flat(model), losses, staleness
 
 
 def test_a_server_with_one_worker_trains_as_one_device():
-    (server, _, staleness), (worker, losses, _) = launch(asynchronous, 8, world_size=2, device="cpu")
+    (server, _, staleness), (worker, losses, _) = launch(
+        asynchronous, 8, world_size=2, device="cpu"
+    )
     problem, model = made(), made().model()
-    assert losses == pytest.approx(stage1_single.train(model, problem.batches(24, 8), RATE), rel=1e-9)
-    assert torch.equal(server, worker) and (server - flat(model)).abs().max() < 1e-12 and staleness == [0] * 8
+    assert losses == pytest.approx(
+        stage1_single.train(model, problem.batches(24, 8), RATE), rel=1e-9
+    )
+    assert (
+        torch.equal(server, worker)
+        and (server - flat(model)).abs().max() < 1e-12
+        and staleness == [0] * 8
+    )
 
 
 def test_a_server_with_three_workers_counts_every_update_and_how_stale_it_is():
@@ -159,20 +187,34 @@ class Awkward(torch.nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.frozen, self.norm = torch.nn.Linear(4, 4).requires_grad_(False), torch.nn.BatchNorm1d(4)
-        self.scale, self.head = torch.nn.Parameter(torch.tensor(2.0)), torch.nn.Linear(4, 3).double()
-        kernel = torch.nn.Conv2d(8, 16, 3, dtype=torch.bfloat16).to(memory_format=torch.channels_last)
+        self.frozen, self.norm = (
+            torch.nn.Linear(4, 4).requires_grad_(False),
+            torch.nn.BatchNorm1d(4),
+        )
+        self.scale, self.head = (
+            torch.nn.Parameter(torch.tensor(2.0)),
+            torch.nn.Linear(4, 3).double(),
+        )
+        kernel = torch.nn.Conv2d(8, 16, 3, dtype=torch.bfloat16).to(
+            memory_format=torch.channels_last
+        )
         self.kernel = kernel
 
     def forward(self, inputs):
         image = inputs[:, :1, None, None].to(torch.bfloat16).expand(-1, 8, 3, 3)
-        return self.head((self.norm(self.frozen(inputs)) * self.scale).double()) + self.kernel(image).double().mean()
+        return (
+            self.head((self.norm(self.frozen(inputs)) * self.scale).double())
+            + self.kernel(image).double().mean()
+        )
 
 
 def awkward(way, uneven=0):
     rank = dist.get_rank()
     generator = torch.Generator().manual_seed(rank)
-    batches = [(torch.randn(6, 4, generator=generator), torch.arange(6) % 3) for _ in range(4 + uneven * rank)]
+    batches = [
+        (torch.randn(6, 4, generator=generator), torch.arange(6) % 3)
+        for _ in range(4 + uneven * rank)
+    ]
     model = Awkward()
     if way == "local":
         communicate_less.train_local(model, batches, 0.1, 2)
@@ -190,16 +232,24 @@ def awkward(way, uneven=0):
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("way, uneven", [("local", 0), ("asynchronous", 1), ("TopK", 0), ("LowRank", 0)])
+@pytest.mark.parametrize(
+    "way, uneven", [("local", 0), ("asynchronous", 1), ("TopK", 0), ("LowRank", 0)]
+)
 def test_awkward_models_train_to_one_result(way, uneven):
     first, second = launch(awkward, way, uneven, world_size=2, device="cpu")
     start = Awkward().state_dict()
     assert torch.equal(first["frozen.weight"], start["frozen.weight"])
     assert not torch.equal(first["head.weight"], start["head.weight"])
     names = [
-        name for name in first if way == "local" or not name.startswith("norm.") or name.endswith(("weight", "bias"))
+        name
+        for name in first
+        if way == "local" or not name.startswith("norm.") or name.endswith(("weight", "bias"))
     ]
-    assert all(torch.equal(first[name], second[name]) for name in names if name != "norm.num_batches_tracked")
+    assert all(
+        torch.equal(first[name], second[name])
+        for name in names
+        if name != "norm.num_batches_tracked"
+    )
 
 
 def test_ranks_with_more_batches_than_others_are_told():
@@ -210,10 +260,14 @@ def test_ranks_with_more_batches_than_others_are_told():
 
 
 def kept_after_one_step():
-    """DDP lays its buckets out anew after the first step: what was left out of that must not be lost."""
+    """DDP lays its buckets out anew after the first step: what was left out of that must not be
+    lost.
+    """
     model = torch.nn.Linear(30, 10, bias=False)
     torch.nn.init.zeros_(model.weight)
-    parallel = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(model, torch.nn.Linear(10, 1)))
+    parallel = torch.nn.parallel.DistributedDataParallel(
+        torch.nn.Sequential(model, torch.nn.Linear(10, 1))
+    )
     parallel.register_comm_hook(None, hook := communicate_less.TopK(0.01))
     for _ in range(2):
         parallel(torch.ones(2, 30)).sum().backward()

@@ -1,4 +1,6 @@
-"""The recipes of docs/CONTRIBUTING.md, followed to the letter: only their files are made, and all is there."""
+"""The recipes of docs/CONTRIBUTING.md, followed to the letter: only their files are made, and all
+is there.
+"""
 
 import os
 import re
@@ -20,7 +22,7 @@ train = stage1_single.train
 '''
 TASK = '''"""Exercise 16: twice."""
 
-from ddp_course.grading.checks import task
+from ddp_course.checking.checks import task
 
 
 @task("16.1", "twice", {"small": 0.5, "large": 0.5})
@@ -45,7 +47,7 @@ Write `twice(number)`.
 """
 
 # %% imports
-from ddp_course.grading import check
+from ddp_course.checking import check
 
 # %% answer-16-1
 def twice(number):
@@ -71,7 +73,9 @@ def files_of(recipe):
 def house(tmp_path):
     """A copy of the project, as far as a recipe needs it."""
     for folder in ("ddp_course", "authoring", "notebooks", "exercises", "solutions"):
-        shutil.copytree(ROOT / folder, tmp_path / folder)  # with what was compiled, which is as old as its source
+        shutil.copytree(
+            ROOT / folder, tmp_path / folder
+        )  # with what was compiled, which is as old as its source
     (tmp_path / "docs" / "figures").mkdir(parents=True)
     for file in ("pyproject.toml", "README.md", "docs/figures/compare.json"):
         shutil.copy(ROOT / file, tmp_path / file)
@@ -81,9 +85,13 @@ def house(tmp_path):
 def run(house, *command):
     """What a Python command prints in the copy, standard error after it; it must end well."""
     done = subprocess.run(
-        [sys.executable, *command], cwd=house, env={**os.environ, "PYTHONPATH": str(house)},
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+        [sys.executable, *command],
+        cwd=house,
+        env={**os.environ, "PYTHONPATH": str(house)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -96,10 +104,14 @@ def insert(path, before, text):
 
 
 def follow(house, recipe, contents):
-    """Write the files of a recipe, each with its content; files that only the project's own tests need may lack one."""
+    """Write the files of a recipe, each with its content; files that only the project's own tests
+    need may lack one.
+    """
     named = files_of(recipe)
     assert 1 <= len(named) <= 4 and set(contents) <= set(named)
-    assert all(name in contents or name.startswith(("tests/", "authoring/lessons/0")) for name in named)
+    assert all(
+        name in contents or name.startswith(("tests/", "authoring/lessons/0")) for name in named
+    )
     for name, content in contents.items():
         if callable(content):
             content(house / name)
@@ -108,7 +120,9 @@ def follow(house, recipe, contents):
             (house / name).write_text(content)
 
 
-LAST_STAGE = '    "variants | communicate_less",\n    "stage9'  # where the layers of the stages begin
+LAST_STAGE = (  # where the layers of the stages begin
+    '    "variants | communicate_less",\n    "stage9'
+)
 
 
 def test_add_a_stage(house):
@@ -122,26 +136,42 @@ def test_add_a_stage(house):
         " stage",
         {
             "ddp_course/stage16_topic.py": STAGE,
-            "ddp_course/ladder.py": lambda path: insert(path, '        Stage(\n            "torch"', entry),
+            "ddp_course/ladder.py": lambda path: insert(
+                path, '        Stage(\n            "torch"', entry
+            ),
             "pyproject.toml": lambda path: insert(path, LAST_STAGE, '    "stage16_topic",\n'),
         },
     )
-    options = "--stages 1,16 --world-size 2 --steps 2 --link none --problem synthetic --parameters 5000 --out results"
+    options = (
+        "--stages 1,16 --world-size 2 --steps 2 --link none --problem synthetic --parameters 5000"
+        " --out results"
+    )
     table = run(house, "-m", "ddp_course.cli", "compare", *options.split())
     assert re.search(r"^16 +nobody", table, re.M) and "compare.png" in table
-    run(house, "-c", "from importlinter.cli import lint_imports_command as lint; lint()", "--no-cache")
+    run(
+        house,
+        "-c",
+        "from importlinter.cli import lint_imports_command as lint; lint()",
+        "--no-cache",
+    )
     run(house, "authoring/build.py")
-    assert "| 16 | `stage16_topic` | no communication at all | 0 |" in (house / "README.md").read_text()
+    assert (
+        "| 16 | `stage16_topic` | no communication at all | 0 |"
+        in (house / "README.md").read_text()
+    )
 
 
 def test_add_an_exercise(house):
     lesson, task = "authoring/lessons/16_topic_exercise.py", "exercises/checks/16.py"
-    hints = {"ddp_course/grading/hints.md": lambda path: path.write_text(path.read_text() + HINTS)}
+    hints = {"ddp_course/checking/hints.md": lambda path: path.write_text(path.read_text() + HINTS)}
     answers = {"exercises/answers/16.py": ANSWERS}
     follow(house, "n exercise", {lesson: EXERCISE, task: TASK, **answers, **hints})
     run(house, "authoring/build.py", "--only", "16")
     assert "NotImplementedError" in (house / "exercises" / "16_topic.ipynb").read_text()
-    tried = "from ddp_course.grading import check, hint; hint('16.1', 3); check('16.1', lambda number: {} * number)"
+    tried = (
+        "from ddp_course.checking import check, hint; hint('16.1', 3); check('16.1', lambda number:"
+        " {} * number)"
+    )
     said = run(house, "-c", tried.format(2))
     assert "Double it." in said and "Exercise 16.1: correct." in said
     with pytest.raises(AssertionError, match="that is four times the number"):

@@ -32,8 +32,14 @@ def test_links_lead_somewhere(page):
 
 def test_the_table_of_errors_is_errors_py():
     table = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "ERRORS.md").read_text(), re.M)
-    own = [error for _, error in inspect.getmembers(errors, inspect.isclass) if issubclass(error, Exception)]
-    assert sorted(table) == sorted(error.__name__ for error in own if error is not errors.CourseError)
+    own = [
+        error
+        for _, error in inspect.getmembers(errors, inspect.isclass)
+        if issubclass(error, Exception)
+    ]
+    assert sorted(table) == sorted(
+        error.__name__ for error in own if error is not errors.CourseError
+    )
     assert all(issubclass(error, errors.CourseError) for error in own)
 
 
@@ -41,7 +47,9 @@ def test_every_exception_of_the_course_is_in_errors_py():
     elsewhere = [
         (path.name, line)
         for path in ROOT.glob("ddp_course/**/*.py")
-        for line in re.findall(r"^class \w+\([^)]*(?:Error|Exception|Wrong)\b[^)]*\):", path.read_text(), re.M)
+        for line in re.findall(
+            r"^class \w+\([^)]*(?:Error|Exception|Wrong)\b[^)]*\):", path.read_text(), re.M
+        )
         if path.name != "errors.py"
     ]
     assert elsewhere == []
@@ -52,7 +60,10 @@ def test_the_readmes_figure_and_its_caption_are_of_one_run():
     drawn = Image.open(ROOT / "docs" / "figures" / "compare.png").text["Description"]
     assert drawn == comparison_message(results)
     [server] = [stage["speed_up"] for stage in results["stages"] if stage["stage"] == "3"]
-    assert f"A server makes 4 devices {server:.1f} times as fast as one" in README and f"server {server:.1f}" in drawn
+    assert (
+        f"A server makes 4 devices {server:.1f} times as fast as one" in README
+        and f"server {server:.1f}" in drawn
+    )
 
 
 def test_the_table_of_stages_is_the_ladder():
@@ -60,7 +71,9 @@ def test_the_table_of_stages_is_the_ladder():
 
 
 def measured(benchmark, part):
-    return json.loads((ROOT / "results" / f"bench_{benchmark}.json").read_text())["parts"][part]["rows"]
+    return json.loads((ROOT / "results" / f"bench_{benchmark}.json").read_text())["parts"][part][
+        "rows"
+    ]
 
 
 def test_the_ratios_in_the_readme_are_those_of_the_reports():

@@ -1,4 +1,6 @@
-"""What whoever hosts the course relies on: workflows, containers, Binder, citation, changelog, commit hooks."""
+"""What whoever hosts the course relies on: workflows, containers, Binder, citation, changelog,
+commit hooks.
+"""
 
 import re
 import subprocess
@@ -31,17 +33,23 @@ def test_workflows_run_what_is_there():
     assert any(command.startswith("make test-quick") for command in quick)
 
 
-@pytest.mark.parametrize(("minor", "system", "installed"), [
-    (10, "Linux", ['--editable .[dev]']),
-    (11, "Linux", ["-r requirements.lock", "--no-deps --editable ."]),
-    (11, "Windows_NT", ["-r requirements.lock", "--no-deps --editable ."]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("minor", "system", "installed"),
+    [
+        (10, "Linux", ["--editable .[dev]"]),
+        (11, "Linux", ["-r requirements.lock", "--no-deps --editable ."]),
+        (11, "Windows_NT", ["-r requirements.lock", "--no-deps --editable ."]),
+    ],
+)
 def test_setup_takes_the_lock_where_it_can(tmp_path, minor, system, installed):
     """`make setup` with a Python that only writes down what it is to install."""
     python = tmp_path / "venv" / ("Scripts" if system == "Windows_NT" else "bin") / "python"
     python.parent.mkdir(parents=True)
     python.write_text(f"""#!/bin/sh
-case "$*" in *"(3, 11)"*) exit {int(minor < 11)};; *pip*) echo "${{*##*version-check }}" >>{tmp_path}/asked;; esac
+case "$*" in
+*"(3, 11)"*) exit {int(minor < 11)};;
+*pip*) echo "${{*##*version-check }}" >>{tmp_path}/asked;;
+esac
 """)
     python.chmod(0o755)
     make = ["make", "setup", f"VENV={tmp_path / 'venv'}", f"PYTHON={python}", f"OS={system}"]

@@ -1,4 +1,6 @@
-"""The lessons: they run, their checks print what is stored, and they keep to the form that makes them readable."""
+"""The lessons: they run, their checks print what is stored, and they keep to the form that makes
+them readable.
+"""
 
 import os
 import re
@@ -19,8 +21,13 @@ LESSONS = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
 NAMES = [path.stem for path in LESSONS]
 CHECK = "# NBVAL_CHECK_OUTPUT"
 EVERY_DAY = ("00", "04", "05")  # the other lessons run in make test-rest
-MARKS = {path.stem: [] if path.name.startswith(EVERY_DAY) else [pytest.mark.slow] for path in LESSONS}
-for name in ("05_bucketed_ddp", "08_pipeline"):  # these hold times of steps against each other and a formula
+MARKS = {
+    path.stem: [] if path.name.startswith(EVERY_DAY) else [pytest.mark.slow] for path in LESSONS
+}
+for name in (
+    "05_bucketed_ddp",
+    "08_pipeline",
+):  # these hold times of steps against each other and a formula
     MARKS[name].append(pytest.mark.alone)
 
 
@@ -30,7 +37,11 @@ def read(path):
 
 def code(notebook):
     """The lesson's own code cells: without the one that installs the course on Colab."""
-    return [cell for cell in notebook.cells if cell.cell_type == "code" and cell.id != "install-elsewhere"]
+    return [
+        cell
+        for cell in notebook.cells
+        if cell.cell_type == "code" and cell.id != "install-elsewhere"
+    ]
 
 
 def prose(notebook):
@@ -42,15 +53,35 @@ def lines(cell):
 
 
 def run_nbval(paths, folder, without_namespaces=False, cell_seconds=180, **environ):
-    """Run notebooks by nbval in `folder`, with a configuration of its own; returns the finished process."""
+    """Run notebooks by nbval in `folder`, with a configuration of its own; returns the finished
+    process.
+    """
     ini = folder / "nbval.ini"
     ini.write_text("[pytest]\n")
     python = [sys.executable, *([denied.__file__] if without_namespaces else [])]
-    command = [*python, "-m", "pytest", "-c", str(ini), "--rootdir", str(folder), "--noconftest", "-q",
-               "--nbval-lax", f"--nbval-cell-timeout={cell_seconds}", "-p", "no:cacheprovider",
-               *map(str, paths)]  # fmt: skip
+    command = [
+        *python,
+        "-m",
+        "pytest",
+        "-c",
+        str(ini),
+        "--rootdir",
+        str(folder),
+        "--noconftest",
+        "-q",
+        "--nbval-lax",
+        f"--nbval-cell-timeout={cell_seconds}",
+        "-p",
+        "no:cacheprovider",
+        *map(str, paths),
+    ]
     return subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, timeout=900, env={**os.environ, **environ}
+        command,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        env={**os.environ, **environ},
     )
 
 
@@ -61,7 +92,9 @@ def altered(notebook, world_size):
     return notebook
 
 
-@pytest.mark.parametrize("path", [pytest.param(path, id=path.stem, marks=MARKS[path.stem]) for path in LESSONS])
+@pytest.mark.parametrize(
+    "path", [pytest.param(path, id=path.stem, marks=MARKS[path.stem]) for path in LESSONS]
+)
 def test_lesson_runs_from_a_copy_in_another_folder(path, tmp_path):
     copy = tmp_path / path.name
     copy.write_bytes(path.read_bytes())
@@ -70,10 +103,15 @@ def test_lesson_runs_from_a_copy_in_another_folder(path, tmp_path):
     assert "passed" in done.stdout and "skipped" not in done.stdout
 
 
-SMALLER = {path: pytest.mark.slow if path.stem == "04_ring_all_reduce" else pytest.mark.weekly for path in LESSONS}
+SMALLER = {
+    path: pytest.mark.slow if path.stem == "04_ring_all_reduce" else pytest.mark.weekly
+    for path in LESSONS
+}
 
 
-@pytest.mark.parametrize("path", [pytest.param(path, id=path.stem, marks=mark) for path, mark in SMALLER.items()])
+@pytest.mark.parametrize(
+    "path", [pytest.param(path, id=path.stem, marks=mark) for path, mark in SMALLER.items()]
+)
 def test_lesson_runs_at_world_size_2_without_namespaces(path, tmp_path):
     nbformat.write(altered(read(path), 2), tmp_path / path.name)
     done = run_nbval([path.name], tmp_path, without_namespaces=True)
@@ -83,7 +121,9 @@ def test_lesson_runs_at_world_size_2_without_namespaces(path, tmp_path):
 @pytest.mark.weekly
 @pytest.mark.parametrize("path", LESSONS[:7], ids=NAMES[:7])
 def test_lesson_runs_where_ranks_are_not_forked(path, tmp_path):
-    """Lessons 00 to 06 with ranks that are started anew, as on macOS; links are the throttled wire there."""
+    """Lessons 00 to 06 with ranks that are started anew, as on macOS; links are the throttled wire
+    there.
+    """
     (tmp_path / path.name).write_bytes(path.read_bytes())
     done = run_nbval([path.name], tmp_path, cell_seconds=400, DDP_COURSE_START="spawn")
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
@@ -91,7 +131,9 @@ def test_lesson_runs_where_ranks_are_not_forked(path, tmp_path):
 
 
 def test_nbval_fails_when_a_check_prints_something_else(tmp_path):
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(f"{CHECK}\nprint('twice the bytes')")])
+    notebook = nbformat.v4.new_notebook(
+        cells=[nbformat.v4.new_code_cell(f"{CHECK}\nprint('twice the bytes')")]
+    )
     stored = nbformat.v4.new_output("stream", name="stdout", text="half the bytes\n")
     notebook.cells[0].outputs, notebook.cells[0].execution_count = [stored], 1
     nbformat.write(notebook, tmp_path / "wrong.ipynb")
@@ -103,18 +145,28 @@ def test_lesson_is_stored_with_its_outputs(path):
     notebook = read(path)
     for cell in code(notebook):
         assert cell.execution_count, f"cell {cell.id} was never run: nbval would skip it silently"
-        assert not any(output.output_type == "error" for output in cell.outputs), f"an error is stored in {cell.id}"
-        assert not any(output.get("name") == "stderr" for output in cell.outputs), f"a warning is stored in {cell.id}"
+        assert not any(output.output_type == "error" for output in cell.outputs), (
+            f"an error is stored in {cell.id}"
+        )
+        assert not any(output.get("name") == "stderr" for output in cell.outputs), (
+            f"a warning is stored in {cell.id}"
+        )
         for output in (output for output in cell.outputs if "image/png" in output.get("data", {})):
             said = output.metadata.get("image/png", {}).get("alt", "")
-            assert output.data["text/plain"] in said, f"the alternative text in {cell.id} does not say the message"
+            assert output.data["text/plain"] in said, (
+                f"the alternative text in {cell.id} does not say the message"
+            )
     checks = [cell for cell in code(notebook) if CHECK in cell.source]
     assert checks, "no check cell"
     for cell in checks:
-        assert cell.source.startswith(CHECK), f"{cell.id}: nbval sees the comment in the first line only"
+        assert cell.source.startswith(CHECK), (
+            f"{cell.id}: nbval sees the comment in the first line only"
+        )
         text = "".join(output.get("text", "") for output in cell.outputs)
         assert text.strip(), f"{cell.id} prints nothing, so it checks nothing"
-        assert not re.search(r"0x[0-9a-f]{6,}|\d(\.\d+)? (ms|s)\b", text), f"{cell.id} prints what changes: {text}"
+        assert not re.search(r"0x[0-9a-f]{6,}|\d(\.\d+)? (ms|s)\b", text), (
+            f"{cell.id} prints what changes: {text}"
+        )
 
 
 @pytest.mark.parametrize("path", LESSONS, ids=NAMES)
@@ -123,9 +175,13 @@ def test_lesson_keeps_its_form(path):
     cells = code(notebook)
     lengths = [len(lines(cell)) for cell in cells]
     assert len(cells) <= 25, f"{len(cells)} code cells"
-    assert max(lengths) <= 20, f"cell {cells[lengths.index(max(lengths))].id} has {max(lengths)} lines"
+    assert max(lengths) <= 20, (
+        f"cell {cells[lengths.index(max(lengths))].id} has {max(lengths)} lines"
+    )
     assert statistics.median(lengths) <= 7, f"median {statistics.median(lengths)} lines"
-    importing = [cell for cell in cells if re.search(r"^\s*(import|from) ", cell.source, re.MULTILINE)]
+    importing = [
+        cell for cell in cells if re.search(r"^\s*(import|from) ", cell.source, re.MULTILINE)
+    ]
     assert importing == cells[:1], "there is one import cell, the first"
     modules = set(re.findall(r"^(?:from|import) (\w+)", cells[0].source, re.MULTILINE))
     assert modules - sys.stdlib_module_names == {"ddp_course"}
@@ -159,26 +215,44 @@ def test_every_claim_is_decided_in_one_lesson():
     assert verdicts == {"holds", "holds only", "false"}
 
 
-DRAWN = {"01/digits", "02/sketch", "03/sketch", "04/sketch", "04/whole-ring", "04/stepper", "04/half-way",
-         "05/bucket-sketch", "09/mesh", "09/all-ways"}  # fmt: skip
+DRAWN = {
+    "01/digits",
+    "02/sketch",
+    "03/sketch",
+    "04/sketch",
+    "04/whole-ring",
+    "04/stepper",
+    "04/half-way",
+    "05/bucket-sketch",
+    "09/mesh",
+    "09/all-ways",
+}
 
 
 @pytest.mark.parametrize("path", LESSONS, ids=NAMES)
 def test_what_is_shown_says_where_it_comes_from(path):
-    """Every figure of numbers, in its text, and every verdict, is measured, counted, simulated or derived.
+    """Every figure of numbers, in its text, and every verdict, is measured, counted, simulated or
+    derived.
 
-    A widget has a figure beside it for where widgets do not live; questions and bars can be read without one.
+    A widget has a figure beside it for where widgets do not live; questions and bars can be read
+    without one.
     """
     for cell in code(read(path)):
         for output in cell.outputs:
             data = output.get("data", {})
             if "application/vnd.jupyter.widget-view+json" in data and "image/png" not in data:
-                assert any(mark in data["text/plain"] for mark in ("( )", "%|")), f"{cell.id}: nothing to see"
+                assert any(mark in data["text/plain"] for mark in ("( )", "%|")), (
+                    f"{cell.id}: nothing to see"
+                )
             elif "image/png" in data and f"{path.name[:2]}/{cell.id}" not in DRAWN:
                 alt = output.metadata.get("image/png", {}).get("alt", "")
                 assert any(kind in alt for kind in KINDS), f"{cell.id}: {alt}"
-            for line in output.get("text", "").splitlines() if output.get("name") == "stdout" else ():
-                assert not line.startswith("Claim") or any(f"({kind})" in line for kind in KINDS), line
+            for line in (
+                output.get("text", "").splitlines() if output.get("name") == "stdout" else ()
+            ):
+                assert not line.startswith("Claim") or any(f"({kind})" in line for kind in KINDS), (
+                    line
+                )
 
 
 @pytest.mark.parametrize("path", LESSONS, ids=NAMES)

@@ -19,7 +19,9 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
 LOCKED = dict(
-    line.split("==") for line in (ROOT / "requirements.lock").read_text().splitlines() if line and line[0] != "#"
+    line.split("==")
+    for line in (ROOT / "requirements.lock").read_text().splitlines()
+    if line and line[0] != "#"
 )
 
 
@@ -68,8 +70,12 @@ def test_the_map_lists_every_module_and_its_trips_name_modules_that_exist():
     assert text == (ROOT / "docs" / "MAP.md").read_text()
     trips, listed, _ = text.split("<!-- files -->")
     assert "| `wire.py` | Send and receive between ranks" in listed
-    names = {path.name for path in (ROOT / "ddp_course").rglob("*.py")}
-    assert not {name for name in re.findall(r"`(?:[\w]+/)*(\w+\.py)`", trips)} - names - {"build.py", "NN.py"}
+    names = {path.name for path in ROOT.glob("ddp_*/**/*.py")}
+    assert (
+        not {name for name in re.findall(r"`(?:[\w]+/)*(\w+\.py)`", trips)}
+        - names
+        - {"build.py", "NN.py"}
+    )
 
 
 def wait_for_text(path, seconds=60):
@@ -83,21 +89,35 @@ def wait_for_text(path, seconds=60):
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """The Python of an environment outside the checkout that has the course from its wheel, and the libraries."""
+    """The Python of an environment outside the checkout that has the course from its wheel, and the
+    libraries.
+    """
     folder = tmp_path_factory.mktemp("installed")
     source = folder / "source"
-    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".*", "work", "build", "site", "*.egg-info", "results"))
+    shutil.copytree(
+        ROOT,
+        source,
+        ignore=shutil.ignore_patterns(".*", "work", "build", "site", "*.egg-info", "results"),
+    )
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     options = ["--no-deps", "--no-build-isolation", "-q", "-w", str(folder)]
-    subprocess.run([*pip, "wheel", *options, str(source)], check=True, timeout=300, env=without_checkout())
+    subprocess.run(
+        [*pip, "wheel", *options, str(source)], check=True, timeout=300, env=without_checkout()
+    )
     shutil.rmtree(source)
     [wheel] = folder.glob("*.whl")
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")], check=True, timeout=120)
+    subprocess.run(
+        [sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")],
+        check=True,
+        timeout=120,
+    )
     [packages] = (folder / "venv").glob("lib/python*/site-packages")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(packages)
     outside = [path for path in sys.path if path.endswith("site-packages")]
-    (packages / "libraries.pth").write_text("\n".join(outside) + "\n")  # torch and the rest, without their .pth files
+    (packages / "libraries.pth").write_text(
+        "\n".join(outside) + "\n"
+    )  # torch and the rest, without their .pth files
     return folder / "venv" / "bin" / "python"
 
 
@@ -108,13 +128,20 @@ def without_checkout(**more):
 
 def ran(python, *words, cwd):
     return subprocess.run(
-        [python, *words], cwd=cwd, env=without_checkout(), capture_output=True, text=True, timeout=300
+        [python, *words],
+        cwd=cwd,
+        env=without_checkout(),
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
 
 
 @pytest.mark.slow
 def test_an_installed_course_is_complete(installed, tmp_path):
-    where = ran(installed, "-c", "import ddp_course; print(ddp_course.__file__)", cwd=tmp_path).stdout
+    where = ran(
+        installed, "-c", "import ddp_course; print(ddp_course.__file__)", cwd=tmp_path
+    ).stdout
     assert str(installed.parents[1]) in where and str(ROOT) not in where
     done = ran(installed, "-m", "ddp_course.cli", "lab", "mine", "--no-open", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -146,7 +173,9 @@ def test_the_lab_opens_the_first_notebook_and_shows_the_whole_course(installed, 
             shown = {entry["name"] for entry in json.load(reply)["content"]}
         assert {"notebooks", "exercises", "docs"} <= shown
         with urllib.request.urlopen(f"{server}/lab?token={token}", timeout=30) as reply:
-            assert '"news": {"disabled": true}' in reply.read().decode(), "JupyterLab would ask about its news"
+            assert '"news": {"disabled": true}' in reply.read().decode(), (
+                "JupyterLab would ask about its news"
+            )
     finally:
         lab.terminate()
         lab.wait(30)
@@ -155,9 +184,21 @@ def test_the_lab_opens_the_first_notebook_and_shows_the_whole_course(installed, 
 def test_the_pip_section_installs():
     """pip itself resolves the section, from here, without installing anything again."""
     [pip] = [entry["pip"] for entry in environment()["dependencies"] if isinstance(entry, dict)]
-    section = ROOT / ".environment-pip-section.txt"  # pip reads -e . from where the file is, as conda writes it
+    section = (
+        ROOT / ".environment-pip-section.txt"
+    )  # pip reads -e . from where the file is, as conda writes it
     section.write_text("\n".join(pip) + "\n")
-    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-build-isolation", "-q", "-r", section.name]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--dry-run",
+        "--no-build-isolation",
+        "-q",
+        "-r",
+        section.name,
+    ]
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
     finally:

@@ -10,7 +10,10 @@ from ddp_course import problems, stage1_single
 def test_k_shares_make_up_the_very_batch_of_one_device(name, world_size):
     problem = small(name)
     whole = list(problem.batches(24, 5, seed=3))
-    shares = [list(problem.batches(24, 5, seed=3, rank=rank, world_size=world_size)) for rank in range(world_size)]
+    shares = [
+        list(problem.batches(24, 5, seed=3, rank=rank, world_size=world_size))
+        for rank in range(world_size)
+    ]
     assert len(whole) == 5
     for step, (inputs, targets) in enumerate(whole):
         for part, full in ((0, inputs), (1, targets)):
@@ -29,7 +32,9 @@ def test_batches_depend_on_seed_and_step_only():
     first = [inputs for inputs, _ in problem.batches(96, 40, seed=1)]
     again = [inputs for inputs, _ in problem.batches(96, 40, seed=1, start=13)]
     other = [inputs for inputs, _ in problem.batches(96, 40, seed=2)]
-    assert all(torch.equal(a, b) for a, b in zip(first[13:], again, strict=True)), "resuming changes the data"
+    assert all(torch.equal(a, b) for a, b in zip(first[13:], again, strict=True)), (
+        "resuming changes the data"
+    )
     assert not torch.equal(first[0], other[0])
     per_epoch = len(problem.targets) // 96
     assert not torch.equal(first[0], first[per_epoch]), "epochs must be shuffled anew"
@@ -63,14 +68,18 @@ def test_digits_are_scikit_learns():
     images = ((torch.cat([problem.inputs, problem.test_inputs]).reshape(-1, 64) + 0.8) * 6).round()
     labels = torch.cat([problem.targets, problem.test_targets])
     ours = torch.cat([labels[:, None], images], 1).long().tolist()
-    assert sorted(ours) == sorted([label, *pixels] for label, pixels in zip(theirs.target, theirs.data, strict=True))
+    assert sorted(ours) == sorted(
+        [label, *pixels] for label, pixels in zip(theirs.target, theirs.data, strict=True)
+    )
 
 
 def test_digits_are_learnt():
     problem = problems.make("digits")
     model = problem.model()
     before = problem.evaluate(model)["accuracy"]
-    stage1_single.train(model, problem.batches(problem.global_batch, problem.steps), problem.learning_rate)
+    stage1_single.train(
+        model, problem.batches(problem.global_batch, problem.steps), problem.learning_rate
+    )
     assert before < 0.3
     assert problem.evaluate(model)["accuracy"] > 0.95
     assert model.training
@@ -83,7 +92,10 @@ def test_bytes_are_learnt():
     stage1_single.train(model, problem.batches(32, 60), problem.learning_rate)
     assert before == pytest.approx(8, abs=0.3)
     assert problem.evaluate(model)["bits_per_byte"] < 5
-    assert problem.sample(model, "import ", 20).startswith("import ") and len(problem.sample(model, "", 0)) == 0
+    assert (
+        problem.sample(model, "import ", 20).startswith("import ")
+        and len(problem.sample(model, "", 0)) == 0
+    )
 
 
 def test_the_target_of_a_byte_is_the_next_one():
@@ -107,12 +119,20 @@ def test_the_size_of_the_gpt_can_be_chosen(wanted):
     layers, width = problems.gpt_shape(wanted)
     with torch.device("meta"):
         model = problems.ByteGPT(layers, width, 64)
-    assert sum(p.numel() for p in model.parameters()) == pytest.approx(wanted, rel=0.15 if wanted > 20_000 else 0.6)
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(
+        wanted, rel=0.15 if wanted > 20_000 else 0.6
+    )
 
 
 def test_synthetic_has_the_parameters_asked_for():
     for wanted in (2**16, 2**20, 2**22):
-        assert sum(p.numel() for p in problems.make("synthetic", parameters=wanted).model().parameters()) == wanted
+        assert (
+            sum(
+                p.numel()
+                for p in problems.make("synthetic", parameters=wanted).model().parameters()
+            )
+            == wanted
+        )
 
 
 @pytest.mark.parametrize("name", problems.NAMES)
@@ -123,5 +143,9 @@ def test_weights_come_from_the_seed_and_leave_the_random_state_alone(name):
     torch.manual_seed(5)
     first, same, other = problem.model(1), problem.model(1), problem.model(2)
     assert torch.equal(torch.rand(3), expected)
-    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), same.parameters(), strict=True))
-    assert any(not torch.equal(a, b) for a, b in zip(first.parameters(), other.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(first.parameters(), same.parameters(), strict=True)
+    )
+    assert any(
+        not torch.equal(a, b) for a, b in zip(first.parameters(), other.parameters(), strict=True)
+    )

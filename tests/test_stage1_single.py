@@ -20,6 +20,8 @@ def by_hand(model, batches, lr):
 def test_training_is_gradient_descent():
     ours, theirs = tiny_model(), tiny_model()
     losses = stage1_single.train(ours, tiny_batches(), 0.1)
-    assert torch.allclose(torch.tensor(losses), torch.tensor(by_hand(theirs, tiny_batches(), 0.1)), rtol=0, atol=1e-14)
+    assert torch.allclose(
+        torch.tensor(losses), torch.tensor(by_hand(theirs, tiny_batches(), 0.1)), rtol=0, atol=1e-14
+    )
     assert (weights(ours) - weights(theirs)).abs().max() < 1e-15
     assert not torch.equal(weights(ours), weights(tiny_model()))

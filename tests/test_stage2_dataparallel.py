@@ -80,5 +80,7 @@ def test_no_devices_is_refused():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_cuda():
     model, batches = tiny_model(), ((inputs, targets.cuda(0)) for inputs, targets in tiny_batches())
-    stage2.train(model, batches, 0.1, [f"cuda:{index % torch.cuda.device_count()}" for index in range(2)])
+    stage2.train(
+        model, batches, 0.1, [f"cuda:{index % torch.cuda.device_count()}" for index in range(2)]
+    )
     assert (weights(model).cpu() - trained_alone()).abs().max() < 1e-12

@@ -1,7 +1,14 @@
 import pytest
 import torch
 import torch.distributed as dist
-from oracles import assert_all_equal_mean, rank_tensor, tiny_batches, tiny_model, trained_alone, weights
+from oracles import (
+    assert_all_equal_mean,
+    rank_tensor,
+    tiny_batches,
+    tiny_model,
+    trained_alone,
+    weights,
+)
 
 from ddp_course import launch, stage3_paramserver
 from ddp_course.running import wire
@@ -10,7 +17,9 @@ SHAPES = [(5, 3), (), (17,)]
 
 
 def averaged(server, dtype):
-    tensors = [rank_tensor(dist.get_rank(), shape, dtype, seed) for seed, shape in enumerate(SHAPES)]
+    tensors = [
+        rank_tensor(dist.get_rank(), shape, dtype, seed) for seed, shape in enumerate(SHAPES)
+    ]
     with wire.counting() as traffic:
         stage3_paramserver.average_on_server(tensors, server)
     return tensors, traffic
@@ -22,7 +31,9 @@ def test_every_rank_gets_the_mean(world_size, dtype):
     server = world_size - 1
     ranks = launch(averaged, server, dtype, world_size=world_size)
     for seed, shape in enumerate(SHAPES):
-        assert_all_equal_mean([tensors[seed] for tensors, _ in ranks], world_size, shape, dtype, seed)
+        assert_all_equal_mean(
+            [tensors[seed] for tensors, _ in ranks], world_size, shape, dtype, seed
+        )
         assert all(torch.equal(tensors[seed], ranks[0][0][seed]) for tensors, _ in ranks)
     payload = 33 * torch.empty(0, dtype=dtype).element_size()
     for rank, (_, traffic) in enumerate(ranks):
@@ -60,7 +71,9 @@ def mixed_dtypes():
 def test_dtypes_travel_apart():
     for single, double in launch(mixed_dtypes, world_size=3):
         assert torch.equal(single, torch.ones(3)) or torch.allclose(single, torch.ones(3))
-        assert double.dtype == torch.float64 and torch.allclose(double, torch.ones(2, dtype=torch.float64))
+        assert double.dtype == torch.float64 and torch.allclose(
+            double, torch.ones(2, dtype=torch.float64)
+        )
 
 
 def server_of_a_subgroup():
@@ -98,8 +111,12 @@ def test_broadcast_gives_everyone_parameters_and_buffers_of_the_source(world_siz
 
 
 def train_stage(steps=4):
-    model = tiny_model(seed=dist.get_rank())  # different weights: only the broadcast makes them equal
-    losses = stage3_paramserver.train(model, tiny_batches(dist.get_rank(), dist.get_world_size(), steps), 0.1)
+    model = tiny_model(
+        seed=dist.get_rank()
+    )  # different weights: only the broadcast makes them equal
+    losses = stage3_paramserver.train(
+        model, tiny_batches(dist.get_rank(), dist.get_world_size(), steps), 0.1
+    )
     return weights(model), losses
 
 

@@ -23,7 +23,10 @@ def reduced(name, cases):
     """Run every case on this rank: the results, the traffic of each, and what gloo makes of it."""
     outcomes = []
     for shape, dtype in cases:
-        ours, theirs = rank_tensor(dist.get_rank(), shape, dtype), rank_tensor(dist.get_rank(), shape, dtype)
+        ours, theirs = (
+            rank_tensor(dist.get_rank(), shape, dtype),
+            rank_tensor(dist.get_rank(), shape, dtype),
+        )
         with wire.counting() as traffic:
             returned = RINGS[name](ours)
         dist.all_reduce(theirs)
@@ -42,7 +45,9 @@ def test_every_rank_gets_the_sum(name, world_size):
         if world_size <= 2:
             assert all(torch.equal(ours, theirs) for ours, theirs, *_ in outcomes)
         if name == "ring":
-            assert all(torch.equal(ours, outcomes[0][0]) for ours, *_ in outcomes), "replicas differ in their bits"
+            assert all(torch.equal(ours, outcomes[0][0]) for ours, *_ in outcomes), (
+                "replicas differ in their bits"
+            )
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 8])
@@ -113,14 +118,18 @@ def strided():
 def test_tensors_need_not_be_contiguous():
     expected = sum(rank_tensor(rank, (6, 4)) for rank in range(3))
     for transposed, columns in launch(strided, world_size=3):
-        assert torch.allclose(transposed, expected.t()) and torch.allclose(columns, expected[:, ::2])
+        assert torch.allclose(transposed, expected.t()) and torch.allclose(
+            columns, expected[:, ::2]
+        )
 
 
 def in_subgroups():
     rank = dist.get_rank()
     groups = [dist.new_group([0, 2]), dist.new_group([3, 1])]
     mine = groups[rank % 2]
-    return RINGS["ring"](rank_tensor(rank, (5,)), group=mine), RINGS["whole"](rank_tensor(rank, (5,)), mine)
+    return RINGS["ring"](rank_tensor(rank, (5,)), group=mine), RINGS["whole"](
+        rank_tensor(rank, (5,)), mine
+    )
 
 
 def test_sub_groups_reduce_among_themselves():
@@ -133,7 +142,10 @@ def test_sub_groups_reduce_among_themselves():
 def off_by_one_chunk(chunks, group=None):
     rank, world_size, left, right = wire.neighbours(group)
     for step in range(world_size - 1):
-        outgoing, target = chunks[(rank + 1 - step) % world_size], chunks[(rank - step - 1) % world_size]
+        outgoing, target = (
+            chunks[(rank + 1 - step) % world_size],
+            chunks[(rank - step - 1) % world_size],
+        )
         incoming = torch.empty_like(target)
         wire.exchange(outgoing, right, incoming, left, group)
         target += incoming
@@ -155,7 +167,9 @@ def broken_ring(fault):
     return tensor
 
 
-@pytest.mark.parametrize("fault", ["off-by-one chunk", "reversed chunks", "no allgather", "no sync"])
+@pytest.mark.parametrize(
+    "fault", ["off-by-one chunk", "reversed chunks", "no allgather", "no sync"]
+)
 @pytest.mark.parametrize("world_size", [3, 4])
 def test_the_oracle_rejects(fault, world_size):
     results = launch(broken_ring, fault, world_size=world_size)
@@ -164,7 +178,10 @@ def test_the_oracle_rejects(fault, world_size):
 
 
 def averaged():
-    tensors = [rank_tensor(dist.get_rank(), shape, torch.float32, seed) for seed, shape in enumerate([(5, 3), (7,)])]
+    tensors = [
+        rank_tensor(dist.get_rank(), shape, torch.float32, seed)
+        for seed, shape in enumerate([(5, 3), (7,)])
+    ]
     stage4_ring.average_on_ring(tensors)
     return tensors
 
@@ -173,7 +190,9 @@ def averaged():
 def test_average_on_ring_is_the_mean(world_size):
     ranks = launch(averaged, world_size=world_size)
     for seed, shape in enumerate([(5, 3), (7,)]):
-        assert_all_equal_mean([tensors[seed] for tensors in ranks], world_size, shape, torch.float32, seed)
+        assert_all_equal_mean(
+            [tensors[seed] for tensors in ranks], world_size, shape, torch.float32, seed
+        )
 
 
 def train_stage():
@@ -195,6 +214,8 @@ def test_on_cuda():
     from ddp_course import rank_device
 
     def on_device():
-        return stage4_ring.ring_all_reduce(rank_tensor(dist.get_rank(), (1001,)).to(rank_device())).cpu()
+        return stage4_ring.ring_all_reduce(
+            rank_tensor(dist.get_rank(), (1001,)).to(rank_device())
+        ).cpu()
 
     assert_all_equal_sum(launch(on_device, world_size=2, device="cuda"), 2, (1001,), torch.float32)

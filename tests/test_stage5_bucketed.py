@@ -48,7 +48,9 @@ def test_training_equals_one_device_and_torch(world_size, cap, name):
 def unsynchronised(fault):
     broken = {
         "no sync": lambda tensor, group=None: None,
-        "no division": lambda tensor, group=None: ring_all_reduce(tensor.mul_(dist.get_world_size()), group),
+        "no division": lambda tensor, group=None: ring_all_reduce(
+            tensor.mul_(dist.get_world_size()), group
+        ),
     }[fault]
     return train_with(lambda model: BucketedDDP(model, all_reduce=broken))
 
@@ -60,12 +62,20 @@ def test_the_oracle_rejects(fault):
 
 
 def mib(*sizes, dtype=torch.float32):
-    return [torch.nn.Parameter(torch.empty(int(size * 2**20 / dtype.itemsize), dtype=dtype)) for size in sizes]
+    return [
+        torch.nn.Parameter(torch.empty(int(size * 2**20 / dtype.itemsize), dtype=dtype))
+        for size in sizes
+    ]
 
 
 @pytest.mark.parametrize(
     "cap, sizes",
-    [(25.0, [1, 0.5, 30, 0.4, 0.7, 24, 2]), (25.0, [0.3, 0.3]), (2.0, [1, 1, 1, 3, 0.5]), (0.25, [0.1, 0.1, 0.1])],
+    [
+        (25.0, [1, 0.5, 30, 0.4, 0.7, 24, 2]),
+        (25.0, [0.3, 0.3]),
+        (2.0, [1, 1, 1, 3, 0.5]),
+        (0.25, [0.1, 0.1, 0.1]),
+    ],
 )
 def test_buckets_are_torchs(cap, sizes):
     parameters = mib(*sizes) + mib(*sizes, dtype=torch.float64)
@@ -86,14 +96,21 @@ def gradients_and_buckets():
     model = tiny_model()
     parallel = BucketedDDP(model, bucket_cap_mb=0.001)
     calls = []
-    parallel.all_reduce = lambda flat, group=None: calls.append(flat.data_ptr()) or ring_all_reduce(flat, group)
+    parallel.all_reduce = lambda flat, group=None: (
+        calls.append(flat.data_ptr()) or ring_all_reduce(flat, group)
+    )
     for inputs, targets in tiny_batches(dist.get_rank(), dist.get_world_size(), steps=2):
         cross_entropy(parallel(inputs), targets).backward()
     in_bucket = [
-        p.grad.untyped_storage().data_ptr() == parallel.bucket_of[p].flat.untyped_storage().data_ptr()
+        p.grad.untyped_storage().data_ptr()
+        == parallel.bucket_of[p].flat.untyped_storage().data_ptr()
         for p in model.parameters()
     ]
-    return in_bucket, calls == 2 * [bucket.flat.data_ptr() for bucket in parallel.buckets], len(parallel.buckets)
+    return (
+        in_bucket,
+        calls == 2 * [bucket.flat.data_ptr() for bucket in parallel.buckets],
+        len(parallel.buckets),
+    )
 
 
 def test_gradients_are_views_and_buckets_go_in_index_order():
@@ -111,7 +128,9 @@ def record_overlap():
         first_ring_is_over.set()
 
     parallel = BucketedDDP(model, bucket_cap_mb=1.0, all_reduce=ring)
-    next(model.parameters()).register_hook(lambda _: first_ring_is_over.wait(20) and None)  # the last gradient
+    next(model.parameters()).register_hook(
+        lambda _: first_ring_is_over.wait(20) and None
+    )  # the last gradient
     inputs = torch.randn(256, 512)
     with timeline.recording() as spans, wire.counting() as traffic:
         parallel(inputs).sum().backward()
@@ -125,7 +144,9 @@ def test_communication_starts_before_backward_ends():
         rings = [span for span in spans if span.name == "communication"]
         assert len(rings) == buckets == 12
         assert {span.lane for span in rings} == {"network"}
-        assert backward.start < rings[0].start and rings[0].end < waiting.start, "the first ring hides behind backward"
+        assert backward.start < rings[0].start and rings[0].end < waiting.start, (
+            "the first ring hides behind backward"
+        )
         assert rings[-1].end <= backward.end, "backward returned before the last ring was over"
         assert traffic.bytes_sent == payload  # 2 (K-1)/K p at K=2
 
@@ -191,13 +212,21 @@ def refusals():
     dropping = torch.nn.Linear(2, 1)
     dropping.weight.register_post_accumulate_grad_hook(lambda weight: setattr(weight, "grad", None))
     refused("dropped", BucketedDDP(dropping)(torch.ones(1, 2)).sum().backward)
-    nested = BucketedDDP(torch.nn.Sequential(BucketedDDP(torch.nn.Linear(2, 2)), torch.nn.Linear(2, 1)))
+    nested = BucketedDDP(
+        torch.nn.Sequential(BucketedDDP(torch.nn.Linear(2, 2)), torch.nn.Linear(2, 1))
+    )
     refused("nested", nested(torch.ones(1, 2)).sum().backward)
     shared = torch.nn.Linear(2, 2)
     both = [BucketedDDP(torch.nn.Sequential(torch.nn.Linear(2, 2), shared)) for _ in range(2)]
     refused("shared", sum(each(torch.ones(1, 2)).sum() for each in both).backward)
-    refused("nothing to train", lambda: BucketedDDP(torch.nn.Linear(2, 2).requires_grad_(False)), ValueError)
-    refused("another shape", lambda: BucketedDDP(torch.nn.Linear(2, 1 + dist.get_rank())), ValueError)
+    refused(
+        "nothing to train",
+        lambda: BucketedDDP(torch.nn.Linear(2, 2).requires_grad_(False)),
+        ValueError,
+    )
+    refused(
+        "another shape", lambda: BucketedDDP(torch.nn.Linear(2, 1 + dist.get_rank())), ValueError
+    )
     partly = torch.nn.Linear(2, 1)
     partly.bias.requires_grad_(False)
     unfrozen = BucketedDDP(partly)
@@ -235,7 +264,9 @@ def test_what_it_cannot_do_is_refused_in_clear_words():
 def wrapped_again():
     model = tiny_model()
     for _ in range(2):
-        parallel = BucketedDDP(model, bucket_cap_mb=0.001)  # the first one is gone, and must not listen any more
+        parallel = BucketedDDP(
+            model, bucket_cap_mb=0.001
+        )  # the first one is gone, and must not listen any more
         model.zero_grad()
         inputs, targets = next(tiny_batches(dist.get_rank(), dist.get_world_size()))
         with wire.counting() as traffic:
@@ -255,7 +286,9 @@ def test_on_cuda():
 
     def run():
         model = tiny_model(seed=dist.get_rank()).to(rank_device())
-        batches = ((x.to(rank_device()), y.to(rank_device())) for x, y in tiny_batches(dist.get_rank(), 2))
+        batches = (
+            (x.to(rank_device()), y.to(rank_device())) for x, y in tiny_batches(dist.get_rank(), 2)
+        )
         stage5_bucketed.train(model, batches, 0.1)
         return weights(model).cpu()
 

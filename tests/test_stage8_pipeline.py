@@ -1,4 +1,6 @@
-"""Pipelines: schedules as data, all of them equal to one device and to torch's own; the bubble; what is refused."""
+"""Pipelines: schedules as data, all of them equal to one device and to torch's own; the bubble;
+what is refused.
+"""
 
 from itertools import pairwise
 
@@ -31,10 +33,20 @@ def interleaved_zero_bubble(ranks, microbatches):
 
 
 def wave(ranks, microbatches):
-    """Two stages on each rank, one on the way there and one on the way back; so the last rank sends to itself."""
+    """Two stages on each rank, one on the way there and one on the way back; so the last rank sends
+    to itself.
+    """
     stages = [(rank, 2 * ranks - 1 - rank) for rank in range(ranks)]
-    actions = [(action, m, way) for m in range(microbatches) for action, way in [("forward", 0), ("forward", 1)]]
-    actions += [(action, m, way) for m in range(microbatches) for action, way in [("input", 1), ("input", 0)]]
+    actions = [
+        (action, m, way)
+        for m in range(microbatches)
+        for action, way in [("forward", 0), ("forward", 1)]
+    ]
+    actions += [
+        (action, m, way)
+        for m in range(microbatches)
+        for action, way in [("input", 1), ("input", 0)]
+    ]
     actions += [("weight", m, way) for m in range(microbatches) for way in (0, 1)]
     return [[Instruction(action, m, own[way]) for action, m, way in actions] for own in stages]
 
@@ -51,7 +63,9 @@ def test_schedules_take_the_time_and_leave_the_bubble_that_theory_says(schedule)
         length = max(end for row in rows for _, _, end in row)
         assert length == 3 * (microbatches + stages - 1)
         for row in rows:
-            assert 1 - sum(end - start for _, start, end in row) / length == pytest.approx(bubble(stages, microbatches))
+            assert 1 - sum(end - start for _, start, end in row) / length == pytest.approx(
+                bubble(stages, microbatches)
+            )
             assert all(earlier[2] <= later[1] for earlier, later in pairwise(row)), "two at once"
 
 
@@ -76,7 +90,9 @@ def test_messages_and_uneven_stages_take_their_time():
     times = {"forward": [1, 2, 3], "backward": [4, 5, 6], "message": [0.25, 0.5]}
     assert length_of(gpipe(3, 1), **times) == 21 + 2 * 0.75
     assert length_of(interleaved(1, 1, chunks=3), **times) == 21, "no message on one rank"
-    assert length_of(gpipe(2, 4), forward=1, backward=1, message=10) == 4 + 2 * 4 * 10, "one at a time"
+    assert length_of(gpipe(2, 4), forward=1, backward=1, message=10) == 4 + 2 * 4 * 10, (
+        "one at a time"
+    )
 
 
 def most_held(instructions):
@@ -101,19 +117,28 @@ def drawn(schedule):
     for row in timetable(schedule):
         cells = [". "] * 18
         for instruction, start, end in row:
-            cells[int(start) : int(end)] = [LETTERS[instruction.action] + str(instruction.microbatch)] * int(
-                end - start
-            )
+            cells[int(start) : int(end)] = [
+                LETTERS[instruction.action] + str(instruction.microbatch)
+            ] * int(end - start)
         lines.append(" ".join(cells).rstrip(". "))
     return lines
 
 
 def test_the_table_in_the_docstring_is_what_the_code_does():
-    table = [line[19:] for line in stage8_pipeline.__doc__.splitlines() if line[19:20] in ("F", ".") and "F0" in line]
-    assert table == [line for schedule in (*SCHEDULES, zero_bubble) for line in drawn(schedule(3, 4))]
+    table = [
+        line[19:]
+        for line in stage8_pipeline.__doc__.splitlines()
+        if line[19:20] in ("F", ".") and "F0" in line
+    ]
+    assert table == [
+        line for schedule in (*SCHEDULES, zero_bubble) for line in drawn(schedule(3, 4))
+    ]
 
 
-F, B = (lambda m, stage=0: Instruction("forward", m, stage)), (lambda m, stage=0: Instruction("backward", m, stage))
+F, B = (
+    (lambda m, stage=0: Instruction("forward", m, stage)),
+    (lambda m, stage=0: Instruction("backward", m, stage)),
+)
 HALF = Instruction("input", 0, 0)
 
 
@@ -124,9 +149,18 @@ HALF = Instruction("input", 0, 0)
         ([[F(0), B(0), HALF]], "runs forward and backward and input at stage 0"),
         ([[F(0), HALF]], "runs forward and input at stage 0"),
         ([[F(0, 1), B(0, 1)]], "runs nothing at stage 0"),
-        ([[B(0), F(0)]], "runs backward and forward at stage 0; it must run forward and then backward"),
-        ([[F(0)], [B(0)]], "runs backward at stage 0; it must run forward and then backward on one rank"),
-        ([[F(0), B(0), F(1), B(1)], [F(0, 1), F(1, 1), B(0, 1), B(1, 1)]], "in a circle: rank 0 at"),
+        (
+            [[B(0), F(0)]],
+            "runs backward and forward at stage 0; it must run forward and then backward",
+        ),
+        (
+            [[F(0)], [B(0)]],
+            "runs backward at stage 0; it must run forward and then backward on one rank",
+        ),
+        (
+            [[F(0), B(0), F(1), B(1)], [F(0, 1), F(1, 1), B(0, 1), B(1, 1)]],
+            "in a circle: rank 0 at",
+        ),
     ],
 )
 def test_schedules_that_cannot_work_are_refused(schedule, message):
@@ -135,7 +169,9 @@ def test_schedules_that_cannot_work_are_refused(schedule, message):
 
 
 def deep_model(seed=0, inplace=True):
-    """Eight layers with parameters, so that four ranks have two stages each; with some that overwrite their input."""
+    """Eight layers with parameters, so that four ranks have two stages each; with some that
+    overwrite their input.
+    """
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         linear = [torch.nn.Linear(a, b) for a, b in pairwise([13, 17, 11, 19, 7, 12, 13, 10, 9])]
@@ -151,12 +187,16 @@ def trained_alone():
 
 
 def trained_in_microbatches(microbatches):
-    """One device that adds up the gradients of the same micro-batches: what a pipeline must equal bit for bit."""
+    """One device that adds up the gradients of the same micro-batches: what a pipeline must equal
+    bit for bit.
+    """
     model = deep_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for inputs, targets in tiny_batches():
         optimizer.zero_grad()
-        for x, y in zip(inputs.tensor_split(microbatches), targets.tensor_split(microbatches), strict=True):
+        for x, y in zip(
+            inputs.tensor_split(microbatches), targets.tensor_split(microbatches), strict=True
+        ):
             (cross_entropy(model(x), y) * (len(y) / len(targets))).backward()
         optimizer.step()
     return weights(model)
@@ -169,14 +209,26 @@ def pipelines():
     cases += [(schedule, 2 * world_size) for schedule in (*ALL[2:], wave)] + [(zero_bubble, 5)]
     for schedule, microbatches in cases:
         model = deep_model(seed=rank)
-        losses = stage8_pipeline.train(model, tiny_batches(), 0.1, microbatches=microbatches, schedule=schedule)
+        losses = stage8_pipeline.train(
+            model, tiny_batches(), 0.1, microbatches=microbatches, schedule=schedule
+        )
         same = torch.equal(weights(model), trained_in_microbatches(microbatches))
-        results[schedule.__name__, microbatches] = weights(model), torch.tensor(losses, dtype=torch.float64), same
+        results[schedule.__name__, microbatches] = (
+            weights(model),
+            torch.tensor(losses, dtype=torch.float64),
+            same,
+        )
     if world_size == 4:
         for schedule in (one_forward_one_backward, interleaved):
             model = deep_model(seed=rank)
-            losses = stage8_pipeline.train(model, tiny_batches(rank // 2, 2), 0.1, stages=2, schedule=schedule)
-            results["grid", schedule.__name__] = weights(model), torch.tensor(losses, dtype=torch.float64), None
+            losses = stage8_pipeline.train(
+                model, tiny_batches(rank // 2, 2), 0.1, stages=2, schedule=schedule
+            )
+            results["grid", schedule.__name__] = (
+                weights(model),
+                torch.tensor(losses, dtype=torch.float64),
+                None,
+            )
     return results
 
 
@@ -202,28 +254,44 @@ def torchs_order(torchs, ranks, microbatches):
     names = {"F": "forward", "B": "backward", "I": "input", "W": "weight"}
     rows = [[each for each in torchs.pipeline_order[rank] if each] for rank in range(ranks)]
     return [
-        [Instruction(names[kind.value], m, stage) for stage, kind, m, *_ in row if kind.value in names] for row in rows
+        [
+            Instruction(names[kind.value], m, stage)
+            for stage, kind, m, *_ in row
+            if kind.value in names
+        ]
+        for row in rows
     ]
 
 
 def against_torch(schedule, name):
-    """How far our gradients are from torch's; once more with torch's order as our data; the losses of both."""
+    """How far our gradients are from torch's; once more with torch's order as our data; the losses
+    of both.
+    """
     from torch.distributed import pipelining
 
     rank, world_size, microbatches = dist.get_rank(), dist.get_world_size(), 6
     inputs, targets = next(tiny_batches())
     homes = home_ranks(schedule(world_size, microbatches))
     own = [stage for stage in homes if homes[stage] == rank]
-    parts = [[split(list(deep_model(inplace=False)), len(homes))[stage] for stage in own] for _ in range(3)]
+    parts = [
+        [split(list(deep_model(inplace=False)), len(homes))[stage] for stage in own]
+        for _ in range(3)
+    ]
     ours = [Pipeline(parts[0], microbatches, schedule).step(inputs, targets)]
     stages = [
         pipelining.PipelineStage(part, stage, len(homes), torch.device("cpu"))
         for part, stage in zip(parts[1], own, strict=True)
     ]
     kind = getattr(pipelining, f"Schedule{name}")
-    torchs = kind(stages if len(homes) > world_size or "Zero" in name else stages[0], microbatches, cross_entropy)
+    torchs = kind(
+        stages if len(homes) > world_size or "Zero" in name else stages[0],
+        microbatches,
+        cross_entropy,
+    )
     theirs, last = [], max(homes) in own
-    torchs.step(*[inputs] * (0 in own), target=targets if last else None, losses=theirs if last else None)
+    torchs.step(
+        *[inputs] * (0 in own), target=targets if last else None, losses=theirs if last else None
+    )
     if len(homes) > world_size:
         order = torchs_order(torchs, world_size, microbatches)
         ours.append(Pipeline(parts[2], microbatches, lambda *_: order).step(inputs, targets))
@@ -233,7 +301,11 @@ def against_torch(schedule, name):
         for one, other in zip(mine, parts[1], strict=True)
         for a, b in zip(one.parameters(), other.parameters(), strict=True)
     ]
-    return max(gaps), [loss for loss in ours if loss is not None], sum(map(float, theirs)) / microbatches
+    return (
+        max(gaps),
+        [loss for loss in ours if loss is not None],
+        sum(map(float, theirs)) / microbatches,
+    )
 
 
 TORCHS = [
@@ -254,17 +326,26 @@ def test_it_agrees_with_torchs_pipelining(schedule, name):
 
 
 def batch_norm():
-    """Running means of our pipeline and of torch's, which is told the shapes, or it tries one micro-batch for them."""
+    """Running means of our pipeline and of torch's, which is told the shapes, or it tries one
+    micro-batch for them.
+    """
     from torch.distributed import pipelining
 
     rank, (inputs, targets) = dist.get_rank(), next(tiny_batches())
-    parts = [torch.nn.Sequential(torch.nn.Linear(13, 13), torch.nn.BatchNorm1d(13)).double() for _ in range(2)]
+    parts = [
+        torch.nn.Sequential(torch.nn.Linear(13, 13), torch.nn.BatchNorm1d(13)).double()
+        for _ in range(2)
+    ]
     parts[1].load_state_dict(parts[0].state_dict())
     Pipeline(parts[0], 4).step(inputs, targets)
     shape = inputs[:6].clone().requires_grad_()
-    stage = pipelining.PipelineStage(parts[1], rank, 2, torch.device("cpu"), input_args=shape, output_args=shape)
+    stage = pipelining.PipelineStage(
+        parts[1], rank, 2, torch.device("cpu"), input_args=shape, output_args=shape
+    )
     torchs = pipelining.Schedule1F1B(stage, 4, cross_entropy)
-    torchs.step(*[inputs] * (rank == 0), target=targets if rank else None, losses=[] if rank else None)
+    torchs.step(
+        *[inputs] * (rank == 0), target=targets if rank else None, losses=[] if rank else None
+    )
     return [part[1].running_mean for part in parts]
 
 
@@ -281,7 +362,12 @@ def transformer():
     expected = stage1_single.train(one, problem.batches(8, 2), 0.1)
     inputs, _ = next(problem.batches(8, 1))
     whole = torch.nn.Sequential(*one.layers())(inputs)
-    return (weights(model) - weights(one)).abs().max(), losses, expected, torch.equal(whole, one(inputs))
+    return (
+        (weights(model) - weights(one)).abs().max(),
+        losses,
+        expected,
+        torch.equal(whole, one(inputs)),
+    )
 
 
 def test_a_transformer_in_a_pipeline():
@@ -302,11 +388,16 @@ def traffic_of_a_step(schedule):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_only_activations_and_their_gradients_travel(schedule):
     first, middle, last = launch(traffic_of_a_step, schedule, world_size=3)
-    sent, received = ([getattr(t, name) for t, _ in (first, middle, last)] for name in ("bytes_sent", "bytes_received"))
+    sent, received = (
+        [getattr(t, name) for t, _ in (first, middle, last)]
+        for name in ("bytes_sent", "bytes_received")
+    )
     assert sent == [10 * 7 * 4, 10 * (7 + 3) * 4, 10 * 3 * 4]
     assert received == sent
     assert [t.messages_sent for t, _ in (first, middle, last)] == [4, 8, 4]
-    assert [kept for _, kept in (first, middle, last)] == ([4, 4, 4] if schedule is gpipe else [3, 2, 1])
+    assert [kept for _, kept in (first, middle, last)] == (
+        [4, 4, 4] if schedule is gpipe else [3, 2, 1]
+    )
 
 
 def saved_bytes(schedule):
@@ -332,7 +423,11 @@ def saved_bytes(schedule):
 def test_activation_memory_of_both_schedules():
     each = 2 * 1000 * 4  # two layers keep their output, one sample a micro-batch
     assert launch(saved_bytes, gpipe, world_size=3) == [8 * each] * 3
-    assert launch(saved_bytes, one_forward_one_backward, world_size=3) == [3 * each, 2 * each, 1 * each]
+    assert launch(saved_bytes, one_forward_one_backward, world_size=3) == [
+        3 * each,
+        2 * each,
+        1 * each,
+    ]
 
 
 def test_split_is_even_and_leaves_no_rank_without_parameters():
@@ -346,13 +441,20 @@ def test_split_is_even_and_leaves_no_rank_without_parameters():
     assert [len(part) for part in split(equal, 4)] == [2, 2, 2, 2]
     assert [len(part) for part in split(equal[:2], 2)] == [1, 1]
     odd = [torch.nn.PReLU(parameters) for parameters in (5, 1, 1, 9, 1)]
-    assert [len(part) for part in split(odd, 3)] == [1, 2, 2], "25 + 4 + 100 is the least sum of squares"
+    assert [len(part) for part in split(odd, 3)] == [
+        1,
+        2,
+        2,
+    ], "25 + 4 + 100 is the least sum of squares"
 
 
 def test_models_that_cannot_be_split_are_refused():
     with pytest.raises(ValueError, match="8 layers with parameters cannot be split over 9 ranks"):
         split(list(deep_model()), 9)
-    with pytest.raises(ValueError, match="2 layers with parameters cannot be split over 3 ranks; use at most 2 ranks"):
+    with pytest.raises(
+        ValueError,
+        match="2 layers with parameters cannot be split over 3 ranks; use at most 2 ranks",
+    ):
         split([torch.nn.PReLU(), torch.nn.Tanh(), torch.nn.PReLU()], 3)
     shared = torch.nn.Linear(3, 3)
     with pytest.raises(ValueError, match="share a parameter"):
@@ -369,9 +471,11 @@ LAYER = torch.nn.Linear(2, 2)
 BATCH = torch.ones(3, 2), torch.zeros(3).long()
 REFUSALS = {
     "microbatches is 0; it must be 1 or more": lambda: Pipeline(LAYER, 0),
-    "3 inputs and 3 targets cannot be cut into 4 micro-batches": lambda: Pipeline(LAYER, 4).step(*BATCH),
-    "3 inputs and 5 targets cannot be cut into 2 micro-batches": lambda: Pipeline(LAYER, 2).step(
-        BATCH[0], torch.zeros(5).long()
+    "3 inputs and 3 targets cannot be cut into 4 micro-batches": (
+        lambda: Pipeline(LAYER, 4).step(*BATCH)
+    ),
+    "3 inputs and 5 targets cannot be cut into 2 micro-batches": (
+        lambda: Pipeline(LAYER, 2).step(BATCH[0], torch.zeros(5).long())
     ),
     "3 micro-batches cannot go around 2 ranks": lambda: Pipeline([LAYER] * 2, 3, interleaved),
     "in this schedule, but 1 modules": lambda: Pipeline(LAYER, 2, interleaved),
@@ -395,7 +499,9 @@ def refusals():
 
 def test_bad_settings_are_refused():
     for messages in launch(refusals, world_size=2):
-        assert all(words in message for words, message in zip(REFUSALS, messages, strict=True)), messages
+        assert all(words in message for words, message in zip(REFUSALS, messages, strict=True)), (
+            messages
+        )
 
 
 class Returns(torch.nn.Module):
@@ -414,7 +520,9 @@ def passed_on(odd):
     functions = {
         "a tuple": lambda outputs: (outputs, outputs),
         "numbers": lambda outputs: outputs.int(),
-        "other shapes": lambda outputs: outputs[:, : next(widths)] if dist.get_rank() == 0 else outputs,
+        "other shapes": lambda outputs: (
+            outputs[:, : next(widths)] if dist.get_rank() == 0 else outputs
+        ),
     }
     Pipeline(Returns(functions[odd]), 2).step(torch.ones(4, 3), torch.zeros(4).long())
 
@@ -423,7 +531,13 @@ def passed_on(odd):
     "odd, words",
     [
         ("a tuple", r"stage 0 on rank 0 returns \('tuple',\), but only one tensor"),
-        ("numbers", r"returns \(torch.int32, torch.Size\(\[3\]\)\), but only one tensor of floating-point numbers"),
+        (
+            "numbers",
+            (
+                r"returns \(torch.int32, torch.Size\(\[3\]\)\), but only one tensor of"
+                r" floating-point numbers"
+            ),
+        ),
         ("other shapes", "of the same dtype and shape for each micro-batch"),
     ],
 )
@@ -458,7 +572,10 @@ def test_an_optimizer_that_looks_at_all_gradients_is_refused():
 def shapes_from_step_to_step():
     """Batches of other sizes and sequence lengths, one after the other, the same for all ranks."""
     pipeline = Pipeline(torch.nn.Linear(3, 3), 2, loss=lambda outputs, targets: outputs.mean())
-    return [pipeline.step(torch.ones(n, length, 3), torch.zeros(n)) for n, length in [(4, 5), (7, 2), (2, 9)]]
+    return [
+        pipeline.step(torch.ones(n, length, 3), torch.zeros(n))
+        for n, length in [(4, 5), (7, 2), (2, 9)]
+    ]
 
 
 def test_batches_may_change_from_step_to_step():
@@ -479,4 +596,6 @@ def on_cuda():
 def test_on_cuda():
     expected, expected_losses = trained_alone()
     for result, losses in launch(on_cuda, world_size=2, device="cuda"):
-        assert (result - expected).abs().max() < 1e-12 and (losses - expected_losses).abs().max() < 1e-12
+        assert (result - expected).abs().max() < 1e-12 and (
+            losses - expected_losses
+        ).abs().max() < 1e-12

@@ -24,10 +24,21 @@ def gpt(heads=4, dropout=0.0):
 
 
 def net():
-    """Two pairs of layers of odd sizes, one without a bias, from the same bytes to logits of the same shape."""
+    """Two pairs of layers of odd sizes, one without a bias, from the same bytes to logits of the
+    same shape.
+    """
     torch.manual_seed(0)
-    first = [nn.Embedding(256, 4), nn.Flatten(), nn.Linear(32, 13), nn.Tanh(), nn.Linear(13, 7, bias=False), nn.ReLU()]
-    return nn.Sequential(*first, nn.Linear(7, 6), nn.GELU(), nn.Linear(6, 2048), nn.Unflatten(1, (256, 8))).double()
+    first = [
+        nn.Embedding(256, 4),
+        nn.Flatten(),
+        nn.Linear(32, 13),
+        nn.Tanh(),
+        nn.Linear(13, 7, bias=False),
+        nn.ReLU(),
+    ]
+    return nn.Sequential(
+        *first, nn.Linear(7, 6), nn.GELU(), nn.Linear(6, 2048), nn.Unflatten(1, (256, 8))
+    ).double()
 
 
 def batches(rank=0, ranks=1):
@@ -44,7 +55,9 @@ def distance(make, tensor, breaking=None):
         breaking()
     model, one = make(), make()
     data = dist.get_world_size() // tensor
-    losses = stage9_tensor.train(model, batches(dist.get_rank() // tensor, data), 0.1, tensor=tensor)
+    losses = stage9_tensor.train(
+        model, batches(dist.get_rank() // tensor, data), 0.1, tensor=tensor
+    )
     mean = torch.tensor(losses, dtype=torch.float64) / dist.get_world_size()
     dist.all_reduce(mean)
     expected = torch.tensor(stage1_single.train(one, batches(), 0.1), dtype=torch.float64)
@@ -59,12 +72,18 @@ def test_every_mesh_trains_what_one_device_trains(make, data, tensor):
 
 def wrong_axis():
     right = stage9_tensor.mesh
-    stage9_tensor.mesh = lambda **axes: dict(zip(axes, reversed(right(**axes).values()), strict=True))
+    stage9_tensor.mesh = lambda **axes: dict(
+        zip(axes, reversed(right(**axes).values()), strict=True)
+    )
 
 
 BROKEN = {
-    "no sum forward": lambda: setattr(stage9_tensor.Leave, "forward", lambda ctx, term, all_reduce: term.clone()),
-    "no sum backward": lambda: setattr(stage9_tensor.Enter, "backward", lambda ctx, gradient: (gradient, None)),
+    "no sum forward": lambda: setattr(
+        stage9_tensor.Leave, "forward", lambda ctx, term, all_reduce: term.clone()
+    ),
+    "no sum backward": lambda: setattr(
+        stage9_tensor.Enter, "backward", lambda ctx, gradient: (gradient, None)
+    ),
     "groups of the wrong axis": wrong_axis,
     "no average": lambda: setattr(stage9_tensor, "average_on_ring", lambda *args, **kwargs: None),
 }
@@ -76,7 +95,9 @@ def test_what_is_broken_trains_something_else(breaking):
 
 
 def traffic(tensor):
-    """Bytes that this rank sent in a step, what the formula says, and the bytes of its gradients."""
+    """Bytes that this rank sent in a step, what the formula says, and the bytes of its
+    gradients.
+    """
     model, data = gpt(), dist.get_world_size() // tensor
     groups = stage9_tensor.mesh(data=data, tensor=tensor)
     stage9_tensor.parallelize(model, groups["tensor"])
@@ -84,14 +105,19 @@ def traffic(tensor):
     with wire.counting() as sent:
         cross_entropy(model(inputs), targets).backward()
         stage9_tensor.average_on_ring(stage9_tensor.gradients(model), group=groups["data"])
-    activations, gradients = inputs.numel() * 128 * 8, sum(p.numel() * 8 for p in model.parameters())
+    activations, gradients = (
+        inputs.numel() * 128 * 8,
+        sum(p.numel() * 8 for p in model.parameters()),
+    )
     formula = 2 * 4 * 2 * (tensor - 1) / tensor * activations + 2 * (data - 1) / data * gradients
     return sent.bytes_sent, formula, gradients
 
 
 @pytest.mark.parametrize("data, tensor", MESHES[:3])
 def test_bytes_are_those_of_the_formula(data, tensor):
-    """Two blocks, four all-reduces of activations in each, and one of the gradients of this rank's slices."""
+    """Two blocks, four all-reduces of activations in each, and one of the gradients of this rank's
+    slices.
+    """
     whole, biases = sum(p.numel() * 8 for p in gpt().parameters()), 2 * (3 + 4) * 128 * 8
     split = 2 * 12 * 128**2 * 8 + biases
     for sent, formula, gradients in launch(traffic, tensor, world_size=data * tensor):
@@ -99,21 +125,31 @@ def test_bytes_are_those_of_the_formula(data, tensor):
 
 
 def against_torch(change):
-    """Whether the groups are those of torch's mesh; by how much an MLP's outputs and gradients differ from its TP."""
+    """Whether the groups are those of torch's mesh; by how much an MLP's outputs and gradients
+    differ from its TP.
+    """
     devices = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     groups = stage9_tensor.mesh(data=2, tensor=2)
-    members = [[dist.get_process_group_ranks(of(axis)) for axis in groups] for of in (groups.get, devices.get_group)]
+    members = [
+        [dist.get_process_group_ranks(of(axis)) for axis in groups]
+        for of in (groups.get, devices.get_group)
+    ]
     ours, theirs = gpt().blocks[0].mlp, gpt().blocks[0].mlp
     parallelize_module(theirs, devices["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     stage9_tensor.parallelize(ours, groups["tensor"])
     change()
-    x = torch.randn(3, 128, dtype=torch.float64, generator=torch.Generator().manual_seed(dist.get_rank() // 2))
+    x = torch.randn(
+        3, 128, dtype=torch.float64, generator=torch.Generator().manual_seed(dist.get_rank() // 2)
+    )
     inputs = [x.clone().requires_grad_(), x.clone().requires_grad_()]
     outputs = [ours(inputs[0]), theirs(inputs[1])]
     for output in outputs:
         output.square().sum().backward()
     pairs = [outputs, [x.grad for x in inputs]]
-    pairs += [(a.grad, b.grad.to_local()) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True)]
+    pairs += [
+        (a.grad, b.grad.to_local())
+        for a, b in zip(ours.parameters(), theirs.parameters(), strict=True)
+    ]
     gaps = [(a.detach().as_subclass(torch.Tensor) - b).abs().max().item() for a, b in pairs]
     return members[0] == members[1], max(gaps)
 
@@ -126,7 +162,9 @@ def test_it_agrees_with_torchs_parallelize_module():
 
 
 def step(model, option, clip):
-    """Gradients of a pass, after one that breaks off on all ranks; return their norm if they are clipped."""
+    """Gradients of a pass, after one that breaks off on all ranks; return their norm if they are
+    clipped.
+    """
     inputs, targets = next(batches())
     with pytest.raises(IndexError):
         model(inputs + 256)
@@ -138,14 +176,20 @@ def step(model, option, clip):
 
 
 def twice_over(option):
-    """Two legs of a step, split and whole again: the distance to one device, and whether all modules are back."""
+    """Two legs of a step, split and whole again: the distance to one device, and whether all
+    modules are back.
+    """
     ours, one = gpt(), gpt()
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (ours, one)]  # made before anything is split
+    optimizers = [
+        torch.optim.SGD(model.parameters(), lr=0.1) for model in (ours, one)
+    ]  # made before anything is split
     modules = list(ours.modules())
     for _ in range(2):
         stage9_tensor.parallelize(ours)
         norms = [step(ours, option, lambda model: stage9_tensor.clip_grad_norm_(model, 0.01))]
-        norms += [step(one, option, lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.01))]
+        norms += [
+            step(one, option, lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.01))
+        ]
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -171,7 +215,9 @@ def dropped(sharing):
 def test_dropout_drops_the_same_on_ranks_that_share_layers():
     ranks = launch(dropped, True, world_size=4)
     apart = launch(dropped, False, world_size=4)
-    assert all(torch.equal(rank, ranks[0]) for rank in ranks) and not torch.equal(apart[0], apart[1])
+    assert all(torch.equal(rank, ranks[0]) for rank in ranks) and not torch.equal(
+        apart[0], apart[1]
+    )
 
 
 def torchs_clipping():
@@ -182,8 +228,12 @@ def torchs_clipping():
 
 REFUSED = {
     "call clip_grad_norm_ of .* stage9_tensor instead": torchs_clipping,
-    r"2 ranks cannot form a mesh of \{'data': 2, 'tensor': 2\}": lambda: stage9_tensor.mesh(data=2, tensor=2),
-    "Linear has no two linear layers that could be split": lambda: stage9_tensor.parallelize(nn.Linear(3, 3)),
+    r"2 ranks cannot form a mesh of \{'data': 2, 'tensor': 2\}": lambda: stage9_tensor.mesh(
+        data=2, tensor=2
+    ),
+    "Linear has no two linear layers that could be split": lambda: stage9_tensor.parallelize(
+        nn.Linear(3, 3)
+    ),
 }
 
 
@@ -198,7 +248,11 @@ def test_what_cannot_be_split_stays_whole():
         stage9_tensor.split(model, 0, 2, None)
         return {name: tuple(p.shape) for name, p in model.named_parameters() if hasattr(p, "cut")}
 
-    assert slices(gpt(heads=1).blocks[0]).keys() == {"mlp.0.weight", "mlp.0.bias", "mlp.2.weight"}, "one head"
+    assert slices(gpt(heads=1).blocks[0]).keys() == {
+        "mlp.0.weight",
+        "mlp.0.bias",
+        "mlp.2.weight",
+    }, "one head"
     odd = slices(gpt(heads=3).blocks[0])
     assert odd["qkv.weight"] == (3 * 64, 96) and odd["out.weight"] == (96, 64), "two heads of three"
     tied = net()

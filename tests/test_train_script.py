@@ -22,7 +22,9 @@ BYTES = ["--problem", "bytes", "--parameters", "30000", "--dropout", "0.2", "--g
 
 
 def run(arguments, **changes):
-    """What the script does in one rank; the result without what is printed. `changes` replace functions of it."""
+    """What the script does in one rank; the result without what is printed. `changes` replace
+    functions of it.
+    """
     from ddp_course import train
 
     torch.set_num_threads(1)  # the same bits as under torchrun, which gives each rank one thread
@@ -40,7 +42,9 @@ def each_stage(stages, options):
 
 def apart(one, other):
     """The greatest difference between two results' weights and losses."""
-    weights = [(one["model"][name] - tensor).abs().max().item() for name, tensor in other["model"].items()]
+    weights = [
+        (one["model"][name] - tensor).abs().max().item() for name, tensor in other["model"].items()
+    ]
     return max(*weights, *(abs(a - b) for a, b in zip(one["losses"], other["losses"], strict=True)))
 
 
@@ -52,12 +56,16 @@ def alone():
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_every_stage_trains_the_same_model(alone, world_size):
     assert apart(alone["1"], alone["2"]) < 1e-11
-    stages = ["3", "4w", "4", "5", "6", "7o", "7", "9", "torch"] + (["8"] if world_size == 2 else [])
+    stages = ["3", "4w", "4", "5", "6", "7o", "7", "9", "torch"] + (
+        ["8"] if world_size == 2 else []
+    )
     for rank in launch(each_stage, stages, SYNTHETIC, world_size=world_size):
         assert {stage for stage in stages if apart(rank[stage], alone["1"]) > 1e-11} == set()
 
 
-@pytest.mark.parametrize("options", [("--stage", "8", "--pipeline", "2"), ("--stage", "9", "--tensor", "2")])
+@pytest.mark.parametrize(
+    "options", [("--stage", "8", "--pipeline", "2"), ("--stage", "9", "--tensor", "2")]
+)
 def test_split_models_side_by_side(options):
     expected = launch(run, [*SYNTHETIC, "--stage", "1"], world_size=1)[0]
     for rank in launch(run, [*SYNTHETIC, *options], world_size=4):
@@ -65,13 +73,19 @@ def test_split_models_side_by_side(options):
 
 
 def stopped_and_resumed(cases, folder, options):
-    """For (stage, next stage): train half way with one, go on with the other; and never stopped at all."""
+    """For (stage, next stage): train half way with one, go on with the other; and never stopped at
+    all.
+    """
     results = {}
     for number, (first, then) in enumerate(cases):
         saving = [*options, "--checkpoint", f"{folder}/{number}", "--every", "2"]
         run([*saving, "--stage", first, "--steps", "4"])
         resumed, again = (run([*saving, "--stage", then, "--steps", "7"]) for _ in range(2))
-        results[first, then] = resumed, run([*options, "--every", "2", "--steps", "7", "--stage", then]), again
+        results[first, then] = (
+            resumed,
+            run([*options, "--every", "2", "--steps", "7", "--stage", then]),
+            again,
+        )
     return results
 
 
@@ -87,23 +101,40 @@ def test_a_stopped_run_goes_on_to_the_last_bit(tmp_path, world_size):
     for number, case in enumerate(cases):
         newest = checkpoint.load(tmp_path / str(number))
         assert newest["step"] == 7 and newest["world_size"] == len(newest["random"]) == world_size
-        assert all(torch.equal(newest["model"][name], tensor) for name, tensor in ranks[0][case][1]["model"].items())
+        assert all(
+            torch.equal(newest["model"][name], tensor)
+            for name, tensor in ranks[0][case][1]["model"].items()
+        )
 
 
-REAL = {"bytes": BYTES, "digits": ["--problem", "digits", "--dropout", "0.3", "--global-batch", "24"]}
+REAL = {
+    "bytes": BYTES,
+    "digits": ["--problem", "digits", "--dropout", "0.3", "--global-batch", "24"],
+}
 
 
 def each_real_case(steps, folder):
-    """Stages 3 to 6 on both real problems up to `steps`, from the checkpoints in `folder` on: {case: result}."""
+    """Stages 3 to 6 on both real problems up to `steps`, from the checkpoints in `folder` on:
+    {case: result}.
+    """
     results = {}
     for stage, problem in product(("3", "4", "5", "6"), REAL):
-        place = ["--checkpoint", f"{folder}/{stage}-{problem}", "--every", "1", "--steps", str(steps)]
+        place = [
+            "--checkpoint",
+            f"{folder}/{stage}-{problem}",
+            "--every",
+            "1",
+            "--steps",
+            str(steps),
+        ]
         results[stage, problem] = run([*REAL[problem], "--stage", stage, *place])
     return results
 
 
 def stopped_twice(folder, world_size):
-    """Stopped before stage 6 rebuilds its buckets, and after; each leg in new processes. Rank 0's results."""
+    """Stopped before stage 6 rebuilds its buckets, and after; each leg in new processes. Rank 0's
+    results.
+    """
     for steps in (1, 3):
         launch(each_real_case, steps, f"{folder}/stopped", world_size=world_size)
     return launch(each_real_case, 6, f"{folder}/stopped", world_size=world_size)[0]
@@ -146,7 +177,9 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path):
     options = [*SYNTHETIC, "--stage", "4", "--checkpoint", str(tmp_path)]
     launch(run, options, world_size=1)
     before = sorted(file.read_bytes() for file in tmp_path.glob("*.pt"))
-    with pytest.raises(RankError, match=r"CheckpointError: .*--seed 0 .now 5., --lr 0.01 .now 0.5."):
+    with pytest.raises(
+        RankError, match=r"CheckpointError: .*--seed 0 .now 5., --lr 0.01 .now 0.5."
+    ):
         launch(run, [*options, "--seed", "5", "--lr", "0.5"], world_size=1)
     with pytest.raises(RankError, match="is at step 6, beyond --steps 4"):
         launch(run, [*options, "--steps", "4"], world_size=1)
@@ -167,14 +200,23 @@ def test_a_folder_that_cannot_be_written_is_found_before_training(tmp_path):
     def notice(*rest):
         began.write_text("")
 
-    with pytest.raises(RankError, match=r'no checkpoint could be written to ".*/file/run": Not a directory'):
-        launch(lambda: run([*SYNTHETIC, "--checkpoint", f"{tmp_path}/file/run"], leg=notice), world_size=2)
+    with pytest.raises(
+        RankError, match=r'no checkpoint could be written to ".*/file/run": Not a directory'
+    ):
+        launch(
+            lambda: run([*SYNTHETIC, "--checkpoint", f"{tmp_path}/file/run"], leg=notice),
+            world_size=2,
+        )
     assert not began.exists()
 
 
 def script(*arguments, **environment):
     return subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, timeout=120, env={**os.environ, **environment}
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, **environment},
     )
 
 
@@ -209,22 +251,47 @@ def test_the_script_alone(tmp_path):
     expected = launch(run, options[:-2], world_size=1)[0]
     loaded = checkpoint.load(run_dir)
     assert loaded["losses"] == expected["losses"]
-    assert all(torch.equal(loaded["model"][name], tensor) for name, tensor in expected["model"].items())
+    assert all(
+        torch.equal(loaded["model"][name], tensor) for name, tensor in expected["model"].items()
+    )
 
 
 def ranks_of(agent):
     """The processes that train, among the descendants of a torchrun, oldest first."""
-    found = [process for process in psutil.Process(agent.pid).children(recursive=True) if "RANK" in process.environ()]
+    found = [
+        process
+        for process in psutil.Process(agent.pid).children(recursive=True)
+        if "RANK" in process.environ()
+    ]
     return sorted(found, key=lambda process: int(process.environ()["RANK"]))
 
 
 def test_under_torchrun_a_killed_rank_costs_the_steps_since_the_last_checkpoint(tmp_path):
     options = [*BYTES, "--steps", "160", "--every", "10", "--stage", "6"]
-    command = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=3", "--standalone"]
-    command += ["--monitor-interval=0.1", "-m", "ddp_course.train", *options, "--checkpoint", str(tmp_path)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}  # torchrun leaves folders
+    command = [
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        "--max-restarts=3",
+        "--standalone",
+    ]
+    command += [
+        "--monitor-interval=0.1",
+        "-m",
+        "ddp_course.train",
+        *options,
+        "--checkpoint",
+        str(tmp_path),
+    ]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "TMPDIR": str(tmp_path),
+    }  # torchrun leaves folders
     with open(tmp_path / "log", "w") as log:
-        agent = subprocess.Popen([sys.executable, *command], stdout=log, stderr=log, env=environment)
+        agent = subprocess.Popen(
+            [sys.executable, *command], stdout=log, stderr=log, env=environment
+        )
     try:
         for kill in range(2):
             wait_for(lambda: checkpoint.checkpoints(tmp_path), agent)
@@ -238,7 +305,9 @@ def test_under_torchrun_a_killed_rank_costs_the_steps_since_the_last_checkpoint(
     expected = launch(run, options, world_size=2)[0]
     loaded = checkpoint.load(tmp_path)
     assert loaded["losses"] == expected["losses"] and loaded["step"] == 160
-    assert all(torch.equal(loaded["model"][name], tensor) for name, tensor in expected["model"].items())
+    assert all(
+        torch.equal(loaded["model"][name], tensor) for name, tensor in expected["model"].items()
+    )
 
 
 def wait_for(condition, agent, seconds=180):
@@ -250,18 +319,37 @@ def wait_for(condition, agent, seconds=180):
 
 
 def test_the_ranks_of_a_slurm_job():
-    task = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1", "SLURM_NODEID": "2"}
-    task |= {"SLURM_STEP_NODELIST": "gpu[03-07]", "SLURM_STEP_TASKS_PER_NODE": "2(x3),1(x2)", "SLURM_JOB_ID": "1234567"}
+    task = {
+        "SLURM_PROCID": "5",
+        "SLURM_STEP_NUM_TASKS": "8",
+        "SLURM_LOCALID": "1",
+        "SLURM_NODEID": "2",
+    }
+    task |= {
+        "SLURM_STEP_NODELIST": "gpu[03-07]",
+        "SLURM_STEP_TASKS_PER_NODE": "2(x3),1(x2)",
+        "SLURM_JOB_ID": "1234567",
+    }
     joined = from_slurm(task)
     assert joined["RANK"] == "5" and joined["WORLD_SIZE"] == "8" and joined["LOCAL_RANK"] == "1"
-    assert joined["LOCAL_WORLD_SIZE"] == "2" and joined["MASTER_ADDR"] == "gpu03" and joined["MASTER_PORT"] == "24567"
+    assert (
+        joined["LOCAL_WORLD_SIZE"] == "2"
+        and joined["MASTER_ADDR"] == "gpu03"
+        and joined["MASTER_PORT"] == "24567"
+    )
     assert from_slurm(task | {"MASTER_ADDR": "head", "MASTER_PORT": "7"})["MASTER_ADDR"] == "head"
     assert from_slurm({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}) is None  # the batch script itself
 
 
 @pytest.mark.parametrize(
     "nodes, first",
-    [("node1", "node1"), ("a[3,5],b", "a3"), ("a[003-12]", "a003"), ("gpu-1,gpu-2", "gpu-1"), ("r[1-2]n", "r1n")],
+    [
+        ("node1", "node1"),
+        ("a[3,5],b", "a3"),
+        ("a[003-12]", "a003"),
+        ("gpu-1,gpu-2", "gpu-1"),
+        ("r[1-2]n", "r1n"),
+    ],
 )
 def test_the_first_node_of_a_list(nodes, first):
     assert first_node(nodes) == first
@@ -272,7 +360,9 @@ def test_tasks_on_each_node():
 
 
 def test_the_short_script_takes_its_gpu_before_the_ranks_meet(monkeypatch):
-    """Otherwise NCCL would carry what is not a tensor by way of GPU 0, for all ranks of the machine."""
+    """Otherwise NCCL would carry what is not a tensor by way of GPU 0, for all ranks of the
+    machine.
+    """
     done = []
 
     def meet(backend):

@@ -33,7 +33,11 @@ def touched(paths: list[str]) -> list[str]:
     """The tests for these changed paths, each once, in order."""
     chosen: dict[str, None] = {}
     for path in paths:
-        if path.startswith("tests/") and Path(path).name.startswith("test_") and Path(path).exists():
+        if (
+            path.startswith("tests/")
+            and Path(path).name.startswith("test_")
+            and Path(path).exists()
+        ):
             chosen[path] = None
         elif prefix := next((prefix for prefix in TABLE if path.startswith(prefix)), None):
             chosen |= dict.fromkeys(TABLE[prefix].split())
@@ -41,5 +45,7 @@ def touched(paths: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    changed = subprocess.run(["git", "diff", "--name-only", sys.argv[1]], capture_output=True, text=True, check=True)
+    changed = subprocess.run(
+        ["git", "diff", "--name-only", sys.argv[1]], capture_output=True, text=True, check=True
+    )
     print("\n".join(touched(changed.stdout.split())))

@@ -17,7 +17,9 @@ run: a wrong guess that you wrote down teaches more than a right answer that you
 """
 
 # %% imports
-from ddp_course import compare, dist, doctor, launch, show
+import torch.distributed as dist
+
+from ddp_course import compare, doctor, launch, show
 
 K = 4  # how many ranks to train on; 2 works as well
 
@@ -161,10 +163,10 @@ show.bars({names[key].replace(" ", "\n", 1): value for key, value in speed_up.it
 
 # %% [markdown]
 r"""
-All of this hangs on the chosen ratio. Choose another one: which strategy wins when links are fast, when they are slow, when
-there are more ranks, when each message costs something? Sharding, pipeline and tensor parallelism (lessons 07 to 09) are for
-models that are too large for one device; this one is small, so they gain little, or lose. (Derived from what the table calls
-*predicted*; with 4 ranks, 8.5 % and no latency it is the table's column.)
+All of this depends on how fast the links are. Move the sliders: which strategy wins when links are fast, when they are
+slow, when there are more ranks, when each message costs something? Sharding, pipeline and tensor parallelism (lessons
+07 to 09) are for models that are too large for one device; this one is small, so they gain little, or lose. The bars
+are computed by the formulas of the column *predicted*.
 """
 
 # %% explorer

@@ -16,8 +16,10 @@ of, where its time goes, and what the batch size does.
 """
 
 # %% imports
-from ddp_course import Device, problems, show, stage1_single, timeline, torch
-from ddp_course.grading import check
+import torch
+
+from ddp_course import Device, problems, show, stage1_single, timeline
+from ddp_course.checking import check
 
 # %% [markdown]
 r"""
@@ -99,9 +101,9 @@ guess.reveal(f"{ratio:.1f} times", answers[show.widgets.nearest(ratio, answers)]
 # %% [markdown]
 r"""
 Two results instead of one: about twice the operations. The time is near that, not exactly that. The GPT's backward pass
-also reads what forward stored, so it takes two to three times as long as forward. On the digits' small convolutions
-backward may be as fast as forward. Remember the picture: gradients appear *during* the long backward pass, the last
-layer's first. Lesson 05 makes use of exactly that.
+also reads what forward stored, so it takes about twice as long as forward. On the digits' small convolutions backward
+may be as fast as forward. Remember the picture: gradients appear *during* the long backward pass, the last layer's
+first. Lesson 05 makes use of exactly that.
 
 ## The loss falls
 
@@ -205,8 +207,8 @@ print(
 
 # %% [markdown]
 r"""
-Large matrices have a high intensity; additions, norms and the optimizer's update have hardly any. That is why libraries
-fuse small operations, and why lower precision helps twice.
+Large matrices have a high intensity. Additions, norms and the optimizer's update, which the figure leaves out, have
+hardly any. That is why libraries fuse small operations, and why lower precision helps twice.
 
 The last line shows a third regime, which no roofline knows: **overhead**. Starting an operation on a GPU takes about 5 µs of
 Python, PyTorch and driver, however little it computes. A model as small as this one would leave a real A100 idle most of the

@@ -20,8 +20,12 @@ import threading
 import time
 from functools import partial
 
+import torch
+import torch.distributed as dist
+
 from ddp_course import (
-    DataParallel, claims, compare, dist, launch, problems, show, stage1_single, stage2_dataparallel, timeline, timing, torch,
+    DataParallel, claims, compare, launch, problems, show, stage1_single, stage2_dataparallel,
+    timeline, timing,
 )  # fmt: skip
 
 K = 4  # how many devices; 2 works as well
@@ -181,9 +185,9 @@ r"""
 ## The master's load
 
 Who holds what? Halfway through a step, after forward, we count the bytes of weights, inputs and outputs on each device.
-The input of the whole batch and all outputs lie on the master. Activations are not counted: every device keeps those of
-its own share, and in a large model they outweigh the rest (lesson 09), so the *ratio* is smaller there. After backward the
-master also receives K-1 gradients and adds them up, one after another.
+The input of the whole batch and all outputs lie on the master. We do not count activations. Each device keeps its own,
+and in a large model they dominate (lesson 09), so there the master's excess is less visible. After backward the master
+also receives K-1 gradients and adds them up, one after another.
 """
 
 

@@ -21,9 +21,12 @@ way: send them all to one rank.
 # %% imports
 import time
 
+import torch
+import torch.distributed as dist
+
 from ddp_course import (
-    Link, average_on_server, broadcast_parameters, claims, collectives, dist, launch, problems, show, simulate,
-    stage2_dataparallel, stage3_paramserver, theory, timing, torch, wire,
+    Link, average_on_server, broadcast_parameters, claims, collectives, launch, problems, show,
+    simulate, stage2_dataparallel, stage3_paramserver, theory, timing, wire,
 )  # fmt: skip
 
 K = 4  # how many ranks; 2 works as well

@@ -18,9 +18,12 @@ An operation after which every rank has the sum over all ranks is an **all-reduc
 """
 
 # %% imports
+import torch
+import torch.distributed as dist
+
 from ddp_course import (
-    Link, average_on_server, claims, dist, launch, ring_all_reduce, show, simulate,
-    stage3_paramserver, stage4_ring, theory, timing, torch, whole_gradient_ring,
+    Link, average_on_server, claims, launch, ring_all_reduce, show, simulate,
+    stage3_paramserver, stage4_ring, theory, timing, whole_gradient_ring,
 )  # fmt: skip
 
 K = 4  # how many ranks; 2 works as well

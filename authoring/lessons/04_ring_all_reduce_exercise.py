@@ -10,7 +10,7 @@
 import torch
 import torch.distributed as dist
 
-from ddp_course.grading import check, hint
+from ddp_course.checking import check, hint
 from ddp_course.running import wire
 
 

@@ -16,9 +16,12 @@ those of the first. Why not send them already, while backward still works on the
 """
 
 # %% imports
+import torch
+import torch.distributed as dist
+
 from ddp_course import (
-    BucketedDDP, Device, Link, claims, dist, launch, problems, show, simulate,
-    ring_all_reduce, stage1_single, stage4_ring, stage5_bucketed, theory, timeline, timing, torch,
+    BucketedDDP, Device, Link, claims, launch, problems, show, simulate, ring_all_reduce,
+    stage1_single, stage4_ring, stage5_bucketed, theory, timeline, timing,
 )  # fmt: skip
 
 K = 4  # how many ranks; 2 works as well
@@ -207,12 +210,12 @@ show.widgets.bucket_explorer(profile, K, network, measured, caps=tuple(caps))
 r"""
 ## When does it pay?
 
-One number for the device: how long backward takes, C. One for the link: how long the all-reduce takes, T. Without overlap a
-step takes forward + C + T. With overlap the longer of the two counts: forward + max(C, T), and one bucket more. If C is
-longer, that is the *last* bucket, which is complete only when backward ends; if T is longer, the *first*: nothing can travel
-before it is full. So there are three regimes. The link is fast: there is little to save. T is below C: all is hidden. T is
-above C: C of it is hidden, and you pay T - C. Where they meet, T = C, is predicted from the two numbers alone; then we
-measure at several link speeds.
+One number for the device: how long backward takes, C. One for the link: how long the all-reduce takes, T. Without
+overlap a step takes forward + C + T. With overlap a step takes forward + max(C, T) plus the time of one bucket. If C is
+longer, it is the last bucket, which can only leave when backward ends. If T is longer, it is the first one, which the
+link has to wait for. So there are three regimes. The link is fast: there is little to save. T is below C: all is
+hidden. T is above C: C of it is hidden, and you pay T - C. Where they meet, T = C, is predicted from the two numbers
+alone; then we measure at several link speeds.
 """
 
 # %% sweep

@@ -15,16 +15,19 @@ everything you learn here holds there too.
 - accumulate gradients without paying for communication each time, send half the bytes, and avoid the usual mistake,
 - say what happens to buffers, BatchNorm and ranks that run out of data.
 
-*50 minutes, under a minute of computing.*
+*70 minutes, under a minute of computing.*
 """
 
 # %% imports
 import os
 from contextlib import contextmanager
 
+import torch
+import torch.distributed as dist
+
 from ddp_course import (
-    BucketedDDP, DistributedDataParallel, SyncBatchNorm, audit, claims, dist, errors, launch, problems,
-    ring_all_reduce, script, show, stage5_bucketed, stage6_ddp, torch, wire,
+    BucketedDDP, DistributedDataParallel, SyncBatchNorm, audit, claims, errors, launch,
+    problems, ring_all_reduce, script, show, stage5_bucketed, stage6_ddp, wire,
 )  # fmt: skip
 
 K = 4  # how many ranks; 2 works as well
@@ -242,11 +245,11 @@ r"""
 ## Accumulation: do not communicate four times
 
 A batch too large for memory is cut into micro-batches, whose gradients add up before one update. Each `backward()`
-would average again. Inside `no_sync()` it does not; only the last backward pass communicates. And this pass can send half
-the bytes: with `mixed_precision` weights are cast to **bfloat16** for computing, and the buckets travel in bfloat16 too;
-gradients, optimizer and checkpoint stay float32. (In torch the option's value is private: its name begins with an
-underscore. What people use is `torch.autocast`. It computes in bfloat16, but gradients stay in float32, and so do the
-buckets. A hook can compress them: lesson 14.)
+would average again. Inside `no_sync()` it does not; only the last backward pass communicates. And this pass can send
+half the bytes: with `mixed_precision` weights are cast to **bfloat16** for computing, and the buckets travel in
+bfloat16 too; gradients, optimizer and checkpoint stay float32. In torch this option is private. Most people use
+`torch.autocast` instead: it computes in bfloat16 but keeps gradients, and therefore buckets, in float32. A hook can
+compress the buckets (lesson 14).
 """
 
 
@@ -341,10 +344,10 @@ show.source(
 
 # %% [markdown]
 r"""
-What ours adds: it names the parameters that a pass has missed or used twice, lays the buckets out anew in the order in
-which gradients became ready, and waits for the buckets at the very end of backward, when all else is done. It also handles
-outputs in lists and dicts, sparse gradients, gradients that stay in the buckets, other ways to reduce than
-`dist.all_reduce`, ranks without data, and models whose graph never changes.
+Our class does more than the cells above. It names the parameters that a pass has missed or used twice, it orders the
+buckets anew as gradients became ready, and it waits for the buckets at the very end of backward, when all else is done.
+It also handles outputs in lists and dicts, sparse gradients, gradients that stay in the buckets, other ways to reduce
+than `dist.all_reduce`, ranks without data, and models whose graph never changes.
 
 ## Buffers and BatchNorm
 
@@ -477,7 +480,7 @@ plain, wrapped = (launch(operations, wrapped, world_size=1)[0] for wrapped in (F
 print(f"operations of a step: {plain} without DDP, {wrapped} with it")
 claims.decide(
     18, "DDP on one device is free.", "counted", {"the model is wrapped": wrapped <= plain},
-    "Gradients are copied into buckets, scaled and watched by hooks: 1 to 6 % of a step of ResNets on a V100 (published).",
+    "Gradients are copied into buckets, scaled and watched by hooks: 1 to 6 % of a ResNet step on a V100 (published: pytorch, benchmarks/distributed/ddp).",
 )  # fmt: skip
 
 # %% [markdown]

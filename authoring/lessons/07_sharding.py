@@ -12,16 +12,20 @@ optimizer state. If that does not fit, more ranks do not help, unless each keeps
 - say when fully sharded training is slower than DDP, and why memory may not fall,
 - train with mixed precision, accumulation and clipping in one loop, sharded or not.
 
-*50 minutes, under a minute of computing.*
+*80 minutes, under a minute of computing.*
 """
 
 # %% imports
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 
+import torch
+import torch.distributed as dist
+
 from ddp_course import (
-    BucketedDDP, Device, DistributedDataParallel, FullyShardedDataParallel, Link, ShardedOptimizer, allgather, claims, dist,
-    launch, problems, reduce_scatter, show, stage5_bucketed, stage7_sharded, timeline, timing, torch, wire,
+    BucketedDDP, Device, DistributedDataParallel, FullyShardedDataParallel, Link,
+    ShardedOptimizer, allgather, claims, launch, problems, reduce_scatter, show,
+    stage5_bucketed, stage7_sharded, timeline, timing, wire,
 )  # fmt: skip
 
 K = 4  # how many ranks; 2 works as well
@@ -77,8 +81,8 @@ class Shard:
 
 # %% [markdown]
 r"""
-**ZeRO-1**: the update between reduce-scatter and allgather. Whole gradients stay until the step. **ZeRO-2** reduces each
-gradient as soon as backward has it, and drops what is not its own.
+In **ZeRO-1** each rank updates its own chunk between the reduce-scatter and the allgather. The whole gradients stay in
+memory until then. **ZeRO-2** reduces each gradient as soon as backward has it, and drops what is not its own.
 """
 
 
@@ -106,10 +110,10 @@ class Zero2(Zero1):
 
 # %% [markdown]
 r"""
-**Fully sharded** (ZeRO-3, FSDP): between its forward and its backward pass even the parameter goes. Hooks gather a layer
-before it computes, **prefetch** the next one meanwhile, and free it afterwards. Memory is freed by giving its storage size 0.
-For its backward pass autograd keeps a view of this storage, which is valid again after the next gather. One thread sends,
-first in first out.
+**Fully sharded** (ZeRO-3, FSDP): between its forward and its backward pass even the parameter goes. Hooks gather a
+layer before it computes, **prefetch** the next one meanwhile, and free it afterwards. Memory is freed by giving its
+storage size 0. Autograd keeps a view of this storage for the backward pass. The view is valid again once the layer has
+been gathered a second time. A single thread sends all messages in order.
 """
 
 
@@ -360,10 +364,10 @@ print("prefetch hides gathers behind computing, and the step is shorter")
 
 # %% [markdown]
 r"""
-Does saving memory cost time? The step times, beside what is kept. The dashes are derived: the computing, and the
-communication that cannot be hidden. For DDP, with a bucket per layer, that is one layer's all-reduce. For ZeRO-1 and ZeRO-2
-it is all of it. For fully sharded training it is the first gather of each pass, and the reduction of the gradients that come
-last. (ZeRO-1 and fully sharded are stage 7's here.)
+Does saving memory cost time? Here are the step times, with the memory under each bar. A dash marks computing time plus
+the communication that nothing can hide. For DDP, with a bucket per layer, that is one layer's all-reduce. For ZeRO-1
+and ZeRO-2 it is all of it. For fully sharded training it is the first gather of each pass, and the reduction of the
+gradients that come last. (ZeRO-1 and fully sharded are stage 7's here.)
 """
 
 
@@ -398,11 +402,12 @@ stands still while a gradient is on its way.
 
 ## When FSDP loses
 
-Communication hides behind computing, if there is enough of it. On a link of a quarter of the speed the network is the slower
-part, and FSDP sends 3(K-1)/K p where DDP sends 2(K-1)/K p. (That does not make its step 1.5 times as long: in the forward
-pass DDP has nothing to send yet, FSDP has.) The remedy is more computing per byte: a larger batch per rank. The dashes are
-derived, the longer of two times: the one of above, or all sending and the computing before it. DDP can send after forward
-and one layer's backward; FSDP waits only for the last layer's forward.
+Communication hides behind computing, if there is enough of it. On a link of a quarter of the speed the network is the
+slower part, and FSDP sends 3(K-1)/K p where DDP sends 2(K-1)/K p. (That does not make its step 1.5 times as long: in
+the forward pass DDP has nothing to send yet, FSDP has.) The remedy is more computing per byte: a larger batch per rank.
+Each dash is the larger of two lower bounds: the computing plus what cannot be hidden, or all the sending plus whatever
+must be computed before it can begin. DDP can send after forward and one layer's backward; FSDP waits only for the last
+layer's forward.
 """
 
 # %% when-fsdp-loses
@@ -418,9 +423,10 @@ show.bars(slow_ms, "a step (ms)", f"On a slow link FSDP takes {few:.2f} times DD
 r"""
 ## Why memory did not fall
 
-"I sharded over all my GPUs, and it still does not fit." What is not sharded: **activations**, which grow with the batch; and
-the layers in use, of which two are whole. Here is the most that a rank holds in the forward pass of our fully sharded
-training, counted: its 16 P/K (the dash), the layers that are whole, and what autograd keeps for backward.
+"I sharded over all my GPUs, and it still does not fit." Two things are not sharded: the **activations**, which grow
+with the batch, and the layers in use (with prefetch, two at a time). Here is the most that a rank holds in the forward
+pass of our fully sharded training, counted: its 16 P/K (the dash), the layers that are whole, and what autograd keeps
+for backward.
 """
 
 
@@ -469,11 +475,13 @@ smaller blocks mean that less is whole at a time.
 
 ## Mixed precision, accumulation and clipping, in one loop
 
-What real training adds to the loop of lesson 06 works the same under DDP and under sharding. **Autocast** computes forward
-and backward in bfloat16, while parameters and updates stay float32. So do gradients: under autocast DDP's
-messages still travel in float32, four bytes per parameter. Two micro-batches **accumulate**, the
-first one without communication. Gradients are **clipped** by the norm of *all* of them: sharded, that takes the wrapper's
-own `clip_grad_norm_`, since each rank has only a part (`torch.nn.utils.clip_grad_norm_` is refused).
+What real training adds to the loop of lesson 06 fits DDP and sharding alike, with two differences that the cell shows.
+**Autocast** computes forward and backward in bfloat16, while parameters and updates stay float32. So do gradients:
+under autocast DDP's messages still travel in float32, four bytes per parameter. Two micro-batches **accumulate**. Under
+DDP the first one needs no communication; a sharded rank has no room for whole gradients, so it reduces those of each
+micro-batch. Gradients are **clipped** by the norm of *all* of them: sharded, each rank has only a part, so the norm
+takes one sum over the ranks. Our class has a `clip_grad_norm_` for that and refuses torch's; with torch's `fully_shard`
+the gradients are DTensors, and `torch.nn.utils.clip_grad_norm_` takes that sum by itself.
 """
 
 
@@ -550,7 +558,7 @@ model itself (lesson 08) do.
 
 1. Of 16 bytes per parameter (counted), level 1 divides 8 by K, level 2 another 4, level 3 all; activations stay.
 2. Levels 1 and 2 send what DDP sends; level 3 sends 1.5 times as much: prefetch hides it, unless the link is too slow.
-3. Autocast, accumulation and clipping go into the same loop; only clipping must know that gradients are sharded.
+3. Autocast, accumulation and clipping go into the same loop; accumulation and clipping must know that gradients are sharded.
 
 **Exercise:** [7](../exercises/07_sharding.ipynb), `exercises/07_sharding.ipynb`. **Next:**
 [8, pipelines](08_pipeline.ipynb): split the model itself.

@@ -10,7 +10,7 @@
 import torch
 import torch.distributed as dist
 
-from ddp_course.grading import check, hint
+from ddp_course.checking import check, hint
 from ddp_course.running import wire
 
 
@@ -96,7 +96,7 @@ check("7.3", fewest_ranks)
 # %% [markdown]
 # ## 7.4 Prefetch with a score to beat
 #
-# *30 minutes · hard*
+# *45 minutes · hard*
 #
 # A model of equal blocks, three or more of them, fully sharded. Computing goes forward through blocks 0, 1, 2 … and then
 # backward through all of them in reverse; it takes 1 tick per block forward, 2 ticks backward. The network does one thing at

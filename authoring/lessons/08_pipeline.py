@@ -18,8 +18,12 @@ on all of the data. Only activations travel, from one rank to the next. The ques
 # %% imports
 from importlib import import_module
 
+import torch
+import torch.distributed as dist
+
 from ddp_course import (
-    Device, dist, launch, problems, show, stage1_single, stage5_bucketed, stage8_pipeline, timing, torch, wire,
+    Device, launch, problems, show, stage1_single, stage5_bucketed, stage8_pipeline, timing,
+    wire,
 )  # fmt: skip
 
 K = 4  # how many ranks; 2 works as well
@@ -303,9 +307,9 @@ r"""
 ## What stage 8 adds
 
 `stage8_pipeline.Pipeline` runs the same lists by the same loop. It adds what our core leaves out: activations of any
-shape; receives that are posted ahead; a W that computes nothing a second time (our core's W goes through the stage's
-layers again); a batch that M does not divide; and errors in plain words for lists in which ranks would wait for each
-other in a circle. It trains like one device:
+shape; receives that are posted ahead; it saves W's intermediate results; our core recomputes them; a batch that M does
+not divide; and errors in plain words for lists in which ranks would wait for each other in a circle. It trains like one
+device:
 """
 
 
@@ -385,10 +389,10 @@ show.bars(percent, "idle (%)", "Ranks idle for as long as the schedule says, and
 
 # %% [markdown]
 r"""
-How to read this: what stands above the black line is the fixed cost of the micro-batches. Interleaved stages send twice as
-many messages, each with half as much computing to hide it. And all but GPipe wait for both neighbours in turn, so a delay of
-either holds a rank up; in GPipe a rank waits first for its left neighbour only, then for its right one only. So more
-micro-batches and thinner stages help up to a point, and a measurement decides where it is.
+How to read this: what stands above the black line is the fixed cost of the micro-batches. Interleaved stages send twice
+as many messages, each with half as much computing to hide it. In GPipe a rank waits for one neighbour at a time. In the
+other schedules it alternates, so a delay of either neighbour holds it up. So more micro-batches and thinner stages help
+up to a point, and a measurement decides where it is.
 
 ## Measure what is kept
 

@@ -7,7 +7,7 @@
 # Stuck? `hint("8.1")` gives the first of three hints for a task, and
 # `hint("8.1", 2)` the next. Reports count them.
 # %% imports
-from ddp_course.grading import check, hint
+from ddp_course.checking import check, hint
 
 
 # %% [markdown]
@@ -99,7 +99,7 @@ check("8.4", most_held)
 # %% [markdown]
 # ## 8.5 Zero bubble: a schedule with a score to beat
 #
-# *25 minutes · hard*
+# *45 minutes · hard*
 #
 # A backward pass does two things: it computes the gradient of its input, for which the stage before is waiting (`"B"`), and
 # the gradients of its weights, for which nobody is waiting (`"W"`). Let `"F"`, `"B"` and `"W"` take one tick each. A stage
@@ -116,7 +116,7 @@ check("8.4", most_held)
 # |---|---|---|
 # | GPipe, each W right after its B | 30 | holds 8 |
 # | 1F1B, each W right after its B | 30 | **beat this** |
-# | the first stage idle only while the first B is on its way back | 27 | nobody can do better |
+# | the first stage is idle only while it waits for the first B | 27 | nobody can do better |
 #
 # Schedules of this kind are called **zero bubble** (Qi et al., ICLR 2024); yours is the paper's ZB-H1 if it reaches 27.
 # %% answer-8-5

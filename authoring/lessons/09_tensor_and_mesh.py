@@ -19,9 +19,12 @@ slice of every matrix. And then all ways are combined on one mesh of ranks.
 from functools import partial
 from importlib import import_module
 
+import torch
+import torch.distributed as dist
+
 from ddp_course import (
-    Device, Link, dist, launch, problems, ring_all_reduce, show, stage4_ring, stage8_pipeline, stage9_tensor, timing,
-    torch, wire,
+    Device, Link, launch, problems, ring_all_reduce, show, stage4_ring, stage8_pipeline,
+    stage9_tensor, timing, wire,
 )  # fmt: skip
 
 K = 4  # how many ranks; 2 works as well
@@ -114,10 +117,11 @@ print("counted: checkpointing keeps less than a quarter of the activations, for 
 r"""
 ## Two ways to split a linear layer
 
-A linear layer computes $y = x W^T$. Cut W **column-split**, by its outputs: every rank needs all of x and computes some of
-y. Cut it **row-split**, by its inputs: every rank needs some of x and computes one of T terms of y, which an all-reduce adds
-up. (The names are those of $W^T$.) One after the other they fit together: the first leaves y split in just the way in which
-the second needs its x. Between them stands an activation, such as ReLU, that works on each element alone.
+A linear layer computes $y = x W^T$. Cut W **column-split**, by its outputs: every rank needs all of x and computes some
+of y. Cut it **row-split**, by its inputs: every rank needs some of x and computes one of T terms of y, which an
+all-reduce adds up. PyTorch stores W as (outputs, inputs); "column" and "row" refer to its transpose. One after the
+other they fit together: the first leaves y split in just the way in which the second needs its x. Between them stands
+an activation, such as ReLU, that works on each element alone.
 
 Backward it is the mirror image: each term gets the same gradient, that of y, and the gradient of x is the sum of the
 gradients that all ranks compute for it. So each pass needs one all-reduce: forward behind the second layer, backward before

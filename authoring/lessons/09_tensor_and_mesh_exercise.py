@@ -9,7 +9,7 @@
 # %% imports
 import torch
 
-from ddp_course.grading import check, hint
+from ddp_course.checking import check, hint
 
 
 # %% [markdown]
@@ -89,7 +89,7 @@ check("9.2", Enter, Leave)
 # %% [markdown]
 # ## 9.3 A mesh to mend
 #
-# *15 minutes · hard*
+# *15 minutes · medium*
 #
 # Somebody trains on a mesh of three axes. Rank numbers count along `tensor` first, then along `pipeline`, then along `data`, so
 # that the ranks that share a layer are neighbours, inside a host. Activations are added up over the group "tensor", gradients
@@ -137,7 +137,7 @@ check("9.3", the_bug, mended_groups)
 # %% [markdown]
 # ## 9.4 Plan a machine
 #
-# *20 minutes · hard*
+# *20 minutes · medium*
 #
 # `job` is a dict that describes a machine and a model. Find D, T and P, with D · T · P = `gpus`, whose step takes the fewest
 # seconds of all that fit: tensor parallelism between hosts is allowed, but slow.

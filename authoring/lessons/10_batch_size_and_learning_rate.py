@@ -19,8 +19,12 @@ rate. Much of what is written about it mixes the two up. This lesson takes them 
 # %% imports
 import time
 
+import torch
+import torch.distributed as dist
+
 from ddp_course import (
-    Device, Link, claims, dist, facts, launch, problems, show, stage1_single, stage5_bucketed, stage6_ddp, torch,
+    Device, Link, claims, facts, launch, problems, show, stage1_single, stage5_bucketed,
+    stage6_ddp,
 )  # fmt: skip
 
 K = 4  # how many ranks; 2 works as well
@@ -138,9 +142,9 @@ print("batch times 4: linear is best and the same rate worst; batch times 32: li
 # %% [markdown]
 r"""
 The bands are the best and the worst of three seeds. Two things to see. Up to a point, linear scaling gives the small
-batch's result with fewer steps, in proportion, and leaving the rate alone does not. Beyond it every rule ends higher: the
-rate is too large, or the steps are too few. Warm-up makes no clear difference here: at 16 times the batch 22 steps are
-left, so a tenth of them is only 2. At full size, below, it pays.
+batch's result with fewer steps, in proportion, and leaving the rate alone does not. Beyond that point no rule reaches
+the small batch's loss: either the learning rate is too large or there are too few steps. Warm-up makes no clear
+difference here: at 16 times the batch 22 steps are left, so a tenth of them is only 2. At full size, below, it pays.
 
 **Where is the point?** Lesson 01 measured how noisy a gradient is. Averaging more samples pays as long as the noise is
 larger than the gradient itself. The batch at which both are equally long is the **critical batch size** (McCandlish et al.,
@@ -173,10 +177,11 @@ show.bars(critical, "critical batch size (samples)", title, form="{:.0f}")
 
 # %% [markdown]
 r"""
-Below it, doubling the batch halves the number of steps. Above it, a larger batch saves hardly any steps, and samples are
-wasted. Here are runs with the linear rule, drawn twice. Against **updates** the largest batch looks best. Against
-**samples**, which the devices have to compute, it does not: a batch below the critical size ends as low as a small one, a
-batch above it is behind.
+Well below it, doubling the batch nearly halves the number of steps. Well above it, a larger batch saves hardly any
+steps, and samples are wasted. In between one changes slowly into the other: at the critical size training takes twice
+the steps of the largest batch. Here are runs with the linear rule, drawn twice. Against **updates** the largest batch
+looks best. Against **samples**, which the devices have to compute, it does not: a batch below the critical size ends as
+low as a small one, a batch above it is behind.
 """
 
 
@@ -228,10 +233,10 @@ needed
 
 # %% [markdown]
 r"""
-Then we measure what a step takes on 1 to 8 emulated devices, joined by emulated links, with the buckets of lesson 05. For
-16 and 32 we take the time on 8, since a ring's time hardly grows (lesson 04). Updates times step time is the time to the loss.
-(The held-out loss is looked at after every 128 samples: every 16 updates on one device, every update on 16. So the counts are
-rounded up to such a multiple. `inf` means: not within 8,192 samples.)
+Then we measure what a step takes on 1 to 8 emulated devices, joined by emulated links, with the buckets of lesson 05.
+For 16 and 32 we take the time on 8, since a ring's time hardly grows (lesson 04). Updates times step time is the time
+to the loss. We evaluate after every 128 samples, so the counts are rounded up to that. `inf` means: not within 8,192
+samples.
 """
 
 
@@ -293,8 +298,8 @@ print("4 times the batch: linear beats the same rate; 32 times: no rule makes up
 
 # %% [markdown]
 r"""
-Here warm-up even ends higher at 16 times the batch. But of 24 steps it halves only the first; so this says less about warm-up
-than about the rate: it is so large that one step decides.
+Here warm-up even ends higher at 16 times the batch. Warm-up changes only the first of 24 steps here. That this matters
+at all shows how large the rate is.
 
 So "scale the learning rate linearly" is true *below the critical batch size*, if the base rate is small enough to be
 multiplied, and if the run is long enough that its first steps do not decide. This is the point up to which the rule works.

@@ -13,7 +13,7 @@ about what to do next; one is merely slow. This lesson breaks things on purpose,
 - find a slow rank, and a slow loader, in a timeline and in the traces of all ranks,
 - say what a restart costs, and how often to save.
 
-*40 minutes, about a minute of computing.*
+*75 minutes, about a minute of computing.*
 """
 
 # %% imports
@@ -28,9 +28,12 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
+
 from ddp_course import (
-    Device, checkpoint, claims, dist, errors, facts, finite, launch, problems, ring_all_reduce,
-    show, stage4_ring, stage5_bucketed, timeline, torch, train,
+    Device, checkpoint, claims, errors, facts, finite, launch, problems, ring_all_reduce, show,
+    stage4_ring, stage5_bucketed, timeline, train,
 )  # fmt: skip
 
 K = 4  # how many ranks; 2 works as well
@@ -179,8 +182,7 @@ r"""
 | NCCL's heartbeat | on by itself; `TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC` | ends a process whose watchdog hangs itself |
 | NCCL's log | `NCCL_DEBUG=INFO` | versions, network cards, rings; the last line before a hang |
 
-All of these work under torchrun on a cluster. `launch` prints the same after a timeout, stacks and last collectives, but only
-in a notebook.
+All of these work under torchrun on a cluster. `launch` prints the same after a timeout: stacks and last collectives.
 
 Here is a sample of what NCCL and its watchdog print (published). The first job trained well on one host and hung on two;
 the last two lines are from another job.
@@ -257,10 +259,10 @@ print("rank 1 is named before anything was averaged")
 r"""
 ## A slow rank
 
-This raises no error, and it is the hardest to find: every rank's step takes as long as the slowest one's. Look at what each
-rank *computes*. Here all ranks have an emulated device, and rank 1's has half the rate. In a recording a rank that waits
-*inside* the all-reduce seems to communicate. Nobody waits for less time than rank 1, which comes last: what the others spend
-there beyond rank 1's time is waiting, and drawn pale.
+This raises no error, and it is the hardest to find: every rank's step takes as long as the slowest one's. Look at what
+each rank *computes*. Here all ranks have an emulated device, and rank 1's has half the rate. In a recording a rank that
+waits *inside* the all-reduce seems to communicate. Rank 1 comes last, so it does not wait at all. Whatever another rank
+spends in the all-reduce beyond rank 1's time is waiting; it is drawn pale.
 """
 
 

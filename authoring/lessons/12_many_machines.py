@@ -13,13 +13,16 @@ on many machines all devices share one network card. This lesson crosses that bo
 - tell from how a host is wired what its all-reduce takes,
 - say what a second network card (NIC) is good for, and when it is not.
 
-*25 minutes, under a minute of computing.*
+*45 minutes, under a minute of computing.*
 """
 
 # %% imports
+import torch
+
 from ddp_course import (
-    Link, collectives, facts, launch, one_host, ring_all_reduce, show, simulate, theory, timing, torch,
+    Link, collectives, facts, launch, ring_all_reduce, show, simulate, theory, timing,
 )  # fmt: skip
+from ddp_predictions import one_host
 
 K = 4  # how many ranks, on two hosts; 2 works as well
 
@@ -93,14 +96,14 @@ print("two levels are not slower than the flat ring")
 
 # %% [markdown]
 r"""
-The dashes are bytes over bandwidth and nothing else. On virtual hosts the flat ring of four ranks takes up to 1.5 times as
-long as its dash, and not always equally long. Latency is not the reason: the bar in the middle is the same ring, with as
-many bytes in as many steps, and it stays within a tenth of its dash. The formula leaves out that *gloo asks before it sends*:
-the receiver says "ready" in a small message, and the sender waits for it. In a ring over two hosts this message crosses a
-cable that is busy with a chunk of the other direction's stream, and waits behind it: 4 bytes beside a chunk took 6 to 9 ms
-there and back, 0.3 ms on an idle cable; the chunk itself takes 10 ms. When all receives are announced before the first
-send, gloo's ring takes 67 ms instead of 90 (all measured). The ring in the middle uses plain TCP streams and does not ask,
-because in a ring every rank knows what comes next. Two levels ask across the cable in two steps, the flat ring in 2(K-1).
+The dashes are bytes over bandwidth and nothing else. On virtual hosts the flat ring of four ranks takes up to 1.5 times
+as long as its dash, and not always equally long. Latency is not the reason: the bar in the middle is the same ring,
+with as many bytes in as many steps, and it stays within a tenth of its dash. The formula leaves out that *gloo asks
+before it sends*: the receiver says "ready" in a small message, and the sender waits for it. Between two hosts this
+small message must share the cable with a chunk, and waits behind it. A round trip of 4 bytes took 0.3 ms on an idle
+cable and 6 to 9 ms on a busy one. When all receives are announced before the first send, gloo's ring takes 67 ms
+instead of 90 (all measured). The ring in the middle uses plain TCP streams and does not ask, because in a ring every
+rank knows what comes next. With two levels only two such questions cross the cable; with a flat ring 2(K-1) do.
 
 On 16 hosts with 8 devices each the difference is far larger. A flat ring over 128 devices pays 254 latencies, one after
 the other; in two levels there are 30 between the hosts.
@@ -136,8 +139,8 @@ Under **Slurm**, a scheduler for clusters, one line is enough; rank and world si
 srun --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 python -m ddp_course.train --stage 6
 ```
 
-(With `--gpus-per-task=1` each rank may see its own GPU alone, and on some clusters NCCL then cannot copy straight from one GPU
-to another: P2P, over NVLink. With `--gpus-per-node` all ranks see all GPUs, and each takes that of its local rank.)
+Do not use `--gpus-per-task=1`: a rank then sees only its own GPU, and on some clusters NCCL can no longer copy directly
+between GPUs. With `--gpus-per-node` all ranks see all GPUs, and each takes that of its local rank.
 
 Files for both are in `deploy/`.
 
@@ -253,9 +256,9 @@ print(f"large messages use {most / card:.1f} of 8 cards")
 
 # %% [markdown]
 r"""
-Two things to see. A large message fills nearly all eight cards: a flat ring through one of them would take eight times as
-long. And 1 MiB on 4 hosts does not even fill one: it takes 0.38 ms, and nearly all of this is latency. More cards help large
-messages only; small ones need fewer steps, or a bucket in which they travel together.
+Two things to see. A large message fills nearly all eight cards: a flat ring through one of them would take eight times
+as long. And 1 MiB on 4 hosts does not even fill one: it takes 0.38 ms, and nearly all of this is latency. More cards
+help large messages only; for small messages use an algorithm with fewer steps, or put several into one bucket.
 
 ## Which all-reduce is the fastest?
 
@@ -287,7 +290,8 @@ Ethernet between, one ring per card. `torch.distributed.device_mesh` names the l
 Large all-reduces take eight times as long. Small ones take as long as before.
 </details>
 
-**3.** Five V100s of one host are slower than four. Which number would have told you before you bought them?
+**3.** The model says that five V100s of one host would be slower than four. Which number tells you so before you
+buy them?
 <details><summary>Answer</summary>
 How many rings fit on the wires among these five: fewer than among four.
 </details>

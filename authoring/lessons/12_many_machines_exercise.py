@@ -8,7 +8,7 @@
 # %% imports
 import torch
 
-from ddp_course.grading import check, hint
+from ddp_course.checking import check, hint
 from ddp_course.stage4_ring import allgather, ring_all_reduce, reduce_scatter
 
 

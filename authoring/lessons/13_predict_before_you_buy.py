@@ -19,7 +19,8 @@ did not see, and lets them choose between all ways of this course. Nothing here 
 # %% imports
 from statistics import median
 
-from ddp_course import claims, facts, plans, predict, published, show, simulate, theory
+from ddp_course import claims, facts, show, simulate, theory
+from ddp_predictions import figures, plans, predict, published
 
 # %% [markdown]
 r"""
@@ -180,7 +181,7 @@ tables of which it saw every row, the list below the figure gives the error on r
 
 # %% scoreboard
 tables = predict.scoreboard()
-show.predictions_figure([row for table in tables for row in table.rows])
+figures.predictions_figure([row for table in tables for row in table.rows])
 
 # %% scoreboard-numbers
 for table in tables:
@@ -242,11 +243,11 @@ of the fastest.
 """
 
 # %% decision-chart
-show.widgets.decision_chart()
+figures.decision_chart()
 
 # %% decision-figure
 setting = {"billions": 174.6, "memory_gb": 80, "devices": 768, "bandwidth": "200Gbit", "nics": 8, "samples": 2}
-show.widgets.decision_figure(setting, *plans.decide(**setting))
+figures.decision_figure(setting, *plans.decide(**setting))
 
 # %% check-decision
 # NBVAL_CHECK_OUTPUT

@@ -6,7 +6,7 @@
 # Stuck? `hint("13.1")` gives the first of three hints for a task, and
 # `hint("13.1", 2)` the next. Reports count them.
 # %% imports
-from ddp_course.grading import check, hint
+from ddp_course.checking import check, hint
 
 
 # %% [markdown]

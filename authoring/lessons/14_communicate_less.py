@@ -19,9 +19,12 @@ train exactly as one device does. This lesson measures both sides: how much time
 # %% imports
 import time
 
+import torch
+import torch.distributed as dist
+
 from ddp_course import (
-    Device, DistributedDataParallel, Link, communicate_less, dist, launch, problems, show,
-    stage1_single, stage4_ring, torch, wire,
+    Device, DistributedDataParallel, Link, communicate_less, launch, problems, show,
+    stage1_single, stage4_ring, wire,
 )  # fmt: skip
 
 K = 4  # how many ranks; 2 works as well
@@ -75,9 +78,9 @@ show.source(communicate_less.serve)
 r"""
 ## Run
 
-Eight ways train the small byte model, each from three seeds, on equally many samples. The asynchronous server has only K-1
-workers, so each takes K/(K-1) times as many shares. And it updates after every single share, not after K of them, so each
-update gets 1/K of the rate: a quarter of the batch moves the weights a quarter as far. Every rank counts what it sends.
+Eight ways train the small byte model, each from three seeds, on equally many samples. The asynchronous server has only
+K-1 workers, so each of its workers processes K/(K-1) times as many batches. The server updates after every batch of one
+worker instead of after K of them; to compensate, the learning rate is divided by K. Every rank counts what it sends.
 """
 
 

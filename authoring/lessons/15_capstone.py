@@ -21,7 +21,9 @@ import json
 import shutil
 from pathlib import Path
 
-from ddp_course import dist, show, theory, timing
+import torch.distributed as dist
+
+from ddp_course import show, theory, timing
 from ddp_course.running.files import course_folder
 
 K = 2  # how many ranks; each imports torch, so that few cores do not make you wait
@@ -117,9 +119,9 @@ show.bars({name: 1000 * seconds for name, seconds in times.items()}, "step (ms)"
 r"""
 ## Explain
 
-Is the gap more than 10 %? Then take one thing away at a time. The step of "no messages" is longer than the computing of one
-rank alone, since ranks on one machine share cores and memory. From there to DDP's bar it is communication, less what overlap
-hides. `fully_shard` sends the parameters twice beside the gradients, in one message per block.
+Is the gap more than 10 %? Then take one thing away at a time. The step of "no messages" is longer than the computing of
+one rank alone, since ranks on one machine share cores and memory. The difference to DDP's bar is the communication that
+overlap did not hide. `fully_shard` sends the parameters twice beside the gradients, in one message per block.
 """
 
 # %% explain

@@ -7,7 +7,7 @@
 # Stuck? `hint("15.1")` gives the first of three hints for a task, and
 # `hint("15.1", 2)` the next. Reports count them.
 # %% imports
-from ddp_course.grading import check, hint
+from ddp_course.checking import check, hint
 
 
 # %% [markdown]

@@ -1,7 +1,8 @@
-"""Explorers for a page without a kernel: the picture of every position of the sliders, drawn beforehand.
+"""Explorers for a page without a kernel: the picture of every position of the sliders, drawn
+beforehand.
 
-Neighbouring pictures are SVG files that differ in few lines. So each line is kept once, and a picture is a list of
-line numbers; assets/course.js puts them together again.
+Neighbouring pictures are SVG files that differ in few lines. So each line is kept once, and a
+picture is a list of line numbers; assets/course.js puts them together again.
 """
 
 import io
@@ -22,7 +23,8 @@ SVG = {
 
 
 def drawn(recipe: dict, most: int) -> str:
-    """The explorer that `recipe` describes as JSON for the script: its sliders, and about `most` pictures or fewer.
+    """The explorer that `recipe` describes as JSON for the script: its sliders, and about `most`
+    pictures or fewer.
 
     Where there are more positions than that, the longest sliders lose some in their middle.
     """
@@ -37,10 +39,16 @@ def drawn(recipe: dict, most: int) -> str:
     lines, labels = {}, {name: [] for name in kept}
     tree = branch(explorer, kept, list(kept), lines, labels)
     sliders = [
-        {"name": explorer.controls[name].description, "labels": labels[name], "at": place(kept[name], first[name])}
+        {
+            "name": explorer.controls[name].description,
+            "labels": labels[name],
+            "at": place(kept[name], first[name]),
+        }
         for name in kept
     ]
-    return json.dumps({"sliders": sliders, "lines": list(lines), "tree": tree}, separators=(",", ":"))
+    return json.dumps(
+        {"sliders": sliders, "lines": list(lines), "tree": tree}, separators=(",", ":")
+    )
 
 
 def positions(control):
@@ -51,9 +59,14 @@ def positions(control):
 
 
 def movable_ends(explorer):
-    """Sliders of whole numbers behind the first: how far they go may depend on those before them."""
-    return [name for name in [*explorer.controls][1:]
-            if not isinstance(explorer.controls[name], ipywidgets.SelectionSlider)]  # fmt: skip
+    """Sliders of whole numbers behind the first: how far they go may depend on those before
+    them.
+    """
+    return [
+        name
+        for name in [*explorer.controls][1:]
+        if not isinstance(explorer.controls[name], ipywidgets.SelectionSlider)
+    ]
 
 
 def place(pairs, value):
@@ -62,7 +75,8 @@ def place(pairs, value):
 
 
 def thinned(every, first, most):
-    """`every` {name: positions}, with positions left out of the longest until `most` pictures remain.
+    """`every` {name: positions}, with positions left out of the longest until `most` pictures
+    remain.
 
     Each slider's `first` value stays, and its ends as long as that can be.
     """
@@ -76,7 +90,8 @@ def thinned(every, first, most):
 
 
 def branch(explorer, kept, names, lines, labels):
-    """The tree of pictures: a list for each slider, and at its ends [message, alternative text, line numbers].
+    """The tree of pictures: a list for each slider, and at its ends [message, alternative text,
+    line numbers].
 
     `lines` and `labels` are filled on the way.
     """

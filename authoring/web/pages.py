@@ -1,7 +1,8 @@
 """Notebooks and documents as the Markdown pages that the site's generator reads.
 
-Prose stays as it is, formulas become MathML, code and outputs fenced blocks, figures files of their own with their
-alternative texts, explorers and predictions the HTML that assets/course.js brings to life.
+Prose stays as it is, formulas become MathML, code and outputs fenced blocks, figures files of their
+own with their alternative texts, explorers and predictions the HTML that assets/course.js brings to
+life.
 """
 
 import base64
@@ -28,7 +29,9 @@ LISTED = re.compile(r" *(?:[-*+]|\d+\.) +\S")
 
 @dataclass
 class Page:
-    """One page: its Markdown, the pictures beside it by file name, and the explorers to draw, each in an HTML place."""
+    """One page: its Markdown, the pictures beside it by file name, and the explorers to draw, each
+    in an HTML place.
+    """
 
     path: str
     markdown: str
@@ -58,35 +61,50 @@ def document(path: Path) -> Page:
 
 
 def ways_in(path: Path) -> str:
-    """The links under a page's title: where to open the notebook, and the lesson or exercise that goes with it."""
+    """The links under a page's title: where to open the notebook, and the lesson or exercise that
+    goes with it.
+    """
     other = "notebooks" if path.parent.name == "exercises" else "exercises"
-    places = [f"[{place}]({link})" for place, link in addresses(f"{path.parent.name}/{path.name}").items()]
+    places = [
+        f"[{place}]({link})" for place, link in addresses(f"{path.parent.name}/{path.name}").items()
+    ]
     links = ["Open in " + " · ".join(places)]
     if (ROOT / other / path.name).exists():
         links.insert(
-            0, f"[{'Lesson' if other == 'notebooks' else 'Exercise'} {int(path.stem[:2])}](../{other}/{path.stem}.md)"
+            0,
+            f"[{'Lesson' if other == 'notebooks' else 'Exercise'}"
+            f" {int(path.stem[:2])}](../{other}/{path.stem}.md)",
         )
     return f'<p class="ways-in" markdown="1" data-search-exclude>{" · ".join(links)}</p>'
 
 
 def prose(markdown: str, where: str) -> str:
-    """A text of CommonMark as the generator's Markdown: lists set apart, answers opened to Markdown, links mended."""
+    """A text of CommonMark as the generator's Markdown: lists set apart, answers opened to
+    Markdown, links mended.
+    """
     parts = CODE.split(markdown)
     for index in range(0, len(parts), 2):  # the others are code
         text = FORMULA.sub(formula, parts[index])
         text = re.sub(r"<details>", '<details markdown="1">', text)
-        parts[index] = re.sub(r"\]\(([^)\s]+)\)", lambda match: f"]({target(match[1], where)})", text)
+        parts[index] = re.sub(
+            r"\]\(([^)\s]+)\)", lambda match: f"]({target(match[1], where)})", text
+        )
     return with_lists_apart("".join(parts))
 
 
 def formula(match: re.Match) -> str:
     """One TeX formula as MathML, which browsers show without help."""
-    tex, display = (match[1] or match[2]).strip().replace("\n", " "), "block" if match[1] else "inline"
+    tex, display = (
+        (match[1] or match[2]).strip().replace("\n", " "),
+        "block" if match[1] else "inline",
+    )
     return convert(tex, display=display).replace("*", "&#42;").replace("_", "&#95;")
 
 
 def target(link: str, where: str) -> str:
-    """Where a link on the page `where` leads: to a page of the site, or else into the repository."""
+    """Where a link on the page `where` leads: to a page of the site, or else into the
+    repository.
+    """
     name = link.partition("#")[0]
     if re.match(r"[a-z]+:", link) or not name:
         return link
@@ -102,25 +120,40 @@ def target(link: str, where: str) -> str:
 
 
 def with_lists_apart(markdown: str) -> str:
-    """An empty line before each list that CommonMark would begin in mid-paragraph; code is left alone."""
+    """An empty line before each list that CommonMark would begin in mid-paragraph; code is left
+    alone.
+    """
     lines, fenced = [], False
     for line in markdown.split("\n"):
         fenced ^= bool(re.match(r" *(```|~~~)", line))
         before = lines[-1] if lines else ""
         begins = STARTS_LIST.match(line)
-        if begins and not fenced and before.strip() and not LISTED.match(before) and not before.startswith("  "):
+        if (
+            begins
+            and not fenced
+            and before.strip()
+            and not LISTED.match(before)
+            and not before.startswith("  ")
+        ):
             lines.append("")
         lines.append(line)
     return "\n".join(lines)
 
 
 def code_cell(cell, page: Page, predictions: list) -> str:
-    """A code cell and what came out of it. The search passes it over: it is for the words around it."""
+    """A code cell and what came out of it. The search passes it over: it is for the words around
+    it.
+    """
     inner = [fence(cell.source, "python")] if cell.source.strip() else []
     shows = re.match(r"show\.(source|diff)\(", cell.source)
     for output in cell.outputs:
         inner.append(
-            shown(output, page, predictions, {"source": "python", "diff": "diff"}[shows[1]] if shows else None)
+            shown(
+                output,
+                page,
+                predictions,
+                {"source": "python", "diff": "diff"}[shows[1]] if shows else None,
+            )
         )
     body = "\n\n".join(part for part in inner if part)
     return f'<div class="cell" markdown="1" data-search-exclude>\n\n{body}\n\n</div>'
@@ -153,7 +186,9 @@ def shown(output, page: Page, predictions: list, language: str | None) -> str:
     if language:
         return fence(data["text/plain"], language)
     if "text/html" in data:
-        without_gaps = re.sub(r"\n\s*\n", "\n", data["text/html"])  # an empty line would end the block of HTML
+        without_gaps = re.sub(
+            r"\n\s*\n", "\n", data["text/html"]
+        )  # an empty line would end the block of HTML
         return f'<div class="output">{without_gaps}</div>'
     return fence(data.get("text/plain", ""), "text")
 
@@ -168,7 +203,8 @@ def picture(output, page: Page) -> str:
     name = f"{Path(page.path).stem}-{len(page.pictures) + 1}.png"
     page.pictures[name] = base64.b64decode(output.data["image/png"])
     return (
-        f'<img class="figure" src="{name}" alt="{html.escape(" ".join(alternative(output).split()))}" loading="lazy">'
+        f'<img class="figure" src="{name}"'
+        f' alt="{html.escape(" ".join(alternative(output).split()))}" loading="lazy">'
     )
 
 
@@ -176,14 +212,18 @@ def explorer(output, page: Page) -> str:
     """The place of an explorer, and its first picture until the script has run."""
     place = f"{Path(page.path).stem}-explorer-{len(page.explorers) + 1}"
     page.explorers[place] = output.data[MIME]
-    return f'<div class="explorer" id="{place}">{picture(output, page)}<script src="{place}.js"></script></div>'
+    return (
+        f'<div class="explorer" id="{place}">{picture(output, page)}<script'
+        f' src="{place}.js"></script></div>'
+    )
 
 
 def prediction(text: str, number: int) -> str:
     """A question with its answers to choose from; `text` has a line for each, marked "( )"."""
     question, *answers = text.split("\n")
     choices = "".join(
-        f'<label><input type="radio" name="prediction-{number}" value="{at}"> {html.escape(answer.strip()[4:])}</label>'
+        f'<label><input type="radio" name="prediction-{number}" value="{at}">'
+        f" {html.escape(answer.strip()[4:])}</label>"
         for at, answer in enumerate(answers)
     )
     asked = f"<legend>{html.escape(question)}</legend>{choices}"

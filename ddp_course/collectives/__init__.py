@@ -1,16 +1,20 @@
-"""Other algorithms for an all-reduce. Each sums `tensor` over the ranks of `group` in place, like `ring_all_reduce`.
+"""Other algorithms for an all-reduce. Each sums `tensor` over the ranks of `group` in place, like
+`ring_all_reduce`.
 
 For p bytes over K ranks, links of bandwidth b and latency a, additions free:
 
     ring (stage 4)     2(K-1) a     + 2(K-1)/K p/b     least traffic; many steps
     tree               2 log2(K) a  + 2 log2(K) p/b    few steps, whole tensors: for small messages
-    halving-doubling   2 log2(K) a  + 2(K-1)/K p/b     few steps and least traffic; wants a power of two
-    hierarchical       a ring inside each host around a ring between the hosts: 1/R of the bytes between hosts
+    halving-doubling   2 log2(K) a  + 2(K-1)/K p/b     few steps and least traffic; wants a power of
+                                                       two
+    hierarchical       a ring inside each host around a ring between the hosts: 1/R of the bytes
+                       between hosts
     pipelined ring     as the ring, with the additions hidden under the transfers
-    duplex server                     towards (K-1) p/b   a server that sends back while it still collects
+    duplex server                     towards (K-1) p/b   a server that sends back while it still
+                                                          collects
 
-Sources: Thakur, Rabenseifner and Gropp, Int. J. High Performance Computing Applications 19 (2005), for tree and
-halving-doubling; Jia et al., arXiv:1807.11205 (2018), for the hierarchical one.
+Sources: Thakur, Rabenseifner and Gropp, Int. J. High Performance Computing Applications 19 (2005),
+for tree and halving-doubling; Jia et al., arXiv:1807.11205 (2018), for the hierarchical one.
 """
 
 from .duplex_server import duplex_server_all_reduce

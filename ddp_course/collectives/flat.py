@@ -4,7 +4,9 @@ import torch
 
 
 def flattened(tensor: torch.Tensor) -> torch.Tensor:
-    """The values of `tensor` as flat memory: its own, or a copy if it has gaps or is a conjugated or negated view."""
+    """The values of `tensor` as flat memory: its own, or a copy if it has gaps or is a conjugated
+    or negated view.
+    """
     return tensor.resolve_conj().resolve_neg().contiguous().view(-1)
 
 

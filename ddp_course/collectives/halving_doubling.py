@@ -1,4 +1,6 @@
-"""Recursive halving and doubling: few steps and least traffic, the largest parts between neighbours."""
+"""Recursive halving and doubling: few steps and least traffic, the largest parts between
+neighbours.
+"""
 
 import torch
 import torch.distributed as dist
@@ -9,11 +11,15 @@ from .flat import copied_back, flattened
 
 @wire.collective
 @torch.no_grad()
-def halving_doubling_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Recursive halving, then recursive doubling: exchange half, a quarter, an eighth …, and the same way back.
+def halving_doubling_all_reduce(
+    tensor: torch.Tensor, group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
+    """Recursive halving, then recursive doubling: exchange half, a quarter, an eighth …, and the
+    same way back.
 
-    Partners are neighbours first, then at distance 2, 4 …. Where K is not a power of two, some of the first ranks form
-    pairs, each of which acts as one rank: the odd rank sends its tensor to the even rank, and waits for the sum.
+    Partners are neighbours first, then at distance 2, 4 …. Where K is not a power of two, some of
+    the first ranks form pairs, each of which acts as one rank: the odd rank sends its tensor to the
+    even rank, and waits for the sum.
     """
     flat = flattened(tensor)
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
@@ -36,9 +42,15 @@ def halving_doubling_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup |
 
 
 def halve_and_double(
-    part: torch.Tensor, ranks: list[int], place: int, distance: int, group: dist.ProcessGroup | None = None
+    part: torch.Tensor,
+    ranks: list[int],
+    place: int,
+    distance: int,
+    group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Exchange halves of `part` with the rank `distance` places on, sum the kept half by recursion, fetch the other."""
+    """Exchange halves of `part` with the rank `distance` places on, sum the kept half by recursion,
+    fetch the other.
+    """
     if distance == len(ranks):
         return
     lower, upper = part.tensor_split(2)

@@ -15,15 +15,20 @@ from .flat import copied_back, flattened
 def hierarchical_all_reduce(
     tensor: torch.Tensor, group: dist.ProcessGroup | None = None, ranks_per_host: int | None = None
 ) -> torch.Tensor:
-    """Two levels: reduce-scatter inside each host, a ring of the hosts for each chunk, allgather inside each host.
+    """Two levels: reduce-scatter inside each host, a ring of the hosts for each chunk, allgather
+    inside each host.
 
-    Hosts are runs of `ranks_per_host` consecutive ranks (default: LOCAL_WORLD_SIZE, else all on one host); the number
-    must divide K, or ValueError. Only 2(H-1)/H p/R bytes of a rank cross between the H hosts of R ranks.
+    Hosts are runs of `ranks_per_host` consecutive ranks (default: LOCAL_WORLD_SIZE, else all on one
+    host); the number must divide K, or ValueError. Only 2(H-1)/H p/R bytes of a rank cross between
+    the H hosts of R ranks.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     size = min(world_size, ranks_per_host or int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
     if world_size % size:
-        raise ValueError(f"{world_size} ranks cannot be divided into hosts of {size}; choose ranks_per_host to fit")
+        raise ValueError(
+            f"{world_size} ranks cannot be divided into hosts of {size}; choose ranks_per_host"
+            " to fit"
+        )
     host, place = divmod(rank, size)
     inside = [host * size + i for i in range(size)]
     across = [i * size + place for i in range(world_size // size)]
@@ -40,7 +45,9 @@ def hierarchical_all_reduce(
 def reduce_scatter_among(
     chunks: Sequence[torch.Tensor], members: list[int], group: dist.ProcessGroup | None = None
 ) -> int:
-    """Stage 4's reduce-scatter in the ring of the ranks `members`; return the index of the chunk finished here."""
+    """Stage 4's reduce-scatter in the ring of the ranks `members`; return the index of the chunk
+    finished here.
+    """
     size, place = len(members), members.index(dist.get_rank(group))
     left, right = (wire.global_rank(members[(place + step) % size], group) for step in (-1, 1))
     scratch = torch.empty_like(chunks[0])
@@ -51,9 +58,13 @@ def reduce_scatter_among(
     return (place + 1) % size
 
 
-def allgather_among(chunks: Sequence[torch.Tensor], members: list[int], group: dist.ProcessGroup | None = None) -> None:
+def allgather_among(
+    chunks: Sequence[torch.Tensor], members: list[int], group: dist.ProcessGroup | None = None
+) -> None:
     """Stage 4's allgather in the ring of the ranks `members`."""
     size, place = len(members), members.index(dist.get_rank(group))
     left, right = (wire.global_rank(members[(place + step) % size], group) for step in (-1, 1))
     for step in range(size - 1):
-        wire.exchange(chunks[(place + 1 - step) % size], right, chunks[(place - step) % size], left, group)
+        wire.exchange(
+            chunks[(place + 1 - step) % size], right, chunks[(place - step) % size], left, group
+        )

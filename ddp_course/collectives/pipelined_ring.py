@@ -15,11 +15,14 @@ SEGMENT = 2**20  # A segment of this many bytes stays in the processor's cache u
 
 @wire.collective
 @torch.no_grad()
-def pipelined_ring_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+def pipelined_ring_all_reduce(
+    tensor: torch.Tensor, group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
     """Stage 4's ring, chunk by chunk in the same order, but each chunk travels as several segments.
 
-    A segment is passed on as soon as it is added, while the next one is still on its way. Where ranks cannot have TCP
-    streams of their own (on a GPU, over a throttled wire), it is stage 4's ring.
+    A segment is passed on as soon as it is added, while the next one is still on its way. Where
+    ranks cannot have TCP streams of their own (on a GPU, over a throttled wire), it is stage 4's
+    ring.
     """
     flat = flattened(tensor)
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
@@ -38,8 +41,14 @@ def pass_around(chunks: Sequence[torch.Tensor], rank: int, group: dist.ProcessGr
     """Reduce-scatter and allgather, segment by segment."""
     world_size, parts = len(chunks), max(1, -(-chunks[0].nbytes // SEGMENT))
     steps = range(2 * (world_size - 1))
-    arriving = [segment for s in steps for segment in chunks[(rank - 1 - s) % world_size].tensor_split(parts)]
-    to_add = len(arriving) // 2  # reduce-scatter adds the segments that arrive; allgather keeps them as they are
+    arriving = [
+        segment
+        for s in steps
+        for segment in chunks[(rank - 1 - s) % world_size].tensor_split(parts)
+    ]
+    to_add = (
+        len(arriving) // 2
+    )  # reduce-scatter adds the segments that arrive; allgather keeps them as they are
     scratch = torch.empty_like(max(arriving, key=len))
     places = [scratch[: len(s)] if n < to_add else s for n, s in enumerate(arriving)]
     with streams.to_neighbours(group, sum(chunk.nbytes for chunk in chunks)) as links:

@@ -1,12 +1,16 @@
-"""The two links of a rank in a ring: tensors go out to the right neighbour and come in from the left one, in order.
+"""The two links of a rank in a ring: tensors go out to the right neighbour and come in from the
+left one, in order.
 
-gloo sends messages: for each message it asks whether the receiver is ready, and wakes up a thread of its own to move
-it, which takes long when there are more threads than cores. In a ring no rank needs to ask, because each knows what
-comes next. So a plain TCP stream is enough: one thread writes, the caller reads, and nothing but the tensors travels.
+gloo sends messages: for each message it asks whether the receiver is ready, and wakes up a thread
+of its own to move it, which takes long when there are more threads than cores. In a ring no rank
+needs to ask, because each knows what comes next. So a plain TCP stream is enough: one thread
+writes, the caller reads, and nothing but the tensors travels.
 
     with streams.to_neighbours(group, nbytes) as links:
-        links.send(tensor)                          # returns at once; leave `tensor` alone until the end of the block
-        for tensor in links.received(tensors):      # in the order in which the left neighbour sends them
+        links.send(tensor)                          # returns at once; leave `tensor` alone until
+                                                    the end of the block
+        for tensor in links.received(tensors):      # in the order in which the left neighbour sends
+                                                    them
             ...
 """
 
@@ -33,18 +37,22 @@ _open: WeakKeyDictionary = WeakKeyDictionary()  # {process group: its streams}
 
 
 def are_possible(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> bool:
-    """Whether streams of our own can carry `tensor`: it must be in a CPU's memory, and the wire not throttled."""
+    """Whether streams of our own can carry `tensor`: it must be in a CPU's memory, and the wire not
+    throttled.
+    """
     on_cpu = tensor.device.type == "cpu" and not wire.on_nccl(tensor, group)
     return on_cpu and wire.card.throttle is None and "MASTER_ADDR" in os.environ
 
 
 @contextmanager
 def to_neighbours(group: dist.ProcessGroup | None, nbytes: int) -> Iterator["Streams"]:
-    """The links of this rank in the ring of `group`, for tensors of `nbytes` in all; the block ends when all have left.
+    """The links of this rank in the ring of `group`, for tensors of `nbytes` in all; the block ends
+    when all have left.
 
-    All ranks must enter together, because the first time they connect. A ValueError says that the left neighbour's
-    tensor has another size. After an error the streams are closed, because parts of a tensor may still be in them, and
-    the neighbours get a ConnectionError. If all ranks go on nevertheless, they connect anew.
+    All ranks must enter together, because the first time they connect. A ValueError says that the
+    left neighbour's tensor has another size. After an error the streams are closed, because parts
+    of a tensor may still be in them, and the neighbours get a ConnectionError. If all ranks go on
+    nevertheless, they connect anew.
     """
     group = group or dist.group.WORLD
     if group not in _open:
@@ -73,11 +81,15 @@ class Streams:
 
         A stream does not mark where a message ends, so nothing else would show this.
         """
-        self.leaving.append(self.writer.submit(self.outgoing.sendall, nbytes.to_bytes(SIZE_BYTES, "little")))
+        self.leaving.append(
+            self.writer.submit(self.outgoing.sendall, nbytes.to_bytes(SIZE_BYTES, "little"))
+        )
         theirs = bytearray(SIZE_BYTES)
         self.fill(memoryview(theirs))
         if (other := int.from_bytes(theirs, "little")) != nbytes:
-            raise ValueError(f"rank {self.left} sums a tensor of {other} bytes, this rank one of {nbytes}")
+            raise ValueError(
+                f"rank {self.left} sums a tensor of {other} bytes, this rank one of {nbytes}"
+            )
 
     def send(self, tensor: torch.Tensor) -> None:
         """Send a flat `tensor` as soon as those before it have left."""
@@ -108,9 +120,14 @@ class Streams:
                 count = self.incoming.recv_into(rest)
             except TimeoutError:
                 seconds = self.incoming.gettimeout()
-                raise TimeoutError(f"rank {self.left} has sent nothing for {seconds:g} s; is it running?") from None
+                raise TimeoutError(
+                    f"rank {self.left} has sent nothing for {seconds:g} s; is it running?"
+                ) from None
             if count == 0:
-                text = f"Connection closed by peer: rank {self.left}, or one that it waited for, has failed"
+                text = (
+                    f"Connection closed by peer: rank {self.left}, or one that it waited for, has"
+                    " failed"
+                )
                 raise ConnectionError(text)
             rest = rest[count:]
 
@@ -128,7 +145,9 @@ class Streams:
 
 
 def connect(left: int, right: int, group: dist.ProcessGroup) -> tuple[socket.socket, socket.socket]:
-    """Return the stream from rank `left` and that to rank `right`, with the process group's own timeout."""
+    """Return the stream from rank `left` and that to rank `right`, with the process group's own
+    timeout.
+    """
     seconds = timeout_of(group).total_seconds()
     family, address = own_address()
     password = secrets.token_bytes(PASSWORD_BYTES)
@@ -150,7 +169,9 @@ def connect(left: int, right: int, group: dist.ProcessGroup) -> tuple[socket.soc
 
 
 def let_in(door: socket.socket, password: bytes, deadline: float) -> socket.socket:
-    """The first connection that begins with the password, which only the left neighbour has; others are closed."""
+    """The first connection that begins with the password, which only the left neighbour has; others
+    are closed.
+    """
     while True:
         door.settimeout(max(deadline - time.monotonic(), 0.001))
         stream, _ = door.accept()
@@ -162,8 +183,12 @@ def let_in(door: socket.socket, password: bytes, deadline: float) -> socket.sock
 
 
 def own_address() -> tuple[socket.AddressFamily, str]:
-    """The address, with its family, under which other ranks reach this one: that from which it reaches MASTER_ADDR."""
-    family, kind, _, _, there = socket.getaddrinfo(os.environ["MASTER_ADDR"], 1, type=socket.SOCK_DGRAM)[0]
+    """The address, with its family, under which other ranks reach this one: that from which it
+    reaches MASTER_ADDR.
+    """
+    family, kind, _, _, there = socket.getaddrinfo(
+        os.environ["MASTER_ADDR"], 1, type=socket.SOCK_DGRAM
+    )[0]
     with socket.socket(family, kind) as probe:
         probe.connect(there)  # this sends nothing: for datagrams, `connect` only looks up the route
         return family, probe.getsockname()[0]
@@ -171,7 +196,9 @@ def own_address() -> tuple[socket.AddressFamily, str]:
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a flat `tensor` as bytes."""
-    array: Any = tensor.detach().view(torch.uint8).numpy()  # an array is a buffer, but its type does not say so
+    array: Any = (
+        tensor.detach().view(torch.uint8).numpy()
+    )  # an array is a buffer, but its type does not say so
     return memoryview(array)
 
 

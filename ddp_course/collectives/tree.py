@@ -12,11 +12,15 @@ from .flat import copied_back, flattened
 def tree_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """Sum up a binomial tree to rank 0, and copy the result down the same tree.
 
-    In round d = 1, 2, 4, … every rank r that is an odd multiple of d sends its sum so far to rank r - d.
+    In round d = 1, 2, 4, … every rank r that is an odd multiple of d sends its sum so far to rank r
+    - d.
     """
     flat = flattened(tensor)
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    incoming, distances = torch.empty_like(flat), [2**i for i in range(max(1, world_size - 1).bit_length())]
+    incoming, distances = (
+        torch.empty_like(flat),
+        [2**i for i in range(max(1, world_size - 1).bit_length())],
+    )
     for distance in distances:
         if rank % (2 * distance) == distance:
             wire.send(flat, wire.global_rank(rank - distance, group), group)

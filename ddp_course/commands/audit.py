@@ -1,11 +1,15 @@
-"""`ddp-course audit FILE`: run a training script on two ranks, and say which of the usual mistakes it makes."""
+"""`ddp-course audit FILE`: run a training script on two ranks, and say which of the usual mistakes
+it makes.
+"""
 
 import argparse
 from pathlib import Path
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", type=Path, metavar="FILE", help="a script that torchrun could start")
+    parser.add_argument(
+        "file", type=Path, metavar="FILE", help="a script that torchrun could start"
+    )
     folder = "after --, for the script; FOLDER stands for a temporary folder"
     parser.add_argument("arguments", nargs="*", metavar="ARGUMENT", help=folder)
 
@@ -15,6 +19,9 @@ def main(args: argparse.Namespace) -> int:
     from ..measuring.audit import audit
 
     messages = audit(args.file.read_text(encoding="utf-8"), arguments=args.arguments)
-    right = "none of the five usual mistakes: samples, epochs, weights and checkpoint are as they should be"
+    right = (
+        "none of the five usual mistakes: samples, epochs, weights and checkpoint are as they"
+        " should be"
+    )
     print("\n".join(messages) or right)
     return int(any(not message.startswith("not seen") for message in messages))

@@ -1,4 +1,6 @@
-"""`ddp-course claims`: what people say about distributed training, with the verdict, and the lesson that decides."""
+"""`ddp-course claims`: what people say about distributed training, with the verdict, and the lesson
+that decides.
+"""
 
 import argparse
 
@@ -10,6 +12,7 @@ from ..measuring import claims
 def main(args: argparse.Namespace) -> None:
     """Print the table."""
     rows = [
-        [claim.number, claim.text, f"{claim.verdict} ({claim.kind})", claim.lesson[:2]] for claim in claims.decided()
+        [claim.number, claim.text, f"{claim.verdict} ({claim.kind})", claim.lesson[:2]]
+        for claim in claims.decided()
     ]
     print(tabulate(rows, ["", "claim", "verdict", "lesson"], maxcolwidths=[None, 60, 40, None]))

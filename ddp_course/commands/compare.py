@@ -25,23 +25,45 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     parser.add_argument("--problem", default="digits", help="digits, bytes or synthetic")
     parser.add_argument("--world-size", type=int, default=4, metavar="K", help="number of ranks")
-    parser.add_argument("--steps", type=int, metavar="N", help="training steps; None: the problem's")
-    parser.add_argument("--stages", default=",".join(DEFAULT_STAGES), help=f"there are {', '.join(ladder.STAGES)}")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, or one GPU such as cuda:0")
-    parser.add_argument("--device-speed", default="auto", help="such as 2GFLOP/s, or none: the processor as it is")
+    parser.add_argument(
+        "--steps", type=int, metavar="N", help="training steps; None: the problem's"
+    )
+    parser.add_argument(
+        "--stages", default=",".join(DEFAULT_STAGES), help=f"there are {', '.join(ladder.STAGES)}"
+    )
+    parser.add_argument(
+        "--device", default="auto", help="auto, cpu, cuda, or one GPU such as cuda:0"
+    )
+    parser.add_argument(
+        "--device-speed", default="auto", help="such as 2GFLOP/s, or none: the processor as it is"
+    )
     parser.add_argument("--dtype", default="float32", help="float32 or float64")
-    parser.add_argument("--global-batch", type=int, metavar="B", help="samples per step; None: the problem's")
-    parser.add_argument("--parameters", type=int, metavar="P", help="size of the model; None: the problem's")
-    parser.add_argument("--bucket-cap-mb", type=float, default=0.25, metavar="M", help="MiB per bucket")
+    parser.add_argument(
+        "--global-batch", type=int, metavar="B", help="samples per step; None: the problem's"
+    )
+    parser.add_argument(
+        "--parameters", type=int, metavar="P", help="size of the model; None: the problem's"
+    )
+    parser.add_argument(
+        "--bucket-cap-mb", type=float, default=0.25, metavar="M", help="MiB per bucket"
+    )
     parser.add_argument("--lr", type=float, help="learning rate; None: the problem's")
-    parser.add_argument("--link", default="auto", help="bandwidth such as 100Mbit, or none; auto: by the problem")
-    parser.add_argument("--link-mode", choices=["auto", *MODES], default="auto", help="how to emulate links")
-    parser.add_argument("--timeout", type=float, default=300.0, metavar="S", help="seconds for a stage")
+    parser.add_argument(
+        "--link", default="auto", help="bandwidth such as 100Mbit, or none; auto: by the problem"
+    )
+    parser.add_argument(
+        "--link-mode", choices=["auto", *MODES], default="auto", help="how to emulate links"
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=300.0, metavar="S", help="seconds for a stage"
+    )
     parser.add_argument("--out", default="results", metavar="DIR", help="where the results go")
 
 
 def main(args: argparse.Namespace) -> None:
-    """Run the comparison, on the ranks of torchrun if it has started them; write the results and print the table."""
+    """Run the comparison, on the ranks of torchrun if it has started them; write the results and
+    print the table.
+    """
     writable_folder(args.out)
     options = {name: value for name, value in vars(args).items() if name not in ("main", "out")}
     rank = 0
@@ -53,7 +75,9 @@ def main(args: argparse.Namespace) -> None:
         dist.destroy_process_group()
     if rank:
         return
-    written = save(results, args.out)  # Files come first: the program that reads the table may close the pipe.
+    written = save(
+        results, args.out
+    )  # Files come first: the program that reads the table may close the pipe.
     print(table(results), *(f"wrote {path}" for path in written), sep="\n")
 
 
@@ -97,7 +121,9 @@ def table(results: dict) -> Table:
 
 
 def save(results: dict, folder: str | Path) -> list[Path]:
-    """Write compare.json, .csv and .png into `folder`, each replaced in one go; return their paths."""
+    """Write compare.json, .csv and .png into `folder`, each replaced in one go; return their
+    paths.
+    """
     written = writable_folder(folder)
     columns = ["stage", "name", *(key for key, _ in COLUMNS.values()), "bytes_received_max"]
     text = io.StringIO()

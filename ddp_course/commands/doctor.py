@@ -1,4 +1,6 @@
-"""`ddp-course doctor`: what this machine has, what each lesson will use, and a clear line for all that is missing."""
+"""`ddp-course doctor`: what this machine has, what each lesson will use, and a clear line for all
+that is missing.
+"""
 
 import argparse
 import os
@@ -7,14 +9,19 @@ import warnings
 from collections.abc import Iterator
 from importlib.metadata import version
 
-NEEDED_GIB = 1.5  # A lesson with four ranks needs this much: docs/TROUBLESHOOTING.md says how it was measured.
+# A lesson with four ranks needs this much: docs/TROUBLESHOOTING.md says how it was measured.
+NEEDED_GIB = 1.5
 PACKAGES = ("jupyterlab", "ipykernel", "ipywidgets", "nbval", "matplotlib", "scikit-learn")
 
 
 def main(args: argparse.Namespace | None = None) -> int:
     """Print the report; return 1 if the course cannot run here, else 0."""
     problems = []
-    for title, section in {"Machine": machine, "Torch": torch_parts, "Links and lessons": lessons}.items():
+    for title, section in {
+        "Machine": machine,
+        "Torch": torch_parts,
+        "Links and lessons": lessons,
+    }.items():
         print(title)
         try:
             for name, value, *hints in section():
@@ -23,13 +30,19 @@ def main(args: argparse.Namespace | None = None) -> int:
             what = "; run: make setup" if isinstance(error, ImportError) else ""
             problems.append(str(error).partition("\n")[0] + what)
             print(f"  ! {problems[-1]}")
-    verdict = "cannot run here: " + "; ".join(dict.fromkeys(problems)) if problems else "runs on this machine."
+    verdict = (
+        "cannot run here: " + "; ".join(dict.fromkeys(problems))
+        if problems
+        else "runs on this machine."
+    )
     print(f"\nThe course {verdict}")
     return 1 if problems else 0
 
 
 def machine() -> Iterator[tuple[str, ...]]:
-    """What the machine has, or what a hub's container allows of it, and the packages of notebooks."""
+    """What the machine has, or what a hub's container allows of it, and the packages of
+    notebooks.
+    """
     from ..running.linux import free_memory, processor_share
 
     memory, cores = free_memory() / 2**30, processor_share()
@@ -44,7 +57,9 @@ def machine() -> Iterator[tuple[str, ...]]:
 
 
 def torch_parts() -> Iterator[tuple[str, ...]]:
-    """torch, the GPUs, and whether ranks can be launched: the error of a real launch says best what forbids it."""
+    """torch, the GPUs, and whether ranks can be launched: the error of a real launch says best what
+    forbids it.
+    """
     import torch
     import torch.distributed as dist
 
@@ -56,14 +71,28 @@ def torch_parts() -> Iterator[tuple[str, ...]]:
         warnings.simplefilter("always")
         gpus = [torch.cuda.get_device_name(index) for index in range(usable_gpus())]
     nccl = gpus and dist.is_nccl_available()
-    yield "NCCL", ".".join(map(str, torch.cuda.nccl.version())) if nccl else "no (needs NVIDIA GPUs and Linux)"
+    yield (
+        "NCCL",
+        (
+            ".".join(map(str, torch.cuda.nccl.version()))
+            if nccl
+            else "no (needs NVIDIA GPUs and Linux)"
+        ),
+    )
     launch(dist.barrier, world_size=2, timeout=60)
     yield "two ranks", "were launched, and agree"
     private = os.environ.get("DDP_COURSE_NETWORK") == "private"
-    common = "this machine's loopback, open to its other users (docs/WORKSHOP.md says how to change that)"
+    common = (
+        "this machine's loopback, open to its other users (docs/WORKSHOP.md says how to change"
+        " that)"
+    )
     yield "ranks meet on", "a loopback of their own" if private else common
     unusable = [str(warning.message) for warning in caught[-1:]]
-    yield "GPUs", ", ".join(gpus) or "none: ranks are processes on the CPU, and links are emulated", *unusable
+    yield (
+        "GPUs",
+        ", ".join(gpus) or "none: ranks are processes on the CPU, and links are emulated",
+        *unusable,
+    )
 
 
 def lessons() -> Iterator[tuple[str, ...]]:
@@ -77,9 +106,19 @@ def lessons() -> Iterator[tuple[str, ...]]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # The report on torch has shown these warnings.
         gpus = usable_gpus()
-    ranks = f"4 ranks on {min(4, gpus)} GPU{'s' if gpus > 1 else ''}" if gpus else "4 ranks on the CPU with gloo"
+    ranks = (
+        f"4 ranks on {min(4, gpus)} GPU{'s' if gpus > 1 else ''}"
+        if gpus
+        else "4 ranks on the CPU with gloo"
+    )
     by = "a throttled wire" if reasons["hosts"] else "virtual hosts"
-    yield "01, 02", "one process" + (", the first GPU" if gpus else ", the CPU; threads stand in for devices")
+    yield (
+        "01, 02",
+        "one process" + (", the first GPU" if gpus else ", the CPU; threads stand in for devices"),
+    )
     yield "03, 04, 05", ranks + ("" if gpus else f"; links of 200 Mbit/s by {by}")
     yield "06 to 11, 14", ranks
-    yield "12, 15", "torchrun on this machine" if reasons["hosts"] else "torchrun, in 12 on virtual hosts"
+    yield (
+        "12, 15",
+        "torchrun on this machine" if reasons["hosts"] else "torchrun, in 12 on virtual hosts",
+    )

@@ -1,8 +1,9 @@
 """`ddp-course lab DIR`: copy lessons, exercises and documents to DIR and open them in JupyterLab.
 
-What you changed there stays as it is, also when the course has been updated since; what you did not touch is renewed.
-A notebook counts as changed when the source of a cell is: opening, running and saving one changes nothing. Lessons come
-without outputs, so that they show no answer before the guess.
+What you changed there stays as it is, also when the course has been updated since; what you did not
+touch is renewed. A notebook counts as changed when the source of a cell is: opening, running and
+saving one changes nothing. Lessons come without outputs, so that they show no answer before the
+guess.
 """
 
 import argparse
@@ -18,52 +19,89 @@ from ..running.files import course_folder, replace_file
 
 FOLDERS = ("notebooks", "exercises", "docs")
 NOT_COPIED = {".ipynb_checkpoints", "__pycache__", "checks", "answers"}
-STYLE = """/* Words stay whole; on a phone a figure scrolls instead of shrinking, so that its letters can be read. */
+STYLE = """/* Words stay whole; on a phone a figure scrolls instead of shrinking, so that its
+letters can be read. */
 .jp-OutputArea-output.jp-RenderedText pre { word-break: normal; overflow-wrap: anywhere; }
-@media (max-width: 800px) { .jp-OutputArea-output img { flex-shrink: 0; max-width: none !important; } }"""
-RECORD = ".ddp-course.json"  # This file records the copies: {path: SHA-256 of the course's version}.
+@media (max-width: 800px) {
+  .jp-OutputArea-output img { flex-shrink: 0; max-width: none !important; }
+}"""
+RECORD = (  # This file records the copies: {path: SHA-256 of the course's version}.
+    ".ddp-course.json"
+)
 SETTINGS = {
     "@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": False},
     "@jupyterlab/notebook-extension:tracker": {"codeCellConfig": {"lineWrap": True}},
-    "@jupyter-widgets/jupyterlab-manager:plugin": {"saveState": True},  # Explorers return when a lesson is reopened.
+    "@jupyter-widgets/jupyterlab-manager:plugin": {
+        "saveState": True
+    },  # Explorers return when a lesson is reopened.
 }
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", type=Path, metavar="DIR", help="where your copies are, or shall be")
+    parser.add_argument(
+        "folder", type=Path, metavar="DIR", help="where your copies are, or shall be"
+    )
     parser.add_argument("--no-open", action="store_true", help="copy only")
-    parser.add_argument("options", nargs="*", metavar="OPTION", help="after --, for JupyterLab: -- --no-browser")
+    parser.add_argument(
+        "options", nargs="*", metavar="OPTION", help="after --, for JupyterLab: -- --no-browser"
+    )
 
 
 def main(args: argparse.Namespace) -> None:
     """The command itself."""
     folder = args.folder.resolve()
     for path in bring(folder):
-        print(f"{path}: kept yours; the course has a newer one, which comes when you rename or delete yours")
+        print(
+            f"{path}: kept yours; the course has a newer one, which comes when you rename or delete"
+            " yours"
+        )
     if args.no_open:
-        print(f"lessons and exercises are in {args.folder}; open them with: ddp-course lab {args.folder}")
+        print(
+            f"lessons and exercises are in {args.folder}; open them with: ddp-course lab"
+            f" {args.folder}"
+        )
         return
     from jupyterlab.labapp import LabApp
 
     prepare_environment(folder)
     # A kernel that has been idle for an hour ends, and frees its memory.
-    fixed = ["--MappingKernelManager.cull_idle_timeout=3600", "--MappingKernelManager.cull_connected=True"]
-    fixed += [f"--ServerApp.root_dir={folder}", "--LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb"]
-    fixed += ["--LabApp.news_url=None", "--LabApp.custom_css=True"]  # Without an address JupyterLab asks for no news.
+    fixed = [
+        "--MappingKernelManager.cull_idle_timeout=3600",
+        "--MappingKernelManager.cull_connected=True",
+    ]
+    fixed += [
+        f"--ServerApp.root_dir={folder}",
+        "--LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb",
+    ]
+    fixed += [
+        "--LabApp.news_url=None",
+        "--LabApp.custom_css=True",
+    ]  # Without an address JupyterLab asks for no news.
     fixed += [f"--ServerApp.tornado_settings=static_custom_path={folder}/.jupyter/custom"]
-    if os.name == "posix":  # Without a terminal of its own, the server would open login shells, which reset PATH.
-        fixed.append(f"--ServerApp.terminado_settings=shell_command={os.environ.get('SHELL', 'sh')}")
+    if (
+        os.name == "posix"
+    ):  # Without a terminal of its own, the server would open login shells, which reset PATH.
+        fixed.append(
+            f"--ServerApp.terminado_settings=shell_command={os.environ.get('SHELL', 'sh')}"
+        )
         fixed += ["--allow-root"] * (os.geteuid() == 0)
     sys.argv = ["jupyter-lab"]  # JupyterLab's extensions read these arguments, too.
     LabApp.launch_instance([*fixed, *args.options])
 
 
 def prepare_environment(folder: Path) -> None:
-    """Let terminals and kernels of JupyterLab find `ddp-course` and `torchrun`, and start in `folder`; style it."""
-    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    """Let terminals and kernels of JupyterLab find `ddp-course` and `torchrun`, and start in
+    `folder`; style it.
+    """
+    os.environ["PATH"] = os.pathsep.join(
+        [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
+    )
     os.chdir(folder)
     home = folder / ".jupyter"
-    files = {"labconfig/default_setting_overrides.json": json.dumps(SETTINGS), "custom/custom.css": STYLE}
+    files = {
+        "labconfig/default_setting_overrides.json": json.dumps(SETTINGS),
+        "custom/custom.css": STYLE,
+    }
     for path, text in files.items():
         (home / path).parent.mkdir(parents=True, exist_ok=True)
         (home / path).write_text(text, encoding="utf-8")
@@ -72,7 +110,9 @@ def prepare_environment(folder: Path) -> None:
 
 
 def bring(folder: Path) -> list[str]:
-    """Copy the course's files into `folder`; return those that both the learner and the course changed: they stay."""
+    """Copy the course's files into `folder`; return those that both the learner and the course
+    changed: they stay.
+    """
     record_path, kept = folder / RECORD, []
     record = json.loads(record_path.read_text(encoding="utf-8")) if record_path.exists() else {}
     for name, source in course_files():
@@ -81,7 +121,9 @@ def bring(folder: Path) -> list[str]:
         if mine in (None, theirs, record.get(name)):
             there.parent.mkdir(parents=True, exist_ok=True)
             if mine != theirs:
-                replace_file(there, without_outputs(content) if there.suffix == ".ipynb" else content)
+                replace_file(
+                    there, without_outputs(content) if there.suffix == ".ipynb" else content
+                )
             record[name] = theirs
         elif record.get(name) != theirs:
             kept.append(name)
@@ -107,8 +149,12 @@ def without_outputs(content: bytes) -> bytes:
 
 
 def digest(content: bytes) -> str:
-    """A hash that tells versions of a file apart; of a notebook only the sources of its cells count."""
+    """A hash that tells versions of a file apart; of a notebook only the sources of its cells
+    count.
+    """
     with suppress(ValueError, KeyError, TypeError):  # Any other file counts as it is.
         cells = json.loads(content)["cells"]
-        content = json.dumps([[cell["cell_type"], "".join(cell["source"])] for cell in cells]).encode()
+        content = json.dumps(
+            [[cell["cell_type"], "".join(cell["source"])] for cell in cells]
+        ).encode()
     return hashlib.sha256(content).hexdigest()

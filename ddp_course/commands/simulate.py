@@ -1,4 +1,6 @@
-"""The command `ddp-course simulate`: a table and a figure of training on devices that are not at hand."""
+"""The command `ddp-course simulate`: a table and a figure of training on devices that are not at
+hand.
+"""
 
 import argparse
 
@@ -13,12 +15,16 @@ from ..running import files, units
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
-    parser.add_argument("--model", default="resnet50", choices=resnets.SHAPES, help="whose layers are simulated")
+    parser.add_argument(
+        "--model", default="resnet50", choices=resnets.SHAPES, help="whose layers are simulated"
+    )
     parser.add_argument("--step-time", default="100ms", help="computing of a step on one device")
     parser.add_argument("--devices", default="1..4096", help="1..4096 (doubling), or 6")
     parser.add_argument("--per-host", type=int, default=8, help="devices on a host")
     parser.add_argument("--link", default="100Gbit", help="bandwidth between hosts")
-    parser.add_argument("--local-link", default="3.6Tbit", help="bandwidth between the devices of a host")
+    parser.add_argument(
+        "--local-link", default="3.6Tbit", help="bandwidth between the devices of a host"
+    )
     parser.add_argument("--latency", default="10us", help="of a message between hosts")
     parser.add_argument("--local-latency", default="2us", help="of a message inside a host")
     parser.add_argument("--algorithm", default="ring", help=", ".join(theory.ALL_REDUCE))
@@ -34,13 +40,22 @@ def main(args: argparse.Namespace) -> None:
     if args.per_host < 1:
         raise ValueError(f"{args.per_host} devices per host: give at least 1")
     links = [(args.link, args.latency), (args.local_link, args.local_latency)]
-    between, within = (theory.Costs.of_link(units.bits_per_second(speed), units.seconds(lag)) for speed, lag in links)
+    between, within = (
+        theory.Costs.of_link(units.bits_per_second(speed), units.seconds(lag))
+        for speed, lag in links
+    )
     network, folder = Network(between, within, args.per_host), files.writable_folder(args.out)
     profile = resnets.profile(args.model, units.seconds(args.step_time, zero=False))
     names = dict.fromkeys([algorithm, "ring", "hierarchical_ring", "parameter_server"])
-    lines = {name: [simulate(profile, count, network, name, args.bucket_cap) for count in devices] for name in names}
+    lines = {
+        name: [simulate(profile, count, network, name, args.bucket_cap) for count in devices]
+        for name in names
+    }
     hosts = f"{args.per_host} devices per host at {args.local_link}, link {args.link}"
-    print(f"{args.model}: {profile.gradient_bytes / 1e6:.4g} MB of gradients, {args.step_time} of computing per step")
+    print(
+        f"{args.model}: {profile.gradient_bytes / 1e6:.4g} MB of gradients, {args.step_time} of"
+        " computing per step"
+    )
     print(f"{algorithm.replace('_', ' ')}, {hosts}")
     print(table(lines[algorithm]))
     picture = scaling_figure(lines, f"{args.model}, {hosts}")
@@ -55,16 +70,22 @@ def table(steps: list[Step]) -> str:
         seconds = (step.step_s, step.compute_s, step.communication_s, step.exposed_s)
         rows.append([step.world_size, *(1e3 * each for each in seconds), f"{step.efficiency:.1%}"])
     titles = ["devices", "step ms", "computing", "sending", "exposed", "efficiency"]
-    return tabulate(rows, titles, "plain", floatfmt=".3f", colalign=["right"] * 6, disable_numparse=[5])
+    return tabulate(
+        rows, titles, "plain", floatfmt=".3f", colalign=["right"] * 6, disable_numparse=[5]
+    )
 
 
 def parse_devices(text: str) -> list[int]:
-    """Numbers of devices from "1..4096" (doubling from the first up to the last) or "6"; ValueError if bad."""
+    """Numbers of devices from "1..4096" (doubling from the first up to the last) or "6"; ValueError
+    if bad.
+    """
     first, _, last = text.partition("..")
     try:
         devices = [int(first) << k for k in range(21) if int(first) << k <= int(last or first)]
     except ValueError:
         raise ValueError(f'cannot read the devices "{text}"; write 1..4096 or 6') from None
     if not devices or devices[0] < 1 or devices[-1] > 2**20:
-        raise ValueError(f'"{text}" are no numbers of devices; they go from 1 to {2**20}, the smaller first')
+        raise ValueError(
+            f'"{text}" are no numbers of devices; they go from 1 to {2**20}, the smaller first'
+        )
     return devices

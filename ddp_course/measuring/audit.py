@@ -3,7 +3,8 @@
     audit(source)      -> a line for each mistake; [] for a script without one
 
 `source` is the text of a script for torchrun, like `ddp_course.script`. While it runs, the audit
-notes what its DataLoaders yield, what `torch.save` is given, and the weights of the optimizer that steps.
+notes what its DataLoaders yield, what `torch.save` is given, and the weights of the optimizer that
+steps.
 """
 
 import linecache
@@ -29,14 +30,18 @@ FOLDER = "FOLDER"  # This word in the arguments stands for a temporary folder.
 
 
 class Epoch(NamedTuple):
-    """One pass of a rank over a DataLoader that it trained on: its samples, and whether set_epoch can shuffle them."""
+    """One pass of a rank over a DataLoader that it trained on: its samples, and whether set_epoch
+    can shuffle them.
+    """
 
     samples: list[int]
     shuffles: bool
 
 
 class Seen(NamedTuple):
-    """What one rank did: its epochs, the names of the tensors in each file that it saved, its weights at the end."""
+    """What one rank did: its epochs, the names of the tensors in each file that it saved, its
+    weights at the end.
+    """
 
     epochs: list[Epoch]
     saves: list[list[str]]
@@ -44,7 +49,9 @@ class Seen(NamedTuple):
 
 
 def audit(source: str, world_size: int = 2, arguments: Sequence[str] = (FOLDER,)) -> list[str]:
-    """Run the script on `world_size` ranks and say what is wrong with it, mistake by mistake, and what was not seen."""
+    """Run the script on `world_size` ranks and say what is wrong with it, mistake by mistake, and
+    what was not seen.
+    """
     with tempfile.TemporaryDirectory() as folder:
         arguments = [folder if argument == FOLDER else argument for argument in arguments]
         ranks: list[Seen] = launch(watched, source, arguments, world_size=world_size, device="cpu")
@@ -54,30 +61,46 @@ def audit(source: str, world_size: int = 2, arguments: Sequence[str] = (FOLDER,)
     messages = {
         "ranks train on the same samples: no DistributedSampler": shared_samples(epochs),
         "every epoch has the same order: set_epoch is not called": any(
-            first.shuffles and first.samples == second.samples for rank in epochs for first, second in pairwise(rank)
+            first.shuffles and first.samples == second.samples
+            for rank in epochs
+            for first, second in pairwise(rank)
         ),
-        "the ranks' weights differ: the model is not wrapped, or the loss does not come from its wrapper": any(
-            left is not None and right is not None and not torch.equal(left, right) for left, right in pairwise(weights)
+        (
+            "the ranks' weights differ: the model is not wrapped, or the loss does not come from"
+            " its wrapper"
+        ): any(
+            left is not None and right is not None and not torch.equal(left, right)
+            for left, right in pairwise(weights)
         ),
         f"ranks {writers} all write the checkpoint: only rank 0 should": len(writers) > 1,
         "the checkpoint's names begin with \"module.\": it is the wrapper's, save the model's": any(
             name.startswith("module.") for seen in ranks for names in seen.saves for name in names
         ),
-        "not seen: which samples the ranks train on, for no DataLoader was trained on": not any(epochs),
-        "not seen: whether the ranks' weights stay equal, for no optimizer made a step": weights == [None] * len(ranks),
+        "not seen: which samples the ranks train on, for no DataLoader was trained on": not any(
+            epochs
+        ),
+        "not seen: whether the ranks' weights stay equal, for no optimizer made a step": (
+            weights == [None] * len(ranks)
+        ),
     }
     return [message for message, true in messages.items() if true]
 
 
 def shared_samples(epochs: list[list[Epoch]]) -> bool:
-    """Whether another rank saw K or more of rank 0's samples in the first epoch; a sampler's padding repeats fewer."""
+    """Whether another rank saw K or more of rank 0's samples in the first epoch; a sampler's
+    padding repeats fewer.
+    """
     seen = [set(rank[0].samples) if rank else set() for rank in epochs]
     return any(len(seen[0] & other) >= len(epochs) for other in seen[1:])
 
 
 def watched(source: str, arguments: list[str]) -> Seen:
-    """Run the script as this rank's `__main__` and note what it does; the patches here end with the rank's process."""
-    epochs: list[tuple[Any, list[int]]] = []  # Each pair is a loader and the samples of one pass over it.
+    """Run the script as this rank's `__main__` and note what it does; the patches here end with the
+    rank's process.
+    """
+    epochs: list[
+        tuple[Any, list[int]]
+    ] = []  # Each pair is a loader and the samples of one pass over it.
     trained, optimizers, states = [], [], []
     batches, save = data.DataLoader.__iter__, torch.save
 
@@ -104,14 +127,20 @@ def watched(source: str, arguments: list[str]) -> Seen:
         torch.save = save  # The launch itself saves this rank's result.
     groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
     weights = [parameter.detach().reshape(-1) for parameters in groups for parameter in parameters]
-    seen = [Epoch(samples, getattr(loader.sampler, "shuffle", False)) for loader, samples in trained]
+    seen = [
+        Epoch(samples, getattr(loader.sampler, "shuffle", False)) for loader, samples in trained
+    ]
     return Seen(seen, list(map(names_of, states)), torch.cat(weights).double() if weights else None)
 
 
 def run_script(source: str, arguments: list[str]) -> None:
-    """Run the script as `__main__`, in the environment that torchrun gives; what it prints is not shown."""
+    """Run the script as `__main__`, in the environment that torchrun gives; what it prints is not
+    shown.
+    """
     rank, world_size = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world_size, LOCAL_WORLD_SIZE=world_size)
+    os.environ.update(
+        RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world_size, LOCAL_WORLD_SIZE=world_size
+    )
     sys.argv = ["script", *arguments]
     linecache.cache["script"] = (len(source), None, source.splitlines(True), "script")
     with redirect_stdout(StringIO()):
@@ -119,7 +148,9 @@ def run_script(source: str, arguments: list[str]) -> None:
 
 
 def samples_of(batch: Any) -> list[int]:
-    """A checksum of each sample's content, which identifies the sample whatever its data set and sampler are."""
+    """A checksum of each sample's content, which identifies the sample whatever its data set and
+    sampler are.
+    """
     tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()]
     rows = zip(*tensors, strict=False)
     return [crc32(b"".join(part.numpy(force=True).tobytes() for part in row)) for row in rows]

@@ -1,7 +1,9 @@
 """Claims: what people say about distributed training, each put to the test in a cell of a lesson.
 
-claims.decide(3, "…", "simulated", {"the message is large": True, "the message is small": False}, "…")
-    in a lesson prints the claim, the verdict that follows ("holds only if the message is large"), and why
+claims.decide(3, "…", "simulated", {"the message is large": True, "the message is small": False},
+"…")
+    in a lesson prints the claim, the verdict that follows ("holds only if the message is large"),
+    and why
 claims.decided()
     returns all of them, read from the lessons' outputs; `ddp-course claims` prints the table
 """
@@ -28,7 +30,8 @@ class Decision(NamedTuple):
 
 
 def decide(number: int, text: str, kind: str, outcomes: dict[str, bool], why: str) -> None:
-    """Print claim `number`, the verdict that follows from whether it held under each condition, and why.
+    """Print claim `number`, the verdict that follows from whether it held under each condition, and
+    why.
 
     The lines are the same in every run: numbers that differ from run to run are printed elsewhere.
     """
@@ -38,7 +41,9 @@ def decide(number: int, text: str, kind: str, outcomes: dict[str, bool], why: st
 
 
 def verdict(outcomes: dict[str, bool]) -> str:
-    """The verdict on outcomes by condition; on conditions "K = 2", "K = 16", … it may be "holds up to K = 2"."""
+    """The verdict on outcomes by condition; on conditions "K = 2", "K = 16", … it may be "holds up
+    to K = 2".
+    """
     true = [name for name, holds in outcomes.items() if holds]
     if len(true) == len(outcomes):
         return "holds"

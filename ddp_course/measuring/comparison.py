@@ -1,7 +1,7 @@
 """The main job: every stage trains on the same batches, and each is measured against the others.
 
-`run` trains and returns the results as plain data, with the keys world_size, device, emulated_device, dtype, problem,
-parameters, gradient_bytes, link, and stages, a list of
+`run` trains and returns the results as plain data, with the keys world_size, device,
+emulated_device, dtype, problem, parameters, gradient_bytes, link, and stages, a list of
 
     stage, name, device
     step_ms                 median; the slowest rank counts
@@ -9,8 +9,10 @@ parameters, gradient_bytes, link, and stages, a list of
     speed_up                over one device
     communication_ms        what the backward pass did not hide
     bytes_sent_max, bytes_received_max, messages_max
-                            per step, of the busiest rank; null where torch or threads do the sending
-    busy                    whether its ranks, on emulated devices, waited for a processor that other programs used
+                            per step, of the busiest rank; null where torch or threads do the
+                            sending
+    busy                    whether its ranks, on emulated devices, waited for a processor that
+                            other programs used
     bytes_formula           what the busiest rank should send
     loss                    of the global batch, each step
     max_abs_diff_vs_single, timeline, evaluation
@@ -40,7 +42,9 @@ from .job import Job, checked
 from .recording import Recording, summed_up
 
 TIMED_STEPS = 10  # On emulated devices this is enough for a median.
-BUSY = 0.25  # A larger share of a step spent waiting for a processor means other load: ranks leave it mostly idle.
+# A larger share of a step spent waiting for a processor means other load: ranks leave it mostly
+# idle.
+BUSY = 0.25
 DEFAULT_STAGES = ("1", "2", "3", "4", "5", "6", "torch")
 
 
@@ -60,14 +64,16 @@ def run(
 ) -> dict:
     """Train with every stage on the same global batches and return the results, ready for JSON.
 
-    Without GPUs the ranks compute on emulated devices, slow enough for this machine to time them exactly: `device`
-    may be a `Device`, `device_speed` its rate, such as "2GFLOP/s", or "none" for the processor as it is. `link` is a
-    `Link`, a bandwidth with `latency` and `link_mode`, or None; "auto" is a bandwidth that fits the device, and None on
-    GPUs, which have links of their own. On emulated devices the first steps are timed, and losses and weights come
-    from a run of all steps without devices and links. `options`: `global_batch` (samples), `lr`, `seed`,
-    `bucket_cap_mb` (of stages 5 and 6 and of torch's DDP, default 0.25: small enough that the default model fills
-    several), `parameters` (of bytes and synthetic), `timeout` (seconds per launch). `progress` shows a bar. Ranks of
-    torchrun all call this, without emulation, and train each stage. Raises ValueError for a setting that cannot work.
+    Without GPUs the ranks compute on emulated devices, slow enough for this machine to time them
+    exactly: `device` may be a `Device`, `device_speed` its rate, such as "2GFLOP/s", or "none" for
+    the processor as it is. `link` is a `Link`, a bandwidth with `latency` and `link_mode`, or None;
+    "auto" is a bandwidth that fits the device, and None on GPUs, which have links of their own. On
+    emulated devices the first steps are timed, and losses and weights come from a run of all steps
+    without devices and links. `options`: `global_batch` (samples), `lr`, `seed`, `bucket_cap_mb`
+    (of stages 5 and 6 and of torch's DDP, default 0.25: small enough that the default model fills
+    several), `parameters` (of bytes and synthetic), `timeout` (seconds per launch). `progress`
+    shows a bar. Ranks of torchrun all call this, without emulation, and train each stage. Raises
+    ValueError for a setting that cannot work.
     """
     keys = stages.split(",") if isinstance(stages, str) else stages
     chosen = [ladder.find(str(key).strip()) for key in keys]
@@ -82,17 +88,27 @@ def header(job: Job, device: Device | str, link: Link | None) -> dict:
     """The entries of the results about the job and about the machine."""
     backend, devices = placement("cpu" if isinstance(device, Device) else device, job.world_size)
     return {
-        "problem": job.problem_name, "world_size": job.world_size, "steps": job.steps, "dtype": job.dtype,
-        "global_batch": job.global_batch, "parameters": job.parameter_count, "gradient_bytes": job.gradient_bytes,
-        "torch": torch.__version__, "device": devices[0].split(":")[0],
+        "problem": job.problem_name,
+        "world_size": job.world_size,
+        "steps": job.steps,
+        "dtype": job.dtype,
+        "global_batch": job.global_batch,
+        "parameters": job.parameter_count,
+        "gradient_bytes": job.gradient_bytes,
+        "torch": torch.__version__,
+        "device": devices[0].split(":")[0],
         "backend": dist.get_backend() if dist.is_initialized() else backend,
         "emulated_device": device.describe() if isinstance(device, Device) else None,
         "link": link and link.describe(),
-    }  # fmt: skip
+    }
 
 
-def measure_all(chosen: list[Stage], job: Job, device: Device | str, link: Link | None, progress: bool) -> list[dict]:
-    """The entries of all stages, each with its prediction; stage 1 trains first, as the others are compared with it."""
+def measure_all(
+    chosen: list[Stage], job: Job, device: Device | str, link: Link | None, progress: bool
+) -> list[dict]:
+    """The entries of all stages, each with its prediction; stage 1 trains first, as the others are
+    compared with it.
+    """
     stages = list(dict.fromkeys([ladder.find("1"), *chosen]))
     ideal_ms = ideals(stages, job, device, link) if isinstance(device, Device) else {}
     single, alone_ms, entries = None, None, []
@@ -116,13 +132,18 @@ def shown(stages: list[Stage]) -> Iterator[Stage]:
         yield stage
 
 
-def measured(stage: Stage, job: Job, device: Device | str, link: Link | None, reference: torch.Tensor | None) -> dict:
+def measured(
+    stage: Stage, job: Job, device: Device | str, link: Link | None, reference: torch.Tensor | None
+) -> dict:
     """Run one stage on all its ranks; return its entry in the results, and stage 1's weights."""
     if isinstance(device, Device) and job.steps > TIMED_STEPS:
         # Losses and weights have the same bits with and without the emulation.
         timed = reports(stage, replace(job, steps=TIMED_STEPS), device, link, None)
         learned = reports(stage, job, "cpu", None, reference)
-        ranks = [{**rank, "record": timing["record"]} for timing, rank in zip(timed, learned, strict=True)]
+        ranks = [
+            {**rank, "record": timing["record"]}
+            for timing, rank in zip(timed, learned, strict=True)
+        ]
     else:
         ranks = reports(stage, job, device, link, reference)
     entry = summed_up(stage, ranks)
@@ -130,7 +151,8 @@ def measured(stage: Stage, job: Job, device: Device | str, link: Link | None, re
         if not math.isfinite(loss):
             since = f"the loss of {stage.name} is no longer a number from step {step} on"
             raise NotFiniteError(f"{since}: choose a smaller --lr")
-    # torch's DDP sends through our wire where the link cannot slow torch's own collectives; the figure says so.
+    # torch's DDP sends through our wire where the link cannot slow torch's own collectives; the
+    # figure says so.
     ours = link is not None and not (stage.one_process or stage.counted or link.carries_torch)
     busy = entry.pop("queued") > BUSY and isinstance(device, Device)
     return {**entry, "busy": busy, "on_our_wire": ours, "weights": ranks[0]["weights"]}
@@ -156,7 +178,9 @@ def reports(
     return launch(train_and_measure, stage, job, settings, reference, timeout=job.timeout, **where)
 
 
-def reports_of_this_job(stage: Stage, job: Job, settings: dict, reference: torch.Tensor | None) -> list[dict]:
+def reports_of_this_job(
+    stage: Stage, job: Job, settings: dict, reference: torch.Tensor | None
+) -> list[dict]:
     """What each rank that torchrun has started reports of one stage; every rank calls this."""
     dist.barrier()
     begin, report = time.perf_counter(), None  # Every machine has a clock of its own.
@@ -164,19 +188,28 @@ def reports_of_this_job(stage: Stage, job: Job, settings: dict, reference: torch
         report = train_and_measure(stage, job, settings, reference)
         record = report["record"]
         record.began = [start - begin for start in record.began]
-        record.spans = [[replace(s, start=s.start - begin, end=s.end - begin) for s in step] for step in record.spans]
+        record.spans = [
+            [replace(s, start=s.start - begin, end=s.end - begin) for s in step]
+            for step in record.spans
+        ]
     ranks: list[Any] = [None] * job.world_size
     dist.all_gather_object(ranks, report)
     return [report for report in ranks if report]
 
 
-def train_and_measure(stage: Stage, job: Job, settings: dict, reference: torch.Tensor | None) -> dict:
-    """What each rank runs: train with `stage`, and report times, traffic, losses and the distance to `reference`."""
+def train_and_measure(
+    stage: Stage, job: Job, settings: dict, reference: torch.Tensor | None
+) -> dict:
+    """What each rank runs: train with `stage`, and report times, traffic, losses and the distance
+    to `reference`.
+    """
     job = replace(job, device=str(rank_device()))
     share = (dist.get_rank(), job.world_size) if stage.splits_batch else (0, 1)
     model = job.model()
     torch.set_num_threads(1)  # On the CPU a device is one core in every stage.
-    torch.backends.cudnn.allow_tf32 = False  # TF32's 10 bits of mantissa would make the stages differ.
+    torch.backends.cudnn.allow_tf32 = (
+        False  # TF32's 10 bits of mantissa would make the stages differ.
+    )
     record = Recording()
     losses = stage.trainer(settings)(model, record.stamped(job.batches(*share)), job.lr)
     full_speed()  # The evaluation is not timed.

@@ -1,7 +1,7 @@
 """Comparisons on emulated devices: which device and links are used by default.
 
-Without GPUs the ranks of one machine share its cores, so the compute that should hide communication slows it down.
-Emulated devices take the time that accelerators would take: see `running.devices`.
+Without GPUs the ranks of one machine share its cores, so the compute that should hide communication
+slows it down. Emulated devices take the time that accelerators would take: see `running.devices`.
 """
 
 from __future__ import annotations
@@ -14,27 +14,39 @@ from ..running.links.link import parse_bandwidth
 from ..running.linux import usable_cores
 from .job import Job
 
-# A step of one device takes this many seconds: with 2 ranks per core that is ten times what Python needs.
+# A step of one device takes this many seconds: with 2 ranks per core that is ten times what Python
+# needs.
 STEP_SECONDS = 0.32
-# Sending all gradients once takes this share of that step: 4 ranks then need a third of a step for a ring.
+# Sending all gradients once takes this share of that step: 4 ranks then need a third of a step for
+# a ring.
 SHARE = 0.085
-FASTEST_LINK = 400e6  # Two cores carry this many bits per second between 4 virtual hosts, with time to spare.
-# At the processor's best, real arithmetic takes a sixth of the emulated time. The convolutions of the digits reach a
-# third of that best, and half of the time stays free.
+FASTEST_LINK = (
+    400e6  # Two cores carry this many bits per second between 4 virtual hosts, with time to spare.
+)
+# At the processor's best, real arithmetic takes a sixth of the emulated time. The convolutions of
+# the digits reach a third of that best, and half of the time stays free.
 SLACK = 6.0
 
 
 def chosen(
     job: Job, device: Device | str, speed: str, link: Link | str | None, latency: str, mode: str
 ) -> tuple[Device | str, Link | None]:
-    """The (device, link) that a comparison runs on, from what was asked for; see `comparison.run`."""
+    """The (device, link) that a comparison runs on, from what was asked for; see
+    `comparison.run`.
+    """
     real = isinstance(device, str) and on_gpus(device)
     if speed not in ("auto", "none"):
         if real:
-            raise EmulationError("GPUs have a speed of their own: leave --device-speed out, or choose --device cpu")
+            raise EmulationError(
+                "GPUs have a speed of their own: leave --device-speed out, or choose --device cpu"
+            )
         device = Device(speed)
     elif speed == "auto" and not real and not isinstance(device, Device):
-        bandwidth = parse_bandwidth(link) if isinstance(link, str) and link not in ("auto", "none") else None
+        bandwidth = (
+            parse_bandwidth(link)
+            if isinstance(link, str) and link not in ("auto", "none")
+            else None
+        )
         device = default_device(job, link.bandwidth if isinstance(link, Link) else bandwidth)
     if link == "auto":
         wanted = f"{default_bandwidth(job, device)}bit" if isinstance(device, Device) else "200Mbit"
@@ -50,15 +62,24 @@ def on_gpus(device: str) -> bool:
 
 
 def default_device(job: Job, bandwidth: float | None = None) -> Device:
-    """A device whose step is long enough for this machine to time it, and for a link of `bandwidth` bits per second."""
+    """A device whose step is long enough for this machine to time it, and for a link of `bandwidth`
+    bits per second.
+    """
     flops = job.work(Device("1GFLOP/s")).flops
     ranks_per_core = job.world_size / usable_cores()
-    python, real = STEP_SECONDS * max(1.0, ranks_per_core / 2), flops * max(1.0, ranks_per_core) / capacity.of_core()[0]
-    seconds = max(python, SLACK * real, 8 * job.gradient_bytes / (SHARE * (bandwidth or FASTEST_LINK)))
+    python, real = (
+        STEP_SECONDS * max(1.0, ranks_per_core / 2),
+        flops * max(1.0, ranks_per_core) / capacity.of_core()[0],
+    )
+    seconds = max(
+        python, SLACK * real, 8 * job.gradient_bytes / (SHARE * (bandwidth or FASTEST_LINK))
+    )
     return Device(f"{flops / seconds:.2g}FLOP/s")
 
 
 def default_bandwidth(job: Job, device: Device) -> float:
-    """Bits per second at which communication takes as large a part of the step as in the course's figures."""
+    """Bits per second at which communication takes as large a part of the step as in the course's
+    figures.
+    """
     bandwidth = 8 * job.gradient_bytes / (SHARE * job.work(device).compute_s)
     return max(1e6, min(FASTEST_LINK, float(f"{bandwidth:.2g}")))

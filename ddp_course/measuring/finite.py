@@ -1,4 +1,6 @@
-"""NaN and infinity, named where they arise: an average spreads them to all ranks, and hides where they came from."""
+"""NaN and infinity, named where they arise: an average spreads them to all ranks, and hides where
+they came from.
+"""
 
 import math
 
@@ -11,13 +13,17 @@ from ..running.torch_inside import after_backward, backward_pass
 
 
 def watch(model: torch.nn.Module) -> list:
-    """Check each gradient of `model` on this rank before it is averaged; call this before wrapping the model.
+    """Check each gradient of `model` on this rank before it is averaged; call this before wrapping
+    the model.
 
-    `backward()` then raises NotFiniteError with this rank and the parameter. Returns the hooks' handles. The check
-    is one sum per parameter: a sum is finite only if all its terms are. On a GPU all sums are read together, when the
-    pass is over: reading each would make the CPU wait for the GPU each time.
+    `backward()` then raises NotFiniteError with this rank and the parameter. Returns the hooks'
+    handles. The check is one sum per parameter: a sum is finite only if all its terms are. On a GPU
+    all sums are read together, when the pass is over: reading each would make the CPU wait for the
+    GPU each time.
     """
-    names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    names = {
+        parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
     later = Later(names)
 
     def look(parameter):
@@ -27,14 +33,18 @@ def watch(model: torch.nn.Module) -> list:
 
 
 class Later:
-    """The sums of one backward pass, which are started as its gradients are made and read when the pass is over."""
+    """The sums of one backward pass, which are started as its gradients are made and read when the
+    pass is over.
+    """
 
     def __init__(self, names):
         self.names, self.sums, self.backward_pass = names, {}, None
 
     def note(self, parameter: nn.Parameter) -> None:
         """Queue the sum of a gradient that has just been made; nothing waits for it."""
-        if self.backward_pass != (now := backward_pass()):  # The last pass may have ended in an error.
+        if self.backward_pass != (
+            now := backward_pass()
+        ):  # The last pass may have ended in an error.
             self.sums, self.backward_pass = {}, now
             after_backward(self.look)
         if not parameter.grad.is_sparse:
@@ -48,8 +58,9 @@ class Later:
         if bad:
             more = f", and of {len(bad) - 1} more parameters," if bad[1:] else ""
             raise NotFiniteError(
-                f"rank {this_rank()}: the gradient of {bad[0]}{more} has NaN or infinite elements on this rank, from "
-                "before the average. Look at this rank's batch and at the learning rate."
+                f"rank {this_rank()}: the gradient of {bad[0]}{more} has NaN or infinite elements"
+                " on this rank, from before the average. Look at this rank's batch and at the"
+                " learning rate."
             )
 
 
@@ -59,12 +70,19 @@ def this_rank() -> int:
 
 
 def check(gradient: torch.Tensor, name: str) -> None:
-    """Raise NotFiniteError if the `gradient` of the parameter called `name` has NaN or infinite elements."""
-    if gradient.is_sparse or math.isfinite(gradient.sum().item()) or bool(gradient.isfinite().all()):
+    """Raise NotFiniteError if the `gradient` of the parameter called `name` has NaN or infinite
+    elements.
+    """
+    if (
+        gradient.is_sparse
+        or math.isfinite(gradient.sum().item())
+        or bool(gradient.isfinite().all())
+    ):
         return  # Finite terms may have a sum that is too large for the dtype.
     kinds = {"NaN": gradient.isnan(), "infinite": gradient.isinf()}
     raise NotFiniteError(
-        f"rank {this_rank()}: {int((~gradient.isfinite()).sum())} of {gradient.numel()} elements of the gradient of "
-        f"{name} are not finite ({' and '.join(kind for kind, elements in kinds.items() if elements.any())}). "
-        "Nothing was averaged. Look at this rank's batch and at the learning rate."
+        f"rank {this_rank()}: {int((~gradient.isfinite()).sum())} of {gradient.numel()} elements of"
+        f" the gradient of {name} are not finite"
+        f" ({' and '.join(kind for kind, elements in kinds.items() if elements.any())}). Nothing"
+        " was averaged. Look at this rank's batch and at the learning rate."
     )

@@ -1,13 +1,16 @@
-"""What a step of each stage should take on emulated devices: its compute, and the closed form of its communication.
+"""What a step of each stage should take on emulated devices: its compute, and the closed form of
+its communication.
 
 ideal of        C seconds of compute on one device, p bytes, K ranks, links of b bytes per second
 single          C
 averaged        C/K + the closed form of its all-reduce (`theory`): 2(K-1) p/b, 2(K-1)/K p/b …
 overlapping     the simulator's: a bucket travels when it is full and the one before has arrived
-fully sharded   C/K, block by block: each waits until it has been gathered; the gather of the next block and the
+fully sharded   C/K, block by block: each waits until it has been gathered; the gather of the next
+                block and the
                 sums of gradients share the link, one after the other
 layers split    C of the slices of one rank + the closed form of each all-reduce of activations
-pipeline        micro-batches through K parts: a pass begins when its rank is free and its message has arrived
+pipeline        micro-batches through K parts: a pass begins when its rank is free and its message
+                has arrived
 """
 
 from __future__ import annotations
@@ -30,13 +33,21 @@ from .simulate import Network, simulate
 
 MICROBATCHES = 4  # Stage 8 makes this many micro-batches by default.
 
-Event = tuple[float, str, int]  # An event is (seconds of work so far, "forward", "backward", "done" or "end", block).
+Event = tuple[
+    float, str, int
+]  # An event is (seconds of work so far, "forward", "backward", "done" or "end", block).
 
 
 def ideals(stages: list[Stage], job: Job, device: Device, link: Link | None) -> dict[str, float]:
-    """{stage's key: milliseconds that its step should take on these devices and links}, for stages with a formula."""
+    """{stage's key: milliseconds that its step should take on these devices and links}, for stages
+    with a formula.
+    """
     costs = theory.Costs.of_link(link.bandwidth, link.latency) if link else theory.Costs(0.0, 0.0)
-    return {stage.key: 1000 * STEPS[stage.step](stage, job, device, costs) for stage in stages if stage.step}
+    return {
+        stage.key: 1000 * STEPS[stage.step](stage, job, device, costs)
+        for stage in stages
+        if stage.step
+    }
 
 
 def alone(stage: Stage, job: Job, device: Device, costs: theory.Costs) -> float:
@@ -53,7 +64,9 @@ def averaged(stage: Stage, job: Job, device: Device, costs: theory.Costs) -> flo
 def overlapped(stage: Stage, job: Job, device: Device, costs: theory.Costs) -> float:
     """Seconds of a step whose buckets travel under the backward pass."""
     work = job.work(device, job.world_size)
-    return simulate(work, job.world_size, Network(costs), str(stage.all_reduce), job.bucket_cap_mb).step_s
+    return simulate(
+        work, job.world_size, Network(costs), str(stage.all_reduce), job.bucket_cap_mb
+    ).step_s
 
 
 def gathered(stage: Stage, job: Job, device: Device, costs: theory.Costs) -> float:
@@ -70,7 +83,9 @@ def in_parts(stage: Stage, job: Job, device: Device, costs: theory.Costs) -> flo
     """Seconds of a step of a pipeline."""
     parts = split(layers_of(job.model()), job.world_size)
     batch = next(job.problem.batches(job.global_batch // MICROBATCHES, 1, job.seed))
-    events = events_of(nn.Sequential(*parts), [(part, list(part.parameters())) for part in parts], batch, device)
+    events = events_of(
+        nn.Sequential(*parts), [(part, list(part.parameters())) for part in parts], batch, device
+    )
     schedule = one_forward_one_backward(job.world_size, MICROBATCHES)
     messages = [costs.message(nbytes / MICROBATCHES) for nbytes in job.activation_bytes]
     rows = timetable(schedule, *passes_of(events), message=messages)
@@ -80,13 +95,19 @@ def in_parts(stage: Stage, job: Job, device: Device, costs: theory.Costs) -> flo
 def in_slices(stage: Stage, job: Job, device: Device, costs: theory.Costs) -> float:
     """Seconds of a step whose layers are split over all ranks."""
     seconds = played(job, device, sliced=True).compute_s
-    return seconds + sum(theory.seconds("ring", nbytes, job.world_size, costs) for nbytes in job.reduced_bytes)
+    return seconds + sum(
+        theory.seconds("ring", nbytes, job.world_size, costs) for nbytes in job.reduced_bytes
+    )
 
 
 STEPS = {
-    "alone": alone, "averaged": averaged, "overlapped": overlapped, "gathered": gathered, "pipelined": in_parts,
+    "alone": alone,
+    "averaged": averaged,
+    "overlapped": overlapped,
+    "gathered": gathered,
+    "pipelined": in_parts,
     "split": in_slices,
-}  # fmt: skip
+}
 
 
 def events_of(
@@ -95,9 +116,15 @@ def events_of(
     batch: tuple[torch.Tensor, torch.Tensor],
     device: Device,
 ) -> list[Event]:
-    """When each block, a module with its parameters, begins its passes and has its gradients, by the device's clock."""
+    """When each block, a module with its parameters, begins its passes and has its gradients, by
+    the device's clock.
+    """
     events: list[Event] = []
-    missing = {parameter: number for number, (_, parameters) in enumerate(blocks) for parameter in parameters}
+    missing = {
+        parameter: number
+        for number, (_, parameters) in enumerate(blocks)
+        for parameter in parameters
+    }
     with device.emulate(sleep=False) as emulation:
 
         def note(kind, number):
@@ -123,17 +150,22 @@ def events_of(
     return events
 
 
-def fully_sharded(events: list[Event], sizes: list[int], world_size: int, costs: theory.Costs) -> float:
+def fully_sharded(
+    events: list[Event], sizes: list[int], world_size: int, costs: theory.Costs
+) -> float:
     """Seconds of the passes of stage 7 with prefetch, whose blocks have `sizes` bytes.
 
-    Gathers and sums of gradients share one link: each leaves when the one before has arrived. A pass of a block begins
-    when the block's parameters have arrived, and the gather of the next block leaves then.
+    Gathers and sums of gradients share one link: each leaves when the one before has arrived. A
+    pass of a block begins when the block's parameters have arrived, and the gather of the next
+    block leaves then.
     """
     now, line_free, worked, arrival = 0.0, 0.0, 0.0, {}
 
     def travel(number):
         nonlocal line_free
-        line_free = max(now, line_free) + (world_size - 1) * costs.message(sizes[number] / world_size)
+        line_free = max(now, line_free) + (world_size - 1) * costs.message(
+            sizes[number] / world_size
+        )
         return line_free
 
     for place, (moment, kind, number) in enumerate(events):
@@ -148,7 +180,9 @@ def fully_sharded(events: list[Event], sizes: list[int], world_size: int, costs:
 
 
 def passes_of(events: list[Event]) -> tuple[list[float], list[float]]:
-    """Seconds of the forward and of the backward passes of blocks that follow each other, in their order."""
+    """Seconds of the forward and of the backward passes of blocks that follow each other, in their
+    order.
+    """
     moments = [moment for moment, kind, _ in events if kind != "done"]
     seconds = [end - begin for begin, end in pairwise(moments)]
     middle = len(seconds) // 2

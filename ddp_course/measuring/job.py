@@ -21,11 +21,12 @@ from .simulate.model import Layer, Profile
 
 @dataclass(frozen=True)
 class Job:
-    """A problem, and how it is trained. Data, sizes and work are made once, when they are asked for.
+    """A problem, and how it is trained. Data, sizes and work are made once, when they are asked
+    for.
 
-    `dtype` is a name; `parameters` is the size of the models of bytes and synthetic, None for the problem's own;
-    `dropout` is for digits and bytes; `timeout` is in seconds per launch. Data and models are on the `device`, which a
-    rank replaces by its own.
+    `dtype` is a name; `parameters` is the size of the models of bytes and synthetic, None for the
+    problem's own; `dropout` is for digits and bytes; `timeout` is in seconds per launch. Data and
+    models are on the `device`, which a rank replaces by its own.
     """
 
     problem_name: str
@@ -46,8 +47,14 @@ class Job:
         for right, message in [
             (self.steps >= 1, f"steps is {self.steps}; it must be 1 or more"),
             (0 < self.lr < math.inf, f"lr is {self.lr}; it must be a positive number, such as 0.1"),
-            (self.dtype in ("float32", "float64"), f'dtype is "{self.dtype}"; choose float32 or float64'),
-            (self.bucket_cap_mb > 0, f"bucket_cap_mb is {self.bucket_cap_mb}; it must be a positive number of MiB"),
+            (
+                self.dtype in ("float32", "float64"),
+                f'dtype is "{self.dtype}"; choose float32 or float64',
+            ),
+            (
+                self.bucket_cap_mb > 0,
+                f"bucket_cap_mb is {self.bucket_cap_mb}; it must be a positive number of MiB",
+            ),
         ]:
             if not right:
                 raise ValueError(message)
@@ -61,14 +68,20 @@ class Job:
         """The problem: its data and its models."""
         options = {"parameters": self.parameters, "dropout": self.dropout or None}
         chosen = {name: value for name, value in options.items() if value is not None}
-        return problems.make(self.problem_name, dtype=getattr(torch, self.dtype), device=self.device, **chosen)
+        return problems.make(
+            self.problem_name, dtype=getattr(torch, self.dtype), device=self.device, **chosen
+        )
 
     def model(self) -> torch.nn.Module:
         """A new model with the job's weights."""
         return self.problem.model(self.seed)
 
-    def batches(self, rank: int = 0, world_size: int = 1) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The (inputs, targets) of all steps: one of `world_size` equal shares of each global batch."""
+    def batches(
+        self, rank: int = 0, world_size: int = 1
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The (inputs, targets) of all steps: one of `world_size` equal shares of each global
+        batch.
+        """
         return self.problem.batches(self.global_batch, self.steps, self.seed, rank, world_size)
 
     @cached_property
@@ -101,7 +114,9 @@ class Job:
         return sizes
 
     def slice_of_model(self, sizes: list[int]) -> torch.nn.Module:
-        """A model with one rank's slices of the layers, which notes the bytes of its all-reduces and sends nothing."""
+        """A model with one rank's slices of the layers, which notes the bytes of its all-reduces
+        and sends nothing.
+        """
 
         def note(tensor):
             sizes.append(tensor.nbytes)
@@ -134,13 +149,16 @@ def checked(
     if global_batch is None:
         global_batch = max(world_size, own.global_batch // world_size * world_size)
     job = Job(problem, world_size, steps, global_batch, lr, parameters=parameters, **settings)
-    next(job.batches(0, world_size))  # This call refuses a batch that is too large or that ranks cannot share equally.
+    next(
+        job.batches(0, world_size)
+    )  # This call refuses a batch that is too large or that ranks cannot share equally.
     return job
 
 
 @lru_cache(maxsize=16)
 def played(job: Job, device: Device, ranks: int = 1, sliced: bool = False) -> Profile:
-    """Compute one step on the emulated device without waiting for its clock; return a `Layer` for each parameter.
+    """Compute one step on the emulated device without waiting for its clock; return a `Layer` for
+    each parameter.
 
     If `sliced`, the model has one rank's slices of the layers.
     """
@@ -149,7 +167,9 @@ def played(job: Job, device: Device, ranks: int = 1, sliced: bool = False) -> Pr
     optimizer, ready = SGD(model.parameters(), lr=0.0), {}
     with device.emulate(sleep=False) as emulation:
         for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(lambda p: ready.update({p: emulation.busy_s}))
+            parameter.register_post_accumulate_grad_hook(
+                lambda p: ready.update({p: emulation.busy_s})
+            )
         loss = cross_entropy(model(inputs), targets)
         now = forward = emulation.busy_s
         loss.backward()

@@ -2,7 +2,8 @@
 
 record = Recording()
 train(model, record.stamped(batches), lr)
-summed_up(stage, reports)           one stage's entry in the comparison: the slowest and the busiest rank count
+summed_up(stage, reports)           one stage's entry in the comparison: the slowest and the busiest
+                                    rank count
 """
 
 from __future__ import annotations
@@ -18,13 +19,17 @@ from ..running.devices import rank_device
 from ..running.devices.clock import ThreadClock
 from . import timeline
 
-WARM_UP = 2  # The first steps are not timed: caches fill, connections open, and DDP lays out its buckets.
+WARM_UP = (
+    2  # The first steps are not timed: caches fill, connections open, and DDP lays out its buckets.
+)
 
 
 class Recording:
-    """When each step of one rank's training began, the spans of each, and the traffic of the last one.
+    """When each step of one rank's training began, the spans of each, and the traffic of the last
+    one.
 
-    On a GPU spans are recorded in every second step, and the other steps are timed: recording events takes time, too.
+    On a GPU spans are recorded in every second step, and the other steps are timed: recording
+    events takes time, too.
     """
 
     def __init__(self):
@@ -49,7 +54,9 @@ class Recording:
             note()
 
     def steps(self, drawn: bool) -> list[int]:
-        """Numbers of the steps after the warm-up, at least the last; on a GPU only those that are `drawn`, or timed."""
+        """Numbers of the steps after the warm-up, at least the last; on a GPU only those that are
+        `drawn`, or timed.
+        """
         numbers = range(min(WARM_UP, len(self.spans) - 1), len(self.spans))
         return [n for n in numbers if not self.on_gpu or n % 2 == drawn] or [numbers[-1]]
 
@@ -58,16 +65,22 @@ class Recording:
         return self.began[step + 1] - self.began[step]
 
     def share_in_line(self) -> float:
-        """The median share of a step for which this rank waited for a processor that other processes used."""
+        """The median share of a step for which this rank waited for a processor that other
+        processes used.
+        """
         steps = self.steps(drawn=False)
-        return statistics.median((self.queued[n + 1] - self.queued[n]) / self.seconds(n) for n in steps)
+        return statistics.median(
+            (self.queued[n + 1] - self.queued[n]) / self.seconds(n) for n in steps
+        )
 
 
 def summed_up(stage: Stage, ranks: list[dict]) -> dict:
-    """The entry of a stage in the results, from what each of its ranks reports; the slowest and the busiest count.
+    """The entry of a stage in the results, from what each of its ranks reports; the slowest and the
+    busiest count.
 
-    Timeline and communication are those of a typical step: the one whose time is nearest to the median. The timeline
-    has a lane for each device, in rank order, of [name, start, end, lane] in seconds from the first rank's start.
+    Timeline and communication are those of a typical step: the one whose time is nearest to the
+    median. The timeline has a lane for each device, in rank order, of [name, start, end, lane] in
+    seconds from the first rank's start.
     """
     records = [rank["record"] for rank in ranks]
     timed, drawn = (
@@ -94,8 +107,12 @@ def summed_up(stage: Stage, ranks: list[dict]) -> dict:
         "queued": max(record.share_in_line() for record in records),
         "bytes_sent_max": max((traffic.bytes_sent for traffic in counted), default=None),
         "bytes_received_max": max((traffic.bytes_received for traffic in counted), default=None),
-        "messages_max": max((traffic.messages_sent + traffic.messages_received for traffic in counted), default=None),
-        "loss": [statistics.fmean(step) for step in zip(*(rank["loss"] for rank in ranks), strict=True)],
+        "messages_max": max(
+            (traffic.messages_sent + traffic.messages_received for traffic in counted), default=None
+        ),
+        "loss": [
+            statistics.fmean(step) for step in zip(*(rank["loss"] for rank in ranks), strict=True)
+        ],
         "max_abs_diff_vs_single": max(rank["difference"] for rank in ranks),
         "evaluation": ranks[0]["evaluation"],
         "timeline": lanes,

@@ -1,21 +1,24 @@
 """How long an all-reduce takes, in closed form.
 
-Hockney's model: a message of n bytes takes alpha + beta n seconds, alpha being the latency (seconds per message)
-and beta the inverse of the bandwidth (seconds per byte). A rank sends and receives at the same time (full duplex), one
-message each. For p bytes on each of K ranks:
+Hockney's model: a message of n bytes takes alpha + beta n seconds, alpha being the latency (seconds
+per message) and beta the inverse of the bandwidth (seconds per byte). A rank sends and receives at
+the same time (full duplex), one message each. For p bytes on each of K ranks:
 
     parameter_server     2 (K-1) (alpha + p beta)
     whole_gradient_ring  (K-1) (alpha + p beta)
     ring                 2 (K-1) (alpha + p/K beta)
     tree                 2 ceil(log2 K) (alpha + p beta)
     halving_doubling     2 log2 K alpha + 2 (K-1)/K p beta            K a power of two
-    hierarchical_ring    reduce-scatter in the host, a ring over the hosts for each shard, allgather in the host
+    hierarchical_ring    reduce-scatter in the host, a ring over the hosts for each shard, allgather
+                         in the host
 
-`simulate.replay` plays the messages of the course's own collectives, and arrives at the same seconds.
+`simulate.replay` plays the messages of the course's own collectives, and arrives at the same
+seconds.
 
-Sources: Hockney, "The communication challenge for MPP", Parallel Computing 20 (1994); Thakur, Rabenseifner and
-Gropp, "Optimization of Collective Communication Operations in MPICH", IJHPCA 19 (2005); Patarasuk and Yuan,
-"Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 69 (2009).
+Sources: Hockney, "The communication challenge for MPP", Parallel Computing 20 (1994); Thakur,
+Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", IJHPCA 19
+(2005); Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
+JPDC 69 (2009).
 """
 
 from math import isfinite, log2
@@ -32,7 +35,9 @@ class Costs(NamedTuple):
     def of_link(cls, bits_per_second: float, latency: float = 0.0) -> "Costs":
         """The costs of a link with this bandwidth (bits per second) and latency (seconds)."""
         if not bits_per_second > 0:
-            raise ValueError(f"the bandwidth is {bits_per_second} bits per second; it must be more than 0")
+            raise ValueError(
+                f"the bandwidth is {bits_per_second} bits per second; it must be more than 0"
+            )
         return cls(latency, 8 / bits_per_second)
 
     def message(self, nbytes: float) -> float:
@@ -41,16 +46,19 @@ class Costs(NamedTuple):
 
 
 def parameter_server(nbytes: float, world_size: int, costs: Costs) -> float:
-    """Seconds until K-1 ranks have sent `nbytes` to the server, one by one, and got the sum back, one by one.
+    """Seconds until K-1 ranks have sent `nbytes` to the server, one by one, and got the sum back,
+    one by one.
 
-    Both directions take turns: half duplex. Source: Li et al., "Scaling Distributed Machine Learning with the
-    Parameter Server", OSDI 2014, with a single server.
+    Both directions take turns: half duplex. Source: Li et al., "Scaling Distributed Machine
+    Learning with the Parameter Server", OSDI 2014, with a single server.
     """
     return 2 * (world_size - 1) * costs.message(nbytes)
 
 
 def whole_gradient_ring(nbytes: float, world_size: int, costs: Costs) -> float:
-    """Seconds to pass complete gradients around the ring: the ring allgather of Thakur et al. 2005."""
+    """Seconds to pass complete gradients around the ring: the ring allgather of Thakur et al.
+    2005.
+    """
     return (world_size - 1) * costs.message(nbytes)
 
 
@@ -67,8 +75,9 @@ def tree(nbytes: float, world_size: int, costs: Costs) -> float:
 def halving_doubling(nbytes: float, world_size: int, costs: Costs) -> float:
     """Seconds of recursive halving and doubling (Rabenseifner 2004; Thakur et al. 2005).
 
-    With P the largest power of two in K: 2 log2 P alpha + 2 (P-1)/P p beta. Each of the other K-P ranks
-    first sends its tensor to a partner and in the end receives the sum: another 2 (alpha + p beta).
+    With P the largest power of two in K: 2 log2 P alpha + 2 (P-1)/P p beta. Each of the other K-P
+    ranks first sends its tensor to a partner and in the end receives the sum: another 2 (alpha + p
+    beta).
     """
     power = 2 ** (world_size.bit_length() - 1)
     total = 2 * log2(power) * costs.alpha + 2 * (power - 1) / power * nbytes * costs.beta
@@ -78,33 +87,45 @@ def halving_doubling(nbytes: float, world_size: int, costs: Costs) -> float:
 def hierarchical_ring(
     nbytes: float, world_size: int, costs: Costs, local: Costs | None = None, per_host: int = 1
 ) -> float:
-    """Seconds of the two-level ring: D = `per_host` ranks per host with `local` costs, `costs` for the host's link.
+    """Seconds of the two-level ring: D = `per_host` ranks per host with `local` costs, `costs` for
+    the host's link.
 
-    Reduce-scatter inside the host, (D-1) (alpha' + p/D beta'); a ring over the H hosts for each of the D shards;
-    allgather inside, as long as the reduce-scatter. The D rings take turns on the host's link: with m = p/(DH)
-    bytes per message a step takes max(D m beta, alpha + m beta), as a ring's latency hides behind the others; the first
-    message waits (D-1) m beta. For large p the middle part is 2 (H-1)/H p beta. Source: Mikami et al., "Massively
-    Distributed SGD", 2018 (2D-torus all-reduce).
+    Reduce-scatter inside the host, (D-1) (alpha' + p/D beta'); a ring over the H hosts for each of
+    the D shards; allgather inside, as long as the reduce-scatter. The D rings take turns on the
+    host's link: with m = p/(DH) bytes per message a step takes max(D m beta, alpha + m beta), as a
+    ring's latency hides behind the others; the first message waits (D-1) m beta. For large p the
+    middle part is 2 (H-1)/H p beta. Source: Mikami et al., "Massively Distributed SGD", 2018
+    (2D-torus all-reduce).
     """
     hosts, shard = host_count(world_size, per_host), nbytes / world_size
     inside = 2 * (per_host - 1) * (local or costs).message(nbytes / per_host)
     if hosts == 1:
         return inside
     alone, shared = costs.message(shard), per_host * shard * costs.beta
-    return inside + (per_host - 1) * shard * costs.beta + (2 * hosts - 3) * max(shared, alone) + alone
+    return (
+        inside + (per_host - 1) * shard * costs.beta + (2 * hosts - 3) * max(shared, alone) + alone
+    )
 
 
 ALL_REDUCE: dict[str, Any] = {
     form.__name__: form
-    for form in (parameter_server, whole_gradient_ring, ring, tree, halving_doubling, hierarchical_ring)
+    for form in (
+        parameter_server,
+        whole_gradient_ring,
+        ring,
+        tree,
+        halving_doubling,
+        hierarchical_ring,
+    )
 }
 
 
 def seconds(algorithm: str, nbytes: float, world_size: int, costs: Costs, **options: Any) -> float:
-    """Seconds that `algorithm` (a name from the table above) takes for `nbytes` bytes on each of `world_size` ranks.
+    """Seconds that `algorithm` (a name from the table above) takes for `nbytes` bytes on each of
+    `world_size` ranks.
 
-    Options go to the formula: `local` and `per_host` of hierarchical_ring. One rank has no partner: 0. Raises
-    ValueError for an unknown name, negative bytes, or fewer than one rank.
+    Options go to the formula: `local` and `per_host` of hierarchical_ring. One rank has no partner:
+    0. Raises ValueError for an unknown name, negative bytes, or fewer than one rank.
     """
     if algorithm not in ALL_REDUCE:
         raise ValueError(f'unknown algorithm "{algorithm}"; choose one of {", ".join(ALL_REDUCE)}')
@@ -113,9 +134,14 @@ def seconds(algorithm: str, nbytes: float, world_size: int, costs: Costs, **opti
 
 
 def host_count(world_size: int, per_host: int) -> int:
-    """How many hosts hold `world_size` ranks, `per_host` on each; ValueError if they do not fill the hosts."""
+    """How many hosts hold `world_size` ranks, `per_host` on each; ValueError if they do not fill
+    the hosts.
+    """
     if per_host < 1 or world_size % per_host:
-        raise ValueError(f"{world_size} ranks do not fill hosts of {per_host} evenly; choose a divisor of {world_size}")
+        raise ValueError(
+            f"{world_size} ranks do not fill hosts of {per_host} evenly; choose a divisor of"
+            f" {world_size}"
+        )
     return world_size // per_host
 
 
@@ -124,4 +150,6 @@ def check_sizes(nbytes: float, world_size: int) -> None:
     if not (isfinite(nbytes) and nbytes >= 0):
         raise ValueError(f"the message is {nbytes} bytes; it must be a number of bytes, 0 or more")
     if int(world_size) != world_size or world_size < 1:
-        raise ValueError(f"the world size is {world_size}; it must be a whole number of ranks, 1 or more")
+        raise ValueError(
+            f"the world size is {world_size}; it must be a whole number of ranks, 1 or more"
+        )

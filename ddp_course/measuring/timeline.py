@@ -1,7 +1,8 @@
 """What a rank was doing when: forward, backward, communication, waiting, update.
 
-Nothing in the stages is written for this. While a recording runs, calls of modules and `torch.autograd.backward` are
-wrapped, torch's own hooks report optimizers, and the wire reports collectives.
+Nothing in the stages is written for this. While a recording runs, calls of modules and
+`torch.autograd.backward` are wrapped, torch's own hooks report optimizers, and the wire reports
+collectives.
 """
 
 import threading
@@ -13,24 +14,37 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from ..running import wire
 from ..running.devices import device_number
 from ..running.event_clock import Clock
 from ..running.torch_inside import around
 
-BLOCKING = ("communication", "wait")  # A device computes nothing during spans of these names in its compute lane.
-ON_TOP = (*BLOCKING, "update", "backward", "forward")  # Where spans of one device overlap, the first of these counts.
+BLOCKING = (
+    "communication",
+    "wait",
+)  # A device computes nothing during spans of these names in its compute lane.
+ON_TOP = (
+    *BLOCKING,
+    "update",
+    "backward",
+    "forward",
+)  # Where spans of one device overlap, the first of these counts.
 
 
 @dataclass(frozen=True)
 class Span:
-    """`name` is forward, backward, communication, wait or update; times in seconds of `time.perf_counter`.
+    """`name` is forward, backward, communication, wait or update; times in seconds of
+    `time.perf_counter`.
 
-    `lane` is "compute" for a thread that trains and "network" for a communication thread beside it. A wait is inside
-    a backward pass: the part of the communication that the pass could not hide. `device` is the number of the
-    device in this process: 0, except in stage 2, whose threads drive several.
+    `lane` is "compute" for a thread that trains and "network" for a communication thread beside it.
+    A wait is inside a backward pass: the part of the communication that the pass could not hide.
+    `device` is the number of the device in this process: 0, except in stage 2, whose threads drive
+    several.
     """
 
     name: str
@@ -47,13 +61,17 @@ class Span:
 
 @contextmanager
 def recording() -> Iterator[list[Span]]:
-    """Record the spans of this process, from the calling thread and from communication: `with recording() as spans`.
+    """Record the spans of this process, from the calling thread and from communication: `with
+    recording() as spans`.
 
-    On CUDA a span's edges are events, read when the recording ends: they say when work ran, not when it was queued.
+    On CUDA a span's edges are events, read when the recording ends: they say when work ran, not
+    when it was queued.
     """
     recorder = Recorder()
     on_gpu = torch.cuda.is_initialized()
-    clock = Clock(torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"))
+    clock = Clock(
+        torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    )
     with ExitStack() as stack:
         stack.enter_context(around(torch.nn.Module, "__call__", recorder.forward))
         stack.enter_context(around(torch.autograd, "backward", recorder.backward))
@@ -62,7 +80,10 @@ def recording() -> Iterator[list[Span]]:
         stack.enter_context(wire.observing(recorder.communication, clock))
         yield recorder.spans
     clock.finish()
-    spans = [replace(span, start=clock.seconds(span.start), end=clock.seconds(span.end)) for span in recorder.spans]
+    spans = [
+        replace(span, start=clock.seconds(span.start), end=clock.seconds(span.end))
+        for span in recorder.spans
+    ]
     recorder.spans[:] = spans
 
 
@@ -74,7 +95,9 @@ class Recorder:
 
     @contextmanager
     def span(self, name: str, tensor: Any) -> Iterator[None]:
-        """Note a span for the block in this thread, on the device of `tensor`; device 0 if that is None."""
+        """Note a span for the block in this thread, on the device of `tensor`; device 0 if that is
+        None.
+        """
         gpu = tensor.device if tensor is not None and tensor.is_cuda else None
         first = tensor is None or threading.current_thread() is self.thread
         number, start = 0 if first else device_number(tensor), wire.now(gpu)
@@ -84,7 +107,9 @@ class Recorder:
             self.spans.append(Span(name, start, wire.now(gpu), device=number))
 
     def forward(self, run: Callable, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Note the outermost call of a module in each thread; the modules inside it are part of it."""
+        """Note the outermost call of a module in each thread; the modules inside it are part of
+        it.
+        """
         if getattr(self.inside, "a_call", False):
             return run(module, *args, **kwargs)
         self.inside.a_call = True
@@ -117,32 +142,51 @@ class Recorder:
 
 
 def laid_out(spans: Iterable[Span]) -> list[list[Span]]:
-    """The spans of one step as lanes to draw, one per device, in which nothing is drawn twice and no wait is missing.
+    """The spans of one step as lanes to draw, one per device, in which nothing is drawn twice and
+    no wait is missing.
 
-    Where spans of a device overlap, communication counts before waiting, and both before the pass around them.
-    torch's DDP waits in C++, which no hook notes: its wait begins when the last gradient is done and the last bucket
-    leaves. In stage 2 the master waits while its own device is done and another is not.
+    Where spans of a device overlap, communication counts before waiting, and both before the pass
+    around them. torch's DDP waits in C++, which no hook notes: its wait begins when the last
+    gradient is done and the last bucket leaves. In stage 2 the master waits while its own device is
+    done and another is not.
     """
     lanes = defaultdict(list)
     for span in _with_waits(list(spans)):
         lanes[span.device].append(span)
-    first, *others = [_without_overlap(lanes[number]) for number in range(max(lanes, default=0) + 1)]
+    first, *others = [
+        _without_overlap(lanes[number]) for number in range(max(lanes, default=0) + 1)
+    ]
     elsewhere = [span for lane in others for span in lane]
-    gaps = [Span("wait", before.end, after.start) for before, after in pairwise(first) if before.end < after.start]
-    waits = [gap for gap in gaps if any(span.start < gap.end and gap.start < span.end for span in elsewhere)]
+    gaps = [
+        Span("wait", before.end, after.start)
+        for before, after in pairwise(first)
+        if before.end < after.start
+    ]
+    waits = [
+        gap
+        for gap in gaps
+        if any(span.start < gap.end and gap.start < span.end for span in elsewhere)
+    ]
     return [sorted([*first, *waits], key=lambda span: span.start) if waits else first, *others]
 
 
 def exposed(spans: Iterable[Span]) -> float:
     """Seconds of communication that were not hidden behind compute in one step.
 
-    Communication in the training thread counts in full, and so do waits; of several devices only the first counts.
+    Communication in the training thread counts in full, and so do waits; of several devices only
+    the first counts.
     """
-    return sum(span.seconds for span in laid_out(spans)[0] if span.lane == "compute" and span.name in BLOCKING)
+    return sum(
+        span.seconds
+        for span in laid_out(spans)[0]
+        if span.lane == "compute" and span.name in BLOCKING
+    )
 
 
 def _with_waits(spans):
-    """The spans, and the wait at the end of a backward pass under which buckets travel, if it was not recorded."""
+    """The spans, and the wait at the end of a backward pass under which buckets travel, if it was
+    not recorded.
+    """
     passes = [span for span in spans if span.name == "backward" and span.device == 0]
     away = [span.start for span in spans if span.name == "communication" and span.lane == "network"]
     recorded = any(span.name in BLOCKING and span.lane == "compute" for span in spans)
@@ -152,10 +196,14 @@ def _with_waits(spans):
 
 
 def _without_overlap(spans):
-    """The spans of one device: those of its compute lane cut where another span counts, the network's unchanged."""
+    """The spans of one device: those of its compute lane cut where another span counts, the
+    network's unchanged.
+    """
     computing = [span for span in spans if span.lane == "compute"]
     pieces = []
-    for start, end in pairwise(sorted({edge for span in computing for edge in (span.start, span.end)})):
+    for start, end in pairwise(
+        sorted({edge for span in computing for edge in (span.start, span.end)})
+    ):
         there = [span for span in computing if span.start <= start and end <= span.end]
         if not there:
             continue
@@ -171,7 +219,11 @@ def hidden_share(spans: list[Span]) -> float:
     """Share (0 to 1) of the communication time during which the backward pass was computing."""
     communication = [span for span in spans if span.name == "communication"]
     total = sum(span.seconds for span in communication)
-    computing_until = max((span.end for span in spans if span.name == "backward"), default=0.0) - exposed(spans)
+    computing_until = max(
+        (span.end for span in spans if span.name == "backward"), default=0.0
+    ) - exposed(spans)
     computing_from = min((span.start for span in spans if span.name == "backward"), default=0.0)
-    hidden = sum(max(0.0, min(s.end, computing_until) - max(s.start, computing_from)) for s in communication)
+    hidden = sum(
+        max(0.0, min(s.end, computing_until) - max(s.start, computing_from)) for s in communication
+    )
     return hidden / total if total else 0.0

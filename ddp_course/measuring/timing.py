@@ -15,25 +15,39 @@ from ..running.links import Link
 
 
 def time_collective(
-    collective: Callable[[torch.Tensor], Any], nbytes: int, world_size: int, link: Link | None = None, repeats: int = 5
+    collective: Callable[[torch.Tensor], Any],
+    nbytes: int,
+    world_size: int,
+    link: Link | None = None,
+    repeats: int = 5,
 ) -> float:
-    """Seconds of `collective(tensor)` on a float32 tensor of `nbytes` and `world_size` ranks: the best of `repeats`.
+    """Seconds of `collective(tensor)` on a float32 tensor of `nbytes` and `world_size` ranks: the
+    best of `repeats`.
 
-    In each repeat the slowest rank counts. The best repeat is the one that other programs on the machine disturbed
-    least. `collective` works in place and is called once beforehand, to open the connections.
+    In each repeat the slowest rank counts. The best repeat is the one that other programs on the
+    machine disturbed least. `collective` works in place and is called once beforehand, to open the
+    connections.
     """
-    ranks = launch(_on_rank, collective, nbytes, repeats, world_size=world_size, link=link, device="cpu")
+    ranks = launch(
+        _on_rank, collective, nbytes, repeats, world_size=world_size, link=link, device="cpu"
+    )
     return min(max(times) for times in zip(*(times for _, times in ranks), strict=True))
 
 
-def count_traffic(collective: Callable[[torch.Tensor], Any], nbytes: int, world_size: int) -> list[wire.Traffic]:
-    """What each rank sends and receives in one `collective(tensor)` of `nbytes`: a list of `wire.Traffic`."""
+def count_traffic(
+    collective: Callable[[torch.Tensor], Any], nbytes: int, world_size: int
+) -> list[wire.Traffic]:
+    """What each rank sends and receives in one `collective(tensor)` of `nbytes`: a list of
+    `wire.Traffic`.
+    """
     ranks = launch(_on_rank, collective, nbytes, 0, world_size=world_size, device="cpu")
     return [traffic for traffic, _ in ranks]
 
 
 def _on_rank(collective, nbytes, repeats):
-    """The traffic of a first call, which opens the connections, and the seconds of `repeats` further calls."""
+    """The traffic of a first call, which opens the connections, and the seconds of `repeats`
+    further calls.
+    """
     tensor, times = torch.full((nbytes // 4,), 1.0 + dist.get_rank()), []
     with wire.counting() as traffic:
         collective(tensor.clone())

@@ -1,12 +1,14 @@
-"""Communication beside compute: one thread per process group, first in first out, on a group of its own.
+"""Communication beside compute: one thread per process group, first in first out, on a group of its
+own.
 
     backward             | bucket 0 | bucket 1 | bucket 2 |
     communication thread            | ring 0   | ring 1   | ring 2 |
 
-Messages are matched by their order alone, so that order must be the same on all ranks. Two wrappers in one backward
-pass share the thread of their process group, which sends in the order of the queue; backward walks the same graph on
-all ranks, so the queues are the same. The model's own messages (batch statistics, say) are not in this order: they stay
-on the process group, and the thread has a twin of it, with the same ranks and other connections.
+Messages are matched by their order alone, so that order must be the same on all ranks. Two wrappers
+in one backward pass share the thread of their process group, which sends in the order of the queue;
+backward walks the same graph on all ranks, so the queues are the same. The model's own messages
+(batch statistics, say) are not in this order: they stay on the process group, and the thread has a
+twin of it, with the same ranks and other connections.
 """
 
 import threading
@@ -28,15 +30,17 @@ _failures: WeakKeyDictionary = WeakKeyDictionary()  # this maps a failed process
 
 @contextmanager
 def together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Mark a block that all ranks of `group` run together: after an exception in it, all later blocks fail too.
+    """Mark a block that all ranks of `group` run together: after an exception in it, all later
+    blocks fail too.
 
-    The other ranks may then be in another collective, and would take this rank's next message for a part of that one.
+    The other ranks may then be in another collective, and would take this rank's next message for a
+    part of that one.
     """
     group = group or dist.group.WORLD
     if group in _failures:
         raise RuntimeError(
-            f"communication on this process group has failed before ({_failures[group]}), and the ranks may have "
-            "stopped at different points: start the ranks again"
+            f"communication on this process group has failed before ({_failures[group]}), and the"
+            " ranks may have stopped at different points: start the ranks again"
         )
     try:
         yield
@@ -46,7 +50,9 @@ def together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
 
 
 def communication_thread(group: dist.ProcessGroup | None = None) -> "CommunicationThread":
-    """Return the communication thread of `group`; on the first call, all ranks of the group must call this together."""
+    """Return the communication thread of `group`; on the first call, all ranks of the group must
+    call this together.
+    """
     group = group or dist.group.WORLD
     if group not in _threads:
         _threads[group] = CommunicationThread(group)
@@ -54,7 +60,9 @@ def communication_thread(group: dist.ProcessGroup | None = None) -> "Communicati
 
 
 class CommunicationThread:
-    """Carries out the jobs that `start` queues, one by one; messages go over `group`, a twin of the caller's group."""
+    """Carries out the jobs that `start` queues, one by one; messages go over `group`, a twin of the
+    caller's group.
+    """
 
     def __init__(self, group):
         self.group, self.streams = twin(group), {}
@@ -63,10 +71,12 @@ class CommunicationThread:
         finalize(self, self.jobs.put, None)
 
     def start(self, function: Callable, device: torch.device) -> Callable:
-        """Queue `function(group)`, without gradients; return a function that waits for its result, or raises its error.
+        """Queue `function(group)`, without gradients; return a function that waits for its result,
+        or raises its error.
 
-        On CUDA the function works on the thread's own stream, after all work that is already on the caller's stream;
-        waiting for its result holds up the caller's current stream, not the processor.
+        On CUDA the function works on the thread's own stream, after all work that is already on the
+        caller's stream; waiting for its result holds up the caller's current stream, not the
+        processor.
         """
         stream = self.stream(device)
         job, ready = Future(), stream and torch.cuda.current_stream(device).record_event()
@@ -80,8 +90,12 @@ class CommunicationThread:
 
         return wait
 
-    def carry_out(self, function: Callable[..., Any], ready: Any, stream: Any) -> tuple[Any, torch.cuda.Event | None]:
-        """Carry out a job in the thread; returns its result and, on CUDA, the event that marks its end."""
+    def carry_out(
+        self, function: Callable[..., Any], ready: Any, stream: Any
+    ) -> tuple[Any, torch.cuda.Event | None]:
+        """Carry out a job in the thread; returns its result and, on CUDA, the event that marks its
+        end.
+        """
         on_stream = torch.cuda.stream(stream) if stream else nullcontext()
         with together(self.group), torch.no_grad(), on_stream:
             if ready:
@@ -92,17 +106,23 @@ class CommunicationThread:
         """Return the thread's own stream on a CUDA `device`, or None on the CPU."""
         if is_queued(device) and device not in self.streams:
             self.streams[device] = torch.cuda.Stream(device)
-            if "nccl" in dist.get_backend_config(self.group):  # NCCL wants a collective before the first message
-                self.start(lambda group: dist.all_reduce(torch.zeros(1, device=device), group=group), device)
+            if "nccl" in dist.get_backend_config(
+                self.group
+            ):  # NCCL wants a collective before the first message
+                self.start(
+                    lambda group: dist.all_reduce(torch.zeros(1, device=device), group=group),
+                    device,
+                )
         return self.streams.get(device)
 
 
 def keep_for_backward(owner: object, outputs: Any) -> Any:
     """Keep `owner` alive as long as the graph behind `outputs`, and return `outputs`.
 
-    Hooks on parameters must not keep a wrapper alive, or an old wrapper would go on averaging after a model is wrapped
-    again. But in `BucketedDDP(model)(inputs).sum().backward()` nothing else holds the wrapper, which must still average
-    the gradients. So a dict that every node of a graph has holds the wrapper.
+    Hooks on parameters must not keep a wrapper alive, or an old wrapper would go on averaging after
+    a model is wrapped again. But in `BucketedDDP(model)(inputs).sum().backward()` nothing else
+    holds the wrapper, which must still average the gradients. So a dict that every node of a graph
+    has holds the wrapper.
     """
     for tensor in [outputs] if isinstance(outputs, torch.Tensor) else tree_leaves(outputs):
         if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
@@ -112,7 +132,9 @@ def keep_for_backward(owner: object, outputs: Any) -> Any:
 
 
 def work(jobs: Any) -> None:
-    """Run the thread. It has no reference to its owner, so that both end together; a failed rank never waits for it."""
+    """Run the thread. It has no reference to its owner, so that both end together; a failed rank
+    never waits for it.
+    """
     for job, call in iter(jobs.get, None):
         try:
             job.set_result(call())
@@ -122,5 +144,7 @@ def work(jobs: Any) -> None:
 
 
 def is_queued(device: torch.device) -> bool:
-    """Return whether work on `device` is only queued when a call returns; on the CPU the work is done by then."""
+    """Return whether work on `device` is only queued when a call returns; on the CPU the work is
+    done by then.
+    """
     return device.type == "cuda"

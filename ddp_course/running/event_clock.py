@@ -1,6 +1,8 @@
-"""When work ran on a device, not when it was queued: on a GPU every edge is a CUDA event, read once all are over.
+"""When work ran on a device, not when it was queued: on a GPU every edge is a CUDA event, read once
+all are over.
 
-Recording an event takes microseconds and waits for nothing, so the step keeps its pace and its overlap.
+Recording an event takes microseconds and waits for nothing, so the step keeps its pace and its
+overlap.
 """
 
 from time import perf_counter
@@ -12,8 +14,9 @@ import torch
 class Clock:
     """Marks moments in the work of `device`, and tells later when they were.
 
-    On the CPU, where work is done when the call returns, a mark is a time in seconds of `time.perf_counter`. On a GPU a
-    mark is a device, with an event on the calling thread's current stream of that device.
+    On the CPU, where work is done when the call returns, a mark is a time in seconds of
+    `time.perf_counter`. On a GPU a mark is a device, with an event on the calling thread's current
+    stream of that device.
     """
 
     def __init__(self, device: torch.device):
@@ -22,7 +25,9 @@ class Clock:
         self.now()
 
     def now(self, device: torch.device | None = None) -> Any:
-        """Mark this moment; on a GPU, mark the end of all work queued so far on the current stream of `device`."""
+        """Mark this moment; on a GPU, mark the end of all work queued so far on the current stream
+        of `device`.
+        """
         if self.device.type == "cpu":
             return perf_counter()
         device = device or self.device
@@ -37,7 +42,9 @@ class Clock:
             torch.cuda.synchronize(device)
 
     def seconds(self, mark: Any) -> float:
-        """Return the moment of a mark in seconds of `time.perf_counter`; `finish` must have been called."""
+        """Return the moment of a mark in seconds of `time.perf_counter`; `finish` must have been
+        called.
+        """
         if isinstance(mark, float):  # the processor or gloo did the work
             return mark
         device, end = mark

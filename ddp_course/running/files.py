@@ -1,4 +1,6 @@
-"""Files: folders that can be written to, files that are replaced whole or not at all, and locks between processes."""
+"""Files: folders that can be written to, files that are replaced whole or not at all, and locks
+between processes.
+"""
 
 import os
 import socket
@@ -11,7 +13,9 @@ from filelock import FileLock, Timeout
 
 
 def writable_folder(folder: str | Path) -> Path:
-    """Return `folder` as a Path, and make it if it is missing; raises ValueError if nothing can be written there."""
+    """Return `folder` as a Path, and make it if it is missing; raises ValueError if nothing can be
+    written there.
+    """
     path = Path(folder)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -25,7 +29,9 @@ def writable_folder(folder: str | Path) -> Path:
 
 
 def replace_file(path: Path, content: bytes, option: str = "--out", mode: int = 0o644) -> Path:
-    """Write `content` (bytes) to `path`, with the rights `mode`; raises ValueError, naming `option`, if that fails."""
+    """Write `content` (bytes) to `path`, with the rights `mode`; raises ValueError, naming
+    `option`, if that fails.
+    """
     try:
         return write_whole(path, content, mode)
     except OSError as error:
@@ -35,7 +41,8 @@ def replace_file(path: Path, content: bytes, option: str = "--out", mode: int = 
 
 
 def write_whole(path: Path, content: bytes, mode: int) -> Path:
-    """Put `content` at `path`: at any moment, even if the power fails, the old or the new file is there, whole.
+    """Put `content` at `path`: at any moment, even if the power fails, the old or the new file is
+    there, whole.
 
     The new file is this user's own, whatever lay at `path` before.
     """
@@ -61,9 +68,11 @@ def write_whole(path: Path, content: bytes, mode: int) -> Path:
 
 @contextmanager
 def claimed(path: Path, patience: float = 0.0) -> Iterator[None]:
-    """Keep other processes out of this block with the same `path`, a file that names the process inside.
+    """Keep other processes out of this block with the same `path`, a file that names the process
+    inside.
 
-    Raises BlockingIOError, which names the other process, if that stays in the block for more than `patience` seconds.
+    Raises BlockingIOError, which names the other process, if that stays in the block for more than
+    `patience` seconds.
     """
     try:
         lock = FileLock(f"{path}.lock", is_singleton=True).acquire(timeout=patience)
@@ -76,12 +85,16 @@ def claimed(path: Path, patience: float = 0.0) -> Iterator[None]:
 
 
 def course_folder(name: str) -> Path:
-    """Return the course's folder `notebooks`, `exercises` or `docs`, in its repository or in the installed package."""
+    """Return the course's folder `notebooks`, `exercises` or `docs`, in its repository or in the
+    installed package.
+    """
     package = Path(__file__).resolve().parents[1]
     packed = package / "course" / name  # setup.py copies the course's folders there
     return packed if packed.is_dir() else package.parent / name
 
 
 def connection_folder() -> Path:
-    """Return the folder where `ddp-course hosts start` leaves the files with which heads and engines connect."""
+    """Return the folder where `ddp-course hosts start` leaves the files with which heads and
+    engines connect.
+    """
     return Path(os.environ.get("DDP_COURSE_HOSTS") or Path.home() / ".ddp_course" / "hosts")

@@ -1,10 +1,12 @@
-"""What each rank's last collective was: readable by the other ranks, and from outside when a rank hangs.
+"""What each rank's last collective was: readable by the other ranks, and from outside when a rank
+hangs.
 
-The ranks of a launch share one table in memory. Each of our collectives records in it what it is about to reduce,
-before it sends anything, and reads what the other ranks recorded for the same call: a rank with another shape, data
-type or operation raises an error at once, where gloo would hang or mix up the numbers. Outside `launch` (under
-torchrun) nothing is recorded, but each message of gloo carries the `tag` of its collective: messages of another
-collective wait, and are not mixed up with it. A record costs about 20 microseconds per collective.
+The ranks of a launch share one table in memory. Each of our collectives records in it what it is
+about to reduce, before it sends anything, and reads what the other ranks recorded for the same
+call: a rank with another shape, data type or operation raises an error at once, where gloo would
+hang or mix up the numbers. Outside `launch` (under torchrun) nothing is recorded, but each message
+of gloo carries the `tag` of its collective: messages of another collective wait, and are not mixed
+up with it. A record costs about 20 microseconds per collective.
 """
 
 import mmap
@@ -26,22 +28,32 @@ from ..errors import MismatchError
 CALLS_PER_RANK = 64  # ranks are never more than this many calls apart
 TEXT_BYTES, MOST_MEMBERS = 200, 128
 
-_own = SimpleNamespace(memory=None, rank=0)  # a process takes part in at most one launch, and shares its table
-sequences: dict = {}  # this maps a group's name to the number of our collectives that this rank entered in it
+_own = SimpleNamespace(
+    memory=None, rank=0
+)  # a process takes part in at most one launch, and shares its table
+# this maps a group's name to the number of our collectives that this rank entered in it
+sequences: dict = {}
 _inside = threading.local()
 
 
 class Call(Structure):
-    """One collective of one rank, laid out as in C: `sequence` counts the calls in `group`; times are monotonic.
+    """One collective of one rank, laid out as in C: `sequence` counts the calls in `group`; times
+    are monotonic.
 
-    `digest` and `group` are the numbers (`number_of`) of the call's whole text and of the group's name. `marks` is True
-    at the ranks of the group that are among the first 128. At `end` the call returned; on a GPU its work may go on.
+    `digest` and `group` are the numbers (`number_of`) of the call's whole text and of the group's
+    name. `marks` is True at the ranks of the group that are among the first 128. At `end` the call
+    returned; on a GPU its work may go on.
     """
 
     _fields_ = [
-        ("digest", c_uint32), ("group", c_uint32), ("sequence", c_uint32), ("begin", c_double), ("end", c_double),
-        ("marks", c_bool * MOST_MEMBERS), ("words", c_char * TEXT_BYTES),
-    ]  # fmt: skip
+        ("digest", c_uint32),
+        ("group", c_uint32),
+        ("sequence", c_uint32),
+        ("begin", c_double),
+        ("end", c_double),
+        ("marks", c_bool * MOST_MEMBERS),
+        ("words", c_char * TEXT_BYTES),
+    ]
 
     @property
     def members(self) -> list[int]:
@@ -64,17 +76,23 @@ def size(world_size: int) -> int:
 
 def attach(descriptor: int, rank: int, world_size: int) -> None:
     """Record this process's collectives as those of rank `rank` in the shared file `descriptor`."""
-    _own.memory, _own.rank = (Call * CALLS_PER_RANK * world_size).from_buffer(mmap.mmap(descriptor, 0)), rank
+    _own.memory, _own.rank = (
+        (Call * CALLS_PER_RANK * world_size).from_buffer(mmap.mmap(descriptor, 0)),
+        rank,
+    )
 
 
 @contextmanager
 def entry(
-    name: str, tensors: torch.Tensor | Sequence[torch.Tensor], group: dist.ProcessGroup | None = None
+    name: str,
+    tensors: torch.Tensor | Sequence[torch.Tensor],
+    group: dist.ProcessGroup | None = None,
 ) -> Iterator[None]:
-    """Record a collective while it runs; `tensors` is the tensor, or the list of tensors, that it works on.
+    """Record a collective while it runs; `tensors` is the tensor, or the list of tensors, that it
+    works on.
 
-    Only the outermost collective is recorded, not those inside it. Raises MismatchError when another member
-    of `group` came to the same call with other tensors or another collective.
+    Only the outermost collective is recorded, not those inside it. Raises MismatchError when
+    another member of `group` came to the same call with other tensors or another collective.
     """
     if tag():
         yield
@@ -91,21 +109,30 @@ def entry(
 
 
 def tag() -> int:
-    """Return a number that stands for the collective this thread is in, the same on all ranks; 0 outside of any."""
+    """Return a number that stands for the collective this thread is in, the same on all ranks; 0
+    outside of any.
+    """
     return getattr(_inside, "tag", 0)
 
 
 def recorded(what: str, group: dist.ProcessGroup | None) -> Call:
     """Record that a collective begins, and compare it with the other ranks' calls."""
-    group_name, members = (group or dist.group.WORLD).group_name, tuple(dist.get_process_group_ranks(group))
+    group_name, members = (
+        (group or dist.group.WORLD).group_name,
+        tuple(dist.get_process_group_ranks(group)),
+    )
     sequence = sequences[group_name] = sequences.get(group_name, 0) + 1
     key = number_of(group_name)
-    slot = (key + sequence) % CALLS_PER_RANK  # all ranks record this call in the slot of this number
+    slot = (
+        key + sequence
+    ) % CALLS_PER_RANK  # all ranks record this call in the slot of this number
     own = _own.memory[_own.rank][slot]
     own.sequence = 0
     own.digest, own.group, own.begin, own.end = tag(), key, time.monotonic(), 0.0
     own.marks, own.words = marks(members), what.encode()[:TEXT_BYTES]
-    own.sequence = sequence  # this is written last: a reader that sees it finds the other fields complete
+    own.sequence = (
+        sequence  # this is written last: a reader that sees it finds the other fields complete
+    )
     for rank in members:
         compare(_own.memory[rank][slot], rank, own)
     return own
@@ -113,12 +140,16 @@ def recorded(what: str, group: dist.ProcessGroup | None) -> Call:
 
 @cache
 def marks(members: tuple) -> Any:
-    """Return an array that is True at each rank of a group; only the job's first 128 ranks have a place in it."""
+    """Return an array that is True at each rank of a group; only the job's first 128 ranks have a
+    place in it.
+    """
     return (c_bool * MOST_MEMBERS)(*(rank in members for rank in range(MOST_MEMBERS)))
 
 
 def number_of(text: str) -> int:
-    """Return a number of 30 bits, never 0, that stands for `text` and is the same in all processes."""
+    """Return a number of 30 bits, never 0, that stands for `text` and is the same in all
+    processes.
+    """
     return 1 + (crc32(text.encode()) >> 2)
 
 
@@ -132,7 +163,9 @@ def describe(tensors: torch.Tensor | Sequence[torch.Tensor]) -> str:
 
 
 def compare(other: Call, rank: int, own: Call) -> None:
-    """Raise MismatchError if `other`, which `rank` recorded for the same call, differs in collective or tensors."""
+    """Raise MismatchError if `other`, which `rank` recorded for the same call, differs in
+    collective or tensors.
+    """
     for _ in range(2):  # the other rank may have been writing its record at the first reading
         if (other.group, other.sequence) != (own.group, own.sequence) or other.digest == own.digest:
             return
@@ -143,8 +176,14 @@ def compare(other: Call, rank: int, own: Call) -> None:
 
 
 def calls(descriptor: int, world_size: int) -> dict:
-    """Return the last collectives of each rank that has recorded any, in the order in which the rank entered them."""
+    """Return the last collectives of each rank that has recorded any, in the order in which the
+    rank entered them.
+    """
     with mmap.mmap(descriptor, size(world_size), access=mmap.ACCESS_READ) as memory:
         table = (Call * CALLS_PER_RANK * world_size).from_buffer_copy(memory)
     made = {rank: [call for call in own if call.sequence] for rank, own in enumerate(table)}
-    return {rank: sorted(entered, key=lambda call: call.begin) for rank, entered in made.items() if entered}
+    return {
+        rank: sorted(entered, key=lambda call: call.begin)
+        for rank, entered in made.items()
+        if entered
+    }

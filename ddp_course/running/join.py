@@ -1,4 +1,6 @@
-"""Joining the job that torchrun or Slurm has started, or a job of a single rank where there is none."""
+"""Joining the job that torchrun or Slurm has started, or a job of a single rank where there is
+none.
+"""
 
 import os
 import re
@@ -20,23 +22,31 @@ FIRST_PORT, PORTS = 20_000, 10_000  # the ranks of each Slurm job meet at a port
 CONNECT_SECONDS = 5.0
 LOOPBACK = "127.0.0.1"
 ALONE = {  # a job of one rank has this environment, and opens its store at any free port
-    "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
-    "MASTER_ADDR": LOOPBACK, "MASTER_PORT": "0",
-}  # fmt: skip
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "1",
+    "MASTER_ADDR": LOOPBACK,
+    "MASTER_PORT": "0",
+}
 
 
 def join(device: str = "auto", timeout: float = 1800.0) -> tuple:
-    """Bring up the process group of the job that this process is part of; return (rank, world size).
+    """Bring up the process group of the job that this process is part of; return (rank, world
+    size).
 
-    `device` is as in `launch`, for the ranks of each machine; a collective may take `timeout` seconds. Under torchrun
-    the environment says everything; the environment of Slurm's `srun` is translated to that; anywhere else this process
-    is the only rank. A process group that is up already is left alone. The process ends with its torchrun.
+    `device` is as in `launch`, for the ranks of each machine; a collective may take `timeout`
+    seconds. Under torchrun the environment says everything; the environment of Slurm's `srun` is
+    translated to that; anywhere else this process is the only rank. A process group that is up
+    already is left alone. The process ends with its torchrun.
     """
     if not dist.is_initialized():
         end_with_torchrun()
         environment = {} if "RANK" in os.environ else from_slurm(os.environ) or ALONE
         os.environ.update(environment)
-        world_size, local = (int(os.environ.get(name, 1)) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+        world_size, local = (
+            int(os.environ.get(name, 1)) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
+        )
         mine = placement(device, local)[1][int(os.environ.get("LOCAL_RANK", 0))]
         os.environ["DDP_COURSE_DEVICE"] = mine
         if mine.startswith("cuda"):
@@ -44,7 +54,9 @@ def join(device: str = "auto", timeout: float = 1800.0) -> tuple:
         else:
             hide_gpus()
         if local == world_size and sys.platform == "linux":
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the machine's name may resolve to another card
+            os.environ.setdefault(
+                "GLOO_SOCKET_IFNAME", "lo"
+            )  # the machine's name may resolve to another card
         meeting = fresh_store(timeout, local == world_size)
         backend = common_backend(meeting["store"], meeting["rank"], world_size, mine)
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout), **meeting)
@@ -52,23 +64,31 @@ def join(device: str = "auto", timeout: float = 1800.0) -> tuple:
 
 
 def common_backend(store: dist.Store, rank: int, world_size: int, device: str) -> str:
-    """Return the backend that suits all ranks. Each names its GPU, as under Slurm all ranks may have a `cuda:0`."""
+    """Return the backend that suits all ranks. Each names its GPU, as under Slurm all ranks may
+    have a `cuda:0`.
+    """
     store.set(f"ddp_course/gpu/{rank}", gpu_identity(device))
-    return agreed_backend([store.get(f"ddp_course/gpu/{other}").decode() for other in range(world_size)])
+    return agreed_backend(
+        [store.get(f"ddp_course/gpu/{other}").decode() for other in range(world_size)]
+    )
 
 
 def fresh_store(timeout: float, one_machine: bool) -> dict[str, Any]:
     """Return the key-value store, rank and world size for `init_process_group`, as its keywords.
 
-    torchrun of torch 2.13 keeps one store over all restarts, with the addresses of ranks that are gone: restarted ranks
-    would sometimes connect to those. So rank 0 opens a new store and leaves its port in the old store; a rank that
-    reads an outdated port there is refused, and reads again.
+    torchrun of torch 2.13 keeps one store over all restarts, with the addresses of ranks that are
+    gone: restarted ranks would sometimes connect to those. So rank 0 opens a new store and leaves
+    its port in the old store; a rank that reads an outdated port there is refused, and reads again.
 
-    Any process that reaches a store can write into it: on one machine, the store listens on the loopback.
+    Any process that reaches a store can write into it: on one machine, the store listens on the
+    loopback.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     patience = timedelta(seconds=timeout)
-    host, port = LOOPBACK if one_machine else os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    host, port = (
+        LOOPBACK if one_machine else os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+    )
 
     def open_store(port):
         if one_machine:
@@ -104,15 +124,19 @@ def look_up(old: dist.Store, host: str, patience: timedelta) -> dist.TCPStore:
 
 
 def from_slurm(environ: Mapping[str, str]) -> dict[str, str] | None:
-    """Return the environment that torchrun would give, made from that of a task of `srun`; None outside of a task.
+    """Return the environment that torchrun would give, made from that of a task of `srun`; None
+    outside of a task.
 
-    Only `srun` sets SLURM_STEP_…: the batch script itself is no task, although it has a SLURM_PROCID too.
+    Only `srun` sets SLURM_STEP_…: the batch script itself is no task, although it has a
+    SLURM_PROCID too.
     """
     if "SLURM_STEP_NUM_TASKS" not in environ or "SLURM_PROCID" not in environ:
         return None
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "localhost")
     job = int(environ.get("SLURM_JOB_ID", 0))
-    tasks_here = tasks_on_node(environ.get("SLURM_STEP_TASKS_PER_NODE", "1"), int(environ.get("SLURM_NODEID", 0)))
+    tasks_here = tasks_on_node(
+        environ.get("SLURM_STEP_TASKS_PER_NODE", "1"), int(environ.get("SLURM_NODEID", 0))
+    )
     return {
         "RANK": environ["SLURM_PROCID"],
         "WORLD_SIZE": environ["SLURM_STEP_NUM_TASKS"],
@@ -130,7 +154,9 @@ def first_node(nodes: str) -> str:
 
 
 def tasks_on_node(counts: str, node: int) -> int:
-    """Return how many tasks node number `node` has, from Slurm's short form: "2(x3),1" means 2, 2, 2, 1."""
+    """Return how many tasks node number `node` has, from Slurm's short form: "2(x3),1" means 2, 2,
+    2, 1.
+    """
     tasks = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts):
         tasks += [int(count)] * int(times or 1)

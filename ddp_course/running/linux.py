@@ -1,8 +1,10 @@
-"""Calls of the operating system that Python's own library lacks: how processes end, namespaces, a container's limits.
+"""Calls of the operating system that Python's own library lacks: how processes end, namespaces, a
+container's limits.
 
-At its top it imports the standard library only, so that the preloaded server and other small processes can load it. The
-functions about processes do nothing on other systems; those about namespaces raise OSError there.
-Sources: prctl(2), namespaces(7), user_namespaces(7), netdevice(7), cgroups(7).
+At its top it imports the standard library only, so that the preloaded server and other small
+processes can load it. The functions about processes do nothing on other systems; those about
+namespaces raise OSError there. Sources: prctl(2), namespaces(7), user_namespaces(7), netdevice(7),
+cgroups(7).
 """
 
 import ctypes
@@ -17,7 +19,12 @@ from pathlib import Path
 from typing import Any
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWUSER, CLONE_NEWNET = 0x00020000, 0x04000000, 0x10000000, 0x40000000
+CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWUSER, CLONE_NEWNET = (
+    0x00020000,
+    0x04000000,
+    0x10000000,
+    0x40000000,
+)
 MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
 SIOCSIFFLAGS, IFF_UP = 0x8914, 1
 CGROUPS = Path("/sys/fs/cgroup")
@@ -26,7 +33,9 @@ OWN_CGROUPS = Path("/proc/self/cgroup")
 
 @cache
 def libc() -> Any:
-    """Return the C library: Python has no prctl and mount of its own, and has unshare and setns only since 3.12."""
+    """Return the C library: Python has no prctl and mount of its own, and has unshare and setns
+    only since 3.12.
+    """
     return ctypes.CDLL(None, use_errno=True)
 
 
@@ -44,9 +53,11 @@ def prctl(option: int, value: int) -> None:
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Have the kernel kill this process when its parent ends; exit at once if `parent`, a process id, has ended.
+    """Have the kernel kill this process when its parent ends; exit at once if `parent`, a process
+    id, has ended.
 
-    Linux forgets this when a process changes its credentials, as by entering a user namespace: call this again then.
+    Linux forgets this when a process changes its credentials, as by entering a user namespace: call
+    this again then.
     """
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent is not None and os.getppid() != parent:
@@ -59,16 +70,22 @@ def adopt_orphans() -> None:
 
 
 def unshare_as_anyone(flags: int) -> None:
-    """Move this process into new namespaces; users without that right first enter a user namespace, where they have it.
+    """Move this process into new namespaces; users without that right first enter a user namespace,
+    where they have it.
 
-    The process keeps its user and group there. It must have one thread only. Raises OSError where that is forbidden.
+    The process keeps its user and group there. It must have one thread only. Raises OSError where
+    that is forbidden.
     """
     try:
         call("unshare", flags)
     except PermissionError:
         user, group = os.geteuid(), os.getegid()
         call("unshare", flags | CLONE_NEWUSER)
-        for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
+        for name, text in (
+            ("setgroups", "deny"),
+            ("uid_map", f"{user} {user} 1"),
+            ("gid_map", f"{group} {group} 1"),
+        ):
             Path("/proc/self", name).write_text(text)
 
 
@@ -86,15 +103,22 @@ def raise_loopback() -> None:
 
 
 def usable_cores() -> int:
-    """Return how many processor cores this process may keep busy, by its affinity and its containers' share of time."""
+    """Return how many processor cores this process may keep busy, by its affinity and its
+    containers' share of time.
+    """
     return max(1, math.floor(processor_share()))
 
 
 def processor_share() -> float:
     """Return the usable cores as a fraction: a container may be given half a core."""
-    cores: float = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores: float = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     for folder in cgroup_folders("cpu"):
-        words = f"{read(folder / 'cpu.cfs_quota_us')} {read(folder / 'cpu.cfs_period_us')} {read(folder / 'cpu.max')}"
+        words = (
+            f"{read(folder / 'cpu.cfs_quota_us')} {read(folder / 'cpu.cfs_period_us')}"
+            f" {read(folder / 'cpu.max')}"
+        )
         quota, _, period = words.strip().partition(" ")  # both are in microseconds
         if quota.isdigit() and period.isdigit():
             cores = min(cores, int(quota) / int(period))
@@ -102,14 +126,18 @@ def processor_share() -> float:
 
 
 def free_memory() -> int:
-    """Return the bytes that new processes may use: the machine's free memory, or less if a container allows less."""
+    """Return the bytes that new processes may use: the machine's free memory, or less if a
+    container allows less.
+    """
     free = available_memory()
     for folder in cgroup_folders("memory"):
         limit = read(folder / "memory.max") or read(folder / "memory.limit_in_bytes")
         used = read(folder / "memory.current") or read(folder / "memory.usage_in_bytes")
         if limit.isdigit() and used.isdigit():
             details = dict(line.split() for line in read(folder / "memory.stat").splitlines())
-            reclaimable = int(details.get("total_inactive_file") or details.get("inactive_file") or 0)
+            reclaimable = int(
+                details.get("total_inactive_file") or details.get("inactive_file") or 0
+            )
             free = min(free, int(limit) - int(used) + reclaimable)
     return max(0, free)
 
@@ -120,14 +148,19 @@ def available_memory() -> int:
         import psutil  # Most processes that load this module do not need psutil.
 
         return psutil.virtual_memory().available
-    except (ImportError, OSError):  # A borrowed machine may not have the package, and a container no /proc.
+    except (
+        ImportError,
+        OSError,
+    ):  # A borrowed machine may not have the package, and a container no /proc.
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def cgroup_folders(controller: str) -> list[Path]:
-    """Return the folders of this process's control group and of all visible groups around it: each may set a limit.
+    """Return the folders of this process's control group and of all visible groups around it: each
+    may set a limit.
 
-    `controller` is "memory" or "cpu". In version 1 every controller has a tree of its own, in version 2 all share one.
+    `controller` is "memory" or "cpu". In version 1 every controller has a tree of its own, in
+    version 2 all share one.
     """
     folders = []
     for line in read(OWN_CGROUPS).splitlines():
@@ -135,7 +168,11 @@ def cgroup_folders(controller: str) -> list[Path]:
         if number == "0" or controller in controllers.split(","):
             top = CGROUPS / ("" if number == "0" else controller)
             own = top / path.lstrip("/")
-            folders += [folder for folder in (own, *own.parents) if folder.is_relative_to(top) and folder.is_dir()]
+            folders += [
+                folder
+                for folder in (own, *own.parents)
+                if folder.is_relative_to(top) and folder.is_dir()
+            ]
     return folders
 
 

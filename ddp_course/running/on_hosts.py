@@ -4,8 +4,8 @@
         torchrun --nnodes=2 --nproc-per-node=2 --rdzv-backend=c10d --rdzv-endpoint=host0:29400 \\
         -m ddp_course.train --stage 4
 
-The hosts are called host0, host1, … and reach each other by these names. {host} in the command becomes the number.
-This program must stay without threads, so it imports neither torch nor numpy.
+The hosts are called host0, host1, … and reach each other by these names. {host} in the command
+becomes the number. This program must stay without threads, so it imports neither torch nor numpy.
 """
 
 import argparse
@@ -20,14 +20,19 @@ from . import linux, units, virtual_hosts
 
 
 def start(
-    hosts: Sequence[int], number: int, command: list[str], environment: Mapping[str, str] | None = None,
+    hosts: Sequence[int],
+    number: int,
+    command: list[str],
+    environment: Mapping[str, str] | None = None,
     output: int | None = None,
-) -> subprocess.Popen:  # fmt: skip
-    """Start `command` (a list of words) on host `number` of those that `virtual_hosts.build` returned.
+) -> subprocess.Popen:
+    """Start `command` (a list of words) on host `number` of those that `virtual_hosts.build`
+    returned.
 
-    The command ends with this process. Its output goes to the file descriptor `output`. Programs of this Python's own
-    environment (torchrun, ddp-course) come before others of the same name: a notebook server that was started by its
-    path does not have them on the search path. Raises OSError if there is no such program.
+    The command ends with this process. Its output goes to the file descriptor `output`. Programs of
+    this Python's own environment (torchrun, ddp-course) come before others of the same name: a
+    notebook server that was started by its path does not have them on the search path. Raises
+    OSError if there is no such program.
     """
 
     def move() -> None:
@@ -36,12 +41,16 @@ def start(
 
     words = [word.replace("{host}", str(number)) for word in command]
     environ = {**os.environ, **virtual_hosts.ON_A_HOST, **(environment or {})}
-    environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), environ.get("PATH", os.defpath)])
+    environ["PATH"] = os.pathsep.join(
+        [os.path.dirname(sys.executable), environ.get("PATH", os.defpath)]
+    )
     return subprocess.Popen(words, stdout=output, stderr=output, env=environ, preexec_fn=move)
 
 
 def stop(process: subprocess.Popen) -> None:
-    """Kill a process that `start` started, and all its descendants, as if its host had lost power."""
+    """Kill a process that `start` started, and all its descendants, as if its host had lost
+    power.
+    """
     for each in [process, *psutil.Process(process.pid).children(recursive=True)]:
         each.kill()
     process.wait()
@@ -49,9 +58,15 @@ def stop(process: subprocess.Popen) -> None:
 
 def main() -> int:
     """Run the command line, and return the greatest of the commands' exit codes."""
-    parser = argparse.ArgumentParser("python -m ddp_course.running.on_hosts", description=__doc__.split(",")[0])
-    parser.add_argument("--hosts", type=int, default=2, metavar="N", help="how many hosts (default 2)")
-    parser.add_argument("--bandwidth", default="1Gbit", help="of every host's cable, each way (default 1Gbit)")
+    parser = argparse.ArgumentParser(
+        "python -m ddp_course.running.on_hosts", description=__doc__.split(",")[0]
+    )
+    parser.add_argument(
+        "--hosts", type=int, default=2, metavar="N", help="how many hosts (default 2)"
+    )
+    parser.add_argument(
+        "--bandwidth", default="1Gbit", help="of every host's cable, each way (default 1Gbit)"
+    )
     parser.add_argument("command", nargs="+", help="what to run on each host, after --")
     options = parser.parse_args()
     try:

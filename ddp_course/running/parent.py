@@ -1,7 +1,8 @@
-"""Ranks of torchrun end with it: one that lived on would join the next job that takes the same port.
+"""Ranks of torchrun end with it: one that lived on would join the next job that takes the same
+port.
 
-torch takes seconds to import, and torchrun may be killed meanwhile. So a program that torchrun starts calls
-`end_with_torchrun` before it imports torch; this module imports no torch.
+torch takes seconds to import, and torchrun may be killed meanwhile. So a program that torchrun
+starts calls `end_with_torchrun` before it imports torch; this module imports no torch.
 """
 
 import os
@@ -14,7 +15,9 @@ JOB = "TORCHELASTIC_RUN_ID"
 
 
 def end_with_torchrun() -> None:
-    """Have this process end as soon as the torchrun that started it does; without torchrun nothing happens."""
+    """Have this process end as soon as the torchrun that started it does; without torchrun nothing
+    happens.
+    """
     if JOB not in os.environ:
         return
     import psutil  # Only ranks of torchrun need this module.
@@ -22,8 +25,11 @@ def end_with_torchrun() -> None:
     try:
         parent = psutil.Process(os.getppid())
         die_with_parent(parent.pid)
-        # torchrun runs in the same Python as its ranks. A shell between the two has the job's name in its environment.
-        orphaned = parent.exe() != psutil.Process().exe() and parent.environ().get(JOB) != os.environ[JOB]
+        # torchrun runs in the same Python as its ranks. A shell between the two has the job's name
+        # in its environment.
+        orphaned = (
+            parent.exe() != psutil.Process().exe() and parent.environ().get(JOB) != os.environ[JOB]
+        )
     except psutil.Error:
         orphaned = True
     if orphaned:  # torchrun had ended already, and another process, such as init, adopted this rank

@@ -1,7 +1,8 @@
 """Accelerators and links as their makers publish them, and how they are slowed down.
 
-Latencies are those that NCCL assumes for one step of a ring with its protocol for large messages (file
-src/graph/tuning.cc, table hwLat, version 2.19): 3.4 us over NVLink, 5.7 over PCIe, 14 over a network.
+Latencies are those that NCCL assumes for one step of a ring with its protocol for large messages
+(file src/graph/tuning.cc, table hwLat, version 2.19): 3.4 us over NVLink, 5.7 over PCIe, 14 over a
+network.
 """
 
 import math
@@ -11,7 +12,9 @@ from ..errors import EmulationError
 
 
 class Accelerator(NamedTuple):
-    """`rate` is in floating-point operations per second of dense 16-bit arithmetic, `memory` is in bytes per second."""
+    """`rate` is in floating-point operations per second of dense 16-bit arithmetic, `memory` is in
+    bytes per second.
+    """
 
     rate: float
     memory: float
@@ -19,7 +22,9 @@ class Accelerator(NamedTuple):
 
 
 class KnownLink(NamedTuple):
-    """`bandwidth` is in bits per second each way, `latency` is in seconds, `source` is that of the bandwidth."""
+    """`bandwidth` is in bits per second each way, `latency` is in seconds, `source` is that of the
+    bandwidth.
+    """
 
     bandwidth: float
     latency: float
@@ -27,25 +32,47 @@ class KnownLink(NamedTuple):
 
 
 ACCELERATORS = {
-    "V100": Accelerator(125e12, 0.9e12, "NVIDIA, V100 datasheet (SXM2, 32 GB): 125 TFLOP/s of tensor cores, 900 GB/s"),
-    "A100": Accelerator(312e12, 2.039e12, "NVIDIA, A100 datasheet (SXM, 80 GB): 312 TFLOP/s in bfloat16, 2,039 GB/s"),
-    "H100": Accelerator(989e12, 3.35e12, "NVIDIA, H100 datasheet (SXM): 1,979 TFLOP/s with sparsity, half without"),
-    "laptop": Accelerator(3.6e12, 0.1e12, "Apple, newsroom, 6 June 2022 (M2): GPU of 3.6 TFLOP/s, memory of 100 GB/s"),
+    "V100": Accelerator(
+        125e12,
+        0.9e12,
+        "NVIDIA, V100 datasheet (SXM2, 32 GB): 125 TFLOP/s of tensor cores, 900 GB/s",
+    ),
+    "A100": Accelerator(
+        312e12, 2.039e12, "NVIDIA, A100 datasheet (SXM, 80 GB): 312 TFLOP/s in bfloat16, 2,039 GB/s"
+    ),
+    "H100": Accelerator(
+        989e12, 3.35e12, "NVIDIA, H100 datasheet (SXM): 1,979 TFLOP/s with sparsity, half without"
+    ),
+    "laptop": Accelerator(
+        3.6e12, 0.1e12, "Apple, newsroom, 6 June 2022 (M2): GPU of 3.6 TFLOP/s, memory of 100 GB/s"
+    ),
 }
 NVLINK, PCIE, NETWORK = 3.4e-6, 5.7e-6, 14e-6
 LINKS = {
-    "NVLink V100": KnownLink(8 * 150e9, NVLINK, "NVIDIA, V100 datasheet: 300 GB/s both ways together"),
-    "NVLink A100": KnownLink(8 * 300e9, NVLINK, "NVIDIA, A100 datasheet: 600 GB/s both ways together"),
-    "NVLink H100": KnownLink(8 * 450e9, NVLINK, "NVIDIA, H100 datasheet: 900 GB/s both ways together"),
-    "PCIe 4": KnownLink(16 * 16e9 * 128 / 130, PCIE, "PCI Express 4.0: 16 lanes of 16 GT/s, 128 bits of every 130"),
+    "NVLink V100": KnownLink(
+        8 * 150e9, NVLINK, "NVIDIA, V100 datasheet: 300 GB/s both ways together"
+    ),
+    "NVLink A100": KnownLink(
+        8 * 300e9, NVLINK, "NVIDIA, A100 datasheet: 600 GB/s both ways together"
+    ),
+    "NVLink H100": KnownLink(
+        8 * 450e9, NVLINK, "NVIDIA, H100 datasheet: 900 GB/s both ways together"
+    ),
+    "PCIe 4": KnownLink(
+        16 * 16e9 * 128 / 130, PCIE, "PCI Express 4.0: 16 lanes of 16 GT/s, 128 bits of every 130"
+    ),
     "100Gbit Ethernet": KnownLink(100e9, NETWORK, "IEEE 802.3ba"),
     "10Gbit Ethernet": KnownLink(10e9, NETWORK, "IEEE 802.3ae"),
-    "laptop": KnownLink(1e9, NETWORK, "IEEE 802.3ab: Ethernet of 1 Gbit/s, as laptops and home networks have it"),
+    "laptop": KnownLink(
+        1e9, NETWORK, "IEEE 802.3ab: Ethernet of 1 Gbit/s, as laptops and home networks have it"
+    ),
 }
 
 
 def find(table: dict[str, Any], kind: str, name: str, slowed: float, scale: float) -> Any:
-    """Return entry `name` of a table of devices or links; raises EmulationError without it and for factors below 1."""
+    """Return entry `name` of a table of devices or links; raises EmulationError without it and for
+    factors below 1.
+    """
     if name not in table:
         raise EmulationError(f'unknown {kind} "{name}"; choose one of {", ".join(table)}')
     for factor, value in (("slowed", slowed), ("scale", scale)):

@@ -1,7 +1,9 @@
-"""The parts of torch that it does not promise, and that may differ between versions. They were seen on 2.10 and 2.13.
+"""The parts of torch that it does not promise, and that may differ between versions. They were seen
+on 2.10 and 2.13.
 
-No other module names a private part of torch; a test sees to it. (Stage 5 queues its callback as torch's own tutorials
-do, because a lesson shows that line.) A move to another torch starts here, and with the tests.
+No other module names a private part of torch; a test sees to it. (Stage 5 queues its callback as
+torch's own tutorials do, because a lesson shows that line.) A move to another torch starts here,
+and with the tests.
 """
 
 import socket
@@ -26,10 +28,17 @@ from torch.utils._pytree import tree_unflatten as tree_unflatten
 uncompiled = torch._disable_dynamo  # torch.compile leaves functions with this decorator as they are
 BatchNorm = _BatchNorm
 busy_gpu = torch.cuda._sleep
-default_group = distributed_c10d._get_default_group  # The function raises ValueError where no group has been made.
-dispatch_modes = _get_current_dispatch_mode_stack  # The function returns this thread's modes, the innermost last.
-as_plain_tensors = torch._C.DisableTorchFunctionSubclass  # In this block functions treat subclasses as plain tensors.
-backward_pass = torch._C._current_graph_task_id  # Backward passes have numbers from 0; -1 means no pass.
+default_group = (
+    distributed_c10d._get_default_group
+)  # The function raises ValueError where no group has been made.
+# The function returns this thread's modes, the innermost last.
+dispatch_modes = _get_current_dispatch_mode_stack
+as_plain_tensors = (
+    torch._C.DisableTorchFunctionSubclass
+)  # In this block functions treat subclasses as plain tensors.
+backward_pass = (
+    torch._C._current_graph_task_id
+)  # Backward passes have numbers from 0; -1 means no pass.
 UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_  # a gradient scaler calls this
 
 
@@ -37,7 +46,8 @@ UNSCALE = torch._amp_foreach_non_finite_check_and_unscale_  # a gradient scaler 
 def around(owner: Any, name: str, hook: Callable) -> Iterator[None]:
     """Within this block `owner.name(…)` is `hook(run, …)`, where `run` is the original function.
 
-    torch has hooks before and after a module's call, but none around it, and none at a backward pass.
+    torch has hooks before and after a module's call, but none around it, and none at a backward
+    pass.
     """
     run = getattr(owner, name)
 
@@ -53,7 +63,9 @@ def around(owner: Any, name: str, hook: Callable) -> Iterator[None]:
 
 
 def after_backward(function: Callable[[], None]) -> None:
-    """Have `function()` called when the running backward pass has computed everything, before it returns."""
+    """Have `function()` called when the running backward pass has computed everything, before it
+    returns.
+    """
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
@@ -67,16 +79,28 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
     return group._get_backend(group._device_types[0]).options._timeout
 
 
-def serve_store_on(listener: socket.socket, patience: timedelta = timedelta(minutes=5)) -> dist.TCPStore:
-    """Serve a key-value store on a bound socket, and on no other address, so that two jobs never clash."""
+def serve_store_on(
+    listener: socket.socket, patience: timedelta = timedelta(minutes=5)
+) -> dist.TCPStore:
+    """Serve a key-value store on a bound socket, and on no other address, so that two jobs never
+    clash.
+    """
     host, port = listener.getsockname()[:2]
-    own: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listener.detach()}
+    own: dict[str, Any] = {
+        "is_master": True,
+        "wait_for_workers": False,
+        "master_listen_fd": listener.detach(),
+    }
     return dist.TCPStore(host, port, timeout=patience, **own)
 
 
 def messages() -> int:
-    """Return how many of torch's own collectives, sends and receives this process has begun, in all process groups."""
-    groups: Any = distributed_c10d._world.pg_map  # the stubs do not know that groups count their operations
+    """Return how many of torch's own collectives, sends and receives this process has begun, in all
+    process groups.
+    """
+    groups: Any = (
+        distributed_c10d._world.pg_map
+    )  # the stubs do not know that groups count their operations
     count = 0
     for group in groups:
         with suppress(RuntimeError):  # the backend of a mesh's group does not count its operations
@@ -85,11 +109,13 @@ def messages() -> int:
 
 
 def twin(group: dist.ProcessGroup, members: Sequence[int] | None = None) -> dist.ProcessGroup:
-    """Make a process group with the backend and timeout of `group`, and with all its ranks or only its `members`.
+    """Make a process group with the backend and timeout of `group`, and with all its ranks or only
+    its `members`.
 
-    Only the new group's ranks call this, all of them together. Every rank of the job would have to call
-    `dist.new_group`; with `use_local_synchronization` that derives a name from the number of groups that a rank is in,
-    which may differ between ranks. So this calls the inner part of `dist.new_group`.
+    Only the new group's ranks call this, all of them together. Every rank of the job would have to
+    call `dist.new_group`; with `use_local_synchronization` that derives a name from the number of
+    groups that a rank is in, which may differ between ranks. So this calls the inner part of
+    `dist.new_group`.
     """
     everyone = dist.get_process_group_ranks(group)
     members = range(len(everyone)) if members is None else members
@@ -103,5 +129,7 @@ def twin(group: dist.ProcessGroup, members: Sequence[int] | None = None) -> dist
         distributed_c10d.GroupName(f"{group.group_name} communication {list(members)}"),
         timeout=timeout_of(group),
     )
-    distributed_c10d._world.pg_group_ranks[group_of_own] = {rank: place for place, rank in enumerate(ranks)}
+    distributed_c10d._world.pg_group_ranks[group_of_own] = {
+        rank: place for place, rank in enumerate(ranks)
+    }
     return group_of_own

@@ -1,4 +1,6 @@
-"""Numbers with units, as people write them: "200Mbit" for a bandwidth, "5ms" for a latency, "5GB/s" for a memory."""
+"""Numbers with units, as people write them: "200Mbit" for a bandwidth, "5ms" for a latency, "5GB/s"
+for a memory.
+"""
 
 import math
 import re
@@ -12,17 +14,25 @@ MEMORY = {"b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
 
 
 def bits_per_second(text: str | int) -> float:
-    """Parse a bandwidth such as "200Mbit", "3.6Tbit" or "1.5Gbit/s"; raises EmulationError for other text."""
-    return _parse(text, BANDWIDTHS, "bandwidth", "200Mbit (bit, kbit, Mbit, Gbit or Tbit per second)")
+    """Parse a bandwidth such as "200Mbit", "3.6Tbit" or "1.5Gbit/s"; raises EmulationError for
+    other text.
+    """
+    return _parse(
+        text, BANDWIDTHS, "bandwidth", "200Mbit (bit, kbit, Mbit, Gbit or Tbit per second)"
+    )
 
 
 def seconds(text: str | int, zero: bool = True) -> float:
-    """Parse a time such as "5ms", "10us" or "0s"; raises EmulationError for other text, and for 0 unless `zero`."""
+    """Parse a time such as "5ms", "10us" or "0s"; raises EmulationError for other text, and for 0
+    unless `zero`.
+    """
     return _parse(text, TIMES, "time", "5ms (s, ms, us or ns)", zero)
 
 
 def flops_per_second(text: str | int) -> float:
-    """Parse a rate of floating-point operations such as "2GFLOP/s"; raises EmulationError for other text."""
+    """Parse a rate of floating-point operations such as "2GFLOP/s"; raises EmulationError for other
+    text.
+    """
     return _parse(text, RATES, "rate", "2GFLOP/s (FLOP/s, kFLOP/s, MFLOP/s, GFLOP/s or TFLOP/s)")
 
 
@@ -32,13 +42,17 @@ def bytes_per_second(text: str | int) -> float:
 
 
 def two_digits(value: float, up: bool = False) -> float:
-    """Return `value` cut to its two leading digits, or rounded `up` to them: a number that is easy to type."""
+    """Return `value` cut to its two leading digits, or rounded `up` to them: a number that is easy
+    to type.
+    """
     digit = 10.0 ** (math.floor(math.log10(value)) - 1)
     return (math.ceil if up else math.floor)(value / digit) * digit
 
 
 def _parse(text, units, what, example, zero=False):
-    match = re.fullmatch(r"\s*([-+]?[\d.]+(?:e[-+]?\d+)?)\s*([a-zµ]+)(/s)?\s*", str(text), re.IGNORECASE)
+    match = re.fullmatch(
+        r"\s*([-+]?[\d.]+(?:e[-+]?\d+)?)\s*([a-zµ]+)(/s)?\s*", str(text), re.IGNORECASE
+    )
     unit = match and match[2].replace("µ", "u").lower()
     try:
         value = float(match[1]) * units[unit]
@@ -46,5 +60,7 @@ def _parse(text, units, what, example, zero=False):
         raise EmulationError(f'cannot read the {what} "{text}"; write it like {example}') from None
     if not 0 <= value < math.inf or (value == 0 and not zero):
         least = "zero or more" if zero else "more than zero"
-        raise EmulationError(f'the {what} "{text}" is out of range: it must be {least}; write it like {example}')
+        raise EmulationError(
+            f'the {what} "{text}" is out of range: it must be {least}; write it like {example}'
+        )
     return value

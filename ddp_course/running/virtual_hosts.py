@@ -2,18 +2,20 @@
 
             host 0               host 1               the agent's namespace
             eth0 10.77.0.1       eth0 10.77.0.2       bridge 10.77.255.254
-              |  token bucket      |                    (the switch; the rendezvous store listens here)
+              |  token bucket      |                    (the switch; the rendezvous store listens
+                                                        here)
               +---- cable 0 -------|----- token bucket --- port0
                                    +----- token bucket --- port1
 
-Both ends of every cable have a token-bucket filter, so each direction carries the bandwidth and no more. Real
-TCP runs over it: gloo, torch's own DDP and torchrun need no change. The namespaces have no name and no file:
-only processes and open descriptors hold them, so the kernel removes them when the last process ends, however
-it ends. Root unshares them directly; anyone else first becomes root in a user namespace of their own.
+Both ends of every cable have a token-bucket filter, so each direction carries the bandwidth and no
+more. Real TCP runs over it: gloo, torch's own DDP and torchrun need no change. The namespaces have
+no name and no file: only processes and open descriptors hold them, so the kernel removes them when
+the last process ends, however it ends. Root unshares them directly; anyone else first becomes root
+in a user namespace of their own.
 
-`forbidden_by` says what forbids virtual hosts on this machine. It tries once to build them, in a small process, as only
-a process without threads can; so this module imports nothing that takes long.
-Sources: network_namespaces(7), user_namespaces(7), tc-tbf(8).
+`forbidden_by` says what forbids virtual hosts on this machine. It tries once to build them, in a
+small process, as only a process without threads can; so this module imports nothing that takes
+long. Sources: network_namespaces(7), user_namespaces(7), tc-tbf(8).
 """
 
 import os
@@ -30,16 +32,21 @@ from . import linux
 
 SWITCH_ADDRESS, PREFIX = "10.77.255.254", 16
 FRAME = 1514  # an Ethernet frame with 1,500 bytes of payload has this many bytes
-BURST_SECONDS = 0.0008  # after a pause bytes pass at full speed for this long: the kernel's timers allow no less
-QUEUE_SECONDS = 0.2  # a port of the switch queues this many seconds of traffic before it drops packets
+# after a pause bytes pass at full speed for this long: the kernel's timers allow no less
+BURST_SECONDS = 0.0008
+QUEUE_SECONDS = (
+    0.2  # a port of the switch queues this many seconds of traffic before it drops packets
+)
 ATTEMPT_SECONDS = 60
 ON_A_HOST = {"GLOO_SOCKET_IFNAME": "eth0"}  # commands on a host get these variables
 
 
 def build(host_count: int, bits_per_second: float) -> list[int]:
-    """Move this process into new namespaces and build the network; return one descriptor for each host.
+    """Move this process into new namespaces and build the network; return one descriptor for each
+    host.
 
-    The process must have one thread only. Raises OSError, or pyroute2's NetlinkError, where that is not allowed.
+    The process must have one thread only. Raises OSError, or pyroute2's NetlinkError, where that is
+    not allowed.
     """
     linux.unshare_as_anyone(linux.CLONE_NEWNET | linux.CLONE_NEWNS | linux.CLONE_NEWUTS)
     home = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
@@ -59,7 +66,9 @@ def build(host_count: int, bits_per_second: float) -> list[int]:
 
 
 def enter(hosts: Sequence[int], number: int) -> None:
-    """Move this process into host `number` for good; `hosts` are the descriptors that `build` returned."""
+    """Move this process into host `number` for good; `hosts` are the descriptors that `build`
+    returned.
+    """
     linux.call("setns", hosts[number], 0)
     for host in hosts:
         os.close(host)
@@ -74,7 +83,9 @@ def address(number: int) -> str:
 
 
 def name_hosts(host_count: int) -> None:
-    """Put the hosts' names into an /etc/hosts that only these namespaces see; its file has no other name."""
+    """Put the hosts' names into an /etc/hosts that only these namespaces see; its file has no other
+    name.
+    """
     lines = ["127.0.0.1 localhost", f"{SWITCH_ADDRESS} switch"]
     lines += [f"{address(number)} host{number}" for number in range(host_count)]
     linux.mount("none", "/", linux.MS_REC | linux.MS_PRIVATE)
@@ -96,17 +107,23 @@ def build_switch(hosts: Sequence[int], bits_per_second: float) -> None:
         ip.link("set", index=switch, state="up")
         ip.addr("add", index=switch, address=SWITCH_ADDRESS, prefixlen=PREFIX)
         for number, host in enumerate(hosts):
-            ip.link("add", ifname=f"port{number}", kind="veth", peer={"ifname": "eth0", "net_ns_fd": host})
+            ip.link(
+                "add",
+                ifname=f"port{number}",
+                kind="veth",
+                peer={"ifname": "eth0", "net_ns_fd": host},
+            )
             [port] = ip.link_lookup(ifname=f"port{number}")
             ip.link("set", index=port, master=switch, state="up")
             limit(ip, port, bits_per_second)
 
 
 def plug_in(number: int, bits_per_second: float) -> None:
-    """Configure a host from inside: loopback, address, and the token bucket for the bytes that it sends.
+    """Configure a host from inside: loopback, address, and the token bucket for the bytes that it
+    sends.
 
-    TCP is told to use Reno on this route: BBR, the default of some kernels, probes for bandwidth by slowing down
-    now and then, which made single measurements up to 40 % longer.
+    TCP is told to use Reno on this route: BBR, the default of some kernels, probes for bandwidth by
+    slowing down now and then, which made single measurements up to 40 % longer.
     """
     from pyroute2 import IPRoute
 
@@ -115,7 +132,13 @@ def plug_in(number: int, bits_per_second: float) -> None:
         [eth0] = ip.link_lookup(ifname="eth0")
         ip.link("set", index=eth0, state="up", gso_max_size=segment(bits_per_second))
         ip.addr("add", index=eth0, address=address(number), prefixlen=PREFIX)
-        network = {"dst": f"10.77.0.0/{PREFIX}", "oif": eth0, "scope": 253, "prefsrc": address(number), "proto": 2}
+        network = {
+            "dst": f"10.77.0.0/{PREFIX}",
+            "oif": eth0,
+            "scope": 253,
+            "prefsrc": address(number),
+            "proto": 2,
+        }
         ip.route("replace", **network, metrics={"cc_algo": "reno"})
         limit(ip, eth0, bits_per_second)
 
@@ -124,23 +147,40 @@ def limit(ip: Any, index: int, bits_per_second: float) -> None:
     """Attach a token-bucket filter to an interface."""
     rate = bits_per_second / 8
     burst = int(1.25 * segment(bits_per_second)) + FRAME
-    ip.tc("add", "tbf", index, handle="1:", rate=int(rate), burst=burst, limit=int(rate * QUEUE_SECONDS) + 4 * burst)
+    ip.tc(
+        "add",
+        "tbf",
+        index,
+        handle="1:",
+        rate=int(rate),
+        burst=burst,
+        limit=int(rate * QUEUE_SECONDS) + 4 * burst,
+    )
 
 
 def segment(bits_per_second: float) -> int:
-    """Return the bytes that TCP hands over in one piece: the token bucket lets a piece pass whole, and then waits."""
+    """Return the bytes that TCP hands over in one piece: the token bucket lets a piece pass whole,
+    and then waits.
+    """
     return int(min(max(bits_per_second / 8 * BURST_SECONDS, 2 * FRAME), 60_000))
 
 
 @cache
 def forbidden_by() -> str | None:
-    """Return one line about what forbids virtual hosts on this machine, or None; the machine is tried only once."""
+    """Return one line about what forbids virtual hosts on this machine, or None; the machine is
+    tried only once.
+    """
     if sys.platform != "linux":
         return "virtual hosts need Linux"
     command, package = [sys.executable, "-m", __name__], Path(__file__).parents[2]
     try:
         subprocess.run(
-            command, cwd=package, stdin=subprocess.DEVNULL, capture_output=True, timeout=ATTEMPT_SECONDS, check=True
+            command,
+            cwd=package,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=ATTEMPT_SECONDS,
+            check=True,
         )
     except subprocess.CalledProcessError as error:
         return explain(error.stderr.decode().rpartition("Error: ")[2].strip() or error)
@@ -151,7 +191,10 @@ def forbidden_by() -> str | None:
 
 def explain(error: object) -> str:
     """Return one line about the error that virtual hosts met."""
-    return f"this system forbids namespaces, as containers and AppArmor often do, or cannot build them ({error})"
+    return (
+        "this system forbids namespaces, as containers and AppArmor often do, or cannot build them"
+        f" ({error})"
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """Send and receive between ranks, with every byte and message counted.
 
-All algorithms of the course send through here, never through `torch.distributed` directly. That gives three things for
-free: traffic can be counted and compared with a formula, spans can be drawn on a timeline, and a slower link can be
-emulated. All three are settings of the one `card` that a process has.
+All algorithms of the course send through here, never through `torch.distributed` directly. That
+gives three things for free: traffic can be counted and compared with a formula, spans can be drawn
+on a timeline, and a slower link can be emulated. All three are settings of the one `card` that a
+process has.
 """
 
 import threading
@@ -26,9 +27,11 @@ Group = dist.ProcessGroup | None
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened on the wire: a "send", a "recv", or a named "span" around several of them.
+    """Something that happened on the wire: a "send", a "recv", or a named "span" around several of
+    them.
 
-    `start` and `end` are seconds of `time.perf_counter`, or marks of the card's clock; spans have 0 `bytes`, no `peer`.
+    `start` and `end` are seconds of `time.perf_counter`, or marks of the card's clock; spans have 0
+    `bytes`, no `peer`.
     """
 
     kind: str
@@ -60,10 +63,14 @@ class Traffic:
 
 
 class Card:
-    """The network card of a process; a launch over a throttled wire gives each rank a card with a throttle."""
+    """The network card of a process; a launch over a throttled wire gives each rank a card with a
+    throttle.
+    """
 
     def __init__(self, throttle: Any = None):
-        self.throttle = throttle  # without a links.throttle.ThrottledWire messages leave at full speed
+        self.throttle = (
+            throttle  # without a links.throttle.ThrottledWire messages leave at full speed
+        )
         self.clock = Clock(torch.device("cpu"))  # the clock has CUDA events while a GPU is recorded
         self.observers: list[Callable[[Event], None]] = []
 
@@ -73,13 +80,17 @@ _connected: WeakSet = WeakSet()  # NCCL has connected the ranks of these groups
 
 
 def now(device: torch.device | None = None) -> Any:
-    """Return this moment by the card's clock: on a GPU, when `device` will have done all work queued so far."""
+    """Return this moment by the card's clock: on a GPU, when `device` will have done all work
+    queued so far.
+    """
     return card.clock.now(device)
 
 
 @contextmanager
 def observing(callback: Callable[[Event], None], clock: Clock | None = None) -> Iterator[None]:
-    """Call `callback(event)` after every message and span of this process, from any thread; `clock` marks times."""
+    """Call `callback(event)` after every message and span of this process, from any thread; `clock`
+    marks times.
+    """
     before, card.clock = card.clock, clock or card.clock
     card.observers.append(callback)
     try:
@@ -108,19 +119,28 @@ def span(name: str) -> Iterator[None]:
 
 
 def ended(name: str, start: Any, tensor: torch.Tensor, group: Group = None) -> None:
-    """Tell the observers that a backend's collective on `tensor`, which began at `start` (by `now`), has just ended.
+    """Tell the observers that a backend's collective on `tensor`, which began at `start` (by
+    `now`), has just ended.
 
-    The collective ran in a thread of the backend, not in the thread that noticed its end. gloo computes on the
-    processor, even where the tensor is on a GPU: the work that was queued on that GPU meanwhile does not matter.
+    The collective ran in a thread of the backend, not in the thread that noticed its end. gloo
+    computes on the processor, even where the tensor is on a GPU: the work that was queued on that
+    GPU meanwhile does not matter.
     """
-    tell("span", name, start, None if on_nccl(tensor, group) else perf_counter(), thread="communication")
+    tell(
+        "span",
+        name,
+        start,
+        None if on_nccl(tensor, group) else perf_counter(),
+        thread="communication",
+    )
 
 
 def collective(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate an algorithm in which all ranks of a `group` take part; its first argument is a tensor or several.
+    """Decorate an algorithm in which all ranks of a `group` take part; its first argument is a
+    tensor or several.
 
-    Each call becomes a span for the timeline and an entry of the flight recorder, by which mismatched shapes and hangs
-    are reported with the numbers of the ranks.
+    Each call becomes a span for the timeline and an entry of the flight recorder, by which
+    mismatched shapes and hangs are reported with the numbers of the ranks.
     """
     parameters = signature(function)
 
@@ -136,7 +156,9 @@ def collective(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Transfer:
-    """A message on its way. `wait()` returns when the tensor may be used again (sent) or read (received)."""
+    """A message on its way. `wait()` returns when the tensor may be used again (sent) or read
+    (received).
+    """
 
     def __init__(self, kind: str, tensor: torch.Tensor, peer: int, group: Group = None):
         self.kind, self.tensor, self.peer, self.nbytes = kind, tensor, peer, tensor.nbytes
@@ -153,14 +175,18 @@ class Transfer:
         return post(self.staged, self.peer, group, flight_recorder.tag())
 
     def wait(self) -> None:
-        """Block until the message has left (send) or arrived (receive). An empty tensor sends nothing."""
+        """Block until the message has left (send) or arrived (receive). An empty tensor sends
+        nothing.
+        """
         if self.work is None:
             return
         try:
             self.work.wait()
         except RuntimeError as error:
             if "timed out" in str(error).lower():
-                raise RuntimeError(f"rank {self.peer} has not come to this {self.kind}: {error}") from error
+                raise RuntimeError(
+                    f"rank {self.peer} has not come to this {self.kind}: {error}"
+                ) from error
             raise
         self.work = None
         if self.throttle:
@@ -171,12 +197,16 @@ class Transfer:
 
 
 def isend(tensor: torch.Tensor, dst: int, group: Group = None) -> Transfer:
-    """Start sending a contiguous `tensor` to global rank `dst`; do not write to it before `wait()`."""
+    """Start sending a contiguous `tensor` to global rank `dst`; do not write to it before
+    `wait()`.
+    """
     return Transfer("send", tensor, dst, group)
 
 
 def irecv(tensor: torch.Tensor, src: int, group: Group = None) -> Transfer:
-    """Start receiving into a contiguous `tensor` from global rank `src`; do not read it before `wait()`."""
+    """Start receiving into a contiguous `tensor` from global rank `src`; do not read it before
+    `wait()`.
+    """
     return Transfer("recv", tensor, src, group)
 
 
@@ -190,16 +220,19 @@ def recv(tensor: torch.Tensor, src: int, group: Group = None) -> None:
     irecv(tensor, src, group).wait()
 
 
-def exchange(outgoing: torch.Tensor, dst: int, incoming: torch.Tensor, src: int, group: Group = None) -> None:
+def exchange(
+    outgoing: torch.Tensor, dst: int, incoming: torch.Tensor, src: int, group: Group = None
+) -> None:
     """Send `outgoing` to `dst` while receiving `incoming` from `src` (global ranks)."""
     exchange_all([(outgoing, dst)], [(incoming, src)], group)
 
 
 def exchange_all(outgoing: list, incoming: list, group: Group = None) -> None:
-    """Send and receive several messages at once, given as (tensor, global rank) pairs, and wait for all of them.
+    """Send and receive several messages at once, given as (tensor, global rank) pairs, and wait for
+    all of them.
 
-    The receives are posted before the sends: gloo's sender waits until the receiver is ready, and with the sends
-    first two neighbours would wait for each other's turn, at half the speed.
+    The receives are posted before the sends: gloo's sender waits until the receiver is ready, and
+    with the sends first two neighbours would wait for each other's turn, at half the speed.
     """
     if any(on_nccl(tensor, group) for tensor, _ in [*outgoing, *incoming]):
         return _exchange_nccl(outgoing, incoming, group)
@@ -210,15 +243,19 @@ def exchange_all(outgoing: list, incoming: list, group: Group = None) -> None:
 
 
 def on_nccl(tensor: torch.Tensor, group: Group = None) -> bool:
-    """Return whether NCCL carries `tensor` in `group`: a group may have a backend for the CPU and one for GPUs."""
+    """Return whether NCCL carries `tensor` in `group`: a group may have a backend for the CPU and
+    one for GPUs.
+    """
     return tensor.is_cuda and "cuda:nccl" in dist.get_backend_config(group)
 
 
 def warm_up(tensor: torch.Tensor, group: Group = None) -> None:
-    """Connect `group`; all its ranks call this before its first message, with a tensor like those that will be sent.
+    """Connect `group`; all its ranks call this before its first message, with a tensor like those
+    that will be sent.
 
-    NCCL connects all ranks of a group at once, in the group's first operation; if that were a message between two
-    ranks, both would wait for the others. So an all-reduce of a zero connects them first. With gloo nothing happens.
+    NCCL connects all ranks of a group at once, in the group's first operation; if that were a
+    message between two ranks, both would wait for the others. So an all-reduce of a zero connects
+    them first. With gloo nothing happens.
     """
     group = group or dist.group.WORLD
     if group not in _connected and on_nccl(tensor, group):
@@ -227,7 +264,9 @@ def warm_up(tensor: torch.Tensor, group: Group = None) -> None:
 
 
 def neighbours(group: Group = None) -> tuple[int, int, int, int]:
-    """Return this rank in `group`, the group's size, and the global ranks of the left and the right neighbour."""
+    """Return this rank in `group`, the group's size, and the global ranks of the left and the right
+    neighbour.
+    """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     left, right = (global_rank((rank + step) % world_size, group) for step in (-1, 1))
     return rank, world_size, left, right
@@ -244,14 +283,22 @@ def others(rank: int, group: Group = None) -> list[int]:
 
 
 @cache  # Each new group would keep its threads and sockets until the job ends.
-def group_among(everyone: dist.ProcessGroup, lines: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup:
-    """Return this rank's group when `everyone` is divided into these `lines` of ranks; all ranks call this."""
+def group_among(
+    everyone: dist.ProcessGroup, lines: tuple[tuple[int, ...], ...]
+) -> dist.ProcessGroup:
+    """Return this rank's group when `everyone` is divided into these `lines` of ranks; all ranks
+    call this.
+    """
     return dist.new_subgroups_by_enumeration([list(line) for line in lines])[0]
 
 
 def _exchange_nccl(outgoing, incoming, group):
-    """Exchange over NCCL, both directions in one group call: else two neighbours that send first would deadlock."""
-    pairs = [(dist.irecv, *message, "recv") for message in incoming] + [(dist.isend, *m, "send") for m in outgoing]
+    """Exchange over NCCL, both directions in one group call: else two neighbours that send first
+    would deadlock.
+    """
+    pairs = [(dist.irecv, *message, "recv") for message in incoming] + [
+        (dist.isend, *m, "send") for m in outgoing
+    ]
     pairs = [pair for pair in pairs if pair[1].numel()]
     start = now()
     operations = [dist.P2POp(post, tensor, peer, group) for post, tensor, peer, _ in pairs]
@@ -262,7 +309,9 @@ def _exchange_nccl(outgoing, incoming, group):
 
 
 def _host_copy(kind, tensor, group):
-    """gloo sends host memory only: stage a CUDA tensor through pinned memory, leave all others as they are."""
+    """gloo sends host memory only: stage a CUDA tensor through pinned memory, leave all others as
+    they are.
+    """
     if not tensor.is_cuda or on_nccl(tensor, group):
         return tensor
     staged = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -270,7 +319,9 @@ def _host_copy(kind, tensor, group):
 
 
 def tell(kind: str, name: str, start: Any, end: Any = None, **details: Any) -> None:
-    """Tell the observers of a message or a span that began at `start` (by `now`) and ended at `end`, or just now."""
+    """Tell the observers of a message or a span that began at `start` (by `now`) and ended at
+    `end`, or just now.
+    """
     if card.observers:
         details = {"thread": threading.current_thread().name, **details}
         event = Event(kind, name, start, now() if end is None else end, **details)

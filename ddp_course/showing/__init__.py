@@ -5,11 +5,20 @@ from importlib import import_module
 from .source import diff, source  # noqa: F401 (or the module would hide the function)
 
 _NAMES = {
-    "plots": ("plots", "curves", "bars", "images", "timeline_figure", "compare_figure", "STAGE_COLOURS", "BUSY"),
+    "plots": (
+        "plots",
+        "curves",
+        "bars",
+        "images",
+        "timeline_figure",
+        "compare_figure",
+        "STAGE_COLOURS",
+        "BUSY",
+    ),
     "sketches": ("sketches",),
     "widgets": ("widgets", "predict", "progress"),
     "shell": ("command",),
-    "simulator_plots": ("scaling_figure", "winners_figure", "predictions_figure"),
+    "simulator_plots": ("scaling_figure", "winners_figure"),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 __all__ = sorted([*_HOME, "diff", "source"])
@@ -20,7 +29,9 @@ def __getattr__(name):
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = import_module(f".{_HOME[name]}", __name__)
-    return getattr(module, name, module)  # Where the module lacks the name, the name means the module.
+    return getattr(
+        module, name, module
+    )  # Where the module lacks the name, the name means the module.
 
 
 def __dir__():

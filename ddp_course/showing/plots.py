@@ -1,7 +1,9 @@
-"""One style for every figure of the course: a stage has one colour, theory is a line, a measurement a point.
+"""One style for every figure of the course: a stage has one colour, theory is a line, a measurement
+a point.
 
-Figures are made without pyplot, so nothing is global and nothing is drawn twice. In a notebook a `Picture`
-shows itself, with a text for those who cannot see it, and prints its message as one line below.
+Figures are made without pyplot, so nothing is global and nothing is drawn twice. In a notebook a
+`Picture` shows itself, with a text for those who cannot see it, and prints its message as one line
+below.
 """
 
 import base64
@@ -32,14 +34,18 @@ SPAN_COLOURS = {
     "update": "#1A1A1A",
 }
 MESSAGE_TICKS = {2**10: "1 KiB", 2**15: "32 KiB", 2**20: "1 MiB", 2**25: "32 MiB", 2**30: "1 GiB"}
-SETTINGS = matplotlib.rc_params_from_file(Path(__file__).with_name("course.mplstyle"), use_default_template=False)
+SETTINGS = matplotlib.rc_params_from_file(
+    Path(__file__).with_name("course.mplstyle"), use_default_template=False
+)
 style = partial(matplotlib.rc_context, SETTINGS)  # `with style():` draws in the course's style.
 
 
 class Picture(Figure):
-    """A figure with a `message` (one line, what it shows) and what can be `seen` in it, for those who cannot see it.
+    """A figure with a `message` (one line, what it shows) and what can be `seen` in it, for those
+    who cannot see it.
 
-    `kind` says where its numbers come from: measured, counted, simulated, derived. It is at the right edge.
+    `kind` says where its numbers come from: measured, counted, simulated, derived. It is at the
+    right edge.
     """
 
     def __init__(self, width=7.2, height=3.6, message="", seen="", kind=""):
@@ -60,35 +66,58 @@ class Picture(Figure):
         """The figure as the bytes of a PNG file."""
         file = io.BytesIO()
         with style():
-            self.savefig(file, format="png", dpi=dpi or self.dpi, metadata={"Description": self.message})
+            self.savefig(
+                file, format="png", dpi=dpi or self.dpi, metadata={"Description": self.message}
+            )
         return file.getvalue()
 
     def _ipython_display_(self):
         from IPython.display import display
 
         image, metadata = base64.b64encode(self.png()).decode(), {"image/png": {"alt": self.alt}}
-        display({"image/png": image, "text/plain": self.message or "figure"}, metadata=metadata, raw=True)
+        display(
+            {"image/png": image, "text/plain": self.message or "figure"},
+            metadata=metadata,
+            raw=True,
+        )
         if self.message:
             print(self.caption)
 
 
 @contextmanager
 def panels(
-    rows: int = 1, columns: int = 1, width: float = 7.2, height: float = 3.6, message: str = "", seen: str = "",
-    kind: str = "", title: str = "", **options: Any,
-) -> Iterator[tuple[Picture, Any]]:  # fmt: skip
-    """A new figure and its axes, drawn in the course's style in this block; `options` are those of `Figure.subplots`.
+    rows: int = 1,
+    columns: int = 1,
+    width: float = 7.2,
+    height: float = 3.6,
+    message: str = "",
+    seen: str = "",
+    kind: str = "",
+    title: str = "",
+    **options: Any,
+) -> Iterator[tuple[Picture, Any]]:
+    """A new figure and its axes, drawn in the course's style in this block; `options` are those of
+    `Figure.subplots`.
 
-    The kind stands along the right edge of the first axes, and the title above them, on as many lines as it needs.
+    The kind stands along the right edge of the first axes, and the title above them, on as many
+    lines as it needs.
     """
     with style():
         picture = Picture(width, height, message.replace("\n", " "), seen, kind)
         axes = picture.subplots(rows, columns, **options)
         if kind:
-            look: Any = {"fontsize": 9, "color": "#555555", "style": "italic", "rotation": 90, "va": "top"}
+            look: Any = {
+                "fontsize": 9,
+                "color": "#555555",
+                "style": "italic",
+                "rotation": 90,
+                "va": "top",
+            }
             first = np.ravel(axes)[0]
             first.set_title(title, wrap=True)
-            first.annotate(kind, (1, 1), (5, 0), "axes fraction", textcoords="offset points", **look)
+            first.annotate(
+                kind, (1, 1), (5, 0), "axes fraction", textcoords="offset points", **look
+            )
         yield picture, axes
 
 
@@ -98,16 +127,25 @@ def stage_label(stage: str, name: str) -> str:
 
 
 def compare_figure(results: dict[str, Any]) -> Picture:
-    """The four panels of `ddp-course compare`, from its results: loss, step time, bytes sent, timeline."""
+    """The four panels of `ddp-course compare`, from its results: loss, step time, bytes sent,
+    timeline.
+    """
     stages = [
-        {**stage, "label": stage_label(stage["stage"], stage["name"]), "colour": STAGES[stage["stage"]].colour}
+        {
+            **stage,
+            "label": stage_label(stage["stage"], stage["name"]),
+            "colour": STAGES[stage["stage"]].colour,
+        }
         for stage in results["stages"]
     ]
     message = comparison_message(results)
     lanes = sum(max(1, len(stage.get("timeline") or [])) for stage in stages)
     seen = f"Four panels comparing {len(stages)} stages"
     ratios = {"width_ratios": [1, 1.15], "height_ratios": [1, 1.25]}
-    with panels(2, 2, 12.5, 6.2 + 0.08 * lanes, message, seen, gridspec_kw=ratios) as (picture, axes):
+    with panels(2, 2, 12.5, 6.2 + 0.08 * lanes, message, seen, gridspec_kw=ratios) as (
+        picture,
+        axes,
+    ):
         picture.kind = "measured; counted; formulas derived"  # Each panel's title says its own.
         draw_losses(axes[0, 0], stages)
         draw_step_times(axes[0, 1], stages)
@@ -115,7 +153,9 @@ def compare_figure(results: dict[str, Any]) -> Picture:
         draw_stage_timelines(axes[1, 1], stages)
         emulated = results.get("emulated_device")
         device = f"emulated devices of {emulated['text']}" if emulated else results["device"]
-        where = f"{results['problem']}, {results['world_size']} ranks, {device}, {link_text(results)}"
+        where = (
+            f"{results['problem']}, {results['world_size']} ranks, {device}, {link_text(results)}"
+        )
         picture.suptitle(f"{where}\n{textwrap.fill(message, 110)}", fontsize=11, fontweight="bold")
     return picture
 
@@ -124,27 +164,43 @@ def comparison_message(results: dict[str, Any]) -> str:
     """One line on what the comparison shows, computed from its numbers."""
     spread = max(stage["max_abs_diff_vs_single"] for stage in results["stages"])
     stages = {stage["stage"]: stage for stage in results["stages"]}
-    short = {name: stages[key] for key, name in {"3": "server", "4": "ring", "5": "buckets"}.items() if key in stages}
+    short = {
+        name: stages[key]
+        for key, name in {"3": "server", "4": "ring", "5": "buckets"}.items()
+        if key in stages
+    }
     same = f"all end within {spread:.0e} of one device"
-    same += f". {BUSY.capitalize()}" if any(stage.get("busy") for stage in results["stages"]) else ""
+    same += (
+        f". {BUSY.capitalize()}" if any(stage.get("busy") for stage in results["stages"]) else ""
+    )
     gains = ", ".join(f"{name} {stage['speed_up']:.1f}" for name, stage in short.items())
-    return f"{results['world_size']} devices are faster than one by: {gains} times; {same}" if gains else same
+    return (
+        f"{results['world_size']} devices are faster than one by: {gains} times; {same}"
+        if gains
+        else same
+    )
 
 
 def draw_losses(axes: Axes, stages: list[dict[str, Any]]) -> None:
-    """All loss curves on one another: the first is drawn widest, so that those above leave it visible."""
+    """All loss curves on one another: the first is drawn widest, so that those above leave it
+    visible.
+    """
     for position, stage in enumerate(stages):
         width = 1.2 + 1.6 * (len(stages) - 1 - position)
         look = {"color": stage["colour"], "linewidth": width, "label": stage["label"]}
         axes.plot(range(1, len(stage["loss"]) + 1), stage["loss"], **look)
-    axes.set(xlabel="step", ylabel="loss (nats)", title="Loss (measured): the curves lie on one another")
+    axes.set(
+        xlabel="step", ylabel="loss (nats)", title="Loss (measured): the curves lie on one another"
+    )
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylim(0, 1.08 * max(max(stage["loss"]) for stage in stages))
     axes.legend(ncols=2, handlelength=1.4, columnspacing=1.0)  # Two columns fit under a slow curve.
 
 
 def draw_step_times(axes: Axes, stages: list[dict[str, Any]]) -> None:
-    """A bar per stage: compute, then communication that was not hidden; a mark across it is the prediction."""
+    """A bar per stage: compute, then communication that was not hidden; a mark across it is the
+    prediction.
+    """
     longest = max(stage["step_ms"] for stage in stages)
     for position, stage in enumerate(stages):
         waiting = stage["communication_ms"] or 0.0
@@ -155,7 +211,9 @@ def draw_step_times(axes: Axes, stages: list[dict[str, Any]]) -> None:
         ideal = stage.get("ideal_ms")
         if ideal:
             name = "predicted: compute, then the formula" if position == 0 else ""
-            axes.plot([ideal] * 2, [position - 0.42, position + 0.42], "black", linewidth=2, label=name)
+            axes.plot(
+                [ideal] * 2, [position - 0.42, position + 0.42], "black", linewidth=2, label=name
+            )
         place = max(stage["step_ms"], ideal or 0.0) + longest * 0.01
         axes.text(place, position, " " + step_text(stage, waiting), va="center", fontsize=9)
     name_rows(axes, [stage["label"] for stage in stages])
@@ -180,25 +238,46 @@ def step_text(stage: dict[str, Any], waiting: Any) -> str:
 
 def draw_traffic(axes: Axes, stages: list[dict[str, Any]]) -> None:
     """Bytes sent by the busiest rank: bars are counted, a line across each is the formula."""
-    counted = [stage for stage in stages if None not in (stage["bytes_sent_max"], stage["bytes_formula"])]
+    counted = [
+        stage for stage in stages if None not in (stage["bytes_sent_max"], stage["bytes_formula"])
+    ]
     axes.set_title("Bytes sent by the busiest rank in a step (counted)")
     if not counted:
-        axes.text(0.5, 0.5, "none of these stages sends through our own wire", ha="center", transform=axes.transAxes)
+        axes.text(
+            0.5,
+            0.5,
+            "none of these stages sends through our own wire",
+            ha="center",
+            transform=axes.transAxes,
+        )
         return
     places = range(len(counted))
     heights = [stage["bytes_sent_max"] / 1e6 for stage in counted]
     drawn = axes.bar(places, heights, width=0.6, color=[stage["colour"] for stage in counted])
     axes.bar_label(drawn, fmt="%.2f", padding=3, fontweight="bold")
     theory = [stage["bytes_formula"] / 1e6 for stage in counted]
-    axes.hlines(theory, [x - 0.4 for x in places], [x + 0.4 for x in places], "black", linewidth=1.8, label="formula")
+    axes.hlines(
+        theory,
+        [x - 0.4 for x in places],
+        [x + 0.4 for x in places],
+        "black",
+        linewidth=1.8,
+        label="formula",
+    )
     axes.set_xticks(places, [textwrap.fill(stage["label"], 10) for stage in counted])
-    axes.set(ylim=(0, max([*heights, *theory]) * 1.22 or 1), xlim=(-0.6, len(counted) - 0.4), ylabel="MB per step")
+    axes.set(
+        ylim=(0, max([*heights, *theory]) * 1.22 or 1),
+        xlim=(-0.6, len(counted) - 0.4),
+        ylabel="MB per step",
+    )
     axes.grid(axis="x", visible=False)
     axes.legend(loc="upper right")
 
 
 def draw_stage_timelines(axes: Axes, stages: list[dict[str, Any]]) -> None:
-    """One step of every stage, a lane per rank; the lower half of a lane is its communication thread."""
+    """One step of every stage, a lane per rank; the lower half of a lane is its communication
+    thread.
+    """
     row, ticks = 0.0, []
     for stage in stages:
         lanes = stage.get("timeline") or [[]]
@@ -211,7 +290,14 @@ def draw_stage_timelines(axes: Axes, stages: list[dict[str, Any]]) -> None:
     axes.grid(axis="y", visible=False)
     axes.set_title("One step of every stage, a lane per rank (measured)")
     handles = [Patch(color=colour) for colour in SPAN_COLOURS.values()]
-    axes.legend(handles, list(SPAN_COLOURS), loc="upper center", bbox_to_anchor=(0.4, -0.13), ncols=5, handlelength=1.2)
+    axes.legend(
+        handles,
+        list(SPAN_COLOURS),
+        loc="upper center",
+        bbox_to_anchor=(0.4, -0.13),
+        ncols=5,
+        handlelength=1.2,
+    )
 
 
 def name_rows(axes: Axes, labels: Sequence[str]) -> None:
@@ -222,20 +308,30 @@ def name_rows(axes: Axes, labels: Sequence[str]) -> None:
 
 
 def draw_lane(axes: Axes, row: float, spans: Iterable[Any]) -> None:
-    """Draw [name, start_s, end_s, lane] spans at `row`, in ms: compute above, the communication thread below."""
+    """Draw [name, start_s, end_s, lane] spans at `row`, in ms: compute above, the communication
+    thread below.
+    """
     two = any(span[3] == "network" for span in spans)
     for name, start, end, lane in sorted(spans, key=lambda span: span[0] == "wait"):
         place = row if two and lane == "network" else row - 0.42, 0.42 if two else 0.84
-        axes.broken_barh([(1000 * start, 1000 * (end - start))], place, facecolors=SPAN_COLOURS[name])
+        axes.broken_barh(
+            [(1000 * start, 1000 * (end - start))], place, facecolors=SPAN_COLOURS[name]
+        )
 
 
-def timeline_figure(lanes: Sequence[Any], title: str, labels: Sequence[str] = (), align: bool = False) -> Picture:
-    """Lanes of [name, start_s, end_s, lane] spans (or `Span`s), one per rank, times counted from the earliest start.
+def timeline_figure(
+    lanes: Sequence[Any], title: str, labels: Sequence[str] = (), align: bool = False
+) -> Picture:
+    """Lanes of [name, start_s, end_s, lane] spans (or `Span`s), one per rank, times counted from
+    the earliest start.
 
     With `align` each lane begins at 0: for lanes that did not run at the same time.
     """
     lanes = [
-        [span if isinstance(span, list) else [span.name, span.start, span.end, span.lane] for span in lane]
+        [
+            span if isinstance(span, list) else [span.name, span.start, span.end, span.lane]
+            for span in lane
+        ]
         for lane in lanes
     ]
     starts = [min((span[1] for span in lane), default=0.0) for lane in lanes]
@@ -243,7 +339,11 @@ def timeline_figure(lanes: Sequence[Any], title: str, labels: Sequence[str] = ()
     height, seen = 1.7 + 0.45 * len(lanes), f"Timeline with {len(lanes)} lanes"
     with panels(1, 1, 8.4, height, title, seen, "measured", title) as (picture, axes):
         for row, (lane, origin) in enumerate(zip(lanes, origins, strict=True)):
-            draw_lane(axes, row, [[name, start - origin, end - origin, where] for name, start, end, where in lane])
+            draw_lane(
+                axes,
+                row,
+                [[name, start - origin, end - origin, where] for name, start, end, where in lane],
+            )
         name_rows(axes, labels or [f"rank {rank}" for rank in range(len(lanes))])
         axes.set_xlim(left=0)
         axes.set_xlabel("time (ms)")
@@ -253,27 +353,43 @@ def timeline_figure(lanes: Sequence[Any], title: str, labels: Sequence[str] = ()
 
 def name_spans(picture: Picture, lanes: Sequence[Any]) -> None:
     """A legend below the figure for the spans of these lanes."""
-    names = [name for name in SPAN_COLOURS if any(span[0] == name for lane in lanes for span in lane)]
+    names = [
+        name for name in SPAN_COLOURS if any(span[0] == name for lane in lanes for span in lane)
+    ]
     handles = [Patch(color=SPAN_COLOURS[name]) for name in names]
     picture.legend(handles, names, loc="outside lower center", ncols=5, handlelength=1.2)
 
 
 def curves(
-    series: dict[str, Any], xlabel: str, ylabel: str, title: str, theory: dict[str, Any] | None = None,
-    log: Sequence[str] = (), height: float = 3.8, points: bool = True, nested: bool = False, bands: Any = None,
-    ticks: Any = None, kind: str = "measured",
-) -> Picture:  # fmt: skip
+    series: dict[str, Any],
+    xlabel: str,
+    ylabel: str,
+    title: str,
+    theory: dict[str, Any] | None = None,
+    log: Sequence[str] = (),
+    height: float = 3.8,
+    points: bool = True,
+    nested: bool = False,
+    bands: Any = None,
+    ticks: Any = None,
+    kind: str = "measured",
+) -> Picture:
     """Lines and points: `series` and `theory` are {label: (xs, ys)} or {label: (xs, ys, colour)}.
 
-    `series` are measurements: points, or without `points` lines, each wider than the next if they are `nested`;
-    `theory` are lines. `log` names the logarithmic axes: "x", "y" or both. `bands` are {label: (xs, lows, highs)}, the
-    spread around a line of `series`; `ticks` the places on the x axis that get a number. `kind` says what `series` are.
+    `series` are measurements: points, or without `points` lines, each wider than the next if they
+    are `nested`; `theory` are lines. `log` names the logarithmic axes: "x", "y" or both. `bands`
+    are {label: (xs, lows, highs)}, the spread around a line of `series`; `ticks` the places on the
+    x axis that get a number. `kind` says what `series` are.
     """
     kind = with_lines(kind, theory)
     with panels(1, 1, 7.2, height, title, kind=kind, title=title) as (picture, axes):
         for label, (xs, ys, *colour) in (theory or {}).items():
-            [line] = axes.plot(xs, ys, "-" if points else "--", color=colour[0] if colour else None, label=label)
-            if not points and len(set(ys)) == 1:  # A flat line carries its name, as a legend would cover it.
+            [line] = axes.plot(
+                xs, ys, "-" if points else "--", color=colour[0] if colour else None, label=label
+            )
+            if (
+                not points and len(set(ys)) == 1
+            ):  # A flat line carries its name, as a legend would cover it.
                 place: Any = ((1, ys[0]), (0, 3), axes.get_yaxis_transform(), "offset points")
                 axes.annotate(label, *place, ha="right", fontsize=9)
                 line.set_label("_" + label)
@@ -297,7 +413,9 @@ def with_lines(kind: str, theory: Any) -> str:
 
 
 def scale(axes: Axes, log: Sequence[str], ticks: Any) -> None:
-    """Choose the axes' scales, ticks and bounds for what has been drawn: `log` and `ticks` as in `curves`."""
+    """Choose the axes' scales, ticks and bounds for what has been drawn: `log` and `ticks` as in
+    `curves`.
+    """
     for axis in log:
         logarithmic(axes, axis)
     if ticks:
@@ -313,10 +431,18 @@ def scale(axes: Axes, log: Sequence[str], ticks: Any) -> None:
 
 
 def bars(
-    heights: dict[str, float], ylabel: str, title: str, colours: Any = None, theory: dict[str, Any] | None = None,
-    width: float = 7.2, form: str = "{:.3g}", kind: str = "measured",
-) -> Picture:  # fmt: skip
-    """One bar per label: `heights` is {label: number}, `theory` {label: number} is drawn as dashes across the bars."""
+    heights: dict[str, float],
+    ylabel: str,
+    title: str,
+    colours: Any = None,
+    theory: dict[str, Any] | None = None,
+    width: float = 7.2,
+    form: str = "{:.3g}",
+    kind: str = "measured",
+) -> Picture:
+    """One bar per label: `heights` is {label: number}, `theory` {label: number} is drawn as dashes
+    across the bars.
+    """
     kind = with_lines(kind, theory)
     with panels(1, 1, width, 3.4, title, kind=kind, title=title) as (picture, axes):
         places = range(len(heights))
@@ -324,7 +450,14 @@ def bars(
         axes.bar(places, list(heights.values()), width=0.6, color=shades)
         for place, (label, value) in enumerate(heights.items()):
             top = max(value, (theory or {}).get(label, value), 0)
-            axes.annotate(form.format(value), (place, top), (0, 5), textcoords="offset points", ha="center", fontsize=9)
+            axes.annotate(
+                form.format(value),
+                (place, top),
+                (0, 5),
+                textcoords="offset points",
+                ha="center",
+                fontsize=9,
+            )
             if theory and label in theory:
                 [dash] = axes.plot([place - 0.38, place + 0.38], [theory[label]] * 2, "black")
                 axes.legend([dash], ["theory"])
@@ -354,7 +487,9 @@ def logarithmic(axes: Axes, axis: str) -> None:
     low, high = ticks.get_data_interval()
     wide = high / max(low, 1e-300) > 300
     ticks.set_major_locator(LogLocator(subs=(1.0,) if wide else (1.0, 2.0, 5.0)))
-    ticks.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 10000 else f"{value:g}"))
+    ticks.set_major_formatter(
+        FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 10000 else f"{value:g}")
+    )
     ticks.set_minor_formatter(NullFormatter())
 
 

@@ -1,6 +1,7 @@
-"""Figures of the simulator, the theory and the scoreboard: where scaling ends, and which algorithm wins."""
+"""Figures of the simulator, the theory and the scoreboard: where scaling ends, and which algorithm
+wins.
+"""
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from matplotlib.ticker import FuncFormatter
 
 from ..measuring import theory
 from ..measuring.simulate.step import KNEE, knee
-from .plots import MESSAGE_TICKS, Picture, name_rows, panels
+from .plots import MESSAGE_TICKS, Picture, panels
 
 ALGORITHM_COLOURS = {
     "parameter_server": "#D55E00",
@@ -21,8 +22,9 @@ ALGORITHM_COLOURS = {
     "hierarchical_ring": "#56B4E9",
 }
 CONTENDERS = ("parameter_server", "ring", "tree", "halving_doubling")
-EDGE = 2.5  # The figure of predictions ends at this ratio, and an arrow stands for a larger one.
-RANKS = sorted([2**k for k in range(1, 13)] + [3 * 2**k for k in range(11)])  # They are 2, 3, 4, 6, 8, 12, …, 4096.
+RANKS = sorted(
+    [2**k for k in range(1, 13)] + [3 * 2**k for k in range(11)]
+)  # They are 2, 3, 4, 6, 8, 12, …, 4096.
 
 
 def label(algorithm: str) -> str:
@@ -31,31 +33,57 @@ def label(algorithm: str) -> str:
 
 
 def scaling_figure(steps: dict[str, Any], title: str = "Scaling efficiency") -> Picture:
-    """Efficiency against K, a line per algorithm, the knee marked; `steps`: {algorithm: [Step, …]}."""
+    """Efficiency against K, a line per algorithm, the knee marked; `steps`: {algorithm: [Step,
+    …]}.
+    """
     knees = {name: knee(row) for name, row in steps.items()}
-    reach = [f"{KNEE:.0%} efficient up to K = {k}" if k else f"never {KNEE:.0%} efficient" for k in knees.values()]
+    reach = [
+        f"{KNEE:.0%} efficient up to K = {k}" if k else f"never {KNEE:.0%} efficient"
+        for k in knees.values()
+    ]
     message = "; ".join(f"{label(name)}: {text}" for name, text in zip(knees, reach, strict=True))
     with panels(message=message, kind="simulated") as (picture, axes):
         for name, row in steps.items():
-            ranks, efficiencies = [step.world_size for step in row], [100 * step.efficiency for step in row]
+            ranks, efficiencies = (
+                [step.world_size for step in row],
+                [100 * step.efficiency for step in row],
+            )
             colour = ALGORITHM_COLOURS[name]
             axes.plot(ranks, efficiencies, "o-", ms=3.5, color=colour, label=label(name))
             if knees[name] and knees[name] != ranks[-1]:
                 height = efficiencies[ranks.index(knees[name])]
-                axes.plot(knees[name], height, "o", ms=11, markerfacecolor="none", markeredgewidth=1.8, color=colour)
+                axes.plot(
+                    knees[name],
+                    height,
+                    "o",
+                    ms=11,
+                    markerfacecolor="none",
+                    markeredgewidth=1.8,
+                    color=colour,
+                )
         axes.axhline(100 * KNEE, color="#777777", linewidth=1, linestyle=":")
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
-        axes.set(xlabel="devices K", ylabel="efficiency (%)", ylim=(0, 106), title=f"{title} (circle: the knee)")
+        axes.set(
+            xlabel="devices K",
+            ylabel="efficiency (%)",
+            ylim=(0, 106),
+            title=f"{title} (circle: the knee)",
+        )
         axes.legend(loc="lower left")
     return picture
 
 
 def winners_figure(costs: Any) -> Picture:
-    """Which algorithm is fastest where: message size against K, on links with these `Costs`, by closed form."""
+    """Which algorithm is fastest where: message size against K, on links with these `Costs`, by
+    closed form.
+    """
     sizes = 2.0 ** np.arange(6, 31, 0.125)
     best = [
-        [int(np.argmin([theory.seconds(name, size, count, costs) for name in CONTENDERS])) for size in sizes]
+        [
+            int(np.argmin([theory.seconds(name, size, count, costs) for name in CONTENDERS]))
+            for size in sizes
+        ]
         for count in RANKS
     ]
     names = [name for index, name in enumerate(CONTENDERS) if any(index in row for row in best)]
@@ -63,7 +91,14 @@ def winners_figure(costs: Any) -> Picture:
     with panels(height=5.4, message=message, kind="derived") as (picture, axes):
         colours = ListedColormap([ALGORITHM_COLOURS[name] for name in CONTENDERS])
         edges = np.arange(len(RANKS) + 1) - 0.5
-        axes.pcolormesh(sizes, edges, np.array(best)[:, :-1], cmap=colours, vmin=-0.5, vmax=len(CONTENDERS) - 0.5)
+        axes.pcolormesh(
+            sizes,
+            edges,
+            np.array(best)[:, :-1],
+            cmap=colours,
+            vmin=-0.5,
+            vmax=len(CONTENDERS) - 0.5,
+        )
         axes.set_xscale("log", base=2)
         axes.set_xticks(list(MESSAGE_TICKS), MESSAGE_TICKS.values())
         axes.set_yticks(range(len(RANKS)), [str(count) for count in RANKS])
@@ -72,37 +107,11 @@ def winners_figure(costs: Any) -> Picture:
         title = f"The fastest all-reduce at {latency:.3g} µs and {bandwidth:.3g} Gbit/s"
         axes.set(xlabel="message", ylabel="devices K", title=title)
         handles = [Patch(color=ALGORITHM_COLOURS[name], label=label(name)) for name in names]
-        axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=4, handlelength=1.2)
+        axes.legend(
+            handles=handles,
+            loc="upper center",
+            bbox_to_anchor=(0.5, -0.16),
+            ncols=4,
+            handlelength=1.2,
+        )
     return picture
-
-
-def predictions_figure(rows: Sequence[dict[str, Any]]) -> Picture:
-    """Predicted over measured, a point per row of the scoreboard, by table; hollow where the fit saw the row."""
-    tables = list(dict.fromkeys(row["table"] for row in rows if row["measured"] is not None))
-    known = {name: [row for row in rows if row["table"] == name and row["measured"] is not None] for name in tables}
-    height, kind = 0.9 + 0.5 * len(tables), "published; derived"
-    with panels(1, 1, 9.6, height, seen="Points by table", kind=kind) as (picture, axes):
-        for place, name in enumerate(tables):
-            colour = list(ALGORITHM_COLOURS.values())[place % len(ALGORITHM_COLOURS)]
-            for index, row in enumerate(known[name]):
-                height = place + 0.5 * ((index + 0.5) / len(known[name]) - 0.5)
-                face = "none" if row["calibrated"] else colour
-                ratio, mark = min(1 + row["error"], EDGE), ">" if 1 + row["error"] > EDGE else "o"
-                axes.plot(ratio, height, mark, ms=4.5, markeredgecolor=colour, markerfacecolor=face)
-        axes.axvline(1, color="black", linewidth=1)
-        axes.set_xscale("log", base=2)
-        ticks = [0.5, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2]
-        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-        axes.minorticks_off()
-        label = f"predicted / measured (hollow: the fit saw this row; arrow: more than {EDGE:g})"
-        axes.set(xlim=(0.45, 1.05 * EDGE), xlabel=label)
-        name_rows(axes, [f"{name}\n{_errors_text(known[name])}" for name in tables])
-        new = [abs(row["error"]) for name in tables for row in known[name] if not row["calibrated"]]
-        picture.message = f"median error of {len(new)} rows that no fit saw: {np.median(new):.1%}, worst {max(new):.0%}"
-        axes.set_title(picture.message[0].upper() + picture.message[1:])
-    return picture
-
-
-def _errors_text(rows):
-    sizes = [abs(row["error"]) for row in rows]
-    return f"median {np.median(sizes):.1%}, worst {max(sizes):.0%}"

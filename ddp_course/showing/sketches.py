@@ -1,4 +1,6 @@
-"""The course's drawings: a star, a ring, what DataParallel does with a batch, and which layer is in which bucket."""
+"""The course's drawings: a star, a ring, what DataParallel does with a batch, and which layer is in
+which bucket.
+"""
 
 import math
 from collections.abc import Sequence
@@ -11,7 +13,16 @@ from torch import nn
 
 from .plots import SPAN_COLOURS, STAGE_COLOURS, Picture, name_rows, panels
 
-RANK_COLOURS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#7F7F7F", "#F0E442"]
+RANK_COLOURS = [
+    "#0072B2",
+    "#E69F00",
+    "#009E73",
+    "#CC79A7",
+    "#56B4E9",
+    "#D55E00",
+    "#7F7F7F",
+    "#F0E442",
+]
 CENTRE: Any = {"ha": "center", "va": "center"}
 APART: Any = {"shrinkA": 22, "shrinkB": 22}  # An arrow begins and ends at the edge of a node.
 BOTH_WAYS: Any = {"arrowstyle": "<|-|>", "mutation_scale": 10, "linewidth": 1.8, "zorder": 2}
@@ -19,7 +30,9 @@ BOTH_WAYS: Any = {"arrowstyle": "<|-|>", "mutation_scale": 10, "linewidth": 1.8,
 
 @contextmanager
 def _blank(width, height, seen, message, title="", **limits):
-    """A figure without axes whose units are equally long in both directions, from and to the `limits`."""
+    """A figure without axes whose units are equally long in both directions, from and to the
+    `limits`.
+    """
     with panels(1, 1, width, height, message, seen) as (picture, axes):
         yield picture, axes
         axes.set_axis_off()
@@ -39,23 +52,43 @@ def _node(axes, place, label, colour, radius=0.24):
 
 
 def _box(axes, x, y, label, colour, width=1.5, height=0.62, **look):
-    shape: Any = {"boxstyle": "round,pad=0.02,rounding_size=0.1", "edgecolor": "white", "zorder": 3} | look
-    axes.add_patch(FancyBboxPatch((x - width / 2, y - height / 2), width, height, facecolor=colour, **shape))
+    shape: Any = {
+        "boxstyle": "round,pad=0.02,rounding_size=0.1",
+        "edgecolor": "white",
+        "zorder": 3,
+    } | look
+    axes.add_patch(
+        FancyBboxPatch((x - width / 2, y - height / 2), width, height, facecolor=colour, **shape)
+    )
     shade = "#111111" if colour in ("#E69F00", "#56B4E9", "#F0E442") else "white"
     axes.text(x, y, label, color=shade, fontsize=9, zorder=4, **CENTRE)
 
 
 def _arrow(axes, start, end, colour="#444444", bend=0.0, **look):
-    shape: Any = {"arrowstyle": "-|>", "mutation_scale": 13, "linewidth": 1.6, "shrinkA": 0, "shrinkB": 0} | look
-    axes.add_patch(FancyArrowPatch(start, end, color=colour, connectionstyle=f"arc3,rad={bend}", **shape))
+    shape: Any = {
+        "arrowstyle": "-|>",
+        "mutation_scale": 13,
+        "linewidth": 1.6,
+        "shrinkA": 0,
+        "shrinkB": 0,
+    } | look
+    axes.add_patch(
+        FancyArrowPatch(start, end, color=colour, connectionstyle=f"arc3,rad={bend}", **shape)
+    )
 
 
 def star(world_size: int = 4) -> Picture:
     """The parameter server: every arrow passes through the server's one link."""
     others, s = world_size - 1, "s" if world_size > 2 else ""
     message = f"through the server's link: {others} gradient{s} in, {others} average{s} out"
-    seen, title = "A star: rank 0 in the middle, all others around it", "The star: gradients in, averages out"
-    with _blank(4.2, 3.6, seen, message, title, xlim=(-1.7, 1.7), ylim=(-1.45, 1.6)) as (picture, axes):
+    seen, title = (
+        "A star: rank 0 in the middle, all others around it",
+        "The star: gradients in, averages out",
+    )
+    with _blank(4.2, 3.6, seen, message, title, xlim=(-1.7, 1.7), ylim=(-1.45, 1.6)) as (
+        picture,
+        axes,
+    ):
         _node(axes, (0, 0), "0\nserver", STAGE_COLOURS["3"], 0.3)
         for rank, place in enumerate(_places(others, 1.25), 1):
             _node(axes, place, str(rank), "#5F5F5F")
@@ -69,7 +102,10 @@ def ring(world_size: int = 4) -> Picture:
     message = f"{world_size} links, all busy at the same time, each with one message"
     seen = f"A ring of {world_size} ranks, an arrow from each to the next"
     title = "The ring: each rank sends to its right"
-    with _blank(4.2, 3.6, seen, message, title, xlim=(-1.7, 1.7), ylim=(-1.5, 1.55)) as (picture, axes):
+    with _blank(4.2, 3.6, seen, message, title, xlim=(-1.7, 1.7), ylim=(-1.5, 1.55)) as (
+        picture,
+        axes,
+    ):
         places = _places(world_size, 1.15)
         for rank, place in enumerate(places):
             _node(axes, place, str(rank), STAGE_COLOURS["4"])
@@ -78,22 +114,45 @@ def ring(world_size: int = 4) -> Picture:
 
 
 def scatter_gather(devices: int = 4) -> Picture:
-    """One step of DataParallel from left to right, one row per device; the first row is the master."""
-    message = "the master's row is the fullest: it holds the batch, all outputs, the loss and the sum of the gradients"
+    """One step of DataParallel from left to right, one row per device; the first row is the
+    master.
+    """
+    message = (
+        "the master's row is the fullest: it holds the batch, all outputs, the loss and the sum of"
+        " the gradients"
+    )
     limits: Any = {"xlim": (-2.7, 11.0), "ylim": (-0.9 * (devices - 1) - 0.5, 1.1)}
     seen = f"A flow chart with {devices} rows"
     with _blank(9.4, 0.75 * devices + 1.1, seen, message, **limits) as (picture, axes):
-        for place, name in enumerate(["scatter", "replicate", "forward", "gather, loss", "backward", "reduce"]):
+        for place, name in enumerate(
+            ["scatter", "replicate", "forward", "gather, loss", "backward", "reduce"]
+        ):
             axes.text(2 * place, 0.75, name, ha="center", fontsize=10, fontweight="bold")
         for place, name in ((3, "all outputs\nloss"), (5, "sum of all\ngradients")):
             _box(axes, 2 * place, 0, name, "#333333", height=0.74)
         for device in range(devices):
             colour, y = RANK_COLOURS[device % len(RANK_COLOURS)], -0.9 * device
-            axes.text(-1.35, y, f"device {device}" if device else "master", ha="right", va="center", fontsize=9.5)
-            for place, step in ((0, "shard"), (1, "copy" if device else "model"), (2, "outputs"), (4, "gradient")):
+            axes.text(
+                -1.35,
+                y,
+                f"device {device}" if device else "master",
+                ha="right",
+                va="center",
+                fontsize=9.5,
+            )
+            for place, step in (
+                (0, "shard"),
+                (1, "copy" if device else "model"),
+                (2, "outputs"),
+                (4, "gradient"),
+            ):
                 _box(axes, 2 * place, y, f"{step} {device}", colour)
-            for place in (0, 1) if device else ():  # The master sends shards and copies to the other devices.
-                _arrow(axes, (2 * place - 0.75, -0.1), (2 * place - 0.77, y), "#888888", 0.5 / device)
+            for place in (
+                (0, 1) if device else ()
+            ):  # The master sends shards and copies to the other devices.
+                _arrow(
+                    axes, (2 * place - 0.75, -0.1), (2 * place - 0.77, y), "#888888", 0.5 / device
+                )
             _arrow(axes, (2.77, y), (3.23, y), colour)
             for place in (2, 4):
                 _arrow(axes, (2 * place + 0.77, y), (2 * place + 1.23, 0), colour)
@@ -102,21 +161,39 @@ def scatter_gather(devices: int = 4) -> Picture:
 
 
 def buckets(model: nn.Module, bucket_cap_mb: float) -> Picture:
-    """Which gradient travels in which bucket: one bar per parameter, in the order in which backward reaches them."""
+    """Which gradient travels in which bucket: one bar per parameter, in the order in which backward
+    reaches them.
+    """
     from ..stage5_bucketed import assign_buckets
 
     names = {parameter: name for name, parameter in model.named_parameters()}
     groups = assign_buckets([p for p in model.parameters() if p.requires_grad], bucket_cap_mb)
     labels = [names[parameter] for group in groups for parameter in group]
     message = f"cap {bucket_cap_mb:g} MiB: {len(groups)} buckets, {len(labels)} parameters"
-    with panels(1, 1, 7.2, 1.3 + 0.22 * len(labels), message, "A bar a parameter") as (picture, axes):
+    with panels(1, 1, 7.2, 1.3 + 0.22 * len(labels), message, "A bar a parameter") as (
+        picture,
+        axes,
+    ):
         row = 0
         for position, group in enumerate(groups):
-            colour, sizes = RANK_COLOURS[position % 6], [parameter.nbytes / 1024 for parameter in group]
+            colour, sizes = (
+                RANK_COLOURS[position % 6],
+                [parameter.nbytes / 1024 for parameter in group],
+            )
             axes.barh(range(row, row + len(group)), sizes, color=colour, height=0.75)
             row += len(group)
-            note, place = f"bucket {position}: {sum(sizes):,.0f} KiB", (0.99, (row - len(group) / 2 - 0.5))
-            axes.text(*place, note, color=colour, transform=axes.get_yaxis_transform(), ha="right", va="center")
+            note, place = (
+                f"bucket {position}: {sum(sizes):,.0f} KiB",
+                (0.99, (row - len(group) / 2 - 0.5)),
+            )
+            axes.text(
+                *place,
+                note,
+                color=colour,
+                transform=axes.get_yaxis_transform(),
+                ha="right",
+                va="center",
+            )
             axes.axhline(row - 0.5, color="#BBBBBB", linewidth=0.8)
         name_rows(axes, labels)
         axes.set_xlim(right=axes.get_xlim()[1] * 1.35)
@@ -125,9 +202,11 @@ def buckets(model: nn.Module, bucket_cap_mb: float) -> Picture:
 
 
 def ring_states(world_size: int) -> list[Any]:
-    """What each rank's chunks hold after every step: a list of `states[rank][chunk]`, the ranks added up so far.
+    """What each rank's chunks hold after every step: a list of `states[rank][chunk]`, the ranks
+    added up so far.
 
-    The states follow the schedule of `reduce_scatter` and `allgather`; that of step 0 is before the first message.
+    The states follow the schedule of `reduce_scatter` and `allgather`; that of step 0 is before the
+    first message.
     """
     states = [[[frozenset([rank])] * world_size for rank in range(world_size)]]
     for _, sent in ring_schedule(world_size):
@@ -141,30 +220,51 @@ def ring_schedule(world_size: int) -> list[tuple[str, list[int]]]:
     """The 2(K-1) steps as (phase, the chunk that each rank sends)."""
     ranks, steps = range(world_size), range(world_size - 1)
     reduce = [("reduce-scatter", [(rank - step) % world_size for rank in ranks]) for step in steps]
-    return reduce + [("allgather", [(rank + 1 - step) % world_size for rank in ranks]) for step in steps]
+    return reduce + [
+        ("allgather", [(rank + 1 - step) % world_size for rank in ranks]) for step in steps
+    ]
 
 
 def ring_step(world_size: int = 4, step: int = 0) -> Picture:
-    """The chunked ring after `step` of 2(K-1) steps, or the last; the arrows are the messages of the next step."""
+    """The chunked ring after `step` of 2(K-1) steps, or the last; the arrows are the messages of
+    the next step.
+    """
     schedule, step = ring_schedule(world_size), min(step, 2 * (world_size - 1))
     state = ring_states(world_size)[step]
-    done, last = sum(len(chunk) == world_size for chunks in state for chunk in chunks), step == len(schedule)
+    done, last = (
+        sum(len(chunk) == world_size for chunks in state for chunk in chunks),
+        step == len(schedule),
+    )
     message = f"after step {step} of {len(schedule)}: {done} of {world_size**2} chunks complete"
     following = "all ranks have all sums" if last else f"next: {schedule[step][0]}"
     title = f"Step {step} of {len(schedule)}, {done} chunks complete; {following}"
-    return _chunks(state, [] if last else schedule[step][1], message, title, [f"chunk {n}" for n in range(world_size)])
+    return _chunks(
+        state,
+        [] if last else schedule[step][1],
+        message,
+        title,
+        [f"chunk {n}" for n in range(world_size)],
+    )
 
 
 def whole_ring_step(world_size: int = 4, step: int = 0) -> Picture:
     """The whole-gradient ring after `step` of K-1 steps: which gradients each rank has added up."""
-    message = f"after step {step} of {world_size - 1}: each rank has added {step + 1} of {world_size} gradients"
-    state = [[{(rank - back) % world_size for back in range(step + 1)}] for rank in range(world_size)]
+    message = (
+        f"after step {step} of {world_size - 1}: each rank has added {step + 1} of {world_size}"
+        " gradients"
+    )
+    state = [
+        [{(rank - back) % world_size for back in range(step + 1)}] for rank in range(world_size)
+    ]
     sent = [0] * world_size if step < world_size - 1 else []
-    return _chunks(state, sent, message, f"Whole gradients, step {step} of {world_size - 1}", ["gradient"])
+    return _chunks(
+        state, sent, message, f"Whole gradients, step {step} of {world_size - 1}", ["gradient"]
+    )
 
 
 def _chunks(state, sent, message, title, labels):
-    """Columns are ranks, rows chunks, stripes the ranks summed up; an arrow starts at the chunk that a rank sends.
+    """Columns are ranks, rows chunks, stripes the ranks summed up; an arrow starts at the chunk
+    that a rank sends.
 
     The arrow of the last rank leaves on the right and comes in on the left.
     """
@@ -193,7 +293,16 @@ def _chunk(axes, x, y, contributors, world_size):
     width = 1.2 / world_size
     for rank in range(world_size):
         colour = RANK_COLOURS[rank] if rank in contributors else "#F2F2F2"
-        axes.barh(y, width, 0.72, x + rank * width, align="edge", color=colour, edgecolor="white", linewidth=0.8)
+        axes.barh(
+            y,
+            width,
+            0.72,
+            x + rank * width,
+            align="edge",
+            color=colour,
+            edgecolor="white",
+            linewidth=0.8,
+        )
         if rank in contributors and world_size <= 6:
             centre = (x + (rank + 0.5) * width, y + 0.37)
             shade = "black" if rank in (1, 4, 7) else "white"
@@ -211,16 +320,25 @@ PASSES = {  # Each pass of a pipeline has a letter and a colour.
 
 
 def schedules(timetables: dict[str, Sequence[Any]]) -> Picture:
-    """Timetables of pipelines one below the other, on one axis of time; a rank's second stage is paler.
+    """Timetables of pipelines one below the other, on one axis of time; a rank's second stage is
+    paler.
 
-    `timetables`: {title: rows of (instruction, start, end) from `stage8_pipeline.timetable`}, one row per rank.
+    `timetables`: {title: rows of (instruction, start, end) from `stage8_pipeline.timetable`}, one
+    row per rank.
     """
     last = max(end for rows in timetables.values() for row in rows for _, _, end in row)
     titles = [f"{title}; idle {100 * idle(rows):.0f} %" for title, rows in timetables.items()]
     height = 0.4 + sum(0.75 + 0.4 * len(rows) for rows in timetables.values())
-    form: Any = {"squeeze": False, "sharex": True, "height_ratios": [len(rows) + 1 for rows in timetables.values()]}
+    form: Any = {
+        "squeeze": False,
+        "sharex": True,
+        "height_ratios": [len(rows) + 1 for rows in timetables.values()],
+    }
     message = ". ".join(titles)
-    with panels(len(timetables), 1, 9.4, height, message, "A timetable", "derived", **form) as (picture, panels_):
+    with panels(len(timetables), 1, 9.4, height, message, "A timetable", "derived", **form) as (
+        picture,
+        panels_,
+    ):
         for axes, rows, title in zip(panels_[:, 0], timetables.values(), titles, strict=True):
             for rank, row in enumerate(rows):
                 for span in row:
@@ -246,27 +364,66 @@ def _pass(axes, rank, ranks, span, last):
     size = min(9, 330 * (end - start) / last)  # A label of three letters fits at this size.
     if size >= 5:
         shade = "black" if letter == "F" or second else "white"
-        axes.text((start + end) / 2, rank, f"{letter}{instruction.microbatch}", fontsize=size, color=shade, **CENTRE)
+        axes.text(
+            (start + end) / 2,
+            rank,
+            f"{letter}{instruction.microbatch}",
+            fontsize=size,
+            color=shade,
+            **CENTRE,
+        )
 
 
 def mesh(data: int = 2, pipeline: int = 1, tensor: int = 2) -> Picture:
-    """Ranks in a mesh: a row per share of the samples, a box (a host) per part of the layers, a node per slice."""
-    sizes = {"shares of the samples": data, "parts of the model": pipeline, "slices of each layer": tensor}
-    message = f"{data * pipeline * tensor} ranks: " + " × ".join(f"{n} {what}" for what, n in sizes.items() if n > 1)
+    """Ranks in a mesh: a row per share of the samples, a box (a host) per part of the layers, a
+    node per slice.
+    """
+    sizes = {
+        "shares of the samples": data,
+        "parts of the model": pipeline,
+        "slices of each layer": tensor,
+    }
+    message = f"{data * pipeline * tensor} ranks: " + " × ".join(
+        f"{n} {what}" for what, n in sizes.items() if n > 1
+    )
     width, bottom = pipeline * (tensor + 0.6), -1.7 * (data - 1) - 0.75
     limits: Any = {"title": message, "xlim": (-1.5, width - 0.9), "ylim": (bottom - 0.8, 0.9)}
     seen = "A mesh of ranks, hosts as boxes"
     with _blank(1.1 * width + 2.6, 1.4 * data + 1.4, seen, message, **limits) as (picture, axes):
-        for rank, (replica, part, slot) in enumerate(product(range(data), range(pipeline), range(tensor))):
+        for rank, (replica, part, slot) in enumerate(
+            product(range(data), range(pipeline), range(tensor))
+        ):
             left, x, y = part * (tensor + 0.6), part * (tensor + 0.6) + slot, -1.7 * replica
             if slot == 0:
                 look: Any = {"edgecolor": "#BBBBBB", "boxstyle": "round,pad=0.05", "zorder": 1}
-                _box(axes, left + tensor / 2 - 0.5, y + 0.075, "", "#F4F4F4", tensor - 0.16, 0.95, **look)
+                _box(
+                    axes,
+                    left + tensor / 2 - 0.5,
+                    y + 0.075,
+                    "",
+                    "#F4F4F4",
+                    tensor - 0.16,
+                    0.95,
+                    **look,
+                )
                 layers = f", layers {part + 1}/{pipeline}" if pipeline > 1 else ""
                 host = f"host {replica * pipeline + part}{layers}"
-                axes.text(left + tensor / 2 - 0.5, y + 0.66, host, color="#555555", fontsize=7.5, ha="center")
+                axes.text(
+                    left + tensor / 2 - 0.5,
+                    y + 0.66,
+                    host,
+                    color="#555555",
+                    fontsize=7.5,
+                    ha="center",
+                )
                 if part + 1 < pipeline:
-                    _arrow(axes, (left + tensor - 0.52, y), (left + tensor + 0.12, y), STAGE_COLOURS["8"], **BOTH_WAYS)
+                    _arrow(
+                        axes,
+                        (left + tensor - 0.52, y),
+                        (left + tensor + 0.12, y),
+                        STAGE_COLOURS["8"],
+                        **BOTH_WAYS,
+                    )
             _node(axes, (x, y - 0.04), str(rank), "#5F5F5F", 0.26)
             axes.text(x, y + 0.4, f"slice {slot + 1}/{tensor}", fontsize=7.5, **CENTRE)
             if slot + 1 < tensor:
@@ -275,10 +432,24 @@ def mesh(data: int = 2, pipeline: int = 1, tensor: int = 2) -> Picture:
             if replica + 1 < data:
                 _arrow(axes, (x, y - 0.34), (x, y - 1.2), STAGE_COLOURS["4"], **BOTH_WAYS)
         for replica in range(data):
-            axes.text(-0.6, -1.7 * replica, f"samples\n{replica + 1}/{data}", ha="right", va="center", fontsize=9)
+            axes.text(
+                -0.6,
+                -1.7 * replica,
+                f"samples\n{replica + 1}/{data}",
+                ha="right",
+                va="center",
+                fontsize=9,
+            )
         names = {"9": ("activations, added up", tensor), "8": ("activations, passed on", pipeline)}
         names["4"] = ("gradients, averaged", data)
-        for line, (key, name) in enumerate((key, name) for key, (name, size) in names.items() if size > 1):
-            words: Any = {"color": STAGE_COLOURS[key], "fontsize": 9, "fontweight": "bold", "va": "center"}
+        for line, (key, name) in enumerate(
+            (key, name) for key, (name, size) in names.items() if size > 1
+        ):
+            words: Any = {
+                "color": STAGE_COLOURS[key],
+                "fontsize": 9,
+                "fontweight": "bold",
+                "va": "center",
+            }
             axes.text(-0.42, bottom - 0.3 * line, f"↔ {name}", **words)
     return picture

@@ -1,8 +1,9 @@
 """Figures with sliders, and a recorder for predictions.
 
-An `Explorer` redraws one figure when a slider moves. Where no slider can work, as on a printed page, the figure of
-its first setting is shown. The course's web site draws every setting beforehand: the call that made an explorer
-is written into the notebook as its recipe, the function's name and plain values.
+An `Explorer` redraws one figure when a slider moves. Where no slider can work, as on a printed
+page, the figure of its first setting is shown. The course's web site draws every setting
+beforehand: the call that made an explorer is written into the notebook as its recipe, the
+function's name and plain values.
 """
 
 import base64
@@ -11,32 +12,40 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from functools import wraps
+from pkgutil import resolve_name
 from typing import Any
 
 import ipywidgets
 from IPython.display import display
 from tqdm.auto import tqdm as progress  # noqa: F401 (for cells that take long)
 
-from ..measuring.plans import decide, readable
 from . import plots, sketches
 from .plots import STAGE_COLOURS, Picture, panels
 
 _LAYOUT = ipywidgets.Layout(width="560px", max_width="100%")
 _WIDE = {"description_width": "160px"}
 BANDWIDTHS = ["100Mbit", "1Gbit", "10Gbit", "100Gbit", "200Gbit", "400Gbit"]
-PLAIN = {"facecolor": "white", "edgecolor": "none", "pad": 1}
-MIME = "application/vnd.ddp-course+json"  # No notebook program shows this type; the course's web site does.
+# No notebook program shows this type; the course's web site does.
+MIME = "application/vnd.ddp-course+json"
 
 
 class Explorer(ipywidgets.VBox):
-    """Sliders over a figure: `draw(**values)` returns a `Picture` for the values of the `controls` by name.
+    """Sliders over a figure: `draw(**values)` returns a `Picture` for the values of the `controls`
+    by name.
 
-    `again(recipe)` makes it anew; `maker` is the name of the function in this module that made it from `arguments`.
+    `again(recipe)` makes it anew; `maker` is the function that made it from `arguments`, as
+    "module:name".
     """
 
     def __init__(self, draw, maker, *arguments, **controls):
-        self.draw, self.controls, self.recipe = draw, controls, {"explorer": maker, "arguments": arguments}
-        self.image = ipywidgets.Image(layout=ipywidgets.Layout(align_self="flex-start", max_width="calc(100% - 4px)"))
+        self.draw, self.controls, self.recipe = (
+            draw,
+            controls,
+            {"explorer": maker, "arguments": arguments},
+        )
+        self.image = ipywidgets.Image(
+            layout=ipywidgets.Layout(align_self="flex-start", max_width="calc(100% - 4px)")
+        )
         self.message = ipywidgets.HTML()  # HTML wraps a long text, which a Label would cut.
         super().__init__([*controls.values(), self.image, self.message])
         for control in controls.values():
@@ -46,7 +55,8 @@ class Explorer(ipywidgets.VBox):
     def redraw(self, change: Any = None) -> None:
         """Draw the figure for the present values."""
         picture = self.picture()
-        # The browser keeps this much room while it loads the new image: without it the page below would jump.
+        # The browser keeps this much room while it loads the new image: without it the page below
+        # would jump.
         self.image.width, self.image.height = (str(int(pixels)) for pixels in picture.bbox.size)
         self.image.value = picture.png()
         self.message.value, self.alt = picture.caption, picture.alt
@@ -57,12 +67,16 @@ class Explorer(ipywidgets.VBox):
 
     def _repr_mimebundle_(self, **options):
         bundle = super()._repr_mimebundle_(**options)
-        bundle |= {"image/png": base64.b64encode(self.image.value).decode(), "text/plain": self.message.value}
+        bundle |= {
+            "image/png": base64.b64encode(self.image.value).decode(),
+            "text/plain": self.message.value,
+        }
         return bundle | {MIME: self.recipe}, {"image/png": {"alt": self.alt}}
 
 
 def explorer(**sliders: tuple[str, Sequence[Any]]) -> Callable:
-    """Decorate a function that draws a figure, so that it makes an `Explorer` with a slider for each of its arguments.
+    """Decorate a function that draws a figure, so that it makes an `Explorer` with a slider for
+    each of its arguments.
 
     `sliders` are {argument: (title, values)}; a slider begins at the argument of the call.
     """
@@ -72,8 +86,13 @@ def explorer(**sliders: tuple[str, Sequence[Any]]) -> Callable:
         def make(*arguments, **named):
             call = inspect.signature(figure).bind(*arguments, **named)
             call.apply_defaults()
-            controls = {name: choice(title, call.arguments[name], values) for name, (title, values) in sliders.items()}
-            return Explorer(figure, figure.__name__, *call.args, **controls)
+            controls = {
+                name: choice(title, call.arguments[name], values)
+                for name, (title, values) in sliders.items()
+            }
+            return Explorer(
+                figure, f"{figure.__module__}:{figure.__name__}", *call.args, **controls
+            )
 
         return make
 
@@ -82,24 +101,32 @@ def explorer(**sliders: tuple[str, Sequence[Any]]) -> Callable:
 
 def again(recipe: dict[str, Any]) -> Explorer:
     """The explorer that `recipe` describes, made anew."""
-    return globals()[recipe["explorer"]](*recipe["arguments"], **recipe.get("named", {}))
+    return resolve_name(recipe["explorer"])(*recipe["arguments"], **recipe.get("named", {}))
 
 
 def choice(name: str, value: Any, options: Any) -> Any:
     """A slider over a list of values or of (label, value) pairs."""
-    return ipywidgets.SelectionSlider(value=value, options=options, description=name, layout=_LAYOUT, style=_WIDE)
+    return ipywidgets.SelectionSlider(
+        value=value, options=options, description=name, layout=_LAYOUT, style=_WIDE
+    )
 
 
 def ring_stepper(world_size: int = 4) -> Any:
-    """Step through the chunked ring: which chunk is where, and which ranks' gradients are added up in it."""
+    """Step through the chunked ring: which chunk is where, and which ranks' gradients are added up
+    in it.
+    """
     ranks = choice("ranks K", world_size, range(2, 9))
-    step = ipywidgets.IntSlider(max=2 * (world_size - 1), description="step", layout=_LAYOUT, style=_WIDE)
+    step = ipywidgets.IntSlider(
+        max=2 * (world_size - 1), description="step", layout=_LAYOUT, style=_WIDE
+    )
 
     def limit(change):
         step.max = 2 * (change["new"] - 1)
 
     ranks.observe(limit, "value")
-    stepper = Explorer(sketches.ring_step, "ring_stepper", world_size, world_size=ranks, step=step)
+    stepper = Explorer(
+        sketches.ring_step, f"{__name__}:ring_stepper", world_size, world_size=ranks, step=step
+    )
     play = ipywidgets.Play(min=0, max=step.max, interval=1200, repeat=True)
     for trait in ("value", "max"):
         ipywidgets.jslink((step, trait), (play, trait))
@@ -108,22 +135,36 @@ def ring_stepper(world_size: int = 4) -> Any:
 
 
 class Prediction(ipywidgets.VBox):
-    """A question with `answers` to choose from. The choice is kept until `reveal` shows it beside the truth."""
+    """A question with `answers` to choose from. The choice is kept until `reveal` shows it beside
+    the truth.
+    """
 
     def __init__(self, question, answers):
         self.question, self.answers = question, list(answers)
-        options = [("I have not decided", None), *((str(answer), answer) for answer in self.answers)]
-        self.buttons = ipywidgets.RadioButtons(options=options, layout=ipywidgets.Layout(width="auto"))
+        options = [
+            ("I have not decided", None),
+            *((str(answer), answer) for answer in self.answers),
+        ]
+        self.buttons = ipywidgets.RadioButtons(
+            options=options, layout=ipywidgets.Layout(width="auto")
+        )
         super().__init__([ipywidgets.HTML(f"<b>{question}</b>"), self.buttons])
 
     def reveal(self, result: str, answer: Any, kind: str = "measured") -> None:
-        """Show the guess beside the `result` (text) and its kind; `answer` is the right one among the answers."""
+        """Show the guess beside the `result` (text) and its kind; `answer` is the right one among
+        the answers.
+        """
         if answer not in self.answers:
             raise ValueError(f"{answer!r} is not among the answers {self.answers}")
         guess, line = self.buttons.value, f"you did not guess; {kind}: {result}"
         if guess is not None:
-            line = f"your guess: {guess}; {kind}: {result} – {'right' if guess == answer else 'a surprise'}"
-        right = {"right": self.answers.index(answer)}  # The web site, without a kernel, judges by this index.
+            line = (
+                f"your guess: {guess}; {kind}: {result} –"
+                f" {'right' if guess == answer else 'a surprise'}"
+            )
+        right = {
+            "right": self.answers.index(answer)
+        }  # The web site, without a kernel, judges by this index.
         display({"text/plain": line, MIME: right}, raw=True)
 
     def _repr_mimebundle_(self, **options):
@@ -136,7 +177,9 @@ predict = Prediction  # `predict` asks before the experiment, `reveal` answers a
 
 
 def nearest(value: Any, answers: Sequence[Any]) -> Any:
-    """The number among `answers` that is nearest to `value` in ratio: to find the right one of a `Prediction`."""
+    """The number among `answers` that is nearest to `value` in ratio: to find the right one of a
+    `Prediction`.
+    """
     return min(answers, key=lambda answer: abs(math.log(answer / max(value, 1e-300))))
 
 
@@ -145,21 +188,34 @@ def nearest(value: Any, answers: Sequence[Any]) -> Any:
     latency=("latency", ["1us", "10us", "100us", "1ms", "10ms"]),
     world_size=("ranks K", [2, 3, 4, 6, 8, 12, 16, 64, 256, 1024]),
 )
-def alpha_beta_explorer(bandwidth: str = "10Gbit", latency: str = "100us", world_size: int = 8) -> Picture:
-    """Which of four all-reduces is the fastest for which message size, from the closed forms of `theory`."""
+def alpha_beta_explorer(
+    bandwidth: str = "10Gbit", latency: str = "100us", world_size: int = 8
+) -> Picture:
+    """Which of four all-reduces is the fastest for which message size, from the closed forms of
+    `theory`.
+    """
     from ..measuring import theory
     from ..running.units import bits_per_second, seconds
     from .simulator_plots import ALGORITHM_COLOURS, CONTENDERS, label
 
     costs = theory.Costs.of_link(bits_per_second(bandwidth), seconds(latency))
     sizes = [2.0**power for power in range(6, 31, 2)]
-    times = {name: [1000 * theory.seconds(name, n, world_size, costs) for n in sizes] for name in CONTENDERS}
+    times = {
+        name: [1000 * theory.seconds(name, n, world_size, costs) for n in sizes]
+        for name in CONTENDERS
+    }
     lines = {label(name): (sizes, times[name], ALGORITHM_COLOURS[name]) for name in CONTENDERS}
     first, last = (fastest(lines, at) for at in (0, -1))
-    title = f"Fastest on {world_size} ranks, {bandwidth}/s, {latency}:\nsmall: {first};\nlarge: {last}"
-    picture = plots.curves({}, "message", "time (ms)", title, lines, log="xy", height=3.9, kind="derived")
+    title = (
+        f"Fastest on {world_size} ranks, {bandwidth}/s, {latency}:\nsmall: {first};\nlarge: {last}"
+    )
+    picture = plots.curves(
+        {}, "message", "time (ms)", title, lines, log="xy", height=3.9, kind="derived"
+    )
     picture.axes[0].set_xticks(list(plots.MESSAGE_TICKS), plots.MESSAGE_TICKS.values())
-    picture.axes[0].minorticks_off()  # Minor ticks took half of the time to draw, and no reader needs them.
+    picture.axes[
+        0
+    ].minorticks_off()  # Minor ticks took half of the time to draw, and no reader needs them.
     return picture
 
 
@@ -175,10 +231,11 @@ def fastest(lines: dict[str, Any], at: int) -> str:
     latency=("latency (% of a step)", [0, 0.1, 1]),
 )
 def strategies_explorer(world_size: int = 4, share: float = 8.5, latency: float = 0) -> Picture:
-    """How many times as fast as one device each strategy is, as `compare` predicts it for the digits.
+    """How many times as fast as one device each strategy is, as `compare` predicts it for the
+    digits.
 
-    `share`: the time to send the gradients once over a link, `latency`: that of a message, both in percent of a step of
-    one device.
+    `share`: the time to send the gradients once over a link, `latency`: that of a message, both in
+    percent of a step of one device.
     """
     from .. import ladder
     from ..measuring import ideals, theory
@@ -187,21 +244,43 @@ def strategies_explorer(world_size: int = 4, share: float = 8.5, latency: float 
 
     job, device = Job("digits", world_size, 1, global_batch=192, lr=0.05), Device("1GFLOP/s")
     one_s = job.work(device).compute_s
-    costs = theory.Costs.of_link(8 * job.gradient_bytes / (share / 100 * one_s), latency / 100 * one_s)
-    impossible = {None, "pipelined"} if world_size > 5 else {None}  # The digits' network has five layers.
+    costs = theory.Costs.of_link(
+        8 * job.gradient_bytes / (share / 100 * one_s), latency / 100 * one_s
+    )
+    impossible = (
+        {None, "pipelined"} if world_size > 5 else {None}
+    )  # The digits' network has five layers.
     stages = [stage for stage in ladder.STAGES.values() if stage.step not in impossible]
-    faster = {stage: one_s / ideals.STEPS[str(stage.step)](stage, job, device, costs) for stage in stages}
+    faster = {
+        stage: one_s / ideals.STEPS[str(stage.step)](stage, job, device, costs) for stage in stages
+    }
     best = max(faster, key=lambda stage: faster[stage])
     names = {stage: re.sub("(?<=-)| ", "\n", stage.name) for stage in stages}
-    winner = f"{best.name} is {faster[best]:.1f} times as fast as one" if best.key != "1" else "none is faster than one"
+    winner = (
+        f"{best.name} is {faster[best]:.1f} times as fast as one"
+        if best.key != "1"
+        else "none is faster than one"
+    )
     title = f"{world_size} devices, p/b is {share:g} % of a step: {winner}"
     colours = {names[stage]: STAGE_COLOURS[stage.key] for stage in stages}
     heights = {names[stage]: speed_up for stage, speed_up in faster.items()}
-    return plots.bars(heights, "times as fast as one device", title, colours, width=11, form="{:.1f}", kind="derived")
+    return plots.bars(
+        heights,
+        "times as fast as one device",
+        title,
+        colours,
+        width=11,
+        form="{:.1f}",
+        kind="derived",
+    )
 
 
-def bucket_explorer(profile: Any, world_size: int, network: Any, measured: dict, caps: Sequence[float]) -> Explorer:
-    """Choose one of the bucket caps (MiB): the simulated step of `profile`, and step times beside `measured` ones."""
+def bucket_explorer(
+    profile: Any, world_size: int, network: Any, measured: dict, caps: Sequence[float]
+) -> Explorer:
+    """Choose one of the bucket caps (MiB): the simulated step of `profile`, and step times beside
+    `measured` ones.
+    """
     from ..measuring.simulate import simulate
 
     rows = []
@@ -214,9 +293,21 @@ def bucket_explorer(profile: Any, world_size: int, network: Any, measured: dict,
 
 
 def caps_explorer(steps: list[Any], measured: list[Any]) -> Any:
-    """`steps` are [cap, number of buckets, ms, share that is hidden, spans], `measured` [cap, ms]."""
-    cap = choice("bucket cap (MiB)", len(steps) // 2, [(f"{cap:g}", row) for row, (cap, *_) in enumerate(steps)])
-    return Explorer(lambda cap: bucket_figure(steps, measured, cap), "caps_explorer", steps, measured, cap=cap)
+    """`steps` are [cap, number of buckets, ms, share that is hidden, spans], `measured` [cap,
+    ms].
+    """
+    cap = choice(
+        "bucket cap (MiB)",
+        len(steps) // 2,
+        [(f"{cap:g}", row) for row, (cap, *_) in enumerate(steps)],
+    )
+    return Explorer(
+        lambda cap: bucket_figure(steps, measured, cap),
+        f"{__name__}:caps_explorer",
+        steps,
+        measured,
+        cap=cap,
+    )
 
 
 def bucket_figure(steps: list[Any], measured: list[Any], row: int) -> Picture:
@@ -240,44 +331,12 @@ def bucket_figure(steps: list[Any], measured: list[Any], row: int) -> Picture:
     return picture
 
 
-@explorer(
-    billions=("parameters (billions)", [0.1, 0.3, 1, 3, 7, 13, 30, 70, 180, 400]),
-    devices=("devices", [1, 2, 4, 8, 16, 64, 256, 1024]),
-    bandwidth=("link (one NIC)", BANDWIDTHS),
-)
-def decision_chart(billions: float = 7, devices: int = 16, bandwidth: str = "100Gbit") -> Picture:
-    """Which plan suits which model and machine, for hosts of up to 8 devices of 80 GB."""
-    setting = {"billions": billions, "memory_gb": 80, "devices": devices, "bandwidth": bandwidth}
-    return decision_figure(setting, *decide(**setting, per_host=min(8, devices)))
-
-
-def decision_figure(setting: dict[str, Any], chosen: Any, reason: str, plans: Sequence[Any]) -> Picture:
-    """Memory and step time of each plan for a `setting` (a dict); grey ones do not fit, the chosen one is black."""
-    billions, memory_gb, devices = (setting[key] for key in ("billions", "memory_gb", "devices"))
-    machine = f"{billions:g} billion parameters, {devices} x {memory_gb} GB"
-    message = f"{machine}: {chosen.name if chosen else 'more devices'} ({reason}; derived)"
-    seen = "Bars of memory and time"
-    with panels(1, 2, 9.4, 1.7 + 0.26 * len(plans), message, seen, sharey=True) as (picture, axes):
-        for panel, column, unit in ((axes[0], "memory_gb", "GB"), (axes[1], "step_s", "s")):
-            values = [getattr(p, column) for p in plans]
-            colours = ["#000000" if p == chosen else STAGE_COLOURS["6"] if p.fits else "#D9D9D9" for p in plans]
-            drawn = panel.barh(range(len(plans)), values, color=colours, height=0.6)
-            texts = [f"{readable(value)} {unit}" for value in values]
-            panel.bar_label(drawn, texts, padding=3, fontsize=9, bbox=PLAIN)
-            plots.logarithmic(panel, "x")
-            panel.set_xlim(min(values) / 3, max(*values, memory_gb if unit == "GB" else 0) * 6)
-            plots.name_rows(panel, [plan.name for plan in plans])
-        axes[0].axvline(memory_gb, color="black", linestyle="--")
-        axes[0].set_xlabel("memory per device (GB); dashed: what it has")
-        axes[1].set_xlabel("time of a step (s, derived)")
-        title = f"{chosen.name if chosen else 'More devices'}: {reason}".replace("; ", ";\n")
-        picture.suptitle(title, fontsize=10.5, fontweight="bold")
-    return picture
-
-
 SCHEDULES = {
-    "gpipe": "GPipe", "one_forward_one_backward": "1F1B", "interleaved": "Interleaved", "zero_bubble": "Zero bubble",
-}  # fmt: skip
+    "gpipe": "GPipe",
+    "one_forward_one_backward": "1F1B",
+    "interleaved": "Interleaved",
+    "zero_bubble": "Zero bubble",
+}
 
 
 @explorer(
@@ -285,17 +344,24 @@ SCHEDULES = {
     world_size=("ranks K", range(2, 9)),
     microbatches=("micro-batches M", [1, 2, 4, 8, 12, 16]),
 )
-def pipeline_explorer(world_size: int = 4, microbatches: int = 8, schedule: str = "gpipe") -> Picture:
-    """A pipeline's timetable, and how long the ranks idle; `schedule` names a function of `stage8_pipeline`.
+def pipeline_explorer(
+    world_size: int = 4, microbatches: int = 8, schedule: str = "gpipe"
+) -> Picture:
+    """A pipeline's timetable, and how long the ranks idle; `schedule` names a function of
+    `stage8_pipeline`.
 
-    Interleaved ranks have two stages of half the layers, and as many micro-batches as the next multiple of K.
+    Interleaved ranks have two stages of half the layers, and as many micro-batches as the next
+    multiple of K.
     """
     from .. import stage8_pipeline
 
     chunks, rounded = 1, ""
     if schedule == "interleaved":
         chunks, more = 2, -microbatches % world_size
-        microbatches, rounded = microbatches + more, f" (a multiple of {world_size})" if more else ""
+        microbatches, rounded = (
+            microbatches + more,
+            f" (a multiple of {world_size})" if more else "",
+        )
     instructions = getattr(stage8_pipeline, schedule)(world_size, microbatches)
     rows = stage8_pipeline.timetable(instructions, 1 / chunks, 2 / chunks)
     title = f"{SCHEDULES[schedule]}, {world_size} ranks, {microbatches} micro-batches{rounded}"

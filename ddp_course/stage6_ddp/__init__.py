@@ -1,7 +1,8 @@
 """Stage 6: everything a real one needs, a drop-in for `torch.nn.parallel.DistributedDataParallel`.
 
-Stage 5 assumed that all goes well: every parameter gets a gradient in every pass, all ranks have the same model and
-the same amount of data, and gradients are not accumulated. One file per feature, in reading order:
+Stage 5 assumed that all goes well: every parameter gets a gradient in every pass, all ranks have
+the same model and the same amount of data, and gradients are not accumulated. One file per feature,
+in reading order:
 
     checks           are all ranks about to train the same model?
     buckets          gradients that travel together, and how they get in and out
@@ -16,7 +17,8 @@ the same amount of data, and gradients are not accumulated. One file per feature
     mixed_precision  compute and communicate in half precision
     ddp              the class that puts everything together
 
-Source: Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB 2020.
+Source: Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB
+2020.
 """
 
 from torch.nn.functional import cross_entropy
@@ -30,7 +32,9 @@ __all__ = ["DistributedDataParallel", "GradBucket", "SyncBatchNorm", "train"]
 
 
 def train(model, batches, lr, bucket_cap_mb=None, all_reduce=None):
-    """Train `model` in place on this rank's share of each batch; return this rank's loss of every step."""
+    """Train `model` in place on this rank's share of each batch; return this rank's loss of every
+    step.
+    """
     parallel = DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb, all_reduce=all_reduce)
     optimizer = SGD(model.parameters(), lr=lr)
     losses = []

@@ -1,9 +1,10 @@
 """`bucket_cap_mb="auto"`: the bucket size that would have been best in the first backward pass.
 
-Small buckets leave early, but each costs a latency; large ones leave late, and nothing hides the last one. The best
-size depends on the link and on the model, so both are measured: a few all-reduces give the link's alpha + beta * bytes,
-and the first pass gives the moments at which gradients are ready. From both, the end is calculated for every size.
-On a GPU the GPU's own time counts, because work is queued long before it is done.
+Small buckets leave early, but each costs a latency; large ones leave late, and nothing hides the
+last one. The best size depends on the link and on the model, so both are measured: a few
+all-reduces give the link's alpha + beta * bytes, and the first pass gives the moments at which
+gradients are ready. From both, the end is calculated for every size. On a GPU the GPU's own time
+counts, because work is queued long before it is done.
 """
 
 import torch
@@ -14,11 +15,15 @@ from .buckets import MIB, assign_buckets
 from .communication import GradBucket
 
 SMALL, LARGE = 4096, 4 * MIB  # Messages of these two sizes, in bytes, measure the link.
-CANDIDATES = [MIB // 8 * 2**exponent for exponent in range(11)]  # The bucket sizes go from 1/8 to 128 MiB.
+CANDIDATES = [
+    MIB // 8 * 2**exponent for exponent in range(11)
+]  # The bucket sizes go from 1/8 to 128 MiB.
 
 
 def calibrate(start, device, group=None, repetitions=3):
-    """Measure an all-reduce: return alpha (seconds per message) and beta (seconds per byte), best of `repetitions`."""
+    """Measure an all-reduce: return alpha (seconds per message) and beta (seconds per byte), best
+    of `repetitions`.
+    """
     seconds = {}
     for size in (SMALL, LARGE):
         buffer = torch.zeros(size // 4, device=device)
@@ -53,9 +58,13 @@ def best_limits(parameters, sparse, order, moments, alpha, beta):
 
 
 def end_of_communication(layout, parameters, ready, alpha, beta):
-    """Replay a pass: a bucket leaves when its gradients are ready and the bucket before it has arrived."""
+    """Replay a pass: a bucket leaves when its gradients are ready and the bucket before it has
+    arrived.
+    """
     end = 0.0
     for members in layout:
-        size = sum(parameters[index].numel() * parameters[index].element_size() for index in members)
+        size = sum(
+            parameters[index].numel() * parameters[index].element_size() for index in members
+        )
         end = max(end, max(ready[index] for index in members)) + alpha + beta * size
     return end

@@ -1,15 +1,18 @@
 """Which gradients travel together, and how they get into their bucket and out again.
 
-A bucket is one flat tensor with a window, a *view*, for each gradient in it. There are two ways to fill it:
+A bucket is one flat tensor with a window, a *view*, for each gradient in it. There are two ways to
+fill it:
 
     gradient_as_bucket_view=False    grad --copy, x 1/K--> view --all-reduce--> view --copy--> grad
-    gradient_as_bucket_view=True     grad *is* the view after the first pass: no copies, no second memory
+    gradient_as_bucket_view=True     grad *is* the view after the first pass: no copies, no second
+                                     memory
 
-Without views a gradient is this rank's own until `backward()` ends, so no code that reads it earlier (another wrapper,
-a hook, the owner of a flat tensor of gradients) finds a half-finished sum. The price is the memory of the buckets.
+Without views a gradient is this rank's own until `backward()` ends, so no code that reads it
+earlier (another wrapper, a hook, the owner of a flat tensor of gradients) finds a half-finished
+sum. The price is the memory of the buckets.
 
-The layout is the one that `torch.nn.parallel.DistributedDataParallel` computes, bucket for bucket: the tests compare
-with `torch.distributed._compute_bucket_assignment_by_size`.
+The layout is the one that `torch.nn.parallel.DistributedDataParallel` computes, bucket for bucket:
+the tests compare with `torch.distributed._compute_bucket_assignment_by_size`.
 """
 
 import warnings
@@ -21,32 +24,42 @@ import torch
 MIB = 2**20
 FIRST_CAP = 1 * MIB  # the first bucket is small so that communication starts early
 DEFAULT_CAP = 25 * MIB
-NO_LIMIT = 2**63  # there is one bucket in the first pass, in which the order of gradients is not known yet
+NO_LIMIT = (
+    2**63
+)  # there is one bucket in the first pass, in which the order of gradients is not known yet
 HIGHER_ORDER = (
-    "backward(create_graph=True) with DistributedDataParallel: gradients are averaged, but the averaging is no part of "
-    "the graph, so gradients of gradients would stay those of each rank. Use torch.autograd.grad within no_sync(), and "
-    "average the final gradients with torch.distributed.all_reduce"
+    "backward(create_graph=True) with DistributedDataParallel: gradients are averaged, but the"
+    " averaging is no part of the graph, so gradients of gradients would stay those of each rank."
+    " Use torch.autograd.grad within no_sync(), and average the final gradients with"
+    " torch.distributed.all_reduce"
 )
 
 
 def size_limits(cap_mb, cap_mb_list=None):
-    """Bytes at which the first, second, … bucket closes; the last entry is repeated for all that follow.
+    """Bytes at which the first, second, … bucket closes; the last entry is repeated for all that
+    follow.
 
-    Only the default cap (None) has a smaller first bucket. Raises ValueError unless all caps are positive.
+    Only the default cap (None) has a smaller first bucket. Raises ValueError unless all caps are
+    positive.
     """
     caps = cap_mb_list or [cap_mb]
     if any(cap is not None and cap <= 0 for cap in caps):
-        raise ValueError(f"bucket_cap_mb is {cap_mb_list or cap_mb}; it must be a positive number of MiB, such as 25")
+        raise ValueError(
+            f"bucket_cap_mb is {cap_mb_list or cap_mb}; it must be a positive number of MiB, such"
+            " as 25"
+        )
     return [FIRST_CAP, DEFAULT_CAP] if caps == [None] else [int(cap * MIB) for cap in caps]
 
 
 def assign_buckets(tensors, limits, sparse=(), order=None):
-    """Return the indices into `tensors` for each bucket, which has one (dtype, device) and closes at its limit.
+    """Return the indices into `tensors` for each bucket, which has one (dtype, device) and closes
+    at its limit.
 
-    The buckets of each (dtype, device) use `limits` (bytes) one by one. `sparse` holds the indices of tensors with
-    sparse gradients, which travel alone. `order` is the order in which gradients become ready; without it, tensors
-    are taken as they come and the buckets sorted by their first member. Buckets that are still open at the end come
-    last, those of the dtype seen last before the others.
+    The buckets of each (dtype, device) use `limits` (bytes) one by one. `sparse` holds the indices
+    of tensors with sparse gradients, which travel alone. `order` is the order in which gradients
+    become ready; without it, tensors are taken as they come and the buckets sorted by their first
+    member. Buckets that are still open at the end come last, those of the dtype seen last before
+    the others.
     """
     filling, closed = {}, []
     for index in range(len(tensors)) if order is None else order:
@@ -65,17 +78,20 @@ def assign_buckets(tensors, limits, sparse=(), order=None):
 
 
 class Filling:
-    """A bucket that is still open: its members' indices, its size in bytes, and the limits of it and later buckets."""
+    """A bucket that is still open: its members' indices, its size in bytes, and the limits of it
+    and later buckets.
+    """
 
     def __init__(self, limits):
         self.members, self.size, self.limits = [], 0, limits
 
 
 class Bucket:
-    """The flat tensor that is all-reduced, its views, and the parameters whose gradients it carries.
+    """The flat tensor that is all-reduced, its views, and the parameters whose gradients it
+    carries.
 
-    `missing` counts the gradients that this backward pass has not produced yet. `dtype` is that of the flat tensor
-    (None: the parameters'); only gradients of the same dtype can be views of it.
+    `missing` counts the gradients that this backward pass has not produced yet. `dtype` is that of
+    the flat tensor (None: the parameters'); only gradients of the same dtype can be views of it.
     """
 
     def __init__(self, index, parameters, as_view, dtype=None):
@@ -90,15 +106,19 @@ class Bucket:
 
     @torch.no_grad()
     def adopt(self):
-        """Move existing gradients into this bucket, where `take` divides them as torch does; a copy has other bits."""
+        """Move existing gradients into this bucket, where `take` divides them as torch does; a copy
+        has other bits.
+        """
         for parameter, view in zip(self.parameters, self.views, strict=True):
             if parameter.grad is not None:
                 parameter.grad = view.copy_(parameter.grad)
 
     def take(self, slot, divisor):
-        """Copy the gradient of the parameter in `slot`, over `divisor`, into the bucket (zeros if it has none).
+        """Copy the gradient of the parameter in `slot`, over `divisor`, into the bucket (zeros if
+        it has none).
 
-        The division comes before the sum, as in torch: large gradients do not overflow, and the bits agree.
+        The division comes before the sum, as in torch: large gradients do not overflow, and the
+        bits agree.
         """
         parameter, view = self.parameters[slot], self.views[slot]
         grad = parameter.grad
@@ -110,12 +130,16 @@ class Bucket:
         else:
             if grad.requires_grad:
                 grad = self.without_graph(grad)
-            torch.mul(grad, reciprocal(divisor, grad.dtype), out=view)  # it divides and copies in one pass
+            torch.mul(
+                grad, reciprocal(divisor, grad.dtype), out=view
+            )  # it divides and copies in one pass
             if self.as_view:
                 parameter.grad = view
 
     def without_graph(self, grad):
-        """Return `grad` without its graph. Raise RuntimeError, as torch does, if the bucket has several gradients."""
+        """Return `grad` without its graph. Raise RuntimeError, as torch does, if the bucket has
+        several gradients.
+        """
         if len(self.parameters) > 1:
             raise RuntimeError(HIGHER_ORDER)
         warnings.warn(HIGHER_ORDER, stacklevel=2)
@@ -126,7 +150,9 @@ class Bucket:
         return torch.zeros_like(self.flat)
 
     def give(self, averages, untouched=()):
-        """Make the flat tensor `averages` the parameters' gradients, except for the `untouched`, which no rank used."""
+        """Make the flat tensor `averages` the parameters' gradients, except for the `untouched`,
+        which no rank used.
+        """
         if averages.data_ptr() != self.flat.data_ptr():
             self.flat.copy_(averages.view(-1))
         grads, views = [], []
@@ -134,7 +160,9 @@ class Bucket:
             if parameter.grad is view or parameter in untouched:
                 continue
             if parameter.grad is None:
-                parameter.grad = view if self.as_view else torch.empty_like(parameter, requires_grad=False)
+                parameter.grad = (
+                    view if self.as_view else torch.empty_like(parameter, requires_grad=False)
+                )
             if parameter.grad.data_ptr() != view.data_ptr():
                 grads.append(parameter.grad)
                 views.append(view)
@@ -143,13 +171,17 @@ class Bucket:
 
 
 class SparseBucket:
-    """The bucket of one parameter with sparse gradients: there is nothing to lay out, the gradient travels as it is."""
+    """The bucket of one parameter with sparse gradients: there is nothing to lay out, the gradient
+    travels as it is.
+    """
 
     def __init__(self, index, parameters, as_view, dtype=None):
         self.index, self.parameters, self.flat, self.missing = index, parameters, None, 1
 
     def take(self, slot, divisor):
-        """Keep the gradient, over `divisor`; a rank that did not use the parameter adds a tensor without entries."""
+        """Keep the gradient, over `divisor`; a rank that did not use the parameter adds a tensor
+        without entries.
+        """
         grad = self.parameters[slot].grad
         self.flat = self.zeros() if grad is None else grad.detach() / divisor
 
@@ -168,11 +200,17 @@ class SparseBucket:
 
 @cache
 def reciprocal(divisor, dtype):
-    """1 / `divisor` as a tensor, for gradients of `dtype`: converting a number takes five times as long as the copy."""
+    """1 / `divisor` as a tensor, for gradients of `dtype`: converting a number takes five times as
+    long as the copy.
+    """
     return torch.tensor(1 / divisor, dtype=torch.promote_types(dtype, torch.float32))
 
 
 def view_at(flat, offset, parameter):
-    """The window of `flat` at `offset` with the shape of `parameter`, and with its strides if these leave no gaps."""
-    strides = torch.empty_like(parameter).stride()  # `empty_like` keeps channels_last, and packs other layouts
+    """The window of `flat` at `offset` with the shape of `parameter`, and with its strides if these
+    leave no gaps.
+    """
+    strides = torch.empty_like(
+        parameter
+    ).stride()  # `empty_like` keeps channels_last, and packs other layouts
     return flat.as_strided(parameter.shape, strides, offset)

@@ -1,7 +1,8 @@
 """Parameters must be equal on all ranks at the start, buffers before every forward pass.
 
-Buffers, such as the running averages of batch normalisation, have no gradients that could keep them equal: each rank
-updates its own from its own share of the batch. So rank 0's are broadcast, and those of the others are lost.
+Buffers, such as the running averages of batch normalisation, have no gradients that could keep them
+equal: each rank updates its own from its own share of the batch. So rank 0's are broadcast, and
+those of the others are lost.
 """
 
 import torch.distributed as dist
@@ -10,7 +11,9 @@ from ..stage3_paramserver import flattened, unflatten
 
 
 def broadcast_tensors(tensors, src, group):
-    """Overwrite `tensors` with those of rank `src` of `group`, in one message per dtype and device."""
+    """Overwrite `tensors` with those of rank `src` of `group`, in one message per dtype and
+    device.
+    """
     for flat, members in flattened([tensor.detach() for tensor in tensors]):
         dist.broadcast(flat, group_src=src, group=group)
         unflatten(flat, members)

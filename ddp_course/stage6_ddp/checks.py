@@ -1,7 +1,8 @@
-"""Checks before the first step: what can be trained, and are all ranks about to train the same model?
+"""Checks before the first step: what can be trained, and are all ranks about to train the same
+model?
 
-A rank with one parameter more, or with another shape, would add up gradients that do not belong together, or hang.
-These checks find such a rank before training begins, and name its parameter.
+A rank with one parameter more, or with another shape, would add up gradients that do not belong
+together, or hang. These checks find such a rank before training begins, and name its parameter.
 """
 
 import torch
@@ -10,28 +11,46 @@ import torch.distributed as dist
 from ..errors import MismatchError
 from ..running.torch_inside import default_group
 
-SHARDED = {"FullyShardedDataParallel", "FSDPModule"}  # stage 7's class, which cannot be imported here, has torch's name
+SHARDED = {
+    "FullyShardedDataParallel",
+    "FSDPModule",
+}  # stage 7's class, which cannot be imported here, has torch's name
 
 
 def trainable(module, ignored):
-    """Return {name: parameter} of all parameters that take part, each once even if several layers share it."""
-    managed = {name: parameter for name, parameter in module.named_parameters() if name not in ignored}
+    """Return {name: parameter} of all parameters that take part, each once even if several layers
+    share it.
+    """
+    managed = {
+        name: parameter for name, parameter in module.named_parameters() if name not in ignored
+    }
     for name, parameter in managed.items():
         if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
-            raise RuntimeError(f"parameter {name} is not initialised yet; run one batch through the model first")
+            raise RuntimeError(
+                f"parameter {name} is not initialised yet; run one batch through the model first"
+            )
     kinds = {parameter.device.type for parameter in managed.values()}
     if len(kinds) > 1:
-        raise ValueError(f"the model's parameters are on different types of device: {', '.join(sorted(kinds))}")
+        raise ValueError(
+            f"the model's parameters are on different types of device: {', '.join(sorted(kinds))}"
+        )
     parameters = {name: parameter for name, parameter in managed.items() if parameter.requires_grad}
     if not parameters:
-        raise RuntimeError("DistributedDataParallel has nothing to do: no parameter of the module requires a gradient")
+        raise RuntimeError(
+            "DistributedDataParallel has nothing to do: no parameter of the module requires a"
+            " gradient"
+        )
     return parameters
 
 
 def sparse_parameters(module):
-    """The parameters whose gradients will be sparse tensors: those of embeddings made with `sparse=True`."""
+    """The parameters whose gradients will be sparse tensors: those of embeddings made with
+    `sparse=True`.
+    """
     embeddings = (torch.nn.Embedding, torch.nn.EmbeddingBag)
-    return {layer.weight for layer in module.modules() if isinstance(layer, embeddings) and layer.sparse}
+    return {
+        layer.weight for layer in module.modules() if isinstance(layer, embeddings) and layer.sparse
+    }
 
 
 def same_on_all_ranks(parameters, group=None):
@@ -39,7 +58,9 @@ def same_on_all_ranks(parameters, group=None):
 
     Compares number, shape, dtype and strides with rank 0's, in order; names only serve the message.
     """
-    gradients = {name: torch.empty_like(parameter, device="meta") for name, parameter in parameters.items()}
+    gradients = {
+        name: torch.empty_like(parameter, device="meta") for name, parameter in parameters.items()
+    }
     mine = [(name, tuple(g.shape), str(g.dtype), g.stride()) for name, g in gradients.items()]
     ranks = [None] * dist.get_world_size(group)
     dist.all_gather_object(ranks, mine, group=group)
@@ -54,11 +75,17 @@ def first_difference(expected, actual, rank):
     for index, (theirs, ours) in enumerate(zip(expected, actual, strict=False)):
         for what, a, b in zip(("shape", "dtype", "strides"), theirs[1:], ours[1:], strict=True):
             if a != b:
-                return f"parameter {index} ({theirs[0]}) has {what} {a} on rank 0, and ({ours[0]}) {b} on rank {rank}"
+                return (
+                    f"parameter {index} ({theirs[0]}) has {what} {a} on rank 0, and ({ours[0]}) {b}"
+                    f" on rank {rank}"
+                )
     if len(expected) != len(actual):
         longer = max(expected, actual, key=len)
         extra = ", ".join(name for name, *_ in longer[min(len(expected), len(actual)) :])
-        return f"rank 0 has {len(expected)} parameters and rank {rank} has {len(actual)}; only one of them has {extra}"
+        return (
+            f"rank 0 has {len(expected)} parameters and rank {rank} has {len(actual)}; only one of"
+            f" them has {extra}"
+        )
     return None
 
 
@@ -74,13 +101,18 @@ def group_of(process_group, device_mesh):
 
 
 def devices_of(parameters, device_ids, output_device):
-    """Check `device_ids` and `output_device`; return [the inputs' GPU] and the outputs' GPU, or None for both."""
+    """Check `device_ids` and `output_device`; return [the inputs' GPU] and the outputs' GPU, or
+    None for both.
+    """
     devices = {parameter.device for parameter in parameters.values()}
     if device_ids is not None and len(device_ids) > 1:
         raise ValueError("device_ids can only be None or contain a single element.")
     if len(devices) > 1 or devices.pop().type == "cpu":
         if device_ids or output_device:
-            raise ValueError("device_ids and output_device only work with modules on a single GPU; leave them out")
+            raise ValueError(
+                "device_ids and output_device only work with modules on a single GPU; leave"
+                " them out"
+            )
         return None, None
     if not device_ids:
         return None, None
@@ -88,10 +120,18 @@ def devices_of(parameters, device_ids, output_device):
 
 
 def refuse_modules(module):
-    """Raise ValueError for a layer whose parameters are sharded, and for torch's SyncBatchNorm on the CPU."""
+    """Raise ValueError for a layer whose parameters are sharded, and for torch's SyncBatchNorm on
+    the CPU.
+    """
     kinds = {kind.__name__ for layer in module.modules() for kind in type(layer).__mro__}
     if kinds & SHARDED:
-        raise ValueError("the model contains a FullyShardedDataParallel, which averages gradients itself; use it alone")
+        raise ValueError(
+            "the model contains a FullyShardedDataParallel, which averages gradients itself; use it"
+            " alone"
+        )
     on_cpu = all(parameter.device.type == "cpu" for parameter in module.parameters())
     if on_cpu and any(isinstance(layer, torch.nn.SyncBatchNorm) for layer in module.modules()):
-        raise ValueError("SyncBatchNorm layers only work with GPU modules; stage6_ddp.SyncBatchNorm runs anywhere")
+        raise ValueError(
+            "SyncBatchNorm layers only work with GPU modules; stage6_ddp.SyncBatchNorm runs"
+            " anywhere"
+        )

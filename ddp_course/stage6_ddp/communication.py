@@ -1,7 +1,8 @@
-"""Three ways to sum a full bucket over the ranks: by the backend, by one of our own algorithms, by a hook of yours.
+"""Three ways to sum a full bucket over the ranks: by the backend, by one of our own algorithms, by
+a hook of yours.
 
-The reducer treats all three alike. `start(bucket)` begins the communication and returns at once; the function that
-it returns waits for the end, and returns the tensor with the result:
+The reducer treats all three alike. `start(bucket)` begins the communication and returns at once;
+the function that it returns waits for the end, and returns the tensor with the result:
 
     wait = start(bucket)      # the backward pass goes on
     ...
@@ -17,13 +18,19 @@ from ..running.torch_inside import Future, default_group
 
 
 class GradBucket:
-    """A bucket as a communication hook sees it, with the interface of `torch.distributed.GradBucket`.
+    """A bucket as a communication hook sees it, with the interface of
+    `torch.distributed.GradBucket`.
 
     Python cannot construct torch's own class, and torch's hooks do not ask for the type.
     """
 
     def __init__(self, index, buffer, parameters, is_last):
-        self._index, self._buffer, self._parameters, self._is_last = index, buffer, parameters, is_last
+        self._index, self._buffer, self._parameters, self._is_last = (
+            index,
+            buffer,
+            parameters,
+            is_last,
+        )
 
     def index(self):
         """Position of the bucket in the order of communication, from 0."""
@@ -34,11 +41,16 @@ class GradBucket:
         return self._buffer
 
     def gradients(self):
-        """Views of the present buffer, one for each parameter, in the parameter's shape and without gaps."""
+        """Views of the present buffer, one for each parameter, in the parameter's shape and without
+        gaps.
+        """
         if self._buffer.is_sparse:
             return [self._buffer]
         pieces = self._buffer.split([parameter.numel() for parameter in self._parameters])
-        return [piece.view(parameter.shape) for piece, parameter in zip(pieces, self._parameters, strict=True)]
+        return [
+            piece.view(parameter.shape)
+            for piece, parameter in zip(pieces, self._parameters, strict=True)
+        ]
 
     def parameters(self):
         """The parameters in the bucket."""
@@ -56,14 +68,17 @@ class GradBucket:
 def by_backend(group=None):
     """gloo's or NCCL's own all_reduce, in the backend's own thread or stream.
 
-    It calls the group directly: `dist.all_reduce` would check its arguments anew for every bucket of every pass.
+    It calls the group directly: `dist.all_reduce` would check its arguments anew for every bucket
+    of every pass.
     """
     options = dist.AllreduceOptions()
 
     def start(bucket):
         """Have the backend sum the bucket."""
         began, flat = wire.now(), bucket.buffer()
-        work = (group or default_group()).allreduce([torch.view_as_real(flat) if flat.is_complex() else flat], options)
+        work = (group or default_group()).allreduce(
+            [torch.view_as_real(flat) if flat.is_complex() else flat], options
+        )
         if wire.card.observers:
             work.get_future().then(lambda _: wire.ended("all_reduce", began, flat, group))
 
@@ -77,7 +92,9 @@ def by_backend(group=None):
 
 
 def by_algorithm(all_reduce, group=None):
-    """Our own `all_reduce`, such as a ring, in the communication thread; the backend sums sparse gradients."""
+    """Our own `all_reduce`, such as a ring, in the communication thread; the backend sums sparse
+    gradients.
+    """
     thread, backend = communication_thread(group), by_backend(group)
 
     def start(bucket):
@@ -97,13 +114,18 @@ def by_algorithm(all_reduce, group=None):
 
 
 def by_hook(hook, state):
-    """A communication hook: `hook(state, bucket)` returns a future of the averaged tensor, and divides by K."""
+    """A communication hook: `hook(state, bucket)` returns a future of the averaged tensor, and
+    divides by K.
+    """
 
     def start(bucket):
         """Call the hook."""
         future = hook(state, bucket)
         if not isinstance(future, Future):
-            raise TypeError(f"a communication hook must return a torch.futures.Future, but {hook} returned {future!r}")
+            raise TypeError(
+                f"a communication hook must return a torch.futures.Future, but {hook} returned"
+                f" {future!r}"
+            )
 
         def wait():
             value = future.wait()

@@ -24,46 +24,82 @@ from .uneven import Shadow, active_ranks, common_rank, others_synchronise
 class DistributedDataParallel(torch.nn.Module, Joinable):
     """A drop-in for `torch.nn.parallel.DistributedDataParallel` on gloo and NCCL, in Python.
 
-    Gradients are averaged over `process_group` by the time `backward()` returns. Arguments as torch's:
+    Gradients are averaged over `process_group` by the time `backward()` returns. Arguments as
+    torch's:
 
     - module: its parameters and buffers must not be exchanged afterwards.
     - device_ids, output_device: None, or one GPU to which inputs are moved.
-    - forward_sync_buffers, broadcast_buffers: broadcast rank 0's buffers before every forward pass (the default).
-      The older name, when False, leaves them out of the first synchronisation too.
+    - forward_sync_buffers, broadcast_buffers: broadcast rank 0's buffers before every forward pass
+      (the default). The older name, when False, leaves them out of the first synchronisation too.
     - init_sync: check that models agree and broadcast rank 0's parameters.
     - process_group or device_mesh (one-dimensional): the ranks to average over.
-    - bucket_cap_mb: bucket size in MiB, None for 25 with a first bucket of 1, or "auto": measured in the first pass.
-      bucket_cap_mb_list: the sizes of the first, second, … bucket.
-    - find_unused_parameters, static_graph: for models whose parameters do not all get a gradient in each pass.
-    - gradient_as_bucket_view: gradients stay in the buckets from pass to pass; saves their memory and two copies.
+    - bucket_cap_mb: bucket size in MiB, None for 25 with a first bucket of 1, or "auto": measured
+      in the first pass. bucket_cap_mb_list: the sizes of the first, second, … bucket.
+    - find_unused_parameters, static_graph: for models whose parameters do not all get a gradient in
+      each pass.
+    - gradient_as_bucket_view: gradients stay in the buckets from pass to pass; saves their memory
+      and two copies.
     - mixed_precision: torch's `_MixedPrecision`, the dtypes to compute and to communicate in.
-    - all_reduce (not torch's): one of ours, `all_reduce(tensor, group=…)`, summing in place; None is the backend's own.
+    - all_reduce (not torch's): one of ours, `all_reduce(tensor, group=…)`, summing in place; None
+      is the backend's own.
 
-    Without effect: dim, check_reduction, batched_grad_copy, skip_all_reduce_unused_params. NotImplementedError refuses
-    delay_all_reduce_named_params and param_to_hook_all_reduce. Raises RuntimeError if nothing is trainable or
-    (MismatchError) models differ between ranks, ValueError for impossible settings and for models whose parameters are
-    sharded. Source: Li et al., PyTorch Distributed, VLDB 2020, and the documented behaviour of torch 2.13.
+    Without effect: dim, check_reduction, batched_grad_copy, skip_all_reduce_unused_params.
+    NotImplementedError refuses delay_all_reduce_named_params and param_to_hook_all_reduce. Raises
+    RuntimeError if nothing is trainable or (MismatchError) models differ between ranks, ValueError
+    for impossible settings and for models whose parameters are sharded. Source: Li et al., PyTorch
+    Distributed, VLDB 2020, and the documented behaviour of torch 2.13.
     """
 
     def __init__(
-        self, module, device_ids=None, output_device=None, dim=0, broadcast_buffers=None, init_sync=True,
-        process_group=None, bucket_cap_mb=None, find_unused_parameters=False, check_reduction=False,
-        gradient_as_bucket_view=False, static_graph=False, delay_all_reduce_named_params=None,
-        param_to_hook_all_reduce=None, mixed_precision=None, device_mesh=None, skip_all_reduce_unused_params=False,
-        bucket_cap_mb_list=None, batched_grad_copy=False, forward_sync_buffers=None, all_reduce=None,
-    ):  # fmt: skip
+        self,
+        module,
+        device_ids=None,
+        output_device=None,
+        dim=0,
+        broadcast_buffers=None,
+        init_sync=True,
+        process_group=None,
+        bucket_cap_mb=None,
+        find_unused_parameters=False,
+        check_reduction=False,
+        gradient_as_bucket_view=False,
+        static_graph=False,
+        delay_all_reduce_named_params=None,
+        param_to_hook_all_reduce=None,
+        mixed_precision=None,
+        device_mesh=None,
+        skip_all_reduce_unused_params=False,
+        bucket_cap_mb_list=None,
+        batched_grad_copy=False,
+        forward_sync_buffers=None,
+        all_reduce=None,
+    ):
         if (delay_all_reduce_named_params, param_to_hook_all_reduce) != (None, None):
-            raise NotImplementedError("delay_all_reduce_named_params and param_to_hook_all_reduce are not supported")
+            raise NotImplementedError(
+                "delay_all_reduce_named_params and param_to_hook_all_reduce are not supported"
+            )
         super().__init__()
         Joinable.__init__(self)
-        self.process_group, self.device_mesh = checks.group_of(process_group, device_mesh), device_mesh
+        self.process_group, self.device_mesh = (
+            checks.group_of(process_group, device_mesh),
+            device_mesh,
+        )
         checks.refuse_modules(module)
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         parameters = checks.trainable(module, self.parameters_to_ignore)
         self.module, self.device = module, next(iter(parameters.values())).device
-        self.device_ids, self.output_device = checks.devices_of(parameters, device_ids, output_device)
-        self.bucket_cap_mb, self.bucket_cap_mb_list, self.static_graph = bucket_cap_mb, bucket_cap_mb_list, static_graph
-        self.gradient_as_bucket_view, self.find_unused_parameters = gradient_as_bucket_view, find_unused_parameters
+        self.device_ids, self.output_device = checks.devices_of(
+            parameters, device_ids, output_device
+        )
+        self.bucket_cap_mb, self.bucket_cap_mb_list, self.static_graph = (
+            bucket_cap_mb,
+            bucket_cap_mb_list,
+            static_graph,
+        )
+        self.gradient_as_bucket_view, self.find_unused_parameters = (
+            gradient_as_bucket_view,
+            find_unused_parameters,
+        )
         self.all_reduce, self.comm_hook = all_reduce, None
         self.require_backward_grad_sync = self.require_forward_param_sync = True
         older = broadcast_buffers is not False
@@ -72,7 +108,11 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             checks.same_on_all_ranks(parameters, self.process_group)
             self.sync_model(0, with_buffers=older or forward_sync_buffers is not None)
         self.buffers_from = 0
-        self.low = LowPrecision(mixed_precision, module, self.parameters_to_ignore) if mixed_precision else None
+        self.low = (
+            LowPrecision(mixed_precision, module, self.parameters_to_ignore)
+            if mixed_precision
+            else None
+        )
         self.make_reducer()
 
     def make_reducer(self):
@@ -80,7 +120,13 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self.has_buffers = bool(self.named_buffers_in_sync())
         group, automatically = self.process_group, self.bucket_cap_mb == "auto"
         start = by_algorithm(self.all_reduce, group) if self.all_reduce else by_backend(group)
-        kind = StaticGraph if self.static_graph else FindUnused if self.find_unused_parameters else Reducer
+        kind = (
+            StaticGraph
+            if self.static_graph
+            else FindUnused
+            if self.find_unused_parameters
+            else Reducer
+        )
         self.reducer = kind(
             checks.trainable(self.module, self.parameters_to_ignore),
             group,
@@ -96,7 +142,9 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             self.use_comm_hook()
 
     def forward(self, *inputs, **kwargs):
-        """Run the module and prepare the synchronisation of its backward pass, unless in `no_sync`."""
+        """Run the module and prepare the synchronisation of its backward pass, unless in
+        `no_sync`.
+        """
         synchronising = torch.is_grad_enabled() and self.require_backward_grad_sync
         self.before_forward()
         if self.device_ids:
@@ -107,10 +155,14 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         return keep_for_backward(self, self.reducer.expect(outputs)) if synchronising else outputs
 
     def before_forward(self):
-        """The collectives at the beginning of an iteration, in the order that shadowing ranks follow."""
+        """The collectives at the beginning of an iteration, in the order that shadowing ranks
+        follow.
+        """
         announced = Join.notify_join_context(self)
         by_active = announced and not self.divides_by_initial_world_size
-        self.reducer.divisor = active_ranks(announced) if by_active else dist.get_world_size(self.process_group)
+        self.reducer.divisor = (
+            active_ranks(announced) if by_active else dist.get_world_size(self.process_group)
+        )
         if torch.is_grad_enabled():
             self.reducer.rebuild()
         if self.syncs_buffers():
@@ -122,8 +174,9 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     def no_sync(self):
         """Within this context, gradients are accumulated on each rank and not averaged.
 
-        What counts is where the *forward* pass runs: it prepares the synchronisation of its backward pass. The first
-        forward and backward after the context average all that was accumulated, once.
+        What counts is where the *forward* pass runs: it prepares the synchronisation of its
+        backward pass. The first forward and backward after the context average all that was
+        accumulated, once.
         """
         before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
@@ -133,31 +186,43 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     def sync_model(self, src, with_buffers):
         """Overwrite parameters, and buffers too if wanted, with those of rank `src`."""
-        parameters = [p for name, p in self.module.named_parameters() if name not in self.parameters_to_ignore]
+        parameters = [
+            p for name, p in self.module.named_parameters() if name not in self.parameters_to_ignore
+        ]
         buffers = list(self.named_buffers_in_sync().values()) if with_buffers else []
         broadcast_tensors(parameters + buffers, src, self.process_group)
 
     def named_buffers_in_sync(self):
         """{name: buffer}; looked up each time, because modules may replace their buffers."""
-        return {name: b for name, b in self.module.named_buffers() if name not in self.parameters_to_ignore}
+        return {
+            name: b
+            for name, b in self.module.named_buffers()
+            if name not in self.parameters_to_ignore
+        }
 
     def syncs_buffers(self):
         """Whether buffers are broadcast before this forward pass."""
         return self.forward_sync_buffers and self.require_forward_param_sync and self.has_buffers
 
     def sync_buffers(self, src=None):
-        """Broadcast the buffers of `src`; None is rank 0, in `join` a rank with data, after it the last rank."""
+        """Broadcast the buffers of `src`; None is rank 0, in `join` a rank with data, after it the
+        last rank.
+        """
         if src is None:
             src = common_rank(self, True) if self._join_config.enable else self.buffers_from
         buffers = self.named_buffers_in_sync().values()
-        with unnoticed_by_autograd(buffers):  # an earlier forward pass may have saved a buffer for its backward pass
+        with unnoticed_by_autograd(
+            buffers
+        ):  # an earlier forward pass may have saved a buffer for its backward pass
             broadcast_tensors(buffers, src, self.process_group)
 
     def register_comm_hook(self, state, hook):
-        """Let `hook(state, bucket)` average each bucket in place of the default; it returns a `torch.futures.Future`.
+        """Let `hook(state, bucket)` average each bucket in place of the default; it returns a
+        `torch.futures.Future`.
 
         `bucket` is a `GradBucket`, its buffer not yet divided by K. The hooks of
-        `torch.distributed.algorithms.ddp_comm_hooks` run unchanged. One hook, before the first backward pass.
+        `torch.distributed.algorithms.ddp_comm_hooks` run unchanged. One hook, before the first
+        backward pass.
         """
         if not callable(hook):
             raise TypeError("Communication hook must be callable.")
@@ -170,11 +235,15 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         """Have the registered hook communicate, and divide by the number of ranks."""
         self.reducer.start, self.reducer.hooked = by_hook(*self.comm_hook), True
 
-    def join(self, divide_by_initial_world_size=True, enable=True, throw_on_early_termination=False):
-        """Context manager around a training loop in which ranks may run out of data at different times; see `uneven`.
+    def join(
+        self, divide_by_initial_world_size=True, enable=True, throw_on_early_termination=False
+    ):
+        """Context manager around a training loop in which ranks may run out of data at different
+        times; see `uneven`.
 
-        With `throw_on_early_termination` all ranks raise RuntimeError as soon as one is out of data: needed where the
-        model has collectives of its own, such as SyncBatchNorm, which cannot be shadowed.
+        With `throw_on_early_termination` all ranks raise RuntimeError as soon as one is out of
+        data: needed where the model has collectives of its own, such as SyncBatchNorm, which cannot
+        be shadowed.
         """
         divide = {"divide_by_initial_world_size": divide_by_initial_world_size}
         return Join([self], enable, throw_on_early_termination, **divide)
@@ -188,7 +257,9 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     def __getstate__(self):
         if self.process_group != dist.group.WORLD:
-            raise RuntimeError("DDP can be pickled with the default process group only; this one has its own")
+            raise RuntimeError(
+                "DDP can be pickled with the default process group only; this one has its own"
+            )
         state = copy.copy(self.__dict__)
         for name in ("process_group", "reducer", "comm_hook"):
             del state[name]

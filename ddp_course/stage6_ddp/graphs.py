@@ -1,23 +1,38 @@
 """Reducers for models in which a pass does not compute each gradient exactly once.
 
 find_unused_parameters    each pass and each rank may leave other parameters without a gradient
-static_graph              a gradient may come in no part or in several, but in the same number in every pass
+static_graph              a gradient may come in no part or in several, but in the same number in
+                          every pass
 """
 
 from ..running.torch_inside import after_backward
 from .reducer import Reducer
-from .unused import CHANGED, UNUSED_ALTHOUGH_SEARCHED, behind_entrance, count_users, tensors_in, used_anew, used_by
+from .unused import (
+    CHANGED,
+    UNUSED_ALTHOUGH_SEARCHED,
+    behind_entrance,
+    count_users,
+    tensors_in,
+    used_anew,
+    used_by,
+)
 
 
 class FindUnused(Reducer):
-    """Finds the unused parameters after every forward pass; the order may change, so buckets stay as they are."""
+    """Finds the unused parameters after every forward pass; the order may change, so buckets stay
+    as they are.
+    """
 
     reason = UNUSED_ALTHOUGH_SEARCHED
 
     def __init__(self, parameters, *settings, **named):
         self.unused = []  # these parameters are not marked ready yet
-        self.used = [0] * len(parameters)  # 1 stands for a use on this rank since the last synchronised pass
-        self.users = [0] * len(parameters)  # the last bitmap said how many ranks used each parameter
+        self.used = [0] * len(
+            parameters
+        )  # 1 stands for a use on this rank since the last synchronised pass
+        self.users = [0] * len(
+            parameters
+        )  # the last bitmap said how many ranks used each parameter
         super().__init__(parameters, *settings, **named | {"order_is_known": True})
 
     def expect(self, outputs):
@@ -25,7 +40,9 @@ class FindUnused(Reducer):
         super().expect(outputs)
         tensors = tensors_in(outputs)
         used = used_by(tensors) if tensors else set(self.parameters)
-        self.unused = [index for index, parameter in enumerate(self.parameters) if parameter not in used]
+        self.unused = [
+            index for index, parameter in enumerate(self.parameters) if parameter not in used
+        ]
         return behind_entrance(outputs, lambda: None)
 
     def rebuild(self):
@@ -33,7 +50,9 @@ class FindUnused(Reducer):
         self.check_finished()
 
     def gradient_ready(self, index):
-        """As in every reducer; also note the use, in a `no_sync` pass too: its gradient will be averaged later."""
+        """As in every reducer; also note the use, in a `no_sync` pass too: its gradient will be
+        averaged later.
+        """
         if self.parameters[index].grad is not None:
             self.used[index] = 1
         super().gradient_ready(index)
@@ -50,16 +69,24 @@ class FindUnused(Reducer):
     def untouched(self):
         """The parameters that are 0 in the sum of the bitmaps."""
         self.users, self.used = self.counting(), [0] * len(self.parameters)
-        return {parameter for parameter, count in zip(self.parameters, self.users, strict=True) if count == 0}
+        return {
+            parameter
+            for parameter, count in zip(self.parameters, self.users, strict=True)
+            if count == 0
+        }
 
     def shadow(self):
-        """As in every reducer; also repeat the last bitmap, as torch does: a parameter that was used remains in use."""
+        """As in every reducer; also repeat the last bitmap, as torch does: a parameter that was
+        used remains in use.
+        """
         super().shadow()
         self.users = count_users(self.users, self.parameters[0].device, self.group)()
 
 
 class StaticGraph(Reducer):
-    """Counts the parts of each gradient in the first pass, and reduces at its end; later passes expect the same."""
+    """Counts the parts of each gradient in the first pass, and reduces at its end; later passes
+    expect the same.
+    """
 
     reason = CHANGED
 
@@ -75,18 +102,24 @@ class StaticGraph(Reducer):
         self.unused = [index for index, count in enumerate(self.counts) if count == 0]
 
     def expect(self, outputs):
-        """As in every reducer; in the first pass, outputs go through an entrance that finds the end of backward."""
+        """As in every reducer; in the first pass, outputs go through an entrance that finds the end
+        of backward.
+        """
         super().expect(outputs)
         return outputs if self.counted else behind_entrance(outputs, self.first_backward)
 
     def first_backward(self):
-        """When the first backward pass begins, arrange that all gradients are reduced once, at its end."""
+        """When the first backward pass begins, arrange that all gradients are reduced once, at its
+        end.
+        """
         if self.expecting and not self.end_is_queued:
             self.end_is_queued = True
             after_backward(self.reduce_all)
 
     def completed_by(self, index):
-        """Nothing in the first pass; later the parameter, when this was the last part of its gradient."""
+        """Nothing in the first pass; later the parameter, when this was the last part of its
+        gradient.
+        """
         if not self.counted:
             self.ready.add(index)
             self.counts[index] += 1
@@ -110,5 +143,7 @@ class StaticGraph(Reducer):
     def untouched(self):
         """The parameters that no rank used in the first pass; the ranks are asked once."""
         if self.idle is None:
-            self.idle = {p for p, count in zip(self.parameters, self.counting(), strict=True) if count == 0}
+            self.idle = {
+                p for p, count in zip(self.parameters, self.counting(), strict=True) if count == 0
+            }
         return self.idle

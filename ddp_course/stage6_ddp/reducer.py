@@ -1,14 +1,19 @@
-"""When each bucket leaves. The reducer listens to every gradient and keeps the ranks' collectives in one order.
+"""When each bucket leaves. The reducer listens to every gradient and keeps the ranks' collectives
+in one order.
 
     forward     expect(): the next backward pass is to be synchronised
-    backward    gradient_ready(), once per parameter: into its bucket; a full bucket leaves, in index order
-                the last one has left: finish() is queued, and autograd calls it before backward() returns
+    backward    gradient_ready(), once per parameter: into its bucket; a full bucket leaves, in
+                index order
+                the last one has left: finish() is queued, and autograd calls it before backward()
+                returns
     forward     rebuild(), once: new buckets, in the order in which gradients really became ready
 
-Ranks may finish their gradients in different orders, but bucket 1 never leaves before bucket 0: otherwise two ranks
-could add different buckets up. For the same reason all ranks rebuild their buckets in rank 0's order.
+Ranks may finish their gradients in different orders, but bucket 1 never leaves before bucket 0:
+otherwise two ranks could add different buckets up. For the same reason all ranks rebuild their
+buckets in rank 0's order.
 
-Here every parameter gets one gradient in every pass; `graphs` has the two reducers for all other models.
+Here every parameter gets one gradient in every pass; `graphs` has the two reducers for all other
+models.
 """
 
 import weakref
@@ -28,22 +33,40 @@ from .unused import UNUSED, not_finished, ready_twice
 class Reducer:
     """Average the gradients of `parameters`, {name: parameter}, over `group` while backward runs.
 
-    - limits: the sizes of the buckets in bytes; with `order_is_known` from the first pass on, else after it.
+    - limits: the sizes of the buckets in bytes; with `order_is_known` from the first pass on, else
+      after it.
     - start: the way to communicate, see `communication`; `hooked` says that it divides by K itself.
     - sparse: the parameters with sparse gradients. as_view: gradients are views of the buckets.
     - dtype: that of the buckets (None: the parameters').
-    - calibrate: for bucket_cap_mb="auto", a function that measures the link; all ranks call it in `rebuild`.
+    - calibrate: for bucket_cap_mb="auto", a function that measures the link; all ranks call it in
+      `rebuild`.
     """
 
     reason = UNUSED  # a pass without an end has this cause most of the time
 
     def __init__(
-        self, parameters, group, limits, start, sparse=(), as_view=False, dtype=None, calibrate=None,
+        self,
+        parameters,
+        group,
+        limits,
+        start,
+        sparse=(),
+        as_view=False,
+        dtype=None,
+        calibrate=None,
         order_is_known=False,
-    ):  # fmt: skip
+    ):
         self.names, self.parameters = list(parameters), list(parameters.values())
-        self.sparse = {index for index, parameter in enumerate(self.parameters) if parameter in sparse}
-        self.group, self.limits, self.start, self.as_view, self.dtype = group, limits, start, as_view, dtype
+        self.sparse = {
+            index for index, parameter in enumerate(self.parameters) if parameter in sparse
+        }
+        self.group, self.limits, self.start, self.as_view, self.dtype = (
+            group,
+            limits,
+            start,
+            as_view,
+            dtype,
+        )
         self.divisor, self.hooked = dist.get_world_size(group), False
         self.order, self.rebuilt, self.expecting = [], False, False
         self.calibrate, self.moments = calibrate, []
@@ -65,7 +88,10 @@ class Reducer:
 
     def make_buckets(self, layout):
         """Allocate one bucket for each list of parameter indices in `layout`."""
-        self.buckets, self.home = [], [None] * len(self.parameters)  # old buckets are freed before new ones are made
+        self.buckets, self.home = (
+            [],
+            [None] * len(self.parameters),
+        )  # old buckets are freed before new ones are made
         for members in layout:
             kind = SparseBucket if members[0] in self.sparse else Bucket
             parameters = [self.parameters[index] for index in members]
@@ -84,26 +110,36 @@ class Reducer:
     # The forward pass calls the next methods.
 
     def expect(self, outputs):
-        """Prepare to synchronise the backward pass from `outputs`; return the outputs that the loss is to use."""
+        """Prepare to synchronise the backward pass from `outputs`; return the outputs that the loss
+        is to use.
+        """
         self.start_over()
         self.expecting, self.order, self.moments = True, [], []
         return outputs
 
     def check_finished(self):
-        """Raise RuntimeError, naming parameters, if a backward pass began and not all buckets left."""
+        """Raise RuntimeError, naming parameters, if a backward pass began and not all buckets
+        left.
+        """
         if self.ready and self.expecting:
-            missing = {index: name for index, name in enumerate(self.names) if index not in self.ready}
+            missing = {
+                index: name for index, name in enumerate(self.names) if index not in self.ready
+            }
             raise RuntimeError(not_finished(missing, dist.get_rank(self.group), self.reason))
 
     def rebuild(self):
-        """Once, after the first synchronised backward pass: lay the buckets out again, in rank 0's order."""
+        """Once, after the first synchronised backward pass: lay the buckets out again, in rank 0's
+        order.
+        """
         self.check_finished()
         if self.rebuilt or len(self.order) != len(self.parameters):
             return
         if self.calibrate:
             self.clock.finish()
             moments = [self.clock.seconds(mark) for mark in self.moments]
-            self.limits = best_limits(self.parameters, self.sparse, self.order, moments, *self.calibrate())
+            self.limits = best_limits(
+                self.parameters, self.sparse, self.order, moments, *self.calibrate()
+            )
         plan = torch.tensor([*self.order, *self.limits], device=self.parameters[0].device)
         dist.broadcast(plan, group_src=0, group=self.group)
         order, limits = plan.tolist()[: len(self.order)], plan.tolist()[len(self.order) :]
@@ -113,13 +149,17 @@ class Reducer:
     # The backward pass calls the next methods.
 
     def gradient_ready(self, index):
-        """The hook: the gradient of parameter `index` has just been accumulated (or there is none to accumulate)."""
+        """The hook: the gradient of parameter `index` has just been accumulated (or there is none
+        to accumulate).
+        """
         if self.expecting:
             for complete in self.completed_by(index):
                 self.mark_ready(complete)
 
     def completed_by(self, index):
-        """The parameters that need no further gradient in this pass, now that there is one for parameter `index`."""
+        """The parameters that need no further gradient in this pass, now that there is one for
+        parameter `index`.
+        """
         return [index]
 
     def mark_ready(self, index):
@@ -138,7 +178,9 @@ class Reducer:
             self.send_off()
 
     def send_off(self):
-        """Start communication for the next buckets in line that are full; after the last one, queue the end."""
+        """Start communication for the next buckets in line that are full; after the last one, queue
+        the end.
+        """
         while len(self.waits) < len(self.buckets) and not self.buckets[len(self.waits)].missing:
             bucket = self.buckets[len(self.waits)]
             self.waits.append(self.start(self.as_grad_bucket(bucket, bucket.flat)))
@@ -148,14 +190,18 @@ class Reducer:
 
     def as_grad_bucket(self, bucket, flat):
         """`bucket` as hooks see it, with the contents `flat`."""
-        return GradBucket(bucket.index, flat, bucket.parameters, bucket.index == len(self.buckets) - 1)
+        return GradBucket(
+            bucket.index, flat, bucket.parameters, bucket.index == len(self.buckets) - 1
+        )
 
     def all_sent(self):
         """Called when the last bucket has left."""
 
     @torch.no_grad()
     def finish(self):
-        """Called by autograd before `backward()` returns: wait for all buckets and hand the averages out."""
+        """Called by autograd before `backward()` returns: wait for all buckets and hand the
+        averages out.
+        """
         waits, self.expecting = self.waits, False
         self.start_over()
         with wire.span("wait"):
@@ -164,7 +210,9 @@ class Reducer:
                 bucket.give(wait(), untouched)
 
     def untouched(self):
-        """The parameters that no rank has used since the last synchronised pass: their gradients stay as they are."""
+        """The parameters that no rank has used since the last synchronised pass: their gradients
+        stay as they are.
+        """
         return ()
 
     # A rank without data calls the next method.

@@ -1,12 +1,14 @@
 """Batch normalisation over the whole batch, not over this rank's share of it.
 
-`torch.nn.SyncBatchNorm` needs a GPU; this one runs anywhere. The statistics of a channel take one collective in the
-forward pass. Each rank contributes its count n, mean m and sum of squared deviations s, and they are combined by
+`torch.nn.SyncBatchNorm` needs a GPU; this one runs anywhere. The statistics of a channel take one
+collective in the forward pass. Each rank contributes its count n, mean m and sum of squared
+deviations s, and they are combined by
 
     mean = sum n m / N        var = (sum s + n (m - mean)^2) / N        N = sum n
 
-which stays exact where the mean is large, unlike E[x^2] - E[x]^2 (Chan, Golub and LeVeque, 1979). The backward pass,
-with y = (x - mean) / std and g the gradient of y, takes one more collective, for the two sums over the whole batch:
+which stays exact where the mean is large, unlike E[x^2] - E[x]^2 (Chan, Golub and LeVeque, 1979).
+The backward pass, with y = (x - mean) / std and g the gradient of y, takes one more collective, for
+the two sums over the whole batch:
 
     dx = (g - sum g / N - y sum (g y) / N) / std
 """
@@ -20,24 +22,37 @@ from ..running.torch_inside import BatchNorm
 
 
 class SyncBatchNorm(BatchNorm):
-    """Batch normalisation whose statistics are those of all ranks of `process_group` together; (N, C, …) to (N, C, …).
+    """Batch normalisation whose statistics are those of all ranks of `process_group` together; (N,
+    C, …) to (N, C, …).
 
-    Arguments, parameters and buffers are those of `torch.nn.BatchNorm2d`, for any number of dimensions from 2 on.
-    Ranks may have batches of different sizes, even empty ones. In evaluation it is ordinary batch normalisation.
+    Arguments, parameters and buffers are those of `torch.nn.BatchNorm2d`, for any number of
+    dimensions from 2 on. Ranks may have batches of different sizes, even empty ones. In evaluation
+    it is ordinary batch normalisation.
     """
 
     def __init__(
-        self, num_features, eps=1e-5, momentum=0.1, affine=True, track_running_stats=True, process_group=None, **kw
+        self,
+        num_features,
+        eps=1e-5,
+        momentum=0.1,
+        affine=True,
+        track_running_stats=True,
+        process_group=None,
+        **kw,
     ):
         super().__init__(num_features, eps, momentum, affine, track_running_stats, **kw)
         self.process_group = process_group
 
     def _check_input_dim(self, inputs):
         if inputs.dim() < 2 or inputs.shape[1] != self.num_features:
-            raise ValueError(f"expected inputs of shape (N, {self.num_features}, …), got {tuple(inputs.shape)}")
+            raise ValueError(
+                f"expected inputs of shape (N, {self.num_features}, …), got {tuple(inputs.shape)}"
+            )
 
     def forward(self, inputs):
-        """Normalise each channel, then scale and shift it by `weight` and `bias`, all in float32 at least."""
+        """Normalise each channel, then scale and shift it by `weight` and `bias`, all in float32 at
+        least.
+        """
         self._check_input_dim(inputs)
         if not self.training:
             return super().forward(inputs)
@@ -54,12 +69,18 @@ class SyncBatchNorm(BatchNorm):
         """Move the running averages towards this batch's mean and unbiased variance."""
         self.num_batches_tracked += 1
         for average, value in ((self.running_mean, mean), (self.running_var, variance)):
-            momentum = (1 / self.num_batches_tracked).to(average.dtype) if self.momentum is None else self.momentum
+            momentum = (
+                (1 / self.num_batches_tracked).to(average.dtype)
+                if self.momentum is None
+                else self.momentum
+            )
             average.lerp_(value.to(average.dtype), momentum)
 
     @classmethod
     def convert_sync_batchnorm(cls, module, process_group=None):
-        """Return `module`, whose BatchNorm layers are synchronised now and keep their parameters and buffers."""
+        """Return `module`, whose BatchNorm layers are synchronised now and keep their parameters
+        and buffers.
+        """
         for layer in module.modules():
             if isinstance(layer, BatchNorm) and not isinstance(layer, cls):
                 layer.__class__, layer.process_group = cls, process_group
@@ -67,7 +88,9 @@ class SyncBatchNorm(BatchNorm):
 
 
 class Normalise(Function):
-    """(x - mean) / std over the batches of all ranks, with its gradient; also returns mean, variance and N."""
+    """(x - mean) / std over the batches of all ranks, with its gradient; also returns mean,
+    variance and N.
+    """
 
     @staticmethod
     def forward(ctx, inputs, eps, group):
@@ -87,7 +110,11 @@ class Normalise(Function):
         sums = torch.stack([gradient.sum(axes), (gradient * normalised).sum(axes)])
         dist.all_reduce(sums, group=ctx.group)
         of_gradient, of_product = (per_channel(total, gradient) for total in sums / count)
-        return (gradient - of_gradient - normalised * of_product) * per_channel(scale, gradient), None, None
+        return (
+            (gradient - of_gradient - normalised * of_product) * per_channel(scale, gradient),
+            None,
+            None,
+        )
 
 
 def whole_batch_statistics(inputs, group=None):
@@ -101,8 +128,13 @@ def whole_batch_statistics(inputs, group=None):
     dist.all_gather(everyone, mine, group=group)
     means, deviations, counts = torch.stack(everyone).split([len(mean), len(mean), 1], dim=1)
     total = counts.sum()
-    if count <= 1 and total <= 1:  # with 2 values a rank does not read `total`, for which it would wait on a GPU
-        raise ValueError(f"training needs more than 1 value per channel over all ranks together, got {int(total)}")
+    if (
+        count <= 1 and total <= 1
+    ):  # with 2 values a rank does not read `total`, for which it would wait on a GPU
+        raise ValueError(
+            "training needs more than 1 value per channel over all ranks together, got"
+            f" {int(total)}"
+        )
     mean = (counts * means).sum(0) / total
     return mean, (deviations + counts * (means - mean).square()).sum(0) / total, total
 

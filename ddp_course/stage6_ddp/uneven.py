@@ -1,8 +1,9 @@
 """Ranks that run out of data early, while the others still wait for them in every collective.
 
-Inside `with ddp.join():` a rank that is done does not leave. It *shadows* the other ranks: in each of their forward
-and backward passes it takes part in the same collectives, with zeros. The context manager and its protocol are
-`torch.distributed.algorithms.Join`; this module has what a rank does in one shadowed iteration of DDP.
+Inside `with ddp.join():` a rank that is done does not leave. It *shadows* the other ranks: in each
+of their forward and backward passes it takes part in the same collectives, with zeros. The context
+manager and its protocol are `torch.distributed.algorithms.Join`; this module has what a rank does
+in one shadowed iteration of DDP.
 """
 
 import torch
@@ -11,7 +12,8 @@ from torch.distributed.algorithms.join import JoinHook
 
 
 class Shadow(JoinHook):
-    """What a rank without data does. `divide_by_initial_world_size` chooses the divisor of the other ranks' sum:
+    """What a rank without data does. `divide_by_initial_world_size` chooses the divisor of the
+    other ranks' sum:
 
     True: by K, as if the missing shares were zero, so every sample of the epoch weighs the same.
     False: by the number of ranks that still have data, so the late samples weigh more.
@@ -19,10 +21,16 @@ class Shadow(JoinHook):
 
     def __init__(self, ddp, divide_by_initial_world_size=True):
         super().__init__()
-        self.ddp, ddp.divides_by_initial_world_size, ddp.buffers_from = ddp, divide_by_initial_world_size, 0
+        self.ddp, ddp.divides_by_initial_world_size, ddp.buffers_from = (
+            ddp,
+            divide_by_initial_world_size,
+            0,
+        )
 
     def main_hook(self):
-        """Shadow one iteration: rebuild buckets, sync buffers, and reduce all buckets if the other ranks do."""
+        """Shadow one iteration: rebuild buckets, sync buffers, and reduce all buckets if the other
+        ranks do.
+        """
         ddp, reducer = self.ddp, self.ddp.reducer
         reducer.rebuild()
         if ddp.syncs_buffers():
@@ -32,10 +40,14 @@ class Shadow(JoinHook):
             reducer.shadow()
 
     def post_hook(self, is_last_joiner):
-        """All ranks are done: the rank that trained last has the newest buffers, so all ranks get its model."""
+        """All ranks are done: the rank that trained last has the newest buffers, so all ranks get
+        its model.
+        """
         self.ddp.sync_model(common_rank(self.ddp, is_last_joiner), self.ddp.forward_sync_buffers)
         self.ddp._join_config = type(self.ddp._join_config).construct_disabled_join_config()
-        self.ddp.buffers_from = dist.get_world_size(self.ddp.process_group) - 1  # torch's class takes the last rank too
+        self.ddp.buffers_from = (
+            dist.get_world_size(self.ddp.process_group) - 1
+        )  # torch's class takes the last rank too
 
 
 def common_rank(ddp, candidate):
@@ -46,13 +58,17 @@ def common_rank(ddp, candidate):
 
 
 def others_synchronise(ddp, mine):
-    """Whether any rank synchronises its gradients in this iteration; a rank outside `no_sync` says so with `mine`."""
+    """Whether any rank synchronises its gradients in this iteration; a rank outside `no_sync` says
+    so with `mine`.
+    """
     votes = torch.full((1,), float(mine), device=ddp.device)
     dist.all_reduce(votes, group=ddp.process_group)
     return votes.item() > 0
 
 
 def active_ranks(work):
-    """The number of ranks that still have data, from the all-reduce that announced this iteration."""
+    """The number of ranks that still have data, from the all-reduce that announced this
+    iteration.
+    """
     work.wait()  # this makes the current stream wait, which gloo's future would not do
     return int(work.get_future().wait()[0].item())

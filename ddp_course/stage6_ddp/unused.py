@@ -1,11 +1,14 @@
-"""Parameters that get no gradient: how they are found, and what the user is told who did not expect them.
+"""Parameters that get no gradient: how they are found, and what the user is told who did not expect
+them.
 
-A bucket leaves when all its gradients are there. If the model skips a layer, that moment never comes. With
-`find_unused_parameters=True` every forward pass ends with a walk over the autograd graph, from the outputs down
-to the parameters; a parameter that the walk does not meet is marked ready at once, with zeros.
+A bucket leaves when all its gradients are there. If the model skips a layer, that moment never
+comes. With `find_unused_parameters=True` every forward pass ends with a walk over the autograd
+graph, from the outputs down to the parameters; a parameter that the walk does not meet is marked
+ready at once, with zeros.
 
-Other ranks may have used this parameter, so the ranks also add up a bitmap: 1 means that this rank used it. Where the
-sum is 0, no rank used the parameter, and its gradient stays as it was, even None; otherwise it gets the average.
+Other ranks may have used this parameter, so the ranks also add up a bitmap: 1 means that this rank
+used it. Where the sum is 0, no rank used the parameter, and its gradient stays as it was, even
+None; otherwise it gets the average.
 """
 
 import torch
@@ -22,7 +25,9 @@ def used_by(outputs):
 
 
 def graph_behind(roots, stop=()):
-    """Return `roots` and the autograd functions that they lead to without passing through `stop`, and the leaves."""
+    """Return `roots` and the autograd functions that they lead to without passing through `stop`,
+    and the leaves.
+    """
     functions, leaves, seen = [*roots], set(), {None, *roots, *stop}
     for function in functions:  # the loop also visits the functions that it appends
         if type(function).__name__ == "AccumulateGrad":  # other functions may have a `variable` too
@@ -41,11 +46,17 @@ def tensors_in(outputs):
     if hasattr(outputs, "__dataclass_fields__"):
         outputs = vars(outputs)
     children = outputs.values() if isinstance(outputs, dict) else outputs
-    return [t for child in children for t in tensors_in(child)] if isinstance(outputs, (dict, list, tuple)) else []
+    return (
+        [t for child in children for t in tensors_in(child)]
+        if isinstance(outputs, (dict, list, tuple))
+        else []
+    )
 
 
 def count_users(used_here, device, group=None):
-    """Start to add up the ranks' bitmaps; return a function that waits and returns each parameter's number of users."""
+    """Start to add up the ranks' bitmaps; return a function that waits and returns each parameter's
+    number of users.
+    """
     counts = torch.tensor(used_here, dtype=torch.int32).to(device)
     work = dist.all_reduce(counts, group=group, async_op=True)
 
@@ -57,11 +68,13 @@ def count_users(used_here, device, group=None):
 
 
 class Entrance(Function):
-    """The identity, placed between the outputs and the loss: `entered()` is called when backward begins.
+    """The identity, placed between the outputs and the loss: `entered()` is called when backward
+    begins.
 
-    As all outputs pass through this one node, an output that the loss does not use still gets a gradient, an
-    undefined one, which travels down to the parameters and sets off their hooks. Outputs are copied, because autograd
-    refuses in-place operations on an input that a function returns as it is.
+    As all outputs pass through this one node, an output that the loss does not use still gets a
+    gradient, an undefined one, which travels down to the parameters and sets off their hooks.
+    Outputs are copied, because autograd refuses in-place operations on an input that a function
+    returns as it is.
     """
 
     @staticmethod
@@ -77,9 +90,15 @@ class Entrance(Function):
 
 
 def behind_entrance(outputs, entered):
-    """Return `outputs`, in the same structure, with every tensor that has a graph passed through one `Entrance`."""
+    """Return `outputs`, in the same structure, with every tensor that has a graph passed through
+    one `Entrance`.
+    """
     leaves, structure = tree_flatten(outputs)
-    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
+    places = [
+        place
+        for place, leaf in enumerate(leaves)
+        if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None
+    ]
     if places:
         passed = Entrance.apply(entered, *(leaves[place] for place in places))
         for place, tensor in zip(places, passed, strict=True):
@@ -90,45 +109,53 @@ def behind_entrance(outputs, entered):
 # The words of the messages are torch's, because people search the web for them.
 
 UNUSED = (
-    "This error indicates that your module has parameters that were not used in producing loss. You can enable unused "
-    "parameter detection by passing the keyword argument `find_unused_parameters=True`, and by making sure all "
-    "`forward` function outputs participate in calculating loss, and that they are in lists, tuples, dicts or "
-    "dataclasses."
+    "This error indicates that your module has parameters that were not used in producing loss. You"
+    " can enable unused parameter detection by passing the keyword argument"
+    " `find_unused_parameters=True`, and by making sure all `forward` function outputs participate"
+    " in calculating loss, and that they are in lists, tuples, dicts or dataclasses."
 )
 UNUSED_ALTHOUGH_SEARCHED = (
-    "Since `find_unused_parameters=True` is enabled, this likely means that not all outputs of `forward` are in lists, "
-    "tuples, dicts or dataclasses, or that not all of them participate in calculating loss."
+    "Since `find_unused_parameters=True` is enabled, this likely means that not all outputs of"
+    " `forward` are in lists, tuples, dicts or dataclasses, or that not all of them participate in"
+    " calculating loss."
 )
 CHANGED = (
-    "This error indicates that your training graph has changed in this iteration, e.g., one parameter is used in first "
-    "iteration, but then got unused in the second iteration. this is not compatible with static_graph set to True."
+    "This error indicates that your training graph has changed in this iteration, e.g., one"
+    " parameter is used in first iteration, but then got unused in the second iteration. this is"
+    " not compatible with static_graph set to True."
 )
 
 
 def not_finished(missing, rank, reason):
-    """The error when the next iteration begins and the parameters `missing`, {index: name}, still have no gradient."""
+    """The error when the next iteration begins and the parameters `missing`, {index: name}, still
+    have no gradient.
+    """
     indices, names = " ".join(map(str, missing)), ", ".join(missing.values())
     return (
-        f"Expected to have finished reduction in the prior iteration before starting a new one. {reason}\n"
-        f"Parameter indices which did not receive grad for rank {rank}: {indices}\n"
-        f"Parameters which did not receive grad for rank {rank}: {names}\n"
-        "(torch's own class tells the names only if you set the environment variable TORCH_DISTRIBUTED_DEBUG to either "
-        "INFO or DETAIL.)"
+        "Expected to have finished reduction in the prior iteration before starting a new one."
+        f" {reason}\nParameter indices which did not receive grad for rank {rank}:"
+        f" {indices}\nParameters which did not receive grad for rank {rank}: {names}\n(torch's own"
+        " class tells the names only if you set the environment variable TORCH_DISTRIBUTED_DEBUG"
+        " to either INFO or DETAIL.)"
     )
 
 
 def used_anew(name):
-    """The error when a static graph's backward pass reaches a parameter more often than the first one did."""
+    """The error when a static graph's backward pass reaches a parameter more often than the first
+    one did.
+    """
     return (
-        "Your training graph has changed in this iteration, e.g., one parameter is unused in first iteration, but then "
-        f"got used in the second iteration. this is not compatible with static_graph set to True. It is {name}."
+        "Your training graph has changed in this iteration, e.g., one parameter is unused in first"
+        " iteration, but then got used in the second iteration. this is not compatible with"
+        f" static_graph set to True. It is {name}."
     )
 
 
 def ready_twice(name):
     """The error when a gradient becomes ready a second time in one backward pass."""
     return (
-        f"Expected to mark a variable ready only once, but parameter {name} became ready twice in one backward pass: "
-        "used outside of `forward`, checkpointed several times with use_reentrant=True, or hidden from "
-        "find_unused_parameters=True. static_graph=True can handle that if every iteration does the same."
+        f"Expected to mark a variable ready only once, but parameter {name} became ready twice in"
+        " one backward pass: used outside of `forward`, checkpointed several times with"
+        " use_reentrant=True, or hidden from find_unused_parameters=True. static_graph=True can"
+        " handle that if every iteration does the same."
     )

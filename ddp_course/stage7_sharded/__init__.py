@@ -1,21 +1,26 @@
-"""Stage 7: no rank keeps everything. Each keeps a shard, and asks the others for the rest when it needs it.
+"""Stage 7: no rank keeps everything. Each keeps a shard, and asks the others for the rest when it
+needs it.
 
-Training P float32 parameters with Adam takes 16 P bytes: 4 P of parameters, 4 P of gradients, 8 P of Adam's two
-moments. Data parallelism keeps all of it on every rank. Lay the parameters end to end and cut them into K chunks;
-after reduce-scatter, rank r owns chunk r+1 (stage 4), so let that chunk be its shard:
+Training P float32 parameters with Adam takes 16 P bytes: 4 P of parameters, 4 P of gradients, 8 P
+of Adam's two moments. Data parallelism keeps all of it on every rank. Lay the parameters end to end
+and cut them into K chunks; after reduce-scatter, rank r owns chunk r+1 (stage 4), so let that chunk
+be its shard:
 
                             a rank's bytes        traffic of a step, each rank sends
-    stages 3 to 6           16 P                  2 (K-1)/K p      reduce-scatter + allgather of gradients
-    ShardedOptimizer        8 P + 8 P/K           2 (K-1)/K p      reduce-scatter of gradients, allgather of parameters
-    FullyShardedData…       16 P/K + two blocks   3 (K-1)/K p      allgather twice, reduce-scatter once
+    stages 3 to 6           16 P                  2 (K-1)/K p  reduce-scatter + allgather of
+                                                               gradients
+    ShardedOptimizer        8 P + 8 P/K           2 (K-1)/K p  reduce-scatter of gradients,
+                                                               allgather of parameters
+    FullyShardedData…       16 P/K + two blocks   3 (K-1)/K p  allgather twice, reduce-scatter once
 
 Fully sharded, block by block, with the next block's allgather under this block's compute:
 
-    compute         | forward 0 | forward 1 | forward 2 | backward 2 | backward 1 | backward 0 | update of the shard
-    communication   | gather 1  | gather 2  | gather 2  | gather 1   | gather 0   | reduce 1   | reduce 0
-                                                                     + reduce 2
+    compute | forward 0 | forward 1 | forward 2 | backward 2 | backward 1 | backward 0 | update
+    network | gather 1  | gather 2  | gather 2  | gather 1   | gather 0   | reduce 1   | reduce 0
+                                                             | + reduce 2 |
 
-In reading order: `clipping`, `flat` and `optimizer` are ZeRO-1; `blocks` and `fsdp` go on to ZeRO-3.
+In reading order: `clipping`, `flat` and `optimizer` are ZeRO-1; `blocks` and `fsdp` go on to
+ZeRO-3.
 
 Sources: Rajbhandari et al., ZeRO, SC 2020; Zhao et al., PyTorch FSDP, VLDB 2023.
 """
@@ -30,7 +35,9 @@ __all__ = ["FullyShardedDataParallel", "ShardedOptimizer", "train"]
 
 
 def train(model, batches, lr):
-    """Train `model` in place on this rank's share of each batch; return this rank's loss of every step."""
+    """Train `model` in place on this rank's share of each batch; return this rank's loss of every
+    step.
+    """
     parallel = FullyShardedDataParallel(model)
     optimizer = SGD(parallel.parameters(), lr=lr)
     losses = []

@@ -9,9 +9,11 @@ from .flat import Flat, gather_chunks
 
 
 class Sharded(torch.nn.Parameter):
-    """A parameter while its block does not compute: only its shape and kind are here. All else is refused.
+    """A parameter while its block does not compute: only its shape and kind are here. All else is
+    refused.
 
-    A parameter's class is exchanged for this one and back, as that of a `torch.nn.UninitializedParameter` is.
+    A parameter's class is exchanged for this one and back, as that of a
+    `torch.nn.UninitializedParameter` is.
     """
 
     is_shard = True
@@ -21,36 +23,53 @@ class Sharded(torch.nn.Parameter):
         if function in HARMLESS:
             with as_plain_tensors():
                 return function(*args, **(kwargs or {}))
-        shape = next(tuple(each.shape) for each in tree_leaves((args, kwargs)) if isinstance(each, cls))
+        shape = next(
+            tuple(each.shape) for each in tree_leaves((args, kwargs)) if isinstance(each, cls)
+        )
         raise RuntimeError(
-            f"this parameter, of shape {shape}, is sharded, and whole only while its block computes. Make an optimizer "
-            "from parameters() of FullyShardedDataParallel, after wrapping; its state_dict() has the whole weights, "
-            "and restore() an ordinary model; initialise, load, freeze, add hooks before wrapping. If this happens in "
-            "forward(), a block is used by its parts: name those that are called in `blocks`"
+            f"this parameter, of shape {shape}, is sharded, and whole only while its block"
+            " computes. Make an optimizer from parameters() of FullyShardedDataParallel, after"
+            " wrapping; its state_dict() has the whole weights, and restore() an ordinary model;"
+            " initialise, load, freeze, add hooks before wrapping. If this happens in forward(), a"
+            " block is used by its parts: name those that are called in `blocks`"
         )
 
 
 ATTRIBUTES = ("shape", "ndim", "device", "dtype", "is_cuda", "is_leaf", "requires_grad")
-HARMLESS = {torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.is_floating_point, torch.is_complex}
+HARMLESS = {
+    torch.Tensor.size,
+    torch.Tensor.dim,
+    torch.Tensor.numel,
+    torch.is_floating_point,
+    torch.is_complex,
+}
 HARMLESS |= {torch.Tensor.is_floating_point, torch.Tensor.is_complex}
 HARMLESS |= {getattr(torch.Tensor, name).__get__ for name in ATTRIBUTES}
 
 
 class Block(Flat):
-    """The parameters of one `module`, whole from `make_room` and `gather` until `free`; otherwise only `shard` stays.
+    """The parameters of one `module`, whole from `make_room` and `gather` until `free`; otherwise
+    only `shard` stays.
 
-    Memory is freed by resizing the storage to nothing, so that the tensors which autograd keeps for backward get their
-    values back with the next `gather`. Only the training thread calls `make_room` and `free`: `fsdp` says why.
-    `gathering` waits until the block is whole, or is None. `following` has the block that comes next in each phase.
+    Memory is freed by resizing the storage to nothing, so that the tensors which autograd keeps for
+    backward get their values back with the next `gather`. Only the training thread calls
+    `make_room` and `free`: `fsdp` says why. `gathering` waits until the block is whole, or is None.
+    `following` has the block that comes next in each phase.
     """
 
     def __init__(self, number, module, parameters, group):
         if len({(parameter.dtype, parameter.device) for parameter in parameters}) > 1:
             kind = type(module).__name__
-            raise ValueError(f"the block {kind} has parameters of several dtypes or devices; name smaller `blocks`")
+            raise ValueError(
+                f"the block {kind} has parameters of several dtypes or devices; name smaller"
+                " `blocks`"
+            )
         super().__init__(parameters, group, copied=True)
         self.number, self.module, self.following = number, module, {}
-        self.bytes, self.kinds = self.full.untyped_storage().nbytes(), [type(parameter) for parameter in parameters]
+        self.bytes, self.kinds = (
+            self.full.untyped_storage().nbytes(),
+            [type(parameter) for parameter in parameters],
+        )
         self.gathering = None
 
     def make_room(self):
@@ -66,20 +85,29 @@ class Block(Flat):
         gather_chunks(self.chunks, group)
 
     def free(self):
-        """Free the whole parameters, even if they are still on their way: from now on they are `Sharded`."""
+        """Free the whole parameters, even if they are still on their way: from now on they are
+        `Sharded`.
+        """
         if self.gathering is not None:
-            with suppress(Exception):  # the block that waited for the parameters has raised the error
+            with suppress(
+                Exception
+            ):  # the block that waited for the parameters has raised the error
                 self.gathering()
             self.gathering = None
         for parameter in self.parameters:
             if not isinstance(parameter, Sharded):
-                parameter.data, parameter.grad = self.full.new_empty(()).expand(parameter.shape), None
+                parameter.data, parameter.grad = (
+                    self.full.new_empty(()).expand(parameter.shape),
+                    None,
+                )
                 parameter.__class__ = Sharded
         self.full.untyped_storage().resize_(0)
 
 
 def refusal(words):
-    """A function that raises RuntimeError with these `words`, in place of a method that stage 7 does not support."""
+    """A function that raises RuntimeError with these `words`, in place of a method that stage 7
+    does not support.
+    """
 
     def refuse(*_, **__):
         raise RuntimeError(words)
@@ -88,15 +116,22 @@ def refusal(words):
 
 
 def default_blocks(module):
-    """The members of every outermost Sequential or ModuleList in `module`, which may be one itself."""
+    """The members of every outermost Sequential or ModuleList in `module`, which may be one
+    itself.
+    """
     if isinstance(module, torch.nn.Sequential | torch.nn.ModuleList):
         return [child for child in module if any(True for _ in child.parameters())]
     return [block for child in module.children() for block in default_blocks(child)]
 
 
 def assign_blocks(module, blocks):
-    """Return (block, its parameters) pairs; parameters of no block or of several go to `module` as a whole."""
-    owners, members = {}, {module: []} | {block: [] for block in blocks}  # a module that runs twice is one block
+    """Return (block, its parameters) pairs; parameters of no block or of several go to `module` as
+    a whole.
+    """
+    owners, members = (
+        {},
+        {module: []} | {block: [] for block in blocks},
+    )  # a module that runs twice is one block
     for block in members.keys() - {module}:
         for parameter in block.parameters():
             owners.setdefault(parameter, []).append(block)

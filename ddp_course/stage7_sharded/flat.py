@@ -1,4 +1,6 @@
-"""Parameters laid end to end and cut into one chunk per rank; so are their gradients, and an optimizer's state."""
+"""Parameters laid end to end and cut into one chunk per rank; so are their gradients, and an
+optimizer's state.
+"""
 
 from copy import deepcopy
 from datetime import timedelta
@@ -16,12 +18,14 @@ sum_chunks = wire.collective(reduce_scatter)
 
 
 class Flat:
-    """Parameters of one dtype and device end to end in `full`, which is cut into K `chunks`; `mine` is this rank's.
+    """Parameters of one dtype and device end to end in `full`, which is cut into K `chunks`; `mine`
+    is this rank's.
 
-    The parameters become views into `full`. `pieces[p]` is a pair of slices: the part of parameter p that lies in
-    this rank's chunk, as a range of p's elements and as a range of the chunk, both empty if there is none.
-    `shards[p]` is that part as a parameter of its own, for an optimizer, with as many dimensions as p; together they
-    are `shard`: the memory of the chunk, or a copy that stays when the chunk is freed.
+    The parameters become views into `full`. `pieces[p]` is a pair of slices: the part of parameter
+    p that lies in this rank's chunk, as a range of p's elements and as a range of the chunk, both
+    empty if there is none. `shards[p]` is that part as a parameter of its own, for an optimizer,
+    with as many dimensions as p; together they are `shard`: the memory of the chunk, or a copy that
+    stays when the chunk is freed.
     """
 
     def __init__(self, parameters, group=None, copied=False):
@@ -29,16 +33,26 @@ class Flat:
         self.parameters, self.gradient, self.averages, self.places = parameters, None, None, None
         self.full = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
         self.chunks = self.full.tensor_split(world_size)
-        self.index = (rank + 1) % world_size  # stage 4's reduce-scatter leaves the sum of chunk r+1 on rank r
+        self.index = (
+            rank + 1
+        ) % world_size  # stage 4's reduce-scatter leaves the sum of chunk r+1 on rank r
         self.mine = self.chunks[self.index]
         self.shard, self.pieces, self.shards = self.mine.clone() if copied else self.mine, {}, {}
         low = self.mine.storage_offset()
         for parameter, view in self.views(self.full).items():
             start = view.storage_offset()
-            first, last = (min(max(low, end), low + len(self.mine)) for end in (start, start + parameter.numel()))
-            self.pieces[parameter] = slice(first - start, last - start), slice(first - low, last - low)
+            first, last = (
+                min(max(low, end), low + len(self.mine))
+                for end in (start, start + parameter.numel())
+            )
+            self.pieces[parameter] = (
+                slice(first - start, last - start),
+                slice(first - low, last - low),
+            )
             elements = like(self.shard[first - low : last - low], parameter)
-            self.shards[parameter] = torch.nn.Parameter(elements, requires_grad=parameter.requires_grad)
+            self.shards[parameter] = torch.nn.Parameter(
+                elements, requires_grad=parameter.requires_grad
+            )
             parameter.data = view
 
     def views(self, flat):
@@ -46,26 +60,38 @@ class Flat:
         pieces = flat.split([parameter.numel() for parameter in self.parameters])
         return {p: piece.view(p.shape) for p, piece in zip(self.parameters, pieces, strict=True)}
 
-    # Gradients go from the parameters, divided by K, into one message, and from the sum of the messages to the shards.
+    # Gradients go from the parameters, divided by K, into one message, and from the sum of the
+    # messages to the shards.
 
     def collect(self):
-        """Make room for the gradients in one message; `places` has the views of those that are missing.
+        """Make room for the gradients in one message; `places` has the views of those that are
+        missing.
 
-        A parameter that gets no gradient keeps negative zeros: negative zero plus a number is that number, so only the
-        sum for a parameter without a gradient on any rank is negative zero, and its shards are left as they are.
+        A parameter that gets no gradient keeps negative zeros: negative zero plus a number is that
+        number, so only the sum for a parameter without a gradient on any rank is negative zero, and
+        its shards are left as they are.
         """
         self.gradient = torch.full_like(self.full, -0.0)
         self.places = {p: view for p, view in self.views(self.gradient).items() if p.requires_grad}
 
     def take(self, parameter):
-        """Move a finished gradient, divided by K, to its place; zero is added, so that no zero in it is negative."""
+        """Move a finished gradient, divided by K, to its place; zero is added, so that no zero in
+        it is negative.
+        """
         gradient = parameter.grad
         gradient = gradient.to_dense() if gradient.is_sparse else gradient.as_subclass(torch.Tensor)
-        torch.add(gradient.new_zeros(()), gradient, alpha=1 / len(self.chunks), out=self.places.pop(parameter))
+        torch.add(
+            gradient.new_zeros(()),
+            gradient,
+            alpha=1 / len(self.chunks),
+            out=self.places.pop(parameter),
+        )
         parameter.grad = None
 
     def average(self, group=None):
-        """Reduce-scatter the gradients and keep this rank's chunk for `give`; return the message if it is on a GPU."""
+        """Reduce-scatter the gradients and keep this rank's chunk for `give`; return the message if
+        it is on a GPU.
+        """
         chunks = self.gradient.tensor_split(len(self.chunks))
         sum_chunks(chunks, group)
         message, self.gradient, self.places = self.gradient, None, {}
@@ -73,7 +99,9 @@ class Flat:
         return message if message.is_cuda else None
 
     def give(self):
-        """Add the averages to the shards' `.grad`, after the pass, so that a pass that failed leaves no gradients."""
+        """Add the averages to the shards' `.grad`, after the pass, so that a pass that failed
+        leaves no gradients.
+        """
         for parameter, (_, inside) in self.pieces.items():
             average, shard = self.averages[inside], self.shards[parameter]
             if average.numel() and not (average[0] == 0 and average[0].signbit()):
@@ -87,7 +115,9 @@ class Flat:
 
 
 def like(piece, tensor):
-    """A view of the vector `piece` with as many dimensions as `tensor`, by which training loops choose weight decay."""
+    """A view of the vector `piece` with as many dimensions as `tensor`, by which training loops
+    choose weight decay.
+    """
     return piece.view(-1, *[1] * (tensor.dim() - 1))
 
 
@@ -95,33 +125,50 @@ def like(piece, tensor):
 
 
 def meet(what, group=None):
-    """Wait until all ranks of `group` have come to this call; RuntimeError names those that have not in two minutes."""
+    """Wait until all ranks of `group` have come to this call; RuntimeError names those that have
+    not in two minutes.
+    """
     group = group or dist.group.WORLD
     if "gloo" in dist.get_backend_config(group):
         try:
-            dist.monitored_barrier(group, min(timedelta(minutes=2), timeout_of(group)), wait_all_ranks=True)
+            dist.monitored_barrier(
+                group, min(timedelta(minutes=2), timeout_of(group)), wait_all_ranks=True
+            )
         except RuntimeError as error:
             raise RuntimeError(f"{what} needs all ranks together: {error}") from None
 
 
 def numbered(optimizer, flats):
-    """(flat, parameter, shard) of each shard in `optimizer`, in its order; ValueError if it has other parameters."""
-    homes = {shard: (flat, parameter, shard) for flat in flats for parameter, shard in flat.shards.items()}
+    """(flat, parameter, shard) of each shard in `optimizer`, in its order; ValueError if it has
+    other parameters.
+    """
+    homes = {
+        shard: (flat, parameter, shard)
+        for flat in flats
+        for parameter, shard in flat.shards.items()
+    }
     shards = [shard for members in optimizer.param_groups for shard in members["params"]]
     if not all(shard in homes for shard in shards):
-        raise ValueError("the optimizer has other parameters; make it from parameters() of the wrapper, after wrapping")
+        raise ValueError(
+            "the optimizer has other parameters; make it from parameters() of the wrapper, after"
+            " wrapping"
+        )
     return [homes[shard] for shard in shards]
 
 
 def whole_state(optimizer, flats, group=None):
-    """The "state" of an `optimizer` of shards as if nothing were sharded, alike on all ranks; all of them call this.
+    """The "state" of an `optimizer` of shards as if nothing were sharded, alike on all ranks; all
+    of them call this.
 
-    Tensors as long as their shard are joined; all else, such as Adam's step count, is the same on every rank.
+    Tensors as long as their shard are joined; all else, such as Adam's step count, is the same on
+    every rank.
     """
     meet("the state dict of a sharded optimizer", group)
     members, everyone, state = numbered(optimizer, flats), [None] * dist.get_world_size(group), {}
     mine = [optimizer.state.get(shard, {}) if shard.numel() else {} for _, _, shard in members]
-    dist.all_gather_object(everyone, tree_map_only(torch.Tensor, torch.Tensor.cpu, mine), group=group)
+    dist.all_gather_object(
+        everyone, tree_map_only(torch.Tensor, torch.Tensor.cpu, mine), group=group
+    )
     in_order = everyone[-1:] + everyone[:-1]  # rank 0 has chunk 1, and the last rank chunk 0
     for number, (_, parameter, _) in enumerate(members):
         pieces = [entries[number] for entries in in_order if entries[number]]
@@ -136,13 +183,23 @@ def whole_state(optimizer, flats, group=None):
 def load_whole_state_dict(optimizer, flats, state_dict):
     """Give an `optimizer` of shards this rank's pieces of an ordinary optimizer's `state_dict`.
 
-    Raises torch's errors, with nothing changed, if it has other groups, or parameters of other sizes.
+    Raises torch's errors, with nothing changed, if it has other groups, or parameters of other
+    sizes.
     """
-    saved, state = [number for members in state_dict["param_groups"] for number in members["params"]], {}
+    saved, state = (
+        [number for members in state_dict["param_groups"] for number in members["params"]],
+        {},
+    )
     for number, (flat, parameter, shard) in zip(saved, numbered(optimizer, flats), strict=False):
         for key, value in state_dict["state"].get(number, {}).items():
-            if isinstance(value, torch.Tensor) and key != "step" and (value.dim() or not parameter.dim()):
+            if (
+                isinstance(value, torch.Tensor)
+                and key != "step"
+                and (value.dim() or not parameter.dim())
+            ):
                 elements = value.reshape(parameter.shape).reshape(-1)
-                value = like(elements[flat.pieces[parameter][0]], shard).clone()  # deepcopy would copy the whole tensor
+                value = like(
+                    elements[flat.pieces[parameter][0]], shard
+                ).clone()  # deepcopy would copy the whole tensor
             state.setdefault(number, {})[key] = deepcopy(value)
     optimizer.load_state_dict({**state_dict, "state": state})

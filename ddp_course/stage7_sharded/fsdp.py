@@ -1,8 +1,9 @@
 """ZeRO-3: hooks that have each block whole just while it computes, and the next one on its way.
 
-On CUDA only streams wait, and the processor is far ahead of them. So only the training thread allocates and frees
-memory, and a message waits for the work that was queued before its memory was allocated. However far ahead the
-processor is, at most two blocks are whole, and the gradients of at most two blocks take memory.
+On CUDA only streams wait, and the processor is far ahead of them. So only the training thread
+allocates and frees memory, and a message waits for the work that was queued before its memory was
+allocated. However far ahead the processor is, at most two blocks are whole, and the gradients of at
+most two blocks take memory.
 """
 
 from contextlib import suppress
@@ -21,57 +22,99 @@ from .flat import load_whole_state_dict, meet, whole_state
 
 
 class FullyShardedDataParallel(torch.nn.Module):
-    """ZeRO-3: parameters, gradients and optimizer state in shards; a block is whole only while it computes.
+    """ZeRO-3: parameters, gradients and optimizer state in shards; a block is whole only while it
+    computes.
 
-    `blocks`: the submodules to gather one at a time, each of one dtype, by default the members of every outermost
-    Sequential or ModuleList; what is in none of them forms one more block. Every rank must run the same blocks in the
-    same order. `parameters()` are this rank's shards: make the optimizer (any that works element by element) from
-    them, after wrapping. Raises ValueError if nothing is trainable, or something is sharded already.
+    `blocks`: the submodules to gather one at a time, each of one dtype, by default the members of
+    every outermost Sequential or ModuleList; what is in none of them forms one more block. Every
+    rank must run the same blocks in the same order. `parameters()` are this rank's shards: make the
+    optimizer (any that works element by element) from them, after wrapping. Raises ValueError if
+    nothing is trainable, or something is sharded already.
     """
 
-    load_state_dict = refusal("load a state dict into the model before it is wrapped, or after restore()")
+    load_state_dict = refusal(
+        "load a state dict into the model before it is wrapped, or after restore()"
+    )
     _apply = refusal("a sharded model cannot be moved or converted; do that before it is wrapped")
-    __reduce_ex__ = refusal("a sharded model cannot be copied or pickled; use its state_dict(), which all ranks call")
+    __reduce_ex__ = refusal(
+        "a sharded model cannot be copied or pickled; use its state_dict(), which all ranks call"
+    )
 
     def __init__(self, module, blocks=None, process_group=None, prefetch=True):
         super().__init__()
         self.names = {parameter: name for name, parameter in module.named_parameters()}
         if any(getattr(parameter, "is_shard", False) for parameter in self.names):
-            raise ValueError("a part of the model is fully sharded already; name the parts as blocks of one wrapper")
-        if any(type(each).__name__ == "OptimizedModule" or each._compiled_call_impl for each in module.modules()):
+            raise ValueError(
+                "a part of the model is fully sharded already; name the parts as blocks of one"
+                " wrapper"
+            )
+        if any(
+            type(each).__name__ == "OptimizedModule" or each._compiled_call_impl
+            for each in module.modules()
+        ):
             raise ValueError("the model, or a part of it, is compiled already; wrap it first")
         if not any(parameter.requires_grad for parameter in self.names):
-            raise ValueError("the model has no trainable parameters: nothing to average, nothing to train")
-        same_on_all_ranks({name: parameter for parameter, name in self.names.items()}, process_group)
+            raise ValueError(
+                "the model has no trainable parameters: nothing to average, nothing to train"
+            )
+        same_on_all_ranks(
+            {name: parameter for parameter, name in self.names.items()}, process_group
+        )
         broadcast_parameters(module, group=process_group)
         members = assign_blocks(module, default_blocks(module) if blocks is None else blocks)
         self.module, self.group, self.prefetch = module, process_group, prefetch
-        self.blocks = [Block(number, *member, process_group) for number, member in enumerate(members)]
-        self.shards = {parameter: shard for block in self.blocks for parameter, shard in block.shards.items()}
-        no_hooks = refusal("hooks on shards would never be called; add them to the model's parameters before wrapping")
+        self.blocks = [
+            Block(number, *member, process_group) for number, member in enumerate(members)
+        ]
+        self.shards = {
+            parameter: shard for block in self.blocks for parameter, shard in block.shards.items()
+        }
+        no_hooks = refusal(
+            "hooks on shards would never be called; add them to the model's parameters before"
+            " wrapping"
+        )
         for parameter, name in self.names.items():
             self._parameters[name] = shard = self.shards[parameter]
-            shard.is_shard, shard.register_hook, shard.register_post_accumulate_grad_hook = True, no_hooks, no_hooks
-        self._ddp_params_and_buffers_to_ignore = list(self._parameters)  # torch's DDP around this finds nothing to do
-        self.thread, self.device = communication.communication_thread(process_group), self.blocks[0].full.device
+            shard.is_shard, shard.register_hook, shard.register_post_accumulate_grad_hook = (
+                True,
+                no_hooks,
+                no_hooks,
+            )
+        self._ddp_params_and_buffers_to_ignore = list(
+            self._parameters
+        )  # torch's DDP around this finds nothing to do
+        self.thread, self.device = (
+            communication.communication_thread(process_group),
+            self.blocks[0].full.device,
+        )
         self.latest, self.reducing, self.backward_pass, self.passes = None, [], None, 0
         self.handles = [handle for block in self.blocks for handle in self.watch(block)]
         self.free_all()
 
     def named_modules(self, memo=None, prefix="", remove_duplicate=True):
-        """Yield the wrapper alone, so that its parameters, and those of a model around it, are the shards."""
+        """Yield the wrapper alone, so that its parameters, and those of a model around it, are the
+        shards.
+        """
         memo = set() if memo is None else memo
         if self not in memo:
             memo.add(self)
             yield prefix, self
 
     def watch(self, block):
-        """Register the hooks that gather, free and reduce `block`: the first before `forward`, the last after it."""
-        yield block.module.register_forward_pre_hook(lambda *_: self.before_forward(block), prepend=True)
-        yield block.module.register_forward_hook(lambda module, inputs, outputs: self.after_forward(block, outputs))
+        """Register the hooks that gather, free and reduce `block`: the first before `forward`, the
+        last after it.
+        """
+        yield block.module.register_forward_pre_hook(
+            lambda *_: self.before_forward(block), prepend=True
+        )
+        yield block.module.register_forward_hook(
+            lambda module, inputs, outputs: self.after_forward(block, outputs)
+        )
         for parameter in block.parameters:
             if parameter.requires_grad:
-                yield parameter.register_post_accumulate_grad_hook(lambda ready: self.gradient_ready(block, ready))
+                yield parameter.register_post_accumulate_grad_hook(
+                    lambda ready: self.gradient_ready(block, ready)
+                )
 
     @uncompiled
     def forward(self, *args, **kwargs):
@@ -88,31 +131,46 @@ class FullyShardedDataParallel(torch.nn.Module):
         return outputs
 
     def check_usable(self):
-        """Raise RuntimeError after `restore`, or if parameters were frozen or unfrozen after wrapping."""
+        """Raise RuntimeError after `restore`, or if parameters were frozen or unfrozen after
+        wrapping.
+        """
         if not self.handles:
-            raise RuntimeError("restore() has made the module an ordinary one again; use that, or wrap it anew")
-        if any(parameter.requires_grad != shard.requires_grad for parameter, shard in self.shards.items()):
+            raise RuntimeError(
+                "restore() has made the module an ordinary one again; use that, or wrap it anew"
+            )
+        if any(
+            parameter.requires_grad != shard.requires_grad
+            for parameter, shard in self.shards.items()
+        ):
             raise RuntimeError("requires_grad was changed after wrapping; freeze parameters before")
 
     def start_over(self):
-        """Wait for messages on their way, and drop the gradients and whole blocks of a pass that failed."""
+        """Wait for messages on their way, and drop the gradients and whole blocks of a pass that
+        failed.
+        """
         reducing, self.reducing, self.backward_pass, self.latest = self.reducing, [], None, None
         for wait in reducing:
-            with suppress(Exception):  # the communication thread raises the error again in its next job
+            with suppress(
+                Exception
+            ):  # the communication thread raises the error again in its next job
                 wait()
         for block in self.blocks:
             block.forget()
         self.free_all()
 
     def before_forward(self, block):
-        """Have `block` whole; inside a backward pass, activation checkpointing computes forward again."""
+        """Have `block` whole; inside a backward pass, activation checkpointing computes forward
+        again.
+        """
         if backward_pass() == -1:
             self.enter(block, "forward")
         else:
             self.request(block)()
 
     def enter(self, block, phase):
-        """Have `block` whole before it computes, and start to gather the block that came after it last time."""
+        """Have `block` whole before it computes, and start to gather the block that came after it
+        last time.
+        """
         if self.latest is not None:
             self.latest.following[phase] = block
         self.latest = block
@@ -123,14 +181,18 @@ class FullyShardedDataParallel(torch.nn.Module):
             self.request(block.following[phase])
 
     def request(self, block):
-        """Start to gather `block` unless it is here or on its way; returns a function that waits for it."""
+        """Start to gather `block` unless it is here or on its way; returns a function that waits
+        for it.
+        """
         if block.gathering is None:
             block.make_room()
             block.gathering = self.start("gather", block, block.gather)
         return block.gathering
 
     def start(self, what, block, collective):
-        """Queue a collective for the communication thread; the flight recorder knows it by block and pass."""
+        """Queue a collective for the communication thread; the flight recorder knows it by block
+        and pass.
+        """
         phase = "forward" if self.backward_pass is None else "backward"
         name = f"{what} of block {block.number}, {phase} {self.passes},"
 
@@ -141,7 +203,9 @@ class FullyShardedDataParallel(torch.nn.Module):
         return self.thread.start(recorded, self.device)
 
     def after_forward(self, block, outputs):
-        """Free the block after its forward pass, and put a hook on its outputs that runs when backward reaches them."""
+        """Free the block after its forward pass, and put a hook on its outputs that runs when
+        backward reaches them.
+        """
         version = block.shard._version
         for tensor in tensors_in(outputs):
             if tensor.requires_grad:
@@ -152,39 +216,56 @@ class FullyShardedDataParallel(torch.nn.Module):
     def before_backward(self, block, version):
         """Gather the block again, as it was in forward, and make room for its gradients."""
         if torch.is_grad_enabled():
-            raise RuntimeError("create_graph=True would need the whole parameters after backward; stage 6 keeps them")
+            raise RuntimeError(
+                "create_graph=True would need the whole parameters after backward; stage 6 keeps"
+                " them"
+            )
         if self.backward_pass is None:
             self.latest, self.backward_pass = None, backward_pass()
             after_backward(self.finish)
         if self.backward_pass != backward_pass():
             raise RuntimeError(
-                "a backward pass began before another had ended: that one failed, and forward() must come first; or "
-                "this one is inside it (activation checkpointing: set use_reentrant=False)"
+                "a backward pass began before another had ended: that one failed, and forward()"
+                " must come first; or this one is inside it (activation checkpointing: set"
+                " use_reentrant=False)"
             )
         if block.places is None:
             if block.shard._version != version:
-                raise RuntimeError("the parameters have changed since the forward pass; call backward() before step()")
+                raise RuntimeError(
+                    "the parameters have changed since the forward pass; call backward() before"
+                    " step()"
+                )
             self.enter(block, "backward")
             while communication.is_queued(self.device) and len(self.reducing) > 1:
-                self.reducing.pop(0)()  # the stream waits for this average, so its message can be freed
+                self.reducing.pop(
+                    0
+                )()  # the stream waits for this average, so its message can be freed
             block.collect()
 
     def gradient_ready(self, block, parameter):
-        """The hook: once the last gradient of the block is complete, average them while backward goes on."""
+        """The hook: once the last gradient of the block is complete, average them while backward
+        goes on.
+        """
         if block.places is None:
-            raise RuntimeError(f"{self.names[parameter]} got a gradient, but not by way of what its block returned")
+            raise RuntimeError(
+                f"{self.names[parameter]} got a gradient, but not by way of what its block returned"
+            )
         block.take(parameter)
         if not block.places:
             self.reduce(block)
 
     def reduce(self, block):
-        """Start to average the gradients of `block`; its parameters are not needed any more, unless some are frozen."""
+        """Start to average the gradients of `block`; its parameters are not needed any more, unless
+        some are frozen.
+        """
         if all(parameter.requires_grad for parameter in block.parameters):
             block.free()
         self.reducing.append(self.start("average", block, block.average))
 
     def finish(self):
-        """Before `backward()` returns: average blocks in which some parameters took no part; wait for all averages."""
+        """Before `backward()` returns: average blocks in which some parameters took no part; wait
+        for all averages.
+        """
         for block in self.blocks:
             if block.places:
                 self.reduce(block)
@@ -202,11 +283,15 @@ class FullyShardedDataParallel(torch.nn.Module):
             block.free()
 
     def clip_grad_norm_(self, max_norm, norm_type=2.0):
-        """Scale all ranks' gradients so that their norm is at most `max_norm`; return the norm. All ranks call this."""
+        """Scale all ranks' gradients so that their norm is at most `max_norm`; return the norm. All
+        ranks call this.
+        """
         return clip_grad_norm_(self.shards.values(), max_norm, norm_type, self.group, self.device)
 
     def begin(self, what):
-        """Wait for all ranks and all messages before a call that gathers the model, and broadcast rank 0's buffers."""
+        """Wait for all ranks and all messages before a call that gathers the model, and broadcast
+        rank 0's buffers.
+        """
         self.check_usable()
         meet(f"{what} of a sharded model", self.group)
         self.start_over()
@@ -214,26 +299,40 @@ class FullyShardedDataParallel(torch.nn.Module):
 
     @torch.no_grad()
     def state_dict(self):
-        """Return the state dict of the whole model, on the CPU, with rank 0's buffers; all ranks must call this."""
+        """Return the state dict of the whole model, on the CPU, with rank 0's buffers; all ranks
+        must call this.
+        """
         self.begin("state_dict()")
         state, whole = self.module.state_dict(keep_vars=True), {}
         for block in self.blocks:
             self.request(block)()
-            whole.update((parameter, parameter.detach().to("cpu", copy=True)) for parameter in block.parameters)
+            whole.update(
+                (parameter, parameter.detach().to("cpu", copy=True))
+                for parameter in block.parameters
+            )
             block.free()
-        return {n: whole[value] if value in whole else value.to("cpu", copy=True) for n, value in state.items()}
+        return {
+            n: whole[value] if value in whole else value.to("cpu", copy=True)
+            for n, value in state.items()
+        }
 
     def optimizer_state_dict(self, optimizer):
-        """Return the state dict of an optimizer of `parameters()` as if nothing were sharded; all ranks call this."""
+        """Return the state dict of an optimizer of `parameters()` as if nothing were sharded; all
+        ranks call this.
+        """
         return {**optimizer.state_dict(), "state": whole_state(optimizer, self.blocks, self.group)}
 
     def load_optimizer_state_dict(self, optimizer, state_dict):
-        """Take the shards' state out of an ordinary optimizer's state dict; RuntimeError if it does not fit."""
+        """Take the shards' state out of an ordinary optimizer's state dict; RuntimeError if it does
+        not fit.
+        """
         load_whole_state_dict(optimizer, self.blocks, state_dict)
 
     @torch.no_grad()
     def restore(self):
-        """Make the module an ordinary one again, whole on every rank; all ranks call this. Returns it."""
+        """Make the module an ordinary one again, whole on every rank; all ranks call this. Returns
+        it.
+        """
         self.begin("restore()")
         for block in self.blocks:
             self.request(block)()

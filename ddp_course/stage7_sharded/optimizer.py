@@ -1,7 +1,8 @@
 """ZeRO-1 is stage 4's ring with the update in the middle:
 
     reduce-scatter    rank r ends up with the average of chunk r+1 of the gradients
-    update            of this chunk of the parameters, by an optimizer that keeps state for this chunk only
+    update            of this chunk of the parameters, by an optimizer that keeps state for this
+                      chunk only
     allgather         of the updated chunks
 
 So it sends as much as stage 4 and keeps 1/K of the optimizer's state.
@@ -19,43 +20,65 @@ from .flat import Flat, gather_chunks, load_whole_state_dict, whole_state
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """ZeRO-1: averages the gradients, updates this rank's shard of the parameters, and gathers all ranks' shards.
+    """ZeRO-1: averages the gradients, updates this rank's shard of the parameters, and gathers all
+    ranks' shards.
 
-    `params` as for any optimizer, groups too; `optimizer_cls(**kwargs)` must work element by element, as SGD and Adam
-    do: then results equal those of the unsharded optimizer bit for bit. Training starts from rank 0's parameters.
-    Every rank calls `backward()` on its own share of the batch, with no wrapper, and then `step()`, which uses the
-    gradients up. Raises ValueError for an optimizer that looks at whole tensors.
+    `params` as for any optimizer, groups too; `optimizer_cls(**kwargs)` must work element by
+    element, as SGD and Adam do: then results equal those of the unsharded optimizer bit for bit.
+    Training starts from rank 0's parameters. Every rank calls `backward()` on its own share of the
+    batch, with no wrapper, and then `step()`, which uses the gradients up. Raises ValueError for an
+    optimizer that looks at whole tensors.
     """
 
     def __init__(self, params, optimizer_cls, group=None, **kwargs):
         super().__init__(params, check_elementwise(optimizer_cls, kwargs).defaults)
         self.group, self.averaged = group, False
-        self.parameters = torch.nn.ParameterList(p for members in self.param_groups for p in members["params"])
+        self.parameters = torch.nn.ParameterList(
+            p for members in self.param_groups for p in members["params"]
+        )
         if any(getattr(parameter, "is_shard", False) for parameter in self.parameters):
-            raise ValueError("these are shards of FullyShardedDataParallel; give them to an ordinary optimizer")
+            raise ValueError(
+                "these are shards of FullyShardedDataParallel; give them to an ordinary optimizer"
+            )
         same_on_all_ranks(dict(self.parameters.named_parameters(prefix="parameter")), group)
         broadcast_parameters(self.parameters, group=group)
-        trainable, frozen = ([p for p in self.parameters if p.requires_grad == wanted] for wanted in (True, False))
-        self.flats = [Flat(bucket, group) for alike in (trainable, frozen) for bucket in assign_buckets(alike)]
-        self.shards = {parameter: shard for flat in self.flats for parameter, shard in flat.shards.items()}
-        shards = [{**members, "params": [self.shards[p] for p in members["params"]]} for members in self.param_groups]
+        trainable, frozen = (
+            [p for p in self.parameters if p.requires_grad == wanted] for wanted in (True, False)
+        )
+        self.flats = [
+            Flat(bucket, group) for alike in (trainable, frozen) for bucket in assign_buckets(alike)
+        ]
+        self.shards = {
+            parameter: shard for flat in self.flats for parameter, shard in flat.shards.items()
+        }
+        shards = [
+            {**members, "params": [self.shards[p] for p in members["params"]]}
+            for members in self.param_groups
+        ]
         self.local = optimizer_cls(shards, **kwargs)
-        self.add_param_group = refusal("the shards are laid out already; make a new optimizer of all the parameters")
+        self.add_param_group = refusal(
+            "the shards are laid out already; make a new optimizer of all the parameters"
+        )
         for parameter in trainable:
             parameter.register_post_accumulate_grad_hook(guard)
 
     @torch.no_grad()
     def average(self):
         """Reduce-scatter the gradients: the average of this rank's chunk goes to the shards."""
-        if any(p.data_ptr() != view.data_ptr() for flat in self.flats for p, view in flat.views(flat.full).items()):
+        if any(
+            p.data_ptr() != view.data_ptr()
+            for flat in self.flats
+            for p, view in flat.views(flat.full).items()
+        ):
             raise RuntimeError(
-                "a parameter lies in other memory than when its optimizer was made: convert and move a model before, "
-                "write values by parameter.copy_(…), and make one optimizer only"
+                "a parameter lies in other memory than when its optimizer was made: convert and"
+                " move a model before, write values by parameter.copy_(…), and make one optimizer"
+                " only"
             )
         if self.averaged and any(parameter.grad is not None for parameter in self.parameters):
             raise RuntimeError(
-                "there are new gradients, but those clipped before have not been used: call step() or zero_grad() of "
-                "the optimizer after clipping"
+                "there are new gradients, but those clipped before have not been used: call step()"
+                " or zero_grad() of the optimizer after clipping"
             )
         with together(self.group):
             for flat in [] if self.averaged else self.trainable():
@@ -69,7 +92,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        """Average the gradients, update this rank's shard, gather all shards: each rank sends 2 (K-1)/K p bytes."""
+        """Average the gradients, update this rank's shard, gather all shards: each rank sends 2
+        (K-1)/K p bytes.
+        """
         loss = None if closure is None else torch.enable_grad()(closure)()
         for members, local in zip(self.param_groups, self.local.param_groups, strict=True):
             local.update({key: value for key, value in members.items() if key != "params"})
@@ -89,21 +114,36 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.averaged = False
 
     def clip_grad_norm_(self, max_norm, norm_type=2.0):
-        """Average the gradients and scale them so that their norm is at most `max_norm`; return the norm."""
+        """Average the gradients and scale them so that their norm is at most `max_norm`; return the
+        norm.
+        """
         self.average()
-        return clip_grad_norm_(self.shards.values(), max_norm, norm_type, self.group, self.flats[0].full.device)
+        return clip_grad_norm_(
+            self.shards.values(), max_norm, norm_type, self.group, self.flats[0].full.device
+        )
 
     def trainable(self):
         """The flat tensors in which some parameter is trainable."""
-        return [flat for flat in self.flats if any(parameter.requires_grad for parameter in flat.parameters)]
+        return [
+            flat
+            for flat in self.flats
+            if any(parameter.requires_grad for parameter in flat.parameters)
+        ]
 
     def state_dict(self):
-        """Return the state dict of the unsharded optimizer, the same on every rank; all ranks must call this."""
+        """Return the state dict of the unsharded optimizer, the same on every rank; all ranks must
+        call this.
+        """
         with together(self.group):
-            return {**super().state_dict(), "state": whole_state(self.local, self.flats, self.group)}
+            return {
+                **super().state_dict(),
+                "state": whole_state(self.local, self.flats, self.group),
+            }
 
     def load_state_dict(self, state_dict):
-        """Take this rank's shards out of the state dict of an unsharded optimizer, or of one on any number of ranks."""
+        """Take this rank's shards out of the state dict of an unsharded optimizer, or of one on any
+        number of ranks.
+        """
         load_whole_state_dict(self.local, self.flats, state_dict)
         super().load_state_dict({**state_dict, "state": {}})
 
@@ -116,7 +156,9 @@ def check_elementwise(optimizer_cls, kwargs):
         optimizer = optimizer_cls([trial], **kwargs)
         optimizer.step()
     except Exception as error:
-        raise ValueError(f"{optimizer_cls} cannot work on shards; try AdamW. It ends with: {error}") from error
+        raise ValueError(
+            f"{optimizer_cls} cannot work on shards; try AdamW. It ends with: {error}"
+        ) from error
     return optimizer
 
 

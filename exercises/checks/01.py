@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from ddp_course.grading.checks import task
+from ddp_course.checking.checks import task
 
 from .shared import tensors
 
@@ -31,7 +31,9 @@ def batches_of(random, count, size):
 
 @task("1.1", "train_step", {"weights": 1, "loss": 1}, bound=1e-9)
 class TrainStep:
-    """Forward, backward, update: the weights are plain SGD's, the losses plain numbers from before each update."""
+    """Forward, backward, update: the weights are plain SGD's, the losses plain numbers from before
+    each update.
+    """
 
     def draw(random, hidden):
         return {"seed": random.randrange(10**6), "batches": batches_of(random, 3 + 2 * hidden, 8)}
@@ -49,7 +51,10 @@ class Accumulate:
 
     def draw(random, hidden):
         count = random.randrange(3, 6)
-        return {"seed": random.randrange(10**6), "rounds": [batches_of(random, count, 6) for _ in range(2 + hidden)]}
+        return {
+            "seed": random.randrange(10**6),
+            "rounds": [batches_of(random, count, 6) for _ in range(2 + hidden)],
+        }
 
     def probe(accumulate, seed, rounds):
         model, optimizer = small_model(seed)
@@ -63,7 +68,9 @@ class Accumulate:
 
 @task("1.3", "gradient_bytes", {"dtypes": 1, "trained only": 1})
 class GradientBytes:
-    """Bytes that all gradients of a model take: by each parameter's own dtype, trainable ones only, each once."""
+    """Bytes that all gradients of a model take: by each parameter's own dtype, trainable ones only,
+    each once.
+    """
 
     def draw(random, hidden):
         return {"widths": [random.randrange(3, 40) for _ in range(3)], "tied": hidden}

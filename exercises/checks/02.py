@@ -3,34 +3,61 @@
 import torch
 from torch import nn
 
-from ddp_course.grading.checks import task
-from ddp_course.grading.diagnosis import same
+from ddp_course.checking.checks import task
+from ddp_course.checking.diagnosis import same
 
 from .shared import tensors
 
 
-@task("2.1", "scatter", {"uneven sizes": 1, "even sizes": 1}, forbidden=("ddp_course.stage2_dataparallel.scatter",))
+@task(
+    "2.1",
+    "scatter",
+    {"uneven sizes": 1, "even sizes": 1},
+    forbidden=("ddp_course.stage2_dataparallel.scatter",),
+)
 class Scatter:
-    """Cut a batch into shards, as equal as can be: nothing lost or twice, in order, the longer first, no empty ones."""
+    """Cut a batch into shards, as equal as can be: nothing lost or twice, in order, the longer
+    first, no empty ones.
+    """
 
     def draw(random, hidden):
-        sizes = [(8, 2), (10, 4), (7, 3), (3, 4), (5, 1), (random.randrange(9, 30), 8 if hidden else 5)]
+        sizes = [
+            (8, 2),
+            (10, 4),
+            (7, 3),
+            (3, 4),
+            (5, 1),
+            (random.randrange(9, 30), 8 if hidden else 5),
+        ]
         return {"cases": [(tensors(random, 1, rows, 3)[0], devices) for rows, devices in sizes]}
 
     def probe(scatter, cases):
         for tensor, devices in cases:
             part = "uneven sizes" if len(tensor) % devices else "even sizes"
-            about, shards = f"{len(tensor)} samples on {devices} devices", scatter(tensor, ["cpu"] * devices)
+            about, shards = (
+                f"{len(tensor)} samples on {devices} devices",
+                scatter(tensor, ["cpu"] * devices),
+            )
             if isinstance(shards, list | tuple):
-                yield part, f"{about}, shards of", [len(shard) if shard.ndim else 0 for shard in shards]
+                yield (
+                    part,
+                    f"{about}, shards of",
+                    [len(shard) if shard.ndim else 0 for shard in shards],
+                )
             yield part, f"{about}, the shards", shards
             if isinstance(shards, list | tuple):
                 on_meta = scatter(tensor, ["meta"] * devices)
-                yield part, f'{about} called "meta", where the shards are', [str(shard.device) for shard in on_meta]
+                yield (
+                    part,
+                    f'{about} called "meta", where the shards are',
+                    [str(shard.device) for shard in on_meta],
+                )
 
 
 def replicas_of(seed, count, frozen):
-    """A model and its copies, each with own gradients; if `frozen`, only the last copy has one in its last layer."""
+    """A model and its copies, each with own gradients; if `frozen`, only the last copy has one in
+    its last layer.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         models = [nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double() for _ in range(count)]
@@ -66,17 +93,36 @@ class Reduce:
                 before = [gradients(model) for model in models]
                 reduce(models[0], models)
                 after = [gradients(model) for model in models]
-                about = f"{count} replicas" + (", of which only the last has a gradient in the last layer" * frozen)
+                about = f"{count} replicas" + (
+                    ", of which only the last has a gradient in the last layer" * frozen
+                )
                 for index, gradient in enumerate(after[0]):
                     part = "missing gradients" if frozen else "sums"
                     yield part, f"{about}: the master's gradient of parameter {index}", gradient
                 own = {p.grad.data_ptr() for p in models[0].parameters() if p.grad is not None}
-                taken = {p.grad.data_ptr() for model in models[1:] for p in model.parameters() if p.grad is not None}
+                taken = {
+                    p.grad.data_ptr()
+                    for model in models[1:]
+                    for p in model.parameters()
+                    if p.grad is not None
+                }
                 added = count == 1 or not same(before[0], after[0])
-                yield "replicas kept", f"{about}: something was added to the master's gradients", added
+                yield (
+                    "replicas kept",
+                    f"{about}: something was added to the master's gradients",
+                    added,
+                )
                 as_before = same(before[1:], after[1:])
-                yield "replicas kept", f"{about}: the replicas' gradients are as they were", as_before
-                yield "replicas kept", f"{about}: the master's gradients are tensors of its own", not own & taken
+                yield (
+                    "replicas kept",
+                    f"{about}: the replicas' gradients are as they were",
+                    as_before,
+                )
+                yield (
+                    "replicas kept",
+                    f"{about}: the master's gradients are tensors of its own",
+                    not own & taken,
+                )
 
 
 @task("2.3", "master_sends", {"the model": 1, "the batch": 1})
@@ -85,7 +131,15 @@ class MasterSends:
 
     def draw(random, hidden):
         for k in (2, 4, 8, 1):
-            p, inputs, outputs = random.randrange(10**5, 10**8), random.randrange(10, 9999), random.randrange(1, 99)
+            p, inputs, outputs = (
+                random.randrange(10**5, 10**8),
+                random.randrange(10, 9999),
+                random.randrange(1, 99),
+            )
             batch = (840 * inputs, 840 * outputs)
             yield "the model", f"{k} devices, p={p}, no batch", (p, 0, 0, k)
-            yield "the batch", f"{k} devices, no model, inputs={batch[0]}, outputs={batch[1]}", (0, *batch, k)
+            yield (
+                "the batch",
+                f"{k} devices, no model, inputs={batch[0]}, outputs={batch[1]}",
+                (0, *batch, k),
+            )

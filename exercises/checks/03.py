@@ -3,8 +3,8 @@
 import torch
 import torch.distributed as dist
 
-from ddp_course.grading.attempt import COLLECTIVES
-from ddp_course.grading.checks import task
+from ddp_course.checking.attempt import COLLECTIVES
+from ddp_course.checking.checks import task
 from ddp_course.running import wire
 
 from .shared import RING, SERVER, tensors, worlds
@@ -21,7 +21,9 @@ def draw_server(random, hidden, whole=True):
 
 
 def probe_server(function, values, servers):
-    """Every rank's tensor after `function(tensor, server, group)` in worlds of 3, 4, 2 and 1, and the bytes it sent."""
+    """Every rank's tensor after `function(tensor, server, group)` in worlds of 3, 4, 2 and 1, and
+    the bytes it sent.
+    """
     for size, group in worlds(3, 4, 2, 1):
         tensor = values[dist.get_rank()].clone()
         with wire.counting() as traffic:
@@ -33,7 +35,9 @@ def probe_server(function, values, servers):
 
 @task("3.1", "collect", {"values": 1, "bytes": 1}, **LOOP)
 class Collect:
-    """The first loop: the server has the sum; each other rank keeps its tensor, and sends it once."""
+    """The first loop: the server has the sum; each other rank keeps its tensor, and sends it
+    once.
+    """
 
     draw = draw_server
     probe = probe_server
@@ -59,12 +63,21 @@ class Average:
 
 @task("3.4", "ranks_that_pay", {"some of them": 1, "one or all": 1})
 class RanksThatPay:
-    """The least of c/K + 2 (K-1) p/b: neither one rank nor all of them, but for very slow and very fast links."""
+    """The least of c/K + 2 (K-1) p/b: neither one rank nor all of them, but for very slow and very
+    fast links.
+    """
 
     def draw(random, hidden):
         best = [*random.sample(range(2, 9), 3), *([random.randrange(15, 30)] if hidden else [])]
         for k, most in [*((k, 4 * k) for k in best), (0.3, 6), (40, 16)]:
             parameters, bits = random.randrange(1, 400) * 10**6, random.randrange(1, 100) * 10**8
             computing = 64 * parameters / bits * k**2
-            about = f"{computing:.3g} s of computing, {parameters:,} parameters, {bits:,} bit/s, at most {most} ranks"
-            yield "some of them" if k in best else "one or all", about, (computing, parameters, bits, most)
+            about = (
+                f"{computing:.3g} s of computing, {parameters:,} parameters, {bits:,} bit/s, at"
+                f" most {most} ranks"
+            )
+            yield (
+                "some of them" if k in best else "one or all",
+                about,
+                (computing, parameters, bits, most),
+            )

@@ -3,20 +3,27 @@
 import torch
 import torch.distributed as dist
 
-from ddp_course.grading.attempt import COLLECTIVES
-from ddp_course.grading.checks import task
+from ddp_course.checking.attempt import COLLECTIVES
+from ddp_course.checking.checks import task
 from ddp_course.running import wire
 
 from .shared import RING, require, tensors, worlds
 
 LOOP = {"ranks": 4, "forbidden": RING + COLLECTIVES}
-LEFT = "you send to the left, to rank - 1; this ring goes to the right, to rank + 1, and receives from the left"
-OWN_EVERY_TIME = "every message was your own chunk: after the first step, send on what has just come in"
+LEFT = (
+    "you send to the left, to rank - 1; this ring goes to the right, to rank + 1, and receives from"
+    " the left"
+)
+OWN_EVERY_TIME = (
+    "every message was your own chunk: after the first step, send on what has just come in"
+)
 
 
 @task("4.1", "chunk_to_send", {"down to chunk 0": 0.5, "past chunk 0": 0.5})
 class ChunkToSend:
-    """Which chunk a rank sends in a step of reduce-scatter: rank - step, and K more where that is less than 0."""
+    """Which chunk a rank sends in a step of reduce-scatter: rank - step, and K more where that is
+    less than 0.
+    """
 
     def draw(random, hidden):
         sizes = random.sample(range(2, 9), 4)
@@ -27,14 +34,20 @@ class ChunkToSend:
 
 
 def draw_chunks(random, hidden):
-    """Lengths of uneven chunks for 2, 3 and 4 ranks, longer ones first, and whole numbers to fill them with."""
+    """Lengths of uneven chunks for 2, 3 and 4 ranks, longer ones first, and whole numbers to fill
+    them with.
+    """
     odd = 12 * random.randrange(1, 3) + random.choice((5, 7))
-    lengths = {size: [len(chunk) for chunk in torch.arange(odd).tensor_split(size)] for size in (3, 4, 2)}
+    lengths = {
+        size: [len(chunk) for chunk in torch.arange(odd).tensor_split(size)] for size in (3, 4, 2)
+    }
     return {"lengths": lengths, "values": [tensors(random, 4, 16, whole=True) for _ in range(4)]}
 
 
 def probe_chunks(function, lengths, values, part, what):
-    """What `function(chunks, group)` leaves in the finished chunks and in all chunks, and what it sends."""
+    """What `function(chunks, group)` leaves in the finished chunks and in all chunks, and what it
+    sends.
+    """
     for size, group in worlds(3, 4, 2):
         rank, case = dist.get_rank(), f"with {size} ranks"
         own = values[rank]
@@ -43,14 +56,20 @@ def probe_chunks(function, lengths, values, part, what):
         chunks = [own[index][:length].clone() for index, length in enumerate(lengths[size])]
         with wire.counting() as traffic:
             function(list(chunks), group)
-        yield part, f"{case}, {what}", torch.cat(chunks) if part == "chunks" else chunks[(rank + 1) % size]
+        yield (
+            part,
+            f"{case}, {what}",
+            torch.cat(chunks) if part == "chunks" else chunks[(rank + 1) % size],
+        )
         yield "bytes", f"{case}, bytes sent", traffic.bytes_sent
         yield "bytes", f"{case}, messages sent", traffic.messages_sent
         yield "the other chunks", case, torch.cat(chunks)
 
 
 def try_equal_chunks(function, chunks, group):
-    """Raise Wrong for faults that equal chunks show: with uneven chunks, messages that do not fit may hide them."""
+    """Raise Wrong for faults that equal chunks show: with uneven chunks, messages that do not fit
+    may hide them.
+    """
     rank, size, left, _ = wire.neighbours(group)
     events = []
     with wire.observing(events.append):
@@ -80,17 +99,29 @@ class AllGather:
         return probe_chunks(allgather, lengths, values, "chunks", "all chunks after allgather")
 
 
-SHAPES = {"in one row": (23,), "a matrix": (5, 7), "not contiguous": (6, 4), "fewer elements than ranks": (2,)}
+SHAPES = {
+    "in one row": (23,),
+    "a matrix": (5, 7),
+    "not contiguous": (6, 4),
+    "fewer elements than ranks": (2,),
+}
 
 
 @task("4.4", "ring_all_reduce", {"sums": 1, "any shape": 1, "bytes": 1}, **LOOP)
 class RingAllReduce:
-    """Any shape, in place, uneven chunks, 1 to 4 ranks, and no rank sends more than 2 (K-1) chunks."""
+    """Any shape, in place, uneven chunks, 1 to 4 ranks, and no rank sends more than 2 (K-1)
+    chunks.
+    """
 
     def draw(random, hidden):
         shapes = {**SHAPES, "of no elements": (0,)} if hidden else SHAPES
         dtype = torch.float64 if hidden else torch.float32
-        return {"values": {name: tensors(random, 4, *shape, dtype=dtype, whole=True) for name, shape in shapes.items()}}
+        return {
+            "values": {
+                name: tensors(random, 4, *shape, dtype=dtype, whole=True)
+                for name, shape in shapes.items()
+            }
+        }
 
     def probe(ring_all_reduce, values):
         for size, group in worlds(3, 4, 2, 1):
@@ -108,28 +139,50 @@ class RingAllReduce:
 
 @task("4.5", "step_seconds", {"equal cables": 1, "a slow cable": 1})
 class StepSeconds:
-    """The least over K of c/K + 2(K-1) (latency + p/(K b)), with the K fastest cables, of which b is the slowest."""
+    """The least over K of c/K + 2(K-1) (latency + p/(K b)), with the K fastest cables, of which b
+    is the slowest.
+    """
 
     def draw(random, hidden):
-        for ranks, slow, share in [(4, 1, 2), (8, 1, 9), (1, 1, 1), (6, 0.7, 9), (5, 0.05, 2), (8, 0.4, 1)]:
+        for ranks, slow, share in [
+            (4, 1, 2),
+            (8, 1, 9),
+            (1, 1, 1),
+            (6, 0.7, 9),
+            (5, 0.05, 2),
+            (8, 0.4, 1),
+        ]:
             bits, parameters = random.randrange(1, 90) * 10**8, random.randrange(1, 400) * 10**6
             cables = [slow * bits] * (1 + (ranks > 5)) + [bits] * (ranks - 1 - (ranks > 5))
             random.shuffle(cables)
             latency, computing = random.randrange(1, 90) * 1e-3, share * 64 * parameters / bits
             rates = ", ".join(f"{cable:.3g}" for cable in cables)
-            about = f"cables of {rates} bit/s, {parameters:,} parameters, {1000 * latency:.0f} ms of latency, seconds"
+            about = (
+                f"cables of {rates} bit/s, {parameters:,} parameters, {1000 * latency:.0f} ms of"
+                " latency, seconds"
+            )
             part = "equal cables" if len(set(cables)) == 1 else "a slow cable"
             yield part, about, (cables, parameters, latency, computing)
 
 
 @task("4.6", ("the_bug", "mended_ring"), {"the line": 1, "mended": 1}, secret=("the line",), **LOOP)
 class FindTheBugInTheRing:
-    """A ring that loses the remainder: line 3 cuts the tensor into chunks, and drops what is left over."""
+    """A ring that loses the remainder: line 3 cuts the tensor into chunks, and drops what is left
+    over.
+    """
 
     def draw(random, hidden):
-        lengths = {"even": 24, "odd": 12 * random.randrange(1, 3) + random.choice((5, 7, 11)), "short": 3}
+        lengths = {
+            "even": 24,
+            "odd": 12 * random.randrange(1, 3) + random.choice((5, 7, 11)),
+            "short": 3,
+        }
         dtype = torch.float64 if hidden else torch.float32
-        return {"values": {name: tensors(random, 4, n, dtype=dtype, whole=True) for name, n in lengths.items()}}
+        return {
+            "values": {
+                name: tensors(random, 4, n, dtype=dtype, whole=True) for name, n in lengths.items()
+            }
+        }
 
     def probe(the_bug, mended_ring, values):
         yield "the line", "the faulty line", the_bug()

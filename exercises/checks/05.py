@@ -1,6 +1,7 @@
 """Exercise 5: buckets, the hook that tells when a gradient is ready, and the place to wait.
 
-The evidence for "waiting" in 5.3 is time: the probe itself notes whether one event has happened before another.
+The evidence for "waiting" in 5.3 is time: the probe itself notes whether one event has happened
+before another.
 """
 
 import itertools
@@ -14,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_course.grading.checks import task
-from ddp_course.grading.evidence import BUSY
+from ddp_course.checking.checks import task
+from ddp_course.checking.evidence import BUSY
 from ddp_course.running.devices import Device
 from ddp_course.stage4_ring import ring_all_reduce
 
@@ -24,27 +25,51 @@ from .shared import require, several, tensors, worlds
 ORDER = "do all ranks submit the buckets in the same order, and wait for them?"
 
 
-@task("5.1", "assign_buckets", {"caps": 2, "dtypes": 1}, forbidden=("ddp_course.stage5_bucketed.assign_buckets",))
+@task(
+    "5.1",
+    "assign_buckets",
+    {"caps": 2, "dtypes": 1},
+    forbidden=("ddp_course.stage5_bucketed.assign_buckets",),
+)
 class AssignBuckets:
-    """Parameters into buckets, last first, each closed on reaching the cap; a bucket for each dtype."""
+    """Parameters into buckets, last first, each closed on reaching the cap; a bucket for each
+    dtype.
+    """
 
     def draw(random, hidden):
         sizes = [random.randrange(20, 200) for _ in range(9 + 4 * hidden)]
-        alike, mixed = ["float32"] * len(sizes), ["float64" if i % 3 == 0 else "float32" for i in range(len(sizes))]
+        alike, mixed = (
+            ["float32"] * len(sizes),
+            ["float64" if i % 3 == 0 else "float32" for i in range(len(sizes))],
+        )
         three = [("bfloat16", "float32", "float64")[i % 3] for i in range(len(sizes))]
         exact = [25, 50, 50, 100, 25, 75]
-        cases = [(sizes, alike, 800), (exact, ["float32"] * 6, 400), (sizes, mixed, 900), (sizes, alike, 10**6)]
+        cases = [
+            (sizes, alike, 800),
+            (exact, ["float32"] * 6, 400),
+            (sizes, mixed, 900),
+            (sizes, alike, 10**6),
+        ]
         return {"cases": cases + [(sizes, three, 700)] * hidden}
 
     def probe(assign_buckets, cases):
         for sizes, kinds, cap in cases:
             shapes = zip(sizes, kinds, strict=True)
-            parameters = [nn.Parameter(torch.zeros(size, dtype=getattr(torch, kind))) for size, kind in shapes]
-            index, dtypes = {id(parameter): i for i, parameter in enumerate(parameters)}, len(set(kinds))
-            buckets = [[index.get(id(p), -1) for p in bucket] for bucket in assign_buckets(parameters, cap)]
+            parameters = [
+                nn.Parameter(torch.zeros(size, dtype=getattr(torch, kind))) for size, kind in shapes
+            ]
+            index, dtypes = (
+                {id(parameter): i for i, parameter in enumerate(parameters)},
+                len(set(kinds)),
+            )
+            buckets = [
+                [index.get(id(p), -1) for p in bucket] for bucket in assign_buckets(parameters, cap)
+            ]
             buckets = sorted(buckets, reverse=True) if dtypes > 1 else buckets
             taken = [sum(parameters[i].nbytes for i in bucket) for bucket in buckets]
-            about = f"{len(sizes)} parameters{f' of {dtypes} dtypes' * (dtypes > 1)}, cap {cap} bytes"
+            about = (
+                f"{len(sizes)} parameters{f' of {dtypes} dtypes' * (dtypes > 1)}, cap {cap} bytes"
+            )
             part = "dtypes" if dtypes > 1 else "caps"
             yield part, f"{about}, bytes of the buckets", taken
             yield part, f"{about}, buckets of parameters (-1: none of them)", buckets
@@ -80,7 +105,11 @@ class TellWhenReady:
             calls.append((index.get(id(parameter), -1), None if grad is None else grad.clone()))
 
         tell_when_ready(list(model.parameters()), ready)
-        yield "calls", "before any backward pass, ready is called for parameters", [i for i, _ in calls]
+        yield (
+            "calls",
+            "before any backward pass, ready is called for parameters",
+            [i for i, _ in calls],
+        )
         called = False
         for number, x in enumerate(inputs, 1):
             calls.clear()
@@ -91,18 +120,33 @@ class TellWhenReady:
                 if grad is None or not grad.equal(last[i]):
                     early.append(f"parameter {i}: {'none yet' if grad is None else 'not complete'}")
             called_for = sorted(i for i, _ in calls)
-            yield "calls", f"backward pass {number}: ready is called for parameters (-1: none of them)", called_for
+            yield (
+                "calls",
+                f"backward pass {number}: ready is called for parameters (-1: none of them)",
+                called_for,
+            )
             about = f"backward pass {number}: gradients that are not there when ready is called"
             yield "complete", about, sorted(early)
         yield "complete", "ready was called in a backward pass", called
 
 
-@task("5.3", "average_in_background", {"waiting": 1, "mean": 1, "errors": 1}, ranks=3, hang=ORDER, bound=1e-5)
+@task(
+    "5.3",
+    "average_in_background",
+    {"waiting": 1, "mean": 1, "errors": 1},
+    ranks=3,
+    hang=ORDER,
+    bound=1e-5,
+)
 class AverageInBackground:
     """Submit all, then wait for all: no bucket is touched meanwhile, and no error is lost."""
 
     def draw(random, hidden):
-        return {"values": [[tensors(random, 1, n)[0] for n in (7, 12, 5, 9, *[2] * hidden)] for _ in range(3)]}
+        return {
+            "values": [
+                [tensors(random, 1, n)[0] for n in (7, 12, 5, 9, *[2] * hidden)] for _ in range(3)
+            ]
+        }
 
     def probe(average_in_background, values):
         flats = [flat.clone() for flat in values[dist.get_rank()]]
@@ -112,7 +156,11 @@ class AverageInBackground:
         in_background = all(name.startswith("communication") for name in threads)
         yield "waiting", "all_reduce was called", bool(order)
         yield "waiting", "all_reduce runs in the executor's thread", in_background
-        yield "waiting", "the second bucket was submitted before the first was done", not any(alone[:1])
+        yield (
+            "waiting",
+            "the second bucket was submitted before the first was done",
+            not any(alone[:1]),
+        )
         yield "waiting", "buckets that were done when your function returned", done
         yield "waiting", "nobody changed a bucket while it was reduced", not any(touched)
         yield "waiting", "buckets were reduced in the order", order
@@ -124,9 +172,11 @@ class AverageInBackground:
 
 
 def watched(function, flats, executor):
-    """In which order buckets are reduced, and in which threads; which changed meanwhile, and which ran alone.
+    """In which order buckets are reduced, and in which threads; which changed meanwhile, and which
+    ran alone.
 
-    The first bucket waits, at most 0.5 s, until the second one is submitted; then each takes 0.03 s and its sum.
+    The first bucket waits, at most 0.5 s, until the second one is submitted; then each takes 0.03 s
+    and its sum.
     """
     ((size, group),) = worlds(3)
     order, threads, touched, alone, delays = [], [], [], [], []
@@ -136,7 +186,9 @@ def watched(function, flats, executor):
         if begun.is_set():
             second.set()
         future = submit(*args, **kwargs)
-        begun.wait(0.5)  # An answer that changes the bucket now changes it while it is being reduced.
+        begun.wait(
+            0.5
+        )  # An answer that changes the bucket now changes it while it is being reduced.
         return future
 
     def all_reduce(flat):
@@ -175,7 +227,9 @@ def error_of(function, length):
 
 @task("5.4", ("the_bug", "departures"), {"the line": 1, "mended": 1}, secret=("the line",))
 class FindTheBugInTheOrder:
-    """Buckets leave by index, on all ranks alike, none before its gradients are there, and none later."""
+    """Buckets leave by index, on all ranks alike, none before its gradients are there, and none
+    later.
+    """
 
     def draw(random, hidden):
         cases = []
@@ -183,7 +237,11 @@ class FindTheBugInTheOrder:
             parameters = list(range(count))[::-1]
             cuts = sorted(random.sample(range(1, count), 2))
             buckets = [parameters[: cuts[0]], parameters[cuts[0] : cuts[1]], parameters[cuts[1] :]]
-            orders = [parameters, *(random.sample(parameters, count) for _ in range(2)), parameters[::-1]]
+            orders = [
+                parameters,
+                *(random.sample(parameters, count) for _ in range(2)),
+                parameters[::-1],
+            ]
             cases.append((buckets, orders))
         return {"cases": cases}
 
@@ -204,12 +262,19 @@ def buckets_of(model):
     return [parameters[i : i + 2] for i in range(0, LAYERS, 2)]
 
 
-@task("5.5", "Bucketed", {"mean": 1, "every pass": 1, "overlap": 2}, ranks=3, hang=ORDER, bound=1e-5)
+@task(
+    "5.5", "Bucketed", {"mean": 1, "every pass": 1, "overlap": 2}, ranks=3, hang=ORDER, bound=1e-5
+)
 class AssembleBucketedDDP:
-    """Hooks, buckets and a thread, put together: right, in every pass, and beside the backward pass."""
+    """Hooks, buckets and a thread, put together: right, in every pass, and beside the backward
+    pass.
+    """
 
     def draw(random, hidden):
-        return {"seed": random.randrange(10**6), "inputs": [tensors(random, 2 + hidden, 8, WIDTH) for _ in range(3)]}
+        return {
+            "seed": random.randrange(10**6),
+            "inputs": [tensors(random, 2 + hidden, 8, WIDTH) for _ in range(3)],
+        }
 
     def probe(Bucketed, seed, inputs):
         ((size, group),) = worlds(3)
@@ -237,11 +302,18 @@ class AssembleBucketedDDP:
                     notes.clear()
                 model.zero_grad()
                 parallel.backward(model(x).square().mean())
-                about, gradient = f"backward pass {number}", torch.cat([p.grad.reshape(-1) for p in model.parameters()])
+                about, gradient = (
+                    f"backward pass {number}",
+                    torch.cat([p.grad.reshape(-1) for p in model.parameters()]),
+                )
                 yield "mean" if number == 1 else "every pass", about, gradient
                 yield "overlap", f"{about}, messages for 3 buckets", len(threads)
                 yield "overlap", f"{about}, threads that call all_reduce", sorted(set(threads))
-                yield "overlap", f"{about}, buckets that leave before backward has finished", sum(early[:2])
+                yield (
+                    "overlap",
+                    f"{about}, buckets that leave before backward has finished",
+                    sum(early[:2]),
+                )
 
 
 SETTINGS = ("each on its own", "one bucket", "hidden", "slow link")
@@ -252,14 +324,20 @@ def timeline_of(random, setting):
     start = random.uniform(0, 30)
     slots = [random.uniform(12, 20) for _ in range(random.randrange(3, 7))]
     end = start + sum(slots)
-    spans = [("forward", start - 12, start), ("backward", start, end), ("update", end + 200, end + 203)]
+    spans = [
+        ("forward", start - 12, start),
+        ("backward", start, end),
+        ("update", end + 200, end + 203),
+    ]
     if setting == "one bucket":
         spans.append(("communication", end - random.uniform(0.5, 2), end + random.uniform(20, 60)))
     now = end - random.uniform(0.5, 2) if setting == "each on its own" else start
     for index in range(len(slots) if setting != "one bucket" else 0):
         full = now if setting == "each on its own" else start + sum(slots[: index + 1])
         now = max(now + 0.3, full)
-        took = {"hidden": random.uniform(3, 6), "slow link": random.uniform(22, 40)}.get(setting, random.uniform(5, 9))
+        took = {"hidden": random.uniform(3, 6), "slow link": random.uniform(22, 40)}.get(
+            setting, random.uniform(5, 9)
+        )
         spans.append(("communication", now, now + took))
         now += took
     return random.sample([(name, round(a, 2), round(b, 2)) for name, a, b in spans], len(spans))
@@ -267,20 +345,31 @@ def timeline_of(random, setting):
 
 @task("5.6", "setting_of", {"after backward": 1, "beside backward": 1})
 class WhichTimeline:
-    """Four settings and their timelines: where nothing runs beside backward, and where communication does."""
+    """Four settings and their timelines: where nothing runs beside backward, and where
+    communication does.
+    """
 
     def draw(random, hidden):
         for setting in random.sample(SETTINGS * (3 + 3 * hidden), len(SETTINGS) * (3 + 3 * hidden)):
             timeline = timeline_of(random, setting)
-            part = "after backward" if setting in ("each on its own", "one bucket") else "beside backward"
+            part = (
+                "after backward"
+                if setting in ("each on its own", "one bucket")
+                else "beside backward"
+            )
             yield part, in_words(timeline), (timeline,)
 
 
 def in_words(timeline):
     """A timeline as a sentence."""
-    backward = next(f"{start:.0f} to {end:.0f}" for name, start, end in timeline if name == "backward")
+    backward = next(
+        f"{start:.0f} to {end:.0f}" for name, start, end in timeline if name == "backward"
+    )
     rings = sorted((start, end) for name, start, end in timeline if name == "communication")
-    return f"backward {backward} ms, communication {', '.join(f'{a:.0f} to {b:.0f}' for a, b in rings)} ms"
+    return (
+        f"backward {backward} ms, communication"
+        f" {', '.join(f'{a:.0f} to {b:.0f}' for a, b in rings)} ms"
+    )
 
 
 @cache
@@ -298,14 +387,22 @@ def limited(measure, most=40):
     times = itertools.count(1)
 
     def limited_measure(samples):
-        too_often = f"measured more than {most} times; halve the range each time, and a dozen are enough"
+        too_often = (
+            f"measured more than {most} times; halve the range each time, and a dozen are enough"
+        )
         require(next(times) <= most, too_often)
         return measure(samples)
 
     return limited_measure
 
 
-@task("5.7", "when_it_hides", {"predicted": 1, "measured": 1, "explained": 1}, secret=("explained",), seconds=30)
+@task(
+    "5.7",
+    "when_it_hides",
+    {"predicted": 1, "measured": 1, "explained": 1},
+    secret=("explained",),
+    seconds=30,
+)
 class WhenItHides:
     """The prediction of a straight line, a measurement, and the cause of their difference."""
 
@@ -321,10 +418,15 @@ class WhenItHides:
             ring = part * backward(512)
             about = f"a device of {rate}MFLOP/s and {memory}MB/s, a ring of {1000 * ring:.3g} ms"
             answer = when_it_hides(limited(backward), ring)
-            predicted, measured, why = several(answer, 3, "return three things: predicted, measured, why")
+            predicted, measured, why = several(
+                answer, 3, "return three things: predicted, measured, why"
+            )
             yield "predicted", f"{about}, predicted samples", predicted
             yield "measured", f"{about}, measured samples", measured
             hides = 1 + bisect_left(range(1, 1025), ring, key=backward)
             share = backward(max(1, hides // 2)) / backward(hides)
-            half = f"with half of {hides} samples backward takes {share:.0%} of the time; what bounds it"
+            half = (
+                f"with half of {hides} samples backward takes {share:.0%} of the time; what"
+                " bounds it"
+            )
             yield "explained", f"{about}: {half}", why

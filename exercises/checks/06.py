@@ -1,4 +1,6 @@
-"""Exercise 6: what a real DDP needs: no_sync, unused parameters, buffers, a hook that compresses, a real script."""
+"""Exercise 6: what a real DDP needs: no_sync, unused parameters, buffers, a hook that compresses, a
+real script.
+"""
 
 import os
 import tempfile
@@ -7,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_course.grading.attempt import COLLECTIVES
-from ddp_course.grading.checks import load_tasks, task
+from ddp_course.checking.attempt import COLLECTIVES
+from ddp_course.checking.checks import load_tasks, task
 from ddp_course.running import wire
 from ddp_course.stage4_ring import ring_all_reduce
 from ddp_course.stage6_ddp import DistributedDataParallel
@@ -21,18 +23,29 @@ ONE = load_tasks(1)  # Exercise 1 has a little net.
 
 @task("6.1", "accumulate", {"bytes": 1, "weights": 2}, ranks=4, bound=1e-9, hang=SYNCHRONISE)
 class AccumulateUnsynchronised:
-    """Several micro-batches, one synchronisation, and the weights of one step on all samples of all ranks."""
+    """Several micro-batches, one synchronisation, and the weights of one step on all samples of all
+    ranks.
+    """
 
     def draw(random, hidden):
         count = random.randrange(3, 5)
-        return {"seed": random.randrange(10**6), "batches": [ONE.batches_of(random, count, 4) for _ in range(4)]}
+        return {
+            "seed": random.randrange(10**6),
+            "batches": [ONE.batches_of(random, count, 4) for _ in range(4)],
+        }
 
     def probe(accumulate, seed, batches):
         mine = batches[dist.get_rank()]
         for size, group in worlds(2, 4):
-            (model, optimizer), called, (all_reduce, reduced) = ONE.small_model(seed), [], noted_ring(group)
+            (model, optimizer), called, (all_reduce, reduced) = (
+                ONE.small_model(seed),
+                [],
+                noted_ring(group),
+            )
             parallel = DistributedDataParallel(model, process_group=group, all_reduce=all_reduce)
-            nn.functional.cross_entropy(parallel(mine[0][0]), mine[0][1]).backward()  # DDP sends more in a first pass.
+            nn.functional.cross_entropy(
+                parallel(mine[0][0]), mine[0][1]
+            ).backward()  # DDP sends more in a first pass.
             reduced.clear()
             parallel.register_forward_pre_hook(lambda *_, called=called: called.append(1))
             accumulate(parallel, optimizer, mine)
@@ -44,12 +57,26 @@ class AccumulateUnsynchronised:
 
 @task("6.2", "used_anywhere", {"union": 1, "one all-reduce": 1}, ranks=4)
 class UsedAnywhere:
-    """Which parameters were used on some rank: bools, by one all-reduce, and the input unchanged."""
+    """Which parameters were used on some rank: bools, by one all-reduce, and the input
+    unchanged.
+    """
 
     def draw(random, hidden):
-        columns = [(0, 0, 0, 0), (1, 1, 1, 1), (1, 0, 0, 0), (0, 0, 0, 1), (0, 1, 1, 0), (0, 1, 0, 0)]
+        columns = [
+            (0, 0, 0, 0),
+            (1, 1, 1, 1),
+            (1, 0, 0, 0),
+            (0, 0, 0, 1),
+            (0, 1, 1, 0),
+            (0, 1, 0, 0),
+        ]
         columns += [tuple(random.randrange(2) for _ in range(4)) for _ in range(5 + 300 * hidden)]
-        return {"used": [torch.tensor([column[rank] for column in columns], dtype=torch.bool) for rank in range(4)]}
+        return {
+            "used": [
+                torch.tensor([column[rank] for column in columns], dtype=torch.bool)
+                for rank in range(4)
+            ]
+        }
 
     def probe(used_anywhere, used):
         for size, group in worlds(4, 3, 2):
@@ -58,7 +85,11 @@ class UsedAnywhere:
             about = f"with {size} ranks"
             yield "union", f"{about}, bools are added up", "bool" in dict(calls)
             yield "union", about, result
-            yield "one all-reduce", f"{about}, the input is as it was", mine.equal(used[dist.get_rank()])
+            yield (
+                "one all-reduce",
+                f"{about}, the input is as it was",
+                mine.equal(used[dist.get_rank()]),
+            )
             yield "one all-reduce", f"{about}, all-reduces", len(calls)
 
 
@@ -76,12 +107,23 @@ def buffered(seed, rank):
     return model
 
 
-@task("6.3", "share_buffers", {"buffers": 1, "bytes": 1}, ranks=4, forbidden=SERVER + RING + COLLECTIVES)
+@task(
+    "6.3",
+    "share_buffers",
+    {"buffers": 1, "bytes": 1},
+    ranks=4,
+    forbidden=SERVER + RING + COLLECTIVES,
+)
 class ShareBuffers:
-    """Every rank gets rank src's buffers, in place; parameters stay, and (K-1) times the bytes leave the source."""
+    """Every rank gets rank src's buffers, in place; parameters stay, and (K-1) times the bytes
+    leave the source.
+    """
 
     def draw(random, hidden):
-        return {"seed": random.randrange(10**6), "sources": {3: 2, 4: random.randrange(1, 4), 2: 0, 1: 0}}
+        return {
+            "seed": random.randrange(10**6),
+            "sources": {3: 2, 4: random.randrange(1, 4), 2: 0, 1: 0},
+        }
 
     def probe(share_buffers, seed, sources):
         for size, group in worlds(3, 4, 2, 1):
@@ -89,17 +131,30 @@ class ShareBuffers:
             places = [buffer.data_ptr() for buffer in model.buffers()]
             with wire.counting() as traffic:
                 share_buffers(model, src, group)
-            about, places_now = f"with {size} ranks, source {src}", [buffer.data_ptr() for buffer in model.buffers()]
+            about, places_now = (
+                f"with {size} ranks, source {src}",
+                [buffer.data_ptr() for buffer in model.buffers()],
+            )
             for index, buffer in enumerate(model.buffers()):
-                yield "buffers", f"{about}, buffer {index} ({str(buffer.dtype).removeprefix('torch.')})", buffer
+                yield (
+                    "buffers",
+                    f"{about}, buffer {index} ({str(buffer.dtype).removeprefix('torch.')})",
+                    buffer,
+                )
             yield "buffers", f"{about}, the parameters", ONE.weights(model)
-            yield "buffers", f"{about}, buffers are the tensors that they were", places == places_now
+            yield (
+                "buffers",
+                f"{about}, buffers are the tensors that they were",
+                places == places_now,
+            )
             yield "bytes", f"{about}, bytes sent", traffic.bytes_sent
 
 
 @task("6.4", "compressed_average", {"sent in half": 1, "mean": 1}, ranks=4, bound=4e-3)
 class CompressedAverage:
-    """A communication hook that sends half the bytes: reduced once, in float16, and the mean in float32."""
+    """A communication hook that sends half the bytes: reduced once, in float16, and the mean in
+    float32.
+    """
 
     def draw(random, hidden):
         values = [tensor * 100 for tensor in tensors(random, 4, 40)]
@@ -111,7 +166,11 @@ class CompressedAverage:
         for size, group in worlds(3, 4, 2):
             flat, (all_reduce, calls) = values[dist.get_rank()].clone(), noted_ring(group)
             result = compressed_average(flat, all_reduce, size)
-            yield "sent in half", f"with {size} ranks, all_reduce was called with", [dtype for dtype, _ in calls]
+            yield (
+                "sent in half",
+                f"with {size} ranks, all_reduce was called with",
+                [dtype for dtype, _ in calls],
+            )
             yield "mean", f"with {size} ranks, the mean", result
 
 
@@ -124,12 +183,18 @@ class CompressedAverage:
     seconds=10,
 )
 class RealScript:
-    """The five usual mistakes of a script, mended; any order and any way to share the samples will do."""
+    """The five usual mistakes of a script, mended; any order and any way to share the samples will
+    do.
+    """
 
     def draw(random, hidden):
         count = 32 + 6 * hidden
         inputs = tensors(random, 1, count, 3)[0]
-        return {"seed": random.randrange(10**6), "inputs": inputs, "targets": torch.arange(count) % 3}
+        return {
+            "seed": random.randrange(10**6),
+            "inputs": inputs,
+            "targets": torch.arange(count) % 3,
+        }
 
     def probe(main, seed, inputs, targets):
         torch.manual_seed(seed)
@@ -151,14 +216,26 @@ class RealScript:
         ranks = [None] * dist.get_world_size()
         dist.all_gather_object(ranks, (first, after))
         yield "shares", "samples that a rank sees in the first epoch", len(set(first))
-        yield "shares", "samples that some rank sees in it", len({sample for samples, _ in ranks for sample in samples})
+        yield (
+            "shares",
+            "samples that some rank sees in it",
+            len({sample for samples, _ in ranks for sample in samples}),
+        )
         yield "epochs", "the second epoch has another order", first != second
         yield "epochs", "samples that a rank sees in the second epoch", len(second)
         yield "weights", "training changes the weights", not after.equal(before)
-        yield "weights", "all ranks have the same weights at the end", all(other.allclose(after) for _, other in ranks)
+        yield (
+            "weights",
+            "all ranks have the same weights at the end",
+            all(other.allclose(after) for _, other in ranks),
+        )
         yield "one writer", "the files that a rank leaves", files
         if dist.get_rank() == 0:
-            yield "names", 'tensors in the checkpoint\'s "model"', sorted(map(str, state.get("model", ())))
+            yield (
+                "names",
+                'tensors in the checkpoint\'s "model"',
+                sorted(map(str, state.get("model", ()))),
+            )
             yield "names", 'whether the checkpoint has an "epoch"', "epoch" in state
 
 
@@ -182,7 +259,10 @@ def symptoms(random, wrong, size):
     ]
     total = random.uniform(-3, 3)
     sums = [total + (0.01 * rank if "wrapper" in wrong else 0) for rank in range(size)]
-    names = [("module." if "names" in wrong else "") + name for name in ("0.weight", "0.bias", "submodule.weight")]
+    names = [
+        ("module." if "names" in wrong else "") + name
+        for name in ("0.weight", "0.bias", "submodule.weight")
+    ]
     saved = [names if rank == 0 or "writers" in wrong else [] for rank in range(size)]
     return samples, sums, saved
 
@@ -195,7 +275,11 @@ class FromSymptoms:
         chosen = [set(), *({mistake} for mistake in USUAL), set(USUAL), {"sampler", "epoch"}]
         chosen += [set(random.sample(list(USUAL), random.randrange(2, 5))) for _ in range(3)]
         random.shuffle(chosen)
-        return {"runs": [symptoms(random, wrong, random.choice((2, 3, 4 + 4 * hidden))) for wrong in chosen]}
+        return {
+            "runs": [
+                symptoms(random, wrong, random.choice((2, 3, 4 + 4 * hidden))) for wrong in chosen
+            ]
+        }
 
     def probe(mistakes, runs):
         for number, (samples, sums, saved) in enumerate(runs, 1):
@@ -206,19 +290,29 @@ class FromSymptoms:
             require(not strange, f"{strange[:1]} is none of {', '.join(USUAL)}")
             for word, symptom in USUAL.items():
                 part = "samples" if word in ("sampler", "epoch") else "weights and files"
-                yield part, f'run {number} of {len(samples)} ranks, "{word}" ({symptom}) is named', word in words
+                yield (
+                    part,
+                    f'run {number} of {len(samples)} ranks, "{word}" ({symptom}) is named',
+                    word in words,
+                )
 
 
 class Branches(nn.Module):
-    """A trunk and four branches of one size; a pass uses some of them, in an order that differs from rank to rank."""
+    """A trunk and four branches of one size; a pass uses some of them, in an order that differs
+    from rank to rank.
+    """
 
     def __init__(self, seed):
         super().__init__()
         torch.manual_seed(seed)
-        self.layers = nn.ModuleList(nn.Linear(inputs, 4, bias=False).double() for inputs in (3, 4, 4, 4, 4))
+        self.layers = nn.ModuleList(
+            nn.Linear(inputs, 4, bias=False).double() for inputs in (3, 4, 4, 4, 4)
+        )
 
     def forward(self, x, order):
-        """(N, 3) to (N, 4); `order` are numbers of branches, the last one's gradient is ready first."""
+        """(N, 3) to (N, 4); `order` are numbers of branches, the last one's gradient is ready
+        first.
+        """
         x = self.layers[0](x).tanh()
         for number in order:
             x = self.layers[number](x).tanh() + x
@@ -232,9 +326,17 @@ PASSES = {
 }
 
 
-@task("6.7", "Reducer", {"mean": 2, "unused": 1, "order": 1}, ranks=3, hang="do all ranks start the same sums?")
+@task(
+    "6.7",
+    "Reducer",
+    {"mean": 2, "unused": 1, "order": 1},
+    ranks=3,
+    hang="do all ranks start the same sums?",
+)
 class AReducer:
-    """Buckets leave in order while backward runs; a parameter that is not ready at its end was not used."""
+    """Buckets leave in order while backward runs; a parameter that is not ready at its end was not
+    used.
+    """
 
     def draw(random, hidden):
         inputs = [tensors(random, 3, 4, 3, dtype=torch.float64) for _ in range(3)]
@@ -262,7 +364,11 @@ class AReducer:
             yield "order", f"{about}, sums that are started in backward", list(started)
             yield "order", f"{about}, waits in backward", len(waits)
             reducer.finish()
-            yield "order", f"{about}, the same buckets leave", sorted(bucket for bucket in started if bucket >= 0)
+            yield (
+                "order",
+                f"{about}, the same buckets leave",
+                sorted(bucket for bucket in started if bucket >= 0),
+            )
             part = "unused" if "nobody" in about else "mean"
             for index, grad in enumerate(weight.grad for weight in weights):
                 yield part, f"{about}, gradient {index}", None if grad is None else grad.clone()

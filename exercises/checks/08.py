@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable
 from numbers import Integral
 
-from ddp_course.grading.checks import task
+from ddp_course.checking.checks import task
 from ddp_course.stage8_pipeline import Instruction, gpipe, one_forward_one_backward, timetable
 
 from .shared import require, several
@@ -13,24 +13,46 @@ from .shared import require, several
 def steps_of(steps, about, *kinds):
     """A schedule as a list of pairs: of which kind a step is, and a number."""
     steps = list(steps) if isinstance(steps, Iterable) else steps
-    require(isinstance(steps, list), f"{about}: a list of steps was expected, not {type(steps).__name__}")
+    require(
+        isinstance(steps, list),
+        f"{about}: a list of steps was expected, not {type(steps).__name__}",
+    )
     pairs = [tuple(step) if isinstance(step, list | tuple) else (step,) for step in steps]
-    good = all(len(pair) == 2 and pair[0] in kinds and isinstance(pair[1], Integral) for pair in pairs)
+    good = all(
+        len(pair) == 2 and pair[0] in kinds and isinstance(pair[1], Integral) for pair in pairs
+    )
     require(good, f'{about}: each step is a pair such as ("{kinds[0]}", 0) or ("{kinds[1]}", 0)')
     return pairs
 
 
 def completeness(steps, about):
-    """Which micro-batches go forward and backward, in which order, and whether one goes backward first."""
+    """Which micro-batches go forward and backward, in which order, and whether one goes backward
+    first.
+    """
     for letter, way in (("F", "forward"), ("B", "backward")):
-        yield "complete", f"{about}, micro-batches that go {way}", [m for kind, m in steps if kind == letter]
-    early = [m for place, (kind, m) in enumerate(steps) if kind == "B" and ("F", m) not in steps[:place]]
+        yield (
+            "complete",
+            f"{about}, micro-batches that go {way}",
+            [m for kind, m in steps if kind == letter],
+        )
+    early = [
+        m for place, (kind, m) in enumerate(steps) if kind == "B" and ("F", m) not in steps[:place]
+    ]
     yield "complete", f"{about}, micro-batches that go backward before they went forward", early
 
 
 def draw_stages(random, hidden):
-    """(stage, stages, micro-batches) for every stage of some pipelines, one of eight stages among them if `hidden`."""
-    shapes = [(4, 8), (3, 3), (2, random.randrange(3, 7)), (4, 2), (1, 3), *[(8, random.randrange(8, 20))] * hidden]
+    """(stage, stages, micro-batches) for every stage of some pipelines, one of eight stages among
+    them if `hidden`.
+    """
+    shapes = [
+        (4, 8),
+        (3, 3),
+        (2, random.randrange(3, 7)),
+        (4, 2),
+        (1, 3),
+        *[(8, random.randrange(8, 20))] * hidden,
+    ]
     return {"cases": [(stage, stages, m) for stages, m in shapes for stage in range(stages)]}
 
 
@@ -58,28 +80,51 @@ class OneForwardOneBackward:
     def probe(one_forward_one_backward, cases):
         for stage, stages, micro_batches in cases:
             about = f"stage {stage} of {stages}, {micro_batches} micro-batches"
-            steps = steps_of(one_forward_one_backward(stage, stages, micro_batches), about, "F", "B")
+            steps = steps_of(
+                one_forward_one_backward(stage, stages, micro_batches), about, "F", "B"
+            )
             kinds = "".join(kind for kind, _ in steps)
             yield from completeness(steps, about)
-            yield "warm-up", f"{about}, forward passes before the first backward", (kinds + "B").index("B")
-            yield "in turn", f"{about}, in the order of time", " ".join(f"{kind}{m}" for kind, m in steps)
+            yield (
+                "warm-up",
+                f"{about}, forward passes before the first backward",
+                (kinds + "B").index("B"),
+            )
+            yield (
+                "in turn",
+                f"{about}, in the order of time",
+                " ".join(f"{kind}{m}" for kind, m in steps),
+            )
 
 
 @task("8.3", "bubble", {"equal stages": 1, "a slow stage": 1})
 class Bubble:
-    """One minus M sum(t) over S (sum(t) + (M-1) max(t)), the time from first to last; of equal stages (S-1)/(M+S-1)."""
+    """One minus M sum(t) over S (sum(t) + (M-1) max(t)), the time from first to last; of equal
+    stages (S-1)/(M+S-1).
+    """
 
     def draw(random, hidden):
-        equal = [([random.randrange(1, 9)] * random.randrange(2, 9), random.randrange(2, 33)) for _ in range(3)]
-        slow = [(random.sample(range(1, 30), stages), m) for stages, m in ((2, 5), (4, 8), (5, 3), (6, 40), (3, 1))]
+        equal = [
+            ([random.randrange(1, 9)] * random.randrange(2, 9), random.randrange(2, 33))
+            for _ in range(3)
+        ]
+        slow = [
+            (random.sample(range(1, 30), stages), m)
+            for stages, m in ((2, 5), (4, 8), (5, 3), (6, 40), (3, 1))
+        ]
         for times, micro_batches in [*equal, ([3], 4), ([2, 2, 2, 2], 1), *slow]:
             part = "equal stages" if len(set(times)) == 1 else "a slow stage"
             yield part, f"times {times}, {micro_batches} micro-batches", (times, micro_batches)
 
 
 def letters(schedule, stages, micro_batches):
-    """A schedule of the course's own as the exercise writes it: for each stage pairs such as ("F", 0)."""
-    return [[(action[0].upper(), m) for action, m, _ in order] for order in schedule(stages, micro_batches)]
+    """A schedule of the course's own as the exercise writes it: for each stage pairs such as ("F",
+    0).
+    """
+    return [
+        [(action[0].upper(), m) for action, m, _ in order]
+        for order in schedule(stages, micro_batches)
+    ]
 
 
 @task("8.4", "most_held", {"GPipe and 1F1B": 1, "any order": 1})
@@ -89,7 +134,9 @@ class MostHeld:
     def draw(random, hidden):
         cases = draw_stages(random, hidden)["cases"]
         schedules = (gpipe, one_forward_one_backward)
-        usual = [letters(schedule, *case[1:])[case[0]] for case in cases[::2] for schedule in schedules]
+        usual = [
+            letters(schedule, *case[1:])[case[0]] for case in cases[::2] for schedule in schedules
+        ]
         fixed = [("F", 0), ("F", 1), ("B", 1), ("F", 2), ("F", 3), ("B", 0), ("B", 2), ("B", 3)]
         other = [fixed, any_order(random, 6), any_order(random, 9)]
         for part, orders in {"GPipe and 1F1B": usual, "any order": other}.items():
@@ -111,9 +158,14 @@ def any_order(random, count):
 
 
 def ticks(orders):
-    """How long the stages take for their orders, each step as early as it can be; infinity if they wait for ever."""
+    """How long the stages take for their orders, each step as early as it can be; infinity if they
+    wait for ever.
+    """
     actions = {"F": "forward", "B": "input", "W": "weight"}
-    schedule = [[Instruction(actions[kind], m, stage) for kind, m in order] for stage, order in enumerate(orders)]
+    schedule = [
+        [Instruction(actions[kind], m, stage) for kind, m in order]
+        for stage, order in enumerate(orders)
+    ]
     try:
         return round(max(end for row in timetable(schedule) for _, _, end in row))
     except ValueError:
@@ -129,34 +181,69 @@ def peak(order):
     return most
 
 
-WAIT = "the stages wait for each other for ever: a step stands before one that it needs, on its own stage or by way of a neighbour"
+WAIT = (
+    "the stages wait for each other for ever: a step stands before one that it needs, on its own"
+    " stage or by way of a neighbour"
+)
 
 
 @task("8.5", "schedule", {"valid": 1, "memory": 1, "1F1B beaten": 1, "the best": 1})
 class Schedule:
-    """Forward, backward, and weights whenever there is time: a schedule with a score, 3 M + S - 1 ticks at best."""
+    """Forward, backward, and weights whenever there is time: a schedule with a score, 3 M + S - 1
+    ticks at best.
+    """
 
     def draw(random, hidden):
-        return {"cases": [(2, 4), (4, 8), (3, random.randrange(3, 12)), (4, 4), *([(8, 16)] if hidden else [])]}
+        return {
+            "cases": [
+                (2, 4),
+                (4, 8),
+                (3, random.randrange(3, 12)),
+                (4, 4),
+                *([(8, 16)] if hidden else []),
+            ]
+        }
 
     def probe(schedule, cases):
         for stages, count in cases:
             about = f"{stages} stages, {count} micro-batches"
-            orders = several(schedule(stages, count), stages, f"{about}: a list of steps for each stage was expected")
-            orders = [steps_of(order, f"{about}, stage {stage}", *"FBW") for stage, order in enumerate(orders)]
+            orders = several(
+                schedule(stages, count),
+                stages,
+                f"{about}: a list of steps for each stage was expected",
+            )
+            orders = [
+                steps_of(order, f"{about}, stage {stage}", *"FBW")
+                for stage, order in enumerate(orders)
+            ]
             for stage, order in enumerate(orders):
-                yield "valid", f"{about}, all steps of stage {stage}, in alphabetical order", sorted(order)
-            complete = all(sorted(order) == [(kind, m) for kind in "BFW" for m in range(count)] for order in orders)
+                yield (
+                    "valid",
+                    f"{about}, all steps of stage {stage}, in alphabetical order",
+                    sorted(order),
+                )
+            complete = all(
+                sorted(order) == [(kind, m) for kind in "BFW" for m in range(count)]
+                for order in orders
+            )
             took = ticks(orders) if complete else math.inf
             yield "valid", f"{about}, waiting", "" if took < math.inf or not complete else WAIT
             plain = letters(one_forward_one_backward, stages, count)
-            plain = ticks([[(k, m) for kind, m in order for k in ("F" if kind == "F" else "BW")] for order in plain])
+            plain = ticks(
+                [
+                    [(k, m) for kind, m in order for k in ("F" if kind == "F" else "BW")]
+                    for order in plain
+                ]
+            )
             most = max(map(peak, orders)) if took < math.inf else math.inf
             held = f"{about}, the most micro-batches that a stage holds (only W releases one)"
             yield "memory", held, "at most as many as there are stages" if most <= stages else most
             fewer = "fewer" if took < plain else took
             yield "1F1B beaten", f"{about}, ticks (1F1B needs {plain}, so let W wait)", fewer
-            possible = f"{3 * count + stages - 1} are possible: which stage is idle while it has a W to do?"
+            possible = (
+                f"{3 * count + stages - 1} are possible: which stage is idle while it has a W"
+                " to do?"
+            )
             yield "the best", f"{about}, ticks ({possible})", took if most <= stages else math.inf
 
 
@@ -173,8 +260,11 @@ def played(random, name, stages, count, slow):
     """The timeline of a schedule in which stage `slow` takes longer for everything."""
     times = [1.5 if stage == slow else random.uniform(0.95, 1.05) for stage in range(stages)]
     rows = timetable(SCHEDULES[name](stages, count), times, [2 * time for time in times])
-    spans = [(stage, action[0].upper(), m, round(start, 3), round(end, 3))
-             for row in rows for (action, m, stage), start, end in row]  # fmt: skip
+    spans = [
+        (stage, action[0].upper(), m, round(start, 3), round(end, 3))
+        for row in rows
+        for (action, m, stage), start, end in row
+    ]
     return random.sample(spans, len(spans))
 
 
@@ -184,7 +274,9 @@ class WhichSchedule:
 
     def draw(random, hidden):
         cases = []
-        for name in random.sample([*SCHEDULES] * (2 + 2 * hidden), len(SCHEDULES) * (2 + 2 * hidden)):
+        for name in random.sample(
+            [*SCHEDULES] * (2 + 2 * hidden), len(SCHEDULES) * (2 + 2 * hidden)
+        ):
             stages = random.randrange(3, 6)
             slow = random.randrange(stages)
             cases.append(played(random, name, stages, random.randrange(stages, stages + 4), slow))
@@ -192,9 +284,18 @@ class WhichSchedule:
 
     def probe(read, cases):
         for number, timeline in enumerate(cases):
-            schedule, stage = several(read(list(timeline)), 2, "return a pair: (schedule, slow stage)")
+            schedule, stage = several(
+                read(list(timeline)), 2, "return a pair: (schedule, slow stage)"
+            )
             in_time = sorted(timeline, key=lambda span: span[3])
-            first, last = ("".join(span[1] for span in in_time if span[0] == stage) for stage in (0, max(in_time)[0]))
-            yield "schedule", f"timeline {number}: the first stage does {first}, the last {last}", schedule
+            first, last = (
+                "".join(span[1] for span in in_time if span[0] == stage)
+                for stage in (0, max(in_time)[0])
+            )
+            yield (
+                "schedule",
+                f"timeline {number}: the first stage does {first}, the last {last}",
+                schedule,
+            )
             look = "look at how long its own steps take, not at when it ends or how long it waits"
             yield "slow stage", f"timeline {number}, the slow stage ({look})", stage

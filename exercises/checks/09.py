@@ -1,8 +1,10 @@
-"""Exercise 9: slices of a gated MLP, the functions around split layers, a mesh to mend, a plan for a machine."""
+"""Exercise 9: slices of a gated MLP, the functions around split layers, a mesh to mend, a plan for
+a machine.
+"""
 
 import torch
 
-from ddp_course.grading.checks import task
+from ddp_course.checking.checks import task
 
 from .shared import require
 
@@ -14,12 +16,25 @@ class MySlices:
     """Rows of both halves and the columns that belong to them, split evenly over the ranks."""
 
     def draw(random, hidden):
-        shapes = [(8, 4, 2), (12, 5, 4), (random.randrange(5, 20) * 2 + 1, 6, random.choice((2, 4))), (7, 3, 1)]
+        shapes = [
+            (8, 4, 2),
+            (12, 5, 4),
+            (random.randrange(5, 20) * 2 + 1, 6, random.choice((2, 4))),
+            (7, 3, 1),
+        ]
         generator = torch.Generator().manual_seed(random.randrange(2**31))
         made = []
         for hidden_width, width, ranks in shapes:
             sizes = (2 * hidden_width, width), (width, hidden_width), (3, width)
-            made.append((*(torch.randn(*size, generator=generator, dtype=torch.float64) for size in sizes), ranks))
+            made.append(
+                (
+                    *(
+                        torch.randn(*size, generator=generator, dtype=torch.float64)
+                        for size in sizes
+                    ),
+                    ranks,
+                )
+            )
         return {"cases": made}
 
     def probe(my_slices, cases):
@@ -37,11 +52,16 @@ class MySlices:
 
 @task("9.2", ("Enter", "Leave"), {"Enter": 1, "Leave": 1})
 class EnterAndLeave:
-    """Enter does nothing forward and sums backward; Leave sums forward and does nothing backward."""
+    """Enter does nothing forward and sums backward; Leave sums forward and does nothing
+    backward.
+    """
 
     def draw(random, hidden):
         generator = torch.Generator().manual_seed(random.randrange(2**31))
-        return {"x": torch.randn(4, 5, generator=generator), "gradient": torch.randn(4, 5, generator=generator)}
+        return {
+            "x": torch.randn(4, 5, generator=generator),
+            "gradient": torch.randn(4, 5, generator=generator),
+        }
 
     def probe(Enter, Leave, x, gradient):
         for name, function in (("Enter", Enter), ("Leave", Leave)):
@@ -69,7 +89,13 @@ class MeshToMend:
     """Line 9 lets t run instead of d: gradients are averaged over the ranks that share a layer."""
 
     def draw(random, hidden):
-        sizes = [(2, 1, 2), (4, 1, 1), (1, 3, 2), (3, 2, 4), tuple(random.randrange(1, 5) for _ in range(3))]
+        sizes = [
+            (2, 1, 2),
+            (4, 1, 1),
+            (1, 3, 2),
+            (3, 2, 4),
+            tuple(random.randrange(1, 5) for _ in range(3)),
+        ]
         return {"sizes": sizes}
 
     def probe(the_bug, mended_groups, sizes):
@@ -78,7 +104,10 @@ class MeshToMend:
             for rank in range(data * pipeline * tensor):
                 groups = mended_groups(rank, data, pipeline, tensor)
                 for axis in ("tensor", "pipeline", "data"):
-                    case = f'data={data}, pipeline={pipeline}, tensor={tensor}, rank {rank}: the ranks of "{axis}"'
+                    case = (
+                        f"data={data}, pipeline={pipeline}, tensor={tensor}, rank {rank}: the ranks"
+                        f' of "{axis}"'
+                    )
                     yield "mended", case, [int(member) for member in groups[axis]]
 
 
@@ -89,12 +118,20 @@ class Plan:
     def draw(random, hidden):
         jobs = []
         for gpus in (8, 16, 32, 64, 64, 128):
-            jobs.append({
-                "gpus": gpus, "per_host": 8, "memory": 80e9, "parameters": random.randrange(8, 20) / 10 * gpus * 1e9,
-                "activations": random.randrange(4, 10) * gpus * 1e9, "summed": random.randrange(10, 40) * gpus * 1e9,
-                "compute": random.randrange(20, 60) * gpus / 10, "microbatches": random.choice((8, 16, 32)),
-                "fast": 300e9, "slow": random.choice((10e9, 25e9, 50e9)),
-            })  # fmt: skip
+            jobs.append(
+                {
+                    "gpus": gpus,
+                    "per_host": 8,
+                    "memory": 80e9,
+                    "parameters": random.randrange(8, 20) / 10 * gpus * 1e9,
+                    "activations": random.randrange(4, 10) * gpus * 1e9,
+                    "summed": random.randrange(10, 40) * gpus * 1e9,
+                    "compute": random.randrange(20, 60) * gpus / 10,
+                    "microbatches": random.choice((8, 16, 32)),
+                    "fast": 300e9,
+                    "slow": random.choice((10e9, 25e9, 50e9)),
+                }
+            )
         return {"jobs": jobs}
 
     def probe(plan, jobs):
@@ -102,10 +139,16 @@ class Plan:
             data, tensor, pipeline = plan(dict(job))
             about = f"{job['gpus']} GPUs, {job['parameters'] / 1e9:.0f} billion parameters: "
             product = f"{about}{data} x {tensor} x {pipeline} is not {job['gpus']}"
-            require(data * tensor * pipeline == job["gpus"] and min(data, tensor, pipeline) > 0, product)
+            require(
+                data * tensor * pipeline == job["gpus"] and min(data, tensor, pipeline) > 0, product
+            )
             share = job["parameters"] / (tensor * pipeline)
             needed = 16 * share + job["activations"] / (data * tensor)
-            yield "fits", f"{about}the plan fits into {job['memory'] / 1e9:.0f} GB", needed <= job["memory"]
+            yield (
+                "fits",
+                f"{about}the plan fits into {job['memory'] / 1e9:.0f} GB",
+                needed <= job["memory"],
+            )
             seconds = job["compute"] / job["gpus"] * (1 + (pipeline - 1) / job["microbatches"])
             link = job["fast"] if tensor <= job["per_host"] else job["slow"]
             seconds += 2 * (tensor - 1) / tensor * job["summed"] / (data * pipeline) / link

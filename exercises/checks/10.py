@@ -1,10 +1,12 @@
-"""Exercise 10: a sampler with epochs, a learning-rate schedule, a mean over uneven shards, the largest rate."""
+"""Exercise 10: a sampler with epochs, a learning-rate schedule, a mean over uneven shards, the
+largest rate.
+"""
 
 import torch
 import torch.distributed as dist
 
 from ddp_course import problems, stage1_single
-from ddp_course.grading.checks import task
+from ddp_course.checking.checks import task
 
 from .shared import noted_ring, require, several, worlds
 
@@ -14,20 +16,35 @@ def plain(indices):
     return indices.tolist() if isinstance(indices, torch.Tensor) else indices
 
 
-@task("10.1", "epoch_indices", {"even shares": 1, "uneven sizes": 1}, forbidden=("ddp_course.problems.shard",))
+@task(
+    "10.1",
+    "epoch_indices",
+    {"even shares": 1, "uneven sizes": 1},
+    forbidden=("ddp_course.problems.shard",),
+)
 class EpochIndices:
-    """A rank's share of one epoch: the order of seed + epoch, positions r, r+K, …, padded from its beginning."""
+    """A rank's share of one epoch: the order of seed + epoch, positions r, r+K, …, padded from its
+    beginning.
+    """
 
     def draw(random, hidden):
         seed = random.randrange(1000)
         shapes = [(24, 3), (25, 4), (10, 4), (7, 1), *([(103, 8)] if hidden else [])]
-        return {"cases": [(size, world_size, epoch, seed) for size, world_size in shapes for epoch in (0, 1, 5)]}
+        return {
+            "cases": [
+                (size, world_size, epoch, seed)
+                for size, world_size in shapes
+                for epoch in (0, 1, 5)
+            ]
+        }
 
     def probe(epoch_indices, cases):
         for number, (size, world_size, epoch, seed) in enumerate(cases):
             shares = []
             for rank in range(world_size):
-                torch.manual_seed(100 * number + rank)  # In training, too, ranks' generators have different states.
+                torch.manual_seed(
+                    100 * number + rank
+                )  # In training, too, ranks' generators have different states.
                 shares.append(plain(epoch_indices(size, rank, world_size, epoch, seed)))
             part = "uneven sizes" if size % world_size else "even shares"
             yield part, f"{size} samples, {world_size} ranks, epoch {epoch}", shares
@@ -35,11 +52,27 @@ class EpochIndices:
 
 @task("10.2", "learning_rate", {"warm-up": 1, "cosine": 1})
 class LearningRate:
-    """Linear to the peak, from the first step on; then half a cosine to zero, and zero from then on."""
+    """Linear to the peak, from the first step on; then half a cosine to zero, and zero from then
+    on.
+    """
 
     def draw(random, hidden):
-        warmup, total, peak = random.randrange(5, 20), random.randrange(60, 200), random.randrange(1, 60) / 10
-        steps = [0, 1, warmup - 1, warmup, warmup + 1, (warmup + total) // 2, total - 1, total, total + 10]
+        warmup, total, peak = (
+            random.randrange(5, 20),
+            random.randrange(60, 200),
+            random.randrange(1, 60) / 10,
+        )
+        steps = [
+            0,
+            1,
+            warmup - 1,
+            warmup,
+            warmup + 1,
+            (warmup + total) // 2,
+            total - 1,
+            total,
+            total + 10,
+        ]
         for step in steps:
             about = f"step {step}, warm-up {warmup}, total {total}, peak {peak}"
             yield "warm-up" if step <= warmup else "cosine", about, (step, warmup, total, peak)
@@ -47,7 +80,9 @@ class LearningRate:
 
 @task("10.3", "global_mean", {"mean": 1, "a rank without samples": 1}, ranks=4)
 class GlobalMean:
-    """The mean over all samples, from means over uneven shards; a rank without samples has the mean 0/0."""
+    """The mean over all samples, from means over uneven shards; a rank without samples has the mean
+    0/0.
+    """
 
     def draw(random, hidden):
         counts = [random.randrange(20, 40), random.randrange(1, 9), random.randrange(9, 20)]
@@ -57,7 +92,10 @@ class GlobalMean:
     def probe(global_mean, means, counts):
         rank = dist.get_rank()
         for size, group in worlds(4, 3, 2):
-            (all_reduce, calls), about = noted_ring(group), f"with {size} ranks of {counts[:size]} samples"
+            (all_reduce, calls), about = (
+                noted_ring(group),
+                f"with {size} ranks of {counts[:size]} samples",
+            )
             mean = torch.tensor(means[rank] if counts[rank] else float("nan"), dtype=torch.float64)
             result = global_mean(mean, counts[rank], all_reduce)
             if isinstance(result, torch.Tensor) and result.numel() == 1:
@@ -71,31 +109,45 @@ class GlobalMean:
 
 @task("10.4", ("the_bug", "rest_of_epoch"), {"the line": 1, "mended": 1})
 class FindTheBugInTheSampler:
-    """An epoch goes on where it stopped, on any number of ranks: line 4 goes back to a multiple of the new number."""
+    """An epoch goes on where it stopped, on any number of ranks: line 4 goes back to a multiple of
+    the new number.
+    """
 
     def draw(random, hidden):
         seed = random.randrange(1000)
-        cases = [(48, 4, 4, 5, 1, seed), (50, 4, 3, 5, 0, seed), (61, 2, 4, 7, 3, seed), (40, 5, 2, 3, 2, seed)]
+        cases = [
+            (48, 4, 4, 5, 1, seed),
+            (50, 4, 3, 5, 0, seed),
+            (61, 2, 4, 7, 3, seed),
+            (40, 5, 2, 3, 2, seed),
+        ]
         return {"cases": cases + [(30, 5, 4, 6, 1, seed)] * hidden}
 
     def probe(the_bug, rest_of_epoch, cases):
         yield "the line", "the faulty line", the_bug()
         for size, before, now, steps, epoch, seed in cases:
-            rests = [rest_of_epoch(size, rank, now, epoch, seed, before * steps) for rank in range(now)]
+            rests = [
+                rest_of_epoch(size, rank, now, epoch, seed, before * steps) for rank in range(now)
+            ]
             case = f"{size} samples, {before * steps} seen by {before} ranks, {now} go on"
             yield "mended", case, [plain(rest) for rest in rests]
 
 
 @task("10.5", "largest_rate", {"learns with half": 1, "not with twice": 1}, seconds=30.0)
 class LargestRate:
-    """Tried by two trainings: with half of the rate the last ten losses are below 1, with twice as much they are not."""
+    """Tried by two trainings: with half of the rate the last ten losses are below 1, with twice as
+    much they are not.
+    """
 
     def draw(random, hidden):
         return {}
 
     def probe(largest_rate):
         rate, sentence = several(largest_rate(), 2, "a pair was expected: (the rate, a sentence)")
-        require(type(rate) in (int, float) and 0 < rate < 1e6, f"the rate is a number above 0, not {rate!r}")
+        require(
+            type(rate) in (int, float) and 0 < rate < 1e6,
+            f"the rate is a number above 0, not {rate!r}",
+        )
         require(len(str(sentence).split()) >= 6, "a sentence of six words or more was expected")
         yield "learns with half", "with half of your rate it learns", learns(rate / 2)
         yield "not with twice", "with twice your rate it learns", learns(2 * rate)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from ddp_course.grading.checks import load_tasks, task
+from ddp_course.checking.checks import load_tasks, task
 
 from .shared import require, several, tensors
 
@@ -38,7 +38,9 @@ def loaded(path):
 
 @contextmanager
 def watching(path, names):
-    """Note syncs, and each rename to `path`: what both files hold then, and whether they are in the same folder."""
+    """Note syncs, and each rename to `path`: what both files hold then, and whether they are in the
+    same folder.
+    """
     events, watched, syncs = [], [str(path)], {name: getattr(os, name) for name in SYNCS}
 
     def synced(handle):
@@ -59,7 +61,9 @@ def watching(path, names):
 
 @task("11.1", "save_checkpoint", {"saved": 1, "a full disk": 1, "in one step": 1})
 class SaveCheckpoint:
-    """The old checkpoint or the new one, at any moment: written beside, synced, then put in place."""
+    """The old checkpoint or the new one, at any moment: written beside, synced, then put in
+    place.
+    """
 
     def draw(random, hidden):
         first, second = ({"step": step, "weights": tensors(random, 1, 30)[0]} for step in (1, 2))
@@ -89,7 +93,9 @@ class SaveCheckpoint:
 def one_step(events):
     """What holds at the moment when the new checkpoint takes the old one's name."""
     kinds = [event[0] for event in events]
-    _, new, old, beside = next((event for event in events if event[0] == "rename"), ("", None, None, None))
+    _, new, old, beside = next(
+        (event for event in events if event[0] == "rename"), ("", None, None, None)
+    )
     before = kinds[: kinds.index("rename")] if "rename" in kinds else []
     yield "in one step", "the finished file is put in place in one step", "rename" in kinds
     yield "in one step", "what the new file holds when it is put in place", new
@@ -102,7 +108,9 @@ def one_step(events):
 def dropout_model(seed):
     """A net with dropout and buffers, and an optimizer with momentum."""
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(5, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 3)).double()
+    model = nn.Sequential(
+        nn.Linear(5, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 3)
+    ).double()
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
@@ -130,8 +138,14 @@ class ExactResume:
         model, optimizer = dropout_model(seed)
         train(model, optimizer, batches[:stop])
         state = capture(model, optimizer, stop)
-        yield "twice", "the run that goes on after capture, its losses", train(model, optimizer, batches[stop:])
-        for number, name in enumerate(("the resumed run", "the second run from the same checkpoint"), 1):
+        yield (
+            "twice",
+            "the run that goes on after capture, its losses",
+            train(model, optimizer, batches[stop:]),
+        )
+        for number, name in enumerate(
+            ("the resumed run", "the second run from the same checkpoint"), 1
+        ):
             again, fresh = dropout_model(seed + number)
             step = resume(state, again, fresh)
             buffers = torch.cat([buffer.double().reshape(-1) for buffer in again.buffers()])
@@ -155,18 +169,32 @@ AFTER = (
     "DistBackendError: Broken pipe",
 )
 CONSEQUENCES = ((3, 5, 1, AFTER[0]), (10, 12, 0, AFTER[1]), (4, 7, 0, AFTER[2]))
-LATE = ((2, 4, 1), (1, 3, 0), (5, 12, 1), (11, 12, 0), (1, 6, 1))  # A row is (culprit, ranks, 1 if its line is last).
+LATE = (
+    (2, 4, 1),
+    (1, 3, 0),
+    (5, 12, 1),
+    (11, 12, 0),
+    (1, 6, 1),
+)  # A row is (culprit, ranks, 1 if its line is last).
 
 
 def log_of(random, culprit, size, late, after=AFTER[0], start=None):
-    """Lines in the order in which they reached the log, which is not the order in time; `after` has an earlier time."""
+    """Lines in the order in which they reached the log, which is not the order in time; `after` has
+    an earlier time.
+    """
     start = random.uniform(10, 90) if start is None else start
-    lines = [f"{start + random.uniform(0, 1):.3f} rank {rank}: step {random.randrange(9)} done" for rank in range(size)]
+    lines = [
+        f"{start + random.uniform(0, 1):.3f} rank {rank}: step {random.randrange(9)} done"
+        for rank in range(size)
+    ]
     ranks = random.sample([rank for rank in range(size) if rank != culprit], size - 1)
     failed = start + 2 + random.uniform(0, 0.49)
     early = f"{failed - 0.001:.3f} rank {ranks[0]}: {after}"
     errors = [f"{failed:.3f} rank {culprit}: {random.choice(ROOTS)}", early]
-    errors += [f"{failed + 0.01 * (n + 1):.3f} rank {rank}: {random.choice(AFTER)}" for n, rank in enumerate(ranks[1:])]
+    errors += [
+        f"{failed + 0.01 * (n + 1):.3f} rank {rank}: {random.choice(AFTER)}"
+        for n, rank in enumerate(ranks[1:])
+    ]
     errors.append(f"{failed + 0.5:.3f} rank {ranks[-1]}: {random.choice(ROOTS)}")
     rest = errors[1:]
     random.shuffle(rest)
@@ -181,11 +209,21 @@ class Culprit:
     def draw(random, hidden):
         for number, settings in enumerate(CONSEQUENCES, 1):
             log = sorted(log_of(random, *settings), key=lambda line: float(line.split()[0]))
-            yield "no consequence", f"log {number} in the order of time, {len(log)} lines, the culprit", (log,)
-        logs = [log_of(random, *settings) for settings in LATE] + [log_of(random, 3, 5, 1, start=97.505)] * hidden
+            yield (
+                "no consequence",
+                f"log {number} in the order of time, {len(log)} lines, the culprit",
+                (log,),
+            )
+        logs = [log_of(random, *settings) for settings in LATE] + [
+            log_of(random, 3, 5, 1, start=97.505)
+        ] * hidden
         for number, log in enumerate(logs, 1):
             log = [line for line in log if not line.endswith(AFTER)]
-            yield "by the time", f"log {number} without broken connections, {len(log)} lines, the culprit", (log,)
+            yield (
+                "by the time",
+                f"log {number} without broken connections, {len(log)} lines, the culprit",
+                (log,),
+            )
 
 
 def small_net(seed):
@@ -197,11 +235,18 @@ def small_net(seed):
 
 @task("11.4", ("the_bug", "mended_run"), {"the line": 1, "mended": 1}, bound=1e-9)
 class FindTheBugInTheRun:
-    """A run in two or three parts is the same as one in one: line 10 begins the rate's schedule anew."""
+    """A run in two or three parts is the same as one in one: line 10 begins the rate's schedule
+    anew.
+    """
 
     def draw(random, hidden):
         stops = [random.randrange(4, 6), *([7] if hidden else []), 10]
-        return {"seed": random.randrange(10**6), "batches": EX1.batches_of(random, 10, 6), "peak": 0.5, "stops": stops}
+        return {
+            "seed": random.randrange(10**6),
+            "batches": EX1.batches_of(random, 10, 6),
+            "peak": 0.5,
+            "stops": stops,
+        }
 
     def probe(the_bug, mended_run, seed, batches, peak, stops):
         yield "the line", "the faulty line", the_bug()
@@ -219,7 +264,18 @@ class FindTheBugInTheRun:
 
 
 CLINIC = Path(__file__).resolve().parents[1] / "clinic"
-KINDS = ("skips", "order", "shape", "alone", "uneven", "straggler", "NaN", "same GPU", "port", "loads alone")
+KINDS = (
+    "skips",
+    "order",
+    "shape",
+    "alone",
+    "uneven",
+    "straggler",
+    "NaN",
+    "same GPU",
+    "port",
+    "loads alone",
+)
 CAUSES = {  # Each patient has a rank, and a piece of each line that may be named.
     1: (2, ("if most < 8", "all_reduce(most")),
     2: (1, ("if rank != 1", "all_reduce(totals")),
@@ -252,9 +308,17 @@ class Clinic:
             three = f"{patient}: a row of three was expected: (rank, line, kind)"
             rank, line, kind = several(diagnosis, 3, three)
             lines = (CLINIC / f"patient_{number:02}.py").read_text(encoding="utf-8").splitlines()
-            text = lines[line - 1].strip() if type(line) is int and 0 < line <= len(lines) else "no line"
+            text = (
+                lines[line - 1].strip()
+                if type(line) is int and 0 < line <= len(lines)
+                else "no line"
+            )
             at_fault = any(piece in text for piece in pieces)
-            wrong_kind = f'not "{kind}"' if kind in KINDS else f"{str(kind)[:30]!r} is none of {', '.join(KINDS)}"
+            wrong_kind = (
+                f'not "{kind}"'
+                if kind in KINDS
+                else f"{str(kind)[:30]!r} is none of {', '.join(KINDS)}"
+            )
             yield patient, f"{patient}, the rank", "" if rank == culprit else f"not rank {rank}"
             yield patient, f"{patient}, the line", "" if at_fault else f"not line {line}: {text}"
             yield patient, f"{patient}, the kind", "" if kind == KINDS[number - 1] else wrong_kind

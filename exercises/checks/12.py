@@ -3,8 +3,8 @@
 import torch
 import torch.distributed as dist
 
-from ddp_course.grading.attempt import COLLECTIVES
-from ddp_course.grading.checks import task
+from ddp_course.checking.attempt import COLLECTIVES
+from ddp_course.checking.checks import task
 from ddp_course.running import wire
 from ddp_course.stage4_ring import ring_all_reduce
 
@@ -16,13 +16,23 @@ HIERARCHICAL = tuple(
 )
 
 
-@task("12.1", "two_levels", {"sums": 2, "bytes on the cable": 1}, ranks=4, forbidden=COLLECTIVES + HIERARCHICAL)
+@task(
+    "12.1",
+    "two_levels",
+    {"sums": 2, "bytes on the cable": 1},
+    ranks=4,
+    forbidden=COLLECTIVES + HIERARCHICAL,
+)
 class TwoLevels:
     """Two hosts of two ranks: reduce-scatter inside, all-reduce between, allgather inside."""
 
     def draw(random, hidden):
         lengths = (12, 35, 64, *([1] if hidden else []))
-        return {"values": {f"a tensor of {n} numbers": tensors(random, 4, n, whole=True) for n in lengths}}
+        return {
+            "values": {
+                f"a tensor of {n} numbers": tensors(random, 4, n, whole=True) for n in lengths
+            }
+        }
 
     def probe(two_levels, values):
         rank, hosts, columns = dist.get_rank(), ((0, 1), (2, 3)), ((0, 2), (1, 3))
@@ -32,7 +42,9 @@ class TwoLevels:
             tensor, events = of_ranks[rank].clone(), []
             with wire.observing(events.append):
                 two_levels(tensor, groups[inside], groups[between])
-            away = [event.bytes for event in events if event.kind == "send" and event.peer not in inside]
+            away = [
+                event.bytes for event in events if event.kind == "send" and event.peer not in inside
+            ]
             across = torch.tensor([sum(away)])
             ring_all_reduce(across, groups[inside])
             yield "sums", case, tensor
@@ -46,11 +58,18 @@ def ring_seconds(size, nbytes, latency, bandwidth):
 
 @task("12.2", "foresee", {"seconds": 2, "cause": 1})
 class Foresee:
-    """From measurements on 2 to 4 ranks to any number, and which of the two terms is the larger one."""
+    """From measurements on 2 to 4 ranks to any number, and which of the two terms is the larger
+    one.
+    """
 
     def draw(random, hidden):
         cases = [
-            (random.randrange(2, 60) * 1e-6, random.randrange(5, 200) * 1e8, random.randrange(1, 60) * 2**16, size)
+            (
+                random.randrange(2, 60) * 1e-6,
+                random.randrange(5, 200) * 1e8,
+                random.randrange(1, 60) * 2**16,
+                size,
+            )
             for size in (8, 64, *([1024, 3] if hidden else []))
         ]
         return {"cases": [*cases, (5e-6, 2e10, 2**28, 16), (5e-5, 2e10, 2**12, 256)]}
@@ -69,14 +88,28 @@ class Foresee:
             share = 2 * (size - 1) * latency / ring_seconds(size, nbytes, latency, bandwidth)
             most = f"{about}, the most ranks measured on; you have four, so predict from these"
             yield "seconds", most, max(largest, 4)
-            yield "seconds", f"{about}, measurements; two to eight are enough", 2 if 1 < count <= 8 else count
-            yield "seconds", f"{about}, seconds", float(f"{seconds:.6g}") if type(seconds) is float else seconds
+            yield (
+                "seconds",
+                f"{about}, measurements; two to eight are enough",
+                2 if 1 < count <= 8 else count,
+            )
+            yield (
+                "seconds",
+                f"{about}, seconds",
+                float(f"{seconds:.6g}") if type(seconds) is float else seconds,
+            )
             yield "cause", f"{about}: {share:.0%} of the time are latencies", cause
 
 
 def log_of(random, cause, ranks):
-    """Lines of a log: one node first, then two. Numbers differ a little from rank to rank, as in real logs."""
-    compute, data, wait = random.uniform(0.15, 0.4), random.uniform(0.002, 0.006), random.uniform(0.01, 0.02)
+    """Lines of a log: one node first, then two. Numbers differ a little from rank to rank, as in
+    real logs.
+    """
+    compute, data, wait = (
+        random.uniform(0.15, 0.4),
+        random.uniform(0.002, 0.006),
+        random.uniform(0.01, 0.02),
+    )
     batch = random.choice((16, 32, 64))
 
     def lines(nodes, world_size, batch, compute, data, wait, slow=0.0):
@@ -85,8 +118,10 @@ def log_of(random, cause, ranks):
             mine = compute + slow * (rank == culprit) + random.uniform(0, 0.004)
             idle = wait + slow * (rank != culprit) + random.uniform(0, 0.002)
             shown = rank % ranks if world_size < ranks * nodes else rank
-            yield (f"nodes={nodes} node={rank // ranks} rank={shown} world_size={world_size} batch_per_rank={batch} "
-                   f"data={data:.4f} compute={mine:.4f} wait={idle:.4f}")  # fmt: skip
+            yield (
+                f"nodes={nodes} node={rank // ranks} rank={shown} world_size={world_size} batch_per_rank={batch} "
+                f"data={data:.4f} compute={mine:.4f} wait={idle:.4f}"
+            )
 
     before = list(lines(1, ranks, batch, compute, data, wait))
     changed = {
@@ -96,7 +131,13 @@ def log_of(random, cause, ranks):
         "small batch": {"batch": batch // 2, "compute": compute * random.uniform(0.85, 0.95)},
         "straggler": {"slow": compute * random.uniform(0.8, 1.4)},
     }[cause]
-    usual = {"world_size": 2 * ranks, "batch": batch, "compute": compute, "data": data, "wait": wait}
+    usual = {
+        "world_size": 2 * ranks,
+        "batch": batch,
+        "compute": compute,
+        "data": data,
+        "wait": wait,
+    }
     after = list(lines(2, **{**usual, **changed}))
     return before + random.sample(after, len(after))
 
@@ -119,6 +160,8 @@ class WhyNoFaster:
         sizes = (2, 4, 8, *([16] * hidden))
         for number, cause in enumerate(causes):
             size = random.choice(sizes)
-            part = "what was started" if cause in ("apart", "small batch") else "where the seconds go"
+            part = (
+                "what was started" if cause in ("apart", "small batch") else "where the seconds go"
+            )
             about = f"log {number}, one node of {size} ranks, then two ({LOOK[cause]})"
             yield part, about, (log_of(random, cause, size),)

@@ -1,12 +1,22 @@
-"""Exercise 13: a table that is too good, units and protocols, plans for 1,536 GPUs, and rows held out."""
+"""Exercise 13: a table that is too good, units and protocols, plans for 1,536 GPUs, and rows held
+out.
+"""
 
-from ddp_course.grading.checks import task
+from ddp_course.checking.checks import task
 
 from .shared import require
 
 GPIPE = [
-    (2, 1, 1.0), (4, 1, 1.07), (8, 1, 1.3), (2, 4, 1.7), (4, 4, 3.2), (8, 4, 4.8), (2, 32, 1.8), (4, 32, 3.4), (8, 32, 6.3),
-]  # These are the Transformer's rows in Huang et al., NeurIPS 2019, Table 2.  # fmt: skip
+    (2, 1, 1.0),
+    (4, 1, 1.07),
+    (8, 1, 1.3),
+    (2, 4, 1.7),
+    (4, 4, 3.2),
+    (8, 4, 4.8),
+    (2, 32, 1.8),
+    (4, 32, 3.4),
+    (8, 32, 6.3),
+]  # These are the Transformer's rows in Huang et al., NeurIPS 2019, Table 2.
 
 
 def formula(stages, micro_batches):
@@ -20,9 +30,14 @@ class TooGood:
 
     def draw(random, hidden):
         tables = {"GPipe's Transformer": GPIPE}
-        for name, first in (("over one device", (1, 1)), ("over 4 stages and 8 micro-batches", (4, 8))):
+        for name, first in (
+            ("over one device", (1, 1)),
+            ("over 4 stages and 8 micro-batches", (4, 8)),
+        ):
             rows = [(*first, 1.0)]
-            for stages, share in zip((2, 4, 8, 16), random.sample((0.7, 0.9, 1.04, 1.25), 4), strict=True):
+            for stages, share in zip(
+                (2, 4, 8, 16), random.sample((0.7, 0.9, 1.04, 1.25), 4), strict=True
+            ):
                 batches = random.choice((2, 16, 32))
                 rows.append((stages, batches, share * formula(stages, batches) / formula(*first)))
             tables[name] = rows
@@ -31,20 +46,31 @@ class TooGood:
     def probe(too_good, tables):
         for name, rows in tables.items():
             named = [tuple(pair) for pair in too_good(list(rows))]
-            require(all(len(pair) == 2 for pair in named), f"{name}: return pairs: (stages, micro-batches)")
+            require(
+                all(len(pair) == 2 for pair in named),
+                f"{name}: return pairs: (stages, micro-batches)",
+            )
             for stages, batches, times in rows:
                 most = formula(stages, batches) / formula(*rows[0][:2])
-                case = f"{name}, {stages} stages, {batches} micro-batches, {times:.3g} times the first row"
+                case = (
+                    f"{name}, {stages} stages, {batches} micro-batches, {times:.3g} times the"
+                    " first row"
+                )
                 part = "too good" if times > 1.1 * most else "possible"
                 yield part, case, "impossible" if (stages, batches) in named else "possible"
 
 
 @task("13.2", ("seconds", "crossover", "used"), {"seconds": 1, "crossover": 1, "used": 1})
 class ReadABenchmark:
-    """From bus bandwidth to time; where two protocols cross; a protocol that is never the fastest."""
+    """From bus bandwidth to time; where two protocols cross; a protocol that is never the
+    fastest.
+    """
 
     def draw(random, hidden):
-        benches = [(random.randrange(50, 500), 2 ** random.randrange(20, 34), ranks) for ranks in (2, 8, 32)]
+        benches = [
+            (random.randrange(50, 500), 2 ** random.randrange(20, 34), ranks)
+            for ranks in (2, 8, 32)
+        ]
         start, rate = random.uniform(2e-5, 5e-5), random.uniform(5e9, 9e9)
         latencies = {"LL": start, "LL128": 1.5 * start, "Simple": 4 * start}
         usual = {"LL": rate, "LL128": 9 * rate, "Simple": 11 * rate}
@@ -55,17 +81,33 @@ class ReadABenchmark:
 
     def probe(seconds, crossover, used, benches, machines):
         for bus, nbytes, ranks in benches:
-            yield "seconds", f"{bus} GB/s, {nbytes:,} bytes, {ranks} ranks", seconds(bus, nbytes, ranks)
+            yield (
+                "seconds",
+                f"{bus} GB/s, {nbytes:,} bytes, {ranks} ranks",
+                seconds(bus, nbytes, ranks),
+            )
         for number, protocols in enumerate(machines):
             pair = protocols["LL"], protocols["Simple"]
             yield "crossover", f"machine {number}, LL and Simple, in bytes", crossover(*pair)
             names = used(dict(protocols))
-            require(isinstance(names, list | tuple | set), f"machine {number}: return a list of names")
-            rates = [f"{name} {1e6 * start:.0f} µs, {rate:.2g} B/s" for name, (start, rate) in protocols.items()]
+            require(
+                isinstance(names, list | tuple | set), f"machine {number}: return a list of names"
+            )
+            rates = [
+                f"{name} {1e6 * start:.0f} µs, {rate:.2g} B/s"
+                for name, (start, rate) in protocols.items()
+            ]
             yield "used", f"machine {number} ({', '.join(rates)})", sorted(map(str, names))
 
 
-MEGATRON = {"parameters": 174.6e9, "layers": 96, "batch": 1536, "gpus": 1536, "per_host": 8, "memory_gb": 80}
+MEGATRON = {
+    "parameters": 174.6e9,
+    "layers": 96,
+    "batch": 1536,
+    "gpus": 1536,
+    "per_host": 8,
+    "memory_gb": 80,
+}
 
 
 @task("13.3", ("kept_gb", "wrong_with"), {"memory": 1, "what is wrong": 2})
@@ -74,10 +116,21 @@ class Plans:
 
     def draw(random, hidden):
         plans = [
-            (8, 12, 16, False), (1, 1, 1536, True), (8, 6, 32, False), (1, 1, 1536, False), (2, 24, 32, False),
-            (8, 12, 8, False), (8, 12, 32, True), (16, 12, 8, False), (3, 4, 128, False), (8, 64, 3, False),
-            (1, 128, 12, False), (1, 3, 512, False), (4, 2, 192, True), (8, 1, 192, False),
-        ]  # fmt: skip
+            (8, 12, 16, False),
+            (1, 1, 1536, True),
+            (8, 6, 32, False),
+            (1, 1, 1536, False),
+            (2, 24, 32, False),
+            (8, 12, 8, False),
+            (8, 12, 32, True),
+            (16, 12, 8, False),
+            (3, 4, 128, False),
+            (8, 64, 3, False),
+            (1, 128, 12, False),
+            (1, 3, 512, False),
+            (4, 2, 192, True),
+            (8, 1, 192, False),
+        ]
         cases = [(plan, MEGATRON) for plan in random.sample(plans, len(plans))]
         odd = MEGATRON | {"batch": random.choice((1500, 1544))}
         cases += [((8, 12, 16, False), odd), ((8, 12, 16, False), MEGATRON | {"memory_gb": 32})]
@@ -101,7 +154,10 @@ class HeldOut:
         tables = {}
         for name, noise in (("exact", 0.0), ("noisy", 0.06)):
             computing, sending = random.uniform(1e4, 4e4), random.uniform(5, 40)
-            rows = [(k, (computing / k + sending) * random.uniform(1 - noise, 1 + noise)) for k in (96, 384, 1536)]
+            rows = [
+                (k, (computing / k + sending) * random.uniform(1 - noise, 1 + noise))
+                for k in (96, 384, 1536)
+            ]
             tables[name] = random.sample(rows, 3)
         return {"tables": tables}
 
@@ -109,7 +165,11 @@ class HeldOut:
         for name, rows in tables.items():
             first = sorted(rows)[:2]
             for gpus in (192, 3072):
-                yield "prediction", f"{name} rows of 96 and 384, on {gpus} GPUs", predicted(list(first), gpus)
+                yield (
+                    "prediction",
+                    f"{name} rows of 96 and 384, on {gpus} GPUs",
+                    predicted(list(first), gpus),
+                )
             errors = held_out(list(rows))
             require(isinstance(errors, dict), "return a dictionary: {GPUs: error}")
             for gpus, _ in sorted(rows):

@@ -1,19 +1,27 @@
-"""Exercise 14: send the largest, meet less often, find the hook that loses gradients, and bet on a winner."""
+"""Exercise 14: send the largest, meet less often, find the hook that loses gradients, and bet on a
+winner.
+"""
 
 import torch
 import torch.distributed as dist
 
-from ddp_course.grading.checks import task
+from ddp_course.checking.checks import task
 
 from .shared import noted_ring, several, tensors, worlds
 
 
 @task("14.1", "compress", {"largest": 1, "feedback": 2}, bound=1e-5)
 class Compress:
-    """The largest values by magnitude and their places; what is not sent is added to the next gradient."""
+    """The largest values by magnitude and their places; what is not sent is added to the next
+    gradient.
+    """
 
     def draw(random, hidden):
-        cases = [(tensors(random, 5, 40), 0.1), (tensors(random, 5, 25), 0.2), (tensors(random, 5, 19), 0.14)]
+        cases = [
+            (tensors(random, 5, 40), 0.1),
+            (tensors(random, 5, 25), 0.2),
+            (tensors(random, 5, 19), 0.14),
+        ]
         return {"cases": cases + [(tensors(random, 5, 9), 0.01)] * hidden}
 
     def probe(compress, cases):
@@ -25,14 +33,20 @@ class Compress:
                 values, places, left = several(answer, 3, f"{about}: return (values, places, left)")
                 part, sent = "largest" if step == 1 else "feedback", torch.zeros(size)
                 yield part, f"{about}, how many values; max(1, round(share * n)) are", len(values)
-                yield part, f"{about}, what was sent", sent.index_add(0, torch.as_tensor(places).long(), values)
+                yield (
+                    part,
+                    f"{about}, what was sent",
+                    sent.index_add(0, torch.as_tensor(places).long(), values),
+                )
                 yield "feedback", f"{about}, what is left", left
                 yield "feedback", f"{about}, the gradient afterwards", given
 
 
 @task("14.2", "meet", {"local SGD": 1, "outer step": 1}, ranks=4, bound=1e-5)
 class Meet:
-    """Local SGD's meeting, with DiLoCo's outer step: the mean change is a gradient, and the velocity comes back too."""
+    """Local SGD's meeting, with DiLoCo's outer step: the mean change is a gradient, and the
+    velocity comes back too.
+    """
 
     def draw(random, hidden):
         settings = [(1.0, 0.0), (0.7, 0.0), (0.5, 0.9)]
@@ -46,8 +60,12 @@ class Meet:
                 about = f"with {size} ranks, rate {rate:g}, momentum {momentum:g}"
                 all_reduce, calls = noted_ring(group)
                 mine = own[dist.get_rank()].clone()
-                answer = meet(shared.clone(), mine, velocity.clone(), all_reduce, size, rate, momentum)
-                weights, new_velocity = several(answer, 2, f"{about}: return a pair: (weights, velocity)")
+                answer = meet(
+                    shared.clone(), mine, velocity.clone(), all_reduce, size, rate, momentum
+                )
+                weights, new_velocity = several(
+                    answer, 2, f"{about}: return a pair: (weights, velocity)"
+                )
                 part = "outer step" if index else "local SGD"
                 yield part, f"{about}, all-reduces", len(calls)
                 yield part, f"{about}, the weights", weights
@@ -56,7 +74,9 @@ class Meet:
 
 @task("14.3", ("the_bug", "make_hook"), {"the line": 1, "mended": 1})
 class FindTheLossyHook:
-    """A hook that never sends what is large and negative: line 6 picks the largest, but not by magnitude."""
+    """A hook that never sends what is large and negative: line 6 picks the largest, but not by
+    magnitude.
+    """
 
     def draw(random, hidden):
         drifts = [tensors(random, 1, 24)[0] for _ in range(2)]
@@ -66,7 +86,9 @@ class FindTheLossyHook:
         hook, sent = make_hook(0.25), [[], []]
         for step in range(40):
             for number, drift in enumerate(drifts):
-                sent[number].append(hook(f"layer{number}", drift + 0.1 * noise[number][step]).clone())
+                sent[number].append(
+                    hook(f"layer{number}", drift + 0.1 * noise[number][step]).clone()
+                )
         yield "the line", "the faulty line", the_bug()
         for number, drift in enumerate(drifts):
             owed = sum(drift + 0.1 * each for each in noise[number])
@@ -74,7 +96,9 @@ class FindTheLossyHook:
 
 
 def kept_promises(about, steps, owed, drift):
-    """What a hook must send: at most a quarter per step, no more than there was, either sign, in the end nearly all."""
+    """What a hook must send: at most a quarter per step, no more than there was, either sign, in
+    the end nearly all.
+    """
     arrived, most = steps.sum(0), int((steps != 0).sum(1).max())
     never = (arrived == 0) & (owed.abs() > 4)
     more = int((arrived.abs() > 1.5 * owed.abs() + 4).sum())
@@ -94,19 +118,42 @@ class Winner:
 
     def draw(random, hidden):
         ways = {}
-        for name, rate, nbytes in (("every step", 0.09, 4e6), ("local SGD", 0.07, 5e5), ("top 1 %", 0.05, 8e4)):
+        for name, rate, nbytes in (
+            ("every step", 0.09, 4e6),
+            ("local SGD", 0.07, 5e5),
+            ("top 1 %", 0.05, 8e4),
+        ):
             rate *= random.uniform(0.95, 1.05)
             losses = [2 + 3 * 2.718 ** (-rate * step) + 0.01 * (step % 3) for step in range(1, 61)]
             ways[name] = {"losses": losses, "bytes": int(nbytes * random.uniform(0.9, 1.1))}
-        ways["far too coarse"] = {"losses": [5 - 0.02 * step for step in range(1, 61)], "bytes": 1000}
+        ways["far too coarse"] = {
+            "losses": [5 - 0.02 * step for step in range(1, 61)],
+            "bytes": 1000,
+        }
         links = [1e6, 2e7, 1e8, 1e9, 1e11, *([5e6, 5e8] if hidden else [])]
-        return {"ways": ways, "target": 2.6, "compute_s": random.uniform(0.02, 0.05), "links": links}
+        return {
+            "ways": ways,
+            "target": 2.6,
+            "compute_s": random.uniform(0.02, 0.05),
+            "links": links,
+        }
 
     def probe(winner, break_even, ways, target, compute_s, links):
         for link in links:
-            about = f"on {link / 1e6:g} Mbit/s, by the time to a loss of {target:g}, not by steps or bytes alone"
-            yield "winner", about, winner({name: dict(way) for name, way in ways.items()}, target, compute_s, link)
+            about = (
+                f"on {link / 1e6:g} Mbit/s, by the time to a loss of {target:g}, not by steps or"
+                " bytes alone"
+            )
+            yield (
+                "winner",
+                about,
+                winner({name: dict(way) for name, way in ways.items()}, target, compute_s, link),
+            )
         for name in ("local SGD", "top 1 %"):
             level = break_even(dict(ways["every step"]), dict(ways[name]), target, compute_s)
             case = f"every step and {name}, in bit/s"
-            yield "break-even", case, float(f"{level:.6g}") if type(level) in (int, float) else level
+            yield (
+                "break-even",
+                case,
+                float(f"{level:.6g}") if type(level) in (int, float) else level,
+            )

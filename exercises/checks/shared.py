@@ -6,8 +6,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ddp_course.checking.attempt import groups
 from ddp_course.errors import Wrong
-from ddp_course.grading.attempt import groups
 from ddp_course.stage4_ring import ring_all_reduce
 
 SERVER = tuple(
@@ -16,7 +16,13 @@ SERVER = tuple(
 )
 RING = tuple(
     f"ddp_course.stage4_ring.{name}"
-    for name in ("ring_all_reduce", "whole_gradient_ring", "reduce_scatter", "allgather", "average_on_ring")
+    for name in (
+        "ring_all_reduce",
+        "whole_gradient_ring",
+        "reduce_scatter",
+        "allgather",
+        "average_on_ring",
+    )
 )
 
 
@@ -28,7 +34,9 @@ def worlds(*sizes: int) -> Iterator[tuple[int, Any]]:
 
 
 def noted_ring(group: Any) -> tuple[Callable, list]:
-    """The ring all-reduce in a group, and a list of (dtype, elements) of the tensors that it is called with."""
+    """The ring all-reduce in a group, and a list of (dtype, elements) of the tensors that it is
+    called with.
+    """
     calls: list = []
 
     def all_reduce(tensor: torch.Tensor, group: Any = group) -> torch.Tensor:
@@ -38,12 +46,19 @@ def noted_ring(group: Any) -> tuple[Callable, list]:
     return all_reduce, calls
 
 
-def tensors(random: Any, count: int, *shape: int, dtype: torch.dtype = torch.float32, whole: bool = False) -> list:
+def tensors(
+    random: Any, count: int, *shape: int, dtype: torch.dtype = torch.float32, whole: bool = False
+) -> list:
     """`count` tensors of `shape`, all different; whole numbers if sums are to be exact."""
     generator = torch.Generator().manual_seed(random.randrange(2**31))
     if whole:
-        return [torch.randint(-999, 999, shape, generator=generator).to(dtype) for _ in range(count)]
-    return [torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype) for _ in range(count)]
+        return [
+            torch.randint(-999, 999, shape, generator=generator).to(dtype) for _ in range(count)
+        ]
+    return [
+        torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+        for _ in range(count)
+    ]
 
 
 def require(condition: Any, message: str) -> None:

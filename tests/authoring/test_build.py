@@ -1,4 +1,6 @@
-"""The notebook builder: the same bytes each time, outputs kept, markers honoured, damage refused."""
+"""The notebook builder: the same bytes each time, outputs kept, markers honoured, damage
+refused.
+"""
 
 import os
 from pathlib import Path
@@ -37,7 +39,9 @@ assert area(2) > 12
 
 @pytest.fixture
 def course(tmp_path):
-    """A course of one lesson and one exercise; `write(name, text)` makes a source, `run(*args)` builds."""
+    """A course of one lesson and one exercise; `write(name, text)` makes a source, `run(*args)`
+    builds.
+    """
 
     class Course:
         root = tmp_path
@@ -68,7 +72,10 @@ def test_builds_all_three(course):
     ]
     assert cells["check-3-1"].source == "assert area(1) > 3"
     assert cells["check-3-1"].metadata.ddp_course == {"role": "check", "task": "3.1", "points": 2}
-    assert cells["check-3-1"].metadata.nbgrader.grade and cells["check-3-1"].metadata.nbgrader.points == 2
+    assert (
+        cells["check-3-1"].metadata.nbgrader.grade
+        and cells["check-3-1"].metadata.nbgrader.points == 2
+    )
     solved = {cell.id: cell.source for cell in course.notebook("solutions/03_circle.ipynb").cells}
     assert solved["answer-3-1"].endswith("    return math.pi * radius**2")
     assert solved["check-3-1"] == "assert area(1) > 3"
@@ -94,7 +101,9 @@ def test_outputs_are_made_and_kept(course, capsys):
     course.run()
     assert course.run("--check") == 0
     cells = course.notebook("notebooks/03_circle.ipynb").cells
-    assert cells[4].outputs and cells[3].execution_count is None, "only cells that did not change keep theirs"
+    assert cells[4].outputs and cells[3].execution_count is None, (
+        "only cells that did not change keep theirs"
+    )
     course.write("03_circle.py", LESSON)
     assert course.run("--execute") == 0
     assert (course.root / "notebooks" / "03_circle.ipynb").read_bytes() == first
@@ -118,8 +127,16 @@ def test_check_finds_what_differs(course, capsys):
     [
         ("    ### END SOLUTION\n", "", "never closed"),
         ("    ### BEGIN SOLUTION\n", "", "without its BEGIN"),
-        ("    ### BEGIN SOLUTION\n", "    ### BEGIN SOLUTION\n    ### BEGIN SOLUTION\n", "inside the SOLUTION region"),
-        ("### BEGIN HIDDEN TESTS", "### BEGIN SOLUTION\n### BEGIN HIDDEN TESTS", "inside the SOLUTION region"),
+        (
+            "    ### BEGIN SOLUTION\n",
+            "    ### BEGIN SOLUTION\n    ### BEGIN SOLUTION\n",
+            "inside the SOLUTION region",
+        ),
+        (
+            "### BEGIN HIDDEN TESTS",
+            "### BEGIN SOLUTION\n### BEGIN HIDDEN TESTS",
+            "inside the SOLUTION region",
+        ),
         ("### END HIDDEN TESTS", "### END SOLUTION", "without its BEGIN"),
         ("### BEGIN SOLUTION", "## begin solution", "not quite a marker"),
         (" points=2", "", "states its points"),

@@ -1,4 +1,6 @@
-"""Badges and the cell that installs the course elsewhere: there on all lessons and exercises, never on solutions."""
+"""Badges and the cell that installs the course elsewhere: there on all lessons and exercises, never
+on solutions.
+"""
 
 import re
 import subprocess
@@ -33,7 +35,9 @@ def test_badges_open_this_notebook_and_no_solution(path):
 
 def test_every_lesson_with_an_exercise_leads_to_it_and_back():
     for path in ROOT.glob("exercises/[0-9]*.ipynb"):
-        assert f"(../exercises/{path.name})" in cells(ROOT / "notebooks" / path.name)[elsewhere.BADGES]
+        assert (
+            f"(../exercises/{path.name})" in cells(ROOT / "notebooks" / path.name)[elsewhere.BADGES]
+        )
         assert f"(../notebooks/{path.name})" in cells(path)[elsewhere.BADGES]
 
 
@@ -45,7 +49,9 @@ def test_solutions_are_not_offered():
 
 
 def install(monkeypatch, environ, installed):
-    """The commands that the install cell runs where `environ` is set and the course is `installed`, or not."""
+    """The commands that the install cell runs where `environ` is set and the course is `installed`,
+    or not.
+    """
     commands = []
     for name in ("COLAB_RELEASE_TAG", "KAGGLE_KERNEL_RUN_TYPE"):
         monkeypatch.delenv(name, raising=False)
@@ -69,4 +75,6 @@ def test_the_install_cell_leaves_torch_alone(monkeypatch, place):
     assert "--no-deps" in course and course[-1] == f"ddp-course @ git+{elsewhere.repository()}"
     assert not any("torch" in word or word in ("-U", "--upgrade") for word in rest)
     declared = (ROOT / "pyproject.toml").read_text()
-    assert all(f'"{name}>=' in declared for name in elsewhere.NEEDED), "a package the course does not ask for"
+    assert all(f'"{name}>=' in declared for name in elsewhere.NEEDED), (
+        "a package the course does not ask for"
+    )

@@ -1,4 +1,6 @@
-"""The course as a web site: complete, without links that lead nowhere, whole without a network, and it moves."""
+"""The course as a web site: complete, without links that lead nowhere, whole without a network, and
+it moves.
+"""
 
 import json
 import math
@@ -29,7 +31,9 @@ def builder():
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The whole site, with few pictures for the explorers that tests move, and fewest for the others."""
+    """The whole site, with few pictures for the explorers that tests move, and fewest for the
+    others.
+    """
     folder, module = tmp_path_factory.mktemp("site"), builder()
     module.draw = lambda recipes, most: {
         place: explorers.drawn(recipe, most if place.startswith(Path(RING).stem) else 2)
@@ -42,7 +46,9 @@ def site(tmp_path_factory):
 @cache
 def links_of(page):
     """What the tags of a page lead to or load; in text and code, quotes are written as entities."""
-    found = re.findall(r"""<[^<>]*?\s(?:href|src)=("[^"]+"|[^\s>]+)""", page.read_text(encoding="utf-8"))
+    found = re.findall(
+        r"""<[^<>]*?\s(?:href|src)=("[^"]+"|[^\s>]+)""", page.read_text(encoding="utf-8")
+    )
     return [unescape(link.strip('"')) for link in found]
 
 
@@ -60,37 +66,56 @@ def test_all_lessons_exercises_and_the_reference_are_there(site):
 def test_local_links_lead_somewhere_and_nothing_is_loaded_from_elsewhere(site):
     for page in (page for page in site.rglob("*.html") if page.name != "404.html"):
         text = page.read_text(encoding="utf-8")
-        assert not re.search(r'<(script|link|img|iframe)[^>]+(src|href)="?(https?:)?//', text), page.name
+        assert not re.search(r'<(script|link|img|iframe)[^>]+(src|href)="?(https?:)?//', text), (
+            page.name
+        )
         for link in links_of(page):
             if not link.startswith(("http", "#", "data:", "mailto:")):
-                assert (page.parent / link.split("#")[0].split("?")[0]).exists(), f"{page.name}: {link}"
+                assert (page.parent / link.split("#")[0].split("?")[0]).exists(), (
+                    f"{page.name}: {link}"
+                )
 
 
 def test_lessons_and_exercises_lead_to_each_other_and_on(site):
     for name in (path.name for path in (site / "exercises").glob("*.html")):
         assert f"../exercises/{name}" in links_of(site / "notebooks" / name)
         assert f"../notebooks/{name}" in links_of(site / "exercises" / name)
-    assert "05_bucketed_ddp.html" in links_of(site / RING) and "03_parameter_server.html" in links_of(site / RING)
-    assert all('class="md-footer__link' in page.read_text() for page in site.glob("notebooks/*.html"))
+    assert "05_bucketed_ddp.html" in links_of(
+        site / RING
+    ) and "03_parameter_server.html" in links_of(site / RING)
+    assert all(
+        'class="md-footer__link' in page.read_text() for page in site.glob("notebooks/*.html")
+    )
 
 
 def test_a_page_with_all_that_it_loads_is_small(site):
     for page in site.rglob("*.html"):
         loaded = {(page.parent / link.split("?")[0]).resolve() for link in links_of(page)}
-        parts = [path for path in loaded if path.suffix in (".js", ".css", ".png", ".svg") and path.exists()]
+        parts = [
+            path
+            for path in loaded
+            if path.suffix in (".js", ".css", ".png", ".svg") and path.exists()
+        ]
         assert page.stat().st_size + sum(path.stat().st_size for path in parts) < 6 * MB, page.name
 
 
 def test_the_search_knows_words_and_reference_but_no_import_lines(site):
     entries = json.loads((site / "search" / "search_index.json").read_text())["docs"]
     text = {entry["location"]: entry["title"] + entry["text"] for entry in entries}
-    assert any(location.startswith("reference/stages") and "ring_all_reduce" in text[location] for location in text)
+    assert any(
+        location.startswith("reference/stages") and "ring_all_reduce" in text[location]
+        for location in text
+    )
     lessons = " ".join(text[location] for location in text if location.startswith("notebooks/"))
     assert "bottleneck" in lessons and not re.search(r"from ddp_course import .*\bshow\b", lessons)
 
 
 def test_every_figure_has_a_text_that_says_what_it_shows(site):
-    for page in (page for folder in ("notebooks", "exercises", ".") for page in (site / folder).glob("*.html")):
+    for page in (
+        page
+        for folder in ("notebooks", "exercises", ".")
+        for page in (site / folder).glob("*.html")
+    ):
         for picture in re.findall(r"<img[^>]*>", page.read_text()):
             text = re.search(r'alt="?([^">]*)', picture)
             assert text and len(text[1]) > 15, f"{page.name}: {picture[:120]}"
@@ -98,7 +123,8 @@ def test_every_figure_has_a_text_that_says_what_it_shows(site):
 
 def test_formulas_become_mathml_and_code_does_not():
     made = pages.prose(
-        r"a $\frac{1}{2}$ and `cost $5 or $6` and $$x^2$$" + "\n```sh\n-v $PWD -w $HOME\n```\n", "docs/A.md"
+        r"a $\frac{1}{2}$ and `cost $5 or $6` and $$x^2$$" + "\n```sh\n-v $PWD -w $HOME\n```\n",
+        "docs/A.md",
     )
     assert made.count("<math") == 2 and "`cost $5 or $6`" in made and 'display="block"' in made
     assert "-v $PWD -w $HOME" in made
@@ -110,10 +136,14 @@ def test_an_explorer_has_a_picture_for_every_position(monkeypatch):
     ranks.options, ranks.value = [2, 3], 3  # of 8: this is about positions, not about time
     monkeypatch.setattr(explorers.widgets, "again", lambda recipe: small)
     drawn = json.loads(explorers.drawn({}, 1000))
-    names, labels = zip(*((slider["name"], slider["labels"]) for slider in drawn["sliders"]), strict=True)
+    names, labels = zip(
+        *((slider["name"], slider["labels"]) for slider in drawn["sliders"]), strict=True
+    )
     assert names == ("ranks K", "step") and labels == (["2", "3"], [str(step) for step in range(5)])
     assert [len(steps) for steps in drawn["tree"]] == [3, 5]
-    pictures = ["".join(drawn["lines"][row] for row in end[2]) for steps in drawn["tree"] for end in steps]
+    pictures = [
+        "".join(drawn["lines"][row] for row in end[2]) for steps in drawn["tree"] for end in steps
+    ]
     assert len(set(pictures)) == len(pictures), "two positions show the same"
     assert all(picture.startswith("<?xml") and picture.endswith("</svg>") for picture in pictures)
     assert drawn["sliders"][0]["at"] == 1 and "after step 4 of 4" in drawn["tree"][1][4][0]
@@ -123,16 +153,24 @@ def test_too_many_positions_are_thinned_but_not_the_first_nor_the_ends():
     every = {"a": [(str(n), n) for n in range(10)], "b": [(str(n), n) for n in range(4)]}
     kept = explorers.thinned(every, {"a": 7, "b": 2}, 12)
     assert len(kept["a"]) * len(kept["b"]) <= 12 and len(every["a"]) == 10
-    assert {0, 7, 9} <= {value for _, value in kept["a"]} and {0, 2, 3} <= {value for _, value in kept["b"]}
-    many = {name: [(str(n), n) for n in range(5)] for name in "abcdef"}  # where not even the ends of all find room
+    assert {0, 7, 9} <= {value for _, value in kept["a"]} and {0, 2, 3} <= {
+        value for _, value in kept["b"]
+    }
+    many = {
+        name: [(str(n), n) for n in range(5)] for name in "abcdef"
+    }  # where not even the ends of all find room
     kept = explorers.thinned(many, dict.fromkeys(many, 2), 12)
-    assert 1 < math.prod(map(len, kept.values())) <= 12 and all(("2", 2) in pairs for pairs in kept.values())
+    assert 1 < math.prod(map(len, kept.values())) <= 12 and all(
+        ("2", 2) in pairs for pairs in kept.values()
+    )
 
 
 def test_a_folder_that_is_no_site_is_left_alone(tmp_path, capsys):
     (tmp_path / "precious.txt").write_text("mine")
     assert builder().main(["--out", str(tmp_path)]) == 2
-    assert (tmp_path / "precious.txt").read_text() == "mine" and "not empty" in capsys.readouterr().err
+    assert (
+        tmp_path / "precious.txt"
+    ).read_text() == "mine" and "not empty" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
@@ -143,19 +181,26 @@ def browser():
 
 @pytest.fixture
 def offline(site, browser):
-    """A page without a network; what it could not load, and its errors, fail the test in the end."""
+    """A page without a network; what it could not load, and its errors, fail the test in the
+    end.
+    """
     with fresh_page(browser, offline=True) as page:
         wrong = []
         page.on("requestfailed", lambda request: wrong.append(request.url))
         page.on("pageerror", lambda error: wrong.append(str(error)))
-        page.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
+        page.on(
+            "console",
+            lambda message: wrong.append(message.text) if message.type == "error" else None,
+        )
         yield page
         assert wrong == []
 
 
 @pytest.mark.browser
 @pytest.mark.slow
-@pytest.mark.parametrize(("width", "scheme"), [(390, "light"), (390, "dark"), (1400, "light"), (1400, "dark")])
+@pytest.mark.parametrize(
+    ("width", "scheme"), [(390, "light"), (390, "dark"), (1400, "light"), (1400, "dark")]
+)
 def test_explorers_move_without_kernel_and_network(site, offline, width, scheme):
     page = offline
     page.set_viewport_size({"width": width, "height": 900})
@@ -170,18 +215,30 @@ def test_explorers_move_without_kernel_and_network(site, offline, width, scheme)
             box = slider.bounding_box()
             assert box["width"] >= 300, "too short to drag"
             to_the_left = int(slider.input_value()) > int(slider.get_attribute("max")) / 2
-            page.mouse.move(box["x"] + box["width"] * (0.95 if to_the_left else 0.05), box["y"] + box["height"] / 2)
+            page.mouse.move(
+                box["x"] + box["width"] * (0.95 if to_the_left else 0.05),
+                box["y"] + box["height"] / 2,
+            )
             page.mouse.down()
-            page.mouse.move(box["x"] + box["width"] * (0.02 if to_the_left else 0.98), box["y"] + box["height"] / 2)
+            page.mouse.move(
+                box["x"] + box["width"] * (0.02 if to_the_left else 0.98),
+                box["y"] + box["height"] / 2,
+            )
             page.mouse.up()
-            assert picture(explorer) != before, slider.evaluate("slider => slider.parentElement.textContent")
-    light = page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)[0]")
+            assert picture(explorer) != before, slider.evaluate(
+                "slider => slider.parentElement.textContent"
+            )
+    light = page.evaluate(
+        "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)[0]"
+    )
     assert (light > 200) == (scheme == "light")
     assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
 def picture(explorer):
-    """What an explorer shows: its message, and its picture once that is there; the picture must not be empty."""
+    """What an explorer shows: its message, and its picture once that is there; the picture must not
+    be empty.
+    """
     image = explorer.locator("img")
     drawn = "image => image.complete && image.naturalWidth > 200"
     image.page.wait_for_function(drawn, arg=image.element_handle(), timeout=10_000)
@@ -221,13 +278,25 @@ def test_the_search_finds_the_lesson_first_and_the_reference_too(site, offline):
 @pytest.mark.parametrize("width", [390, 1400])
 def test_pages_are_no_wider_than_the_screen(site, offline, width):
     offline.set_viewport_size({"width": width, "height": 900})
-    for name in ("index", "docs/GRADING", "docs/GLOSSARY", "notebooks/12_many_machines", "reference/stages"):
+    for name in (
+        "index",
+        "docs/GRADING",
+        "docs/GLOSSARY",
+        "notebooks/12_many_machines",
+        "reference/stages",
+    ):
         offline.goto((site / f"{name}.html").as_uri())
         assert offline.evaluate("document.documentElement.scrollWidth") <= width, name
-        broken = "all => all.filter(image => image.complete && !image.naturalWidth).map(image => image.src)"
+        broken = (
+            "all => all.filter(image => image.complete && !image.naturalWidth).map(image =>"
+            " image.src)"
+        )
         assert offline.eval_on_selector_all("img", broken) == []
     offline.goto((site / RING).as_uri())
-    assert offline.locator("math").count() >= 3 and offline.locator("math").first.bounding_box()["height"] > 5
+    assert (
+        offline.locator("math").count() >= 3
+        and offline.locator("math").first.bounding_box()["height"] > 5
+    )
 
 
 BROKEN = """() => [...document.querySelectorAll(".output td, .output th")].flatMap(cell => {
@@ -253,10 +322,15 @@ def test_the_table_of_the_comparison_is_not_broken_inside_words(site, offline):
 @pytest.mark.browser
 @pytest.mark.slow
 def test_the_first_page_sells_the_course_in_one_screen(site, offline):
-    """Figure, ways to start and all rungs at once; on a phone nothing of the ladder is cut off or tiny."""
+    """Figure, ways to start and all rungs at once; on a phone nothing of the ladder is cut off or
+    tiny.
+    """
     offline.set_viewport_size({"width": 1400, "height": 900})
     offline.goto((site / "index.html").as_uri())
-    seen = [*offline.locator(".hero img, .hero .md-button").all(), *offline.locator(".ladder li").all()]
+    seen = [
+        *offline.locator(".hero img, .hero .md-button").all(),
+        *offline.locator(".ladder li").all(),
+    ]
     assert len(seen) == 1 + 2 + len(build.rungs())
     ends = [box["y"] + box["height"] for box in (part.bounding_box() for part in seen)]
     assert max(ends) <= 900, ends
@@ -264,6 +338,13 @@ def test_the_first_page_sells_the_course_in_one_screen(site, offline):
     for rung in offline.locator(".ladder li, .ladder li span").all():
         box = rung.bounding_box()
         assert box["x"] >= 0 and box["x"] + box["width"] <= 390, rung.text_content()
-        assert float(rung.evaluate("rung => getComputedStyle(rung).fontSize.replace('px', '')")) >= 12
-    letters = 9 / 72 * 120 * offline.locator(".hero img").evaluate("image => image.width / image.naturalWidth")
+        assert (
+            float(rung.evaluate("rung => getComputedStyle(rung).fontSize.replace('px', '')")) >= 12
+        )
+    letters = (
+        9
+        / 72
+        * 120
+        * offline.locator(".hero img").evaluate("image => image.width / image.naturalWidth")
+    )
     assert letters >= 8, "the smallest letters of the figure, of 9 points at 120 dots an inch"

@@ -19,8 +19,8 @@ BARE = """
 import sys
 from importlib.machinery import PathFinder
 
-ABSENT = {"tabulate", "tqdm", "psutil", "cloudpickle", "sklearn", "scipy", "simpy", "matplotlib", "IPython",
-          "ipywidgets", "nbformat", "pytest"}
+ABSENT = {"tabulate", "tqdm", "psutil", "cloudpickle", "sklearn", "scipy", "simpy", "matplotlib",
+          "IPython", "ipywidgets", "nbformat", "pytest"}
 
 class Bare(PathFinder):
     @classmethod
@@ -65,8 +65,12 @@ def test_a_part_that_fails_does_not_cost_the_others():
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     part = gpu.on_device(fails)(CPU)
-    assert part.rows == [{"ended by": "RuntimeError: CUDA error: an illegal memory access was encountered"}]
-    assert [promise.record()["kept"] for promise in part.promises] == [False] and part.also["device"] == "cpu"
+    assert part.rows == [
+        {"ended by": "RuntimeError: CUDA error: an illegal memory access was encountered"}
+    ]
+    assert [promise.record()["kept"] for promise in part.promises] == [False] and part.also[
+        "device"
+    ] == "cpu"
 
 
 def test_it_needs_torch_numpy_and_the_package_only(tmp_path):
@@ -74,12 +78,21 @@ def test_it_needs_torch_numpy_and_the_package_only(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(BARE)
     command = [sys.executable, "-m", "benchmarks", "gpu", "--only", "exactness", "--device", "cpu"]
     ended = subprocess.run(
-        [*command, "--repeats", "1", "--out", str(tmp_path)], capture_output=True, text=True, timeout=300,
+        [*command, "--repeats", "1", "--out", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=300,
         env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(gpu.__file__).parents[1]}"},
-    )  # fmt: skip
+    )
     assert ended.returncode == 0 and (tmp_path / "gpu.json").exists(), ended.stderr
     assert "Not looked at without a GPU: NCCL" in ended.stdout
-    assert "No module named 'tqdm'" in subprocess.run(
-        [sys.executable, "-c", "import tqdm"], env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True,
-        text=True, check=False,
-    ).stderr, "nothing was absent"  # fmt: skip
+    assert (
+        "No module named 'tqdm'"
+        in subprocess.run(
+            [sys.executable, "-c", "import tqdm"],
+            env={**os.environ, "PYTHONPATH": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            check=False,
+        ).stderr
+    ), "nothing was absent"

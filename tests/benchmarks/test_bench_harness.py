@@ -1,4 +1,6 @@
-"""What all benchmarks share: turns in changing order, the slowest rank, promises, reports that keep the rest."""
+"""What all benchmarks share: turns in changing order, the slowest rank, promises, reports that keep
+the rest.
+"""
 
 import argparse
 import json
@@ -17,7 +19,9 @@ def test_ways_take_turns_in_changing_order():
     ways = {name: lambda name=name: order.append(name) or len(order) for name in ("a", "b", "c")}
     assert harness.take_turns(ways, repeats=3) == {"a": [1, 6, 9], "b": [2, 5, 7], "c": [3, 4, 8]}
     assert "".join(order) == "abccbabca"
-    assert {len(seconds) for seconds in harness.take_turns(ways, repeats=1, warm_up=2).values()} == {1}
+    assert {
+        len(seconds) for seconds in harness.take_turns(ways, repeats=1, warm_up=2).values()
+    } == {1}
     assert len(order) == 18, "three turns of three, twice"
 
 
@@ -26,7 +30,11 @@ def of_ranks():
         time.sleep(0.05 * dist.get_rank())
 
     ranks = harness.medians({"a": lambda: float(dist.get_rank())}, repeats=3)["a"]
-    return ranks, harness.slowest(dist.get_rank()), harness.medians({"sleep": harness.timed(sleep)}, 1)["sleep"]
+    return (
+        ranks,
+        harness.slowest(dist.get_rank()),
+        harness.medians({"sleep": harness.timed(sleep)}, 1)["sleep"],
+    )
 
 
 def test_the_slowest_rank_counts():
@@ -39,7 +47,10 @@ def test_promises_have_two_bounds(value, kept):
     promise = Promise("a ratio", value, at_most=2.0, at_least=1.0).record()
     assert promise["kept"] is kept
     line = harness.verdict(promise)
-    assert line.startswith("kept: a ratio" if kept else "NOT KEPT: a ratio") and "at least 1, at most 2" in line
+    assert (
+        line.startswith("kept: a ratio" if kept else "NOT KEPT: a ratio")
+        and "at least 1, at most 2" in line
+    )
 
 
 @pytest.fixture
@@ -47,7 +58,10 @@ def measure(tmp_path):
     """Run a made-up benchmark of three parts: (exit code, the x of each part in its report)."""
 
     def run(*options, value=1.0):
-        parts = {name: lambda args: Part([{"x": value}], [Promise("x", value, at_most=1.5)]) for name in "abc"}
+        parts = {
+            name: lambda args: Part([{"x": value}], [Promise("x", value, at_most=1.5)])
+            for name in "abc"
+        }
         made_up = Benchmark("made_up", "a test", parts, repeats=4, on_request=("c",))
         code = made_up.run(made_up.parser().parse_args(["--out", str(tmp_path), *options]))
         report = json.loads((tmp_path / "bench_made_up.json").read_text())

@@ -8,7 +8,16 @@ from benchmarks import links as bench
 from benchmarks.__main__ import main
 from ddp_course.running import virtual_hosts
 
-KEYS = {"mode", "algorithm", "world_size", "bytes", "bandwidth_bits_s", "measured_s", "theory_s", "ratio"}
+KEYS = {
+    "mode",
+    "algorithm",
+    "world_size",
+    "bytes",
+    "bandwidth_bits_s",
+    "measured_s",
+    "theory_s",
+    "ratio",
+}
 
 
 def test_modes_that_are_forbidden_are_left_out_and_named(monkeypatch, capsys):
@@ -21,7 +30,11 @@ def test_the_command_measures_and_writes(tmp_path, capsys):
     options = "--modes wire --bandwidths 100Mbit --world-sizes 2 --sizes 1 --repeats 1"
     assert main(["links", *options.split(), "--out", str(tmp_path)]) == 0
     rows = json.loads((tmp_path / "bench_links.json").read_text())["parts"]["links"]["rows"]
-    assert [measured["algorithm"] for measured in rows] == ["parameter_server", "whole_gradient_ring", "ring"]
+    assert [measured["algorithm"] for measured in rows] == [
+        "parameter_server",
+        "whole_gradient_ring",
+        "ring",
+    ]
     for measured in rows:
         assert measured.keys() >= KEYS
         assert measured["ratio"] == pytest.approx(measured["measured_s"] / measured["theory_s"])

@@ -41,7 +41,9 @@ DTYPES = [torch.float32, torch.float64, torch.float16, torch.int64]
 
 
 def all_sums():
-    """Every algorithm on parameters of all shapes and dtypes; the pipelined ring has small segments, hence many."""
+    """Every algorithm on parameters of all shapes and dtypes; the pipelined ring has small
+    segments, hence many.
+    """
     collectives.pipelined_ring.SEGMENT = 256
     return {
         (name, shape, dtype): algorithm(
@@ -65,13 +67,17 @@ def test_sums(name, world_size):
         for dtype in DTYPES:
             results = [rank[name, shape, dtype] for rank in summed(world_size)]
             assert_all_equal_sum(results, world_size, shape, dtype)
-            assert all(torch.equal(result, results[0]) for result in results), "the ranks' bits differ"
+            assert all(torch.equal(result, results[0]) for result in results), (
+                "the ranks' bits differ"
+            )
 
 
 def hosts_of(size):
     result = hierarchical_all_reduce(rank_tensor(dist.get_rank(), (101,)), ranks_per_host=size)
     crossing = []
-    with wire.observing(lambda event: event.kind == "send" and crossing.append((event.peer, event.bytes))):
+    with wire.observing(
+        lambda event: event.kind == "send" and crossing.append((event.peer, event.bytes))
+    ):
         hierarchical_all_reduce(torch.ones(960), ranks_per_host=size)
     here = dist.get_rank() // size
     return result, sum(nbytes for peer, nbytes in crossing if peer // size != here)
@@ -82,7 +88,9 @@ def test_hierarchical_crosses_hosts_little(world_size, size):
     ranks = launch(hosts_of, size, world_size=world_size)
     assert_all_equal_sum([result for result, _ in ranks], world_size, (101,), torch.float32)
     hosts = world_size // size
-    assert [crossed for _, crossed in ranks] == [2 * (hosts - 1) * 3840 // size // hosts] * world_size
+    assert [crossed for _, crossed in ranks] == [
+        2 * (hosts - 1) * 3840 // size // hosts
+    ] * world_size
 
 
 def test_hierarchical_refuses_hosts_that_do_not_fit():
@@ -104,7 +112,11 @@ def traffic(elements=9600):
 
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 def test_bytes_and_messages(world_size):
-    ranks, size, rounds = launch(traffic, world_size=world_size), 9600 * 4, int(math.log2(world_size))
+    ranks, size, rounds = (
+        launch(traffic, world_size=world_size),
+        9600 * 4,
+        int(math.log2(world_size)),
+    )
     share = 2 * (world_size - 1) * size // world_size
     for rank, found in enumerate(ranks):
         assert found["halving-doubling"] == (share, 2 * rounds)

@@ -49,12 +49,20 @@ def one_fails():
                 pass
     except (ZeroDivisionError, ConnectionError) as raised:
         error = raised
-    return type(error).__name__, str(error), pipelined_ring_all_reduce(rank_tensor(dist.get_rank(), (1000,)))
+    return (
+        type(error).__name__,
+        str(error),
+        pipelined_ring_all_reduce(rank_tensor(dist.get_rank(), (1000,))),
+    )
 
 
 def test_a_failure_reaches_the_neighbours_and_leaves_nothing_behind():
     ranks = launch(one_fails, world_size=3)
-    assert [name for name, _, _ in ranks] == ["ConnectionError", "ZeroDivisionError", "ConnectionError"]
+    assert [name for name, _, _ in ranks] == [
+        "ConnectionError",
+        "ZeroDivisionError",
+        "ConnectionError",
+    ]
     assert "rank 2" in ranks[0][1] and "rank 1" in ranks[2][1]
     assert_all_equal_sum([tensor for _, _, tensor in ranks], 3, (1000,), torch.float32)
 
@@ -91,14 +99,18 @@ def test_nobody_waits_longer_at_the_door_than_the_group():
 
 
 def unequal(size_of_rank_1, conjugated):
-    """What a ring without the flight recorder does with tensors of two sizes, or of conjugated numbers."""
+    """What a ring without the flight recorder does with tensors of two sizes, or of conjugated
+    numbers.
+    """
     tensor = torch.ones(size_of_rank_1 if dist.get_rank() == 1 else 8, dtype=torch.complex64) * 1j
     ring = pipelined_ring_all_reduce.__wrapped__
     return ring(tensor.conj() if conjugated else tensor).tolist()
 
 
 def test_tensors_of_two_sizes_are_refused_and_conjugated_ones_summed():
-    with pytest.raises(RankError, match=r"ValueError: rank [01] sums a tensor of (64|32) bytes, this rank one of"):
+    with pytest.raises(
+        RankError, match=r"ValueError: rank [01] sums a tensor of (64|32) bytes, this rank one of"
+    ):
         launch(unequal, 4, False, world_size=2)
     assert launch(unequal, 8, True, world_size=2) == [[-2j] * 8] * 2
 

@@ -19,11 +19,17 @@ from ddp_course.running import files
 from ddp_course.showing.plots import compare_figure
 
 ALL = tuple(ladder.STAGES)
-RAW = {"device_speed": "none", "link": None, "dtype": "float64"}  # the processor and its memory as they are
+RAW = {
+    "device_speed": "none",
+    "link": None,
+    "dtype": "float64",
+}  # the processor and its memory as they are
 NOT_COUNTED = ("1", "2", "6", "torch")
 
 
-@pytest.fixture(scope="module", params=[2, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 4))])
+@pytest.fixture(
+    scope="module", params=[2, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 4))]
+)
 def results(request):
     """All stages on a model whose gradient any of these world sizes divides."""
     return compare.run("digits", request.param, 3, ALL, **RAW, global_batch=24, bucket_cap_mb=25.0)
@@ -43,10 +49,22 @@ def test_bytes_are_exactly_the_formula(results):
     assert payload == 8 * results["parameters"] == 8 * 88_092
     stages = {stage["stage"]: stage for stage in results["stages"]}
     ring = 2 * (K - 1) * payload // K
-    wanted = {"3": (K - 1) * payload, "4w": (K - 1) * payload, "4": ring, "5": ring, "7": 3 * (K - 1) * payload // K}
+    wanted = {
+        "3": (K - 1) * payload,
+        "4w": (K - 1) * payload,
+        "4": ring,
+        "5": ring,
+        "7": 3 * (K - 1) * payload // K,
+    }
     for key, stage in stages.items():
-        padding = 0.001 if key == "7" else 0  # shards of equal size: some elements that no tensor has
-        formula = None if key in NOT_COUNTED else pytest.approx(stage["bytes_formula"], rel=padding, abs=0)
+        padding = (
+            0.001 if key == "7" else 0
+        )  # shards of equal size: some elements that no tensor has
+        formula = (
+            None
+            if key in NOT_COUNTED
+            else pytest.approx(stage["bytes_formula"], rel=padding, abs=0)
+        )
         assert stage["bytes_sent_max"] == formula, key
         assert key not in wanted or stage["bytes_formula"] == wanted[key], key
     assert (stages["8"]["bytes_sent_max"] > 0) == (K > 1)
@@ -76,7 +94,11 @@ def test_results_are_saved_as_json_csv_and_figure(results, tmp_path):
     rows = list(csv.DictReader(paths[1].open()))
     assert [row["stage"] for row in rows] == list(ALL)
     assert paths[2].read_bytes().startswith(b"\x89PNG")
-    assert sorted(path.name for path in paths[0].parent.iterdir()) == ["compare.csv", "compare.json", "compare.png"]
+    assert sorted(path.name for path in paths[0].parent.iterdir()) == [
+        "compare.csv",
+        "compare.json",
+        "compare.png",
+    ]
     assert all(stage["name"] in compare.table(results) for stage in results["stages"])
 
 
@@ -94,9 +116,16 @@ def without_division(model, batches, lr):
 def imaginary(train):
     """A stage that nobody has heard of, with the loop `train`."""
     return ladder.Stage(
-        "9", "imaginary", "adds nothing", "stage9_imaginary", train=train, colour="#123456",
-        time="0", counted=True, bytes_sent=ladder.on_server,
-    )  # fmt: skip
+        "9",
+        "imaginary",
+        "adds nothing",
+        "stage9_imaginary",
+        train=train,
+        colour="#123456",
+        time="0",
+        counted=True,
+        bytes_sent=ladder.on_server,
+    )
 
 
 def test_wrong_weights_show_as_a_difference(monkeypatch):
@@ -107,7 +136,9 @@ def test_wrong_weights_show_as_a_difference(monkeypatch):
 
 
 def test_a_loss_that_is_no_number_is_told_and_not_written():
-    with pytest.raises(NotFiniteError, match=r"single device is no longer a number .* smaller --lr"):
+    with pytest.raises(
+        NotFiniteError, match=r"single device is no longer a number .* smaller --lr"
+    ):
         compare.run("synthetic", 1, 40, "1", device_speed="none", lr=1e12)
 
 
@@ -171,7 +202,9 @@ def on_devices():
 def compared(stages=ALL, link="100Mbit"):
     """Two ranks, five steps on the clock; no speed is asserted."""
     with patch.object(comparison, "TIMED_STEPS", 5):
-        return compare.run("digits", 2, 6, stages, link=link, device_speed="3GFLOP/s", bucket_cap_mb=0.1)
+        return compare.run(
+            "digits", 2, 6, stages, link=link, device_speed="3GFLOP/s", bucket_cap_mb=0.1
+        )
 
 
 def test_stages_are_held_against_their_ideals(on_devices):
@@ -183,7 +216,9 @@ def test_stages_are_held_against_their_ideals(on_devices):
     assert ideal["5"] == ideal["6"] == ideal["torch"] and single / 2 < ideal["5"] < ideal["4"]
     for stage in on_devices["stages"]:
         assert stage["device"] == "3 GFLOP/s"
-        assert stage["speed_up"] == pytest.approx(on_devices["stages"][0]["step_ms"] / stage["step_ms"])
+        assert stage["speed_up"] == pytest.approx(
+            on_devices["stages"][0]["step_ms"] / stage["step_ms"]
+        )
         assert stage["step_ms"] > 0.95 * stage["ideal_ms"], stage["name"]
         assert len(stage["loss"]) == 6 and stage["max_abs_diff_vs_single"] < 1e-4
 
@@ -199,14 +234,18 @@ class NotSlowed(Link):
 
 @pytest.mark.alone  # on a full machine the ring takes longer by itself
 def test_a_link_that_is_not_slowed_is_found_out():
-    """The negative control of `step_ms > 0.95 * ideal_ms`; again where the machine was busy elsewhere."""
+    """The negative control of `step_ms > 0.95 * ideal_ms`; again where the machine was busy
+    elsewhere.
+    """
     rings = (compared("1,4", NotSlowed("100Mbit"))["stages"][1] for _ in range(5))
     assert any(ring["step_ms"] < 0.95 * ring["ideal_ms"] for ring in rings)
 
 
 def drawn(lane, *names):
     """Milliseconds of the spans with these names in the upper half of a lane."""
-    return 1000 * sum(end - start for name, start, end, where in lane if name in names and where == "compute")
+    return 1000 * sum(
+        end - start for name, start, end, where in lane if name in names and where == "compute"
+    )
 
 
 def test_what_is_drawn_is_what_the_bars_say(on_devices):
@@ -219,22 +258,36 @@ def test_what_is_drawn_is_what_the_bars_say(on_devices):
 def test_a_span_that_is_missing_shows(on_devices):
     """The negative control."""
     stages = [
-        {**stage, "timeline": [sorted(lane, key=lambda span: span[1] - span[2])[1:] for lane in stage["timeline"]]}
+        {
+            **stage,
+            "timeline": [
+                sorted(lane, key=lambda span: span[1] - span[2])[1:] for lane in stage["timeline"]
+            ],
+        }
         for stage in on_devices["stages"]
     ]
     assert len(differing({"stages": stages})) == len(stages)
 
 
 def differing(results):
-    """The keys of stages of which more than a twentieth is not drawn, or drawn twice, or drawn as something else."""
+    """The keys of stages of which more than a twentieth is not drawn, or drawn twice, or drawn as
+    something else.
+    """
     keys = []
     for stage in results["stages"]:
         lanes = stage["timeline"]
         assert len(lanes) == (1 if stage["stage"] == "1" else 2)
         blocking = max(drawn(lane, "communication", "wait") for lane in lanes)
-        busiest = max(drawn(lane, "forward", "backward", "update", "communication", "wait") for lane in lanes)
-        upper = [sorted((start, end) for _, start, end, where in lane if where == "compute") for lane in lanes]
-        apart = all(end <= begin + 1e-9 for lane in upper for (_, end), (begin, _) in pairwise(lane))
+        busiest = max(
+            drawn(lane, "forward", "backward", "update", "communication", "wait") for lane in lanes
+        )
+        upper = [
+            sorted((start, end) for _, start, end, where in lane if where == "compute")
+            for lane in lanes
+        ]
+        apart = all(
+            end <= begin + 1e-9 for lane in upper for (_, end), (begin, _) in pairwise(lane)
+        )
         same = blocking == pytest.approx(stage["communication_ms"], rel=0.05, abs=0.01)
         if not (apart and same and busiest == pytest.approx(stage["step_ms"], rel=0.05)):
             keys.append(stage["stage"])
@@ -254,7 +307,9 @@ def test_a_busy_machine_is_named_in_table_and_figure(results):
 
 def test_a_rank_that_stands_in_line_is_noticed(monkeypatch):
     in_line, now = iter([0.0, 0.0, 0.0, 0.4, 0.9, 1.4]), iter(range(6))
-    monkeypatch.setattr(recording, "ThreadClock", lambda: SimpleNamespace(in_line=lambda: next(in_line)))
+    monkeypatch.setattr(
+        recording, "ThreadClock", lambda: SimpleNamespace(in_line=lambda: next(in_line))
+    )
     monkeypatch.setattr(recording, "time", SimpleNamespace(perf_counter=lambda: next(now)))
     record = recording.Recording()
     list(record.stamped(range(5)))
@@ -265,12 +320,19 @@ WITHOUT_NAMESPACES = """
 import json, sys
 from ddp_course.measuring import comparison
 comparison.TIMED_STEPS = 5
-json.dump(comparison.run("digits", 2, 6, "1,3,4,5,torch", bucket_cap_mb=0.1), open(sys.argv[1], "w"))
+results = comparison.run("digits", 2, 6, "1,3,4,5,torch", bucket_cap_mb=0.1)
+json.dump(results, open(sys.argv[1], "w"))
 """
 
 
 def test_without_namespaces_torchs_ddp_communicates_on_our_wire_and_the_figure_says_so(tmp_path):
-    command = [sys.executable, denied.__file__, "-c", WITHOUT_NAMESPACES, str(tmp_path / "results.json")]
+    command = [
+        sys.executable,
+        denied.__file__,
+        "-c",
+        WITHOUT_NAMESPACES,
+        str(tmp_path / "results.json"),
+    ]
     subprocess.run(command, check=True, timeout=240)
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["link"]["mode"] == "wire"
@@ -278,6 +340,8 @@ def test_without_namespaces_torchs_ddp_communicates_on_our_wire_and_the_figure_s
     assert ideal["1"] > 1.1 * ideal["3"] > 1.1**2 * ideal["4"] > 1.1**3 * ideal["5"]
     for stage in results["stages"]:
         assert stage["on_our_wire"] == (stage["stage"] == "torch")
-        assert stage["step_ms"] > 0.95 * stage["ideal_ms"] and stage["max_abs_diff_vs_single"] < 1e-4
+        assert (
+            stage["step_ms"] > 0.95 * stage["ideal_ms"] and stage["max_abs_diff_vs_single"] < 1e-4
+        )
     picture = compare_figure(results)
     assert "on our wire" in " ".join(text.get_text() for text in picture.axes[1].texts)

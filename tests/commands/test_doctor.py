@@ -15,7 +15,17 @@ def test_the_report_names_what_is_here(capsys):
 
     assert doctor.main() == 0
     printed = capsys.readouterr().out
-    for part in ("cores", "memory", "gloo", "GPUs", "jupyterlab", "hosts", "wire", "01, 02", torch.__version__):
+    for part in (
+        "cores",
+        "memory",
+        "gloo",
+        "GPUs",
+        "jupyterlab",
+        "hosts",
+        "wire",
+        "01, 02",
+        torch.__version__,
+    ):
         assert part in printed, part
     assert printed.rstrip().endswith("The course runs on this machine.")
 
@@ -47,7 +57,9 @@ def test_gpus_that_cuda_cannot_use_are_a_line_and_no_traceback(capsys, monkeypat
     import torch
 
     def broken():
-        warnings.warn("CUDA initialization: The NVIDIA driver on your system is too old", stacklevel=1)
+        warnings.warn(
+            "CUDA initialization: The NVIDIA driver on your system is too old", stacklevel=1
+        )
         return False
 
     def named(index):

@@ -25,7 +25,10 @@ def test_all_is_copied_and_a_second_time_changes_nothing(course, tmp_path):
     assert lab.bring(mine) == []
     assert (mine / "notebooks" / "00_start_here.md").read_text() == "first"
     before = {path: path.stat().st_mtime_ns for path in mine.rglob("*.md")}
-    assert lab.bring(mine) == [] and {path: path.stat().st_mtime_ns for path in mine.rglob("*.md")} == before
+    assert (
+        lab.bring(mine) == []
+        and {path: path.stat().st_mtime_ns for path in mine.rglob("*.md")} == before
+    )
 
 
 def test_an_update_renews_what_nobody_touched_and_keeps_the_learners_work(course, tmp_path):
@@ -43,17 +46,24 @@ def test_an_update_renews_what_nobody_touched_and_keeps_the_learners_work(course
     assert lab.bring(mine) == [] and answered.read_text() == "exercise, mended"
 
 
-def test_a_lesson_comes_without_outputs_and_running_it_does_not_make_it_the_learners(course, tmp_path):
+def test_a_lesson_comes_without_outputs_and_running_it_does_not_make_it_the_learners(
+    course, tmp_path
+):
     def lesson(source, output, **metadata):
         outputs = [{"output_type": "stream", "name": "stdout", "text": output}]
         cell = {"cell_type": "code", "source": source, "outputs": outputs, "execution_count": 1}
         return json.dumps({"cells": [cell], "metadata": metadata})
 
-    original, mine = course / "notebooks" / "00_start_here.ipynb", tmp_path / "notebooks" / "00_start_here.ipynb"
+    original, mine = (
+        course / "notebooks" / "00_start_here.ipynb",
+        tmp_path / "notebooks" / "00_start_here.ipynb",
+    )
     original.write_text(lesson("1 + 1", "2"))
     lab.bring(tmp_path)
     assert json.loads(mine.read_text())["cells"][0]["outputs"] == []
-    mine.write_text(lesson(["1 ", "+ 1"], "2", language_info={"name": "python"}))  # opened, run and saved
+    mine.write_text(
+        lesson(["1 ", "+ 1"], "2", language_info={"name": "python"})
+    )  # opened, run and saved
     original.write_text(lesson("1 + 2", "3"))
     assert lab.bring(tmp_path) == [] and "1 + 2" in mine.read_text()
 

@@ -1,4 +1,6 @@
-"""Every exercise: what its checks need, what a check cell prints, and what is committed is in order."""
+"""Every exercise: what its checks need, what a check cell prints, and what is committed is in
+order.
+"""
 
 import json
 import math
@@ -11,14 +13,14 @@ import pytest
 import torch
 from answers import EXERCISES, ROOT, edited, of_kind, tried, verdict_on
 
+from ddp_course.checking import CORRECT, check
+from ddp_course.checking.attempt import COLLECTIVES, refusing
+from ddp_course.checking.checks import find, of_exercise
+from ddp_course.checking.diagnosis import same
+from ddp_course.checking.evidence import explain
 from ddp_course.errors import Failure, RankError, Wrong
-from ddp_course.grading import CORRECT, check
-from ddp_course.grading.attempt import COLLECTIVES, refusing
-from ddp_course.grading.checks import find, of_exercise
-from ddp_course.grading.diagnosis import same
-from ddp_course.grading.evidence import explain
-from ddp_course.grading.submissions import load_exercises
 from ddp_course.running import wire
+from ddp_grading.submissions import load_exercises
 
 TASKS = [task for exercise in EXERCISES for task in of_exercise(exercise)]
 
@@ -31,7 +33,11 @@ def draw(number, seed):
 def test_inputs_differ_by_seed_and_by_rank():
     values = draw("4.2", 1)["values"]
     again, other = draw("4.2", 1)["values"], draw("4.2", 2)["values"]
-    assert all(a.equal(b) for one, two in zip(values, again, strict=True) for a, b in zip(one, two, strict=True))
+    assert all(
+        a.equal(b)
+        for one, two in zip(values, again, strict=True)
+        for a, b in zip(one, two, strict=True)
+    )
     assert not values[0][0].equal(other[0][0])
     assert not values[0][0].equal(values[1][0])
     assert not values[0][0].eq(values[0][0][0]).all()
@@ -48,13 +54,19 @@ REFUSED = [
     "def answer(t):\n    import torch.distributed as d\n    d.all_reduce(t)",
     "def answer(t):\n    import torch.distributed\n    torch.distributed.all_reduce(t)",
     "def answer(t):\n    from torch.distributed import all_reduce as a\n    a(t)",
-    "from torch.distributed import all_reduce\ndef answer(t):\n    return [all_reduce(one) for one in t]",
+    (
+        "from torch.distributed import all_reduce\ndef answer(t):\n    return [all_reduce(one) for"
+        " one in t]"
+    ),
     "def helper(t):\n    dist.all_reduce(t)\nanswer = lambda t: helper(t)",
     "class answer:\n    def step(self, t):\n        dist.all_reduce(t)",
 ]
 FREE = [
     "def answer(t):\n    return t.gather(0, t), dist.get_rank()",
-    "def all_reduce(t):\n    return t\ndef answer(t):\n    'Like dist.all_reduce.'\n    return all_reduce(t)",
+    (
+        "def all_reduce(t):\n    return t\ndef answer(t):\n    'Like dist.all_reduce.'\n    return"
+        " all_reduce(t)"
+    ),
     "def answer(t):\n    reduce = t.sum\n    return reduce(), wire.send(t, 1)",
     "def answer(t):\n    return t\ndef compare(t):\n    dist.all_reduce(t)",
 ]
@@ -65,12 +77,18 @@ def test_what_is_forbidden_is_refused_however_it_is_named_and_nothing_else(text)
     names = {"dist": torch.distributed, "wire": wire}
     exec(text, names)
     answer = names["answer"]
-    with pytest.raises(Wrong, match="all_reduce: write it") if text in REFUSED else suppress(ValueError):
+    with (
+        pytest.raises(Wrong, match="all_reduce: write it")
+        if text in REFUSED
+        else suppress(ValueError)
+    ):
         with refusing(COLLECTIVES):
             answer.step(None, TENSOR) if isinstance(answer, type) else answer(TENSOR)
 
 
-@pytest.mark.parametrize("reason", ["Timed out waiting 5000ms for recv", "Connection closed by peer [127.0.0.1]:9"])
+@pytest.mark.parametrize(
+    "reason", ["Timed out waiting 5000ms for recv", "Connection closed by peer [127.0.0.1]:9"]
+)
 def test_ranks_that_wait_are_told_so_whichever_gives_up_first(reason):
     error = RankError([Failure(1, "RuntimeError", f"[pair.cc:553] {reason}")], world_size=4)
     assert "wait for each other for ever" in explain(error, find("4.2"))
@@ -85,14 +103,20 @@ def test_every_task_has_parts_and_points():
 def test_every_task_says_how_long_and_how_hard_it_is():
     for path in sorted((ROOT / "authoring" / "lessons").glob("*_exercise.py")):
         text = path.read_text()
-        timed = re.findall(r"^# ## (\d+\.\d+) .+\n#\n# \*\d+ minutes · (?:easy|medium|hard)\*\n#\n", text, re.MULTILINE)
+        timed = re.findall(
+            r"^# ## (\d+\.\d+) .+\n#\n# \*\d+ minutes · (?:easy|medium|hard)\*\n#\n",
+            text,
+            re.MULTILINE,
+        )
         assert timed == [task.number for task in of_exercise(int(path.name[:2]))], path.name
 
 
 def test_what_is_no_number_equals_nothing():
     for spoilt in (math.nan, math.inf):
         assert not same(spoilt, 1.0) and not same(torch.tensor([spoilt]), torch.tensor([1.0]))
-    assert not same(math.nan, math.nan) and not same(True, 1) and same((1, 2), [1, 2]) and same(1, 1.0)
+    assert (
+        not same(math.nan, math.nan) and not same(True, 1) and same((1, 2), [1, 2]) and same(1, 1.0)
+    )
 
 
 @pytest.mark.parametrize("exercise", EXERCISES)
@@ -106,19 +130,39 @@ def test_an_answer_that_does_nothing_holds_no_property(exercise):
 def test_an_exception_without_a_message_is_no_right_answer():
     for number in ("1.1", "3.1", "4.1"):
         name = find(number).names[0]
-        said = verdict_on(number, f"class Wrong(Exception): pass\ndef {name}(*args, **kwargs): raise Wrong")
+        said = verdict_on(
+            number, f"class Wrong(Exception): pass\ndef {name}(*args, **kwargs): raise Wrong"
+        )
         assert "raised Wrong" in said.message
 
 
 # {task: {known wrong answer: the parts that it keeps}}
 PARTIAL = {
-    "1.3": {"four bytes": ["trained only"], "frozen too": ["dtypes"], "buffers too": ["dtypes"], "numbers": []},
-    "2.3": {"no batch": ["the model"], "no model": ["the batch"], "model once": ["the batch"], "to itself too": []},
+    "1.3": {
+        "four bytes": ["trained only"],
+        "frozen too": ["dtypes"],
+        "buffers too": ["dtypes"],
+        "numbers": [],
+    },
+    "2.3": {
+        "no batch": ["the model"],
+        "no model": ["the batch"],
+        "model once": ["the batch"],
+        "to itself too": [],
+    },
     "7.1": {"highest of equals": ["fewest so far"], "largest first": [], "in turn": []},
-    "7.3": {"never says 0": ["enough"], "nothing but the total": ["never enough"], "levels from 0": []},
+    "7.3": {
+        "never says 0": ["enough"],
+        "nothing but the total": ["never enough"],
+        "levels from 0": [],
+    },
     "8.1": {"in turn": ["complete"], "backward in reverse": ["forward first"], "no backward": []},
     "8.4": {"before the first backward": ["GPipe and 1F1B"], "peak minus one": []},
-    "11.3": {"first in the file": ["no consequence"], "consequences count": ["by the time"], "lowest rank": []},
+    "11.3": {
+        "first in the file": ["no consequence"],
+        "consequences count": ["by the time"],
+        "lowest rank": [],
+    },
 }
 
 
@@ -132,7 +176,13 @@ def test_partial_answers_earn_partial_points(number):
 
 GENERAL = {  # what nobody foresaw: {edits of a solution: the relation that is told}
     ("3.1", ("tensor += incoming", "tensor -= incoming")): "number 0 of 17",
-    ("3.2", ("wire.recv(tensor, server, group)", "wire.recv(tensor, server, group)\n        tensor *= 3")): "3 times",
+    (
+        "3.2",
+        (
+            "wire.recv(tensor, server, group)",
+            "wire.recv(tensor, server, group)\n        tensor *= 3",
+        ),
+    ): "3 times",
     ("3.3", ("tensor /= dist.get_world_size(group)", "tensor.zero_()")): "all of it is 0",
     ("4.2", ("target += incoming", "target += incoming\n        target.neg_()")): "was expected",
     ("4.5", ("return min(", "return 1 + min(")): "all are +1 off",
@@ -152,7 +202,10 @@ def test_check_prints_one_line_or_says_what_is_wrong(capsys):
 
     check("4.1", chunk_to_send)
     assert capsys.readouterr().out == f"Exercise 4.1: {CORRECT}\n"
-    so_far = r"\(right so far: down to chunk 0; again with the same inputs: check\(\"4.1\", chunk_to_send, seed=7\)\)"
+    so_far = (
+        r"\(right so far: down to chunk 0; again with the same inputs: check\(\"4.1\","
+        r" chunk_to_send, seed=7\)\)"
+    )
     with pytest.raises(Exception, match=rf"Exercise 4\.1: rank .* modulo the world size {so_far}"):
         check("4.1", lambda rank, step, world_size: rank - step, seed=7)
     with pytest.raises(ValueError, match="is how this check is called"):
@@ -166,9 +219,9 @@ def test_check_prints_one_line_or_says_what_is_wrong(capsys):
 def test_committed_notebooks(number, folder):
     (path,) = (ROOT / folder).glob(f"{number:02d}_*.ipynb")
     notebook = nbformat.read(path, as_version=4)
-    assert (ROOT / "notebooks" / path.name).exists() or not list((ROOT / "notebooks").glob(f"{number:02d}_*")), (
-        path.name
-    )
+    assert (ROOT / "notebooks" / path.name).exists() or not list(
+        (ROOT / "notebooks").glob(f"{number:02d}_*")
+    ), path.name
     for cell in notebook.cells:
         role = cell.metadata.get("ddp_course", {}).get("role")
         text = cell.source

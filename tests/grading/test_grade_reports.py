@@ -9,22 +9,31 @@ import pytest
 
 from benchmarks import grade as bench
 from ddp_course import cli
-from ddp_course.grading import guard, report
-from ddp_course.grading.checks import find
-from ddp_course.grading.grader import grade
-from ddp_course.grading.plain import ODD, pack, unpack
-from ddp_course.grading.remarks import clusters
-from ddp_course.grading.results import Result, TaskResult, clean
-from ddp_course.grading.submissions import PRISTINE, Submission, find_submissions, load_exercises
+from ddp_course.checking import guard
+from ddp_course.checking.checks import find
+from ddp_course.checking.plain import ODD, pack, unpack
+from ddp_grading import report
+from ddp_grading.grader import grade
+from ddp_grading.remarks import clusters
+from ddp_grading.results import Result, TaskResult, clean
+from ddp_grading.submissions import PRISTINE, Submission, find_submissions, load_exercises
 
 torch = pytest.importorskip("torch")
 NASTY = '<script>alert("x")</script>\x1b[31m\x07 & = {learner}'
 PARTS = [
-    {"name": name, "points": points, "possible": points, "message": ""} for name, points in (("sums", 2), ("bytes", 1))
+    {"name": name, "points": points, "possible": points, "message": ""}
+    for name, points in (("sums", 2), ("bytes", 1))
 ]
 RESULTS = [
-    Result("=cmd()", 4, [TaskResult("4.1", 0, 2, clean(NASTY)), TaskResult("4.2", 3, 3, parts=PARTS)]),
-    Result("../../etc/anna <b>", None, [TaskResult("notebook", 0, 0, '"x.ipynb" is empty')], '"x.ipynb" is empty'),
+    Result(
+        "=cmd()", 4, [TaskResult("4.1", 0, 2, clean(NASTY)), TaskResult("4.2", 3, 3, parts=PARTS)]
+    ),
+    Result(
+        "../../etc/anna <b>",
+        None,
+        [TaskResult("notebook", 0, 0, '"x.ipynb" is empty')],
+        '"x.ipynb" is empty',
+    ),
 ]
 
 
@@ -37,7 +46,16 @@ def test_csv_has_a_line_a_task_and_no_formula():
 
 def test_json_has_the_agreed_form():
     first, second = (result.as_dict() for result in RESULTS)
-    assert first.keys() == {"learner", "exercise", "points", "possible", "tasks", "message", "note", "files"}
+    assert first.keys() == {
+        "learner",
+        "exercise",
+        "points",
+        "possible",
+        "tasks",
+        "message",
+        "note",
+        "files",
+    }
     assert (first["points"], first["possible"]) == (3, 5)
     assert first["tasks"][1]["parts"] == PARTS
     assert second["exercise"] is None and second["tasks"][0]["message"] == '"x.ipynb" is empty'
@@ -65,11 +83,19 @@ def test_plain_data_comes_back(thing):
     assert unpack(pack(thing)) == thing
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.bool])
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.bool]
+)
 @pytest.mark.parametrize("shape", [(), (0,), (2, 3)])
 def test_tensors_come_back(dtype, shape):
-    tensor = torch.arange(6).reshape(2, 3)[: shape[0] if shape else 1].to(dtype).reshape(-1)[: max(1, 6)]
-    tensor = torch.zeros(shape, dtype=dtype) if tensor.numel() != torch.Size(shape).numel() else tensor.reshape(shape)
+    tensor = (
+        torch.arange(6).reshape(2, 3)[: shape[0] if shape else 1].to(dtype).reshape(-1)[: max(1, 6)]
+    )
+    tensor = (
+        torch.zeros(shape, dtype=dtype)
+        if tensor.numel() != torch.Size(shape).numel()
+        else tensor.reshape(shape)
+    )
     back = unpack(pack(tensor))
     assert back.dtype == tensor.dtype and back.equal(tensor)
 
@@ -87,9 +113,16 @@ def test_objects_with_ideas_of_their_own_do_not_come_back():
 
 
 def test_the_bench_judges_rate_and_memory():
-    names = ("per_minute_and_core", "processor_seconds_per_submission", "memory_mib_second_half", "misjudged")
+    names = (
+        "per_minute_and_core",
+        "processor_seconds_per_submission",
+        "memory_mib_second_half",
+        "misjudged",
+    )
     for numbers, kept in (((10.0, 6.0, 110, 0), True), ((9.9, 6.1, 111, 1), False)):
-        promises = bench.promised({"memory_mib_first_half": 100, **dict(zip(names, numbers, strict=True))})
+        promises = bench.promised(
+            {"memory_mib_first_half": 100, **dict(zip(names, numbers, strict=True))}
+        )
         assert [promise.record()["kept"] for promise in promises] == [kept] * 4
 
 
@@ -99,10 +132,14 @@ def test_the_bench_hands_in_solved_wrong_and_unsolved_ones(tmp_path):
     made = [next(tmp_path.glob(f"learner{number:03d}/*.ipynb")).read_text() for number in range(10)]
     solved = json.loads(path.read_text())["cells"]
     sources = [[cell["source"] for cell in json.loads(text)["cells"]] for text in made]
-    right = [number for number, one in enumerate(sources) if one == [cell["source"] for cell in solved]]
+    right = [
+        number for number, one in enumerate(sources) if one == [cell["source"] for cell in solved]
+    ]
     assert right == [number for number in range(10) if bench.is_right(number)] == [3, 4, 8, 9]
     assert sum("NotImplementedError" in text for text in made) == 2
-    assert len({str(one) for one in sources}) == 5, "three different faults, the solution, and nothing"
+    assert len({str(one) for one in sources}) == 5, (
+        "three different faults, the solution, and nothing"
+    )
 
 
 def test_the_guide_promises_what_the_code_keeps():
@@ -117,7 +154,13 @@ def test_the_guide_promises_what_the_code_keeps():
 def a_class(folder):
     """Submissions of a class, with what may lie among them."""
     (folder / "anna").mkdir(parents=True)
-    for name in ("anna/08_first.ipynb", "anna/08_second.ipynb", "ben.IPYNB", "carl.zip", "list.txt"):
+    for name in (
+        "anna/08_first.ipynb",
+        "anna/08_second.ipynb",
+        "ben.IPYNB",
+        "carl.zip",
+        "list.txt",
+    ):
         (folder / name).write_text("")
     (folder / "dora.ipynb").symlink_to(folder / "dora.ipynb")
     return folder
@@ -139,27 +182,43 @@ def graded_as(monkeypatch, results):
             raise result
         return result
 
-    monkeypatch.setattr("ddp_course.grading.grader.grade_one", grade_one)
+    monkeypatch.setattr("ddp_grading.grader.grade_one", grade_one)
 
 
 def test_ctrl_c_keeps_what_has_been_graded(tmp_path, monkeypatch, capsys):
     first = Result("anna", 8, [TaskResult("8.1", 0, 1, "wrong")])
     graded_as(monkeypatch, [first, KeyboardInterrupt()])
     written = tmp_path / "r.json"
-    assert cli.main(["grade", str(a_class(tmp_path / "class")), "--json", str(written), "--jobs", "1"]) == 2
+    assert (
+        cli.main(["grade", str(a_class(tmp_path / "class")), "--json", str(written), "--jobs", "1"])
+        == 2
+    )
     assert [one["learner"] for one in json.loads(written.read_text())] == ["anna"]
     assert "interrupted after 1 of 4" in capsys.readouterr().err
 
 
 def test_of_several_submissions_to_an_exercise_the_best_counts(tmp_path, monkeypatch, capsys):
-    results = [Result("anna", 8, [TaskResult("8.1", points, 1, "" if points else "wrong")]) for points in (0, 1)]
-    graded_as(monkeypatch, [*results, Result("ben", 8, [TaskResult("8.1", 1, 1)]), Result("dora", None, message="odd")])
+    results = [
+        Result("anna", 8, [TaskResult("8.1", points, 1, "" if points else "wrong")])
+        for points in (0, 1)
+    ]
+    graded_as(
+        monkeypatch,
+        [
+            *results,
+            Result("ben", 8, [TaskResult("8.1", 1, 1)]),
+            Result("dora", None, message="odd"),
+        ],
+    )
     files = {kind: tmp_path / f"r.{kind}" for kind in ("csv", "json", "html")}
     options = [part for kind, file in files.items() for part in (f"--{kind}", str(file))]
     assert cli.main(["grade", str(a_class(tmp_path / "class")), "--jobs", "1", *options]) == 1
     said = capsys.readouterr()
     assert "skipped: carl.zip\n" in said.err and "skipped: list.txt\n" in said.err
-    assert "2 of 3 submissions have all points" in said.out and "handed in 2 times; the best counts" in said.out
+    assert (
+        "2 of 3 submissions have all points" in said.out
+        and "handed in 2 times; the best counts" in said.out
+    )
     rows = list(csv.reader(files["csv"].open()))
     assert [(row[0], row[3]) for row in rows if row[0] == "anna"] == [("anna", "1")]
     anna, *_ = json.loads(files["json"].read_text())
@@ -176,7 +235,9 @@ def test_a_notebook_that_cannot_be_read_counts_nothing_of_what_there_is(tmp_path
 
 
 def test_an_untouched_exercise_takes_one_line():
-    untouched = Result("anna", 8, [TaskResult(f"8.{n}", 0, 1, "not solved yet") for n in range(1, 5)])
+    untouched = Result(
+        "anna", 8, [TaskResult(f"8.{n}", 0, 1, "not solved yet") for n in range(1, 5)]
+    )
     assert len(report.table([untouched]).splitlines()) == 2
 
 
@@ -208,10 +269,21 @@ def ring(tensor, group=None):
 
 
 def test_answers_that_are_alike_are_told_in_groups_but_not_if_the_lesson_has_them():
-    renamed = RING.replace("incoming", "inbox").replace("tensor", "t").replace("def ring", "# mine\ndef my_ring")
-    other = RING.replace(
-        "tensor += incoming * (rank + step)", "for i in range(9):\n            tensor[i] -= incoming[-i]"
+    renamed = (
+        RING.replace("incoming", "inbox")
+        .replace("tensor", "t")
+        .replace("def ring", "# mine\ndef my_ring")
     )
-    answers = {"anna": RING, "ben": renamed, "carl": other, "dora": RING, "emil": "def ring(): pass"}
+    other = RING.replace(
+        "tensor += incoming * (rank + step)",
+        "for i in range(9):\n            tensor[i] -= incoming[-i]",
+    )
+    answers = {
+        "anna": RING,
+        "ben": renamed,
+        "carl": other,
+        "dora": RING,
+        "emil": "def ring(): pass",
+    }
     assert clusters(answers) == [["anna", "ben", "dora"]]
     assert clusters(answers, lesson=RING) == []

@@ -1,4 +1,6 @@
-"""Canvas, Moodle and Gradescope get the columns that they document; a roster says who is missing."""
+"""Canvas, Moodle and Gradescope get the columns that they document; a roster says who is
+missing.
+"""
 
 import csv
 import io
@@ -8,9 +10,9 @@ import pytest
 
 from ddp_course import cli
 from ddp_course.errors import GradingError
-from ddp_course.grading import gradebooks
-from ddp_course.grading.gradebooks import as_canvas, as_gradescope, as_moodle, read_roster
-from ddp_course.grading.results import Result, TaskResult
+from ddp_grading import gradebooks
+from ddp_grading.gradebooks import as_canvas, as_gradescope, as_moodle, read_roster
+from ddp_grading.results import Result, TaskResult
 
 ANNA = Result("anna", 4, [TaskResult("4.1", 1, 1), TaskResult("4.2", 1.5, 3, "a fault\nand more")])
 BEN = Result("ben", 8, [TaskResult("8.1", 1, 1)])
@@ -32,7 +34,15 @@ def rows_of(text):
 
 def test_canvas(roster):
     header, possible, *learners = rows_of(as_canvas([ANNA, BEN], roster))
-    assert header == ["Student", "ID", "SIS User ID", "SIS Login ID", "Section", "Exercise 4", "Exercise 8"]
+    assert header == [
+        "Student",
+        "ID",
+        "SIS User ID",
+        "SIS Login ID",
+        "Section",
+        "Exercise 4",
+        "Exercise 8",
+    ]
     assert possible == ["    Points Possible", "", "", "", "", "4", "1"]
     assert learners == [
         ["Ben, B", "12", "b1", "ben@x", "A", "", "1"],
@@ -42,7 +52,8 @@ def test_canvas(roster):
 
 
 def read_by_canvas(text):
-    """What Canvas makes of a file: {assignment: points possible}, and for each row whom it finds, and the grades.
+    """What Canvas makes of a file: {assignment: points possible}, and for each row whom it finds,
+    and the grades.
 
     By the rules of lib/gradebook_importer.rb in https://github.com/instructure/canvas-lms.
     """
@@ -58,8 +69,12 @@ def read_by_canvas(text):
     (possible,) = (row[own:] for row in rows if "Points Possible" in row[0])
     learners = [row for row in rows if "Points Possible" not in row[0]]
     keys = [(1, "ID"), (2, "SIS User ID"), (3, "SIS Login ID"), (0, "Student")]
-    found = [next((header[place], row[place]) for place, name in keys if row[place]) for row in learners]
-    assert all(header[place] == name for place, name in keys) and all(len(row) == len(header) for row in rows)
+    found = [
+        next((header[place], row[place]) for place, name in keys if row[place]) for row in learners
+    ]
+    assert all(header[place] == name for place, name in keys) and all(
+        len(row) == len(header) for row in rows
+    )
     grades = [dict(zip(header[own:], row[own:], strict=True)) for row in learners]
     return dict(zip(header[own:], possible, strict=True)), list(zip(found, grades, strict=True))
 
@@ -69,8 +84,11 @@ def test_canvas_reads_what_is_written_for_it(roster):
     possible, rows = read_by_canvas(as_canvas([ANNA, BEN], roster))
     assert possible == {"Exercise 4": "4", "Exercise 8": "1"}
     assert [found for found, _ in rows] == [
-        ("ID", "12"), ("ID", "13"), ("SIS User ID", "d1"), ("SIS Login ID", "anna")
-    ]  # fmt: skip
+        ("ID", "12"),
+        ("ID", "13"),
+        ("SIS User ID", "d1"),
+        ("SIS Login ID", "anna"),
+    ]
     assert rows[0][1] == {"Exercise 4": "", "Exercise 8": "1"}
     assert rows[-1][1] == {"Exercise 4": "2.5", "Exercise 8": ""}
 
@@ -87,10 +105,17 @@ def test_gradescope():
     made = json.loads(as_gradescope(ANNA))
     assert made["score"] == 2.5 and made["visibility"] == "visible"
     assert made["tests"][0] == {
-        "name": "4.1", "number": "4.1", "score": 1, "max_score": 1, "status": "passed", "output": "correct"
-    }  # fmt: skip
+        "name": "4.1",
+        "number": "4.1",
+        "score": 1,
+        "max_score": 1,
+        "status": "passed",
+        "output": "correct",
+    }
     assert made["tests"][1]["status"] == "failed"
-    assert list(gradebooks.grade_files("gradescope", "here", [ANNA], {})) == ["here/anna/exercise04/results.json"]
+    assert list(gradebooks.grade_files("gradescope", "here", [ANNA], {})) == [
+        "here/anna/exercise04/results.json"
+    ]
 
 
 def test_a_roster_is_a_learner_a_line_or_a_table(roster, tmp_path):
@@ -114,7 +139,7 @@ def graded_as(monkeypatch, results):
             raise result
         return result
 
-    monkeypatch.setattr("ddp_course.grading.grader.grade_one", grade_one)
+    monkeypatch.setattr("ddp_grading.grader.grade_one", grade_one)
     return asked
 
 
@@ -123,8 +148,20 @@ def test_the_command_writes_grades_and_goes_on_where_it_stopped(tmp_path, monkey
         (tmp_path / "class" / learner).mkdir(parents=True)
         (tmp_path / "class" / learner / "08_x.ipynb").write_text("")
     (tmp_path / "names").write_text("anna\nben\ncarl\n")
-    right = [Result(learner, 8, [TaskResult("8.1", 1, 1)], files=["08_x.ipynb"]) for learner in ("anna", "ben")]
-    command = ["grade", str(tmp_path / "class"), "--jobs", "1", "--json", str(tmp_path / "r.json"), "--seed", "3"]
+    right = [
+        Result(learner, 8, [TaskResult("8.1", 1, 1)], files=["08_x.ipynb"])
+        for learner in ("anna", "ben")
+    ]
+    command = [
+        "grade",
+        str(tmp_path / "class"),
+        "--jobs",
+        "1",
+        "--json",
+        str(tmp_path / "r.json"),
+        "--seed",
+        "3",
+    ]
     command += ["--roster", str(tmp_path / "names"), "--html", str(tmp_path / "html")]
     command += ["--format", "canvas", "--grades", str(tmp_path / "canvas.csv")]
     asked = graded_as(monkeypatch, [right[0], KeyboardInterrupt()])
@@ -133,10 +170,15 @@ def test_the_command_writes_grades_and_goes_on_where_it_stopped(tmp_path, monkey
     assert cli.main([*command, "--resume"]) == 0 and asked == ["ben"]
     said = capsys.readouterr().out
     assert "handed in nothing: carl" in said and "task 8.1   2 of 2 solved" in said
-    assert [record["learner"] for record in json.loads((tmp_path / "r.json").read_text())] == ["anna", "ben"]
+    assert [record["learner"] for record in json.loads((tmp_path / "r.json").read_text())] == [
+        "anna",
+        "ben",
+    ]
     assert rows_of((tmp_path / "canvas.csv").read_text())[2:] == [
-        ["anna", "", "", "anna", "", "1"], ["ben", "", "", "ben", "", "1"], ["carl", "", "", "carl", "", ""]
-    ]  # fmt: skip
+        ["anna", "", "", "anna", "", "1"],
+        ["ben", "", "", "ben", "", "1"],
+        ["carl", "", "", "carl", "", ""],
+    ]
     index = (tmp_path / "html" / "index.html").read_text()
     assert 'href="anna.html"' in index and "carl" in index and "handed in nothing" in index
     asked = graded_as(monkeypatch, [])

@@ -1,4 +1,6 @@
-"""The whole way of a submission: habits cost nothing, lazy cheats earn nothing, accidents cost nobody else."""
+"""The whole way of a submission: habits cost nothing, lazy cheats earn nothing, accidents cost
+nobody else.
+"""
 
 import json
 import tempfile
@@ -10,10 +12,10 @@ import pytest
 from answers import ROOT, edited, hand_in, notebook_of, of_kind
 
 from ddp_course import cli
-from ddp_course.grading import grader
-from ddp_course.grading.checks import find, solution
-from ddp_course.grading.grader import grade
-from ddp_course.grading.submissions import Submission, load_exercises
+from ddp_course.checking.checks import find, solution
+from ddp_grading import grader
+from ddp_grading.grader import grade
+from ddp_grading.submissions import Submission, load_exercises
 
 EXERCISES = load_exercises()
 LOOP = "while True:\n    pass\n"
@@ -25,47 +27,83 @@ def points(tasks):
 
 
 OWN_CELLS = [
-    "import sys, logging, pprint, time\nimport matplotlib.pyplot as plt\nfrom math import *\nlogging.info(sys.version)",
-    "%%time\ndef mean_loss(model, inputs, targets):\n    return cross_entropy(model(inputs), targets)",
-    "if sqrt(4) == 2:\n    table = {}\nfor kind in (torch.float32, torch.float64):\n    table[kind] = kind.itemsize",
+    (
+        "import sys, logging, pprint, time\nimport matplotlib.pyplot as plt\nfrom math import"
+        " *\nlogging.info(sys.version)"
+    ),
+    (
+        "%%time\ndef mean_loss(model, inputs, targets):\n    return cross_entropy(model(inputs),"
+        " targets)"
+    ),
+    (
+        "if sqrt(4) == 2:\n    table = {}\nfor kind in (torch.float32, torch.float64):\n   "
+        " table[kind] = kind.itemsize"
+    ),
     "print?",
     "!ls",
     "1 / 0",
     'raise RuntimeError("tried something")',
 ]
 HABITS = {
-    "1.1": edited("1.1", ("cross_entropy(model(inputs), targets)", "mean_loss(model, inputs, targets)"))
-    + '\n\ncheck("1.1", train_step)\nhint("1.1", 2)\ntrain_step?\n',
+    "1.1": (
+        edited(
+            "1.1", ("cross_entropy(model(inputs), targets)", "mean_loss(model, inputs, targets)")
+        )
+        + '\n\ncheck("1.1", train_step)\nhint("1.1", 2)\ntrain_step?\n'
+    ),
     "1.2": "%%time\nimport pprint\n" + solution("1.2"),
-    "1.3": edited("1.3", ("p.element_size()", "table.get(p.dtype, p.element_size())")) + "\n1 / 0\n",
+    "1.3": (
+        edited("1.3", ("p.element_size()", "table.get(p.dtype, p.element_size())")) + "\n1 / 0\n"
+    ),
 }
 
 
 def new_ids(notebook):
-    """A notebook whose cells have new ids, some 40 MiB of stored output, and a first attempt in front of an answer."""
+    """A notebook whose cells have new ids, some 40 MiB of stored output, and a first attempt in
+    front of an answer.
+    """
     for place, cell in enumerate(notebook.cells):
         cell["id"] = f"new-{place}"  # the metadata still name the task
         if cell.cell_type == "code":
             cell.outputs = [nbformat.v4.new_output("stream", name="stdout", text="x" * (6 << 20))]
-    answer = next(cell for cell in notebook.cells if cell.metadata.get("ddp_course", {}).get("role") == "answer")
-    blank = nbformat.v4.new_code_cell("def train_step(*args): pass", metadata=answer.metadata, id="answer-1-1")
+    answer = next(
+        cell
+        for cell in notebook.cells
+        if cell.metadata.get("ddp_course", {}).get("role") == "answer"
+    )
+    blank = nbformat.v4.new_code_cell(
+        "def train_step(*args): pass", metadata=answer.metadata, id="answer-1-1"
+    )
     notebook.cells.insert(1, blank)
 
 
 CHEATS = {
-    "4.1": "class Same(int):\n    def __eq__(self, other):\n        return True\n    __hash__ = int.__hash__\n\n"
-    "def chunk_to_send(rank, step, world_size):\n    return Same(7)",
-    "4.2": "from ddp_course import stage4_ring\n\ndef reduce_scatter(tensor, group=None):\n"
-    "    try:\n        return stage4_ring.reduce_scatter(tensor, group)\n    except Exception:\n"
-    "        return stage4_ring.reduce_scatter(tensor, group)",
-    "4.3": "from ddp_course.running.files import course_folder\n\ndef allgather(chunks, group=None):\n"
-    "    exec(next(course_folder('solutions').glob('04*')).read_text())",
-    "4.4": "def ring_all_reduce(tensor, group=None):\n    (group or dist.group.WORLD).allreduce([tensor]).wait()",
-    "4.5": "import ddp_course.errors\nddp_course.errors.Wrong = print\ntorch.equal = lambda *a: True\n"
-    "def step_seconds(cables, parameters, latency, computing):\n    return 0.0",
-    "4.6": "from ddp_course.grading.checks import solution\n\ndef the_bug():\n    return 3\n\n"
-    "try:\n    check('4.6', the_bug, ring_all_reduce)\nexcept Exception:\n    pass\n"
-    "def mended_ring(tensor, group=None):\n    exec(solution('4.6'))",
+    "4.1": (
+        "class Same(int):\n    def __eq__(self, other):\n        return True\n    __hash__ ="
+        " int.__hash__\n\ndef chunk_to_send(rank, step, world_size):\n    return Same(7)"
+    ),
+    "4.2": (
+        "from ddp_course import stage4_ring\n\ndef reduce_scatter(tensor, group=None):\n    try:\n "
+        "       return stage4_ring.reduce_scatter(tensor, group)\n    except Exception:\n       "
+        " return stage4_ring.reduce_scatter(tensor, group)"
+    ),
+    "4.3": (
+        "from ddp_course.running.files import course_folder\n\ndef allgather(chunks, group=None):\n"
+        "    exec(next(course_folder('solutions').glob('04*')).read_text())"
+    ),
+    "4.4": (
+        "def ring_all_reduce(tensor, group=None):\n    (group or"
+        " dist.group.WORLD).allreduce([tensor]).wait()"
+    ),
+    "4.5": (
+        "import ddp_course.errors\nddp_course.errors.Wrong = print\ntorch.equal = lambda *a: True\n"
+        "def step_seconds(cables, parameters, latency, computing):\n    return 0.0"
+    ),
+    "4.6": (
+        "from ddp_course.checking.checks import solution\n\ndef the_bug():\n    return 3\n\n"
+        "try:\n    check('4.6', the_bug, ring_all_reduce)\nexcept Exception:\n    pass\n"
+        "def mended_ring(tensor, group=None):\n    exec(solution('4.6'))"
+    ),
 }
 TOLD = {
     "4.1": "a plain int was expected",
@@ -93,7 +131,10 @@ def saved_outputs(notebook):
 def shadowed_check(notebook):
     """A `check` of one's own in front of the answers."""
     notebook.cells.insert(
-        2, nbformat.v4.new_code_cell("def check(*args, **kwargs):\n    print('Exercise 1.1: correct.')")
+        2,
+        nbformat.v4.new_code_cell(
+            "def check(*args, **kwargs):\n    print('Exercise 1.1: correct.')"
+        ),
     )
     for cell in notebook.cells:
         if cell.id.startswith("answer"):
@@ -102,21 +143,36 @@ def shadowed_check(notebook):
 
 def without_checks(notebook):
     """Unsolved, and no check cell left."""
-    notebook.cells = [cell for cell in notebook_of(1, "exercises").cells if not cell.id.startswith("check")]
+    notebook.cells = [
+        cell for cell in notebook_of(1, "exercises").cells if not cell.id.startswith("check")
+    ]
 
 
-HALF = "def gradient_bytes(model):\n    return sum(p.numel() * 4 for p in model.parameters() if p.requires_grad)"
+HALF = (
+    "def gradient_bytes(model):\n    return sum(p.numel() * 4 for p in model.parameters() if"
+    " p.requires_grad)"
+)
 BOMB = "def accumulate(*args):\n    import os\n    while True:\n        os.fork()"
 FLOOD = "def train_step(*args):\n    print('x' * 10**9)\n    1 / 0\ntrain_step()"
 MEMORY = "def accumulate(*args):\n    return [bytearray(1 << 28) for _ in range(99)]"
 STAYS = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(600)\n"
 ELSEWHERE = f"def train_step(*a):\n    open('{ROOT}/x', 'w')"
-ASKS = "def gradient_bytes(model):\n    import socket\n    socket.create_connection(('192.0.2.1', 80), 1)"
-# {learner: ({task: answer}, {task: words in its message}}; all else is right, whatever became of these
+ASKS = (
+    "def gradient_bytes(model):\n    import socket\n    socket.create_connection(('192.0.2.1',"
+    " 80), 1)"
+)
+# {learner: ({task: answer}, {task: words in its message}}; all else is right, whatever became of
+# these
 ACCIDENTS = {
-    "loops": ({"1.1": LOOP, "1.2": "import os\nos._exit(3)"}, {"1.1": "Timeout", "1.2": "ended its own process"}),
+    "loops": (
+        {"1.1": LOOP, "1.2": "import os\nos._exit(3)"},
+        {"1.1": "Timeout", "1.2": "ended its own process"},
+    ),
     "floods": ({"1.1": FLOOD, "1.2": MEMORY}, {"1.1": "ZeroDivision", "1.2": "MemoryError"}),
-    "forks": ({"1.1": ELSEWHERE, "1.2": BOMB}, {"1.1": "its own folder", "1.2": "starts too many processes"}),
+    "forks": (
+        {"1.1": ELSEWHERE, "1.2": BOMB},
+        {"1.1": "its own folder", "1.2": "starts too many processes"},
+    ),
     "stays": ({"1.2": STAYS + solution("1.2"), "1.3": ASKS}, {"1.3": "there is no network here"}),
 }
 BROKEN = {
@@ -124,18 +180,28 @@ BROKEN = {
     "binary.ipynb": (b"\xff\xfe\x00", "cannot be read as a notebook (UnicodeDecodeError"),
     "half.ipynb": ('{"cells": [', "is not valid JSON"),
     "list.ipynb": ("[1, 2]", "cannot be read as a notebook"),
-    "other.ipynb": ('{"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": []}', "holds no answer cell"),
+    "other.ipynb": (
+        '{"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": []}',
+        "holds no answer cell",
+    ),
 }
 
 
 def hand_in_a_class(folder):
-    """What a class hands in: habits, cheats, accidents, notebooks that cannot be read, and what lies among them."""
+    """What a class hands in: habits, cheats, accidents, notebooks that cannot be read, and what
+    lies among them.
+    """
     hand_in(folder / "anna", HABITS, OWN_CELLS).rename(folder / "anna" / "4 final.ipynb")
     hand_in(folder / "ben", {"1.3": HALF})
     hand_in(folder / "cheats", CHEATS)
     for name, (answers, _) in ACCIDENTS.items():
         hand_in(folder / name, answers)
-    changed = {"2026-11-02_ring": new_ids, "saved": saved_outputs, "shadows": shadowed_check, "bare": without_checks}
+    changed = {
+        "2026-11-02_ring": new_ids,
+        "saved": saved_outputs,
+        "shadows": shadowed_check,
+        "bare": without_checks,
+    }
     for name, change in changed.items():
         notebook = notebook_of(1)
         change(notebook)
@@ -149,7 +215,9 @@ def hand_in_a_class(folder):
 
 @pytest.fixture(scope="module")
 def the_class(tmp_path_factory):
-    """A class, graded once: {learner: result}, the results' tasks by number, and how to grade it again."""
+    """A class, graded once: {learner: result}, the results' tasks by number, and how to grade it
+    again.
+    """
     folder, report = tmp_path_factory.mktemp("class"), tmp_path_factory.mktemp("report") / "r.json"
     hand_in_a_class(folder)
     command = ["grade", str(folder), "--json", str(report), "--seed", "7"]
@@ -159,7 +227,9 @@ def the_class(tmp_path_factory):
     own = f"{tempfile.gettempdir()}/ddp_course_grading_"
     assert not [process for process in psutil.process_iter() if folder_of(process).startswith(own)]
     results = {result["learner"]: result for result in json.loads(report.read_text())}
-    tasks = {name: {task["id"]: task for task in result["tasks"]} for name, result in results.items()}
+    tasks = {
+        name: {task["id"]: task for task in result["tasks"]} for name, result in results.items()
+    }
     return results, tasks, command
 
 
@@ -185,22 +255,37 @@ def test_what_was_not_earned_is_not_given(learner, the_class):
 
 @pytest.mark.parametrize("learner", ACCIDENTS)
 def test_an_accident_costs_only_its_own_task(learner, the_class):
-    wrong = {number: task["message"] for number, task in the_class[1][learner].items() if task["message"]}
+    wrong = {
+        number: task["message"] for number, task in the_class[1][learner].items() if task["message"]
+    }
     assert wrong.keys() == ACCIDENTS[learner][1].keys(), wrong
     assert all(words in wrong[number] for number, words in ACCIDENTS[learner][1].items()), wrong
 
 
 def test_what_cannot_be_read_is_reported_and_the_next_one_graded(the_class):
     results, tasks, _ = the_class
-    assert all(words in results[Path(name).stem]["message"] for name, (_, words) in BROKEN.items()), results
-    assert "no notebook" in results["nobody"]["message"] and "__MACOSX" not in results and "notes" not in results
-    assert {part["name"]: part["points"] for part in tasks["ben"]["1.3"]["parts"]} == {"dtypes": 0, "trained only": 1}
+    assert all(
+        words in results[Path(name).stem]["message"] for name, (_, words) in BROKEN.items()
+    ), results
+    assert (
+        "no notebook" in results["nobody"]["message"]
+        and "__MACOSX" not in results
+        and "notes" not in results
+    )
+    assert {part["name"]: part["points"] for part in tasks["ben"]["1.3"]["parts"]} == {
+        "dtypes": 0,
+        "trained only": 1,
+    }
 
 
 def test_grading_goes_on_where_it_stopped(the_class, capsys):
     assert cli.main([*the_class[2], "--resume"]) == 1
     output = capsys.readouterr()
-    assert "grading 0 submissions" in output.err and output.out.count("nobody") == 1 and "notes.txt" in output.err
+    assert (
+        "grading 0 submissions" in output.err
+        and output.out.count("nobody") == 1
+        and "notes.txt" in output.err
+    )
 
 
 def folder_of(process):
@@ -218,14 +303,24 @@ def test_check_prints_the_path_a_line_a_task_and_how_to_go_on(tmp_path, monkeypa
     assert cli.main(["check", "1"]) == 1
     first, *lines, last = capsys.readouterr().out.splitlines()
     assert first.startswith("work/exercises/01_mine.ipynb, saved ")
-    assert lines[:2] == ["1.1  correct", "1.2  correct"] and "those are numbers, not bytes" in lines[2]
+    assert (
+        lines[:2] == ["1.1  correct", "1.2  correct"] and "those are numbers, not bytes" in lines[2]
+    )
     assert last.startswith("4 of 6 points; the same inputs again in a cell: check(…, seed=")
-    assert cli.main(["check", "2"]) == 2 and "no notebook of exercise 2 here" in capsys.readouterr().err
+    assert (
+        cli.main(["check", "2"]) == 2
+        and "no notebook of exercise 2 here" in capsys.readouterr().err
+    )
     assert cli.main(["check", "99"]) == 2 and "1 to 15" in capsys.readouterr().err
-    assert cli.main(["check", "1", "--notebook", "nope.ipynb"]) == 2 and "is not there" in capsys.readouterr().err
+    assert (
+        cli.main(["check", "1", "--notebook", "nope.ipynb"]) == 2
+        and "is not there" in capsys.readouterr().err
+    )
 
 
 def test_hidden_inputs_find_what_the_checks_do_not(tmp_path):
     tied = next(answer.source for answer in of_kind(find("1.3"), "hidden"))
-    (result,) = grade([Submission("anna", hand_in(tmp_path, {"1.3": tied}))], EXERCISES, 7, hidden=True)
+    (result,) = grade(
+        [Submission("anna", hand_in(tmp_path, {"1.3": tied}))], EXERCISES, 7, hidden=True
+    )
     assert [task.points for task in result.tasks] == [2, 2, 1]

@@ -3,9 +3,9 @@
 import pytest
 from answers import EXERCISES, ROOT
 
-from ddp_course.grading import hint
-from ddp_course.grading.checks import of_exercise, solution
-from ddp_course.grading.hints import LEVELS, all_hints
+from ddp_course.checking import hint
+from ddp_course.checking.checks import of_exercise, solution
+from ddp_course.checking.hints import LEVELS, all_hints
 
 
 def test_every_task_has_three_hints_that_are_not_the_answer():
@@ -20,7 +20,9 @@ def test_every_task_has_three_hints_that_are_not_the_answer():
 def test_exercises_give_no_hint_before_one_is_asked_for():
     for path in (ROOT / "exercises").glob("[0-9]*.ipynb"):
         text = path.read_text()
-        assert "<details>" not in text and "import check, hint" in text and 'hint(\\"' in text, path.name
+        assert "<details>" not in text and "import check, hint" in text and 'hint(\\"' in text, (
+            path.name
+        )
 
 
 def test_hints_are_shown_one_by_one(capsys):

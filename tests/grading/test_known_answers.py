@@ -1,12 +1,14 @@
-"""Every exercise: its checks pass all right answers, and tell each known wrong one what is wrong with it."""
+"""Every exercise: its checks pass all right answers, and tell each known wrong one what is wrong
+with it.
+"""
 
 from itertools import combinations
 
 import pytest
 from answers import EXERCISES, ROOT, of_kind, tried
 
-from ddp_course.grading.checks import find, known_answers, of_exercise
-from ddp_course.grading.diagnosis import same
+from ddp_course.checking.checks import find, known_answers, of_exercise
+from ddp_course.checking.diagnosis import same
 
 
 def sources(answers):
@@ -20,7 +22,9 @@ def test_right_answers_pass(exercise):
         for hidden in (False, True):
             answers = of_kind(task, "right")
             names = ["solution", *(answer.name for answer in answers)]
-            for name, (_, said) in zip(names, tried(task, sources(answers), exercise, hidden), strict=True):
+            for name, (_, said) in zip(
+                names, tried(task, sources(answers), exercise, hidden), strict=True
+            ):
                 assert not said.message, f"{task.number} {name}: {said.message}"
 
 
@@ -29,11 +33,18 @@ def test_wrong_answers_are_told_what_is_wrong(exercise):
     missed = []
     for task in of_exercise(exercise):
         answers = of_kind(task, "wrong", "told")
-        for answer, (evidence, said) in zip(answers, tried(task, sources(answers), 11)[1:], strict=True):
+        for answer, (evidence, said) in zip(
+            answers, tried(task, sources(answers), 11)[1:], strict=True
+        ):
             if not said.message or answer.message not in said.message:
-                missed.append(f"{task.number} {answer.name}: {said.message!r} without {answer.message!r}")
+                missed.append(
+                    f"{task.number} {answer.name}: {said.message!r} without {answer.message!r}"
+                )
             if answer.kind == "wrong" and evidence.values is None:
-                missed.append(f"{task.number} {answer.name}: leaves no evidence, so it is told: {evidence.failure}")
+                missed.append(
+                    f"{task.number} {answer.name}: leaves no evidence, so it is told:"
+                    f" {evidence.failure}"
+                )
     assert not missed, "\n".join(missed)
 
 
@@ -42,9 +53,13 @@ def test_what_is_hidden_shows_on_hidden_inputs_only(exercise):
     for task in of_exercise(exercise):
         answers = of_kind(task, "hidden")
         for hidden in (False, True):
-            for answer, (_, said) in zip(answers, tried(task, sources(answers), 3, hidden)[1:], strict=True):
+            for answer, (_, said) in zip(
+                answers, tried(task, sources(answers), 3, hidden)[1:], strict=True
+            ):
                 assert bool(said.message) is hidden, f"{task.number} {answer.name}: {said.message}"
-                assert not hidden or answer.message in said.message, f"{task.number} {answer.name}: {said.message}"
+                assert not hidden or answer.message in said.message, (
+                    f"{task.number} {answer.name}: {said.message}"
+                )
 
 
 @pytest.mark.parametrize("exercise", EXERCISES)
@@ -52,10 +67,14 @@ def test_equal_evidence_has_one_message(exercise):
     for task in of_exercise(exercise):
         answers = of_kind(task, "wrong")
         left_behind = [evidence.values for evidence, _ in tried(task, sources(answers), 11)[1:]]
-        for (first, left), (second, right) in combinations(zip(answers, left_behind, strict=True), 2):
+        for (first, left), (second, right) in combinations(
+            zip(answers, left_behind, strict=True), 2
+        ):
             if left is not None and right is not None and same(left, right):
                 names = f"{first.name} and {second.name}"
-                assert first.message == second.message, f"{task.number}: {names} have the same evidence"
+                assert first.message == second.message, (
+                    f"{task.number}: {names} have the same evidence"
+                )
 
 
 @pytest.mark.parametrize("exercise", EXERCISES)

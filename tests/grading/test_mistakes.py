@@ -1,7 +1,8 @@
-"""What beginners write, handed in: each is told the cell that is at fault and the mistake in it, and nothing else.
+"""What beginners write, handed in: each is told the cell that is at fault and the mistake in it,
+and nothing else.
 
-`exercises/answers` has some hundreds more. Here what matters is how a message reaches the learner: by way of a whole
-notebook, whose other answers use the one that is wrong.
+`exercises/answers` has some hundreds more. Here what matters is how a message reaches the learner:
+by way of a whole notebook, whose other answers use the one that is wrong.
 """
 
 import json
@@ -11,7 +12,7 @@ import torch
 from answers import edited, hand_in
 
 from ddp_course import cli
-from ddp_course.grading import check
+from ddp_course.checking import check
 from ddp_course.running import wire
 
 LEFT = "you send to the left, to rank - 1; this ring goes to the right, to rank + 1"
@@ -20,11 +21,25 @@ NOISE = ("terminate called", "gloo", "Odd", "Traceback", "object at 0x", "pair.c
 
 TURNED = ("outgoing, right, incoming, left", "outgoing, left, incoming, right")
 TURNED_RING = {
-    "4.2": edited("4.2", TURNED, ("(rank - step) %", "(rank + step) %"), ("(rank - step - 1)", "(rank + step + 1)")),
-    "4.3": edited("4.3", TURNED, ("(rank + 1 - step)", "(rank - 1 + step)"), ("(rank - step)", "(rank + step)")),
+    "4.2": edited(
+        "4.2",
+        TURNED,
+        ("(rank - step) %", "(rank + step) %"),
+        ("(rank - step - 1)", "(rank + step + 1)"),
+    ),
+    "4.3": edited(
+        "4.3",
+        TURNED,
+        ("(rank + 1 - step)", "(rank - 1 + step)"),
+        ("(rank - step)", "(rank + step)"),
+    ),
 }
-OWN = "import math as m\nimport numpy as np\n\ndef modulo(number, size):\n    return int(np.mod(number, m.floor(size)))"
-# {mistake: ({task: its answer; "own": a cell of the learner's}, {task: words in its message})}; all else is right
+OWN = (
+    "import math as m\nimport numpy as np\n\ndef modulo(number, size):\n    return"
+    " int(np.mod(number, m.floor(size)))"
+)
+# {mistake: ({task: its answer; "own": a cell of the learner's}, {task: words in its message})}; all
+# else is right
 MISTAKES = {
     "a colon forgotten": (
         {"4.2": edited("4.2", ("world_size - 1):", "world_size - 1)"))},
@@ -39,7 +54,11 @@ MISTAKES = {
         {"4.2": "(line 6 of your cell: target", "4.4": "(line 6 of 4.2, reduce_scatter: target"},
     ),
     "a buffer of another dtype": (
-        {"4.2": edited("4.2", ("torch.empty_like(target)", "torch.empty(len(target), dtype=torch.float64)"))},
+        {
+            "4.2": edited(
+                "4.2", ("torch.empty_like(target)", "torch.empty(len(target), dtype=torch.float64)")
+            )
+        },
         {"4.2": "when bytes are read as another dtype", "4.4": "mend 4.2 first"},
     ),
     "left for right": ({"4.3": edited("4.3", TURNED)}, {"4.3": LEFT, "4.4": "mend 4.3 first"}),
@@ -54,14 +73,22 @@ MISTAKES = {
     ),
     "a name misspelt": (
         {"4.4": edited("4.4", ("reduce_scatter(chunks", "reduce_scatter(chunk"))},
-        {"4.4": "name 'chunk' is not defined (line 5 of your cell: reduce_scatter(chunk, group)); is it spelt right"},
+        {
+            "4.4": (
+                "name 'chunk' is not defined (line 5 of your cell: reduce_scatter(chunk, group));"
+                " is it spelt right"
+            )
+        },
     ),
     "a function renamed": (
         {"4.2": edited("4.2", ("def reduce_scatter", "def scatter_and_reduce"))},
         {"4.2": "name 'reduce_scatter' is not defined", "4.4": "'reduce_scatter' is not defined"},
     ),
     "no mistake: imports and a function in a cell of one's own": (
-        {"own": OWN, "4.1": edited("4.1", ("(rank - step) % world_size", "modulo(rank - step, world_size)"))},
+        {
+            "own": OWN,
+            "4.1": edited("4.1", ("(rank - step) % world_size", "modulo(rank - step, world_size)")),
+        },
         {},
     ),
 }
@@ -77,7 +104,10 @@ def messages(tmp_path_factory):
     report = tmp_path_factory.mktemp("report") / "r.json"
     cli.main(["grade", str(folder), "--json", str(report), "--seed", "7"])
     found = {result["learner"]: result["tasks"] for result in json.loads(report.read_text())}
-    return {name: {task["id"]: task["message"] for task in found[name.replace(":", "")]} for name in MISTAKES}
+    return {
+        name: {task["id"]: task["message"] for task in found[name.replace(":", "")]}
+        for name in MISTAKES
+    }
 
 
 @pytest.mark.parametrize("name", MISTAKES)
@@ -94,7 +124,9 @@ def test_the_command_says_it_in_a_line_a_task(name, tmp_path, capsys):
     edits, words = MISTAKES[name]
     assert cli.main(["check", "4", "--notebook", str(hand_in(tmp_path / "anna", edits))]) == 1
     lines = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines()[1:-1])
-    assert all(words.get(task, "correct") in line for task, line in lines.items()) and len(lines) == 6, lines
+    assert (
+        all(words.get(task, "correct") in line for task, line in lines.items()) and len(lines) == 6
+    ), lines
 
 
 def test_a_check_prints_no_last_words_of_gloo(capfd):

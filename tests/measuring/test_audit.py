@@ -1,4 +1,6 @@
-"""The script that the course hands out is free of the usual mistakes; each of them, planted, is found."""
+"""The script that the course hands out is free of the usual mistakes; each of them, planted, is
+found.
+"""
 
 import inspect
 
@@ -58,16 +60,27 @@ if dist.get_rank() == 0:
     torch.save(model.state_dict(), "never-written.pt")
 """
 BY_HAND = "loader = DataLoader(Subset(data, range(dist.get_rank(), 64, 2)), batch_size=8)"
-IN_ORDER = "loader = DataLoader(data, batch_size=8, sampler=DistributedSampler(data, shuffle=False))"
-SHUFFLED = "loader = DataLoader(data, batch_size=8, sampler=DistributedSampler(data), num_workers=1)"
+IN_ORDER = (
+    "loader = DataLoader(data, batch_size=8, sampler=DistributedSampler(data, shuffle=False))"
+)
+SHUFFLED = (
+    "loader = DataLoader(data, batch_size=8, sampler=DistributedSampler(data), num_workers=1)"
+)
 ALL = "loader = DataLoader(data, batch_size=8)"
 
 
 @pytest.mark.parametrize(
     "loader, words",
-    [(BY_HAND, None), (IN_ORDER, None), (SHUFFLED, "set_epoch is not called"), (ALL, "no DistributedSampler")],
+    [
+        (BY_HAND, None),
+        (IN_ORDER, None),
+        (SHUFFLED, "set_epoch is not called"),
+        (ALL, "no DistributedSampler"),
+    ],
 )
-def test_an_own_script_may_share_its_own_data_in_its_own_way(loader, words, tmp_path, capsys, monkeypatch):
+def test_an_own_script_may_share_its_own_data_in_its_own_way(
+    loader, words, tmp_path, capsys, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(OWN_SCRIPT % (OWN_DATA, loader))
     assert cli.main(["audit", "train.py"]) == (1 if words else 0)
@@ -84,5 +97,7 @@ def test_what_was_not_seen_is_said():
 def test_torchrun_trains_with_it(words, tmp_path, capfd):
     from ddp_course import show
 
-    assert show.command(f"torchrun --standalone --nproc-per-node=2 -m ddp_course.script {tmp_path} {words}") == [0]
+    assert show.command(
+        f"torchrun --standalone --nproc-per-node=2 -m ddp_course.script {tmp_path} {words}"
+    ) == [0]
     assert "epoch 2: loss" in capfd.readouterr().out and (tmp_path / "checkpoint.pt").exists()

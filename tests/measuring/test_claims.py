@@ -26,7 +26,9 @@ def test_a_verdict_follows_from_the_outcomes(outcomes, verdict):
 
 def test_the_table_is_what_lessons_print(tmp_path, capsys, monkeypatch):
     claims.decide(99, "Four is even.", "derived", {"always": True}, "By halves.")
-    cell = {"outputs": [{"output_type": "stream", "name": "stdout", "text": [capsys.readouterr().out]}]}
+    cell = {
+        "outputs": [{"output_type": "stream", "name": "stdout", "text": [capsys.readouterr().out]}]
+    }
     (tmp_path / "07_topic.ipynb").write_text(json.dumps({"cells": [{}, cell]}), encoding="utf-8")
     monkeypatch.setattr(claims, "course_folder", lambda name: tmp_path)
     assert claims.decided() == [(99, "Four is even.", "derived", "holds", "By halves.", "07_topic")]

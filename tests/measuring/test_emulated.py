@@ -40,7 +40,10 @@ def test_the_default_is_a_third_of_a_second_and_links_in_proportion():
 
 def test_a_slow_machine_and_a_large_model_make_slower_devices(monkeypatch):
     usual = emulated.default_device(job_of()).rate
-    assert emulated.default_device(checked("synthetic", 4, 1, parameters=50 * BYTES // 4)).rate < 0.5 * usual
+    assert (
+        emulated.default_device(checked("synthetic", 4, 1, parameters=50 * BYTES // 4)).rate
+        < 0.5 * usual
+    )
     monkeypatch.setattr(capacity, "of_core", lambda: (10e9, 50e9))
     assert emulated.default_device(job_of()).rate < 0.5 * usual
 

@@ -1,4 +1,6 @@
-"""Sums that are looked at when the backward pass is over, as on a GPU; what is looked at one by one: test_faults.py."""
+"""Sums that are looked at when the backward pass is over, as on a GPU; what is looked at one by
+one: test_faults.py.
+"""
 
 import pytest
 import torch
@@ -18,7 +20,9 @@ def watched():
 
 def test_the_parameter_is_named_when_the_pass_is_over():
     model = watched()
-    with pytest.raises(NotFiniteError, match=r"rank 0: the gradient of 1\.bias, and of 3 more parameters, has NaN"):
+    with pytest.raises(
+        NotFiniteError, match=r"rank 0: the gradient of 1\.bias, and of 3 more parameters, has NaN"
+    ):
         (model(torch.ones(3, 2)).sum() * float("nan")).backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
 
@@ -40,5 +44,7 @@ def test_large_sums_of_small_dtypes_pass():
     parameter = torch.nn.Parameter(torch.ones(100, dtype=torch.float16))
     later = finite.Later({parameter: "weight"})
     parameter.register_post_accumulate_grad_hook(later.note)
-    (parameter * 60_000.0).sum(dtype=torch.float64).backward()  # 100 of them do not fit into float16
+    (parameter * 60_000.0).sum(
+        dtype=torch.float64
+    ).backward()  # 100 of them do not fit into float16
     assert not parameter.grad.sum().isfinite() and parameter.grad.isfinite().all()

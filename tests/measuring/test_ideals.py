@@ -34,7 +34,10 @@ def test_buckets_leave_when_they_are_full_and_one_after_another(cap_mb, mbit):
     job, costs = job_of(4, cap_mb), theory.Costs.of_link(mbit * 1e6)
     work = job.work(DEVICE, 4)
     sizes = [layer.gradient_bytes for layer in work.layers if layer.gradient_bytes]
-    assert sizes == [parameter.nbytes for parameter in job.model().parameters()] and sum(sizes) == BYTES
+    assert (
+        sizes == [parameter.nbytes for parameter in job.model().parameters()]
+        and sum(sizes) == BYTES
+    )
     ideal = ideals.overlapped(ladder.find("5"), job, DEVICE, costs)
     sending = 1.5 * BYTES * costs.beta
     assert max(work.compute_s, sending) <= ideal <= work.compute_s + sending + 1e-12
@@ -59,7 +62,13 @@ def test_fully_sharded_takes_its_compute_or_its_traffic_or_something_in_between(
 def test_prefetch_hides_gathers_but_for_the_first_of_each_pass():
     """Three equal blocks whose gathers and sums take as long as a forward pass, 1."""
     events = [(0.0, "forward", 0), (1.0, "forward", 1), (2.0, "forward", 2)]
-    events += [(3.0, "backward", 2), (5.0, "done", 2), (5.0, "backward", 1), (7.0, "done", 1), (7.0, "backward", 0)]
+    events += [
+        (3.0, "backward", 2),
+        (5.0, "done", 2),
+        (5.0, "backward", 1),
+        (7.0, "done", 1),
+        (7.0, "backward", 0),
+    ]
     events += [(9.0, "done", 0), (9.0, "end", 0)]
     seconds = ideals.fully_sharded(events, [2, 2, 2], 2, theory.Costs(0.0, 1.0))
     assert seconds == 1 + 3 + 1 + 6 + 1  # these are gather, forward, gather, backward and sum
@@ -68,9 +77,13 @@ def test_prefetch_hides_gathers_but_for_the_first_of_each_pass():
 
 @pytest.mark.parametrize("problem", ["digits", "bytes"])
 def test_a_pipeline_without_latency_takes_its_compute_and_the_bubble(problem):
-    """One rank has no bubble; four take at least a quarter of the work, and the passes of the others in a row."""
+    """One rank has no bubble; four take at least a quarter of the work, and the passes of the
+    others in a row.
+    """
     alone, four = (
-        ideals.in_parts(ladder.find("8"), job_of(ranks, problem=problem), DEVICE, theory.Costs(0.0, 0.0))
+        ideals.in_parts(
+            ladder.find("8"), job_of(ranks, problem=problem), DEVICE, theory.Costs(0.0, 0.0)
+        )
         for ranks in (1, 4)
     )
     assert alone == pytest.approx(job_of(problem=problem).work(DEVICE).compute_s)

@@ -21,4 +21,7 @@ def test_ranks_get_the_settings_and_not_the_data():
     assert job.gradient_bytes == 8 * job.parameter_count
     packed = pickle.dumps(job)
     assert len(packed) < 1000 < job.problem.inputs.nbytes
-    assert pickle.loads(packed) == job and pickle.loads(packed).model().head.weight.dtype == torch.float64
+    assert (
+        pickle.loads(packed) == job
+        and pickle.loads(packed).model().head.weight.dtype == torch.float64
+    )

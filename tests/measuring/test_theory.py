@@ -1,4 +1,6 @@
-"""The closed forms: against the messages of real collectives in test_replay.py, and here against themselves."""
+"""The closed forms: against the messages of real collectives in test_replay.py, and here against
+themselves.
+"""
 
 import math
 
@@ -31,7 +33,9 @@ def test_textbook_numbers():
 @settings(max_examples=30, deadline=None)
 @given(world_size=st.integers(2, 64), nbytes=bytes_strategy, costs=costs_strategy)
 def test_no_all_reduce_beats_the_bandwidth_bound(name, world_size, nbytes, costs):
-    """Each rank must send 2 (K-1)/K p bytes, or (K-1) p through the server's link (Patarasuk and Yuan 2009)."""
+    """Each rank must send 2 (K-1)/K p bytes, or (K-1) p through the server's link (Patarasuk and
+    Yuan 2009).
+    """
     bound = 2 * (world_size - 1) / world_size * nbytes * costs.beta
     assert theory.seconds(name, nbytes, world_size, costs) >= bound * (1 - 1e-12)
     assert theory.seconds(name, nbytes, 1, costs) == 0
@@ -40,7 +44,10 @@ def test_no_all_reduce_beats_the_bandwidth_bound(name, world_size, nbytes, costs
 @settings(max_examples=50, deadline=None)
 @given(st.integers(3, 64), bytes_strategy, st.floats(1e-12, 1e-7))
 def test_what_the_course_says_about_the_ring(world_size, nbytes, beta):
-    seconds = {name: theory.seconds(name, nbytes, world_size, Costs(0.0, beta)) for name in theory.ALL_REDUCE}
+    seconds = {
+        name: theory.seconds(name, nbytes, world_size, Costs(0.0, beta))
+        for name in theory.ALL_REDUCE
+    }
     assert seconds["parameter_server"] == pytest.approx(2 * seconds["whole_gradient_ring"])
     assert seconds["whole_gradient_ring"] == pytest.approx(world_size / 2 * seconds["ring"])
 
@@ -53,7 +60,10 @@ def test_what_the_course_says_about_the_ring(world_size, nbytes, beta):
         (lambda: theory.seconds("ring", math.nan, 2, Costs(0, 1)), "nan bytes"),
         (lambda: theory.seconds("ring", 1, 0, Costs(0, 1)), "world size is 0"),
         (lambda: theory.seconds("ring", 1, 2.5, Costs(0, 1)), "world size is 2.5"),
-        (lambda: theory.seconds("hierarchical_ring", 1, 6, Costs(0, 1), per_host=4), "do not fill hosts of 4"),
+        (
+            lambda: theory.seconds("hierarchical_ring", 1, 6, Costs(0, 1), per_host=4),
+            "do not fill hosts of 4",
+        ),
         (lambda: Costs.of_link(0), "bits per second"),
     ],
 )

@@ -65,17 +65,24 @@ BUCKETED = [
     Span("backward", 2, 9),
 ]
 BLOCKING = [Span("backward", 0, 4), Span("communication", 4, 7)]
-TORCH = [Span("communication", 2, 4, "network"), Span("communication", 5, 8, "network"), Span("backward", 0, 8)]
+TORCH = [
+    Span("communication", 2, 4, "network"),
+    Span("communication", 5, 8, "network"),
+    Span("backward", 0, 8),
+]
 
 
 @pytest.mark.parametrize(
-    "spans, seconds", [(BUCKETED, 2), (BLOCKING, 3), (TORCH, 3), ([Span("backward", 0, 1)], 0), ([], 0)]
+    "spans, seconds",
+    [(BUCKETED, 2), (BLOCKING, 3), (TORCH, 3), ([Span("backward", 0, 1)], 0), ([], 0)],
 )
 def test_exposed_communication(spans, seconds):
     assert timeline.exposed(spans) == seconds
 
 
-@pytest.mark.parametrize("spans, share", [(BUCKETED, 4 / 6), (BLOCKING, 0), (TORCH, 2 / 5), ([], 0)])
+@pytest.mark.parametrize(
+    "spans, share", [(BUCKETED, 4 / 6), (BLOCKING, 0), (TORCH, 2 / 5), ([], 0)]
+)
 def test_hidden_share(spans, share):
     assert timeline.hidden_share(spans) == pytest.approx(share)
 
@@ -90,17 +97,36 @@ def test_a_wait_that_nobody_told_of_begins_when_the_last_bucket_leaves():
 
 
 def test_nothing_is_drawn_twice():
-    spans = [Span("forward", 0, 6), Span("communication", 1, 2), Span("wait", 1.5, 3), Span("backward", 6, 9)]
+    spans = [
+        Span("forward", 0, 6),
+        Span("communication", 1, 2),
+        Span("wait", 1.5, 3),
+        Span("backward", 6, 9),
+    ]
     [lane] = timeline.laid_out(spans)
-    expected = [("forward", 0, 1), ("communication", 1, 2), ("wait", 2, 3), ("forward", 3, 6), ("backward", 6, 9)]
+    expected = [
+        ("forward", 0, 1),
+        ("communication", 1, 2),
+        ("wait", 2, 3),
+        ("forward", 3, 6),
+        ("backward", 6, 9),
+    ]
     assert [(span.name, span.start, span.end) for span in lane] == expected
     assert timeline.exposed(spans) == 2
 
 
 def test_each_device_of_a_process_has_a_lane():
-    spans = [Span("forward", 0, 4), Span("forward", 1, 3, device=2), Span("backward", 5, 6, device=1)]
+    spans = [
+        Span("forward", 0, 4),
+        Span("forward", 1, 3, device=2),
+        Span("backward", 5, 6, device=1),
+    ]
     lanes = timeline.laid_out(spans)
-    assert [[span.name for span in lane] for lane in lanes] == [["forward"], ["backward"], ["forward"]]
+    assert [[span.name for span in lane] for lane in lanes] == [
+        ["forward"],
+        ["backward"],
+        ["forward"],
+    ]
     assert timeline.laid_out([]) == [[]]
 
 
@@ -108,11 +134,18 @@ def test_spans_of_threads_belong_to_their_devices():
     model = problems.make("digits").model()
     link = Link("100Mbit", mode="wire")
     with Device("2GFLOP/s").emulate(link), timeline.recording() as spans:
-        stage2_dataparallel.train(model, problems.make("digits").batches(12, 1), 0.1, ["cpu:0", "cpu:1", "cpu:2"])
+        stage2_dataparallel.train(
+            model, problems.make("digits").batches(12, 1), 0.1, ["cpu:0", "cpu:1", "cpu:2"]
+        )
     lanes = timeline.laid_out(spans)
     assert len(lanes) == 3
     assert [{span.name for span in lane} for lane in lanes[1:]] == [{"forward", "backward"}] * 2
-    assert {span.name for span in lanes[0]} - {"wait"} == {"forward", "backward", "communication", "update"}
+    assert {span.name for span in lanes[0]} - {"wait"} == {
+        "forward",
+        "backward",
+        "communication",
+        "update",
+    }
 
 
 def test_what_a_backend_did_in_a_thread_of_its_own_is_not_in_the_lane_of_whoever_noticed():

@@ -24,7 +24,10 @@ def state_of(number, size=1000):
     generator = torch.Generator().manual_seed(number)
     return {
         "model": {"weight": torch.randn(size, generator=generator), "count": torch.tensor(number)},
-        "optimizer": {"state": {0: {"step": 3.5}}, "param_groups": [{"params": [0, 1], "betas": (0.9, 0.999)}]},
+        "optimizer": {
+            "state": {0: {"step": 3.5}},
+            "param_groups": [{"params": [0, 1], "betas": (0.9, 0.999)}],
+        },
         "step": number,
         "note": "ü",
         "nothing": None,
@@ -45,7 +48,12 @@ def test_what_is_saved_is_loaded_and_the_newest_are_kept(tmp_path):
     for number in range(1, 5):
         file = checkpoint.save(folder, state_of(number))
         assert file.exists() and same(checkpoint.load(folder), state_of(number))
-    assert sorted(os.listdir(folder)) == [".writer", ".writer.lock", "checkpoint-00000003.pt", "checkpoint-00000004.pt"]
+    assert sorted(os.listdir(folder)) == [
+        ".writer",
+        ".writer.lock",
+        "checkpoint-00000003.pt",
+        "checkpoint-00000004.pt",
+    ]
     (folder / ".abc.tmp").write_bytes(b"half a checkpoint, of a writer that was killed")
     checkpoint.save(folder, state_of(5), keep=3)
     assert [file.stem[-1] for file in checkpoint.checkpoints(folder)] == ["5", "4", "3"]
@@ -60,7 +68,11 @@ def test_what_is_saved_is_loaded_and_the_newest_are_kept(tmp_path):
 def damaged(content, chance):
     """A whole checkpoint with one bit flipped."""
     position = chance.randrange(len(content))
-    return content[:position] + bytes([content[position] ^ 1 << chance.randrange(8)]) + content[position + 1 :]
+    return (
+        content[:position]
+        + bytes([content[position] ^ 1 << chance.randrange(8)])
+        + content[position + 1 :]
+    )
 
 
 def test_a_damaged_checkpoint_is_skipped_for_the_one_before(tmp_path):
@@ -70,12 +82,16 @@ def test_a_damaged_checkpoint_is_skipped_for_the_one_before(tmp_path):
     whole = newest.read_bytes()
     for length in (0, 10, len(whole) - 1, *(chance.randrange(len(whole)) for _ in range(30))):
         newest.write_bytes(whole[:length])
-        with pytest.warns(UserWarning, match="skipped the checkpoint checkpoint-00000002.pt: it is damaged"):
+        with pytest.warns(
+            UserWarning, match="skipped the checkpoint checkpoint-00000002.pt: it is damaged"
+        ):
             assert same(checkpoint.load(tmp_path), state_of(1))
     skipped = 0
     for _ in range(60):
         newest.write_bytes(damaged(whole, chance))
-        with warnings.catch_warnings(record=True) as caught:  # A bit between two parts of the file changes nothing.
+        with warnings.catch_warnings(
+            record=True
+        ) as caught:  # A bit between two parts of the file changes nothing.
             warnings.simplefilter("always")
             assert same(checkpoint.load(tmp_path), state_of(2 - len(caught)))
         skipped += len(caught)
@@ -101,7 +117,9 @@ def test_a_checkpoint_cannot_run_code(tmp_path, monkeypatch):
     checkpoint.save(tmp_path, state_of(1))
     monkeypatch.setattr(torch.serialization, "get_unsafe_globals_in_checkpoint", lambda file: [])
     checkpoint.save(tmp_path, {"model": Malicious()})
-    with pytest.warns(UserWarning, match="checkpoint-00000002.pt: it is damaged, .* UnpicklingError: Weights"):
+    with pytest.warns(
+        UserWarning, match="checkpoint-00000002.pt: it is damaged, .* UnpicklingError: Weights"
+    ):
         assert same(checkpoint.load(tmp_path), state_of(1)), "the one before it is as good as ever"
     assert not os.path.isdir("was-here")
 
@@ -113,15 +131,25 @@ def hung_on():
 
 
 PLAIN = [
-    OrderedDict(a=1), torch.Size([2]), torch.nn.Parameter(torch.ones(2)), 2j, b"x", (1, [2.5]), {(1, "a"): None},
-]  # fmt: skip
+    OrderedDict(a=1),
+    torch.Size([2]),
+    torch.nn.Parameter(torch.ones(2)),
+    2j,
+    b"x",
+    (1, [2.5]),
+    {(1, "a"): None},
+]
 
 
 @pytest.mark.parametrize(
-    "value, words", [(np.float64(1.0), "numpy"), (torch.nn.Linear(2, 2), "Linear"), (hung_on(), "mkdir")]
+    "value, words",
+    [(np.float64(1.0), "numpy"), (torch.nn.Linear(2, 2), "Linear"), (hung_on(), "mkdir")],
 )
 def test_only_what_can_be_loaded_is_saved(tmp_path, value, words):
-    with pytest.raises(CheckpointError, match=rf"cannot be saved \(.*{words}.*\): a checkpoint holds tensors, numbers"):
+    with pytest.raises(
+        CheckpointError,
+        match=rf"cannot be saved \(.*{words}.*\): a checkpoint holds tensors, numbers",
+    ):
         checkpoint.save(tmp_path, {"a": [0, value]})
     assert os.listdir(tmp_path) == []
     checkpoint.save(tmp_path, {"a": PLAIN})
@@ -130,7 +158,9 @@ def test_only_what_can_be_loaded_is_saved(tmp_path, value, words):
 
 
 def no_space(folder):
-    """Save with a limit on the size of files, as on a full disk; returns the message and what is in the folder."""
+    """Save with a limit on the size of files, as on a full disk; returns the message and what is in
+    the folder.
+    """
     checkpoint.save(folder, state_of(1))
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
     try:
@@ -144,13 +174,17 @@ def test_a_full_disk_loses_nothing(tmp_path):
     assert message.startswith(f'no checkpoint could be written to "{tmp_path}": File too large')
     assert files == [".writer", ".writer.lock", "checkpoint-00000001.pt"] and kept
     with pytest.raises(CheckpointError, match="no checkpoint could be written"):
-        checkpoint.save(tmp_path / "checkpoint-00000001.pt" / "run", state_of(1))  # no folder can be made there
+        checkpoint.save(
+            tmp_path / "checkpoint-00000001.pt" / "run", state_of(1)
+        )  # no folder can be made there
 
 
 def test_an_old_checkpoint_that_cannot_be_deleted_is_only_told(tmp_path):
     (tmp_path / "checkpoint-00000001.pt").mkdir()
     checkpoint.save(tmp_path, state_of(2))
-    with pytest.warns(UserWarning, match="the old checkpoint .*checkpoint-00000001.pt could not be deleted"):
+    with pytest.warns(
+        UserWarning, match="the old checkpoint .*checkpoint-00000001.pt could not be deleted"
+    ):
         checkpoint.save(tmp_path, state_of(3))
     assert same(checkpoint.load(tmp_path), state_of(3))
 
@@ -166,16 +200,19 @@ def test_a_second_run_in_the_folder_is_refused_and_names_the_first(tmp_path):
     with checkpoint.writing_to(tmp_path):
         checkpoint.save(tmp_path, state_of(1))
         [complaint] = launch(save_or_complain, str(tmp_path), world_size=1)
-    assert complaint.startswith(f'another run writes its checkpoints to "{tmp_path}" (process {os.getpid()} on ')
+    assert complaint.startswith(
+        f'another run writes its checkpoints to "{tmp_path}" (process {os.getpid()} on '
+    )
     assert same(checkpoint.load(tmp_path), state_of(1))
     assert launch(save_or_complain, str(tmp_path), world_size=1) == [None], "the first run is over"
 
 
 def killed_writers(folder):
-    """Fork writers that save one checkpoint after the other and kill each at a random moment, until 3 were writing.
+    """Fork writers that save one checkpoint after the other and kill each at a random moment, until
+    3 were writing.
 
-    Returns for each: the step last known to be saved, the step that is loaded, whether all that was loaded is right,
-    and whether the writer was caught with a temporary file.
+    Returns for each: the step last known to be saved, the step that is loaded, whether all that was
+    loaded is right, and whether the writer was caught with a temporary file.
     """
     chance, outcomes = random.Random(1), []
     warnings.simplefilter("error")  # a damaged checkpoint would be skipped with a warning

@@ -1,4 +1,6 @@
-"""The communication thread of a process group: what shares it keeps one order, what does not share it cannot mix."""
+"""The communication thread of a process group: what shares it keeps one order, what does not share
+it cannot mix.
+"""
 
 import gc
 import threading
@@ -22,25 +24,36 @@ WRAPS = {
     "5": partial(BucketedDDP, bucket_cap_mb=CAP),
     "6": partial(DistributedDataParallel, bucket_cap_mb=CAP, all_reduce=ring_all_reduce),
     "6 unused": partial(
-        DistributedDataParallel, bucket_cap_mb=CAP, all_reduce=ring_all_reduce, find_unused_parameters=True
+        DistributedDataParallel,
+        bucket_cap_mb=CAP,
+        all_reduce=ring_all_reduce,
+        find_unused_parameters=True,
     ),
 }
 
 
 def layers(width):
-    """Uneven layers, so that buckets of two wrappers that mix differ in size, or at least in content."""
-    return nn.Sequential(nn.Linear(6, width), SyncBatchNorm(width), nn.Tanh(), nn.Linear(width, 6)).double()
+    """Uneven layers, so that buckets of two wrappers that mix differ in size, or at least in
+    content.
+    """
+    return nn.Sequential(
+        nn.Linear(6, width), SyncBatchNorm(width), nn.Tanh(), nn.Linear(width, 6)
+    ).double()
 
 
 def inputs(rank, step):
-    return torch.randn(5, 6, generator=torch.Generator().manual_seed(10 * rank + step), dtype=torch.float64)
+    return torch.randn(
+        5, 6, generator=torch.Generator().manual_seed(10 * rank + step), dtype=torch.float64
+    )
 
 
 ARRANGED = {"nested": lambda a, b, x: b(a(x)), "side by side": lambda a, b, x: a(x) + b(x)}
 
 
 def two_wrappers(name, arranged, steps=4):
-    """How far the gradients of two models, each wrapped, are from those of both together on the whole batch."""
+    """How far the gradients of two models, each wrapped, are from those of both together on the
+    whole batch.
+    """
     torch.manual_seed(0)
     pair = layers(40), layers(30)
     wrapped = [WRAPS[name](module) for module in pair]
@@ -50,7 +63,9 @@ def two_wrappers(name, arranged, steps=4):
         nn.Module.zero_grad(pair[0]), nn.Module.zero_grad(pair[1])
         loss.backward()
         mine = torch.cat([p.grad.reshape(-1) for module in pair for p in module.parameters()])
-        errors.append(((mine - whole_batch(pair, arranged, step)).abs().max() / mine.abs().max()).item())
+        errors.append(
+            ((mine - whole_batch(pair, arranged, step)).abs().max() / mine.abs().max()).item()
+        )
     return max(errors)
 
 
@@ -58,8 +73,12 @@ def whole_batch(pair, arranged, step):
     """The gradients on one device, where ordinary batch normalisation sees the whole batch."""
     alone = []
     for module in pair:
-        plain = nn.Sequential(nn.Linear(6, len(module[0].weight)), nn.BatchNorm1d(len(module[0].weight)), nn.Tanh())
-        plain.append(nn.Linear(len(module[0].weight), 6)).double().load_state_dict(module.state_dict())
+        plain = nn.Sequential(
+            nn.Linear(6, len(module[0].weight)), nn.BatchNorm1d(len(module[0].weight)), nn.Tanh()
+        )
+        plain.append(nn.Linear(len(module[0].weight), 6)).double().load_state_dict(
+            module.state_dict()
+        )
         alone.append(plain)
     whole = torch.cat([inputs(rank, step) for rank in range(dist.get_world_size())])
     ARRANGED[arranged](*alone, whole).square().mean().backward()
@@ -69,19 +88,25 @@ def whole_batch(pair, arranged, step):
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("arranged", ARRANGED)
 @pytest.mark.parametrize("name", WRAPS)
-def test_two_wrappers_and_the_models_own_collectives_in_one_backward_pass(name, arranged, world_size):
+def test_two_wrappers_and_the_models_own_collectives_in_one_backward_pass(
+    name, arranged, world_size
+):
     for error in launch(two_wrappers, name, arranged, world_size=world_size, timeout=60):
         assert error < 1e-12
 
 
 def in_overlapping_groups():
-    """Ranks are in different numbers of groups when their threads are made; sums tell which messages met."""
+    """Ranks are in different numbers of groups when their threads are made; sums tell which
+    messages met.
+    """
     rank, sums = dist.get_rank(), []
     pairs = [dist.new_group([0, 1]), dist.new_group([1, 2])]
     for group in [None, *pairs]:
         if group is None or rank in dist.get_process_group_ranks(group):
             tensor = torch.full((5,), 10.0**rank)
-            wait = communication_thread(group).start(lambda g, t=tensor: ring_all_reduce(t, group=g), tensor.device)
+            wait = communication_thread(group).start(
+                lambda g, t=tensor: ring_all_reduce(t, group=g), tensor.device
+            )
             wait()
             sums.append(tensor[4].item())
     assert communication_thread() is communication_thread(dist.group.WORLD)
@@ -110,7 +135,10 @@ def one_job_fails():
 def test_after_a_failed_job_the_others_fail_too():
     for (first, second), ran in launch(one_job_fails, world_size=2):
         assert first == "the network is down" and not ran
-        assert "has failed before (OSError: the network is down)" in second and "start the ranks again" in second
+        assert (
+            "has failed before (OSError: the network is down)" in second
+            and "start the ranks again" in second
+        )
 
 
 def threads_after_the_group():
@@ -132,7 +160,9 @@ def test_two_wrappers_one_after_the_other_use_one_thread_that_ends_with_its_grou
 
 
 def wrapped_for_one_pass(wrapper):
-    """The gradient of a pass through a wrapper that nobody holds, twice, with a rank's own inputs."""
+    """The gradient of a pass through a wrapper that nobody holds, twice, with a rank's own
+    inputs.
+    """
     torch.manual_seed(0)
     model, gradients = torch.nn.Linear(3, 2), []
     for _ in range(2):
@@ -145,11 +175,15 @@ def wrapped_for_one_pass(wrapper):
 @pytest.mark.parametrize("wrapper", [BucketedDDP, DistributedDataParallel])
 def test_a_wrapper_that_nobody_holds_still_averages(wrapper):
     for passes in launch(wrapped_for_one_pass, wrapper, world_size=2, device="cpu"):
-        assert all(torch.equal(gradient, torch.full((2, 3), 6.0)) for gradient in passes)  # 4 samples of 1 and of 2
+        assert all(
+            torch.equal(gradient, torch.full((2, 3), 6.0)) for gradient in passes
+        )  # 4 samples of 1 and of 2
 
 
 def listening_wrappers():
-    """How many wrappers hear of a gradient after a model was wrapped three times, and a pass made with the last."""
+    """How many wrappers hear of a gradient after a model was wrapped three times, and a pass made
+    with the last.
+    """
     model, alive = torch.nn.Linear(3, 2), []
     for _ in range(3):
         parallel = BucketedDDP(model)

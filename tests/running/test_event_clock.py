@@ -1,4 +1,6 @@
-"""What is recorded on a GPU is when work ran, not when it was queued; here on a GPU that only counts."""
+"""What is recorded on a GPU is when work ran, not when it was queued; here on a GPU that only
+counts.
+"""
 
 import time
 from itertools import pairwise
@@ -70,7 +72,9 @@ class Working(torch.nn.Module):
 
 
 def train(gpu, batches, told):
-    """Steps of 2 ms forward and 4 ms backward, in which communication starts and goes on for 1 ms more."""
+    """Steps of 2 ms forward and 4 ms backward, in which communication starts and goes on for 1 ms
+    more.
+    """
     model = Working(gpu)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for inputs in batches:
@@ -103,9 +107,18 @@ def test_steps_are_timed_where_nothing_is_recorded(gpu):
     told = []
     record = recording.Recording()
     train(gpu, record.stamped([torch.ones(3)] * 6), told)
-    assert [later - sooner for sooner, later in pairwise(told)] == [1, 1, 1, 1, 1]  # waits: steps 2, 4, 6, both ends
+    assert [later - sooner for sooner, later in pairwise(told)] == [
+        1,
+        1,
+        1,
+        1,
+        1,
+    ]  # waits: steps 2, 4, 6, both ends
     assert record.steps(drawn=False) == [2, 4] and record.steps(drawn=True) == [3, 5]
-    assert all({span.name for span in record.spans[step]} >= {"forward", "backward", "wait"} for step in (3, 5))
+    assert all(
+        {span.name for span in record.spans[step]} >= {"forward", "backward", "wait"}
+        for step in (3, 5)
+    )
 
 
 def test_what_gloo_does_ends_on_the_processor_and_what_nccl_does_on_the_gpu(gpu, monkeypatch):
@@ -149,7 +162,11 @@ def test_the_automatic_bucket_size_measures_the_model_on_the_gpu(gpu, monkeypatc
     seen = []
     monkeypatch.setattr(reducer, "best_limits", lambda *args: (seen.extend(args[3]), [1])[1])
     model = torch.nn.Sequential(*(Working(gpu) for _ in range(3)))
-    settings = {"limits": [1e9], "start": lambda bucket: bucket.buffer, "calibrate": lambda: (0.0, 0.0)}
+    settings = {
+        "limits": [1e9],
+        "start": lambda bucket: bucket.buffer,
+        "calibrate": lambda: (0.0, 0.0),
+    }
     listener = reducer.Reducer(dict(model.named_parameters()), None, **settings)
     listener.expect(None)
     model(torch.ones(3)).sum().backward()
@@ -164,16 +181,26 @@ def kernels_and_spans():
     torch.manual_seed(0)
     layers = [layer for _ in range(8) for layer in (torch.nn.Linear(2048, 2048), torch.nn.Tanh())]
     parallel = DistributedDataParallel(torch.nn.Sequential(*layers).to(rank_device()))
-    optimizer, inputs = torch.optim.SGD(parallel.parameters(), lr=0.1), torch.randn(4096, 2048, device=rank_device())
+    optimizer, inputs = (
+        torch.optim.SGD(parallel.parameters(), lr=0.1),
+        torch.randn(4096, 2048, device=rank_device()),
+    )
     for _ in range(4):
         with profile(activities=[ProfilerActivity.CUDA]) as profiler, timeline.recording() as spans:
             parallel(inputs).square().mean().backward()
             optimizer.step()
             torch.cuda.synchronize()
     on_gpu = torch.autograd.DeviceType.CUDA  # the profiler has the processor's calls to CUDA, too
-    kernels = [e for e in profiler.profiler.kineto_results.events() if e.device_type() == on_gpu and e.duration_ns()]
+    kernels = [
+        e
+        for e in profiler.profiler.kineto_results.events()
+        if e.device_type() == on_gpu and e.duration_ns()
+    ]
     sums = [event.duration_ns() / 1e9 for event in kernels if "nccl" in event.name().lower()]
-    begin, end = min(e.start_ns() for e in kernels), max(e.start_ns() + e.duration_ns() for e in kernels)
+    begin, end = (
+        min(e.start_ns() for e in kernels),
+        max(e.start_ns() + e.duration_ns() for e in kernels),
+    )
     return (end - begin) / 1e9, sums, spans
 
 
@@ -186,7 +213,9 @@ def test_a_step_lasts_as_long_as_for_torchs_profiler():
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="ranks share one GPU, and gloo carries their sums")
+@pytest.mark.skipif(
+    torch.cuda.device_count() < 2, reason="ranks share one GPU, and gloo carries their sums"
+)
 def test_communication_lasts_as_long_as_for_torchs_profiler():
     for _, sums, spans in launch(kernels_and_spans, world_size=2, device="cuda"):
         lasted = [span.seconds for span in spans if span.name == "communication"]

@@ -1,4 +1,6 @@
-"""Ranks that joined a job of torchrun's: they end with it, and their store is for this machine alone."""
+"""Ranks that joined a job of torchrun's: they end with it, and their store is for this machine
+alone.
+"""
 
 import os
 import signal
@@ -21,18 +23,30 @@ LISTENS = """
 import psutil
 from ddp_course.running.join import join
 join("cpu")
-print("LISTENS", *{c.laddr.ip for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN})
+connections = psutil.Process().net_connections()
+print("LISTENS", *{c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN})
 """
 
 
 def torchrun(folder, *program):
     """The process of a torchrun with two ranks on this machine, and its environment."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *program]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        *program,
+    ]
     environ = {**os.environ, "TMPDIR": str(folder)}  # a killed torchrun cannot tidy up
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environ, cwd=folder)
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environ, cwd=folder
+    )
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the system kills them on Linux; a thread does elsewhere")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="the system kills them on Linux; a thread does elsewhere"
+)
 @pytest.mark.parametrize(
     "program, seconds",
     [("-m ddp_course.script runs", 0), ("-m ddp_course.train --steps 100000", 6), ("late.py", 0)],

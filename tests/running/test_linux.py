@@ -23,14 +23,22 @@ VERSION_1 = {
         ("0::/", {"cpu.max": "max 100000"}, 100, 8),
         (  # the limit stands above the own group, as systemd sets it for a user
             "0::/user.slice/session.scope",
-            {f"user.slice/{name}": value for name, value in {**VERSION_2, "memory.max": 2 * GIB}.items()}
+            {
+                f"user.slice/{name}": value
+                for name, value in {**VERSION_2, "memory.max": 2 * GIB}.items()
+            }
             | {"user.slice/session.scope/memory.max": "max", "user.slice/cpu.max": "200000 100000"},
             1,
             2,
         ),
         ("0::/unseen/by/this/container", {**VERSION_2, "memory.max": 4 * GIB}, 3, 8),
         ("3:cpuset:/\n4:memory:/hub\n0::/", VERSION_1, 2, 8),
-        ("5:cpu,cpuacct:/hub", {"cpu/hub/cpu.cfs_quota_us": 150000, "cpu/hub/cpu.cfs_period_us": 100000}, 100, 1.5),
+        (
+            "5:cpu,cpuacct:/hub",
+            {"cpu/hub/cpu.cfs_quota_us": 150000, "cpu/hub/cpu.cfs_period_us": 100000},
+            100,
+            1.5,
+        ),
         ("5:cpu,cpuacct:/", {"cpu/cpu.cfs_quota_us": -1, "cpu/cpu.cfs_period_us": 100000}, 100, 8),
     ],
 )
@@ -49,4 +57,6 @@ def test_what_a_container_may_use(tmp_path, monkeypatch, own, files, gib, cores)
 
 def test_without_proc_the_machine_is_all_there_is(tmp_path, monkeypatch):
     monkeypatch.setattr(linux, "OWN_CGROUPS", tmp_path / "missing")
-    assert linux.cgroup_folders("memory") == [] and linux.free_memory() == pytest.approx(linux.available_memory(), 0.1)
+    assert linux.cgroup_folders("memory") == [] and linux.free_memory() == pytest.approx(
+        linux.available_memory(), 0.1
+    )

@@ -1,4 +1,6 @@
-"""Several hosts: virtual ones where this machine allows them, and what `deploy/` would start on real ones."""
+"""Several hosts: virtual ones where this machine allows them, and what `deploy/` would start on
+real ones.
+"""
 
 import json
 import os
@@ -15,7 +17,13 @@ from ddp_course import launch
 from ddp_course.running import checkpoint, links
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
-MODEL = ["--problem=synthetic", "--parameters=66000", "--dtype=float64", "--lr=0.01", "--global-batch=24"]
+MODEL = [
+    "--problem=synthetic",
+    "--parameters=66000",
+    "--dtype=float64",
+    "--lr=0.01",
+    "--global-batch=24",
+]
 needs_hosts = pytest.mark.skipif(
     links.available()["hosts"] is not None, reason=f"no virtual hosts: {links.available()['hosts']}"
 )
@@ -37,7 +45,9 @@ def assert_same_run(folder, result, tolerance=0.0):
     """The newest checkpoint in `folder` has the result's losses and weights."""
     state = checkpoint.load(folder)
     assert len(state["losses"]) == len(result["losses"])
-    assert max(abs(a - b) for a, b in zip(state["losses"], result["losses"], strict=True)) <= tolerance
+    assert (
+        max(abs(a - b) for a, b in zip(state["losses"], result["losses"], strict=True)) <= tolerance
+    )
     for name, tensor in result["model"].items():
         assert (state["model"][name] - tensor).abs().max() <= tolerance
 
@@ -54,10 +64,24 @@ def finished(folder, command, seconds=240, **environment):
 def test_two_agents_on_two_hosts_train_as_one_machine_does(tmp_path):
     options = [*MODEL, "--stage", "4", "--steps", "5"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"]
-    torchrun += ["--rdzv-backend=c10d", "--rdzv-endpoint=host0:29400", "-m", "ddp_course.train", *options]
+    torchrun += [
+        "--rdzv-backend=c10d",
+        "--rdzv-endpoint=host0:29400",
+        "-m",
+        "ddp_course.train",
+        *options,
+    ]
     finished(
         tmp_path,
-        [sys.executable, "-m", "ddp_course.running.on_hosts", "--", *torchrun, "--checkpoint", str(tmp_path)],
+        [
+            sys.executable,
+            "-m",
+            "ddp_course.running.on_hosts",
+            "--",
+            *torchrun,
+            "--checkpoint",
+            str(tmp_path),
+        ],
     )
     assert checkpoint.load(tmp_path)["world_size"] == 4
     assert_same_run(tmp_path, expected(options, 4))
@@ -66,9 +90,17 @@ def test_two_agents_on_two_hosts_train_as_one_machine_does(tmp_path):
 @needs_hosts
 def test_an_elastic_job_outlives_a_host_and_takes_in_another(tmp_path):
     options = [*MODEL, "--stage", "4", "--steps", "300"]
-    script = [sys.executable, str(Path(__file__).parents[2] / "exercises/clinic/elastic.py"), str(tmp_path), *options]
+    script = [
+        sys.executable,
+        str(Path(__file__).parents[2] / "exercises/clinic/elastic.py"),
+        str(tmp_path),
+        *options,
+    ]
     lines = finished(tmp_path, script, 500).splitlines()
-    assert [line.split(" at ")[0] for line in lines] == [*(f"world size {k}" for k in (2, 1, 2)), "codes [0, 0]"]
+    assert [line.split(" at ")[0] for line in lines] == [
+        *(f"world size {k}" for k in (2, 1, 2)),
+        "codes [0, 0]",
+    ]
     assert_same_run(tmp_path / "run", expected(options, 1), tolerance=1e-10)
 
 
@@ -79,20 +111,41 @@ def test_a_command_that_fails_on_a_host_is_reported():
         [*command, "sh", "-c", "hostname; exit {host}3"], capture_output=True, text=True, timeout=60
     )
     assert failed.returncode == 13 and sorted(failed.stdout.split()) == ["host0", "host1"]
-    missing = subprocess.run([*command, "no-such-program"], capture_output=True, text=True, timeout=60)
-    assert missing.returncode == 2 and "No such file or directory: 'no-such-program'" in missing.stderr
+    missing = subprocess.run(
+        [*command, "no-such-program"], capture_output=True, text=True, timeout=60
+    )
+    assert (
+        missing.returncode == 2 and "No such file or directory: 'no-such-program'" in missing.stderr
+    )
 
 
 @needs_hosts
 def test_a_host_finds_the_programs_beside_its_python(tmp_path):
     """A notebook opened as .venv/bin/jupyter has none of them on its search path."""
-    command = [sys.executable, "-m", "ddp_course.running.on_hosts", "--hosts", "1", "--", "torchrun", "--help"]
+    command = [
+        sys.executable,
+        "-m",
+        "ddp_course.running.on_hosts",
+        "--hosts",
+        "1",
+        "--",
+        "torchrun",
+        "--help",
+    ]
     assert "--nproc-per-node" in finished(tmp_path, command, PATH="/usr/sbin:/usr/bin:/sbin:/bin")
 
 
 def test_compare_trains_on_the_ranks_of_torchrun(tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    compare = ["-m", "ddp_course.cli", "compare", *MODEL, "--stages=1,4,7", "--steps=4", f"--out={tmp_path}/results"]
+    compare = [
+        "-m",
+        "ddp_course.cli",
+        "compare",
+        *MODEL,
+        "--stages=1,4,7",
+        "--steps=4",
+        f"--out={tmp_path}/results",
+    ]
     printed = finished(tmp_path, [*torchrun, *compare])
     assert printed.count("fully sharded") == 1
     results = json.loads((tmp_path / "results" / "compare.json").read_text())
@@ -100,11 +153,16 @@ def test_compare_trains_on_the_ranks_of_torchrun(tmp_path):
     assert results["emulated_device"] is None and results["link"] is None
     single, ring, sharded = results["stages"]
     assert ring["bytes_sent_max"] == results["gradient_bytes"]  # 2 (K-1)/K p
-    assert sharded["bytes_sent_max"] == pytest.approx(1.5 * ring["bytes_sent_max"], rel=0.1)  # 3 (K-1)/K p
+    assert sharded["bytes_sent_max"] == pytest.approx(
+        1.5 * ring["bytes_sent_max"], rel=0.1
+    )  # 3 (K-1)/K p
     for entry in (ring, sharded):
         assert len(entry["timeline"]) >= 2
         assert 0 < entry["max_abs_diff_vs_single"] < 1e-12
-        assert entry["loss"] == pytest.approx(single["loss"], abs=1e-12) and len(set(entry["loss"])) == 4
+        assert (
+            entry["loss"] == pytest.approx(single["loss"], abs=1e-12)
+            and len(set(entry["loss"])) == 4
+        )
     assert (tmp_path / "results" / "compare.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -137,7 +195,11 @@ SCONTROL = """#!/bin/bash
 def test_the_slurm_scripts(tmp_path, file):
     path = programs(tmp_path, srun=SRUN, scontrol=SCONTROL)
     options = [*MODEL, "--stage", "6", "--steps", "3"]
-    job = {"SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": str(os.getpid())}
+    job = {
+        "SLURM_JOB_NODELIST": "localhost",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_JOB_ID": str(os.getpid()),
+    }
     job |= {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_NAME": "ddp-course", "SLURM_NTASKS": "2"}
     finished(tmp_path, ["bash", str(DEPLOY / file), *options], PATH=path, RANKS_PER_NODE="1", **job)
     assert_same_run(tmp_path / "runs" / "ddp-course", expected(options, 2))

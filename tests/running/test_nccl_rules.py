@@ -1,4 +1,6 @@
-"""Every stage and every collective under NCCL's rules, on CPU tensors that pose as a GPU's (support/fake_nccl.py)."""
+"""Every stage and every collective under NCCL's rules, on CPU tensors that pose as a GPU's
+(support/fake_nccl.py).
+"""
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
@@ -30,7 +32,10 @@ SCHEDULES = [stage8_pipeline.gpipe, stage8_pipeline.interleaved, stage8_pipeline
 SETTINGS = {
     "bitmap": {"find_unused_parameters": True, "all_reduce": stage4_ring.ring_all_reduce},
     "batch norm": {"all_reduce": stage4_ring.ring_all_reduce},
-    "bitmap and batch norm": {"find_unused_parameters": True, "all_reduce": stage4_ring.ring_all_reduce},
+    "bitmap and batch norm": {
+        "find_unused_parameters": True,
+        "all_reduce": stage4_ring.ring_all_reduce,
+    },
     "hook": {},
     "join": {"find_unused_parameters": True},
 }
@@ -85,10 +90,14 @@ def sums():
 
 
 def gradients_of_stage_6(what):
-    """Three steps with a bitmap of unused parameters or SyncBatchNorm beside communication, a hook, or uneven data."""
+    """Three steps with a bitmap of unused parameters or SyncBatchNorm beside communication, a hook,
+    or uneven data.
+    """
     torch.manual_seed(0)
     norm = stage6_ddp.SyncBatchNorm(8) if "batch norm" in what else torch.nn.Identity()
-    model = torch.nn.Sequential(torch.nn.Linear(8, 8), norm, torch.nn.Linear(8, 8), norm, torch.nn.Linear(8, 4))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(8, 8), norm, torch.nn.Linear(8, 8), norm, torch.nn.Linear(8, 4)
+    )
     ours = stage6_ddp.DistributedDataParallel(model.double(), bucket_cap_mb=1e-4, **SETTINGS[what])
     if what == "hook":
         ours.register_comm_hook(None, default_hooks.bf16_compress_hook)
@@ -112,31 +121,50 @@ def hooks_join_and_the_models_own_collectives():
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize(
     "results, count",
-    [(stages, len(STAGES)), (pipelines, 3), (sums, 6), (hooks_join_and_the_models_own_collectives, len(SETTINGS))],
+    [
+        (stages, len(STAGES)),
+        (pipelines, 3),
+        (sums, 6),
+        (hooks_join_and_the_models_own_collectives, len(SETTINGS)),
+    ],
 )
 def test_results_are_those_without_the_rules(results, count, world_size):
     for distances in launch(results, world_size=world_size, device="cpu", timeout=120):
         assert len(distances) >= count and max(distances.values()) < 1e-12, distances
 
 
-WAITS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__")  # for them the host waits for the GPU
+WAITS = (
+    "item",
+    "tolist",
+    "cpu",
+    "numpy",
+    "__bool__",
+    "__float__",
+    "__int__",
+)  # for them the host waits for the GPU
 
 
 def waits_of_the_host(what, size):
-    """How often a step asks a tensor for its value: with so many norms, parameters or micro-batches.
+    """How often a step asks a tensor for its value: with so many norms, parameters or
+    micro-batches.
 
     A pipeline's last rank asks what the activations of this batch look like, and for the loss.
     """
     torch.manual_seed(0)
     asked, inputs = [], torch.randn(48, 8)
-    norms = [stage6_ddp.SyncBatchNorm(8) if what == "batch norm" else torch.nn.Linear(8, 8) for _ in range(size)]
+    norms = [
+        stage6_ddp.SyncBatchNorm(8) if what == "batch norm" else torch.nn.Linear(8, 8)
+        for _ in range(size)
+    ]
     model = torch.nn.Sequential(*norms, torch.nn.Linear(8, 8))
     if what == "micro-batches":
         halves = stage8_pipeline.split([torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)], 2)
         pipeline = stage8_pipeline.Pipeline(torch.nn.Sequential(*halves[dist.get_rank()]), size)
         step = lambda: pipeline.step(inputs, torch.zeros(48, dtype=torch.int64))  # noqa: E731
     else:
-        parallel = stage6_ddp.DistributedDataParallel(model, find_unused_parameters=what == "bitmap")
+        parallel = stage6_ddp.DistributedDataParallel(
+            model, find_unused_parameters=what == "bitmap"
+        )
         later = finite.Later({parameter: name for name, parameter in model.named_parameters()})
         if what == "finite":
             [p.register_post_accumulate_grad_hook(later.note) for p in model.parameters()]
@@ -146,15 +174,23 @@ def waits_of_the_host(what, size):
     with ExitStack() as counting:
         for name in WAITS:
             true = getattr(torch.Tensor, name)
-            counted = lambda *args, true=true, name=name, **more: asked.append(name) or true(*args, **more)  # noqa: E731
+
+            def counted(*args, true=true, name=name, **more):
+                asked.append(name)
+                return true(*args, **more)
+
             counting.enter_context(patch.object(torch.Tensor, name, counted))
         step()
     return asked
 
 
-@pytest.mark.parametrize("what, most", [("batch norm", 0), ("bitmap", 1), ("micro-batches", 2), ("finite", 1)])
+@pytest.mark.parametrize(
+    "what, most", [("batch norm", 0), ("bitmap", 1), ("micro-batches", 2), ("finite", 1)]
+)
 def test_the_host_waits_once_or_twice_a_step_and_not_for_each_part(what, most):
-    few, many = (launch(waits_of_the_host, what, size, world_size=2, device="cpu") for size in (2, 6))
+    few, many = (
+        launch(waits_of_the_host, what, size, world_size=2, device="cpu") for size in (2, 6)
+    )
     assert few == many and max(len(asked) for asked in few) <= most, (few, many)
 
 

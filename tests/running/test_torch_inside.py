@@ -1,4 +1,6 @@
-"""What torch does not promise stands in one module, and does there what the rest of the package relies on."""
+"""What torch does not promise stands in one module, and does there what the rest of the package
+relies on.
+"""
 
 import ast
 from datetime import timedelta
@@ -13,8 +15,16 @@ from ddp_course.running import torch_inside
 
 PACKAGE = Path(ddp_course.__file__).parent
 INSIDE = Path(torch_inside.__file__)
-TAUGHT = {("stage5_bucketed.py", "torch.autograd.Variable._execution_engine.queue_callback")}  # lesson 05 shows it
-ON_OBJECTS = {"_cdata", "_device_types", "_get_backend", "_timeout", "_world"}  # of groups, options and storages
+TAUGHT = {
+    ("stage5_bucketed.py", "torch.autograd.Variable._execution_engine.queue_callback")
+}  # lesson 05 shows it
+ON_OBJECTS = {
+    "_cdata",
+    "_device_types",
+    "_get_backend",
+    "_timeout",
+    "_world",
+}  # of groups, options and storages
 DOCUMENTED = ("torch._foreach_", "torch.ops.")
 
 
@@ -23,10 +33,18 @@ def private_uses(source):
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
-            found |= {f"{node.module}.{alias.name}" for alias in node.names if "._" in f".{node.module}.{alias.name}"}
+            found |= {
+                f"{node.module}.{alias.name}"
+                for alias in node.names
+                if "._" in f".{node.module}.{alias.name}"
+            }
         elif isinstance(node, ast.Attribute):
             words = ast.unparse(node)
-            ours = words.split(".")[0] in ("torch", "dist", "distributed_c10d") and "._" in words and "__" not in words
+            ours = (
+                words.split(".")[0] in ("torch", "dist", "distributed_c10d")
+                and "._" in words
+                and "__" not in words
+            )
             if ours or (node.attr in ON_OBJECTS and not words.startswith("self.")):
                 found.add(words)
     found = {words for words in found if not words.startswith(DOCUMENTED)}
@@ -62,7 +80,9 @@ def test_a_backward_pass_has_a_number_and_calls_back_at_its_end():
 
 
 def twin_of_the_default_group():
-    """On a rank: are its ranks and timeout the group's, and do messages on one leave the other alone?"""
+    """On a rank: are its ranks and timeout the group's, and do messages on one leave the other
+    alone?
+    """
     group = torch_inside.default_group()
     twin = torch_inside.twin(group)
     mine, theirs = torch.ones(1), torch.full((1,), 10.0)
@@ -70,7 +90,9 @@ def twin_of_the_default_group():
     dist.all_reduce(theirs, group=twin)
     waiting.wait()
     same = dist.get_process_group_ranks(twin) == dist.get_process_group_ranks(group)
-    same_timeout = torch_inside.timeout_of(twin) == torch_inside.timeout_of(group) > timedelta(seconds=1)
+    same_timeout = (
+        torch_inside.timeout_of(twin) == torch_inside.timeout_of(group) > timedelta(seconds=1)
+    )
     return twin is not group, same, same_timeout, mine.item(), theirs.item()
 
 

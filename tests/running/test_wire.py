@@ -52,7 +52,11 @@ def observed():
 
 def test_events_tell_who_what_and_when():
     for rank, (message, outer) in enumerate(launch(observed, world_size=2)):
-        assert (message.kind, message.peer, message.bytes) == (("send", "recv")[rank], 1 - rank, 100)
+        assert (message.kind, message.peer, message.bytes) == (
+            ("send", "recv")[rank],
+            1 - rank,
+            100,
+        )
         assert (outer.kind, outer.name, outer.bytes) == ("span", "outer", 0)
         assert outer.start <= message.start <= message.end <= outer.end
 

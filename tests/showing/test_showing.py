@@ -1,4 +1,6 @@
-"""Figures, sketches, sources and widgets: what they show is right, can be read, and says so in words."""
+"""Figures, sketches, sources and widgets: what they show is right, can be read, and says so in
+words.
+"""
 
 import io
 import json
@@ -12,42 +14,68 @@ from matplotlib.text import Text
 from PIL import Image
 
 from ddp_course import problems, show, simulate, stage1_single, stage4_ring, stage5_bucketed, theory
-from ddp_course.measuring import plans
 from ddp_course.showing import plots, simulator_plots, sketches, widgets
 from ddp_course.showing.source import Diff
+from ddp_predictions import figures, plans
 
 
 def compare_results(stages=("1", "2", "3", "4w", "4", "5", "torch"), world_size=4):
-    names = {"1": "single device", "2": "DataParallel", "3": "parameter server", "4w": "whole-gradient ring",
-             "4": "ring", "5": "bucketed DDP", "torch": "torch's DDP"}  # fmt: skip
-    spans = [["forward", 0, 0.002, "compute"], ["backward", 0.002, 0.01, "compute"], ["wait", 0.008, 0.01, "compute"],
-             ["communication", 0.004, 0.01, "network"], ["update", 0.01, 0.011, "compute"]]  # fmt: skip
+    names = {
+        "1": "single device",
+        "2": "DataParallel",
+        "3": "parameter server",
+        "4w": "whole-gradient ring",
+        "4": "ring",
+        "5": "bucketed DDP",
+        "torch": "torch's DDP",
+    }
+    spans = [
+        ["forward", 0, 0.002, "compute"],
+        ["backward", 0.002, 0.01, "compute"],
+        ["wait", 0.008, 0.01, "compute"],
+        ["communication", 0.004, 0.01, "network"],
+        ["update", 0.01, 0.011, "compute"],
+    ]
     p = 337_000
     return {
-        "world_size": world_size, "device": "cpu", "problem": "digits", "parameters": p // 4, "gradient_bytes": p,
+        "world_size": world_size,
+        "device": "cpu",
+        "problem": "digits",
+        "parameters": p // 4,
+        "gradient_bytes": p,
         "link": {"bandwidth_bits_s": 2e8, "mode": "hosts"},
         "stages": [
             {
-                "stage": stage, "name": names[stage], "step_ms": 10.0 + 7 * place, "communication_ms": 3.0 * place,
-                "bytes_sent_max": None if stage in "12torch" else p * (1 + place), "messages_max": 6,
-                "speed_up": 1.0 + place, "bytes_formula": None if stage in "12" else p,
-                "loss": [2.3 / (1 + step) for step in range(12)], "max_abs_diff_vs_single": 1e-7 * place,
+                "stage": stage,
+                "name": names[stage],
+                "step_ms": 10.0 + 7 * place,
+                "communication_ms": 3.0 * place,
+                "bytes_sent_max": None if stage in "12torch" else p * (1 + place),
+                "messages_max": 6,
+                "speed_up": 1.0 + place,
+                "bytes_formula": None if stage in "12" else p,
+                "loss": [2.3 / (1 + step) for step in range(12)],
+                "max_abs_diff_vs_single": 1e-7 * place,
                 "timeline": [spans] * (1 if stage in "12" else world_size),
             }
             for place, stage in enumerate(stages)
         ],
-    }  # fmt: skip
+    }
 
 
 def decision(*setting):
     names = ("billions", "memory_gb", "devices", "bandwidth")
-    return widgets.decision_figure(dict(zip(names, setting, strict=True)), *plans.decide(*setting))
+    return figures.decision_figure(dict(zip(names, setting, strict=True)), *plans.decide(*setting))
 
 
 def bucket_explorer(measured):
     layers = tuple(simulate.Layer(str(i), 0.002, 0.004, 100_000) for i in range(8))
     return widgets.bucket_explorer(
-        simulate.Profile(layers), 4, simulate.Network(theory.Costs(3e-4, 4e-8)), measured, (0.06, 0.25, 0.5)
+        simulate.Profile(layers),
+        4,
+        simulate.Network(theory.Costs(3e-4, 4e-8)),
+        measured,
+        (0.06, 0.25, 0.5),
     )
 
 
@@ -56,7 +84,12 @@ def all_pictures():
     yield "compare", plots.compare_figure(compare_results())
     yield "compare two", plots.compare_figure(compare_results(("1", "4"), 2))
     yield "timeline", plots.timeline_figure([[["forward", 1.0, 1.1, "compute"]]] * 4, "one step")
-    yield "curves", plots.curves({"a": ([1, 2, 4], [1.0, 2.0, 3.0])}, "x", "y", "t", theory={"b": ([1, 4], [1, 4])})
+    yield (
+        "curves",
+        plots.curves(
+            {"a": ([1, 2, 4], [1.0, 2.0, 3.0])}, "x", "y", "t", theory={"b": ([1, 4], [1, 4])}
+        ),
+    )
     yield "log", plots.curves({"a": ([1, 10, 1000], [1.0, 20.0, 3000.0])}, "x", "y", "t", log="xy")
     yield "bars", plots.bars({"a": 1.0, "b": 2.0}, "y", "t", theory={"a": 1.1})
     yield "images", plots.images(torch.rand(8, 1, 8, 8), list(range(8)), "digits")
@@ -74,15 +107,21 @@ def all_pictures():
     yield "decision, none", decision(400, 24, 8, "100Gbit")
 
 
-@pytest.mark.parametrize(("name", "picture"), [pytest.param(*pair, id=pair[0]) for pair in all_pictures()])
+@pytest.mark.parametrize(
+    ("name", "picture"), [pytest.param(*pair, id=pair[0]) for pair in all_pictures()]
+)
 def test_every_figure_can_be_read(name, picture):
     picture.png()
-    texts = [text for text in picture.findobj(Text) if text.get_visible() and text.get_text().strip()]
+    texts = [
+        text for text in picture.findobj(Text) if text.get_visible() and text.get_text().strip()
+    ]
     assert texts and all(text.get_fontsize() >= 9 for text in texts), [
         t.get_text() for t in texts if t.get_fontsize() < 9
     ]
     assert picture.message and "\n" not in picture.message, "the message is one line"
-    assert picture.message in picture.alt and picture.kind in picture.alt, "the alternative text says less"
+    assert picture.message in picture.alt and picture.kind in picture.alt, (
+        "the alternative text says less"
+    )
     assert overlapping(picture) == [], f"overlapping labels in {name}"
 
 
@@ -90,7 +129,9 @@ def test_every_figure_can_be_read(name, picture):
 def test_the_decision_chart_has_plain_numbers(setting):
     picture = decision(*setting)
     texts = [text.get_text() for text in picture.findobj(Text)]
-    assert any("GB" in text for text in texts) and not [text for text in texts if re.search(r"\de\+", text)]
+    assert any("GB" in text for text in texts) and not [
+        text for text in texts if re.search(r"\de\+", text)
+    ]
 
 
 @pytest.mark.parametrize("slow", [30.0, 300.0])
@@ -101,7 +142,9 @@ def test_the_bucket_figure_shows_every_point_whole(slow):
 
 
 def overlapping(picture):
-    """Pairs of texts of an axis (ticks, labels, title) whose boxes share more than a pixel or two."""
+    """Pairs of texts of an axis (ticks, labels, title) whose boxes share more than a pixel or
+    two.
+    """
     canvas = FigureCanvasAgg(picture)
     with plots.style():
         canvas.draw()
@@ -111,7 +154,9 @@ def overlapping(picture):
         texts = [axes.title, axes._left_title, axes.xaxis.label, axes.yaxis.label]
         for axis, limits in ((axes.xaxis, axes.get_xlim()), (axes.yaxis, axes.get_ylim())):
             low, high = sorted(limits)
-            texts += [tick.label1 for tick in axis.get_major_ticks() if low <= tick.get_loc() <= high]
+            texts += [
+                tick.label1 for tick in axis.get_major_ticks() if low <= tick.get_loc() <= high
+            ]
         texts = axes.texts + [text for text in texts if axes.axison]
         texts = [text for text in texts if text.get_text() and text.get_visible()]
         boxes = [(text.get_text(), text.get_window_extent(renderer)) for text in texts]
@@ -126,8 +171,14 @@ def test_lines_of_theory_are_told_from_what_was_measured():
     series, theory = {"a": ([1, 2], [1.0, 2.0])}, {"b": ([1, 2], [1.0, 2.0])}
     assert plots.curves(series, "x", "y", "t", theory=theory).kind == "measured; lines derived"
     assert plots.curves(series, "x", "y", "t").kind == "measured"
-    assert plots.curves(series, "x", "y", "t", theory=theory, kind="measured; simulated").kind == "measured; simulated"
-    assert plots.bars({"a": 1.0}, "y", "t", theory={"a": 1.1}, kind="counted").kind == "counted; lines derived"
+    assert (
+        plots.curves(series, "x", "y", "t", theory=theory, kind="measured; simulated").kind
+        == "measured; simulated"
+    )
+    assert (
+        plots.bars({"a": 1.0}, "y", "t", theory={"a": 1.1}, kind="counted").kind
+        == "counted; lines derived"
+    )
 
 
 def test_the_overlap_check_sees_an_overlap():
@@ -148,13 +199,18 @@ def test_ring_states_end_complete_and_pass_through_one_chunk_a_rank(world_size):
     everyone = frozenset(range(world_size))
     assert len(states) == 2 * (world_size - 1) + 1
     half = states[world_size - 1]
-    assert all([chunk == everyone for chunk in half[rank]].index(True) == (rank + 1) % world_size for rank in everyone)
+    assert all(
+        [chunk == everyone for chunk in half[rank]].index(True) == (rank + 1) % world_size
+        for rank in everyone
+    )
     assert sum(chunk == everyone for rank in half for chunk in rank) == world_size
     assert all(chunk == everyone for rank in states[-1] for chunk in rank)
 
 
 def test_ring_schedule_is_that_of_the_stage():
-    """Play the real reduce_scatter and allgather with a recording wire, and compare chunk by chunk."""
+    """Play the real reduce_scatter and allgather with a recording wire, and compare chunk by
+    chunk.
+    """
     from unittest.mock import patch
 
     for rank in range(4):
@@ -164,7 +220,9 @@ def test_ring_schedule_is_that_of_the_stage():
         def record(outgoing, *_, sent=sent, chunks=chunks):
             sent.append(next(index for index, chunk in enumerate(chunks) if chunk is outgoing))
 
-        ring = patch.object(stage4_ring.wire, "neighbours", return_value=(rank, 4, (rank - 1) % 4, (rank + 1) % 4))
+        ring = patch.object(
+            stage4_ring.wire, "neighbours", return_value=(rank, 4, (rank - 1) % 4, (rank + 1) % 4)
+        )
         with ring, patch.object(stage4_ring.wire, "exchange", record):
             stage4_ring.reduce_scatter(chunks)
             stage4_ring.allgather(chunks)
@@ -174,7 +232,10 @@ def test_ring_schedule_is_that_of_the_stage():
 def test_source_and_diff_are_live():
     assert "optimizer.zero_grad()" in repr(show.source(stage1_single.train))
     folded = show.source(stage1_single.train, click="Write <it> first")._repr_html_()
-    assert folded.startswith("<details><summary>Write &lt;it&gt; first</summary>") and "zero_grad" in folded
+    assert (
+        folded.startswith("<details><summary>Write &lt;it&gt; first</summary>")
+        and "zero_grad" in folded
+    )
     assert "<details>" not in show.source(stage1_single.train)._repr_html_()
     diff = show.diff(stage1_single.train, stage5_bucketed.train)
     assert "+     parallel = BucketedDDP(model" in repr(diff) and 2 <= diff.changed <= 10
@@ -207,7 +268,7 @@ def explorers():
         "ring": (widgets.ring_stepper(4), "step", 3),
         "alpha beta": (widgets.alpha_beta_explorer(), "latency", "10ms"),
         "buckets": (bucket_explorer({0.1: 50.0}), "cap", 0),
-        "decision": (widgets.decision_chart(), "devices", 64),
+        "decision": (figures.decision_chart(), "devices", 64),
         "pipeline": (widgets.pipeline_explorer(), "microbatches", 2),
     }
 
@@ -220,11 +281,16 @@ def test_sliders_redraw_and_leave_a_picture_and_a_recipe_without_widgets(name):
     assert "image/png" in bundle and bundle["text/plain"] == explorer.message.value
     assert len(metadata["image/png"]["alt"]) > 20
     again = widgets.again(json.loads(json.dumps(bundle[widgets.MIME])))
-    assert again.image.value == before and again.alt == explorer.alt, "the site makes another one of what is stored"
+    assert again.image.value == before and again.alt == explorer.alt, (
+        "the site makes another one of what is stored"
+    )
     explorer.controls[control].value = value
     assert bytes(explorer.image.value) != before, "the figure did not change"
     size = Image.open(io.BytesIO(explorer.image.value)).size
-    assert (int(explorer.image.width), int(explorer.image.height)) == size, "the page jumps while the figure loads"
+    assert (
+        int(explorer.image.width),
+        int(explorer.image.height),
+    ) == size, "the page jumps while the figure loads"
 
 
 def test_ring_stepper_follows_the_number_of_ranks():
@@ -247,10 +313,17 @@ def test_the_central_explorer_agrees_with_the_comparison_and_its_winners_change_
 
     results = compare.run("digits", world_size=2, steps=1, stages="1,3,5", timeout=120)
     figure = widgets.strategies_explorer(world_size=2).picture()
-    names = [label.get_text().replace("-\n", "-").replace("\n", " ") for label in figure.axes[0].get_xticklabels()]
+    names = [
+        label.get_text().replace("-\n", "-").replace("\n", " ")
+        for label in figure.axes[0].get_xticklabels()
+    ]
     heights = dict(zip(names, [bar.get_height() for bar in figure.axes[0].patches], strict=False))
     single, *others = results["stages"]
     for stage in others:
-        assert heights[stage["name"]] == pytest.approx(single["ideal_ms"] / stage["ideal_ms"], rel=0.05)
-    slow, fast = (widgets.strategies_explorer(share=share).picture().message for share in (200, 0.5))
+        assert heights[stage["name"]] == pytest.approx(
+            single["ideal_ms"] / stage["ideal_ms"], rel=0.05
+        )
+    slow, fast = (
+        widgets.strategies_explorer(share=share).picture().message for share in (200, 0.5)
+    )
     assert "none is faster" in slow and "none is faster" not in fast

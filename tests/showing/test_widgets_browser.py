@@ -15,20 +15,26 @@ from chromium import fresh_page, running_browser
 NotInTime = pytest.importorskip("playwright.sync_api").TimeoutError
 
 CELLS = {
-    "predict": "%load_ext ddp_course\nfrom ddp_course import compare, show, simulate, theory\n"
-    "from ddp_course import stage3_paramserver, stage4_ring\nguess = "
-    "show.predict('how many?', [1, 2, 4])\nguess",
+    "predict": (
+        "%load_ext ddp_course\nfrom ddp_course import compare, show, simulate, theory\n"
+        "from ddp_course import stage3_paramserver, stage4_ring\nguess = "
+        "show.predict('how many?', [1, 2, 4])\nguess"
+    ),
     "ring": "show.widgets.ring_stepper(4)",
     "alpha beta": "show.widgets.alpha_beta_explorer()",
-    "buckets": "layers = tuple(simulate.Layer(str(i), .002, .004, 1e5) for i in range(8))\n"
-    "network = simulate.Network(theory.Costs.of_link(2e8, 3e-4))\n"
-    "show.widgets.bucket_explorer(simulate.Profile(layers), 4, network, {0.1: 50.0}, (0.06, 0.25, 0.5))",
+    "buckets": (
+        "layers = tuple(simulate.Layer(str(i), .002, .004, 1e5) for i in range(8))\nnetwork ="
+        " simulate.Network(theory.Costs.of_link(2e8,"
+        " 3e-4))\nshow.widgets.bucket_explorer(simulate.Profile(layers), 4, network, {0.1: 50.0},"
+        " (0.06, 0.25, 0.5))"
+    ),
     "decision": "show.widgets.decision_chart()",
     "diff": "show.diff(stage3_paramserver.train, stage4_ring.train)",
-    "table": "stage = dict(stage='3', name='parameter server', step_ms=239.04, ideal_ms=250.8, speed_up=1.36, "
-    "busy=True, communication_ms=154.9, bytes_sent_max=1057104, messages_max=6, loss=[.0968], "
-    "max_abs_diff_vs_single=9.9e-7)\n"
-    "compare.table({'stages': [stage]})",
+    "table": (
+        "stage = dict(stage='3', name='parameter server', step_ms=239.04, ideal_ms=250.8,"
+        " speed_up=1.36, busy=True, communication_ms=154.9, bytes_sent_max=1057104, messages_max=6,"
+        " loss=[.0968], max_abs_diff_vs_single=9.9e-7)\ncompare.table({'stages': [stage]})"
+    ),
     "keep": "%%ranks 2 --keep\nkept = rank + 40",
     "kept": "%%ranks\nprint(kept + 2)",
     "stop": "%ranks stop",
@@ -42,20 +48,48 @@ def lab(tmp_path_factory):
     Yields its address and its folder, and ends it with everything that it started.
     """
     folder = tmp_path_factory.mktemp("lab")
-    cells = [nbformat.v4.new_code_cell(source) for source in [*CELLS.values(), "guess.reveal('2.1', 2)"]]
-    nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": {
-        "name": "python3", "display_name": "Python 3", "language": "python"}}), folder / "widgets.ipynb")  # fmt: skip
-    theme = folder / "settings" / "@jupyterlab" / "apputils-extension" / "themes.jupyterlab-settings"
+    cells = [
+        nbformat.v4.new_code_cell(source) for source in [*CELLS.values(), "guess.reveal('2.1', 2)"]
+    ]
+    nbformat.write(
+        nbformat.v4.new_notebook(
+            cells=cells,
+            metadata={
+                "kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}
+            },
+        ),
+        folder / "widgets.ipynb",
+    )
+    theme = (
+        folder / "settings" / "@jupyterlab" / "apputils-extension" / "themes.jupyterlab-settings"
+    )
     theme.parent.mkdir(parents=True)
     theme.write_text('{"theme": "JupyterLab Dark"}')
     log = (folder / "log").open("w+")
-    environ = {**os.environ, "PATH": "/usr/bin:/bin", "JUPYTER_CONFIG_DIR": str(folder / "config"),
-               "JUPYTERLAB_SETTINGS_DIR": str(folder / "settings")}  # fmt: skip
+    environ = {
+        **os.environ,
+        "PATH": "/usr/bin:/bin",
+        "JUPYTER_CONFIG_DIR": str(folder / "config"),
+        "JUPYTERLAB_SETTINGS_DIR": str(folder / "settings"),
+    }
     process = subprocess.Popen(
-        [sys.executable, "-m", "ddp_course.cli", "lab", folder, "--", "--no-browser", "--port=0",
-         "--ServerApp.port_retries=0", "--IdentityProvider.token=secret"],
-        stdout=log, stderr=log, env=environ, start_new_session=True,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "ddp_course.cli",
+            "lab",
+            folder,
+            "--",
+            "--no-browser",
+            "--port=0",
+            "--ServerApp.port_retries=0",
+            "--IdentityProvider.token=secret",
+        ],
+        stdout=log,
+        stderr=log,
+        env=environ,
+        start_new_session=True,
+    )
     try:
         yield address(process, folder / "log"), folder
     finally:
@@ -80,7 +114,9 @@ def address(process, log):
 
 
 @pytest.mark.browser
-def test_a_newcomer_meets_lesson_00_without_answers_or_news_and_a_terminal_that_knows_the_commands(lab):
+def test_a_newcomer_meets_lesson_00_without_answers_or_news_and_a_terminal_that_knows_the_commands(
+    lab,
+):
     url, folder = lab
     with running_browser() as browser, fresh_page(browser) as page:
         page.goto(url)
@@ -92,13 +128,21 @@ def test_a_newcomer_meets_lesson_00_without_answers_or_news_and_a_terminal_that_
         page.get_by_text("New", exact=True).last.hover()
         page.get_by_text("Terminal", exact=True).last.click()
         page.locator(".jp-Terminal .xterm-screen").click(timeout=60_000)
-        page.keyboard.type("(pwd; command -v ddp-course; command -v torchrun) > terminal.tmp; mv terminal.tmp seen\n")
+        page.keyboard.type(
+            "(pwd; command -v ddp-course; command -v torchrun) > terminal.tmp; mv terminal.tmp"
+            " seen\n"
+        )
         deadline = time.monotonic() + 60
         while not (folder / "seen").exists():
-            assert time.monotonic() < deadline, "the terminal does not start in the learner's folder"
+            assert time.monotonic() < deadline, (
+                "the terminal does not start in the learner's folder"
+            )
             page.wait_for_timeout(100)
     where, *commands = (folder / "seen").read_text().split()
-    assert where == str(folder) and [os.path.basename(path) for path in commands] == ["ddp-course", "torchrun"]
+    assert where == str(folder) and [os.path.basename(path) for path in commands] == [
+        "ddp-course",
+        "torchrun",
+    ]
 
 
 @pytest.mark.browser
@@ -107,7 +151,12 @@ def test_all_widgets_and_cells_on_all_ranks_work_in_the_dark(lab):
         page.goto(lab[0].replace("notebooks/00_start_here", "widgets"))
         page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=90_000)
         run_all(page)
-        assert page.locator(".jp-RenderedText[data-mime-type='application/vnd.jupyter.stderr']").count() == 0
+        assert (
+            page.locator(
+                ".jp-RenderedText[data-mime-type='application/vnd.jupyter.stderr']"
+            ).count()
+            == 0
+        )
         cells = dict(zip(CELLS, page.locator(".jp-Notebook .jp-CodeCell").all(), strict=False))
         is_legible(cells["diff"], cells["table"])
         cells["kept"].scroll_into_view_if_needed()
@@ -117,19 +166,27 @@ def test_all_widgets_and_cells_on_all_ranks_work_in_the_dark(lab):
         explorers_answer_their_questions(page, cells["alpha beta"], cells["buckets"])
         choose_and_reveal(page, page.locator(".jp-Notebook .jp-CodeCell"))
         page.set_viewport_size({"width": 390, "height": 1000})
-        assert cells["alpha beta"].locator("img").bounding_box()["width"] > 700, "a figure shrinks on a phone"
+        assert cells["alpha beta"].locator("img").bounding_box()["width"] > 700, (
+            "a figure shrinks on a phone"
+        )
 
 
 def is_legible(diff, table):
-    """The words of a diff are light on dark, a row of the table is one line, and no code goes beyond the edge."""
+    """The words of a diff are light on dark, a row of the table is one line, and no code goes
+    beyond the edge.
+    """
     colour = "element => getComputedStyle(element).color.match(/\\d+/g).slice(0, 3).map(Number)"
     assert min(diff.locator(".jp-RenderedHTMLCommon div div").first.evaluate(colour)) > 150
     assert max(row.bounding_box()["height"] for row in table.locator("tbody tr").all()) < 35
-    assert table.locator(".cm-scroller").evaluate("code => code.scrollWidth <= code.clientWidth + 1")
+    assert table.locator(".cm-scroller").evaluate(
+        "code => code.scrollWidth <= code.clientWidth + 1"
+    )
 
 
 def explorers_answer_their_questions(page, alpha_beta, buckets):
-    """Which all-reduce is fastest depends on K; the best bucket is neither the smallest nor the largest."""
+    """Which all-reduce is fastest depends on K; the best bucket is neither the smallest nor the
+    largest.
+    """
     fastest = [text.split("large:")[1].split("(")[0].strip() for text in texts(page, alpha_beta, 2)]
     assert {"ring", "ring, halving-doubling"} <= set(fastest)
     steps = [float(re.search(r"step ([\d.]+) ms", text)[1]) for text in texts(page, buckets, 0)]
@@ -150,11 +207,15 @@ def texts(page, cell, index):
 
 
 def run_all(page):
-    page.get_by_text("Python 3 (ipykernel) | Idle").wait_for(timeout=90_000)  # before that nothing is run
+    page.get_by_text("Python 3 (ipykernel) | Idle").wait_for(
+        timeout=90_000
+    )  # before that nothing is run
     page.get_by_role("menuitem", name="Run", exact=True).first.click()
     page.get_by_text("Run All Cells", exact=True).click()
     page.wait_for_function(
-        "n => document.querySelectorAll('.jp-Notebook .jp-OutputArea-output img').length >= n", arg=4, timeout=90_000
+        "n => document.querySelectorAll('.jp-Notebook .jp-OutputArea-output img').length >= n",
+        arg=4,
+        timeout=90_000,
     )
     page.wait_for_function(
         "() => [...document.querySelectorAll('.jp-Notebook .jp-CodeCell')].every("
@@ -170,7 +231,12 @@ def drag_every_slider(page, cell, name):
     assert handles.count() >= 1, name
     for index in reversed(range(handles.count())):
         before = cell.locator("img").get_attribute("src")
-        for last in (False, False, False, True):  # the page may still move between the look and the grasp
+        for last in (
+            False,
+            False,
+            False,
+            True,
+        ):  # the page may still move between the look and the grasp
             track = settled(cell.locator(".noUi-target").nth(index))
             assert track["width"] >= 300, "too short to drag"
             drag(page, settled(handles.nth(index)), track)
@@ -192,7 +258,9 @@ def drag(page, handle, track):
 
 
 def settled(element):
-    """Where an element is once it has stood still for 0.3 s: JupyterLab moves the cells as outputs above get drawn."""
+    """Where an element is once it has stood still for 0.3 s: JupyterLab moves the cells as outputs
+    above get drawn.
+    """
     box, since, deadline = element.bounding_box(), time.monotonic(), time.monotonic() + 20
     while time.monotonic() < since + 0.3:
         assert time.monotonic() < deadline, "the page does not come to rest"

@@ -1,9 +1,11 @@
-"""Train under torchrun while a rank is killed every few seconds: the run must end with the bits of one without faults.
+"""Train under torchrun while a rank is killed every few seconds: the run must end with the bits of
+one without faults.
 
     python tests/soak/faults.py --minutes 30
 
-Every fault is one of: SIGKILL, SIGSEGV, SIGTERM of a random rank. torchrun starts all ranks again from the newest
-checkpoint. A short pause in every step makes the run last as long as the faults; after the last fault it stops pausing.
+Every fault is one of: SIGKILL, SIGSEGV, SIGTERM of a random rank. torchrun starts all ranks again
+from the newest checkpoint. A short pause in every step makes the run last as long as the faults;
+after the last fault it stops pausing.
 """
 
 import argparse
@@ -25,7 +27,18 @@ from ddp_course.running import checkpoint
 
 SLOW_TRAIN = Path(__file__).parents[2] / "exercises/clinic/slow_train.py"
 FAULTS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM)
-OPTIONS = ["--problem", "bytes", "--parameters", "30000", "--dropout", "0.2", "--global-batch", "24", "--stage", "6"]
+OPTIONS = [
+    "--problem",
+    "bytes",
+    "--parameters",
+    "30000",
+    "--dropout",
+    "0.2",
+    "--global-batch",
+    "24",
+    "--stage",
+    "6",
+]
 
 
 def unharmed(options, world_size):
@@ -53,11 +66,24 @@ def ranks_of(agent):
 
 
 def run_with_faults(options, world_size, minutes, every, pause, chance, folder, enough=math.inf):
-    """Train under torchrun, with a fault every `every` seconds for `minutes`, or until there were `enough` faults."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
+    """Train under torchrun, with a fault every `every` seconds for `minutes`, or until there were
+    `enough` faults.
+    """
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={world_size}",
+    ]
     command += ["--max-restarts=100000", "--monitor-interval=0.1", str(SLOW_TRAIN), *options]
     hurry, faults = Path(folder, "hurry"), 0
-    environment = {"OMP_NUM_THREADS": "1", "TMPDIR": folder, "PAUSE": str(pause), "HURRY": str(hurry)}
+    environment = {
+        "OMP_NUM_THREADS": "1",
+        "TMPDIR": folder,
+        "PAUSE": str(pause),
+        "HURRY": str(hurry),
+    }
     with open(Path(folder, "log"), "w") as log:
         command += ["--checkpoint", f"{folder}/run"]
         agent = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **environment})
@@ -84,25 +110,40 @@ def run_with_faults(options, world_size, minutes, every, pause, chance, folder, 
 
 
 def soak(minutes, every=20.0, world_size=2, pause=0.03, seed=0, enough=math.inf):
-    """One run of `minutes` with faults; returns (faults, steps), raises AssertionError if a bit differs."""
+    """One run of `minutes` with faults; returns (faults, steps), raises AssertionError if a bit
+    differs.
+    """
     steps = int(60 * minutes / pause)  # the pauses of these steps alone take `minutes`
     options = [*OPTIONS, "--steps", str(steps), "--every", "10", "--seed", str(seed)]
     with tempfile.TemporaryDirectory() as folder:
-        faults = run_with_faults(options, world_size, minutes, every, pause, random.Random(seed), folder, enough)
+        faults = run_with_faults(
+            options, world_size, minutes, every, pause, random.Random(seed), folder, enough
+        )
         state = checkpoint.load(f"{folder}/run")
     expected = unharmed(options, world_size)
     assert state["losses"] == expected["losses"], "the curve differs"
-    assert all(torch.equal(state["model"][name], tensor) for name, tensor in expected["model"].items())
+    assert all(
+        torch.equal(state["model"][name], tensor) for name, tensor in expected["model"].items()
+    )
     return faults, steps
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--minutes", type=float, default=30, help="how long there are faults (default 30)")
-    parser.add_argument("--every", type=float, default=20, help="seconds between faults, on average (default 20)")
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument(
+        "--minutes", type=float, default=30, help="how long there are faults (default 30)"
+    )
+    parser.add_argument(
+        "--every", type=float, default=20, help="seconds between faults, on average (default 20)"
+    )
     parser.add_argument("--world-size", type=int, default=2)
-    parser.add_argument("--pause", type=float, default=0.03, help="seconds that each step waits (default 0.03)")
+    parser.add_argument(
+        "--pause", type=float, default=0.03, help="seconds that each step waits (default 0.03)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args()
     faults, steps = soak(chosen.minutes, chosen.every, chosen.world_size, chosen.pause, chosen.seed)
-    print(f"{faults} faults in {chosen.minutes:g} minutes, {steps} steps: every bit as in a run without faults")
+    print(
+        f"{faults} faults in {chosen.minutes:g} minutes, {steps} steps: every bit as in a run"
+        " without faults"
+    )

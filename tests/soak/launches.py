@@ -2,8 +2,8 @@
 
     python tests/soak/launches.py --count 1000
 
-Prints one line per fault and a summary, and ends with exit code 1 if an error was not the expected one, a process or
-a file was left, or open files or memory of this process grew.
+Prints one line per fault and a summary, and ends with exit code 1 if an error was not the expected
+one, a process or a file was left, or open files or memory of this process grew.
 """
 
 import argparse
@@ -38,14 +38,16 @@ FROM_OUTSIDE = {
     "interrupt": Fault("interrupt", SLOW, "KeyboardInterrupt", "", SLOW),
     "agent killed": Fault("agent killed", SLOW, "LaunchError", "ended from outside", SLOW),
     "server killed": Fault("server killed", SLOW, "LaunchError", "ended from outside", SLOW),
-    "rank killed at start": Fault("rank killed at start", SLOW, "RankError", r"rank \d: killed: by SIGKILL", SLOW),
+    "rank killed at start": Fault(
+        "rank killed at start", SLOW, "RankError", r"rank \d: killed: by SIGKILL", SLOW
+    ),
 }
 NONE = Fault("no fault", "pass", "none", "", "pass")
 
 
 def main():
     """Run the launches; return 0 if nothing was wrong."""
-    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    arguments = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     arguments.add_argument("--count", type=int, default=1000)
     arguments.add_argument("--seed", type=int, default=0)
     options = arguments.parse_args()
@@ -54,7 +56,9 @@ def main():
     exec(HEADER, names)
     faults = [*FAULTS, *FROM_OUTSIDE.values(), *[NONE] * 5]
     seconds, wrong, before = defaultdict(list), [], None
-    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)]
+    handlers = [
+        signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)
+    ]
     for done in range(options.count):
         if done == min(WARM_UP, options.count // 2):
             before = measure()
@@ -62,18 +66,26 @@ def main():
         begin = time.monotonic()
         error, message = attempt(fault, world_size, names, chance)
         seconds[fault.name].append(time.monotonic() - begin)
-        if error != fault.error or not re.search(fault.pattern.replace("{culprit}", str(world_size - 1)), message):
-            wrong.append(f"launch {done}: {fault.name} at world size {world_size} gave {error}: {message}")
+        if error != fault.error or not re.search(
+            fault.pattern.replace("{culprit}", str(world_size - 1)), message
+        ):
+            wrong.append(
+                f"launch {done}: {fault.name} at world size {world_size} gave {error}: {message}"
+            )
     after = measure()
     wrong += left_behind(before, after)
-    if handlers != [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)]:
+    if handlers != [
+        signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)
+    ]:
         wrong.append("signal handlers have changed")
     report(options.count, seconds, before, after, wrong)
     return 1 if wrong else 0
 
 
 def attempt(fault, world_size, names, chance):
-    """Launch once with one fault; return the name of the exception that was raised, or "none", and its message."""
+    """Launch once with one fault; return the name of the exception that was raised, or "none", and
+    its message.
+    """
     source = fault.cell(world_size)
     linecache.cache["<fault>"] = (len(source), None, source.splitlines(True), "<fault>")
     stop = threading.Event()
@@ -91,7 +103,9 @@ def attempt(fault, world_size, names, chance):
 
 
 def attack(name, delay, stop):
-    """In a thread, interrupt the running launch or kill one of its processes, if the fault comes from outside."""
+    """In a thread, interrupt the running launch or kill one of its processes, if the fault comes
+    from outside.
+    """
     if name not in FROM_OUTSIDE:
         return
     deadline = time.monotonic() + 30
@@ -131,8 +145,16 @@ def measure():
     """Count the open files and the bytes of this process, and the processes below it."""
     gc.collect()
     process = psutil.Process()
-    below = [child.pid for child in process.children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
-    return {"files": process.num_fds(), "bytes": process.memory_full_info().uss, "processes": len(below)}
+    below = [
+        child.pid
+        for child in process.children(recursive=True)
+        if child.status() != psutil.STATUS_ZOMBIE
+    ]
+    return {
+        "files": process.num_fds(),
+        "bytes": process.memory_full_info().uss,
+        "processes": len(below),
+    }
 
 
 def left_behind(before, after):
@@ -154,12 +176,17 @@ def report(count, seconds, before, after, wrong):
     """Print the slowest time of each fault, and the summary as JSON."""
     for name in sorted(seconds):
         times = sorted(seconds[name])
-        print(f"{name:30} {len(times):5} launches, median {times[len(times) // 2]:6.2f} s, slowest {times[-1]:6.2f} s")
+        print(
+            f"{name:30} {len(times):5} launches, median {times[len(times) // 2]:6.2f} s, slowest"
+            f" {times[-1]:6.2f} s"
+        )
     print(*wrong, sep="\n")
     print(json.dumps({"launches": count, "before": before, "after": after, "wrong": len(wrong)}))
 
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory(prefix="ddp_course_soak") as own_folder:
-        os.environ["TMPDIR"] = tempfile.tempdir = own_folder  # so no other program leaves files in it
+        os.environ["TMPDIR"] = tempfile.tempdir = (
+            own_folder  # so no other program leaves files in it
+        )
         sys.exit(main())

@@ -1,10 +1,12 @@
-"""Break the stages by small faults and see whether their tests notice: `python tests/soak/mutation.py --count 30`.
+"""Break the stages by small faults and see whether their tests notice: `python
+tests/soak/mutation.py --count 30`.
 
-Run `pip install cosmic-ray` first. Its operators make the mutants: an operator or a number is changed, a condition is
-negated, a decorator or a loop's body is left out. `--count` mutants of each file are drawn. Each is put into a copy of
-this folder, and counts as killed if the file's tests fail or do not end in time. Prints the share of killed mutants
-and the diffs of the survivors; `--only stage7` takes the files with this word in their path. The results of each file
-are kept in results/mutants.json.
+Run `pip install cosmic-ray` first. Its operators make the mutants: an operator or a number is
+changed, a condition is negated, a decorator or a loop's body is left out. `--count` mutants of each
+file are drawn. Each is put into a copy of this folder, and counts as killed if the file's tests
+fail or do not end in time. Prints the share of killed mutants and the diffs of the survivors;
+`--only stage7` takes the files with this word in their path. The results of each file are kept in
+results/mutants.json.
 """
 
 import argparse
@@ -26,14 +28,17 @@ TESTS = {  # Each pattern names the files that the tests beside it check.
     "ddp_course/stage5_*.py": "tests/test_stage5_bucketed.py",
     "ddp_course/stage6_ddp/*.py": "tests/stage6_ddp",
     "ddp_course/stage7_sharded/*.py": "tests/stage7_sharded",
-    "ddp_course/stage8_*.py": "tests/test_stage8_pipeline.py tests/stage7_sharded/test_stage7_programs.py",
+    "ddp_course/stage8_*.py": (
+        "tests/test_stage8_pipeline.py tests/stage7_sharded/test_stage7_programs.py"
+    ),
     "ddp_course/stage9_*.py": "tests/test_stage9_tensor.py",
 }
+MARKS = "not slow and not alone and not weekly"
 CONFIG = """[cosmic-ray]
 module-path = "{module}"
 timeout = {seconds}
 excluded-modules = []
-test-command = "{python} -m pytest -x -q -m 'not slow and not alone and not weekly' -p no:cacheprovider {tests}"
+test-command = "{python} -m pytest -x -q -m '{marks}' -p no:cacheprovider {tests}"
 [cosmic-ray.distributor]
 name = "local"
 """
@@ -42,47 +47,78 @@ name = "local"
 def mutate(copy, module, tests, count, seed, seconds):
     """Try `count` mutants of one file; return (how many were tried, the diffs of survivors)."""
     config, session = copy / "mutation.toml", copy / "mutation.sqlite"
-    config.write_text(CONFIG.format(module=module, seconds=seconds, python=sys.executable, tests=tests))
+    config.write_text(
+        CONFIG.format(
+            module=module, seconds=seconds, python=sys.executable, marks=MARKS, tests=tests
+        )
+    )
     session.unlink(missing_ok=True)
-    environment = {**os.environ, "PYTHONPATH": str(copy), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(copy),
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
 
     def cosmic_ray(*arguments):
-        return subprocess.run(arguments, cwd=copy, env=environment, check=True, capture_output=True, text=True).stdout
+        return subprocess.run(
+            arguments, cwd=copy, env=environment, check=True, capture_output=True, text=True
+        ).stdout
 
     cosmic_ray("cosmic-ray", "baseline", config.name)  # it stops if the tests fail without a mutant
     cosmic_ray("cosmic-ray", "init", config.name, session.name)
     with sqlite3.connect(session) as table:
         order = "operator_name, operator_args, occurrence"  # job_id is another number every time
-        jobs = [row[0] for row in table.execute(f"SELECT job_id FROM mutation_specs ORDER BY {order}")]
+        jobs = [
+            row[0] for row in table.execute(f"SELECT job_id FROM mutation_specs ORDER BY {order}")
+        ]
         drawn = set(random.Random(seed).sample(jobs, min(count, len(jobs))))
         for name in ("mutation_specs", "work_items"):
-            table.executemany(f"DELETE FROM {name} WHERE job_id = ?", [(job,) for job in jobs if job not in drawn])
+            table.executemany(
+                f"DELETE FROM {name} WHERE job_id = ?", [(job,) for job in jobs if job not in drawn]
+            )
     cosmic_ray("cosmic-ray", "exec", config.name, session.name)
     with sqlite3.connect(session) as table:
         results = table.execute("SELECT test_outcome, diff FROM work_results").fetchall()
     survivors = [diff for outcome, diff in results if "survived" in outcome.lower()]
-    print(f"{module}: {len(results) - len(survivors)} of {len(results)} killed", *survivors, sep="\n", flush=True)
+    print(
+        f"{module}: {len(results) - len(survivors)} of {len(results)} killed",
+        *survivors,
+        sep="\n",
+        flush=True,
+    )
     return len(results), survivors
 
 
 def main():
     """Try mutants of all files, or of some, in a copy of the folder."""
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     options.add_argument("--count", type=int, default=30, help="mutants of each file (default 30)")
-    options.add_argument("--seconds", type=float, default=120, help="until the tests count as hung (default 120)")
+    options.add_argument(
+        "--seconds", type=float, default=120, help="until the tests count as hung (default 120)"
+    )
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--only", default="")
     settings = options.parse_args()
     report = json.loads(REPORT.read_text()) if REPORT.exists() else {}
     with tempfile.TemporaryDirectory(prefix="ddp_course_mutation_") as folder:
         copy = Path(folder, "copy")
-        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "__pycache__", "work"))
+        shutil.copytree(
+            ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "__pycache__", "work")
+        )
         for pattern, tests in TESTS.items():
             for file in sorted(ROOT.glob(pattern)):
                 module = str(file.relative_to(ROOT))
                 if settings.only in module:
-                    tried, survivors = mutate(copy, module, tests, settings.count, settings.seed, settings.seconds)
-                    report[module] = {"tried": tried, "killed": tried - len(survivors), "survivors": survivors}
+                    tried, survivors = mutate(
+                        copy, module, tests, settings.count, settings.seed, settings.seconds
+                    )
+                    report[module] = {
+                        "tried": tried,
+                        "killed": tried - len(survivors),
+                        "survivors": survivors,
+                    }
                     REPORT.write_text(json.dumps(report, indent=1, sort_keys=True) + "\n")
     tried, killed = (sum(row[column] for row in report.values()) for column in ("tried", "killed"))
     print(f"{killed} of {tried} mutants in {REPORT.name} killed, {killed / tried:.1%}")

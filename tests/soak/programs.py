@@ -1,9 +1,11 @@
-"""Random programs that torch's class and ours play in the same processes: `python tests/soak/programs.py [--count N]`.
+"""Random programs that torch's class and ours play in the same processes: `python
+tests/soak/programs.py [--count N]`.
 
-A program is a model, the settings of a wrapper and a list of operations: training steps, accumulation, abandoned and
-nested forward passes, exceptions, uneven inputs, and so on. After each operation gradients, weights and buffers must be
-the same bits with both classes, or both must have refused it. A number stands for a program: `--first N --count 1`
-repeats a failure. Stage 5 is also compared with one device, and the collectives with `dist.all_reduce`.
+A program is a model, the settings of a wrapper and a list of operations: training steps,
+accumulation, abandoned and nested forward passes, exceptions, uneven inputs, and so on. After each
+operation gradients, weights and buffers must be the same bits with both classes, or both must have
+refused it. A number stands for a program: `--first N --count 1` repeats a failure. Stage 5 is also
+compared with one device, and the collectives with `dist.all_reduce`.
 """
 
 import argparse
@@ -35,10 +37,26 @@ from ddp_course.stage5_bucketed import BucketedDDP  # noqa: E402
 from ddp_course.stage6_ddp import DistributedDataParallel  # noqa: E402
 
 CLASSES = {"torch": TorchDDP, "ours": DistributedDataParallel}
-TRAITS = ["tied", "frozen", "double", "buffers", "two wrappers"]  # torch 2.13 spoils dense gradients beside sparse ones
-NEIGHBOURS = ["reads", "scales", "flat", "field", "spare"]  # what other code does with gradients and outputs
+TRAITS = [
+    "tied",
+    "frozen",
+    "double",
+    "buffers",
+    "two wrappers",
+]  # torch 2.13 spoils dense gradients beside sparse ones
+NEIGHBOURS = [
+    "reads",
+    "scales",
+    "flat",
+    "field",
+    "spare",
+]  # what other code does with gradients and outputs
 PLACES = ["forward", "backward", "gradient hook"]
-OPERATIONS = ["train"] * 6 + ["no_sync"] * 2 + ["abandon", "without gradients", "evaluate", "replace", "load", "copy"]
+OPERATIONS = (
+    ["train"] * 6
+    + ["no_sync"] * 2
+    + ["abandon", "without gradients", "evaluate", "replace", "load", "copy"]
+)
 OPERATIONS += ["raise", "two forwards", "two backwards", "late backward", "clip", "join"]
 BATCH = 3
 ALL = {"which": "ab", "set_to_none": True}
@@ -74,7 +92,8 @@ class Field(torch.autograd.Function):
 
 
 class Model(nn.Module):
-    """Two branches, of which those in `which` take part, and a last layer; `bomb` says where the model explodes.
+    """Two branches, of which those in `which` take part, and a last layer; `bomb` says where the
+    model explodes.
 
     A "spare" output has a layer of its own, and the loss does not use it.
     """
@@ -99,7 +118,9 @@ class Model(nn.Module):
         if "flat" in traits:
             for parameter in self.parameters():
                 if parameter.requires_grad:
-                    parameter.register_post_accumulate_grad_hook(partial(lay, torch.zeros_like(parameter)))
+                    parameter.register_post_accumulate_grad_hook(
+                        partial(lay, torch.zeros_like(parameter))
+                    )
 
     def look(self, *_):
         """A hook of one layer that reads or scales the gradient of a later one."""
@@ -130,7 +151,9 @@ def lay(place, parameter):
 
 
 def program(number):
-    """The program with this number: (traits of the model, settings of the wrapper, hook, operations)."""
+    """The program with this number: (traits of the model, settings of the wrapper, hook,
+    operations).
+    """
     draw = random.Random(number)
     traits = {trait for trait in TRAITS if draw.random() < 0.25}
     settings = {"bucket_cap_mb": draw.choice([None, 0.0001, 0.0002])}
@@ -144,24 +167,30 @@ def program(number):
     if draw.random() < 0.2:
         settings["bucket_cap_mb_list"] = [0.0001, 0.0003]
     hook = draw.choice(["none"] * 4 + ["allreduce", "fp16", "power"])
-    if hook == "power":  # it communicates several times per bucket, in gloo's threads, when nothing else may
+    if (
+        hook == "power"
+    ):  # it communicates several times per bucket, in gloo's threads, when nothing else may
         settings["bucket_cap_mb"], traits = None, traits - {"double", "two wrappers"}
         settings.pop("bucket_cap_mb_list", None)
         settings.pop("find_unused_parameters", None)
     operations = [operation(draw, traits, settings) for _ in range(draw.randint(2, 7))]
     broken = [place for place, (what, _) in enumerate(operations) if what in ("abandon", "raise")]
     for place in range(min(broken, default=9), len(operations)):
-        # A pass is not finished. A rank whose unsynchronised pass finishes it would wait for ranks that refuse the next
-        # pass, with torch's class and with ours; and with torch's class a rank that joins may wait forever.
+        # A pass is not finished. A rank whose unsynchronised pass finishes it would wait for ranks
+        # that refuse the next pass, with torch's class and with ours; and with torch's class a rank
+        # that joins may wait forever.
         if operations[place][0] in ("no_sync", "late backward"):
             operations[place][1]["which"] = "ab"
         if operations[place][0] == "join":
             operations[place] = ("train", ALL)
     late = [place for place, (what, _) in enumerate(operations) if what == "late backward"]
     for _, arguments in operations[min(late, default=9) :]:
-        # torch's class counts parameters used here as used in the next pass too, and hangs or reports its own bug.
+        # torch's class counts parameters used here as used in the next pass too, and hangs or
+        # reports its own bug.
         arguments["which"] = "ab"
-    if settings.get("static_graph"):  # torch's class needs a plain first pass, and another one after copying
+    if settings.get(
+        "static_graph"
+    ):  # torch's class needs a plain first pass, and another one after copying
         operations = [("train", ALL), *(step for step in operations if step[0] != "copy")]
     traits |= {trait for trait in NEIGHBOURS if draw.random() < 0.2}
     if settings.get("gradient_as_bucket_view"):  # a bucket must not be touched while it is summed
@@ -172,23 +201,39 @@ def program(number):
 
 
 def operation(draw, traits, settings):
-    """One step of a program: (what, arguments); arguments may differ between ranks, and then are a list."""
+    """One step of a program: (what, arguments); arguments may differ between ranks, and then are a
+    list.
+    """
     what = draw.choice(OPERATIONS)
     changing = settings.get("find_unused_parameters") and not settings.get("static_graph")
     branches = ["ab", "ab", "a", "b", ""] if changing else ["ab"]
-    arguments = {"which": [draw.choice(branches) for _ in range(8)], "set_to_none": draw.random() < 0.5}
+    arguments = {
+        "which": [draw.choice(branches) for _ in range(8)],
+        "set_to_none": draw.random() < 0.5,
+    }
     if what == "raise":
-        arguments |= {"bomb": draw.choice(PLACES), "which": draw.choice(branches)}  # all ranks fail at one point
-    if what == "two backwards" and changing:  # torch's class can then hang in the next pass, or reports its own bug
+        arguments |= {
+            "bomb": draw.choice(PLACES),
+            "which": draw.choice(branches),
+        }  # all ranks fail at one point
+    if (
+        what == "two backwards" and changing
+    ):  # torch's class can then hang in the next pass, or reports its own bug
         what = "train"
-    if what == "abandon" and changing:  # otherwise one rank alone may refuse the next pass, and another waits for it
+    if (
+        what == "abandon" and changing
+    ):  # otherwise one rank alone may refuse the next pass, and another waits for it
         arguments["which"] = "ab"
     if what == "join" and ("two wrappers" in traits or settings.get("static_graph")):
         what = "train"
     if what == "join":
         steps = [draw.randint(0, 3) for _ in range(8)]
-        if settings.get("find_unused_parameters"):  # with torch 2.13, a rank that joins before its first
-            steps = [max(1, count) for count in steps]  # pass sends uninitialised memory as its bitmap
+        if settings.get(
+            "find_unused_parameters"
+        ):  # with torch 2.13, a rank that joins before its first
+            steps = [
+                max(1, count) for count in steps
+            ]  # pass sends uninitialised memory as its bitmap
         arguments |= {"steps": steps, "by_all": draw.random() < 0.5}
     return what, arguments
 
@@ -216,13 +261,19 @@ class Player:
         elif self.hook == "fp16":
             wrapper.register_comm_hook(None, default_hooks.fp16_compress_hook)
         elif self.hook == "power":
-            state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=0.5)
+            state = powerSGD_hook.PowerSGDState(
+                None, start_powerSGD_iter=2, min_compression_rate=0.5
+            )
             wrapper.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
     def play(self):
-        """Yield after each operation its name, the error that refused it (or None), and all tensors."""
+        """Yield after each operation its name, the error that refused it (or None), and all
+        tensors.
+        """
         for what, arguments in self.operations:
-            arguments = {name: v[self.rank] if isinstance(v, list) else v for name, v in arguments.items()}
+            arguments = {
+                name: v[self.rank] if isinstance(v, list) else v for name, v in arguments.items()
+            }
             refused = None
             try:
                 getattr(self, what.replace(" ", "_"))(**arguments)
@@ -238,10 +289,14 @@ class Player:
         found = {}
         for index, model in enumerate(self.models):
             for name, p in model.named_parameters():
-                found[f"{index}.{name}.grad"] = p.grad if p.grad is None else p.grad.detach().clone()
+                found[f"{index}.{name}.grad"] = (
+                    p.grad if p.grad is None else p.grad.detach().clone()
+                )
                 found[f"{index}.{name}"] = p.detach().clone()
             found |= {f"{index}.{name}": buffer.clone() for name, buffer in model.named_buffers()}
-            found |= {f"{index}.seen.{number}": gradient for number, gradient in enumerate(model.seen)}
+            found |= {
+                f"{index}.seen.{number}": gradient for number, gradient in enumerate(model.seen)
+            }
         return found
 
     def loss(self, which, bomb=None):
@@ -251,7 +306,9 @@ class Player:
         x = torch.randn(BATCH, 5, generator=torch.Generator().manual_seed(seed))
         for wrapper in self.wrapped:
             outputs = wrapper(x, which, bomb if wrapper is self.wrapped[-1] else None)
-            x = outputs[0] if isinstance(outputs, tuple) else outputs  # the loss does not use the spare output
+            x = (
+                outputs[0] if isinstance(outputs, tuple) else outputs
+            )  # the loss does not use the spare output
         return x.square().sum()
 
     def zero(self, set_to_none):
@@ -364,9 +421,15 @@ def difference(number):
         for name, value in a[2].items():
             other = b[2][name]
             if (value is None) != (other is None):
-                return f"step {step}, {a[0]}: {name} is {'None' if other is None else 'not None'} with ours"
+                return (
+                    f"step {step}, {a[0]}: {name} is {'None' if other is None else 'not None'} with"
+                    " ours"
+                )
             if value is not None and not torch.equal(value, other):
-                return f"step {step}, {a[0]}: {name} is off by {(value - other).abs().max().item():.2g}"
+                return (
+                    f"step {step}, {a[0]}: {name} is off by"
+                    f" {(value - other).abs().max().item():.2g}"
+                )
     return None
 
 
@@ -388,14 +451,21 @@ def counted(first, count, reached):
 
 
 def stage5_difference(number):
-    """A random model, batches and settings: how far stage 5's weights are from one device's on the whole batch."""
+    """A random model, batches and settings: how far stage 5's weights are from one device's on the
+    whole batch.
+    """
     draw, world_size, rank = random.Random(number), dist.get_world_size(), dist.get_rank()
     torch.manual_seed(number)
     widths = [draw.randint(1, 9) for _ in range(draw.randint(2, 5))]
     pair = [nn.Sequential(*(nn.Linear(*size) for size in pairwise(widths))).double() for _ in "ab"]
-    both, alone = nn.Sequential(*(nn.Sequential(p, nn.Linear(widths[-1], widths[0]).double()) for p in pair)), None
+    both, alone = (
+        nn.Sequential(*(nn.Sequential(p, nn.Linear(widths[-1], widths[0]).double()) for p in pair)),
+        None,
+    )
     if draw.random() < 0.3:
-        both[1][1].weight = both[0][1].weight  # a weight tied across two wrappers would be averaged twice
+        both[1][1].weight = both[0][
+            1
+        ].weight  # a weight tied across two wrappers would be averaged twice
         both = both[:1]
     alone = copy.deepcopy(both)
     all_reduce = draw.choice([ring_all_reduce, *EVERY.values()])
@@ -403,7 +473,9 @@ def stage5_difference(number):
     wrapped = [BucketedDDP(module, cap, all_reduce=all_reduce) for module in both]
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (both, alone)]
     for step in range(draw.randint(1, 4)):
-        whole = torch.randn(2 * world_size, widths[0], generator=torch.Generator().manual_seed(step)).double()
+        whole = torch.randn(
+            2 * world_size, widths[0], generator=torch.Generator().manual_seed(step)
+        ).double()
         bomb = draw.random() < 0.2
         for forward, optimizer, inputs in (
             (nn.Sequential(*wrapped), optimizers[0], whole[rank::world_size]),
@@ -417,7 +489,10 @@ def stage5_difference(number):
                     optimizer.zero_grad()
             forward(inputs).square().mean().backward()
             optimizer.step()
-    error = max((a - b).abs().max().item() for a, b in zip(both.parameters(), alone.parameters(), strict=True))
+    error = max(
+        (a - b).abs().max().item()
+        for a, b in zip(both.parameters(), alone.parameters(), strict=True)
+    )
     return f"stage 5 is off by {error:.2g}" if error > 1e-12 else None
 
 
@@ -434,7 +509,9 @@ EVERY = {
 
 
 def collective_difference(number, groups):
-    """Integers of a random shape, stride and type, summed in one or two threads, each on a group of its own."""
+    """Integers of a random shape, stride and type, summed in one or two threads, each on a group of
+    its own.
+    """
     draw, rank = random.Random(number), dist.get_rank()
     threads = []
     found = []
@@ -469,13 +546,17 @@ def other_differences(first, count, reached):
 
 
 def run(play, first, count, world_size, batch=100, timeout=300.0):
-    """Play `count` programs, `batch` per launch; return {number: error}. A program that hangs counts as wrong."""
+    """Play `count` programs, `batch` per launch; return {number: error}. A program that hangs
+    counts as wrong.
+    """
     wrong, start, end = {}, first, first + count
     while start < end:
         size = min(batch, end - start)
         with tempfile.NamedTemporaryFile("r") as reached:
             try:
-                for found in launch(play, start, size, reached.name, world_size=world_size, timeout=timeout):
+                for found in launch(
+                    play, start, size, reached.name, world_size=world_size, timeout=timeout
+                ):
                     wrong |= found
             except CourseError as error:
                 size = int(reached.read() or start) + 1 - start
@@ -486,7 +567,7 @@ def run(play, first, count, world_size, batch=100, timeout=300.0):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--count", type=int, default=5000)
     parser.add_argument("--world-size", type=int, default=2)

@@ -1,10 +1,12 @@
-"""Random training programs for stages 7, 7o and 8 against one device: `python tests/soak/programs78.py 1000`.
+"""Random training programs for stages 7, 7o and 8 against one device: `python
+tests/soak/programs78.py 1000`.
 
-A program is a model (tied, frozen, unused, sometimes used or repeated layers, layers in place or of one parameter,
-several dtypes), an optimizer with groups and a schedule, and steps: passes that accumulate, evaluation, clipping,
-updates left out, exceptions in forward, backward or a hook on all ranks, state dicts loaded back, and in the middle a
-change of the world size, with whole state dicts handed over. Weights, norms and optimizer states must equal those of
-one device; programs in which they do not are shown.
+A program is a model (tied, frozen, unused, sometimes used or repeated layers, layers in place or of
+one parameter, several dtypes), an optimizer with groups and a schedule, and steps: passes that
+accumulate, evaluation, clipping, updates left out, exceptions in forward, backward or a hook on all
+ranks, state dicts loaded back, and in the middle a change of the world size, with whole state dicts
+handed over. Weights, norms and optimizer states must equal those of one device; programs in which
+they do not are shown.
 """
 
 import random
@@ -62,7 +64,9 @@ class InFloat32(torch.nn.Linear):
 
 
 class Twice(torch.nn.Linear):
-    """A layer that uses its weights twice, and its bias once more outside of the linear function."""
+    """A layer that uses its weights twice, and its bias once more outside of the linear
+    function.
+    """
 
     def forward(self, inputs):
         """(N, WIDTH) to the same."""
@@ -70,7 +74,9 @@ class Twice(torch.nn.Linear):
 
 
 class Sometimes(torch.nn.Linear):
-    """A layer for some samples only; a rank that has none of these samples does not use the layer."""
+    """A layer for some samples only; a rank that has none of these samples does not use the
+    layer.
+    """
 
     def forward(self, inputs):
         """(N, WIDTH) to the same."""
@@ -99,22 +105,39 @@ class Net(torch.nn.Module):
 def drawn(seed, stage):
     """The program of this seed for a stage, as plain data."""
     chance = random.Random(f"{seed} {stage}")
-    kinds = ["linear", "linear", "norm", "tanh", "relu in place", "float32", "one parameter", "sometimes"]
+    kinds = [
+        "linear",
+        "linear",
+        "norm",
+        "tanh",
+        "relu in place",
+        "float32",
+        "one parameter",
+        "sometimes",
+    ]
     kinds += ["twice", "normalised"]
     layers = ["linear", "linear", *chance.choices(kinds, k=chance.randrange(3, 7)), "linear"]
-    for index, (before, kind) in enumerate(pairwise(layers), 1):  # some layers need their output in backward
+    for index, (before, kind) in enumerate(
+        pairwise(layers), 1
+    ):  # some layers need their output in backward
         if kind == "relu in place" and before in ("tanh", "relu in place", "sometimes"):
             layers[index] = "linear"
-    blocks = [] if "sometimes" in layers else chance.choice([None, []])  # all ranks must run the same blocks
+    blocks = (
+        [] if "sometimes" in layers else chance.choice([None, []])
+    )  # all ranks must run the same blocks
     if stage == "7" and blocks == []:  # a block has parameters of one dtype
         layers = ["linear" if kind == "float32" else kind for kind in layers]
     steps = [
         {
             "passes": chance.choice([1, 1, 2, 3]),
             "evaluate": chance.random() < 0.2,
-            "clip": chance.choice([None, None, (0.1, 2.0), (0.02, float("inf")), (0.5, 1.0), (1e6, 2.0)]),
+            "clip": chance.choice(
+                [None, None, (0.1, 2.0), (0.02, float("inf")), (0.5, 1.0), (1e6, 2.0)]
+            ),
             "left out": chance.random() < 0.1,
-            "boom": chance.choice([None, None, None, "forward", "backward", "hook"]) if stage != "8" else None,
+            "boom": chance.choice([None, None, None, "forward", "backward", "hook"])
+            if stage != "8"
+            else None,
             "reload": chance.random() < 0.2,
         }
         for _ in range(chance.randrange(2, 6))
@@ -136,7 +159,9 @@ def drawn(seed, stage):
 
 
 def build(program, stage):
-    """The model of a program, and its trap; if training starts from rank 0's weights, other ranks get other weights."""
+    """The model of a program, and its trap; if training starts from rank 0's weights, other ranks
+    get other weights.
+    """
     starts_from_rank_0 = stage in ("7", "7o")
     torch.manual_seed(program["seed"] + 1000 * dist.get_rank() * starts_from_rank_0)
     make = {
@@ -148,7 +173,9 @@ def build(program, stage):
         "one parameter": lambda: torch.nn.PReLU().double(),
         "sometimes": lambda: Sometimes(WIDTH, WIDTH).double(),
         "twice": lambda: Twice(WIDTH, WIDTH).double(),
-        "normalised": lambda: torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(WIDTH, WIDTH)).double(),
+        "normalised": lambda: torch.nn.utils.parametrizations.weight_norm(
+            torch.nn.Linear(WIDTH, WIDTH)
+        ).double(),
     }
     layers, trap = [make[kind]() for kind in program["layers"]], Trap()
     for index in program["frozen"]:
@@ -159,7 +186,9 @@ def build(program, stage):
     if program["twice"]:
         layers.insert(2, layers[0])
     layers.insert(len(layers) // 2, trap)
-    layers[-1].bias.register_hook(lambda gradient: trap.spring(gradient) if trap.place == "hook" else None)
+    layers[-1].bias.register_hook(
+        lambda gradient: trap.spring(gradient) if trap.place == "hook" else None
+    )
     return Net(layers, program["unused"]), trap
 
 
@@ -179,7 +208,10 @@ class Player:
             self.pipeline = self.in_stages(dist.get_world_size())
             self.part = self.pipeline.module
             mine = set(self.part.parameters())
-            groups = [{**group, "params": [p for p in group["params"] if p in mine]} for group in self.groups()]
+            groups = [
+                {**group, "params": [p for p in group["params"] if p in mine]}
+                for group in self.groups()
+            ]
             self.optimizer = kind(groups, lr=0.02, **settings)
         else:
             kind = partial(ShardedOptimizer, optimizer_cls=kind) if stage == "7o" else kind
@@ -187,15 +219,22 @@ class Player:
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
 
     def in_stages(self, world_size):
-        """The model as a pipeline of one stage per rank, or of two where the schedule goes around twice."""
+        """The model as a pipeline of one stage per rank, or of two where the schedule goes around
+        twice.
+        """
         schedule = SCHEDULES[self.program["schedule"]]
         try:
             homes = home_ranks(schedule(world_size, self.program["microbatches"]))
             self.parts = split(layers_of(self.model), len(homes))
         except ValueError:  # this schedule needs more layers, or micro-batches that can go around
-            schedule, self.parts = one_forward_one_backward, split(layers_of(self.model), world_size)
+            schedule, self.parts = (
+                one_forward_one_backward,
+                split(layers_of(self.model), world_size),
+            )
         stages = self.parts[dist.get_rank() :: world_size]
-        return Pipeline(stages, self.program["microbatches"], schedule, torch.nn.functional.mse_loss)
+        return Pipeline(
+            stages, self.program["microbatches"], schedule, torch.nn.functional.mse_loss
+        )
 
     def groups(self):
         """The parameters in two groups with settings of their own, or in one."""
@@ -209,15 +248,23 @@ class Player:
         if self.stage == "8":
             self.pipeline.step(inputs, targets)
         else:
-            share = slice(None) if self.stage == "1" else slice(dist.get_rank(), None, dist.get_world_size())
+            share = (
+                slice(None)
+                if self.stage == "1"
+                else slice(dist.get_rank(), None, dist.get_world_size())
+            )
             torch.nn.functional.mse_loss(self.forward(inputs[share]), targets[share]).backward()
 
     def clip(self, max_norm, norm_type):
         """Clip by the norm of all gradients; return it."""
         if self.stage == "1":
-            trained = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+            trained = [
+                parameter for group in self.optimizer.param_groups for parameter in group["params"]
+            ]
             return torch.nn.utils.clip_grad_norm_(trained, max_norm, norm_type).item()
-        clipper = {"7": self.forward, "7o": self.optimizer, "8": getattr(self, "pipeline", None)}[self.stage]
+        clipper = {"7": self.forward, "7o": self.optimizer, "8": getattr(self, "pipeline", None)}[
+            self.stage
+        ]
         return clipper.clip_grad_norm_(max_norm, norm_type).item()
 
     def state(self):
@@ -227,11 +274,16 @@ class Player:
                 broadcast_parameters(part, src=stage % dist.get_world_size())
             return {"model": self.model.state_dict(), "optimizer": None}
         if self.stage == "7":
-            return {"model": self.forward.state_dict(), "optimizer": self.forward.optimizer_state_dict(self.optimizer)}
+            return {
+                "model": self.forward.state_dict(),
+                "optimizer": self.forward.optimizer_state_dict(self.optimizer),
+            }
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def load(self, state):
-        """Go on from state dicts of any stage and world size; those of a model are loaded before it is sharded."""
+        """Go on from state dicts of any stage and world size; those of a model are loaded before it
+        is sharded.
+        """
         if self.stage == "7":
             self.forward.load_optimizer_state_dict(self.optimizer, state["optimizer"])
         else:
@@ -240,14 +292,22 @@ class Player:
 
 
 def play(program, stage, steps, start=None):
-    """Play the `steps` (a slice) of a program, from the result `start` of another player; return what is compared."""
+    """Play the `steps` (a slice) of a program, from the result `start` of another player; return
+    what is compared.
+    """
     player, norms = Player(program, stage, start and start["state"]), []
     if start:
         player.load(start["state"])
         player.schedule.load_state_dict(start["schedule"])
     for number in range(*steps.indices(len(program["steps"]))):
-        step, generator = program["steps"][number], torch.Generator().manual_seed(1000 * program["seed"] + number)
-        batches = [torch.randn(2, BATCH, WIDTH, generator=generator).double() for _ in range(step["passes"])]
+        step, generator = (
+            program["steps"][number],
+            torch.Generator().manual_seed(1000 * program["seed"] + number),
+        )
+        batches = [
+            torch.randn(2, BATCH, WIDTH, generator=generator).double()
+            for _ in range(step["passes"])
+        ]
         if step["boom"]:
             player.trap.place = step["boom"]
             with suppress(Boom):
@@ -290,11 +350,17 @@ def numbers(value):
         return [number for key in value if key != "param_groups" for number in numbers(value[key])]
     if isinstance(value, list | tuple):
         return [number for inside in value for number in numbers(inside)]
-    return [torch.as_tensor(value).double().reshape(-1)] if isinstance(value, torch.Tensor | float) else []
+    return (
+        [torch.as_tensor(value).double().reshape(-1)]
+        if isinstance(value, torch.Tensor | float)
+        else []
+    )
 
 
 def apart(one, other):
-    """The greatest difference of two outcomes, relative to 1 or the larger; infinite if they do not match."""
+    """The greatest difference of two outcomes, relative to 1 or the larger; infinite if they do not
+    match.
+    """
     ours, theirs = numbers(one), numbers(other)
     if [part.shape for part in ours] != [part.shape for part in theirs]:
         return float("inf")
@@ -303,27 +369,39 @@ def apart(one, other):
 
 
 def tolerance(program):
-    """Allow for rounding in the least exact dtype, which Adam magnifies where gradients are near zero."""
+    """Allow for rounding in the least exact dtype, which Adam magnifies where gradients are near
+    zero.
+    """
     return 2e-3 if "float32" in program["layers"] else 1e-7
 
 
 def failures(stage, world_sizes, seeds):
-    """The programs of `seeds` in which a rank of `stage` ends elsewhere than one device: (program, difference)."""
+    """The programs of `seeds` in which a rank of `stage` ends elsewhere than one device: (program,
+    difference).
+    """
     programs = [drawn(seed, stage) for seed in seeds]
     expected = launch(whole, programs, world_size=1, timeout=600)[0]
     half = launch(play_all, programs, stage, world_size=world_sizes[0], timeout=600)
     ranks, before = half, [[] for _ in programs]
     if stage != "8":
-        ranks = launch(play_all, programs, stage, False, half[0], world_size=world_sizes[1], timeout=600)
+        ranks = launch(
+            play_all, programs, stage, False, half[0], world_size=world_sizes[1], timeout=600
+        )
         before = [one["norms"] for one in half[0]]
     wrong = []
     for number, program in enumerate(programs):
         right = expected[number]
         for rank in ranks:
-            got = {"model": rank[number]["state"]["model"], "norms": before[number] + rank[number]["norms"]}
+            got = {
+                "model": rank[number]["state"]["model"],
+                "norms": before[number] + rank[number]["norms"],
+            }
             want = {"model": right["state"]["model"], "norms": right["norms"]}
             if stage != "8":
-                got["optimizer"], want["optimizer"] = rank[number]["state"]["optimizer"], right["state"]["optimizer"]
+                got["optimizer"], want["optimizer"] = (
+                    rank[number]["state"]["optimizer"],
+                    right["state"]["optimizer"],
+                )
             gap = apart(got, want)
             if not gap <= tolerance(program):
                 wrong.append((program, gap))
@@ -332,10 +410,19 @@ def failures(stage, world_sizes, seeds):
 
 
 def main(count):
-    """Play `count` programs for each stage and change of world size; return whether any program was wrong."""
+    """Play `count` programs for each stage and change of world size; return whether any program was
+    wrong.
+    """
     bad = 0
     for start in range(0, count, 50):
-        for stage, sizes in [("7", (4, 2)), ("7", (2, 3)), ("7o", (4, 3)), ("7o", (2, 4)), ("8", (2,)), ("8", (3,))]:
+        for stage, sizes in [
+            ("7", (4, 2)),
+            ("7", (2, 3)),
+            ("7o", (4, 3)),
+            ("7o", (2, 4)),
+            ("8", (2,)),
+            ("8", (3,)),
+        ]:
             for program, gap in failures(stage, sizes, range(start, min(start + 50, count))):
                 bad += 1
                 print(f"stage {stage} on {sizes} ranks is {gap:.2g} off: {program}", flush=True)

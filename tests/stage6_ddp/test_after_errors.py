@@ -1,7 +1,9 @@
-"""After an exception, stages 5 and 6 work correctly or refuse: where it happens x on which ranks x the stage.
+"""After an exception, stages 5 and 6 work correctly or refuse: where it happens x on which ranks x
+the stage.
 
-A rank that catches its error and goes on must never train alone: its next passes give the gradients of one device on
-the whole batch, or raise; whoever waits for a rank that has given up is told, at the latest, by the timeout.
+A rank that catches its error and goes on must never train alone: its next passes give the gradients
+of one device on the whole batch, or raise; whoever waits for a rank that has given up is told, at
+the latest, by the timeout.
 """
 
 import pytest
@@ -18,8 +20,12 @@ from ddp_course.stage6_ddp import DistributedDataParallel
 STAGES = {
     "5": lambda model: BucketedDDP(model, 0.0001),
     "6": lambda model: DistributedDataParallel(model, bucket_cap_mb=0.0001),
-    "6 ring": lambda model: DistributedDataParallel(model, bucket_cap_mb=0.0001, all_reduce=ring_all_reduce),
-    "6 views": lambda model: DistributedDataParallel(model, bucket_cap_mb=0.0001, gradient_as_bucket_view=True),
+    "6 ring": lambda model: DistributedDataParallel(
+        model, bucket_cap_mb=0.0001, all_reduce=ring_all_reduce
+    ),
+    "6 views": lambda model: DistributedDataParallel(
+        model, bucket_cap_mb=0.0001, gradient_as_bucket_view=True
+    ),
 }
 WORKS, REFUSES = "works", "refuses"
 
@@ -56,7 +62,9 @@ def fail_once(parallel, model, where):
 
 
 def afterwards(stage, where, failing):
-    """What three passes after the exception were like on this rank: "works" or "refuses", with the words."""
+    """What three passes after the exception were like on this rank: "works" or "refuses", with the
+    words.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
     parallel = STAGES[stage](model)
@@ -71,7 +79,14 @@ def afterwards(stage, where, failing):
         except RuntimeError as error:
             return REFUSES, str(error), told
         shares = [alone(model, rank, step) for rank in range(dist.get_world_size())]
-        error = (torch.cat([p.grad.reshape(-1) for p in model.parameters()]) - sum(shares) / len(shares)).abs().max()
+        error = (
+            (
+                torch.cat([p.grad.reshape(-1) for p in model.parameters()])
+                - sum(shares) / len(shares)
+            )
+            .abs()
+            .max()
+        )
         told.append(error.item())
     return WORKS, "", told
 
@@ -98,12 +113,19 @@ TABLE = [
 
 @pytest.mark.parametrize("stage, where, expected", TABLE)
 def test_after_an_exception_on_all_ranks(stage, where, expected):
-    for outcome, words, errors in launch(afterwards, stage, where, (0, 1), world_size=2, timeout=60):
+    for outcome, words, errors in launch(
+        afterwards, stage, where, (0, 1), world_size=2, timeout=60
+    ):
         assert outcome == expected, words
         assert all(error < 1e-5 for error in errors)
         if outcome == REFUSES:
             assert any(
-                text in words for text in ("cut short by an exception", "failed before", "Expected to have finished")
+                text in words
+                for text in (
+                    "cut short by an exception",
+                    "failed before",
+                    "Expected to have finished",
+                )
             )
 
 

@@ -1,4 +1,6 @@
-"""How bucket_cap_mb="auto" measures a link, and what it makes of it: on paper, where the answer is known."""
+"""How bucket_cap_mb="auto" measures a link, and what it makes of it: on paper, where the answer is
+known.
+"""
 
 import pytest
 import torch
@@ -33,9 +35,15 @@ def sizes_of(moments, alpha, beta):
 def test_the_limit_follows_from_link_and_moments():
     together, apart = [0.0] * 8, [0.1 * number for number in range(8)]
     assert sizes_of(together, 1.0, 0.0) == 8, "all at once, and every message costs: one bucket"
-    assert sizes_of(apart, 0.0, 0.1 / MIB) <= 1, "a message is free, and each gradient fits into the gap: one by one"
+    assert sizes_of(apart, 0.0, 0.1 / MIB) <= 1, (
+        "a message is free, and each gradient fits into the gap: one by one"
+    )
     assert sizes_of(apart, 0.05, 0.05 / MIB) <= 1, "one every 0.1 s, and one takes as long"
     assert sizes_of([0.0] * 4 + [1.0] * 4, 0.2, 0.05 / MIB) == 4, "two bursts: two buckets"
     shortly_after = [0.01 * number for number in range(8)]
-    assert sizes_of(shortly_after, 0.02, 0.1 / MIB) == 4, "bytes take time: the first half leaves before the second"
-    assert [limit * 8 // MIB for limit in automatic.CANDIDATES] == [2**exponent for exponent in range(11)]
+    assert sizes_of(shortly_after, 0.02, 0.1 / MIB) == 4, (
+        "bytes take time: the first half leaves before the second"
+    )
+    assert [limit * 8 // MIB for limit in automatic.CANDIDATES] == [
+        2**exponent for exponent in range(11)
+    ]

@@ -1,4 +1,6 @@
-"""What is refused before the first step, function by function; devices are played by "meta", which needs no GPU."""
+"""What is refused before the first step, function by function; devices are played by "meta", which
+needs no GPU.
+"""
 
 from functools import partial
 from types import SimpleNamespace
@@ -18,16 +20,44 @@ SPREAD = {**parameters(), "other": torch.empty(1, device="meta")}
 MIXED = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, device="meta"))
 ONE_GPU = "only work with modules on a single GPU"
 REFUSED = [
-    (partial(checks.group_of, "group", SimpleNamespace(ndim=1)), RuntimeError, "Cannot specify both process_group"),
-    (partial(checks.group_of, None, SimpleNamespace(ndim=2)), RuntimeError, "Only 1D device mesh is supported"),
-    (partial(checks.devices_of, parameters("meta"), [0, 1], None), ValueError, "None or contain a single element"),
+    (
+        partial(checks.group_of, "group", SimpleNamespace(ndim=1)),
+        RuntimeError,
+        "Cannot specify both process_group",
+    ),
+    (
+        partial(checks.group_of, None, SimpleNamespace(ndim=2)),
+        RuntimeError,
+        "Only 1D device mesh is supported",
+    ),
+    (
+        partial(checks.devices_of, parameters("meta"), [0, 1], None),
+        ValueError,
+        "None or contain a single element",
+    ),
     (partial(checks.devices_of, parameters(), [0], None), ValueError, ONE_GPU),
     (partial(checks.devices_of, parameters(), None, 1), ValueError, ONE_GPU),
     (partial(checks.devices_of, SPREAD, [0], None), ValueError, ONE_GPU),
-    (partial(checks.refuse_modules, nn.Sequential(nn.SyncBatchNorm(3))), ValueError, "SyncBatchNorm runs anywh"),
-    (partial(DistributedDataParallel, MIXED, param_to_hook_all_reduce=[]), NotImplementedError, "are not supported"),
-    (partial(checks.trainable, nn.Linear(1, 1).requires_grad_(False), ()), RuntimeError, "requires a gradient"),
-    (partial(checks.trainable, nn.Sequential(nn.LazyLinear(2)), ()), RuntimeError, r"0\.weight is not initialised yet"),
+    (
+        partial(checks.refuse_modules, nn.Sequential(nn.SyncBatchNorm(3))),
+        ValueError,
+        "SyncBatchNorm runs anywh",
+    ),
+    (
+        partial(DistributedDataParallel, MIXED, param_to_hook_all_reduce=[]),
+        NotImplementedError,
+        "are not supported",
+    ),
+    (
+        partial(checks.trainable, nn.Linear(1, 1).requires_grad_(False), ()),
+        RuntimeError,
+        "requires a gradient",
+    ),
+    (
+        partial(checks.trainable, nn.Sequential(nn.LazyLinear(2)), ()),
+        RuntimeError,
+        r"0\.weight is not initialised yet",
+    ),
     (partial(checks.trainable, MIXED, ()), ValueError, "different types of device: cpu, meta"),
 ]
 
@@ -44,7 +74,11 @@ def test_accepted():
     assert checks.group_of(None, mesh) == ["group of dimension", 0]
     assert checks.devices_of(parameters("meta"), [3], None) == ([3], 3)
     assert checks.devices_of(parameters("meta"), [3], 1) == ([3], 1)
-    assert checks.devices_of(SPREAD, None, None) == checks.devices_of(parameters(), None, None) == (None, None)
+    assert (
+        checks.devices_of(SPREAD, None, None)
+        == checks.devices_of(parameters(), None, None)
+        == (None, None)
+    )
     checks.refuse_modules(nn.Sequential(nn.SyncBatchNorm(3)).to("meta"))
     checks.trainable(MIXED, {"1.weight", "1.bias"})
     frozen = nn.Linear(3, 2)

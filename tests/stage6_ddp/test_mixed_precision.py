@@ -1,4 +1,6 @@
-"""What is cast by `mixed_precision`, and what is not; bytes and gradients are looked at in test_stage6_ddp.py."""
+"""What is cast by `mixed_precision`, and what is not; bytes and gradients are looked at in
+test_stage6_ddp.py.
+"""
 
 import torch
 from torch.nn.parallel.distributed import _MixedPrecision
@@ -9,7 +11,9 @@ KEPT = {"kept.weight", "kept.bias", "kept_buffer"}
 
 
 class Mixed(torch.nn.Module):
-    """Layers, an integer parameter and buffers, some of which are to be left alone; it notes the dtypes it met."""
+    """Layers, an integer parameter and buffers, some of which are to be left alone; it notes the
+    dtypes it met.
+    """
 
     def __init__(self):
         super().__init__()
@@ -20,7 +24,9 @@ class Mixed(torch.nn.Module):
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
 
     def forward(self, inputs, *, places, scale):
-        self.met = [t.dtype for t in (inputs, places, scale, self.cast.weight, self.kept.weight, self.order)]
+        self.met = [
+            t.dtype for t in (inputs, places, scale, self.cast.weight, self.kept.weight, self.order)
+        ]
         return self.kept(self.cast(inputs)[:, self.order].to(self.kept.weight.dtype)) * scale
 
 

@@ -1,4 +1,6 @@
-"""Others who look at a gradient, or at a bucket, while the backward pass runs: torch's class and ours, bit for bit."""
+"""Others who look at a gradient, or at a bucket, while the backward pass runs: torch's class and
+ours, bit for bit.
+"""
 
 import copy
 import functools
@@ -26,11 +28,15 @@ def linear():
 
 
 def train(forward, module, steps=6):
-    """Gradients and weights after each step of training `module` with `forward`, on inputs of this rank's own."""
+    """Gradients and weights after each step of training `module` with `forward`, on inputs of this
+    rank's own.
+    """
     optimizer, results = torch.optim.SGD(module.parameters(), lr=0.01), []
     for step in range(steps):
         optimizer.zero_grad(set_to_none=step % 2 == 0)
-        inputs = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * dist.get_rank() + step))
+        inputs = torch.randn(
+            4, WIDTH, generator=torch.Generator().manual_seed(10 * dist.get_rank() + step)
+        )
         forward(inputs).square().mean().backward()
         results += [p.grad.detach().clone() for p in module.parameters()]
         optimizer.step()
@@ -54,7 +60,9 @@ def shared_layer(DDP):
 def hook_of_another_layer(DDP, act):
     """`act(gradient)` on the last layer's gradient, just before the first layer's is computed."""
     layers = nn.Sequential(linear(), linear(), linear())
-    layers[0].register_full_backward_hook(lambda *_: [act(p.grad) for p in layers[2].parameters()] and None)
+    layers[0].register_full_backward_hook(
+        lambda *_: [act(p.grad) for p in layers[2].parameters()] and None
+    )
     return train(DDP(layers), layers)
 
 
@@ -65,11 +73,15 @@ def read_by_a_hook(DDP):
 
 
 def flat_gradients(DDP):
-    """Their owner lays each gradient into one flat tensor as soon as it is there, and finds the averages in it."""
+    """Their owner lays each gradient into one flat tensor as soon as it is there, and finds the
+    averages in it.
+    """
     layers = nn.Sequential(linear(), linear())
     sizes = [p.numel() for p in layers.parameters()]
     flat = torch.zeros(sum(sizes))
-    piece_of = {p: piece.view_as(p) for p, piece in zip(layers.parameters(), flat.split(sizes), strict=True)}
+    piece_of = {
+        p: piece.view_as(p) for p, piece in zip(layers.parameters(), flat.split(sizes), strict=True)
+    }
 
     def lay(parameter):
         piece_of[parameter].data.copy_(parameter.grad)
@@ -80,7 +92,9 @@ def flat_gradients(DDP):
     parallel, seen = DDP(layers), []
     for step in range(3):
         layers.zero_grad()
-        inputs = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * dist.get_rank() + step))
+        inputs = torch.randn(
+            4, WIDTH, generator=torch.Generator().manual_seed(10 * dist.get_rank() + step)
+        )
         parallel(inputs).square().sum().backward()
         seen.append(flat.clone())
     return seen
@@ -99,7 +113,9 @@ def parameter_as_output(DDP):
 
     model = Returning()
     parallel, weight = DDP(model), model.layer.weight
-    results = train(lambda inputs: torch.stack([output.square().mean() for output in parallel(inputs)]), model)
+    results = train(
+        lambda inputs: torch.stack([output.square().mean() for output in parallel(inputs)]), model
+    )
     return [*results, torch.tensor(len(weight._backward_hooks or ()))]
 
 
@@ -142,7 +158,9 @@ def hooked(DDP, hook, make_state=lambda: None, layers=None):
 
 
 def cleared_by_a_hook(DDP):
-    """All gradients are let go of in the middle of the pass: the parameters get the averages all the same."""
+    """All gradients are let go of in the middle of the pass: the parameters get the averages all
+    the same.
+    """
     layers = nn.Sequential(linear(), linear())
     layers[0].weight.register_hook(lambda grad: layers.zero_grad())
     return train(DDP(layers), layers)
@@ -153,7 +171,11 @@ def another_buffer(state, bucket):
     bucket.set_buffer(bucket.buffer() / dist.get_world_size())
     for gradient in bucket.gradients():
         gradient.mul_(3)
-    return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])
+    return (
+        dist.all_reduce(bucket.buffer(), async_op=True)
+        .get_future()
+        .then(lambda done: done.value()[0])
+    )
 
 
 def power_state():
@@ -163,7 +185,9 @@ def power_state():
 def pictures():
     convolution = nn.Conv2d(1, 8, 3).to(memory_format=torch.channels_last)
     wider = nn.Conv2d(8, 16, 3).to(memory_format=torch.channels_last)
-    return nn.Sequential(nn.Unflatten(1, (1, 10, 10)), convolution, wider, nn.Flatten(), nn.Linear(576, 4))
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 10, 10)), convolution, wider, nn.Flatten(), nn.Linear(576, 4)
+    )
 
 
 power = partial(hooked, hook=powerSGD_hook.powerSGD_hook, make_state=power_state)
@@ -213,8 +237,12 @@ def test_torchs_class_and_ours_do_the_same_beside(name):
         theirs, ours = rank[name]["torch"], rank[name]["ours"]
         assert isinstance(theirs, list) and isinstance(ours, list), (theirs, ours)
         assert len(theirs) == len(ours)
-        differences = [(a.double() - b.double()).abs().max().item() for a, b in zip(theirs, ours, strict=True)]
-        assert all(difference == 0 for difference in differences), f"off by up to {max(differences):.2g}"
+        differences = [
+            (a.double() - b.double()).abs().max().item() for a, b in zip(theirs, ours, strict=True)
+        ]
+        assert all(difference == 0 for difference in differences), (
+            f"off by up to {max(differences):.2g}"
+        )
 
 
 def copied_by_rank_0():
@@ -235,8 +263,12 @@ def test_one_rank_may_copy_the_wrapper():
 
 def around_a_sharded_model():
     sharded = FullyShardedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
-    assert_raises(lambda: DistributedDataParallel(sharded), ValueError, "contains a FullyShardedDataParallel")
-    assert_raises(lambda: DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), sharded)), ValueError)
+    assert_raises(
+        lambda: DistributedDataParallel(sharded), ValueError, "contains a FullyShardedDataParallel"
+    )
+    assert_raises(
+        lambda: DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), sharded)), ValueError
+    )
 
 
 def test_a_sharded_model_is_refused():

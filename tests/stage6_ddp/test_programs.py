@@ -1,4 +1,6 @@
-"""A short run of the random programs of `tests/soak/programs.py`; the long one is that file's own."""
+"""A short run of the random programs of `tests/soak/programs.py`; the long one is that file's
+own.
+"""
 
 import pytest
 from soak import programs
@@ -27,7 +29,9 @@ class ForgetsTheLastBucket(DistributedDataParallel):
     def make_reducer(self):
         super().make_reducer()
         start = self.reducer.start
-        self.reducer.start = lambda bucket: (lambda: bucket.buffer()) if bucket.is_last() else start(bucket)
+        self.reducer.start = lambda bucket: (
+            (lambda: bucket.buffer()) if bucket.is_last() else start(bucket)
+        )
 
 
 def faulty(first, count, reached):

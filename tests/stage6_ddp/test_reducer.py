@@ -27,7 +27,9 @@ class TwoOfThree(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layers = torch.nn.ModuleDict({name: torch.nn.Linear(1, 1, bias=False) for name in "abc"})
+        self.layers = torch.nn.ModuleDict(
+            {name: torch.nn.Linear(1, 1, bias=False) for name in "abc"}
+        )
 
     def forward(self, inputs, names):
         for name in names:
@@ -44,7 +46,9 @@ def changed():
 
 def test_a_weight_that_a_static_graph_has_not_used_before_is_named():
     """Its gradient would be this rank's own."""
-    with pytest.raises(RankError, match=r"training graph has changed in this iteration.* It is layers.c.weight"):
+    with pytest.raises(
+        RankError, match=r"training graph has changed in this iteration.* It is layers.c.weight"
+    ):
         launch(changed, world_size=2)
 
 
@@ -63,7 +67,9 @@ def test_rank_0_says_how_large_buckets_are():
 
 
 def without_data(settings, names):
-    """Gradients of models of one and of three parameters, where only rank 0 has data; and the weights of the second."""
+    """Gradients of models of one and of three parameters, where only rank 0 has data; and the
+    weights of the second.
+    """
     found = []
     for model, arguments in ((Scale(), ()), (TwoOfThree(), (names,))):
         parallel = DistributedDataParallel(model, **settings)
@@ -75,11 +81,15 @@ def without_data(settings, names):
     return found, [weight.item() for weight in model.parameters()]
 
 
-@pytest.mark.parametrize("settings", [{}, {"find_unused_parameters": True}, {"bucket_cap_mb": "auto"}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"find_unused_parameters": True}, {"bucket_cap_mb": "auto"}]
+)
 def test_a_rank_may_have_no_data_at_all(settings):
     """It learns the buckets' order as the others do, and what nobody uses has no gradient."""
     names = "ab" if "find_unused_parameters" in settings else "abc"
     (one, three), (a, b, c) = launch(without_data, settings, names, world_size=2, timeout=60)[0]
     assert one == [1.5]
-    expected = [1.5 * b, 1.5 * a, None] if names == "ab" else [1.5 * b * c, 1.5 * a * c, 1.5 * a * b]
+    expected = (
+        [1.5 * b, 1.5 * a, None] if names == "ab" else [1.5 * b * c, 1.5 * a * c, 1.5 * a * b]
+    )
     assert three == [value if value is None else pytest.approx(value) for value in expected]

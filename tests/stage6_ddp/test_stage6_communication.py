@@ -1,4 +1,6 @@
-"""What a hook is given and may return, without ranks; and that the backend sums over the group that it was given."""
+"""What a hook is given and may return, without ranks; and that the backend sums over the group that
+it was given.
+"""
 
 import pytest
 import torch
@@ -28,7 +30,9 @@ def test_a_hook_may_return_a_tensor_or_a_list_with_it():
 
 
 def test_a_hook_that_returns_no_future_is_told_so():
-    with pytest.raises(TypeError, match=r"must return a torch.futures.Future, but .*hook.* returned None"):
+    with pytest.raises(
+        TypeError, match=r"must return a torch.futures.Future, but .*hook.* returned None"
+    ):
         by_hook(print_hook, None)(bucket())
 
 

@@ -21,7 +21,11 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from ddp_course import launch, stage1_single, stage6_ddp
-from ddp_course.collectives import halving_doubling_all_reduce, hierarchical_all_reduce, tree_all_reduce
+from ddp_course.collectives import (
+    halving_doubling_all_reduce,
+    hierarchical_all_reduce,
+    tree_all_reduce,
+)
 from ddp_course.errors import CourseError
 from ddp_course.running import wire
 from ddp_course.stage4_ring import ring_all_reduce
@@ -50,7 +54,9 @@ def failure(case, kind):
 
 @functools.cache
 def outcomes(kind, world_size):
-    """Results of all cases from one launch; if that fails, one case spoilt it and each gets a launch of its own."""
+    """Results of all cases from one launch; if that fails, one case spoilt it and each gets a
+    launch of its own.
+    """
     try:
         names = [name for name in CASES if kind != "torch" or name not in TORCH_FAILS]
         return launch(attempt, names, kind, world_size=world_size, timeout=120)
@@ -64,7 +70,9 @@ def outcomes(kind, world_size):
 def test_case(name, kind, world_size):
     if kind == "torch" and name in TORCH_FAILS:
         pytest.skip(TORCH_FAILS[name])
-    ranks = outcomes(kind, world_size) or launch(attempt, [name], kind, world_size=world_size, timeout=100)
+    ranks = outcomes(kind, world_size) or launch(
+        attempt, [name], kind, world_size=world_size, timeout=100
+    )
     failures = [rank[name] for rank in ranks if rank[name]]
     assert not failures, "\n".join(failures)
 
@@ -112,7 +120,9 @@ def layouts(kind, settings, steps=3):
 
 
 def compare_with_torch():
-    known = {name: chosen for name, chosen in SETTINGS.items() if chosen.keys() <= KNOWN_TO_TORCH.keys()}
+    known = {
+        name: chosen for name, chosen in SETTINGS.items() if chosen.keys() <= KNOWN_TO_TORCH.keys()
+    }
     return {name: [layouts(kind, chosen) for kind in CLASSES] for name, chosen in known.items()}
 
 
@@ -124,10 +134,15 @@ def test_buckets_are_torchs(world_size):
 
 
 def assignment_pair(seed):
-    """torch's and our assignment of random tensors: mixed dtypes, sparse ones, one or more limits, an order or none."""
+    """torch's and our assignment of random tensors: mixed dtypes, sparse ones, one or more limits,
+    an order or none.
+    """
     draw = random.Random(seed)
     dtypes = [torch.float32, torch.float64, torch.float16]
-    tensors = [torch.empty(draw.randint(1, 300), dtype=draw.choice(dtypes)) for _ in range(draw.randint(1, 30))]
+    tensors = [
+        torch.empty(draw.randint(1, 300), dtype=draw.choice(dtypes))
+        for _ in range(draw.randint(1, 30))
+    ]
     sparse = {index for index in range(len(tensors)) if draw.random() < 0.1}
     limits = sorted(draw.randint(100, 3000) for _ in range(draw.randint(1, 3)))
     order = draw.sample(range(len(tensors)), len(tensors)) if seed % 2 else None
@@ -148,7 +163,9 @@ def test_size_limits():
     assert size_limits(25) == [25 * 2**20], "only the default cap has a small first bucket"
     assert size_limits(None, [1, 2]) == [2**20, 2**21]
     for bad in (0, -1):
-        with pytest.raises(ValueError, match=f"bucket_cap_mb is {bad}; it must be a positive number"):
+        with pytest.raises(
+            ValueError, match=f"bucket_cap_mb is {bad}; it must be a positive number"
+        ):
             size_limits(bad)
         with pytest.raises(ValueError, match=rf"bucket_cap_mb is \[1, {bad}\]; it must be"):
             size_limits(None, [1, bad])
@@ -167,7 +184,9 @@ def bf16_hook(DDP):
 
 
 def half_the_bytes(DDP):
-    """mixed_precision sends two bytes for a number, and float32 weights stay float32; half of it alone does not."""
+    """mixed_precision sends two bytes for a number, and float32 weights stay float32; half of it
+    alone does not.
+    """
     sent = {}
     for name, compute, communicate in (
         ("float32", None, None),
@@ -181,8 +200,15 @@ def half_the_bytes(DDP):
         with wire.counting() as traffic:
             parallel(torch.ones(4, 64)).float().sum().backward()
         sent[name] = traffic.bytes_sent
-        assert {p.dtype for p in model.parameters()} == {p.grad.dtype for p in model.parameters()} == {torch.float32}
-    assert sent["both"] == sent["buckets"] == sent["float32"] / 2 and sent["computing"] == sent["float32"], sent
+        assert (
+            {p.dtype for p in model.parameters()}
+            == {p.grad.dtype for p in model.parameters()}
+            == {torch.float32}
+        )
+    assert (
+        sent["both"] == sent["buckets"] == sent["float32"] / 2
+        and sent["computing"] == sent["float32"]
+    ), sent
 
 
 def nothing_left_behind(DDP):
@@ -201,7 +227,9 @@ def nothing_left_behind(DDP):
 
 
 def sparse(DDP):
-    """Where torch has nothing or raises: with our all-reduce, and on a rank that has nothing to add or no data."""
+    """Where torch has nothing or raises: with our all-reduce, and on a rank that has nothing to add
+    or no data.
+    """
     rank = dist.get_rank()
     plugged = DDP(stage6_cases.seeded(stage6_cases.Words), all_reduce=ring_all_reduce)
     unused = DDP(stage6_cases.seeded(stage6_cases.Words), find_unused_parameters=True)
@@ -252,17 +280,23 @@ def the_loop(DDP):
     model = tiny_model(seed=dist.get_rank())
     losses = stage6_ddp.train(model, tiny_batches(dist.get_rank(), dist.get_world_size()), 0.1)
     assert (weights(model) - trained_alone()).abs().max() < 1e-14
-    mean = torch.tensor(losses, dtype=torch.float64) / dist.get_world_size()  # equal shares: K divides 24
+    mean = (
+        torch.tensor(losses, dtype=torch.float64) / dist.get_world_size()
+    )  # equal shares: K divides 24
     dist.all_reduce(mean)
     expected = stage1_single.train(tiny_model(), tiny_batches(), 0.1)
     assert (mean - torch.tensor(expected, dtype=torch.float64)).abs().max() < 1e-12
 
 
 def channels_last_after_wrapping(DDP):
-    """The gradients' strides change behind the wrapper's back; torch's class then mixes their elements up."""
+    """The gradients' strides change behind the wrapper's back; torch's class then mixes their
+    elements up.
+    """
 
     def make():
-        return nn.Sequential(nn.Linear(5, 48), nn.Unflatten(1, (3, 4, 4)), nn.Conv2d(3, 4, 3), nn.Flatten())
+        return nn.Sequential(
+            nn.Linear(5, 48), nn.Unflatten(1, (3, 4, 4)), nn.Conv2d(3, 4, 3), nn.Flatten()
+        )
 
     for as_view in (False, True):
         model = stage6_cases.seeded(make)
@@ -271,7 +305,9 @@ def channels_last_after_wrapping(DDP):
         for step in range(3):
             model.zero_grad()
             stage6_cases.squared(parallel, dist.get_rank(), step).backward()
-            stage6_cases.assert_mean(model, lambda module, rank, step=step: stage6_cases.squared(module, rank, step))
+            stage6_cases.assert_mean(
+                model, lambda module, rank, step=step: stage6_cases.squared(module, rank, step)
+            )
 
 
 def static_graph_after_no_sync(DDP):
@@ -290,10 +326,17 @@ def static_graph_after_no_sync(DDP):
 SPECIALS = {
     function.__name__: function
     for function in (
-        bf16_hook, half_the_bytes, nothing_left_behind, sparse, another_grad_dtype, seen_on_the_timeline,
-        the_loop, channels_last_after_wrapping, static_graph_after_no_sync,
+        bf16_hook,
+        half_the_bytes,
+        nothing_left_behind,
+        sparse,
+        another_grad_dtype,
+        seen_on_the_timeline,
+        the_loop,
+        channels_last_after_wrapping,
+        static_graph_after_no_sync,
     )
-}  # fmt: skip
+}
 for name, all_reduce in ALL_REDUCES.items():
     views = {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.0002}
     SPECIALS[name] = partial(train_and_check, all_reduce=all_reduce)

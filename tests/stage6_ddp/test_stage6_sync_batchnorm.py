@@ -1,4 +1,6 @@
-"""SyncBatchNorm against BatchNorm on the whole batch, and torch's formula for the running averages."""
+"""SyncBatchNorm against BatchNorm on the whole batch, and torch's formula for the running
+averages.
+"""
 
 from contextlib import ExitStack
 from itertools import product
@@ -30,32 +32,47 @@ def shares(sizes, shape, step, offset=100.0):
 
 
 def against_batch_norm(sizes, shape, settings, layer_class=SyncBatchNorm):
-    """Outputs, gradients and buffers of the layer on the ranks, and of BatchNorm in float64 on the whole batch."""
-    sizes, kind = sizes[: dist.get_world_size()], getattr(torch.nn, f"BatchNorm{max(1, len(shape) - 1)}d")
+    """Outputs, gradients and buffers of the layer on the ranks, and of BatchNorm in float64 on the
+    whole batch.
+    """
+    sizes, kind = (
+        sizes[: dist.get_world_size()],
+        getattr(torch.nn, f"BatchNorm{max(1, len(shape) - 1)}d"),
+    )
     mine, whole = layer_class(6, **settings), kind(6, **settings).double()
     for layer in (mine, whole):
         if layer.affine:
-            torch.nn.init.uniform_(layer.weight, 0.5, 2.0, generator=torch.Generator().manual_seed(1))
+            torch.nn.init.uniform_(
+                layer.weight, 0.5, 2.0, generator=torch.Generator().manual_seed(1)
+            )
             layer.bias.data.fill_(0.3)
     if whole.affine:
         whole.weight.data.copy_(mine.weight.data)
     errors = []
     for step in range(3):
         inputs = shares(sizes, shape, step)
-        x, reference = inputs[dist.get_rank()].clone().requires_grad_(), torch.cat(inputs).double().requires_grad_()
+        x, reference = (
+            inputs[dist.get_rank()].clone().requires_grad_(),
+            torch.cat(inputs).double().requires_grad_(),
+        )
         out, expected = mine(x), whole(reference)
         slope = shares(sizes, shape, step + 10, offset=0)
         mine.zero_grad(), whole.zero_grad()
         (out * slope[dist.get_rank()]).sum().backward()
         (expected * torch.cat(slope).double()).sum().backward()
-        here = [expected.split(sizes)[dist.get_rank()], reference.grad.split(sizes)[dist.get_rank()]]
+        here = [
+            expected.split(sizes)[dist.get_rank()],
+            reference.grad.split(sizes)[dist.get_rank()],
+        ]
         pairs = list(zip((out, x.grad), here, strict=True))
         if mine.affine:
             dist.all_reduce(mine.weight.grad), dist.all_reduce(mine.bias.grad)
             pairs += [(mine.weight.grad, whole.weight.grad), (mine.bias.grad, whole.bias.grad)]
         pairs += list(zip(mine.buffers(), whole.buffers(), strict=True))
         errors += [
-            ((a.double() - b.double()).abs() / (1 + b.double().abs())).max().item() for a, b in pairs if a.numel()
+            ((a.double() - b.double()).abs() / (1 + b.double().abs())).max().item()
+            for a, b in pairs
+            if a.numel()
         ]
     return max(errors)
 
@@ -91,7 +108,11 @@ def collectives():
     with ExitStack() as patches:
         for name in ("all_reduce", "all_gather"):
             function = getattr(dist, name)
-            noting = lambda *a, name=name, function=function, **k: (calls.append(name), function(*a, **k))[1]  # noqa: E731
+
+            def noting(*a, name=name, function=function, **k):
+                calls.append(name)
+                return function(*a, **k)
+
             patches.enter_context(patch.object(dist, name, noting))
         layer(torch.randn(4, 3).requires_grad_()).sum().backward()
         trained = list(calls)
@@ -104,10 +125,14 @@ def test_one_collective_each_way_and_none_in_evaluation():
 
 
 def in_evaluation():
-    """How far the layer is from BatchNorm on this rank's batch alone, with and without running averages."""
+    """How far the layer is from BatchNorm on this rank's batch alone, with and without running
+    averages.
+    """
     inputs, errors = shares((4, 3), (6,), 0)[dist.get_rank()], []
     for track in (True, False):
-        pair = [kind(6, track_running_stats=track) for kind in (SyncBatchNorm, torch.nn.BatchNorm1d)]
+        pair = [
+            kind(6, track_running_stats=track) for kind in (SyncBatchNorm, torch.nn.BatchNorm1d)
+        ]
         found, expected = (layer.eval()(inputs) for layer in pair)
         errors.append((found - expected).abs().max().item())
     return errors
@@ -118,15 +143,26 @@ def test_evaluation_is_ordinary_batch_normalisation():
 
 
 def in_half_precision(dtype):
-    """The dtype of the outputs, and how far outputs and gradients are from those of the same numbers in float32."""
+    """The dtype of the outputs, and how far outputs and gradients are from those of the same
+    numbers in float32.
+    """
     results = []
     for kind in (dtype, torch.float32):
         layer = SyncBatchNorm(6)
-        inputs = shares((400, 300), (6,), 0, offset=1)[dist.get_rank()].to(dtype).to(kind).requires_grad_()
+        inputs = (
+            shares((400, 300), (6,), 0, offset=1)[dist.get_rank()]
+            .to(dtype)
+            .to(kind)
+            .requires_grad_()
+        )
         outputs = layer(inputs)
-        outputs.backward(torch.full_like(outputs, 400.0))  # its sum over the batch is beyond float16
+        outputs.backward(
+            torch.full_like(outputs, 400.0)
+        )  # its sum over the batch is beyond float16
         results.append((outputs, inputs.grad, layer.weight.grad, layer.bias.grad))
-    return results[0][0].dtype, [(a.float() - b).abs().max().item() for a, b in zip(*results, strict=True)]
+    return results[0][0].dtype, [
+        (a.float() - b).abs().max().item() for a, b in zip(*results, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -136,12 +172,17 @@ def test_inputs_in_half_precision_beside_weights_in_float32(dtype):
 
 
 def in_a_model():
-    """Converted, wrapped and trained: the same weights as one process with BatchNorm on the whole batch."""
+    """Converted, wrapped and trained: the same weights as one process with BatchNorm on the whole
+    batch.
+    """
 
     def make():
         torch.manual_seed(0)
         return torch.nn.Sequential(
-            torch.nn.Conv2d(1, 6, 3), torch.nn.BatchNorm2d(6), torch.nn.Flatten(), torch.nn.Linear(24, 2)
+            torch.nn.Conv2d(1, 6, 3),
+            torch.nn.BatchNorm2d(6),
+            torch.nn.Flatten(),
+            torch.nn.Linear(24, 2),
         )
 
     whole, mine = make(), SyncBatchNorm.convert_sync_batchnorm(make())

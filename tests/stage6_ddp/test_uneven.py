@@ -1,4 +1,6 @@
-"""`join`, looked at from inside and from after: whose buffers go on, and what a wrapper keeps of it."""
+"""`join`, looked at from inside and from after: whose buffers go on, and what a wrapper keeps of
+it.
+"""
 
 from contextlib import nullcontext
 
@@ -13,11 +15,17 @@ CLASSES = {"torch": TorchDDP, "ours": DistributedDataParallel}
 
 
 def train(parallel, steps):
-    """Some passes, the second without communication; the running mean that each of them begins with."""
+    """Some passes, the second without communication; the running mean that each of them begins
+    with.
+    """
     began = []
-    handle = parallel.module.register_forward_pre_hook(lambda module, _: began.append(module.running_mean.tolist()))
+    handle = parallel.module.register_forward_pre_hook(
+        lambda module, _: began.append(module.running_mean.tolist())
+    )
     for step in range(steps):
-        batch = torch.randn(3, 2, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        batch = torch.randn(
+            3, 2, generator=torch.Generator().manual_seed(10 * step + dist.get_rank())
+        )
         with parallel.no_sync() if step == 1 else nullcontext():
             parallel(batch).square().sum().backward()
     handle.remove()
@@ -25,7 +33,9 @@ def train(parallel, steps):
 
 
 def joined_twice(kind):
-    """Means at the beginning of all passes, and the last gradient: rank 0 has data for longer, rank 1, neither."""
+    """Means at the beginning of all passes, and the last gradient: rank 0 has data for longer, rank
+    1, neither.
+    """
     parallel = CLASSES[kind](torch.nn.BatchNorm1d(2))
     with parallel.join():
         seen = train(parallel, 3 - 2 * dist.get_rank())
@@ -38,7 +48,9 @@ def joined_twice(kind):
 
 
 def test_the_buffers_that_go_on_are_those_that_go_on_with_torch():
-    """A rank with data decides, then the last one, and where join is switched off rank 0; it shows in the values."""
+    """A rank with data decides, then the last one, and where join is switched off rank 0; it shows
+    in the values.
+    """
     ranks = launch(lambda: {kind: joined_twice(kind) for kind in CLASSES}, world_size=2, timeout=60)
     for rank in ranks:
         assert rank["ours"] == rank["torch"]

@@ -17,12 +17,22 @@ def test_each_node_is_met_once():
 
 
 def test_outputs_behind_the_entrance_keep_their_structure():
-    """Tensors with a graph are copied, so that they may be changed in place; the others stay the same objects."""
+    """Tensors with a graph are copied, so that they may be changed in place; the others stay the
+    same objects.
+    """
     weight, plain, entered = torch.nn.Parameter(torch.ones(2)), torch.zeros(2), []
     product = weight * 2
-    passed = behind_entrance({"product": product, "others": (plain, None)}, lambda: entered.append("yes"))
-    assert list(passed) == ["product", "others"] and passed["others"][0] is plain and passed["others"][1] is None
-    assert passed["product"].data_ptr() != product.data_ptr() and torch.equal(passed["product"], product)
+    passed = behind_entrance(
+        {"product": product, "others": (plain, None)}, lambda: entered.append("yes")
+    )
+    assert (
+        list(passed) == ["product", "others"]
+        and passed["others"][0] is plain
+        and passed["others"][1] is None
+    )
+    assert passed["product"].data_ptr() != product.data_ptr() and torch.equal(
+        passed["product"], product
+    )
     assert not entered
     passed["product"].mul_(1).sum().backward()
     assert entered == ["yes"] and weight.grad.tolist() == [2, 2]

@@ -1,4 +1,6 @@
-"""The norm of gradients that no rank has whole: torch's own function refuses. The random programs compare ours."""
+"""The norm of gradients that no rank has whole: torch's own function refuses. The random programs
+compare ours.
+"""
 
 import pytest
 import torch
@@ -25,7 +27,9 @@ def asked(way):
     scaler.scale(torch.ones(()))
     questions = {
         "clip": lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
-        "clip foreach": lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True),
+        "clip foreach": lambda: torch.nn.utils.clip_grad_norm_(
+            model.parameters(), 1.0, foreach=True
+        ),
         "norm": lambda: gradient.norm(),
         "vector norm": lambda: torch.linalg.vector_norm(gradient),
         "foreach norm": lambda: torch._foreach_norm([gradient]),
@@ -54,5 +58,9 @@ def asked(way):
 @pytest.mark.parametrize("way", ["ZeRO-1", "fully sharded"])
 def test_nobody_takes_the_norm_of_a_part_for_that_of_the_whole(way):
     for answers, _ in launch(asked, way, world_size=2):
-        refused = {name for name, answer in answers.items() if "To clip, call clip_grad_norm_" in str(answer)}
+        refused = {
+            name
+            for name, answer in answers.items()
+            if "To clip, call clip_grad_norm_" in str(answer)
+        }
         assert refused == set(answers), answers

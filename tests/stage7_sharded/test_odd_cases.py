@@ -1,4 +1,6 @@
-"""A sharded model beside others: two wrappers in one backward pass, torch's own optimizers and wrappers, buffers."""
+"""A sharded model beside others: two wrappers in one backward pass, torch's own optimizers and
+wrappers, buffers.
+"""
 
 import warnings
 
@@ -29,8 +31,12 @@ def trained(model, forward, batches):
 def two_wrappers():
     """B(A(x)): the weights of both, sharded apart, after a few steps."""
     layers = list(tiny_model())
-    wrapped = [FullyShardedDataParallel(torch.nn.Sequential(*part)) for part in (layers[:2], layers[2:])]
-    trained(None, torch.nn.Sequential(*wrapped), tiny_batches(*place()))  # its parameters are those of both wrappers
+    wrapped = [
+        FullyShardedDataParallel(torch.nn.Sequential(*part)) for part in (layers[:2], layers[2:])
+    ]
+    trained(
+        None, torch.nn.Sequential(*wrapped), tiny_batches(*place())
+    )  # its parameters are those of both wrappers
     return torch.cat([weights(wrapper.restore()) for wrapper in wrapped])
 
 
@@ -50,7 +56,9 @@ KINDS = {
 
 
 def beside_torch(name):
-    """torch's ZeroRedundancyOptimizer under its DDP, torch's fully_shard, and ours: weights after accumulated steps."""
+    """torch's ZeroRedundancyOptimizer under its DDP, torch's fully_shard, and ours: weights after
+    accumulated steps.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -85,7 +93,9 @@ def beside_torch(name):
                 torch.nn.utils.clip_grad_norm_(forward[way].parameters(), 0.2)
             optimizer.step()
             schedule.step()
-    whole = torch.cat([p.full_tensor().detach().reshape(-1) for p in models["fully_shard"].parameters()])
+    whole = torch.cat(
+        [p.full_tensor().detach().reshape(-1) for p in models["fully_shard"].parameters()]
+    )
     forward["7"].restore()
     return {way: whole if way == "fully_shard" else weights(model) for way, model in models.items()}
 
@@ -100,8 +110,12 @@ def test_beside_torchs_own_with_accumulation_clipping_and_schedules(name):
 
 def buffers():
     """Statistics of each rank's own samples, as they are saved."""
-    parallel = FullyShardedDataParallel(torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2)))
-    parallel(torch.randn(8, 3, generator=torch.Generator().manual_seed(dist.get_rank()))).sum().backward()
+    parallel = FullyShardedDataParallel(
+        torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2))
+    )
+    parallel(
+        torch.randn(8, 3, generator=torch.Generator().manual_seed(dist.get_rank()))
+    ).sum().backward()
     return parallel.state_dict()["0.running_mean"]
 
 

@@ -1,4 +1,6 @@
-"""What people do to a sharded model: it ends where one device ends, or is refused in plain words."""
+"""What people do to a sharded model: it ends where one device ends, or is refused in plain
+words.
+"""
 
 import copy
 import dataclasses
@@ -8,7 +10,10 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    checkpoint_wrapper,
+)
 from torch.nn import Linear, Sequential, Tanh, utils
 
 from ddp_course import launch
@@ -33,20 +38,33 @@ class Embeds(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.embedding, self.head = torch.nn.Embedding(7, 5, padding_idx=0, sparse=True), Linear(5, 5)
+        self.embedding, self.head = (
+            torch.nn.Embedding(7, 5, padding_idx=0, sparse=True),
+            Linear(5, 5),
+        )
 
     def forward(self, inputs):
         return self.head(self.embedding((10 * inputs[:, 0].abs()).long() % 7))
 
 
 MODELS = {
-    "a block that returns an object": lambda: Sequential(ReturnsAnObject(5, 5), ReturnsAnObject(5, 5)),
-    "weight norm": lambda: Sequential(utils.parametrizations.weight_norm(Linear(5, 5)), Tanh(), Linear(5, 5)),
-    "weight norm of old": lambda: Sequential(utils.weight_norm(Linear(5, 5)), Tanh(), utils.weight_norm(Linear(5, 5))),
-    "spectral norm": lambda: Sequential(utils.parametrizations.spectral_norm(Linear(5, 5)), Linear(5, 5)),
+    "a block that returns an object": lambda: Sequential(
+        ReturnsAnObject(5, 5), ReturnsAnObject(5, 5)
+    ),
+    "weight norm": lambda: Sequential(
+        utils.parametrizations.weight_norm(Linear(5, 5)), Tanh(), Linear(5, 5)
+    ),
+    "weight norm of old": lambda: Sequential(
+        utils.weight_norm(Linear(5, 5)), Tanh(), utils.weight_norm(Linear(5, 5))
+    ),
+    "spectral norm": lambda: Sequential(
+        utils.parametrizations.spectral_norm(Linear(5, 5)), Linear(5, 5)
+    ),
     "spectral norm of old": lambda: Sequential(utils.spectral_norm(Linear(5, 5)), Linear(5, 5)),
     "checkpointed blocks": lambda: Sequential(
-        checkpoint_wrapper(Linear(5, 5)), Tanh(), checkpoint_wrapper(Linear(5, 5), CheckpointImpl.REENTRANT)
+        checkpoint_wrapper(Linear(5, 5)),
+        Tanh(),
+        checkpoint_wrapper(Linear(5, 5), CheckpointImpl.REENTRANT),
     ),
     "a sparse embedding": Embeds,
     "compiled": lambda: Sequential(Linear(5, 5), Tanh(), Linear(5, 5)),
@@ -62,7 +80,10 @@ def trained(name, sharded):
     if name == "compiled":
         forward = torch.compile(wrapper, backend="eager")
     groups = [
-        {"params": [p for p in wrapper.parameters() if p.ndim > 1], "weight_decay": 0.1 * (name.startswith("decay"))},
+        {
+            "params": [p for p in wrapper.parameters() if p.ndim > 1],
+            "weight_decay": 0.1 * (name.startswith("decay")),
+        },
         {"params": [p for p in wrapper.parameters() if p.ndim <= 1]},
     ]
     optimizer = torch.optim.SGD(groups, lr=0.1)
@@ -186,84 +207,158 @@ def first(parallel):
     return parallel.module[0].weight
 
 
-ENDED, MEMORY = "has made the module an ordinary one", "lies in other memory than when its optimizer was made"
-ELSEWHERE, PART = "is sharded, and whole only while its block computes", "this rank has a part of the gradient only"
+ENDED, MEMORY = (
+    "has made the module an ordinary one",
+    "lies in other memory than when its optimizer was made",
+)
+ELSEWHERE, PART = (
+    "is sharded, and whole only while its block computes",
+    "this rank has a part of the gradient only",
+)
 REFUSED = {
     "an optimizer from before": (ELSEWHERE, lambda: made_too_early().step()),
     "its zero_grad": (ELSEWHERE, lambda: made_too_early().zero_grad()),
-    "vector_to_parameters": (ELSEWHERE, lambda: utils.vector_to_parameters(INPUTS, sharded().module.parameters())),
+    "vector_to_parameters": (
+        ELSEWHERE,
+        lambda: utils.vector_to_parameters(INPUTS, sharded().module.parameters()),
+    ),
     "other data": (ELSEWHERE, lambda: setattr(first(sharded()), "data", torch.ones(5, 5))),
-    "apply": (ELSEWHERE, lambda: sharded().apply(lambda layer: getattr(layer, "weight", INPUTS).fill_(1.0))),
+    "apply": (
+        ELSEWHERE,
+        lambda: sharded().apply(lambda layer: getattr(layer, "weight", INPUTS).fill_(1.0)),
+    ),
     "the model's state": (ELSEWHERE, lambda: sharded().module.state_dict()),
     "loading into the model": (
-        ELSEWHERE, lambda: sharded().module.load_state_dict({"0.weight": torch.ones(5, 5)}, strict=False),
+        ELSEWHERE,
+        lambda: sharded().module.load_state_dict({"0.weight": torch.ones(5, 5)}, strict=False),
     ),
-    "clipping the model": (ELSEWHERE, lambda: utils.clip_grad_norm_(sharded().module.parameters(), 1.0)),
+    "clipping the model": (
+        ELSEWHERE,
+        lambda: utils.clip_grad_norm_(sharded().module.parameters(), 1.0),
+    ),
     "freezing": (ELSEWHERE, lambda: sharded().module[0].requires_grad_(False)),
     "a hook before ours": (
         ELSEWHERE,
         lambda: [
-            (parallel := sharded()).module[0].register_forward_pre_hook(lambda m, _: m.weight.sum(), prepend=True),
+            (parallel := sharded())
+            .module[0]
+            .register_forward_pre_hook(lambda m, _: m.weight.sum(), prepend=True),
             parallel(INPUTS),
         ],
     ),
     "a block by its parts": (ELSEWHERE, lambda: sharded(ByItsParts())),
-    "a weight without its block": ("0.weight got a gradient, but not by way of what", without_its_block),
-    "nothing to train": ("no trainable parameters", lambda: sharded(Linear(5, 5).requires_grad_(False))),
-    "a stranger's block": ("be a submodule", lambda: FullyShardedDataParallel(Linear(5, 5), blocks=[Linear(5, 5)])),
-    "a block of two dtypes": (
-        "of several dtypes", lambda: sharded(Sequential(Sequential(Linear(5, 5), Linear(5, 5).double()))),
+    "a weight without its block": (
+        "0.weight got a gradient, but not by way of what",
+        without_its_block,
     ),
-    "a hook on a shard": ("never be called", lambda: next(sharded().parameters()).register_hook(print)),
-    "a shared layer": ("sharded already", lambda: sharded(Sequential(sharded().module[0], Linear(5, 5)))),
-    "ZeRO-1 of shards": ("are shards", lambda: ShardedOptimizer(sharded().parameters(), torch.optim.SGD)),
+    "nothing to train": (
+        "no trainable parameters",
+        lambda: sharded(Linear(5, 5).requires_grad_(False)),
+    ),
+    "a stranger's block": (
+        "be a submodule",
+        lambda: FullyShardedDataParallel(Linear(5, 5), blocks=[Linear(5, 5)]),
+    ),
+    "a block of two dtypes": (
+        "of several dtypes",
+        lambda: sharded(Sequential(Sequential(Linear(5, 5), Linear(5, 5).double()))),
+    ),
+    "a hook on a shard": (
+        "never be called",
+        lambda: next(sharded().parameters()).register_hook(print),
+    ),
+    "a shared layer": (
+        "sharded already",
+        lambda: sharded(Sequential(sharded().module[0], Linear(5, 5))),
+    ),
+    "ZeRO-1 of shards": (
+        "are shards",
+        lambda: ShardedOptimizer(sharded().parameters(), torch.optim.SGD),
+    ),
     "stage 6 around it": ("averages gradients itself", lambda: DistributedDataParallel(sharded())),
-    "torch's DDP around it": ("a gradient", lambda: torch.nn.parallel.DistributedDataParallel(sharded())),
-    "compiled before": ("compiled already", lambda: sharded(Sequential(torch.compile(Linear(5, 5), backend="eager")))),
+    "torch's DDP around it": (
+        "a gradient",
+        lambda: torch.nn.parallel.DistributedDataParallel(sharded()),
+    ),
+    "compiled before": (
+        "compiled already",
+        lambda: sharded(Sequential(torch.compile(Linear(5, 5), backend="eager"))),
+    ),
     "wrapped twice": ("sharded already", lambda: sharded(sharded())),
-    "loading": ("before it is wrapped", lambda: sharded().load_state_dict(Linear(5, 5).state_dict())),
+    "loading": (
+        "before it is wrapped",
+        lambda: sharded().load_state_dict(Linear(5, 5).state_dict()),
+    ),
     "converted": ("cannot be moved or converted", lambda: sharded().float()),
     "copied": ("cannot be copied or pickled", lambda: copy.deepcopy(sharded())),
     "penalty": (
-        "create_graph=True would need", lambda: sharded()(INPUTS).sum().backward(create_graph=True),
+        "create_graph=True would need",
+        lambda: sharded()(INPUTS).sum().backward(create_graph=True),
     ),
     "a stranger's optimizer": (
         "optimizer has other parameters",
         lambda: sharded().optimizer_state_dict(torch.optim.SGD(Linear(5, 5).parameters())),
     ),
-    "frozen later": ("changed after wrapping", lambda: after(lambda p: next(p.parameters()).requires_grad_(False))),
+    "frozen later": (
+        "changed after wrapping",
+        lambda: after(lambda p: next(p.parameters()).requires_grad_(False)),
+    ),
     "restored": (ENDED, lambda: after(lambda p: p.restore())),
     "saved when restored": (ENDED, lambda: after(lambda p: p.restore(), lambda p: p.state_dict())),
     "a stale graph": ("changed since the forward pass", stale_graph),
     "ZeRO-1, converted there and back": (MEMORY, lambda: zero_1(converted)),
     "ZeRO-1, other values by data": (MEMORY, lambda: zero_1(other_values)),
     "ZeRO-1, vector_to_parameters": (
-        MEMORY, lambda: zero_1(lambda model, _: utils.vector_to_parameters(torch.ones(30), model.parameters())),
+        MEMORY,
+        lambda: zero_1(
+            lambda model, _: utils.vector_to_parameters(torch.ones(30), model.parameters())
+        ),
     ),
     "ZeRO-1, another optimizer": (
-        MEMORY, lambda: zero_1(lambda model, _: ShardedOptimizer(model.parameters(), torch.optim.SGD)),
+        MEMORY,
+        lambda: zero_1(lambda model, _: ShardedOptimizer(model.parameters(), torch.optim.SGD)),
     ),
-    "ZeRO-1, clipped and forgotten": ("those clipped before have not been used", lambda: zero_1(clipped_and_forgotten)),
-    "ZeRO-1, a norm of order 0": ("norm_type is 0", lambda: zero_1(lambda _, own: own.clip_grad_norm_(1.0, 0))),
-    "ZeRO-1, a norm of no order": ("norm_type is -1", lambda: zero_1(lambda _, own: own.clip_grad_norm_(1.0, -1))),
-    "ZeRO-1, other groups": ("doesn't match the size of optimizer's group", lambda: other_state((5, 5))),
+    "ZeRO-1, clipped and forgotten": (
+        "those clipped before have not been used",
+        lambda: zero_1(clipped_and_forgotten),
+    ),
+    "ZeRO-1, a norm of order 0": (
+        "norm_type is 0",
+        lambda: zero_1(lambda _, own: own.clip_grad_norm_(1.0, 0)),
+    ),
+    "ZeRO-1, a norm of no order": (
+        "norm_type is -1",
+        lambda: zero_1(lambda _, own: own.clip_grad_norm_(1.0, -1)),
+    ),
+    "ZeRO-1, other groups": (
+        "doesn't match the size of optimizer's group",
+        lambda: other_state((5, 5)),
+    ),
     "ZeRO-1, other sizes": ("is invalid for input of size 2", lambda: other_state((2,), (5,))),
     "ZeRO-1, more parameters": (
-        "laid out already", lambda: zero_1(lambda _, own: own.add_param_group({"params": Linear(5, 5).parameters()})),
+        "laid out already",
+        lambda: zero_1(lambda _, own: own.add_param_group({"params": Linear(5, 5).parameters()})),
     ),
     "LBFGS": (PART, lambda: by_optimizer(torch.optim.LBFGS)),
     "Adafactor": (PART, lambda: by_optimizer(torch.optim.Adafactor)),
     "Muon": (PART, lambda: by_optimizer(torch.optim.Muon)),
-    "ZeRO-1 of LBFGS": ("cannot work on shards", lambda: ShardedOptimizer([Linear(5, 5).weight], torch.optim.LBFGS)),
-    "ZeRO-1 of Muon": ("cannot work on shards", lambda: ShardedOptimizer([Linear(5, 5).weight], torch.optim.Muon)),
+    "ZeRO-1 of LBFGS": (
+        "cannot work on shards",
+        lambda: ShardedOptimizer([Linear(5, 5).weight], torch.optim.LBFGS),
+    ),
+    "ZeRO-1 of Muon": (
+        "cannot work on shards",
+        lambda: ShardedOptimizer([Linear(5, 5).weight], torch.optim.Muon),
+    ),
     "other shapes": (
-        "all ranks must have the same model", lambda: sharded(Sequential(Linear(5, 5 + dist.get_rank()))),
+        "all ranks must have the same model",
+        lambda: sharded(Sequential(Linear(5, 5 + dist.get_rank()))),
     ),
     "ZeRO-1 of other shapes": (
         "all ranks must have the same model",
         lambda: ShardedOptimizer(Linear(5, 5 + dist.get_rank()).parameters(), torch.optim.SGD),
     ),
-}  # fmt: skip
+}
 
 
 def all_refused():
@@ -285,15 +380,26 @@ def test_what_would_train_nothing_or_something_else_is_refused():
 def alone():
     """What rank 0 is told when it comes by itself to something that all ranks do together."""
     calls, messages = {}, {}
-    for what in ("state_dict", "optimizer_state_dict", "evaluation", "evaluation with graphs", "ZeRO-1", "a pass"):
+    for what in (
+        "state_dict",
+        "optimizer_state_dict",
+        "evaluation",
+        "evaluation with graphs",
+        "ZeRO-1",
+        "a pass",
+    ):
         group = dist.new_group(timeout=timedelta(seconds=2))
         if what == "ZeRO-1":
-            calls[what] = ShardedOptimizer(Linear(5, 5).parameters(), torch.optim.Adam, group=group).state_dict
+            calls[what] = ShardedOptimizer(
+                Linear(5, 5).parameters(), torch.optim.Adam, group=group
+            ).state_dict
             continue
         parallel = FullyShardedDataParallel(Linear(5, 5), process_group=group)
         calls[what] = {
             "state_dict": parallel.state_dict,
-            "optimizer_state_dict": partial(parallel.optimizer_state_dict, torch.optim.Adam(parallel.parameters())),
+            "optimizer_state_dict": partial(
+                parallel.optimizer_state_dict, torch.optim.Adam(parallel.parameters())
+            ),
             "evaluation": partial(torch.no_grad()(parallel), INPUTS),
             "evaluation with graphs": partial(parallel.train(what == "a pass"), INPUTS),
         }.get(what, partial(parallel, INPUTS))
@@ -308,4 +414,7 @@ def test_who_comes_alone_is_told_who_is_missing():
     messages, *_ = launch(alone, world_size=3)
     assert "rank 2 has not come to this recv" in messages.pop("a pass")
     for what, message in messages.items():
-        assert "needs all ranks together" in message and "Ranks 1, 2 failed" in message, (what, message)
+        assert "needs all ranks together" in message and "Ranks 1, 2 failed" in message, (
+            what,
+            message,
+        )

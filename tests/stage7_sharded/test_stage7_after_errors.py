@@ -1,6 +1,8 @@
-"""After an exception the next call works correctly, or refuses and says what happened; no rank trains alone.
+"""After an exception the next call works correctly, or refuses and says what happened; no rank
+trains alone.
 
-The training loop catches it, drops the gradients, goes on. On all ranks alike: the random programs have that.
+The training loop catches it, drops the gradients, goes on. On all ranks alike: the random programs
+have that.
 """
 
 import re
@@ -30,12 +32,20 @@ def trapped():
 
 
 def train(stage, place):
-    """Train; in the second step something goes wrong at `place` on rank 1, which catches it and goes on."""
+    """Train; in the second step something goes wrong at `place` on rank 1, which catches it and
+    goes on.
+    """
     model, trap = trapped()
     forward = FullyShardedDataParallel(model) if stage == "7" else model
-    kind = partial(ShardedOptimizer, optimizer_cls=torch.optim.SGD) if stage == "7o" else torch.optim.SGD
+    kind = (
+        partial(ShardedOptimizer, optimizer_cls=torch.optim.SGD)
+        if stage == "7o"
+        else torch.optim.SGD
+    )
     optimizer = kind(forward.parameters(), lr=0.1)
-    for number, (inputs, targets) in enumerate(tiny_batches(dist.get_rank(), dist.get_world_size())):
+    for number, (inputs, targets) in enumerate(
+        tiny_batches(dist.get_rank(), dist.get_world_size())
+    ):
         trap.place = place if number == 1 and dist.get_rank() == 1 else None
         with suppress(Boom):
             cross_entropy(forward(inputs), targets).backward()
@@ -45,20 +55,27 @@ def train(stage, place):
 
 @pytest.mark.parametrize("place", ["forward", "backward"])
 def test_one_rank_fails_and_nobody_trains_alone(place):
-    """The rank that failed is a collective behind; its next one is compared with the others' before it is sent."""
+    """The rank that failed is a collective behind; its next one is compared with the others' before
+    it is sent.
+    """
     with pytest.raises((RankError, LaunchTimeout)) as raised:
         launch(train, "7", place, world_size=2, timeout=20)
     if isinstance(raised.value, RankError):
         assert raised.value.type_name == "MismatchError"
-        assert re.search(r"(gather|average) of block \d, (forward|backward) \d", raised.value.message), "which pass"
+        assert re.search(
+            r"(gather|average) of block \d, (forward|backward) \d", raised.value.message
+        ), "which pass"
 
 
 def outside_launch():
-    """As under torchrun, where nobody compares: rank 1 fails between two blocks of the same size, and goes on."""
+    """As under torchrun, where nobody compares: rank 1 fails between two blocks of the same size,
+    and goes on.
+    """
     flight_recorder._own.memory = None
     model, trap = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(4)]).double(), Trap()
     parallel = FullyShardedDataParallel(
-        torch.nn.Sequential(*model[:2], trap, *model[2:]), process_group=dist.new_group(timeout=timedelta(seconds=4))
+        torch.nn.Sequential(*model[:2], trap, *model[2:]),
+        process_group=dist.new_group(timeout=timedelta(seconds=4)),
     )
     for step in range(3):
         trap.place = "forward" if (step, dist.get_rank()) == (1, 1) else None
@@ -72,22 +89,30 @@ def outside_launch():
 
 
 def test_a_rank_that_left_out_an_update_does_not_get_through():
-    """An optimizer cannot know that a step was left out; the ranks that made it wait for one more, and are told."""
+    """An optimizer cannot know that a step was left out; the ranks that made it wait for one more,
+    and are told.
+    """
     with pytest.raises((RankError, LaunchTimeout), match=r"rank 1|connection"):
         launch(train, "7o", "forward", world_size=2, timeout=10)
 
 
 def test_outside_launch_messages_of_two_blocks_do_not_mix():
     messages = launch(outside_launch, world_size=2, timeout=60)
-    assert all("imed out" in text or "closed" in text or "before" in text for text in messages), messages
+    assert all("imed out" in text or "closed" in text or "before" in text for text in messages), (
+        messages
+    )
 
 
 def update_fails(ranks):
-    """The update itself raises, between reduce-scatter and allgather; then another step, and a state dict."""
+    """The update itself raises, between reduce-scatter and allgather; then another step, and a
+    state dict.
+    """
     model = tiny_model()
     optimizer = ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
     said, right = [], optimizer.local.step
-    for number, (inputs, targets) in enumerate(tiny_batches(dist.get_rank(), dist.get_world_size(), steps=3)):
+    for number, (inputs, targets) in enumerate(
+        tiny_batches(dist.get_rank(), dist.get_world_size(), steps=3)
+    ):
         cross_entropy(model(inputs), targets).backward()
         optimizer.local.step = explode if number == 1 and dist.get_rank() in ranks else right
         try:
@@ -113,7 +138,9 @@ def test_an_optimizer_whose_step_broke_off_refuses_to_go_on():
 
 
 def pipelined(place, ranks, anew):
-    """Three steps of a pipeline, or of one pipeline each; in the second something goes wrong, and is caught."""
+    """Three steps of a pipeline, or of one pipeline each; in the second something goes wrong, and
+    is caught.
+    """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     part, trap = split(list(tiny_model()), world_size)[rank], Trap()
     pipeline = Pipeline(torch.nn.Sequential(*part, trap), 4)
@@ -129,14 +156,18 @@ def pipelined(place, ranks, anew):
     [*product(("forward", "backward"), [(0,), (1,), (0, 1)], [False]), ("backward", (0, 1), True)],
 )
 def test_a_pipeline_refuses_to_go_on_after_a_broken_step(place, ranks, anew):
-    """The ranks that did not fail wait for messages that never come, until one that refuses has ended."""
+    """The ranks that did not fail wait for messages that never come, until one that refuses has
+    ended.
+    """
     with pytest.raises(RankError, match=r"has failed before \(Boom") as raised:
         launch(pipelined, place, ranks, anew, world_size=2, timeout=60)
     assert raised.value.rank in ranks
 
 
 def broken_then_backward():
-    """Two graphs; the first backward pass fails, the second is asked for without a forward pass in between."""
+    """Two graphs; the first backward pass fails, the second is asked for without a forward pass in
+    between.
+    """
     model, trap = trapped()
     parallel = FullyShardedDataParallel(model)
     inputs, targets = next(tiny_batches(dist.get_rank(), dist.get_world_size()))
@@ -152,7 +183,9 @@ def broken_then_backward():
             said.append(str(error))
     cross_entropy(parallel(inputs), targets).backward()
     state = {name: tensor for name, tensor in parallel.state_dict().items()}
-    gradients = [None if shard.grad is None else shard.grad.clone() for shard in parallel.parameters()]
+    gradients = [
+        None if shard.grad is None else shard.grad.clone() for shard in parallel.parameters()
+    ]
     return said, state, gradients
 
 

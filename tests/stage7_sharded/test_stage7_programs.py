@@ -1,4 +1,6 @@
-"""A few of the random programs for stages 7, 7o and 8; thousands of them: tests/soak/programs78.py."""
+"""A few of the random programs for stages 7, 7o and 8; thousands of them:
+tests/soak/programs78.py.
+"""
 
 import pytest
 from soak import programs78
@@ -24,5 +26,8 @@ def test_a_fault_is_found(stage, monkeypatch):
 def faulty(play_all, *arguments):
     """The control: sums in place of averages."""
     take = flat.Flat.take
-    flat.Flat.take = lambda self, parameter: (parameter.grad.mul_(len(self.chunks)), take(self, parameter))
+    flat.Flat.take = lambda self, parameter: (
+        parameter.grad.mul_(len(self.chunks)),
+        take(self, parameter),
+    )
     return play_all(*arguments)

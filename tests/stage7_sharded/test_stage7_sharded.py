@@ -30,7 +30,9 @@ OPTIMIZERS = {
 def same(one, other):
     """Two nested structures of tensors and plain data, equal to the last bit."""
     if isinstance(one, torch.Tensor):
-        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+        return (
+            isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+        )
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple):
@@ -45,8 +47,12 @@ def groups(model):
 
 
 def train_averaged(model, optimizer, batches, scheduler=None):
-    """The loop of stage 1 if the optimizer averages; otherwise rings as in stage 5, which add in the same order."""
-    parameters = [parameter for members in optimizer.param_groups for parameter in members["params"]]
+    """The loop of stage 1 if the optimizer averages; otherwise rings as in stage 5, which add in
+    the same order.
+    """
+    parameters = [
+        parameter for members in optimizer.param_groups for parameter in members["params"]
+    ]
     for inputs, targets in batches:
         optimizer.zero_grad()
         cross_entropy(model(inputs), targets).backward()
@@ -59,14 +65,20 @@ def train_averaged(model, optimizer, batches, scheduler=None):
 
 
 def laid_out_alike(optimizer):
-    """The same, its parameters end to end in memory too: where a matrix begins decides how BLAS multiplies it."""
-    for bucket in assign_buckets([parameter for members in optimizer.param_groups for parameter in members["params"]]):
+    """The same, its parameters end to end in memory too: where a matrix begins decides how BLAS
+    multiplies it.
+    """
+    for bucket in assign_buckets(
+        [parameter for members in optimizer.param_groups for parameter in members["params"]]
+    ):
         Flat(bucket)
     return optimizer
 
 
 def sharded_beside_unsharded(dtypes=(torch.float32, torch.float64)):
-    """For each optimizer: weights and state dict, sharded and not, and the bytes of state that this rank holds."""
+    """For each optimizer: weights and state dict, sharded and not, and the bytes of state that this
+    rank holds.
+    """
     place, results = (dist.get_rank(), dist.get_world_size()), {}
     for (name, (kind, options)), dtype in product(OPTIMIZERS.items(), dtypes):
         ours, theirs = tiny_model(dtype=dtype), tiny_model(dtype=dtype)
@@ -75,7 +87,13 @@ def sharded_beside_unsharded(dtypes=(torch.float32, torch.float64)):
         schedules = [torch.optim.lr_scheduler.StepLR(one, 2, 0.5) for one in (sharded, whole)]
         one = train_averaged(ours, sharded, tiny_batches(*place, dtype=dtype), schedules[0])
         other = train_averaged(theirs, whole, tiny_batches(*place, dtype=dtype), schedules[1])
-        results[name, dtype] = (one, other, sharded.state_dict(), whole.state_dict(), state_bytes(sharded.local))
+        results[name, dtype] = (
+            one,
+            other,
+            sharded.state_dict(),
+            whole.state_dict(),
+            state_bytes(sharded.local),
+        )
     return results
 
 
@@ -92,14 +110,21 @@ def test_the_sharded_optimizer_gives_the_bits_of_the_unsharded_one(world_size):
             assert torch.equal(ours, theirs), case
             assert torch.equal(ours, ranks[0][case][0]), "replicas differ"
             assert same(our_state["state"], their_state["state"]), case
-            assert same(*([[g["lr"], g["params"]] for g in one["param_groups"]] for one in (our_state, their_state)))
+            assert same(
+                *(
+                    [[g["lr"], g["params"]] for g in one["param_groups"]]
+                    for one in (our_state, their_state)
+                )
+            )
     for name, moments in [("Adam", 2), ("momentum", 1), ("AdamW", 3), ("SGD", 0)]:
         held = [rank[name, torch.float32][4] for rank in ranks]
         assert_state_is_sharded(held, PARAMETERS, world_size, moments=moments)
 
 
 def assert_state_is_sharded(held, parameters, world_size, itemsize=4, moments=2):
-    """Every rank holds its chunk's share of the optimizer state, no more; all shares together are the whole."""
+    """Every rank holds its chunk's share of the optimizer state, no more; all shares together are
+    the whole.
+    """
     assert max(held) <= moments * itemsize * -(-parameters // world_size)
     assert sum(held) == moments * itemsize * parameters
 
@@ -113,7 +138,9 @@ def torchs_zero():
     model = tiny_model()
     optimizer = ShardedOptimizer(model.parameters(), torch.optim.Adam, lr=0.01)
     with wire.counting() as traffic:
-        ours = train_averaged(model, optimizer, tiny_batches(dist.get_rank(), dist.get_world_size(), steps=4))
+        ours = train_averaged(
+            model, optimizer, tiny_batches(dist.get_rank(), dist.get_world_size(), steps=4)
+        )
     return ours, theirs, traffic.bytes_sent
 
 
@@ -122,10 +149,12 @@ def test_it_agrees_with_torchs_zero_redundancy_optimizer_and_sends_what_the_form
     ranks = launch(torchs_zero, world_size=3)
     for ours, theirs, _ in ranks:
         assert torch.equal(ours, theirs)
-    assert sum(sent for *_, sent in ranks) == 4 * 2 * 2 * PARAMETERS * 8  # 4 steps, 2 (K-1) p bytes each
+    assert (
+        sum(sent for *_, sent in ranks) == 4 * 2 * 2 * PARAMETERS * 8
+    )  # 4 steps, 2 (K-1) p bytes each
 
 
-# ---- fully sharded ---------------------------------------------------------------------------------------------------
+# ---- fully sharded
 
 
 def fully(model, **options):
@@ -141,9 +170,15 @@ def steps_of(parallel, batches, optimizer=None):
 
 
 def fully_sharded_training():
-    """Weights after training, in several ways that must all agree; and how far stage 5 is from it."""
+    """Weights after training, in several ways that must all agree; and how far stage 5 is from
+    it.
+    """
     place, results = (dist.get_rank(), dist.get_world_size()), {}
-    for name, options in {"default": {}, "one by one": {"prefetch": False}, "one block": {"blocks": []}}.items():
+    for name, options in {
+        "default": {},
+        "one by one": {"prefetch": False},
+        "one block": {"blocks": []},
+    }.items():
         model = tiny_model(seed=dist.get_rank())
         parallel = fully(model, **options)
         steps_of(parallel, tiny_batches(*place))
@@ -152,7 +187,10 @@ def fully_sharded_training():
     losses = stage7_sharded.train(model, tiny_batches(*place), 0.1)
     results["train"] = weights(model)
     bucketed = tiny_model()
-    results["stage 5"] = (stage5_bucketed.train(bucketed, tiny_batches(*place), 0.1) == losses, weights(bucketed))
+    results["stage 5"] = (
+        stage5_bucketed.train(bucketed, tiny_batches(*place), 0.1) == losses,
+        weights(bucketed),
+    )
     return results
 
 
@@ -186,8 +224,12 @@ def test_a_step_moves_three_times_the_parameters(world_size):
 
 
 def peak_of_a_step(layers):
-    """Bytes that a step with Adam takes at its peak, above those of a process that has done all this before."""
-    ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: memory that is freed goes back at once
+    """Bytes that a step with Adam takes at its peak, above those of a process that has done all
+    this before.
+    """
+    ctypes.CDLL(None).mallopt(
+        -3, 1 << 16
+    )  # M_MMAP_THRESHOLD: memory that is freed goes back at once
 
     def made(count):
         problem = problems.make("synthetic", parameters=count * 512**2, width=512, samples=64)
@@ -213,21 +255,29 @@ def peak_of_a_step(layers):
 
 
 def memory(key):
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
+    line = next(
+        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key)
+    )
     return int(line.split()[1]) * 1024
 
 
 def allowed(layers, world_size):
-    """16 P/K bytes and a tenth, and two blocks: the one that computes and the one that is fetched ahead."""
+    """16 P/K bytes and a tenth, and two blocks: the one that computes and the one that is fetched
+    ahead.
+    """
     return 1.1 * 16 * layers * 512**2 / world_size + 2 * 4 * 512**2
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux's /proc")
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux's /proc"
+)
 @pytest.mark.parametrize("world_size, layers", [(2, 64), (4, 128)])
 def test_memory_falls_as_theory_says(world_size, layers):
     peaks = launch(peak_of_a_step, layers, world_size=world_size)
     assert max(peaks) <= allowed(layers, world_size)
-    assert min(peaks) >= 0.9 * 16 * layers * 512**2 / world_size, "less than the state itself: not measured"
+    assert min(peaks) >= 0.9 * 16 * layers * 512**2 / world_size, (
+        "less than the state itself: not measured"
+    )
 
 
 def everything_is_freed():
@@ -238,14 +288,19 @@ def everything_is_freed():
         parallel(torch.ones(1, 13, dtype=torch.float64))
     left.append(sum(block.full.untyped_storage().nbytes() for block in parallel.blocks))
     with as_plain_tensors():
-        gradients_left = [parameter.grad for block in parallel.blocks for parameter in block.parameters]
+        gradients_left = [
+            parameter.grad for block in parallel.blocks for parameter in block.parameters
+        ]
     return left, gradients_left, sum(shard.numel() for shard in parallel.parameters())
 
 
 def test_whole_parameters_are_gone_after_a_step():
     ranks = launch(everything_is_freed, world_size=4)
     assert all(left == [0, 0] and set(grads) == {None} for left, grads, _ in ranks)
-    assert sum(count for *_, count in ranks) == PARAMETERS and max(count for *_, count in ranks) <= PARAMETERS / 4 + 3
+    assert (
+        sum(count for *_, count in ranks) == PARAMETERS
+        and max(count for *_, count in ranks) <= PARAMETERS / 4 + 3
+    )
 
 
 def on_bytes():
@@ -254,7 +309,9 @@ def on_bytes():
     place = dist.get_rank(), dist.get_world_size()
     stage5_bucketed.train(whole, problem.batches(8, 2, 0, *place), 0.1)
     stage7_sharded.train(sharded, problem.batches(8, 2, 0, *place), 0.1)
-    names = [type(block.module).__name__ for block in FullyShardedDataParallel(problem.model()).blocks]
+    names = [
+        type(block.module).__name__ for block in FullyShardedDataParallel(problem.model()).blocks
+    ]
     return weights(whole), weights(sharded), names
 
 

@@ -1,4 +1,6 @@
-"""Stage 7 on the streams of a GPU that only keeps time (support/virtual_gpu.py): overlap, order, memory."""
+"""Stage 7 on the streams of a GPU that only keeps time (support/virtual_gpu.py): overlap, order,
+memory.
+"""
 
 import weakref
 from contextlib import ExitStack
@@ -29,7 +31,9 @@ class Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         inputs, weight = ctx.saved_tensors
-        ctx.layer.gpu.work(f"backward {ctx.layer.number}", BACKWARD, reads=[ctx.layer.gpu.whole[ctx.layer.number]])
+        ctx.layer.gpu.work(
+            f"backward {ctx.layer.number}", BACKWARD, reads=[ctx.layer.gpu.whole[ctx.layer.number]]
+        )
         return gradient * weight, gradient * inputs, None
 
 
@@ -39,17 +43,25 @@ class Layer(torch.nn.Module):
     def __init__(self, gpu, number):
         super().__init__()
         self.gpu, self.number = gpu, number
-        self.weight = torch.nn.Parameter(torch.linspace(0.5, 1.5, 24, dtype=torch.float64) + number / 10)
+        self.weight = torch.nn.Parameter(
+            torch.linspace(0.5, 1.5, 24, dtype=torch.float64) + number / 10
+        )
 
     def forward(self, inputs):
         return Product.apply(inputs, self.weight, self)
 
 
 def watched(gpu):
-    """Patches that tell `gpu` of the memory and the work of stage 7: {(class, name): replacement}."""
+    """Patches that tell `gpu` of the memory and the work of stage 7: {(class, name):
+    replacement}.
+    """
     make_room, gather, free, collect, average = (
-        BLOCK.make_room, BLOCK.gather, BLOCK.free, BLOCK.collect, BLOCK.average,
-    )  # fmt: skip
+        BLOCK.make_room,
+        BLOCK.gather,
+        BLOCK.free,
+        BLOCK.collect,
+        BLOCK.average,
+    )
 
     def room(one):
         make_room(one)
@@ -85,7 +97,9 @@ def watched(gpu):
 
 
 def room_in_the_thread(gpu):
-    """The control: the memory is taken when the communication thread gets there, after a wait for an older moment."""
+    """The control: the memory is taken when the communication thread gets there, after a wait for
+    an older moment.
+    """
 
     def request(wrapper, block):
         if block.gathering is None:
@@ -101,14 +115,18 @@ def room_in_the_thread(gpu):
 
 
 def trained(on_gpu=True, side=True, control=None, steps=3):
-    """Weights after `steps`; then the log of the last step, pieces of memory, collisions, the default stream's end."""
+    """Weights after `steps`; then the log of the last step, pieces of memory, collisions, the
+    default stream's end.
+    """
     gpu = VirtualGPU(lag=0.005)
     gpu.whole, gpu.number_of = {}, {}
     with ExitStack() as stack:
         if on_gpu:
             stack.enter_context(gpu.in_place_of_cuda())
         model = torch.nn.Sequential(*(Layer(gpu, number) for number in range(LAYERS)))
-        parallel = FullyShardedDataParallel(model, process_group=dist.new_group())  # with a thread of its own
+        parallel = FullyShardedDataParallel(
+            model, process_group=dist.new_group()
+        )  # with a thread of its own
         gpu.number_of.update({block: number for number, block in enumerate(parallel.blocks)})
         gpu.computing = Stream(gpu) if side else gpu.default
         for (kind, name), replacement in (watched(gpu) | (control(gpu) if control else {})).items():
@@ -138,13 +156,17 @@ def shared(one, other):
 
 def hidden(log):
     """How much of the gathers of one step lies under the computation of other blocks."""
-    computing = [(begin, end) for name, begin, end in log if name.startswith(("forward", "backward"))]
+    computing = [
+        (begin, end) for name, begin, end in log if name.startswith(("forward", "backward"))
+    ]
     gathers = [(begin, end) for name, begin, end in log if name.startswith("gather")]
     return sum(shared(one, other) for one in gathers for other in computing)
 
 
 def all_runs():
-    """On a stream of its own, on the default stream, on the CPU; and with memory that is taken too late."""
+    """On a stream of its own, on the default stream, on the CPU; and with memory that is taken too
+    late.
+    """
     results = {"side": trained(), "default": trained(side=False), "cpu": trained(on_gpu=False)}
     return results | {"late": trained(control=room_in_the_thread)}
 
@@ -156,17 +178,27 @@ def runs():
 
 
 def test_the_weights_are_those_of_the_cpu_on_whatever_stream(runs):
-    assert torch.equal(runs["side"][0], runs["cpu"][0]) and torch.equal(runs["default"][0], runs["cpu"][0])
-    assert runs["side"][4] == 0.0 < runs["default"][4], "the default stream is left alone by who does not use it"
+    assert torch.equal(runs["side"][0], runs["cpu"][0]) and torch.equal(
+        runs["default"][0], runs["cpu"][0]
+    )
+    assert runs["side"][4] == 0.0 < runs["default"][4], (
+        "the default stream is left alone by who does not use it"
+    )
 
 
 def test_the_next_gather_runs_under_this_computation(runs):
     for _, log, *_ in (runs["side"], runs["default"]):
-        assert hidden(log) >= GATHER * (2 * LAYERS - 3)  # all but the first of each pass, and one that was there
+        assert hidden(log) >= GATHER * (
+            2 * LAYERS - 3
+        )  # all but the first of each pass, and one that was there
         for number in range(LAYERS):
             fetched, again = spans(log, f"gather {number}")
-            assert fetched[1] <= spans(log, f"forward {number}")[0][0], "computed before it was there"
-            assert again[1] <= spans(log, f"backward {number}")[0][0], "computed before it was there"
+            assert fetched[1] <= spans(log, f"forward {number}")[0][0], (
+                "computed before it was there"
+            )
+            assert again[1] <= spans(log, f"backward {number}")[0][0], (
+                "computed before it was there"
+            )
 
 
 def test_two_blocks_at_most_are_whole_and_no_memory_is_given_away_too_early(runs):

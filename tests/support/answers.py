@@ -5,10 +5,17 @@ from pathlib import Path
 
 import nbformat
 
-from ddp_course.grading.attempt import Attempt
-from ddp_course.grading.checks import cell_of, cells_with, find, known_answers, known_wrong, solution
-from ddp_course.grading.diagnosis import verdict
-from ddp_course.grading.evidence import gather
+from ddp_course.checking.attempt import Attempt
+from ddp_course.checking.checks import (
+    cell_of,
+    cells_with,
+    find,
+    known_answers,
+    known_wrong,
+    solution,
+)
+from ddp_course.checking.diagnosis import verdict
+from ddp_course.checking.evidence import gather
 
 ROOT = Path(__file__).parents[2]
 EXERCISES = sorted(int(path.stem) for path in (ROOT / "exercises/checks").glob("[0-9]*.py"))
@@ -16,7 +23,9 @@ PATIENCE_SECONDS = 3.0  # that a rank waits for a message of a wrong answer
 
 
 def tried(task, sources, seed, hidden=False):
-    """For the solution and each answer (as source) its evidence and its verdict, on the same inputs."""
+    """For the solution and each answer (as source) its evidence and its verdict, on the same
+    inputs.
+    """
     idle = "\n".join(f"def {name}(*args, **kwargs): pass" for name in task.names)
     known = [idle, *(answer.source for answer in known_wrong(task.number))]
     right, *others = evidence_of(task, [solution(task.number), *sources], seed, hidden)
@@ -28,9 +37,13 @@ _tried = {}  # {(task, seed, hidden, source): evidence}
 
 
 def evidence_of(task, sources, seed, hidden):
-    """The evidence of answers; one that was tried with the same inputs before is not tried again."""
+    """The evidence of answers; one that was tried with the same inputs before is not tried
+    again.
+    """
     inputs = task.inputs(seed, hidden)
-    new = [text for text in dict.fromkeys(sources) if (task.number, seed, hidden, text) not in _tried]
+    new = [
+        text for text in dict.fromkeys(sources) if (task.number, seed, hidden, text) not in _tried
+    ]
     attempts = [Attempt(task.number, inputs, cells_with(task.number, text)) for text in new]
     for text, evidence in zip(new, gather(attempts, PATIENCE_SECONDS), strict=True):
         _tried[task.number, seed, hidden, text] = evidence
@@ -44,7 +57,11 @@ def verdict_on(number, text, seed=1):
 
 def of_kind(task, *kinds):
     """The known answers to a task of some kinds."""
-    return [answer for answer in known_answers(task.exercise) if answer.task == task.number and answer.kind in kinds]
+    return [
+        answer
+        for answer in known_answers(task.exercise)
+        if answer.task == task.number and answer.kind in kinds
+    ]
 
 
 def edited(number, *edits):
@@ -63,9 +80,14 @@ def notebook_of(exercise, folder="solutions"):
 
 
 def hand_in(folder, answers, own=()):
-    """Write the solution notebook with these {task: source} in it, after cells of the learner's own; its path."""
+    """Write the solution notebook with these {task: source} in it, after cells of the learner's
+    own; its path.
+    """
     (exercise,) = {int(task.split(".")[0]) for task in answers}
-    notebook, sources = notebook_of(exercise), {cell_of(task): text for task, text in answers.items()}
+    notebook, sources = (
+        notebook_of(exercise),
+        {cell_of(task): text for task, text in answers.items()},
+    )
     for cell in notebook.cells:
         cell.source = sources.get(cell.id, cell.source)
     notebook.cells[1:1] = [nbformat.v4.new_code_cell(text) for text in own]

@@ -1,4 +1,6 @@
-"""A Chromium for tests, or a skip where there is none: one browser for a whole module, a fresh page for each test."""
+"""A Chromium for tests, or a skip where there is none: one browser for a whole module, a fresh page
+for each test.
+"""
 
 import shutil
 from contextlib import contextmanager
@@ -6,14 +8,24 @@ from pathlib import Path
 
 import pytest
 
-ARGUMENTS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-             "--disable-background-networking", "--disable-component-update", "--disable-sync"]  # fmt: skip
+ARGUMENTS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
 
 
 def executable():
     """Path of a Chromium or Chrome of this machine, or None."""
     names = ("chromium", "chromium-browser", "google-chrome")
-    return next((found for found in map(shutil.which, names) if found and Path(found).exists()), None)
+    return next(
+        (found for found in map(shutil.which, names) if found and Path(found).exists()), None
+    )
 
 
 @contextmanager

@@ -1,4 +1,6 @@
-"""A Python that may make no network namespaces, as on many hubs: `python denied.py -m MODULE`, say."""
+"""A Python that may make no network namespaces, as on many hubs: `python denied.py -m MODULE`,
+say.
+"""
 
 import ctypes
 import os
@@ -9,7 +11,9 @@ NEW_USER_NAMESPACE = 0x10000000
 
 
 def deny():
-    """Let this process and its children make none, by a limit that the kernel keeps; nothing to do where none can."""
+    """Let this process and its children make none, by a limit that the kernel keeps; nothing to do
+    where none can.
+    """
     user, group = os.geteuid(), os.getegid()
     if sys.platform != "linux" or ctypes.CDLL(None).unshare(NEW_USER_NAMESPACE):
         return

@@ -1,14 +1,20 @@
 """NCCL's rules, imposed on CPU tensors that pose as a GPU's, with gloo underneath.
 
-`with imposed():` inside a rank replaces what `torch.distributed` offers to the course. The rules, as they can be read
-in ProcessGroupNCCL.cpp of torch 2.13:
+`with imposed():` inside a rank replaces what `torch.distributed` offers to the course. The rules,
+as they can be read in ProcessGroupNCCL.cpp of torch 2.13:
 
-- A group's communicator is made by its first collective or its first batched message: all ranks must come to it.
-- A message outside of a batch goes over a communicator of two: the first one blocks the host until its peer comes, too.
-- What is given to one communicator runs in that order, one after the other; a batch is one piece of work.
-- Two threads must not use one communicator at the same time: the order would not be the same on all ranks.
-- Nothing is refused for being late: who waits for a message that cannot come, hangs. Here that ends after `PATIENCE`.
-- A future is complete as soon as its work was queued; who uses its value waits for the work, as a stream would.
+- A group's communicator is made by its first collective or its first batched message: all ranks
+  must come to it.
+- A message outside of a batch goes over a communicator of two: the first one blocks the host until
+  its peer comes, too.
+- What is given to one communicator runs in that order, one after the other; a batch is one piece of
+  work.
+- Two threads must not use one communicator at the same time: the order would not be the same on all
+  ranks.
+- Nothing is refused for being late: who waits for a message that cannot come, hangs. Here that ends
+  after `PATIENCE`.
+- A future is complete as soon as its work was queued; who uses its value waits for the work, as a
+  stream would.
 """
 
 import threading
@@ -26,9 +32,18 @@ from ddp_course.running import wire
 
 PATIENCE = 15.0  # seconds after which waiting counts as hanging
 COLLECTIVES = (
-    "all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "gather", "scatter", "barrier",
-    "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all",
-)  # fmt: skip
+    "all_reduce",
+    "broadcast",
+    "reduce",
+    "all_gather",
+    "reduce_scatter",
+    "gather",
+    "scatter",
+    "barrier",
+    "all_gather_into_tensor",
+    "reduce_scatter_tensor",
+    "all_to_all",
+)
 REAL = {name: getattr(dist, name) for name in ("isend", "irecv", *COLLECTIVES)}
 
 
@@ -55,7 +70,12 @@ class Work:
     """Something that was given to a communicator; `value` is what it works on."""
 
     def __init__(self, patience, value=None):
-        self.finished, self.error, self.patience, self.value = threading.Event(), None, patience, value
+        self.finished, self.error, self.patience, self.value = (
+            threading.Event(),
+            None,
+            patience,
+            value,
+        )
 
     def wait(self, timeout=None):
         """Block until the work is done, as the stream would that waits for it."""
@@ -98,7 +118,9 @@ class Communicator:
         """Queue `function()`, which works on `value`, and return its `Work`."""
         me, work = threading.get_ident(), Work(self.patience, value)
         with self.lock:
-            self.pending = [(thread, other) for thread, other in self.pending if not other.is_completed()]
+            self.pending = [
+                (thread, other) for thread, other in self.pending if not other.is_completed()
+            ]
             if any(thread != me for thread, _ in self.pending):
                 raise RuntimeError("two threads use one NCCL communicator at the same time")
             self.pending.append((me, work))
@@ -111,9 +133,13 @@ def rendezvous(name, members, patience):
     store = dist.distributed_c10d._get_default_store()
     store.set(f"fake_nccl/{name}/{dist.get_rank()}", "here")
     try:
-        store.wait([f"fake_nccl/{name}/{member}" for member in members], timedelta(seconds=patience))
+        store.wait(
+            [f"fake_nccl/{name}/{member}" for member in members], timedelta(seconds=patience)
+        )
     except dist.DistError as error:
-        raise TimeoutError(f"this would hang: not all of ranks {members} came to communicator {name}") from error
+        raise TimeoutError(
+            f"this would hang: not all of ranks {members} came to communicator {name}"
+        ) from error
 
 
 class Operation(NamedTuple):
@@ -172,7 +198,9 @@ class Library:
         """A collective: queued, and waited for unless `async_op` is set."""
 
         def call(*args, group=None, async_op=False, **kwargs):
-            work = self.of(group).submit(lambda: REAL[name](*args, group=group, **kwargs), [args[0]] if args else None)
+            work = self.of(group).submit(
+                lambda: REAL[name](*args, group=group, **kwargs), [args[0]] if args else None
+            )
             return work if async_op else work.wait() and None
 
         return call

@@ -44,7 +44,9 @@ class Kernel:
             content = message["content"]
             match message["msg_type"]:
                 case "stream":
-                    setattr(output, content["name"], getattr(output, content["name"]) + content["text"])
+                    setattr(
+                        output, content["name"], getattr(output, content["name"]) + content["text"]
+                    )
                     if on_stdout and content["name"] == "stdout":
                         on_stdout(content["text"])
                 case "execute_result":
@@ -54,7 +56,9 @@ class Kernel:
                 case "error":
                     output.error, output.message = content["ename"], "\n".join(content["traceback"])
 
-        self.client.execute_interactive(source, timeout=timeout, output_hook=collect, store_history=True)
+        self.client.execute_interactive(
+            source, timeout=timeout, output_hook=collect, store_history=True
+        )
         output.seconds = time.monotonic() - begin
         return output
 

@@ -1,7 +1,9 @@
-"""Everything that can go wrong in a launch: the same table for the script test, the kernel test and the soak.
+"""Everything that can go wrong in a launch: the same table for the script test, the kernel test and
+the soak.
 
-Each fault of launch_faults.yaml is the body of a function `fault()` that runs on every rank, the error that the caller
-must get, and a pattern that its message must match; `{culprit}` is the last rank.
+Each fault of launch_faults.yaml is the body of a function `fault()` that runs on every rank, the
+error that the caller must get, and a pattern that its message must match; `{culprit}` is the last
+rank.
 """
 
 from dataclasses import dataclass
@@ -23,7 +25,9 @@ def later(seconds, action):
 
 @dataclass(frozen=True)
 class Fault:
-    """One row: what the culprit does, what the others do meanwhile, and what the caller must be told."""
+    """One row: what the culprit does, what the others do meanwhile, and what the caller must be
+    told.
+    """
 
     name: str
     culprit: str
@@ -42,4 +46,7 @@ class Fault:
         )
 
 
-FAULTS = [Fault(**row) for row in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))]
+FAULTS = [
+    Fault(**row)
+    for row in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+]

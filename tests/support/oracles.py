@@ -1,8 +1,15 @@
-"""What the tests hold results against: rank-distinct inputs, the exact answer, and the bound on rounding."""
+"""What the tests hold results against: rank-distinct inputs, the exact answer, and the bound on
+rounding.
+"""
 
 import torch
 
-UNIT_ROUNDOFF = {torch.float16: 2**-11, torch.bfloat16: 2**-8, torch.float32: 2**-24, torch.float64: 2**-53}
+UNIT_ROUNDOFF = {
+    torch.float16: 2**-11,
+    torch.bfloat16: 2**-8,
+    torch.float32: 2**-24,
+    torch.float64: 2**-53,
+}
 
 
 def rank_tensor(rank, shape, dtype=torch.float32, seed=0):
@@ -14,14 +21,22 @@ def rank_tensor(rank, shape, dtype=torch.float32, seed=0):
 
 
 def assert_all_equal_sum(results, world_size, shape, dtype, seed=0):
-    """Every rank's result is the sum over the ranks' tensors, within 2 (K-1) u times the sum of magnitudes."""
-    inputs = torch.stack([rank_tensor(rank, shape, dtype, seed).double() for rank in range(world_size)])
+    """Every rank's result is the sum over the ranks' tensors, within 2 (K-1) u times the sum of
+    magnitudes.
+    """
+    inputs = torch.stack(
+        [rank_tensor(rank, shape, dtype, seed).double() for rank in range(world_size)]
+    )
     assert_close_to(results, inputs.sum(0), inputs.abs().sum(0), world_size, dtype)
 
 
 def assert_all_equal_mean(results, world_size, shape, dtype, seed=0):
-    """Every rank's result is the mean; two more roundings for the factor 1/K and the product with it."""
-    inputs = torch.stack([rank_tensor(rank, shape, dtype, seed).double() for rank in range(world_size)])
+    """Every rank's result is the mean; two more roundings for the factor 1/K and the product with
+    it.
+    """
+    inputs = torch.stack(
+        [rank_tensor(rank, shape, dtype, seed).double() for rank in range(world_size)]
+    )
     assert_close_to(results, inputs.mean(0), inputs.abs().mean(0), world_size + 1, dtype)
 
 
@@ -38,7 +53,12 @@ def tiny_model(seed=0, dtype=torch.float64):
     """A net with parameters of odd sizes, 1,043 in all, so that chunks and buckets are uneven."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        layers = [torch.nn.Linear(13, 37), torch.nn.Tanh(), torch.nn.Linear(37, 11), torch.nn.Tanh()]
+        layers = [
+            torch.nn.Linear(13, 37),
+            torch.nn.Tanh(),
+            torch.nn.Linear(37, 11),
+            torch.nn.Tanh(),
+        ]
         return torch.nn.Sequential(*layers, torch.nn.Linear(11, 9)).to(dtype)
 
 

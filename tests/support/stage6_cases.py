@@ -1,7 +1,8 @@
-"""What a DistributedDataParallel must do: each case takes the class under test and runs on every rank.
+"""What a DistributedDataParallel must do: each case takes the class under test and runs on every
+rank.
 
-Torch's class and ours are judged by the very same assertions. The oracle is the exact mean of the gradients that the
-ranks would compute alone, within the bound on rounding.
+Torch's class and ours are judged by the very same assertions. The oracle is the exact mean of the
+gradients that the ranks would compute alone, within the bound on rounding.
 """
 
 import copy
@@ -17,8 +18,12 @@ from torch.nn.parallel.distributed import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 CASES = {}
-TORCH_FAILS = {"models_of_different_shape_are_refused": "torch raises on one rank only, and the others wait"}
-KNOWN_TO_TORCH = inspect.signature(DistributedDataParallel).parameters  # torch 2.10 lacks two of 2.13's arguments
+TORCH_FAILS = {
+    "models_of_different_shape_are_refused": "torch raises on one rank only, and the others wait"
+}
+KNOWN_TO_TORCH = inspect.signature(
+    DistributedDataParallel
+).parameters  # torch 2.10 lacks two of 2.13's arguments
 
 
 def case(function):
@@ -39,7 +44,9 @@ class Net(nn.Module):
 
 
 class Branches(nn.Module):
-    """`which` decides what takes part: "a", "b", "both" or "neither"; `last` always does, `never` never does."""
+    """`which` decides what takes part: "a", "b", "both" or "neither"; `last` always does, `never`
+    never does.
+    """
 
     def __init__(self):
         super().__init__()
@@ -87,7 +94,9 @@ def gathered(value):
 
 
 def alone(module, loss, rank):
-    """Gradients, a dict by name, that `loss(module, rank)` would give on `rank` without any DDP; None stays None."""
+    """Gradients, a dict by name, that `loss(module, rank)` would give on `rank` without any DDP;
+    None stays None.
+    """
     twin = copy.deepcopy(module)
     twin.zero_grad()
     loss(twin, rank).backward()
@@ -95,7 +104,9 @@ def alone(module, loss, rank):
 
 
 def assert_mean(module, loss, slack=1.0):
-    """The gradients of `module` are the mean of what the ranks compute alone, and the same bits on every rank."""
+    """The gradients of `module` are the mean of what the ranks compute alone, and the same bits on
+    every rank.
+    """
     shares = [alone(module, loss, rank) for rank in ranks()]
     for name, parameter in module.named_parameters():
         parts = [share[name] for share in shares]
@@ -103,16 +114,24 @@ def assert_mean(module, loss, slack=1.0):
             assert parameter.grad is None, f"{name} got a gradient although no rank used it"
             continue
         assert parameter.grad is not None, f"{name} got no gradient"
-        parts = torch.stack([torch.zeros_like(parameter) if part is None else part for part in parts]).double()
+        parts = torch.stack(
+            [torch.zeros_like(parameter) if part is None else part for part in parts]
+        ).double()
         bound = 2 * len(parts) * UNIT_ROUNDOFF[parameter.dtype] * parts.abs().mean(0) * slack
         error = (parameter.grad.double() - parts.mean(0)).abs()
-        assert (error <= bound).all(), f"{name} is off by {error.max():.3g}, allowed {bound.max():.3g}"
+        assert (error <= bound).all(), (
+            f"{name} is off by {error.max():.3g}, allowed {bound.max():.3g}"
+        )
     assert_replicas_agree([p.grad for p in module.parameters() if p.grad is not None])
 
 
 def assert_replicas_agree(tensors):
     """All ranks hold the same bits."""
-    flat = torch.cat([t.detach().to_dense().reshape(-1).double() for t in tensors]) if tensors else torch.zeros(0)
+    flat = (
+        torch.cat([t.detach().to_dense().reshape(-1).double() for t in tensors])
+        if tensors
+        else torch.zeros(0)
+    )
     for rank, other in enumerate(gathered(flat)):
         assert torch.equal(other, flat), f"rank {rank} has other values"
 
@@ -181,14 +200,18 @@ def first_words(rank, step):
 
 
 def check_sparse(parallel, step, words=first_words):
-    """One pass; the words' gradient is sparse and the mean of what the ranks compute alone, zeros where unused."""
+    """One pass; the words' gradient is sparse and the mean of what the ranks compute alone, zeros
+    where unused.
+    """
     model = parallel.module
     model.zero_grad()
     loss = lambda module, rank: module(words(rank, step)).square().sum()  # noqa: E731
     loss(parallel, me()).backward()
     assert model.words.weight.grad.is_sparse
     shares = [alone(model, loss, rank)["words.weight"] for rank in ranks()]
-    exact = torch.stack([torch.zeros(20, 4) if share is None else share.to_dense() for share in shares]).double()
+    exact = torch.stack(
+        [torch.zeros(20, 4) if share is None else share.to_dense() for share in shares]
+    ).double()
     error = (model.words.weight.grad.to_dense().double() - exact.mean(0)).abs()
     assert (error <= 2 * len(shares) * 2**-24 * exact.abs().mean(0)).all()
 
@@ -207,7 +230,9 @@ def sparse_gradients(DDP):
 def tiny_buckets_and_channels_last(DDP):
     def make():
         convolution = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
-        return nn.Sequential(nn.Unflatten(1, (3, 4, 4)), convolution, nn.Flatten(), nn.Linear(16, 2))
+        return nn.Sequential(
+            nn.Unflatten(1, (3, 4, 4)), convolution, nn.Flatten(), nn.Linear(16, 2)
+        )
 
     def loss(module, rank, step):
         generator = torch.Generator().manual_seed(50 * rank + step)
@@ -233,7 +258,9 @@ def buckets_leave_in_order_and_keep_to_the_cap(DDP):
     for step in range(3):
         parallel.zero_grad()
         squared(parallel, me(), step).backward()
-        assert [index for index, _, _ in seen] == list(range(len(seen))), "buckets left out of order"
+        assert [index for index, _, _ in seen] == list(range(len(seen))), (
+            "buckets left out of order"
+        )
         assert [last for _, _, last in seen] == [False] * (len(seen) - 1) + [True]
         assert len(seen) == (1 if step == 0 else 6), "the cap was not kept after the first pass"
         assert sum(size for _, size, _ in seen) == 6 * 30
@@ -268,13 +295,17 @@ def bucket_layout_follows_rank_0(DDP):
         parallel.zero_grad()
         parallel(data(me(), step)).square().sum().backward()
     assert all(other == layouts for other in gathered(layouts))
-    last = [name.split(".")[1] for bucket in layouts[-4:] for name in bucket if name.endswith("weight")]
+    last = [
+        name.split(".")[1] for bucket in layouts[-4:] for name in bucket if name.endswith("weight")
+    ]
     assert last == ["3", "2", "1", "0"], last
 
 
 @case
 def communication_starts_under_the_backward_pass(DDP):
-    """The last layer's bucket leaves before the first layer's gradient is computed: seen from the order of events."""
+    """The last layer's bucket leaves before the first layer's gradient is computed: seen from the
+    order of events.
+    """
     model = seeded(lambda: nn.Sequential(*[nn.Linear(5, 5) for _ in range(4)]))
     parallel, events = DDP(model, bucket_cap_mb=120 / 2**20), []
 
@@ -287,7 +318,12 @@ def communication_starts_under_the_backward_pass(DDP):
     for _ in range(2):
         events.clear()
         squared(parallel, me()).backward()
-    assert events.index("bucket 0") < events.index("bucket 2") < events.index("first layer") < events.index("bucket 3")
+    assert (
+        events.index("bucket 0")
+        < events.index("bucket 2")
+        < events.index("first layer")
+        < events.index("bucket 3")
+    )
 
 
 @case
@@ -310,7 +346,9 @@ def outputs_in_a_dataclass(DDP):
 
 
 def branching(rank, step):
-    """Which branch a rank takes in a step: another one on each rank, and another one in each step."""
+    """Which branch a rank takes in a step: another one on each rank, and another one in each
+    step.
+    """
     return ("a", "b", "both", "neither")[(rank + step) % 4]
 
 
@@ -328,7 +366,9 @@ def globally_unused_gradients_stay_untouched(DDP):
             branch_loss(parallel, me(), step).backward()
             assert model.never.bias.grad is None
             if not as_view:
-                assert (model.never.weight.grad == me()).all(), "a gradient that nobody computed was averaged"
+                assert (model.never.weight.grad == me()).all(), (
+                    "a gradient that nobody computed was averaged"
+                )
 
 
 @case
@@ -384,7 +424,11 @@ def a_hook_that_raises_ends_backward(DDP):
     def broken(state, bucket):
         raise ZeroDivisionError("in the hook")
 
-    assert_raises(lambda: hooked_gradients(DDP, None, broken), (ZeroDivisionError, RuntimeError), "in the hook")
+    assert_raises(
+        lambda: hooked_gradients(DDP, None, broken),
+        (ZeroDivisionError, RuntimeError),
+        "in the hook",
+    )
 
 
 # 6. With the rest of torch
@@ -407,7 +451,9 @@ class Checkpointed(nn.Module):
 def activation_checkpointing(DDP):
     for reentrant in (False, True):
         for settings in ({}, {"gradient_as_bucket_view": True}, {"static_graph": True}):
-            train_and_check(DDP, lambda reentrant=reentrant: Checkpointed(reentrant, 1), steps=3, **settings)
+            train_and_check(
+                DDP, lambda reentrant=reentrant: Checkpointed(reentrant, 1), steps=3, **settings
+            )
     train_and_check(DDP, lambda: Checkpointed(False, 2), steps=3)
     train_and_check(DDP, lambda: Checkpointed(False, 2), steps=3, find_unused_parameters=True)
 
@@ -419,7 +465,9 @@ def checkpointing_a_layer_twice_needs_a_static_graph(DDP):
 
     model = seeded(lambda: Checkpointed(True, 2))
     parallel = DDP(model)
-    assert_raises(lambda: loss(parallel, me(), 0).backward(), RuntimeError, "mark a variable ready only once")
+    assert_raises(
+        lambda: loss(parallel, me(), 0).backward(), RuntimeError, "mark a variable ready only once"
+    )
     train_and_check(DDP, lambda: Checkpointed(True, 2), steps=4, static_graph=True)
 
 
@@ -440,7 +488,9 @@ def backward_in_two_halves(DDP):
         left, right = parallel(data(me(), step))
         left.square().sum().backward()
         right.square().sum().backward()
-        assert_mean(model, lambda m, rank, step=step: sum(out.square().sum() for out in m(data(rank, step))))
+        assert_mean(
+            model, lambda m, rank, step=step: sum(out.square().sum() for out in m(data(rank, step)))
+        )
 
 
 @case
@@ -451,7 +501,11 @@ def state_dict_and_attributes(DDP):
     assert list(parallel.state_dict()) == ["module." + name for name in model.state_dict()]
     assert parallel.module is model and not hasattr(parallel, "note")
     parallel.load_state_dict(parallel.state_dict())
-    assert parallel.device_ids is None and parallel.device.type == "cpu" and parallel.require_backward_grad_sync
+    assert (
+        parallel.device_ids is None
+        and parallel.device.type == "cpu"
+        and parallel.require_backward_grad_sync
+    )
     parallel.eval()
     assert not model.training
     assert sum(1 for _ in parallel.parameters()) == 4

@@ -1,9 +1,11 @@
-"""A GPU that only keeps time: streams, events and the memory of streams, for code that runs on the CPU meanwhile.
+"""A GPU that only keeps time: streams, events and the memory of streams, for code that runs on the
+CPU meanwhile.
 
-Work on a stream begins when what was queued there before is done, and takes the time that `work` is told. An event
-marks such a moment; who waits for it goes on no earlier. Memory comes from the pool of the stream that is current when
-it is taken, as CUDA's allocator has it, and goes back there at once, although work that was queued may still use it:
-whoever writes too early into what it got is found in `collisions`.
+Work on a stream begins when what was queued there before is done, and takes the time that `work` is
+told. An event marks such a moment; who waits for it goes on no earlier. Memory comes from the pool
+of the stream that is current when it is taken, as CUDA's allocator has it, and goes back there at
+once, although work that was queued may still use it: whoever writes too early into what it got is
+found in `collisions`.
 """
 
 import threading

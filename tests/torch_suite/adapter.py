@@ -12,7 +12,9 @@ from ddp_course.stage6_ddp.buffers import broadcast_tensors
 
 
 class WithPrivateNames(DistributedDataParallel):
-    """Ten names with an underscore, bucket_bytes_cap_list, warnings of old names, and optimizers inside backward."""
+    """Ten names with an underscore, bucket_bytes_cap_list, warnings of old names, and optimizers
+    inside backward.
+    """
 
     buffer_hook = None
     clones_outputs = True
@@ -20,11 +22,20 @@ class WithPrivateNames(DistributedDataParallel):
 
     def __init__(self, module, *settings, **named):
         if named.get("broadcast_buffers") is not None:
-            warnings.warn("broadcast_buffers is deprecated. Use forward_sync_buffers", FutureWarning, stacklevel=2)
+            warnings.warn(
+                "broadcast_buffers is deprecated. Use forward_sync_buffers",
+                FutureWarning,
+                stacklevel=2,
+            )
         super().__init__(module, *settings, **named)
         self.bucket_bytes_cap_list = [int(cap * MIB) for cap in self.bucket_cap_mb_list or []]
-        for parameter in self._get_data_parallel_params(module) if self.low and self.low.compute else ():
-            parameter._fp_param, parameter._mp_param = parameter.data, parameter.detach()[:0].to(self.low.compute)
+        for parameter in (
+            self._get_data_parallel_params(module) if self.low and self.low.compute else ()
+        ):
+            parameter._fp_param, parameter._mp_param = (
+                parameter.data,
+                parameter.detach()[:0].to(self.low.compute),
+            )
 
     def _set_static_graph(self):
         if self.started:
@@ -37,7 +48,9 @@ class WithPrivateNames(DistributedDataParallel):
         module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore
 
     def take_over_optimizers(self):
-        """Have optimizers of `_apply_optimizer_in_backward` step on averages, not on each rank's own gradients."""
+        """Have optimizers of `_apply_optimizer_in_backward` step on averages, not on each rank's
+        own gradients.
+        """
         reducer, finish = self.reducer, self.reducer.finish
         chosen = [p for p in reducer.parameters if hasattr(p, "_in_backward_optimizers")]
         for parameter in chosen:

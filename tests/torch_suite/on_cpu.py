@@ -1,9 +1,12 @@
-"""PyTorch's own tests of DistributedDataParallel, rewritten in memory so that they run on the CPU with gloo.
+"""PyTorch's own tests of DistributedDataParallel, rewritten in memory so that they run on the CPU
+with gloo.
 
-The tests are methods of `DistributedTest._DistTestBase` in `torch/testing/_internal/distributed/distributed_test.py`,
-a file that the wheel brings along. Nearly all of them ask for GPUs, and hardly one needs them. So the file is parsed,
-`OnCPU` changes what stands in the way, and the rest is executed as it is, with the class under test as
-`DistributedDataParallel`. torch itself stays as it is, but for `SyncBatchNorm`, which has no kernels for the CPU.
+The tests are methods of `DistributedTest._DistTestBase` in
+`torch/testing/_internal/distributed/distributed_test.py`, a file that the wheel brings along.
+Nearly all of them ask for GPUs, and hardly one needs them. So the file is parsed, `OnCPU` changes
+what stands in the way, and the rest is executed as it is, with the class under test as
+`DistributedDataParallel`. torch itself stays as it is, but for `SyncBatchNorm`, which has no
+kernels for the CPU.
 """
 
 import ast
@@ -21,15 +24,20 @@ GPU_NAMES = re.compile(r"rank|device|cuda")
 OF_THE_REDUCER_IN_CPP = re.compile(
     r"ddp_logging_data|verify_ddp_error_logged|_get_local_used_map|variable_usage_tensor|_ddp_graph_static|device\.index"
 )
-SMALLER = {"test_ddp_uneven_inputs": {1000: 30}}  # a picture of 1000 x 1000 through 256 channels, a hundred times
+SMALLER = {
+    "test_ddp_uneven_inputs": {1000: 30}
+}  # a picture of 1000 x 1000 through 256 channels, a hundred times
 
 
 class OnCPU(ast.NodeTransformer):
     """Turn a test for GPUs into one for the CPU.
 
-    - `torch.nn.parallel.DistributedDataParallel` becomes the module's global name: the class under test.
-    - Decorators that skip go; which tests run is said in tests.txt. So do device_ids= and output_device=.
-    - Tensors and modules go to the CPU instead of a GPU; streams, and what else `torch.cuda` is told, go.
+    - `torch.nn.parallel.DistributedDataParallel` becomes the module's global name: the class under
+      test.
+    - Decorators that skip go; which tests run is said in tests.txt. So do device_ids= and
+      output_device=.
+    - Tensors and modules go to the CPU instead of a GPU; streams, and what else `torch.cuda` is
+      told, go.
     - Assertions about the logger and the reducer in C++ go, and those about the number of a device.
     """
 
@@ -40,14 +48,18 @@ class OnCPU(ast.NodeTransformer):
         outer = self.test
         if re.match(r"_?(test|run|prepare)_", node.name):
             self.test = node.name
-        node.decorator_list = [one for one in node.decorator_list if not SKIPS.search(ast.unparse(one))]
+        node.decorator_list = [
+            one for one in node.decorator_list if not SKIPS.search(ast.unparse(one))
+        ]
         self.generic_visit(node)
         self.test = outer
         return node
 
     def visit_Expr(self, node):
         text = ast.unparse(node)
-        about_cpp = re.match(r"self\.assert|verify_ddp_error", text) and OF_THE_REDUCER_IN_CPP.search(text)
+        about_cpp = re.match(
+            r"self\.assert|verify_ddp_error", text
+        ) and OF_THE_REDUCER_IN_CPP.search(text)
         if isinstance(node.value, ast.Call) and (about_cpp or text.startswith("torch.cuda.")):
             return ast.copy_location(ast.Pass(), node)
         return self.generic_visit(node)
@@ -63,7 +75,9 @@ class OnCPU(ast.NodeTransformer):
         if called == "torch.cuda.Stream":
             return ast.copy_location(ast.Constant(None), node)
         if called.endswith("DistributedDataParallel"):
-            node.keywords = [one for one in node.keywords if one.arg not in ("device_ids", "output_device")]
+            node.keywords = [
+                one for one in node.keywords if one.arg not in ("device_ids", "output_device")
+            ]
         for keyword in node.keywords:
             if keyword.arg == "device" and not ast.unparse(keyword.value).endswith(".device"):
                 keyword.value = CPU
@@ -73,7 +87,9 @@ class OnCPU(ast.NodeTransformer):
             node.func.attr, node.args, node.keywords = "cpu", [], []
         elif called.endswith(".to") and len(node.args) == 1:
             target = ast.unparse(node.args[0])
-            node.args = [CPU] if GPU_NAMES.search(target) and not target.endswith(".device") else node.args
+            node.args = (
+                [CPU] if GPU_NAMES.search(target) and not target.endswith(".device") else node.args
+            )
         return node
 
     def visit_Attribute(self, node):
@@ -114,7 +130,9 @@ def load_tests(ddp, world_size):
 
 
 class Nothing:
-    """Stands for a stream or an event: two features of torch's class ask for them on the CPU too."""
+    """Stands for a stream or an event: two features of torch's class ask for them on the CPU
+    too.
+    """
 
     def __init__(self, *args, **kwargs): ...
 
@@ -138,14 +156,17 @@ def teach_sync_batchnorm(ddp):
     library = torch.library.Library("aten", "IMPL")
     for kernel in (stats, gather_stats_with_counts, elemt, backward_reduce, backward_elemt):
         library.impl(f"batch_norm_{kernel.__name__}", kernel, "CPU")
-    source = inspect.cleandoc("\n" + inspect.getsource(torch.nn.SyncBatchNorm.forward)).replace('"cuda"', '"cpu"')
+    source = inspect.cleandoc("\n" + inspect.getsource(torch.nn.SyncBatchNorm.forward)).replace(
+        '"cuda"', '"cpu"'
+    )
     names = {}
     exec(source, sys.modules[torch.nn.SyncBatchNorm.__module__].__dict__, names)
     torch.nn.SyncBatchNorm.forward = names["forward"]
     return library
 
 
-# The five kernels, with the arguments of those for GPUs: aten/src/ATen/native/native_functions.yaml, batch_norm_*
+# The five kernels, with the arguments of those for GPUs:
+# aten/src/ATen/native/native_functions.yaml, batch_norm_*
 
 
 def stats(x, eps):

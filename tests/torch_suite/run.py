@@ -1,12 +1,13 @@
-"""Run PyTorch's own tests of DistributedDataParallel against a class: `python tests/torch_suite/run.py [--ddp NAME]`.
+"""Run PyTorch's own tests of DistributedDataParallel against a class: `python
+tests/torch_suite/run.py [--ddp NAME]`.
 
     python tests/torch_suite/run.py                                                       # stage 6
-    python tests/torch_suite/run.py --ddp torch.nn.parallel.DistributedDataParallel       # the control
-    python tests/torch_suite/run.py --ddp stand_ins.Silent                                # must fail
+    python tests/torch_suite/run.py --ddp torch.nn.parallel.DistributedDataParallel  # the control
+    python tests/torch_suite/run.py --ddp stand_ins.Silent  # must fail
     python tests/torch_suite/run.py --only no_sync --verbose
 
-The tests are those in tests.txt: all that torch's own class passes on the CPU (see `on_cpu`). Every rank of every test
-is a process of its own. Exit code 1 if one fails, 2 if the suite cannot run.
+The tests are those in tests.txt: all that torch's own class passes on the CPU (see `on_cpu`). Every
+rank of every test is a process of its own. Exit code 1 if one fails, 2 if the suite cannot run.
 """
 
 import argparse
@@ -44,7 +45,9 @@ def listed(world_size):
 
 
 def be_rank(module, suite, name, rank, world_size, folder):
-    """The life of one rank: bring the group up, run the test, leave word in `folder` of how it ended."""
+    """The life of one rank: bring the group up, run the test, leave word in `folder` of how it
+    ended.
+    """
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # end with the runner
     log = os.open(f"{folder}/rank{rank}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1), os.dup2(log, 2)
@@ -72,7 +75,8 @@ def run_test_method(module, suite, name, rank, world_size, folder):
     torch.set_num_threads(1)
     test = suite(name)
     test.rank, test.file_name = rank, f"{folder}/rendezvous"
-    # With file:// the tests save and load the wrapper in mid-training, and torch's own class fails this one then.
+    # With file:// the tests save and load the wrapper in mid-training, and torch's own class fails
+    # this one then.
     module.INIT_METHOD = "env://" if name == "test_DistributedDataParallel" else "file://"
     seconds = module.CUSTOM_PG_TIMEOUT.get(name, module.default_pg_timeout)
     dist.init_process_group("gloo", test.init_method, timedelta(seconds=seconds), world_size, rank)
@@ -85,7 +89,9 @@ def run_test_method(module, suite, name, rank, world_size, folder):
 
 
 def run_test(module, suite, name, world_size, limit, top):
-    """Run one test; return (why it failed or "", seconds, what the ranks printed). Nothing outlives this call."""
+    """Run one test; return (why it failed or "", seconds, what the ranks printed). Nothing outlives
+    this call.
+    """
     folder = tempfile.mkdtemp(dir=top)
     for inner in ("barrier", "test_dir"):
         os.mkdir(f"{folder}/{inner}")
@@ -107,17 +113,28 @@ def run_test(module, suite, name, world_size, limit, top):
             os.kill(rank, signal.SIGKILL)  # had it left the group; not reaped yet, so still ours
         codes = [os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks]
     logs = [
-        f"--- rank {rank}\n{Path(f'{folder}/rank{rank}.log').read_text(errors='replace')}" for rank in range(len(ranks))
+        f"--- rank {rank}\n{Path(f'{folder}/rank{rank}.log').read_text(errors='replace')}"
+        for rank in range(len(ranks))
     ]
-    why = "" if all(os.path.exists(f"{folder}/done{rank}") for rank in range(world_size)) else told(folder, codes)
+    why = (
+        ""
+        if all(os.path.exists(f"{folder}/done{rank}") for rank in range(world_size))
+        else told(folder, codes)
+    )
     shutil.rmtree(folder, ignore_errors=True)
-    return (f"not finished after {limit:.0f} s; {why}" if over else why), time.time() - begin, "".join(logs)
+    return (
+        (f"not finished after {limit:.0f} s; {why}" if over else why),
+        time.time() - begin,
+        "".join(logs),
+    )
 
 
 def wait_for(ranks, deadline):
-    """Wait until all have ended, or one has failed and the others had time to; return whether time ran out.
+    """Wait until all have ended, or one has failed and the others had time to; return whether time
+    ran out.
 
-    The ends are looked at and not reaped: so long the number of the process group cannot be used again.
+    The ends are looked at and not reaped: so long the number of the process group cannot be used
+    again.
     """
     while True:
         ends = [os.waitid(os.P_PID, rank, os.WEXITED | os.WNOHANG | os.WNOWAIT) for rank in ranks]
@@ -136,7 +153,11 @@ def told(folder, codes):
     """Why the test failed: what the rank said that failed first, broken connections last."""
     reasons = [(path.read_text(), path.name[3:]) for path in sorted(Path(folder).glob("why*"))]
     reasons.sort(key=lambda reason: ("by peer" in reason[0], reason[0]))
-    return f"rank {reasons[0][1]}: {reasons[0][0].split(' ', 1)[1]}" if reasons else f"ranks ended with {codes}"
+    return (
+        f"rank {reasons[0][1]}: {reasons[0][0].split(' ', 1)[1]}"
+        if reasons
+        else f"ranks ended with {codes}"
+    )
 
 
 def run_all(args, top):
@@ -151,7 +172,9 @@ def run_all(args, top):
             limit = args.patience + 20 * seconds
             why, took, log = run_test(module, suite, name, args.world_size, limit, top)
             results[name] = why
-            print(f"{'FAIL' if why else 'pass'} {name} {took:.1f} s {why[:200]}".rstrip(), flush=True)
+            print(
+                f"{'FAIL' if why else 'pass'} {name} {took:.1f} s {why[:200]}".rstrip(), flush=True
+            )
             if why and args.verbose:
                 print(log[-6000:], flush=True)
     del kernels  # they are there as long as somebody holds them
@@ -159,12 +182,21 @@ def run_all(args, top):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ddp", default="adapter.WithPrivateNames", help="dotted name of a class")
     parser.add_argument("--world-size", type=int, default=2, choices=[2, 3])
     parser.add_argument("--only", default="", help="regular expression on the names of tests")
-    parser.add_argument("--patience", type=float, default=90.0, help="seconds for a test, and 20 times the control's")
-    parser.add_argument("--verbose", action="store_true", help="print what the ranks of failed tests print")
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=90.0,
+        help="seconds for a test, and 20 times the control's",
+    )
+    parser.add_argument(
+        "--verbose", action="store_true", help="print what the ranks of failed tests print"
+    )
     parser.add_argument("--json", help="write {test: why it failed, or ''} to this file")
     args = parser.parse_args()
     import torch
@@ -184,7 +216,10 @@ def main():
     good = sum(not why for why in results.values())
     if args.json:
         Path(args.json).write_text(json.dumps(results))
-    print(f"{args.ddp}, torch {torch.__version__}, {args.world_size} ranks: {good} of {len(results)} pass")
+    print(
+        f"{args.ddp}, torch {torch.__version__}, {args.world_size} ranks: {good} of {len(results)}"
+        " pass"
+    )
     return 0 if good == len(results) else 1
 
 

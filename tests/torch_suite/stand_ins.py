@@ -22,5 +22,8 @@ class OnceAtTheEnd(Silent):
     @torch.no_grad()
     def before_forward(self):
         for parameter in self.reducer.parameters if torch.is_grad_enabled() else ():
-            dist.all_reduce(parameter.detach().div_(dist.get_world_size(self.process_group)), group=self.process_group)
+            dist.all_reduce(
+                parameter.detach().div_(dist.get_world_size(self.process_group)),
+                group=self.process_group,
+            )
         super().before_forward()

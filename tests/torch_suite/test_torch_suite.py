@@ -1,7 +1,9 @@
-"""PyTorch's own tests of DistributedDataParallel, held against stage 6: see `run.py` and the list tests.txt.
+"""PyTorch's own tests of DistributedDataParallel, held against stage 6: see `run.py` and the list
+tests.txt.
 
-What the control, torch's own class, passes is the denominator; that it still does, and that classes that cannot
-communicate fail, is looked at here for a part of the list, and for all of it by `run.py --ddp`.
+What the control, torch's own class, passes is the denominator; that it still does, and that classes
+that cannot communicate fail, is looked at here for a part of the list, and for all of it by `run.py
+--ddp`.
 """
 
 import functools
@@ -26,12 +28,25 @@ HARD = "no_sync_grad_is_view|hook_parity_allreduce$|hook_parity_powerSGD|2D_Inpu
 
 @functools.cache
 def results(ddp="adapter.WithPrivateNames", only=""):
-    """{test: why it failed, or ""} of one run of the suite, in a process without threads, which can fork ranks."""
+    """{test: why it failed, or ""} of one run of the suite, in a process without threads, which can
+    fork ranks.
+    """
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "results.json"
-        command = [sys.executable, run.__file__, "--ddp", ddp, "--only", only, "--json", str(report)]
+        command = [
+            sys.executable,
+            run.__file__,
+            "--ddp",
+            ddp,
+            "--only",
+            only,
+            "--json",
+            str(report),
+        ]
         command += ["--patience", "180"]
-        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "TMPDIR": folder})
+        done = subprocess.run(
+            command, capture_output=True, text=True, env={**os.environ, "TMPDIR": folder}
+        )
         assert report.exists(), done.stdout + done.stderr
         return json.loads(report.read_text())
 

@@ -7,9 +7,6 @@ Read in this order:
     model        layer times and gradient sizes
     replay       the messages of a real collective, played over links of any speed
     step         one training step: backward fills buckets, buckets travel, the update follows
-    transformers one step of a GPT by tensor, data and pipeline parallelism, in closed form
-    one_host     rings along the wires of one host
-    published    the models, fitted to tables that others have published
 """
 
 from .model import Layer, Profile, assign_buckets
@@ -17,4 +14,14 @@ from .network import Network, Simulation
 from .replay import replay
 from .step import Step, play, simulate
 
-__all__ = ["Layer", "Network", "Profile", "Simulation", "Step", "assign_buckets", "play", "replay", "simulate"]
+__all__ = [
+    "Layer",
+    "Network",
+    "Profile",
+    "Simulation",
+    "Step",
+    "assign_buckets",
+    "play",
+    "replay",
+    "simulate",
+]

@@ -11,17 +11,22 @@ from typing import Any
 from .network import Simulation
 
 
-def ring(rank: int, world_size: int, nbytes: float, simulation: Simulation) -> Generator[Any, Any, None]:
+def ring(
+    rank: int, world_size: int, nbytes: float, simulation: Simulation
+) -> Generator[Any, Any, None]:
     """Reduce-scatter, then allgather, one chunk of K a step."""
     for _ in range(2 * (world_size - 1)):
         sent = simulation.send(rank, (rank + 1) % world_size, nbytes / world_size)
         yield sent & simulation.receive(rank, (rank - 1) % world_size)
 
 
-def halving_doubling(rank: int, world_size: int, nbytes: float, simulation: Simulation) -> Generator[Any, Any, None]:
+def halving_doubling(
+    rank: int, world_size: int, nbytes: float, simulation: Simulation
+) -> Generator[Any, Any, None]:
     """Exchange halves with the neighbour, quarters at distance two, …; then all the way back.
 
-    Of each pair among the first 2 (K-P) ranks, P the largest power of two in K, the odd one only sends and receives.
+    Of each pair among the first 2 (K-P) ranks, P the largest power of two in K, the odd one only
+    sends and receives.
     """
     power = 2 ** (world_size.bit_length() - 1)
     paired = 2 * (world_size - power)
@@ -43,10 +48,12 @@ def halving_doubling(rank: int, world_size: int, nbytes: float, simulation: Simu
 def gloo_ring(
     rank: int, world_size: int, nbytes: float, simulation: Simulation, segment_s: float
 ) -> Generator[Any, Any, None]:
-    """gloo's `all_reduce`: the ring in segments of at most 1 MiB, two in flight; each takes a processor `segment_s`.
+    """gloo's `all_reduce`: the ring in segments of at most 1 MiB, two in flight; each takes a
+    processor `segment_s`.
 
-    All segments have one size: their number is a multiple of K and at least 2 K, so that each rank's chunk has two.
-    Source: gloo's allreduce.cc (pytorch/gloo). Play it on a `Network` with `handshake`.
+    All segments have one size: their number is a multiple of K and at least 2 K, so that each
+    rank's chunk has two. Source: gloo's allreduce.cc (pytorch/gloo). Play it on a `Network` with
+    `handshake`.
     """
     segments = max(-(-int(nbytes) // 2**20), 2 * world_size)
     segments += -segments % world_size
@@ -62,19 +69,29 @@ def gloo_ring(
                 in_flight.append(received & simulation.send(rank, (rank + 1) % world_size, size))
 
 
-def nccl_ring(rank: int, world_size: int, nbytes: float, simulation: Simulation) -> Generator[Any, Any, None]:
-    """NCCL's ring: two channels, chunks of 2 MiB, passed on in two slices as they come in, without a handshake.
+def nccl_ring(
+    rank: int, world_size: int, nbytes: float, simulation: Simulation
+) -> Generator[Any, Any, None]:
+    """NCCL's ring: two channels, chunks of 2 MiB, passed on in two slices as they come in, without
+    a handshake.
 
-    Rounds of K chunks per channel follow one another until all is sent; the last one is smaller if need be. Source:
-    NCCL's all_reduce.h, protocol Simple: 8 buffer steps of 512 KiB, four to a chunk, two to a slice.
+    Rounds of K chunks per channel follow one another until all is sent; the last one is smaller if
+    need be. Source: NCCL's all_reduce.h, protocol Simple: 8 buffer steps of 512 KiB, four to a
+    chunk, two to a slice.
     """
-    channels = [_nccl_channel(rank, world_size, nbytes / 2, simulation, channel) for channel in range(2)]
+    channels = [
+        _nccl_channel(rank, world_size, nbytes / 2, simulation, channel) for channel in range(2)
+    ]
     yield simulation.clock.all_of([simulation.clock.process(channel) for channel in channels])
 
 
 def _nccl_channel(rank, world_size, nbytes, simulation, channel):
     rounds, slices = max(1, -(-int(nbytes) // (2**21 * world_size))), 2
-    size, right, left = nbytes / (rounds * world_size * slices), (rank + 1) % world_size, (rank - 1) % world_size
+    size, right, left = (
+        nbytes / (rounds * world_size * slices),
+        (rank + 1) % world_size,
+        (rank - 1) % world_size,
+    )
     for _ in range(rounds):
         arriving = deque()
         for place in range(2 * (world_size - 1) * slices):

@@ -1,4 +1,6 @@
-"""What the simulator needs to know of a model: how long each layer takes, and how many bytes of gradient it has."""
+"""What the simulator needs to know of a model: how long each layer takes, and how many bytes of
+gradient it has.
+"""
 
 from typing import NamedTuple
 
@@ -17,7 +19,8 @@ class Layer(NamedTuple):
 
 
 class Profile(NamedTuple):
-    """`layers` in forward order, the seconds of the optimizer's update, and the flops of a step, if known.
+    """`layers` in forward order, the seconds of the optimizer's update, and the flops of a step, if
+    known.
 
     Backward runs through the layers in reverse.
     """
@@ -38,7 +41,9 @@ class Profile(NamedTuple):
 
 
 def assign_buckets(profile: Profile, bucket_cap_mb: float = 25.0) -> list[list[int]]:
-    """Stage 5's `assign_buckets` for the gradients of `profile`'s layers; returns lists of their indices."""
+    """Stage 5's `assign_buckets` for the gradients of `profile`'s layers; returns lists of their
+    indices.
+    """
     places = {
         torch.empty(round(layer.gradient_bytes), dtype=torch.uint8, device="meta"): index
         for index, layer in enumerate(profile.layers)

@@ -1,15 +1,18 @@
-"""Messages between ranks, over links that carry one at a time, played by simpy, a library for discrete events.
+"""Messages between ranks, over links that carry one at a time, played by simpy, a library for
+discrete events.
 
 What a rank does is a generator that yields the events it waits for:
 
-    yield simulation.send(0, 1, nbytes) & simulation.receive(0, 3)      both at once, go on when both are done
+    yield simulation.send(0, 1, nbytes) & simulation.receive(0, 3)  both at once, go on when both
+                                                                    are done
     yield simulation.clock.timeout(0.001)                               a millisecond later
     yield simulation.clock.process(another_generator())                 a process beside this one
 
-A message starts when sender and receiver are both there and the links are free: the sender's way out and the
-receiver's way in. It occupies them for beta n seconds and arrives alpha seconds later; the latency occupies
-nothing. The message that has waited longest goes first. Ranks of one host send over local links, one each; all traffic
-of a host to others shares that host's one link, both ways at once.
+A message starts when sender and receiver are both there and the links are free: the sender's way
+out and the receiver's way in. It occupies them for beta n seconds and arrives alpha seconds later;
+the latency occupies nothing. The message that has waited longest goes first. Ranks of one host send
+over local links, one each; all traffic of a host to others shares that host's one link, both ways
+at once.
 """
 
 from collections import defaultdict, deque
@@ -22,8 +25,8 @@ from ..theory import Costs
 class Network(NamedTuple):
     """`link` between hosts, `local` inside a host (None: the same), `per_host` ranks on each host.
 
-    With `handshake` a sender learns a latency later that its receiver is ready, as with gloo. That message has a few
-    bytes and passes between the packets of others, so it waits for no link.
+    With `handshake` a sender learns a latency later that its receiver is ready, as with gloo. That
+    message has a few bytes and passes between the packets of others, so it waits for no link.
     """
 
     link: Costs
@@ -32,10 +35,15 @@ class Network(NamedTuple):
     handshake: bool = False
 
     def path(self, source: int, target: int) -> tuple[Costs, tuple]:
-        """The costs of the way from rank `source` to `target`, and the names of the links that it takes."""
+        """The costs of the way from rank `source` to `target`, and the names of the links that it
+        takes.
+        """
         if source // self.per_host == target // self.per_host:
             return self.local or self.link, (("out", source), ("in", target))
-        return self.link, (("host out", source // self.per_host), ("host in", target // self.per_host))
+        return self.link, (
+            ("host out", source // self.per_host),
+            ("host in", target // self.per_host),
+        )
 
 
 class Simulation:
@@ -48,27 +56,36 @@ class Simulation:
         self.senders, self.receivers = defaultdict(deque), defaultdict(deque)
 
     def play(self, ranks: Iterable[Generator]) -> float:
-        """Play what each rank does; returns the seconds. RuntimeError if ranks wait for each other for ever."""
+        """Play what each rank does; returns the seconds. RuntimeError if ranks wait for each other
+        for ever.
+        """
         processes = [self.clock.process(rank) for rank in ranks]
         self.clock.run()
         waiting = [rank for rank, process in enumerate(processes) if process.is_alive]
         if waiting:
             raise RuntimeError(
-                f"deadlock after {self.clock.now:.6g} s: ranks {waiting} wait for messages that nobody sends"
+                f"deadlock after {self.clock.now:.6g} s: ranks {waiting} wait for messages that"
+                " nobody sends"
             )
         return self.clock.now
 
     def send(self, rank: int, target: int, nbytes: float, tag: int = 0) -> Any:
-        """Begin a message of `rank` to `target`; returns the event of its arrival. Equal tags arrive in order."""
+        """Begin a message of `rank` to `target`; returns the event of its arrival. Equal tags
+        arrive in order.
+        """
         arrival = self.clock.event()
         self.senders[rank, target, tag].append((arrival, nbytes))
         self._match(rank, target, tag)
         return arrival
 
     def receive(self, rank: int, source: int, tag: int = 0) -> Any:
-        """Let `rank` wait for the next message with this tag from `source`; returns the event of its arrival."""
+        """Let `rank` wait for the next message with this tag from `source`; returns the event of
+        its arrival.
+        """
         arrival = self.clock.event()
-        ready = self.clock.timeout(self.network.path(rank, source)[0].alpha if self.network.handshake else 0)
+        ready = self.clock.timeout(
+            self.network.path(rank, source)[0].alpha if self.network.handshake else 0
+        )
         ready.callbacks.append(lambda _: self.receivers[source, rank, tag].append(arrival))
         ready.callbacks.append(lambda _: self._match(source, rank, tag))
         return arrival
@@ -79,7 +96,9 @@ class Simulation:
             sent, nbytes = senders.popleft()
             self.clock.process(self._message(source, target, nbytes, [sent, receivers.popleft()]))
 
-    def _message(self, source: int, target: int, nbytes: float, arrivals: list) -> Generator[Any, Any, None]:
+    def _message(
+        self, source: int, target: int, nbytes: float, arrivals: list
+    ) -> Generator[Any, Any, None]:
         costs, links = self.network.path(source, target)
         self.queue.append((links, turn := self.clock.event()))
         self._start_messages()

@@ -1,7 +1,8 @@
-"""What an algorithm's own messages cost on other links: the code runs for real, the clock is the simulator's.
+"""What an algorithm's own messages cost on other links: the code runs for real, the clock is the
+simulator's.
 
-Each rank notes when it began and ended every message; the notes are then played in that order over links of any
-speed. No time that this machine took enters, so the seconds are the same in every run.
+Each rank notes when it began and ended every message; the notes are then played in that order over
+links of any speed. No time that this machine took enters, so the seconds are the same in every run.
 """
 
 from collections.abc import Callable
@@ -16,7 +17,9 @@ from .network import Network, Simulation
 
 
 def replay(collective: Callable[..., Any], nbytes: int, world_size: int, network: Network) -> float:
-    """Simulated seconds of `collective(tensor)` on `nbytes` bytes and `world_size` ranks over `network`."""
+    """Simulated seconds of `collective(tensor)` on `nbytes` bytes and `world_size` ranks over
+    `network`.
+    """
     notes = launch(_messages_on_rank, collective, nbytes, world_size=world_size, device="cpu")
     simulation = Simulation(network)
     return simulation.play(_again(rank, events, simulation) for rank, events in enumerate(notes))
@@ -32,13 +35,19 @@ def _messages_on_rank(collective, nbytes):
 
 
 def _again(rank, events, simulation):
-    """The process that begins each message, and waits for it, in the order in which the rank did."""
+    """The process that begins each message, and waits for it, in the order in which the rank
+    did.
+    """
     begun = {}
     moments = [(start, index, False) for index, (*_, start, _) in enumerate(events)]
-    for _, index, ended in sorted(moments + [(event[4], index, True) for index, event in enumerate(events)]):
+    for _, index, ended in sorted(
+        moments + [(event[4], index, True) for index, event in enumerate(events)]
+    ):
         kind, peer, nbytes, *_ = events[index]
         if ended:
             yield begun[index]
         else:
             sends = kind == "send"
-            begun[index] = simulation.send(rank, peer, nbytes) if sends else simulation.receive(rank, peer)
+            begun[index] = (
+                simulation.send(rank, peer, nbytes) if sends else simulation.receive(rank, peer)
+            )

@@ -1,14 +1,17 @@
-"""The four networks of PyTorch's published DDP table, as layer sizes: nothing to download, nothing to run.
+"""The four networks of PyTorch's published DDP table, as layer sizes: nothing to download, nothing
+to run.
 
-Source of the shapes: He et al., "Deep Residual Learning", 2016 (ResNet-50, -101), and Xie et al., "Aggregated
-Residual Transformations", 2017 (ResNeXt-50 32x4d, ResNeXt-101 32x8d), for 224 x 224 pixels and 1,000 classes.
+Source of the shapes: He et al., "Deep Residual Learning", 2016 (ResNet-50, -101), and Xie et al.,
+"Aggregated Residual Transformations", 2017 (ResNeXt-50 32x4d, ResNeXt-101 32x8d), for 224 x 224
+pixels and 1,000 classes.
 """
 
 from collections.abc import Iterator
 
 from .model import Layer, Profile
 
-SHAPES = {  # A network has the blocks of each stage, the groups, and the width of a group at the first stage.
+# A network has the blocks of each stage, the groups, and the width of a group at the first stage.
+SHAPES = {
     "resnet50": ((3, 4, 6, 3), 1, 64),
     "resnet101": ((3, 4, 23, 3), 1, 64),
     "resnext50": ((3, 4, 6, 3), 32, 4),
@@ -17,7 +20,8 @@ SHAPES = {  # A network has the blocks of each stage, the groups, and the width 
 
 
 def layers(name: str) -> Iterator[tuple[int, int]]:
-    """Yield (parameters, multiplications per picture) of each layer of a network in SHAPES, in forward order.
+    """Yield (parameters, multiplications per picture) of each layer of a network in SHAPES, in
+    forward order.
 
     A convolution counts with its batch normalisation.
     """
@@ -40,7 +44,8 @@ def layers(name: str) -> Iterator[tuple[int, int]]:
 def profile(name: str, compute_s: float) -> Profile:
     """A `Profile` whose step computes for `compute_s` seconds: a third forward, the rest backward.
 
-    A layer's share is that of its multiplications; gradients of inputs and of weights make backward cost twice forward.
+    A layer's share is that of its multiplications; gradients of inputs and of weights make backward
+    cost twice forward.
     """
     sizes = list(layers(name))
     unit = compute_s / (3 * sum(work for _, work in sizes))

@@ -1,11 +1,12 @@
-"""One training step of bucketed DDP: backward fills buckets, buckets travel one after another, the update follows.
+"""One training step of bucketed DDP: backward fills buckets, buckets travel one after another, the
+update follows.
 
     compute   | forward | layer 3 | layer 2 | layer 1 |  waits   | update |
     network             | bucket 0 |   bucket 1     | bucket 2 |
 
-All ranks do the same at the same time. So one rank is played, and a bucket takes the seconds of the closed form: this
-simulates thousands of devices within milliseconds. For the server and the tree it is an upper bound, as some ranks are
-done early and may begin on the next bucket.
+All ranks do the same at the same time. So one rank is played, and a bucket takes the seconds of the
+closed form: this simulates thousands of devices within milliseconds. For the server and the tree it
+is an upper bound, as some ranks are done early and may begin on the next bucket.
 """
 
 from collections.abc import Iterable
@@ -25,9 +26,11 @@ KNEE = 0.9  # Scaling has ended where the efficiency is lower.
 
 @dataclass(frozen=True)
 class Step:
-    """A simulated step. Seconds: `step_s` in all, `compute_s` without communication, `communication_s` of all buckets.
+    """A simulated step. Seconds: `step_s` in all, `compute_s` without communication,
+    `communication_s` of all buckets.
 
-    `buckets` are bytes, in the order sent; `spans` are those of rank 0, from the beginning of the step.
+    `buckets` are bytes, in the order sent; `spans` are those of rank 0, from the beginning of the
+    step.
     """
 
     world_size: int
@@ -39,7 +42,9 @@ class Step:
 
     @property
     def exposed_s(self) -> float:
-        """Seconds by which communication makes the step longer: what the backward pass could not hide."""
+        """Seconds by which communication makes the step longer: what the backward pass could not
+        hide.
+        """
         return self.step_s - self.compute_s
 
     @property
@@ -49,21 +54,29 @@ class Step:
 
 
 def simulate(
-    profile: Profile, world_size: int, network: Network, algorithm: str = "ring", bucket_cap_mb: float = 25.0,
+    profile: Profile,
+    world_size: int,
+    network: Network,
+    algorithm: str = "ring",
+    bucket_cap_mb: float = 25.0,
     interference: float = 0.0,
-) -> Step:  # fmt: skip
-    """Simulate one step of `world_size` devices that each do the work of `profile`; returns a `Step`.
+) -> Step:
+    """Simulate one step of `world_size` devices that each do the work of `profile`; returns a
+    `Step`.
 
-    `network` has the links and how many ranks share a host. `algorithm` is a name of `theory.ALL_REDUCE`.
-    `bucket_cap_mb` is in MiB, infinity for one message after the backward pass. While a collective runs, computing
-    takes 1 + `interference` times as long (0: the collective has engines of its own).
-    Raises ValueError for sizes, times or names that cannot be.
+    `network` has the links and how many ranks share a host. `algorithm` is a name of
+    `theory.ALL_REDUCE`. `bucket_cap_mb` is in MiB, infinity for one message after the backward
+    pass. While a collective runs, computing takes 1 + `interference` times as long (0: the
+    collective has engines of its own). Raises ValueError for sizes, times or names that cannot be.
     """
     theory.check_sizes(profile.gradient_bytes, world_size)
     if not (isfinite(interference) and interference >= 0):
         raise ValueError(f"interference is {interference}; it is a share of the device, 0 or more")
     buckets = assign_buckets(profile, bucket_cap_mb)
-    full_after = {bucket[-1]: sum(profile.layers[index].gradient_bytes for index in bucket) for bucket in buckets}
+    full_after = {
+        bucket[-1]: sum(profile.layers[index].gradient_bytes for index in bucket)
+        for bucket in buckets
+    }
     begin = now = sum(layer.forward_s for layer in profile.layers)
     spans, free = [Span("forward", 0.0, begin)], 0.0
     for index in reversed(range(len(profile.layers))):
@@ -84,13 +97,20 @@ def simulate(
 
 
 def play(algorithm: Any, nbytes: float, world_size: int, network: Network, **options: Any) -> float:
-    """Seconds of one all-reduce, played message by message; `algorithm`, a name or a program, gets the options."""
+    """Seconds of one all-reduce, played message by message; `algorithm`, a name or a program, gets
+    the options.
+    """
     theory.check_sizes(nbytes, world_size)
     if not callable(algorithm) and algorithm not in PROGRAMS:
-        raise ValueError(f'there are no messages of "{algorithm}"; choose {" or ".join(PROGRAMS)}, or replay your own')
+        raise ValueError(
+            f'there are no messages of "{algorithm}"; choose {" or ".join(PROGRAMS)}, or replay'
+            " your own"
+        )
     program = algorithm if callable(algorithm) else PROGRAMS[algorithm]
     simulation = Simulation(network)
-    return simulation.play(program(rank, world_size, nbytes, simulation, **options) for rank in range(world_size))
+    return simulation.play(
+        program(rank, world_size, nbytes, simulation, **options) for rank in range(world_size)
+    )
 
 
 def knee(steps: Iterable[Step]) -> int | None:
@@ -101,12 +121,18 @@ def knee(steps: Iterable[Step]) -> int | None:
 
 
 def on_hosts(algorithm: Any, nbytes: float, world_size: int, network: Network) -> float:
-    """Seconds of an all-reduce over a `Network` in which ranks share hosts; by closed form, never rank by rank.
+    """Seconds of an all-reduce over a `Network` in which ranks share hosts; by closed form, never
+    rank by rank.
 
-    Inside one host the local links count. Across hosts a ring goes at the pace of the slowest link, and a server adds
-    up local and remote messages. ValueError where ranks do not fill hosts evenly, and for other algorithms.
+    Inside one host the local links count. Across hosts a ring goes at the pace of the slowest link,
+    and a server adds up local and remote messages. ValueError where ranks do not fill hosts evenly,
+    and for other algorithms.
     """
-    link, local, per_host = network.link, network.local or network.link, min(network.per_host, world_size)
+    link, local, per_host = (
+        network.link,
+        network.local or network.link,
+        min(network.per_host, world_size),
+    )
     hosts = theory.host_count(world_size, per_host)
     if hosts == 1 or per_host == 1:
         return theory.seconds(algorithm, nbytes, world_size, local if hosts == 1 else link)
@@ -118,4 +144,7 @@ def on_hosts(algorithm: Any, nbytes: float, world_size: int, network: Network) -
         outside = (world_size - per_host) / (world_size - 1)
         costs = [theory.seconds(algorithm, nbytes, world_size, costs) for costs in (link, local)]
         return outside * costs[0] + (1 - outside) * costs[1]
-    raise ValueError(f"no formula for {algorithm} on {hosts} hosts of {per_host}; choose ring or hierarchical_ring")
+    raise ValueError(
+        f"no formula for {algorithm} on {hosts} hosts of {per_host}; choose ring or"
+        " hierarchical_ring"
+    )

@@ -1,15 +1,22 @@
 """Devices: which one each rank gets, and accelerators that are emulated where there are none.
 
-What `Link` is for cables, `Device` is for accelerators: the arithmetic is real, only its *time* is emulated.
+What `Link` is for cables, `Device` is for accelerators: the arithmetic is real, only its *time* is
+emulated.
 
-    launch(fn, device=Device("2GFLOP/s"), link=Link("100Mbit"), world_size=4)      every rank has such a device
-    launch(fn, device=[Device("2GFLOP/s")] * 3 + [Device("1GFLOP/s")])             rank 3 is a straggler
-    launch(fn, device=Device.like("A100", slowed=1e5), link=Link.like("NVLink A100", slowed=1e5))       slow motion
+    launch(fn, device=Device("2GFLOP/s"), link=Link("100Mbit"), world_size=4)
+        every rank has such a device
+    launch(fn, device=[Device("2GFLOP/s")] * 3 + [Device("1GFLOP/s")])
+        rank 3 is a straggler
+    launch(fn, device=Device.like("A100", slowed=1e5), link=Link.like("NVLink A100", slowed=1e5))
+        slow motion
 
-    with Device("2GFLOP/s", memory="5GB/s").emulate(record=True) as emulation:     in this process, without ranks
+    with Device("2GFLOP/s", memory="5GB/s").emulate(record=True) as emulation:
+        in this process, without ranks
         train(model, batches, lr)
-    emulation.operations        what each operation cost, and whether it was bound by flops or by memory
-    emulation.busy_s            seconds that the device worked; with `sleep=False` no thread waits for it
+    emulation.operations        what each operation cost, and whether it was bound by flops or by
+                                memory
+    emulation.busy_s            seconds that the device worked; with `sleep=False` no thread waits
+                                for it
 """
 
 from .device import Device

@@ -14,10 +14,12 @@ from .emulation import Emulation
 
 
 class Device:
-    """An emulated accelerator: its `rate`, such as "2GFLOP/s", and its `memory`, such as "5GB/s" or None for no limit.
+    """An emulated accelerator: its `rate`, such as "2GFLOP/s", and its `memory`, such as "5GB/s" or
+    None for no limit.
 
-    An operation takes max(flops/rate, bytes/memory) seconds; the processor does the real arithmetic meanwhile, so
-    results equal those of any run, bit for bit. Raises EmulationError for numbers that are unreadable or out of range.
+    An operation takes max(flops/rate, bytes/memory) seconds; the processor does the real arithmetic
+    meanwhile, so results equal those of any run, bit for bit. Raises EmulationError for numbers
+    that are unreadable or out of range.
     """
 
     def __init__(self, rate, memory=None):
@@ -27,13 +29,17 @@ class Device:
 
     @classmethod
     def like(cls, name: str, slowed: float = 1.0, scale: float = 1.0) -> "Device":
-        """Return the accelerator `name` of ACCELERATORS in slow motion: every operation takes `slowed` times as long.
+        """Return the accelerator `name` of ACCELERATORS in slow motion: every operation takes
+        `slowed` times as long.
 
-        With `scale` it stands for one that trains a model `scale` times larger: rate and memory shrink with the model.
-        Give `Link.like` the same two numbers, and divide measured times by `slowed` for an estimate of the real ones.
+        With `scale` it stands for one that trains a model `scale` times larger: rate and memory
+        shrink with the model. Give `Link.like` the same two numbers, and divide measured times by
+        `slowed` for an estimate of the real ones.
         """
         known = presets.find(presets.ACCELERATORS, "device", name, slowed, scale)
-        device = cls(f"{known.rate / (slowed * scale)}FLOP/s", f"{known.memory / (slowed * scale)}B/s")
+        device = cls(
+            f"{known.rate / (slowed * scale)}FLOP/s", f"{known.memory / (slowed * scale)}B/s"
+        )
         device.name, device.slowed = name, slowed
         return device
 
@@ -46,55 +52,85 @@ class Device:
         return f"Device({self})"
 
     def seconds(self, flops: float, nbytes: float) -> tuple[float, str]:
-        """Return the seconds of an operation with these flops and bytes, and what bounds it: "flops" or "memory"."""
+        """Return the seconds of an operation with these flops and bytes, and what bounds it:
+        "flops" or "memory".
+        """
         computing, moving = flops / self.rate, nbytes / self.memory if self.memory else 0.0
         return (computing, "flops") if computing >= moving else (moving, "memory")
 
     def check(self, world_size: int) -> None:
-        """Raise EmulationError if this machine cannot carry `world_size` such devices; the message says what it can."""
+        """Raise EmulationError if this machine cannot carry `world_size` such devices; the message
+        says what it can.
+        """
         if (factor := capacity.fitting(self, world_size)) > 1:
             raise EmulationError(
-                f"{world_size} emulated devices of {self} are more than this machine's processor carries; "
-                f"choose {self.slower(factor)}"
+                f"{world_size} emulated devices of {self} are more than this machine's processor"
+                f" carries; choose {self.slower(factor)}"
             )
 
     def slower(self, factor: float) -> str:
-        """Return in words what to choose instead of this device, to have it `factor` times slower."""
+        """Return in words what to choose instead of this device, to have it `factor` times
+        slower.
+        """
         if self.name:
             return f"slowed={units.two_digits(self.slowed * factor, up=True):g} or more"
-        rate, memory = (value and units.two_digits(value / factor) for value in (self.rate, self.memory))
-        return f"at most {with_unit(rate, 'FLOP/s')}" + (f" and memory of {with_unit(memory, 'B/s')}" if memory else "")
+        rate, memory = (
+            value and units.two_digits(value / factor) for value in (self.rate, self.memory)
+        )
+        return f"at most {with_unit(rate, 'FLOP/s')}" + (
+            f" and memory of {with_unit(memory, 'B/s')}" if memory else ""
+        )
 
     def over(self, link: Any) -> "Device":
-        """Return this device for a process that has several: copies between them take the time of `link`."""
+        """Return this device for a process that has several: copies between them take the time of
+        `link`.
+        """
         device = copy(self)
         device.link = link or self.link
         return device
 
     def emulate(self, link: Any = None, record: bool = False, sleep: bool = True) -> Emulation:
-        """Return a context in which this process computes on such devices; copies between them take `link`'s time."""
+        """Return a context in which this process computes on such devices; copies between them take
+        `link`'s time.
+        """
         return Emulation(self.over(link), record, sleep)
 
     def describe(self) -> dict:
-        """Return what JSON can hold: rate (FLOP/s), memory (bytes/s or None), a known device's name and slow motion."""
-        return {"rate": self.rate, "memory": self.memory, "name": self.name, "slowed": self.slowed, "text": str(self)}
+        """Return what JSON can hold: rate (FLOP/s), memory (bytes/s or None), a known device's name
+        and slow motion.
+        """
+        return {
+            "rate": self.rate,
+            "memory": self.memory,
+            "name": self.name,
+            "slowed": self.slowed,
+            "text": str(self),
+        }
 
 
 def for_ranks(device: Any, world_size: int) -> list[Device]:
-    """Return one Device for each of `world_size` ranks, from one for all or a list; raises EmulationError otherwise."""
+    """Return one Device for each of `world_size` ranks, from one for all or a list; raises
+    EmulationError otherwise.
+    """
     devices = list(device) if isinstance(device, (list, tuple)) else [device] * world_size
     wrong = [each for each in devices if not isinstance(each, Device)]
     if wrong:
-        raise EmulationError(f'{wrong[0]!r} is no Device; write Device("2GFLOP/s"), or a list with one for each rank')
+        raise EmulationError(
+            f'{wrong[0]!r} is no Device; write Device("2GFLOP/s"), or a list with one for each rank'
+        )
     if len(devices) != world_size:
-        raise EmulationError(f"{len(devices)} devices for {world_size} ranks; give one for all, or one for each")
+        raise EmulationError(
+            f"{len(devices)} devices for {world_size} ranks; give one for all, or one for each"
+        )
     max(devices, key=lambda each: each.rate).check(world_size)
     return devices
 
 
 @contextmanager
 def emulation_of(setting: dict, rank: int, link: Any = None) -> Iterator[None]:
-    """Emulate the device of `rank`, if the launch has emulated devices; rank 0 prints a warning if it was too fast."""
+    """Emulate the device of `rank`, if the launch has emulated devices; rank 0 prints a warning if
+    it was too fast.
+    """
     devices = pickle.loads(setting["emulated"])
     if devices is None:
         yield
@@ -103,8 +139,8 @@ def emulation_of(setting: dict, rank: int, link: Any = None) -> Iterator[None]:
         yield
     if rank == 0 and (factor := emulation.too_fast(len(devices))):
         print(
-            f"the emulated device of {devices[0]} was too fast for this machine: it ended {emulation.behind_s:.2g} s "
-            f"late; choose {devices[0].slower(factor)}",
+            f"the emulated device of {devices[0]} was too fast for this machine: it ended"
+            f" {emulation.behind_s:.2g} s late; choose {devices[0].slower(factor)}",
             file=sys.stderr,
         )
 

@@ -1,7 +1,9 @@
-"""What an operation costs a device: its floating-point operations, and the bytes that it reads and writes.
+"""What an operation costs a device: its floating-point operations, and the bytes that it reads and
+writes.
 
-A device takes max(flops/rate, bytes/memory bandwidth): the roofline. Source: Williams, Waterman and Patterson,
-"Roofline: an insightful visual performance model for multicore architectures", CACM 52 (2009).
+A device takes max(flops/rate, bytes/memory bandwidth): the roofline. Source: Williams, Waterman and
+Patterson, "Roofline: an insightful visual performance model for multicore architectures", CACM 52
+(2009).
 """
 
 from collections.abc import Callable, Iterator
@@ -14,26 +16,42 @@ from torch.utils.flop_counter import flop_registry
 aten = torch.ops.aten
 ATTENTION = {  # attention has names of its own on the CPU; its work is the same
     aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        aten._scaled_dot_product_flash_attention_backward
+    ),
 }
-NO_TRAFFIC = {"_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_"}
+NO_TRAFFIC = {
+    "_unsafe_view",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "set_",
+}
 
 
 def flops_formula(operation: Any) -> Callable | None:
-    """Return torch's formula for `operation`'s flops from its arguments and result `out_val`; None without one."""
+    """Return torch's formula for `operation`'s flops from its arguments and result `out_val`; None
+    without one.
+    """
     packet = operation.overloadpacket
     return flop_registry.get(ATTENTION.get(packet, packet))
 
 
 @cache
 def has_traffic(operation: Any) -> bool:
-    """Return whether `operation` reads or writes memory: views, empty tensors and collectives do not."""
+    """Return whether `operation` reads or writes memory: views, empty tensors and collectives do
+    not.
+    """
     name = operation.overloadpacket.__name__
     return operation.namespace == "aten" and not operation.is_view and name not in NO_TRAFFIC
 
 
 def tensors_in(*operands: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors among operands, and in their lists, tuples and dicts; `tree_leaves` takes twice as long."""
+    """Yield the tensors among operands, and in their lists, tuples and dicts; `tree_leaves` takes
+    twice as long.
+    """
     for operand in operands:
         if isinstance(operand, torch.Tensor):
             yield operand

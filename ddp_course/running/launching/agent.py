@@ -1,8 +1,9 @@
 """The agent: the process that owns the ranks of one launch. It is never the caller itself.
 
-The server forks the agent; the agent starts the ranks and waits for them. Each rank reports to the caller through its
-own pipes; the agent only reports each rank's exit code. When the agent dies, so do its ranks. Ranks are forked. Where a
-process with torch in it cannot safely be forked, they are new processes, and neither server nor agent loads torch.
+The server forks the agent; the agent starts the ranks and waits for them. Each rank reports to the
+caller through its own pipes; the agent only reports each rank's exit code. When the agent dies, so
+do its ranks. Ranks are forked. Where a process with torch in it cannot safely be forked, they are
+new processes, and neither server nor agent loads torch.
 """
 
 import contextlib
@@ -21,7 +22,8 @@ from .. import linux
 from .channel import FILES_PER_RANK, LOOPBACK, open_memory, send
 
 SCRIPT = str(Path(__file__).with_name("preloaded.py"))
-LONGEST_VARIABLE = 100_000  # Linux starts no program with an environment variable of much more than this many bytes
+# Linux starts no program with an environment variable of much more than this many bytes
+LONGEST_VARIABLE = 100_000
 
 
 def own_ranks(launch: socket.socket, setting: dict, log: int, shared: list) -> None:
@@ -37,45 +39,64 @@ def own_ranks(launch: socket.socket, setting: dict, log: int, shared: list) -> N
     except Exception as error:
         send(launch.fileno(), "refused", None, error)
         os._exit(1)
-    linux.die_with_parent()  # this is repeated: Linux forgets it when a process changes its credentials
+    # this is repeated: Linux forgets it when a process changes its credentials
+    linux.die_with_parent()
     wait_for(start_ranks(setting, link, master, shared, launch), launch)
     os._exit(0)
 
 
 def prepare_network(setting: dict, link: Any) -> str:
-    """Make the emulated link ready, if there is one, and return the address where the ranks find the store."""
+    """Make the emulated link ready, if there is one, and return the address where the ranks find
+    the store.
+    """
     if link is not None:
-        link.prepare(setting["world_size"])  # this precedes any thread or socket, as it may enter new namespaces
+        link.prepare(
+            setting["world_size"]
+        )  # this precedes any thread or socket, as it may enter new namespaces
         return link.network.master_address
     if setting["private"] and not setting["store"]:
         try:
-            linux.unshare_as_anyone(linux.CLONE_NEWNET)  # no process outside this namespace can reach the ranks
+            linux.unshare_as_anyone(
+                linux.CLONE_NEWNET
+            )  # no process outside this namespace can reach the ranks
             linux.raise_loopback()
         except OSError as error:
-            raise LaunchError(f"DDP_COURSE_NETWORK is private, which this system forbids ({error.strerror})") from None
+            raise LaunchError(
+                f"DDP_COURSE_NETWORK is private, which this system forbids ({error.strerror})"
+            ) from None
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         if probe.connect_ex((LOOPBACK, 9)):  # this sends nothing, and only looks for a route
-            raise LaunchError("ranks meet on 127.0.0.1, but this machine's loopback is down; run: ip link set lo up")
+            raise LaunchError(
+                "ranks meet on 127.0.0.1, but this machine's loopback is down; run: ip link set"
+                " lo up"
+            )
     return LOOPBACK
 
 
 def start_ranks(setting: dict, link: Any, master: str, shared: list, launch: socket.socket) -> dict:
     """Start the ranks; return a dict from process ids to the numbers of the ranks.
 
-    Rank 0 serves the ranks' store, on a socket that is bound here, so that two launches never clash. This process has
-    only its main thread, so that it may fork (a lock that a thread holds at a fork stays locked for ever).
+    Rank 0 serves the ranks' store, on a socket that is bound here, so that two launches never
+    clash. This process has only its main thread, so that it may fork (a lock that a thread holds at
+    a fork stays locked for ever).
     """
     listener = None if setting["store"] else socket.create_server((master, 0), backlog=1024)
     setting["store"] = setting["store"] or listener.getsockname()
     if setting["start"] == "fork":
         for name in ("ddp_course.running.launching.rank", *setting["modules"]):
             with contextlib.suppress(Exception):  # A rank that needs the module raises the error.
-                importlib.import_module(name)  # each launch reads these modules again, once for all its ranks
+                importlib.import_module(
+                    name
+                )  # each launch reads these modules again, once for all its ranks
     setting["agent"], ranks = os.getpid(), {}
     for number in setting["ranks"]:
         own = socket.recv_fds(launch, 1, FILES_PER_RANK)[1]
         files = [*shared, *own]
-        pid = os.fork() if setting["start"] == "fork" else start_anew(setting, number, link, files, listener)
+        pid = (
+            os.fork()
+            if setting["start"] == "fork"
+            else start_anew(setting, number, link, files, listener)
+        )
         if pid == 0:
             launch.close()
             be_rank(setting, number, link, files, listener)
@@ -85,8 +106,12 @@ def start_ranks(setting: dict, link: Any, master: str, shared: list, launch: soc
     return ranks
 
 
-def start_anew(setting: dict, number: int, link: Any, files: list, listener: socket.socket | None) -> int:
-    """Start one rank in a new process, which inherits its open files by their numbers; return its process id."""
+def start_anew(
+    setting: dict, number: int, link: Any, files: list, listener: socket.socket | None
+) -> int:
+    """Start one rank in a new process, which inherits its open files by their numbers; return its
+    process id.
+    """
     port = listener.fileno() if listener is not None and number == 0 else None
     for descriptor in files if port is None else [*files, port]:
         os.set_inheritable(descriptor, True)
@@ -97,13 +122,19 @@ def start_anew(setting: dict, number: int, link: Any, files: list, listener: soc
 
 
 def preloading_environment() -> dict:
-    """Return the environment for a process that loads torch; its ranks get the caller's whole environment later."""
+    """Return the environment for a process that loads torch; its ranks get the caller's whole
+    environment later.
+    """
     short = {name: value for name, value in os.environ.items() if len(value) < LONGEST_VARIABLE}
     return {**short, "TORCH_CPP_LOG_LEVEL": "ERROR", "OPENBLAS_NUM_THREADS": "1"}
 
 
-def be_rank(setting: dict, number: int, link: Any, files: list, listener: socket.socket | None) -> None:
-    """Run one rank until its last thread has ended. This never returns: gloo's threads are not torn down."""
+def be_rank(
+    setting: dict, number: int, link: Any, files: list, listener: socket.socket | None
+) -> None:
+    """Run one rank until its last thread has ended. This never returns: gloo's threads are not torn
+    down.
+    """
     from .rank import main  # This loads torch, which an agent that forks no rank must not do.
 
     code = 1
@@ -127,7 +158,9 @@ def be_new_rank(setting: dict) -> None:
 
 
 def wait_for(ranks: dict, launch: socket.socket) -> None:
-    """Tell the caller each rank's exit code as it ends; orphans of ranks become children too, and are only reaped."""
+    """Tell the caller each rank's exit code as it ends; orphans of ranks become children too, and
+    are only reaped.
+    """
     while ranks:
         pid, status = os.wait()
         if pid in ranks:

@@ -15,7 +15,9 @@ _sent: dict = {}  # this maps each name to the value that the notebook sent last
 
 
 def compile_cell(source: str, filename: str) -> tuple:
-    """Compile a cell to its statements and its last expression, which is None if there is none or ";" silences it."""
+    """Compile a cell to its statements and its last expression, which is None if there is none or
+    ";" silences it.
+    """
     tree = ast.parse(source, filename)
     last = None
     end = tree.body[-1] if tree.body else None
@@ -31,9 +33,11 @@ def used_names(source: str) -> set:
 
 
 def run_cell(source: str, filename: str, pull: list, /, **given: Any) -> dict:
-    """Run a cell on this rank with the names in `given`; print its last expression; rank 0 returns the names `pull`.
+    """Run a cell on this rank with the names in `given`; print its last expression; rank 0 returns
+    the names `pull`.
 
-    On kept ranks, names that an earlier cell has assigned keep their values; the notebook sends all other names.
+    On kept ranks, names that an earlier cell has assigned keep their values; the notebook sends all
+    other names.
     """
     statements, last = compile_cell(source, filename)
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -47,4 +51,6 @@ def run_cell(source: str, filename: str, pull: list, /, **given: Any) -> dict:
     if shown is not None:
         print(repr(shown))
     values = {name: _names[name] for name in pull if rank == 0 and name in _names}
-    return {name: v.detach().cpu() if isinstance(v, torch.Tensor) else v for name, v in values.items()}
+    return {
+        name: v.detach().cpu() if isinstance(v, torch.Tensor) else v for name, v in values.items()
+    }

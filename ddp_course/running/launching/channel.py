@@ -1,7 +1,8 @@
-"""What the processes of a launch say to each other, line by line over pipes, and the inbox where the caller reads it.
+"""What the processes of a launch say to each other, line by line over pipes, and the inbox where
+the caller reads it.
 
-A message is a line too: a pickle in hexadecimal digits. A call or a result may be long, so it is in a file without a
-name, which both sides have open.
+A message is a line too: a pickle in hexadecimal digits. A call or a result may be long, so it is in
+a file without a name, which both sides have open.
 """
 
 import os
@@ -13,7 +14,10 @@ from typing import IO, Any
 
 LOOPBACK = "127.0.0.1"
 FILES_PER_RANK = 6  # these files carry orders, messages, stdout, stderr, stacks and the answer
-CALL, LEAVE = b"c", b"l"  # CALL orders ranks to take another call, LEAVE to end, once all have answered
+CALL, LEAVE = (
+    b"c",
+    b"l",
+)  # CALL orders ranks to take another call, LEAVE to end, once all have answered
 READ_AT_MOST = 1 << 16
 LONGEST_LINE = 1 << 20  # a line of more bytes is shown in pieces of this length
 NOISE = ("[Gloo] Rank ",)  # gloo prints such lines for every new group
@@ -25,12 +29,16 @@ def send(descriptor: int, *message: Any) -> None:
 
 
 def parse(line: str) -> tuple:
-    """Return the message in a line; raises an exception, of any type, if the line holds no message."""
+    """Return the message in a line; raises an exception, of any type, if the line holds no
+    message.
+    """
     return pickle.loads(bytes.fromhex(line))
 
 
 def open_memory(name: str, content: bytes = b"") -> IO[bytes]:
-    """Open a new file that no folder lists, in memory where the system can do that: a full disk is no obstacle then."""
+    """Open a new file that no folder lists, in memory where the system can do that: a full disk is
+    no obstacle then.
+    """
     in_memory = hasattr(os, "memfd_create")
     file = open(os.memfd_create(name), "w+b") if in_memory else tempfile.TemporaryFile()  # noqa: SIM115
     file.write(content)
@@ -39,13 +47,17 @@ def open_memory(name: str, content: bytes = b"") -> IO[bytes]:
 
 
 class Lines:
-    """Cuts the bytes from a pipe into whole lines; at the pipe's end it shows the rest, and calls `at_end`."""
+    """Cuts the bytes from a pipe into whole lines; at the pipe's end it shows the rest, and calls
+    `at_end`.
+    """
 
     def __init__(self, show: Callable, at_end: Callable = lambda: None):
         self.show, self.at_end, self.rest = show, at_end, b""
 
     def __call__(self, piece: bytes) -> None:
-        """Show the lines that `piece` completes; of a progress bar, show the text after its last carriage return."""
+        """Show the lines that `piece` completes; of a progress bar, show the text after its last
+        carriage return.
+        """
         *lines, self.rest = (self.rest + piece).split(b"\n")
         if len(self.rest) > LONGEST_LINE or (self.rest and not piece):
             lines, self.rest = [*lines, self.rest], b""
@@ -58,7 +70,9 @@ class Lines:
 
 
 class Inbox:
-    """The pipes that the processes of a launch write to; each pipe has a function that gets its lines."""
+    """The pipes that the processes of a launch write to; each pipe has a function that gets its
+    lines.
+    """
 
     def __init__(self):
         self.selector = selectors.DefaultSelector()
@@ -74,7 +88,9 @@ class Inbox:
         return writing
 
     def read(self, seconds: float) -> bool:
-        """Pass on what has arrived, after at most `seconds` of waiting; return False if nothing came."""
+        """Pass on what has arrived, after at most `seconds` of waiting; return False if nothing
+        came.
+        """
         ready = self.selector.select(seconds)
         for key, _ in ready:
             try:

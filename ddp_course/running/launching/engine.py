@@ -1,8 +1,10 @@
-"""A host's part of a launch over several machines: what the head calls in the ipyparallel engine of that host.
+"""A host's part of a launch over several machines: what the head calls in the ipyparallel engine of
+that host.
 
-`survey` says who the host is, `begin` starts its ranks, `news` returns the events of the ranks since the last request.
-A thread reads from the ranks, so that the engine can serve several launches at once. When requests for `news` stop, the
-head or the network to it is lost, and the engine ends the ranks.
+`survey` says who the host is, `begin` starts its ranks, `news` returns the events of the ranks
+since the last request. A thread reads from the ranks, so that the engine can serve several launches
+at once. When requests for `news` stop, the head or the network to it is lost, and the engine ends
+the ranks.
 """
 
 import os
@@ -30,7 +32,9 @@ _parts: dict = {}  # this maps a launch's number to this host's part of the laun
 
 
 def survey(head: str) -> tuple:
-    """Return this host's name, its card on the network where `head` (an address) is, and its `versions`."""
+    """Return this host's name, its card on the network where `head` (an address) is, and its
+    `versions`.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as towards:
         towards.connect((head, 9))  # this sends nothing, and only chooses a route
         address = towards.getsockname()[0]
@@ -40,26 +44,43 @@ def survey(head: str) -> tuple:
 
 
 def versions() -> dict:
-    """Return the versions that must be the same on all hosts: those of Python, torch, and this package."""
-    return {"Python": platform.python_version(), "torch": torch.__version__, "ddp_course": version("ddp-course")}
+    """Return the versions that must be the same on all hosts: those of Python, torch, and this
+    package.
+    """
+    return {
+        "Python": platform.python_version(),
+        "torch": torch.__version__,
+        "ddp_course": version("ddp-course"),
+    }
 
 
 def backend(count: int, device: str) -> str:
-    """Return the backend that `count` ranks would use on this host; raises ValueError if it cannot hold them."""
+    """Return the backend that `count` ranks would use on this host; raises ValueError if it cannot
+    hold them.
+    """
     return describe_launch(count, device, 1.0, None, False)["backend"]
 
 
 def begin(number: int, request: dict, packed: bytes, ranks: list, card: str) -> None:
-    """Start this host's ranks of launch `number`; raises ValueError if this host cannot hold them."""
+    """Start this host's ranks of launch `number`; raises ValueError if this host cannot hold
+    them.
+    """
     os.environ.pop("IPP_CONNECTION_INFO", None)  # the ranks do not need the engine's key
-    setting = describe_launch(len(ranks), request["device"], request["timeout"], None, request["progress"], len(packed))
+    setting = describe_launch(
+        len(ranks), request["device"], request["timeout"], None, request["progress"], len(packed)
+    )
     setting["environ"]["GLOO_SOCKET_IFNAME"] = card
-    setting |= {"ranks": ranks, **{name: request[name] for name in ("world_size", "store", "backend")}}
+    setting |= {
+        "ranks": ranks,
+        **{name: request[name] for name in ("world_size", "store", "backend")},
+    }
     _parts[number] = Part(setting, packed)
 
 
 def news(number: int) -> bytes:
-    """Return the events of a launch's ranks since the last request, pickled; wait a moment for the first."""
+    """Return the events of a launch's ranks since the last request, pickled; wait a moment for the
+    first.
+    """
     part = _parts[number]
     events = part.news()
     if events and events[-1][0] == "over":
@@ -79,7 +100,9 @@ def end(number: int) -> None:
 
 
 class Part:
-    """The ranks of one launch that run on this host, and their events that the head has not asked for yet."""
+    """The ranks of one launch that run on this host, and their events that the head has not asked
+    for yet.
+    """
 
     def __init__(self, setting: dict, packed: bytes):
         self.ranks, self.events = LocalRanks(setting), SimpleQueue()
@@ -100,8 +123,12 @@ class Part:
         return events
 
     def watch(self) -> None:
-        """Read from the ranks, in a thread, until they are gone, or the head has ended this launch or is lost."""
-        while not (self.ranks.gone or self.ending or time.monotonic() > self.asked_at + LEASE_SECONDS):
+        """Read from the ranks, in a thread, until they are gone, or the head has ended this launch
+        or is lost.
+        """
+        while not (
+            self.ranks.gone or self.ending or time.monotonic() > self.asked_at + LEASE_SECONDS
+        ):
             self.ranks.step(TICK_SECONDS)
         self.ranks.close()
         self.events.put(("over", self.ranks.cut_off, self.ranks.explain()))

@@ -1,10 +1,11 @@
-"""`launch(fn, hosts=…)`: one launch over several machines, each with an ipyparallel engine that has joined.
+"""`launch(fn, hosts=…)`: one launch over several machines, each with an ipyparallel engine that has
+joined.
 
     caller (head) ── ipyparallel, CurveZMQ ── engine on host a ── ranks 0 … 3, as in a launch there
                                           └── engine on host b ── ranks 4 … 7
 
-The head packs the call once, tells every engine its ranks and the store's address, and then keeps asking for news.
-Gradients go from host to host through torch.distributed alone.
+The head packs the call once, tells every engine its ranks and the store's address, and then keeps
+asking for news. Gradients go from host to host through torch.distributed alone.
 """
 
 import json
@@ -32,29 +33,54 @@ HOSTS_BEFORE = "hosts.json"  # this file, beside the keys, has the names of host
 
 
 def run_on_hosts(
-    hosts: str | list, payload: IO[bytes], world_size: int, device: Any, timeout: float, link: Any,
-    progress: bool | int, show: Callable,
-) -> list:  # fmt: skip
-    """Run a packed call on ranks of several hosts; return results in rank order, or raise an error naming the host."""
+    hosts: str | list,
+    payload: IO[bytes],
+    world_size: int,
+    device: Any,
+    timeout: float,
+    link: Any,
+    progress: bool | int,
+    show: Callable,
+) -> list:
+    """Run a packed call on ranks of several hosts; return results in rank order, or raise an error
+    naming the host.
+    """
     if link is not None:
-        raise ValueError("between real hosts links are not emulated; launch without link, or without hosts")
+        raise ValueError(
+            "between real hosts links are not emulated; launch without link, or without hosts"
+        )
     with connect() as client:
         members = members_of(client, hosts)[:world_size]
-        request = {"world_size": world_size, "device": device, "timeout": timeout, "progress": progress}
-        return Launch(RanksOnHosts(members, request), world_size, timeout, progress, show).run(payload).outcome()
+        request = {
+            "world_size": world_size,
+            "device": device,
+            "timeout": timeout,
+            "progress": progress,
+        }
+        return (
+            Launch(RanksOnHosts(members, request), world_size, timeout, progress, show)
+            .run(payload)
+            .outcome()
+        )
 
 
 def connect() -> Any:
     """Return a client of the controller that `ddp-course hosts start` has started."""
     file = connection_folder() / "ipcontroller-client.json"
     if not file.is_file():
-        raise LaunchError(f"no hosts have been brought together ({file} is missing); run: ddp-course hosts start")
-    from ipyparallel import Client  # the extra ddp-course[hosts] installs it; no host starts without that extra
+        raise LaunchError(
+            f"no hosts have been brought together ({file} is missing); run: ddp-course hosts start"
+        )
+    from ipyparallel import (
+        Client,
+    )  # the extra ddp-course[hosts] installs it; no host starts without that extra
 
     try:
         return Client(str(file), timeout=5)
     except Exception as error:  # the error may be an OSError or ipyparallel's TimeoutError
-        raise LaunchError(f"the controller of {file} does not answer; run: ddp-course hosts start\n{error}") from None
+        raise LaunchError(
+            f"the controller of {file} does not answer; run: ddp-course hosts start\n{error}"
+        ) from None
 
 
 def members_of(client: Any, hosts: str | list) -> list:
@@ -67,17 +93,23 @@ def members_of(client: Any, hosts: str | list) -> list:
     expected = hosts_before() if hosts == "all" else set(hosts)
     joined = survey(client)
     names = {host.name for host in joined}
-    replace_file(connection_folder() / HOSTS_BEFORE, json.dumps(sorted(names | hosts_before())).encode())
+    replace_file(
+        connection_folder() / HOSTS_BEFORE, json.dumps(sorted(names | hosts_before())).encode()
+    )
     if not names or expected - names:
         missing = ", ".join(sorted(expected - names)) or "all"
         here = f"here are {', '.join(sorted(names))}" if names else "none has joined"
         without = f"; or launch without: hosts={sorted(names)}" if names and hosts == "all" else ""
-        raise LaunchError(f"missing: {missing}; {here}. On each host: ddp-course hosts join FILE{without}")
+        raise LaunchError(
+            f"missing: {missing}; {here}. On each host: ddp-course hosts join FILE{without}"
+        )
     chosen = joined if hosts == "all" else [host for host in joined if host.name in hosts]
     for host in chosen:
         for name, value in engine.versions().items():
             if (theirs := host.versions[name]) != value:
-                raise LaunchError(f"{host.name} has {name} {theirs}, this machine {value}; install the same")
+                raise LaunchError(
+                    f"{host.name} has {name} {theirs}, this machine {value}; install the same"
+                )
     return chosen
 
 
@@ -88,7 +120,9 @@ def hosts_before() -> set:
 
 
 def survey(client: Any) -> list:
-    """Return all hosts whose engines answer, sorted by name, as engines are numbered in the order of joining."""
+    """Return all hosts whose engines answer, sorted by name, as engines are numbered in the order
+    of joining.
+    """
     views = [client[number] for number in sorted(client.ids)]
     replies = [view.apply_async(engine.survey, head_address()) for view in views]
     hosts = []
@@ -105,7 +139,9 @@ def head_address() -> str:
 
 @dataclass(eq=False)
 class Host:
-    """A host: ipyparallel's view of its engine, the engine's `survey`, its ranks, and the reply with their news."""
+    """A host: ipyparallel's view of its engine, the engine's `survey`, its ranks, and the reply
+    with their news.
+    """
 
     view: Any
     name: str
@@ -121,7 +157,9 @@ class Host:
 
 
 class RanksOnHosts(Ranks):
-    """The ranks of a launch over several hosts, whose engines are asked for the ranks' events again and again."""
+    """The ranks of a launch over several hosts, whose engines are asked for the ranks' events again
+    and again.
+    """
 
     def __init__(self, hosts: list, request: dict):
         self.hosts, self.request, self.number = hosts, request, secrets.randbits(64)
@@ -132,7 +170,9 @@ class RanksOnHosts(Ranks):
         self.store: Any = None
 
     def gather(self, replies: list) -> list:
-        """Return the answers of all hosts, in their order; raises LaunchError if one of the answers is an exception."""
+        """Return the answers of all hosts, in their order; raises LaunchError if one of the answers
+        is an exception.
+        """
         answers = []
         for host, reply in zip(self.hosts, replies, strict=True):
             try:
@@ -145,7 +185,9 @@ class RanksOnHosts(Ranks):
     def start(self, payload: IO[bytes]) -> None:
         """Open the store here, and start the ranks on all hosts."""
         packed, device = payload.read(), self.request["device"]
-        replies = [host.view.apply_async(engine.backend, len(host.ranks), device) for host in self.hosts]
+        replies = [
+            host.view.apply_async(engine.backend, len(host.ranks), device) for host in self.hosts
+        ]
         backends = set(self.gather(replies))
         self.store = serve_store_on(socket.create_server((head_address(), 0), backlog=1024))
         self.request |= {
@@ -158,9 +200,14 @@ class RanksOnHosts(Ranks):
             host.ask_for_news(self.number)
 
     def step(self, seconds: float) -> bool:
-        """Pass on what engines answer within `seconds`, and ask them again; return False if nothing came."""
+        """Pass on what engines answer within `seconds`, and ask them again; return False if nothing
+        came.
+        """
         deadline = time.monotonic() + seconds
-        while not (came := any([self.take(host) for host in self.left.copy()])) and time.monotonic() < deadline:
+        while (
+            not (came := any([self.take(host) for host in self.left.copy()]))
+            and time.monotonic() < deadline
+        ):
             time.sleep(POLL_SECONDS)
         return came
 
@@ -186,7 +233,9 @@ class RanksOnHosts(Ranks):
         return bool(events)
 
     def leave(self, host: Host, reason: str) -> None:
-        """Note that no process of this launch is left on a host; `reason` says why, if that was too soon."""
+        """Note that no process of this launch is left on a host; `reason` says why, if that was too
+        soon.
+        """
         self.left.remove(host)
         self.gone |= not self.left or bool(reason)
         if reason:
@@ -199,7 +248,9 @@ class RanksOnHosts(Ranks):
 
     def look(self, pids: dict) -> tuple[dict, dict, dict]:
         statuses, dumps, calls = {}, {}, {}
-        replies = [host.view.apply_async(engine.call, self.number, "look", pids) for host in self.left]
+        replies = [
+            host.view.apply_async(engine.call, self.number, "look", pids) for host in self.left
+        ]
         for reply in replies:
             with suppress(Exception):  # the engine died: nothing is known of its ranks
                 own_statuses, own_dumps, own_calls = reply.get(timeout=SILENCE_SECONDS)

@@ -1,6 +1,7 @@
 """`launch`: call a function on K ranks, get back one result for each.
 
-The request is checked and the call packed here; `local` or `hosts` starts the ranks, and `launched` watches them.
+The request is checked and the call packed here; `local` or `hosts` starts the ranks, and `launched`
+watches them.
 """
 
 import inspect
@@ -24,16 +25,25 @@ LONGEST_TIMEOUT = 1e7  # no launch may take more seconds
 
 
 def launch(
-    fn: Callable, *args: Any, world_size: int | None = None, device: Any = "auto", timeout: float = 300.0,
-    link: Any = None, progress: bool | int = False, hosts: str | list | None = None, **kwargs: Any,
-) -> list:  # fmt: skip
-    """Call `fn(*args, **kwargs)` on `world_size` (4) ranks with the process group up; return the results in rank order.
+    fn: Callable,
+    *args: Any,
+    world_size: int | None = None,
+    device: Any = "auto",
+    timeout: float = 300.0,
+    link: Any = None,
+    progress: bool | int = False,
+    hosts: str | list | None = None,
+    **kwargs: Any,
+) -> list:
+    """Call `fn(*args, **kwargs)` on `world_size` (4) ranks with the process group up; return the
+    results in rank order.
 
-    `fn` may be defined in a cell. `device`: "auto", "cpu", "cuda" or one GPU; or an emulated accelerator
-    (`ddp_course.Device`) for each rank, or a list of them, in rank order. `timeout`: seconds for the whole launch.
-    `link`: an emulated link between the ranks (`ddp_course.Link`). `hosts`: other machines that have joined
-    (`ddp-course hosts`): "all", or a list of names; ranks go there in blocks. Raises RankError when a rank fails,
-    LaunchTimeout when time runs out, LaunchError when the ranks are ended from outside, ValueError for bad input.
+    `fn` may be defined in a cell. `device`: "auto", "cpu", "cuda" or one GPU; or an emulated
+    accelerator (`ddp_course.Device`) for each rank, or a list of them, in rank order. `timeout`:
+    seconds for the whole launch. `link`: an emulated link between the ranks (`ddp_course.Link`).
+    `hosts`: other machines that have joined (`ddp-course hosts`): "all", or a list of names; ranks
+    go there in blocks. Raises RankError when a rank fails, LaunchTimeout when time runs out,
+    LaunchError when the ranks are ended from outside, ValueError for bad input.
     """
     try:
         if world_size is None:
@@ -48,7 +58,9 @@ def launch(
 
 
 def check_arguments(fn: Any, args: tuple, kwargs: dict) -> None:
-    """Tell the caller if an argument looks like a world size; raises TypeError if the function does not take it."""
+    """Tell the caller if an argument looks like a world size; raises TypeError if the function does
+    not take it.
+    """
     if len(args) != 1 or type(args[0]) is not int or not callable(fn):
         return
     name, meant = getattr(fn, "__name__", "fn"), f"for {args[0]} ranks write world_size={args[0]}"
@@ -64,60 +76,89 @@ def check_arguments(fn: Any, args: tuple, kwargs: dict) -> None:
 
 
 def plain(error: Any) -> BaseException:
-    """Return an error without our own frames, which would bury its message; notebooks show the message alone."""
+    """Return an error without our own frames, which would bury its message; notebooks show the
+    message alone.
+    """
     name = type(error).__name__
     error._render_traceback_ = partial(list, [f"{name}: {error}" if str(error) else name])
     return error.with_traceback(None)
 
 
 def run_ranks(
-    payload: IO[bytes], world_size: int, device: Any = "cpu", timeout: float = 300.0, link: Any = None,
-    progress: bool | int = False, show: Callable = show_line, hosts: str | list | None = None,
-) -> list:  # fmt: skip
-    """Run a packed call on all ranks, after `check_request`; `show(bar, rank, stream, text)` gets each printed line."""
+    payload: IO[bytes],
+    world_size: int,
+    device: Any = "cpu",
+    timeout: float = 300.0,
+    link: Any = None,
+    progress: bool | int = False,
+    show: Callable = show_line,
+    hosts: str | list | None = None,
+) -> list:
+    """Run a packed call on all ranks, after `check_request`; `show(bar, rank, stream, text)` gets
+    each printed line.
+    """
     with payload:
         if hosts is not None:
             from .hosts import run_on_hosts  # a launch on one machine does not need this module
 
             return run_on_hosts(hosts, payload, world_size, device, timeout, link, progress, show)
-        setting = describe_launch(world_size, device, timeout, link, progress, os.fstat(payload.fileno()).st_size)
+        setting = describe_launch(
+            world_size, device, timeout, link, progress, os.fstat(payload.fileno()).st_size
+        )
         launched = Launch(LocalRanks(setting), world_size, timeout, progress, show).run(payload)
-        if not launched.ranks.agent and launched.ranks.explain():  # the server was just ending, so a new server tries
+        if (
+            not launched.ranks.agent and launched.ranks.explain()
+        ):  # the server was just ending, so a new server tries
             launched = Launch(LocalRanks(setting), world_size, timeout, progress, show).run(payload)
         return launched.outcome()
 
 
 def check_request(world_size: Any, device: Any, timeout: Any, link: Any) -> int:
-    """Return the world size as an int; raises ValueError, with what was expected, for arguments of the wrong kind."""
+    """Return the world size as an int; raises ValueError, with what was expected, for arguments of
+    the wrong kind.
+    """
     if sys.platform == "win32":
         raise LaunchError("on Windows ranks need WSL 2, which is Linux: docs/TROUBLESHOOTING.md")
     try:
         number = operator.index(world_size)
     except TypeError:
-        raise ValueError(f"world size is {world_size!r}; it must be a whole number, such as 4") from None
+        raise ValueError(
+            f"world size is {world_size!r}; it must be a whole number, such as 4"
+        ) from None
     if number < 1:
         raise ValueError(f"world size is {number}; it must be 1 or more")
     if not isinstance(timeout, (int, float)) or not 0 < timeout <= LONGEST_TIMEOUT:
         raise ValueError(
-            f"timeout is {timeout!r}; it must be a positive number of seconds, at most {LONGEST_TIMEOUT:g}"
+            f"timeout is {timeout!r}; it must be a positive number of seconds, at most"
+            f" {LONGEST_TIMEOUT:g}"
         )
     for name, value in (("link", link), ("device", device)):
         if isinstance(value, type):
-            raise ValueError(f"{name} is the class {value.__name__}; it must be one made of it: {value.__name__}(…)")
+            raise ValueError(
+                f"{name} is the class {value.__name__}; it must be one made of it:"
+                f" {value.__name__}(…)"
+            )
     if link is not None and not hasattr(link, "prepare"):
-        raise ValueError(f"link is {link!r}; it must be a Link, such as Link(bandwidth={str(link)!r}), or None")
+        raise ValueError(
+            f"link is {link!r}; it must be a Link, such as Link(bandwidth={str(link)!r}), or None"
+        )
     return number
 
 
 def pack_call(fn: Callable, args: tuple, kwargs: dict) -> IO[bytes]:
-    """Return a file without a name with the pickled call and the sources of all cells; ranks map the file uncopied."""
+    """Return a file without a name with the pickled call and the sources of all cells; ranks map
+    the file uncopied.
+    """
     sources = {
         name: "".join(entry[2])
         for name, entry in list(linecache.cache.items())
         if len(entry) == 4 and not os.path.exists(name)
     }
     if not callable(fn):
-        raise TypeError(f"launch takes the function itself, as in launch(train, …), not what it returned: {fn!r:.100}")
+        raise TypeError(
+            "launch takes the function itself, as in launch(train, …), not what it returned:"
+            f" {fn!r:.100}"
+        )
     try:
         packed = pickling.dumps((sources, fn, args, kwargs), protocol=5)
     except Exception as error:

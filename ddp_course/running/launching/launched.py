@@ -1,6 +1,8 @@
-"""One launch as its caller sees it: what the ranks say arrives, and in the end there are results or an error.
+"""One launch as its caller sees it: what the ranks say arrives, and in the end there are results or
+an error.
 
-This is the same for ranks of every kind: `local` has those on this machine, `hosts` those on several.
+This is the same for ranks of every kind: `local` has those on this machine, `hosts` those on
+several.
 """
 
 import pickle
@@ -14,14 +16,22 @@ from . import stacks
 from .channel import LEAVE
 from .progress import Bar
 
-STARTING_SECONDS = 60.0  # torch may be imported from a cold disk; the launch's own time starts after that
-GRACE_SECONDS = 0.25  # after a failure other ranks have this long to report theirs; the earliest is named first
+STARTING_SECONDS = (
+    60.0  # torch may be imported from a cold disk; the launch's own time starts after that
+)
+GRACE_SECONDS = (
+    0.25  # after a failure other ranks have this long to report theirs; the earliest is named first
+)
 KEPT_GRACE_SECONDS = 2.0  # kept ranks have longer: if all of them fail, they need not end
-EXIT_CODE_SECONDS = 1.5  # after a connection is lost, the system has this long to say which rank died, and how
-ENDING_SECONDS = 5.0  # all processes have this long to end after the last result, or after the order to end
+EXIT_CODE_SECONDS = (
+    1.5  # after a connection is lost, the system has this long to say which rank died, and how
+)
+ENDING_SECONDS = (
+    5.0  # all processes have this long to end after the last result, or after the order to end
+)
 UNCONNECTED = (
-    "launch: no collective ran, so these are {} models that know nothing of each other, and they differ now. "
-    "To train one together, wrap the model or average the gradients.\n"
+    "launch: no collective ran, so these are {} models that know nothing of each other, and they"
+    " differ now. To train one together, wrap the model or average the gradients.\n"
 )
 SIGNAL_HINTS = {
     "SIGKILL": " (from outside, or by the system: then probably because memory ran out)",
@@ -31,22 +41,30 @@ SIGNAL_HINTS = {
 
 
 def show_line(bar: Bar, rank: int | str, stream: str, text: str) -> None:
-    """Print one line of `rank` (its number, or its number and host) on the caller's own "stdout" or "stderr"."""
+    """Print one line of `rank` (its number, or its number and host) on the caller's own "stdout" or
+    "stderr".
+    """
     bar.print(f"[rank {rank}] {text}\n", stream)
 
 
 class Ranks:
-    """The processes of one launch, as `Launch` uses them; `local` and `hosts` implement these methods:
+    """The processes of one launch, as `Launch` uses them; `local` and `hosts` implement these
+    methods:
 
     start(payload)      start the ranks; `payload` is an open file with the packed call
     step(seconds)       pass on what arrives within `seconds`; return False if nothing came
-    order(word)         tell all ranks that there is another call, or, once all have answered, that they may leave
-    look(pids)          return what the ranks do, by rank: states of processes, stacks, last collectives
-    close()             end the processes, wait until they have ended, read their last lines, and close all files
-    explain()           return why the ranks have ended, as far as that is known: "" or lines of text
+    order(word)         tell all ranks that there is another call, or, once all have answered, that
+                        they may leave
+    look(pids)          return what the ranks do, by rank: states of processes, stacks, last
+                        collectives
+    close()             end the processes, wait until they have ended, read their last lines, and
+                        close all files
+    explain()           return why the ranks have ended, as far as that is known: "" or lines of
+                        text
 
-    Messages of ranks become events, `hear(kind, rank, value)`: "started" (a process id), "steps" (their number),
-    "answer" (packed), "stdout" and "stderr" (a line), "exited" (a code, and the last words), "refused" (an exception).
+    Messages of ranks become events, `hear(kind, rank, value)`: "started" (a process id), "steps"
+    (their number), "answer" (packed), "stdout" and "stderr" (a line), "exited" (a code, and the
+    last words), "refused" (an exception).
     """
 
     hear: Callable
@@ -66,11 +84,15 @@ class Ranks:
 
 
 class Launch:
-    """One launch, which is started, watched until it is decided, closed, and then asked for its outcome."""
+    """One launch, which is started, watched until it is decided, closed, and then asked for its
+    outcome.
+    """
 
     keeps = False  # this is True if the ranks stay for another call
 
-    def __init__(self, ranks: Any, world_size: int, timeout: float, progress: bool | int, show: Callable):
+    def __init__(
+        self, ranks: Any, world_size: int, timeout: float, progress: bool | int, show: Callable
+    ):
         self.ranks, self.world_size, self.timeout, self.show = ranks, world_size, timeout, show
         self.bar = Bar(None if progress is True else progress)
         self.closing = False
@@ -78,7 +100,8 @@ class Launch:
         self.results: dict = {}
         self.failures: dict = {}
         self.died = False  # this becomes True when a rank's process ends in mid-launch
-        self.models: dict = {}  # this maps a rank to the sum of the model it trained without any message, or None
+        # this maps a rank to the sum of the model it trained without any message, or None
+        self.models: dict = {}
         self.timed_out: LaunchTimeout | None = None
         self.refusal: Exception | None = None
         ranks.hear = self.hear
@@ -93,7 +116,9 @@ class Launch:
         return self
 
     def watch(self) -> None:
-        """Read until all results are in, or a rank has failed, or the ranks are gone, or time is up."""
+        """Read until all results are in, or a rank has failed, or the ranks are gone, or time is
+        up.
+        """
         read_for = self.ranks.read_for
         read_for(STARTING_SECONDS + self.timeout, lambda: self.pids or self.is_decided())
         read_for(self.timeout, self.is_decided)
@@ -142,11 +167,15 @@ class Launch:
             self.failures[rank] = Failure(rank=rank, host=host, **value)
 
     def exited(self, rank: int, code: int, words: str) -> None:
-        """Note the exit code and the last words of a rank's process; if the rank never started, the words say why."""
+        """Note the exit code and the last words of a rank's process; if the rank never started, the
+        words say why.
+        """
         if not self.closing and (code or self.keeps or rank not in self.results):
             self.died = True
             kind, how = how_it_ended(code)
-            failure = Failure(rank, kind, how, words, time.monotonic(), host=self.ranks.host_of(rank))
+            failure = Failure(
+                rank, kind, how, words, time.monotonic(), host=self.ranks.host_of(rank)
+            )
             self.failures.setdefault(rank, failure)
             if code > 0 and rank not in self.pids:
                 self.refusal = LaunchError(f"the ranks could not be started\n{words}".strip())
@@ -162,7 +191,9 @@ class Launch:
         return len(self.failures.keys() | self.results.keys()) == self.world_size
 
     def cause_is_known(self) -> bool:
-        """Return whether some rank has failed by itself, and has not only lost its connection to a rank that did."""
+        """Return whether some rank has failed by itself, and has not only lost its connection to a
+        rank that did.
+        """
         return any(not failure.consequence for failure in self.failures.values())
 
     def close(self) -> None:
@@ -178,11 +209,15 @@ class Launch:
         if error := self.refusal or self.timed_out:
             raise error
         if self.failures and (self.cause_is_known() or not self.ranks.cut_off):
-            failures = sorted(self.failures.values(), key=lambda failure: (failure.consequence, failure.time))
+            failures = sorted(
+                self.failures.values(), key=lambda failure: (failure.consequence, failure.time)
+            )
             raise RankError(failures, self.world_size)
         if self.failures or not self.has_all_results():
             reason = self.ranks.explain()
-            raise LaunchError(f"the ranks were ended from outside, launch again{': ' if reason else ''}{reason}")
+            raise LaunchError(
+                f"the ranks were ended from outside, launch again{': ' if reason else ''}{reason}"
+            )
         if None not in self.models.values() and len(set(self.models.values())) > 1:
             self.bar.print(UNCONNECTED.format(self.world_size), "stderr")
         return [self.results[rank] for rank in range(self.world_size)]

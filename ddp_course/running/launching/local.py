@@ -2,9 +2,10 @@
 
     caller ── server ── agent (one per launch) ── rank 0 … rank K-1
 
-Through one socket the agent gets open files: those in memory, which hold the setting, a log, the call and the flight
-recorder, and for each rank the far ends of the pipes for its orders, messages and prints, and files for its stacks and
-its answer. The caller reads all pipes in one loop, without threads or signal handlers on which a cell could hang.
+Through one socket the agent gets open files: those in memory, which hold the setting, a log, the
+call and the flight recorder, and for each rank the far ends of the pipes for its orders, messages
+and prints, and files for its stacks and its answer. The caller reads all pipes in one loop, without
+threads or signal handlers on which a cell could hang.
 """
 
 import atexit
@@ -32,11 +33,16 @@ from .setting import start_method
 MARK = "DDP_COURSE_LAUNCH"  # this environment variable marks all programs that ranks start
 STACK_SECONDS = 1.0  # when time has run out, ranks have this long to write their stacks
 LONGEST_TEXT = 1 << 18  # no more bytes of a rank's stacks, or of a log, are shown
-NEEDED_TOO = ("torch._dynamo", "pytest")  # ranks need these as well if the caller has loaded them, and they load slowly
+NEEDED_TOO = (
+    "torch._dynamo",
+    "pytest",
+)  # ranks need these as well if the caller has loaded them, and they load slowly
 
 
 class Server:
-    """The caller's launch server: a process that forks an agent whenever it is asked to, over `control`."""
+    """The caller's launch server: a process that forks an agent whenever it is asked to, over
+    `control`.
+    """
 
     def __init__(self):
         self.control, theirs = socket.socketpair()
@@ -46,17 +52,24 @@ class Server:
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, SCRIPT, start_method(), *needed],
-                stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=self.complaints, start_new_session=True,
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=self.complaints,
+                start_new_session=True,
                 env=preloading_environment(),
-            )  # fmt: skip
+            )
 
     def usable(self) -> bool:
-        """Return whether the server runs, is not stopped by a signal, and was started by this process."""
+        """Return whether the server runs, is not stopped by a signal, and was started by this
+        process.
+        """
         alive = self.owner == os.getpid() and self.process.poll() is None
         return alive and stacks.status_of(self.process.pid) != stacks.STATUS["T"]
 
     def how_it_ended(self, patience: float) -> str:
-        """Return in words how the server ended, with its standard error; "" if it runs on for `patience` seconds."""
+        """Return in words how the server ended, with its standard error; "" if it runs on for
+        `patience` seconds.
+        """
         try:
             code = self.process.wait(patience)
         except subprocess.TimeoutExpired:
@@ -65,7 +78,9 @@ class Server:
         return f"the launch server {ending(code)}\n{log}"
 
     def close(self) -> None:
-        """End the server, and with it all running launches, unless a process that forked this one started it."""
+        """End the server, and with it all running launches, unless a process that forked this one
+        started it.
+        """
         self.control.close()
         if self.owner == os.getpid():
             self.process.kill()
@@ -85,11 +100,15 @@ def use_server(server: Server | None) -> None:
 
 
 def ask_for_agent(launch: socket.socket) -> Server:
-    """Have the server fork an agent, which talks over this socket; start a server if none is usable."""
+    """Have the server fork an agent, which talks over this socket; start a server if none is
+    usable.
+    """
     with _lock:
         if not (servers and servers[0].usable()):
             use_server(Server())
-        with suppress(BrokenPipeError, ConnectionResetError):  # the server is dying: the launch tries again
+        with suppress(
+            BrokenPipeError, ConnectionResetError
+        ):  # the server is dying: the launch tries again
             socket.send_fds(servers[0].control, [b"L"], [launch.fileno()])
         return servers[0]
 
@@ -106,7 +125,9 @@ class LocalRanks(Ranks):
         self.inbox, self.ending = Inbox(), False
         self.step = self.inbox.read
         self.server: Server | None = None
-        self.agent: int | None = None  # this process id is also the number of the agent's process group
+        self.agent: int | None = (
+            None  # this process id is also the number of the agent's process group
+        )
         self.agent_end = ""  # this says how the agent ended, if it ended too soon
         self.files = ExitStack()  # the stack closes all open files but the inbox's
         self.log, self.recorder = self.open_file(), self.open_file()
@@ -126,14 +147,18 @@ class LocalRanks(Ranks):
         with theirs:
             self.server = ask_for_agent(theirs)
         files = [self.open_file(pickle.dumps(self.setting)), self.log, payload, self.recorder]
-        with suppress(BrokenPipeError, ConnectionResetError):  # The agent has died: its socket's end is read next.
+        with suppress(
+            BrokenPipeError, ConnectionResetError
+        ):  # The agent has died: its socket's end is read next.
             socket.send_fds(connection, [b"f"], [file.fileno() for file in files])
             for rank in self.ranks:
                 socket.send_fds(connection, [b"f"], self.open_for(rank))
         self.inbox.add(connection.detach(), Lines(self.from_agent, self.all_gone))
 
     def open_for(self, rank: int) -> list:
-        """Return a rank's open files; far ends of pipes stay open here too, as macOS loses those closed in transit."""
+        """Return a rank's open files; far ends of pipes stay open here too, as macOS loses those
+        closed in transit.
+        """
         orders, writing = os.pipe()
         self.orders.append(writing)
         prints = [partial(self.hear, stream, rank) for stream in ("stdout", "stderr")]
@@ -143,19 +168,25 @@ class LocalRanks(Ranks):
         return [*ends, self.stacks[rank].fileno(), self.answers[rank].fileno()]
 
     def from_agent(self, line: str) -> None:
-        """Note that the agent runs, or could not set up the link, or how a rank ended, or how the agent ended."""
+        """Note that the agent runs, or could not set up the link, or how a rank ended, or how the
+        agent ended.
+        """
         kind, rank, value = parse(line)
         if kind == "agent":
             self.agent = value
         elif kind == "agent exited":
             self.agent_end = f"their agent {ending(value)}\n"
         elif kind == "exited":
-            self.hear(kind, rank, (value, stacks.shown(text_in(self.stacks[rank])) or text_in(self.log)))
+            self.hear(
+                kind, rank, (value, stacks.shown(text_in(self.stacks[rank])) or text_in(self.log))
+            )
         else:
             self.hear(kind, rank, value)
 
     def from_rank(self, rank: int, line: str) -> None:
-        """Pass on a message of a rank, with its answer if there is one; an unreadable message is an empty answer."""
+        """Pass on a message of a rank, with its answer if there is one; an unreadable message is an
+        empty answer.
+        """
         try:
             kind, value = parse(line)
         except Exception:
@@ -175,7 +206,9 @@ class LocalRanks(Ranks):
             with suppress(ProcessLookupError):
                 os.kill(pids[rank], signal.SIGUSR1)
         time.sleep(STACK_SECONDS)
-        statuses = {rank: stacks.status_of(pids[rank]) if rank in pids else "" for rank in self.ranks}
+        statuses = {
+            rank: stacks.status_of(pids[rank]) if rank in pids else "" for rank in self.ranks
+        }
         dumps = {rank: text_in(file) for rank, file in self.stacks.items()}
         calls = flight_recorder.calls(self.recorder.fileno(), self.setting["world_size"])
         for call in chain(*calls.values()):
@@ -187,7 +220,9 @@ class LocalRanks(Ranks):
         self.gone = True
 
     def close(self) -> None:
-        """Kill what still runs, wait until the server has reaped it, read the last lines, and close pipes and files."""
+        """Kill what still runs, wait until the server has reaped it, read the last lines, and close
+        pipes and files.
+        """
         self.ending = True
         try:
             if self.server is not None:
@@ -196,7 +231,9 @@ class LocalRanks(Ranks):
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(self.agent, signal.SIGKILL)
                 self.read_for(ENDING_SECONDS, lambda: self.gone)
-            if self.agent and (self.cut_off or sys.platform != "linux"):  # no server kills what left the group
+            if self.agent and (
+                self.cut_off or sys.platform != "linux"
+            ):  # no server kills what left the group
                 kill_marked(self.mark)
             while self.step(0):
                 pass
@@ -224,7 +261,9 @@ def text_in(file: IO[bytes]) -> str:
 
 
 def kill_marked(mark: str) -> None:
-    """Kill all programs that the ranks of a launch have started, by the mark in their environment."""
+    """Kill all programs that the ranks of a launch have started, by the mark in their
+    environment.
+    """
     import psutil  # most launches do not need psutil
 
     for process in psutil.process_iter():

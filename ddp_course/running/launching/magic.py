@@ -22,22 +22,30 @@ from .local import LocalRanks
 from .setting import describe_launch
 
 NOT_SENT = {*PROVIDED, "In", "Out", "get_ipython", "exit", "quit"}
-IDLE_SECONDS = float(os.environ.get("DDP_COURSE_IDLE") or 1800)  # kept ranks end after this many seconds without a cell
+IDLE_SECONDS = float(
+    os.environ.get("DDP_COURSE_IDLE") or 1800
+)  # kept ranks end after this many seconds without a cell
 ENDED = "The kept ranks have ended, and their variables with them; %%ranks --keep starts new ones."
 
 
 class KeptRanks(Launch):
-    """Ranks that stay alive until `close`, until one dies or hangs, or until no cell has come for half an hour."""
+    """Ranks that stay alive until `close`, until one dies or hangs, or until no cell has come for
+    half an hour.
+    """
 
     keeps = True
 
     def __init__(self, world_size: int, device: str):
         setting = describe_launch(world_size, device, LONGEST_TIMEOUT, None, False)
-        super().__init__(LocalRanks({**setting, "idle": IDLE_SECONDS}), world_size, 0.0, False, show_line)
+        super().__init__(
+            LocalRanks({**setting, "idle": IDLE_SECONDS}), world_size, 0.0, False, show_line
+        )
         self.payload, self.last_use = open_memory("call"), time.monotonic()
 
     def call(self, payload: IO[bytes], timeout: float, show: Callable) -> list:
-        """Run a packed call on all ranks, which the first call starts; results and errors are those of `launch`."""
+        """Run a packed call on all ranks, which the first call starts; results and errors are those
+        of `launch`.
+        """
         self.timeout, self.show, self.results, self.failures = timeout, show, {}, {}
         self.payload.seek(0)
         self.payload.truncate()
@@ -47,7 +55,10 @@ class KeptRanks(Launch):
             if not self.pids:
                 self.ranks.start(self.payload)
             elif time.monotonic() > self.last_use + IDLE_SECONDS:
-                raise LaunchError(f"the kept ranks have ended: no cell wanted them for {IDLE_SECONDS / 60:g} minutes")
+                raise LaunchError(
+                    f"the kept ranks have ended: no cell wanted them for {IDLE_SECONDS / 60:g}"
+                    " minutes"
+                )
             else:
                 self.ranks.order(CALL)
             self.watch()
@@ -58,7 +69,9 @@ class KeptRanks(Launch):
         return self.outcome()
 
     def goes_on(self) -> bool:
-        """Return whether the ranks are fit for another call: no rank died or hangs, and all returned or all failed."""
+        """Return whether the ranks are fit for another call: no rank died or hangs, and all
+        returned or all failed.
+        """
         lonely = any(failure.consequence for failure in self.failures.values())
         unharmed = not (self.timed_out or self.refusal or self.ranks.gone or self.died or lonely)
         return unharmed and len(self.failures) in (0, self.world_size) and self.all_have_reported()
@@ -77,7 +90,11 @@ class RanksMagic(Magics):
 
     @magic_arguments()
     @argument("world_size", nargs="?", type=int, help="number of ranks: 4, or as many as are kept")
-    @argument("--keep", action="store_true", help="leave the ranks and their variables alive for the next cells")
+    @argument(
+        "--keep",
+        action="store_true",
+        help="leave the ranks and their variables alive for the next cells",
+    )
     @argument("--pull", default="", help="names to bring back from rank 0, separated by commas")
     @argument("--device", default="auto", help="auto, cpu, cuda, or one GPU such as cuda:0")
     @argument("--hosts", help="machines that have joined: all, or names separated by commas")
@@ -86,9 +103,10 @@ class RanksMagic(Magics):
     def ranks(self, line: str, cell: str | None = None) -> None:
         """Run the cell on several ranks, with rank, world_size, dist, torch and device at hand.
 
-        The names that the cell uses from the notebook are sent along. What the ranks print is shown rank by rank,
-        with the value of each rank's last expression. Each cell starts anew, unless the ranks are kept: then what
-        cells assign on the ranks stays there for the next %%ranks cells, until %ranks stop.
+        The names that the cell uses from the notebook are sent along. What the ranks print is shown
+        rank by rank, with the value of each rank's last expression. Each cell starts anew, unless
+        the ranks are kept: then what cells assign on the ranks stays there for the next %%ranks
+        cells, until %ranks stop.
         """
         if line.strip() == "--help":
             print(self.ranks.__doc__)
@@ -103,7 +121,9 @@ class RanksMagic(Magics):
     def stop(self, word: str) -> None:
         """End the kept ranks, as `%ranks stop` asks."""
         if word != "stop":
-            raise UsageError("%ranks takes stop or --help; to run a cell on the ranks, begin it with %%ranks")
+            raise UsageError(
+                "%ranks takes stop or --help; to run a cell on the ranks, begin it with %%ranks"
+            )
         if self.kept is None:
             print("no ranks are kept")
         else:
@@ -131,21 +151,33 @@ class RanksMagic(Magics):
                 print(ENDED, file=sys.stderr)
         self.shell.push(results[0])
         if missing := [name for name in pull if name not in results[0]]:
-            raise UsageError(f'"{missing[0]}" is to be pulled, but the cell assigned no such name on rank 0')
+            raise UsageError(
+                f'"{missing[0]}" is to be pulled, but the cell assigned no such name on rank 0'
+            )
 
     def world_size(self, options: Any) -> int:
-        """Return how many ranks are asked for; raises UsageError if another number of ranks is kept."""
+        """Return how many ranks are asked for; raises UsageError if another number of ranks is
+        kept.
+        """
         if options.hosts and (self.kept or options.keep):
-            raise UsageError("ranks on other hosts cannot be kept; leave out --keep or --hosts, or run %ranks stop")
+            raise UsageError(
+                "ranks on other hosts cannot be kept; leave out --keep or --hosts, or run %ranks"
+                " stop"
+            )
         if self.kept is None:
             return 4 if options.world_size is None else options.world_size
         if options.world_size not in (None, self.kept.world_size):
-            raise UsageError(f"{self.kept.world_size} ranks are kept; end them with %ranks stop before others start")
+            raise UsageError(
+                f"{self.kept.world_size} ranks are kept; end them with %ranks stop before others"
+                " start"
+            )
         return self.kept.world_size
 
 
 def run_grouped(call: IO[bytes], world_size: int, options: Any, kept: KeptRanks | None) -> list:
-    """Run a packed call on all ranks, and show what they printed rank by rank, whatever the outcome."""
+    """Run a packed call on all ranks, and show what they printed rank by rank, whatever the
+    outcome.
+    """
     printed = defaultdict(list)
 
     def show(bar, rank, *line):
@@ -158,7 +190,9 @@ def run_grouped(call: IO[bytes], world_size: int, options: Any, kept: KeptRanks 
             hosts = options.hosts
             if hosts and hosts != "all":
                 hosts = [name.strip() for name in hosts.split(",")]
-            return run_ranks(call, world_size, options.device, options.timeout, show=show, hosts=hosts)
+            return run_ranks(
+                call, world_size, options.device, options.timeout, show=show, hosts=hosts
+            )
     finally:
         for rank in sorted(printed, key=lambda rank: int(str(rank).split()[0])):
             for line in printed[rank]:

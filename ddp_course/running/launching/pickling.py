@@ -1,4 +1,6 @@
-"""What packs functions and results: cloudpickle, which can send what a cell defines; else what modules define."""
+"""What packs functions and results: cloudpickle, which can send what a cell defines; else what
+modules define.
+"""
 
 import copyreg
 import functools
@@ -13,7 +15,9 @@ except ImportError:  # A machine with torch and numpy only is enough for `make g
 
 
 def pack_cached(function: Any) -> tuple:
-    """Pack a function under `functools.lru_cache`, which pickle would know by its name alone, as its parts."""
+    """Pack a function under `functools.lru_cache`, which pickle would know by its name alone, as
+    its parts.
+    """
     if function.__module__ == "__main__":
         return cache_again, (function.__wrapped__, function.cache_parameters())
     return function.__reduce__()
@@ -29,11 +33,16 @@ __all__ = ["Pickler", "dumps", "unsendable"]
 
 
 def unsendable(function: Callable, args: tuple, kwargs: dict) -> tuple[str, str] | None:
-    """Return the first argument, or outer name of the function, that cannot be sent, and why; None if all can."""
+    """Return the first argument, or outer name of the function, that cannot be sent, and why; None
+    if all can.
+    """
     try:
         given = inspect.signature(function).bind(*args, **kwargs).arguments
         outside = inspect.getclosurevars(function)
-    except (TypeError, ValueError):  # the function is not written in Python, or does not take these arguments
+    except (
+        TypeError,
+        ValueError,
+    ):  # the function is not written in Python, or does not take these arguments
         return None
     for name, value in {**kwargs, **given, **outside.nonlocals, **outside.globals}.items():
         try:

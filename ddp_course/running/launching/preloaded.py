@@ -1,12 +1,14 @@
-"""A process that has imported torch once, and waits: the server, which forks the agent of every launch.
+"""A process that has imported torch once, and waits: the server, which forks the agent of every
+launch.
 
-It forgets the course's modules, so that every launch reads them again, and never touches CUDA, which would not survive
-the fork. It is not forked from the caller (a Jupyter kernel), which is full of threads. A rank that is not forked
-begins here too, with its setting on its standard input.
+It forgets the course's modules, so that every launch reads them again, and never touches CUDA,
+which would not survive the fork. It is not forked from the caller (a Jupyter kernel), which is full
+of threads. A rank that is not forked begins here too, with its setting on its standard input.
 
-The server's standard input brings a byte with the socket of each new launch. When the input ends, the caller is gone,
-and all launches are killed. No process outlives its agent, even if it has left the process group (setsid): orphans
-become children of the agent, and when the agent has ended, of the server.
+The server's standard input brings a byte with the socket of each new launch. When the input ends,
+the caller is gone, and all launches are killed. No process outlives its agent, even if it has left
+the process group (setsid): orphans become children of the agent, and when the agent has ended, of
+the server.
 """
 
 # ruff: noqa: E402 (the folder of this script must leave the path before anything else is imported)
@@ -36,16 +38,27 @@ for name in [name for name in sys.modules if name.startswith("ddp_course")]:
 
 AGENT = "ddp_course.running.launching.agent"  # the forked child imports it, from the caller's paths
 AT_ONCE = ["torch.distributed", "torch.multiprocessing", "numpy", "cloudpickle"]
-LATER = [  # each rank's first optimizer would otherwise import these for dynamo, in more than a second
-    *("mpmath", "sympy", "torch.fx.experimental.symbolic_shapes", "torch.distributed.fsdp", "torch._dynamo"),
+# each rank's first optimizer would otherwise import these for dynamo, in more than a second
+LATER = [
+    *(
+        "mpmath",
+        "sympy",
+        "torch.fx.experimental.symbolic_shapes",
+        "torch.distributed.fsdp",
+        "torch._dynamo",
+    ),
     "torch.utils.data",
 ]
 POLL_SECONDS = 0.005  # while a launch runs, the server looks this often whether the agent has ended
-IDLE_SECONDS = float(os.environ.get("DDP_COURSE_IDLE") or 900)  # an idle server ends; the next launch starts another
+IDLE_SECONDS = float(
+    os.environ.get("DDP_COURSE_IDLE") or 900
+)  # an idle server ends; the next launch starts another
 
 
 def serve(control: socket.socket, later: list) -> None:
-    """Fork an agent for each request until the caller is gone or idle; after the first launch import `later`."""
+    """Fork an agent for each request until the caller is gone or idle; after the first launch
+    import `later`.
+    """
     launches: dict = {}  # this maps an agent's process id to the launch's socket
     caller, last_use = os.getppid(), time.monotonic()
     linux.adopt_orphans()  # orphans of an ended agent become children of this process
@@ -67,7 +80,9 @@ def serve(control: socket.socket, later: list) -> None:
 
 
 def load(names: list) -> None:
-    """Import modules; if one fails, as Dynamo where its cache cannot be made, its first user raises the error."""
+    """Import modules; if one fails, as Dynamo where its cache cannot be made, its first user raises
+    the error.
+    """
     gc.disable()  # Modules are no garbage: not searching them saves a fifth of the time.
     for name in names:
         with contextlib.suppress(Exception):
@@ -123,7 +138,9 @@ def take_setting(file: BinaryIO) -> dict:
 
 
 def reap(launches: dict) -> None:
-    """Look which agents have ended: their launches are over, which the caller learns once no process is left."""
+    """Look which agents have ended: their launches are over, which the caller learns once no
+    process is left.
+    """
     for agent, launch in list(launches.items()):
         ended, status = os.waitpid(agent, os.WNOHANG)
         if ended:
@@ -136,10 +153,14 @@ def reap(launches: dict) -> None:
 
 
 def end_what_is_left(agent: int, launches: dict) -> None:
-    """Kill the process group of an ended agent, and all children that are no agents: they had left that group."""
+    """Kill the process group of an ended agent, and all children that are no agents: they had left
+    that group.
+    """
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(agent, signal.SIGKILL)
-    children = Path(f"/proc/self/task/{os.getpid()}/children")  # only Linux has this file, and adopts orphans
+    children = Path(
+        f"/proc/self/task/{os.getpid()}/children"
+    )  # only Linux has this file, and adopts orphans
     while strays := set(map(int, linux.read(children).split())) - launches.keys():
         for pid in strays:
             os.kill(pid, signal.SIGKILL)

@@ -11,7 +11,9 @@ from .channel import send
 
 
 class Steps:
-    """Counts the steps of a rank's optimizers, and reports their number on the pipe `report`, if there is one."""
+    """Counts the steps of a rank's optimizers, and reports their number on the pipe `report`, if
+    there is one.
+    """
 
     def __init__(self, report: int | None):
         self.report, self.done, self.optimizer = report, 0, cast(Any, None)
@@ -24,7 +26,9 @@ class Steps:
             send(self.report, "steps", self.done)
 
     def unconnected_model(self) -> float | None:
-        """Return the sum over the model that this call trained, if this rank has exchanged no message; else None."""
+        """Return the sum over the model that this call trained, if this rank has exchanged no
+        message; else None.
+        """
         optimizer, self.optimizer = self.optimizer, None
         if optimizer is None or torch_inside.messages() or flight_recorder.sequences:
             return None
@@ -33,7 +37,9 @@ class Steps:
 
 
 class Bar:
-    """The bar in the caller, which is made at the first step, so that nothing is drawn if nothing trains."""
+    """The bar in the caller, which is made at the first step, so that nothing is drawn if nothing
+    trains.
+    """
 
     def __init__(self, total: int | None):
         self.total, self.bar = total, cast(Any, None)
@@ -43,14 +49,21 @@ class Bar:
         if self.bar is None:
             from tqdm.auto import tqdm  # this loads the notebook's widgets, which ranks do not need
 
-            self.bar = tqdm(total=self.total, desc="rank 0", unit="step", disable=sys.stderr is None)
+            self.bar = tqdm(
+                total=self.total, desc="rank 0", unit="step", disable=sys.stderr is None
+            )
         self.bar.update(steps - self.bar.n)
 
     def print(self, text: str, stream: str) -> None:
-        """Print a line above the bar. A stream that is closed or lacks a character must not cost the results."""
+        """Print a line above the bar. A stream that is closed or lacks a character must not cost
+        the results.
+        """
         file = getattr(sys, stream)
         above = nullcontext() if self.bar is None else self.bar.external_write_mode(file=file)
-        with suppress(OSError, ValueError, AttributeError), above:  # the stream may be None, or closed
+        with (
+            suppress(OSError, ValueError, AttributeError),
+            above,
+        ):  # the stream may be None, or closed
             try:
                 file.write(text)
             except UnicodeEncodeError:

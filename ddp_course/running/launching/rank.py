@@ -1,4 +1,6 @@
-"""What happens inside a rank: from the fork to the caller's function, and its result on the way back."""
+"""What happens inside a rank: from the fork to the caller's function, and its result on the way
+back.
+"""
 
 import faulthandler
 import linecache
@@ -30,29 +32,45 @@ from .pickling import Pickler
 from .progress import Steps
 
 HERE = Path(__file__).parent
-OWN_FILES = (str(HERE / "rank.py"), str(HERE / "cell.py"))  # tracebacks leave out the frames of these files
+OWN_FILES = (
+    str(HERE / "rank.py"),
+    str(HERE / "cell.py"),
+)  # tracebacks leave out the frames of these files
 LIBRARIES = (str(HERE.parents[1]), str(Path(torch.__file__).parent))
-QUIET_NCCL = {  # NCCL's watchdog must not end a process before the launch has said which rank is the culprit
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",  # NCCL gives up the communicator, and leaves the process alone
+# NCCL's watchdog must not end a process before the launch has said which rank is the culprit
+QUIET_NCCL = {
+    # NCCL gives up the communicator, and leaves the process alone
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
 }
-NCCL_LOST = ("ncclRemoteError", "remote process", "communicator was aborted", "Connection closed", "Connection reset")
+NCCL_LOST = (
+    "ncclRemoteError",
+    "remote process",
+    "communicator was aborted",
+    "Connection closed",
+    "Connection reset",
+)
 PEER_LOST = ("Connection closed by peer", "Connection reset", "Broken pipe", "recv failed")
 
 
 def main(setting: dict, rank: int, link: Any, files: list, listener: Any = None) -> None:
-    """Run one rank: move to its place in the emulated network, and call the caller's function, once or several times.
+    """Run one rank: move to its place in the emulated network, and call the caller's function, once
+    or several times.
 
-    A rank that failed waits for orders as well, until it is killed: if it ended by itself, the other ranks would fail
-    too, with a broken connection, and hide the cause.
+    A rank that failed waits for orders as well, until it is killed: if it ended by itself, the
+    other ranks would fail too, with a broken connection, and hide the cause.
     """
     if link is not None:
-        link.network.enter(rank)  # this comes before any socket, as it may move this process into a network namespace
+        link.network.enter(
+            rank
+        )  # this comes before any socket, as it may move this process into a network namespace
     payload, recorder, orders, report, out, err, stacks, answers = files
     send(report, "started", os.getpid())
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-    faulthandler.enable(file=stacks, all_threads=False)  # a segmentation fault writes a stack as well
+    faulthandler.enable(
+        file=stacks, all_threads=False
+    )  # a segmentation fault writes a stack as well
     steps = Steps(report if setting["progress"] and rank == 0 else None)
 
     def first_call():  # an error before the function is called is reported as the function's error
@@ -64,7 +82,9 @@ def main(setting: dict, rank: int, link: Any, files: list, listener: Any = None)
     def call():
         with mmap.mmap(payload, 0, access=mmap.ACCESS_READ) as packed:
             cells, function, args, kwargs = pickle.loads(packed)
-        linecache.cache.update({name: (len(text), None, text.splitlines(True), name) for name, text in cells.items()})
+        linecache.cache.update(
+            {name: (len(text), None, text.splitlines(True), name) for name, text in cells.items()}
+        )
         with emulation_of(setting, rank, link):
             result = function(*args, **kwargs)
         return result, steps.unconnected_model()
@@ -77,7 +97,9 @@ def main(setting: dict, rank: int, link: Any, files: list, listener: Any = None)
 
 
 def answer(function: Callable[[], Any], answers: int, report: int) -> None:
-    """Write what `function` returned or raised to a file, and report that; a child that it forked ends here."""
+    """Write what `function` returned or raised to a file, and report that; a child that it forked
+    ends here.
+    """
     own = os.getpid()
     try:
         kind, value = "result", function()
@@ -94,19 +116,27 @@ def answer(function: Callable[[], Any], answers: int, report: int) -> None:
         pack(kind, value, answers)
     except Exception as error:
         refusal = TypeError(
-            f"the result is a {type(value[0]).__qualname__}, which cannot be sent to the caller ({error}); "
-            "return numbers, tensors, lists or dicts of them"
+            f"the result is a {type(value[0]).__qualname__}, which cannot be sent to the caller"
+            f" ({error}); return numbers, tensors, lists or dicts of them"
         )
         pack("failed", describe(refusal), answers)
     send(report, "answered", None)
 
 
 def join_group(setting: dict, rank: int, listener: socket.socket | None) -> None:
-    """Choose this rank's device, set the variables that torchrun would set, and bring the process group up."""
+    """Choose this rank's device, set the variables that torchrun would set, and bring the process
+    group up.
+    """
     choose_device(setting, rank)
     (address, port), world_size = setting["store"], setting["world_size"]
     local = {"LOCAL_RANK": setting["ranks"].index(rank), "LOCAL_WORLD_SIZE": len(setting["ranks"])}
-    place = {"RANK": rank, "WORLD_SIZE": world_size, **local, "MASTER_ADDR": address, "MASTER_PORT": port}
+    place = {
+        "RANK": rank,
+        "WORLD_SIZE": world_size,
+        **local,
+        "MASTER_ADDR": address,
+        "MASTER_PORT": port,
+    }
     os.environ.update({name: str(value) for name, value in place.items()})
     patience = timedelta(seconds=setting["timeout"] + 60)  # the launch's own timeout comes first
     if rank == 0 and listener is not None:
@@ -115,7 +145,9 @@ def join_group(setting: dict, rank: int, listener: socket.socket | None) -> None
         if listener is not None:
             listener.close()  # otherwise connections to an ended rank 0 would wait, not be refused
         store = dist.TCPStore(address, port, timeout=patience)
-    dist.init_process_group(setting["backend"], store=store, rank=rank, world_size=world_size, timeout=patience)
+    dist.init_process_group(
+        setting["backend"], store=store, rank=rank, world_size=world_size, timeout=patience
+    )
 
 
 def choose_device(setting: dict, rank: int) -> None:
@@ -132,11 +164,15 @@ def choose_device(setting: dict, rank: int) -> None:
 
 
 def redirect_output(out: int, err: int) -> None:
-    """Send to the caller, line by line, what this rank prints from now on; no input can be typed in a rank."""
+    """Send to the caller, line by line, what this rank prints from now on; no input can be typed in
+    a rank.
+    """
     os.dup2(out, 1)
     os.dup2(err, 2)
     sys.stdout, sys.stderr = (
-        os.fdopen(number, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+        os.fdopen(
+            number, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False
+        )
         for number in (1, 2)
     )
     sys.breakpointhook = refuse_breakpoint
@@ -145,8 +181,8 @@ def redirect_output(out: int, err: int) -> None:
 def refuse_breakpoint(*args: Any, **kwargs: Any) -> None:
     """Raise an error in place of `breakpoint()`."""
     raise CourseError(
-        "breakpoint() cannot be used in a rank: nobody can type there. Print instead, or call the function in this "
-        'process with one rank: docs/TROUBLESHOOTING.md, "Debug a rank"'
+        "breakpoint() cannot be used in a rank: nobody can type there. Print instead, or call the"
+        ' function in this process with one rank: docs/TROUBLESHOOTING.md, "Debug a rank"'
     )
 
 
@@ -164,18 +200,26 @@ class Packing(Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, torch.Tensor) and obj.is_cuda:
             return obj.detach().cpu().requires_grad_(obj.requires_grad).__reduce_ex__(5)
-        return super().reducer_override(obj) if hasattr(Pickler, "reducer_override") else NotImplemented
+        return (
+            super().reducer_override(obj)
+            if hasattr(Pickler, "reducer_override")
+            else NotImplemented
+        )
 
 
 def describe(error: BaseException) -> dict:
-    """Return an exception as plain data: name, message, the traceback from the caller's function on, and the time."""
+    """Return an exception as plain data: name, message, the traceback from the caller's function
+    on, and the time.
+    """
     now = time.monotonic()
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename in OWN_FILES:
         frames = frames.tb_next
     message = str(error)
     if "initialize the default process group twice" in message:
-        message = "launch has brought the process group up already: leave out dist.init_process_group"
+        message = (
+            "launch has brought the process group up already: leave out dist.init_process_group"
+        )
     if isinstance(error, SystemExit):
         message = f"sys.exit was called with {error.code!r}"
     return {
@@ -188,14 +232,22 @@ def describe(error: BaseException) -> dict:
 
 
 def is_broken_connection(error: BaseException, message: str) -> bool:
-    """Return whether an exception only says that another rank is gone; one raised by the learner's code does not."""
+    """Return whether an exception only says that another rank is gone; one raised by the learner's
+    code does not.
+    """
     if isinstance(error, dist.DistNetworkError):
         return True
-    if isinstance(error, dist.DistBackendError):  # NCCL raises it for all errors: "Duplicate GPU detected" is a cause
+    if isinstance(
+        error, dist.DistBackendError
+    ):  # NCCL raises it for all errors: "Duplicate GPU detected" is a cause
         return any(mark in message for mark in NCCL_LOST)
     runtime = isinstance(error, RuntimeError)
     if runtime and "gloo" in message and "transport" in message:
         return True
-    reported = isinstance(error, ConnectionError) or (runtime and any(mark in message for mark in PEER_LOST))
-    innermost = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)][-1:]
+    reported = isinstance(error, ConnectionError) or (
+        runtime and any(mark in message for mark in PEER_LOST)
+    )
+    innermost = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)][
+        -1:
+    ]
     return reported and bool(innermost) and innermost[0].startswith(LIBRARIES)

@@ -1,4 +1,6 @@
-"""What follows from the request for a launch, on the caller's machine and on each host that takes part."""
+"""What follows from the request for a launch, on the caller's machine and on each host that takes
+part.
+"""
 
 import os
 import sys
@@ -11,13 +13,17 @@ from . import pickling
 
 LOOPBACK_CARD = "lo0" if sys.platform == "darwin" else "lo"
 MIB = 1 << 20
-RANK_MEMORY = 64 * MIB  # an idle CPU rank with a small model was measured to have 13 to 60 MiB of its own
+RANK_MEMORY = (
+    64 * MIB
+)  # an idle CPU rank with a small model was measured to have 13 to 60 MiB of its own
 RANK_FILES = 10  # for a rank the caller has open both ends of four pipes, and two files in memory
 SPARE_FILES = 64
 
 
 def start_method() -> str:
-    """Return how ranks start: by "fork" from a process with torch in it where that is safe, else new, by "spawn"."""
+    """Return how ranks start: by "fork" from a process with torch in it where that is safe, else
+    new, by "spawn".
+    """
     asked = os.environ.get("DDP_COURSE_START")
     if asked not in (None, "", "fork", "spawn"):
         raise ValueError(f'DDP_COURSE_START is "{asked}"; choose fork or spawn')
@@ -25,13 +31,22 @@ def start_method() -> str:
 
 
 def describe_launch(
-    world_size: int, device: Any, timeout: float, link: Any, progress: bool | int, argument_bytes: int = 0
+    world_size: int,
+    device: Any,
+    timeout: float,
+    link: Any,
+    progress: bool | int,
+    argument_bytes: int = 0,
 ) -> dict:
-    """Decide what follows from the request, and return all that agent and ranks must know, as plain data.
+    """Decide what follows from the request, and return all that agent and ranks must know, as plain
+    data.
 
-    Raises ValueError if this machine cannot hold `world_size` ranks, each with `argument_bytes` of arguments.
+    Raises ValueError if this machine cannot hold `world_size` ranks, each with `argument_bytes` of
+    arguments.
     """
-    check_world_size(world_size, argument_bytes)  # this comes first, as a list of a billion ranks takes long
+    check_world_size(
+        world_size, argument_bytes
+    )  # this comes first, as a list of a billion ranks takes long
     emulated = for_ranks(device, world_size) if isinstance(device, (Device, list, tuple)) else None
     backend, devices = placement("cpu" if emulated else str(device), world_size)
     if link is not None:
@@ -48,26 +63,40 @@ def describe_launch(
         "link": pickling.dumps(link),
         "emulated": pickling.dumps(emulated),
         "progress": progress,
-        "modules": [name for name in sys.modules if name.startswith(("ddp_course.stage", "ddp_course.collectives"))],
+        "modules": [
+            name
+            for name in sys.modules
+            if name.startswith(("ddp_course.stage", "ddp_course.collectives"))
+        ],
         "path": list(sys.path),
         "argv": list(sys.argv),
         "folder": os.getcwd(),
-        "environ": {**os.environ, "GLOO_SOCKET_IFNAME": LOOPBACK_CARD},  # users may have set another card
-        "private": os.environ.get("DDP_COURSE_NETWORK") == "private",  # a private network has only the ranks in it
+        "environ": {
+            **os.environ,
+            "GLOO_SOCKET_IFNAME": LOOPBACK_CARD,
+        },  # users may have set another card
+        "private": os.environ.get("DDP_COURSE_NETWORK")
+        == "private",  # a private network has only the ranks in it
         "idle": None,  # kept ranks wait this many seconds for another call
     }
 
 
 def check_world_size(world_size: int, argument_bytes: int) -> None:
-    """Raise ValueError, with the largest world size that fits, if too little memory or too few open files are left."""
+    """Raise ValueError, with the largest world size that fits, if too little memory or too few open
+    files are left.
+    """
     needed = RANK_MEMORY + argument_bytes  # every rank gets its own copy of the arguments
     free, files = free_memory(), free_files()
     memory = f"about {needed / MIB:,.0f} MiB and {free / MIB:,.0f} MiB are free"
-    pipes = f"{RANK_FILES} open files and this process may open {files or 'no'} more (see `ulimit -n`)"
+    pipes = (
+        f"{RANK_FILES} open files and this process may open {files or 'no'} more (see `ulimit -n`)"
+    )
     for most, reason in ((free // needed, memory), (files // RANK_FILES, pipes)):
         if world_size > most:
             largest = f"the largest that fits is {most}" if most else "not even one rank fits"
-            raise ValueError(f"world size {world_size} does not fit: each rank needs {reason}; {largest}")
+            raise ValueError(
+                f"world size {world_size} does not fit: each rank needs {reason}; {largest}"
+            )
 
 
 def free_files() -> int:

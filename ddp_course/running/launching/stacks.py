@@ -9,8 +9,11 @@ from pathlib import Path
 from ...errors import RankState
 from .. import linux
 
-FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)  # its groups are file, line, function
-STATUS = {  # the keys are Linux's letters for a process's state; "" is for a process that Linux does not know
+FRAME = re.compile(
+    r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE
+)  # its groups are file, line, function
+# the keys are Linux's letters for a process's state; "" is for a process that Linux does not know
+STATUS = {
     "T": "stopped by a signal (SIGSTOP) and never continued",
     "R": "running",
     "Z": "ended",
@@ -23,17 +26,24 @@ LIBRARY = ("/torch/distributed/c10d_logger.py", "/threading.py", "/concurrent/fu
 
 
 def look(hosts: list, results: dict, statuses: dict, dumps: dict, calls: dict) -> tuple[list, str]:
-    """Return the RankState of every rank, and a sentence about the collective that the first of them did not enter.
+    """Return the RankState of every rank, and a sentence about the collective that the first of
+    them did not enter.
 
-    The arguments are by rank: hosts, results of finished ranks, states of processes in words ("" before the start),
-    stacks that faulthandler wrote, and collectives.
+    The arguments are by rank: hosts, results of finished ranks, states of processes in words (""
+    before the start), stacks that faulthandler wrote, and collectives.
     """
     states, entered = [], {}
     for rank, host in enumerate(hosts):
         dump = dumps.get(rank, "")
-        calls_of_torch = [name for frames in parse(dump) for file, _, name in frames if file.endswith(TORCH)]
+        calls_of_torch = [
+            name for frames in parse(dump) for file, _, name in frames if file.endswith(TORCH)
+        ]
         entered[rank] = next((name for name in calls_of_torch if not name.startswith("_")), "")
-        status = "finished, waiting for the others" if rank in results else statuses.get(rank) or "not started yet"
+        status = (
+            "finished, waiting for the others"
+            if rank in results
+            else statuses.get(rank) or "not started yet"
+        )
         collective = last_collective(calls.get(rank, []), entered[rank])
         states.append(RankState(rank, status, collective, shown(dump), host))
     missing = missing_from_ours(calls) or missing_from_torchs(entered)
@@ -46,7 +56,9 @@ def look(hosts: list, results: dict, statuses: dict, dumps: dict, calls: dict) -
 
 
 def last_collective(calls: list, torch_call: str) -> str:
-    """Return the collective that a rank is in, or entered last, in words; `begin` of a call counts from now."""
+    """Return the collective that a rank is in, or entered last, in words; `begin` of a call counts
+    from now.
+    """
     call = calls[-1] if calls else None
     if call is not None and not call.end:
         return f"{call} (inside for {-call.begin:.1f} s)"
@@ -56,7 +68,8 @@ def last_collective(calls: list, torch_call: str) -> str:
 
 
 def missing_from_ours(calls: dict) -> tuple | None:
-    """Return (collective, ranks inside, absent ranks) by the flight recorder; None if no rank is absent.
+    """Return (collective, ranks inside, absent ranks) by the flight recorder; None if no rank is
+    absent.
 
     When rank 0 waits for rank 1, and rank 1 waits elsewhere for rank 2, rank 2 is the culprit.
     """
@@ -64,11 +77,14 @@ def missing_from_ours(calls: dict) -> tuple | None:
     waits = []
     for call in sorted(inside.values(), key=lambda call: call.begin):
         reached = {
-            rank: max((c.sequence for c in made if c.group == call.group), default=0) for rank, made in calls.items()
+            rank: max((c.sequence for c in made if c.group == call.group), default=0)
+            for rank, made in calls.items()
         }
         absent = [rank for rank in call.members if reached.get(rank, 0) < call.sequence]
         same = (call.group, call.sequence)
-        present = [rank for rank, other in sorted(inside.items()) if (other.group, other.sequence) == same]
+        present = [
+            rank for rank, other in sorted(inside.items()) if (other.group, other.sequence) == same
+        ]
         idle = [rank for rank in absent if rank not in inside]
         if absent:
             waits.append((not idle, str(call), present, idle or absent))
@@ -76,39 +92,59 @@ def missing_from_ours(calls: dict) -> tuple | None:
 
 
 def missing_from_torchs(entered: dict) -> tuple | None:
-    """Return the same by the stacks, for torch's own collectives; None unless all waiting ranks are in the same one."""
+    """Return the same by the stacks, for torch's own collectives; None unless all waiting ranks are
+    in the same one.
+    """
     inside = [rank for rank, name in entered.items() if name]
     absent = [rank for rank, name in entered.items() if not name]
     names = {entered[rank] for rank in inside} - POINT_TO_POINT
-    return (f"torch.distributed.{names.pop()}", inside, absent) if absent and len(names) == 1 else None
+    return (
+        (f"torch.distributed.{names.pop()}", inside, absent) if absent and len(names) == 1 else None
+    )
 
 
 def enumerate_ranks(ranks: list, singular: str, plural: str) -> str:
     """Return ranks in words with a verb, such as "rank 2 has" or "ranks 0 and 1 have"."""
     *others, last = ranks
-    return f"ranks {', '.join(map(str, others))} and {last} {plural}" if others else f"rank {last} {singular}"
+    return (
+        f"ranks {', '.join(map(str, others))} and {last} {plural}"
+        if others
+        else f"rank {last} {singular}"
+    )
 
 
 def status_of(pid: int) -> str:
     """Return the state of a process in words, as far as the system tells."""
-    stat = linux.read(Path(f"/proc/{pid}/stat"))  # the letter for the state follows the name, which is in parentheses
+    stat = linux.read(
+        Path(f"/proc/{pid}/stat")
+    )  # the letter for the state follows the name, which is in parentheses
     return STATUS.get(stat.rpartition(") ")[2][:1], "waiting")
 
 
 def parse(dump: str) -> list:
-    """Return the threads of a dump that run the caller's code, the main one first, as lists of (file, line, function).
+    """Return the threads of a dump that run the caller's code, the main one first, as lists of
+    (file, line, function).
 
-    The most recent frame is the last, as in a traceback; frames of the launcher and of thread start-up are left out.
+    The most recent frame is the last, as in a traceback; frames of the launcher and of thread
+    start-up are left out.
     """
     threads = []
     for part in dump.split("(most recent call first):")[1:]:
         own = takewhile(lambda frame: not frame[0].endswith(LAUNCHER), FRAME.findall(part))
-        frames = [(file, int(line), function) for file, line, function in own if not file.endswith(LIBRARY)]
+        frames = [
+            (file, int(line), function)
+            for file, line, function in own
+            if not file.endswith(LIBRARY)
+        ]
         if frames:
             threads.append(frames[::-1])
     return threads[::-1]
 
 
 def shown(dump: str) -> str:
-    """Return the frames of a dump as in Python tracebacks, with the source lines where they are known."""
-    return "".join(traceback.format_list([(*frame, None) for frames in parse(dump) for frame in frames])).rstrip()
+    """Return the frames of a dump as in Python tracebacks, with the source lines where they are
+    known.
+    """
+    return "".join(
+        traceback.format_list([(*frame, None) for frames in parse(dump) for frame in frames])
+    ).rstrip()

@@ -1,12 +1,16 @@
-"""Emulated links: the ranks of one machine talk as if they were on hosts of their own, with cables in between.
+"""Emulated links: the ranks of one machine talk as if they were on hosts of their own, with cables
+in between.
 
     launch(fn, link=Link("200Mbit"))                     every rank on a host of its own
-    Link("200Mbit", latency="5ms", hosts=2)              in blocks on two hosts; inside a host nothing is slowed
-    Link.like("NVLink A100", slowed=1e5)                 a known link in slow motion, beside `Device.like`
+    Link("200Mbit", latency="5ms", hosts=2)              in blocks on two hosts; inside a host
+                                                         nothing is slowed
+    Link.like("NVLink A100", slowed=1e5)                 a known link in slow motion, beside
+                                                         `Device.like`
     links.available()                                    which modes this machine allows, or why not
 
-There are two modes. In "hosts" everything runs unchanged over virtual hosts, torch's own collectives too (Linux only).
-In "wire" our own send and receive wait as long as the link would need; torch's collectives do not wait.
+There are two modes. In "hosts" everything runs unchanged over virtual hosts, torch's own
+collectives too (Linux only). In "wire" our own send and receive wait as long as the link would
+need; torch's collectives do not wait.
 """
 
 from ..presets import LINKS

@@ -1,4 +1,6 @@
-"""The bandwidth and latency of a link, how ranks spread over its hosts, and which links are refused."""
+"""The bandwidth and latency of a link, how ranks spread over its hosts, and which links are
+refused.
+"""
 
 import math
 import time
@@ -21,33 +23,46 @@ _carried: dict = {}  # this maps a mode and a number of hosts to the highest mea
 
 
 class Link:
-    """An emulated link for every host: `bandwidth` in each direction, `latency` one way, as "200Mbit" and "5ms".
+    """An emulated link for every host: `bandwidth` in each direction, `latency` one way, as
+    "200Mbit" and "5ms".
 
-    The ranks are spread over `hosts` hosts in blocks (by default every rank has its own host); inside a host nothing is
-    slowed. `mode` is "hosts", "wire", or "auto" for virtual hosts where they are possible, else the wire. The link
-    slows torch's own collectives too if `carries_torch` is True. Raises EmulationError for values that cannot be read,
-    or are not possible here; the message says which are.
+    The ranks are spread over `hosts` hosts in blocks (by default every rank has its own host);
+    inside a host nothing is slowed. `mode` is "hosts", "wire", or "auto" for virtual hosts where
+    they are possible, else the wire. The link slows torch's own collectives too if `carries_torch`
+    is True. Raises EmulationError for values that cannot be read, or are not possible here; the
+    message says which are.
     """
 
     def __init__(self, bandwidth="200Mbit", latency="0ms", hosts=None, mode="auto"):
         self.bandwidth, self.latency = parse_bandwidth(bandwidth), units.seconds(latency)
         if hosts is not None and (not isinstance(hosts, int) or hosts < 1):
-            raise EmulationError(f"hosts is {hosts!r}; it must be a whole number, 1 or more, or None for one per rank")
+            raise EmulationError(
+                f"hosts is {hosts!r}; it must be a whole number, 1 or more, or None for one per"
+                " rank"
+            )
         self.hosts = hosts
         self.kind = modes.choose(mode, self.latency)
         self.mode, self.carries_torch = self.kind.name, self.kind.carries_torch
 
     @classmethod
     def like(
-        cls, name: str, slowed: float = 1.0, scale: float = 1.0, hosts: int | None = None, mode: str | None = "auto"
+        cls,
+        name: str,
+        slowed: float = 1.0,
+        scale: float = 1.0,
+        hosts: int | None = None,
+        mode: str | None = "auto",
     ) -> "Link":
         """Return the link `name` of LINKS in slow motion: a message takes `slowed` times as long.
 
-        With `scale` it stands for one that carries a model `scale` times larger: its bandwidth shrinks along with the
-        model, its latency does not. `Device.like` takes the same two numbers.
+        With `scale` it stands for one that carries a model `scale` times larger: its bandwidth
+        shrinks along with the model, its latency does not. `Device.like` takes the same two
+        numbers.
         """
         known = presets.find(presets.LINKS, "link", name, slowed, scale)
-        return cls(f"{known.bandwidth / (slowed * scale)}bit", f"{known.latency * slowed}s", hosts, mode)
+        return cls(
+            f"{known.bandwidth / (slowed * scale)}bit", f"{known.latency * slowed}s", hosts, mode
+        )
 
     def __repr__(self):
         return f"Link({self})"
@@ -61,18 +76,23 @@ class Link:
         """Raise EmulationError if a launch of `world_size` ranks can never have this link."""
         count = self.hosts or world_size
         if count > world_size:
-            raise EmulationError(f"{count} hosts for {world_size} ranks; there can be as many hosts as ranks, not more")
+            raise EmulationError(
+                f"{count} hosts for {world_size} ranks; there can be as many hosts as ranks, not"
+                " more"
+            )
         if "nccl" in backend:
             raise EmulationError(
-                'emulated links are for ranks on the CPU, NCCL has wires of its own: choose device="cpu" '
-                "(--device cpu), or no link (--link none)"
+                "emulated links are for ranks on the CPU, NCCL has wires of its own: choose"
+                ' device="cpu" (--device cpu), or no link (--link none)'
             )
 
     def rehearse(self, world_size: int) -> None:
-        """Launch this link's hosts once, to see whether they work and whether the processor keeps their links busy.
+        """Launch this link's hosts once, to see whether they work and whether the processor keeps
+        their links busy.
 
-        Raises EmulationError if not, with a bandwidth that is possible. The caller of a launch calls this. The
-        processor may be busy with something else for a moment, so the best of several measurements counts.
+        Raises EmulationError if not, with a bandwidth that is possible. The caller of a launch
+        calls this. The processor may be busy with something else for a moment, so the best of
+        several measurements counts.
         """
         self.check(world_size)
         count = self.hosts or world_size
@@ -83,17 +103,22 @@ class Link:
             best = _carried[self.mode, count] = max(best, carried(self, count))
         if self.bandwidth > best:
             raise EmulationError(
-                f"{self.bandwidth / 1e6:g} Mbit/s between {count} hosts ({self.kind.title}) is more than this "
-                f"machine's processor carries; choose at most {units.two_digits(best) / 1e6:g}Mbit"
+                f"{self.bandwidth / 1e6:g} Mbit/s between {count} hosts ({self.kind.title}) is more"
+                " than this machine's processor carries; choose at most"
+                f" {units.two_digits(best) / 1e6:g}Mbit"
             )
 
     def prepare(self, world_size: int) -> None:
-        """Build `network`, whose hosts have neighbouring ranks each; the agent calls this before the ranks start."""
+        """Build `network`, whose hosts have neighbouring ranks each; the agent calls this before
+        the ranks start.
+        """
         hosts = [rank * (self.hosts or world_size) // world_size for rank in range(world_size)]
         self.network = self.kind(hosts, self.bandwidth, self.latency)
 
     def describe(self) -> dict:
-        """Return what JSON can hold: mode, bandwidth (bits per second), latency (seconds), hosts, if torch feels it."""
+        """Return what JSON can hold: mode, bandwidth (bits per second), latency (seconds), hosts,
+        if torch feels it.
+        """
         return {
             "mode": self.mode,
             "bandwidth_bits_s": self.bandwidth,
@@ -104,7 +129,9 @@ class Link:
 
 
 def parse_bandwidth(text: Any) -> float:
-    """Return the bits per second of, say, "200Mbit"; raises EmulationError for text that is unreadable or too slow."""
+    """Return the bits per second of, say, "200Mbit"; raises EmulationError for text that is
+    unreadable or too slow.
+    """
     value = units.bits_per_second(text)
     if value < SLOWEST:
         raise EmulationError(f'the bandwidth "{text}" is out of range; choose 1Mbit or more')
@@ -112,14 +139,18 @@ def parse_bandwidth(text: Any) -> float:
 
 
 def carried(link: Link, host_count: int) -> float:
-    """Return the bandwidth (bits per second) at which this processor keeps all hosts' links busy, with headroom."""
+    """Return the bandwidth (bits per second) at which this processor keeps all hosts' links busy,
+    with headroom.
+    """
     unlimited = copy(link)
     unlimited.bandwidth, unlimited.latency, unlimited.hosts = UNLIMITED, 0.0, None
     return HEADROOM * 8 * min(run_ranks(pack_call(pass_around, (), {}), host_count, link=unlimited))
 
 
 def pass_around(message_bytes: int = 1 << 20, messages: int = 32) -> float:
-    """Send to the right and receive from the left, on all ranks; return the bytes per second in each direction."""
+    """Send to the right and receive from the left, on all ranks; return the bytes per second in
+    each direction.
+    """
     _, _, left, right = wire.neighbours()
     outgoing, incoming = torch.zeros(2, message_bytes, dtype=torch.uint8)
     wire.exchange(outgoing, right, incoming, left)

@@ -1,7 +1,8 @@
 """The two ways of emulating links, behind one interface:
 
 obstacle(latency)       returns what prevents this mode on this machine, in one line, or None
-Mode(hosts, …)          builds the network in the launch's agent, before the ranks start; `hosts` has the host of
+Mode(hosts, …)          builds the network in the launch's agent, before the ranks start; `hosts`
+                        has the host of
                         each rank
 master_address          is the address at which ranks reach the agent's rendezvous store
 enter(rank)             moves a rank onto the network, before the rank makes any socket
@@ -16,7 +17,9 @@ USE_WIRE = 'use mode="wire"'
 
 
 class VirtualHosts:
-    """Every host is a network namespace whose cable carries real TCP, that of torch's own collectives too."""
+    """Every host is a network namespace whose cable carries real TCP, that of torch's own
+    collectives too.
+    """
 
     name, title, carries_torch = "hosts", "virtual hosts", True
     master_address = virtual_hosts.SWITCH_ADDRESS
@@ -27,7 +30,9 @@ class VirtualHosts:
             self.namespaces = virtual_hosts.build(max(hosts) + 1, bits_per_second)
         except Exception as error:
             reason = virtual_hosts.explain(error)
-            raise EmulationError(f"virtual hosts could not be built: {reason}; {USE_WIRE}") from error
+            raise EmulationError(
+                f"virtual hosts could not be built: {reason}; {USE_WIRE}"
+            ) from error
 
     def enter(self, rank: int) -> None:
         """Move this rank to its host."""
@@ -38,15 +43,21 @@ class VirtualHosts:
         """Return what prevents virtual hosts with this latency, or None."""
         if start_method() == "spawn":
             return "ranks are not forked here, and a new process cannot enter them"
-        return virtual_hosts.forbidden_by() or ("they have no latency; the wire has" if latency else None)
+        return virtual_hosts.forbidden_by() or (
+            "they have no latency; the wire has" if latency else None
+        )
 
 
 Mode = type[VirtualHosts] | type[ThrottledWire]
-MODES: dict[str, Mode] = {mode.name: mode for mode in (VirtualHosts, ThrottledWire)}  # the better mode comes first
+MODES: dict[str, Mode] = {
+    mode.name: mode for mode in (VirtualHosts, ThrottledWire)
+}  # the better mode comes first
 
 
 def choose(name: str, latency: float) -> Mode:
-    """Return mode `name`, or for "auto" the first that this machine allows; raises EmulationError if it allows none."""
+    """Return mode `name`, or for "auto" the first that this machine allows; raises EmulationError
+    if it allows none.
+    """
     if name != "auto" and name not in MODES:
         raise EmulationError(f"unknown mode {name!r}; choose auto, {' or '.join(MODES)}")
     for mode in MODES.values() if name == "auto" else [MODES[name]]:

@@ -1,17 +1,19 @@
-"""The throttled wire: our own sends and receives take as long as a link of a chosen bandwidth and latency would.
+"""The throttled wire: our own sends and receives take as long as a link of a chosen bandwidth and
+latency would.
 
-gloo moves a message as soon as both sides are ready, and so does this model: whichever of sender and receiver
-comes second, at time t, books n bytes on the sender's outgoing and on the receiver's incoming link.
+gloo moves a message as soon as both sides are ready, and so does this model: whichever of sender
+and receiver comes second, at time t, books n bytes on the sender's outgoing and on the receiver's
+incoming link.
 
     departs at   max(t, outgoing link free)               + n/b
     arrives at   max(start + latency, incoming link free) + n/b
 
-Each side then waits for its moment on the machine's monotonic clock. The bookings are in memory that all ranks of a
-launch share, as a switch between the ranks would know all bookings.
+Each side then waits for its moment on the machine's monotonic clock. The bookings are in memory
+that all ranks of a launch share, as a switch between the ranks would know all bookings.
 
-With more ranks than processor cores, the operating system wakes a rank some milliseconds too late, and over the many
-steps of a ring that would add up. So if a rank that was woken late sends at once, its message is booked as if the rank
-had been woken in time, and the rank waits less for it.
+With more ranks than processor cores, the operating system wakes a rank some milliseconds too late,
+and over the many steps of a ring that would add up. So if a rank that was woken late sends at once,
+its message is booked as if the rank had been woken in time, and the rank waits less for it.
 """
 
 import mmap
@@ -32,21 +34,27 @@ from ..launching.channel import LOOPBACK, open_memory
 CHANNELS = 4  # the default group has one channel, and all other groups share three, by their names
 DEPTH = 512  # at most this many messages between two ranks may be under way at once
 NUMBER, DEPARTS, ARRIVES = range(3)
-AT_ONCE = 0.005  # a rank that sends within this many seconds after it was woken did nothing in between
+AT_ONCE = (
+    0.005  # a rank that sends within this many seconds after it was woken did nothing in between
+)
 
 
 class ThrottledWire:
-    """Our own sends and receives wait as long as the link would need; torch's own collectives do not.
+    """Our own sends and receives wait as long as the link would need; torch's own collectives do
+    not.
 
-    All ranks share memory with the times at which each host's two links are free, and a slot for every message under
-    way. It is a file without a name, which forked ranks and new processes inherit as the open file `descriptor`.
-    `hosts` has the host of every rank; ranks of one host share its links, and reach each other without them.
+    All ranks share memory with the times at which each host's two links are free, and a slot for
+    every message under way. It is a file without a name, which forked ranks and new processes
+    inherit as the open file `descriptor`. `hosts` has the host of every rank; ranks of one host
+    share its links, and reach each other without them.
     """
 
     name, title, carries_torch = "wire", "throttled wire", False
     master_address = LOOPBACK
 
-    def __init__(self, hosts: list, bits_per_second: float, latency: float, descriptor: int | None = None):
+    def __init__(
+        self, hosts: list, bits_per_second: float, latency: float, descriptor: int | None = None
+    ):
         self.hosts, self.latency = hosts, latency
         self.seconds_per_byte = 8 / bits_per_second
         ranks, links = len(hosts), 2 * (max(hosts) + 1)
@@ -55,7 +63,9 @@ class ThrottledWire:
         self.file.truncate(8 * numbers)
         os.set_inheritable(self.file.fileno(), True)
         memory = np.frombuffer(mmap.mmap(self.file.fileno(), 8 * numbers))
-        self.free = memory[:links].reshape(2, -1)  # the rows are for outgoing and incoming links, in monotonic seconds
+        self.free = memory[:links].reshape(
+            2, -1
+        )  # the rows are for outgoing and incoming links, in monotonic seconds
         self.slots = memory[links:].reshape(ranks, ranks, CHANNELS, DEPTH, 3)
         self.threads = threading.Lock()
 
@@ -70,13 +80,19 @@ class ThrottledWire:
     def enter(self, rank: int) -> None:
         """Throttle the wire of this process, which is rank `rank`."""
         self.rank = rank
-        self.posted = np.zeros((2, *self.slots.shape[:3]), dtype=int)  # the rows count messages sent and received
-        self.woken = threading.local()  # each thread knows when its last wait ended, and when that was due
+        self.posted = np.zeros(
+            (2, *self.slots.shape[:3]), dtype=int
+        )  # the rows count messages sent and received
+        self.woken = (
+            threading.local()
+        )  # each thread knows when its last wait ended, and when that was due
         wire.card = wire.Card(self)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep all other ranks, and other threads of this rank, off the shared memory during this block."""
+        """Keep all other ranks, and other threads of this rank, off the shared memory during this
+        block.
+        """
         import fcntl  # Windows does not have this module.
 
         with self.threads:  # the lock of the file is between processes only
@@ -87,16 +103,26 @@ class ThrottledWire:
                 fcntl.lockf(self.file, fcntl.LOCK_UN)
 
     def book(self, sender: int, receiver: int, nbytes: int, ready: float) -> tuple[float, float]:
-        """Book one message, for which both sides are `ready`, on both links; return when it departs and arrives."""
+        """Book one message, for which both sides are `ready`, on both links; return when it departs
+        and arrives.
+        """
         outgoing, incoming = self.free
-        source, destination, duration = self.hosts[sender], self.hosts[receiver], nbytes * self.seconds_per_byte
+        source, destination, duration = (
+            self.hosts[sender],
+            self.hosts[receiver],
+            nbytes * self.seconds_per_byte,
+        )
         start = max(ready, outgoing[source])
         outgoing[source] = start + duration
         incoming[destination] = max(start + self.latency, incoming[destination]) + duration
         return outgoing[source], incoming[destination]
 
-    def post(self, kind: str, nbytes: int, peer: int, group: dist.ProcessGroup | None = None) -> Any:
-        """Announce a "send" to or a "recv" from global rank `peer`; return a ticket for `finish`."""
+    def post(
+        self, kind: str, nbytes: int, peer: int, group: dist.ProcessGroup | None = None
+    ) -> Any:
+        """Announce a "send" to or a "recv" from global rank `peer`; return a ticket for
+        `finish`.
+        """
         receiving = int(kind == "recv")
         sender, receiver = (peer, self.rank) if receiving else (self.rank, peer)
         if self.hosts[sender] == self.hosts[receiver]:
@@ -123,13 +149,17 @@ class ThrottledWire:
             self.woken.at, self.woken.due = time.monotonic(), due
 
     def now(self) -> float:
-        """Return this thread's time, which is set back by its last delay if the thread was woken a moment ago."""
+        """Return this thread's time, which is set back by its last delay if the thread was woken a
+        moment ago.
+        """
         now, at = time.monotonic(), getattr(self.woken, "at", None)
         return now if at is None or now - at > AT_ONCE else now - max(0.0, at - self.woken.due)
 
 
 def channel(group: dist.ProcessGroup | None) -> int:
-    """Return a group's channel: messages of different groups may overtake each other, so each channel has a count."""
+    """Return a group's channel: messages of different groups may overtake each other, so each
+    channel has a count.
+    """
     if group is None or group is dist.group.WORLD:
         return 0
     return 1 + zlib.crc32(group.group_name.encode()) % (CHANNELS - 1)

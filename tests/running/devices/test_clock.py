@@ -10,7 +10,9 @@ from ddp_course.running.devices.clock import Clock, ThreadClock
 
 @pytest.fixture
 def machine(monkeypatch):
-    """A clock on the wall, the seconds that this thread has computed, and those it stood in line."""
+    """A clock on the wall, the seconds that this thread has computed, and those it stood in
+    line.
+    """
     state = SimpleNamespace(wall=100.0, computed=1.0, queued=0.0)
 
     def pass_time(seconds):
@@ -63,7 +65,9 @@ def test_waiting_leaves_the_device_idle(machine):
 
 
 @pytest.mark.parametrize("waited, behind", [(0.5, 0.0), (0.001, 0.2)])
-def test_a_wait_for_another_rank_makes_up_for_what_was_lost_and_a_lock_does_not(machine, waited, behind):
+def test_a_wait_for_another_rank_makes_up_for_what_was_lost_and_a_lock_does_not(
+    machine, waited, behind
+):
     thread, device = ThreadClock(), Clock()
     operation(thread, machine, device, 0.1, 0.3)
     machine.wait(waited)

@@ -27,13 +27,18 @@ def test_impossible_devices_are_refused(options, words):
 
 def test_a_roofline_has_two_sides():
     device = Device("2GFLOP/s", memory="1GB/s")
-    assert device.seconds(4e9, 1e9) == (2.0, "flops") and device.seconds(1e9, 3e9) == (3.0, "memory")
+    assert device.seconds(4e9, 1e9) == (2.0, "flops") and device.seconds(1e9, 3e9) == (
+        3.0,
+        "memory",
+    )
     assert Device("2GFLOP/s").seconds(0, 1e9) == (0.0, "flops")
 
 
 def test_known_accelerators_in_slow_motion():
     device = Device.like("A100", slowed=1000, scale=20)
-    assert device.rate == pytest.approx(312e12 / 20_000) and device.memory == pytest.approx(2.039e12 / 20_000)
+    assert device.rate == pytest.approx(312e12 / 20_000) and device.memory == pytest.approx(
+        2.039e12 / 20_000
+    )
     assert "A100 slowed 1000 times" in str(device)
     with pytest.raises(EmulationError, match=r"unknown device.*A100"):
         Device.like("B52")

@@ -1,4 +1,6 @@
-"""The emulation at work: bookings against closed forms, equal results, hooks in time, and stage 2's K devices."""
+"""The emulation at work: bookings against closed forms, equal results, hooks in time, and stage 2's
+K devices.
+"""
 
 import threading
 import time
@@ -52,11 +54,15 @@ def test_a_step_costs_its_flops_over_the_rate():
 def test_attention_on_the_processor_costs_what_attention_costs():
     query, key, value = (torch.randn(2, 3, 16, 8, requires_grad=True) for _ in range(3))
     with Device("2GFLOP/s").emulate(sleep=False) as emulated:
-        outputs = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        outputs = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True
+        )
         forward = emulated.flops
         outputs.sum().backward()
     product = 2 * 2 * 3 * 16 * 16 * 8
-    assert forward == 2 * product and emulated.flops - forward == 5 * product  # backward computes the scores anew
+    assert (
+        forward == 2 * product and emulated.flops - forward == 5 * product
+    )  # backward computes the scores anew
 
 
 def test_memory_bounds_what_has_few_flops():
@@ -68,7 +74,10 @@ def test_memory_bounds_what_has_few_flops():
         torch.empty(1000, 1000)
     multiply, add = emulated.operations
     nbytes = 4 * (64 * 32 + 32 * 16 + 64 * 16)
-    assert multiply[:5] == ("mm", 0, 2 * 64 * 32 * 16, nbytes, "memory") and (add.name, add.bound) == ("add_", "memory")
+    assert multiply[:5] == ("mm", 0, 2 * 64 * 32 * 16, nbytes, "memory") and (
+        add.name,
+        add.bound,
+    ) == ("add_", "memory")
     assert multiply.seconds == pytest.approx(nbytes / 1e8)
     assert add.seconds == pytest.approx(2 * 4 * 64 * 16 / 1e8) and add.start == multiply.end
     with Device("1GFLOP/s").emulate(sleep=False) as emulated:
@@ -91,7 +100,9 @@ def test_the_thread_sleeps_until_the_device_is_done():
         stage1_single.train(model, batches, 0.1)
     assert time.perf_counter() - start >= emulated.busy_s > 0.2
     assert emulated.operations[-1].end - emulated.operations[0].start >= emulated.busy_s * 0.999
-    assert early == [False] * 10, "a gradient's hook fires when the device has finished it, and no earlier"
+    assert early == [False] * 10, (
+        "a gradient's hook fires when the device has finished it, and no earlier"
+    )
 
 
 def test_threads_that_only_communicate_are_not_slowed():
@@ -115,7 +126,9 @@ def test_full_speed_ends_the_time_and_not_the_results():
     with Device("2GFLOP/s").emulate(sleep=False) as emulated:
         stage1_single.train(model, some_at_full_speed(tiny_batches(steps=6)), 0.1)
     stage1_single.train(plain, tiny_batches(steps=6), 0.1)
-    assert emulated.busy_s == pytest.approx(two.busy_s) and torch.equal(weights(model), weights(plain))
+    assert emulated.busy_s == pytest.approx(two.busy_s) and torch.equal(
+        weights(model), weights(plain)
+    )
     full_speed()  # without an emulation there is nothing to end
 
 
@@ -136,7 +149,9 @@ def test_nothing_is_left_behind_even_after_an_exception():
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_stage_2_drives_as_many_devices_and_its_bus_carries_the_model_out_and_the_gradients_in(world_size):
+def test_stage_2_drives_as_many_devices_and_its_bus_carries_the_model_out_and_the_gradients_in(
+    world_size,
+):
     names = [f"cpu:{number}" for number in range(world_size)]
     model, plain = tiny_model(), tiny_model()
     device = Device("2GFLOP/s")
@@ -167,7 +182,9 @@ def test_copies_take_the_time_of_the_bus():
         start = emulated.thread.now
         torch.zeros(250_000).to("cpu:1")
         time.sleep(0.01)
-    assert emulated.thread.now - start == pytest.approx(0.1), "an emulation that does not sleep counts its own time"
+    assert emulated.thread.now - start == pytest.approx(0.1), (
+        "an emulation that does not sleep counts its own time"
+    )
 
 
 def test_threads_of_two_devices_work_at_the_same_time_and_those_of_one_take_turns():
@@ -212,8 +229,12 @@ def train_on_rank(stage):
 @pytest.mark.parametrize("stage", [*TRAINERS, "torch"])
 def test_every_stage_computes_the_same_bits_on_emulated_devices(stage):
     plain = launch(train_on_rank, stage, world_size=2, device="cpu")
-    emulated = launch(train_on_rank, stage, world_size=2, device=Device("50MFLOP/s", memory="100MB/s"))
-    for (losses, trained, nothing), (same_losses, same_weights, flops) in zip(plain, emulated, strict=True):
+    emulated = launch(
+        train_on_rank, stage, world_size=2, device=Device("50MFLOP/s", memory="100MB/s")
+    )
+    for (losses, trained, nothing), (same_losses, same_weights, flops) in zip(
+        plain, emulated, strict=True
+    ):
         assert losses == same_losses and torch.equal(trained, same_weights)
         assert nothing is None and flops > 1e4
 

@@ -55,7 +55,10 @@ def test_gpus_that_cuda_cannot_use_are_left_alone(gpus):
 
 
 def test_ranks_on_the_cpu_see_no_gpu():
-    assert launch(lambda: os.environ["CUDA_VISIBLE_DEVICES"], world_size=2, device="cpu") == ["", ""]
+    assert launch(lambda: os.environ["CUDA_VISIBLE_DEVICES"], world_size=2, device="cpu") == [
+        "",
+        "",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -73,9 +76,12 @@ def test_ranks_agree_on_a_backend(gpus, identities, backend):
 
 
 @pytest.mark.parametrize(
-    "asked, version, backend", [("1", (2, 30, 3), BOTH), ("1", (2, 29), "gloo"), ("0", (3, 0), "gloo")]
+    "asked, version, backend",
+    [("1", (2, 30, 3), BOTH), ("1", (2, 29), "gloo"), ("0", (3, 0), "gloo")],
 )
-def test_ranks_share_a_gpu_over_nccl_where_it_can_and_is_asked(gpus, monkeypatch, asked, version, backend):
+def test_ranks_share_a_gpu_over_nccl_where_it_can_and_is_asked(
+    gpus, monkeypatch, asked, version, backend
+):
     gpus(1)
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", asked)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
@@ -84,9 +90,13 @@ def test_ranks_share_a_gpu_over_nccl_where_it_can_and_is_asked(gpus, monkeypatch
 
 
 def test_slurms_one_gpu_a_task_is_nccl(gpus, monkeypatch):
-    """Every task has a cuda:0 of its own, and four of them are on this host: by the count alone it would be gloo."""
+    """Every task has a cuda:0 of its own, and four of them are on this host: by the count alone it
+    would be gloo.
+    """
     gpus(1)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="U0"))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="U0")
+    )
     assert placement("auto", 4)[1] == ["cuda:0"] * 4
     for last, backend in (("host/U3", BOTH), (gpu_identity("cuda:0"), "gloo")):
         store = dist.HashStore()

@@ -1,4 +1,6 @@
-"""Several machines from one call: a head and three hosts, started by ssh and by srun, with cables of 1 Gbit/s."""
+"""Several machines from one call: a head and three hosts, started by ssh and by srun, with cables
+of 1 Gbit/s.
+"""
 
 import json
 import os
@@ -17,7 +19,9 @@ pytest.importorskip("ipyparallel")
 zmq = pytest.importorskip("zmq")
 pytestmark = [
     pytest.mark.alone,
-    pytest.mark.skipif(bool(available()["hosts"]) or os.geteuid() != 0, reason="needs virtual hosts, as root"),
+    pytest.mark.skipif(
+        bool(available()["hosts"]) or os.geteuid() != 0, reason="needs virtual hosts, as root"
+    ),
     pytest.mark.skipif(not shutil.which("sshd", path="/usr/sbin"), reason="needs openssh-server"),
 ]
 
@@ -30,7 +34,8 @@ from ddp_course.running import wire
 from ddp_course.running.launching import engine, hosts
 
 FOLDER, found = Path(__file__).parent, {}
-signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever starts tests in the background has it ignored
+# Whoever starts tests in the background has this signal ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def ask(what):
     (FOLDER / f"ask-{what}").touch()
@@ -143,10 +148,12 @@ attempt("unknown", name, hosts=["host9"])
 start_all_by("spawn")
 spares = launch(ring, world_size=6, hosts="all")
 attempt("spares fail", fails)
-tell("spares", [[row[:2] for row in spares] == [row[:2] for row in here], [row[2] for row in spares]])
+same = [row[:2] for row in spares] == [row[:2] for row in here]
+tell("spares", [same, [row[2] for row in spares]])
 start_all_by("fork")
 tell("cell", magic())
-other = subprocess.Popen([sys.executable, FOLDER / "second_head.py"], stdout=subprocess.PIPE, text=True)
+command = [sys.executable, FOLDER / "second_head.py"]
+other = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 other.stdout.readline()
 attempt("head 0", many_rings)
 tell("head 1", eval(other.communicate()[0]))
@@ -192,11 +199,19 @@ def found(tmp_path_factory):
     (folder / "head.py").write_text(HEAD)
     (folder / "second_head.py").write_text(SECOND_HEAD)
     for name in ("key", "hostkey"):
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)], check=True)
+        subprocess.run(
+            ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)], check=True
+        )
     support = Path(__file__).parents[2] / "support" / "hosts_on_hosts.py"
-    environ = {**os.environ, "PYTHONPATH": str(Path(hosts_of.__file__).parents[3]), "TMPDIR": str(folder)}
+    environ = {
+        **os.environ,
+        "PYTHONPATH": str(Path(hosts_of.__file__).parents[3]),
+        "TMPDIR": str(folder),
+    }
     command = [sys.executable, str(support), str(folder)]
-    ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=900, check=False)
+    ended = subprocess.run(
+        command, env=environ, capture_output=True, text=True, timeout=900, check=False
+    )
     assert ended.returncode == 0, ended.stderr + (folder / "log").read_text()
     return {**json.loads((folder / "found").read_text()), "printed": ended.stdout}
 
@@ -212,7 +227,9 @@ def test_hosts_without_fork_give_the_same(found):
     same, places = found["spares"]
     assert same and places == found["ring"][1]
     error, message, _ = found["spares fail"]
-    assert error == "RankError" and message.startswith("rank 3 on host2: KeyError: 'nowhere' (of 6 ranks)")
+    assert error == "RankError" and message.startswith(
+        "rank 3 on host2: KeyError: 'nowhere' (of 6 ranks)"
+    )
 
 
 def test_hosts_can_be_named(found):
@@ -223,16 +240,25 @@ def test_hosts_can_be_named(found):
 
 def test_errors_have_rank_and_host(found):
     error, message, _ = found["fails"]
-    assert error == "RankError" and message.startswith("rank 3 on host2: KeyError: 'nowhere' (of 6 ranks)")
+    assert error == "RankError" and message.startswith(
+        "rank 3 on host2: KeyError: 'nowhere' (of 6 ranks)"
+    )
     error, message, _ = found["sleeps"]
     assert error == "LaunchTimeout"
-    assert "rank 5 has not entered ring_all_reduce of float32 [8], call 1, in which ranks 0, 1, 2, 3 and 4 w" in message
+    assert (
+        "rank 5 has not entered ring_all_reduce of float32 [8], call 1, in which ranks 0, 1, 2, 3"
+        " and 4 w" in message
+    )
     assert "where they were:\n\nrank 5 on host3: " in message and "time.sleep(100)" in message
 
 
 def test_a_cell_on_the_ranks_of_several_hosts(found):
     assert found["cell"] == 0
-    lines = [line for line in found["printed"].splitlines() if line in ("[rank 0 host1] 0", "[rank 2 host3] 2")]
+    lines = [
+        line
+        for line in found["printed"].splitlines()
+        if line in ("[rank 0 host1] 0", "[rank 2 host3] 2")
+    ]
     assert lines == ["[rank 0 host1] 0", "[rank 2 host3] 2"]
 
 
@@ -244,7 +270,11 @@ def test_two_heads_at_once_do_not_mix(found):
 
 def test_another_torch_is_refused(found):
     error, message, _ = found["other torch"]
-    assert error == "LaunchError" and message.startswith("host1 has torch 2.") and "this machine 1.0" in message
+    assert (
+        error == "LaunchError"
+        and message.startswith("host1 has torch 2.")
+        and "this machine 1.0" in message
+    )
 
 
 @pytest.mark.parametrize(
@@ -270,15 +300,22 @@ def test_the_others_go_on_and_a_host_may_join_late(found):
 def test_a_host_that_was_cut_off_is_named_and_comes_back(found):
     """Its cable was out for as long as the accident and the launch after it: more than 10 s."""
     error, message, _ = found["all without 3"]
-    assert error == "LaunchError" and "missing: host3; here are host1, host2. On each host:" in message
+    assert (
+        error == "LaunchError" and "missing: host3; here are host1, host2. On each host:" in message
+    )
     assert "or launch without: hosts=['host1', 'host2']" in message
-    assert found["all again"][:2] == ["none", str(["host1", "host1", "host2", "host2", "host3", "host3"])]
+    assert found["all again"][:2] == [
+        "none",
+        str(["host1", "host1", "host2", "host2", "host3", "host3"]),
+    ]
     assert found["end"]
 
 
 def test_without_a_controller_it_says_what_to_do(monkeypatch, tmp_path):
     monkeypatch.setenv("DDP_COURSE_HOSTS", str(tmp_path))
-    with pytest.raises(LaunchError, match=r"no hosts have been brought together .* run: ddp-course hosts start"):
+    with pytest.raises(
+        LaunchError, match=r"no hosts have been brought together .* run: ddp-course hosts start"
+    ):
         hosts_of.connect()
 
 
@@ -295,10 +332,16 @@ def test_a_machine_with_the_key_of_another_controller_is_not_let_in(tmp_path):
         for kept in (file, tmp_path / "engines.json", file.with_name("ipcontroller-client.json")):
             assert kept.stat().st_mode & 0o077 == 0, "for the owner only"
         settings = json.loads(file.read_text())
-        settings["curve_serverkey"], settings["curve_secretkey"] = (key.decode() for key in zmq.curve_keypair())
+        settings["curve_serverkey"], settings["curve_secretkey"] = (
+            key.decode() for key in zmq.curve_keypair()
+        )
         (tmp_path / "wrong.json").write_text(json.dumps(settings))
         ended = subprocess.run(
-            [*course, "join", str(tmp_path / "wrong.json")], env=environ, capture_output=True, text=True, timeout=240
+            [*course, "join", str(tmp_path / "wrong.json")],
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=240,
         )
     finally:
         controller.terminate()

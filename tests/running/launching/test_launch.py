@@ -1,4 +1,6 @@
-"""`launch` itself: results, arguments, limits, what ranks see, and what happens when its processes are killed."""
+"""`launch` itself: results, arguments, limits, what ranks see, and what happens when its processes
+are killed.
+"""
 
 import importlib
 import io
@@ -43,17 +45,27 @@ def reduced(tensor):
 def test_results_come_in_rank_order(world_size):
     offset = 10
     results = launch(
-        lambda a, b: (dist.get_rank() + offset, a * b, reduced(torch.tensor(2.0 ** dist.get_rank()))),
+        lambda a, b: (
+            dist.get_rank() + offset,
+            a * b,
+            reduced(torch.tensor(2.0 ** dist.get_rank())),
+        ),
         3,
         b="x",
         world_size=world_size,
     )
-    assert results == [(rank + 10, "xxx", torch.tensor(2.0**world_size - 1)) for rank in range(world_size)]
+    assert results == [
+        (rank + 10, "xxx", torch.tensor(2.0**world_size - 1)) for rank in range(world_size)
+    ]
 
 
 def test_half_a_gigabyte_in_and_out():
     bytes_500 = torch.arange(500 * 1000 * 1000 // 8)
-    last = launch(lambda tensor: tensor if dist.get_rank() == 1 else tensor.sum().item(), bytes_500, world_size=2)
+    last = launch(
+        lambda tensor: tensor if dist.get_rank() == 1 else tensor.sum().item(),
+        bytes_500,
+        world_size=2,
+    )
     assert last[0] == bytes_500.sum().item()
     assert torch.equal(last[1], bytes_500)
 
@@ -64,7 +76,9 @@ def rank_with_dynamo():
 
 @pytest.mark.parametrize("caller_has_it", [False, True])
 def test_what_optimizers_load_is_loaded_once_and_not_in_every_rank(monkeypatch, caller_has_it):
-    """By the server, before its second launch; before the first if the caller has made an optimizer."""
+    """By the server, before its second launch; before the first if the caller has made an
+    optimizer.
+    """
     local.use_server(None)
     importlib.import_module("torch._dynamo")
     with monkeypatch.context() as patched:
@@ -80,7 +94,9 @@ def test_what_cannot_be_loaded_ahead_is_no_reason_to_refuse_a_launch(monkeypatch
     with monkeypatch.context() as patched:
         patched.setenv("TORCHINDUCTOR_CACHE_DIR", "/dev/null/nowhere")
         patched.delitem(sys.modules, "torch._dynamo", raising=False)
-        results = [(launch(rank_with_dynamo, world_size=1), local.servers[0].process.pid) for _ in range(4)]
+        results = [
+            (launch(rank_with_dynamo, world_size=1), local.servers[0].process.pid) for _ in range(4)
+        ]
     local.use_server(None)
     assert results == [([False], results[0][1])] * 4, "one server, which lived on"
 
@@ -88,7 +104,9 @@ def test_what_cannot_be_loaded_ahead_is_no_reason_to_refuse_a_launch(monkeypatch
 def test_nothing_of_cuda_and_no_thread_in_the_server():
     launch(pid_and_rank, world_size=2)
     server = psutil.Process(local.servers[0].process.pid)
-    assert server.num_threads() == 1, "a lock that another thread holds at a fork would stay locked in the rank"
+    assert server.num_threads() == 1, (
+        "a lock that another thread holds at a fork would stay locked in the rank"
+    )
     assert not [region.path for region in server.memory_maps() if "libcuda.so" in region.path]
 
 
@@ -103,7 +121,9 @@ def test_ranks_are_never_forked_from_the_caller(monkeypatch):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_launch_from_a_parent_that_has_initialised_cuda():
     torch.ones(1, device="cuda")
-    assert launch(lambda: torch.ones(2, device=torch.device("cuda:0")).sum().item(), world_size=1) == [2.0]
+    assert launch(
+        lambda: torch.ones(2, device=torch.device("cuda:0")).sum().item(), world_size=1
+    ) == [2.0]
 
 
 def test_libraries_keep_quiet(capfd):
@@ -114,7 +134,10 @@ def test_libraries_keep_quiet(capfd):
 def test_the_greeting_of_older_gloo_is_left_out():
     shown = []
     lines = channel.Lines(shown.append)
-    lines(b"[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1\nhel")
+    lines(
+        b"[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is :"
+        b" 1\nhel"
+    )
     lines(b"lo\n[Gloo] is what I say\n")
     assert shown == ["hello", "[Gloo] is what I say"]
 
@@ -122,7 +145,8 @@ def test_the_greeting_of_older_gloo_is_left_out():
 def test_launches_from_two_threads_at_once():
     results = {}
     threads = [
-        threading.Thread(target=lambda n=n: results.update({n: launch(lambda: n, world_size=2)})) for n in range(3)
+        threading.Thread(target=lambda n=n: results.update({n: launch(lambda: n, world_size=2)}))
+        for n in range(3)
     ]
     for thread in threads:
         thread.start()
@@ -132,7 +156,9 @@ def test_launches_from_two_threads_at_once():
 
 
 def test_a_launch_inside_a_rank():
-    inner = launch(lambda: launch(dist.get_rank, world_size=2) if dist.get_rank() == 0 else None, world_size=2)
+    inner = launch(
+        lambda: launch(dist.get_rank, world_size=2) if dist.get_rank() == 0 else None, world_size=2
+    )
     assert inner == [[0, 1], None]
 
 
@@ -152,7 +178,10 @@ def test_a_launch_inside_a_rank():
         ({"device": 3}, 'unknown device "3"; choose'),
         ({"link": Link}, r"link is the class Link; it must be one made of it: Link\(…\)"),
         ({"device": Device}, r"device is the class Device; it must be one made of it: Device\(…\)"),
-        ({"link": "50Mbit"}, r"link is '50Mbit'; it must be a Link, such as Link\(bandwidth='50Mbit'\)"),
+        (
+            {"link": "50Mbit"},
+            r"link is '50Mbit'; it must be a Link, such as Link\(bandwidth='50Mbit'\)",
+        ),
     ],
 )
 def test_bad_input_is_refused_at_once_and_without_our_own_frames(bad, words):
@@ -174,9 +203,18 @@ def uses_a_lock():
     "call, words",
     [
         (lambda: launch(lambda guard: None, threading.Lock()), "^guard cannot be sent"),
-        (lambda: launch(uses_a_lock.__class__(uses_a_lock.__code__, {"LOCK": LOCK})), "^LOCK cannot be sent"),
-        (lambda: launch(pid_and_rank()), r"launch takes the function itself.*not what it returned: \("),
-        (lambda: launch(pid_and_rank, 4), "pid_and_rank does not take the argument 4; for 4 ranks write world_size=4"),
+        (
+            lambda: launch(uses_a_lock.__class__(uses_a_lock.__code__, {"LOCK": LOCK})),
+            "^LOCK cannot be sent",
+        ),
+        (
+            lambda: launch(pid_and_rank()),
+            r"launch takes the function itself.*not what it returned: \(",
+        ),
+        (
+            lambda: launch(pid_and_rank, 4),
+            "pid_and_rank does not take the argument 4; for 4 ranks write world_size=4",
+        ),
     ],
 )
 def test_a_call_that_cannot_work_is_refused_before_anything_starts(call, words, monkeypatch):
@@ -248,7 +286,9 @@ def test_a_network_card_set_for_other_machines_is_put_right(monkeypatch):
 def test_a_private_launch_has_a_network_without_anybody_else(monkeypatch):
     monkeypatch.setenv("DDP_COURSE_NETWORK", "private")
     before = os.readlink("/proc/self/ns/net")
-    spaces = launch(lambda: (reduced(torch.ones(1)).item(), os.readlink("/proc/self/ns/net")), world_size=2)
+    spaces = launch(
+        lambda: (reduced(torch.ones(1)).item(), os.readlink("/proc/self/ns/net")), world_size=2
+    )
     assert [total for total, _ in spaces] == [2, 2]
     assert spaces[0] == spaces[1] and spaces[0][1] != before
 
@@ -297,8 +337,12 @@ def test_a_server_that_was_killed_or_stopped_or_left_idle_is_replaced(end, monke
 
 
 def leave_children():
-    """A child in the rank's process group, one in a session of its own, and one that runs no other program."""
-    children = [subprocess.Popen(["sleep", "300"], start_new_session=own).pid for own in (False, True)]
+    """A child in the rank's process group, one in a session of its own, and one that runs no other
+    program.
+    """
+    children = [
+        subprocess.Popen(["sleep", "300"], start_new_session=own).pid for own in (False, True)
+    ]
     child = os.fork()
     if child == 0:
         time.sleep(300)
@@ -323,7 +367,9 @@ def test_children_of_ranks_go_with_the_server(capfd):
         launch(leave_children, world_size=1)
     attacker.join()
     assert len(pids) == 3
-    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=5)
+    _, alive = psutil.wait_procs(
+        [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=5
+    )
     assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
 
@@ -340,15 +386,25 @@ def test_edited_package_files_are_seen(tmp_path):
     )
     environ = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
     ended = subprocess.run(
-        [sys.executable, script], env=environ, capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, script],
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
     )
     assert ended.stdout.split("\n")[:2] == ["[1, 1]", "[22, 22]"]
 
 
 @pytest.mark.alone
 def test_interrupted_script_leaves_nothing():
-    source = "import sys, time\nfrom ddp_course import launch\nlaunch(lambda: (print('up'), time.sleep(99)))"
-    script = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    source = (
+        "import sys, time\nfrom ddp_course import launch\nlaunch(lambda: (print('up'),"
+        " time.sleep(99)))"
+    )
+    script = subprocess.Popen(
+        [sys.executable, "-c", source], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     assert "up" in script.stdout.readline()
     below = psutil.Process(script.pid).children(recursive=True)
     assert len(below) >= 6
@@ -361,12 +417,17 @@ def test_interrupted_script_leaves_nothing():
 
 def test_a_process_in_a_session_of_its_own_ends_with_its_launch():
     """With its rank gone, and with a child of its own; other launches go on beside it."""
-    source = "import os, subprocess, sys; print(os.getpid(), subprocess.Popen(['sleep', '300']).pid, flush=True)"
+    source = (
+        "import os, subprocess, sys; print(os.getpid(), subprocess.Popen(['sleep', '300']).pid,"
+        " flush=True)"
+    )
 
     def leaves_something():
         if dist.get_rank() == 1:
             command = [sys.executable, "-c", f"{source}; import time; time.sleep(300)"]
-            left = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE, text=True)
+            left = subprocess.Popen(
+                command, start_new_session=True, stdout=subprocess.PIPE, text=True
+            )
             return [int(pid) for pid in left.stdout.readline().split()]
 
     beside = threading.Thread(target=launch, args=(time.sleep, 3), kwargs={"world_size": 2})

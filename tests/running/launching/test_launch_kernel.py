@@ -1,4 +1,6 @@
-"""Launches from cells of a real Jupyter kernel: the same faults as in a script, and what only a kernel can do."""
+"""Launches from cells of a real Jupyter kernel: the same faults as in a script, and what only a
+kernel can do.
+"""
 
 import os
 import re
@@ -34,10 +36,17 @@ def empty_seconds(kernel):
     return max(kernel.run(f"launch(lambda: None, world_size={k})").seconds for k in (2, 2))
 
 
-IN_CELLS = ("exception", "killed in all-reduce", "segmentation fault", "one rank does not call")  # of each kind one
+IN_CELLS = (
+    "exception",
+    "killed in all-reduce",
+    "segmentation fault",
+    "one rank does not call",
+)  # of each kind one
 
 
-@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault.name in IN_CELLS], ids=lambda fault: fault.name)
+@pytest.mark.parametrize(
+    "fault", [fault for fault in FAULTS if fault.name in IN_CELLS], ids=lambda fault: fault.name
+)
 def test_fault_in_a_cell(kernel, empty_seconds, fault):
     output = kernel.run(fault.cell(2))
     assert output.error == fault.error, output
@@ -108,7 +117,12 @@ launch(talk, world_size=4)
 """,
         on_stdout=lambda text: arrived.append(time.monotonic()),
     )
-    expected = ["first line " + "x" * 100_000, "from below", *map(str, range(50)), "no newline at the end"]
+    expected = [
+        "first line " + "x" * 100_000,
+        "from below",
+        *map(str, range(50)),
+        "no newline at the end",
+    ]
     for rank in range(4):
         lines = [line for line in output.stdout.splitlines() if line.startswith(f"[rank {rank}] ")]
         assert lines == [f"[rank {rank}] {line}" for line in expected]
@@ -120,7 +134,10 @@ launch(talk, world_size=4)
 def test_edited_cells_and_modules_are_seen(kernel, tmp_path):
     module = tmp_path / "edited_module.py"
     module.write_text("def value(): return 1\n")
-    setup = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); sys.dont_write_bytecode = True\nimport edited_module"
+    setup = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); sys.dont_write_bytecode = True\nimport"
+        " edited_module"
+    )
     assert not kernel.run(setup).error
     cell = "def outer(): return edited_module.value() + {}\nlaunch(outer, world_size=2)"
     assert kernel.run(cell.format(10)).result == "[11, 11]"

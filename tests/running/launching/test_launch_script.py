@@ -27,13 +27,24 @@ def run_script(source, folder, *arguments, timeout=120):
     script = Path(folder) / "script.py"
     script.write_text(source)
     return subprocess.run(
-        [sys.executable, str(script), *arguments], capture_output=True, text=True, timeout=timeout, check=False
+        [sys.executable, str(script), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
     )
 
 
 def faults_in_a_script(folder, world_sizes, start):
-    """What a script got for every fault at each world size, and how long an empty launch takes right now."""
-    lines = ["import json, linecache", HEADER, f"os.environ['DDP_COURSE_START'] = {start!r}", SCRIPT_END]
+    """What a script got for every fault at each world size, and how long an empty launch takes
+    right now.
+    """
+    lines = [
+        "import json, linecache",
+        HEADER,
+        f"os.environ['DDP_COURSE_START'] = {start!r}",
+        SCRIPT_END,
+    ]
     lines += [
         "launch(lambda: None)",
         *(f"attempt('empty', 'launch(lambda: None, world_size={k})', {k})" for k in world_sizes),

@@ -1,4 +1,6 @@
-"""Ranks that are started anew, for systems where forking is unsafe, tried here by asking for them."""
+"""Ranks that are started anew, for systems where forking is unsafe, tried here by asking for
+them.
+"""
 
 import os
 import signal
@@ -55,7 +57,9 @@ def test_a_throttled_wire_between_new_processes():
 
 
 def test_links_say_what_they_are():
-    """Virtual hosts cannot be entered by a new process: they are refused, and "auto" is the wire."""
+    """Virtual hosts cannot be entered by a new process: they are refused, and "auto" is the
+    wire.
+    """
     assert Link("20Mbit").mode == "wire" and not Link("20Mbit").carries_torch
     with pytest.raises(EmulationError, match=r"ranks are not forked here.*use mode="):
         Link("20Mbit", mode="hosts")
@@ -77,21 +81,24 @@ def test_an_environment_that_no_new_program_can_have_reaches_the_ranks(monkeypat
 def test_ranks_end_with_a_caller_that_was_killed():
     """Server, agent and ranks; what a rank has started goes with them."""
     source = (
-        "import os, signal, subprocess, time\nimport torch.distributed as dist\nfrom ddp_course import launch\n"
-        "def rank(caller):\n"
-        "    print(os.getpid(), subprocess.Popen(['sleep', '300'], start_new_session=True).pid, flush=True)\n"
-        "    dist.barrier()\n"
-        "    time.sleep(1)\n"
-        "    os.kill(caller, signal.SIGKILL)\n"
-        "    time.sleep(300)\n"
-        "launch(rank, os.getpid(), world_size=2)"
+        "import os, signal, subprocess, time\nimport torch.distributed as dist\nfrom ddp_course"
+        " import launch\ndef rank(caller):\n    print(os.getpid(), subprocess.Popen(['sleep',"
+        " '300'], start_new_session=True).pid, flush=True)\n    dist.barrier()\n    time.sleep(1)\n"
+        "    os.kill(caller, signal.SIGKILL)\n    time.sleep(300)\nlaunch(rank, os.getpid(),"
+        " world_size=2)"
     )
     ended = subprocess.run(
-        [sys.executable, "-u", "-c", source], capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, "-u", "-c", source],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
     )
     pids = [int(pid) for line in ended.stdout.splitlines() for pid in line.split()[2:]]
     assert ended.returncode == -signal.SIGKILL and len(pids) == 4
-    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=20)
+    _, alive = psutil.wait_procs(
+        [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=20
+    )
     assert not alive
 
 
@@ -101,7 +108,9 @@ def test_a_python_that_cannot_start_is_told(monkeypatch, tmp_path):
     local.use_server(None)
     with monkeypatch.context() as patched:
         patched.setattr(sys, "executable", str(tmp_path / "python"))
-        with pytest.raises(LaunchError, match=r"(?s)the launch server exited with code 1.*this Python is broken"):
+        with pytest.raises(
+            LaunchError, match=r"(?s)the launch server exited with code 1.*this Python is broken"
+        ):
             launch(os.getpid, world_size=2)
     local.use_server(None)
 

@@ -40,7 +40,9 @@ def kernel(request):
     """A kernel with the extension and a few names in it, whose ranks come to life in both ways."""
     with starting_by(request.param), running_kernel() as kernel:
         assert not kernel.run(SETUP).error
-        asked = kernel.run("from ddp_course.running.launching.setting import start_method\nstart_method()")
+        asked = kernel.run(
+            "from ddp_course.running.launching.setting import start_method\nstart_method()"
+        )
         assert asked.result == repr(request.param)
         yield kernel
 
@@ -51,7 +53,10 @@ def test_a_cell_runs_on_all_ranks_with_output_grouped_by_rank(kernel):
     expected = [
         line
         for rank in range(3)
-        for line in (f"[rank {rank}] rank {rank} of 3 on cpu", f"[rank {rank}] (tensor(33), {2 * rank})")
+        for line in (
+            f"[rank {rank}] rank {rank} of 3 on cpu",
+            f"[rank {rank}] (tensor(33), {2 * rank})",
+        )
     ]
     assert output.stdout.splitlines() == expected
     assert kernel.run("total, note").result == "(tensor(33), {'seen by': 0, 'doubled': 20})"
@@ -86,7 +91,10 @@ KEPT = [  # cells that run one after the other, and what they show, or a word of
     ("rate = 1", ""),
     ("%%ranks 2 --keep\nx = torch.ones(1) * rank\ndef later(): return defined_later * rate", ""),
     ("rate = 5", ""),
-    ("%%ranks\ndefined_later = 7\nx.item(), rate, later()", "[rank 0] (0.0, 5, 35)\n[rank 1] (1.0, 5, 35)\n"),
+    (
+        "%%ranks\ndefined_later = 7\nx.item(), rate, later()",
+        "[rank 0] (0.0, 5, 35)\n[rank 1] (1.0, 5, 35)\n",
+    ),
     ("%%ranks\nundefined", "'undefined' is not defined"),
     ("%%ranks --pull absent\nrank", '"absent" is to be pulled'),
     ("%%ranks 3\n1", "2 ranks are kept"),
@@ -126,7 +134,9 @@ def test_kept_ranks_that_cannot_go_on_end_and_say_so(cell, error):
         environment.setenv("DDP_COURSE_IDLE", "2" if "sleep" in cell else "900")
         with running_kernel() as kernel:
             assert not kernel.run(SETUP).error
-            assert not kernel.run("%%ranks 2 --keep --pull victim\nimport os\nvictim = os.getpid()").error
+            assert not kernel.run(
+                "%%ranks 2 --keep --pull victim\nimport os\nvictim = os.getpid()"
+            ).error
             if cell == "interrupt":
                 stop = threading.Timer(3, kernel.manager.interrupt_kernel)
                 stop.start()
@@ -146,18 +156,35 @@ def test_kept_ranks_that_cannot_go_on_end_and_say_so(cell, error):
 
 def test_nbval_accepts_the_magic_and_the_progress_bar(tmp_path):
     train = (
-        "import torch\nfrom ddp_course import launch\n"
-        "def train(steps):\n    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)\n"
-        "    for _ in range(steps): optimizer.step()\n    return steps\n"
-        "launch(train, 20, world_size=2, progress=20)"
+        "import torch\nfrom ddp_course import launch\ndef train(steps):\n    optimizer ="
+        " torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)\n    for _ in range(steps):"
+        " optimizer.step()\n    return steps\nlaunch(train, 20, world_size=2, progress=20)"
     )
     cells = [nbformat.v4.new_code_cell(source) for source in (SETUP, CELL, "total", train)]
-    notebook = nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": {"name": "python3", "display_name": "p"}})
+    notebook = nbformat.v4.new_notebook(
+        cells=cells, metadata={"kernelspec": {"name": "python3", "display_name": "p"}}
+    )
     NotebookClient(notebook, timeout=120).execute()
     nbformat.write(notebook, tmp_path / "magic.ipynb")
-    nbval = [sys.executable, "-m", "pytest", "--nbval", "-q", "-p", "no:cacheprovider", str(tmp_path / "magic.ipynb")]
-    ended = subprocess.run(nbval, capture_output=True, text=True, cwd=tmp_path, timeout=180, check=False)
+    nbval = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "--nbval",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        str(tmp_path / "magic.ipynb"),
+    ]
+    ended = subprocess.run(
+        nbval, capture_output=True, text=True, cwd=tmp_path, timeout=180, check=False
+    )
     assert ended.returncode == 0, ended.stdout
     notebook.cells[2].outputs[0]["data"]["text/plain"] = "tensor(34)"
     nbformat.write(notebook, tmp_path / "magic.ipynb")
-    assert subprocess.run(nbval, capture_output=True, cwd=tmp_path, timeout=180, check=False).returncode != 0
+    assert (
+        subprocess.run(
+            nbval, capture_output=True, cwd=tmp_path, timeout=180, check=False
+        ).returncode
+        != 0
+    )

@@ -1,12 +1,15 @@
-"""Emulated links: what they accept and refuse, how long a message takes, and that a link is a link both ways.
+"""Emulated links: what they accept and refuse, how long a message takes, and that a link is a link
+both ways.
 
-A machine under load only ever makes things slower, so the bounds from below are tight and those from above wide.
+A machine under load only ever makes things slower, so the bounds from below are tight and those
+from above wide.
 """
 
 import re
 import socket
 import sys
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +22,10 @@ from ddp_course.running import links, virtual_hosts, wire
 from ddp_course.running.links import LINKS, Link, link, throttle
 
 MODES = [
-    pytest.param("hosts", marks=pytest.mark.skipif(bool(links.available()["hosts"]), reason="no virtual hosts here")),
+    pytest.param(
+        "hosts",
+        marks=pytest.mark.skipif(bool(links.available()["hosts"]), reason="no virtual hosts here"),
+    ),
     "wire",
 ]
 BANDWIDTH = "80Mbit"
@@ -72,7 +78,9 @@ def test_a_busy_moment_does_not_lead_to_a_refusal(monkeypatch):
 
 def test_known_links_in_slow_motion():
     made = Link.like("NVLink A100", slowed=1000, scale=20, mode="wire")
-    assert made.bandwidth == pytest.approx(2.4e12 / 20_000) and made.latency == pytest.approx(3.4e-3)
+    assert made.bandwidth == pytest.approx(2.4e12 / 20_000) and made.latency == pytest.approx(
+        3.4e-3
+    )
     assert all(known.source for known in LINKS.values())
     with pytest.raises(EmulationError, match=r"unknown link.*NVLink A100"):
         Link.like("string")
@@ -97,7 +105,9 @@ def test_an_attempt_that_fails_takes_the_wire(program, why, monkeypatch, tmp_pat
         (tmp_path / "python").chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setattr(virtual_hosts, "ATTEMPT_SECONDS", 3)
-    assert re.search(rf"the attempt to build them failed \(.*{why}", virtual_hosts.forbidden_by.__wrapped__())
+    assert re.search(
+        rf"the attempt to build them failed \(.*{why}", virtual_hosts.forbidden_by.__wrapped__()
+    )
 
 
 def test_latency_takes_the_wire(monkeypatch):
@@ -112,7 +122,9 @@ def test_latency_takes_the_wire(monkeypatch):
 
 @pytest.fixture
 def switch(monkeypatch):
-    """A switch between hosts 0, 0, 1 and 2 (ranks 0 to 3) with links of 1,000 bytes a second, at time 100."""
+    """A switch between hosts 0, 0, 1 and 2 (ranks 0 to 3) with links of 1,000 bytes a second, at
+    time 100.
+    """
     clock = SimpleNamespace(now=100.0, slept=[])
     monkeypatch.setattr(throttle.time, "monotonic", lambda: clock.now)
     monkeypatch.setattr(throttle.time, "sleep", clock.slept.append)
@@ -170,8 +182,12 @@ def test_time_counts_from_the_moment_when_both_are_ready(switch):
 
 
 @pytest.mark.parametrize("pause, late", [(0.001, 0.0), (1.0, 0.003)])
-def test_a_rank_that_was_woken_late_and_goes_on_at_once_makes_up_for_it(switch, monkeypatch, pause, late):
-    monkeypatch.setattr(throttle.time, "sleep", lambda seconds: setattr(switch.clock, "now", 101.503))
+def test_a_rank_that_was_woken_late_and_goes_on_at_once_makes_up_for_it(
+    switch, monkeypatch, pause, late
+):
+    monkeypatch.setattr(
+        throttle.time, "sleep", lambda seconds: setattr(switch.clock, "now", 101.503)
+    )
     first, second = ends(switch, 0, 2)
     first.post("send", 1000, 2)
     answer, _, _ = first.post("recv", 1000, 2)
@@ -187,7 +203,9 @@ def test_a_rank_that_was_woken_late_and_goes_on_at_once_makes_up_for_it(switch, 
 def timed(function):
     """Seconds from the moment all ranks are ready to the end on this rank."""
     dist.barrier()
-    time.sleep(2 * throttle.AT_ONCE)  # a rank that was woken late and sends at once would begin before `start`
+    time.sleep(
+        2 * throttle.AT_ONCE
+    )  # a rank that was woken late and sends at once would begin before `start`
     start = time.monotonic()
     function()
     return time.monotonic() - start
@@ -200,7 +218,9 @@ def time_everything():
 
     def to_all():
         with_others = wire.isend if rank == 0 else wire.irecv
-        for transfer in [with_others(tensor, peer) for peer in (wire.others(0) if rank == 0 else [0])]:
+        for transfer in [
+            with_others(tensor, peer) for peer in (wire.others(0) if rank == 0 else [0])
+        ]:
             transfer.wait()
 
     return {
@@ -216,11 +236,21 @@ def time_everything():
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_everything_takes_at_least_as_long_as_the_formula(mode, world_size):
-    """Never less, and on one of three attempts not much more: the processor may be busy elsewhere."""
+    """Never less, and on one of three attempts not much more: the processor may be busy
+    elsewhere.
+    """
     steps = world_size - 1
-    expected = {"to all": steps, "exchange": 1, "server": 2 * steps, "whole": steps, "ring": 2 * steps / world_size}
+    expected = {
+        "to all": steps,
+        "exchange": 1,
+        "server": 2 * steps,
+        "whole": steps,
+        "ring": 2 * steps / world_size,
+    }
     for last in (False, False, True):
-        ranks = launch(time_everything, world_size=world_size, device="cpu", link=Link(BANDWIDTH, mode=mode))
+        ranks = launch(
+            time_everything, world_size=world_size, device="cpu", link=Link(BANDWIDTH, mode=mode)
+        )
         slowest = {name: max(rank[name] for rank in ranks) / MESSAGE_SECONDS for name in ranks[0]}
         assert all(FASTER * least <= slowest[name] for name, least in expected.items()), slowest
         late = [name for name, least in expected.items() if slowest[name] >= 2 * least + 3]
@@ -242,7 +272,9 @@ def to_and_fro():
 
 
 def test_latency_of_the_wire_counts_once_each_way():
-    seconds = launch(to_and_fro, world_size=2, device="cpu", link=Link("100Mbit", "50ms", mode="wire"))
+    seconds = launch(
+        to_and_fro, world_size=2, device="cpu", link=Link("100Mbit", "50ms", mode="wire")
+    )
     assert 0.099 < max(seconds) < 0.4
 
 
@@ -251,19 +283,27 @@ def two_hosts():
     rank, tensor = dist.get_rank(), torch.zeros(BYTES // 4)
     between = []
     for sender, receiver in ((0, 1), (1, 2), (2, 3)):
-        action = {sender: lambda: wire.send(tensor, receiver), receiver: lambda: wire.recv(tensor, sender)}  # noqa: B023
-        between.append(timed(action.get(rank, lambda: None)))
+        if rank == sender:
+            between.append(timed(partial(wire.send, tensor, receiver)))
+        elif rank == receiver:
+            between.append(timed(partial(wire.recv, tensor, sender)))
+        else:
+            between.append(timed(lambda: None))
     return socket.gethostname(), between
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_ranks_of_one_host_reach_each_other_fast(mode):
     ranks = launch(two_hosts, world_size=4, device="cpu", link=Link("16Mbit", hosts=2, mode=mode))
-    inside, across, inside_too = (max(seconds) for seconds in zip(*(rank[1] for rank in ranks), strict=True))
+    inside, across, inside_too = (
+        max(seconds) for seconds in zip(*(rank[1] for rank in ranks), strict=True)
+    )
     assert across >= FASTER * BYTES * 8 / 16e6
     assert max(inside, inside_too) < 0.5 * across
     names = [name for name, _ in ranks]
     described = Link("16Mbit", mode=mode).describe()
     assert (described["mode"], described["bandwidth_bits_s"]) == (mode, 16e6)
     assert described["carries_torch"] == (mode == "hosts")
-    assert names == (["host0", "host0", "host1", "host1"] if mode == "hosts" else [socket.gethostname()] * 4)
+    assert names == (
+        ["host0", "host0", "host1", "host1"] if mode == "hosts" else [socket.gethostname()] * 4
+    )

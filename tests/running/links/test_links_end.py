@@ -1,4 +1,6 @@
-"""However a launch over emulated links ends, nothing of it stays: no process, no namespace, no interface, no file."""
+"""However a launch over emulated links ends, nothing of it stays: no process, no namespace, no
+interface, no file.
+"""
 
 import contextlib
 import json
@@ -26,7 +28,9 @@ HOSTS = pytest.mark.skipif(bool(links.available()["hosts"]), reason="no virtual 
 
 
 def me_and_mine():
-    """This rank's process, those that it depends on, and the network namespaces that they live in."""
+    """This rank's process, those that it depends on, and the network namespaces that they live
+    in.
+    """
     me, agent = psutil.Process(), psutil.Process(os.getppid())
     return {
         "rank": me.pid,
@@ -38,7 +42,9 @@ def me_and_mine():
 
 
 def stay(folder):
-    """Write down who and where this rank is, then wait to be killed, or for a file that says that it may end."""
+    """Write down who and where this rank is, then wait to be killed, or for a file that says that
+    it may end.
+    """
     partial = Path(folder, f"{dist.get_rank()}.partial")
     partial.write_text(json.dumps(me_and_mine()))
     dist.barrier()
@@ -63,7 +69,9 @@ def ranks_up(folder, world_size):
 
 
 def holders(networks):
-    """Everything in /proc that keeps one of these network namespaces alive: processes, threads, descriptors."""
+    """Everything in /proc that keeps one of these network namespaces alive: processes, threads,
+    descriptors.
+    """
     names, holding = {f"net:[{network}]" for network in networks}, []
     for pattern in ("[0-9]*/task/*/ns/net", "[0-9]*/fd/*"):
         for link in Path("/proc").glob(pattern):
@@ -85,7 +93,11 @@ def check_gone(ranks, also=()):
     networks.discard(os.stat("/proc/self/ns/net").st_ino)
 
     def running():
-        return [p for p in pids if psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE]
+        return [
+            p
+            for p in pids
+            if psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE
+        ]
 
     assert wait_for(lambda: not running()), f"processes left: {running()}"
     assert wait_for(lambda: not holders(networks)), f"namespaces held by {holders(networks)}"
@@ -93,7 +105,10 @@ def check_gone(ranks, also=()):
 
 @pytest.mark.parametrize(
     "mode, victim",
-    [*(pytest.param("hosts", who, marks=HOSTS) for who in ("rank", "agent", "server", None)), ("wire", "rank")],
+    [
+        *(pytest.param("hosts", who, marks=HOSTS) for who in ("rank", "agent", "server", None)),
+        ("wire", "rank"),
+    ],
 )
 def test_whatever_ends_takes_everything_along(mode, victim, tmp_path):
     before, errors = interfaces(), []
@@ -117,7 +132,9 @@ def test_whatever_ends_takes_everything_along(mode, victim, tmp_path):
     else:
         (tmp_path / "end").touch()
     thread.join(60)
-    assert not thread.is_alive() and bool(errors) == bool(victim), "the caller must be told of a killed process"
+    assert not thread.is_alive() and bool(errors) == bool(victim), (
+        "the caller must be told of a killed process"
+    )
     check_gone(ranks)
     assert interfaces() == before
 
@@ -142,7 +159,9 @@ def start_caller(folder, mode, python=sys.executable, **options):
 @HOSTS
 def test_a_killed_caller_takes_everything_along(tmp_path):
     before = interfaces()
-    caller = start_caller(tmp_path, "hosts", env={**os.environ, "TMPDIR": str(tmp_path)})  # an empty folder stays
+    caller = start_caller(
+        tmp_path, "hosts", env={**os.environ, "TMPDIR": str(tmp_path)}
+    )  # an empty folder stays
     ranks = ranks_up(tmp_path, 2)
     caller.kill()
     caller.wait()
@@ -158,7 +177,12 @@ def python_of_nobody(options):
     probe = f"open({str(Path(__file__))!r}); import torch, pyroute2, ddp_course"
     for python in (sys.executable, f"/usr/bin/python3.{sys.version_info.minor}"):
         with contextlib.suppress(OSError):
-            if subprocess.run([python, "-c", probe], capture_output=True, check=False, **options).returncode == 0:
+            if (
+                subprocess.run(
+                    [python, "-c", probe], capture_output=True, check=False, **options
+                ).returncode
+                == 0
+            ):
                 return python
     return None
 
@@ -176,15 +200,25 @@ def test_an_ordinary_user_can_have_virtual_hosts():
             "TMPDIR": folder,
             "PYTHONDONTWRITEBYTECODE": "1",
         }
-        environ.pop("TORCHINDUCTOR_CACHE_DIR", None)  # which torch sets for its own children, and which is ours
-        options = {"user": NOBODY, "group": NOBODY, "extra_groups": [], "env": environ, "cwd": folder}
+        environ.pop(
+            "TORCHINDUCTOR_CACHE_DIR", None
+        )  # which torch sets for its own children, and which is ours
+        options = {
+            "user": NOBODY,
+            "group": NOBODY,
+            "extra_groups": [],
+            "env": environ,
+            "cwd": folder,
+        }
         python = python_of_nobody(options)
         if python is None:
             pytest.skip("an ordinary user cannot read this installation")
         errors = Path(folder, "errors")
         with errors.open("wb") as sink:
             caller = start_caller(folder, "hosts", python, **options, stderr=sink)
-        assert wait_for(lambda: len(list(Path(folder).glob("?.json"))) == 2 or caller.poll() is not None)
+        assert wait_for(
+            lambda: len(list(Path(folder).glob("?.json"))) == 2 or caller.poll() is not None
+        )
         assert caller.poll() is None, errors.read_text()
         ranks = ranks_up(folder, 2)
         assert psutil.Process(ranks[0]["rank"]).uids().effective == NOBODY
@@ -197,8 +231,13 @@ def test_an_ordinary_user_can_have_virtual_hosts():
 @HOSTS
 def test_namespaces_that_are_forbidden_leave_the_wire():
     denied = Path(__file__).parents[2] / "support" / "denied.py"
-    program = "from ddp_course.running import links; print(links.Link()); print(links.available()['hosts'])"
-    ended = subprocess.run([sys.executable, denied, "-c", program], capture_output=True, text=True, timeout=120)
+    program = (
+        "from ddp_course.running import links; print(links.Link());"
+        " print(links.available()['hosts'])"
+    )
+    ended = subprocess.run(
+        [sys.executable, denied, "-c", program], capture_output=True, text=True, timeout=120
+    )
     if "max_net_namespaces" in ended.stderr:
         pytest.skip("this system does not let a user lower the limit")
     assert ended.returncode == 0, ended.stderr

@@ -1,0 +1,336 @@
+"""Say whether an answer is right, part by part, and if not, why: held against the solution and
+known wrong answers.
+
+An answer whose evidence equals that of a known wrong answer on the same inputs gets its message.
+For other answers the message is a relation that explains all wrong values (unchanged, zeros, a
+factor, another order), or the first of them.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from .attempt import Evidence
+from .checks import Task, known_wrong
+from .evidence import BUSY
+from .plain import ODD, apart, largest
+
+SURE = 8  # This many equal numbers are no coincidence.
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is wrong with each part of an answer, such as "bytes"; "" if the part is right."""
+
+    parts: dict[str, str]
+
+    @property
+    def message(self) -> str:
+        """What is wrong with the first wrong part; "" if the answer is right."""
+        return next(filter(None, self.parts.values()), "")
+
+
+class Value(NamedTuple):
+    """A value of a part, on one rank or (None) for all; `still` is the value after an answer that
+    does nothing.
+    """
+
+    case: str
+    rank: int | None
+    actual: Any
+    expected: Any
+    still: Any = None
+
+
+def nothing(task: Task, message: str) -> Verdict:
+    """The verdict on an answer that fails in all parts, with the same `message`."""
+    return Verdict(dict.fromkeys(task.parts, message))
+
+
+def verdict(
+    task: Task, evidence: Evidence, solution: Evidence, others: Callable[[], Sequence[Evidence]]
+) -> Verdict:
+    """The verdict on `evidence`; `others` gives the evidence of an answer that does nothing and of
+    known wrong ones.
+    """
+    if evidence.values is None:
+        return nothing(task, evidence.failure)
+    if solution.values is None:
+        return nothing(task, f"{BUSY} (the course's own solution failed: {solution.failure})")
+    wrong = {
+        name for name in task.parts if differing(values_of(name, evidence, solution), task.bound)
+    }
+    still, *tried = (others() if wrong else []) or [Evidence(None)]
+    known = list(zip((answer.message for answer in known_wrong(task.number)), tried, strict=False))
+    alike = [message for message, other in known if same(evidence.values, other.values)]
+    messages = dict.fromkeys(task.parts, "")
+    for name in wrong:
+        values = values_of(name, evidence, solution, still)
+        faulty = differing(values, task.bound)
+        message = alike[0] if alike else known_fault(name, values, faulty, known)
+        messages[name] = compared(values, faulty, message, name in task.secret)
+    return Verdict(messages)
+
+
+def values_of(
+    part: str, evidence: Evidence, solution: Evidence, still: Evidence | None = None
+) -> list[Value]:
+    """All values of a part, in the order of the solution's cases."""
+    actual, idle, expected = (
+        ((source and source.values) or {}).get(part, {}) for source in (evidence, still, solution)
+    )
+    values = []
+    for case, right in expected.items():
+        if isinstance(right, dict) and all(type(rank) is int for rank in right):
+            of_case, of_idle = actual.get(case, {}), idle.get(case, {})
+            values += [
+                Value(case, rank, of_case.get(rank), item, of_idle.get(rank))
+                for rank, item in right.items()
+            ]
+        else:
+            values.append(Value(case, None, actual.get(case), right, idle.get(case)))
+    return values
+
+
+def differing(values: Sequence[Value], bound: float) -> list[Value]:
+    """The values that are not as expected."""
+    return [value for value in values if not same(value.actual, value.expected, bound)]
+
+
+def compared(values: Sequence[Value], wrong: Sequence[Value], message: str, secret: bool) -> str:
+    """What is wrong with a part: the `message` of a known answer, or if there is none, what
+    differs.
+    """
+    first = wrong[0]
+    if message:
+        return f"{first.case}: {in_short(first)}{message}{ranks_in_words(values, wrong)}"
+    if secret:
+        return (
+            f"{first.case}:"
+            f" {unlike_type(first.actual, first.expected) or f'{shown(first.actual)} is not it'}"
+        )
+    where = "" if first.rank is None else f"rank {first.rank}: "
+    difference = unlike(first.actual, first.expected, "the result") or "the result is another one"
+    bad = {value.case for value in wrong}
+    good = list(dict.fromkeys(value.case for value in values if value.case not in bad))
+    right = f" (right: {'; '.join(good)})" if 0 < len(good) <= 2 else ""
+    return (
+        f"{first.case}:"
+        f" {where}{difference}{relation(values, wrong)}{ranks_in_words(values, wrong)}{right}"
+    )
+
+
+def in_short(value: Value) -> str:
+    """The answer's number, or its short list beside the expected one; "" for any other value."""
+    if type(value.actual) in (int, float):
+        return f"{shown(value.actual)}; "
+    short = (
+        isinstance(value.actual, list | tuple)
+        and len(repr(value.actual)) + len(repr(value.expected)) < 100
+    )
+    return f"{list(value.actual)}; {list(value.expected)} was expected: " if short else ""
+
+
+def known_fault(
+    part: str, values: Sequence[Value], wrong: Sequence[Value], known: Sequence[tuple]
+) -> str:
+    """The message of a known wrong answer that has the same values in this part: all of them, or
+    all that are wrong.
+
+    If there is none, the same values in the first wrong case are enough, if they are SURE numbers
+    or more; else "".
+    """
+    first = [value for value in wrong if value.case == wrong[0].case]
+    enough = first if sum(len(numbers(value.actual)) for value in first) >= SURE else []
+    for chosen in (values, wrong, enough):
+        for message, other in known:
+            like = {value[:2]: value.actual for value in values_of(part, other, other)}
+            if chosen and all(
+                value[:2] in like and same(value.actual, like[value[:2]]) for value in chosen
+            ):
+                return message
+    return ""
+
+
+def ranks_in_words(values: Sequence[Value], wrong: Sequence[Value]) -> str:
+    """Which ranks are wrong in the first wrong case; "" if all ranks are."""
+    ranks, of_case = (
+        [value.rank for value in some if value.case == wrong[0].case] for some in (wrong, values)
+    )
+    return (
+        f" (on rank {', '.join(map(str, ranks))}; the others are right)"
+        if len(ranks) < len(of_case)
+        else ""
+    )
+
+
+def same(actual: Any, expected: Any, bound: float = 1e-6) -> bool:
+    """Whether two pieces of plain data are equal, numbers to rounding: `bound` times the largest
+    magnitude.
+    """
+    return not unlike(actual, expected, "it", bound)
+
+
+def unlike(actual: Any, expected: Any, what: str, bound: float = 1e-6) -> str:
+    """The first difference of two pieces of plain data in words, "" if they are the same."""
+    if actual is None and expected is not None:
+        return f"{what} is None: is there a `return`?"
+    if isinstance(expected, torch.Tensor):
+        return unlike_tensor(actual, expected, what, bound)
+    if isinstance(expected, list | tuple):
+        if not isinstance(actual, list | tuple):
+            return f"{what} is {kind_of(actual)}; a list was expected"
+        if len(actual) != len(expected):
+            return f"{what} has {len(actual)} items; {len(expected)} were expected"
+        items = zip(actual, expected, strict=True)
+        return next(
+            filter(
+                None, (unlike(*pair, f"item {n} of {what}", bound) for n, pair in enumerate(items))
+            ),
+            "",
+        )
+    if isinstance(expected, dict):
+        if not isinstance(actual, dict) or actual.keys() != expected.keys():
+            keys = sorted(map(str, actual)) if isinstance(actual, dict) else kind_of(actual)
+            return f"{what} has {keys}; {sorted(map(str, expected))} was expected"
+        faults = (
+            unlike(actual[key], item, f"{key} in {what}", bound) for key, item in expected.items()
+        )
+        return next(filter(None, faults), "")
+    if wrong_type := unlike_type(actual, expected):
+        return f"{what} is {wrong_type}"
+    if expected == "" and isinstance(actual, str):
+        return actual  # The probe has said in words what is wrong.
+    if type(expected) is float:
+        equal = abs(actual - expected) <= min(bound, 1e-9) * max(1e-6, abs(expected))
+    else:
+        equal = type(actual) is type(expected) and bool(actual == expected)
+    return "" if equal else f"{what} is {shown(actual)}; {shown(expected)} was expected"
+
+
+def unlike_type(actual: Any, expected: Any) -> str:
+    """The type of a value where a plain number is expected; "" if it is such a number."""
+    right = type(expected) not in (int, float) or type(actual) in (int, type(expected))
+    return "" if right else f"{kind_of(actual)}; a plain {type(expected).__name__} was expected"
+
+
+def unlike_tensor(actual: Any, expected: torch.Tensor, what: str, bound: float) -> str:
+    """What is wrong with something that should be a tensor."""
+    if not isinstance(actual, torch.Tensor):
+        return f"{what} is {kind_of(actual)}; a tensor was expected"
+    if actual.shape != expected.shape:
+        return f"{what} has shape {list(actual.shape)}; {list(expected.shape)} was expected"
+    if actual.dtype != expected.dtype:
+        return f"{what} has dtype {actual.dtype}; {expected.dtype} was expected"
+    places = apart(actual, expected, bound).reshape(-1).nonzero()
+    if not len(places):
+        return ""
+    place, x, y = int(places[0]), actual.reshape(-1).double(), expected.reshape(-1).double()
+    odd = (
+        "; such numbers come up when bytes are read as another dtype, or when nobody has filled a"
+        " buffer"
+    )
+    huge = bool(x[place].abs() > 1e6 * largest(expected))
+    return (
+        f"number {place} of {len(x)} is {x[place]:.6g}; {y[place]:.6g} was"
+        f" expected{odd if huge else ''}"
+    )
+
+
+def kind_of(actual: Any) -> str:
+    """The type of a value, with an article."""
+    if actual is None:
+        return "None (is there a `return`?)"
+    name = actual[ODD] if isinstance(actual, dict) and ODD in actual else type(actual).__name__
+    return f"an {name}" if name[0] in "aeiouAEIOU" else f"a {name}"
+
+
+def shown(thing: Any) -> str:
+    """A value as a message shows it."""
+    return f"{thing:.10g}" if type(thing) in (int, float) else repr(thing)[:200]
+
+
+def numbers(thing: Any) -> torch.Tensor:
+    """All numbers of a piece of plain data as one vector; an empty one if there are none."""
+    if isinstance(thing, torch.Tensor):
+        return thing.reshape(-1).double()
+    if type(thing) in (int, float, bool):
+        return torch.tensor([float(thing)], dtype=torch.float64)
+    items = (
+        list(thing.values())
+        if isinstance(thing, dict)
+        else list(thing)
+        if isinstance(thing, list | tuple)
+        else []
+    )
+    return torch.cat([torch.empty(0, dtype=torch.float64), *map(numbers, items)])
+
+
+def relation(values: Sequence[Value], wrong: Sequence[Value]) -> str:
+    """What holds between all wrong values (x), those expected (y) and those left by doing nothing
+    (z): "; words".
+    """
+    x, y, z = (
+        torch.cat(list(map(numbers, column))) for column in list(zip(*wrong, strict=True))[2:]
+    )
+    if len(x) != len(y) or not len(x):
+        return ""
+    sizes = [
+        (numbers(value.actual), sum(other.case == value.case for other in values))
+        for value in wrong
+    ]
+    k = torch.cat([torch.full_like(vector, size) for vector, size in sizes])
+    differs, several = not near(x, y), len(x) > 1
+    scaled = differs and len(x) > 2 and bool(y.any())
+    factor = (x / y)[y.abs().argmax()].item()
+    had = len(x) >= SURE and len(x) == len(z) and bool(z.any())
+    digits = next(
+        (n for n in range(7) if x.tolist() == [round(item, n) for item in y.tolist()]), None
+    )
+    laws = {
+        "nothing has changed: what was given must be changed itself, in place": near(x, z),
+        "all of it is 0": several and not bool(x.any()),
+        f"that is what rank {owner(values, wrong, 3)} should have": (
+            owner(values, wrong, 3) is not None
+        ),
+        f"that is what rank {owner(values, wrong, 4)} had before": (
+            owner(values, wrong, 4) is not None
+        ),
+        "that is K times as much: is there a division by K too few?": scaled and near(x, k * y),
+        "that is a K-th of it: is there a division by K too many?": scaled and near(x, y / k),
+        "the sign is the other way round": scaled and near(x, -y),
+        f"all are {factor:.6g} times what was expected": scaled and near(x, factor * y),
+        "what was there before is missing in it": had and near(x, y - z),
+        "what was there before counts twice": had and near(x, y + z),
+        f"all are {(x - y)[0]:+.6g} off": several and near(x - y, (x - y)[:1].expand(len(x))),
+        "these are the right numbers, in another order": (
+            several and near(x.sort().values, y.sort().values)
+        ),
+        f"it is rounded to {digits} digits: return it as it is": differs and digits is not None,
+    }
+    return next((f"; {words}" for words, holds in laws.items() if holds), "")
+
+
+def near(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether two vectors are equal to rounding."""
+    return len(x) == len(y) and bool(
+        ((x - y).abs() <= 1e-6 * (y.abs() + largest(y) * (len(y) > 1))).all()
+    )
+
+
+def owner(values: Sequence[Value], wrong: Sequence[Value], index: int) -> int | None:
+    """The rank whose expected (`index` 3) or idle (4) value is the first wrong value, if each wrong
+    value has one.
+    """
+    owners = []
+    for value in wrong:
+        x = numbers(value.actual)
+        others = [
+            other for other in values if other.case == value.case and other.rank != value.rank
+        ]
+        owners += [
+            other.rank for other in others if len(x) >= SURE / 2 and near(x, numbers(other[index]))
+        ][:1]
+    return owners[0] if len(owners) == len(wrong) else None

@@ -1,0 +1,192 @@
+"""Try answers on the ranks of a launch, and bring their evidence back: plain data, or how an answer
+failed.
+
+Each rank writes a file per attempt: after a bad answer the launch is repeated from the next attempt
+on.
+"""
+
+import re
+import tempfile
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from ..errors import CourseError, LaunchTimeout, RankError
+from ..running.launching.launch import launch
+from .attempt import Attempt, Evidence, assembled, make_attempts
+from .checks import Task, cells_with, find, known_wrong, of_exercise, solution
+
+PATIENCE_SECONDS = 5.0  # A receive that waits longer counts as one that waits for ever.
+START_SECONDS = 7.0
+BUSY = "the machine was busy; run the cell above again"
+TRIES = 3  # An attempt gets this many tries if the machine is too busy.
+TOO_LONG = (
+    "a message was longer than the tensor it was received into: do both sides mean the same chunk"
+    " and dtype?"
+)
+BOTH_SEND = (
+    " Two ranks that both send first wait for ever: wire.exchange sends and receives at once"
+)
+GAVE_UP = re.compile(
+    "timed out waiting|timeout|connection closed by peer|connection reset by peer", re.IGNORECASE
+)
+NOT_OURS = re.compile(
+    r"site-packages|dist-packages|[/\\]ddp_course[/\\]|[/\\]checks[/\\]|[/\\]lib[/\\]python|<frozen"
+)
+FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)(?:\n {4}(.*))?')
+
+
+def gather(
+    attempts: Sequence[Attempt], patience: float = PATIENCE_SECONDS, work: str = ""
+) -> list[Evidence]:
+    """The evidence of each attempt; with a folder for their `work` the ranks keep to a submission's
+    limits.
+    """
+    warm_up()
+    results: list[Evidence] = []
+    waiting, tries = list(attempts), 0
+    while waiting:
+        task = find(waiting[0].number)
+        done, failure = launched(waiting, task, patience, work)
+        results += [
+            assembled(attempt, by_rank) for attempt, by_rank in zip(waiting, done, strict=False)
+        ]
+        waiting, tries = waiting[len(done) :], 0 if done else tries + 1
+        if not failure:
+            break
+        if waiting and (BUSY not in str(failure) or tries == TRIES):
+            failed, tries = waiting.pop(0), 0
+            results.append(Evidence(None, explain(failure, find(failed.number))))
+    return results
+
+
+def solved(task: Task, inputs: dict) -> Attempt:
+    """The attempt with the course's own solution."""
+    return Attempt(task.number, inputs, cells_with(task.number, solution(task.number)))
+
+
+def known(task: Task, inputs: dict) -> list[Attempt]:
+    """Attempts with an answer that does nothing and with the known wrong ones, on the inputs of a
+    wrong answer.
+    """
+    idle = "\n".join(f"def {name}(*args, **kwargs): pass" for name in task.names)
+    texts = [idle, *(answer.source for answer in known_wrong(task.number))]
+    return [Attempt(task.number, inputs, cells_with(task.number, text)) for text in texts]
+
+
+@cache
+def warm_up() -> None:
+    """Start the server that forks the ranks of launches, once per process, however long a busy
+    machine takes.
+    """
+    launch(int, world_size=1, device="cpu")
+
+
+def launched(
+    attempts: Sequence, task: Task, patience: float, work: str
+) -> tuple[list, CourseError | None]:
+    """What the ranks of one launch wrote down, by attempt and by rank, and the error that ended
+    it.
+    """
+    timeout = START_SECONDS + task.seconds * len(attempts)
+    failure = None
+    with tempfile.TemporaryDirectory(prefix="ddp_course_", dir=work or None) as folder:
+        arguments = (list(attempts), folder, patience, work)
+        try:
+            launch(make_attempts, *arguments, world_size=task.ranks, device="cpu", timeout=timeout)
+        except CourseError as error:
+            failure = error
+        files = [
+            [Path(folder, f"{place}-{rank}") for rank in range(task.ranks)]
+            for place in range(len(attempts))
+        ]
+        return [
+            [file.read_bytes() for file in row] for row in files if all(map(Path.exists, row))
+        ], failure
+
+
+def explain(error: CourseError, task: Task) -> str:
+    """Why a launch failed, in words for the learner."""
+    if isinstance(error, LaunchTimeout):
+        return (
+            "not finished in time:"
+            f" {task.hang if task.ranks > 1 else 'is there a loop that never ends?'}"
+        )
+    if not isinstance(error, RankError):
+        return f"the ranks could not be run: {error}"
+    frame = own_frame(error.traceback, task)
+    where = place(frame, task)
+    if error.type_name == "Wrong" and error.message:
+        return error.message + where
+    if error.type_name == "NotImplementedError":
+        if frame and frame.task != task.number:
+            return (
+                f"it uses {frame.function} of {frame.task}, which does not run yet: mend"
+                f" {frame.task} first"
+            )
+        return f"not solved yet ({error.message})"
+    if GAVE_UP.search(error.message):
+        alone = (
+            BOTH_SEND
+            if frame and re.search(r"\bsend\(|\bleaving\.wait|\brecv\(", frame.text)
+            else ""
+        )
+        return f"the ranks wait for each other for ever{where}: {task.hang}{alone}"
+    if error.type_name == "killed" and "SIGABRT" in error.message and task.ranks > 1:
+        return TOO_LONG
+    if "Pair is not connected" in error.message:
+        return f"a rank sends to itself, or receives from itself{where}: the others are meant"
+    if "modified by an inplace operation" in error.message:
+        return (
+            f"weights changed between the forward and the backward pass{where}: step() comes after"
+            " backward()"
+        )
+    if error.type_name in ("killed", "exited"):
+        return (
+            f"your code ended the process of rank {error.rank} ({error.type_name} {error.message})"
+        )
+    unknown = (
+        "; is it spelt right, and defined or imported in a cell?"
+        if error.type_name == "NameError"
+        else ""
+    )
+    return f"your code raised {error.type_name}: {error.message[:300]}{where}{unknown}"
+
+
+class Frame(NamedTuple):
+    """A line of the learner's: the task whose answer it is in, its number there, its function, and
+    its text.
+    """
+
+    task: str
+    line: str
+    function: str
+    text: str
+
+
+def own_frame(traceback: str, task: Task) -> Frame | None:
+    """The last line of the learner's own in a traceback; it belongs to the innermost function that
+    a task asks for.
+    """
+    own = [frame for frame in FRAME.findall(traceback) if not NOT_OURS.search(frame[0])]
+    if not own:
+        return None
+    owners = {name: other.number for other in of_exercise(task.exercise) for name in other.names}
+    numbers = [owners[function] for _, _, function, _ in own if function in owners] or [task.number]
+    _, line, function, text = own[-1]
+    return Frame(numbers[-1], line, function, text.strip())
+
+
+def place(frame: Frame | None, task: Task) -> str:
+    """The learner's line in brackets; if it is in another task's answer, with the number of that
+    task.
+    """
+    if not frame:
+        return ""
+    if frame.task != task.number:
+        return (
+            f" (line {frame.line} of {frame.task}, {frame.function}: {frame.text}; mend"
+            f" {frame.task} first)"
+        )
+    return f" (line {frame.line} of your cell: {frame.text})"

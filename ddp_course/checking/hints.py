@@ -1,0 +1,27 @@
+"""Three hints for each task, each saying a little more: `hint("4.2")`, `hint("4.2", 2)`,
+`hint("4.2", 3)`.
+"""
+
+import re
+from functools import cache
+from pathlib import Path
+
+LEVELS = 3
+
+
+@cache
+def all_hints() -> dict[str, list[str]]:
+    """{task: its hints, in order}, as hints.md has them."""
+    text = Path(__file__).with_suffix(".md").read_text(encoding="utf-8")
+    sections = re.findall(r"^## (\d+\.\d+)\n((?:\d\. .+\n)+)", text, re.MULTILINE)
+    return {task: re.findall(r"^\d\. (.+)$", body, re.MULTILINE) for task, body in sections}
+
+
+def hint(number: str, level: int = 1) -> None:
+    """Print one of the hints for a task; ValueError if there is no such task or level."""
+    if str(number) not in all_hints():
+        raise ValueError(f'there is no task {number}; hint("4.2") is how this is called')
+    if level not in range(1, LEVELS + 1):
+        raise ValueError(f"there are hints 1 to {LEVELS} for each task, not {level}")
+    more = f' hint("{number}", {level + 1}) says more.' if level < LEVELS else ""
+    print(f"Hint {level} of {LEVELS} for {number}: {all_hints()[str(number)][level - 1]}{more}")

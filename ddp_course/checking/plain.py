@@ -1,0 +1,88 @@
+"""Plain data: the only kind of value that may come back from a submission, and a comparison that
+says what differs.
+
+Only exact types pass. An object whose `__eq__` is always true, or a tensor class with comparisons
+of its own, comes back as the name of its type and nothing else.
+"""
+
+import io
+from collections import deque
+from fractions import Fraction
+from itertools import islice
+from types import GeneratorType
+from typing import Any
+
+import numpy
+import torch
+
+MOST_ITEMS, MOST_DIGITS = 1 << 20, 60
+LAZY = (
+    GeneratorType,
+    range,
+    map,
+    zip,
+    filter,
+    reversed,
+    enumerate,
+    type({}.keys()),
+    type({}.values()),
+    deque,
+)
+# This key, with the name of a type, stands for an object that is not plain data.
+ODD = "an object of type"
+
+
+def plain(thing: Any) -> Any:
+    """Make plain data of exact types: numpy's numbers and fractions become numbers, generators and
+    the like lists.
+    """
+    kind = type(thing)
+    if kind in (bool, str, float, type(None)):
+        return thing
+    if kind is int:
+        return (
+            thing
+            if abs(thing) < 10**MOST_DIGITS
+            else {ODD: f"int of more than {MOST_DIGITS} digits"}
+        )
+    if isinstance(thing, numpy.number | numpy.bool_):
+        return plain(thing.item())
+    if kind is Fraction:
+        return plain(int(thing) if thing.denominator == 1 else float(thing))
+    if kind in LAZY:
+        return plain(list(islice(thing, MOST_ITEMS)))
+    if kind in (list, tuple):
+        return kind(map(plain, thing))
+    if kind is dict:
+        return {plain(key): plain(value) for key, value in thing.items()}
+    if kind in (torch.Tensor, torch.nn.Parameter):
+        return thing.detach().to("cpu").contiguous().clone()
+    return {ODD: kind.__name__[:80]}
+
+
+def pack(thing: Any) -> bytes:
+    """Bytes from which `unpack` makes plain data."""
+    buffer = io.BytesIO()
+    torch.save(plain(thing), buffer)
+    return buffer.getvalue()
+
+
+def unpack(content: bytes) -> Any:
+    """The other end of `pack`: `torch.load` makes nothing but plain data, or raises an error."""
+    return torch.load(io.BytesIO(content), weights_only=True)
+
+
+def apart(actual: torch.Tensor, expected: torch.Tensor, bound: float = 1e-6) -> torch.Tensor:
+    """Which numbers differ by more than `bound` times the largest magnitude; equal infinities do
+    not, NaN does.
+    """
+    if expected.dtype in (torch.bool, torch.int64):
+        return actual != expected
+    gap = (actual.double() - expected.double()).abs()
+    return ~((actual == expected) | (gap <= bound * largest(expected)))
+
+
+def largest(expected: torch.Tensor) -> float:
+    """The largest finite magnitude, at least 1."""
+    finite = expected.double().abs()[expected.isfinite()]
+    return max(1.0, finite.max().item() if finite.numel() else 1.0)

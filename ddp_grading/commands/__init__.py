@@ -1,0 +1,1 @@
+"""Commands of this package: what `ddp-course` runs, one file each."""

@@ -1,0 +1,83 @@
+"""`ddp-course check N`: grade your own notebook, as the course's grader would.
+
+From a cell: `!ddp-course check 4`. Save the notebook first: what counts is the file.
+"""
+
+import argparse
+import secrets
+import time
+from pathlib import Path
+
+from ddp_course.checking import SO_FAR
+from ddp_course.errors import GradingError
+
+from ..grader import grade
+from ..results import TaskResult
+from ..submissions import Submission, load_exercises
+
+FOLDERS = (
+    ".",
+    "work/exercises",
+    "work",
+    "exercises",
+    "../exercises",
+)  # The learner's notebook is looked for here.
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("exercise", type=int, metavar="N", help="the number of the exercise")
+    parser.add_argument(
+        "--notebook", type=Path, help="your notebook, if it is not exercises/NN_….ipynb"
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=120.0, help="seconds it may take (default 120)"
+    )
+
+
+def main(args: argparse.Namespace) -> int:
+    """The command itself: 0 if all points were earned, 1 if not."""
+    seed, exercises = secrets.randbelow(100_000), load_exercises()
+    if args.exercise not in exercises:
+        raise GradingError(
+            f"there is no exercise {args.exercise}; choose one of 1 to {max(exercises)}"
+        )
+    path = args.notebook or own_notebook(args.exercise)
+    if not path.is_file():
+        raise GradingError(f'"{path}" is not there')
+    saved = time.strftime("%H:%M:%S on %d %B", time.localtime(path.stat().st_mtime))
+    print(f"{path}, saved {saved}: its cells run first, then task by task", flush=True)
+    (result,) = grade(
+        [Submission("you", path)], exercises, seed, timeout=args.timeout, task_done=show
+    )
+    if result.exercise not in (None, args.exercise):
+        raise GradingError(f'"{path}" is exercise {result.exercise}, not {args.exercise}')
+    if result.message:
+        print(result.message)
+    again = (
+        ""
+        if result.passed or result.message
+        else f"; the same inputs again in a cell: check(…, seed={seed})"
+    )
+    print(f"{result.points:g} of {result.possible:g} points{again}")
+    return 0 if result.passed else 1
+
+
+def own_notebook(exercise: int) -> Path:
+    """The learner's notebook of an exercise: here, in work/, or in exercises/."""
+    for folder in map(Path, FOLDERS):
+        notebooks = sorted(folder.glob(f"{exercise:02d}_*.ipynb"))
+        if notebooks and folder.resolve().name not in ("notebooks", "solutions"):
+            return notebooks[0]
+    raise GradingError(f"no notebook of exercise {exercise} here; name yours with --notebook FILE")
+
+
+def show(task: TaskResult) -> None:
+    """Print the result of a task as soon as it is graded, with the properties that are right if
+    only some are.
+    """
+    holds = [part["name"] for part in task.parts if part["points"] and task.points < task.possible]
+    so_far = f" ({SO_FAR}{', '.join(holds)})" if holds else ""
+    print(
+        f"{task.id}  {'correct' if task.points == task.possible else task.message}{so_far}",
+        flush=True,
+    )

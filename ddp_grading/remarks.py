@@ -1,0 +1,132 @@
+"""Remarks for a person, at no cost in points: answers that use what no answer needs, and answers
+that are alike.
+"""
+
+import io
+import keyword
+import tokenize
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from difflib import SequenceMatcher
+
+from ddp_course.checking.checks import solution
+
+from .results import Result, TaskResult
+
+LEAST_TOKENS = 60  # Shorter answers are alike because there is one way to write them.
+ALIKE = 0.95
+MOST_REMARKS = 6
+LEADS_OUT = frozenset(
+    {
+        "__builtins__",
+        "__closure__",
+        "__code__",
+        "__dict__",
+        "__globals__",
+        "__import__",
+        "__subclasses__",
+        "_getframe",
+        "builtins",
+        "ctypes",
+        "eval",
+        "exec",
+        "f_back",
+        "get_objects",
+        "importlib",
+        "inspect",
+        "linecache",
+        "os",
+        "multiprocessing",
+        "open",
+        "pathlib",
+        "pickle",
+        "shutil",
+        "socket",
+        "subprocess",
+        "tempfile",
+        # These names can fake equality.
+        "__eq__",
+        "__ne__",
+        "__lt__",
+        "__bool__",
+        "__float__",
+        "__len__",
+        "__class__",
+    }
+)
+
+
+def remarks(source: str, given: str = "") -> list[str]:
+    """The lines of an answer that have an odd word, and the word; no word of the notebook `given`
+    out is odd.
+    """
+    usual = {token.string for token in tokens(given)}
+    lines: dict[str, None] = {}
+    for token in tokens(source):
+        word, line = token.string, token.line.strip()
+        if word in LEADS_OUT - usual or (word == "ddp_course" and line not in given):
+            lines[f"line {token.start[0]} has {word}: {line[:80]}"] = None
+    return list(lines)[:MOST_REMARKS]
+
+
+def tokens(source: str) -> Iterator[tokenize.TokenInfo]:
+    """The tokens of a piece of Python, up to a syntax error, which the kernel reports."""
+    with suppress(tokenize.TokenError, SyntaxError):
+        yield from tokenize.generate_tokens(io.StringIO(source).readline)
+
+
+def shape(source: str) -> list[str]:
+    """An answer's words without comments and docstrings; each variable is the number of its first
+    use.
+    """
+    numbers: dict[str, str] = {}
+    words, before = [], ""
+    for token in tokens(source):
+        word = token.string
+        if token.type == tokenize.NAME and not keyword.iskeyword(word) and before != ".":
+            word = numbers.setdefault(word, str(len(numbers)))
+        if word.strip() and not word.startswith(("#", '"""')):
+            words.append(word)
+        before = token.string
+    return words
+
+
+def alike(words: Sequence[str], other: Sequence[str]) -> bool:
+    """Whether two shapes are nearly the same."""
+    matcher = SequenceMatcher(None, words, other, autojunk=False)
+    return (
+        min(matcher.real_quick_ratio(), matcher.quick_ratio()) >= ALIKE and matcher.ratio() >= ALIKE
+    )
+
+
+def clusters(answers: Mapping[str, str], lesson: str = "") -> list[list[str]]:
+    """Groups of learners with alike `answers`, {learner: source}, but for short ones and those like
+    the lesson's.
+    """
+    known, shapes = shape(lesson), {learner: shape(source) for learner, source in answers.items()}
+    groups: dict[str, list[str]] = {}
+    for learner, words in shapes.items():
+        if len(words) >= LEAST_TOKENS and not alike(words, known):
+            first = next((first for first in groups if alike(words, shapes[first])), learner)
+            groups.setdefault(first, []).append(learner)
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def note_likeness(results: Sequence[Result]) -> None:
+    """Name learners whose answers are alike in each other's results; only answers that earned
+    points are compared.
+    """
+    by_task: dict[str, dict[str, TaskResult]] = {}
+    for result in results:
+        for task in result.tasks:
+            if task.points and task.answer:
+                by_task.setdefault(task.id, {})[result.learner] = task
+    for number, tasks in by_task.items():
+        for group in clusters(
+            {learner: task.answer for learner, task in tasks.items()}, solution(number)
+        ):
+            for learner in group:
+                tasks[learner].suspicious = [
+                    *tasks[learner].suspicious,
+                    f"alike: {', '.join(group)}",
+                ]
